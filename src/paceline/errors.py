@@ -1,0 +1,40 @@
+"""Everything Paceline raises on purpose.
+
+    PacelineError
+    ├── RequestError         the user asked for something that cannot be: one sentence, exit code 2
+    ├── StoreError           a run folder that cannot be read: reported and skipped
+    ├── UnsupportedError     this strategy or machine cannot do what the spec asks: a record, status "unsupported"
+    │   └── MissingPackageError   ... because a package is absent; the sentence holds the exact pip install
+    └── InvalidRunError      the run contradicts itself (a loss that is not a number): a record, status "invalid"
+
+A run that fails is a record in the store, not an exception: only the worker turns one into the other.
+"""
+
+
+class PacelineError(Exception):
+    """Root of the tree; its text is always one sentence for the user."""
+
+
+class RequestError(PacelineError):
+    """The request was wrong: says where, what was given and what is accepted."""
+
+
+class StoreError(PacelineError):
+    """A run folder is corrupt or half-written."""
+
+
+class UnsupportedError(PacelineError):
+    """The work was understood but cannot be done here."""
+
+
+class MissingPackageError(UnsupportedError):
+    """A package is absent; names the command that installs it."""
+
+    def __init__(self, package: str, needed_by: str, install: str) -> None:
+        super().__init__(
+            f"{needed_by} needs the package {package}, which is not installed: run `pip install {install}`"
+        )
+
+
+class InvalidRunError(PacelineError):
+    """The run finished but its numbers cannot be used."""

@@ -1,0 +1,164 @@
+"""Observed: what ranks saw, as raw as it was seen. No rate, mean or percentage is ever stored.
+
+Each sample is one flat JSON line with its `kind`, rank and step. Missing is None, never 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, ClassVar
+
+from paceline.spec import RunSpec, Scalar
+
+SCHEMA = 1
+
+
+class Status(StrEnum):
+    """How a run ended. Only `ok` is ever ranked."""
+
+    OK = "ok"
+    FAILED = "failed"
+    OOM = "oom"
+    TIMEOUT = "timeout"
+    HANG = "hang"
+    PREEMPTED = "preempted"
+    UNSUPPORTED = "unsupported"
+    INVALID = "invalid"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSample:
+    """One optimizer step on one rank. Phases are sums over its micro batches, in seconds of the rank's own clock.
+
+    duration_s runs from this step's start to the next one's, so nothing falls between steps. loss is the mean over this
+    rank's tokens; the data digest is a partition-independent sum over sequences (see `measure.digest_tokens`).
+    """
+
+    kind: ClassVar[str] = "step"
+    rank: int
+    step: int
+    duration_s: float
+    data_wait_s: float | None
+    h2d_s: float | None
+    h2d_bytes: int | None
+    forward_s: float | None
+    backward_s: float | None
+    optimizer_s: float | None
+    tokens: int
+    samples: int
+    micro_batches: int
+    updates: int
+    loss: float
+    grad_norm: float | None
+    data_digest: int
+    variant: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySample:
+    """Memory of one rank. moment: `setup` after wrapping the model, `steps` the peak over the steps past warmup.minimum.
+
+    allocated and reserved are the CUDA allocator's; device is the whole GPU as the driver sees it; resident is the
+    process on the host (its high-water mark for `steps`).
+    """
+
+    kind: ClassVar[str] = "memory"
+    rank: int
+    moment: str
+    allocated_bytes: int | None
+    reserved_bytes: int | None
+    device_bytes: int | None
+    resident_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WireSample:
+    """Collectives of one optimizer step on one rank, summed by operation, dtype and group size.
+
+    payload_bytes follows nccl-tests' S: the buffer for all_reduce, the whole output for all_gather, the whole input for
+    reduce_scatter.
+    """
+
+    kind: ClassVar[str] = "wire"
+    rank: int
+    step: int
+    operation: str
+    dtype: str
+    group_size: int
+    calls: int
+    payload_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceSample:
+    """Time line of `steps` profiled steps after the timed window: exposed is communication while nothing computes."""
+
+    kind: ClassVar[str] = "trace"
+    rank: int
+    steps: int
+    wall_s: float
+    compute_s: float
+    communication_s: float
+    exposed_s: float
+
+
+Sample = StepSample | MemorySample | WireSample | TraceSample
+SAMPLE_TYPES: dict[str, type[Sample]] = {t.kind: t for t in (StepSample, MemorySample, WireSample, TraceSample)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What a rank observed about the work itself: the raw material of the certificate."""
+
+    init_digest: str
+    parameters: int
+    dtypes: Mapping[str, str]
+    optimizer: Mapping[str, Scalar]
+    settings: Mapping[str, Scalar]
+    switches: Mapping[str, str]
+    neighbours: int | None
+    window_wall_s: float | None
+    init_digests: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How one rank ended; written by the rank itself as its last act."""
+
+    rank: int
+    status: Status
+    error: str | None
+    host: str
+    pid: int
+    started_at: float
+    ended_at: float
+    evidence: Evidence | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """One sealed run folder, read back."""
+
+    spec: RunSpec
+    status: Status
+    error: str | None
+    started_at: float
+    ended_at: float
+    path: str
+    outcomes: tuple[Outcome, ...] = ()
+    machines: tuple[Mapping[str, Any], ...] = ()
+    steps: tuple[StepSample, ...] = ()
+    memory: tuple[MemorySample, ...] = ()
+    wire: tuple[WireSample, ...] = ()
+    traces: tuple[TraceSample, ...] = ()
+
+    @property
+    def evidence(self) -> Evidence | None:
+        """Rank 0's, which speaks for all: ranks that disagree are refused by the certificate."""
+        return next((o.evidence for o in sorted(self.outcomes, key=lambda o: o.rank)), None)
+
+    @property
+    def is_reference(self) -> bool:
+        return self.spec.workload.name == "reference"

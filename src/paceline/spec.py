@@ -1,0 +1,274 @@
+"""Asked: what one run shall do, complete enough to repeat it years later.
+
+Frozen dataclasses without behaviour beyond their own invariants. A `RunSpec` is one launch; its `cell` is shared by all
+repeats of the same configuration, its `work` by all runs whose results must agree whatever the strategy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.errors import RequestError
+
+SCHEMA = 1
+DTYPES = ("fp32", "bf16", "fp16")
+CHECKPOINTING = ("none", "full", "selective")
+DEVICES = ("cpu", "cuda")
+
+Scalar = str | int | float | bool | None
+
+
+def require(condition: bool, where: str, given: object, accepted: str) -> None:
+    """Refuse a value with the one sentence every user error has: where, what was given, what is accepted."""
+    if not condition:
+        raise RequestError(f"{where}: {given!r} was given; accepted is {accepted}")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A plugin by name with its options, written `zero:stage=2,overlap=false`."""
+
+    name: str
+    options: Mapping[str, Scalar] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str) -> Choice:
+        """`name` or `name:key=value,key=value`; values read as JSON where they are, else as text."""
+        name, _, rest = text.partition(":")
+        options: dict[str, Scalar] = {}
+        for part in filter(None, rest.split(",")):
+            key, equals, value = part.partition("=")
+            require(bool(equals and key.strip()), f"option of {name}", part, "key=value")
+            options[key.strip()] = _scalar(value.strip())
+        require(bool(name.strip()), "name of a choice", text, "name or name:key=value,...")
+        return cls(name.strip(), options)
+
+    def __str__(self) -> str:
+        parts = (
+            f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in self.options.items()
+        )
+        return ":".join(filter(None, (self.name, ",".join(parts))))
+
+
+def _scalar(text: str) -> Scalar:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, str | int | float | bool | None) else text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """Which processes take part; one process drives one device."""
+
+    device: str
+    nodes: int = 1
+    processes_per_node: int = 1
+
+    def __post_init__(self) -> None:
+        require(self.device in DEVICES, "device", self.device, " or ".join(DEVICES))
+        require(self.nodes >= 1, "nodes", self.nodes, "a whole number from 1")
+        require(self.processes_per_node >= 1, "processes", self.processes_per_node, "a whole number from 1")
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.processes_per_node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """compute: dtype of the matrix products; master weights and Adam's moments are fp32 always.
+
+    reduce: dtype in which gradients are accumulated and cross the network, the same for every strategy of a group.
+    """
+
+    compute: str = "fp32"
+    reduce: str = "fp32"
+
+    def __post_init__(self) -> None:
+        require(self.compute in DTYPES, "precision", self.compute, ", ".join(DTYPES))
+        accepted = sorted({"fp32", self.compute})
+        require(
+            self.reduce in accepted,
+            "reduce_dtype",
+            self.reduce,
+            f"{' or '.join(accepted)} with precision {self.compute}",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmUp:
+    """Warm-up ends at the first step where the rolling median over `window` steps changes by less than `slope_ratio`
+    over the next `window` steps, never before `minimum` steps and never after `maximum`."""
+
+    minimum: int = 5
+    maximum: int = 50
+    window: int = 10
+    slope_ratio: float = 0.01
+
+    def __post_init__(self) -> None:
+        require(self.minimum >= 1, "warmup.minimum", self.minimum, "a whole number from 1")
+        require(
+            self.maximum >= self.minimum, "warmup.maximum", self.maximum, f"at least warmup.minimum ({self.minimum})"
+        )
+        require(self.window >= 2, "warmup.window", self.window, "a whole number from 2")
+        require(0 < self.slope_ratio < 1, "warmup.slope_ratio", self.slope_ratio, "a number between 0 and 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """One optimizer step: `accumulation` micro batches of `micro_batch` sequences on every process."""
+
+    sequence_length: int
+    micro_batch: int
+    accumulation: int = 1
+    precision: Precision = field(default_factory=Precision)
+    checkpointing: str = "none"
+    compile: bool = False
+    bucket_mb: float | None = None
+    learning_rate: float = 1e-4
+    weight_decay: float = 0.01
+    clip_norm: float = 1.0
+    data: Choice = field(default_factory=lambda: Choice("synthetic"))
+
+    def __post_init__(self) -> None:
+        for name in ("sequence_length", "micro_batch", "accumulation"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "a whole number from 1")
+        require(self.checkpointing in CHECKPOINTING, "checkpointing", self.checkpointing, ", ".join(CHECKPOINTING))
+        require(
+            self.bucket_mb is None or self.bucket_mb > 0,
+            "bucket_mb",
+            self.bucket_mb,
+            "a positive number, or null for the strategy's default",
+        )
+        require(self.learning_rate > 0, "learning_rate", self.learning_rate, "a positive number")
+        require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "a number from 0")
+        require(self.clip_norm > 0, "clip_norm", self.clip_norm, "a positive number")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSpec:
+    """One launch. Everything that decides what is computed stands here; nothing else reaches the worker."""
+
+    experiment: str
+    workload: Choice
+    model: Choice
+    topology: Topology
+    training: Training
+    steps: int
+    strategy: Choice | None = None
+    launcher: Choice = field(default_factory=lambda: Choice("local"))
+    warmup: WarmUp = field(default_factory=WarmUp)
+    repeat: int = 0
+    seed: int = 42
+    reference_steps: int = 20
+    timeout_s: float = 1800.0
+    stall_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        require(
+            bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.experiment)),
+            "name",
+            self.experiment,
+            "letters, digits, '.', '_' and '-'",
+        )
+        require(self.steps >= 1, "steps", self.steps, "a whole number from 1")
+        require(self.reference_steps >= 1, "reference_steps", self.reference_steps, "a whole number from 1")
+        require(self.timeout_s > 0, "timeout_s", self.timeout_s, "a positive number of seconds")
+        require(self.stall_s > 0, "stall_s", self.stall_s, "a positive number of seconds")
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences per optimizer step over all processes."""
+        return self.training.micro_batch * self.training.accumulation * self.topology.world_size
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.global_batch * self.training.sequence_length
+
+    @property
+    def cell(self) -> str:
+        """Same for all repeats of one configuration, whatever the experiment is called and however long it may take."""
+        return _digest(self._without("experiment", "repeat", "timeout_s", "stall_s", "reference_steps"))
+
+    @property
+    def run_id(self) -> str:
+        label = str(self.strategy or self.workload.name)
+        slug = (
+            re.sub(r"[^A-Za-z0-9]+", "-", f"{label}-{self.model.name}-{self.topology.world_size}x").strip("-").lower()
+        )
+        return f"{slug}-r{self.repeat}-{_digest(self._without('experiment', 'timeout_s', 'stall_s'))[:10]}"
+
+    @property
+    def work(self) -> str:
+        """Same for all runs that must follow one loss trajectory: model, data, global batch, arithmetic, optimizer."""
+        t = self.training
+        return _digest(
+            {
+                "model": str(self.model),
+                "seed": self.seed,
+                "device": self.topology.device,
+                "global_batch": self.global_batch,
+                "sequence_length": t.sequence_length,
+                "precision": dataclasses.asdict(t.precision),
+                "data": str(t.data),
+                "optimizer": [t.learning_rate, t.weight_decay, t.clip_norm],
+            }
+        )
+
+    def axes(self) -> dict[str, Scalar]:
+        """The flat words by which people tell runs apart, in tables, filters and plots."""
+        t = self.training
+        return {
+            "workload": str(self.workload),
+            "strategy": str(self.strategy) if self.strategy else None,
+            "model": str(self.model),
+            "launcher": self.launcher.name,
+            "device": self.topology.device,
+            "nodes": self.topology.nodes,
+            "world_size": self.topology.world_size,
+            "precision": t.precision.compute,
+            "reduce_dtype": t.precision.reduce,
+            "sequence_length": t.sequence_length,
+            "micro_batch": t.micro_batch,
+            "accumulation": t.accumulation,
+            "global_batch": self.global_batch,
+            "checkpointing": t.checkpointing,
+            "compile": t.compile,
+            "bucket_mb": t.bucket_mb,
+            "data": str(t.data),
+            "seed": self.seed,
+            "steps": self.steps,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"schema": SCHEMA, **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> RunSpec:
+        """The inverse of `to_dict`; the store has migrated older schemas before."""
+        values = {key: value for key, value in raw.items() if key != "schema"}
+        training = dict(values["training"])
+        training |= {"precision": Precision(**training["precision"]), "data": Choice(**training["data"])}
+        values |= {
+            "topology": Topology(**values["topology"]),
+            "warmup": WarmUp(**values["warmup"]),
+            "training": Training(**training),
+        }
+        for key in ("workload", "model", "strategy", "launcher"):
+            values[key] = Choice(**values[key]) if values.get(key) else None
+        return cls(**values)
+
+    def _without(self, *fields: str) -> dict[str, Any]:
+        return {key: value for key, value in dataclasses.asdict(self).items() if key not in fields}
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
