@@ -65,7 +65,7 @@ class Certificate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """value(cell) / value(other): a ratio, its 95 % interval, the smallest effect this data could show, and the verdict.
+    """value(cell) / value(other): a ratio, its 95 % interval, the smallest effect it could show, and the verdict.
 
     verdict speaks about `cell`: better, worse or tie; reason says why a tie is one.
     """

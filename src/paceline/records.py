@@ -58,7 +58,7 @@ class StepSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySample:
-    """Memory of one rank. moment: `setup` after wrapping the model, `steps` the peak over the steps past warmup.minimum.
+    """Memory of one rank. moment: `setup` after wrapping the model, `steps` the peak of the steps past warmup.minimum.
 
     allocated and reserved are the CUDA allocator's; device is the whole GPU as the driver sees it; resident is the
     process on the host (its high-water mark for `steps`).

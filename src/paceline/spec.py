@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from paceline.errors import RequestError
@@ -153,7 +154,7 @@ class Training:
         require(self.clip_norm > 0, "clip_norm", self.clip_norm, "a positive number")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RunSpec:
     """One launch. Everything that decides what is computed stands here; nothing else reaches the worker."""
 
@@ -193,12 +194,12 @@ class RunSpec:
     def tokens_per_step(self) -> int:
         return self.global_batch * self.training.sequence_length
 
-    @property
+    @cached_property
     def cell(self) -> str:
         """Same for all repeats of one configuration, whatever the experiment is called and however long it may take."""
         return _digest(self._without("experiment", "repeat", "timeout_s", "stall_s", "reference_steps"))
 
-    @property
+    @cached_property
     def run_id(self) -> str:
         label = str(self.strategy or self.workload.name)
         slug = (
@@ -206,7 +207,7 @@ class RunSpec:
         )
         return f"{slug}-r{self.repeat}-{_digest(self._without('experiment', 'timeout_s', 'stall_s'))[:10]}"
 
-    @property
+    @cached_property
     def work(self) -> str:
         """Same for all runs that must follow one loss trajectory: model, data, global batch, arithmetic, optimizer."""
         t = self.training

@@ -1,0 +1,343 @@
+"""Equal work, proved: what a run did, held against the one-process reference and the other runs of the same work.
+
+method.md, section 1. A check says what was expected and what was seen in words a reader can act on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+
+from paceline import models
+from paceline.analysis.metrics import DTYPE_BYTES
+from paceline.analysis.observation import Observed, Standard, observe, standard_of
+from paceline.errors import RequestError
+from paceline.findings import Certificate, Check
+from paceline.records import RunRecord, Status
+from paceline.spec import Precision
+
+FP32_TOLERANCE = 1e-4
+SPREAD_FACTOR = 5.0
+# A spread of two or three variants can be small by luck, hence floors: half of bf16's rounding error (2**-9) for the
+# loss, in which rounding averages out over tokens; five times that error for the norm, in which it does not.
+LOSS_FLOOR = 1e-3
+NORM_FLOOR = 1e-2
+REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
+# Loss and norm scalars are reduced in fp32 whatever the gradients; only traffic above this share of them is judged.
+GRADIENT_SHARE = 0.01
+
+
+def certify(record: RunRecord, reference: RunRecord | None, peers: Sequence[RunRecord]) -> Certificate:
+    """Judges one run; peers are the other runs of the same work."""
+    run = observe(record)
+    return _judge(run, standard_of(reference, [run, *(observe(p) for p in peers if p.evidence)]))
+
+
+def certify_all(records: Sequence[RunRecord]) -> dict[str, Certificate]:
+    """Certificates by run id of all runs that left evidence, each judged within its work; a work is read once."""
+    references: dict[str, RunRecord] = {}
+    for record in records:
+        if record.is_reference and (record.spec.work not in references or record.status == Status.OK):
+            references[record.spec.work] = record
+    groups: defaultdict[str, list[Observed]] = defaultdict(list)
+    for record in records:
+        judged = record.status in (Status.OK, Status.INVALID) and not record.is_reference
+        if judged and (record.status == Status.OK or record.evidence):
+            groups[record.spec.work].append(observe(record))
+    found: dict[str, Certificate] = {}
+    for work, runs in groups.items():
+        standard = standard_of(references.get(work), runs)
+        found |= {run.run: _judge(run, standard) for run in runs}
+    return found
+
+
+def _judge(run: Observed, standard: Standard) -> Certificate:
+    checks = [check(run, standard) for check in CHECKS]
+    return Certificate(
+        run=run.run,
+        cell=run.spec.cell,
+        work=run.spec.work,
+        reference=standard.reference.run if standard.reference else None,
+        checks=tuple(check for check in checks if check is not None),
+    )
+
+
+def _check(name: str, expected: str, problems: Sequence[str], observed: str) -> Check:
+    """Passes when there are no problems; `observed` is the text of a pass, the first problems that of a failure."""
+    more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+    return Check(name=name, ok=not problems, expected=expected, observed="; ".join(problems[:3]) + more or observed)
+
+
+# --- the same start, data and amount of work ---
+
+
+def _reference(run: Observed, standard: Standard) -> Check:
+    problems = [standard.missing] if standard.missing else []
+    seen = f"{standard.reference.run}, {len(standard.reference.steps)} steps" if standard.reference else ""
+    return _check("reference", "a completed one-process reference of the same work", problems, seen)
+
+
+def _silent_ranks(run: Observed) -> list[str]:
+    return [f"rank {r} left no evidence" for r in range(run.spec.topology.world_size) if r not in run.evidence]
+
+
+def _initial_weights(run: Observed, standard: Standard) -> Check:
+    expected = standard.reference.evidence[0] if standard.reference else run.evidence.get(0)
+    if expected is None:
+        return _check("initial weights", "a hash of the weights on every rank", _silent_ranks(run), "")
+    problems = _silent_ranks(run)
+    for rank, seen in run.evidence.items():
+        if seen.init_digest != expected.init_digest:
+            differing = [k for k, v in seen.init_digests.items() if expected.init_digests.get(k, v) != v]
+            where = f" (first differing: {differing[0]})" if differing else ""
+            problems.append(f"{seen.init_digest} on rank {rank}{where}")
+    return _check(
+        "initial weights", f"hash {expected.init_digest} on every rank", problems, f"equal on {len(run.evidence)} ranks"
+    )
+
+
+def _parameters(run: Observed, standard: Standard) -> Check:
+    """(7) of method.md section 6: what was counted in the process equals what the configuration implies."""
+    wanted: dict[str, int] = {}
+    with contextlib.suppress(RequestError):
+        wanted["the configuration"] = models.parameters(models.load(run.spec.model))
+    if standard.reference:
+        wanted["the reference"] = standard.reference.evidence[0].parameters
+    seen = {e.parameters for e in run.evidence.values()}
+    problems = [f"{n:,}" for n in sorted(seen) if any(n != w for w in wanted.values())]
+    expected = ", ".join(f"{count:,} by {source}" for source, count in wanted.items()) or "one count on all ranks"
+    if not seen or (not problems and len(seen) > 1):
+        problems = [" and ".join(f"{n:,}" for n in sorted(seen)) or "no count"]
+    return _check("parameters", expected, problems, ", ".join(f"{n:,}" for n in sorted(seen)))
+
+
+def _data(run: Observed, standard: Standard) -> Check:
+    """The reference decides as far as it goes, the majority of the group after that."""
+    known = standard.reference.digests if standard.reference else {}
+    common = [step for step in run.digests if step in known]
+    other = [step for step in common if run.digests[step] != known[step]]
+    later = [step for step in run.digests if step not in known and not _agreed(run, standard, step)]
+    problems = [f"other token ids than the reference at {_steps(other)}"] if other else []
+    problems += [f"other token ids than the group at {_steps(later)}"] if later else []
+    if not common and standard.reference:
+        problems.append("no step in common with the reference")
+    expected = "the token ids of the reference, then of the group, at every step"
+    rest = len(run.digests) - len(common)
+    return _check("data", expected, problems, f"equal to the reference at {len(common)} steps, to the group at {rest}")
+
+
+def _agreed(run: Observed, standard: Standard, step: int) -> bool:
+    votes = standard.digests[step]
+    own = votes[run.digests[step]]
+    return all(count < own for digest, count in votes.items() if digest != run.digests[step])
+
+
+def _steps(steps: Sequence[int]) -> str:
+    shown = ", ".join(map(str, steps[:3]))
+    return f"step {shown}" if len(steps) == 1 else f"{len(steps)} steps ({shown}{', ...' if len(steps) > 3 else ''})"
+
+
+def _tokens(run: Observed, standard: Standard) -> Check:
+    """The whole global batch, or what the reference counted where its data holds padding."""
+    whole = run.spec.tokens_per_step
+    known = _tokens_by_step(standard.reference) if standard.reference else {}
+    padded = any(tokens < whole for tokens in known.values())
+    seen = _tokens_by_step(run)
+    problems = [
+        f"{tokens:,} at step {step}"
+        for step, tokens in seen.items()
+        if (tokens > whole or known.get(step, tokens) != tokens if padded else tokens != whole)
+    ]
+    problems = problems if seen else ["no step was recorded"]
+    expected = f"the reference's non-pad tokens, at most {whole:,}" if padded else f"{whole:,}"
+    return _check("tokens per optimizer step", expected, problems, f"as expected at all {len(seen)} steps")
+
+
+def _tokens_by_step(run: Observed) -> dict[int, int]:
+    return {step: sum(s.tokens for s in samples) for step, samples in run.steps.items()}
+
+
+def _optimizer_steps(run: Observed, standard: Standard) -> Check:
+    """Every rank records every step, and every step updates the weights once.
+
+    In fp16 a step whose gradients overflow is skipped by design: accepted where the reference skipped it too.
+    """
+    wanted = run.spec.steps
+    per_rank = Counter(s.rank for samples in run.steps.values() for s in samples)
+    ranks = range(run.spec.topology.world_size)
+    problems = [f"{per_rank[r]} steps on rank {r}" for r in ranks if per_rank[r] != wanted]
+    fp16 = run.spec.training.precision.compute == "fp16"
+    wrong: defaultdict[int, list[int]] = defaultdict(list)
+    for step, samples in run.steps.items():
+        accepted = {1} | (_reference_updates(standard, step) if fp16 else set())
+        for updates in {s.updates for s in samples} - accepted:
+            wrong[updates].append(step)
+    problems += [f"{updates} updates at {_steps(steps)}" for updates, steps in sorted(wrong.items())]
+    return _check("optimizer steps", f"{wanted} steps of 1 update each", problems, f"{wanted} steps of 1 update each")
+
+
+def _reference_updates(standard: Standard, step: int) -> set[int]:
+    return {s.updates for s in standard.reference.steps.get(step, ())} if standard.reference else set()
+
+
+def _micro_batches(run: Observed, standard: Standard) -> Check:
+    wanted = run.spec.training.accumulation
+    seen = Counter(s.micro_batches for samples in run.steps.values() for s in samples)
+    problems = [f"{count} on {times} of {seen.total()} rank-steps" for count, times in seen.items() if count != wanted]
+    problems = problems if seen else ["no step was recorded"]
+    return _check("micro batches per step", f"{wanted} on every rank", problems, f"{wanted} on every rank")
+
+
+# --- the same arithmetic ---
+
+
+def expected_dtypes(precision: Precision) -> dict[str, str]:
+    """Weights are used in the compute dtype and kept, like Adam's moments, in fp32; gradients follow `reduce`."""
+    return {
+        "compute": precision.compute,
+        "gradient": precision.reduce,
+        "gradient_reduction": precision.reduce,
+        "optimizer_state": "fp32",
+        "master_weights": "fp32",
+    }
+
+
+def _dtypes(run: Observed, standard: Standard) -> Check:
+    agreed = dict(standard.reference.evidence[0].dtypes) if standard.reference else {}
+    wanted = {**agreed, **expected_dtypes(run.spec.training.precision)}
+    problems = _silent_ranks(run)
+    for key, dtype in wanted.items():
+        seen = sorted({e.dtypes.get(key, "not observed") for e in run.evidence.values()} - {dtype})
+        problems += [f"{key} {other}" for other in seen]
+    return _check("dtypes", _words(wanted), problems, "as expected on every rank")
+
+
+def _wire_dtype(run: Observed, standard: Standard) -> Check:
+    """The declared reduction dtype is a claim; this is what the collectives carried."""
+    wanted, world_size = run.spec.training.precision.reduce, run.spec.topology.world_size
+    if world_size == 1:
+        return _check("reduction dtype on the wire", "nothing: one process reduces with nobody", [], "one process")
+    gradient_bytes = max((e.parameters for e in run.evidence.values()), default=0) * DTYPE_BYTES[wanted]
+    payload: Counter[tuple[int, int, str]] = Counter()
+    for w in run.record.wire:
+        if w.operation in REDUCTIONS:
+            payload[w.rank, w.step, w.dtype] += w.payload_bytes
+    seen = {dtype for (_, _, dtype), size in payload.items() if size > GRADIENT_SHARE * gradient_bytes}
+    problems = [f"gradients crossed in {dtype}" for dtype in sorted(seen - {wanted})]
+    problems = problems if seen else ["no reduction of gradients was counted"]
+    return _check("reduction dtype on the wire", wanted, problems, wanted)
+
+
+def _optimizer(run: Observed, standard: Standard) -> Check | None:
+    if standard.reference is None:
+        return None
+    wanted = dict(standard.reference.evidence[0].optimizer)
+    problems = _silent_ranks(run)
+    for rank, evidence in run.evidence.items():
+        differing = [k for k in {**wanted, **evidence.optimizer} if evidence.optimizer.get(k) != wanted.get(k)]
+        problems += [f"{k} {evidence.optimizer.get(k)!r} on rank {rank}" for k in differing]
+    return _check("optimizer", _words(wanted), problems, "equal to the reference's")
+
+
+def _words(mapping: Mapping[str, object]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in mapping.items())
+
+
+# --- the same trajectory ---
+
+
+def _finite(run: Observed, standard: Standard) -> Check:
+    bad = [step for step, samples in run.steps.items() if not all(math.isfinite(s.loss) for s in samples)]
+    problems = [f"a loss that is no number at {_steps(bad)}"] if bad else []
+    problems = problems if run.steps else ["no step was recorded"]
+    return _check("finite loss", "a finite loss on every rank at every step", problems, f"{len(run.steps)} steps")
+
+
+def _rank_losses(run: Observed, step: int) -> list[float | None]:
+    return [run.losses[step]]
+
+
+def _rank_norms(run: Observed, step: int) -> list[float | None]:
+    return [s.grad_norm for s in run.steps[step]]
+
+
+Values = Callable[[Observed, int], list[float | None]]
+
+
+def _deviations(run: Observed, reference: Observed, values: Values) -> dict[int, float]:
+    """|x - reference| / |reference| by step common to both, the worst rank's; infinite where a value is missing.
+
+    A step the fp16 reference skipped for overflow has no norm to compare with.
+    """
+    found = {}
+    skips = reference.spec.training.precision.compute == "fp16"
+    for step in (s for s in run.steps if s in reference.steps):
+        base = values(reference, step)[0]
+        if base is None or not math.isfinite(base):
+            if not skips:
+                found[step] = math.inf
+            continue
+        errors = [math.inf if x is None else abs(x - base) / max(abs(base), 1e-30) for x in values(run, step)]
+        found[step] = max((math.inf if math.isnan(e) else e for e in errors), default=math.inf)
+    return found
+
+
+def _tolerance(standard: Standard, reference: Observed, values: Values, floor: float) -> tuple[float, str]:
+    """The largest deviation that rounding alone explains, and where that number comes from."""
+    compute = reference.spec.training.precision.compute
+    if compute == "fp32":
+        return FP32_TOLERANCE, "fixed for fp32"
+    spread = max((d for v in standard.variants for d in _deviations(v, reference, values).values()), default=0.0)
+    if not math.isfinite(spread):
+        return floor, f"the floor for {compute}; the re-seeded references are not finite"
+    origin = f"{SPREAD_FACTOR:g} x the spread {spread:.2g} of {len(standard.variants)} re-seeded references"
+    if SPREAD_FACTOR * spread >= floor:
+        return SPREAD_FACTOR * spread, f"{origin} in {compute}"
+    return floor, f"the floor for {compute}, above {origin}"
+
+
+def _trajectory(name: str, values: Values, floor: float) -> Callable[[Observed, Standard], Check | None]:
+    def check(run: Observed, standard: Standard) -> Check | None:
+        if standard.reference is None:
+            return None
+        limit, origin = _tolerance(standard, standard.reference, values, floor)
+        deviations = _deviations(run, standard.reference, values)
+        expected = f"within {limit:.2g} of the reference, relative ({origin})"
+        if not deviations:
+            return _check(name, expected, ["no step in common with the reference"], "")
+        step = max(deviations, key=lambda s: deviations[s])
+        worst = deviations[step]
+        seen = f"worst {worst:.2g} at step {step}, {len(deviations)} steps compared"
+        seen = seen if math.isfinite(worst) else f"no number at step {step}"
+        return _check(name, expected, [] if worst <= limit else [seen], seen)
+
+    return check
+
+
+def _switches(run: Observed, standard: Standard) -> Check:
+    own, others = run.switches, sum(s != run.switches for s in standard.switches)
+    expected = "none, or the same in every run of the group"
+    if own and others:
+        problems = [f"{_words(own)}, not so in {others} of {len(standard.switches)} runs"]
+        return _check("debug switches", expected, problems, "")
+    return _check("debug switches", expected, [], f"{_words(own)}, in every run" if own else "none")
+
+
+CHECKS: tuple[Callable[[Observed, Standard], Check | None], ...] = (
+    _reference,
+    _initial_weights,
+    _parameters,
+    _data,
+    _tokens,
+    _optimizer_steps,
+    _micro_batches,
+    _dtypes,
+    _wire_dtype,
+    _optimizer,
+    _finite,
+    _trajectory("loss trajectory", _rank_losses, LOSS_FLOOR),
+    _trajectory("gradient norm", _rank_norms, NORM_FLOOR),
+    _switches,
+)

@@ -1,0 +1,297 @@
+"""Every number of a report: one row per metric, with unit, direction and formula, computed from raw samples only.
+
+A step's time is the maximum over ranks; a rate is the ratio of sums over the window after warm-up, never a mean of
+rates; tokens are non-pad tokens; missing is None, never 0 (method.md, sections 2 and 4).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from paceline import models
+from paceline.analysis import statistics
+from paceline.analysis.statistics import Array, Resampled
+from paceline.analysis.window import LAUNCH_COLUMNS, PHASES, STEP_COLUMNS, Window
+from paceline.errors import RequestError
+from paceline.findings import Measurement
+from paceline.spec import RunSpec, Scalar
+
+HIGHER, LOWER = "higher", "lower"
+SHARED_GPU = "shared GPU: not a speed"
+_REPEAT_FIELDS = ("experiment", "repeat", "timeout_s", "stall_s", "reference_steps")
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+# --- one cell ---
+
+
+class Estimate(NamedTuple):
+    """A metric of a cell, or None, and what a reader should know about it."""
+
+    resampled: Resampled | None
+    note: str | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cell:
+    """All certified repeats of one configuration, resampled once for all metrics.
+
+    fields are the spec's, by dotted name, without what may differ between repeats.
+    """
+
+    id: str
+    spec: RunSpec
+    fields: Mapping[str, Any]
+    axes: Mapping[str, Scalar]
+    windows: tuple[Window, ...]
+    step_sums: Array
+    launch_sums: Array
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        return tuple(w.run for w in self.windows)
+
+    @property
+    def shared_gpu(self) -> bool:
+        """Processes that share a GPU say nothing about speed."""
+        return any(e.settings.get("shared_gpu") for w in self.windows if (e := w.record.evidence))
+
+    @property
+    def switches(self) -> dict[str, str]:
+        """Debug switches of all runs: a certificate lets them pass only where the whole group has them."""
+        return {k: v for w in self.windows if (e := w.record.evidence) for k, v in e.switches.items()}
+
+    def per(self, numerator: str, denominator: str = "steps") -> Resampled | None:
+        """Ratio of two sums over all steps of the windows."""
+        columns = STEP_COLUMNS.index(numerator), STEP_COLUMNS.index(denominator)
+        return statistics.ratio_of_sums([w.steps for w in self.windows], self.step_sums, *columns)
+
+    def mean(self, column: str) -> Resampled | None:
+        """Mean over launches of what each launch shows once."""
+        launches = [w.launch for w in self.windows]
+        return statistics.ratio_of_sums(launches, self.launch_sums, LAUNCH_COLUMNS.index(column), 0)
+
+    def seconds(self) -> Array:
+        """Step times of all windows, in launch order."""
+        return np.concatenate([w.seconds for w in self.windows])
+
+
+def gather(windows: Iterable[Window]) -> list[Cell]:
+    """Cells of all windows that hold a step, in the order of their first run; the caller passes certified runs only."""
+    by_cell: defaultdict[str, list[Window]] = defaultdict(list)
+    for window in windows:
+        if len(window.steps):
+            by_cell[window.record.spec.cell].append(window)
+    return [_resampled_cell(cell, found) for cell, found in by_cell.items()]
+
+
+def _resampled_cell(cell: str, windows: Sequence[Window]) -> Cell:
+    ordered = tuple(sorted(windows, key=lambda w: (w.record.spec.repeat, w.run)))
+    spec = ordered[0].record.spec
+    return Cell(
+        cell,
+        spec,
+        flat(spec),
+        spec.axes(),
+        ordered,
+        statistics.resample_sums([w.steps for w in ordered], statistics.seed_of(cell, "steps")),
+        statistics.resample_sums([w.launch for w in ordered], statistics.seed_of(cell, "launches")),
+    )
+
+
+def flat(spec: RunSpec) -> dict[str, Any]:
+    """All fields that decide a cell, by dotted name; a choice is one field."""
+    found: dict[str, Any] = {}
+    for name, value in dataclasses.asdict(spec).items():
+        inner = value if name in ("topology", "training", "warmup") else None
+        found |= {f"{name}.{key}": part for key, part in inner.items()} if inner else {name: value}
+    precision = found.pop("training.precision")
+    found |= {f"training.precision.{key}": value for key, value in precision.items()}
+    return {name: value for name, value in found.items() if name not in _REPEAT_FIELDS}
+
+
+# --- formulas ---
+
+
+def _step_time(cell: Cell) -> Estimate:
+    """The value stands on all steps; the note says what it would be without the tagged ones."""
+    seconds = cell.seconds()
+    tagged = np.concatenate([statistics.outliers(w.seconds) for w in cell.windows])
+    notes = [statistics.launches_note(len(cell.windows))]
+    if tagged.any():
+        without = float(seconds[~tagged].mean())
+        notes.append(f"{int(tagged.sum())} of {len(seconds)} steps are outliers; without them {without:.4g} s per step")
+    return Estimate(cell.per("seconds"), "; ".join(filter(None, notes)) or None)
+
+
+def _rate(numerator: str, *, per_process: bool = False) -> Callable[[Cell], Estimate]:
+    def formula(cell: Cell) -> Estimate:
+        found = cell.per(numerator, "seconds")
+        if found and per_process:
+            found = found.times(1 / cell.spec.topology.world_size)
+        return Estimate(found, SHARED_GPU if cell.shared_gpu else None)
+
+    return formula
+
+
+def _percentile(q: float) -> Callable[[Cell], Estimate]:
+    def formula(cell: Cell) -> Estimate:
+        value = statistics.percentile(cell.seconds(), q)
+        return Estimate(None if value is None else Resampled(value, None, math.inf, len(cell.windows), True))
+
+    return formula
+
+
+def _phase(column: str) -> Callable[[Cell], Estimate]:
+    return lambda cell: Estimate(cell.per(column))
+
+
+def _per_launch(column: str, missing: str | None = None) -> Callable[[Cell], Estimate]:
+    def formula(cell: Cell) -> Estimate:
+        found = cell.mean(column)
+        return Estimate(found, None if found else missing)
+
+    return formula
+
+
+def _peak_memory(cell: Cell) -> Estimate:
+    if cell.spec.topology.device == "cuda":
+        return Estimate(cell.mean("allocated"), "peak memory is the CUDA allocator's, of the rank with most")
+    return Estimate(cell.mean("resident"), "peak memory is the process's resident set, of the rank with most")
+
+
+def _h2d_rate(cell: Cell) -> Estimate:
+    """Bytes copied over seconds copying, both measured, summed over ranks: the rate of one process."""
+    return Estimate(None if cell.spec.topology.device == "cpu" else cell.per("h2d_bytes", "h2d_seconds"))
+
+
+def _predicted_wire(cell: Cell) -> Estimate:
+    """method.md section 4; r by the reduction dtype, p by the dtype in which weights are gathered (compute)."""
+    spec, evidence = cell.spec, cell.windows[0].record.evidence
+    if spec.strategy is None or evidence is None:
+        return Estimate(None)
+    precision = spec.training.precision
+    value = models.wire_bytes(
+        spec.strategy,
+        evidence.parameters,
+        spec.topology.world_size,
+        spec.training.accumulation,
+        DTYPE_BYTES[precision.reduce],
+        DTYPE_BYTES[precision.compute],
+        models.root_parameters(models.load(spec.model)),
+    )
+    return Estimate(None if value is None else Resampled(float(value), None, math.inf, len(cell.windows), value > 0))
+
+
+def dense_peak(cell: Cell) -> tuple[float | None, str]:
+    """FLOP/s of one GPU in the compute dtype and where that comes from; None with the reason, never another GPU's."""
+    dtype = cell.spec.training.precision.compute
+    if cell.spec.topology.device == "cpu":
+        return None, "MFU needs a dense peak, and none is known for a CPU"
+    if cell.shared_gpu:
+        return None, SHARED_GPU
+    gpus = [gpu for w in cell.windows for machine in w.record.machines for gpu in machine.get("gpus") or ()]
+    peaks = {(str(gpu.get("name")), (gpu.get("peak_flops") or {}).get(dtype)) for gpu in gpus}
+    names = ", ".join(sorted({name for name, _ in peaks})) or "an unrecorded GPU"
+    values = {value for _, value in peaks}
+    peak = next(iter(values), None)
+    if peak is None or len(values) > 1:
+        why = "is unknown for" if None in values or not values else "differs between"
+        return None, f"MFU needs one dense {dtype} peak, which {why} {names}"
+    return peak, f"of {peak / 1e12:.0f} TFLOP/s dense {dtype} ({names})"
+
+
+def _utilisation(convention: str, *, recomputed: bool) -> Callable[[Cell], Estimate]:
+    """F * tokens/s/GPU / dense peak of the compute dtype; HFU adds what checkpointing computes again."""
+
+    def formula(cell: Cell) -> Estimate:
+        peak, note = dense_peak(cell)
+        rate = cell.per("tokens", "seconds")
+        if peak is None or rate is None:
+            return Estimate(None, note)
+        training = cell.spec.training
+        try:
+            shape = models.load(cell.spec.model)
+        except RequestError as error:
+            return Estimate(None, str(error))
+        flops: float = models.flops_per_token(shape, training.sequence_length, convention)
+        if recomputed:
+            flops += models.recomputed_flops_per_token(
+                shape, training.sequence_length, training.checkpointing, convention
+            )
+        return Estimate(
+            rate.times(flops / peak / cell.spec.topology.world_size), f"{convention} attention FLOPs, {note}"
+        )
+
+    return formula
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    name: str
+    unit: str
+    better: str
+    formula: Callable[[Cell], Estimate]
+
+
+_NO_TRACE = "exposed communication: no step was profiled"
+_NO_WIRE = "wire bytes: no collective was counted"
+
+METRICS: tuple[Metric, ...] = (
+    Metric("step_time_s", "s", LOWER, _step_time),
+    Metric("step_time_p50_s", "s", LOWER, _percentile(50)),
+    Metric("step_time_p99_s", "s", LOWER, _percentile(99)),
+    Metric("tokens_per_s", "tokens/s", HIGHER, _rate("tokens")),
+    Metric("tokens_per_s_per_gpu", "tokens/s", HIGHER, _rate("tokens", per_process=True)),
+    Metric("samples_per_s", "samples/s", HIGHER, _rate("samples")),
+    Metric("mfu_ratio", "ratio", HIGHER, _utilisation("causal", recomputed=False)),
+    Metric("mfu_full_attention_ratio", "ratio", HIGHER, _utilisation("full", recomputed=False)),
+    Metric("hfu_ratio", "ratio", HIGHER, _utilisation("causal", recomputed=True)),
+    Metric("hfu_full_attention_ratio", "ratio", HIGHER, _utilisation("full", recomputed=True)),
+    Metric("peak_memory_bytes", "bytes", LOWER, _peak_memory),
+    Metric("peak_memory_reserved_bytes", "bytes", LOWER, _per_launch("reserved")),
+    Metric("peak_memory_device_bytes", "bytes", LOWER, _per_launch("device")),
+    Metric("comm_exposed_ratio", "ratio", LOWER, _per_launch("exposed", _NO_TRACE)),
+    Metric("wire_bytes_per_step", "bytes/step", LOWER, _per_launch("wire", _NO_WIRE)),
+    Metric("wire_bytes_formula_per_step", "bytes/step", LOWER, _predicted_wire),
+    Metric("h2d_bytes_per_s", "bytes/s", HIGHER, _h2d_rate),
+    *(Metric(phase, "s", LOWER, _phase(phase)) for phase in PHASES),
+    Metric("loss_first", "nat", LOWER, _per_launch("first")),
+    Metric("loss_last", "nat", LOWER, _per_launch("last")),
+)
+BY_NAME = {metric.name: metric for metric in METRICS}
+
+
+def estimate(cell: Cell, metric: str) -> Resampled | None:
+    return BY_NAME[metric].formula(cell).resampled
+
+
+def measure(cell: Cell) -> list[Measurement]:
+    """One measurement per row of METRICS, missing ones included: their value is None."""
+    return [_measurement(cell, metric) for metric in METRICS]
+
+
+def _measurement(cell: Cell, metric: Metric) -> Measurement:
+    found, note = metric.formula(cell)
+    low, high = found.interval if found else (None, None)
+    return Measurement(
+        metric=metric.name,
+        unit=metric.unit,
+        better=metric.better,
+        cell=cell.id,
+        value=found.value if found else None,
+        low=low,
+        high=high,
+        n=sum(len(w.steps) for w in cell.windows),
+        launches=len(cell.windows),
+        axes=cell.axes,
+        runs=cell.runs,
+        note=note or (statistics.launches_note(len(cell.windows)) if low is not None else None),
+    )

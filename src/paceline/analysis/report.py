@@ -1,0 +1,140 @@
+"""All findings about a set of runs, from their records alone: the same records give the same report, to the byte."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from paceline import __version__
+from paceline.analysis import compare, metrics, recommend, scaling
+from paceline.analysis.certificate import certify_all
+from paceline.analysis.metrics import SHARED_GPU, Cell
+from paceline.analysis.window import Window, first_and_last_loss, open_window, samples_by_step
+from paceline.findings import Certificate, Report, RunFinding
+from paceline.records import RunRecord, Status
+
+LONGEST_DISTRIBUTION = 500
+
+
+def build(
+    records: Sequence[RunRecord], title: str, skipped: Sequence[str] = (), created_at: float | None = None
+) -> Report:
+    """Certifies, measures, compares and recommends. created_at is the end of the last run unless given.
+
+    Only runs that ended ok with a valid certificate are measured; reference runs are listed, never measured or ranked.
+    """
+    ordered = sorted(records, key=lambda r: (r.started_at, r.spec.run_id))
+    certificates = certify_all(ordered)
+    windows = {w.run: w for w in (open_window(r) for r in ordered if r.steps and not r.is_reference)}
+    runs = tuple(_finding(r, certificates, windows) for r in ordered)
+    trusted = [windows[f.run] for f in runs if f.status == Status.OK and f.run in windows]
+    cells = metrics.gather(trusted)
+    compared = compare.compare_cells(cells)
+    grown = scaling.analyse(cells)
+    everything = (*compared, *grown.compared)
+    return Report(
+        title=title,
+        created_at=max((r.ended_at for r in ordered), default=0.0) if created_at is None else created_at,
+        paceline_version=__version__,
+        machines=_machines(ordered),
+        runs=runs,
+        measurements=(*(m for cell in cells for m in metrics.measure(cell)), *(p.efficiency for p in grown.points)),
+        certificates=tuple(certificates.values()),
+        comparisons=tuple(c for found in everything for c in found.comparisons),
+        recommendations=tuple(recommend.recommend(everything, runs)),
+        scaling=grown.points,
+        distributions={cell.id: _distribution(cell) for cell in cells},
+        notes=tuple(_notes(cells, runs)),
+        skipped=tuple(skipped),
+    )
+
+
+# --- one run ---
+
+
+def _finding(record: RunRecord, certificates: Mapping[str, Certificate], windows: Mapping[str, Window]) -> RunFinding:
+    run = record.spec.run_id
+    window = windows.get(run)
+    status, reason = _status(record, certificates.get(run))
+    first, last = first_and_last_loss(samples_by_step(record))
+    return RunFinding(
+        run=run,
+        cell=record.spec.cell,
+        status=str(status),
+        reason=reason,
+        axes=record.spec.axes(),
+        repeat=record.spec.repeat,
+        is_reference=record.is_reference,
+        started_at=record.started_at,
+        duration_s=record.ended_at - record.started_at,
+        loss_first=_finite(first),
+        loss_last=_finite(last),
+        outlier_steps=window.outliers if window else 0,
+        health=_health(record, window),
+        warmup=window.warmup if window else None,
+    )
+
+
+def _status(record: RunRecord, certificate: Certificate | None) -> tuple[Status, str | None]:
+    """A run that ended ok but cannot prove its work is invalid, for the reasons its certificate gives."""
+    if record.status != Status.OK or record.is_reference:
+        return record.status, record.error
+    if certificate is None or not certificate.valid:
+        return Status.INVALID, "; ".join(certificate.reasons) if certificate else "the run carries no certificate"
+    return Status.OK, None
+
+
+def _finite(value: float) -> float | None:
+    return value if np.isfinite(value) else None
+
+
+def _health(record: RunRecord, window: Window | None) -> tuple[str, ...]:
+    """What a reader should know before trusting the run."""
+    evidence = [o.evidence for o in record.outcomes if o.evidence]
+    switches = sorted({f"{key}={value}" for e in evidence for key, value in e.switches.items()})
+    neighbours = max((e.neighbours or 0 for e in evidence), default=0)
+    found = []
+    if any(e.settings.get("shared_gpu") for e in evidence):
+        found.append(SHARED_GPU)
+    if switches:
+        found.append(f"debug switches: {', '.join(switches)}")
+    if neighbours:
+        found.append(f"{neighbours} other processes on the GPU")
+    if window and not window.warmup.by_rule:
+        found.append(f"warm-up: {window.warmup.text}")
+    return tuple(found)
+
+
+# --- the whole campaign ---
+
+
+def _machines(records: Sequence[RunRecord]) -> tuple[Mapping[str, Any], ...]:
+    """Each host once per distinct state, in the order it was met."""
+    distinct = {json.dumps(m, sort_keys=True, default=str): m for r in records for m in r.machines}
+    return tuple(distinct.values())
+
+
+def _distribution(cell: Cell) -> tuple[float, ...]:
+    """The step times of all windows; of more than 500, evenly spaced ones, first and last included."""
+    seconds = cell.seconds()
+    chosen = np.linspace(0, len(seconds) - 1, min(len(seconds), LONGEST_DISTRIBUTION)).round().astype(int)
+    return tuple(seconds[chosen].tolist())
+
+
+def _notes(cells: Sequence[Cell], runs: Sequence[RunFinding]) -> list[str]:
+    measured = [run for run in runs if not run.is_reference]
+    notes = []
+    if measured and not cells:
+        notes.append("no run ended ok with a valid certificate: nothing is measured, compared or recommended")
+    if any(len(cell.windows) == 1 for cell in cells):
+        notes.append("launches were not repeated in every cell: peak memory is compared only between repeated ones")
+    if any(cell.shared_gpu for cell in cells):
+        notes.append(f"{SHARED_GPU}; throughput and step time of such runs are shown but neither compared nor ranked")
+    if len({compare.device_kind(cell) for cell in cells}) > 1:
+        notes.append("the runs were made on several kinds of device; only runs on the same kind are compared")
+    if invalid := sum(run.status == Status.INVALID for run in measured):
+        notes.append(f"{invalid} of {len(measured)} runs are invalid: shown with the reason, never ranked")
+    return notes

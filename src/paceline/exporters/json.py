@@ -1,0 +1,54 @@
+"""report.json: every finding with its numbers in SI units, for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.exporters import write_atomically
+from paceline.findings import Certificate, Measurement, Report, ScalingPoint
+
+
+def export(report: Report, directory: Path) -> list[Path]:
+    text = json.dumps(document(report), indent=1, allow_nan=False, ensure_ascii=False)
+    return [write_atomically(directory / "report.json", text + "\n")]
+
+
+def document(report: Report) -> dict[str, Any]:
+    """The whole report as plain values; a number that is not finite is null, as any other that is missing."""
+    first = ("schema", "title", "created_at", "paceline_version")
+    rest = (field.name for field in dataclasses.fields(report) if field.name not in first)
+    return {name: plain(getattr(report, name)) for name in (*first, *rest)}
+
+
+def plain(value: object) -> Any:
+    if isinstance(value, Measurement):
+        return flat(value)
+    if isinstance(value, ScalingPoint):
+        return _fields(value) | {"efficiency": flat(value.efficiency)}
+    if isinstance(value, Certificate):
+        return {"run": value.run, "valid": value.valid, "reasons": list(value.reasons)} | _fields(value)
+    if dataclasses.is_dataclass(value):
+        return _fields(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(inner) for inner in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if isinstance(value, str | int | None) else str(value)
+
+
+def flat(m: Measurement) -> dict[str, Any]:
+    """One level: the identifying axes stand beside the numbers; where names meet, the measurement's own wins."""
+    own = _fields(m)
+    axes: dict[str, Any] = own.pop("axes")
+    return {"metric": own["metric"]} | axes | own
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}

@@ -1,0 +1,111 @@
+"""This machine, through torchrun: one process per GPU or CPU share, nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline import machine
+from paceline.plugins import Job, JobState, options
+from paceline.spec import RunSpec, require
+
+GRACE_S = 5.0
+_children: dict[int, subprocess.Popen[bytes]] = {}
+
+
+@dataclass(frozen=True)
+class Options:
+    """threads: CPU threads of each process.
+
+    shared_gpu: all ranks on GPU 0, each under an NCCL host name of its own; a test of multi-rank code, never a speed.
+    """
+
+    threads: int = 1
+    shared_gpu: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.threads >= 1, "local.threads", self.threads, "a whole number from 1")
+
+
+def check(spec: RunSpec) -> str | None:
+    chosen = options(Options, spec.launcher)
+    topology = spec.topology
+    if topology.nodes != 1:
+        return f"the launcher local has one node, not {topology.nodes}"
+    gpus = machine.device_count()
+    if topology.device == "cuda" and not chosen.shared_gpu and topology.processes_per_node > gpus:
+        return f"{topology.processes_per_node} processes need as many GPUs; this machine shows {gpus}"
+    return None
+
+
+def prepare(spec: RunSpec, run_dir: Path) -> Job:
+    chosen = options(Options, spec.launcher)
+    processes = f"--nproc-per-node={spec.topology.processes_per_node}"
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", processes)
+    argv = (*torchrun, "-m", "paceline.worker", str(run_dir))
+    env = {"OMP_NUM_THREADS": str(chosen.threads), "PYTHONUNBUFFERED": "1"}
+    if sys.platform == "linux":
+        # A host name that does not resolve would leave gloo without an address; one host needs only loopback.
+        env["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    if chosen.shared_gpu:
+        env |= {"PACELINE_SHARED_GPU": "1", "NCCL_SOCKET_IFNAME": "lo"}
+    return Job(argv=argv, env=env, log=str(run_dir / "log.txt"))
+
+
+def submit(job: Job) -> Mapping[str, Any]:
+    assert job.log is not None
+    with Path(job.log).open("wb") as log:
+        child = subprocess.Popen(
+            job.argv,
+            env={**os.environ, **job.env},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_end_with_controller,
+        )
+    _children[child.pid] = child
+    return {"pid": child.pid, "started_at": time.time()}
+
+
+def _end_with_controller() -> None:
+    """torchrun is told to stop when this process dies, however it dies; ranks follow torchrun (see worker.py)."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+
+
+def poll(handle: Mapping[str, Any]) -> JobState:
+    child = _children.get(int(handle["pid"]))
+    if child is None:
+        # A job of an earlier controller: it was told to stop when that one died.
+        return JobState(running=False)
+    code = child.poll()
+    return JobState(running=code is None, exit_code=code)
+
+
+def cancel(handle: Mapping[str, Any]) -> None:
+    """End torchrun and every process below it; ones that do not listen, or are stopped, are killed."""
+    import psutil
+
+    child = _children.get(int(handle["pid"]))
+    if child is None or child.poll() is not None:
+        return
+    family = psutil.Process(child.pid).children(recursive=True)
+    child.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(GRACE_S)
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    child.kill()
+    child.wait()

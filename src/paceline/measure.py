@@ -1,0 +1,288 @@
+"""Clocks, memory, digests and byte counting: everything a rank observes, with nothing computed from it.
+
+torch is imported inside functions, so that the controller may import the names in this module without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from paceline.records import MemorySample, WireSample
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+Mark = Any
+PHASES = ("h2d", "forward", "backward", "optimizer")
+_MASK64 = (1 << 64) - 1
+
+
+class Clock(Protocol):
+    """Marks points in a rank's work. On CUDA a mark is an event on the stream, so reading it never stops the device."""
+
+    def mark(self) -> Mark: ...
+    def elapsed_s(self, begin: Mark, end: Mark) -> float: ...
+    def passed(self, mark: Mark) -> bool: ...
+    def drain(self) -> None: ...
+
+
+class HostClock:
+    """perf_counter: on a CPU the work is done when the call returns."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def elapsed_s(self, begin: float, end: float) -> float:
+        return end - begin
+
+    def passed(self, mark: float) -> bool:
+        return True
+
+    def drain(self) -> None:
+        """Nothing is queued on a CPU."""
+
+
+class CudaClock:
+    """CUDA events on the current stream: what the device did, however far ahead the host has run."""
+
+    def mark(self) -> Any:
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def elapsed_s(self, begin: Any, end: Any) -> float:
+        return float(begin.elapsed_time(end)) / 1e3
+
+    def passed(self, mark: Any) -> bool:
+        return bool(mark.query())
+
+    def drain(self) -> None:
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def clock_for(device: str) -> Clock:
+    return CudaClock() if device == "cuda" else HostClock()
+
+
+class Stopwatch:
+    """Collects the marks of one step's phases; durations are read later, when the device has passed them."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.start = clock.mark()
+        self.spans: list[tuple[str, Mark, Mark]] = []
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        begin = self.clock.mark()
+        yield
+        self.spans.append((name, begin, self.clock.mark()))
+
+    def seconds(self, name: str) -> float | None:
+        """Sum over the phase's spans; None when the step had no such phase."""
+        spans = [self.clock.elapsed_s(begin, end) for phase, begin, end in self.spans if phase == name]
+        return sum(spans) if spans else None
+
+
+# --- digests -------------------------------------------------------------------------------------------------------
+
+
+def digest_tokens(index: int, tokens: np.ndarray[Any, Any]) -> int:
+    """64-bit digest of one sequence at its global index. Sums of these modulo 2**64 do not depend on the partition."""
+    head = hashlib.blake2b(index.to_bytes(8, "little"), digest_size=8)
+    head.update(tokens.astype("<i4").tobytes())
+    return int.from_bytes(head.digest(), "little")
+
+
+def add_digests(digests: Iterable[int]) -> int:
+    return sum(digests) & _MASK64
+
+
+def digest_parameters(parameters: Iterable[tuple[str, Tensor]]) -> tuple[str, int]:
+    """Digest of full, unsharded weights and their count. Values enter as fp32, so 16-bit copies of equal weights agree.
+
+    Each element's bits are weighted by an odd function of its position and summed modulo 2**64 on the device.
+    """
+    lines, count = [], 0
+    for name, value in parameters:
+        lines.append(f"{name} {tuple(value.shape)} {_digest_values(value):016x}")
+        count += value.numel()
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:16], count
+
+
+def _digest_values(value: Tensor, chunk: int = 1 << 22) -> int:
+    import torch
+
+    flat = value.detach().reshape(-1)
+    total = 0
+    for start in range(0, flat.numel(), chunk):
+        bits = flat[start : start + chunk].float().contiguous().view(torch.int32).to(torch.int64)
+        position = torch.arange(start, start + bits.numel(), device=bits.device, dtype=torch.int64)
+        total += int(((bits + 1) * (position * 0x9E3779B97F4A7C1 | 1)).sum().item())
+    return total & _MASK64
+
+
+# --- memory --------------------------------------------------------------------------------------------------------
+
+
+def reset_peak(device: str) -> None:
+    """Start a new high-water mark, without stopping the device."""
+    if device == "cuda":
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def read_memory(rank: int, moment: str, device: str, *, peak: bool) -> MemorySample:
+    """Memory now, or its high-water mark since `reset_peak`. What the platform cannot tell is None."""
+    allocated = reserved = whole = None
+    if device == "cuda":
+        import torch
+
+        allocated = torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
+        reserved = torch.cuda.max_memory_reserved() if peak else torch.cuda.memory_reserved()
+        free, total = torch.cuda.mem_get_info()
+        whole = total - free
+    return MemorySample(
+        rank=rank,
+        moment=moment,
+        allocated_bytes=allocated,
+        reserved_bytes=reserved,
+        device_bytes=whole,
+        resident_bytes=_resident_bytes("VmHWM" if peak else "VmRSS"),
+    )
+
+
+def _resident_bytes(field: str) -> int | None:
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        import resource
+        import sys
+
+        # macOS has no /proc; ru_maxrss is bytes there and always a high-water mark.
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if field == "VmHWM" and sys.platform == "darwin" else None
+    values = [line.split()[1] for line in lines if line.startswith(field + ":")]
+    return int(values[0]) * 1024 if values else None
+
+
+# --- bytes on the wire ---------------------------------------------------------------------------------------------
+
+# c10d's operator -> (our operation, which argument holds the payload nccl-tests calls S)
+_OPERATIONS = {
+    "allreduce_": ("all_reduce", 0),
+    "allreduce_coalesced_": ("all_reduce", 0),
+    "all_reduce": ("all_reduce", 0),
+    "all_reduce_coalesced": ("all_reduce", 0),
+    "_allgather_base_": ("all_gather", 0),
+    "allgather_": ("all_gather", 0),
+    "allgather_into_tensor_coalesced_": ("all_gather", 0),
+    "all_gather_into_tensor": ("all_gather", "result"),
+    "all_gather_into_tensor_out": ("all_gather", "result"),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "reduce_scatter_": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "reduce_scatter_tensor": ("reduce_scatter", 0),
+    "alltoall_base_": ("all_to_all", 1),
+    "alltoall_": ("all_to_all", 1),
+    "all_to_all_single": ("all_to_all", 0),
+    "broadcast_": ("broadcast", 0),
+    "broadcast": ("broadcast", 0),
+    "reduce_": ("reduce", 0),
+    "send": ("send", 0),
+}
+
+
+class WireCounter:
+    """Counts payload bytes of every collective this process starts, whoever starts it (DDP, DeepSpeed, ...)."""
+
+    def __init__(self) -> None:
+        self.bytes: Counter[tuple[str, str, int]] = Counter()
+        self.calls: Counter[tuple[str, str, int]] = Counter()
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        counter = self
+
+        class Watch(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                result = func(*args, **(kwargs or {}))
+                if func.namespace in ("c10d", "_c10d_functional"):
+                    counter.add(func._schema.name.partition("::")[2], args, result)
+                return result
+
+        with Watch():  # type: ignore[no-untyped-call]
+            yield
+
+    def add(self, operator: str, args: Any, result: Any) -> None:
+        if operator not in _OPERATIONS:
+            return
+        operation, position = _OPERATIONS[operator]
+        size = _group_size(args)
+        for tensor in _tensors(result if position == "result" else args[position]):
+            key = (operation, _dtype_name(tensor), size)
+            self.bytes[key] += tensor.numel() * tensor.element_size()
+            self.calls[key] += 1
+
+    def samples(self, rank: int, step: int) -> list[WireSample]:
+        return [
+            WireSample(
+                rank=rank,
+                step=step,
+                operation=operation,
+                dtype=dtype,
+                group_size=size,
+                calls=self.calls[operation, dtype, size],
+                payload_bytes=payload,
+            )
+            for (operation, dtype, size), payload in sorted(self.bytes.items())
+        ]
+
+
+def _tensors(value: Any) -> Iterator[Any]:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _dtype_name(tensor: Any) -> str:
+    import torch
+
+    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    return names.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+
+
+def _group_size(args: Any) -> int:
+    """Size of the group a c10d operator was given, as object (c10d) or by name (_c10d_functional)."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    for argument in args:
+        if isinstance(argument, torch.ScriptObject):
+            with contextlib.suppress(RuntimeError, TypeError, AttributeError):
+                return int(dist.ProcessGroup.unbox(argument).size())
+        if isinstance(argument, str):
+            with contextlib.suppress(KeyError, RuntimeError, ValueError):
+                return int(_resolve_process_group(argument).size())
+    return dist.get_world_size()

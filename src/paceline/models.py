@@ -1,0 +1,379 @@
+"""Named model shapes and what follows from a shape by arithmetic alone: parameters, FLOPs, state bytes, wire bytes.
+
+Every formula is of docs/method.md section 4 and uses its letters: h hidden, H heads, K kv heads, d head dim, f ffn,
+V vocab, s sequence, g = 3 for a gated MLP else 2; P parameters, G micro batches per step, n ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from paceline.errors import RequestError
+
+CONVENTIONS = ("causal", "full")
+
+_FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "gpt": {"positions": "learned", "norm": "layernorm", "gated": False, "tied": True, "bias": True},
+    "llama": {"positions": "rope", "norm": "rmsnorm", "gated": True, "tied": False, "bias": False},
+}
+_WORDS = {"family": tuple(_FAMILIES), "positions": ("learned", "rope"), "norm": ("layernorm", "rmsnorm")}
+_COUNTS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "context")
+_OPTIONAL_COUNTS = ("experts", "experts_per_token")
+_FLAGS = ("gated", "tied", "bias")
+_NUMBERS = ("rope_theta", "norm_eps")
+_SETTABLE = (*_WORDS, *_COUNTS, *_OPTIONAL_COUNTS, *_FLAGS, *_NUMBERS)
+
+
+class Named(Protocol):
+    """Anything with a name and options: a `spec.Choice`, which this module may not import."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def options(self) -> Mapping[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A decoder's dimensions. context is the most positions it knows; ffn the width of one MLP or one expert.
+
+    bias puts a bias on every projection of the blocks; the head and the router have none, a LayerNorm always has one.
+    experts is None for a dense MLP. published_parameters is None unless somebody else counted exactly this shape.
+    """
+
+    name: str
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    context: int
+    positions: str
+    gated: bool
+    tied: bool
+    bias: bool
+    norm: str
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    experts: int | None = None
+    experts_per_token: int | None = None
+    published_parameters: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in _SETTABLE:
+            accepted = _accepted(field, getattr(self, field))
+            _require(accepted is None, self.name, field, getattr(self, field), accepted or "")
+        _require(self.heads % self.kv_heads == 0, self.name, "kv_heads", self.kv_heads, f"a divisor of {self.heads}")
+        if self.positions == "rope":
+            _require(self.head_dim % 2 == 0, self.name, "head_dim", self.head_dim, "an even number with rope")
+        experts, chosen = self.experts or 0, self.experts_per_token or 0
+        _require(
+            chosen <= experts, self.name, "experts_per_token", self.experts_per_token, f"at most experts ({experts})"
+        )
+        _require(
+            bool(chosen) == bool(experts), self.name, "experts", self.experts, "set together with experts_per_token"
+        )
+
+
+def _require(condition: bool, model: str, field: str, given: object, accepted: str) -> None:
+    if not condition:
+        raise RequestError(f"model {model}, {field}: {given!r} was given; accepted is {accepted}")
+
+
+def _accepted(field: str, value: object) -> str | None:
+    """What the field accepts, or None when the value is that."""
+    if field in _WORDS:
+        return None if value in _WORDS[field] else " or ".join(_WORDS[field])
+    if field in _FLAGS:
+        return None if isinstance(value, bool) else "true or false"
+    if field in _OPTIONAL_COUNTS and value is None:
+        return None
+    if isinstance(value, bool):
+        value = None
+    if field in _NUMBERS:
+        return None if isinstance(value, int | float) and value > 0 else "a positive number"
+    return None if isinstance(value, int) and value > 0 else "a whole number from 1"
+
+
+@functools.cache
+def _rows() -> dict[str, dict[str, Any]]:
+    return tomllib.loads((Path(__file__).parent / "data" / "models.toml").read_text(encoding="utf-8"))
+
+
+def names() -> tuple[str, ...]:
+    """Every named shape, in the order of models.toml."""
+    return tuple(_rows())
+
+
+def load(choice: Named) -> Shape:
+    """The named shape with its options laid over it; an altered shape carries no published count."""
+    if choice.name not in _rows():
+        raise RequestError(_unknown("model", choice.name, names()) + "; `paceline list models` shows all")
+    row = dict(_rows()[choice.name])
+    for option in choice.options:
+        if option not in _SETTABLE:
+            raise RequestError(_unknown(f"option of model {choice.name}", option, _SETTABLE, whole_list=True))
+    if choice.options:
+        row = {**row, **choice.options, "published_parameters": None}
+    return Shape(name=choice.name, **_completed(choice.name, row))
+
+
+def _completed(name: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row with what its family implies; an option on heads or hidden moves what follows from them."""
+    _require(row["family"] in _FAMILIES, name, "family", row["family"], " or ".join(_FAMILIES))
+    full = {**_FAMILIES[row["family"]], **row}
+    for field in ("hidden", "heads"):
+        accepted = _accepted(field, full[field])
+        _require(accepted is None, name, field, full[field], accepted or "")
+    full.setdefault("kv_heads", full["heads"])
+    full.setdefault("ffn", 4 * full["hidden"])
+    if "head_dim" not in full:
+        _require(full["hidden"] % full["heads"] == 0, name, "heads", full["heads"], f"a divisor of {full['hidden']}")
+        full["head_dim"] = full["hidden"] // full["heads"]
+    return full
+
+
+def _unknown(what: str, given: str, known: tuple[str, ...], *, whole_list: bool = False) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(given, known, n=3, cutoff=0.5)
+    accepted = known if whole_list or not close else close
+    return f"{what}: {given!r} was given; accepted is {'' if whole_list else 'for example '}{', '.join(accepted)}"
+
+
+# --- parameters ---
+
+
+def parameters(shape: Shape) -> int:
+    """All trainable numbers, a tied head counted once: exactly what the reference decoder holds."""
+    embedding = shape.vocab * shape.hidden * (1 if shape.tied else 2)
+    positions = shape.context * shape.hidden if shape.positions == "learned" else 0
+    return embedding + positions + shape.layers * block_parameters(shape) + _norm_parameters(shape)
+
+
+def block_parameters(shape: Shape) -> int:
+    """One layer: two norms, attention, MLP (all experts and the router of a mixture)."""
+    router = shape.hidden * (shape.experts or 0)
+    mlp = (shape.experts or 1) * (_mlp_weights(shape) + _mlp_biases(shape))
+    return 2 * _norm_parameters(shape) + _attention_weights(shape) + _attention_biases(shape) + router + mlp
+
+
+def root_parameters(shape: Shape) -> int:
+    """What stands outside the blocks: embeddings, positions, last norm, an untied head."""
+    return parameters(shape) - shape.layers * block_parameters(shape)
+
+
+def _norm_parameters(shape: Shape) -> int:
+    return shape.hidden * (2 if shape.norm == "layernorm" else 1)
+
+
+def _attention_weights(shape: Shape) -> int:
+    """q and output h*H*d each, k and v h*K*d each."""
+    return 2 * shape.hidden * shape.head_dim * (shape.heads + shape.kv_heads)
+
+
+def _attention_biases(shape: Shape) -> int:
+    return (shape.heads + 2 * shape.kv_heads) * shape.head_dim + shape.hidden if shape.bias else 0
+
+
+def _mlp_weights(shape: Shape) -> int:
+    return (3 if shape.gated else 2) * shape.hidden * shape.ffn
+
+
+def _mlp_biases(shape: Shape) -> int:
+    return (2 if shape.gated else 1) * shape.ffn + shape.hidden if shape.bias else 0
+
+
+def matmul_parameters(shape: Shape) -> int:
+    """N_mm: the weights each token is multiplied with, the head included once.
+
+    sum over layers (h*H*d + 2*h*K*d + H*d*h + g*h*f) + h*V; a mixture has h*E + k*g*h*f in place of g*h*f.
+    """
+    return shape.layers * _block_matmul_parameters(shape) + shape.hidden * shape.vocab
+
+
+def _block_matmul_parameters(shape: Shape) -> int:
+    router = shape.hidden * (shape.experts or 0)
+    return _attention_weights(shape) + router + (shape.experts_per_token or 1) * _mlp_weights(shape)
+
+
+# --- FLOPs ---
+
+
+def attention_flops_per_token(shape: Shape, sequence_length: int, convention: str = "causal") -> int:
+    """Forward, all layers. Per layer, with d_qk = d_v = d: full 2*s*H*2d; causal (s+1)*H*2d, the mean of 1..s keys."""
+    _require(convention in CONVENTIONS, shape.name, "FLOP convention", convention, " or ".join(CONVENTIONS))
+    keys_twice = sequence_length + 1 if convention == "causal" else 2 * sequence_length
+    return shape.layers * keys_twice * shape.heads * 2 * shape.head_dim
+
+
+def flops_per_token(shape: Shape, sequence_length: int, convention: str = "causal") -> int:
+    """Training, the F of MFU: 3 * (2*N_mm + attention), a backward costing two forwards."""
+    return 3 * (2 * matmul_parameters(shape) + attention_flops_per_token(shape, sequence_length, convention))
+
+
+def recomputed_flops_per_token(
+    shape: Shape, sequence_length: int, checkpointing: str, convention: str = "causal"
+) -> int:
+    """What HFU adds to F. full: one more forward of the blocks; the head is not checkpointed, so not recomputed.
+    selective: 0, because the outputs of matrix products and attention are kept. none: 0."""
+    if checkpointing in ("none", "selective"):
+        return 0
+    _require(checkpointing == "full", shape.name, "checkpointing", checkpointing, "none, full or selective")
+    blocks = shape.layers * _block_matmul_parameters(shape)
+    return 2 * blocks + attention_flops_per_token(shape, sequence_length, convention)
+
+
+def lora_flops_per_token(shape: Shape, sequence_length: int, lora_parameters: int, convention: str = "causal") -> int:
+    """LoRA and QLoRA: 4*N_frozen + 6*N_lora + 3*attention; frozen weights need no weight gradient (N_frozen = N_mm)."""
+    attention = attention_flops_per_token(shape, sequence_length, convention)
+    return 4 * matmul_parameters(shape) + 6 * lora_parameters + 3 * attention
+
+
+# --- state bytes ---
+
+
+def state_bytes(
+    strategy: str, stage: int | None, parameters: int, group_size: int, compute: str = "bf16"
+) -> float | None:
+    """Parameters, gradients and Adam's state per rank, without live units and buffers; None for an unknown strategy.
+
+    16 B per parameter. Half precision: weights 2, gradients 2, fp32 master and moments 12; fp32: 4, 4 and 8.
+    ddp shards nothing, ZeRO-1 the optimizer state, ZeRO-2 gradients too, ZeRO-3 and FSDP2 all three. FSDP2 between
+    unsynchronised micro batches holds whole gradients besides.
+    """
+    sharded = {
+        ("single", None): 0,
+        ("ddp", None): 0,
+        ("zero", 1): 1,
+        ("zero", 2): 2,
+        ("zero", 3): 3,
+        ("fsdp2", None): 3,
+    }
+    key = (strategy, stage if strategy == "zero" else None)
+    if key not in sharded:
+        return None
+    optimizer_first = (8, 4, 4) if compute == "fp32" else (12, 2, 2)
+    split = sharded[key]
+    return parameters * (sum(optimizer_first[:split]) / group_size + sum(optimizer_first[split:]))
+
+
+# --- wire bytes ---
+
+_WIRE_FACTORS: Mapping[str, Callable[[int], float]] = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "gather": lambda n: (n - 1) / n,
+    "scatter": lambda n: (n - 1) / n,
+    "broadcast": lambda n: 1.0,
+    "reduce": lambda n: 1.0,
+    "send": lambda n: 1.0,
+    "recv": lambda n: 1.0,
+    "send_recv": lambda n: 1.0,
+}
+
+
+def wire_factor(operation: str, group_size: int) -> float:
+    """busbw = S/t * factor, and bytes on the wire = S * factor (nccl-tests, PERFORMANCE.md); 0 for a group of one."""
+    if operation not in _WIRE_FACTORS:
+        raise RequestError(_unknown("collective", operation, tuple(_WIRE_FACTORS), whole_list=True))
+    return _WIRE_FACTORS[operation](group_size) if group_size > 1 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Traffic:
+    """What a wire formula may depend on: gradient_bytes is P*r, weight_bytes P*p, root the part outside the blocks."""
+
+    options: Mapping[str, Any]
+    parameters: int
+    accumulation: int
+    gradient_bytes: int
+    weight_bytes: int
+    root_weight_bytes: int
+
+
+def _ddp(t: _Traffic) -> float:
+    """2Pr: one all-reduce on the last micro batch, the others run under no_sync."""
+    return 2 * t.gradient_bytes
+
+
+def _fsdp2(t: _Traffic) -> float:
+    """2G*Pp + Pr: gathered for forward and backward of every micro batch, gradients reduce-scattered once.
+
+    reshard_after_forward=false keeps the weights for the backward: G*Pp. The root unit (embeddings, last norm, head)
+    is always kept so. sync_every_micro_batch=true: G*Pr.
+    """
+    again = t.weight_bytes - t.root_weight_bytes if t.options.get("reshard_after_forward", True) else 0
+    reductions = t.accumulation if t.options.get("sync_every_micro_batch", False) else 1
+    return t.accumulation * (t.weight_bytes + again) + reductions * t.gradient_bytes
+
+
+def _zero1(t: _Traffic) -> float:
+    """2Pr + Pp: DeepSpeed all-reduces the whole gradient once and all-gathers the updated weights."""
+    return 2 * t.gradient_bytes + t.weight_bytes
+
+
+def _zero2(t: _Traffic) -> float:
+    """2G*Pr + Pp: DeepSpeed's bucketed all-reduce every micro batch, then the updated weights."""
+    return 2 * t.accumulation * t.gradient_bytes + t.weight_bytes
+
+
+def _zero3(t: _Traffic) -> float:
+    """G*(2Pp + Pr), or G*(Pp + Pr) for a model within DeepSpeed's reuse window, kept from forward to backward.
+
+    The window is the smaller of max_live_parameters and max_reuse_distance (both 1e9 by default). A model somewhat
+    larger is reused in part, so beyond the window this is an upper bound.
+    """
+    window = min(t.options.get(name, 1e9) for name in ("max_live_parameters", "max_reuse_distance"))
+    gathers = 1 if t.parameters <= window else 2
+    return t.accumulation * (gathers * t.weight_bytes + t.gradient_bytes)
+
+
+_WIRE: Mapping[tuple[str, Any], Callable[[_Traffic], float]] = {
+    ("single", None): lambda t: 0.0,
+    ("ddp", None): _ddp,
+    ("fsdp2", None): _fsdp2,
+    ("zero", 1): _zero1,
+    ("zero", 2): _zero2,
+    ("zero", 3): _zero3,
+}
+
+
+def wire_bytes(
+    strategy: Named,
+    parameters: int,
+    group_size: int,
+    accumulation: int,
+    reduce_bytes: int,
+    parameter_bytes: int,
+    root_parameters: int = 0,
+) -> float | None:
+    """Predicted bytes each rank sends per optimizer step; None where we have no formula for the strategy.
+
+    reduce_bytes is r, bytes per reduced gradient element; parameter_bytes is p, bytes per gathered parameter;
+    root_parameters those outside the blocks, which FSDP2 gathers once per micro batch instead of twice.
+    """
+    stage = strategy.options.get("stage", 1) if strategy.name == "zero" else None
+    formula = _WIRE.get((strategy.name, stage))
+    if formula is None:
+        return None
+    traffic = _Traffic(
+        options=strategy.options,
+        parameters=parameters,
+        accumulation=accumulation,
+        gradient_bytes=parameters * reduce_bytes,
+        weight_bytes=parameters * parameter_bytes,
+        root_weight_bytes=root_parameters * parameter_bytes,
+    )
+    return formula(traffic) * (group_size - 1) / group_size

@@ -1,0 +1,190 @@
+"""Plugins: a module is a plugin, its folder the registry, its first docstring line the description.
+
+`names(kind)` reads the folder without importing anything. A dotted name is any importable module; installed packages
+may register modules under the entry points `paceline.<kind>`.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import importlib
+import json
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import metadata, resources
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+
+from paceline.errors import RequestError
+from paceline.findings import Report
+from paceline.records import Evidence, Sample
+from paceline.spec import Choice, RunSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+KINDS = ("workloads", "strategies", "launchers", "exporters")
+# What each kind's module must define, and the arguments it is called with: the contract tests read this table.
+CONTRACT: dict[str, dict[str, tuple[str, ...]]] = {
+    "workloads": {"check": ("spec",), "run": ("spec", "seat", "recorder")},
+    "strategies": {"check": ("spec",), "wrap": ("spec", "seat")},
+    "launchers": {
+        "check": ("spec",),
+        "prepare": ("spec", "run_dir"),
+        "submit": ("job",),
+        "poll": ("handle",),
+        "cancel": ("handle",),
+    },
+    "exporters": {"export": ("report", "directory")},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """Where one rank sits: which of how many, and the device it drives."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: str
+
+    @property
+    def torch_device(self) -> str:
+        return f"cuda:{self.local_rank}" if self.device == "cuda" else "cpu"
+
+
+class Trainer(Protocol):
+    """A model under one strategy. Losses arrive undivided: dividing by the accumulation is its own affair."""
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps really taken so far."""
+
+    def forward(self, tokens: Tensor, labels: Tensor, normaliser: Tensor, last: bool) -> Tensor:
+        """Loss of one micro batch; `last` is true for the final one before `update`."""
+
+    def backward(self, loss: Tensor, last: bool) -> None: ...
+
+    def update(self) -> Tensor | float:
+        """Clip, step, clear gradients; returns the global gradient norm before clipping."""
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole, unsharded weights under the decoder's own names, the same on every rank."""
+
+    def declare(self) -> tuple[Mapping[str, str], Mapping[str, Any], Mapping[str, Any]]:
+        """dtypes, optimizer and settings as really configured: evidence for the certificate."""
+
+
+class Recorder(Protocol):
+    """Takes what a workload observes. Nothing may be computed from samples before they are handed over."""
+
+    def add(self, sample: Sample) -> None: ...
+    def progress(self, step: int, phase: str) -> None: ...
+    def conclude(self, evidence: Evidence) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What a launcher will start; `str(job)` is the dry run."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+    log: str | None = None
+
+    def __str__(self) -> str:
+        return " ".join([*(f"{k}={shlex.quote(v)}" for k, v in sorted(self.env.items())), shlex.join(self.argv)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobState:
+    """Our word for what the engine says. exit_code is None while the job runs."""
+
+    running: bool
+    exit_code: int | None = None
+
+
+class Workload(Protocol):
+    def check(self, spec: RunSpec) -> str | None: ...
+    def run(self, spec: RunSpec, seat: Seat, recorder: Recorder) -> None: ...
+
+
+class Strategy(Protocol):
+    def check(self, spec: RunSpec) -> str | None: ...
+    def wrap(self, spec: RunSpec, seat: Seat) -> Trainer: ...
+
+
+class Launcher(Protocol):
+    def check(self, spec: RunSpec) -> str | None: ...
+    def prepare(self, spec: RunSpec, run_dir: Path) -> Job: ...
+    def submit(self, job: Job) -> Mapping[str, Any]: ...
+    def poll(self, handle: Mapping[str, Any]) -> JobState: ...
+    def cancel(self, handle: Mapping[str, Any]) -> None: ...
+
+
+class Exporter(Protocol):
+    def export(self, report: Report, directory: Path) -> list[Path]: ...
+
+
+def names(kind: str) -> dict[str, str]:
+    """Word the user writes -> one-line description, read from the files without importing them."""
+    found = {}
+    for entry in sorted(resources.files("paceline").joinpath(kind).iterdir(), key=lambda e: e.name):
+        name = entry.name.removesuffix(".py")
+        if entry.name.endswith(".py") and not name.startswith("_"):
+            found[name] = (ast.get_docstring(ast.parse(entry.read_text())) or "").partition("\n")[0]
+    for point in metadata.entry_points(group=f"paceline.{kind}"):
+        found[point.name] = f"from {point.value}"
+    return found
+
+
+def load(kind: str, name: str) -> Any:
+    """The plugin module; an unknown name is a sentence with what exists."""
+    return cast(Any, _import(kind, name))
+
+
+def _import(kind: str, name: str) -> ModuleType:
+    for point in metadata.entry_points(group=f"paceline.{kind}", name=name):
+        return cast(ModuleType, point.load())
+    if "." not in name and name in names(kind):
+        return importlib.import_module(f"paceline.{kind}.{name}")
+    if "." in name:
+        try:
+            return importlib.import_module(name)
+        except ImportError as error:
+            raise RequestError(f"{kind}: {name!r} was given, which cannot be imported ({error})") from None
+    close = difflib.get_close_matches(name, names(kind), n=1)
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    accepted = ", ".join(names(kind))
+    raise RequestError(f"{kind}: {name!r} was given; accepted is {accepted} or a dotted module name{hint}")
+
+
+Options = TypeVar("Options")
+
+
+def options(cls: type[Options], choice: Choice) -> Options:
+    """Fill a plugin's options dataclass from a choice; unknown names and wrong types are the user's mistake."""
+    fields = {f.name: f for f in dataclasses.fields(cast(Any, cls))}
+    for key, value in choice.options.items():
+        if key not in fields:
+            accepted = ", ".join(fields) or "no option"
+            raise RequestError(f"option of {choice.name}: {key!r} was given; accepted is {accepted}")
+        default = fields[key].default
+        if default is not None and not _fits(value, default):
+            raise RequestError(
+                f"{choice.name}.{key}: {json.dumps(value)} was given; accepted is a {type(default).__name__}"
+            )
+    return cls(**choice.options)
+
+
+def _fits(value: object, default: object) -> bool:
+    if isinstance(default, bool) or isinstance(value, bool):
+        return type(value) is type(default)
+    if isinstance(default, float):
+        return isinstance(value, int | float)
+    return isinstance(value, type(default))

@@ -1,0 +1,17 @@
+"""How findings read: numbers rounded by their uncertainty, cells in their places, tables, and the terminal.
+
+quantity < facts, standing < tables < terminal. Exporters and the command line print what stands here, no more.
+"""
+
+from paceline.present.quantity import format_quantity
+from paceline.present.tables import recommendation_lines
+from paceline.present.terminal import comparison_table, failures_table, ranked_table, scaling_table
+
+__all__ = [
+    "comparison_table",
+    "failures_table",
+    "format_quantity",
+    "ranked_table",
+    "recommendation_lines",
+    "scaling_table",
+]

@@ -1,0 +1,41 @@
+"""One run as text: what was asked, how it ended, what each rank observed, and its certificate."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from paceline.findings import Certificate
+from paceline.present.quantity import MISSING, format_duration
+from paceline.records import RunRecord
+
+GIB = 2**30
+
+
+def record_lines(record: RunRecord, certificate: Certificate | None) -> Iterator[str]:
+    spec = record.spec
+    yield f"{spec.run_id}: {record.status}" + (f" ({record.error})" if record.error else "")
+    started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.started_at))
+    yield f"  started {started}, took {format_duration(record.ended_at - record.started_at)}; folder {record.path}"
+    yield "  asked: " + ", ".join(f"{name} {value}" for name, value in spec.axes().items() if value is not None)
+    yield from _machines(record)
+    yield from _ranks(record)
+    for check in certificate.checks if certificate else ():
+        yield f"  {'equal' if check.ok else 'UNEQUAL'} {check.name}: {check.observed}"
+
+
+def _machines(record: RunRecord) -> Iterator[str]:
+    for machine in record.machines:
+        gpus = ", ".join(str(gpu["name"]) for gpu in machine["gpus"]) or "no GPU"
+        versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+        yield f"  on {machine['host']}: {machine['cpu']}, {gpus}; {versions}"
+
+
+def _ranks(record: RunRecord) -> Iterator[str]:
+    for outcome in record.outcomes:
+        steps = [s for s in record.steps if s.rank == outcome.rank and s.variant == 0]
+        loss = f"loss {steps[0].loss:.4f} to {steps[-1].loss:.4f}" if steps else "no step"
+        peaks = [m for m in record.memory if m.rank == outcome.rank and m.moment == "steps"]
+        held = next((m.allocated_bytes or m.resident_bytes for m in peaks), None)
+        memory = MISSING if held is None else f"{held / GIB:.2f} GiB"
+        yield f"  rank {outcome.rank}: {outcome.status}, {len(steps)} steps, {loss}, peak memory {memory}"

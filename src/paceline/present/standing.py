@@ -1,0 +1,247 @@
+"""Where each cell stands: ranked among those that did the same work, or left out with its reason.
+
+Nothing is concluded here that the comparisons do not say: a cell ranks below another only by a certified verdict.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+
+from paceline.findings import BETTER, TIE, WORSE, Certificate, Comparison, Measurement, Report, RunFinding
+from paceline.spec import Scalar
+
+THROUGHPUT = "tokens_per_s"
+WIRE, WIRE_FORMULA = "wire_bytes_per_step", "wire_bytes_formula_per_step"
+SHOWN = (THROUGHPUT, "step_time_s", "mfu_ratio", "peak_memory_bytes", "comm_exposed_ratio", WIRE, WIRE_FORMULA)
+_OPPOSITE = {BETTER: WORSE, WORSE: BETTER, TIE: TIE}
+_ALWAYS_NAMED = ("model", "world_size")
+
+Verdicts = Mapping[tuple[str, str], Comparison]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One certified cell: its measurements by metric, its verdict against the first row, and its rank if it has one."""
+
+    rank: int | None
+    cell: str
+    label: str
+    measurements: Mapping[str, Measurement]
+    versus_best: Comparison | None
+    runs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Cells that differ in strategy only, the highest throughput first. warnings are true of every run in it."""
+
+    title: str
+    axes: Mapping[str, Scalar]
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Unranked:
+    """Runs of one cell that are not ranked, all for the same reason."""
+
+    label: str
+    status: str
+    reason: str
+    runs: tuple[str, ...]
+
+
+def groups(report: Report) -> tuple[Group, ...]:
+    """All comparison groups that hold a ranked cell, the largest first, then by world size."""
+    by_axes: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    cells = ranked_cells(report)
+    for cell, metrics in cells.items():
+        by_axes.setdefault(_group_key(metrics[THROUGHPUT].axes), []).append(cell)
+    context = _Context.of(report)
+    found = [_group(context, {cell: cells[cell] for cell in members}) for members in by_axes.values()]
+    return tuple(sorted(found, key=lambda g: (-len(g.rows), _whole(g.axes.get("world_size")), g.title)))
+
+
+def ranked_cells(report: Report) -> dict[str, dict[str, Measurement]]:
+    """Measurements by cell and metric of cells with a throughput, all of whose runs ended ok and are certified."""
+    trusted = trusted_runs(report)
+    found: dict[str, dict[str, Measurement]] = {}
+    for m in report.measurements:
+        if m.runs and trusted.issuperset(m.runs):
+            found.setdefault(m.cell, {})[m.metric] = m
+    return {cell: metrics for cell, metrics in found.items() if _has_value(metrics.get(THROUGHPUT))}
+
+
+def trusted_runs(report: Report) -> frozenset[str]:
+    valid = {c.run for c in report.certificates if c.valid}
+    return frozenset(r.run for r in report.runs if r.status == "ok" and not r.is_reference and r.run in valid)
+
+
+def throughput_comparisons(report: Report) -> dict[tuple[str, str], Comparison]:
+    """Certified comparisons of throughput by (cell, other), each told from both sides."""
+    certified = [c for c in report.comparisons if c.metric == THROUGHPUT and c.certified]
+    return {(c.cell, c.other): c for c in (*map(turned, certified), *certified)}
+
+
+def turned(c: Comparison) -> Comparison:
+    """The same finding told from the other side: B over A instead of A over B."""
+    return dataclasses.replace(
+        c,
+        cell=c.other,
+        other=c.cell,
+        label=c.other_label,
+        other_label=c.label,
+        ratio=1 / c.ratio,
+        low=1 / c.high,
+        high=1 / c.low,
+        verdict=_OPPOSITE[c.verdict],
+    )
+
+
+def unranked(report: Report) -> tuple[Unranked, ...]:
+    """Every run that failed, was refused, is not certified or left nothing to rank, merged by cell and reason."""
+    certificates = {c.run: c for c in report.certificates}
+    named = varying_axes(report)
+    measured = {m.cell for m in report.measurements if _has_value(m)}
+    merged: dict[tuple[str, str, str, str], list[str]] = {}
+    for run in report.runs:
+        trouble = _trouble(run, certificates.get(run.run)) or _unmeasured(run, measured)
+        if trouble:
+            label = ("reference: " if run.is_reference else "") + describe(run.axes, named)
+            merged.setdefault((run.cell, label, *trouble), []).append(run.run)
+    return tuple(Unranked(label, status, why, tuple(runs)) for (_, label, status, why), runs in merged.items())
+
+
+def describe(axes: Mapping[str, Scalar], named: Sequence[str] = _ALWAYS_NAMED) -> str:
+    """`ddp, gpt-tiny, 2 processes`: the strategy, then the named axes."""
+    first = str(axes.get("strategy") or axes.get("workload") or "")
+    return ", ".join(filter(None, (first, *(axis_text(name, axes) for name in named if axes.get(name) is not None))))
+
+
+def axis_text(name: str, axes: Mapping[str, Scalar]) -> str:
+    """One axis in words: `2 GPUs`, `gpt-tiny`, `sequence length 2048`, `compile on`."""
+    value = axes.get(name)
+    if name == "world_size":
+        noun = "GPU" if axes.get("device") == "cuda" else "process"
+        plural = "" if value == 1 else "s" if noun == "GPU" else "es"
+        return f"{value} {noun}{plural}"
+    if name in {"model", "workload", "strategy"}:
+        return str(value)
+    if isinstance(value, bool):
+        return f"{name.replace('_', ' ')} {'on' if value else 'off'}"
+    return f"{name.replace('_', ' ')} {value}"
+
+
+def varying_axes(report: Report) -> tuple[str, ...]:
+    """Model and world size, then every other axis in which the runs differ; not those that follow from the rest."""
+    seen: dict[str, set[str]] = {}
+    for run in report.runs:
+        for name, value in run.axes.items() if not run.is_reference else ():
+            seen.setdefault(name, set()).add(repr(value))
+    differing = [name for name, values in seen.items() if len(values) > 1]
+    return (*_ALWAYS_NAMED, *(n for n in differing if n not in {*_ALWAYS_NAMED, "strategy", "global_batch"}))
+
+
+def axes_of(report: Report, cell: str) -> Mapping[str, Scalar] | None:
+    return next((run.axes for run in report.runs if run.cell == cell), None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Context:
+    """What all groups look up, found once."""
+
+    named: tuple[str, ...]
+    verdicts: Verdicts
+    health: Mapping[str, tuple[str, ...]]
+    caveats: tuple[tuple[frozenset[str], tuple[str, ...]], ...]
+
+    @classmethod
+    def of(cls, report: Report) -> _Context:
+        cited = ((frozenset((c.cell, c.other)), r.caveats) for r in report.recommendations for c in r.because[:1])
+        health = {run.run: run.health for run in report.runs}
+        return cls(varying_axes(report), throughput_comparisons(report), health, tuple(cited))
+
+
+def _group(context: _Context, cells: Mapping[str, Mapping[str, Measurement]]) -> Group:
+    order = sorted(cells, key=lambda cell: -(cells[cell][THROUGHPUT].value or 0.0))
+    axes = {k: v for k, v in cells[order[0]][THROUGHPUT].axes.items() if k != "strategy"}
+    rows = tuple(
+        Row(
+            rank,
+            cell,
+            describe(cells[cell][THROUGHPUT].axes, ()),
+            cells[cell],
+            context.verdicts.get((cell, order[0])),
+            cells[cell][THROUGHPUT].runs,
+        )
+        for rank, cell in zip(_ranks(order, context.verdicts), order, strict=True)
+    )
+    title = ", ".join(axis_text(name, axes) for name in context.named if axes.get(name) is not None)
+    return Group(title, axes, rows, _notes(context, rows), _warnings(context, rows))
+
+
+def _ranks(order: Sequence[str], verdicts: Verdicts) -> list[int | None]:
+    """Competition ranks: a cell opens a new rank only if a verdict puts it behind the first cell of the current one.
+
+    A cell that was compared with none of the others has no rank.
+    """
+    ranks: list[int | None] = []
+    leader = 0
+    for position, cell in enumerate(order):
+        found = verdicts.get((cell, order[leader]))
+        if found is not None and found.verdict == WORSE:
+            leader = position
+        ranks.append(leader + 1 if any((cell, other) in verdicts for other in order) else None)
+    return ranks
+
+
+def _warnings(context: _Context, rows: Sequence[Row]) -> tuple[str, ...]:
+    health = [context.health.get(run, ()) for row in rows for run in row.runs]
+    return tuple(note for note in health[0] if all(note in other for other in health))
+
+
+def _notes(context: _Context, rows: Sequence[Row]) -> tuple[str, ...]:
+    """What a reader must know before trusting the table; said once, with names where it is not true of every row."""
+    said: dict[str, list[str]] = {}
+    for row in rows:
+        health = (note for run in row.runs for note in context.health.get(run, ()))
+        measured = (m.note for name in SHOWN if (m := row.measurements.get(name)) and m.note)
+        for note in dict.fromkeys((*health, *measured)):
+            said.setdefault(note, []).append(row.label)
+    notes = [n if len(labels) == len(rows) else f"{', '.join(labels)}: {n}" for n, labels in said.items()]
+    cells = {row.cell for row in rows}
+    notes += (caveat for pair, caveats in context.caveats if pair <= cells for caveat in caveats)
+    return tuple(dict.fromkeys(notes))
+
+
+def _trouble(run: RunFinding, certificate: Certificate | None) -> tuple[str, str] | None:
+    reasons = "; ".join(certificate.reasons) if certificate else ""
+    if run.status != "ok":
+        return run.status, run.reason or reasons or "no reason was recorded"
+    if run.is_reference:
+        return None
+    if certificate is None:
+        return "not certified", run.reason or "the run carries no certificate of equal work"
+    return None if certificate.valid else ("invalid", reasons or "the certificate holds no check")
+
+
+def _unmeasured(run: RunFinding, measured: Container[str]) -> tuple[str, str] | None:
+    if run.is_reference or run.cell in measured:
+        return None
+    return "not measured", run.reason or "the run left no step inside the measured window"
+
+
+def _has_value(m: Measurement | None) -> bool:
+    return m is not None and m.value is not None and math.isfinite(m.value)
+
+
+def _group_key(axes: Mapping[str, Scalar]) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted((name, repr(value)) for name, value in axes.items() if name != "strategy"))
+
+
+def _whole(value: Scalar) -> int:
+    return value if isinstance(value, int) else 0

@@ -1,0 +1,101 @@
+"""Tables for a terminal, through rich; what does not fit its width is left out and named, never squeezed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from paceline.findings import Comparison, Report
+from paceline.present import tables
+from paceline.present.tables import Cell, Table
+
+if TYPE_CHECKING:
+    import rich.table
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+    from rich.text import Text
+
+_STYLES = {"good": "green", "bad": "red", "quiet": "dim", "code": "cyan"}
+
+
+def ranked_table(report: Report) -> RenderableType:
+    """The rankings, each with its notes, then the notes of the whole report."""
+    from rich.console import Group
+    from rich.text import Text
+
+    found: list[RenderableType] = [Fitted(table) for table in tables.ranking(report)]
+    notes = [Text(f"note: {note}", style="yellow") for note in report.notes]
+    return Group(*(found or [Text("Nothing to rank: no run is both complete and certified.")]), *notes)
+
+
+def failures_table(report: Report) -> RenderableType | None:
+    """Every run outside the ranking with its reason; None where all are ranked."""
+    return _fitted(tables.failures(report))
+
+
+def scaling_table(report: Report) -> RenderableType | None:
+    """Efficiencies beside their measured baseline; None where nothing was scaled."""
+    return _fitted(tables.scaling(report))
+
+
+def comparison_table(comparisons: Sequence[Comparison], first: str, second: str) -> RenderableType:
+    """Two experiments cell by cell: ratios of the second over the first."""
+    return (
+        _fitted(tables.between(comparisons, first, second)) or "Nothing was compared: no metric is known on both sides."
+    )
+
+
+def _fitted(table: Table | None) -> RenderableType | None:
+    return Fitted(table) if table else None
+
+
+class Fitted:
+    """A table that leaves out its least important columns until it fits the console it is printed on."""
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.measure import Measurement
+        from rich.padding import Padding
+        from rich.text import Text
+
+        keep = list(range(len(self.table.columns)))
+        while True:
+            drawn = _draw(self.table, keep)
+            wide = Measurement.get(console, options.update(width=10_000), drawn).maximum > options.max_width
+            spare = max(keep, key=lambda i: self.table.columns[i].priority)
+            if not wide or self.table.columns[spare].priority == 0:
+                break
+            keep.remove(spare)
+        yield drawn
+        for note in (*self.table.notes, *_left_out(self.table, keep)):
+            yield Padding(Text(note, style="dim"), (0, 0, 0, 2))
+        yield ""
+
+
+def _left_out(table: Table, keep: Sequence[int]) -> tuple[str, ...]:
+    gone = [column.name for i, column in enumerate(table.columns) if i not in keep]
+    return (f"Too narrow to show: {', '.join(gone)}.",) if gone else ()
+
+
+def _draw(table: Table, keep: Sequence[int]) -> rich.table.Table:
+    from rich import box
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    title = Text(table.title, style="bold")
+    drawn = RichTable(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    for i in keep:
+        column = table.columns[i]
+        heading = "\n".join(filter(None, (column.name, column.unit)))
+        drawn.add_column(Text(heading), justify="right" if column.numeric else "left", overflow="fold")
+    for row in table.rows:
+        drawn.add_row(*(_text(row[i]) for i in keep))
+    return drawn
+
+
+def _text(cell: Cell) -> Text:
+    from rich.text import Text
+
+    text = Text(cell.text, style=_STYLES.get(cell.tone, ""))
+    return text.append(f"\n{cell.detail}", style="dim") if cell.detail else text

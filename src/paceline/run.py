@@ -1,0 +1,284 @@
+"""The controller: check, prepare, submit, wait, judge, certify, seal. Resuming is skipping what is sealed."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from paceline import store
+from paceline.analysis.certificate import certify
+from paceline.errors import RequestError, StoreError
+from paceline.plugins import Job, JobState, Launcher, load
+from paceline.records import Outcome, RunRecord, Status
+from paceline.spec import Choice, RunSpec, Topology, WarmUp
+
+POLL_S = 0.1
+# Re-ordered copies of a 16-bit reference: their spread is the tolerance of the certificate.
+REFERENCE_VARIANTS = {"fp32": 1, "bf16": 4, "fp16": 4}
+RETRIED = (Status.FAILED, Status.OOM, Status.HANG, Status.TIMEOUT, Status.PREEMPTED)
+
+
+class Observer(Protocol):
+    """Whoever watches a campaign: the terminal, a log, a test."""
+
+    def begin(self, specs: Sequence[RunSpec]) -> None: ...
+    def started(self, spec: RunSpec, run_dir: Path) -> None: ...
+    def moved(self, spec: RunSpec, positions: Sequence[store.Progress]) -> None: ...
+    def ended(self, spec: RunSpec, status: Status, error: str | None, known: bool) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a job ended from outside: by itself, by a limit, or because no rank moved any more."""
+
+    state: JobState
+    limit: Status | None = None
+    text: str | None = None
+
+
+def references_of(specs: Sequence[RunSpec]) -> dict[str, RunSpec]:
+    """The one-process reference of each group of equal work."""
+    references: dict[str, RunSpec] = {}
+    for spec in specs:
+        if spec.strategy is not None and unsupported(spec) is None:
+            known = references.get(spec.work)
+            candidate = reference_of(spec)
+            references[spec.work] = candidate if known is None else _gentler(known, candidate)
+    return references
+
+
+def reference_of(spec: RunSpec) -> RunSpec:
+    """The plain loop that does this spec's work on one process."""
+    training = replace(
+        spec.training,
+        accumulation=spec.training.accumulation * spec.topology.world_size,
+        compile=False,
+        bucket_mb=None,
+    )
+    variants = REFERENCE_VARIANTS[training.precision.compute]
+    return replace(
+        spec,
+        workload=Choice("reference", {"variants": variants}),
+        strategy=None,
+        topology=Topology(device=spec.topology.device),
+        training=training,
+        launcher=Choice("local", {k: v for k, v in spec.launcher.options.items() if k == "threads"}),
+        steps=min(spec.reference_steps, spec.steps),
+        warmup=WarmUp(),
+        repeat=0,
+    )
+
+
+def _gentler(known: RunSpec, candidate: RunSpec) -> RunSpec:
+    """The longer trajectory, in the smaller micro batches of the two: any that fits will do."""
+    best = min(known, candidate, key=lambda s: s.training.micro_batch)
+    return replace(best, steps=max(known.steps, candidate.steps))
+
+
+def campaign(specs: Sequence[RunSpec], out: Path, observer: Observer, *, retry: bool = False) -> list[Status]:
+    """Run every spec that is not sealed yet, references first; returns the status of each."""
+    references = references_of(specs)
+    everything = [*references.values(), *specs]
+    observer.begin(everything)
+    statuses = []
+    with store.exclusive(out / specs[0].experiment):
+        for spec in everything:
+            run_dir = out / spec.experiment / spec.run_id
+            known = _sealed_status(run_dir, retry)
+            if known is None:
+                status, error = execute(spec, out, observer, references.get(spec.work))
+            else:
+                status, error = known
+            statuses.append(status)
+            observer.ended(spec, status, error, known is not None)
+    return statuses
+
+
+def _sealed_status(run_dir: Path, retry: bool) -> tuple[Status, str | None] | None:
+    if not store.is_sealed(run_dir):
+        return None
+    try:
+        record = store.read_run(run_dir)
+    except StoreError:
+        return None
+    return None if retry and record.status in RETRIED else (record.status, record.error)
+
+
+def unsupported(spec: RunSpec) -> str | None:
+    """The first reason why this spec cannot run, by arithmetic alone; wrong options raise RequestError."""
+    plugins = [("workloads", spec.workload), ("strategies", spec.strategy), ("launchers", spec.launcher)]
+    reasons = (load(kind, choice.name).check(spec) for kind, choice in plugins if choice is not None)
+    return next((str(reason) for reason in reasons if reason), None)
+
+
+def execute(spec: RunSpec, out: Path, observer: Observer, reference: RunSpec | None) -> tuple[Status, str | None]:
+    """One run from an empty folder to its seal. Interrupted, it leaves a folder without a seal, which is run again."""
+    run_dir = store.create(out, spec)
+    started_at = time.time()
+    reason = unsupported(spec)
+    if reason is not None:
+        store.seal(run_dir, Status.UNSUPPORTED, reason, started_at, time.time())
+        return Status.UNSUPPORTED, reason
+    launcher: Launcher = load("launchers", spec.launcher.name)
+    observer.started(spec, run_dir)
+    end = supervise(launcher, launcher.prepare(spec, run_dir), spec, run_dir, observer)
+    status, error = judge(spec, run_dir, end)
+    ended_at = time.time()
+    if status is Status.OK:
+        record = store.read_unsealed(run_dir, started_at=started_at, ended_at=ended_at)
+        status, error = verdict(record, None if reference is None else out / spec.experiment / reference.run_id)
+    store.seal(run_dir, status, error, started_at, ended_at)
+    return status, error
+
+
+def supervise(launcher: Launcher, job: Job, spec: RunSpec, run_dir: Path, observer: Observer) -> End:
+    """Start the job and watch it to its end; whatever ends this function ends the job."""
+    handle = launcher.submit(job)
+    store.write_json(run_dir / "job.json", {"launcher": str(spec.launcher), "command": str(job), "handle": handle})
+    try:
+        return _wait(launcher, handle, spec, run_dir, observer)
+    finally:
+        launcher.cancel(handle)
+
+
+def _wait(launcher: Launcher, handle: Mapping[str, Any], spec: RunSpec, run_dir: Path, observer: Observer) -> End:
+    began = time.time()
+    while True:
+        state = launcher.poll(handle)
+        positions = store.read_progress(run_dir)
+        if not state.running:
+            return End(state)
+        observer.moved(spec, positions)
+        now = time.time()
+        if now - began > spec.timeout_s:
+            return End(
+                state, Status.TIMEOUT, f"did not end within {spec.timeout_s:g} s; {_whereabouts(positions, spec)}"
+            )
+        if now - max([began, *(p.beat for p in positions)]) > spec.stall_s:
+            dump_stacks(positions)
+            return End(state, Status.HANG, f"nothing moved for {spec.stall_s:g} s: {name_stalled(positions, spec)}")
+        time.sleep(POLL_S)
+
+
+def _whereabouts(positions: Sequence[store.Progress], spec: RunSpec) -> str:
+    seen = [f"rank {p.rank} was at step {p.step} in {p.phase}" for p in positions]
+    return "; ".join(seen[:4]) or "no rank had started"
+
+
+def name_stalled(positions: Sequence[store.Progress], spec: RunSpec) -> str:
+    """Which rank holds the others up: one that never came, one that is stopped, else the one furthest behind."""
+    missing = sorted(set(range(spec.topology.world_size)) - {p.rank for p in positions})
+    if missing:
+        return f"rank {missing[0]} never started"
+    stopped = [p for p in positions if _process_state(p.pid) == "stopped"]
+    if stopped:
+        p = stopped[0]
+        return f"rank {p.rank} stopped at step {p.step} in {p.phase} (its process {p.pid} is suspended)"
+    order = {phase: number for number, phase in enumerate(store.PHASES)}
+    behind = min(positions, key=lambda p: (p.step, order[p.phase], p.beat))
+    return (
+        f"rank {behind.rank} stopped at step {behind.step} in {behind.phase}; its stack is in stack-{behind.rank}.txt"
+    )
+
+
+def _process_state(pid: int) -> str | None:
+    import psutil
+
+    try:
+        return str(psutil.Process(pid).status())
+    except psutil.NoSuchProcess:
+        return None
+
+
+def dump_stacks(positions: Iterable[store.Progress]) -> None:
+    """Ask every rank on this host for its Python stacks before it is ended."""
+    for position in positions:
+        with contextlib.suppress(OSError):
+            os.kill(position.pid, signal.SIGUSR1)
+    time.sleep(0.5)
+
+
+def judge(spec: RunSpec, run_dir: Path, end: End) -> tuple[Status, str | None]:
+    """The status of a run that has ended, from what the ranks left and how the job went."""
+    outcomes = store.read_outcomes(run_dir)
+    bad = sorted((o for o in outcomes if o.status is not Status.OK), key=lambda o: o.ended_at)
+    if end.limit is not None and not bad:
+        return end.limit, end.text
+    if bad:
+        return bad[0].status, _blame(bad[0], spec)
+    if len(outcomes) == spec.topology.world_size:
+        return Status.OK, None
+    return Status.FAILED, _unexplained(spec, run_dir, end, outcomes)
+
+
+def _blame(outcome: Outcome, spec: RunSpec) -> str:
+    if spec.topology.world_size == 1 or outcome.status is Status.UNSUPPORTED:
+        return outcome.error or "no reason was left"
+    return f"rank {outcome.rank} on {outcome.host}: {outcome.error}"
+
+
+_ROOT_CAUSE = re.compile(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", re.DOTALL)
+
+
+def _unexplained(spec: RunSpec, run_dir: Path, end: End, outcomes: Sequence[Outcome]) -> str:
+    """A rank that left no outcome was killed; torchrun's own log says which one went first."""
+    log = (run_dir / "log.txt").read_text(errors="replace") if (run_dir / "log.txt").exists() else ""
+    cause = _ROOT_CAUSE.search(log)
+    if cause is None:
+        lines = [line for line in log.strip().splitlines() if line.strip()]
+        return (
+            f"the job ended with exit code {end.state.exit_code}: {lines[-1][:300] if lines else 'it printed nothing'}"
+        )
+    rank, code = cause.group(1), int(cause.group(2))
+    if code == -signal.SIGKILL:
+        return f"rank {rank} was killed by signal 9 (by hand, or because the host ran out of memory)"
+    if code < 0:
+        return f"rank {rank} was ended by signal {-code} ({signal.Signals(-code).name})"
+    return f"rank {rank} ended with exit code {code} and left no outcome; see {run_dir / 'log.txt'}"
+
+
+def verdict(record: RunRecord, reference_dir: Path | None) -> tuple[Status, str | None]:
+    """ok, or invalid with the reasons of the certificate; a reference needs only finite losses.
+
+    Agreement with the other runs of the group is checked again by every report, which sees them all.
+    """
+    if record.is_reference:
+        finite = all(math.isfinite(sample.loss) for sample in record.steps)
+        return (Status.OK, None) if finite else (Status.INVALID, "the reference's loss is not a number")
+    reference = None
+    if reference_dir is not None:
+        with contextlib.suppress(StoreError):
+            reference = store.read_run(reference_dir)
+    certificate = certify(record, reference, peers=())
+    return (Status.OK, None) if certificate.valid else (Status.INVALID, "; ".join(certificate.reasons))
+
+
+def interruptible(work: Callable[[], list[Status]]) -> list[Status]:
+    """Let a polite end (SIGTERM) take the same way out as Ctrl-C."""
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        return work()
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def read_experiment(directory: Path) -> tuple[list[RunRecord], list[str]]:
+    """Runs of a results folder for analysis; a folder that holds none is the user's mistake."""
+    if not directory.is_dir():
+        raise RequestError(f"{str(directory)!r} was given, which is no folder; accepted is a results folder or a run")
+    records, skipped = store.read_runs(directory)
+    if not records and not skipped:
+        raise RequestError(f"{str(directory)!r} holds no run; accepted is a folder that `paceline run` has written")
+    return records, skipped

@@ -1,0 +1,42 @@
+"""One process, no wrapper: the plain loop that every other strategy is certified against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from paceline.plugins import Seat, Trainer, options
+from paceline.spec import RunSpec
+
+if TYPE_CHECKING:
+    from paceline.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class Options:
+    """None."""
+
+
+def check(spec: RunSpec) -> str | None:
+    assert spec.strategy is not None
+    options(Options, spec.strategy)
+    if spec.topology.world_size != 1:
+        return f"the strategy single runs on one process, not on {spec.topology.world_size}"
+    return None
+
+
+def wrap(spec: RunSpec, seat: Seat) -> Trainer:
+    from paceline.strategies._torch import TorchTrainer
+
+    decoder = prepared_decoder(spec, seat)
+    if spec.training.compile:
+        decoder.compile()
+    return TorchTrainer(decoder, spec, seat, full_parameters=decoder.named_parameters)
+
+
+def prepared_decoder(spec: RunSpec, seat: Seat) -> Decoder:
+    """Whole weights on this rank: fp32, or 16 bit where gradients shall be accumulated in 16 bit."""
+    from paceline.decoder import DTYPES
+    from paceline.strategies._torch import initialised_decoder
+
+    return initialised_decoder(spec, seat).to(DTYPES[spec.training.precision.reduce])

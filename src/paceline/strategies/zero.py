@@ -1,0 +1,151 @@
+"""ZeRO on DeepSpeed, stage 1, 2 or 3: optimizer state, then gradients, then weights sharded over all ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import MissingPackageError
+from paceline.plugins import Seat, Trainer, options
+from paceline.spec import RunSpec, require
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from paceline.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class Options:
+    """overlap starts reductions while backward still runs. The others (stage 3) carry DeepSpeed's names and defaults:
+    gathered weights may stay for backward within max_live_parameters and max_reuse_distance (0 and 0: every weight is
+    gathered twice per micro batch), and weights smaller than persistence_threshold are never sharded."""
+
+    stage: int = 1
+    overlap: bool = True
+    max_live_parameters: int = 1_000_000_000
+    max_reuse_distance: int = 1_000_000_000
+    persistence_threshold: int = 100_000
+
+    def __post_init__(self) -> None:
+        require(self.stage in (1, 2, 3), "zero.stage", self.stage, "1, 2 or 3")
+
+
+def check(spec: RunSpec) -> str | None:
+    assert spec.strategy is not None
+    chosen = options(Options, spec.strategy)
+    if spec.training.compile and chosen.stage == 3:
+        return "torch.compile with ZeRO-3: DeepSpeed's hooks on every layer fetch weights inside the compiled graph"
+    return None
+
+
+def wrap(spec: RunSpec, seat: Seat) -> Trainer:
+    deepspeed = _import_deepspeed(seat)
+    from paceline.strategies._torch import adamw, initialised_decoder
+
+    assert spec.strategy is not None
+    chosen = options(Options, spec.strategy)
+    decoder = initialised_decoder(spec, seat)
+    if spec.training.compile:
+        decoder.compile()
+    config = configuration(spec, chosen)
+    optimizer = adamw(decoder.parameters(), spec.training)
+    engine, *_ = deepspeed.initialize(model=decoder, optimizer=optimizer, config=config)
+    return ZeroTrainer(engine, decoder, optimizer, spec, chosen)
+
+
+def _import_deepspeed(seat: Seat) -> Any:
+    # Left alone, DeepSpeed guesses its accelerator, looks for CUDA's compiler and compiles a shared-memory operator.
+    os.environ.setdefault("DS_ACCELERATOR", seat.device)
+    os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise MissingPackageError(error.name or "deepspeed", "the strategy zero", "'paceline[zero]'") from None
+    deepspeed.utils.logger.setLevel("ERROR")
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="nccl" if seat.device == "cuda" else "gloo", verbose=False)
+    return deepspeed
+
+
+def configuration(spec: RunSpec, chosen: Options) -> dict[str, Any]:
+    """DeepSpeed's configuration with every value that would otherwise be guessed: batch sizes, clipping, dtypes."""
+    training = spec.training
+    compute, reduce = training.precision.compute, training.precision.reduce
+    zero: dict[str, Any] = {"stage": chosen.stage, "overlap_comm": chosen.overlap}
+    if training.bucket_mb is not None:
+        elements = int(training.bucket_mb * 2**20) // (4 if reduce == "fp32" else 2) & ~1
+        zero |= {"reduce_bucket_size": elements, "allgather_bucket_size": elements}
+    if chosen.stage == 3:
+        zero |= {
+            "stage3_max_live_parameters": chosen.max_live_parameters,
+            "stage3_max_reuse_distance": chosen.max_reuse_distance,
+            "stage3_param_persistence_threshold": chosen.persistence_threshold,
+            # Its replacement of torch's linear rounds before adding the bias: other arithmetic than everyone else's.
+            "memory_efficient_linear": False,
+        }
+    config: dict[str, Any] = {
+        "train_batch_size": spec.global_batch,
+        "train_micro_batch_size_per_gpu": training.micro_batch,
+        "gradient_accumulation_steps": training.accumulation,
+        "gradient_clipping": training.clip_norm,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": zero,
+        "communication_data_type": reduce,
+        "data_types": {"grad_accum_dtype": reduce},
+        "steps_per_print": 1 << 30,
+    }
+    if compute == "bf16":
+        config["bf16"] = {"enabled": True}
+    if compute == "fp16":
+        # The schedule of torch.amp.GradScaler, so that all strategies skip and grow alike.
+        config["fp16"] = {"enabled": True, "initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1}
+    return config
+
+
+class ZeroTrainer:
+    """Implements `plugins.Trainer`: the engine divides, reduces, clips and steps at its own boundary."""
+
+    def __init__(self, engine: Any, decoder: Decoder, optimizer: Any, spec: RunSpec, chosen: Options) -> None:
+        self.engine, self.decoder, self.optimizer = engine, decoder, optimizer
+        self.spec, self.chosen = spec, chosen
+
+    @property
+    def updates(self) -> int:
+        return int(self.engine.global_steps)
+
+    def forward(self, tokens: Tensor, labels: Tensor, normaliser: Tensor, last: bool) -> Tensor:
+        return self.engine(tokens, labels, normaliser)  # type: ignore[no-any-return]
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        self.engine.backward(loss)
+        if not last:
+            self.engine.step()
+
+    def update(self) -> Tensor | float:
+        self.engine.step()
+        return self.engine.get_global_grad_norm()  # type: ignore[no-any-return]
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        import deepspeed
+
+        for name, parameter in self.decoder.named_parameters():
+            with deepspeed.zero.GatheredParameters([parameter], enabled=self.chosen.stage == 3):
+                yield name, parameter.detach()
+
+    def declare(self) -> tuple[dict[str, str], dict[str, Any], dict[str, Any]]:
+        from paceline.strategies._torch import DTYPE_NAMES, optimizer_facts, state_dtypes
+
+        model_dtype, accumulation = self.engine.get_data_types()
+        dtypes = {
+            "parameters": DTYPE_NAMES[model_dtype],
+            "compute": DTYPE_NAMES[self.decoder.dtype],
+            "gradient": DTYPE_NAMES[accumulation],
+            "gradient_reduction": DTYPE_NAMES[self.engine.communication_data_type],
+            **state_dtypes(self.optimizer),
+        }
+        facts = optimizer_facts(self.optimizer, self.engine.gradient_clipping())
+        bucket = self.engine.zero_reduce_bucket_size()
+        return dtypes, facts, {**asdict(self.chosen), "reduce_bucket_elements": bucket}

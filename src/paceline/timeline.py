@@ -1,0 +1,67 @@
+"""Exposed communication, read from a profile of a few steps after the timed window.
+
+Exposed is the time in which a collective is under way and nothing computes. On CUDA both come from kernels on the
+device; on a CPU compute is torch's own operators and a collective lasts from its start to its completion in gloo.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from paceline.measure import Clock
+from paceline.records import TraceSample
+
+Span = tuple[float, float]
+
+
+class Profile:
+    """Profiles the block `recording()` and then tells how its time divides."""
+
+    def __init__(self, device: str, clock: Clock) -> None:
+        self.device, self.clock = device, clock
+        self.compute: list[Span] = []
+        self.communication: list[Span] = []
+        self.wall_s = 0.0
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        from torch.profiler import ProfilerActivity, profile
+
+        activity = ProfilerActivity.CUDA if self.device == "cuda" else ProfilerActivity.CPU
+        with profile(activities=[activity]) as profiler:
+            begin = time.perf_counter()
+            yield
+            self.clock.drain()
+            self.wall_s = time.perf_counter() - begin
+        for event in profiler.events() or ():
+            self._sort(event)
+
+    def _sort(self, event: Any) -> None:
+        span = (event.time_range.start / 1e6, event.time_range.end / 1e6)
+        if event.name.startswith(("nccl", "gloo:")):
+            self.communication.append(span)
+        elif self.device == "cuda" or event.name.startswith("aten::"):
+            self.compute.append(span)
+
+    def sample(self, rank: int, steps: int) -> TraceSample:
+        compute = covered_s(self.compute)
+        return TraceSample(
+            rank=rank,
+            steps=steps,
+            wall_s=self.wall_s,
+            compute_s=compute,
+            communication_s=covered_s(self.communication),
+            exposed_s=covered_s([*self.compute, *self.communication]) - compute,
+        )
+
+
+def covered_s(spans: Iterable[Span]) -> float:
+    """Length of the union of the spans."""
+    total, reached = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total

@@ -1,0 +1,158 @@
+"""One rank (`python -m paceline.worker RUN_DIR`): read the spec, run the workload, leave samples and an outcome."""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import faulthandler
+import os
+import re
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from paceline import store
+from paceline.errors import InvalidRunError, UnsupportedError
+from paceline.machine import probe
+from paceline.machine import to_dict as machine_facts
+from paceline.plugins import Seat, load
+from paceline.records import Evidence, Outcome, Sample, Status, StepSample
+from paceline.spec import RunSpec
+
+FLUSH_S = 1.0
+_OOM = re.compile(r"out of memory|can't allocate memory|DefaultCPUAllocator|CUDA_ERROR_OUT_OF_MEMORY", re.IGNORECASE)
+
+
+class FolderRecorder:
+    """Implements `plugins.Recorder` in the run folder. Lines reach the disk every second, so a kill loses little."""
+
+    def __init__(self, run_dir: Path, rank: int) -> None:
+        self._file = (run_dir / f"samples-{rank}.jsonl").open("w")
+        self._position = store.ProgressFile(run_dir, rank)
+        self._flushed = time.monotonic()
+        self.evidence: Evidence | None = None
+
+    def add(self, sample: Sample) -> None:
+        self._file.write(store.sample_line(sample))
+        if isinstance(sample, StepSample):
+            self._position.loss = sample.loss
+        if time.monotonic() - self._flushed > FLUSH_S:
+            self._file.flush()
+            self._flushed = time.monotonic()
+
+    def progress(self, step: int, phase: str) -> None:
+        self._position.mark(step, phase)
+
+    def conclude(self, evidence: Evidence) -> None:
+        self.evidence = evidence
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def main(argv: list[str]) -> int:
+    """Exit code 0 when the outcome is ok, 1 otherwise, so that the launcher ends the other ranks."""
+    end_with_parent()
+    run_dir = Path(argv[1])
+    rank = int(os.environ.get("RANK", "0"))
+    with (run_dir / f"stack-{rank}.txt").open("w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        recorder = FolderRecorder(run_dir, rank)
+        started_at = time.time()
+        status, error = attempt(run_dir, rank, recorder)
+        recorder.close()
+    outcome = Outcome(
+        rank=rank,
+        status=status,
+        error=error,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        started_at=started_at,
+        ended_at=time.time(),
+        evidence=recorder.evidence,
+    )
+    store.write_outcome(run_dir, outcome)
+    return 0 if status is Status.OK else 1
+
+
+def attempt(run_dir: Path, rank: int, recorder: FolderRecorder) -> tuple[Status, str | None]:
+    """Run the workload; whatever it raises becomes a status and one sentence. The only broad except of the package."""
+    try:
+        spec = store.read_spec(run_dir)
+        seat = take_seat(spec, rank)
+        if seat.local_rank == 0:
+            store.write_json(run_dir / f"machine-{socket.gethostname()}.json", machine_facts(probe()))
+        join(spec, seat)
+        load("workloads", spec.workload.name).run(spec, seat, recorder)
+        leave()
+        recorder.progress(spec.steps, "done")
+        return Status.OK, None
+    except UnsupportedError as error:
+        return Status.UNSUPPORTED, str(error)
+    except InvalidRunError as error:
+        return Status.INVALID, str(error)
+    except Exception as error:
+        traceback.print_exc()
+        return classify(error)
+
+
+def classify(error: Exception) -> tuple[Status, str]:
+    sentence = f"{type(error).__name__}: {error}".strip().split("\n")[0]
+    out_of_memory = isinstance(error, MemoryError) or _OOM.search(str(error)) is not None
+    return (Status.OOM if out_of_memory else Status.FAILED), sentence
+
+
+def take_seat(spec: RunSpec, rank: int) -> Seat:
+    """The rank's place as the launcher's environment gives it (torchrun's variables)."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size != spec.topology.world_size:
+        raise UnsupportedError(f"{world_size} processes were started for a spec of {spec.topology.world_size}")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if os.environ.get("PACELINE_SHARED_GPU") == "1":
+        # NCCL refuses two ranks of one host on one GPU; under host names of their own they talk through sockets.
+        os.environ |= {"NCCL_HOSTID": f"paceline-rank-{rank}", "LOCAL_RANK": "0"}
+        local_rank = 0
+    return Seat(rank=rank, local_rank=local_rank, world_size=world_size, device=spec.topology.device)
+
+
+def join(spec: RunSpec, seat: Seat) -> None:
+    """Set the device and its arithmetic, then enter the process group; one process makes a group of one."""
+    import torch
+    import torch.distributed as dist
+
+    if seat.device == "cuda":
+        if not torch.cuda.is_available():
+            raise UnsupportedError("the spec asks for device cuda, but torch sees no GPU here")
+        if seat.local_rank >= torch.cuda.device_count():
+            raise UnsupportedError(
+                f"local rank {seat.local_rank} has no GPU: this host shows {torch.cuda.device_count()}"
+            )
+        torch.cuda.set_device(seat.local_rank)
+    # fp32 means fp32: TF32 would be another precision under the same name.
+    torch.set_float32_matmul_precision("highest")
+    dist.init_process_group(
+        "nccl" if seat.device == "cuda" else "gloo",
+        timeout=datetime.timedelta(seconds=spec.timeout_s),
+        device_id=torch.device(seat.torch_device) if seat.device == "cuda" else None,
+    )
+
+
+def leave() -> None:
+    import torch.distributed as dist
+
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def end_with_parent() -> None:
+    """Ask the kernel to kill this process when its launcher dies: a rank must never outlive it (Linux only)."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,176 @@
+"""The timed loop: optimizer steps of a fixed global token count, recorded step by step without stopping the device."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.corpus import Corpus, Partition, StepBatch, prefetch
+from paceline.decoder import IGNORED_LABEL
+from paceline.errors import InvalidRunError
+from paceline.measure import Clock, Stopwatch, reset_peak
+from paceline.plugins import Recorder, Seat, Trainer
+from paceline.records import StepSample
+
+# The host may queue this many steps before it waits: enough to never starve the device, little enough to lose little.
+STEPS_AHEAD = 8
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A step whose marks the device may not have passed yet."""
+
+    step: int
+    batch: StepBatch
+    stopwatch: Stopwatch
+    data_wait_s: float
+    updates: int
+    h2d_bytes: int | None
+
+
+class Loop:
+    """Runs steps of one trainer on one rank; samples are handed over as soon as the device has passed them."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        corpus: Corpus,
+        partition: Partition,
+        seat: Seat,
+        clock: Clock,
+        recorder: Recorder,
+        steps: int,
+        variant: int = 0,
+    ) -> None:
+        self.trainer, self.corpus, self.partition, self.seat = trainer, corpus, partition, seat
+        self.clock, self.recorder, self.variant = clock, recorder, variant
+        self.pending: deque[Pending] = deque()
+        # Loss and gradient norm of every step land here by asynchronous copies, so that no step waits for a read.
+        self.scalars = torch.full((steps, 2), math.nan, pin_memory=seat.device == "cuda")
+        self.normalisers: dict[float, Tensor] = {}
+
+    def window(self, steps: range, reset_at: int | None = None) -> float:
+        """Run and record `steps`, fenced by barriers; returns the host's wall time of the whole window."""
+        batches = prefetch(self.corpus, self.partition, steps)
+        dist.barrier()
+        self.clock.drain()
+        begin = time.perf_counter()
+        for step in steps:
+            if step == reset_at:
+                reset_peak(self.seat.device)
+            self._step(step, batches)
+            self._hand_over(self.clock)
+        last = self.clock.mark()
+        self.clock.drain()
+        wall_s = time.perf_counter() - begin
+        self._hand_over(self.clock, last)
+        dist.barrier()
+        return wall_s
+
+    def unrecorded(self, steps: range) -> None:
+        """Run steps that are watched by other means (bytes, profile) and never timed."""
+        batches = prefetch(self.corpus, self.partition, steps)
+        for step in steps:
+            self._step(step, batches)
+        self.pending.clear()
+
+    def _step(self, step: int, batches: Iterator[StepBatch]) -> None:
+        stopwatch = Stopwatch(self.clock)
+        self.recorder.progress(step, "data")
+        began = time.perf_counter()
+        batch = next(batches)
+        data_wait_s = time.perf_counter() - began
+        updates = self.trainer.updates
+        normaliser = self._normaliser(batch.normaliser)
+        total: Tensor | None = None
+        for number, micro in enumerate(batch.micro_batches):
+            loss = self._micro_batch(step, micro, normaliser, number + 1 == len(batch.micro_batches), stopwatch)
+            total = loss if total is None else total + loss
+        self.recorder.progress(step, "optimizer")
+        with stopwatch.phase("optimizer"):
+            norm = self.trainer.update()
+        assert total is not None
+        self._keep(step, total * (batch.normaliser / batch.tokens), norm)
+        copied = sum(micro.nbytes for micro in batch.micro_batches) if self.seat.device == "cuda" else None
+        counted = self.trainer.updates - updates
+        self.pending.append(Pending(step, batch, stopwatch, data_wait_s, counted, copied))
+
+    def _micro_batch(self, step: int, micro: Any, normaliser: Tensor, last: bool, stopwatch: Stopwatch) -> Tensor:
+        tokens = self._to_device(micro, stopwatch)
+        labels = tokens[:, 1:]
+        if self.corpus.pad is not None:
+            labels = labels.masked_fill(labels == self.corpus.pad, IGNORED_LABEL)
+        self.recorder.progress(step, "forward")
+        with stopwatch.phase("forward"):
+            loss = self.trainer.forward(tokens[:, :-1], labels, normaliser, last)
+        self.recorder.progress(step, "backward")
+        with stopwatch.phase("backward"):
+            self.trainer.backward(loss, last)
+        return loss.detach()
+
+    def _to_device(self, micro: Any, stopwatch: Stopwatch) -> Tensor:
+        tokens = torch.from_numpy(micro)
+        if self.seat.device != "cuda":
+            return tokens
+        pinned = tokens.pin_memory()
+        with stopwatch.phase("h2d"):
+            return pinned.to(self.seat.torch_device, non_blocking=True)
+
+    def _normaliser(self, value: float) -> Tensor:
+        if value not in self.normalisers:
+            self.normalisers[value] = torch.tensor(value, dtype=torch.float32, device=self.seat.torch_device)
+        return self.normalisers[value]
+
+    def _keep(self, step: int, loss: Tensor, norm: Tensor | float) -> None:
+        if step >= len(self.scalars):
+            return
+        self.scalars[step, 0].copy_(loss, non_blocking=True)
+        if isinstance(norm, Tensor):
+            self.scalars[step, 1].copy_(norm, non_blocking=True)
+        elif norm is not None:
+            self.scalars[step, 1] = norm
+
+    def _hand_over(self, clock: Clock, last: Any = None) -> None:
+        """Record every step that has ended, i.e. whose successor has begun (or all, when `last` closes the window)."""
+        while len(self.pending) > (0 if last is not None else 1):
+            end = self.pending[1].stopwatch.start if len(self.pending) > 1 else last
+            if not clock.passed(end):
+                if len(self.pending) <= STEPS_AHEAD:
+                    return
+                end.synchronize()
+            self._record(self.pending.popleft(), end)
+
+    def _record(self, ended: Pending, end: Any) -> None:
+        loss, norm = (float(value) for value in self.scalars[ended.step])
+        watch, batch = ended.stopwatch, ended.batch
+        self.recorder.add(
+            StepSample(
+                rank=self.seat.rank,
+                step=ended.step,
+                duration_s=self.clock.elapsed_s(watch.start, end),
+                data_wait_s=ended.data_wait_s,
+                h2d_s=watch.seconds("h2d"),
+                h2d_bytes=ended.h2d_bytes,
+                forward_s=watch.seconds("forward"),
+                backward_s=watch.seconds("backward"),
+                optimizer_s=watch.seconds("optimizer"),
+                tokens=batch.tokens,
+                samples=batch.samples,
+                micro_batches=len(batch.micro_batches),
+                updates=ended.updates,
+                loss=loss,
+                grad_norm=None if math.isnan(norm) else norm,
+                data_digest=batch.digest,
+                variant=self.variant,
+            )
+        )
+        if not math.isfinite(loss):
+            raise InvalidRunError(f"the loss is {loss} at step {ended.step}")

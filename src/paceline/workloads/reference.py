@@ -1,0 +1,45 @@
+"""The one-process trajectory of a group: the plain loop over the same global batches, and re-ordered copies of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.models import load as load_shape
+from paceline.plugins import Recorder, Seat, load, options
+from paceline.spec import RunSpec
+
+
+@dataclass(frozen=True)
+class Options:
+    """variants: trajectories to compute; all but the first re-seed the order of sequences inside each global batch."""
+
+    variants: int = 1
+
+
+def check(spec: RunSpec) -> str | None:
+    options(Options, spec.workload)
+    if spec.topology.world_size != 1:
+        return "a reference is computed by one process"
+    return None
+
+
+def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
+    from paceline.corpus import Partition, open_corpus
+    from paceline.measure import clock_for, digest_parameters
+    from paceline.workloads._loop import Loop
+    from paceline.workloads.pretrain import attention_backends, evidence
+
+    training = spec.training
+    corpus = open_corpus(training.data, load_shape(spec.model).vocab, training.sequence_length, spec.seed)
+    single = load("strategies", "single")
+    for variant in range(options(Options, spec.workload).variants):
+        recorder.progress(0, f"setup of variant {variant}")
+        with attention_backends(seat.device):
+            trainer = single.wrap(spec, seat)
+            digest, parameters = digest_parameters(trainer.full_parameters())
+            partition = Partition.of(spec, seat.rank, shuffle=variant)
+            loop = Loop(trainer, corpus, partition, seat, clock_for(seat.device), recorder, spec.steps, variant)
+            wall_s = loop.window(range(spec.steps))
+        if variant == 0:
+            recorder.conclude(evidence(spec, seat, trainer, digest, parameters, wall_s))
+        del trainer, loop

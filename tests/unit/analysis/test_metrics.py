@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from paceline import models
+from paceline.analysis import metrics
+from paceline.analysis.window import global_loss, open_window
+from paceline.findings import Measurement
+from paceline.records import RunRecord
+
+Builder = Callable[..., Any]
+MiB = 2**20
+
+
+def measured(*records: RunRecord) -> dict[str, Measurement]:
+    (cell,) = metrics.gather(map(open_window, records))
+    return {m.metric: m for m in metrics.measure(cell)}
+
+
+def test_one_second_steps_give_the_exact_tokens_per_s(make_spec: Builder, make_record: Builder) -> None:
+    """Test (1) of method.md: 2 ranks x 2 micro batches x 2 sequences x 64 tokens = 512 tokens in 1 s."""
+    found = measured(make_record(make_spec(), 1.0))
+    assert found["tokens_per_s"].value == pytest.approx(512)
+    assert found["tokens_per_s_per_gpu"].value == pytest.approx(256)
+    assert found["samples_per_s"].value == pytest.approx(8)
+    assert found["step_time_s"].value == pytest.approx(1.0)
+    assert (found["tokens_per_s"].low, found["tokens_per_s"].high) == pytest.approx((512, 512))
+    assert (found["step_time_s"].n, found["step_time_s"].launches) == (29, 1)
+
+
+def test_a_step_takes_as_long_as_its_slowest_rank(
+    make_spec: Builder, make_record: Builder, make_steps: Builder
+) -> None:
+    """Error 9: rank 0 alone would say 1 s."""
+    spec = make_spec()
+    samples = tuple(dataclasses.replace(s, duration_s=1.0 + s.rank) for s in make_steps(spec))
+    assert measured(make_record(spec, steps=samples))["step_time_s"].value == pytest.approx(2.0)
+
+
+def test_throughput_is_a_ratio_of_sums(make_spec: Builder, make_record: Builder) -> None:
+    seconds = [1.0] + [1.0, 3.0] * 10
+    found = measured(make_record(make_spec(steps=21), seconds))
+    assert found["tokens_per_s"].value == pytest.approx(512 * 20 / 40)
+
+
+def test_repeats_are_pooled_and_named(make_spec: Builder, make_record: Builder) -> None:
+    """Error 9: the mean of one launch is not the result."""
+    records = [make_record(make_spec(repeat=i), float(i + 1)) for i in range(3)]
+    found = measured(*records)["step_time_s"]
+    assert found.value == pytest.approx(2.0)
+    assert (found.launches, found.n) == (3, 87)
+    assert found.runs == tuple(r.spec.run_id for r in records)
+    assert found.low is not None
+    assert found.low < 1.3
+
+
+def test_one_launch_says_that_launches_were_not_repeated(make_spec: Builder, make_record: Builder) -> None:
+    assert "launches were not repeated" in (measured(make_record(make_spec()))["tokens_per_s"].note or "")
+
+
+def test_outliers_are_tagged_kept_and_shown_both_ways(make_spec: Builder, make_record: Builder) -> None:
+    seconds = [1.0, *(1.0 + 0.001 * (i % 5) for i in range(28)), 11.0]
+    window = open_window(make_record(make_spec(), seconds))
+    assert window.outliers == 1
+    found = measured(window.record)["step_time_s"]
+    assert found.value == pytest.approx(sum(seconds[1:]) / 29)
+    assert "1 of 29 steps are outliers; without them 1.002 s" in (found.note or "")
+
+
+def test_warm_up_steps_are_outside(make_spec: Builder, make_record: Builder) -> None:
+    found = measured(make_record(make_spec(), [100.0] + [1.0] * 29))
+    assert found["step_time_s"].value == pytest.approx(1.0)
+    assert found["loss_first"].value == pytest.approx(5.0)
+
+
+def test_run_shorter_than_its_warm_up_measures_nothing(make_spec: Builder, make_record: Builder) -> None:
+    assert metrics.gather([open_window(make_record(make_spec(steps=1)))]) == []
+
+
+def test_peak_memory_is_of_the_rank_with_most(make_spec: Builder, make_record: Builder) -> None:
+    """Error 9: rank 0 has 100 MiB, rank 1 has 101."""
+    cpu = measured(make_record(make_spec()))
+    gpu = measured(make_record(make_spec(device="cuda")))
+    assert cpu["peak_memory_bytes"].value == 104 * MiB
+    assert "resident" in (cpu["peak_memory_bytes"].note or "")
+    assert cpu["peak_memory_reserved_bytes"].value is None
+    assert gpu["peak_memory_bytes"].value == 101 * MiB
+    assert "allocator" in (gpu["peak_memory_bytes"].note or "")
+    assert gpu["peak_memory_reserved_bytes"].value == 102 * MiB
+    assert gpu["peak_memory_device_bytes"].value == 103 * MiB
+
+
+def test_setup_memory_is_no_peak(make_spec: Builder, make_record: Builder) -> None:
+    record = make_record(make_spec())
+    early = tuple(dataclasses.replace(m, moment="setup") for m in record.memory)
+    assert measured(dataclasses.replace(record, memory=early))["peak_memory_bytes"].value is None
+
+
+def test_phases_and_exposed_communication(make_spec: Builder, make_record: Builder) -> None:
+    found = measured(make_record(make_spec(), 2.0))
+    assert found["backward_s"].value == pytest.approx(1.0)
+    assert found["data_wait_s"].value == pytest.approx(0.02)
+    assert found["comm_exposed_ratio"].value == pytest.approx(0.2 / 2.0)
+
+
+def test_a_phase_one_rank_did_not_record_is_missing(
+    make_spec: Builder, make_record: Builder, make_steps: Builder
+) -> None:
+    spec = make_spec()
+    samples = tuple(dataclasses.replace(s, forward_s=None if s.rank else 0.5) for s in make_steps(spec))
+    found = measured(make_record(spec, steps=samples, traces=(), wire=()))
+    assert found["forward_s"].value is None
+    assert found["comm_exposed_ratio"].value is None
+    assert found["wire_bytes_per_step"].value is None
+    assert found["h2d_bytes_per_s"].value is None
+
+
+def test_counted_wire_bytes_stand_beside_the_formula(make_spec: Builder, make_record: Builder) -> None:
+    """DDP, n = 2: 2 P r (n-1)/n = 4 P bytes in fp32; the counted all_reduce also carried one loss of 4 bytes."""
+    found = measured(make_record(make_spec()))
+    parameters = models.parameters(models.load(make_spec().model))
+    assert found["wire_bytes_formula_per_step"].value == 4 * parameters
+    assert found["wire_bytes_per_step"].value == 4 * parameters + 4
+
+
+def test_unknown_collective_gives_no_wire_bytes(make_spec: Builder, make_record: Builder) -> None:
+    record = make_record(make_spec())
+    strange = tuple(dataclasses.replace(w, operation="telepathy") for w in record.wire)
+    assert measured(dataclasses.replace(record, wire=strange))["wire_bytes_per_step"].value is None
+
+
+def test_host_to_device_rate_is_measured_bytes_over_measured_seconds(
+    make_spec: Builder, make_record: Builder, make_steps: Builder
+) -> None:
+    spec = make_spec(device="cuda")
+    samples = make_steps(spec, h2d_s=0.25, h2d_bytes=1000)
+    assert measured(make_record(spec, steps=samples))["h2d_bytes_per_s"].value == pytest.approx(4000)
+
+
+class TestUtilisation:
+    def test_mfu_by_hand(self, make_spec: Builder, make_record: Builder, h200: Mapping[str, Any]) -> None:
+        """tiny: 2 layers, h 128, V 256, s 64: N_mm = 2 * 12 h^2 + h V; causal attention 2 (s+1) 2 h per token."""
+        spec = make_spec(device="cuda", precision="bf16", checkpointing="full")
+        found = measured(make_record(spec, 1.0, gpus=[h200]))
+        n_mm = 2 * 12 * 128**2 + 128 * 256
+        causal, full = 2 * 65 * 2 * 128, 2 * 128 * 2 * 128
+        per_gpu = 256 / 989e12
+        assert found["mfu_ratio"].value == pytest.approx(3 * (2 * n_mm + causal) * per_gpu)
+        assert found["mfu_full_attention_ratio"].value == pytest.approx(3 * (2 * n_mm + full) * per_gpu)
+        again = 2 * 2 * 12 * 128**2 + causal
+        assert found["hfu_ratio"].value == pytest.approx((3 * (2 * n_mm + causal) + again) * per_gpu)
+        assert "causal" in (found["mfu_ratio"].note or "")
+        assert "989 TFLOP/s dense bf16 (NVIDIA H200)" in (found["mfu_ratio"].note or "")
+
+    @pytest.mark.parametrize(
+        "gpus",
+        [
+            [],
+            [{"name": "Novel", "peak_flops": None}],
+            [{"name": "Novel", "peak_flops": {"fp16": 1e12}}],
+            [{"name": "Novel", "peak_flops": {"bf16": 1e12}}, {"name": "Other", "peak_flops": {"bf16": 2e12}}],
+        ],
+    )
+    def test_unknown_peak_is_none_with_a_reason(
+        self, make_spec: Builder, make_record: Builder, gpus: list[Mapping[str, Any]]
+    ) -> None:
+        found = measured(make_record(make_spec(device="cuda", precision="bf16"), gpus=gpus))["mfu_ratio"]
+        assert found.value is None
+        assert "peak" in (found.note or "")
+
+    def test_cpu_has_no_mfu(self, make_spec: Builder, make_record: Builder) -> None:
+        assert measured(make_record(make_spec()))["mfu_ratio"].value is None
+
+    def test_shared_gpu_has_no_mfu(self, make_spec: Builder, make_record: Builder, h200: Mapping[str, Any]) -> None:
+        spec = make_spec(device="cuda", precision="bf16")
+        found = measured(make_record(spec, gpus=[h200], evidence={"settings": {"shared_gpu": True}}))
+        assert found["mfu_ratio"].value is None
+        assert found["tokens_per_s"].note == "shared GPU: not a speed"
+
+
+def test_per_token_rates_do_not_reward_shorter_samples(make_spec: Builder, make_record: Builder) -> None:
+    """Error 10: 512-token samples come twice as fast as 1024-token ones and are no faster per token."""
+    short = measured(make_record(make_spec(sequence_length=512), 1.058))
+    long = measured(make_record(make_spec(sequence_length=1024), 2.0))
+    assert short["samples_per_s"].value / long["samples_per_s"].value == pytest.approx(2 / 1.058)
+    assert short["tokens_per_s"].value / long["tokens_per_s"].value == pytest.approx(1 / 1.058)
+
+
+def test_global_loss_weighs_ranks_by_their_tokens(make_spec: Builder, make_steps: Builder) -> None:
+    a, b = make_steps(make_spec(steps=1))
+    samples = [dataclasses.replace(a, loss=1.0, tokens=300), dataclasses.replace(b, loss=4.0, tokens=100)]
+    assert global_loss(samples) == pytest.approx(1.75)
+
+
+def test_every_metric_has_a_unit_and_a_direction() -> None:
+    names = [m.name for m in metrics.METRICS]
+    assert len(set(names)) == len(names)
+    assert all(m.unit and m.better in ("higher", "lower") for m in metrics.METRICS)

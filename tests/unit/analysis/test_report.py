@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from paceline.analysis.report import build
+from paceline.records import RunRecord, Status
+
+Builder = Callable[..., Any]
+
+
+@pytest.fixture
+def campaign(make_cell: Builder, make_reference: Builder) -> list[RunRecord]:
+    """ddp and fsdp2 on two processes, three repeats each, and their reference."""
+    ddp, fsdp2 = make_cell(1.0, strategy="ddp"), make_cell(1.2, strategy="fsdp2")
+    return [make_reference(ddp[0].spec), *ddp, *fsdp2]
+
+
+def test_every_part_is_there(campaign: list[RunRecord]) -> None:
+    report = build(campaign, "quick", skipped=["half: spec.json is missing"])
+    assert [r.status for r in report.runs] == ["ok"] * 7
+    assert all(c.valid for c in report.certificates)
+    assert len(report.certificates) == 6
+    assert {m.axes["strategy"] for m in report.measurements} == {"ddp", "fsdp2"}
+    assert {c.metric for c in report.comparisons} == {"tokens_per_s", "step_time_s", "peak_memory_bytes"}
+    assert [r.category for r in report.recommendations] == ["highest throughput", "shortest step", "lowest memory"]
+    assert report.recommendations[0].choose == ("ddp",)
+    assert report.created_at == max(r.ended_at for r in campaign)
+    assert report.skipped == ("half: spec.json is missing",)
+    assert len(report.machines) == 1
+    assert report.notes == ()
+
+
+def test_reference_is_listed_but_neither_measured_nor_ranked(campaign: list[RunRecord]) -> None:
+    report = build(campaign, "quick")
+    (reference,) = (r for r in report.runs if r.is_reference)
+    assert reference.warmup is None
+    assert reference.run not in {run for m in report.measurements for run in m.runs}
+    assert reference.cell not in report.distributions
+
+
+def test_fast_but_wrong_is_invalid_and_never_ranked(campaign: list[RunRecord], make_cell: Builder) -> None:
+    """Error 1: twice as fast with four updates per step."""
+    wrong = [
+        dataclasses.replace(r, steps=tuple(dataclasses.replace(s, updates=4) for s in r.steps))
+        for r in make_cell(0.5, strategy="zero:stage=1")
+    ]
+    report = build([*campaign, *wrong], "quick")
+    cheats = [r for r in report.runs if r.axes["strategy"] == "zero:stage=1"]
+    assert {r.status for r in cheats} == {"invalid"}
+    assert "4 updates at 30 steps (0, 1, 2, ...)" in (cheats[0].reason or "")
+    assert cheats[0].cell not in {m.cell for m in report.measurements}
+    assert report.recommendations[0].choose == ("ddp",)
+    assert "not ranked: zero:stage=1 (invalid)" in report.recommendations[0].caveats
+    assert report.notes == ("3 of 9 runs are invalid: shown with the reason, never ranked",)
+
+
+def test_an_invalid_repeat_leaves_the_others(campaign: list[RunRecord]) -> None:
+    records = [*campaign[:-1], dataclasses.replace(campaign[-1], wire=())]
+    report = build(records, "quick")
+    found = next(m for m in report.measurements if m.metric == "tokens_per_s" and m.axes["strategy"] == "fsdp2")
+    assert found.launches == 2
+    assert records[-1].spec.run_id not in found.runs
+
+
+def test_failures_are_results(campaign: list[RunRecord], make_spec: Builder) -> None:
+    burst = RunRecord(
+        spec=make_spec("zero:stage=3"),
+        status=Status.OOM,
+        error="out of memory on rank 1",
+        started_at=1.0,
+        ended_at=2.0,
+        path="",
+    )
+    report = build([*campaign, burst], "quick")
+    found = report.runs[0]
+    assert (found.status, found.reason, found.warmup) == ("oom", "out of memory on rank 1", None)
+    assert (found.loss_first, found.loss_last) == (None, None)
+
+
+def test_without_a_reference_nothing_is_measured(campaign: list[RunRecord]) -> None:
+    report = build(campaign[1:], "quick")
+    assert {r.status for r in report.runs} == {"invalid"}
+    assert report.measurements == report.comparisons == report.recommendations == ()
+    assert "nothing is measured" in report.notes[0]
+
+
+def test_same_records_give_the_same_report(campaign: list[RunRecord]) -> None:
+    """Test (10) of method.md: in any order of reading, to the byte, and as strict JSON."""
+    texts = [
+        json.dumps(dataclasses.asdict(build(records, "quick")), allow_nan=False)
+        for records in (campaign, list(reversed(campaign)))
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_nan_of_a_run_stays_out_of_the_report(campaign: list[RunRecord]) -> None:
+    steps = tuple(dataclasses.replace(s, loss=math.nan) for s in campaign[-1].steps)
+    broken = dataclasses.replace(campaign[-1], steps=steps, status=Status.INVALID, error="the loss is nan at step 0")
+    report = build([*campaign[:-1], broken], "quick")
+    json.dumps(dataclasses.asdict(report), allow_nan=False)
+    found = next(r for r in report.runs if r.run == broken.spec.run_id)
+    assert (found.status, found.reason, found.loss_first) == ("invalid", "the loss is nan at step 0", None)
+
+
+def test_scaling_is_part_of_the_measurements(
+    campaign: list[RunRecord], make_cell: Builder, make_reference: Builder
+) -> None:
+    one = make_cell(0.9, strategy="ddp", world_size=1)
+    report = build([*campaign, *one, make_reference(one[0].spec)], "quick")
+    values = {p.world_size: p.efficiency for p in report.scaling}
+    assert values[1].value == 1.0
+    assert values[2].value == pytest.approx(0.9, rel=0.01)
+    assert values[2] in report.measurements
+
+
+def test_distribution_keeps_at_most_500_steps(make_cell: Builder, make_reference: Builder) -> None:
+    runs = make_cell(1.0, steps=301)
+    report = build([make_reference(runs[0].spec), *runs], "quick")
+    (found,) = report.distributions.values()
+    assert len(found) == 500
+    assert found[0] == runs[0].steps[2].duration_s
+    assert found[-1] == runs[-1].steps[-2].duration_s
+
+
+def test_health_names_what_a_reader_should_know(campaign: list[RunRecord], make_cell: Builder) -> None:
+    facts = {"settings": {"shared_gpu": True}, "switches": {"NCCL_DEBUG": "INFO"}, "neighbours": 2}
+    (run,) = make_cell(1.0, 1, device="cuda", record={"evidence": facts})
+    health = build([run], "quick").runs[0].health
+    assert "shared GPU: not a speed" in health
+    assert "debug switches: NCCL_DEBUG=INFO" in health
+    assert "2 other processes on the GPU" in health
+
+
+def test_empty() -> None:
+    report = build([], "nothing")
+    assert (report.runs, report.created_at) == ((), 0.0)

@@ -1,0 +1,68 @@
+"""What every exporter promises: whole files, the same for the same report, never a missing number printed as 0."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+
+import pytest
+
+from paceline import exporters
+from paceline.exporters import write_atomically
+from paceline.findings import Report
+
+EXPORTERS = ("csv", "html", "json", "markdown", "plots")
+GOLDEN = {"markdown": "report.md", "csv": "metrics.csv", "json": "report.json"}
+
+
+def exporter(name: str):  # type: ignore[no-untyped-def]
+    return importlib.import_module(f"paceline.exporters.{name}")
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("name", EXPORTERS)
+def test_returns_exactly_the_files_it_leaves(name: str, report: Report, tmp_path: Path) -> None:
+    written = exporter(name).export(report, tmp_path / "deep" / "out")
+    assert written
+    assert sorted(written) == sorted(p for p in tmp_path.rglob("*") if p.is_file())
+
+
+@pytest.mark.parametrize("name", EXPORTERS)
+def test_same_report_same_bytes(name: str, report: Report, tmp_path: Path) -> None:
+    exporter(name).export(report, tmp_path / "a")
+    exporter(name).export(report, tmp_path / "b")
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+@pytest.mark.parametrize("name", EXPORTERS)
+def test_a_report_without_runs_is_exported_too(name: str, empty_report: Report, tmp_path: Path) -> None:
+    written = exporter(name).export(empty_report, tmp_path)
+    assert bool(written) == (name != "plots")
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden(name: str, report: Report, tmp_path: Path, golden: Path) -> None:
+    """PACELINE_UPDATE_GOLDEN=1 writes what is produced now; read the difference before you commit it."""
+    (written,) = exporter(name).export(report, tmp_path)
+    kept = golden / GOLDEN[name]
+    if os.environ.get("PACELINE_UPDATE_GOLDEN") == "1":
+        write_atomically(kept, written.read_bytes())
+    assert written.read_text() == kept.read_text()
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_atomically(tmp_path / "report.md", "old")
+
+    def refuse(self: Path, target: Path) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(exporters.Path, "replace", refuse)
+    with pytest.raises(OSError, match="disk full"):
+        write_atomically(path, "new")
+    assert contents(tmp_path) == {"report.md": b"old"}

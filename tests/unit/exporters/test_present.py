@@ -1,0 +1,158 @@
+"""The words and numbers all exporters share."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+
+import pytest
+from rich.console import Console
+
+from paceline import present
+from paceline.findings import Report
+from paceline.present import standing, tables
+from paceline.present.facts import flatten
+from paceline.present.quantity import MISSING, format_duration, format_quantity
+
+
+@pytest.mark.parametrize(
+    ("value", "low", "high", "unit", "metric", "text"),
+    [
+        (12345.0, 12290.0, 12400.0, "tokens/s", "tokens_per_s", "12,345 [12,290, 12,400] tokens/s"),
+        (12345.0, 11800.0, 12900.0, "tokens/s", "tokens_per_s", "12,340 [11,800, 12,900] tokens/s"),
+        (12345.0, None, None, "tokens/s", "tokens_per_s", "12,300 tokens/s"),
+        (0.66361, 0.6606, 0.6666, "s", "step_time_s", "663.6 [660.6, 666.6] ms"),
+        (4 * 2.0**30, None, None, "bytes", "peak_memory_bytes", "4.00 GiB"),
+        (40.1e6, None, None, "bytes/step", "wire_bytes_per_step", "40.1 MB/step"),
+        (25e9, None, None, "bytes/s", "busbw_bytes_per_s", "25.0 GB/s"),
+        (0.4213, 0.41, 0.43, "ratio", "mfu_ratio", "42.1 [41.0, 43.0] %"),
+        (1.82, None, None, "ratio", "speedup_ratio", "1.82\u00d7"),
+        (0.0, None, None, "ratio", "comm_exposed_ratio", "0 %"),
+        (5.0, 5.0, 5.0, "samples/s", "samples_per_s", "5.00 samples/s"),
+        (None, None, None, "ratio", "mfu_ratio", MISSING),
+        (math.nan, math.nan, math.nan, "s", "step_time_s", MISSING),
+        (math.inf, None, None, "tokens/s", "tokens_per_s", MISSING),
+    ],
+)
+def test_a_quantity_is_rounded_by_its_uncertainty(
+    value: float | None, low: float | None, high: float | None, unit: str, metric: str, text: str
+) -> None:
+    assert format_quantity(value, low, high, unit, metric) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(3.21, "3.2 s"), (42.4, "42 s"), (185, "3 min 05 s"), (7800, "2 h 10 min")]
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
+
+
+def test_ties_share_a_rank_and_only_a_verdict_opens_the_next(report: Report) -> None:
+    first, single = standing.groups(report)
+    assert [(row.rank, row.label) for row in first.rows] == [
+        (1, "ddp"),
+        (1, "fsdp2"),
+        (3, "zero:stage=1"),
+        (4, "zero:stage=2"),
+    ]
+    assert [row.rank for row in single.rows] == [None]
+
+
+def test_without_comparisons_nothing_is_ranked(report: Report) -> None:
+    group = standing.groups(dataclasses.replace(report, comparisons=()))[0]
+    assert {row.rank for row in group.rows} == {None}
+    uncertified = tuple(dataclasses.replace(c, certified=False) for c in report.comparisons)
+    group = standing.groups(dataclasses.replace(report, comparisons=uncertified))[0]
+    assert {row.rank for row in group.rows} == {None}
+
+
+def test_a_comparison_reads_the_same_from_both_sides(report: Report) -> None:
+    verdicts = standing.throughput_comparisons(report)
+    there, back = verdicts["ddp-2-cell", "zero-stage1-2-cell"], verdicts["zero-stage1-2-cell", "ddp-2-cell"]
+    assert (there.verdict, back.verdict) == ("better", "worse")
+    assert there.ratio * back.ratio == pytest.approx(1)
+    assert back.low < back.ratio < back.high
+    assert back.low == pytest.approx(1 / there.high)
+
+
+def test_every_run_is_ranked_a_reference_or_listed_with_a_reason(report: Report) -> None:
+    ranked = {run for group in standing.groups(report) for row in group.rows for run in row.runs}
+    listed = {run for item in standing.unranked(report) for run in item.runs}
+    references = {run.run for run in report.runs if run.is_reference}
+    assert ranked | listed | references == {run.run for run in report.runs}
+    assert not ranked & listed
+    assert all(item.reason for item in standing.unranked(report))
+
+
+def test_a_run_without_certificate_is_never_ranked(report: Report) -> None:
+    bare = dataclasses.replace(report, certificates=tuple(c for c in report.certificates if c.cell != "fsdp2-2-cell"))
+    assert "fsdp2" not in [row.label for group in standing.groups(bare) for row in group.rows]
+    assert ("not certified", 3) in [(item.status, len(item.runs)) for item in standing.unranked(bare)]
+
+
+def test_notes_stand_under_the_table_with_the_rows_they_concern(report: Report) -> None:
+    notes = tables.ranking(report)[0].notes
+    assert "fsdp2: two processes share one device: not a speed" in notes
+    assert "gloo moves bytes through host memory: strategies may order otherwise over NCCL." in notes
+    assert notes[-1] == "Not measured here: MFU (causal)."
+
+
+def test_alike_devices_are_told_once() -> None:
+    gpu = {"name": "H100", "memory_bytes": 80 * 2**30, "peak_flops": {"bf16": 989e12, "fp8": None}}
+    machine = {"host": "a", "gpus": [gpu | {"index": i} for i in range(8)], "ecc": True, "links": ["nvlink", "ib"]}
+    assert dict(flatten("", machine)) == {
+        "host": "a",
+        "gpus (each of 8).name": "H100",
+        "gpus (each of 8).memory_bytes": "80.0 GiB",
+        "gpus (each of 8).peak_flops.bf16": "989 TFLOP/s",
+        "gpus (each of 8).peak_flops.fp8": MISSING,
+        "ecc": "yes",
+        "links": "nvlink, ib",
+    }
+
+
+def printed(renderable: object, width: int) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(renderable)
+    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+
+def test_the_terminal_shows_the_ranking_with_brackets_and_verdicts(report: Report) -> None:
+    text = printed(present.ranked_table(report), 160)
+    for words in ("[12,289, 12,401]", "0.893\u00d7 worse", "0.997\u00d7 tie", "(formula 120.3)", "3 runs"):
+        assert words in text
+    assert "note: gloo on a CPU" in text
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_the_terminal_never_overflows_and_names_what_it_left_out(report: Report, width: int) -> None:
+    text = printed(present.ranked_table(report), width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "12,345" in text
+    assert ("Too narrow to show" in text) == (width < 140)
+
+
+def test_the_terminal_lists_failures_and_scaling_only_where_there_are_some(
+    report: Report, empty_report: Report
+) -> None:
+    assert "tp=3 does not divide 4 heads" in printed(present.failures_table(report), 120)
+    assert "ddp, 1 process" in printed(present.scaling_table(report), 120)
+    assert present.failures_table(empty_report) is None
+    assert present.scaling_table(empty_report) is None
+    assert "Nothing to rank" in printed(present.ranked_table(empty_report), 80)
+
+
+def test_recommendations_read_by_group_with_each_caveat_once(report: Report) -> None:
+    lines = present.recommendation_lines(report)
+    assert lines[0] == "gpt-tiny, 2 processes"
+    assert lines[1].startswith("  highest throughput: Tie between ddp and fsdp2")
+    assert sum("caveat" in line for line in lines) == 1
+    assert present.recommendation_lines(dataclasses.replace(report, recommendations=())) == [tables.NO_ANSWER]
+
+
+def test_two_experiments_stand_side_by_side_with_the_verdict(report: Report) -> None:
+    text = printed(present.comparison_table(report.comparisons[:2], "monday", "friday"), 160)
+    assert "friday over monday" in text
+    assert "1.120\u00d7 better" in text
+    assert "Nothing was compared" in printed(present.comparison_table((), "monday", "friday"), 160)

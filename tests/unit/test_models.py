@@ -1,0 +1,267 @@
+"""The arithmetic of models against counts other people published and numbers worked out by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from paceline import models
+from paceline.errors import RequestError
+from paceline.spec import Choice
+
+
+def load(text: str) -> models.Shape:
+    return models.load(Choice.parse(text))
+
+
+PUBLISHED = {
+    "gpt2-124m": 124_439_808,
+    "gpt2-350m": 354_823_168,
+    "gpt2-774m": 774_030_080,
+    "gpt2-1.5b": 1_557_611_200,
+    "llama-1b": 1_235_814_400,
+    "llama-7b": 6_738_415_616,
+    "llama-8b": 8_030_261_248,
+    "llama-13b": 13_015_864_320,
+    "llama-33b": 32_528_943_616,
+    "llama-70b": 70_553_706_496,
+    "mistral-7b": 7_241_732_096,
+    "mixtral-8x7b": 46_702_792_704,
+}
+
+
+# --- named shapes ---
+
+
+@pytest.mark.parametrize(("name", "count"), PUBLISHED.items())
+def test_parameters_equal_the_published_count(name: str, count: int) -> None:
+    assert models.parameters(load(name)) == count
+
+
+def test_every_published_count_in_the_table_is_tested() -> None:
+    assert {n: load(n).published_parameters for n in models.names() if load(n).published_parameters} == PUBLISHED
+
+
+@pytest.mark.parametrize(("name", "billions"), [("gpt3-1.3b", 1.3), ("gpt3-2.7b", 2.7), ("gpt3-6.7b", 6.7)])
+def test_gpt3_rounds_to_what_the_paper_prints(name: str, billions: float) -> None:
+    assert round(models.parameters(load(name)) / 1e9, 1) == billions
+
+
+def test_the_seed_model_called_117m_is_counted_honestly() -> None:
+    assert models.parameters(load("tinygpt")) == 125_226_240
+    assert models.parameters(load("tinygpt-as-run")) == 236_406_784
+
+
+def test_parameters_of_the_tiny_models_by_hand() -> None:
+    # gpt: 2 layers of 12*128^2 + 13*128, embedding 256*128, positions 256*128, final norm 2*128
+    assert models.parameters(load("tiny")) == 2 * (196_608 + 1_664) + 32_768 + 32_768 + 256
+    # llama: q and o 128*128, k and v 128*64, mlp 3*128*256, two norms; embedding and head apart; final norm
+    assert models.parameters(load("tiny-llama")) == 2 * (32_768 + 16_384 + 98_304 + 256) + 2 * 32_768 + 128
+
+
+def test_cpu_models_stay_cpu_sized() -> None:
+    assert 200_000 < models.parameters(load("tiny-llama")) < models.parameters(load("tiny")) < 500_000
+    assert 3_000_000 < models.parameters(load("small")) < 5_000_000
+
+
+# --- options and user errors ---
+
+
+def test_options_override_the_shape_and_drop_the_published_count() -> None:
+    whole, cut = load("gpt2-124m"), load("gpt2-124m:layers=2")
+    assert cut == dataclasses.replace(whole, layers=2, published_parameters=None)
+    assert models.parameters(whole) - models.parameters(cut) == 10 * 7_087_872
+
+
+def test_derived_fields_follow_the_overridden_ones() -> None:
+    shape = load("tiny:heads=8,hidden=256")
+    assert (shape.kv_heads, shape.head_dim, shape.ffn) == (8, 32, 1024)
+
+
+def test_a_family_can_be_reshaped_by_its_flags() -> None:
+    tied, untied = load("gpt2-124m"), load("gpt2-124m:tied=false")
+    assert models.parameters(untied) - models.parameters(tied) == 50257 * 768
+    assert models.matmul_parameters(untied) == models.matmul_parameters(tied)
+
+
+def test_an_unknown_name_is_answered_with_close_matches() -> None:
+    with pytest.raises(RequestError, match=r"gpt2-124M.*gpt2-124m.*paceline list models"):
+        load("gpt2-124M")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("tiny:layer=2", "layer.*layers"),
+        ("tiny:layers=0", "layers: 0 .* whole number from 1"),
+        ("tiny:layers=true", "layers: True .* whole number from 1"),
+        ("tiny:layers=2.5", "layers: 2.5 .* whole number from 1"),
+        ("tiny:tied=1", "tied: 1 .* true or false"),
+        ("tiny:family=bert", "family: 'bert' .* gpt or llama"),
+        ("tiny:heads=3", "heads: 3 .* divisor of 128"),
+        ("tiny:kv_heads=3", "kv_heads: 3 .* divisor of 4"),
+        ("tiny-llama:head_dim=33", "head_dim: 33 .* even"),
+        ("tiny:experts=4", "experts: 4 .* together with experts_per_token"),
+        ("tiny:experts=2,experts_per_token=3", "experts_per_token: 3 .* at most experts"),
+        ("tiny:norm_eps=0", "norm_eps: 0 .* positive number"),
+        ("tiny:published_parameters=1", "published_parameters"),
+    ],
+)
+def test_a_shape_that_cannot_be_is_refused_in_one_sentence(text: str, expected: str) -> None:
+    with pytest.raises(RequestError, match=expected) as refusal:
+        load(text)
+    assert "\n" not in str(refusal.value)
+
+
+# --- FLOPs ---
+
+
+def test_matmul_parameters_by_hand() -> None:
+    assert models.matmul_parameters(load("gpt2-124m")) == 12 * 12 * 768**2 + 768 * 50257 == 123_532_032
+    per_layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
+    assert models.matmul_parameters(load("llama-8b")) == 32 * per_layer + 4096 * 128256 == 7_504_658_432
+
+
+def test_a_mixture_multiplies_only_the_chosen_experts() -> None:
+    per_layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 4096 * 8 + 2 * 3 * 4096 * 14336
+    assert models.matmul_parameters(load("mixtral-8x7b")) == 32 * per_layer + 4096 * 32000 == 12_748_587_008
+
+
+def test_flops_per_token_by_hand() -> None:
+    shape = load("gpt2-124m")
+    assert models.attention_flops_per_token(shape, 1024, "causal") == 12 * 1025 * 12 * 128 == 18_892_800
+    assert models.attention_flops_per_token(shape, 1024, "full") == 12 * 2 * 1024 * 12 * 128 == 37_748_736
+    assert models.flops_per_token(shape, 1024) == 3 * (2 * 123_532_032 + 18_892_800) == 797_870_592
+    assert models.flops_per_token(shape, 1024, "full") == 3 * (2 * 123_532_032 + 37_748_736) == 854_438_400
+
+
+def test_causal_attention_is_the_mean_over_positions() -> None:
+    shape = load("tiny")
+    by_position = sum(2 * 2 * keys * shape.heads * shape.head_dim for keys in range(1, 65)) * shape.layers
+    assert models.attention_flops_per_token(shape, 64, "causal") * 64 == by_position
+
+
+@pytest.mark.parametrize(("sequence_length", "ratio"), [(8192, 1.13), (32768, 1.36)])
+def test_the_two_conventions_differ_as_the_method_says(sequence_length: int, ratio: float) -> None:
+    shape = load("llama-8b")
+    full = models.flops_per_token(shape, sequence_length, "full")
+    assert round(full / models.flops_per_token(shape, sequence_length, "causal"), 2) == ratio
+
+
+def test_full_checkpointing_repeats_the_blocks_but_not_the_head() -> None:
+    shape = load("gpt2-124m")
+    forward = models.flops_per_token(shape, 1024) // 3
+    assert models.recomputed_flops_per_token(shape, 1024, "full") == forward - 2 * 768 * 50257
+    assert models.recomputed_flops_per_token(shape, 1024, "selective") == 0
+    assert models.recomputed_flops_per_token(shape, 1024, "none") == 0
+
+
+def test_unknown_words_are_refused() -> None:
+    shape = load("tiny")
+    with pytest.raises(RequestError, match="causal or full"):
+        models.flops_per_token(shape, 64, "half")
+    with pytest.raises(RequestError, match="none, full or selective"):
+        models.recomputed_flops_per_token(shape, 64, "some")
+
+
+def test_lora_tends_to_two_thirds_of_full_training() -> None:
+    shape = load("llama-8b")
+    ratios = [
+        models.lora_flops_per_token(shape, 16, r * 1_000_000) / models.flops_per_token(shape, 16) for r in (64, 8, 0)
+    ]
+    assert ratios == sorted(ratios, reverse=True)
+    assert ratios[-1] == pytest.approx(2 / 3, rel=1e-3)
+
+
+def test_lora_flops_by_hand() -> None:
+    assert (
+        models.lora_flops_per_token(load("gpt2-124m"), 1024, 1_000_000) == 4 * 123_532_032 + 6_000_000 + 3 * 18_892_800
+    )
+
+
+# --- state bytes ---
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp16", "fp32"])
+def test_state_of_one_rank_is_16_bytes_per_parameter_for_all(compute: str) -> None:
+    for strategy, stage in (("ddp", None), ("zero", 1), ("zero", 2), ("zero", 3), ("fsdp2", None)):
+        assert models.state_bytes(strategy, stage, 1000, 1, compute) == 16_000
+
+
+@pytest.mark.parametrize(
+    ("strategy", "stage", "per_parameter"),
+    [("ddp", None, 16), ("zero", 1, 4 + 12 / 8), ("zero", 2, 2 + 14 / 8), ("zero", 3, 2), ("fsdp2", None, 2)],
+)
+def test_state_is_sharded_as_the_method_says(strategy: str, stage: int | None, per_parameter: float) -> None:
+    assert models.state_bytes(strategy, stage, 1000, 8) == pytest.approx(1000 * per_parameter)
+
+
+def test_fp32_state_has_no_master_copy_to_shard() -> None:
+    assert models.state_bytes("zero", 1, 1000, 8, "fp32") == pytest.approx(1000 * (8 + 8 / 8))
+
+
+def test_state_of_an_unknown_strategy_is_unknown() -> None:
+    assert models.state_bytes("mesh", None, 1000, 8) is None
+    assert models.state_bytes("zero", 4, 1000, 8) is None
+
+
+# --- wire bytes ---
+
+
+@pytest.mark.parametrize(("ranks", "ring", "half_ring"), [(2, 1.0, 0.5), (3, 4 / 3, 2 / 3), (8, 1.75, 0.875)])
+def test_wire_factors_are_those_of_nccl_tests(ranks: int, ring: float, half_ring: float) -> None:
+    assert models.wire_factor("all_reduce", ranks) == pytest.approx(ring)
+    for operation in ("all_gather", "reduce_scatter", "all_to_all"):
+        assert models.wire_factor(operation, ranks) == pytest.approx(half_ring)
+    for operation in ("broadcast", "reduce", "send", "recv"):
+        assert models.wire_factor(operation, ranks) == 1
+
+
+def test_a_group_of_one_sends_nothing() -> None:
+    assert [models.wire_factor(name, 1) for name in ("all_reduce", "all_gather", "broadcast", "send")] == [0, 0, 0, 0]
+    assert models.wire_bytes(Choice("ddp"), 1000, 1, 4, 4, 4) == 0
+
+
+def test_an_unknown_collective_is_refused() -> None:
+    with pytest.raises(RequestError, match=r"allreduce.*all_reduce"):
+        models.wire_factor("allreduce", 2)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "per_parameter"),
+    # G = 4 micro batches, r = 4 bytes per reduced gradient, p = 2 bytes per gathered weight; before (n-1)/n
+    [
+        ("ddp", 2 * 4),
+        ("fsdp2", 2 * 4 * 2 + 4),
+        ("fsdp2:sync_every_micro_batch=true", 4 * (2 * 2 + 4)),
+        ("fsdp2:reshard_after_forward=false", 4 * 2 + 4),
+        ("zero:stage=1", 2 * 4 + 2),
+        ("zero:stage=2", 2 * 4 * 4 + 2),
+        ("zero", 2 * 4 + 2),
+        ("single", 0),
+        ("zero:stage=3", 4 * (2 + 4)),
+        ("zero:stage=3,max_live_parameters=0", 4 * (2 * 2 + 4)),
+    ],
+)
+def test_wire_bytes_by_hand(strategy: str, per_parameter: int) -> None:
+    observed = models.wire_bytes(Choice.parse(strategy), 1000, 8, 4, 4, 2)
+    assert observed == pytest.approx(1000 * per_parameter * 7 / 8)
+
+
+def test_fsdp2_keeps_its_root_from_forward_to_backward() -> None:
+    shape = load("gpt2-124m")
+    whole, root = models.parameters(shape), models.root_parameters(shape)
+    assert root == (50257 + 1024) * 768 + 2 * 768
+    observed = models.wire_bytes(Choice("fsdp2"), whole, 2, 4, 4, 2, root)
+    assert observed == (4 * (2 * (whole - root) + root) * 2 + whole * 4) / 2
+
+
+def test_zero3_beyond_its_reuse_window_gathers_twice() -> None:
+    billions = 8 * 10**9
+    assert models.wire_bytes(Choice("zero", {"stage": 3}), billions, 8, 1, 4, 2) == pytest.approx(billions * 8 * 7 / 8)
+
+
+def test_wire_bytes_of_an_unknown_strategy_are_unknown() -> None:
+    assert models.wire_bytes(Choice("mesh"), 1000, 8, 4, 4, 2) is None
+    assert models.wire_bytes(Choice("zero", {"stage": 4}), 1000, 8, 4, 4, 2) is None
