@@ -196,7 +196,7 @@ def _describe(spec: RunSpec, models: Any) -> str:
     memory = f", state {state / 2**30:.2f} GiB per process" if state is not None else ""
     return (
         f"{count:,} parameters, {t.precision.compute}, {spec.topology.world_size} x {spec.topology.device}, "
-        f"{spec.tokens_per_step:,} tokens per step (each process {t.micro_batch} x {t.accumulation} x {t.sequence_length}), "
+        f"{spec.tokens_per_step:,} tokens per step ({t.micro_batch} x {t.accumulation} x {t.sequence_length} each), "
         f"{spec.steps} steps{memory}"
     )
 

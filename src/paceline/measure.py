@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from paceline.records import MemorySample, WireSample
 
@@ -55,7 +55,7 @@ class CudaClock:
     def mark(self) -> Any:
         import torch
 
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
@@ -220,7 +220,7 @@ class WireCounter:
 
         counter = self
 
-        class Watch(TorchDispatchMode):
+        class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
                 result = func(*args, **(kwargs or {}))
                 if func.namespace in ("c10d", "_c10d_functional"):
@@ -276,7 +276,7 @@ def _group_size(args: Any) -> int:
     """Size of the group a c10d operator was given, as object (c10d) or by name (_c10d_functional)."""
     import torch
     import torch.distributed as dist
-    from torch.distributed.distributed_c10d import _resolve_process_group
+    from torch.distributed import distributed_c10d
 
     for argument in args:
         if isinstance(argument, torch.ScriptObject):
@@ -284,5 +284,5 @@ def _group_size(args: Any) -> int:
                 return int(dist.ProcessGroup.unbox(argument).size())
         if isinstance(argument, str):
             with contextlib.suppress(KeyError, RuntimeError, ValueError):
-                return int(_resolve_process_group(argument).size())
+                return int(cast(Any, distributed_c10d)._resolve_process_group(argument).size())
     return dist.get_world_size()

@@ -52,7 +52,12 @@ def prepare(spec: RunSpec, run_dir: Path) -> Job:
     processes = f"--nproc-per-node={spec.topology.processes_per_node}"
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", processes)
     argv = (*torchrun, "-m", "paceline.worker", str(run_dir))
-    env = {"OMP_NUM_THREADS": str(chosen.threads), "PYTHONUNBUFFERED": "1"}
+    env = {
+        "OMP_NUM_THREADS": str(chosen.threads),
+        "PYTHONUNBUFFERED": "1",
+        # torch 2.13 warns at every collective that DeepSpeed still calls it by its older name.
+        "PYTHONWARNINGS": "ignore::FutureWarning",
+    }
     if sys.platform == "linux":
         # A host name that does not resolve would leave gloo without an address; one host needs only loopback.
         env["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
