@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib import resources
@@ -20,6 +21,15 @@ from paceline.spec import Choice, Precision, RunSpec, Topology, Training, WarmUp
 
 # `processes: all` is one per device, `processes: doubling` is 1, 2, 4, ... up to that.
 ALL, DOUBLING = "all", "doubling"
+
+
+class Loader(yaml.SafeLoader):
+    """Safe YAML in which 1e-4 is a number, as everyone who writes it expects (YAML 1.1 wants 1.0e-4)."""
+
+
+Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
 
 
 class Strict(BaseModel):
@@ -124,9 +134,13 @@ def _read(source: str) -> dict[str, Any]:
     raise RequestError(f"experiment: {source!r} was given; accepted is a YAML file or one of the presets {known}")
 
 
+def _yaml(text: str) -> Any:
+    return yaml.load(text, Loader)  # noqa: S506 (Loader is a SafeLoader)
+
+
 def _parse(text: str, where: str) -> dict[str, Any]:
     try:
-        value = yaml.safe_load(text)
+        value = _yaml(text)
     except yaml.YAMLError as error:
         raise RequestError(f"{where}: not valid YAML ({' '.join(str(error).split())})") from None
     if not isinstance(value, dict):
@@ -163,7 +177,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     require(bool(equals and key.strip()), "--set", text, "key=value")
     try:
-        return key.strip(), yaml.safe_load(value)
+        return key.strip(), _yaml(value)
     except yaml.YAMLError:
         return key.strip(), value
 

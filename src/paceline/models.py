@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -167,6 +167,17 @@ def block_parameters(shape: Shape) -> int:
     return 2 * _norm_parameters(shape) + _attention_weights(shape) + _attention_biases(shape) + router + mlp
 
 
+def tensor_sizes(shape: Shape) -> tuple[int, ...]:
+    """Elements of every weight tensor of the (dense) reference decoder, which joins q, k, v and gate, up."""
+    h, heads_out, wide = shape.hidden, shape.heads * shape.head_dim, shape.ffn * (2 if shape.gated else 1)
+    linears = ((heads_out + 2 * shape.kv_heads * shape.head_dim, h), (h, heads_out), (wide, h), (h, shape.ffn))
+    norm = (h,) * (2 if shape.norm == "layernorm" else 1)
+    biases = tuple(rows for rows, _ in linears) if shape.bias else ()
+    block = (*norm, *norm, *(rows * columns for rows, columns in linears), *biases)
+    ends = (shape.vocab * h,) * (1 if shape.tied else 2)
+    return (*block * shape.layers, *ends, *norm, *((shape.context * h,) if shape.positions == "learned" else ()))
+
+
 def root_parameters(shape: Shape) -> int:
     """What stands outside the blocks: embeddings, positions, last norm, an untied head."""
     return parameters(shape) - shape.layers * block_parameters(shape)
@@ -301,6 +312,7 @@ class _Traffic:
     gradient_bytes: int
     weight_bytes: int
     root_weight_bytes: int
+    tensors: Sequence[int]
 
 
 def _ddp(t: _Traffic) -> float:
@@ -333,11 +345,14 @@ def _zero3(t: _Traffic) -> float:
     """G*(2Pp + Pr), or G*(Pp + Pr) for a model within DeepSpeed's reuse window, kept from forward to backward.
 
     The window is the smaller of max_live_parameters and max_reuse_distance (both 1e9 by default). A model somewhat
-    larger is reused in part, so beyond the window this is an upper bound.
+    larger is reused in part, so beyond the window this is an upper bound. Tensors of at most persistence_threshold
+    elements (1e5 by default) stay on every rank and are gathered once per step, after the update.
     """
     window = min(t.options.get(name, 1e9) for name in ("max_live_parameters", "max_reuse_distance"))
-    gathers = 1 if t.parameters <= window else 2
-    return t.accumulation * (gathers * t.weight_bytes + t.gradient_bytes)
+    small = sum(size for size in t.tensors if size <= t.options.get("persistence_threshold", 1e5))
+    kept = t.weight_bytes * small / t.parameters
+    gathers = t.accumulation * (1 if t.parameters <= window else 2)
+    return kept + gathers * (t.weight_bytes - kept) + t.accumulation * t.gradient_bytes
 
 
 _WIRE: Mapping[tuple[str, Any], Callable[[_Traffic], float]] = {
@@ -358,11 +373,13 @@ def wire_bytes(
     reduce_bytes: int,
     parameter_bytes: int,
     root_parameters: int = 0,
+    tensors: Sequence[int] = (),
 ) -> float | None:
     """Predicted bytes each rank sends per optimizer step; None where we have no formula for the strategy.
 
     reduce_bytes is r, bytes per reduced gradient element; parameter_bytes is p, bytes per gathered parameter;
-    root_parameters those outside the blocks, which FSDP2 gathers once per micro batch instead of twice.
+    root_parameters those outside the blocks, which FSDP2 gathers once per micro batch instead of twice; tensors the
+    sizes of the weight tensors, of which ZeRO-3 does not shard the small ones.
     """
     stage = strategy.options.get("stage", 1) if strategy.name == "zero" else None
     formula = _WIRE.get((strategy.name, stage))
@@ -375,5 +392,6 @@ def wire_bytes(
         gradient_bytes=parameters * reduce_bytes,
         weight_bytes=parameters * parameter_bytes,
         root_weight_bytes=root_parameters * parameter_bytes,
+        tensors=tensors,
     )
     return formula(traffic) * (group_size - 1) / group_size

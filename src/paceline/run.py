@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,8 +21,10 @@ from paceline.records import Outcome, RunRecord, Status
 from paceline.spec import Choice, RunSpec, Topology, WarmUp
 
 POLL_S = 0.1
-# Re-ordered copies of a 16-bit reference: their spread is the tolerance of the certificate.
+# Re-seeded copies of a 16-bit reference: their spread is the tolerance of the certificate.
 REFERENCE_VARIANTS = {"fp32": 1, "bf16": 4, "fp16": 4}
+# Tokens of a reference's micro batch at most: the uncompiled loss holds their logits in fp32, several times.
+REFERENCE_TOKENS = 8192
 RETRIED = (Status.FAILED, Status.OOM, Status.HANG, Status.TIMEOUT, Status.PREEMPTED)
 
 
@@ -56,10 +58,14 @@ def references_of(specs: Sequence[RunSpec]) -> dict[str, RunSpec]:
 
 
 def reference_of(spec: RunSpec) -> RunSpec:
-    """The plain loop that does this spec's work on one process."""
+    """The plain loop that does this spec's work on one process, in micro batches that surely fit."""
+    length, own = spec.training.sequence_length, spec.training.micro_batch
+    fitting = [size for size in range(1, own + 1) if own % size == 0 and size * length <= REFERENCE_TOKENS]
+    micro_batch = max(fitting, default=1)
     training = replace(
         spec.training,
-        accumulation=spec.training.accumulation * spec.topology.world_size,
+        micro_batch=micro_batch,
+        accumulation=spec.global_batch // micro_batch,
         compile=False,
         bucket_mb=None,
     )
@@ -212,11 +218,18 @@ def judge(spec: RunSpec, run_dir: Path, end: End) -> tuple[Status, str | None]:
     bad = sorted((o for o in outcomes if o.status is not Status.OK), key=lambda o: o.ended_at)
     if end.limit is not None and not bad:
         return end.limit, end.text
-    if bad:
+    log = _log_text(run_dir)
+    deaths = _deaths(log, {o.rank for o in outcomes})
+    if bad and not deaths:
         return bad[0].status, _blame(bad[0], spec)
     if len(outcomes) == spec.topology.world_size:
         return Status.OK, None
-    return Status.FAILED, _unexplained(spec, run_dir, end, outcomes)
+    return Status.FAILED, _unexplained(run_dir, end, log, deaths)
+
+
+def _log_text(run_dir: Path) -> str:
+    path = run_dir / "log.txt"
+    return path.read_text(errors="replace") if path.exists() else ""
 
 
 def _blame(outcome: Outcome, spec: RunSpec) -> str:
@@ -225,19 +238,27 @@ def _blame(outcome: Outcome, spec: RunSpec) -> str:
     return f"rank {outcome.rank} on {outcome.host}: {outcome.error}"
 
 
-_ROOT_CAUSE = re.compile(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", re.DOTALL)
+_DEATH = re.compile(r"rank\s*:\s*(\d+) \(local_rank.*?exitcode\s*:\s*(-?\d+)", re.DOTALL)
 
 
-def _unexplained(spec: RunSpec, run_dir: Path, end: End, outcomes: Sequence[Outcome]) -> str:
-    """A rank that left no outcome was killed; torchrun's own log says which one went first."""
-    log = (run_dir / "log.txt").read_text(errors="replace") if (run_dir / "log.txt").exists() else ""
-    cause = _ROOT_CAUSE.search(log)
-    if cause is None:
+def _deaths(log: str, spoke: Collection[int]) -> dict[int, int]:
+    """Exit codes of ranks that died without an outcome, by torchrun's log: its root cause, and the others that it did
+    not end itself. Such a rank is to blame: its peers only noticed that it was gone, and said so."""
+    others, _, cause = log.rpartition("Root Cause")
+    found = [(int(rank), int(code)) for rank, code in _DEATH.findall(others)]
+    found = [death for death in found if death[1] != -signal.SIGTERM]
+    found += [(int(rank), int(code)) for rank, code in _DEATH.findall(cause)]
+    return {rank: code for rank, code in found if rank not in spoke}
+
+
+def _unexplained(run_dir: Path, end: End, log: str, deaths: Mapping[int, int]) -> str:
+    """A rank that left no outcome was killed, or ended itself without a word."""
+    if not deaths:
         lines = [line for line in log.strip().splitlines() if line.strip()]
         return (
             f"the job ended with exit code {end.state.exit_code}: {lines[-1][:300] if lines else 'it printed nothing'}"
         )
-    rank, code = cause.group(1), int(cause.group(2))
+    rank, code = min(deaths.items())
     if code == -signal.SIGKILL:
         return f"rank {rank} was killed by signal 9 (by hand, or because the host ran out of memory)"
     if code < 0:

@@ -177,7 +177,7 @@ def _predicted_wire(cell: Cell) -> Estimate:
     spec, evidence = cell.spec, cell.windows[0].record.evidence
     if spec.strategy is None or evidence is None:
         return Estimate(None)
-    precision = spec.training.precision
+    precision, shape = spec.training.precision, models.load(spec.model)
     value = models.wire_bytes(
         spec.strategy,
         evidence.parameters,
@@ -185,7 +185,8 @@ def _predicted_wire(cell: Cell) -> Estimate:
         spec.training.accumulation,
         DTYPE_BYTES[precision.reduce],
         DTYPE_BYTES[precision.compute],
-        models.root_parameters(models.load(spec.model)),
+        models.root_parameters(shape),
+        models.tensor_sizes(shape),
     )
     return Estimate(None if value is None else Resampled(float(value), None, math.inf, len(cell.windows), value > 0))
 

@@ -6,6 +6,7 @@ one caveat about gloo.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from paceline.analysis import metrics
@@ -81,11 +82,22 @@ def _text(group: Group, metric: str, best: Sequence[str], rest: Sequence[str], p
     if not rest:
         return f"Tie between {_listed(names)}: this data cannot tell them apart."
     versus = next(c for c in pairs if {c.cell, c.other} == {best[0], rest[0]})
-    ratio, low, high = _ratio_of(versus, best[0])
-    margin = f"{ratio:.3f} times {group.names[rest[0]]} (95 % {low:.3f} to {high:.3f})"
-    head = f"Tie between {_listed(names)}; {names[0]} is at" if len(best) > 1 else f"{names[0]}:"
+    head = f"Tie between {_listed(names)}. " if len(best) > 1 else ""
     why = _why(group, best[0], rest[0]) if metric in (*SPEED_METRICS, EFFICIENCY) else ""
-    return f"{head} {margin} in {_words(metric)}.{why}"
+    return f"{head}{_margin(metric, names[0], group.names[rest[0]], *_ratio_of(versus, best[0]))}{why}"
+
+
+def _margin(metric: str, best: str, other: str, ratio: float, low: float, high: float) -> str:
+    """How far the best is from the next, in the metric's own words and as many digits as the interval supports."""
+    digits = min(4, max(1, -math.floor(math.log10(max(high - low, 1e-6) / 2))))
+    interval = f"(95 % interval {low:.{digits}f} to {high:.{digits}f})"
+    words = {
+        "tokens_per_s": "{best} is {ratio} times as fast as {other}, the next best {interval}.",
+        "step_time_s": "A step of {best} takes {ratio} times as long as one of {other}, the next best {interval}.",
+        "peak_memory_bytes": "{best} needs {ratio} times the peak memory of {other}, the next best {interval}.",
+        EFFICIENCY: "{best} scales {ratio} times as well as {other}, the next best {interval}.",
+    }[metric]
+    return words.format(best=best, other=other, ratio=f"{ratio:.{digits}f}", interval=interval)
 
 
 def _ratio_of(c: Comparison, cell: str) -> tuple[float, float, float]:
@@ -95,15 +107,6 @@ def _ratio_of(c: Comparison, cell: str) -> tuple[float, float, float]:
 
 def _listed(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-def _words(metric: str) -> str:
-    return {
-        "tokens_per_s": "tokens/s",
-        "step_time_s": "step time",
-        "peak_memory_bytes": "peak memory",
-        EFFICIENCY: "scaling efficiency",
-    }[metric]
 
 
 def _why(group: Group, winner: str, other: str) -> str:

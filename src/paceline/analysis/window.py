@@ -122,6 +122,8 @@ def _exposed_ratio(record: RunRecord) -> float:
 
 def _wire_bytes(record: RunRecord, measured: Sequence[int]) -> float:
     """Counted payload times the operation's factor, per step counted (in the window if any was); the busiest rank's."""
+    if record.spec.topology.world_size == 1:
+        return 0.0
     inside = set(measured)
     counted = [w for w in record.wire if w.step in inside] or record.wire
     moved: defaultdict[int, float] = defaultdict(float)

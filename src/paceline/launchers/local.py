@@ -114,3 +114,4 @@ def cancel(handle: Mapping[str, Any]) -> None:
             process.kill()
     child.kill()
     child.wait()
+    psutil.wait_procs(family, GRACE_S)

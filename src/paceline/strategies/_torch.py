@@ -27,10 +27,10 @@ def build_decoder(spec: RunSpec, device: str) -> Decoder:
         return Decoder(load(spec.model), training.precision.compute, training.checkpointing)
 
 
-def initialised_decoder(spec: RunSpec, seat: Seat) -> Decoder:
-    """A whole decoder on this rank's device, with fp32 initial weights."""
+def initialised_decoder(spec: RunSpec, seat: Seat, reseed: int = 0) -> Decoder:
+    """A whole decoder on this rank's device, with fp32 initial weights (see `decoder.fill` for `reseed`)."""
     decoder = build_decoder(spec, seat.torch_device)
-    fill(decoder, decoder.shape.layers, spec.seed, spec.training.precision.compute, _copy)
+    fill(decoder, decoder.shape.layers, spec.seed, spec.training.precision.compute, _copy, reseed)
     return decoder
 
 

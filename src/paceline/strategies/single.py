@@ -25,18 +25,19 @@ def check(spec: RunSpec) -> str | None:
     return None
 
 
-def wrap(spec: RunSpec, seat: Seat) -> Trainer:
+def wrap(spec: RunSpec, seat: Seat, reseed: int = 0) -> Trainer:
+    """reseed is the reference's alone: another rounding of the same initial weights."""
     from paceline.strategies._torch import TorchTrainer
 
-    decoder = prepared_decoder(spec, seat)
+    decoder = prepared_decoder(spec, seat, reseed)
     if spec.training.compile:
         decoder.compile()
     return TorchTrainer(decoder, spec, seat, full_parameters=decoder.named_parameters)
 
 
-def prepared_decoder(spec: RunSpec, seat: Seat) -> Decoder:
+def prepared_decoder(spec: RunSpec, seat: Seat, reseed: int = 0) -> Decoder:
     """Whole weights on this rank: fp32, or 16 bit where gradients shall be accumulated in 16 bit."""
     from paceline.decoder import DTYPES
     from paceline.strategies._torch import initialised_decoder
 
-    return initialised_decoder(spec, seat).to(DTYPES[spec.training.precision.reduce])
+    return initialised_decoder(spec, seat, reseed).to(DTYPES[spec.training.precision.reduce])

@@ -1,4 +1,4 @@
-"""The one-process trajectory of a group: the plain loop over the same global batches, and re-ordered copies of it."""
+"""The one-process trajectory of a group: the plain loop over the same global batches, and re-seeded copies of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from paceline.spec import RunSpec
 
 @dataclass(frozen=True)
 class Options:
-    """variants: trajectories to compute; all but the first re-seed the order of sequences inside each global batch."""
+    """variants: trajectories to compute. All but the first re-seed what must not matter: the order of sequences inside
+    each global batch and the rounding of the initial weights to 16 bit. Their spread is the certificate's tolerance."""
 
     variants: int = 1
 
@@ -35,7 +36,7 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
     for variant in range(options(Options, spec.workload).variants):
         recorder.progress(0, f"setup of variant {variant}")
         with attention_backends(seat.device):
-            trainer = single.wrap(spec, seat)
+            trainer = single.wrap(spec, seat, reseed=variant)
             digest, parameters = digest_parameters(trainer.full_parameters())
             partition = Partition.of(spec, seat.rank, shuffle=variant)
             loop = Loop(trainer, corpus, partition, seat, clock_for(seat.device), recorder, spec.steps, variant)

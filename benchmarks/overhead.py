@@ -1,0 +1,277 @@
+"""What Paceline itself costs, each as a ratio or a time measured in one run on this machine.
+
+    loop     tokens/s inside Paceline's loop (clocks, samples, data thread, progress) over a bare loop of the same
+             model, optimizer and step, alternating in one process. Goal: 0.99 on a GPU, 0.97 on a CPU.
+    start    cold start of `paceline --help` over `python -c pass`.
+    report   `paceline report` over 1,000 stored runs, and the same without plots.
+
+Run `python benchmarks/overhead.py [loop] [start] [report]`; each prints one JSON line. Nothing here passes or fails.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from paceline import experiment, machine, store
+from paceline.records import Evidence, MemorySample, Outcome, Status, StepSample, WireSample
+from paceline.spec import RunSpec
+
+PAIRS = 8
+
+
+# --- loop ----------------------------------------------------------------------------------------------------------
+
+
+def loop_overhead() -> dict[str, Any]:
+    device = machine.device_kind()
+    with tempfile.TemporaryDirectory() as folder:
+        spec = _loop_spec(device, Path(folder))
+        ratios, bare, watched = _alternate(spec, Path(folder))
+    return {
+        "benchmark": "loop",
+        "device": device,
+        "model": str(spec.model),
+        "steps_per_segment": spec.steps,
+        "pairs": PAIRS,
+        "bare_tokens_per_s": round(statistics.median(bare)),
+        "paceline_tokens_per_s": round(statistics.median(watched)),
+        "ratio_median": round(statistics.median(ratios), 4),
+        "ratio_low": round(min(ratios), 4),
+        "ratio_high": round(max(ratios), 4),
+        "goal": 0.99 if device == "cuda" else 0.97,
+    }
+
+
+def _loop_spec(device: str, folder: Path) -> RunSpec:
+    sizes = {
+        "cuda": "{model: gpt2-124m, precision: bf16, micro_batch: 32, sequence_length: 1024, compile: true, steps: 20}",
+        "cpu": "{model: small, precision: fp32, micro_batch: 2, sequence_length: 64, steps: 12}",
+    }
+    file = folder / "loop.yaml"
+    file.write_text(f"name: loop\nbase: {sizes[device]}\n")
+    settings = ["strategy=single", "processes=1", "accumulation=2", f"device={device}"]
+    return experiment.load(str(file), settings)[0]
+
+
+def _alternate(spec: RunSpec, folder: Path) -> tuple[list[float], list[float], list[float]]:
+    """Bare and watched segments in turns, each pair in the reverse order of the one before, so that drift cancels."""
+    from paceline import worker
+    from paceline.workloads.pretrain import attention_backends
+
+    _join_alone(spec)
+    seat = worker.take_seat(spec, 0)
+    with attention_backends(seat.device):
+        bare, watched = _bare_segment(spec, seat), _watched_segment(spec, seat, folder)
+        segments = {"bare": bare, "watched": watched}
+        for run in segments.values():
+            run()
+        rates: dict[str, list[float]] = {"bare": [], "watched": []}
+        for pair in range(PAIRS):
+            for name in ("bare", "watched")[:: -1 if pair % 2 else 1]:
+                rates[name].append(spec.tokens_per_step * spec.steps / segments[name]())
+    ratios = [w / b for w, b in zip(rates["watched"], rates["bare"], strict=True)]
+    return ratios, rates["bare"], rates["watched"]
+
+
+def _join_alone(spec: RunSpec) -> None:
+    from paceline import worker
+
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577"}
+    os.environ.update(alone | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"})
+    worker.join(spec, worker.take_seat(spec, 0))
+
+
+def _bare_segment(spec: RunSpec, seat: Any) -> Any:
+    """What a user would write: batches in memory, one clock around all steps."""
+    import torch
+
+    from paceline.corpus import Partition, open_corpus
+    from paceline.models import load
+    from paceline.plugins import load as load_plugin
+
+    training = spec.training
+    trainer = load_plugin("strategies", "single").wrap(spec, seat)
+    model, optimizer = trainer.module, trainer.optimizer
+    corpus = open_corpus(training.data, load(spec.model).vocab, training.sequence_length, spec.seed)
+    batches = [Partition.of(spec, 0).step_batch(corpus, step) for step in range(spec.steps)]
+    normaliser = torch.tensor(batches[0].normaliser, device=seat.torch_device)
+    parameters = list(model.parameters())
+
+    def run() -> float:
+        _drain(seat.device)
+        begin = time.perf_counter()
+        for batch in batches:
+            for micro in batch.micro_batches:
+                tokens = torch.from_numpy(micro).to(seat.torch_device, non_blocking=True)
+                (model(tokens[:, :-1], tokens[:, 1:], normaliser) / training.accumulation).backward()
+            torch.nn.utils.clip_grad_norm_(parameters, training.clip_norm)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        _drain(seat.device)
+        return time.perf_counter() - begin
+
+    return run
+
+
+def _watched_segment(spec: RunSpec, seat: Any, folder: Path) -> Any:
+    """The same steps through the loop of the pretrain workload, recorder and progress included."""
+    from paceline.corpus import Partition, open_corpus
+    from paceline.measure import clock_for
+    from paceline.models import load
+    from paceline.plugins import load as load_plugin
+    from paceline.worker import FolderRecorder
+    from paceline.workloads._loop import Loop
+
+    training = spec.training
+    trainer = load_plugin("strategies", "single").wrap(spec, seat)
+    corpus = open_corpus(training.data, load(spec.model).vocab, training.sequence_length, spec.seed)
+    recorder = FolderRecorder(folder, 0)
+
+    def run() -> float:
+        loop = Loop(trainer, corpus, Partition.of(spec, 0), seat, clock_for(seat.device), recorder, spec.steps)
+        return loop.window(range(spec.steps))
+
+    return run
+
+
+def _drain(device: str) -> None:
+    import torch
+
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+# --- start ---------------------------------------------------------------------------------------------------------
+
+
+def start_overhead(launches: int = 11) -> dict[str, Any]:
+    def median_s(*command: str) -> float:
+        times = []
+        for _ in range(launches):
+            begin = time.perf_counter()
+            subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
+            times.append(time.perf_counter() - begin)
+        return statistics.median(times)
+
+    python = median_s(sys.executable, "-c", "pass")
+    help_s = median_s(sys.executable, "-m", "paceline.cli", "--help")
+    return {
+        "benchmark": "start",
+        "python_pass_s": round(python, 4),
+        "paceline_help_s": round(help_s, 4),
+        "ratio": round(help_s / python, 2),
+        "launches": launches,
+    }
+
+
+# --- report --------------------------------------------------------------------------------------------------------
+
+
+def report_time(runs: int = 1000, steps: int = 100, ranks: int = 8) -> dict[str, Any]:
+    folder = Path(tempfile.mkdtemp())
+    try:
+        _write_store(folder, runs, steps, ranks)
+        size = sum(path.stat().st_size for path in folder.rglob("*.jsonl"))
+        timed = {}
+        for name, formats in {
+            "json_csv_s": ("json", "csv"),
+            "all_s": ("html", "markdown", "csv", "json", "plots"),
+        }.items():
+            flags = [word for format_ in formats for word in ("--format", format_)]
+            begin = time.perf_counter()
+            command = [sys.executable, "-m", "paceline.cli", "report", str(folder / "many"), *flags]
+            subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
+            timed[name] = round(time.perf_counter() - begin, 1)
+    finally:
+        shutil.rmtree(folder)
+    return {
+        "benchmark": "report",
+        "runs": runs,
+        "steps": steps,
+        "ranks": ranks,
+        "sample_mb": round(size / 1e6),
+        **timed,
+    }
+
+
+def _write_store(folder: Path, runs: int, steps: int, ranks: int) -> None:
+    """Made-up but complete runs: five repeats of cells that differ in strategy and micro batch, and references."""
+    from paceline.run import references_of
+
+    file = folder / "many.yaml"
+    file.write_text("name: many\nbase: {model: tiny, sequence_length: 64, precision: fp32, device: cpu}\n")
+    sizes = list(range(1, runs // 25 + 1))
+    settings = [
+        f"steps={steps}", f"processes={ranks}", "reference_steps=2", "repeats=5", f"micro_batch={sizes}",
+        "strategy=[ddp, fsdp2, 'zero:stage=1', 'zero:stage=2', 'zero:stage=3']",
+    ]  # fmt: skip
+    specs = experiment.load(str(file), settings)[:runs]
+    for spec in [*references_of(specs).values(), *specs]:
+        _write_run(folder, spec)
+
+
+def _write_run(folder: Path, spec: RunSpec) -> None:
+    run_dir = store.create(folder, replace(spec))
+    noise = random.Random(spec.run_id)
+    reduced = 4 * 100_000
+    for rank in range(spec.topology.world_size):
+        with (run_dir / f"samples-{rank}.jsonl").open("w") as lines:
+            for step in range(spec.steps):
+                lines.write(store.sample_line(_step(spec, rank, step, noise)))
+            lines.write(store.sample_line(_memory(rank)))
+            wire = WireSample(
+                rank=rank, step=spec.steps, operation="all_reduce", dtype="fp32", group_size=spec.topology.world_size,
+                calls=1, payload_bytes=reduced,
+            )  # fmt: skip
+            lines.write(store.sample_line(wire))
+        store.write_outcome(run_dir, _outcome(spec, rank))
+    store.seal(run_dir, Status.OK, None, 0.0, 1.0)
+
+
+def _step(spec: RunSpec, rank: int, step: int, noise: random.Random) -> StepSample:
+    seconds = 0.1 * (1 + 0.02 * noise.random())
+    return StepSample(
+        rank=rank, step=step, duration_s=seconds, data_wait_s=0.0, h2d_s=None, h2d_bytes=None, forward_s=seconds / 3,
+        backward_s=seconds / 2, optimizer_s=seconds / 10, tokens=spec.tokens_per_step // spec.topology.world_size,
+        samples=spec.global_batch // spec.topology.world_size, micro_batches=spec.training.accumulation, updates=1,
+        loss=5.0 * math.exp(-step / 100), grad_norm=1.0, data_digest=step if rank == 0 else 0,
+    )  # fmt: skip
+
+
+def _memory(rank: int) -> MemorySample:
+    return MemorySample(
+        rank=rank, moment="steps", allocated_bytes=None, reserved_bytes=None, device_bytes=None, resident_bytes=2**28
+    )
+
+
+def _outcome(spec: RunSpec, rank: int) -> Outcome:
+    names = ("parameters", "compute", "gradient", "gradient_reduction", "optimizer_state", "master_weights")
+    evidence = Evidence(
+        init_digest="0", parameters=100_000, dtypes=dict.fromkeys(names, "fp32"), optimizer={"kind": "made up"},
+        settings={}, switches={}, neighbours=None, window_wall_s=0.1 * spec.steps,
+    )  # fmt: skip
+    return Outcome(
+        rank=rank, status=Status.OK, error=None, host="made-up", pid=1, started_at=0.0, ended_at=1.0, evidence=evidence
+    )
+
+
+def main() -> None:
+    chosen = {"loop": loop_overhead, "start": start_overhead, "report": report_time}
+    for name in sys.argv[1:] or chosen:
+        print(json.dumps(chosen[name]()), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""What every kind of test needs: specs in one line, run folders by hand, and the command line as a user starts it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+from paceline import store
+from paceline.records import Evidence, Outcome, Sample, Status, StepSample
+from paceline.spec import Choice, Precision, RunSpec, Topology, Training, WarmUp
+
+TESTS = Path(__file__).parent
+GENEROUS_S = 240.0
+
+
+def spec_of(strategy: str | None = "ddp", processes: int = 2, **more: Any) -> RunSpec:
+    """A spec of the tiny model on CPU; any field of Training, Topology or RunSpec by name, precision `bf16/fp32`."""
+    values: dict[str, Any] = {"model": "tiny", "workload": "pretrain", "launcher": "local", "device": "cpu", **more}
+    compute, _, reduce = values.pop("precision", "fp32").partition("/")
+    training: dict[str, Any] = {"sequence_length": 32, "micro_batch": 1, "accumulation": 2}
+    training |= {f.name: values.pop(f.name) for f in dataclasses.fields(Training) if f.name in values}
+    training["precision"] = Precision(compute=compute, reduce=reduce or "fp32")
+    topology = Topology(device=values.pop("device"), nodes=values.pop("nodes", 1), processes_per_node=processes)
+    fields: dict[str, Any] = {"experiment": "test", "steps": 4, "warmup": WarmUp(minimum=1, maximum=2, window=2)}
+    fields |= values
+    for key in ("workload", "model", "launcher"):
+        fields[key] = Choice.parse(fields[key])
+    return RunSpec(
+        strategy=Choice.parse(strategy) if strategy else None,
+        topology=topology,
+        training=Training(**training),
+        **fields,
+    )
+
+
+def step_of(rank: int = 0, step: int = 0, **more: Any) -> StepSample:
+    usual: dict[str, Any] = {
+        "duration_s": 0.5,
+        "data_wait_s": 0.01,
+        "h2d_s": None,
+        "h2d_bytes": None,
+        "forward_s": 0.2,
+        "backward_s": 0.2,
+        "optimizer_s": 0.05,
+        "tokens": 64,
+        "samples": 2,
+        "micro_batches": 2,
+        "updates": 1,
+        "loss": 5.5,
+        "grad_norm": 1.0,
+        "data_digest": 7,
+    }
+    return StepSample(rank=rank, step=step, **usual | more)
+
+
+def outcome_of(rank: int = 0, status: Status = Status.OK, error: str | None = None, **more: Any) -> Outcome:
+    usual: dict[str, Any] = {"host": "node-a", "pid": 1, "started_at": 0.0, "ended_at": 1.0 + rank}
+    return Outcome(rank=rank, status=status, error=error, **usual | more)
+
+
+def evidence_of(**more: Any) -> Evidence:
+    usual: dict[str, Any] = {
+        "init_digest": "abc",
+        "parameters": 1,
+        "dtypes": {"compute": "fp32"},
+        "optimizer": {"lr": 1e-4},
+        "settings": {},
+        "switches": {},
+        "neighbours": None,
+        "window_wall_s": 1.0,
+    }
+    return Evidence(**usual | more)
+
+
+def write_run(
+    out: Path,
+    spec: RunSpec,
+    status: Status | None = Status.OK,
+    error: str | None = None,
+    samples: Iterable[Sample] | None = None,
+    outcomes: Iterable[Outcome] | None = None,
+) -> Path:
+    """A run folder as a finished (status None: interrupted) run leaves it."""
+    run_dir = store.create(out, spec)
+    ranks = range(spec.topology.world_size)
+    found = [step_of(r, s) for r in ranks for s in range(spec.steps)] if samples is None else list(samples)
+    for rank in ranks:
+        lines = [store.sample_line(s) for s in found if s.rank == rank]
+        (run_dir / f"samples-{rank}.jsonl").write_text("".join(lines))
+    for outcome in [outcome_of(r, evidence=evidence_of()) for r in ranks] if outcomes is None else outcomes:
+        store.write_outcome(run_dir, outcome)
+    if status is not None:
+        store.seal(run_dir, status, error, 100.0, 160.0)
+    return run_dir
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: Any, log: Any) -> Any:
+    """With `-n`, a file stays on one worker: campaigns of real processes are run once per file and shared."""
+    from xdist.scheduler import LoadFileScheduling
+
+    if config.getvalue("dist") != "load":
+        return None
+    config.option.loadscopereorder = False
+    return LoadFileScheduling(config, log)
+
+
+class Command(Protocol):
+    def __call__(
+        self, *arguments: str, env: dict[str, str] | None = None, cwd: Path | None = None
+    ) -> subprocess.CompletedProcess[str]: ...
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    """This environment without what a developer may have set; the faulty plugins are importable as `faulty.NAME`."""
+    dropped = ("OMP_NUM_THREADS", "TORCH_DISTRIBUTED_DEBUG", "NCCL_DEBUG", "CUDA_LAUNCH_BLOCKING", "PYTHONPATH")
+    kept = {key: value for key, value in os.environ.items() if key not in dropped}
+    return {**kept, "PYTHONPATH": str(TESTS), "COLUMNS": "200", **more}
+
+
+@pytest.fixture(scope="session")
+def paceline() -> Command:
+    """`paceline ARGUMENTS` in a process of its own."""
+
+    def call(
+        *arguments: str, env: dict[str, str] | None = None, cwd: Path | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "paceline.cli", *arguments],
+            env=clean_environment(**(env or {})),
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            timeout=GENEROUS_S,
+            check=False,
+        )
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def environment() -> Callable[..., dict[str, str]]:
+    return clean_environment
+
+
+@pytest.fixture(scope="session")
+def make_spec() -> Callable[..., RunSpec]:
+    return spec_of
+
+
+@pytest.fixture(scope="session")
+def make_run() -> Callable[..., Path]:
+    return write_run
+
+
+@pytest.fixture(scope="session")
+def make_step() -> Callable[..., StepSample]:
+    return step_of
+
+
+@pytest.fixture(scope="session")
+def make_outcome() -> Callable[..., Outcome]:
+    return outcome_of
+
+
+@pytest.fixture(scope="session")
+def make_evidence() -> Callable[..., Evidence]:
+    return evidence_of

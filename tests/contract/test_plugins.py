@@ -1,0 +1,154 @@
+"""Every plugin file keeps the contract of its kind; `names` and `load` keep theirs."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from types import SimpleNamespace
+
+import pytest
+
+from paceline import plugins
+from paceline.errors import RequestError
+from paceline.spec import Choice, RunSpec
+
+# Read from the package's folders, so a plugin that somebody installs beside it is not judged here.
+SHIPPED = [
+    (kind, name) for kind in plugins.KINDS for name, text in plugins.names(kind).items() if not text.startswith("from ")
+]
+IDS = [f"{kind}.{name}" for kind, name in SHIPPED]
+
+
+def test_the_plugins_of_the_foundation_are_there() -> None:
+    assert {"single", "ddp", "fsdp2", "zero"} <= set(plugins.names("strategies"))
+    assert {"pretrain", "reference"} <= set(plugins.names("workloads"))
+    assert {"local"} <= set(plugins.names("launchers"))
+    assert {"html", "markdown", "csv", "json", "plots"} <= set(plugins.names("exporters"))
+    assert set(plugins.CONTRACT) == set(plugins.KINDS)
+
+
+@pytest.mark.parametrize(("kind", "name"), SHIPPED, ids=IDS)
+def test_functions_and_parameters(kind: str, name: str) -> None:
+    module = plugins.load(kind, name)
+    for function, parameters in plugins.CONTRACT[kind].items():
+        found = getattr(module, function, None)
+        assert callable(found), f"{name} has no {function}"
+        assert tuple(inspect.signature(found).parameters) == parameters, function
+
+
+@pytest.mark.parametrize(("kind", "name"), SHIPPED, ids=IDS)
+def test_the_first_docstring_line_is_a_description(kind: str, name: str) -> None:
+    text = plugins.names(kind)[name]
+    assert text.endswith(".")
+    assert 20 < len(text) < 121
+    assert (importlib.import_module(f"paceline.{kind}.{name}").__doc__ or "").startswith(text)
+
+
+def test_importing_every_plugin_imports_no_torch() -> None:
+    code = "import sys\nfrom paceline import plugins\n"
+    code += "".join(f"plugins.load({kind!r}, {name!r})\n" for kind, name in SHIPPED)
+    code += "print(sorted({'torch', 'deepspeed', 'transformers', 'matplotlib', 'pydantic'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("kind", ["workloads", "strategies", "launchers"])
+def test_check_is_arithmetic_on_the_controller(kind: str) -> None:
+    """`check` answers without torch, for every plugin of the kind."""
+    code = f"""
+import sys
+from paceline import plugins
+from paceline.spec import *
+for name in plugins.names({kind!r}):
+    spec = RunSpec(experiment="x", workload=Choice("pretrain"), model=Choice("tiny"), steps=1, strategy=Choice("ddp"),
+                   topology=Topology(device="cpu"), training=Training(sequence_length=8, micro_batch=1))
+    field = {{"workloads": "workload", "strategies": "strategy", "launchers": "launcher"}}[{kind!r}]
+    reason = plugins.load({kind!r}, name).check(dataclasses.replace(spec, **{{field: Choice(name)}}))
+    assert reason is None, (name, reason)
+    assert "torch" not in sys.modules, name
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_names_reads_without_importing() -> None:
+    code = "import sys; from paceline import plugins; [plugins.names(kind) for kind in plugins.KINDS];"
+    code += "print([m for m in sys.modules if m.startswith(tuple('paceline.' + k + '.' for k in plugins.KINDS))])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_underscore_modules_are_not_plugins() -> None:
+    assert not [name for kind in plugins.KINDS for name in plugins.names(kind) if name.startswith("_")]
+    with pytest.raises(RequestError):
+        plugins.load("strategies", "_torch")
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "meant"), [("strategies", "fsdp", "fsdp2"), ("exporters", "markdwon", "markdown")]
+)
+def test_an_unknown_name_is_one_sentence_with_a_close_match(kind: str, given: str, meant: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        plugins.load(kind, given)
+    sentence = str(caught.value)
+    assert "\n" not in sentence
+    assert repr(given) in sentence
+    assert f"did you mean {meant!r}?" in sentence
+    assert all(name in sentence for name in plugins.names(kind))
+
+
+def test_a_name_like_nothing_gets_the_list_without_a_guess() -> None:
+    with pytest.raises(RequestError, match="accepted is ddp") as caught:
+        plugins.load("strategies", "qqqqqqq")
+    assert "did you mean" not in str(caught.value)
+
+
+def test_a_dotted_name_is_any_importable_module() -> None:
+    assert plugins.load("strategies", "paceline.strategies.ddp").wrap.__module__ == "paceline.strategies.ddp"
+    with pytest.raises(RequestError, match="cannot be imported"):
+        plugins.load("strategies", "nowhere.at_all")
+
+
+def test_entry_points_are_listed_and_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = importlib.import_module("paceline.strategies.single")
+    point = SimpleNamespace(name="theirs", value="their_package.strategy", load=lambda: ours)
+
+    def entry_points(*, group: str, name: str | None = None) -> list[SimpleNamespace]:
+        return [point] if group == "paceline.strategies" and name in (None, "theirs") else []
+
+    monkeypatch.setattr(metadata, "entry_points", entry_points)
+    assert plugins.names("strategies")["theirs"] == "from their_package.strategy"
+    assert plugins.load("strategies", "theirs") is ours
+    assert "theirs" not in plugins.names("workloads")
+
+
+def test_options_are_typed_and_named(make_spec: Callable[..., RunSpec]) -> None:
+    check = plugins.load("strategies", "zero").check
+    assert check(make_spec("zero:stage=2")) is None
+    for wrong, part in {
+        "zero:stage=4": "1, 2 or 3",
+        "zero:stage=true": "int",
+        "zero:sage=1": "accepted is stage, overlap",
+        "zero:overlap=1": "accepted is a bool",
+    }.items():
+        with pytest.raises(RequestError) as caught:
+            check(make_spec(wrong))
+        assert part in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_an_option_that_is_a_number_takes_whole_and_broken_ones() -> None:
+    import dataclasses
+
+    @dataclasses.dataclass
+    class Options:
+        share: float = 0.5
+        limit: int | None = None
+
+    assert plugins.options(Options, Choice("x", {"share": 1, "limit": 3})).share == 1
+    with pytest.raises(RequestError):
+        plugins.options(Options, Choice("x", {"share": "half"}))

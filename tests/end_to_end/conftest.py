@@ -1,0 +1,156 @@
+"""Campaigns of real torchrun processes on the tiny model, each run once and looked at by many tests."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from paceline import store
+from paceline.records import RunRecord
+
+# Small enough to end in a second of training; the limits are far beyond what a loaded machine needs.
+BASE: dict[str, Any] = {
+    "model": "tiny",
+    "device": "cpu",
+    "precision": "fp32",
+    "sequence_length": 32,
+    "global_batch": 8,
+    "processes": 2,
+    "steps": 4,
+    "reference_steps": 4,
+    "warmup": {"minimum": 1, "maximum": 2, "window": 2},
+    "timeout_s": 300.0,
+    "stall_s": 200.0,
+}
+
+
+# 16-bit arithmetic is emulated on most CPUs: a still smaller model, sequence and batch.
+SMALLER: dict[str, Any] = {
+    "model": "tiny:layers=1,hidden=64",
+    "sequence_length": 16,
+    "global_batch": 4,
+    "steps": 3,
+    "reference_steps": 3,
+}
+
+
+@dataclass(frozen=True)
+class Campaign:
+    """What `paceline run` left behind."""
+
+    out: Path
+    name: str
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def directory(self) -> Path:
+        return self.out / self.name
+
+    @property
+    def records(self) -> list[RunRecord]:
+        records, skipped = store.read_runs(self.directory)
+        assert not skipped
+        return records
+
+    @property
+    def report(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.directory / "report.json").read_text())
+        return found
+
+    def record(self, strategy: str | None, **axes: Any) -> RunRecord:
+        """The one run of this strategy (None: the reference) whose axes have these values."""
+        wanted = {"strategy": strategy, **axes}
+        found = [r for r in self.records if all(r.spec.axes()[key] == value for key, value in wanted.items())]
+        assert len(found) == 1, f"{len(found)} runs of {wanted}"
+        return found[0]
+
+    def finding(self, record: RunRecord) -> dict[str, Any]:
+        return next(run for run in self.report["runs"] if run["run"] == record.spec.run_id)
+
+
+def write_experiment(path: Path, name: str, matrix: Any, **base: Any) -> Path:
+    file = path / f"{name}.yaml"
+    file.write_text(yaml.safe_dump({"name": name, "base": BASE | base, "matrix": matrix}))
+    return file
+
+
+@pytest.fixture(scope="session")
+def experiment_file() -> Callable[..., Path]:
+    return write_experiment
+
+
+@pytest.fixture(scope="session")
+def campaign(
+    tmp_path_factory: pytest.TempPathFactory, environment: Callable[..., dict[str, str]]
+) -> Callable[..., Campaign]:
+    """Run an experiment through the command line to its end."""
+
+    def run(name: str, matrix: Any, env: dict[str, str] | None = None, **base: Any) -> Campaign:
+        out = tmp_path_factory.mktemp(name)
+        file = write_experiment(out, name, matrix, **base)
+        done = subprocess.run(
+            [sys.executable, "-m", "paceline.cli", "run", str(file), "--out", str(out)],
+            env=environment(**(env or {})),
+            capture_output=True,
+            text=True,
+            timeout=900,
+            check=False,
+        )
+        return Campaign(out, name, done.returncode, done.stdout, done.stderr)
+
+    return run
+
+
+def processes_of(out: Path) -> list[str]:
+    """Command lines of living processes that work in this results folder."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        words = process.info["cmdline"] or []
+        if any(str(out) in word for word in words) and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(" ".join(words))
+    return found
+
+
+@pytest.fixture(scope="session")
+def living() -> Callable[[Path], list[str]]:
+    return processes_of
+
+
+@pytest.fixture(scope="session")
+def eventually() -> Callable[..., Any]:
+    """Wait for a condition; the limit is a guard against hanging tests, not a criterion."""
+
+    def wait(condition: Callable[[], Any], what: str, limit_s: float = 120.0) -> Any:
+        end = time.monotonic() + limit_s
+        while time.monotonic() < end:
+            found = condition()
+            if found:
+                return found
+            time.sleep(0.1)
+        pytest.fail(f"{what} did not happen within {limit_s:g} s")
+
+    return wait
+
+
+@pytest.fixture(scope="session")
+def smaller() -> dict[str, Any]:
+    return SMALLER
+
+
+@pytest.fixture(scope="session")
+def reduced_dtypes() -> Callable[[RunRecord], set[str]]:
+    """Dtypes of reductions that carried more than a few numbers of gradients."""
+    reductions = ("all_reduce", "reduce_scatter")
+    return lambda record: {w.dtype for w in record.wire if w.operation in reductions and w.payload_bytes > 64}

@@ -1,0 +1,22 @@
+"""A workload that reads the data of another seed, with the weights of the right one."""
+
+from __future__ import annotations
+
+import paceline.corpus
+from paceline.plugins import Recorder, Seat
+from paceline.spec import Choice, RunSpec
+from paceline.workloads import pretrain
+
+
+def check(spec: RunSpec) -> str | None:
+    return None
+
+
+def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
+    open_corpus = paceline.corpus.open_corpus
+
+    def open_other(data: Choice, vocab: int, length: int, seed: int) -> paceline.corpus.Corpus:
+        return open_corpus(data, vocab, length, seed + 1)
+
+    paceline.corpus.open_corpus = open_other
+    pretrain.run(spec, seat, recorder)

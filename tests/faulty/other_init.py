@@ -1,0 +1,17 @@
+"""DDP that starts from the weights of another seed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from paceline.plugins import Seat, Trainer
+from paceline.spec import Choice, RunSpec
+from paceline.strategies.ddp import wrap as wrap_ddp
+
+
+def check(spec: RunSpec) -> str | None:
+    return None
+
+
+def wrap(spec: RunSpec, seat: Seat) -> Trainer:
+    return wrap_ddp(replace(spec, seed=spec.seed + 1, strategy=Choice("ddp")), seat)

@@ -1,0 +1,74 @@
+"""DDP in which the last rank gets into trouble at step 2, as its option `how` says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.plugins import Seat, Trainer, options
+from paceline.spec import RunSpec
+from paceline.strategies.ddp import Options as DdpOptions
+from paceline.strategies.ddp import wrap as wrap_ddp
+
+TROUBLED_STEP = 2
+
+
+@dataclass(frozen=True)
+class Options(DdpOptions):
+    """how: one of the names in `TROUBLES`, or `slow`, which only takes its time at every step."""
+
+    how: str = "raise"
+
+
+def check(spec: RunSpec) -> str | None:
+    return None
+
+
+def wrap(spec: RunSpec, seat: Seat) -> Trainer:
+    from dataclasses import replace
+
+    from paceline.spec import Choice
+
+    assert spec.strategy is not None
+    how = options(Options, spec.strategy).how
+    trainer: Any = wrap_ddp(replace(spec, strategy=Choice("ddp")), seat)
+    forward, first = trainer.forward, []
+
+    def troubled(tokens: Any, labels: Any, normaliser: Any, last: bool) -> Any:
+        if how == "slow":
+            time.sleep(0.5)
+        elif trainer.updates == TROUBLED_STEP and seat.rank == seat.world_size - 1 and not first:
+            first.append(True)
+            labels = TROUBLES[how](labels)
+            if how == "nan":
+                return forward(tokens, labels, normaliser * 0, last) * float("nan")
+        return forward(tokens, labels, normaliser, last)
+
+    trainer.forward = troubled
+    return trainer  # type: ignore[no-any-return]
+
+
+def _raise(_labels: Any) -> Any:
+    raise ValueError("made up by a test\nwith a second line")
+
+
+def _oom(_labels: Any) -> Any:
+    raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB (made up by a test)")
+
+
+def _kill(_labels: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _exit(_labels: Any) -> Any:
+    os._exit(7)
+
+
+def _sleep(_labels: Any) -> Any:
+    time.sleep(10_000)
+
+
+TROUBLES = {"raise": _raise, "oom": _oom, "kill": _kill, "exit": _exit, "sleep": _sleep, "nan": lambda labels: labels}

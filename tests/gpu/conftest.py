@@ -1,0 +1,41 @@
+"""GPU tests: skipped without a CUDA device, run on one with `make gpu-test`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from paceline import machine
+from paceline.records import Status
+from paceline.spec import RunSpec
+from paceline.store import Progress
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+            if machine.device_count() == 0:
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+class Remember:
+    """An observer that keeps how every run ended."""
+
+    def __init__(self) -> None:
+        self.ends: dict[str, tuple[Status, str | None]] = {}
+
+    def begin(self, specs: Sequence[RunSpec]) -> None: ...
+    def started(self, spec: RunSpec, run_dir: Path) -> None: ...
+    def moved(self, spec: RunSpec, positions: Sequence[Progress]) -> None: ...
+
+    def ended(self, spec: RunSpec, status: Status, error: str | None, known: bool) -> None:
+        self.ends[spec.run_id] = (status, error)
+
+
+@pytest.fixture(scope="session")
+def remember() -> Remember:
+    return Remember()

@@ -1,0 +1,120 @@
+"""The local launcher: its text without a cluster, its effect with real processes that are not torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from paceline import machine
+from paceline.errors import RequestError
+from paceline.launchers import local
+from paceline.plugins import Job
+from paceline.spec import RunSpec
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "launchers" / "local.txt"
+Make = Callable[..., RunSpec]
+
+
+@pytest.fixture
+def texts(make_spec: Make, monkeypatch: pytest.MonkeyPatch) -> str:
+    """str(job) of a few specs, with what belongs to this machine replaced."""
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    specs = {
+        "two processes": make_spec("ddp", 2),
+        "one process, four threads": make_spec("zero:stage=3", 1, launcher="local:threads=4"),
+        "eight GPUs": make_spec("fsdp2", 8, device="cuda"),
+        "a GPU shared by two": make_spec("fsdp2", 2, device="cuda", launcher="local:shared_gpu=true"),
+    }
+    jobs = {name: str(local.prepare(spec, Path("RUN_DIR"))) for name, spec in specs.items()}
+    return "".join(f"# {name}\n{job.replace(sys.executable, 'PYTHON')}\n" for name, job in jobs.items())
+
+
+def test_the_text_of_a_job_is_the_golden_one(texts: str) -> None:
+    if os.environ.get("PACELINE_UPDATE_GOLDEN") == "1":
+        GOLDEN.parent.mkdir(parents=True, exist_ok=True)
+        GOLDEN.write_text(texts)
+    assert texts == GOLDEN.read_text(), "set PACELINE_UPDATE_GOLDEN=1 if the change is meant"
+
+
+def test_preparing_changes_nothing(make_spec: Make, tmp_path: Path) -> None:
+    local.prepare(make_spec(), tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interface_the_user_names_is_kept(make_spec: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert local.prepare(make_spec(), Path("x")).env["GLOO_SOCKET_IFNAME"] == "eth7"
+
+
+def test_what_one_machine_cannot_do_is_said(make_spec: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "device_count", lambda: 2)
+    assert local.check(make_spec("ddp", 64)) is None, "CPU processes may share cores"
+    assert local.check(make_spec("ddp", 2, device="cuda")) is None
+    assert local.check(make_spec("ddp", 4, device="cuda")) == "4 processes need as many GPUs; this machine shows 2"
+    assert local.check(make_spec("ddp", 4, device="cuda", launcher="local:shared_gpu=true")) is None
+    assert local.check(make_spec("ddp", 2, nodes=2)) == "the launcher local has one node, not 2"
+    with pytest.raises(RequestError, match=r"local\.threads"):
+        local.check(make_spec("ddp", launcher="local:threads=0"))
+
+
+FAMILY = """
+import subprocess, sys, signal, time
+if {deaf}: signal.signal(signal.SIGTERM, signal.SIG_IGN)
+deaf_child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", deaf_child])
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+def test_cancel_ends_the_whole_family(tmp_path: Path, deaf: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "GRACE_S", 0.5)
+    job = Job(argv=(sys.executable, "-c", FAMILY.format(deaf=deaf)), log=str(tmp_path / "log.txt"))
+    handle = local.submit(job)
+    while not (tmp_path / "log.txt").read_text().strip():
+        assert local.poll(handle).running
+    grandchild = int((tmp_path / "log.txt").read_text())
+    local.cancel(handle)
+    for pid in (int(handle["pid"]), grandchild):
+        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    state = local.poll(handle)
+    assert not state.running
+    assert state.exit_code is not None
+    local.cancel(handle)
+
+
+def test_a_job_that_ended_tells_its_code_and_its_log(tmp_path: Path) -> None:
+    job = Job(argv=(sys.executable, "-c", "print('hello'); raise SystemExit(3)"), log=str(tmp_path / "log.txt"))
+    handle = local.submit(job)
+    local._children[int(handle["pid"])].wait()
+    assert local.poll(handle).exit_code == 3
+    assert (tmp_path / "log.txt").read_text() == "hello\n"
+
+
+def test_a_job_of_another_controller_is_not_running() -> None:
+    assert not local.poll({"pid": 999_999_999}).running
+    local.cancel({"pid": 999_999_999})
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent died")
+def test_a_job_ends_with_its_controller(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from paceline.launchers import local; from paceline.plugins import Job\n"
+        f"job = Job(argv=(sys.executable, '-c', 'import time; time.sleep(600)'), log={str(tmp_path / 'log.txt')!r})\n"
+        "print(local.submit(job)['pid'], flush=True)\n"
+        "os.kill(os.getpid(), 9)"
+    )
+    done: Any = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    orphan = int(done.stdout)
+    psutil.wait_procs([psutil.Process(orphan)] if psutil.pid_exists(orphan) else [], timeout=30)
+    assert not psutil.pid_exists(orphan) or psutil.Process(orphan).status() == psutil.STATUS_ZOMBIE

@@ -1,0 +1,220 @@
+"""The command line as a user meets it: wrong requests are one line and change nothing; reading verbs only read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from paceline import cli, experiment, models, plugins, store
+from paceline.records import Status
+from paceline.spec import RunSpec
+
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder with one small experiment in it, to stand in."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    base = {"model": "tiny", "device": "cpu", "processes": 2, "steps": 4, "precision": "fp32", "sequence_length": 32}
+    content = {"name": "mine", "base": base, "matrix": {"strategy": ["ddp", "fsdp2", "zero:stage=3"]}}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content))
+    return tmp_path
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+WRONG = {
+    "no verb": ([], "VERB"),
+    "unknown verb": (["rnu"], "rnu"),
+    "unknown flag": (["run", "mine.yaml", "--speed"], "--speed"),
+    "flag without value": (["run", "mine.yaml", "--set"], "--set"),
+    "no experiment": (["run"], "PRESET|FILE"),
+    "unknown preset": (["run", "quikc"], "'quikc' was given; accepted is a YAML file or one of the presets quick"),
+    "unknown field": (["run", "mine.yaml", "--set", "stepz=3"], "'stepz'"),
+    "wrong type": (["run", "mine.yaml", "--set", "steps=lots"], "steps = 'lots'"),
+    "wrong value": (["run", "mine.yaml", "--set", "steps=0"], "steps: 0 was given"),
+    "no equals": (["run", "mine.yaml", "--set", "steps"], "key=value"),
+    "unknown strategy": (["run", "mine.yaml", "--set", "strategy=fsdp"], "did you mean 'fsdp2'?"),
+    "unknown strategy option": (["run", "mine.yaml", "--set", "strategy=zero:sage=1"], "'sage' was given"),
+    "wrong strategy option": (["run", "mine.yaml", "--set", "strategy=zero:stage=4"], "1, 2 or 3"),
+    "unknown model": (["run", "mine.yaml", "--set", "model=gpt5"], "model: 'gpt5' was given"),
+    "unknown model option": (["run", "mine.yaml", "--set", "model=tiny:depth=3"], "'depth'"),
+    "unknown launcher": (["run", "mine.yaml", "--launcher", "loca"], "did you mean 'local'?"),
+    "unknown workload": (["run", "mine.yaml", "--set", "workload=pretrian"], "did you mean 'pretrain'?"),
+    "unknown module": (["run", "mine.yaml", "--set", "strategy=no.such"], "cannot be imported"),
+    "unknown data": (["run", "mine.yaml", "--set", "device=tpu"], "auto, cpu or cuda"),
+    "plan too": (["plan", "mine.yaml", "--set", "strategy=fsdp"], "did you mean 'fsdp2'?"),
+    "report of nothing": (["report", "absent"], "'absent' was given, which is no folder"),
+    "report of no runs": (["report", "."], "holds no run"),
+    "unknown format": (["report", ".", "--format", "pdf"], "'pdf' was given"),
+    "show of no run": (["show", "."], "accepted is a run folder"),
+    "compare of nothing": (["compare", "a", "b"], "'a' was given"),
+    "unknown list": (["list", "colours"], "accepted is workloads, strategies"),
+    "status of nothing": (["status", "--out", "absent"], "which is no folder"),
+    "wrong interval": (["monitor", "--interval", "0"], "a positive number of seconds"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_request_is_one_line_exit_code_2_and_nothing_on_disk(
+    here: Path, capsys: pytest.CaptureFixture[str], case: str
+) -> None:
+    arguments, words = WRONG[case]
+    before = files(here)
+    assert cli.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("paceline: ")
+    assert captured.err.count("\n") == 1, captured.err
+    assert words in captured.err
+    assert files(here) == before
+
+
+def test_an_out_folder_that_cannot_be_is_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "taken").write_text("a file")
+    assert cli.main(["run", "mine.yaml", "--out", "taken"]) == 2
+    assert "--out: no file can be written in taken/mine" in capsys.readouterr().err
+
+
+def test_a_real_process_says_the_same(here: Path, paceline: Any) -> None:
+    done = paceline("run", "mine.yaml", "--set", "strategy=fsdp", cwd=here)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stdout == ""
+    assert paceline("--help").returncode == 0
+    assert paceline("--version").stdout.startswith("paceline ")
+
+
+# --- reading verbs ---
+
+
+def test_plan_shows_every_run_and_starts_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = files(here)
+    assert cli.main(["plan", "mine.yaml", "--set", "repeats=2"]) == 0
+    text = capsys.readouterr().out
+    assert files(here) == before
+    specs = experiment.load("mine.yaml", ["repeats=2"])
+    for spec in specs:
+        assert f"{spec.run_id}  [to run]" in text
+        assert f"paceline.worker results/mine/{spec.run_id}" in text
+    assert "3 cells, 6 runs and 1 references in results" in text
+    assert f"{models.parameters(models.load(specs[0].model)):,} parameters" in text
+    assert "128 tokens per step" not in text
+    assert "64 tokens per step" in text
+    assert text.count("--nproc-per-node=2") == 6
+    assert text.count("--nproc-per-node=1") == 1
+
+
+def test_plan_knows_what_is_sealed_and_what_cannot_be(
+    here: Path, make_run: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = experiment.load("mine.yaml")[0]
+    make_run(here / "results", spec, Status.OK)
+    assert cli.main(["plan", "mine.yaml", "--set", 'strategy=["ddp","single","fsdp2","zero:stage=3"]']) == 0
+    text = capsys.readouterr().out
+    assert f"{spec.run_id}  [sealed]" in text
+    assert "[unsupported: the strategy single runs on one process, not on 2]" in text
+
+
+@pytest.mark.parametrize("kind", cli.LISTS)
+def test_list_shows_what_exists(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list", kind]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) >= 1
+    assert all(len(line.split()) >= 2 for line in lines), "a name and a description each"
+    names = [line.split()[0] for line in lines]
+    if kind in plugins.KINDS:
+        assert names == list(plugins.names(kind))
+    if kind == "models":
+        assert {"tiny", "gpt2-124m", "llama-8b"} <= set(names)
+    if kind == "presets":
+        assert names == ["quick", "scaling", "strategies"]
+
+
+def test_list_alone_says_what_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list"]) == 0
+    assert capsys.readouterr().out.split() == list(cli.LISTS)
+
+
+def test_doctor_answers_and_changes_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = files(here)
+    code = cli.main(["doctor"])
+    text = capsys.readouterr().out
+    assert code in (0, 1)
+    assert (code == 1) == ("BAD " in text)
+    assert "python" in text.lower()
+    assert "torch" in text
+    assert files(here) == before
+
+
+def test_monitor_ends_after_its_readings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["monitor", "--interval", "0.05", "--count", "2"]) == 0
+    assert "host" in capsys.readouterr().out
+
+
+@pytest.fixture
+def stored(here: Path, make_spec: Callable[..., RunSpec], make_run: Make) -> Path:
+    make_run(here / "results", make_spec("ddp"), Status.OOM, "rank 1 on node-a: CUDA out of memory")
+    make_run(here / "results", make_spec("single"), Status.UNSUPPORTED, "one process only", [], [])
+    make_run(here / "results", make_spec("fsdp2"), None)
+    return here / "results" / "test"
+
+
+def test_report_shows_failures_and_skipped_folders(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(stored), "--format", "json", "--format", "markdown"]) == 1
+    text = capsys.readouterr().out
+    assert "CUDA out of memory" in text
+    assert "one process only" in text
+    assert "skipped: " in text
+    assert "not sealed" in text
+    report = json.loads((stored / "report.json").read_text())
+    assert {run["status"] for run in report["runs"]} == {"oom", "unsupported"}
+    assert not (stored / "report.html").exists(), "only the asked formats"
+
+
+def test_unsupported_alone_is_no_failure(here: Path, make_spec: Make, make_run: Make) -> None:
+    make_run(here / "results", make_spec("single"), Status.UNSUPPORTED, "one process only", [], [])
+    assert cli.main(["report", "results", "--format", "json"]) == 0
+
+
+def test_show_tells_one_run(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    by_name = {path.name.split("-")[0]: path for path in store.run_dirs(stored)}
+    assert cli.main(["show", str(by_name["ddp"])]) == 0
+    assert "CUDA out of memory" in capsys.readouterr().out
+    assert cli.main(["show", str(by_name["fsdp2"])]) == 1
+    assert "not sealed" in capsys.readouterr().out
+
+
+def test_status_counts(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["status", "--out", str(stored.parent)]) == 0
+    text = capsys.readouterr().out
+    assert "1 oom, 1 unsupported, 1 not sealed" in text
+
+
+def test_compare_needs_certified_runs(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["compare", str(stored), str(stored)]) == 2
+    assert "holds no certified run" in capsys.readouterr().err
+
+
+def test_ctrl_c_is_130_and_one_line(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from paceline import run
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "campaign", interrupted)
+    assert cli.main(["run", "mine.yaml"]) == 130
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1
+    assert "the same command goes on from here" in captured.err

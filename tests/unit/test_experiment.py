@@ -1,0 +1,305 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from paceline import experiment, machine
+from paceline.errors import RequestError
+from paceline.spec import RunSpec, WarmUp
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Any:
+    """Write an experiment and load it; every test states only what it is about."""
+
+    def load(content: dict[str, Any] | str, settings: Sequence[str] = (), **more: Any) -> list[RunSpec]:
+        path = tmp_path / "experiment.yaml"
+        if isinstance(content, dict):
+            base = {"model": "tiny", "device": "cpu", "processes": 2, **content.get("base", {})}
+            content = yaml.safe_dump({"name": "test", **content, "base": base})
+        path.write_text(content)
+        return experiment.load(str(path), settings, **more)
+
+    return load
+
+
+def axis(specs: Sequence[RunSpec], name: str) -> list[Any]:
+    return [spec.axes()[name] for spec in specs]
+
+
+def refused(load: Any, *arguments: Any, **more: Any) -> str:
+    with pytest.raises(RequestError) as caught:
+        load(*arguments, **more)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# --- expansion ---
+
+
+def test_a_matrix_is_the_product_of_its_axes(file: Any) -> None:
+    specs = file({"matrix": {"strategy": ["ddp", "fsdp2"], "micro_batch": [1, 2, 4]}})
+    found = {(str(s.strategy), s.training.micro_batch) for s in specs}
+    assert found == {(a, b) for a in ("ddp", "fsdp2") for b in (1, 2, 4)}
+
+
+def test_no_matrix_is_one_cell(file: Any) -> None:
+    assert len(file({})) == 1
+
+
+def test_a_list_of_matrices_is_their_union_without_duplicates(file: Any) -> None:
+    specs = file({"matrix": [{"strategy": ["ddp", "fsdp2"]}, {"strategy": ["ddp"], "processes": [1, 2]}]})
+    assert len(specs) == 3, "ddp on 2 processes stands in both"
+    assert len({s.cell for s in specs}) == 3
+
+
+def test_repeats_give_runs_of_one_cell(file: Any) -> None:
+    specs = file({"matrix": {"strategy": ["ddp", "fsdp2", "zero"]}, "repeats": 4})
+    assert len(specs) == 12
+    assert len({s.cell for s in specs}) == 3
+    assert len({s.run_id for s in specs}) == 12
+
+
+def test_excluded_points_are_left_out(file: Any) -> None:
+    rules = [{"strategy": "fsdp2", "micro_batch": [2, 4]}]
+    specs = file({"matrix": {"strategy": ["ddp", "fsdp2"], "micro_batch": [1, 2, 4]}, "exclude": rules})
+    assert [(str(s.strategy), s.training.micro_batch) for s in specs].count(("fsdp2", 1)) == 1
+    assert len(specs) == 4
+    assert "leave no cell" in refused(file, {"matrix": {"strategy": ["ddp"]}, "exclude": [{"strategy": "ddp"}]})
+
+
+def test_a_choice_may_be_a_mapping(file: Any) -> None:
+    specs = file({"matrix": {"strategy": [{"name": "zero", "stage": 2}, "zero:stage=3"]}})
+    assert sorted(axis(specs, "strategy")) == ["zero:stage=2", "zero:stage=3"]
+
+
+def test_every_field_reaches_its_place(file: Any) -> None:
+    base = {
+        "precision": "bf16",
+        "reduce_dtype": "bf16",
+        "sequence_length": 17,
+        "micro_batch": 3,
+        "accumulation": 5,
+        "checkpointing": "full",
+        "compile": True,
+        "bucket_mb": 2.5,
+        "learning_rate": 0.5,
+        "weight_decay": 0.0,
+        "clip_norm": 2.0,
+        "data": "file:path=x.bin",
+        "steps": 7,
+        "warmup": {"minimum": 2, "maximum": 3},
+        "seed": 9,
+        "reference_steps": 6,
+        "timeout_s": 11.0,
+        "stall_s": 12.0,
+        "launcher": "local:threads=2",
+        "strategy": "zero:stage=3",
+        "workload": "pretrain",
+    }
+    (spec,) = file({"base": base})
+    t = spec.training
+    assert (t.precision.compute, t.precision.reduce) == ("bf16", "bf16")
+    assert (t.sequence_length, t.micro_batch, t.accumulation) == (17, 3, 5)
+    assert (t.checkpointing, t.compile, t.bucket_mb) == ("full", True, 2.5)
+    assert (t.learning_rate, t.weight_decay, t.clip_norm, str(t.data)) == (0.5, 0.0, 2.0, "file:path=x.bin")
+    assert (spec.steps, spec.seed, spec.reference_steps, spec.timeout_s, spec.stall_s) == (7, 9, 6, 11.0, 12.0)
+    assert spec.warmup == WarmUp(minimum=2, maximum=3)
+    assert (str(spec.launcher), str(spec.strategy), str(spec.model)) == ("local:threads=2", "zero:stage=3", "tiny")
+    assert (spec.topology.device, spec.topology.world_size, spec.experiment) == ("cpu", 2, "test")
+
+
+# --- settings ---
+
+
+def test_a_setting_replaces_a_field_and_an_axis(file: Any) -> None:
+    content = {"base": {"steps": 3}, "matrix": {"strategy": ["ddp", "fsdp2"], "micro_batch": [1, 2]}}
+    assert axis(file(content, ["steps=9"]), "steps") == [9] * 4
+    specs = file(content, ["strategy=zero:stage=1"])
+    assert set(axis(specs, "strategy")) == {"zero:stage=1"}
+    assert len(specs) == 2
+
+
+def test_a_list_setting_makes_an_axis(file: Any) -> None:
+    content = {"matrix": {"strategy": ["ddp"]}}
+    assert sorted(axis(file(content, ["micro_batch=[1,2,4]"]), "micro_batch")) == [1, 2, 4]
+    assert sorted(axis(file(content, ['strategy=["fsdp2","zero:stage=2"]']), "strategy")) == ["fsdp2", "zero:stage=2"]
+
+
+def test_settings_of_groups_repeats_and_launcher(file: Any) -> None:
+    specs = file({"base": {"warmup": {"maximum": 20}}}, ["warmup.minimum=3", "repeats=2"], launcher="local:threads=2")
+    assert len(specs) == 2
+    assert specs[0].warmup == WarmUp(minimum=3, maximum=20)
+    assert str(specs[0].launcher) == "local:threads=2"
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("steps", "key=value"),
+        ("=3", "key=value"),
+        ("stepz=3", "field 'stepz' was given; accepted is one of workload, model, strategy"),
+        ("steps=many", "steps = 'many' was given"),
+        ("steps=1.5", "steps = 1.5 was given"),
+        ("compile=1", "compile = 1 was given"),
+        ("steps=0", "steps: 0 was given"),
+        ("repeats=0", "--set repeats: 0"),
+        ("repeats=x", "--set repeats: 'x'"),
+        ("strategy.stage=2", "options go in NAME:KEY=VALUE"),
+        ("warmup.minimun=2", "'warmup.minimun' was given"),
+        ("micro_batch=[]", "a list of at least one value"),
+        ("device=tpu", "auto, cpu or cuda"),
+        ("precision=fp8", "fp32, bf16, fp16"),
+        ("processes=doubling", "processes"),
+    ],
+)
+def test_a_wrong_setting_is_one_sentence(file: Any, setting: str, words: str) -> None:
+    assert words in refused(file, {"matrix": {"strategy": ["ddp"]}}, [setting])
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("name: [", "not valid YAML"),
+        ("- 1", "list was given; accepted is a mapping"),
+        ("base: {}", "name"),
+        ("name: a b", "letters, digits"),
+        ("name: x\ncolour: 1", "field 'colour' was given; accepted is one of name, description, base"),
+        ("name: x\nbase: {colour: 1}", "field 'colour' was given"),
+        ("name: x\nmatrix: {strategy: ddp}", "a list of at least one value"),
+        ("name: x\nrepeats: 0", "repeats = 0"),
+        ("name: x\ndevices: {cpu: {name: y}}", "devices: 'name' was given"),
+        ("name: x\ndevices: {tpu: {}}", "devices.tpu"),
+        ("name: x\nbase: {steps: '3'}", "steps = '3'"),
+    ],
+)
+def test_a_wrong_file_is_one_sentence(file: Any, content: str, words: str) -> None:
+    assert words in refused(file, content, ["device=cpu"])
+
+
+def test_an_unknown_experiment_names_the_presets() -> None:
+    sentence = refused(experiment.load, "quikc")
+    assert "'quikc' was given" in sentence
+    assert all(name in sentence for name in experiment.presets())
+
+
+# --- this machine ---
+
+
+def test_devices_overlay_what_they_name(file: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = {
+        "base": {"device": "auto", "steps": 5, "seed": 7},
+        "matrix": {"strategy": ["ddp"]},
+        "devices": {
+            "cpu": {"base": {"steps": 6}},
+            "cuda": {"base": {"steps": 8}, "matrix": {"strategy": ["fsdp2", "zero"]}, "repeats": 2},
+        },
+    }
+    monkeypatch.setattr(machine, "device_kind", lambda: "cpu")
+    (spec,) = file(content)
+    assert (spec.steps, spec.seed, spec.topology.device) == (6, 7, "cpu")
+    monkeypatch.setattr(machine, "device_kind", lambda: "cuda")
+    monkeypatch.setattr(machine, "device_count", lambda: 4)
+    specs = file(content, ["processes=all"])
+    assert len(specs) == 4
+    assert {(s.steps, s.seed, s.topology.device, s.topology.world_size) for s in specs} == {(8, 7, "cuda", 4)}
+    assert file(content, ["device=cpu"])[0].steps == 6, "a setting wins over what the machine has"
+
+
+@pytest.mark.parametrize(
+    ("devices", "wanted"), [(1, [1]), (2, [1, 2]), (3, [1, 2]), (4, [1, 2, 4]), (8, [1, 2, 4, 8]), (9, [1, 2, 4, 8])]
+)
+def test_processes_double_up_to_the_devices(file: Any, monkeypatch: Any, devices: int, wanted: list[int]) -> None:
+    monkeypatch.setattr(machine, "device_count", lambda: devices)
+    specs = file({"base": {"device": "cuda"}, "matrix": {"processes": "doubling"}})
+    assert sorted(axis(specs, "world_size")) == wanted
+
+
+def test_all_processes_are_the_cores_this_process_may_use(file: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 3, 5}, raising=False)
+    (spec,) = file({"base": {"processes": "all"}})
+    assert spec.topology.world_size == 3
+
+
+# --- global batch ---
+
+
+def test_the_global_batch_decides_the_accumulation(file: Any) -> None:
+    specs = file({"base": {"global_batch": 8}, "matrix": {"processes": [1, 2, 4], "micro_batch": [1, 2]}})
+    assert {(s.topology.world_size, s.training.micro_batch): s.training.accumulation for s in specs} == {
+        (1, 1): 8,
+        (1, 2): 4,
+        (2, 1): 4,
+        (2, 2): 2,
+        (4, 1): 2,
+        (4, 2): 1,
+    }
+    assert len({s.work for s in specs}) == 1
+
+
+def test_a_global_batch_that_cannot_be_is_refused(file: Any) -> None:
+    assert "a multiple of micro_batch x processes (3 x 2)" in refused(
+        file, {"base": {"global_batch": 8, "micro_batch": 3}}
+    )
+    assert "accumulation: 3 was given; accepted is 4" in refused(file, {"base": {"global_batch": 8, "accumulation": 3}})
+    assert file({"base": {"global_batch": 8, "accumulation": 4}})[0].training.accumulation == 4
+    assert "global_batch: 0" in refused(file, {"base": {"global_batch": 0}})
+
+
+# --- order ---
+
+
+def test_two_cells_alternate_as_abba(file: Any) -> None:
+    specs = file({"matrix": {"strategy": ["ddp", "fsdp2"]}, "repeats": 4})
+    assert axis(specs, "strategy") == ["ddp", "fsdp2", "fsdp2", "ddp", "ddp", "fsdp2", "fsdp2", "ddp"]
+    assert [s.repeat for s in specs] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_rounds_are_shuffled_with_the_recorded_seed(file: Any) -> None:
+    content = {"matrix": {"micro_batch": [1, 2, 3, 4, 5, 6]}, "repeats": 3}
+    first, again = (axis(file({**content, "order_seed": 5}), "micro_batch") for _ in range(2))
+    other = axis(file({**content, "order_seed": 6}), "micro_batch")
+    assert first == again != other
+    rounds = [first[i : i + 6] for i in (0, 6, 12)]
+    assert all(sorted(turn) == [1, 2, 3, 4, 5, 6] for turn in rounds), "every round holds every cell once"
+    assert rounds[0] != rounds[1]
+    shuffle, expected = random.Random(5), [1, 2, 3, 4, 5, 6]
+    shuffle.shuffle(expected)
+    assert rounds[0] == expected
+
+
+# --- presets ---
+
+
+@pytest.mark.parametrize("name", experiment.presets())
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_preset_loads_and_is_understood(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.run import references_of, unsupported
+
+    monkeypatch.setattr(machine, "device_count", lambda: 8)
+    specs = experiment.load(name, [f"device={device}"])
+    assert specs
+    assert {s.experiment for s in specs} == {name}
+    assert [unsupported(s) for s in specs] == [None] * len(specs)
+    assert set(references_of(specs)) == {s.work for s in specs}
+    assert experiment.presets()[name]
+
+
+def test_quick_is_the_campaign_of_the_issue() -> None:
+    specs = experiment.load("quick", ["device=cpu"])
+    cells = {(str(s.strategy), s.topology.world_size) for s in specs}
+    five = {(name, 2) for name in ("ddp", "fsdp2", "zero:stage=1", "zero:stage=2", "zero:stage=3")}
+    assert cells == five | {("ddp", 1)}
+    assert {s.repeat for s in specs} == {0, 1, 2}
+
+
+def test_strategies_is_the_comparison_of_the_issue() -> None:
+    spec = experiment.load("strategies", ["device=cpu"])[0]
+    t = spec.training
+    assert (t.sequence_length, t.micro_batch, t.accumulation, spec.steps, spec.seed) == (2048, 1, 4, 100, 42)
+    assert (t.precision.compute, t.learning_rate, t.weight_decay, t.clip_norm) == ("bf16", 1e-4, 0.01, 1.0)

@@ -1,0 +1,376 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import plugins, run, store
+from paceline.errors import RequestError
+from paceline.plugins import Job, JobState
+from paceline.records import Status
+from paceline.run import End, judge, name_stalled, reference_of, references_of
+from paceline.spec import Choice, RunSpec
+from paceline.store import Progress
+
+Make = Callable[..., Any]
+ENDED, FAILED = End(JobState(running=False, exit_code=0)), End(JobState(running=False, exit_code=1))
+
+DEATHS = """torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+paceline.worker FAILED
+Failures:
+[1]:
+  time      : 2026-11-15_19:51:45
+  host      : localhost
+  rank      : {other} (local_rank: {other})
+  exitcode  : {other_code} (pid: 20866)  (SIGTERM)
+  error_file: <N/A>
+-------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-15_19:51:45
+  host      : localhost
+  rank      : {root} (local_rank: {root})
+  exitcode  : {code} (pid: 20867)  (SIGKILL)
+  error_file: <N/A>
+======================================================="""
+
+
+def torchrun_says(run_dir: Path, root: int, code: int, other: int, other_code: int = -15) -> None:
+    text = DEATHS.format(root=root, code=code, other=other, other_code=other_code)
+    (run_dir / "log.txt").write_text(text)
+
+
+@pytest.fixture
+def spec(make_spec: Make) -> RunSpec:
+    found: RunSpec = make_spec("ddp", 2)
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path: Path, spec: RunSpec, make_run: Make) -> Callable[..., Path]:
+    def make(*outcomes: Any) -> Path:
+        found: Path = make_run(tmp_path, spec, None, outcomes=outcomes)
+        return found
+
+    return make
+
+
+# --- judge ---
+
+
+def test_all_ranks_ok_is_ok(folder: Make, spec: RunSpec, make_outcome: Make) -> None:
+    assert judge(spec, folder(make_outcome(0), make_outcome(1)), ENDED) == (Status.OK, None)
+
+
+@pytest.mark.parametrize("status", [Status.FAILED, Status.OOM, Status.INVALID])
+def test_the_first_rank_that_ended_badly_is_named(
+    folder: Make, spec: RunSpec, make_outcome: Make, status: Status
+) -> None:
+    late = make_outcome(0, Status.FAILED, "connection reset", ended_at=9.0)
+    first = make_outcome(1, status, "what happened", ended_at=8.0)
+    assert judge(spec, folder(late, first), FAILED) == (status, "rank 1 on node-a: what happened")
+
+
+def test_what_is_unsupported_is_so_for_all_ranks(folder: Make, spec: RunSpec, make_outcome: Make) -> None:
+    run_dir = folder(make_outcome(0, Status.UNSUPPORTED, "no GPU"), make_outcome(1, Status.UNSUPPORTED, "no GPU"))
+    assert judge(spec, run_dir, FAILED) == (Status.UNSUPPORTED, "no GPU")
+
+
+def test_one_process_needs_no_name(tmp_path: Path, make_spec: Make, make_run: Make, make_outcome: Make) -> None:
+    alone = make_spec("ddp", 1)
+    run_dir = make_run(tmp_path, alone, None, outcomes=[make_outcome(0, Status.FAILED, "why")])
+    assert judge(alone, run_dir, FAILED) == (Status.FAILED, "why")
+
+
+@pytest.mark.parametrize("limit", [Status.TIMEOUT, Status.HANG])
+def test_a_limit_is_the_reason_unless_a_rank_gave_one(
+    folder: Make, spec: RunSpec, make_outcome: Make, limit: Status
+) -> None:
+    end = End(JobState(running=True), limit, "the text")
+    assert judge(spec, folder(), end) == (limit, "the text")
+    assert judge(spec, folder(make_outcome(0)), end) == (limit, "the text")
+    assert judge(spec, folder(make_outcome(0, Status.OOM, "full")), end)[0] is Status.OOM
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (-9, "rank 1 was killed by signal 9"),
+        (-11, "ended by signal 11 (SIGSEGV)"),
+        (7, "rank 1 ended with exit code 7"),
+    ],
+)
+def test_a_rank_that_died_without_a_word_is_named_not_the_peer_that_noticed(
+    folder: Make, spec: RunSpec, make_outcome: Make, code: int, words: str
+) -> None:
+    run_dir = folder(make_outcome(0, Status.FAILED, "RuntimeError: Connection reset by peer"))
+    torchrun_says(run_dir, root=1, code=code, other=0)
+    status, error = judge(spec, run_dir, FAILED)
+    assert status is Status.FAILED
+    assert words in error
+    torchrun_says(run_dir, root=0, code=1, other=1, other_code=code)
+    assert words in judge(spec, run_dir, FAILED)[1], "both died within one look of torchrun"
+
+
+def test_a_rank_that_torchrun_ended_is_not_to_blame(folder: Make, spec: RunSpec, make_outcome: Make) -> None:
+    run_dir = folder(make_outcome(1, Status.OOM, "CUDA out of memory"))
+    torchrun_says(run_dir, root=1, code=1, other=0, other_code=-15)
+    assert judge(spec, run_dir, FAILED) == (Status.OOM, "rank 1 on node-a: CUDA out of memory")
+
+
+def test_a_rank_ended_from_outside_is_named(folder: Make, spec: RunSpec) -> None:
+    run_dir = folder()
+    torchrun_says(run_dir, root=1, code=-15, other=0, other_code=-15)
+    assert judge(spec, run_dir, FAILED)[1] == "rank 1 was ended by signal 15 (SIGTERM)"
+
+
+def test_a_job_without_outcomes_shows_its_last_line(folder: Make, spec: RunSpec) -> None:
+    run_dir = folder()
+    status, error = judge(spec, run_dir, End(JobState(running=False, exit_code=3)))
+    assert (status, error) == (Status.FAILED, "the job ended with exit code 3: it printed nothing")
+    (run_dir / "log.txt").write_text("first\nNo module named torch\n\n")
+    assert judge(spec, run_dir, FAILED)[1] == "the job ended with exit code 1: No module named torch"
+
+
+def test_a_rank_without_outcome_is_a_failure_even_at_exit_code_0(
+    folder: Make, spec: RunSpec, make_outcome: Make
+) -> None:
+    assert judge(spec, folder(make_outcome(0)), ENDED)[0] is Status.FAILED
+
+
+# --- who holds the others up ---
+
+
+def at(rank: int, step: int, phase: str, beat: float = 0.0, pid: int | None = None) -> Progress:
+    return Progress(rank, pid or os.getpid(), step, phase, beat, 0.0)
+
+
+def test_a_rank_that_never_came_is_named_first(spec: RunSpec) -> None:
+    assert name_stalled([at(0, 3, "forward")], spec) == "rank 1 never started"
+    assert name_stalled([], spec) == "rank 0 never started"
+
+
+@pytest.mark.parametrize(
+    ("positions", "rank"),
+    [
+        ([at(0, 4, "forward"), at(1, 3, "optimizer")], 1),
+        ([at(0, 3, "backward"), at(1, 3, "forward")], 1),
+        ([at(0, 3, "forward"), at(1, 3, "backward")], 0),
+        ([at(0, 3, "backward", 5.0), at(1, 3, "backward", 4.0)], 1),
+    ],
+)
+def test_the_rank_furthest_behind_is_named(spec: RunSpec, positions: list[Progress], rank: int) -> None:
+    assert name_stalled(positions, spec).startswith(f"rank {rank} stopped at step ")
+
+
+def test_a_suspended_process_is_named_wherever_it_is(spec: RunSpec) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        os.kill(child.pid, signal.SIGSTOP)
+        end = time.monotonic() + 30
+        while run._process_state(child.pid) != "stopped" and time.monotonic() < end:
+            time.sleep(0.01)
+        text = name_stalled([at(0, 9, "optimizer", pid=child.pid), at(1, 3, "forward")], spec)
+    finally:
+        child.kill()
+        child.wait()
+    assert text.startswith("rank 0 stopped at step 9 in optimizer")
+    assert "suspended" in text
+
+
+# --- references ---
+
+
+def test_one_reference_serves_all_runs_of_one_work(make_spec: Make) -> None:
+    specs = [
+        make_spec("ddp", 2, accumulation=2),
+        make_spec("fsdp2", 1, accumulation=4),
+        make_spec("zero:stage=3", 4, accumulation=1),
+        make_spec("ddp", 2, accumulation=2, repeat=3, compile=True, bucket_mb=3.0),
+        make_spec("ddp", 2, accumulation=4),
+    ]
+    references = references_of(specs)
+    assert len(references) == 2
+    assert set(references) == {s.work for s in specs}
+    for work, reference in references.items():
+        assert reference.work == work
+        assert reference.topology.world_size == 1
+        assert reference.strategy is None
+        assert (reference.workload.name, reference.repeat) == ("reference", 0)
+        assert not reference.training.compile
+        assert run.unsupported(reference) is None
+
+
+def test_a_reference_is_named_by_the_work_not_by_whoever_asks(make_spec: Make) -> None:
+    """So that a later campaign over other strategies finds the stored one."""
+    names = {reference_of(make_spec(strategy, 2)).run_id for strategy in ("ddp", "fsdp2", "zero:stage=2")}
+    assert len(names) == 1
+
+
+def test_a_reference_is_as_long_as_asked_and_no_longer_than_the_run(make_spec: Make) -> None:
+    assert reference_of(make_spec(steps=100, reference_steps=20)).steps == 20
+    assert reference_of(make_spec(steps=5, reference_steps=20)).steps == 5
+    both = references_of([make_spec("ddp", steps=5), make_spec("fsdp2", steps=50, reference_steps=20)])
+    assert [r.steps for r in both.values()] == [20]
+
+
+def test_16_bit_references_come_with_re_ordered_copies(make_spec: Make) -> None:
+    assert reference_of(make_spec(precision="fp32")).workload == Choice("reference", {"variants": 1})
+    for precision in ("bf16", "fp16"):
+        variants = reference_of(make_spec(precision=precision)).workload.options["variants"]
+        assert isinstance(variants, int)
+        assert variants >= 3
+
+
+def test_what_cannot_run_needs_no_reference(make_spec: Make) -> None:
+    assert references_of([make_spec("single", 2), make_spec("ddp", 2, model="mixtral-8x7b")]) == {}
+
+
+# --- the campaign, with a launcher that starts nothing ---
+
+
+class Instant:
+    """A launcher whose job is over at once; `leave` writes what the ranks would have."""
+
+    def __init__(self, leave: Callable[[Path], None]) -> None:
+        self.leave, self.cancelled, self.submitted = leave, 0, 0
+
+    def check(self, spec: RunSpec) -> str | None:
+        return None
+
+    def prepare(self, spec: RunSpec, run_dir: Path) -> Job:
+        return Job(argv=("true", str(run_dir)))
+
+    def submit(self, job: Job) -> Mapping[str, Any]:
+        self.submitted += 1
+        self.leave(Path(job.argv[1]))
+        return {"pid": 1}
+
+    def poll(self, handle: Mapping[str, Any]) -> JobState:
+        return JobState(running=False, exit_code=0)
+
+    def cancel(self, handle: Mapping[str, Any]) -> None:
+        self.cancelled += 1
+
+
+class Watcher:
+    """An observer that remembers."""
+
+    def __init__(self) -> None:
+        self.known: list[bool] = []
+
+    def begin(self, specs: Sequence[RunSpec]) -> None: ...
+    def started(self, spec: RunSpec, run_dir: Path) -> None: ...
+    def moved(self, spec: RunSpec, positions: Sequence[Progress]) -> None: ...
+    def ended(self, spec: RunSpec, status: Status, error: str | None, known: bool) -> None:
+        self.known.append(known)
+
+
+@pytest.fixture
+def launcher(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Path], None]], Instant]:
+    def use(leave: Callable[[Path], None]) -> Instant:
+        instant = Instant(leave)
+        load = plugins.load
+        monkeypatch.setattr(run, "load", lambda kind, name: instant if kind == "launchers" else load(kind, name))
+        return instant
+
+    return use
+
+
+@pytest.mark.parametrize("status", list(Status))
+def test_sealed_runs_are_skipped_and_retried_only_where_it_may_help(
+    tmp_path: Path, make_spec: Make, make_outcome: Make, make_run: Make, launcher: Make, status: Status
+) -> None:
+    spec = make_spec("ddp", 1)
+    reference = reference_of(spec)
+    make_run(tmp_path, reference, Status.OK)
+    make_run(tmp_path, spec, status, "why")
+    instant = launcher(lambda run_dir: store.write_outcome(run_dir, make_outcome(0, Status.OOM, "again")))
+    watcher = Watcher()
+    assert run.campaign([spec], tmp_path, watcher) == [Status.OK, status]
+    assert watcher.known == [True, True]
+    assert instant.submitted == 0
+    retried = status in (Status.FAILED, Status.OOM, Status.HANG, Status.TIMEOUT, Status.PREEMPTED)
+    assert run.campaign([spec], tmp_path, watcher, retry=True) == [Status.OK, Status.OOM if retried else status]
+    assert instant.submitted == int(retried)
+    assert set(run.RETRIED) == set(Status) - {Status.OK, Status.INVALID, Status.UNSUPPORTED}
+
+
+def test_an_unsealed_or_damaged_run_is_run_again(
+    tmp_path: Path, make_spec: Make, make_outcome: Make, make_run: Make, launcher: Make
+) -> None:
+    spec = make_spec("ddp", 1)
+    make_run(tmp_path, reference_of(spec), Status.OK)
+    run_dir = make_run(tmp_path, spec, None)
+    instant = launcher(lambda path: store.write_outcome(path, make_outcome(0, Status.FAILED, "x")))
+    run.campaign([spec], tmp_path, Watcher())
+    (run_dir / "status.json").write_text("{")
+    run.campaign([spec], tmp_path, Watcher())
+    assert instant.submitted == 2
+    assert instant.cancelled == 2
+    assert sorted(path.name for path in (run_dir / "attempts").iterdir()) == ["1", "2"]
+
+
+def test_what_is_unsupported_is_sealed_without_a_launch(tmp_path: Path, make_spec: Make, launcher: Make) -> None:
+    instant = launcher(lambda path: None)
+    assert run.campaign([make_spec("single", 2)], tmp_path, Watcher()) == [Status.UNSUPPORTED]
+    assert instant.submitted == 0
+    (record,) = store.read_runs(tmp_path)[0]
+    assert record.error == "the strategy single runs on one process, not on 2"
+
+
+def test_a_run_without_a_reference_is_invalid(
+    tmp_path: Path, make_spec: Make, make_step: Make, make_outcome: Make, make_evidence: Make, launcher: Make
+) -> None:
+    spec = make_spec("ddp", 1)
+
+    def leave(run_dir: Path) -> None:
+        lines = [store.sample_line(make_step(0, step)) for step in range(spec.steps)]
+        (run_dir / "samples-0.jsonl").write_text("".join(lines))
+        store.write_outcome(run_dir, make_outcome(0, evidence=make_evidence()))
+
+    launcher(leave)
+    status, error = run.execute(spec, tmp_path, Watcher(), None)
+    assert status is Status.INVALID
+    assert error is not None
+    assert "no reference run of this work was found" in error
+
+
+def test_an_interrupt_ends_the_job_and_leaves_no_seal(tmp_path: Path, make_spec: Make, launcher: Make) -> None:
+    spec = make_spec("ddp", 1)
+    instant = launcher(lambda path: None)
+
+    def interrupt(handle: object) -> JobState:
+        raise KeyboardInterrupt
+
+    instant.poll = interrupt  # type: ignore[method-assign, assignment]
+    with pytest.raises(KeyboardInterrupt):
+        run.campaign([spec], tmp_path, Watcher())
+    assert instant.cancelled == 1
+    assert not [path for path in store.run_dirs(tmp_path) if store.is_sealed(path)]
+
+
+def test_sigterm_takes_the_way_of_ctrl_c() -> None:
+    def work() -> list[Status]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+        return []
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        run.interruptible(work)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_folder_without_runs_is_the_users_mistake(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="holds no run"):
+        run.read_experiment(tmp_path)
+    with pytest.raises(RequestError, match="is no folder"):
+        run.read_experiment(tmp_path / "absent")

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import store
+from paceline.errors import RequestError, StoreError
+from paceline.records import MemorySample, Status, TraceSample, WireSample
+from paceline.spec import RunSpec
+
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def spec(make_spec: Callable[..., RunSpec]) -> RunSpec:
+    return make_spec("ddp", 2)
+
+
+def test_a_run_reads_back_as_it_was_written(tmp_path: Path, spec: RunSpec, make_run: Make, make_step: Make) -> None:
+    shared = {"rank": 1, "step": 4}
+    samples = [
+        make_step(0, 0, loss=1.25, grad_norm=None, data_digest=2**64 - 1),
+        make_step(1, 0),
+        MemorySample(
+            rank=0, moment="steps", allocated_bytes=None, reserved_bytes=None, device_bytes=None, resident_bytes=5
+        ),
+        WireSample(**shared, operation="all_reduce", dtype="fp32", group_size=2, calls=3, payload_bytes=12),
+        TraceSample(rank=1, steps=2, wall_s=1.0, compute_s=0.5, communication_s=0.4, exposed_s=0.1),
+    ]
+    run_dir = make_run(tmp_path, spec, Status.OK, samples=samples)
+    record = store.read_run(run_dir)
+    assert record.spec == spec
+    assert (record.status, record.error, record.started_at, record.ended_at) == (Status.OK, None, 100.0, 160.0)
+    assert record.steps == tuple(samples[:2])
+    assert [*record.memory, *record.wire, *record.traces] == samples[2:]
+    assert [o.rank for o in record.outcomes] == [0, 1]
+    assert record.evidence is not None
+    assert record.evidence.init_digest == "abc"
+
+
+def test_the_folder_stands_where_the_design_says(tmp_path: Path, spec: RunSpec) -> None:
+    assert store.create(tmp_path, spec) == tmp_path / "test" / spec.run_id
+    assert json.loads((tmp_path / "test" / spec.run_id / "spec.json").read_text())["schema"] == 1
+
+
+def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    store.write_json(path, {"a": 1})
+    with pytest.raises(TypeError):
+        store.write_json(path, {"a": object()})
+    with pytest.raises(ValueError, match="JSON compliant"):
+        store.write_json(path, {"a": float("nan")})
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_a_writer_that_is_killed_leaves_the_old_file(tmp_path: Path) -> None:
+    """The new text is complete under another name before the old one is replaced."""
+    path = tmp_path / "x.json"
+    store.write_json(path, {"a": 1})
+    code = (
+        "import os, sys, pathlib; from paceline import store\n"
+        "pathlib.Path.replace = lambda *_: os._exit(9)\n"
+        f"store.write_json(pathlib.Path({str(path)!r}), {{'a': 2}})"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
+    assert json.loads(path.read_text()) == {"a": 1}
+
+
+def test_only_the_seal_makes_a_run_complete(tmp_path: Path, spec: RunSpec, make_run: Make) -> None:
+    run_dir = make_run(tmp_path, spec, None)
+    assert not store.is_sealed(run_dir)
+    with pytest.raises(StoreError, match="not sealed"):
+        store.read_run(run_dir)
+    assert len(store.read_unsealed(run_dir, started_at=0.0, ended_at=1.0).steps) == 8
+    store.seal(run_dir, Status.FAILED, "why", 1.0, 2.0)
+    assert store.read_run(run_dir).error == "why"
+
+
+def test_a_fresh_attempt_sets_the_earlier_ones_aside(tmp_path: Path, spec: RunSpec, make_run: Make) -> None:
+    for attempt in range(3):
+        run_dir = make_run(tmp_path, spec, Status.FAILED, f"attempt {attempt}")
+    assert store.read_run(run_dir).error == "attempt 2"
+    errors = [json.loads((run_dir / "attempts" / n / "status.json").read_text())["error"] for n in ("1", "2")]
+    assert errors == ["attempt 0", "attempt 1"]
+    assert store.run_dirs(tmp_path) == [run_dir], "attempts are not runs"
+
+
+def test_a_last_line_cut_short_is_dropped(tmp_path: Path, spec: RunSpec, make_run: Make) -> None:
+    run_dir = make_run(tmp_path, spec)
+    path = run_dir / "samples-0.jsonl"
+    whole = path.read_text()
+    path.write_text(whole[:-20])
+    assert [s.step for s in store.read_samples(path)] == [0, 1, 2]
+    path.write_text(whole + '{"kind": "st')
+    assert [s.step for s in store.read_samples(path)] == [0, 1, 2, 3]
+    path.write_text("")
+    assert list(store.read_samples(path)) == []
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "middle of the samples": (
+        "samples-1.jsonl",
+        lambda p: p.write_text(p.read_text().replace('"rank"', '"ra', 1)),
+        "is damaged",
+    ),
+    "unknown field": ("samples-0.jsonl", lambda p: p.write_text('{"kind": "memory", "colour": 1}\n'), "schema"),
+    "unknown kind": ("samples-0.jsonl", lambda p: p.write_text('{"kind": "dream"}\n'), "schema"),
+    "no object": ("samples-0.jsonl", lambda p: p.write_text("3\n"), "schema"),
+    "bytes": ("samples-0.jsonl", lambda p: p.write_bytes(b"\xff\xfe\n"), ""),
+    "spec missing": ("spec.json", lambda p: p.write_text("{}"), "schema None"),
+    "spec cut": ("spec.json", lambda p: p.write_text(p.read_text()[:50]), "cannot be read"),
+    "newer schema": (
+        "spec.json",
+        lambda p: p.write_text(p.read_text().replace('"schema": 1', '"schema": 2')),
+        "schema 2 was written by another Paceline",
+    ),
+    "impossible spec": (
+        "spec.json",
+        lambda p: p.write_text(p.read_text().replace('"steps": 4', '"steps": 0')),
+        "a whole number from 1",
+    ),
+    "status list": ("status.json", lambda p: p.write_text("[]"), "holds a list"),
+    "status unknown": ("status.json", lambda p: p.write_text('{"status": "great"}'), "schema"),
+    "outcome": ("outcome-0.json", lambda p: p.write_text("{"), "cannot be read"),
+    "outcome field": ("outcome-0.json", lambda p: p.write_text('{"status": "ok"}'), "schema"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_is_one_sentence_and_the_folder_is_skipped(
+    tmp_path: Path, make_spec: Make, make_run: Make, name: str
+) -> None:
+    good = make_run(tmp_path, make_spec("fsdp2"))
+    bad = make_run(tmp_path, make_spec("ddp"))
+    file, damage, words = DAMAGES[name]
+    damage(bad / file)
+    with pytest.raises(StoreError) as caught:
+        store.read_run(bad)
+    assert words in str(caught.value)
+    assert str(bad) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    records, skipped = store.read_runs(tmp_path)
+    assert [r.path for r in records] == [str(good)]
+    assert skipped == [str(caught.value)]
+
+
+def test_an_interrupted_run_is_reported_too(tmp_path: Path, spec: RunSpec, make_run: Make) -> None:
+    make_run(tmp_path, spec, None)
+    records, skipped = store.read_runs(tmp_path)
+    assert records == []
+    assert len(skipped) == 1
+
+
+def test_only_one_controller_writes(tmp_path: Path) -> None:
+    code = (
+        "import sys, pathlib; from paceline import store, errors\n"
+        "try:\n"
+        f"    with store.exclusive(pathlib.Path({str(tmp_path)!r})): print('mine')\n"
+        "except errors.RequestError as error: print(error)"
+    )
+    command = [sys.executable, "-c", code]
+    with store.exclusive(tmp_path):
+        assert "in use by another" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "mine\n"
+
+
+def test_a_folder_that_cannot_be_made_is_the_users_mistake(tmp_path: Path, spec: RunSpec) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RequestError, match="no folder can be made"):
+        store.create(tmp_path / "file", spec)
+    with pytest.raises(RequestError, match="no file can be written"), store.exclusive(tmp_path / "file" / "x"):
+        pass
+
+
+def test_progress_is_read_while_it_moves(tmp_path: Path) -> None:
+    assert store.read_progress(tmp_path) == ()
+    before = time.time()
+    second, first = store.ProgressFile(tmp_path, 1), store.ProgressFile(tmp_path, 0)
+    first.loss = 3.5
+    first.mark(7, "backward")
+    second.mark(6, "setup of variant 2")
+    (tmp_path / "progress-2").write_bytes(b"half")
+    a, b = store.read_progress(tmp_path)
+    assert (a.rank, a.step, a.phase, a.loss) == (0, 7, "backward", 3.5)
+    assert (b.rank, b.step, b.phase) == (1, 6, "setup")
+    assert before <= a.beat <= time.time()

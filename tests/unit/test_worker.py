@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import store, worker
+from paceline.errors import InvalidRunError, MissingPackageError, UnsupportedError
+from paceline.records import Status
+from paceline.spec import RunSpec
+
+Make = Callable[..., Any]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), Status.OOM),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: tried"),
+            Status.OOM,
+        ),
+        (RuntimeError("CUDA driver error: CUDA_ERROR_OUT_OF_MEMORY"), Status.OOM),
+        (RuntimeError("NCCL Error 1: unhandled cuda error; Out of Memory"), Status.OOM),
+        (MemoryError(), Status.OOM),
+        (RuntimeError("shape mismatch"), Status.FAILED),
+        (KeyError("memory"), Status.FAILED),
+        (ValueError(""), Status.FAILED),
+    ],
+)
+def test_an_exception_becomes_a_status(error: Exception, status: Status) -> None:
+    found, sentence = worker.classify(error)
+    assert found is status
+    assert sentence.startswith(type(error).__name__)
+
+
+def test_torchs_own_out_of_memory_is_recognised() -> None:
+    torch = pytest.importorskip("torch")
+    assert worker.classify(torch.OutOfMemoryError("CUDA out of memory."))[0] is Status.OOM
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60)
+    assert worker.classify(caught.value)[0] is Status.OOM
+
+
+def test_a_sentence_is_one_line() -> None:
+    assert worker.classify(RuntimeError("first\nsecond"))[1] == "RuntimeError: first"
+
+
+@pytest.fixture
+def seated(
+    tmp_path: Path, make_spec: Make, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[Status, str | None]]:
+    """`attempt` of one rank whose workload raises; the process group is left out."""
+
+    def attempt(error: BaseException | None, world_size: str = "1") -> tuple[Status, str | None]:
+        spec: RunSpec = make_spec("ddp", 1)
+        run_dir = store.create(tmp_path, spec)
+
+        class Workload:
+            def run(self, *_: object) -> None:
+                if error is not None:
+                    raise error
+
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+        monkeypatch.setattr(worker, "join", lambda *_: None)
+        monkeypatch.setattr(worker, "leave", lambda: None)
+        monkeypatch.setattr(worker, "load", lambda *_: Workload())
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+        recorder = worker.FolderRecorder(run_dir, 0)
+        try:
+            return worker.attempt(run_dir, 0, recorder)
+        finally:
+            recorder.close()
+
+    return attempt
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (None, Status.OK, None),
+        (UnsupportedError("not here"), Status.UNSUPPORTED, "not here"),
+        (MissingPackageError("deepspeed", "the strategy zero", "'paceline[zero]'"), Status.UNSUPPORTED, "pip install"),
+        (InvalidRunError("the loss is nan at step 3"), Status.INVALID, "the loss is nan"),
+        (ZeroDivisionError("division by zero"), Status.FAILED, "ZeroDivisionError"),
+        (MemoryError("full"), Status.OOM, "MemoryError"),
+    ],
+)
+def test_whatever_a_workload_raises_is_an_outcome(seated: Make, error: Any, status: Status, words: str | None) -> None:
+    found, sentence = seated(error)
+    assert found is status
+    assert (sentence is None) == (words is None)
+    assert words is None or words in sentence
+
+
+def test_ctrl_c_is_not_an_outcome(seated: Make) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        seated(KeyboardInterrupt())
+
+
+def test_a_wrong_number_of_processes_is_refused(seated: Make) -> None:
+    assert seated(None, world_size="3") == (Status.UNSUPPORTED, "3 processes were started for a spec of 1")
+
+
+def test_a_shared_gpu_has_host_names_of_its_own(make_spec: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"WORLD_SIZE": "2", "LOCAL_RANK": "1", "PACELINE_SHARED_GPU": "1", "NCCL_HOSTID": ""}.items():
+        monkeypatch.setenv(name, value)
+    seat = worker.take_seat(make_spec("ddp", 2), rank=1)
+    assert (seat.rank, seat.local_rank, seat.world_size) == (1, 0, 2)
+    import os
+
+    assert os.environ["NCCL_HOSTID"] == "paceline-rank-1"
+    assert os.environ["LOCAL_RANK"] == "0"
+
+
+def test_samples_and_position_reach_the_folder(
+    tmp_path: Path, make_step: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "FLUSH_S", -1.0)
+    recorder = worker.FolderRecorder(tmp_path, 3)
+    recorder.add(make_step(3, 0, loss=2.5))
+    recorder.progress(1, "forward")
+    assert [s.loss for s in store.read_samples(tmp_path / "samples-3.jsonl")] == [2.5], "before the file is closed"
+    (position,) = store.read_progress(tmp_path)
+    assert (position.rank, position.step, position.phase, position.loss) == (3, 1, "forward", 2.5)
+    recorder.close()
