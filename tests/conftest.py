@@ -120,9 +120,10 @@ class Command(Protocol):
 
 def clean_environment(**more: str) -> dict[str, str]:
     """This environment without what a developer may have set; the faulty plugins are importable as `faulty.NAME`."""
-    dropped = ("OMP_NUM_THREADS", "TORCH_DISTRIBUTED_DEBUG", "NCCL_DEBUG", "CUDA_LAUNCH_BLOCKING", "PYTHONPATH")
+    dropped = ("OMP_NUM_THREADS", "TORCH_DISTRIBUTED_DEBUG", "NCCL_DEBUG", "CUDA_LAUNCH_BLOCKING")
     kept = {key: value for key, value in os.environ.items() if key not in dropped}
-    return {**kept, "PYTHONPATH": str(TESTS), "COLUMNS": "200", **more}
+    paths = (more.pop("PYTHONPATH", None), str(TESTS), os.environ.get("PYTHONPATH"))
+    return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "COLUMNS": "200", **more}
 
 
 @pytest.fixture(scope="session")

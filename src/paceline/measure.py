@@ -10,6 +10,7 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -109,16 +110,26 @@ def add_digests(digests: Iterable[int]) -> int:
     return sum(digests) & _MASK64
 
 
-def digest_parameters(parameters: Iterable[tuple[str, Tensor]]) -> tuple[str, int]:
-    """Digest of full, unsharded weights and their count. Values enter as fp32, so 16-bit copies of equal weights agree.
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Digest of a whole model, of each of its parameters by name, and the number of their elements."""
+
+    digest: str
+    by_name: dict[str, str]
+    count: int
+
+
+def digest_parameters(parameters: Iterable[tuple[str, Tensor]]) -> Weights:
+    """Digests of full, unsharded weights. Values enter as fp32, so 16-bit copies of equal weights agree.
 
     Each element's bits are weighted by an odd function of its position and summed modulo 2**64 on the device.
     """
-    lines, count = [], 0
+    by_name, count = {}, 0
     for name, value in parameters:
-        lines.append(f"{name} {tuple(value.shape)} {_digest_values(value):016x}")
+        by_name[name] = f"{'x'.join(map(str, value.shape))}:{_digest_values(value):016x}"
         count += value.numel()
-    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:16], count
+    whole = "\n".join(f"{name} {digest}" for name, digest in sorted(by_name.items()))
+    return Weights(hashlib.sha256(whole.encode()).hexdigest()[:16], by_name, count)
 
 
 def _digest_values(value: Tensor, chunk: int = 1 << 22) -> int:

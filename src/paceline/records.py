@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar
 
+from paceline.models import Shape
+from paceline.models import load as load_shape
 from paceline.spec import RunSpec, Scalar
 
 SCHEMA = 1
@@ -120,6 +122,7 @@ class Evidence:
     switches: Mapping[str, str]
     neighbours: int | None
     window_wall_s: float | None
+    shape: Mapping[str, Scalar] = field(default_factory=dict)
     init_digests: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -158,6 +161,12 @@ class RunRecord:
     def evidence(self) -> Evidence | None:
         """Rank 0's, which speaks for all: ranks that disagree are refused by the certificate."""
         return next((o.evidence for o in sorted(self.outcomes, key=lambda o: o.rank)), None)
+
+    @property
+    def shape(self) -> Shape:
+        """The model's dimensions as the run recorded them: a table changed since then must not change its numbers."""
+        recorded: Mapping[str, Any] = self.evidence.shape if self.evidence else {}
+        return Shape(**recorded) if recorded else load_shape(self.spec.model)
 
     @property
     def is_reference(self) -> bool:

@@ -262,6 +262,17 @@ def test_zero3_beyond_its_reuse_window_gathers_twice() -> None:
     assert models.wire_bytes(Choice("zero", {"stage": 3}), billions, 8, 1, 4, 2) == pytest.approx(billions * 8 * 7 / 8)
 
 
+def test_small_tensors_of_zero3_are_gathered_once_per_step() -> None:
+    """Counted with DeepSpeed 0.19.8: 600 of 1000 parameters in tensors above the threshold, accumulation 4."""
+    tensors, half = (600, 300, 100), 1 / 2
+    choice = Choice("zero", {"stage": 3, "persistence_threshold": 300})
+    assert models.wire_bytes(choice, 1000, 2, 4, 4, 4, 0, tensors) == (400 * 4 + 4 * 600 * 4 + 4 * 1000 * 4) * half
+    whole = Choice("zero", {"stage": 3, "persistence_threshold": 0, "max_live_parameters": 0})
+    assert models.wire_bytes(whole, 1000, 2, 4, 4, 4, 0, tensors) == 4 * (2 + 1) * 1000 * 4 * half
+    default = Choice("zero", {"stage": 3})
+    assert models.wire_bytes(default, 1000, 2, 4, 4, 4, 0, tensors) == (1 + 4) * 1000 * 4 * half
+
+
 def test_wire_bytes_of_an_unknown_strategy_are_unknown() -> None:
     assert models.wire_bytes(Choice("mesh"), 1000, 8, 4, 4, 2) is None
     assert models.wire_bytes(Choice("zero", {"stage": 4}), 1000, 8, 4, 4, 2) is None

@@ -177,7 +177,7 @@ def _predicted_wire(cell: Cell) -> Estimate:
     spec, evidence = cell.spec, cell.windows[0].record.evidence
     if spec.strategy is None or evidence is None:
         return Estimate(None)
-    precision, shape = spec.training.precision, models.load(spec.model)
+    precision, shape = spec.training.precision, cell.windows[0].record.shape
     value = models.wire_bytes(
         spec.strategy,
         evidence.parameters,
@@ -219,7 +219,7 @@ def _utilisation(convention: str, *, recomputed: bool) -> Callable[[Cell], Estim
             return Estimate(None, note)
         training = cell.spec.training
         try:
-            shape = models.load(cell.spec.model)
+            shape = cell.windows[0].record.shape
         except RequestError as error:
             return Estimate(None, str(error))
         flops: float = models.flops_per_token(shape, training.sequence_length, convention)

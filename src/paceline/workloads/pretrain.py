@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from typing import TYPE_CHECKING
 
 from paceline.models import load as load_shape
@@ -10,6 +12,7 @@ from paceline.records import Evidence
 from paceline.spec import RunSpec, require
 
 if TYPE_CHECKING:
+    from paceline.measure import Weights
     from paceline.workloads._loop import Loop
 
 AUDITED_STEPS = 1
@@ -39,13 +42,13 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
     recorder.progress(0, "setup")
     with attention_backends(seat.device):
         trainer: Trainer = load("strategies", spec.strategy.name).wrap(spec, seat)
-        init_digest, parameters = digest_parameters(trainer.full_parameters())
+        weights = digest_parameters(trainer.full_parameters())
         recorder.add(read_memory(seat.rank, "setup", seat.device, peak=False))
         partition = Partition.of(spec, seat.rank)
         loop = Loop(trainer, corpus, partition, seat, clock_for(seat.device), recorder, spec.steps)
         wall_s = loop.window(range(spec.steps), reset_at=min(spec.warmup.minimum, spec.steps - 1))
         recorder.add(read_memory(seat.rank, "steps", seat.device, peak=True))
-        recorder.conclude(evidence(spec, seat, trainer, init_digest, parameters, wall_s))
+        recorder.conclude(evidence(spec, seat, trainer, weights, wall_s))
         watch_after_window(spec, seat, loop, recorder)
 
 
@@ -68,22 +71,22 @@ def watch_after_window(spec: RunSpec, seat: Seat, loop: Loop, recorder: Recorder
         recorder.add(sample)
 
 
-def evidence(spec: RunSpec, seat: Seat, trainer: Trainer, digest: str, parameters: int, wall_s: float) -> Evidence:
-    import os
-
+def evidence(spec: RunSpec, seat: Seat, trainer: Trainer, weights: Weights, wall_s: float) -> Evidence:
     from paceline.machine import debug_switches, neighbours
 
     dtypes, optimizer, settings = trainer.declare()
     shared = os.environ.get("PACELINE_SHARED_GPU") == "1"
     return Evidence(
-        init_digest=digest,
-        parameters=parameters,
+        init_digest=weights.digest,
+        init_digests=weights.by_name,
+        parameters=weights.count,
         dtypes=dtypes,
         optimizer=optimizer,
         settings={**settings, **({"shared_gpu": True} if shared else {})},
         switches=debug_switches(os.environ),
         neighbours=neighbours(seat.local_rank) if seat.device == "cuda" else None,
         window_wall_s=wall_s,
+        shape=dataclasses.asdict(load_shape(spec.model)),
     )
 
 

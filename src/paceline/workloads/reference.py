@@ -37,10 +37,10 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
         recorder.progress(0, f"setup of variant {variant}")
         with attention_backends(seat.device):
             trainer = single.wrap(spec, seat, reseed=variant)
-            digest, parameters = digest_parameters(trainer.full_parameters())
+            weights = digest_parameters(trainer.full_parameters())
             partition = Partition.of(spec, seat.rank, shuffle=variant)
             loop = Loop(trainer, corpus, partition, seat, clock_for(seat.device), recorder, spec.steps, variant)
             wall_s = loop.window(range(spec.steps))
         if variant == 0:
-            recorder.conclude(evidence(spec, seat, trainer, digest, parameters, wall_s))
+            recorder.conclude(evidence(spec, seat, trainer, weights, wall_s))
         del trainer, loop
