@@ -76,7 +76,23 @@ def open_corpus(data: Choice, vocab: int, length: int, seed: int) -> Corpus:
     return _open_file(data, vocab, length)
 
 
+def check_data(data: Choice, length: int) -> None:
+    """Refuse data that cannot be opened, before anything starts and without reading the tokens."""
+    if data.name == "file":
+        _file_tokens(data, length)
+    else:
+        open_corpus(data, 2, length, 0)
+
+
 def _open_file(data: Choice, vocab: int, length: int) -> TokenFile:
+    tokens, pad = _file_tokens(data, length)
+    low, top = int(tokens.min()), int(tokens.max())
+    if low < 0 or top >= vocab:
+        raise UnsupportedError(f"{data} holds token ids {low} to {top}, but the model's vocabulary has {vocab}")
+    return TokenFile(tokens, length, pad)
+
+
+def _file_tokens(data: Choice, length: int) -> tuple[np.ndarray[Any, Any], int | None]:
     options = dict(data.options)
     path = Path(str(options.pop("path", "")))
     dtype, pad = str(options.pop("dtype", "uint16")), options.pop("pad", None)
@@ -86,12 +102,10 @@ def _open_file(data: Choice, vocab: int, length: int) -> TokenFile:
     if not path.is_file():
         raise RequestError(f"data: the token file {str(path)!r} does not exist; accepted is a .bin or .npy file")
     tokens = np.load(path, mmap_mode="r", allow_pickle=False) if path.suffix == ".npy" else np.memmap(path, dtype, "r")
-    if tokens.ndim != 1 or len(tokens) <= length:
-        raise RequestError(f"data: {path} holds {tokens.shape} tokens; accepted is one row of more than {length}")
-    top = int(tokens.max())
-    if top >= vocab:
-        raise UnsupportedError(f"{path} holds the token id {top}, but the model's vocabulary has {vocab}")
-    return TokenFile(tokens, length, pad if isinstance(pad, int) else None)
+    if tokens.ndim != 1 or len(tokens) <= length or not np.issubdtype(tokens.dtype, np.integer):
+        given = f"{tokens.dtype} tokens of shape {tokens.shape}"
+        raise RequestError(f"data: {path} holds {given}; accepted is one row of more than {length} integers")
+    return tokens, pad if isinstance(pad, int) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,7 +168,9 @@ def _overlay(raw: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     for key in over:
         require(key in accepted, "devices", key, ", ".join(accepted))
     merged = {**raw, **over}
-    merged["base"] = {**raw.get("base", {}), **over.get("base", {})}
+    for part in (raw.get("base") or {}, over.get("base") or {}):
+        require(isinstance(part, dict), "base", part, "a mapping of fields")
+    merged["base"] = {**(raw.get("base") or {}), **(over.get("base") or {})}
     return merged
 
 
@@ -194,12 +196,20 @@ def expand(experiment: Experiment, given: Mapping[str, Any], device: str) -> lis
         base = _place(experiment.base | fixed, nested)
         for combination in _product(kept, device):
             fields = base | combination
+            if matrix.get("processes") == DOUBLING and not _divides(fields):
+                continue
             if not any(_matches(fields, rule) for rule in experiment.exclude):
                 spec = build(experiment.name, _validate(Cell, _plain(fields), experiment.name), device)
                 specs.setdefault(spec.cell, spec)
     if not specs:
         raise RequestError(f"{experiment.name}: the matrix and its exclusions leave no cell to run")
     return list(specs.values())
+
+
+def _divides(fields: Mapping[str, Any]) -> bool:
+    """Whether this many processes share the global batch evenly: a doubling axis ends where they no longer can."""
+    batch, share = fields.get("global_batch"), fields.get("micro_batch", 1) * fields["processes"]
+    return not isinstance(batch, int) or not isinstance(share, int) or batch % share == 0
 
 
 def _place(base: dict[str, Any], nested: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,7 +220,9 @@ def _place(base: dict[str, Any], nested: Mapping[str, Any]) -> dict[str, Any]:
         require(
             group == "warmup", "--set", key, "warmup.FIELD as the only field with a dot; options go in NAME:KEY=VALUE"
         )
-        result[group] = {**result.get(group, {}), field: value}
+        before = result.get(group, {})
+        require(isinstance(before, dict), group, before, "a mapping of its fields")
+        result[group] = {**before, field: value}
     return result
 
 

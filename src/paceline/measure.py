@@ -6,6 +6,7 @@ torch is imported inside functions, so that the controller may import the names 
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import time
 from collections import Counter
@@ -145,6 +146,15 @@ def _digest_values(value: Tensor, chunk: int = 1 << 22) -> int:
 
 
 # --- memory --------------------------------------------------------------------------------------------------------
+
+
+def release_unused(device: str) -> None:
+    """Give memory that only setting up needed back to the device, so that later peaks hold none of it."""
+    gc.collect()
+    if device == "cuda":
+        import torch
+
+        torch.cuda.empty_cache()
 
 
 def reset_peak(device: str) -> None:

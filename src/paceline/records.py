@@ -34,6 +34,7 @@ class Status(StrEnum):
 class StepSample:
     """One optimizer step on one rank. Phases are sums over its micro batches, in seconds of the rank's own clock.
 
+    h2d_s is the gap in the stream around the copy; its rate is taken from the profile (TraceSample), not from here.
     duration_s runs from this step's start to the next one's, so nothing falls between steps. loss is the mean over this
     rank's tokens; the data digest is a partition-independent sum over sequences (see `measure.digest_tokens`).
     """
@@ -95,7 +96,10 @@ class WireSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSample:
-    """Time line of `steps` profiled steps after the timed window: exposed is communication while nothing computes."""
+    """Time line of `steps` profiled steps after the timed window: exposed is communication while nothing computes.
+
+    h2d_s and h2d_bytes are the copies of token batches on the device's own time line (None on a CPU).
+    """
 
     kind: ClassVar[str] = "trace"
     rank: int
@@ -104,6 +108,8 @@ class TraceSample:
     compute_s: float
     communication_s: float
     exposed_s: float
+    h2d_s: float | None = None
+    h2d_bytes: int | None = None
 
 
 Sample = StepSample | MemorySample | WireSample | TraceSample

@@ -25,7 +25,7 @@ POLL_S = 0.1
 REFERENCE_VARIANTS = {"fp32": 1, "bf16": 4, "fp16": 4}
 # Tokens of a reference's micro batch at most: the uncompiled loss holds their logits in fp32, several times.
 REFERENCE_TOKENS = 8192
-RETRIED = (Status.FAILED, Status.OOM, Status.HANG, Status.TIMEOUT, Status.PREEMPTED)
+RETRIED = (Status.INVALID, Status.FAILED, Status.OOM, Status.HANG, Status.TIMEOUT, Status.PREEMPTED)
 
 
 class Observer(Protocol):
@@ -78,6 +78,7 @@ def reference_of(spec: RunSpec) -> RunSpec:
         training=training,
         launcher=Choice("local", {k: v for k, v in spec.launcher.options.items() if k == "threads"}),
         steps=min(spec.reference_steps, spec.steps),
+        timeout_s=spec.timeout_s * spec.topology.world_size * variants,
         warmup=WarmUp(),
         repeat=0,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -144,14 +145,14 @@ class Training:
             require(getattr(self, name) >= 1, name, getattr(self, name), "a whole number from 1")
         require(self.checkpointing in CHECKPOINTING, "checkpointing", self.checkpointing, ", ".join(CHECKPOINTING))
         require(
-            self.bucket_mb is None or self.bucket_mb > 0,
+            self.bucket_mb is None or 0 < self.bucket_mb < math.inf,
             "bucket_mb",
             self.bucket_mb,
             "a positive number, or null for the strategy's default",
         )
-        require(self.learning_rate > 0, "learning_rate", self.learning_rate, "a positive number")
-        require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "a number from 0")
-        require(self.clip_norm > 0, "clip_norm", self.clip_norm, "a positive number")
+        require(0 < self.learning_rate < math.inf, "learning_rate", self.learning_rate, "a positive number")
+        require(0 <= self.weight_decay < math.inf, "weight_decay", self.weight_decay, "a number from 0")
+        require(0 < self.clip_norm < math.inf, "clip_norm", self.clip_norm, "a positive number")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,9 +182,10 @@ class RunSpec:
             "letters, digits, '.', '_' and '-'",
         )
         require(self.steps >= 1, "steps", self.steps, "a whole number from 1")
-        require(self.reference_steps >= 1, "reference_steps", self.reference_steps, "a whole number from 1")
-        require(self.timeout_s > 0, "timeout_s", self.timeout_s, "a positive number of seconds")
-        require(self.stall_s > 0, "stall_s", self.stall_s, "a positive number of seconds")
+        require(self.reference_steps >= 2, "reference_steps", self.reference_steps, "a whole number from 2")
+        require(self.seed >= 0, "seed", self.seed, "a whole number from 0")
+        for name in ("timeout_s", "stall_s"):
+            require(0 < getattr(self, name) < math.inf, name, getattr(self, name), "a positive number of seconds")
 
     @property
     def global_batch(self) -> int:

@@ -204,7 +204,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_samples(path: Path) -> Iterator[Sample]:
     """Samples of one rank; a last line cut short by a killed process is dropped, any other damage is an error."""
-    lines = path.read_text().split("\n")
+    try:
+        lines = path.read_text().split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise StoreError(f"{path.parent}: {path.name} cannot be read ({error})") from None
     # One parse of the joined lines is several times faster than one per line.
     try:
         rows = json.loads("[" + ",".join(lines[:-1]) + "]")
@@ -237,16 +240,23 @@ def run_dirs(directory: Path) -> list[Path]:
     """Every run folder at or below `directory`, oldest name first."""
     if (directory / "spec.json").is_file():
         return [directory]
-    found = (path.parent for path in directory.rglob("spec.json") if "attempts" not in path.parent.parts)
-    return sorted(found)
+    found = (path.parent for path in directory.rglob("spec.json"))
+    return sorted(path for path in found if "attempts" not in path.relative_to(directory).parts)
 
 
 def read_runs(directory: Path) -> tuple[list[RunRecord], list[str]]:
     """All sealed runs below `directory`, and one sentence for each folder that had to be skipped."""
-    records, skipped = [], []
+    records: dict[str, RunRecord] = {}
+    skipped = []
     for run_dir in run_dirs(directory):
         try:
-            records.append(read_run(run_dir))
+            record = read_run(run_dir)
         except StoreError as error:
             skipped.append(str(error))
-    return records, skipped
+            continue
+        known = records.setdefault(record.spec.run_id, record)
+        if known is not record:
+            older, newer = sorted((known, record), key=lambda r: r.started_at)
+            records[record.spec.run_id] = newer
+            skipped.append(f"{older.path}: the same run stands in {newer.path}, which is newer")
+    return list(records.values()), skipped

@@ -24,30 +24,47 @@ class Profile:
         self.device, self.clock = device, clock
         self.compute: list[Span] = []
         self.communication: list[Span] = []
+        self.copies: list[Span] = []
         self.wall_s = 0.0
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
+        import torch.distributed as dist
         from torch.profiler import ProfilerActivity, profile
 
         activity = ProfilerActivity.CUDA if self.device == "cuda" else ProfilerActivity.CPU
         with profile(activities=[activity]) as profiler:
+            # Ranks come here at different times; waiting for the last of them is not communication.
+            if dist.is_initialized():
+                dist.barrier()
+            self.clock.drain()
             begin = time.perf_counter()
             yield
             self.clock.drain()
             self.wall_s = time.perf_counter() - begin
         for event in profiler.events() or ():
             self._sort(event)
+        if self.device == "cuda" and self.communication:
+            self.communication.remove(min(self.communication))  # the barrier, which NCCL runs as a reduction
 
     def _sort(self, event: Any) -> None:
+        if self.device == "cuda" and "CUDA" not in str(event.device_type):
+            return  # a call on the host (launching, waiting) is not work on the device
         span = (event.time_range.start / 1e6, event.time_range.end / 1e6)
+        if event.name.startswith("Memcpy HtoD"):
+            self.copies.append(span)
+        if event.name == "gloo:barrier":
+            return
         if event.name.startswith(("nccl", "gloo:")):
             self.communication.append(span)
         elif self.device == "cuda" or event.name.startswith("aten::"):
             self.compute.append(span)
 
-    def sample(self, rank: int, steps: int) -> TraceSample:
+    def sample(self, rank: int, steps: int, batches: int = 0, batch_bytes: int = 0) -> TraceSample:
+        """batches and batch_bytes: host-to-device copies of token batches, which are the longest of all such copies."""
         compute = covered_s(self.compute)
+        copies = sorted((end - begin for begin, end in self.copies), reverse=True)[:batches]
+        complete = len(copies) == batches > 0
         return TraceSample(
             rank=rank,
             steps=steps,
@@ -55,6 +72,8 @@ class Profile:
             compute_s=compute,
             communication_s=covered_s(self.communication),
             exposed_s=covered_s([*self.compute, *self.communication]) - compute,
+            h2d_s=sum(copies) if complete else None,
+            h2d_bytes=batches * batch_bytes if complete else None,
         )
 
 

@@ -37,7 +37,10 @@ def test_functions_and_parameters(kind: str, name: str) -> None:
     for function, parameters in plugins.CONTRACT[kind].items():
         found = getattr(module, function, None)
         assert callable(found), f"{name} has no {function}"
-        assert tuple(inspect.signature(found).parameters) == parameters, function
+        asked = inspect.signature(found).parameters
+        assert tuple(asked)[: len(parameters)] == parameters, function
+        more = list(asked.values())[len(parameters) :]
+        assert all(p.default is not p.empty for p in more), f"{function} is called with {parameters} alone"
 
 
 @pytest.mark.parametrize(("kind", "name"), SHIPPED, ids=IDS)

@@ -20,7 +20,8 @@ pytestmark = pytest.mark.slow
 TROUBLES = {
     "oom": ("oom", ("rank 1", "CUDA out of memory. Tried to allocate 20.00 GiB")),
     "raise": ("failed", ("rank 1", "ValueError: made up by a test")),
-    "nan": ("invalid", ("rank 1", "the loss is nan at step 2")),
+    # Rank 1's loss is no number at step 2; through the gradients every rank's is at step 3, and any may say so first.
+    "nan": ("invalid", ("the loss is nan at step",)),
     "kill": ("failed", ("rank 1", "killed by signal 9")),
     "exit": ("failed", ("rank 1", "exit code 7")),
 }
@@ -75,8 +76,8 @@ def test_a_second_run_repeats_nothing_and_resume_repeats_what_failed(troubled: A
 def limited(campaign: Callable[..., Any]) -> Any:
     """One rank sleeps for ever; once the stall is noticed, once only the time-out is."""
     matrix = [
-        {"strategy": ["faulty.trouble:how=sleep"], "stall_s": [15.0]},
-        {"strategy": ["faulty.trouble:how=sleep"], "timeout_s": [25.0], "seed": [43]},
+        {"strategy": ["faulty.trouble:how=sleep"], "stall_s": [25.0]},
+        {"strategy": ["faulty.trouble:how=sleep"], "timeout_s": [40.0], "seed": [43]},
     ]
     return campaign("limits", matrix, global_batch=4)
 
@@ -84,7 +85,7 @@ def limited(campaign: Callable[..., Any]) -> Any:
 def test_a_hang_names_the_rank_that_stopped(limited: Any) -> None:
     record = limited.record("faulty.trouble:how=sleep", seed=42)
     assert record.status == "hang"
-    assert "nothing moved for 15 s: rank 1 stopped at step 2 in forward" in record.error
+    assert "nothing moved for 25 s: rank 1 stopped at step 2 in forward" in record.error
     stack = (Path(record.path) / "stack-1.txt").read_text()
     assert "_sleep" in stack, "the stack of the rank that hangs says where"
     assert limited.finding(record)["status"] == "hang"
@@ -93,7 +94,7 @@ def test_a_hang_names_the_rank_that_stopped(limited: Any) -> None:
 def test_a_time_out_says_where_the_ranks_were(limited: Any) -> None:
     record = limited.record("faulty.trouble:how=sleep", seed=43)
     assert record.status == "timeout"
-    assert record.error.startswith("did not end within 25 s; ")
+    assert record.error.startswith("did not end within 40 s; ")
     assert "rank 1 was at step 2 in forward" in record.error
     assert limited.code == 1
 
@@ -110,7 +111,7 @@ def test_a_suspended_rank_is_named(
     living: Callable[[Path], list[str]],
 ) -> None:
     strategy = "faulty.trouble:how=slow"
-    file = experiment_file(tmp_path, "suspended", {"strategy": [strategy]}, stall_s=15.0, global_batch=2, steps=200)
+    file = experiment_file(tmp_path, "suspended", {"strategy": [strategy]}, stall_s=25.0, global_batch=2, steps=200)
     command = [sys.executable, "-m", "paceline.cli", "run", str(file), "--out", str(tmp_path)]
     with subprocess.Popen(
         command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

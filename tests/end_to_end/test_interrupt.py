@@ -20,7 +20,9 @@ pytestmark = pytest.mark.slow
 SLOW = "faulty.trouble:how=slow"
 # One cell to be finished, and one that is interrupted while it trains; the order of two cells is that of the matrix.
 MATRIX = [{"strategy": ["ddp"]}, {"strategy": [SLOW]}]
-SMALL: dict[str, Any] = {"processes": 1, "global_batch": 1, "steps": 12, "reference_steps": 3}
+SMALL: dict[str, Any] = {"processes": 1, "global_batch": 1, "steps": 20, "reference_steps": 3}
+# The first attempt would go on for a minute, so that whoever is gone earlier was ended; the second one is quick.
+SLOWLY, QUICKLY = {"FAULTY_SLEEP_S": "3"}, {"FAULTY_SLEEP_S": "0"}
 
 
 @contextmanager
@@ -29,7 +31,7 @@ def started(file: Path, environment: Callable[..., dict[str, str]]) -> Iterator[
     command = [sys.executable, "-m", "paceline.cli", "run", str(file), "--out", str(file.parent)]
     child = subprocess.Popen(
         command,
-        env=environment(),
+        env=environment(**SLOWLY),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -84,7 +86,7 @@ def test_ctrl_c_ends_everything_keeps_samples_and_goes_on(
     assert "not sealed" in shown.stdout
     assert "interrupted" in paceline("status", "--out", str(tmp_path)).stdout
 
-    again = paceline("run", str(file), "--out", str(tmp_path))
+    again = paceline("run", str(file), "--out", str(tmp_path), env=QUICKLY)
     assert again.returncode == 0, again.stdout + again.stderr
     assert again.stdout.count("already measured") == 2
     assert {path: (path / "status.json").stat().st_mtime_ns for path in sealed} == sealed
@@ -113,7 +115,7 @@ def test_a_killed_controller_leaves_no_orphans_and_the_campaign_goes_on(
         child.wait()
         eventually(lambda: not living(tmp_path), "the end of all ranks", limit_s=30)
     assert not store.is_sealed(run_dir)
-    again = paceline("run", str(file), "--out", str(tmp_path))
+    again = paceline("run", str(file), "--out", str(tmp_path), env=QUICKLY)
     assert again.returncode == 0, again.stdout + again.stderr
     assert store.read_run(run_dir).status == "ok"
 

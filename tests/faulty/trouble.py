@@ -18,7 +18,7 @@ TROUBLED_STEP = 2
 
 @dataclass(frozen=True)
 class Options(DdpOptions):
-    """how: one of the names in `TROUBLES`, or `slow`, which only takes its time at every step."""
+    """how: one of the names in `TROUBLES`, or `slow`: FAULTY_SLEEP_S more for every micro batch."""
 
     how: str = "raise"
 
@@ -39,7 +39,7 @@ def wrap(spec: RunSpec, seat: Seat) -> Trainer:
 
     def troubled(tokens: Any, labels: Any, normaliser: Any, last: bool) -> Any:
         if how == "slow":
-            time.sleep(0.5)
+            time.sleep(float(os.environ.get("FAULTY_SLEEP_S", "0.5")))
         elif trainer.updates == TROUBLED_STEP and seat.rank == seat.world_size - 1 and not first:
             first.append(True)
             labels = TROUBLES[how](labels)

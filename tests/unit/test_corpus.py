@@ -124,7 +124,7 @@ def test_wrong_token_files_are_one_sentence(files: dict[str, Path], tmp_path: Pa
     refuse(RequestError, "a token id", pad="zero")
     refuse(RequestError, "one row of more than 100", length=100)
     refuse(RequestError, "one row", "square.npy")
-    with pytest.raises(UnsupportedError, match="token id 99, but the model's vocabulary has 50"):
+    with pytest.raises(UnsupportedError, match="token ids 0 to 99, but the model's vocabulary has 50"):
         open_corpus(Choice("file", {"path": str(files["short.bin"])}), 50, 10, 0)
     with pytest.raises(RequestError, match="synthetic or file"):
         open_corpus(Choice("internet"), 256, 10, 0)

@@ -34,6 +34,9 @@ def test_a_digest_counts_and_does_not_depend_on_the_order_of_names() -> None:
     found = digest_parameters([("a", value), ("b", value + 1)])
     assert found.count == 24
     assert digest_parameters([("b", value + 1), ("a", value)]) == found
+    other = digest_parameters([("a", value), ("b", value)])
+    assert other.by_name["a"] == found.by_name["a"]
+    assert other.by_name["b"] != found.by_name["b"], "which parameter differs can be told"
 
 
 def test_a_digest_sees_one_flipped_bit() -> None:

@@ -73,10 +73,10 @@ class Cell:
         columns = STEP_COLUMNS.index(numerator), STEP_COLUMNS.index(denominator)
         return statistics.ratio_of_sums([w.steps for w in self.windows], self.step_sums, *columns)
 
-    def mean(self, column: str) -> Resampled | None:
-        """Mean over launches of what each launch shows once."""
-        launches = [w.launch for w in self.windows]
-        return statistics.ratio_of_sums(launches, self.launch_sums, LAUNCH_COLUMNS.index(column), 0)
+    def mean(self, column: str, denominator: str = "launches") -> Resampled | None:
+        """Mean over launches of what each launch shows once, or the ratio of two such sums."""
+        columns = LAUNCH_COLUMNS.index(column), LAUNCH_COLUMNS.index(denominator)
+        return statistics.ratio_of_sums([w.launch for w in self.windows], self.launch_sums, *columns)
 
     def seconds(self) -> Array:
         """Step times of all windows, in launch order."""
@@ -133,7 +133,7 @@ def _step_time(cell: Cell) -> Estimate:
 
 def _rate(numerator: str, *, per_process: bool = False) -> Callable[[Cell], Estimate]:
     def formula(cell: Cell) -> Estimate:
-        found = cell.per(numerator, "seconds")
+        found = cell.per(numerator, "wall")
         if found and per_process:
             found = found.times(1 / cell.spec.topology.world_size)
         return Estimate(found, SHARED_GPU if cell.shared_gpu else None)
@@ -168,8 +168,8 @@ def _peak_memory(cell: Cell) -> Estimate:
 
 
 def _h2d_rate(cell: Cell) -> Estimate:
-    """Bytes copied over seconds copying, both measured, summed over ranks: the rate of one process."""
-    return Estimate(None if cell.spec.topology.device == "cpu" else cell.per("h2d_bytes", "h2d_seconds"))
+    """Bytes over seconds of the token copies on the device's time line, summed over ranks: the rate of one process."""
+    return Estimate(cell.mean("h2d_bytes", "h2d_seconds"))
 
 
 def _predicted_wire(cell: Cell) -> Estimate:
@@ -214,7 +214,7 @@ def _utilisation(convention: str, *, recomputed: bool) -> Callable[[Cell], Estim
 
     def formula(cell: Cell) -> Estimate:
         peak, note = dense_peak(cell)
-        rate = cell.per("tokens", "seconds")
+        rate = cell.per("tokens", "wall")
         if peak is None or rate is None:
             return Estimate(None, note)
         training = cell.spec.training

@@ -81,10 +81,11 @@ def _text(group: Group, metric: str, best: Sequence[str], rest: Sequence[str], p
     names = [group.names[cell] for cell in best]
     if not rest:
         return f"Tie between {_listed(names)}: this data cannot tell them apart."
-    versus = next(c for c in pairs if {c.cell, c.other} == {best[0], rest[0]})
+    told = [(c, cell) for cell in best for c in pairs if {c.cell, c.other} == {cell, rest[0]} and _loser(c)]
+    versus, winner = told[0]
     head = f"Tie between {_listed(names)}. " if len(best) > 1 else ""
-    why = _why(group, best[0], rest[0]) if metric in (*SPEED_METRICS, EFFICIENCY) else ""
-    return f"{head}{_margin(metric, names[0], group.names[rest[0]], *_ratio_of(versus, best[0]))}{why}"
+    why = _why(group, winner, rest[0]) if metric in (*SPEED_METRICS, EFFICIENCY) else ""
+    return f"{head}{_margin(metric, group.names[winner], group.names[rest[0]], *_ratio_of(versus, winner))}{why}"
 
 
 def _margin(metric: str, best: str, other: str, ratio: float, low: float, high: float) -> str:

@@ -79,11 +79,12 @@ def _finding(record: RunRecord, certificates: Mapping[str, Certificate], windows
 
 
 def _status(record: RunRecord, certificate: Certificate | None) -> tuple[Status, str | None]:
-    """A run that ended ok but cannot prove its work is invalid, for the reasons its certificate gives."""
-    if record.status != Status.OK or record.is_reference:
+    """The certificate of today decides between ok and invalid: its reference may have come after the run was sealed."""
+    if record.status not in (Status.OK, Status.INVALID) or record.is_reference:
         return record.status, record.error
     if certificate is None or not certificate.valid:
-        return Status.INVALID, "; ".join(certificate.reasons) if certificate else "the run carries no certificate"
+        reasons = "; ".join(certificate.reasons) if certificate else "the run carries no certificate"
+        return Status.INVALID, record.error or reasons
     return Status.OK, None
 
 

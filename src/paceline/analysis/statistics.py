@@ -87,12 +87,15 @@ def _blocks(n: int) -> int:
 
 
 def _block_sums(rows: Array, draws: int, rng: np.random.Generator) -> Array:
-    """`draws` moving-block resamples of n rows, summed by column; the last block is cut so that n rows are drawn."""
+    """`draws` moving-block resamples of n rows, summed by column; the last block is cut so that n rows are drawn.
+
+    Blocks wrap around the end: without that the first and last steps would be drawn less often than the others.
+    """
     n, length = len(rows), block_length(len(rows))
-    ends = np.vstack([np.zeros((1, rows.shape[1])), np.cumsum(rows, axis=0)])
+    ends = np.vstack([np.zeros((1, rows.shape[1])), np.cumsum(np.vstack([rows, rows[:length]]), axis=0)])
     last = n - (_blocks(n) - 1) * length
-    starts = rng.integers(0, n - length + 1, size=(_blocks(n) - 1, draws))
-    final = rng.integers(0, n - last + 1, size=draws)
+    starts = rng.integers(0, n, size=(_blocks(n) - 1, draws))
+    final = rng.integers(0, n, size=draws)
     total: Array = ends[final + last] - ends[final]
     for start in starts:
         total += ends[start + length] - ends[start]

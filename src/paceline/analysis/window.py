@@ -1,6 +1,7 @@
 """One run after warm-up: raw samples of all ranks laid out as one row per step and one row per launch.
 
-A step's time is the maximum over ranks; what one rank did not record is missing for the step, never 0.
+A step's time is the maximum over ranks; rates divide by the wall time of the window, which is less where ranks are late
+in turns. What one rank did not record is missing for the step, never 0.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from paceline.findings import WarmUpOutcome
 from paceline.records import RunRecord, StepSample
 
 PHASES = ("data_wait_s", "h2d_s", "forward_s", "backward_s", "optimizer_s")
-STEP_COLUMNS = ("seconds", "steps", "tokens", "samples", *PHASES, "h2d_bytes", "h2d_seconds")
-_RAW = attrgetter("duration_s", *PHASES, "tokens", "samples", "h2d_bytes")
-LAUNCH_COLUMNS = ("launches", "allocated", "reserved", "device", "resident", "exposed", "wire", "first", "last")
+STEP_COLUMNS = ("seconds", "steps", "tokens", "samples", *PHASES, "wall")
+_RAW = attrgetter("duration_s", *PHASES, "tokens", "samples")
+_ONCE = ("exposed", "wire", "first", "last", "h2d_bytes", "h2d_seconds")
+LAUNCH_COLUMNS = ("launches", "allocated", "reserved", "device", "resident", *_ONCE)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,7 +70,8 @@ def open_window(record: RunRecord) -> Window:
     by_step = samples_by_step(record)
     rows = _step_rows(by_step)
     end = statistics.warm_up(rows[:, 0], record.spec.warmup)
-    steps = rows[end.excluded :]
+    wall = _wall(list(by_step.values())[end.excluded :])
+    steps = np.column_stack([rows[end.excluded :], wall])
     run = record.spec.run_id
     outcome = WarmUpOutcome(
         run=run,
@@ -82,15 +85,24 @@ def open_window(record: RunRecord) -> Window:
 
 
 def _step_rows(by_step: Mapping[int, Sequence[StepSample]]) -> Array:
-    """One row of STEP_COLUMNS per step: times are maxima over ranks, amounts are sums; one None makes a NaN of both."""
+    """STEP_COLUMNS without wall: times are maxima over ranks, amounts are sums; one None makes a NaN of both."""
     if not by_step:
-        return np.empty((0, len(STEP_COLUMNS)))
+        return np.empty((0, len(STEP_COLUMNS) - 1))
     raw = np.array([_RAW(s) for samples in by_step.values() for s in samples], dtype=np.float64)
     starts = np.cumsum([0, *(len(samples) for samples in by_step.values())])[:-1]
     slowest, total = np.maximum.reduceat(raw, starts), np.add.reduceat(raw, starts)
     seconds, phases = slowest[:, :1], slowest[:, 1 : 1 + len(PHASES)]
-    amounts, copied, copying = total[:, -3:-1], total[:, -1], total[:, 1 + PHASES.index("h2d_s")]
-    return np.column_stack([seconds, np.ones(len(starts)), amounts, phases, copied, copying])
+    return np.column_stack([seconds, np.ones(len(starts)), total[:, -2:], phases])
+
+
+def _wall(measured: Sequence[Sequence[StepSample]]) -> Array:
+    """Step times of the rank whose window lasted longest: they add up to wall time, as maxima over ranks do not."""
+    totals: defaultdict[int, float] = defaultdict(float)
+    for samples in measured:
+        for s in samples:
+            totals[s.rank] += s.duration_s
+    longest = max(totals, key=lambda rank: totals[rank], default=0)
+    return np.array([next((s.duration_s for s in samples if s.rank == longest), math.nan) for samples in measured])
 
 
 def _launch_row(record: RunRecord, by_step: Mapping[int, Sequence[StepSample]], excluded: int) -> list[float]:
@@ -101,6 +113,8 @@ def _launch_row(record: RunRecord, by_step: Mapping[int, Sequence[StepSample]], 
         _exposed_ratio(record),
         _wire_bytes(record, list(by_step)[excluded:]),
         *first_and_last_loss(by_step),
+        _reduce(sum, (t.h2d_bytes for t in record.traces)),
+        _reduce(sum, (t.h2d_s for t in record.traces)),
     ]
 
 

@@ -33,6 +33,7 @@ def check(spec: RunSpec) -> str | None:
 
 
 def wrap(spec: RunSpec, seat: Seat) -> Trainer:
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     from paceline.strategies._torch import TorchTrainer, build_decoder, compile_parts
@@ -42,11 +43,11 @@ def wrap(spec: RunSpec, seat: Seat) -> Trainer:
     decoder = build_decoder(spec, "meta")
     if spec.training.compile:
         compile_parts(decoder)
-    policy = mixed_precision(spec)
+    policy, mesh = mixed_precision(spec), init_device_mesh(seat.device, (seat.world_size,))
     units = block_units(decoder, spec.training.bucket_mb)
     for unit in units:
-        fully_shard(unit, mp_policy=policy, reshard_after_forward=chosen.reshard_after_forward)
-    root: Any = fully_shard(decoder, mp_policy=policy)
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=chosen.reshard_after_forward)
+    root: Any = fully_shard(decoder, mesh=mesh, mp_policy=policy)
     place_shards(decoder, spec, seat)
 
     def sync(last: bool) -> None:

@@ -41,11 +41,13 @@ def check(spec: RunSpec) -> str | None:
 
 def wrap(spec: RunSpec, seat: Seat) -> Trainer:
     deepspeed = _import_deepspeed(seat)
+    from paceline.decoder import DTYPES
     from paceline.strategies._torch import adamw, compile_parts, initialised_decoder
 
     assert spec.strategy is not None
     chosen = options(Options, spec.strategy)
-    decoder = initialised_decoder(spec, seat)
+    # DeepSpeed makes this cast itself, but with both copies on the device at once.
+    decoder = initialised_decoder(spec, seat).to(DTYPES[spec.training.precision.compute])
     if spec.training.compile:
         # Stage 3 fetches weights in hooks between layers, which one graph over the whole model would not see.
         compile_parts(decoder) if chosen.stage == 3 else decoder.compile()
@@ -113,7 +115,7 @@ class ZeroTrainer:
 
     @property
     def updates(self) -> int:
-        return int(self.engine.global_steps)
+        return int(self.engine.global_steps - self.engine.skipped_steps)
 
     def forward(self, tokens: Tensor, labels: Tensor, normaliser: Tensor, last: bool) -> Tensor:
         return self.engine(tokens, labels, normaliser)  # type: ignore[no-any-return]

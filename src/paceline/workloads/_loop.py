@@ -150,6 +150,8 @@ class Loop:
 
     def _record(self, ended: Pending, end: Any) -> None:
         loss, norm = (float(value) for value in self.scalars[ended.step])
+        # Only a loss scaler survives gradients that are not finite: it leaves the weights as they were.
+        updates = ended.updates if math.isfinite(norm) else 0
         watch, batch = ended.stopwatch, ended.batch
         self.recorder.add(
             StepSample(
@@ -165,9 +167,9 @@ class Loop:
                 tokens=batch.tokens,
                 samples=batch.samples,
                 micro_batches=len(batch.micro_batches),
-                updates=ended.updates,
+                updates=updates,
                 loss=loss,
-                grad_norm=None if math.isnan(norm) else norm,
+                grad_norm=norm if math.isfinite(norm) else None,
                 data_digest=batch.digest,
                 variant=self.variant,
             )

@@ -6,6 +6,7 @@ import dataclasses
 import os
 from typing import TYPE_CHECKING
 
+from paceline.corpus import check_data
 from paceline.models import load as load_shape
 from paceline.plugins import Recorder, Seat, Trainer, load
 from paceline.records import Evidence
@@ -17,11 +18,13 @@ if TYPE_CHECKING:
 
 AUDITED_STEPS = 1
 PROFILED_STEPS = 2
+TOKEN_BYTES = 8
 
 
 def check(spec: RunSpec) -> str | None:
     require(not spec.workload.options, "option of pretrain", dict(spec.workload.options), "none")
     require(spec.strategy is not None, "strategy", None, "a strategy; `paceline list strategies` shows them")
+    check_data(spec.training.data, spec.training.sequence_length)
     shape = load_shape(spec.model)
     if shape.experts:
         return f"the reference decoder has no mixture of experts, which {spec.model} needs"
@@ -33,7 +36,7 @@ def check(spec: RunSpec) -> str | None:
 
 def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
     from paceline.corpus import Partition, open_corpus
-    from paceline.measure import clock_for, digest_parameters, read_memory
+    from paceline.measure import clock_for, digest_parameters, read_memory, release_unused
     from paceline.workloads._loop import Loop
 
     assert spec.strategy is not None
@@ -43,6 +46,7 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
     with attention_backends(seat.device):
         trainer: Trainer = load("strategies", spec.strategy.name).wrap(spec, seat)
         weights = digest_parameters(trainer.full_parameters())
+        release_unused(seat.device)
         recorder.add(read_memory(seat.rank, "setup", seat.device, peak=False))
         partition = Partition.of(spec, seat.rank)
         loop = Loop(trainer, corpus, partition, seat, clock_for(seat.device), recorder, spec.steps)
@@ -60,11 +64,14 @@ def watch_after_window(spec: RunSpec, seat: Seat, loop: Loop, recorder: Recorder
     from paceline.measure import WireCounter
     from paceline.timeline import Profile
 
-    profile, counter = Profile(seat.device, loop.clock), WireCounter()
+    profile, counter, training = Profile(seat.device, loop.clock), WireCounter(), spec.training
     profiled = range(spec.steps, spec.steps + PROFILED_STEPS)
     with profile.recording():
         loop.unrecorded(profiled)
-    recorder.add(profile.sample(seat.rank, PROFILED_STEPS))
+    batch_bytes = training.micro_batch * (training.sequence_length + 1) * TOKEN_BYTES
+    recorder.add(profile.sample(seat.rank, PROFILED_STEPS, PROFILED_STEPS * training.accumulation, batch_bytes))
+    if spec.topology.world_size == 1:
+        return
     with counter.counting():
         loop.unrecorded(range(profiled.stop, profiled.stop + AUDITED_STEPS))
     for sample in counter.samples(seat.rank, profiled.stop):

@@ -133,12 +133,25 @@ def test_unknown_collective_gives_no_wire_bytes(make_spec: Builder, make_record:
     assert measured(dataclasses.replace(record, wire=strange))["wire_bytes_per_step"].value is None
 
 
-def test_host_to_device_rate_is_measured_bytes_over_measured_seconds(
+def test_host_to_device_rate_is_measured_on_the_device_not_from_launch_gaps(
     make_spec: Builder, make_record: Builder, make_steps: Builder
 ) -> None:
     spec = make_spec(device="cuda")
-    samples = make_steps(spec, h2d_s=0.25, h2d_bytes=1000)
-    assert measured(make_record(spec, steps=samples))["h2d_bytes_per_s"].value == pytest.approx(4000)
+    record = make_record(spec, steps=make_steps(spec, h2d_s=0.25, h2d_bytes=1000))
+    traces = tuple(dataclasses.replace(t, h2d_s=0.001, h2d_bytes=4000) for t in record.traces)
+    assert measured(dataclasses.replace(record, traces=traces))["h2d_bytes_per_s"].value == pytest.approx(4e6)
+    assert measured(record)["h2d_bytes_per_s"].value is None
+
+
+def test_rates_divide_by_wall_time_not_by_the_sum_of_maxima(
+    make_spec: Builder, make_record: Builder, make_steps: Builder
+) -> None:
+    """Ranks late in turns: each step's maximum is 1.5 s, but every rank's clock ran 1.25 s per step."""
+    spec = make_spec(device="cpu", world_size=2)
+    late = [dataclasses.replace(s, duration_s=1.5 if (s.step + s.rank) % 2 else 1.0) for s in make_steps(spec)]
+    found = measured(make_record(spec, steps=late))
+    assert found["step_time_s"].value == pytest.approx(1.5)
+    assert found["tokens_per_s"].value == pytest.approx(spec.tokens_per_step / 1.25, rel=0.02)
 
 
 class TestUtilisation:
