@@ -53,7 +53,7 @@ def parser() -> Parser:
     root.add_argument("--version", action="version", version=f"paceline {__version__}")
     verbs = root.add_subparsers(metavar="VERB", required=True, parser_class=Parser)
     _experiment_verb(verbs, "run", run, "measure: run every cell of an experiment, then report").add_argument(
-        "--resume", action="store_true", help="also repeat runs that failed, hung, timed out or ran out of memory"
+        "--resume", action="store_true", help="also repeat runs that ended in any way but ok or unsupported"
     )
     _experiment_verb(verbs, "plan", plan, "show what would run: cells, commands, state memory; nothing is started")
     verb = _verb(verbs, "report", report, "conclude from stored runs: tables, plots, files")
@@ -68,7 +68,7 @@ def parser() -> Parser:
     _verb(verbs, "list", list_kind, "what exists: strategies, models, presets, ...").add_argument(
         "kind", nargs="?", help="; ".join(LISTS)
     )
-    verb = _verb(verbs, "doctor", doctor, "is this machine fit to run and to measure?")
+    verb = _verb(verbs, "doctor", doctor, "say whether this machine is fit to run and to measure, and how to mend it")
     verb.add_argument("--out", type=Path, default=Path(DEFAULT_OUT), help="results folder to check")
     verb = _verb(verbs, "monitor", monitor, "live use of GPUs, processors and memory")
     verb.add_argument("--interval", type=float, default=1.0, metavar="SECONDS")
@@ -145,7 +145,8 @@ def _conclude(console: Console, directory: Path, formats: Sequence[str]) -> int:
     files = [path for path in written if path.parent == directory]
     console.print(f"Report: {' '.join(str(path) for path in files)}", highlight=False, soft_wrap=True)
     bad = [r for r in found.runs if r.status not in ("ok", "unsupported")]
-    return SOME_FAILED if bad or found.skipped else OK
+    measured = any(r.status == "ok" and not r.is_reference for r in found.runs)
+    return OK if measured and not bad and not found.skipped else SOME_FAILED
 
 
 def _print_report(console: Console, found: Report) -> None:
@@ -188,7 +189,7 @@ def _describe(spec: RunSpec, models: Any) -> str:
     strategy = spec.strategy
     state = models.state_bytes(
         strategy.name if strategy else "single",
-        strategy.options.get("stage") if strategy else None,
+        strategy.options.get("stage", 1) if strategy else None,
         count,
         spec.topology.world_size,
         t.precision.compute,

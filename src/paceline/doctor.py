@@ -114,7 +114,7 @@ def _driver(host: machine.Machine) -> Diagnosis:
     unknown = sorted({gpu.name or "a GPU without a name" for gpu in host.gpus if gpu.peak_flops is None})
     text = f"driver {host.driver}, CUDA {host.cuda}, " + ", ".join(sorted({gpu.name or "?" for gpu in host.gpus}))
     if unknown:
-        fix = "run the matmul workload: it measures the achievable peak in place of MFU"
+        fix = "add a row with its dense peaks and their source to data/gpus.toml; without one MFU is not known"
         return Diagnosis(name="driver", ok=None, text=f"{text}; no known peak for {', '.join(unknown)}", fix=fix)
     return Diagnosis(name="driver", ok=True, text=text)
 
@@ -140,10 +140,9 @@ def _switches(environ: Mapping[str, str]) -> Diagnosis:
 
 def _threads(environ: Mapping[str, str]) -> Diagnosis:
     value = environ.get("OMP_NUM_THREADS")
-    if value:
-        return Diagnosis(name="threads", ok=True, text=f"OMP_NUM_THREADS={value}")
-    fix = "set OMP_NUM_THREADS to cores / processes to choose for yourself"
-    return Diagnosis(name="threads", ok=None, text="OMP_NUM_THREADS is not set: the launcher decides", fix=fix)
+    seen = f"OMP_NUM_THREADS={value} here, but the" if value else "the"
+    text = f"{seen} launcher gives every process its own number (--launcher local:threads=N, 1 by default)"
+    return Diagnosis(name="threads", ok=True, text=text)
 
 
 def _compiler(environ: Mapping[str, str]) -> Diagnosis:
