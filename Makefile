@@ -11,7 +11,7 @@ demo: setup
 	$(BIN)/paceline run quick
 
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2
 
 lint: setup
 	$(BIN)/ruff format --check .

@@ -189,7 +189,7 @@ def _describe(spec: RunSpec, models: Any) -> str:
     strategy = spec.strategy
     state = models.state_bytes(
         strategy.name if strategy else "single",
-        strategy.options.get("stage", 1) if strategy else None,
+        strategy.options.get("stage", 1) if strategy and strategy.name == "zero" else None,
         count,
         spec.topology.world_size,
         t.precision.compute,

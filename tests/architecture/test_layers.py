@@ -1,4 +1,4 @@
-"""The laws of the architecture that a reader cannot check by eye: who may import whom, and what starts without torch."""
+"""The laws of the architecture that a reader cannot check by eye: who imports whom, and what starts without torch."""
 
 from __future__ import annotations
 

@@ -181,9 +181,9 @@ def test_report_shows_failures_and_skipped_folders(stored: Path, capsys: pytest.
     assert not (stored / "report.html").exists(), "only the asked formats"
 
 
-def test_unsupported_alone_is_no_failure(here: Path, make_spec: Make, make_run: Make) -> None:
+def test_a_campaign_in_which_nothing_was_measured_is_a_failure(here: Path, make_spec: Make, make_run: Make) -> None:
     make_run(here / "results", make_spec("single"), Status.UNSUPPORTED, "one process only", [], [])
-    assert cli.main(["report", "results", "--format", "json"]) == 0
+    assert cli.main(["report", "results", "--format", "json"]) == 1
 
 
 def test_show_tells_one_run(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
