@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline import __version__
+from paceline import __version__, machine
 from paceline.analysis import compare, metrics, recommend, scaling
 from paceline.analysis.certificate import certify_all
 from paceline.analysis.metrics import SHARED_GPU, Cell
@@ -47,7 +47,7 @@ def build(
         recommendations=tuple(recommend.recommend(everything, runs)),
         scaling=grown.points,
         distributions={cell.id: _distribution(cell) for cell in cells},
-        notes=tuple(_notes(cells, runs)),
+        notes=tuple(_notes(cells, runs, _machines(ordered))),
         skipped=tuple(skipped),
     )
 
@@ -106,6 +106,9 @@ def _health(record: RunRecord, window: Window | None) -> tuple[str, ...]:
         found.append(f"{neighbours} other processes on the GPU")
     if window and not window.warmup.by_rule:
         found.append(f"warm-up: {window.warmup.text}")
+    proved = min(record.spec.reference_steps, record.spec.steps)
+    if window and window.warmup.excluded_steps >= proved:
+        found.append(f"the trajectory was proved on the first {proved} steps only, all of them warm-up")
     return tuple(found)
 
 
@@ -125,7 +128,18 @@ def _distribution(cell: Cell) -> tuple[float, ...]:
     return tuple(seconds[chosen].tolist())
 
 
-def _notes(cells: Sequence[Cell], runs: Sequence[RunFinding]) -> list[str]:
+def _drift(machines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Fields in which a host differs from itself during the campaign: an upgrade between repeats, another power cap."""
+    first: dict[str, Mapping[str, Any]] = {}
+    found: dict[str, str] = {}
+    for facts in machines:
+        before = first.setdefault(str(facts.get("host")), facts)
+        changed = machine.fingerprint_diff(before, facts).items()
+        found |= {path: f"{path} was {a}, then {b}" for path, (a, b) in changed if not path.startswith("environment.")}
+    return list(found.values())
+
+
+def _notes(cells: Sequence[Cell], runs: Sequence[RunFinding], machines: Sequence[Mapping[str, Any]]) -> list[str]:
     measured = [run for run in runs if not run.is_reference]
     notes = []
     if measured and not cells:
@@ -138,4 +152,6 @@ def _notes(cells: Sequence[Cell], runs: Sequence[RunFinding]) -> list[str]:
         notes.append("the runs were made on several kinds of device; only runs on the same kind are compared")
     if invalid := sum(run.status == Status.INVALID for run in measured):
         notes.append(f"{invalid} of {len(measured)} runs are invalid: shown with the reason, never ranked")
+    if drift := _drift(machines):
+        notes.append(f"a host changed while the campaign ran, and its runs may differ for that: {'; '.join(drift)}")
     return notes

@@ -140,3 +140,12 @@ def test_health_names_what_a_reader_should_know(campaign: list[RunRecord], make_
 def test_empty() -> None:
     report = build([], "nothing")
     assert (report.runs, report.created_at) == ((), 0.0)
+
+
+def test_a_host_that_changed_between_repeats_is_noted(make_spec: Builder, make_record: Builder) -> None:
+    """Repeats before and after an upgrade are one cell: the reader must know."""
+    old, new = (make_record(make_spec(repeat=k)) for k in (0, 1))
+    machines = tuple({"host": "h", "versions": {"torch": v}} for v in ("2.12", "2.13"))
+    before, after = (dataclasses.replace(r, machines=(m,)) for r, m in zip((old, new), machines, strict=True))
+    assert any("versions.torch was 2.12, then 2.13" in note for note in build([before, after], title="t").notes)
+    assert not any("changed" in note for note in build([before], title="t").notes)
