@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paceline import experiment, machine, store
+from paceline import experiment, machine, models, store
 from paceline.records import Evidence, MemorySample, Outcome, Status, StepSample, WireSample
 from paceline.spec import RunSpec
 
@@ -225,7 +225,7 @@ def _write_store(folder: Path, runs: int, steps: int, ranks: int) -> None:
 def _write_run(folder: Path, spec: RunSpec) -> None:
     run_dir = store.create(folder, replace(spec))
     noise = random.Random(spec.run_id)
-    reduced = 4 * 100_000
+    reduced = 4 * _parameters(spec)
     for rank in range(spec.topology.world_size):
         with (run_dir / f"samples-{rank}.jsonl").open("w") as lines:
             for step in range(spec.steps):
@@ -250,6 +250,10 @@ def _step(spec: RunSpec, rank: int, step: int, noise: random.Random) -> StepSamp
     )  # fmt: skip
 
 
+def _parameters(spec: RunSpec) -> int:
+    return models.parameters(models.load(spec.model))
+
+
 def _memory(rank: int) -> MemorySample:
     return MemorySample(
         rank=rank, moment="steps", allocated_bytes=None, reserved_bytes=None, device_bytes=None, resident_bytes=2**28
@@ -259,8 +263,8 @@ def _memory(rank: int) -> MemorySample:
 def _outcome(spec: RunSpec, rank: int) -> Outcome:
     names = ("parameters", "compute", "gradient", "gradient_reduction", "optimizer_state", "master_weights")
     evidence = Evidence(
-        init_digest="0", parameters=100_000, dtypes=dict.fromkeys(names, "fp32"), optimizer={"kind": "made up"},
-        settings={}, switches={}, neighbours=None, window_wall_s=0.1 * spec.steps,
+        init_digest="0", parameters=_parameters(spec), dtypes=dict.fromkeys(names, "fp32"),
+        optimizer={"kind": "made up"}, settings={}, switches={}, neighbours=None, window_wall_s=0.1 * spec.steps,
     )  # fmt: skip
     return Outcome(
         rank=rank, status=Status.OK, error=None, host="made-up", pid=1, started_at=0.0, ended_at=1.0, evidence=evidence
