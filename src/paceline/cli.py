@@ -53,7 +53,7 @@ def parser() -> Parser:
     root.add_argument("--version", action="version", version=f"paceline {__version__}")
     verbs = root.add_subparsers(metavar="VERB", required=True, parser_class=Parser)
     _experiment_verb(verbs, "run", run, "measure: run every cell of an experiment, then report").add_argument(
-        "--resume", action="store_true", help="also repeat runs that ended in any way but ok or unsupported"
+        "--resume", action="store_true", help="also repeat runs that did not end ok"
     )
     _experiment_verb(verbs, "plan", plan, "show what would run: cells, commands, state memory; nothing is started")
     verb = _verb(verbs, "report", report, "conclude from stored runs: tables, plots, files")

@@ -176,10 +176,12 @@ def options(cls: type[Options], choice: Choice) -> Options:
             raise RequestError(f"option of {choice.name}: {key!r} was given; accepted is {accepted}")
         default = fields[key].default
         if default is not None and not _fits(value, default):
-            raise RequestError(
-                f"{choice.name}.{key}: {json.dumps(value)} was given; accepted is a {type(default).__name__}"
-            )
+            accepted = _WORDS[type(default)]
+            raise RequestError(f"{choice.name}.{key}: {json.dumps(value)} was given; accepted is {accepted}")
     return cls(**choice.options)
+
+
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
 def _fits(value: object, default: object) -> bool:

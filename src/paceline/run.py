@@ -25,7 +25,6 @@ POLL_S = 0.1
 REFERENCE_VARIANTS = {"fp32": 1, "bf16": 4, "fp16": 4}
 # Tokens of a reference's micro batch at most: the uncompiled loss holds their logits in fp32, several times.
 REFERENCE_TOKENS = 8192
-RETRIED = (Status.INVALID, Status.FAILED, Status.OOM, Status.HANG, Status.TIMEOUT, Status.PREEMPTED)
 
 
 class Observer(Protocol):
@@ -116,7 +115,7 @@ def _sealed_status(run_dir: Path, retry: bool) -> tuple[Status, str | None] | No
         record = store.read_run(run_dir)
     except StoreError:
         return None
-    return None if retry and record.status in RETRIED else (record.status, record.error)
+    return None if retry and record.status is not Status.OK else (record.status, record.error)
 
 
 def unsupported(spec: RunSpec) -> str | None:
