@@ -115,10 +115,7 @@ def test_a_shared_gpu_has_host_names_of_its_own(make_spec: Make, monkeypatch: py
     assert os.environ["LOCAL_RANK"] == "0"
 
 
-def test_samples_and_position_reach_the_folder(
-    tmp_path: Path, make_step: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker, "FLUSH_S", -1.0)
+def test_samples_and_position_reach_the_folder(tmp_path: Path, make_step: Make) -> None:
     recorder = worker.FolderRecorder(tmp_path, 3)
     recorder.add(make_step(3, 0, loss=2.5))
     recorder.progress(1, "forward")
