@@ -151,8 +151,8 @@ class Decoder(nn.Module):
     def _loss(self, logits: Tensor, labels: Tensor, normaliser: Tensor) -> Tensor:
         flat = logits.flatten(0, 1).float()
         if flat.shape[1] > self.shape.vocab:
-            # Masking keeps rows aligned, which slicing the padding off does not (6 % of a gpt2-124m step on an H200),
-            # and after the cast it is part of the loss kernel instead of one more pass over the logits (3 %).
+            # Masking keeps rows aligned, which slicing the padding off does not: 117 against 124 ms a step of gpt2-124m
+            # on an H200, one short loop each (docs/measured).
             column = torch.arange(flat.shape[1], device=flat.device)
             flat = flat.masked_fill_(column >= self.shape.vocab, -math.inf)
         losses = F.cross_entropy(flat, labels.flatten(), reduction="sum", ignore_index=IGNORED_LABEL)

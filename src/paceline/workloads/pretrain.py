@@ -98,7 +98,7 @@ def evidence(spec: RunSpec, seat: Seat, trainer: Trainer, weights: Weights, wall
 
 
 def attention_backends(device: str):  # type: ignore[no-untyped-def]
-    """Fused attention only, cuDNN's kernel first: on Hopper it is 1.6 to 1.8 times faster than the flash kernel."""
+    """Fused attention only, cuDNN's kernel first: others find it faster on Hopper, our one try did not."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     if device != "cuda":
