@@ -93,6 +93,10 @@ def _experiment_verb(verbs: Any, name: str, call: Callable[[argparse.Namespace],
     verb.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="set a field; a list makes an axis"
     )
+    for option, text in (("warmup", "iterations before the timed ones"), ("iters", "timed iterations")):
+        verb.add_argument(
+            f"--{option}", type=int, metavar="N", help=f"{text} of collectives and kernels: --set workload.{option}=N"
+        )
     return verb
 
 
@@ -107,7 +111,12 @@ def _specs(arguments: argparse.Namespace) -> list[RunSpec]:
     from paceline import experiment
     from paceline.run import unsupported
 
-    specs = experiment.load(arguments.experiment, arguments.set, arguments.launcher)
+    counts = {option: getattr(arguments, option) for option in ("warmup", "iters")}
+    settings = [
+        *arguments.set,
+        *(f"workload.{option}={count}" for option, count in counts.items() if count is not None),
+    ]
+    specs = experiment.load(arguments.experiment, settings, arguments.launcher)
     for spec in specs:
         unsupported(spec)
     return specs
@@ -152,7 +161,12 @@ def _conclude(console: Console, directory: Path, formats: Sequence[str]) -> int:
 def _print_report(console: Console, found: Report) -> None:
     from paceline import present
 
-    parts = (present.ranked_table(found), present.scaling_table(found), present.failures_table(found))
+    parts = (
+        present.ranked_table(found),
+        present.scaling_table(found),
+        present.machine_group(found),
+        present.failures_table(found),
+    )
     for part in parts:
         if part is not None:
             console.print(part)

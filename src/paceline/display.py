@@ -22,6 +22,8 @@ FAILED_MARK = "[red]✗[/]"
 
 def title(spec: RunSpec) -> str:
     """One run in the words of its axes that vary."""
+    if not spec.is_trained:
+        return f"{spec.workload.name} x{spec.topology.world_size} repeat {spec.repeat + 1}"
     if spec.strategy is None:
         return f"reference of {spec.model} (global batch {spec.global_batch})"
     return f"{spec.strategy} {spec.model} x{spec.topology.world_size} repeat {spec.repeat + 1}"

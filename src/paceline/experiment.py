@@ -17,10 +17,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from paceline import machine
 from paceline.errors import RequestError
-from paceline.spec import Choice, Precision, RunSpec, Topology, Training, WarmUp, require
+from paceline.spec import UNTRAINED, Choice, Precision, RunSpec, Topology, Training, WarmUp, require
 
 # `processes: all` is one per device, `processes: doubling` is 1, 2, 4, ... up to that.
 ALL, DOUBLING = "all", "doubling"
+# Fields that name a plugin or a row of a table, with options of its own.
+CHOICES = ("workload", "strategy", "launcher", "model", "data")
 
 
 class Loader(yaml.SafeLoader):
@@ -199,7 +201,8 @@ def expand(experiment: Experiment, given: Mapping[str, Any], device: str) -> lis
             if matrix.get("processes") == DOUBLING and not _divides(fields):
                 continue
             if not any(_matches(fields, rule) for rule in experiment.exclude):
-                spec = build(experiment.name, _validate(Cell, _plain(fields), experiment.name), device)
+                cell = _validate(Cell, _optioned(_plain(fields), nested), experiment.name)
+                spec = build(experiment.name, cell, device)
                 specs.setdefault(spec.cell, spec)
     if not specs:
         raise RequestError(f"{experiment.name}: the matrix and its exclusions leave no cell to run")
@@ -213,16 +216,29 @@ def _divides(fields: Mapping[str, Any]) -> bool:
 
 
 def _place(base: dict[str, Any], nested: Mapping[str, Any]) -> dict[str, Any]:
-    """`warmup.minimum=3` sets a field of a group; `strategy.stage=2` is not one (write strategy=zero:stage=2)."""
+    """`warmup.minimum=3` sets a field of the group; options of a choice are laid over each cell by `_options`."""
     result = dict(base)
     for key, value in nested.items():
         group, _, field = key.partition(".")
-        require(
-            group == "warmup", "--set", key, "warmup.FIELD as the only field with a dot; options go in NAME:KEY=VALUE"
-        )
-        before = result.get(group, {})
-        require(isinstance(before, dict), group, before, "a mapping of its fields")
-        result[group] = {**before, field: value}
+        accepted = f"warmup.FIELD, or NAME.OPTION with NAME one of {', '.join(CHOICES)}"
+        require(group == "warmup" or group in CHOICES, "--set", key, accepted)
+        if group == "warmup":
+            before = result.get(group, {})
+            require(isinstance(before, dict), group, before, "a mapping of its fields")
+            result[group] = {**before, field: value}
+    return result
+
+
+def _optioned(fields: Mapping[str, Any], nested: Mapping[str, Any]) -> dict[str, Any]:
+    """`workload.iters=20` gives that option to the workload of every cell, over what the cell says itself."""
+    result = dict(fields)
+    for key, value in nested.items():
+        name, _, option = key.partition(".")
+        if name in CHOICES:
+            text = result.get(name, Cell.model_fields[name].default)
+            require(isinstance(text, str), name, text, "text, or a mapping with a name")
+            choice = Choice.parse(text)
+            result[name] = str(Choice(choice.name, {**choice.options, option: value}))
     return result
 
 
@@ -284,10 +300,11 @@ def build(name: str, cell: Cell, device: str) -> RunSpec:
         clip_norm=cell.clip_norm,
         data=Choice.parse(cell.data),
     )
+    workload = Choice.parse(cell.workload)
     return RunSpec(
         experiment=name,
-        workload=Choice.parse(cell.workload),
-        strategy=Choice.parse(cell.strategy),
+        workload=workload,
+        strategy=None if workload.name in UNTRAINED else Choice.parse(cell.strategy),
         launcher=Choice.parse(cell.launcher),
         model=Choice.parse(cell.model),
         topology=topology,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline import store
+from paceline.analysis import validity
 from paceline.analysis.certificate import certify
 from paceline.errors import RequestError, StoreError
 from paceline.plugins import Job, JobState, Launcher, load
@@ -49,7 +50,7 @@ def references_of(specs: Sequence[RunSpec]) -> dict[str, RunSpec]:
     """The one-process reference of each group of equal work."""
     references: dict[str, RunSpec] = {}
     for spec in specs:
-        if spec.strategy is not None and unsupported(spec) is None:
+        if spec.is_certified and unsupported(spec) is None:
             known = references.get(spec.work)
             candidate = reference_of(spec)
             references[spec.work] = candidate if known is None else _gentler(known, candidate)
@@ -271,6 +272,9 @@ def verdict(record: RunRecord, reference_dir: Path | None) -> tuple[Status, str 
 
     Agreement with the other runs of the group is checked again by every report, which sees them all.
     """
+    if not record.spec.is_certified and not record.is_reference:
+        wrong = validity.problems(record)
+        return (Status.INVALID, "; ".join(wrong)) if wrong else (Status.OK, None)
     if record.is_reference:
         finite = all(math.isfinite(sample.loss) for sample in record.steps)
         return (Status.OK, None) if finite else (Status.INVALID, "the reference's loss is not a number")

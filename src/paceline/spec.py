@@ -22,6 +22,10 @@ SCHEMA = 1
 DTYPES = ("fp32", "bf16", "fp16")
 CHECKPOINTING = ("none", "full", "selective")
 DEVICES = ("cpu", "cuda")
+# Workloads that train nothing: no strategy, and the fields of training neither make their cell nor name their runs.
+UNTRAINED = ("collectives", "compute")
+# Workloads whose runs are not ranked against each other by speed, so need no proof of equal work.
+UNCERTIFIED = (*UNTRAINED, "memory", "frontier", "reference")
 
 Scalar = str | int | float | bool | None
 
@@ -196,17 +200,28 @@ class RunSpec:
     def tokens_per_step(self) -> int:
         return self.global_batch * self.training.sequence_length
 
+    @property
+    def is_trained(self) -> bool:
+        return self.workload.name not in UNTRAINED
+
+    @property
+    def is_certified(self) -> bool:
+        """Whether runs of this workload must prove equal work before they are ranked."""
+        return self.workload.name not in UNCERTIFIED
+
     @cached_property
     def cell(self) -> str:
         """Same for all repeats of one configuration, whatever the experiment is called and however long it may take."""
-        return _digest(self._without("experiment", "repeat", "timeout_s", "stall_s", "reference_steps"))
+        unused = () if self.is_trained else ("training", "warmup", "steps")
+        return _digest(self._without("experiment", "repeat", "timeout_s", "stall_s", "reference_steps", *unused))
 
     @cached_property
     def run_id(self) -> str:
-        label = str(self.strategy or self.workload.name)
-        slug = (
-            re.sub(r"[^A-Za-z0-9]+", "-", f"{label}-{self.model.name}-{self.topology.world_size}x").strip("-").lower()
-        )
+        workload = None if self.workload.name == "pretrain" else self.workload.name
+        strategy = str(self.strategy) if self.strategy else None
+        model = None if self.workload.name == "collectives" else self.model.name
+        label = "-".join(filter(None, (workload, strategy, model, f"{self.topology.world_size}x")))
+        slug = re.sub(r"[^A-Za-z0-9]+", "-", label).strip("-").lower()
         return f"{slug}-r{self.repeat}-{_digest(self._without('experiment', 'timeout_s', 'stall_s'))[:10]}"
 
     @cached_property
@@ -229,14 +244,19 @@ class RunSpec:
     def axes(self) -> dict[str, Scalar]:
         """The flat words by which people tell runs apart, in tables, filters and plots."""
         t = self.training
-        return {
+        places: dict[str, Scalar] = {
             "workload": str(self.workload),
             "strategy": str(self.strategy) if self.strategy else None,
-            "model": str(self.model),
+            "model": None if self.workload.name == "collectives" else str(self.model),
             "launcher": self.launcher.name,
             "device": self.topology.device,
             "nodes": self.topology.nodes,
             "world_size": self.topology.world_size,
+        }
+        if not self.is_trained:
+            return {**places, "seed": self.seed}
+        return {
+            **places,
             "precision": t.precision.compute,
             "reduce_dtype": t.precision.reduce,
             "sequence_length": t.sequence_length,

@@ -26,7 +26,18 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import RequestError, StoreError
-from paceline.records import SAMPLE_TYPES, SCHEMA, Evidence, Outcome, RunRecord, Sample, Status
+from paceline.records import (
+    SAMPLE_TYPES,
+    SCHEMA,
+    CollectiveSample,
+    Evidence,
+    KernelSample,
+    Outcome,
+    OverlapSample,
+    RunRecord,
+    Sample,
+    Status,
+)
 from paceline.spec import RunSpec
 
 PHASES = ("start", "setup", "data", "forward", "backward", "optimizer", "done")
@@ -173,7 +184,19 @@ def _assemble(run_dir: Path, status: Status, error: str | None, started_at: floa
     )
 
 
-_FIELDS = {"steps": "step", "memory": "memory", "wire": "wire", "traces": "trace"}
+_FIELDS = {
+    "steps": "step",
+    "memory": "memory",
+    "wire": "wire",
+    "traces": "trace",
+    "collectives": "collective",
+    "overlaps": "overlap",
+    "kernels": "kernel",
+}
+
+
+# Samples that hold a tuple, which JSON knows as a list.
+_WITH_SERIES = (CollectiveSample, OverlapSample, KernelSample)
 
 
 def read_spec(run_dir: Path) -> RunSpec:
@@ -214,8 +237,10 @@ def read_samples(path: Path) -> Iterator[Sample]:
     except ValueError as error:
         raise StoreError(f"{path.parent}: {path.name} is damaged ({error})") from None
     for row in rows:
-        kind = row.pop("kind")
-        yield SAMPLE_TYPES[kind](**row)
+        sample = SAMPLE_TYPES[row.pop("kind")]
+        if sample in _WITH_SERIES:
+            row = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+        yield sample(**row)
 
 
 def read_outcomes(run_dir: Path) -> tuple[Outcome, ...]:

@@ -150,7 +150,7 @@ def test_settings_of_groups_repeats_and_launcher(file: Any) -> None:
         ("steps=0", "steps: 0 was given"),
         ("repeats=0", "--set repeats: 0"),
         ("repeats=x", "--set repeats: 'x'"),
-        ("strategy.stage=2", "options go in NAME:KEY=VALUE"),
+        ("steps.stage=2", "NAME.OPTION with NAME one of workload, strategy"),
         ("warmup.minimun=2", "'warmup.minimun' was given"),
         ("micro_batch=[]", "a list of at least one value"),
         ("device=tpu", "auto, cpu or cuda"),
@@ -303,3 +303,17 @@ def test_strategies_is_the_comparison_of_the_issue() -> None:
     t = spec.training
     assert (t.sequence_length, t.micro_batch, t.accumulation, spec.steps, spec.seed) == (2048, 1, 4, 100, 42)
     assert (t.precision.compute, t.learning_rate, t.weight_decay, t.clip_norm) == ("bf16", 1e-4, 0.01, 1.0)
+
+
+def test_an_option_of_a_choice_is_set_in_every_cell(file: Any) -> None:
+    specs = file({"matrix": {"strategy": ["ddp", "zero:stage=1"]}}, ["strategy.stage=2", "workload.iters=20"])
+    assert sorted(str(spec.strategy) for spec in specs) == ["ddp:stage=2", "zero:stage=2"]
+    assert {str(spec.workload) for spec in specs} == {"pretrain:iters=20"}
+
+
+def test_a_workload_that_trains_nothing_has_no_strategy_and_no_axes_of_training(file: Any) -> None:
+    (spec,) = file({"base": {"workload": "collectives"}, "matrix": {"micro_batch": [1, 2]}})
+    assert spec.strategy is None
+    assert "micro_batch" not in spec.axes()
+    assert spec.axes()["model"] is None
+    assert spec.run_id.startswith("collectives-")

@@ -43,7 +43,7 @@ def certify_all(records: Sequence[RunRecord]) -> dict[str, Certificate]:
             references[record.spec.work] = record
     groups: defaultdict[str, list[Observed]] = defaultdict(list)
     for record in records:
-        judged = record.status in (Status.OK, Status.INVALID) and not record.is_reference
+        judged = record.status in (Status.OK, Status.INVALID) and record.spec.is_certified
         if judged and (record.status == Status.OK or record.evidence):
             groups[record.spec.work].append(observe(record))
     found: dict[str, Certificate] = {}

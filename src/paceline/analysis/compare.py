@@ -205,7 +205,7 @@ def compare_experiments(records_a: Sequence[RunRecord], records_b: Sequence[RunR
 def certified_cells(records: Sequence[RunRecord]) -> dict[str, Cell]:
     """Cells of the runs that ended ok with a valid certificate."""
     certificates = certify_all(records)
-    ended = [r for r in records if r.status in (Status.OK, Status.INVALID) and not r.is_reference]
+    ended = [r for r in records if r.status in (Status.OK, Status.INVALID) and r.spec.is_certified]
     valid = [r for r in ended if (found := certificates.get(r.spec.run_id)) and found.valid]
     return {cell.id: cell for cell in metrics.gather(map(open_window, valid))}
 

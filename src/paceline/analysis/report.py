@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from paceline import __version__, machine
-from paceline.analysis import compare, metrics, recommend, scaling
+from paceline.analysis import ceilings, compare, fabric, memory, metrics, recommend, scaling, validity
 from paceline.analysis.certificate import certify_all
 from paceline.analysis.metrics import SHARED_GPU, Cell
 from paceline.analysis.window import Window, first_and_last_loss, open_window, samples_by_step
@@ -28,24 +28,38 @@ def build(
     """
     ordered = sorted(records, key=lambda r: (r.started_at, r.spec.run_id))
     certificates = certify_all(ordered)
-    windows = {w.run: w for w in (open_window(r) for r in ordered if r.steps and not r.is_reference)}
+    windows = {w.run: w for w in (open_window(r) for r in ordered if r.steps and r.spec.is_certified)}
     runs = tuple(_finding(r, certificates, windows) for r in ordered)
     trusted = [windows[f.run] for f in runs if f.status == Status.OK and f.run in windows]
     cells = metrics.gather(trusted)
     compared = compare.compare_cells(cells)
     grown = scaling.analyse(cells)
     everything = (*compared, *grown.compared)
+    sound = [r for r, f in zip(ordered, runs, strict=True) if f.status == Status.OK]
+    network, held, peaks = fabric.analyse(sound), memory.analyse(sound, runs), ceilings.analyse(sound)
     return Report(
         title=title,
         created_at=max((r.ended_at for r in ordered), default=0.0) if created_at is None else created_at,
         paceline_version=__version__,
         machines=_machines(ordered),
         runs=runs,
-        measurements=(*(m for cell in cells for m in metrics.measure(cell)), *(p.efficiency for p in grown.points)),
+        measurements=(
+            *(m for cell in cells for m in metrics.measure(cell)),
+            *(p.efficiency for p in grown.points),
+            *network.measurements,
+            *held.measurements,
+            *peaks,
+        ),
         certificates=tuple(certificates.values()),
         comparisons=tuple(c for found in everything for c in found.comparisons),
         recommendations=tuple(recommend.recommend(everything, runs)),
         scaling=grown.points,
+        collectives=network.rows,
+        fits=network.fits,
+        overlaps=network.overlaps,
+        suspects=network.suspects,
+        memory=held.rows,
+        frontier=held.frontier,
         distributions={cell.id: _distribution(cell) for cell in cells},
         notes=tuple(_notes(cells, runs, _machines(ordered))),
         skipped=tuple(skipped),
@@ -82,6 +96,9 @@ def _status(record: RunRecord, certificate: Certificate | None) -> tuple[Status,
     """The certificate of today decides between ok and invalid: its reference may have come after the run was sealed."""
     if record.status not in (Status.OK, Status.INVALID) or record.is_reference:
         return record.status, record.error
+    if not record.spec.is_certified:
+        wrong = validity.problems(record)
+        return (Status.INVALID, "; ".join(wrong)) if wrong else (record.status, record.error)
     if certificate is None or not certificate.valid:
         reasons = "; ".join(certificate.reasons) if certificate else "the run carries no certificate"
         return Status.INVALID, record.error or reasons

@@ -11,6 +11,7 @@ from string import Template
 from paceline.exporters import plots, write_atomically
 from paceline.findings import Certificate, Report
 from paceline.present import tables
+from paceline.present.machine import machine_tables
 from paceline.present.tables import Cell, Column, Table
 
 # What the charts draw in these colours follows the page's theme.
@@ -96,13 +97,15 @@ def _parts(report: Report) -> Iterator[str]:
     sentence, beside = tables.answer(report)
     yield f"<header><h1>{escape(report.title)}</h1>{paragraph(sentence, 'answer')}{paragraph(beside)}</header>"
     yield f'<div class="mind">{"".join(map(paragraph, report.notes))}</div>' if report.notes else ""
-    yield "<h2>Ranking</h2>"
     ranking = tables.ranking(report)
-    yield "" if ranking else paragraph("Nothing to rank: no run is both complete and certified.")
+    if tables.trains(report):
+        yield "<h2>Ranking</h2>"
+        yield "" if ranking else paragraph("Nothing to rank: no run is both complete and certified.")
     yield from (f"<h3>{escape(table.title)}</h3>{render(table)}" for table in ranking)
     yield paragraph(tables.common(report), "quiet")
     yield from (figure(report, name) for name in plots.available(report))
     yield section("Scaling", tables.scaling(report))
+    yield from (section(table.title, table) for table in machine_tables(report))
     yield section("Winners by category", tables.winners(report))
     yield section("Not ranked", tables.failures(report))
     yield from _evidence(report)

@@ -8,6 +8,7 @@ from pathlib import Path
 from paceline.exporters import plots, write_atomically
 from paceline.findings import Report
 from paceline.present import tables
+from paceline.present.machine import machine_tables
 from paceline.present.tables import Cell, Table
 
 
@@ -25,14 +26,16 @@ def _parts(report: Report) -> Iterator[str]:
     sentence, beside = tables.answer(report)
     yield f"**{escape(sentence)}** {escape(beside)}".strip()
     ranking = tables.ranking(report)
-    yield "## Ranking"
+    if tables.trains(report):
+        yield "## Ranking"
+        yield "" if ranking else "Nothing to rank: no run is both complete and certified."
     yield from (f"### {escape(table.title)}\n\n{render(table)}" for table in ranking)
-    yield "" if ranking else "Nothing to rank: no run is both complete and certified."
     yield escape(tables.common(report))
     yield f"Read all of it with this in mind:\n\n{bullets(report.notes)}" if report.notes else ""
     yield section("Winners by category", tables.winners(report))
     yield section("Not ranked", tables.failures(report))
     yield section("Scaling", tables.scaling(report))
+    yield from (section(table.title, table) for table in machine_tables(report))
     drawn = plots.available(report)
     yield "## Plots" if drawn else ""
     yield from (f"![{name.replace('_', ' ').capitalize()}](plots/{name}.png)" for name in drawn)

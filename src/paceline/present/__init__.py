@@ -5,12 +5,13 @@ quantity < facts, standing < tables < terminal. Exporters and the command line p
 
 from paceline.present.quantity import format_quantity
 from paceline.present.tables import recommendation_lines
-from paceline.present.terminal import comparison_table, failures_table, ranked_table, scaling_table
+from paceline.present.terminal import comparison_table, failures_table, machine_group, ranked_table, scaling_table
 
 __all__ = [
     "comparison_table",
     "failures_table",
     "format_quantity",
+    "machine_group",
     "ranked_table",
     "recommendation_lines",
     "scaling_table",

@@ -37,6 +37,7 @@ from paceline.present.standing import (
     unranked,
     varying_axes,
 )
+from paceline.spec import UNCERTIFIED
 
 TICK, CROSS = "\u2713", "\u2717"
 NO_ANSWER = "No recommendation: no certified comparison of these runs decides one."
@@ -123,6 +124,12 @@ def common(report: Report) -> str:
     same = [n for n in (ours[0] if ours else ()) if n != "strategy" and all(a.get(n) == ours[0].get(n) for a in ours)]
     known = [axis_text(name, ours[0]) for name in same if ours[0].get(name) is not None]
     return f"Common to all runs: {', '.join(known)}." if known else ""
+
+
+def trains(report: Report) -> bool:
+    """Whether there is something to rank by speed: a report about the machine alone needs no ranking."""
+    ours = [str(r.axes.get("workload")).partition(":")[0] for r in report.runs if not r.is_reference]
+    return not ours or any(workload not in UNCERTIFIED for workload in ours)
 
 
 def ranking(report: Report) -> tuple[Table, ...]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from paceline.findings import Comparison, Report
 from paceline.present import tables
+from paceline.present.machine import machine_tables
 from paceline.present.tables import Cell, Table
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ def ranked_table(report: Report) -> RenderableType:
 
     found: list[RenderableType] = [Fitted(table) for table in tables.ranking(report)]
     notes = [Text(f"note: {note}", style="yellow") for note in report.notes]
-    return Group(*(found or [Text("Nothing to rank: no run is both complete and certified.")]), *notes)
+    empty = [Text("Nothing to rank: no run is both complete and certified.")] if tables.trains(report) else []
+    return Group(*(found or empty), *notes)
 
 
 def failures_table(report: Report) -> RenderableType | None:
@@ -35,6 +37,14 @@ def failures_table(report: Report) -> RenderableType | None:
 def scaling_table(report: Report) -> RenderableType | None:
     """Efficiencies beside their measured baseline; None where nothing was scaled."""
     return _fitted(tables.scaling(report))
+
+
+def machine_group(report: Report) -> RenderableType | None:
+    """What the machine's fabric, memory and devices can do; None where only training was measured."""
+    from rich.console import Group
+
+    found = [Fitted(table) for table in machine_tables(report)]
+    return Group(*found) if found else None
 
 
 def comparison_table(comparisons: Sequence[Comparison], first: str, second: str) -> RenderableType:

@@ -10,7 +10,20 @@ from paceline.findings import Report
 
 KEYS = [
     *("schema", "title", "created_at", "paceline_version", "machines", "runs", "measurements", "certificates"),
-    *("comparisons", "recommendations", "scaling", "distributions", "notes", "skipped"),
+    *(
+        "comparisons",
+        "recommendations",
+        "scaling",
+        "collectives",
+        "fits",
+        "overlaps",
+        "suspects",
+        "memory",
+        "frontier",
+        "distributions",
+        "notes",
+        "skipped",
+    ),
 ]
 
 

@@ -1,0 +1,12 @@
+"""Tables about the machine itself: what its fabric, memory and devices can do."""
+
+from __future__ import annotations
+
+from paceline.findings import Report
+from paceline.present import ceilings, fabric, memory
+from paceline.present.tables import Table
+
+
+def machine_tables(report: Report) -> tuple[Table, ...]:
+    """In reading order: network, memory, compute; empty for a report about training alone."""
+    return (*fabric.tables(report), *memory.tables(report), *ceilings.tables(report))

@@ -1,0 +1,11 @@
+"""Memory by component and the frontier."""
+
+from __future__ import annotations
+
+from paceline.findings import Report
+from paceline.present.tables import Table
+
+
+def tables(report: Report) -> tuple[Table, ...]:
+    """Empty where the report holds no such runs."""
+    return ()
