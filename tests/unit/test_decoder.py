@@ -167,15 +167,6 @@ def test_ignored_labels_count_for_nothing() -> None:
     assert every == pytest.approx(torch.nn.functional.cross_entropy(logits, labels[0, kept]).item(), rel=1e-5)
 
 
-def test_the_padded_vocabulary_never_reaches_the_loss() -> None:
-    """On a GPU rows are padded to a multiple of 64; the mask must give the loss of the true vocabulary."""
-    model = built(f"{GPT}:vocab=200")
-    logits = torch.randn(1, 4, 256, generator=torch.Generator().manual_seed(0))
-    labels = torch.tensor([[1, 199, 3, 0]])
-    wanted = torch.nn.functional.cross_entropy(logits[0, :, :200], labels[0])
-    assert model._loss(logits.clone(), labels, torch.tensor(4.0)).item() == pytest.approx(wanted.item(), rel=1e-6)
-
-
 # --- initial values ---
 
 
@@ -236,3 +227,26 @@ def test_16_bit_weights_compute_what_fp32_weights_compute() -> None:
     """The decoder casts where it uses: DDP's fp32 weights and FSDP2's bf16 copies run the same kernels."""
     kept, cast, tokens = built(compute="bf16"), built(compute="bf16").to(torch.bfloat16), batch()
     assert torch.equal(loss_of(kept, tokens), loss_of(cast, tokens))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_padding_of_the_head_changes_neither_loss_nor_gradient(dtype: torch.dtype) -> None:
+    """Run as on a GPU, where the head is padded: 100 words to 128 rows."""
+    torch.manual_seed(0)
+    weight = torch.randn(100, 16).to(dtype).requires_grad_()
+    x, labels = torch.randn(32, 16).to(dtype), torch.randint(0, 100, (32,))
+    found = []
+    for head in (decoder._padded(weight), (weight, None)):
+        weight.grad = None
+        loss = torch.nn.functional.cross_entropy(torch.nn.functional.linear(x, *head).float(), labels, reduction="sum")
+        loss.backward()
+        assert weight.grad is not None
+        found.append((loss.detach(), weight.grad.clone()))
+    assert decoder._padded(weight)[0].shape == (128, 16)
+    torch.testing.assert_close(*(loss for loss, _ in found), rtol=1e-6, atol=0)
+    torch.testing.assert_close(*(grad for _, grad in found))
+
+
+def test_a_head_that_needs_no_padding_gets_none() -> None:
+    weight = torch.randn(128, 4)
+    assert decoder._padded(weight) == (weight, None)
