@@ -105,7 +105,7 @@ class Sweep:
     def warm_up(self, rows: Sequence[Row]) -> list[float]:
         """Launch every row before any is timed: connections, channels and algorithm choices then exist for all sizes.
 
-        Returns the slowest rank's time of the second launch of each, which decides how many iterations are affordable.
+        Returns the slowest rank's time of one launch of each, which decides how many iterations are affordable.
         """
         estimates_s = []
         for number, row in enumerate(rows):
@@ -116,7 +116,8 @@ class Sweep:
                 continue
             launch = self.bind(row, buffers)
             launch()
-            estimates_s.append(self.ensemble.wall_s(launch))
+            # The quicker of two: one that was disturbed would cost the row most of its iterations.
+            estimates_s.append(min(self.ensemble.wall_s(launch) for _ in range(2)))
         return self.ensemble.largest(estimates_s) if rows else []
 
     def measure(self, number: int, row: Row, estimate_s: float) -> None:
