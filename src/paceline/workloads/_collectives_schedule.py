@@ -16,16 +16,18 @@ def sizes(min_bytes: int, max_bytes: int, factor: int) -> tuple[int, ...]:
 
 
 def rounds(ranks: int, turn: int) -> list[tuple[Pair, ...]]:
-    """Every pair exactly once, the pairs of a round disjoint; a pair meets beside other pairs in the second turn.
+    """Every pair exactly once, the pairs of a round disjoint; no pair has the same neighbours in the second turn.
 
-    Four ranks split into two pairs in one way only: there the second turn lets each pair run alone.
+    Ranks sit in another order then. A round that comes about again (four ranks split into two pairs in three ways only)
+    is played pair by pair.
     """
     first = list(_circle(range(ranks)))
     if turn == 0:
         return first
-    if ranks in (3, 4):
-        return [(pair,) for pairs in first for pair in pairs]
-    return list(_circle([*range(0, ranks, 2), *range(1, ranks, 2)]))
+    # Plain steps and reversals lead to the same rounds; squares do not.
+    second = _circle(sorted(range(ranks), key=lambda rank: (rank * rank % ranks, rank)))
+    known = set(first)
+    return [part for pairs in second for part in ([(pair,) for pair in pairs] if pairs in known else [pairs])]
 
 
 def _circle(order: Sequence[int]) -> Iterator[tuple[Pair, ...]]:

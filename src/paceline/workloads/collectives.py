@@ -22,7 +22,7 @@ MODES = ("single", "batch", "graph")
 WAYS: Mapping[str, tuple[bool, ...]] = {"both": (False, True), "out": (False,), "in": (True,)}
 SMALLEST_BYTES = 8
 EXCHANGED_BYTES = 4 << 20
-_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 
 
