@@ -292,6 +292,8 @@ _WIRE_FACTORS: Mapping[str, Callable[[int], float]] = {
     "send": lambda n: 1.0,
     "recv": lambda n: 1.0,
     "send_recv": lambda n: 1.0,
+    "ring": lambda n: 1.0,
+    "pair": lambda n: 1.0,
 }
 
 

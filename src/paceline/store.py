@@ -40,7 +40,7 @@ from paceline.records import (
 )
 from paceline.spec import RunSpec
 
-PHASES = ("start", "setup", "data", "forward", "backward", "optimizer", "done")
+PHASES = ("start", "setup", "data", "forward", "backward", "optimizer", "warmup", "timing", "verify", "done")
 _PROGRESS = struct.Struct("<qqqdd")
 
 

@@ -1,0 +1,110 @@
+"""Options of the collectives workload: what is accepted, what is refused with a sentence, and sizes as asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from paceline.errors import RequestError
+from paceline.models import wire_factor
+from paceline.plugins import options
+from paceline.spec import Choice, RunSpec
+from paceline.workloads import collectives
+from paceline.workloads._collectives_operations import OPERATIONS
+from paceline.workloads.collectives import Options
+
+
+def chosen(text: str) -> Options:
+    return options(Options, Choice.parse(f"collectives:{text}"))
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("operations=all_reduce+gossip", "collectives.operations: 'gossip' was given; accepted is all, or all_reduce"),
+        ("dtypes=fp64", "collectives.dtypes: 'fp64' was given; accepted is all, or fp32, bf16, fp16, int8, fp8"),
+        ("mode=burst", "collectives.mode: 'burst' was given; accepted is single, batch, graph"),
+        ("in_place=maybe", "collectives.in_place: 'maybe' was given; accepted is both, out, in"),
+        ("factor=1", "collectives.factor: 1 was given"),
+        ("iters=0", "collectives.iters: 0 was given"),
+        ("iters=many", 'collectives.iters: "many" was given; accepted is a whole number'),
+        ("warmup=-1", "collectives.warmup: -1 was given"),
+        ("budget_s=0", "collectives.budget_s: 0 was given"),
+        ("pair_bytes=4MB", "collectives.pair_bytes: '4MB' was given; accepted is a positive number of bytes such as 8"),
+        ("max_bytes=true", "collectives.max_bytes: True was given"),
+        ("max_bytes=0", "collectives.max_bytes: 0 was given"),
+        ("min_bytes=1.3KiB", "collectives.min_bytes: '1.3KiB' was given"),
+        ("sizes=3", "option of collectives: 'sizes' was given"),
+        (
+            "min_bytes=2KiB,max_bytes=1KiB",
+            "collectives.max_bytes: '1KiB' was given; accepted is at least min_bytes (2048)",
+        ),
+        ("max_bytes=4", "collectives.max_bytes: 4 was given; accepted is at least min_bytes (8)"),
+        (
+            "min_bytes=2",
+            "collectives.min_bytes: 2 was given; accepted is a multiple of 4 bytes, the largest element of",
+        ),
+        ("dtypes=bf16,min_bytes=9", "collectives.min_bytes: 9 was given; accepted is a multiple of 2 bytes"),
+        ("max_bytes=8", "collectives.max_bytes: 8 was given; accepted is at least 12 bytes: one element for each of 3"),
+    ],
+)
+def test_a_wrong_option_is_one_sentence(make_spec: Callable[..., RunSpec], text: str, sentence: str) -> None:
+    spec = make_spec(None, processes=3, workload=f"collectives:{text}")
+    with pytest.raises(RequestError) as caught:
+        collectives.check(spec)
+    assert str(caught.value).startswith(sentence)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_size_too_small_for_shares_is_fine_where_nothing_is_shared(make_spec: Callable[..., RunSpec]) -> None:
+    spec = make_spec(None, processes=3, workload="collectives:operations=all_reduce+barrier,max_bytes=8")
+    assert collectives.check(spec) is None
+
+
+def test_words_come_in_the_order_of_the_table() -> None:
+    picked = chosen("operations=barrier+all_gather+pairs,dtypes=int8+fp32,tournament=false")
+    assert picked.swept_operations == ("all_gather", "barrier")
+    assert picked.chosen_dtypes == ("fp32", "int8")
+    assert picked.has_tournament, "the word asks for it"
+    assert not chosen("operations=barrier,tournament=false").has_tournament
+    assert chosen("iters=3").swept_operations == tuple(OPERATIONS)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("8", 8), ("64KiB", 65536), ("16MiB", 1 << 24), ("1GiB", 1 << 30), ("0.5MiB", 1 << 19)]
+)
+def test_sizes_are_numbers_or_texts(text: str, size: int) -> None:
+    assert chosen(f"max_bytes={text}").most_bytes == size
+
+
+def test_the_seed_defaults() -> None:
+    plain = Options()
+    assert (plain.warmup, plain.iters, plain.least_bytes, plain.most_bytes, plain.factor) == (10, 100, 8, None, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "operation", "dtype", "ranks", "words"),
+    [
+        ("iters=1", "send_recv", "fp32", 1, "send_recv needs 2 ranks"),
+        ("iters=1", "reduce_scatter", "fp8", 2, "cannot be verified"),
+        ("in_place=out", "all_reduce", "fp32", 2, "torch has all_reduce in place only"),
+        ("in_place=in", "all_to_all", "fp32", 2, "torch has all_to_all out of place only"),
+        ("mode=graph", "all_reduce", "fp32", 2, "a CUDA graph needs a CUDA device"),
+    ],
+)
+def test_refusals_before_any_backend_is_asked(text: str, operation: str, dtype: str, ranks: int, words: str) -> None:
+    reason = chosen(text).refusal(OPERATIONS[operation], dtype, ranks, "cpu")
+    assert reason is not None
+    assert words in reason
+
+
+def test_what_can_be_measured_is_not_refused() -> None:
+    assert chosen("in_place=both").refusal(OPERATIONS["all_gather"], "fp8", 2, "cpu") is None
+    assert chosen("mode=graph").refusal(OPERATIONS["all_gather"], "fp8", 2, "cuda") is None
+    assert "makes the host wait" in str(chosen("mode=graph").refusal(OPERATIONS["barrier"], "none", 2, "cuda"))
+
+
+@pytest.mark.parametrize("name", [name for name, operation in OPERATIONS.items() if operation.has_payload])
+def test_every_operation_has_its_bandwidth_factor(name: str) -> None:
+    assert wire_factor(name, 4) > 0
