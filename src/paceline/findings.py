@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.spec import Scalar
+from paceline.spec import UNCERTIFIED, Scalar
 
 SCHEMA = 1
 
@@ -131,6 +131,11 @@ class RunFinding:
     health: tuple[str, ...]
     warmup: WarmUpOutcome | None = None
 
+    @property
+    def is_certified(self) -> bool:
+        """Whether a run of this workload must prove equal work before it is ranked."""
+        return str(self.axes.get("workload")).partition(":")[0] not in UNCERTIFIED
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingPoint:
@@ -156,7 +161,7 @@ class Traffic:
     group_size: int
     calls: int
     payload_bytes: int
-    sent_bytes: float
+    sent_bytes: float | None
     predicted_s: float | None
 
 
@@ -166,8 +171,10 @@ class ScalingExplanation:
 
     step_s = ideal_s + exposed_loss_s + rest_s: ideal is what the baseline's rate gives at this size, exposed_loss the
     communication that nothing hid beyond the baseline's own, rest everything else. predicted_s is the time of all
-    collectives by the fits, hidden or not. None is not measured. network_share_ratio is exposed_loss over the loss,
-    within 0 to 1, None where there is no loss beyond chance. karp_flatt_ratio is of strong scaling only.
+    collectives by the fits, hidden or not. None is not measured. exposed_share_ratio is exposed_loss over the loss,
+    network_share_ratio the part of it that transfer explains, min(exposed_loss, predicted) over the loss: the rest
+    of it is waiting for other ranks. Both lie within 0 to 1 and are None where there is no loss beyond chance.
+    karp_flatt_ratio is of strong scaling only.
     grade: excellent, good, poor, or `between poor and good` where the interval spans a limit.
     """
 
@@ -184,6 +191,7 @@ class ScalingExplanation:
     exposed_loss_s: float | None
     rest_s: float | None
     predicted_s: float | None
+    exposed_share_ratio: float | None
     network_share_ratio: float | None
     karp_flatt_ratio: float | None
     grade: str

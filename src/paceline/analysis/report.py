@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 
 from paceline import __version__, machine
-from paceline.analysis import ceilings, compare, fabric, memory, metrics, recommend, scaling, validity
+from paceline.analysis import ceilings, compare, explain, fabric, memory, metrics, recommend, scaling, validity
 from paceline.analysis.certificate import certify_all
 from paceline.analysis.metrics import SHARED_GPU, Cell
 from paceline.analysis.window import Window, first_and_last_loss, open_window, samples_by_step
 from paceline.findings import Certificate, Report, RunFinding
 from paceline.records import RunRecord, Status
-from paceline.spec import UNCERTIFIED
 
 LONGEST_DISTRIBUTION = 500
 
@@ -61,6 +60,7 @@ def build(
         overlaps=network.overlaps,
         suspects=network.suspects,
         pairs=network.pairs,
+        explanations=explain.explain(grown.points, cells, network.fits, sound),
         memory=held.rows,
         frontier=held.frontier,
         distributions={cell.id: _distribution(cell) for cell in cells},
@@ -159,14 +159,10 @@ def _drift(machines: Sequence[Mapping[str, Any]]) -> list[str]:
     return list(found.values())
 
 
-def _is_certified(run: RunFinding) -> bool:
-    return str(run.axes.get("workload")).partition(":")[0] not in UNCERTIFIED
-
-
 def _notes(cells: Sequence[Cell], runs: Sequence[RunFinding], machines: Sequence[Mapping[str, Any]]) -> list[str]:
     measured = [run for run in runs if not run.is_reference]
     notes = []
-    if not cells and any(_is_certified(run) for run in measured):
+    if not cells and any(run.is_certified for run in measured):
         notes.append("no run ended ok with a valid certificate: nothing is measured, compared or recommended")
     if any(len(cell.windows) == 1 for cell in cells):
         notes.append("launches were not repeated in every cell: peak memory is compared only between repeated ones")

@@ -257,6 +257,7 @@ def _text(
     verdict: Verdict, ranks: Sequence[int], whole: Bandwidths, places: Mapping[int, Place], confirmed: bool
 ) -> str:
     names = " and ".join(rank_name(r, places[r]) for r in ranks)
+    inside = ", ".join(f"rank {r} {places[r].device}" for r in ranks)
     if verdict.kind == LINK:
         own = whole[ranks[0], ranks[1]]
         what = f"the link between {names} carries {_rate(own)}"
@@ -264,7 +265,7 @@ def _text(
     else:
         across = {p for p in whole if verdict.kind == RANK or places[p[0]].node != places[p[1]].node}
         own = float(np.median([whole[p] for p in across if set(p) & set(ranks)]))
-        what = f"node {places[ranks[0]].host} ({names}) is slow" if verdict.kind == NODE else f"{names} is slow"
+        what = f"node {places[ranks[0]].host} ({inside}) is slow" if verdict.kind == NODE else f"{names} is slow"
         why = f"{_rate(own)} at the median of its pairs, {verdict.ratio:.0%} of what the others reach without it"
     return f"{what}: {why}; {'a second turn says the same' if confirmed else 'not confirmed by a second turn'}"
 

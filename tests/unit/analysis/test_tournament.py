@@ -26,7 +26,7 @@ def test_one_slow_host_of_four_is_named_and_nothing_else() -> None:
     assert found.confirmed
     assert found.ratio == pytest.approx(0.5, abs=0.06)
     assert found.z < -3.5
-    assert "node node-c (rank 2 on node-c, cpu) is slow" in found.text
+    assert "node node-c (rank 2 cpu) is slow" in found.text
     assert "a second turn says the same" in found.text
 
 
