@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.spec import Scalar
+from paceline.spec import UNCERTIFIED, Scalar
 
 SCHEMA = 1
 
@@ -131,6 +131,11 @@ class RunFinding:
     health: tuple[str, ...]
     warmup: WarmUpOutcome | None = None
 
+    @property
+    def is_certified(self) -> bool:
+        """Whether a run of this workload must prove equal work before it is ranked."""
+        return str(self.axes.get("workload")).partition(":")[0] not in UNCERTIFIED
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingPoint:
@@ -147,11 +152,62 @@ class ScalingPoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """One kind of collective in one optimizer step of the busiest rank. sent_bytes is payload times the factor;
+    predicted_s is what the alpha-beta fit of that operation says, None where no fit is of this fabric."""
+
+    operation: str
+    dtype: str
+    group_size: int
+    calls: int
+    payload_bytes: int
+    sent_bytes: float | None
+    predicted_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingExplanation:
+    """Where the step time of one scaling point went, in seconds per optimizer step.
+
+    step_s = ideal_s + exposed_loss_s + rest_s: ideal is what the baseline's rate gives at this size, exposed_loss the
+    communication that nothing hid beyond the baseline's own, rest everything else. predicted_s is the time of all
+    collectives by the fits, hidden or not. None is not measured. exposed_share_ratio is exposed_loss over the loss,
+    network_share_ratio the part of it that transfer explains, min(exposed_loss, predicted) over the loss: the rest
+    of it is waiting for other ranks. Both lie within 0 to 1 and are None where there is no loss beyond chance.
+    karp_flatt_ratio is of strong scaling only.
+    grade: excellent, good, poor, or `between poor and good` where the interval spans a limit.
+    """
+
+    kind: str
+    series: str
+    cell: str
+    baseline: str
+    world_size: int
+    baseline_world_size: int
+    step_s: float
+    ideal_s: float
+    loss_s: float
+    exposed_s: float | None
+    exposed_loss_s: float | None
+    rest_s: float | None
+    predicted_s: float | None
+    exposed_share_ratio: float | None
+    network_share_ratio: float | None
+    karp_flatt_ratio: float | None
+    grade: str
+    traffic: tuple[Traffic, ...]
+    text: str
+    notes: tuple[str, ...]
+    runs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveRow:
     """One row as nccl-tests prints it. time_s is the slowest rank's mean; percentiles are of per-iteration maxima over
     ranks, None where too few iterations support them. skew_ratio is the longest rank's mean over the shortest's, and
     early_rank / late_rank are the ranks that spent most and least time inside: the others wait for the late one.
-    A row that was not measured has status oom or unsupported and an error."""
+    Repeats of one configuration are one row: run is the first of them, iterations counts those of all launches.
+    status is ok; oom or unsupported where nothing was measured; invalid where data arrived wrong (error says so)."""
 
     run: str
     cell: str
@@ -177,12 +233,13 @@ class CollectiveRow:
     error: str | None
     axes: Mapping[str, Scalar]
     note: str | None = None
+    launches: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveFit:
     """t = alpha + S*f/beta of one operation by weighted least squares over its sizes; residual is the RMS of
-    (fitted - measured) / measured."""
+    (fitted - measured) / measured. note says where alpha was held at 0, or why this is not a speed."""
 
     operation: str
     dtype: str
@@ -194,6 +251,7 @@ class CollectiveFit:
     sizes: int
     axes: Mapping[str, Scalar]
     runs: tuple[str, ...]
+    note: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +275,8 @@ class Suspect:
     """A rank, node or link that is slower than its peers by more than chance and by enough to matter.
 
     kind is rank, node or link; confirmed is True when a second turn with other partners said the same.
-    ratio is its bandwidth over its peers' median; z the modified z of that.
+    ratio is its bandwidth over its peers' median, or, for a rank that comes late to a sweep, its time inside
+    collectives over theirs; z the modified z of that.
     """
 
     kind: str
@@ -229,6 +288,20 @@ class Suspect:
     confirmed: bool
     text: str
     runs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """One pair of ranks of a tournament, both turns together. ratio is its bandwidth over the median of its kind: pairs
+    inside a node are one kind, pairs across nodes another."""
+
+    run: str
+    ranks: tuple[int, int]
+    hosts: tuple[str, str]
+    size_bytes: int
+    bandwidth_bytes_per_s: float
+    ratio: float
+    turns: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,6 +367,8 @@ class Report:
     fits: tuple[CollectiveFit, ...] = ()
     overlaps: tuple[Overlap, ...] = ()
     suspects: tuple[Suspect, ...] = ()
+    pairs: tuple[Pair, ...] = ()
+    explanations: tuple[ScalingExplanation, ...] = ()
     memory: tuple[MemoryRow, ...] = ()
     frontier: tuple[FrontierPoint, ...] = ()
     distributions: Mapping[str, tuple[float, ...]] = field(default_factory=dict)

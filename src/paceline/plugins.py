@@ -1,7 +1,7 @@
 """Plugins: a module is a plugin, its folder the registry, its first docstring line the description.
 
-`names(kind)` reads the folder without importing anything. A dotted name is any importable module; installed packages
-may register modules under the entry points `paceline.<kind>`.
+`names(kind)` reads the folder without importing anything; the word for suite_json.py is suite-json. A dotted name is
+any importable module; installed packages may register modules under the entry points `paceline.<kind>`.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def names(kind: str) -> dict[str, str]:
     for entry in sorted(resources.files("paceline").joinpath(kind).iterdir(), key=lambda e: e.name):
         name = entry.name.removesuffix(".py")
         if entry.name.endswith(".py") and not name.startswith("_"):
-            found[name] = (ast.get_docstring(ast.parse(entry.read_text())) or "").partition("\n")[0]
+            found[name.replace("_", "-")] = (ast.get_docstring(ast.parse(entry.read_text())) or "").partition("\n")[0]
     for point in metadata.entry_points(group=f"paceline.{kind}"):
         found[point.name] = f"from {point.value}"
     return found
@@ -151,8 +151,8 @@ def load(kind: str, name: str) -> Any:
 def _import(kind: str, name: str) -> ModuleType:
     for point in metadata.entry_points(group=f"paceline.{kind}", name=name):
         return cast(ModuleType, point.load())
-    if "." not in name and name in names(kind):
-        return importlib.import_module(f"paceline.{kind}.{name}")
+    if "." not in name and name.replace("_", "-") in names(kind):
+        return importlib.import_module(f"paceline.{kind}.{name.replace('-', '_')}")
     if "." in name:
         try:
             return importlib.import_module(name)

@@ -48,7 +48,7 @@ def test_the_first_docstring_line_is_a_description(kind: str, name: str) -> None
     text = plugins.names(kind)[name]
     assert text.endswith(".")
     assert 20 < len(text) < 121
-    assert (importlib.import_module(f"paceline.{kind}.{name}").__doc__ or "").startswith(text)
+    assert (plugins.load(kind, name).__doc__ or "").startswith(text)
 
 
 def test_importing_every_plugin_imports_no_torch() -> None:
@@ -89,6 +89,12 @@ def test_underscore_modules_are_not_plugins() -> None:
     assert not [name for kind in plugins.KINDS for name in plugins.names(kind) if name.startswith("_")]
     with pytest.raises(RequestError):
         plugins.load("strategies", "_torch")
+
+
+def test_a_hyphen_in_the_word_is_an_underscore_in_the_file() -> None:
+    assert "suite-json" in plugins.names("exporters")
+    assert "suite_json" not in plugins.names("exporters")
+    assert plugins.load("exporters", "suite-json") is plugins.load("exporters", "suite_json")
 
 
 @pytest.mark.parametrize(

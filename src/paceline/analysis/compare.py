@@ -240,9 +240,13 @@ def _redrawn(cell: Cell, metric: str) -> Resampled | None:
 
 
 def device_kind(cell: Cell) -> str:
-    """Names of the GPUs, or of the processors, the cell ran on."""
-    machines = [machine for w in cell.windows for machine in w.record.machines]
-    if cell.spec.topology.device == "cuda":
+    return device_names([w.record for w in cell.windows])
+
+
+def device_names(records: Sequence[RunRecord]) -> str:
+    """Names of the GPUs, or of the processors, the runs of one configuration had."""
+    machines = [machine for record in records for machine in record.machines]
+    if records[0].spec.topology.device == "cuda":
         names = {str(gpu.get("name")) for machine in machines for gpu in machine.get("gpus") or ()}
     else:
         names = {str(machine.get("cpu")) for machine in machines}

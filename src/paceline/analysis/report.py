@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from paceline import __version__, machine
-from paceline.analysis import ceilings, compare, fabric, memory, metrics, recommend, scaling, validity
+from paceline.analysis import ceilings, compare, explain, fabric, memory, metrics, recommend, scaling, validity
 from paceline.analysis.certificate import certify_all
 from paceline.analysis.metrics import SHARED_GPU, Cell
 from paceline.analysis.window import Window, first_and_last_loss, open_window, samples_by_step
@@ -36,7 +36,8 @@ def build(
     grown = scaling.analyse(cells)
     everything = (*compared, *grown.compared)
     sound = [r for r, f in zip(ordered, runs, strict=True) if f.status == Status.OK]
-    network, held, peaks = fabric.analyse(sound), memory.analyse(sound, runs), ceilings.analyse(sound)
+    wrong = [r for r, f in zip(ordered, runs, strict=True) if f.status == Status.INVALID and not r.spec.is_certified]
+    network, held, peaks = fabric.analyse(sound, wrong), memory.analyse(sound, runs), ceilings.analyse(sound)
     return Report(
         title=title,
         created_at=max((r.ended_at for r in ordered), default=0.0) if created_at is None else created_at,
@@ -58,10 +59,12 @@ def build(
         fits=network.fits,
         overlaps=network.overlaps,
         suspects=network.suspects,
+        pairs=network.pairs,
+        explanations=explain.explain(grown.points, cells, network.fits, sound),
         memory=held.rows,
         frontier=held.frontier,
         distributions={cell.id: _distribution(cell) for cell in cells},
-        notes=tuple(_notes(cells, runs, _machines(ordered))),
+        notes=(*_notes(cells, runs, _machines(ordered)), *network.notes),
         skipped=tuple(skipped),
     )
 
@@ -159,7 +162,7 @@ def _drift(machines: Sequence[Mapping[str, Any]]) -> list[str]:
 def _notes(cells: Sequence[Cell], runs: Sequence[RunFinding], machines: Sequence[Mapping[str, Any]]) -> list[str]:
     measured = [run for run in runs if not run.is_reference]
     notes = []
-    if measured and not cells:
+    if not cells and any(run.is_certified for run in measured):
         notes.append("no run ended ok with a valid certificate: nothing is measured, compared or recommended")
     if any(len(cell.windows) == 1 for cell in cells):
         notes.append("launches were not repeated in every cell: peak memory is compared only between repeated ones")

@@ -1,14 +1,15 @@
-"""metrics.csv: one row per cell and metric in SI units, for spreadsheets and data frames."""
+"""metrics.csv: one row per cell and metric in SI units; collectives.csv: every row of a sweep."""
 
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import math
 from pathlib import Path
 
 from paceline.exporters import write_atomically
-from paceline.findings import Measurement, Report
+from paceline.findings import CollectiveRow, Measurement, Report
 from paceline.present.standing import trusted_runs
 from paceline.spec import Scalar
 
@@ -16,7 +17,9 @@ OWN = ("metric", "unit", "value", "low", "high", "n", "launches", "better", "cer
 
 
 def export(report: Report, directory: Path) -> list[Path]:
-    return [write_atomically(directory / "metrics.csv", text(report))]
+    """collectives.csv only where there is a sweep."""
+    files = {"metrics.csv": text(report)} | ({"collectives.csv": rows_text(report)} if report.collectives else {})
+    return [write_atomically(directory / name, content) for name, content in files.items()]
 
 
 def text(report: Report) -> str:
@@ -29,6 +32,19 @@ def text(report: Report) -> str:
     for m in report.measurements:
         certified = bool(m.runs) and trusted.issuperset(m.runs)
         writer.writerow([*(_text(m.axes.get(name)) for name in axes), *(_own(m, name, certified) for name in OWN)])
+    return lines.getvalue()
+
+
+def rows_text(report: Report) -> str:
+    """As the findings have them: a column per field, the axes of the run first."""
+    fields = [f.name for f in dataclasses.fields(CollectiveRow) if f.name != "axes"]
+    axes = list(dict.fromkeys(name for row in report.collectives for name in row.axes if name not in fields))
+    lines = io.StringIO()
+    writer = csv.writer(lines, lineterminator="\n")
+    writer.writerow([*axes, *fields])
+    for row in report.collectives:
+        values = (*(row.axes.get(name) for name in axes), *(getattr(row, name) for name in fields))
+        writer.writerow(map(_text, values))
     return lines.getvalue()
 
 

@@ -8,20 +8,21 @@ from html import escape
 from pathlib import Path
 from string import Template
 
-from paceline.exporters import plots, write_atomically
+from paceline.exporters import _canvas, plots, write_atomically
 from paceline.findings import Certificate, Report
-from paceline.present import tables
-from paceline.present.machine import machine_tables
+from paceline.present import scaling, tables
+from paceline.present.answer import answer
+from paceline.present.machine import machine_details, machine_tables
 from paceline.present.tables import Cell, Column, Table
 
 # What the charts draw in these colours follows the page's theme.
 THEME = {
-    plots.INK: "--ink",
-    plots.QUIET: "--quiet",
-    plots.GRID: "--line",
-    plots.PAPER: "--paper",
-    plots.PALETTE[0]: "--blue",
-    plots.PALETTE[6]: "--purple",
+    _canvas.INK: "--ink",
+    _canvas.QUIET: "--quiet",
+    _canvas.GRID: "--line",
+    _canvas.PAPER: "--paper",
+    _canvas.PALETTE[0]: "--blue",
+    _canvas.PALETTE[6]: "--purple",
 }
 
 STYLE = """
@@ -94,7 +95,7 @@ def text(report: Report) -> str:
 
 
 def _parts(report: Report) -> Iterator[str]:
-    sentence, beside = tables.answer(report)
+    sentence, beside = answer(report)
     yield f"<header><h1>{escape(report.title)}</h1>{paragraph(sentence, 'answer')}{paragraph(beside)}</header>"
     yield f'<div class="mind">{"".join(map(paragraph, report.notes))}</div>' if report.notes else ""
     ranking = tables.ranking(report)
@@ -104,8 +105,10 @@ def _parts(report: Report) -> Iterator[str]:
     yield from (f"<h3>{escape(table.title)}</h3>{render(table)}" for table in ranking)
     yield paragraph(tables.common(report), "quiet")
     yield from (figure(report, name) for name in plots.available(report))
-    yield section("Scaling", tables.scaling(report))
+    yield section("Scaling", scaling.efficiency(report))
+    yield section("Where the step time goes", scaling.explanation(report))
     yield from (section(table.title, table) for table in machine_tables(report))
+    yield from (folded(f"Every row: {table.title}", table) for table in machine_details(report))
     yield section("Winners by category", tables.winners(report))
     yield section("Not ranked", tables.failures(report))
     yield from _evidence(report)
@@ -114,7 +117,8 @@ def _parts(report: Report) -> Iterator[str]:
 
 
 def _evidence(report: Report) -> Iterator[str]:
-    yield f"<h2>Equal work</h2>{paragraph(tables.certified_sentence(report))}"
+    if tables.trains(report):
+        yield f"<h2>Equal work</h2>{paragraph(tables.certified_sentence(report))}"
     certification = tables.certification(report)
     yield render(certification) if certification else ""
     checks = "".join(map(_checks, report.certificates))

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from paceline.exporters import plots, write_atomically
 from paceline.findings import Report
-from paceline.present import tables
-from paceline.present.machine import machine_tables
+from paceline.present import scaling, tables
+from paceline.present.answer import answer
+from paceline.present.machine import machine_details, machine_tables
 from paceline.present.tables import Cell, Table
 
 
@@ -23,7 +24,7 @@ def text(report: Report) -> str:
 
 def _parts(report: Report) -> Iterator[str]:
     yield f"# {escape(report.title)}"
-    sentence, beside = tables.answer(report)
+    sentence, beside = answer(report)
     yield f"**{escape(sentence)}** {escape(beside)}".strip()
     ranking = tables.ranking(report)
     if tables.trains(report):
@@ -34,8 +35,10 @@ def _parts(report: Report) -> Iterator[str]:
     yield f"Read all of it with this in mind:\n\n{bullets(report.notes)}" if report.notes else ""
     yield section("Winners by category", tables.winners(report))
     yield section("Not ranked", tables.failures(report))
-    yield section("Scaling", tables.scaling(report))
+    yield section("Scaling", scaling.efficiency(report))
+    yield section("Where the step time goes", scaling.explanation(report))
     yield from (section(table.title, table) for table in machine_tables(report))
+    yield from (folded(f"Every row: {table.title}", table) for table in machine_details(report))
     drawn = plots.available(report)
     yield "## Plots" if drawn else ""
     yield from (f"![{name.replace('_', ' ').capitalize()}](plots/{name}.png)" for name in drawn)
@@ -43,7 +46,8 @@ def _parts(report: Report) -> Iterator[str]:
 
 
 def _evidence(report: Report) -> Iterator[str]:
-    yield f"## Certificates\n\n{tables.certified_sentence(report)}"
+    if tables.trains(report):
+        yield f"## Certificates\n\n{tables.certified_sentence(report)}"
     yield folded("Certificates by cell", tables.certification(report))
     yield "## How it was measured"
     yield folded("Comparisons, with the smallest effect the data could have shown", tables.comparisons(report))

@@ -1,4 +1,4 @@
-"""plots/*.png and *.svg: throughput, step time, memory and scaling for documents."""
+"""plots/*.png and *.svg: throughput, step time, memory, scaling and the fabric for documents."""
 
 from __future__ import annotations
 
@@ -8,46 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.exporters import _fabric_charts as fabric
 from paceline.exporters import write_atomically
+from paceline.exporters._canvas import CLEAR, INK, PALETTE, QUIET, STYLE, canvas, entitle, say
 from paceline.findings import Measurement, Report, ScalingPoint
 from paceline.present.quantity import Scale, format_brief, format_number, format_parts
+from paceline.present.scaling import baseline_name
 from paceline.present.standing import axis_text, describe, groups
-from paceline.present.tables import baseline_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-INK, QUIET, GRID, PAPER = "#1f2328", "#6e7781", "#d8dee4", "#ffffff"
-# Okabe and Ito (2008): told apart under every common colour blindness; the yellow is left out, too pale for lines.
-PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c6bb1", "#7f7f7f")
-STYLE: dict[str, Any] = {
-    "axes.edgecolor": GRID,
-    "axes.facecolor": "none",
-    "axes.labelcolor": QUIET,
-    "axes.spines.left": False,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlecolor": INK,
-    "axes.titlesize": 12,
-    "axes.titleweight": "bold",
-    "axes.axisbelow": True,
-    "figure.facecolor": PAPER,
-    "font.family": "sans-serif",
-    "font.size": 9.5,
-    "grid.color": GRID,
-    "grid.linewidth": 0.8,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "paceline",
-    "text.color": INK,
-    "text.parse_math": False,
-    "xtick.color": QUIET,
-    "ytick.color": INK,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-}
-CLEAR = {"facecolor": PAPER, "edgecolor": "none", "pad": 1.5}
-WIDTH_IN, DPI, MOST_LANES, MOST_VECTOR_POINTS = 8.2, 160, 60, 400
+DPI, MOST_LANES, MOST_VECTOR_POINTS = 160, 60, 400
 STRAGGLER_RATIO = 1.35  # steps slower than this many times the slowest cell's 95th percentile are counted, not drawn
 
 
@@ -123,38 +96,14 @@ def _colours(report: Report) -> dict[str, str]:
     return {label: PALETTE[min(i, len(PALETTE) - 1)] for i, label in enumerate(plainest_first)}
 
 
-def _canvas(title: str, subtitle: str, height_in: float, panels: int = 1) -> tuple[Figure, list[Axes]]:
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
-    figure = Figure(figsize=(WIDTH_IN, height_in), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
-    axes = list(figure.subplots(panels, 1, squeeze=False)[:, 0])
-    _entitle(axes[0], title, subtitle)
-    return figure, axes
-
-
-def _say(
-    axes: Axes, text: str, at: tuple[float, float], offset: tuple[float, float], on: str = "data", **how: Any
-) -> None:
-    """Text at a point, moved by `offset` points; on is `data`, `axes fraction`, or `side`: x in axes, y in data."""
-    coordinates: Any = ("axes fraction", "data") if on == "side" else on
-    how.setdefault("va", "center_baseline")
-    axes.annotate(text, at, offset, coordinates, "offset points", annotation_clip=False, **how)
-
-
-def _entitle(axes: Axes, title: str, subtitle: str) -> None:
-    axes.set_title(title, loc="left", pad=24)
-    _say(axes, subtitle, (0, 1), (0, 8), "axes fraction", color=QUIET, va="bottom")
-
-
 def _lane_chart(lanes: Sequence[Lane], title: str, subtitle: str) -> tuple[Figure, Axes]:
     """An empty chart with its lanes named on the left and its groups as headings above them."""
-    figure, (axes,) = _canvas(title, subtitle, 1.25 + 0.36 * (lanes[0].y - lanes[-1].y + 1))
+    figure, (axes,) = canvas(title, subtitle, 1.25 + 0.36 * (lanes[0].y - lanes[-1].y + 1))
     cells = [lane for lane in lanes if not lane.heading]
     axes.set_yticks([lane.y for lane in cells], [lane.label for lane in cells])
     for lane in lanes:
         if lane.heading:
-            _say(axes, lane.label, (0, lane.y), (0, -3), "side", color=QUIET, fontsize=9, bbox=CLEAR)
+            say(axes, lane.label, (0, lane.y), (0, -3), "side", color=QUIET, fontsize=9, bbox=CLEAR)
     axes.set_ylim(lanes[-1].y - 0.6, lanes[0].y + 0.5)
     axes.grid(axis="x")
     return figure, axes
@@ -181,7 +130,7 @@ def draw_memory(report: Report, lanes: Sequence[Lane]) -> Figure:
     if capacity is not None and near:
         axes.axvline(capacity, color=INK, linewidth=1.2, linestyle=(0, (4, 3)))
         floor = (capacity, axes.get_ylim()[0])
-        _say(axes, f"device: {format_number(capacity, 1)} GiB", floor, (-5, 6), ha="right", va="bottom")
+        say(axes, f"device: {format_number(capacity, 1)} GiB", floor, (-5, 6), ha="right", va="bottom")
     axes.set_xlabel("GiB")
     return figure
 
@@ -196,7 +145,7 @@ def _bars(axes: Axes, lanes: Sequence[Lane], scale: Scale, number: Callable[[Mea
             whisker = [[max(value - low, 0)], [max(high - value, 0)]]
             axes.errorbar(value, lane.y, xerr=whisker, fmt="none", ecolor=INK, elinewidth=1.3, capsize=3.5)
         ends.append(max(value, high or value))
-        _say(axes, number(m), (ends[-1], lane.y), (7, 0))
+        say(axes, number(m), (ends[-1], lane.y), (7, 0))
     axes.set_xlim(0, max(ends) * 1.16 or 1.0)
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.10g}")
 
@@ -234,18 +183,18 @@ def _distribution(axes: Axes, lane: Lane, x: Any, right: float) -> None:
     axes.vlines(median, top - 0.17, top + 0.17, color=INK, linewidth=2.0)
     beyond = len(x) - len(shown)
     text = f"{format_number(median, 1 if median < 1000 else 0)} ms" + (f"\n+{beyond} slower" if beyond else "")
-    _say(axes, text, (1, lane.y), (6, 0), "side")
+    say(axes, text, (1, lane.y), (6, 0), "side")
 
 
 def draw_scaling(report: Report, points: Sequence[ScalingPoint]) -> Figure:
     """Efficiency against the ideal 100 %, one panel per kind of scaling, the measured baseline in its title."""
     kinds = sorted({p.kind for p in points}, reverse=True)
-    figure, panels = _canvas("", "", 3.6 * len(kinds), len(kinds))
+    figure, panels = canvas("", "", 3.6 * len(kinds), len(kinds))
     colours = _colours(report)
     for axes, kind in zip(panels, kinds, strict=True):
         of_kind = [p for p in points if p.kind == kind]
         subtitle = "efficiency; whiskers are 95 % intervals; the baseline was measured in the same campaign"
-        _entitle(axes, f"{kind.capitalize()} scaling against {_baseline(report, of_kind)}", subtitle)
+        entitle(axes, f"{kind.capitalize()} scaling against {_baseline(report, of_kind)}", subtitle)
         _efficiency(axes, of_kind, colours)
     return figure
 
@@ -310,7 +259,7 @@ def _end_labels(axes: Axes, ends: Sequence[tuple[float, float, str, str]]) -> No
     gap, floor = (high - low) * 0.07, float("inf")
     for _, y, text, colour in sorted(ends, key=lambda end: -end[1]):
         floor = min(y, floor - gap)
-        _say(axes, text, (1, floor), (6, 0), "side", color=colour)
+        say(axes, text, (1, floor), (6, 0), "side", color=colour)
 
 
 def _measured(lanes: Sequence[Lane]) -> Iterator[tuple[Lane, Measurement]]:
@@ -329,4 +278,8 @@ CHARTS: dict[str, tuple[Callable[[Report], Collected], Callable[[Report, Any], A
     "step_time": (lambda report: lanes(report, "step_time_s", needs_samples=True), draw_step_time),
     "memory": (lambda report: lanes(report, "peak_memory_bytes"), draw_memory),
     "scaling": (lambda report: [p for p in report.scaling if p.efficiency.value is not None], draw_scaling),
+    "scaling_loss": (lambda report: report.explanations, fabric.draw_scaling_loss),
+    "collective_bandwidth": (fabric.panels, fabric.draw_bandwidth),
+    "collective_latency": (fabric.lines, fabric.draw_latency),
+    "pairs": (lambda report: report.pairs, fabric.draw_pairs),
 }

@@ -1,10 +1,11 @@
 """How findings read: numbers rounded by their uncertainty, cells in their places, tables, and the terminal.
 
-quantity < facts, standing < tables < terminal. Exporters and the command line print what stands here, no more.
+quantity < facts, standing < tables < links < fabric, memory, ceilings, scaling < machine, answer < terminal. Exporters
+and the command line print what stands here, no more.
 """
 
+from paceline.present.answer import recommendation_lines
 from paceline.present.quantity import format_quantity
-from paceline.present.tables import recommendation_lines
 from paceline.present.terminal import comparison_table, failures_table, machine_group, ranked_table, scaling_table
 
 __all__ = [

@@ -10,3 +10,8 @@ from paceline.present.tables import Table
 def machine_tables(report: Report) -> tuple[Table, ...]:
     """In reading order: network, memory, compute; empty for a report about training alone."""
     return (*fabric.tables(report), *memory.tables(report), *ceilings.tables(report))
+
+
+def machine_details(report: Report) -> tuple[Table, ...]:
+    """Too long for a terminal and for a first look: a page folds them."""
+    return fabric.details(report)

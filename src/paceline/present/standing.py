@@ -109,6 +109,8 @@ def unranked(report: Report) -> tuple[Unranked, ...]:
     measured = {m.cell for m in report.measurements if _has_value(m)}
     merged: dict[tuple[str, str, str, str], list[str]] = {}
     for run in report.runs:
+        if run.status == "ok" and not run.is_certified:
+            continue
         trouble = _trouble(run, certificates.get(run.run)) or _unmeasured(run, measured)
         if trouble:
             label = ("reference: " if run.is_reference else "") + describe(run.axes, named)

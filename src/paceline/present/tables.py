@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from paceline.findings import BETTER, TIE, WORSE, Certificate, Comparison, Recommendation, Report, RunFinding
+from paceline.findings import BETTER, TIE, WORSE, Certificate, Comparison, Report, RunFinding
 from paceline.present.facts import flatten
 from paceline.present.quantity import (
     MISSING,
@@ -37,7 +37,6 @@ from paceline.present.standing import (
     unranked,
     varying_axes,
 )
-from paceline.spec import UNCERTIFIED
 
 TICK, CROSS = "\u2713", "\u2717"
 NO_ANSWER = "No recommendation: no certified comparison of these runs decides one."
@@ -82,36 +81,9 @@ class Table:
 Filled = tuple[Column, Callable[[Row], Cell]]
 
 
-def headline(report: Report) -> Recommendation | None:
-    """The recommendation that answers the first ranking, in throughput; else the first there is."""
-    first = next(iter(groups(report)), None)
-    cells = {row.cell for row in first.rows} if first else set()
-    ours = [r for r in report.recommendations if any({c.cell, c.other} <= cells for c in r.because)]
-    return next((r for r in ours if r.metric == THROUGHPUT), next(iter((*ours, *report.recommendations)), None))
-
-
-def answer(report: Report) -> tuple[str, str]:
-    """The sentence that answers, and what else was said about it: why, and for which group."""
-    found = headline(report)
-    if found is None:
-        return NO_ANSWER, ""
-    sentence, why = first_sentence(found.text)
-    return sentence, " ".join(filter(None, (why, f"Measured on {found.group}." if found.group else "")))
-
-
 def first_sentence(text: str) -> tuple[str, str]:
     sentence, stop, rest = text.partition(". ")
     return sentence + stop.strip(), rest
-
-
-def recommendation_lines(report: Report) -> list[str]:
-    """Every recommendation by group: a line for the group, its sentences, then its caveats, each once."""
-    lines: list[str] = []
-    for name in dict.fromkeys(r.group for r in report.recommendations):
-        ours = [r for r in report.recommendations if r.group == name]
-        lines += [name, *(f"  {r.category}: {r.text}" for r in ours)]
-        lines += dict.fromkeys(f"  caveat: {caveat}" for r in ours for caveat in r.caveats)
-    return lines or [NO_ANSWER]
 
 
 def created(report: Report) -> str:
@@ -128,8 +100,8 @@ def common(report: Report) -> str:
 
 def trains(report: Report) -> bool:
     """Whether there is something to rank by speed: a report about the machine alone needs no ranking."""
-    ours = [str(r.axes.get("workload")).partition(":")[0] for r in report.runs if not r.is_reference]
-    return not ours or any(workload not in UNCERTIFIED for workload in ours)
+    ours = [r for r in report.runs if not r.is_reference]
+    return not ours or any(run.is_certified for run in ours)
 
 
 def ranking(report: Report) -> tuple[Table, ...]:
@@ -217,33 +189,6 @@ def failures(report: Report) -> Table | None:
     )
     columns = (Column("what"), Column("status"), Column("reason", prose=True), Column("runs", numeric=True))
     return Table("Not ranked", columns, rows) if rows else None
-
-
-def scaling(report: Report) -> Table | None:
-    """Efficiency of each point beside the measured baseline it stands on."""
-    rows = []
-    for p in sorted(report.scaling, key=lambda p: (p.kind, p.series, p.world_size)):
-        m = p.efficiency
-        speedup = format_parts(p.speedup_ratio, None, None)[0] + TIMES
-        efficiency = Cell(*format_parts(m.value, m.low, m.high, scale_of(m.unit, m.metric)))
-        base = Cell(baseline_name(report, p.baseline))
-        rows.append((Cell(p.series), Cell(p.kind), Cell(str(p.world_size)), base, Cell(speedup), efficiency))
-    columns = (
-        Column("series", prose=True),
-        Column("kind"),
-        Column("world size", numeric=True),
-        Column("measured baseline"),
-        Column("speed-up", numeric=True),
-        Column("efficiency, %", numeric=True),
-    )
-    notes = dict.fromkeys(p.efficiency.note for p in report.scaling if p.efficiency.note)
-    return Table("Scaling", columns, tuple(rows), tuple(notes)) if rows else None
-
-
-def baseline_name(report: Report, cell: str) -> str:
-    """`ddp, 1 process`; the text itself where it names no cell of this report."""
-    axes = axes_of(report, cell)
-    return describe(axes, ("world_size",)) if axes else cell
 
 
 def winners(report: Report) -> Table | None:

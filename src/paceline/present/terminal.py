@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from paceline.findings import Comparison, Report
-from paceline.present import tables
+from paceline.present import scaling, tables
 from paceline.present.machine import machine_tables
 from paceline.present.tables import Cell, Table
 
@@ -35,8 +35,11 @@ def failures_table(report: Report) -> RenderableType | None:
 
 
 def scaling_table(report: Report) -> RenderableType | None:
-    """Efficiencies beside their measured baseline; None where nothing was scaled."""
-    return _fitted(tables.scaling(report))
+    """Efficiencies beside their measured baseline and where the rest went; None where nothing was scaled."""
+    from rich.console import Group
+
+    found = [Fitted(table) for table in (scaling.efficiency(report), scaling.explanation(report)) if table]
+    return Group(*found) if found else None
 
 
 def machine_group(report: Report) -> RenderableType | None:

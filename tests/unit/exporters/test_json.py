@@ -18,6 +18,8 @@ KEYS = [
         "fits",
         "overlaps",
         "suspects",
+        "pairs",
+        "explanations",
         "memory",
         "frontier",
         "distributions",

@@ -1,0 +1,98 @@
+"""t = alpha + S*f/beta for each operation: what a start costs, and what a byte on the wire costs after it.
+
+Weighted least squares with weights 1/t^2, which minimises relative errors: sizes span nine decades, and without weights
+the largest alone would decide both numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from paceline.analysis.metrics import SHARED_GPU
+from paceline.analysis.sweep import factor_of
+from paceline.findings import CollectiveFit, CollectiveRow
+
+FEWEST_SIZES = 4
+HELD_AT_ZERO = "alpha came out negative and is held at 0"
+
+
+class Line(NamedTuple):
+    """alpha in seconds, beta in bytes per second, residual as the RMS of relative errors; held: alpha was set to 0."""
+
+    alpha_s: float
+    beta_bytes_per_s: float
+    residual_ratio: float
+    held: bool
+
+
+def line_through(sent_bytes: Sequence[float], seconds: Sequence[float]) -> Line | None:
+    """alpha >= 0 and beta > 0, or None where time does not grow with size. sent_bytes is S*f."""
+    x, t = np.asarray(sent_bytes, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
+    scale = float(x.max())
+    starts, bytes_ = 1 / t, x / scale / t  # relative: alpha/t + slope*x/t shall be 1
+    (alpha, slope), *_ = np.linalg.lstsq(np.column_stack([starts, bytes_]), np.ones(len(t)), rcond=None)
+    held = bool(alpha < 0)
+    if held:
+        alpha, slope = 0.0, float(bytes_.sum() / (bytes_ @ bytes_))
+    if slope <= 0:
+        return None
+    errors = alpha * starts + slope * bytes_ - 1
+    return Line(float(alpha), scale / float(slope), math.sqrt(float(np.mean(errors**2))), held)
+
+
+def fit_all(
+    rows: Sequence[CollectiveRow], runs: Mapping[str, tuple[str, ...]]
+) -> tuple[tuple[CollectiveFit, ...], tuple[str, ...]]:
+    """One fit per cell, operation, dtype, world size and place, and a sentence on those that have none.
+
+    `single` rows are fitted where they span enough sizes: a batch or a graph of launches hides part of alpha.
+    """
+    groups: dict[tuple[object, ...], list[CollectiveRow]] = {}
+    for row in rows:
+        if row.status == "ok" and row.time_s and factor_of(row.operation, row.world_size) and row.size_bytes:
+            groups.setdefault((row.cell, row.operation, row.dtype, row.world_size, row.in_place), []).append(row)
+    fits, flat = [], []
+    for group in groups.values():
+        chosen = _one_mode(group)
+        if len(chosen) >= FEWEST_SIZES:
+            found = _fit(chosen, runs[chosen[0].cell])
+            fits += [found] if found else []
+            flat += [] if found else [f"{chosen[0].operation} in {chosen[0].dtype}"]
+    named = ", ".join(dict.fromkeys(flat))
+    return tuple(fits), (f"no alpha-beta fit of {named}: time does not grow with size",) if flat else ()
+
+
+def _one_mode(group: Sequence[CollectiveRow]) -> list[CollectiveRow]:
+    """Rows of one mode, one per size: `single` if it has enough, else the mode with most sizes."""
+    by_mode: dict[str, dict[int, CollectiveRow]] = {}
+    for row in group:
+        by_mode.setdefault(row.mode, {}).setdefault(row.size_bytes, row)
+    single = by_mode.get("single", {})
+    chosen = single if len(single) >= FEWEST_SIZES else max(by_mode.values(), key=len)
+    return [chosen[size] for size in sorted(chosen)]
+
+
+def _fit(rows: Sequence[CollectiveRow], runs: tuple[str, ...]) -> CollectiveFit | None:
+    first = rows[0]
+    factor = factor_of(first.operation, first.world_size) or 0.0
+    line = line_through([row.size_bytes * factor for row in rows], [row.time_s or 0.0 for row in rows])
+    if line is None:
+        return None
+    notes = (HELD_AT_ZERO if line.held else None, SHARED_GPU if SHARED_GPU in (first.note or "") else None)
+    return CollectiveFit(
+        operation=first.operation,
+        dtype=first.dtype,
+        world_size=first.world_size,
+        in_place=first.in_place,
+        alpha_s=line.alpha_s,
+        beta_bytes_per_s=line.beta_bytes_per_s,
+        residual_ratio=line.residual_ratio,
+        sizes=len(rows),
+        axes=first.axes,
+        runs=runs,
+        note="; ".join(filter(None, notes)) or None,
+    )
