@@ -47,10 +47,11 @@ EAGER = {
     "decoder": {"torch"},
     "strategies._torch": {"torch"},
     "workloads._loop": {"torch"},
+    "workloads._kernels": {"torch"},
     "experiment": {"pydantic"},
 }
 # Modules with torch at their top: whoever imports one outside a function must be one.
-TORCH_MODULES = {"decoder", "strategies._torch", "workloads._loop"}
+TORCH_MODULES = {"decoder", "strategies._torch", "workloads._loop", "workloads._kernels"}
 
 # Every broad except, with the number of them: the worker's turns exceptions into records, corpus hands one to the
 # thread that waits for the batch, machine and telemetry ask a driver that may answer with any error of its own.

@@ -15,6 +15,7 @@ from paceline.analysis.metrics import SHARED_GPU, Cell
 from paceline.analysis.window import Window, first_and_last_loss, open_window, samples_by_step
 from paceline.findings import Certificate, Report, RunFinding
 from paceline.records import RunRecord, Status
+from paceline.spec import UNCERTIFIED
 
 LONGEST_DISTRIBUTION = 500
 
@@ -31,12 +32,13 @@ def build(
     windows = {w.run: w for w in (open_window(r) for r in ordered if r.steps and r.spec.is_certified)}
     runs = tuple(_finding(r, certificates, windows) for r in ordered)
     trusted = [windows[f.run] for f in runs if f.status == Status.OK and f.run in windows]
-    cells = metrics.gather(trusted)
+    sound = [r for r, f in zip(ordered, runs, strict=True) if f.status == Status.OK]
+    peaks = ceilings.analyse(sound)
+    cells = metrics.gather(trusted, ceilings.peaks_by_device(sound, peaks))
     compared = compare.compare_cells(cells)
     grown = scaling.analyse(cells)
     everything = (*compared, *grown.compared)
-    sound = [r for r, f in zip(ordered, runs, strict=True) if f.status == Status.OK]
-    network, held, peaks = fabric.analyse(sound), memory.analyse(sound, runs), ceilings.analyse(sound)
+    network, held = fabric.analyse(sound), memory.analyse(sound, runs)
     return Report(
         title=title,
         created_at=max((r.ended_at for r in ordered), default=0.0) if created_at is None else created_at,
@@ -159,7 +161,7 @@ def _drift(machines: Sequence[Mapping[str, Any]]) -> list[str]:
 def _notes(cells: Sequence[Cell], runs: Sequence[RunFinding], machines: Sequence[Mapping[str, Any]]) -> list[str]:
     measured = [run for run in runs if not run.is_reference]
     notes = []
-    if measured and not cells:
+    if not cells and any(str(run.axes["workload"]).partition(":")[0] not in UNCERTIFIED for run in measured):
         notes.append("no run ended ok with a valid certificate: nothing is measured, compared or recommended")
     if any(len(cell.windows) == 1 for cell in cells):
         notes.append("launches were not repeated in every cell: peak memory is compared only between repeated ones")
