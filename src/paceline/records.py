@@ -159,7 +159,9 @@ class KernelSample:
     """One kernel or copy on one device, every timed iteration. Work is stated, rates are computed afterwards.
 
     kernel: matmul, attention_forward, attention_backward, copy, h2d, d2h. label says which shape, variant which way
-    (pinned, pageable, a kernel's name). flops and moved_bytes are of one iteration; status is ok, oom or unsupported.
+    (pinned, pageable, a kernel's name), size what the sweep varies (side, bytes, sequence length; None for a model's
+    own product). flops and moved_bytes are of one iteration. wrong counts checked elements that differ from the exact
+    result. status is ok, oom, unsupported, skipped (it would take too long) or failed; only ok has durations.
     """
 
     kind: ClassVar[str] = "kernel"
@@ -173,6 +175,8 @@ class KernelSample:
     durations_s: tuple[float, ...]
     status: str = "ok"
     error: str | None = None
+    size: int | None = None
+    wrong: int | None = None
 
 
 Sample = StepSample | MemorySample | WireSample | TraceSample | CollectiveSample | OverlapSample | KernelSample

@@ -51,6 +51,7 @@ EAGER = {
     "workloads._collectives_overlap": {"torch"},
     "workloads._collectives_payload": {"torch"},
     "workloads._collectives_sweep": {"torch"},
+    "workloads._kernels": {"torch"},
     "experiment": {"pydantic"},
 }
 # Modules with torch at their top: whoever imports one outside a function must be one.
@@ -63,6 +64,7 @@ TORCH_MODULES = {
     "workloads._collectives_payload",
     "workloads._collectives_sweep",
     "workloads._collectives_tournament",
+    "workloads._kernels",
 }
 
 # Every broad except, with the number of them: the worker's turns exceptions into records, corpus hands one to the

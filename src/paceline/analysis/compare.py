@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.analysis import metrics
+from paceline.analysis.ceilings import device_names
 from paceline.analysis.certificate import certify_all
 from paceline.analysis.metrics import BY_NAME, HIGHER, Cell
 from paceline.analysis.statistics import Ratio, Resampled, ratio_between
@@ -240,17 +241,8 @@ def _redrawn(cell: Cell, metric: str) -> Resampled | None:
 
 
 def device_kind(cell: Cell) -> str:
-    return device_names([w.record for w in cell.windows])
-
-
-def device_names(records: Sequence[RunRecord]) -> str:
-    """Names of the GPUs, or of the processors, the runs of one configuration had."""
-    machines = [machine for record in records for machine in record.machines]
-    if records[0].spec.topology.device == "cuda":
-        names = {str(gpu.get("name")) for machine in machines for gpu in machine.get("gpus") or ()}
-    else:
-        names = {str(machine.get("cpu")) for machine in machines}
-    return ", ".join(sorted(names)) or "unknown"
+    """Names of the GPUs, or of the processors, the cell ran on."""
+    return device_names(cell.spec.topology.device, [m for w in cell.windows for m in w.record.machines])
 
 
 def _nearest_difference(a: Sequence[Cell], b: Sequence[Cell]) -> str:

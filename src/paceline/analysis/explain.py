@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from paceline.analysis import metrics
-from paceline.analysis.compare import device_kind, device_names
+from paceline.analysis.ceilings import device_names
+from paceline.analysis.compare import device_kind
 from paceline.analysis.metrics import SHARED_GPU, Cell
 from paceline.analysis.recommend import GLOO
 from paceline.analysis.scaling import STRONG
@@ -31,7 +32,11 @@ def explain(
 ) -> tuple[ScalingExplanation, ...]:
     """One explanation per point beyond its baseline."""
     by_id = {cell.id: cell for cell in cells}
-    kinds = {record.spec.run_id: device_names([record]) for record in records if record.collectives}
+    kinds = {
+        record.spec.run_id: device_names(record.spec.topology.device, record.machines)
+        for record in records
+        if record.collectives
+    }
     usable = [
         _Fit(fit, kinds[fit.runs[0]]) for fit in fits if fit.runs[0] in kinds and SHARED_GPU not in (fit.note or "")
     ]

@@ -10,13 +10,13 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from paceline import models
-from paceline.analysis import statistics
+from paceline.analysis import ceilings, statistics
 from paceline.analysis.statistics import Array, Resampled
 from paceline.analysis.window import LAUNCH_COLUMNS, PHASES, STEP_COLUMNS, Window
 from paceline.errors import RequestError
@@ -43,7 +43,8 @@ class Estimate(NamedTuple):
 class Cell:
     """All certified repeats of one configuration, resampled once for all metrics.
 
-    fields are the spec's, by dotted name, without what may differ between repeats.
+    fields are the spec's, by dotted name, without what may differ between repeats. achievable is the measured matmul
+    peak of each dtype on this kind of device, empty where no run measured it.
     """
 
     id: str
@@ -53,6 +54,7 @@ class Cell:
     windows: tuple[Window, ...]
     step_sums: Array
     launch_sums: Array
+    achievable: Mapping[str, Measurement] = field(default_factory=dict)
 
     @property
     def runs(self) -> tuple[str, ...]:
@@ -83,16 +85,19 @@ class Cell:
         return np.concatenate([w.seconds for w in self.windows])
 
 
-def gather(windows: Iterable[Window]) -> list[Cell]:
-    """Cells of all windows that hold a step, in the order of their first run; the caller passes certified runs only."""
+def gather(windows: Iterable[Window], peaks: ceilings.Peaks | None = None) -> list[Cell]:
+    """Cells of all windows that hold a step, in the order of their first run; the caller passes certified runs only.
+
+    peaks are the measured matmul peaks by kind of device, where a run of the workload compute measured them.
+    """
     by_cell: defaultdict[str, list[Window]] = defaultdict(list)
     for window in windows:
         if len(window.steps):
             by_cell[window.record.spec.cell].append(window)
-    return [_resampled_cell(cell, found) for cell, found in by_cell.items()]
+    return [_resampled_cell(cell, found, peaks or {}) for cell, found in by_cell.items()]
 
 
-def _resampled_cell(cell: str, windows: Sequence[Window]) -> Cell:
+def _resampled_cell(cell: str, windows: Sequence[Window], peaks: ceilings.Peaks) -> Cell:
     ordered = tuple(sorted(windows, key=lambda w: (w.record.spec.repeat, w.run)))
     spec = ordered[0].record.spec
     return Cell(
@@ -103,6 +108,7 @@ def _resampled_cell(cell: str, windows: Sequence[Window]) -> Cell:
         ordered,
         statistics.resample_sums([w.steps for w in ordered], statistics.seed_of(cell, "steps")),
         statistics.resample_sums([w.launch for w in ordered], statistics.seed_of(cell, "launches")),
+        peaks.get(ceilings.device_of(ordered[0].record), {}),
     )
 
 
@@ -209,11 +215,25 @@ def dense_peak(cell: Cell) -> tuple[float | None, str]:
     return peak, f"of {peak / 1e12:.0f} TFLOP/s dense {dtype} ({names})"
 
 
-def _utilisation(convention: str, *, recomputed: bool) -> Callable[[Cell], Estimate]:
-    """F * tokens/s/GPU / dense peak of the compute dtype; HFU adds what checkpointing computes again."""
+def measured_peak(cell: Cell) -> tuple[float | None, str]:
+    """The best matrix product of the compute dtype that this kind of device showed, as `dense_peak`; no fallback."""
+    dtype = cell.spec.training.precision.compute
+    if cell.shared_gpu:
+        return None, SHARED_GPU
+    found = cell.achievable.get(dtype)
+    if found is None or found.value is None:
+        return None, f"share of achievable: no run of compute beside these measured {dtype} products on this device"
+    return found.value, f"of {found.value / 1e12:.4g} TFLOP/s measured in {dtype} ({found.axes['label']})"
+
+
+Peak = Callable[[Cell], tuple[float | None, str]]
+
+
+def _utilisation(convention: str, *, recomputed: bool, of: Peak = dense_peak) -> Callable[[Cell], Estimate]:
+    """F * tokens/s/GPU / peak of the compute dtype; HFU adds what checkpointing computes again."""
 
     def formula(cell: Cell) -> Estimate:
-        peak, note = dense_peak(cell)
+        peak, note = of(cell)
         rate = cell.per("tokens", "wall")
         if peak is None or rate is None:
             return Estimate(None, note)
@@ -256,6 +276,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("mfu_full_attention_ratio", "ratio", HIGHER, _utilisation("full", recomputed=False)),
     Metric("hfu_ratio", "ratio", HIGHER, _utilisation("causal", recomputed=True)),
     Metric("hfu_full_attention_ratio", "ratio", HIGHER, _utilisation("full", recomputed=True)),
+    Metric("achievable_ratio", "ratio", HIGHER, _utilisation("causal", recomputed=False, of=measured_peak)),
     Metric("peak_memory_bytes", "bytes", LOWER, _peak_memory),
     Metric("peak_memory_reserved_bytes", "bytes", LOWER, _per_launch("reserved")),
     Metric("peak_memory_device_bytes", "bytes", LOWER, _per_launch("device")),

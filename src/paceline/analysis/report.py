@@ -31,13 +31,14 @@ def build(
     windows = {w.run: w for w in (open_window(r) for r in ordered if r.steps and r.spec.is_certified)}
     runs = tuple(_finding(r, certificates, windows) for r in ordered)
     trusted = [windows[f.run] for f in runs if f.status == Status.OK and f.run in windows]
-    cells = metrics.gather(trusted)
+    sound = [r for r, f in zip(ordered, runs, strict=True) if f.status == Status.OK]
+    peaks = ceilings.analyse(sound)
+    cells = metrics.gather(trusted, ceilings.peaks_by_device(sound, peaks))
     compared = compare.compare_cells(cells)
     grown = scaling.analyse(cells)
     everything = (*compared, *grown.compared)
-    sound = [r for r, f in zip(ordered, runs, strict=True) if f.status == Status.OK]
     wrong = [r for r, f in zip(ordered, runs, strict=True) if f.status == Status.INVALID and not r.spec.is_certified]
-    network, held, peaks = fabric.analyse(sound, wrong), memory.analyse(sound, runs), ceilings.analyse(sound)
+    network, held = fabric.analyse(sound, wrong), memory.analyse(sound, runs)
     return Report(
         title=title,
         created_at=max((r.ended_at for r in ordered), default=0.0) if created_at is None else created_at,

@@ -13,6 +13,18 @@ def problems(record: RunRecord) -> list[str]:
         for s in wrong[:3]
     ]
     found += [f"and {len(wrong) - 3} more rows"] if len(wrong) > 3 else []
+    found += _kernel_problems(record)
     if not (record.collectives or record.kernels or record.memory):
         found.append("nothing was recorded")
     return found
+
+
+def _kernel_problems(record: RunRecord) -> list[str]:
+    """A kernel whose result is wrong, or that broke down, says nothing about what the device can do."""
+    bad = [s for s in record.kernels if s.wrong or s.status == "failed"]
+    found = [
+        f"{' '.join(filter(None, (s.kernel, s.dtype, s.variant)))} ({s.label}) on rank {s.rank}: "
+        + (f"{s.wrong} wrong elements" if s.wrong else f"failed: {s.error}")
+        for s in bad[:3]
+    ]
+    return [*found, f"and {len(bad) - 3} more rows"] if len(bad) > 3 else found

@@ -2,10 +2,226 @@
 
 from __future__ import annotations
 
-from paceline.findings import Report
-from paceline.present.tables import Table
+from collections.abc import Iterable, Mapping, Sequence
+
+from paceline.findings import Measurement, Report
+from paceline.present.quantity import MISSING, Scale, format_brief, format_number, format_parts
+from paceline.present.standing import describe
+from paceline.present.tables import Cell, Column, Table
+from paceline.spec import Scalar
+
+TERA, GIGA, PERCENT = Scale("TFLOP/s", 1e-12), Scale("GB/s", 1e-9), Scale("%", 100.0)
+GIGAFLOPS = Scale("GFLOP/s", 1e-9)
+PINNED, PAGEABLE = "pinned", "pageable"
+DIRECTIONS = ("forward", "grad input", "grad weight")
+# A device this far under the median of its peers is worth a look.
+SLOW_DEVICE_RATIO = 0.95
+
+Rows = tuple[tuple[Cell, ...], ...]
 
 
 def tables(report: Report) -> tuple[Table, ...]:
-    """Empty where the report holds no such runs."""
-    return ()
+    """Empty where the report holds no such runs. One set per cell that measured kernels."""
+    found: dict[str, list[Measurement]] = {}
+    for m in report.measurements:
+        if "kernel" in m.axes:
+            found.setdefault(m.cell, []).append(m)
+    made = [_tables_of(_title(ours, len(found) > 1), ours) for ours in found.values()]
+    return tuple(table for tables in made for table in tables if table.rows)
+
+
+def _title(measured: Sequence[Measurement], several: bool) -> str:
+    return f" ({describe(measured[0].axes)})" if several else ""
+
+
+def _tables_of(suffix: str, measured: Sequence[Measurement]) -> tuple[Table, ...]:
+    whole = [m for m in measured if m.axes["rank"] is None]
+    return (
+        peaks(f"Ceilings: matrix products{suffix}", whole),
+        products(f"Ceilings: products of {measured[0].axes['model']}{suffix}", whole),
+        copies(f"Ceilings: copies{suffix}", whole),
+        attention(f"Ceilings: attention of {measured[0].axes['model']}{suffix}", whole),
+        devices(f"Ceilings by device{suffix}", measured),
+    )
+
+
+def scale_for(measured: Iterable[Measurement]) -> Scale:
+    """TFLOP/s where the fastest reaches one, else GFLOP/s: a CPU's numbers should not begin with 0.0."""
+    return TERA if any((m.value or 0.0) >= 1e12 for m in measured) else GIGAFLOPS
+
+
+def peaks(title: str, measured: Sequence[Measurement]) -> Table:
+    """The best product of each dtype and the shape that reached it; a dtype without one says why."""
+    best = {m.axes["dtype"]: m for m in measured if m.metric == "achievable_flops_per_s"}
+    shares = {m.axes["dtype"]: m for m in measured if m.metric == "datasheet_share_ratio"}
+    ridges = {m.axes["dtype"]: m for m in measured if m.metric == "ridge_flops_per_byte"}
+    scale = scale_for(best.values())
+    dtypes = list(dict.fromkeys(m.axes["dtype"] for m in measured if m.axes["kernel"] == "matmul"))
+    rows = tuple(
+        (
+            Cell(str(dtype)),
+            _cell(best.get(dtype), scale, interval=True),
+            Cell(str(best[dtype].axes["label"]) if dtype in best else _reason(measured, dtype)),
+            _cell(shares.get(dtype), PERCENT),
+            _cell(ridges.get(dtype), Scale("FLOP/byte")),
+        )
+        for dtype in dtypes
+    )
+    columns = (
+        Column("dtype"),
+        Column(f"achievable, {scale.unit}", numeric=True),
+        Column("reached by (m x n x k)", prose=True),
+        Column("of datasheet, %", numeric=True, priority=1),
+        Column("ridge, FLOP/byte", numeric=True, priority=2),
+    )
+    said = "Best product measured, by its median iteration; random data." + (
+        " fp8: e4m3, bf16 result, fast accumulation." if "fp8" in dtypes else ""
+    )
+    return _without_empty(Table(title, columns, rows, (said, *_notes(best.values()))))
+
+
+def _reason(measured: Iterable[Measurement], dtype: Scalar) -> str:
+    return next((m.note for m in measured if m.axes["dtype"] == dtype and m.value is None and m.note), MISSING)
+
+
+def products(title: str, measured: Sequence[Measurement]) -> Table:
+    """The decoder's own products: forward and the two of backward, by layer and dtype."""
+    ours = [m for m in measured if m.metric == "matmul_flops_per_s" and m.axes["size"] is None]
+    cells = {_product_of(m): m for m in ours}
+    scale = scale_for(ours)
+    layers, dtypes = (dict.fromkeys(key[i] for key in cells) for i in (0, 2))
+    rows = tuple(
+        (Cell(layer), Cell(dtype), *(_cell(cells.get((layer, way, dtype)), scale) for way in DIRECTIONS))
+        for layer in layers
+        for dtype in dtypes
+        if any((m := cells.get((layer, way, dtype))) and m.value is not None for way in DIRECTIONS)
+    )
+    columns = (Column("layer"), Column("dtype"), *(Column(f"{way}, {scale.unit}", numeric=True) for way in DIRECTIONS))
+    return Table(title, columns, rows, _shapes(ours))
+
+
+def _product_of(m: Measurement) -> tuple[str, str, str]:
+    """Layer, direction and dtype of `mlp in grad input, 512 x 768 x 3072`."""
+    name = str(m.axes["label"]).partition(",")[0]
+    way = next(way for way in DIRECTIONS if name.endswith(way))
+    return name.removesuffix(way).strip(), way, str(m.axes["dtype"])
+
+
+def _shapes(ours: Sequence[Measurement]) -> tuple[str, ...]:
+    shapes = dict.fromkeys(
+        str(m.axes["label"]).replace(" forward,", "") for m in ours if _product_of(m)[1] == "forward"
+    )
+    return (f"Forward shapes (m x n x k): {'; '.join(shapes)}.",) if shapes else ()
+
+
+def copies(title: str, measured: Sequence[Measurement]) -> Table:
+    """By size: within memory (read + write), and over the bus with pinned beside pageable host memory."""
+    wanted = (("copy", ""), ("h2d", PINNED), ("h2d", PAGEABLE), ("d2h", PINNED), ("d2h", PAGEABLE))
+    ours = {(m.axes["kernel"], m.axes["variant"], m.axes["size"]): m for m in measured if m.metric in _COPIES}
+    labels = {m.axes["size"]: str(m.axes["label"]) for m in ours.values()}
+    sizes = sorted((size for size in labels if isinstance(size, int)), key=int)
+    rows = tuple(
+        (Cell(labels[size]), *(_cell(ours.get((*way, size)), GIGA) for way in wanted))
+        for size in sizes
+        if any((m := ours.get((*way, size))) and m.value is not None for way in wanted)
+    )
+    named = {"copy": "memory copy", "h2d": "host to device", "d2h": "device to host"}
+    heads = (f"{named[kernel]}{' ' if variant else ''}{variant}, GB/s" for kernel, variant in wanted)
+    columns = (Column("size"), *(Column(head, numeric=True) for head in heads))
+    said = ("Memory copy counts every byte twice, read and written; the bus once. GB is 1e9 bytes.",)
+    missing = dict.fromkeys(
+        f"{named[str(kernel)]}: {m.note}." for (kernel, _, _), m in ours.items() if m.value is None and m.note
+    )
+    return _without_empty(Table(title, columns, rows, (*said, *list(missing)[:2])))
+
+
+_COPIES = ("copy_bytes_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s")
+
+
+def attention(title: str, measured: Sequence[Measurement]) -> Table:
+    """Forward and backward by sequence length, a column pair per backend."""
+    ours = [m for m in measured if m.metric == "attention_flops_per_s"]
+    cells = {(m.axes["variant"], m.axes["kernel"], m.axes["size"]): m for m in ours}
+    labels = {m.axes["size"]: str(m.axes["label"]) for m in ours}
+    backends = [b for b in dict.fromkeys(str(m.axes["variant"]) for m in ours) if _ran(cells, b)]
+    kernels = ("attention_forward", "attention_backward")
+    scale = scale_for(ours)
+    rows = tuple(
+        (Cell(label), *(_cell(cells.get((b, kernel, size)), scale) for b in backends for kernel in kernels))
+        for size, label in labels.items()
+        if backends
+    )
+    heads = (f"{b} {kernel.removeprefix('attention_')}, {scale.unit}" for b in backends for kernel in kernels)
+    columns = (Column("tokens"), *(Column(head, numeric=True) for head in heads))
+    dtypes = ", ".join(dict.fromkeys(str(m.axes["dtype"]) for m in ours))
+    said = f"{dtypes}; causal FLOPs: (s+1) keys' worth per two tokens; a backward counts as two forwards."
+    absent = dict.fromkeys(f"{m.axes['variant']}: {m.note}." for m in ours if str(m.axes["variant"]) not in backends)
+    return Table(title, columns, rows, (said, *list(absent)[:3]))
+
+
+def _ran(cells: Mapping[tuple[Scalar, Scalar, Scalar], Measurement], backend: str) -> bool:
+    return any(m.value is not None for (variant, _, _), m in cells.items() if variant == backend)
+
+
+def devices(title: str, measured: Sequence[Measurement]) -> Table:
+    """Each rank's own ceilings; one that is 5 % under the median of its peers stands out."""
+    own = [m for m in measured if m.axes["rank"] is not None]
+    kinds = list(dict.fromkeys(map(_ceiling_name, own)))
+    by = {(m.axes["rank"], _ceiling_name(m)): m for m in own}
+    ranks = sorted({m.axes["rank"] for m in own if isinstance(m.axes["rank"], int)}, key=int)
+    scales = {kind: _ceiling_scale([m for m in own if _ceiling_name(m) == kind]) for kind in kinds}
+    middles = {kind: _median([m.value for (_, k), m in by.items() if k == kind]) for kind in kinds}
+    rows = tuple(
+        (Cell(str(rank)), *(_beside_peers(by.get((rank, kind)), scales[kind], middles[kind]) for kind in kinds))
+        for rank in ranks
+    )
+    columns = (Column("rank", numeric=True), *(Column(f"{k}, {scales[k].unit}", numeric=True) for k in kinds))
+    return Table(title, columns, rows, ("Smaller print: over the median of all ranks.",))
+
+
+def _ceiling_name(m: Measurement) -> str:
+    if m.metric == "achievable_flops_per_s":
+        return f"matmul {m.axes['dtype']}"
+    return " ".join(filter(None, (str(m.axes["kernel"]), str(m.axes["variant"]))))
+
+
+def _ceiling_scale(ours: Sequence[Measurement]) -> Scale:
+    return scale_for(ours) if ours[0].unit == "FLOP/s" else GIGA
+
+
+def _median(values: Iterable[float | None]) -> float:
+    import statistics
+
+    return statistics.median(v for v in values if v is not None)
+
+
+def _beside_peers(m: Measurement | None, scale: Scale, middle: float) -> Cell:
+    if m is None or m.value is None:
+        return Cell(MISSING)
+    share = m.value / middle
+    return Cell(format_brief(m, scale), format_number(share, 3), "bad" if share < SLOW_DEVICE_RATIO else "")
+
+
+def _cell(m: Measurement | None, scale: Scale, interval: bool = False) -> Cell:
+    if m is None or m.value is None:
+        return Cell(MISSING)
+    return Cell(*format_parts(m.value, m.low, m.high, scale)) if interval else Cell(format_brief(m, scale))
+
+
+def _notes(measured: Iterable[Measurement]) -> tuple[str, ...]:
+    """Each note once, with the dtypes it is about where it is not about all."""
+    said: dict[str, list[str]] = {}
+    found = list(measured)
+    for m in found:
+        for note in filter(None, (m.note or "").split("; ")):
+            said.setdefault(note, []).append(str(m.axes["dtype"]))
+    return tuple(
+        f"{'' if len(dtypes) == len(found) else ', '.join(dtypes) + ': '}{note}." for note, dtypes in said.items()
+    )
+
+
+def _without_empty(table: Table) -> Table:
+    """Columns in which no row has a number say nothing."""
+    keep = [i for i in range(len(table.columns)) if any(row[i].text != MISSING for row in table.rows)]
+    rows = tuple(tuple(row[i] for i in keep) for row in table.rows)
+    return Table(table.title, tuple(table.columns[i] for i in keep), rows, table.notes)

@@ -11,11 +11,12 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.findings import BETTER, TIE, WORSE, Certificate, Comparison, Measurement, Report, RunFinding
-from paceline.spec import Scalar
+from paceline.spec import UNCERTIFIED, Scalar
 
 THROUGHPUT = "tokens_per_s"
 WIRE, WIRE_FORMULA = "wire_bytes_per_step", "wire_bytes_formula_per_step"
-SHOWN = (THROUGHPUT, "step_time_s", "mfu_ratio", "peak_memory_bytes", "comm_exposed_ratio", WIRE, WIRE_FORMULA)
+SHARES = ("mfu_ratio", "achievable_ratio")
+SHOWN = (THROUGHPUT, "step_time_s", *SHARES, "peak_memory_bytes", "comm_exposed_ratio", WIRE, WIRE_FORMULA)
 _OPPOSITE = {BETTER: WORSE, WORSE: BETTER, TIE: TIE}
 _ALWAYS_NAMED = ("model", "world_size")
 
@@ -224,7 +225,7 @@ def _trouble(run: RunFinding, certificate: Certificate | None) -> tuple[str, str
     reasons = "; ".join(certificate.reasons) if certificate else ""
     if run.status != "ok":
         return run.status, run.reason or reasons or "no reason was recorded"
-    if run.is_reference:
+    if run.is_reference or str(run.axes.get("workload")).partition(":")[0] in UNCERTIFIED:
         return None
     if certificate is None:
         return "not certified", run.reason or "the run carries no certificate of equal work"

@@ -130,10 +130,15 @@ def _ranking_columns(group: Group) -> list[Filled]:
         ),
         _metric(group, "step_time_s", "step time", 2, interval=True),
         _metric(group, "mfu_ratio", "MFU (causal)", 4),
+        *([_metric(group, "achievable_ratio", "of achievable", 4)] if _known(group, "achievable_ratio") else ()),
         _metric(group, "peak_memory_bytes", "peak memory", 3),
         _metric(group, "comm_exposed_ratio", "exposed comm.", 5),
         _wire(group),
     ]
+
+
+def _known(group: Group, metric: str) -> bool:
+    return any((m := row.measurements.get(metric)) and m.value is not None for row in group.rows)
 
 
 def _metric(group: Group, metric: str, heading: str, priority: int, interval: bool = False) -> Filled:
