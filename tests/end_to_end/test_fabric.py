@@ -37,7 +37,9 @@ def test_every_row_is_on_every_rank_and_its_payload_is_right(swept: RunRecord) -
         {(s.operation, s.dtype, s.size_bytes, s.in_place, len(s.durations_s)) for s in measured if s.rank == rank}
         for rank in range(3)
     ]
-    assert by_rank[0] == by_rank[1] == by_rank[2]
+    one_to_one = {row for row in by_rank[0] if row[0] == "send_recv"}
+    assert by_rank[0] == by_rank[1] == by_rank[2] | one_to_one
+    assert not by_rank[2] & one_to_one, "rank 2 has no part in it"
     assert {s.operation for s in measured} == set(OPERATIONS)
     assert {s.wrong for s in measured if s.operation != "barrier"} == {0}
     assert all(5 <= len(s.durations_s) <= 6 and min(s.durations_s) > 0 for s in measured)

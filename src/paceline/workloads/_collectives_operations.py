@@ -56,6 +56,7 @@ class Operation:
     sends_share, receives_share: that buffer holds a share of S instead of all of it.
     in_place: the ways torch offers, out of place first; torch reduces and broadcasts in place only.
     expect: what the receive buffer of a place holds afterwards; empty where a rank receives nothing.
+    most_ranks: only the first so many take part; the others record nothing. None: all do.
     """
 
     name: str
@@ -67,8 +68,12 @@ class Operation:
     sends_share: bool = False
     receives_share: bool = False
     least_ranks: int = 1
+    most_ranks: int | None = None
     has_payload: bool = True
     can_be_captured: bool = True
+
+    def members(self, ranks: int) -> int:
+        return ranks if self.most_ranks is None else min(ranks, self.most_ranks)
 
     def count(self, size_bytes: int, element_bytes: int, ranks: int) -> int:
         """Elements that fit into `size_bytes`, rounded down to equal shares; 0 when there is not one for each rank."""
@@ -223,7 +228,7 @@ OPERATIONS = {
         Operation(name="all_to_all", bind=_all_to_all, expect=_share_from_everyone, is_divided=True),
         Operation(name="broadcast", bind=_broadcast, expect=_from_root, in_place=(True,)),
         Operation(name="reduce", bind=_reduce, expect=_sum_at_root, in_place=(True,), is_sum=True),
-        Operation(name="send_recv", bind=_send_recv, expect=_at_second, least_ranks=2),
+        Operation(name="send_recv", bind=_send_recv, expect=_at_second, least_ranks=2, most_ranks=2),
         Operation(name="ring", bind=_ring, expect=_from_previous, least_ranks=2),
         # torch's NCCL barrier makes the host wait, which no graph can hold.
         Operation(name="barrier", bind=_barrier, expect=_nothing, has_payload=False, can_be_captured=False),

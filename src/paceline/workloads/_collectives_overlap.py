@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 OPERATION = OPERATIONS["all_reduce"]
 LARGEST_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}
-# Wide enough to fill a device, short enough that a whole number of products comes close to any collective's time.
-WIDTH = {"cuda": 2048, "cpu": 256}
+# Wide enough to fill a device; halved until a whole number of products comes close to the collective's time.
+WIDTH, LEAST_WIDTH = {"cuda": 2048, "cpu": 256}, 32
 
 
 def measure_overlap(ensemble: Ensemble, options: Options, number: int) -> None:
@@ -36,12 +36,13 @@ def _measure_dtype(ensemble: Ensemble, options: Options, dtype: str, size_bytes:
         return
     Payload(place, dtype, True, seat.torch_device).fill(buffers)
     begin = OPERATION.bind(buffers, place, None, True)
-    product = _product(buffers.receive.dtype, seat.torch_device, WIDTH[seat.device])
 
     def communicate() -> None:
         begin().wait()
 
-    alone_s, product_s = ensemble.largest([_settled_s(ensemble, communicate), _settled_s(ensemble, product)])
+    (alone_s,) = ensemble.largest([_settled_s(ensemble, communicate)])
+    # Most CPUs emulate 16-bit products, far slower than any network: there the products are fp32 always.
+    product, product_s = _fitting_product(ensemble, alone_s, buffers.receive.dtype if seat.device == "cuda" else None)
     products = max(1, round(alone_s / product_s))
 
     def compute() -> None:
@@ -67,6 +68,17 @@ def _measure_dtype(ensemble: Ensemble, options: Options, dtype: str, size_bytes:
             together_s=together_s,
         )
     )
+
+
+def _fitting_product(ensemble: Ensemble, alone_s: float, dtype: torch.dtype | None) -> tuple[Launch, float]:
+    """Agreed: the widest product that takes at most half as long as the collective, and its seconds."""
+    width = WIDTH[ensemble.seat.device]
+    while True:
+        product = _product(dtype or torch.float32, ensemble.seat.torch_device, width)
+        (seconds,) = ensemble.largest([_settled_s(ensemble, product)])
+        if seconds <= alone_s / 2 or width <= LEAST_WIDTH:
+            return product, seconds
+        width //= 2
 
 
 def _product(dtype: torch.dtype, device: str, width: int) -> Launch:

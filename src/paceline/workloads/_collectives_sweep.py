@@ -169,13 +169,16 @@ class Sweep:
     def record(
         self, row: Row, durations_s: tuple[float, ...], wrong: int | None, status: str = "ok", error: str | None = None
     ) -> None:
+        place, members = self.ensemble.place, row.operation.members(self.ensemble.place.ranks)
+        if place.rank >= members:
+            return
         sample = CollectiveSample(
-            rank=self.ensemble.place.rank,
+            rank=place.rank,
             operation=row.operation.name,
             dtype=row.dtype,
             size_bytes=row.size_bytes,
             count=row.count,
-            group_size=self.ensemble.place.ranks,
+            group_size=members,
             in_place=row.in_place,
             mode=self.options.mode,
             batch=self.options.launches_per_duration,

@@ -1,0 +1,132 @@
+"""What Paceline's clock costs a collective: its bus bandwidth over that of a bare torch loop, on the same buffers.
+
+Both loops launch the same collective back to back. Paceline's marks every launch (`Ensemble.durations`, as the workload
+uses it); the bare one reads the clock at both ends. They alternate in one run, every second pair in reverse order, so
+that drift cancels. On a busy machine the ratio of the quickest segments says more than the median: disturbance only
+adds time. Goal: the ratio of every size from 1 MiB up within 0.98 and 1.02.
+
+Run `python benchmarks/collectives.py [OPERATION ...]` (all_reduce by default; it starts one process per GPU, or two on
+a CPU), or under torchrun. One JSON line per operation and size. Nothing here passes or fails.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+from paceline import machine, worker
+from paceline.models import wire_factor
+from paceline.spec import Choice, RunSpec, Topology, Training
+
+PAIRS = 64
+SEGMENT_S = 0.1
+SIZES = {"cpu": [1 << 20, 4 << 20, 16 << 20, 64 << 20], "cuda": [1 << 20, 16 << 20, 256 << 20, 1 << 30]}
+GOAL = (0.98, 1.02)
+
+
+class NoRecorder:
+    """The sweep's own recorder is outside the timed window, and so is this."""
+
+    def add(self, sample: Any) -> None: ...
+    def progress(self, step: int, phase: str) -> None: ...
+    def conclude(self, evidence: Any) -> None: ...
+
+
+def start_processes() -> int:
+    """This script again, once per device."""
+    processes = machine.device_count() if machine.device_kind() == "cuda" else 2
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore::FutureWarning"}
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return subprocess.run([sys.executable, *launch, *sys.argv], env=environment, check=False).returncode
+
+
+def compare(ensemble: Any, name: str, size_bytes: int) -> dict[str, Any]:
+    """Alternating segments of one operation at one size; both times are the slowest rank's."""
+    from paceline.workloads._collectives_operations import OPERATIONS
+
+    operation, place = OPERATIONS[name], ensemble.place
+    count = operation.count(size_bytes, 4, place.ranks)
+    buffers, reason = ensemble.allocate(operation, "fp32", count, operation.in_place[0])
+    if buffers is None:
+        return {"operation": name, "size_bytes": 4 * count, "error": reason}
+    buffers.send.fill_(0.0)
+    launch = operation.bind(buffers, place, None, False)
+    for _ in range(5):
+        launch()
+    each_s = ensemble.largest([min(ensemble.wall_s(launch) for _ in range(5))])[0]
+    iterations = max(5, int(SEGMENT_S / each_s))
+    loops = {
+        "bare": lambda: bare_s(ensemble, launch, iterations),
+        "paceline": lambda: statistics.fmean(ensemble.durations(launch, iterations)),
+    }
+    seconds: dict[str, list[float]] = {"bare": [], "paceline": []}
+    for pair in range(PAIRS):
+        for loop in ("bare", "paceline")[:: -1 if pair % 2 else 1]:
+            seconds[loop].append(ensemble.largest([loops[loop]()])[0])
+    ratios = [bare / ours for bare, ours in zip(seconds["bare"], seconds["paceline"], strict=True)]
+    moved = 4 * count * wire_factor(name, place.ranks)
+    return {
+        "operation": name,
+        "size_bytes": 4 * count,
+        "ranks": place.ranks,
+        "iterations_per_segment": iterations,
+        "pairs": PAIRS,
+        "bare_busbw_gb_per_s": round(moved / statistics.median(seconds["bare"]) / 1e9, 3),
+        "paceline_busbw_gb_per_s": round(moved / statistics.median(seconds["paceline"]) / 1e9, 3),
+        "ratio_median": round(statistics.median(ratios), 4),
+        "ratio_low": round(min(ratios), 4),
+        "ratio_high": round(max(ratios), 4),
+        "ratio_of_quickest": round(min(seconds["bare"]) / min(seconds["paceline"]), 4),
+        "goal": GOAL,
+    }
+
+
+def bare_s(ensemble: Any, launch: Any, iterations: int) -> float:
+    """What a user would write: seconds per launch, one clock around all of them."""
+    import torch
+    import torch.distributed as dist
+
+    on_gpu = ensemble.seat.device == "cuda"
+    dist.barrier()
+    if on_gpu:
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(iterations):
+        launch()
+    if on_gpu:
+        torch.cuda.synchronize()
+    return (time.perf_counter() - begin) / iterations
+
+
+def main() -> int:
+    if "RANK" not in os.environ:
+        return start_processes()
+    from paceline.workloads._collectives_ensemble import Ensemble
+
+    device = machine.device_kind()
+    topology = Topology(device=device, processes_per_node=int(os.environ["WORLD_SIZE"]))
+    training = Training(sequence_length=1, micro_batch=1)
+    spec = RunSpec(
+        experiment="benchmark", workload=Choice("collectives"), model=Choice("tiny"), topology=topology,
+        training=training, steps=1,
+    )  # fmt: skip
+    seat = worker.take_seat(spec, int(os.environ["RANK"]))
+    worker.join(spec, seat)
+    ensemble = Ensemble(seat, NoRecorder())
+    for name in sys.argv[1:] or ["all_reduce"]:
+        for size_bytes in SIZES[device]:
+            found = compare(ensemble, name, size_bytes)
+            if seat.rank == 0:
+                print(json.dumps(found), flush=True)
+    worker.leave()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
