@@ -38,7 +38,8 @@ def lines(report: Report) -> list[Panel]:
 
 
 def _panels(report: Report) -> list[Panel]:
-    measured = [r for r in report.collectives if r.status == "ok" and r.time_s and r.mode == "single"]
+    timed = [r for r in report.collectives if r.status == "ok" and r.time_s]
+    measured = [r for r in timed if r.mode == "single"] or [r for r in timed if r.mode == timed[0].mode]
     if not measured:
         return []
     cells = [r.cell for r in measured]
