@@ -20,8 +20,10 @@ from paceline.analysis.scaling import STRONG
 from paceline.analysis.sweep import factor_of
 from paceline.findings import CollectiveFit, ScalingExplanation, ScalingPoint, Traffic
 from paceline.records import RunRecord, WireSample
+from paceline.spec import Choice, Scalar
 
 EXCELLENT, GOOD = 0.9, 0.8
+BACK_ENDS: Mapping[str, str] = {"cpu": "gloo", "cuda": "nccl"}  # training uses no other
 # torch's own calls work on the buffer they are given; the others write to another one.
 _IN_PLACE = ("all_reduce", "broadcast", "reduce")
 WAITING_RATIO = 1.25  # exposed time beyond the predicted by more than this is said to be waiting
@@ -216,9 +218,16 @@ def _fit_for(operation: str, dtype: str, size: int, cell: Cell, fits: Sequence[_
         for fit, fitted_kind in fits
         if (fit.operation, fit.world_size) == (operation, size)
         and fitted_kind == kind
+        and _back_end(fit) == BACK_ENDS[cell.spec.topology.device]
         and all(fit.axes.get(name) == value for name, value in places.items())
     ]
     return min(alike, key=lambda f: (f.dtype != dtype, f.in_place != (operation in _IN_PLACE)), default=None)
+
+
+def _back_end(fit: CollectiveFit) -> Scalar:
+    """What the sweep asked for, else the device's own."""
+    asked = Choice.parse(str(fit.axes["workload"])).options.get("backend")
+    return asked or BACK_ENDS[str(fit.axes["device"])]
 
 
 # --- words ---

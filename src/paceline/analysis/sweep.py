@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -128,7 +129,7 @@ def entries(records: Sequence[RunRecord]) -> list[Entry]:
 
 
 def row_of(entry: Entry, time: Resampled | None) -> CollectiveRow:
-    s, means = entry.first, entry.rank_means
+    s = entry.first
     seconds = time.value if time else None
     algbw, busbw = _bandwidths(s, seconds)
     spec = entry.records[0].spec
@@ -149,9 +150,7 @@ def row_of(entry: Entry, time: Resampled | None) -> CollectiveRow:
         algbw_bytes_per_s=algbw,
         busbw_bytes_per_s=busbw,
         wrong=sum(wrong) if wrong else None,
-        skew_ratio=max(means.values()) / min(means.values()) if len(means) > 1 and min(means.values()) > 0 else None,
-        early_rank=max(means, key=lambda r: means[r]) if len(means) > 1 else None,
-        late_rank=min(means, key=lambda r: means[r]) if len(means) > 1 else None,
+        **_skew(entry.rank_means),
         status="invalid" if any(wrong) else entry.status,
         error=_error(entry, sum(wrong)),
         axes=spec.axes(),
@@ -160,9 +159,20 @@ def row_of(entry: Entry, time: Resampled | None) -> CollectiveRow:
     )
 
 
-def _percentiles(entry: Entry) -> dict[str, float | None]:
+def _percentiles(entry: Entry) -> dict[str, Any]:
     maxima = np.concatenate([x.max(axis=1) for x in entry.seconds]) if entry.seconds else np.empty(0)
     return {f"p{q}_s": statistics.percentile(maxima, q) for q in (50, 95, 99)}
+
+
+def _skew(means: Mapping[int, float]) -> dict[str, Any]:
+    """Who was longest inside, who shortest; nobody where one rank took part or all took the same time."""
+    least, most = (min(means.values()), max(means.values())) if len(means) > 1 else (0.0, 0.0)
+    known, apart = least > 0, least < most
+    return {
+        "skew_ratio": most / least if known else None,
+        "early_rank": max(means, key=lambda r: means[r]) if known and apart else None,
+        "late_rank": min(means, key=lambda r: means[r]) if known and apart else None,
+    }
 
 
 def _bandwidths(s: CollectiveSample, seconds: float | None) -> tuple[float | None, float | None]:

@@ -6,7 +6,7 @@ than chance, and a bandwidth at least 20 % under theirs, so that it matters.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -41,7 +41,8 @@ def modified_z(values: Sequence[float] | Array) -> Array:
 
 
 class Place(NamedTuple):
-    """node numbers the hosts of the job; device is `cuda:1 NVIDIA H200` or `cpu`."""
+    """node numbers the hosts of the job, host adds that number where several carry one name; device is `cpu` or, say,
+    `cuda:1 NVIDIA H200`."""
 
     node: int
     host: str
@@ -56,11 +57,12 @@ def places_of(record: RunRecord) -> dict[int, Place]:
     ranks = sorted({*hosts, *(s.rank for s in record.collectives)})
     keys = {r: (r // topology.processes_per_node, hosts.get(r, "unknown host")) for r in ranks}
     numbers = {key: number for number, key in enumerate(dict.fromkeys(keys.values()))}
-    found, seen = {}, defaultdict[int, int](int)
+    alike = Counter(host for _, host in numbers)
+    found, seen = {}, Counter[int]()
     for r in ranks:
         node, host = numbers[keys[r]], keys[r][1]
         device = "cpu" if topology.device == "cpu" else _gpu(gpus.get(host, []), seen[node])
-        found[r] = Place(node, host, device)
+        found[r] = Place(node, host if alike[host] == 1 else f"{host} (node {node})", device)
         seen[node] += 1
     return found
 

@@ -28,7 +28,7 @@ class Panel(NamedTuple):
 
 
 def panels(report: Report) -> list[Panel]:
-    """Operations with a bandwidth, of the cell with most rows; what else was swept stands in the tables."""
+    """Operations with a bandwidth, of the cell with most rows, then of most ranks; the tables hold the others too."""
     return [p for p in _panels(report) if any(r.busbw_bytes_per_s for rows in p.rows.values() for r in rows)]
 
 
@@ -38,11 +38,13 @@ def lines(report: Report) -> list[Panel]:
 
 
 def _panels(report: Report) -> list[Panel]:
-    measured = [r for r in report.collectives if r.status == "ok" and r.time_s and r.mode == "single"]
+    timed = [r for r in report.collectives if r.status == "ok" and r.time_s]
+    measured = [r for r in timed if r.mode == "single"] or [r for r in timed if r.mode == timed[0].mode]
     if not measured:
         return []
     cells = [r.cell for r in measured]
-    cell = max(dict.fromkeys(cells), key=cells.count)
+    size = {r.cell: r.world_size for r in measured}
+    cell = max(dict.fromkeys(cells), key=lambda c: (cells.count(c), size[c]))
     found: dict[str, dict[str, dict[bool, list[CollectiveRow]]]] = {}
     for r in measured:
         if r.cell == cell:

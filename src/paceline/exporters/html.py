@@ -108,7 +108,7 @@ def _parts(report: Report) -> Iterator[str]:
     yield section("Scaling", scaling.efficiency(report))
     yield section("Where the step time goes", scaling.explanation(report))
     yield from (section(table.title, table) for table in machine_tables(report))
-    yield from (folded(f"Every row: {table.title}", table) for table in machine_details(report))
+    yield from (folded(table.title, table) for table in machine_details(report))
     yield section("Winners by category", tables.winners(report))
     yield section("Not ranked", tables.failures(report))
     yield from _evidence(report)

@@ -38,7 +38,7 @@ def _parts(report: Report) -> Iterator[str]:
     yield section("Scaling", scaling.efficiency(report))
     yield section("Where the step time goes", scaling.explanation(report))
     yield from (section(table.title, table) for table in machine_tables(report))
-    yield from (folded(f"Every row: {table.title}", table) for table in machine_details(report))
+    yield from (folded(table.title, table) for table in machine_details(report))
     drawn = plots.available(report)
     yield "## Plots" if drawn else ""
     yield from (f"![{name.replace('_', ' ').capitalize()}](plots/{name}.png)" for name in drawn)

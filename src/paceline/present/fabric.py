@@ -24,7 +24,7 @@ def details(report: Report) -> tuple[Table, ...]:
     """All fits, then all rows, one table per operation and dtype."""
     fits = links.fits(report)
     rows = (
-        _rows(f"{sweep.operation}, {sweep.dtype}, {name}", sweep.rows)
+        _rows(f"Every row: {sweep.operation}, {sweep.dtype}, {name}", sweep.rows)
         for name, sweeps in _grouped(report)
         for sweep in sweeps
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from paceline.findings import CollectiveFit, Overlap, Pair, Report, Suspect
-from paceline.present.quantity import Scale, format_parts, scale_of
+from paceline.present.quantity import Scale, format_number, format_parts, scale_of
 from paceline.present.standing import axis_text, varying_axes
 from paceline.present.tables import CROSS, TICK, Cell, Column, Table
 from paceline.spec import Scalar
@@ -61,7 +61,7 @@ def fits(report: Report) -> Table | None:
     rows = tuple(_fit(report, f, scale) for f in report.fits)
     notes = dict.fromkeys(f"{f.operation}, {f.dtype}: {f.note}" for f in report.fits if f.note)
     first = "t = \u03b1 + S\u00b7f/\u03b2, least squares of relative errors; the residual is their root mean square."
-    return Table("Latency and bandwidth by fit", columns, rows, (first, *notes)) if rows else None
+    return Table("Every fit: latency and bandwidth", columns, rows, (first, *notes)) if rows else None
 
 
 def _fit(report: Report, f: CollectiveFit, scale: Scale) -> tuple[Cell, ...]:
@@ -72,7 +72,7 @@ def _fit(report: Report, f: CollectiveFit, scale: Scale) -> tuple[Cell, ...]:
         Cell("in" if f.in_place else "out"),
         Cell(number(f.alpha_s, US)),
         Cell(number(f.beta_bytes_per_s, scale)),
-        Cell(number(f.residual_ratio, PERCENT)),
+        Cell(format_number(PERCENT.apply(f.residual_ratio), 2)),
         Cell(str(f.sizes)),
     )
 

@@ -19,7 +19,7 @@ def efficiency(report: Report) -> Table | None:
         Column("series", prose=True),
         Column("kind"),
         Column("world size", numeric=True),
-        Column("measured baseline", priority=3),
+        Column("measured baseline", priority=3 if known else 0),
         Column("speed-up", numeric=True),
         Column("efficiency, %", numeric=True),
     ]

@@ -135,11 +135,12 @@ def test_exposed_beyond_the_prediction_is_waiting(weak: tuple[list[RunRecord], l
         (),
         (sweep_of(1e-3, 1e9, device="cuda"),),
         (sweep_of(1e-3, 1e9, nodes=2),),
+        (sweep_of(1e-3, 1e9, workload="collectives:backend=mpi"),),
         (sweep_of(1e-3, 1e9, "all_gather", 0.75),),
         (made.build_record(made.build_spec(2), made.sweep(lambda s: 1e-3 + s / 1e9, ranks=2)),),
         (dataclasses.replace(sweep_of(1e-3, 1e9), machines=({"host": "node-a", "cpu": "EPYC", "gpus": []},)),),
     ],
-    ids=["none", "other device", "other nodes", "other operation", "other size", "other processor"],
+    ids=["none", "other device", "other nodes", "other back end", "other operation", "other size", "other processor"],
 )
 def test_a_fit_of_another_fabric_predicts_nothing(
     weak: tuple[list[RunRecord], list[RunRecord]], sweeps: tuple[RunRecord, ...]

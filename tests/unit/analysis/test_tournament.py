@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import fabric_records as made
@@ -28,6 +29,14 @@ def test_one_slow_host_of_four_is_named_and_nothing_else() -> None:
     assert found.z < -3.5
     assert "node node-c (rank 2 cpu) is slow" in found.text
     assert "a second turn says the same" in found.text
+
+
+def test_nodes_that_carry_one_name_are_told_apart_by_their_number() -> None:
+    """Network namespaces of one machine, or containers, may all answer to the same name."""
+    record = made.build_record(made.build_spec(4, 4), made.tournament(4, with_slow(2)))
+    outcomes = tuple(dataclasses.replace(o, host="box") for o in record.outcomes)
+    (found,) = fabric.analyse([dataclasses.replace(record, outcomes=outcomes)]).suspects
+    assert (found.kind, found.ranks, found.hosts) == ("node", (2,), ("box (node 2)",))
 
 
 def test_exact_data_without_any_spread_are_judged_too() -> None:

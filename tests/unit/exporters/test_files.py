@@ -12,7 +12,7 @@ from paceline import exporters
 from paceline.exporters import write_atomically
 from paceline.findings import Report
 
-EXPORTERS = ("csv", "html", "json", "markdown", "plots")
+EXPORTERS = ("csv", "html", "json", "markdown", "plots", "suite_json")
 GOLDEN = {"markdown": "report.md", "csv": "metrics.csv", "json": "report.json"}
 
 
