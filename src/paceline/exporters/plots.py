@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.exporters import write_atomically
+from paceline.exporters import _ceiling_charts, write_atomically
 from paceline.findings import Measurement, Report, ScalingPoint
 from paceline.present.quantity import Scale, format_brief, format_number, format_parts
 from paceline.present.standing import axis_text, describe, groups
@@ -329,4 +329,7 @@ CHARTS: dict[str, tuple[Callable[[Report], Collected], Callable[[Report, Any], A
     "step_time": (lambda report: lanes(report, "step_time_s", needs_samples=True), draw_step_time),
     "memory": (lambda report: lanes(report, "peak_memory_bytes"), draw_memory),
     "scaling": (lambda report: [p for p in report.scaling if p.efficiency.value is not None], draw_scaling),
+    "ceilings_products": (_ceiling_charts.products, _ceiling_charts.draw_products),
+    "ceilings_copies": (_ceiling_charts.copies, _ceiling_charts.draw_copies),
+    "ceilings_attention": (_ceiling_charts.attention, _ceiling_charts.draw_attention),
 }
