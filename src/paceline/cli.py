@@ -195,6 +195,8 @@ def plan(arguments: argparse.Namespace) -> int:
 
 
 def _describe(spec: RunSpec, models: Any) -> str:
+    if not spec.is_trained:
+        return f"{spec.workload}, {spec.topology.world_size} x {spec.topology.device}"
     t = spec.training
     count = models.parameters(models.load(spec.model))
     strategy = spec.strategy

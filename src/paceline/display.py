@@ -91,7 +91,9 @@ class Bars(Lines):
     def started(self, spec: RunSpec, run_dir: Path) -> None:
         super().started(spec, run_dir)
         self.first_beat = None
-        self.progress.reset(self.current, total=spec.steps, visible=True, description=title(spec))
+        self.progress.reset(
+            self.current, total=spec.steps if spec.is_trained else None, visible=True, description=title(spec)
+        )
 
     def moved(self, spec: RunSpec, positions: Sequence[Progress]) -> None:
         if not positions:
@@ -101,7 +103,7 @@ class Bars(Lines):
         self.progress.update(self.current, completed=slowest.step, description=description)
 
     def _rate(self, spec: RunSpec, position: Progress) -> str:
-        if position.step < 1:
+        if position.step < 1 or not spec.is_trained:
             return ""
         if self.first_beat is None:
             self.first_beat = (position.step, position.beat)

@@ -10,14 +10,15 @@ import pytest
 pytestmark = pytest.mark.slow
 
 TINY = (
-    "compute:iters=5,warmup=1,budget_s=0.05,dtypes=fp32,largest_matmul=64,largest_copy_bytes=65536,longest_sequence=32"
+    "compute:iters=5,warmup=1,budget_s=0.05,dtypes=fp32,largest_matmul=64,largest_copy_bytes=4194304,"
+    "longest_sequence=32,tokens=32"
 )
 
 
 @pytest.fixture(scope="module")
 def done(campaign: Callable[..., Any]) -> Any:
     """Ceilings on one and on two processes, and training beside them."""
-    matrix = [{"workload": [TINY + ",tokens=32"], "processes": [1, 2]}, {"strategy": ["ddp"]}]
+    matrix = [{"workload": [TINY], "processes": [1, 2]}, {"strategy": ["ddp"]}]
     return campaign("ceilings", matrix)
 
 
@@ -28,7 +29,7 @@ def test_all_runs_end_ok(done: Any) -> None:
 
 def test_every_rank_measures_its_own_device(done: Any) -> None:
     for processes in (1, 2):
-        record = done.record(None, workload=TINY + ",tokens=32", world_size=processes)
+        record = done.record(None, workload=TINY, world_size=processes)
         assert {s.rank for s in record.kernels} == set(range(processes))
         assert {s.kernel for s in record.kernels if s.status == "ok"} == {
             "matmul",

@@ -130,7 +130,7 @@ class Bench:
                 self.clock.drain()
         except UnsupportedError as error:
             raise Refused("unsupported", str(error)) from None
-        except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError) as error:
+        except (RuntimeError, ValueError) as error:
             raise _refusal(error, "unsupported") from None
         return kernel
 
