@@ -222,11 +222,16 @@ def _refusals(measured: Iterable[Measurement]) -> tuple[str, ...]:
     said: dict[str, list[str]] = {}
     for m in measured:
         if m.value is None and m.note:
-            what = m.axes["dtype"] if m.axes["kernel"] == "matmul" else m.axes["variant"] or m.axes["kernel"]
-            said.setdefault(m.note, []).append(str(what))
+            said.setdefault(m.note, []).append(_stopped(m))
     lines = [f"{', '.join(dict.fromkeys(what))}: {reason}." for reason, what in said.items()]
     more = [f"and {len(lines) - MOST_REASONS} more reasons"] if len(lines) > MOST_REASONS else []
     return (*lines[:MOST_REASONS], *more)
+
+
+def _stopped(m: Measurement) -> str:
+    if m.axes["kernel"] == "matmul":
+        return " ".join((_product_of(m)[0], str(m.axes["dtype"])))
+    return str(m.axes["variant"] or m.axes["kernel"])
 
 
 def _without_empty(table: Table) -> Table:

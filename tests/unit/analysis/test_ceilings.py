@@ -191,7 +191,7 @@ def test_the_share_of_achievable_is_flops_over_the_measured_peak(campaign: Build
     peak = ceiling_run(kernel(dtype="fp32", label="512 x 512 x 512", flops=10**9))
     m = ratio_of(build([*campaign(), peak], "test"))
     assert m.value == pytest.approx(flops * 256 / 1e9)
-    assert m.note == "causal attention FLOPs, of 0.001 TFLOP/s measured in fp32 (512 x 512 x 512)"
+    assert m.note == "causal attention FLOPs, of the 1 GFLOP/s reached here in fp32 (512 x 512 x 512)"
 
 
 def test_without_a_measured_peak_it_is_missing_and_says_why(campaign: Builder, ceiling_run: Builder) -> None:

@@ -104,7 +104,7 @@ def test_a_cpus_peak_is_told_in_gflops(ceilings_report: Report) -> None:
 def test_products_stand_by_layer_and_direction_and_a_gap_has_its_reason(ceilings_report: Report) -> None:
     found = table(ceilings_report, "Ceilings: products of llama-1b")
     assert texts(found) == [["mlp in", "bf16", "500", "500", "\u2013"]]
-    assert "bf16: oom: no room." in found.notes
+    assert "mlp in bf16: oom: no room." in found.notes
 
 
 def test_pinned_stands_beside_pageable(ceilings_report: Report) -> None:
