@@ -88,15 +88,16 @@ def _verb(verbs: Any, name: str, call: Callable[[argparse.Namespace], int], text
 def _experiment_verb(verbs: Any, name: str, call: Callable[[argparse.Namespace], int], text: str) -> Parser:
     verb = _verb(verbs, name, call, text)
     verb.add_argument("experiment", metavar="PRESET|FILE", help="`paceline list presets`, or a YAML file")
-    verb.add_argument("--out", type=Path, default=Path(DEFAULT_OUT), help="results folder (default: %(default)s)")
+    verb.add_argument(
+        "--out", "--output-dir", type=Path, default=Path(DEFAULT_OUT), help="results folder (default: %(default)s)"
+    )
     verb.add_argument("--launcher", metavar="NAME", help="where to run; `paceline list launchers`")
     verb.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="set a field; a list makes an axis"
     )
+    verb.add_argument("--benchmark", default="all", metavar="KIND", help="keep only comm, training or memory; or all")
     for option, text in (("warmup", "iterations before the timed ones"), ("iters", "timed iterations")):
-        verb.add_argument(
-            f"--{option}", type=int, metavar="N", help=f"{text} of collectives and kernels: --set workload.{option}=N"
-        )
+        verb.add_argument(f"--{option}", type=int, metavar="N", help=f"{text} of collectives and kernels")
     return verb
 
 
@@ -111,12 +112,8 @@ def _specs(arguments: argparse.Namespace) -> list[RunSpec]:
     from paceline import experiment
     from paceline.run import unsupported
 
-    counts = {option: getattr(arguments, option) for option in ("warmup", "iters")}
-    settings = [
-        *arguments.set,
-        *(f"workload.{option}={count}" for option, count in counts.items() if count is not None),
-    ]
-    specs = experiment.load(arguments.experiment, settings, arguments.launcher)
+    counts = {option: n for option in ("warmup", "iters") if (n := getattr(arguments, option)) is not None}
+    specs = experiment.load(arguments.experiment, arguments.set, arguments.launcher, arguments.benchmark, counts)
     for spec in specs:
         unsupported(spec)
     return specs
@@ -198,6 +195,8 @@ def plan(arguments: argparse.Namespace) -> int:
 
 
 def _describe(spec: RunSpec, models: Any) -> str:
+    if not spec.is_trained:
+        return f"{spec.workload}, {spec.topology.world_size} x {spec.topology.device}"
     t = spec.training
     count = models.parameters(models.load(spec.model))
     strategy = spec.strategy

@@ -23,6 +23,8 @@ from paceline.spec import UNTRAINED, Choice, Precision, RunSpec, Topology, Train
 ALL, DOUBLING = "all", "doubling"
 # Fields that name a plugin or a row of a table, with options of its own.
 CHOICES = ("workload", "strategy", "launcher", "model", "data")
+# What `--benchmark` keeps of an experiment, by workload.
+BENCHMARKS = {"comm": ("collectives",), "training": ("pretrain",), "memory": ("memory", "frontier")}
 
 
 class Loader(yaml.SafeLoader):
@@ -103,8 +105,17 @@ def presets() -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def load(source: str, settings: Sequence[str] = (), launcher: str | None = None) -> list[RunSpec]:
-    """All runs of a preset or file, in the order they shall be started."""
+def load(
+    source: str,
+    settings: Sequence[str] = (),
+    launcher: str | None = None,
+    benchmark: str = ALL,
+    counts: Mapping[str, int] | None = None,
+) -> list[RunSpec]:
+    """All runs of a preset or file, in the order they shall be started.
+
+    benchmark keeps the cells of one kind; counts (`warmup`, `iters`) are options of workloads that repeat a kernel.
+    """
     raw = _read(source)
     experiment = _validate(Experiment, raw, source)
     device = _device(experiment, settings)
@@ -114,8 +125,32 @@ def load(source: str, settings: Sequence[str] = (), launcher: str | None = None)
         given["launcher"] = launcher
     repeats = given.pop("repeats", experiment.repeats)
     require(type(repeats) is int and repeats >= 1, "--set repeats", repeats, "a whole number from 1")
-    cells = expand(experiment, given, device)
-    return order(cells, repeats, experiment.order_seed)
+    cells = select(expand(experiment, given, device), benchmark)
+    return order(counted(cells, counts or {}), repeats, experiment.order_seed)
+
+
+def select(cells: Sequence[RunSpec], benchmark: str) -> list[RunSpec]:
+    """The cells whose workload belongs to the benchmark: comm, training, memory or all."""
+    require(benchmark in (*BENCHMARKS, ALL), "--benchmark", benchmark, f"{', '.join(BENCHMARKS)} or {ALL}")
+    kept = [spec for spec in cells if benchmark == ALL or spec.workload.name in BENCHMARKS[benchmark]]
+    found = sorted({spec.workload.name for spec in cells})
+    accepted = f"one whose workload ({' or '.join(BENCHMARKS.get(benchmark, ()))}) is in this experiment"
+    require(bool(kept), "--benchmark", benchmark, f"{accepted}, which holds {', '.join(found)}")
+    return kept
+
+
+def counted(cells: Sequence[RunSpec], counts: Mapping[str, int]) -> list[RunSpec]:
+    """`--warmup` and `--iters` for the cells that have iterations; the others keep their steps."""
+    if not counts:
+        return list(cells)
+    given = " ".join(f"--{option} {count}" for option, count in counts.items())
+    accepted = f"an experiment with a workload out of {', '.join(UNTRAINED)}"
+    require(any(not spec.is_trained for spec in cells), "iterations", given, accepted)
+    return [spec if spec.is_trained else replace(spec, workload=_with_options(spec.workload, counts)) for spec in cells]
+
+
+def _with_options(choice: Choice, more: Mapping[str, int]) -> Choice:
+    return Choice(choice.name, {**choice.options, **more})
 
 
 def _device(experiment: Experiment, settings: Sequence[str]) -> Literal["cpu", "cuda"]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from paceline import experiment, machine
+from paceline import experiment, machine, plugins
 from paceline.errors import RequestError
 from paceline.spec import RunSpec, WarmUp
 
@@ -285,8 +285,11 @@ def test_every_preset_loads_and_is_understood(name: str, device: str, monkeypatc
     specs = experiment.load(name, [f"device={device}"])
     assert specs
     assert {s.experiment for s in specs} == {name}
+    absent = {s.workload.name for s in specs} - set(plugins.names("workloads"))
+    if absent:
+        pytest.skip(f"workloads that are not installed: {', '.join(sorted(absent))}")
     assert [unsupported(s) for s in specs] == [None] * len(specs)
-    assert set(references_of(specs)) == {s.work for s in specs}
+    assert set(references_of(specs)) == {s.work for s in specs if s.is_certified}
     assert experiment.presets()[name]
 
 
@@ -317,3 +320,44 @@ def test_a_workload_that_trains_nothing_has_no_strategy_and_no_axes_of_training(
     assert "micro_batch" not in spec.axes()
     assert spec.axes()["model"] is None
     assert spec.run_id.startswith("collectives-")
+
+
+# --- --benchmark, --warmup, --iters ---
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "workloads"),
+    [
+        ("comm", {"collectives"}),
+        ("training", {"pretrain"}),
+        ("memory", {"memory"}),
+        ("all", {"collectives", "pretrain", "memory"}),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_suite_holds_every_benchmark_and_gives_each_alone(
+    benchmark: str, workloads: set[str], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "device_count", lambda: 8)
+    specs = experiment.load("suite", [f"device={device}"], benchmark=benchmark)
+    assert {s.workload.name for s in specs} == workloads
+
+
+def test_a_benchmark_that_leaves_no_cell_is_one_sentence() -> None:
+    with pytest.raises(RequestError, match=r"--benchmark: 'comm' was given; accepted is one whose .* holds pretrain$"):
+        experiment.load("quick", ["device=cpu"], benchmark="comm")
+    with pytest.raises(RequestError, match="'network' was given; accepted is comm, training, memory or all"):
+        experiment.load("quick", ["device=cpu"], benchmark="network")
+
+
+def test_counts_reach_the_workloads_that_have_iterations_only() -> None:
+    specs = experiment.load("suite", ["device=cpu"], counts={"iters": 20, "warmup": 2})
+    options = {s.workload.name: dict(s.workload.options) for s in specs}
+    assert options["collectives"].items() >= {("iters", 20), ("warmup", 2)}
+    assert "iters" not in options["pretrain"]
+    assert "iters" not in options["memory"]
+
+
+def test_counts_without_anything_to_count_are_one_sentence() -> None:
+    with pytest.raises(RequestError, match="iterations: '--iters 20' was given; accepted is an experiment with"):
+        experiment.load("quick", ["device=cpu"], counts={"iters": 20})

@@ -223,7 +223,8 @@ def measured_peak(cell: Cell) -> tuple[float | None, str]:
     found = cell.achievable.get(dtype)
     if found is None or found.value is None:
         return None, f"share of achievable: no run of compute beside these measured {dtype} products on this device"
-    return found.value, f"of {found.value / 1e12:.4g} TFLOP/s measured in {dtype} ({found.axes['label']})"
+    size, unit = (1e12, "TFLOP/s") if found.value >= 1e12 else (1e9, "GFLOP/s")
+    return found.value, f"of the {found.value / size:.3g} {unit} reached here in {dtype} ({found.axes['label']})"
 
 
 Peak = Callable[[Cell], tuple[float | None, str]]

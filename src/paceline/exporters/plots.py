@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.exporters import _ceiling_charts as ceilings
 from paceline.exporters import _fabric_charts as fabric
 from paceline.exporters import write_atomically
 from paceline.exporters._canvas import CLEAR, INK, PALETTE, QUIET, STYLE, canvas, entitle, say
@@ -282,4 +283,7 @@ CHARTS: dict[str, tuple[Callable[[Report], Collected], Callable[[Report, Any], A
     "collective_bandwidth": (fabric.panels, fabric.draw_bandwidth),
     "collective_latency": (fabric.lines, fabric.draw_latency),
     "pairs": (lambda report: report.pairs, fabric.draw_pairs),
+    "ceilings_products": (ceilings.products, ceilings.draw_products),
+    "ceilings_copies": (ceilings.copies, ceilings.draw_copies),
+    "ceilings_attention": (ceilings.attention, ceilings.draw_attention),
 }

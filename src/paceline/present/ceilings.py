@@ -16,6 +16,7 @@ PINNED, PAGEABLE = "pinned", "pageable"
 DIRECTIONS = ("forward", "grad input", "grad weight")
 # A device this far under the median of its peers is worth a look.
 SLOW_DEVICE_RATIO = 0.95
+MOST_REASONS = 4
 
 Rows = tuple[tuple[Cell, ...], ...]
 
@@ -94,10 +95,10 @@ def products(title: str, measured: Sequence[Measurement]) -> Table:
         (Cell(layer), Cell(dtype), *(_cell(cells.get((layer, way, dtype)), scale) for way in DIRECTIONS))
         for layer in layers
         for dtype in dtypes
-        if any((m := cells.get((layer, way, dtype))) and m.value is not None for way in DIRECTIONS)
+        if any(m.value is not None for (_, _, of), m in cells.items() if of == dtype)
     )
     columns = (Column("layer"), Column("dtype"), *(Column(f"{way}, {scale.unit}", numeric=True) for way in DIRECTIONS))
-    return Table(title, columns, rows, _shapes(ours))
+    return Table(title, columns, rows, (*_shapes(ours), *_refusals(ours)))
 
 
 def _product_of(m: Measurement) -> tuple[str, str, str]:
@@ -129,10 +130,7 @@ def copies(title: str, measured: Sequence[Measurement]) -> Table:
     heads = (f"{named[kernel]}{' ' if variant else ''}{variant}, GB/s" for kernel, variant in wanted)
     columns = (Column("size"), *(Column(head, numeric=True) for head in heads))
     said = ("Memory copy counts every byte twice, read and written; the bus once. GB is 1e9 bytes.",)
-    missing = dict.fromkeys(
-        f"{named[str(kernel)]}: {m.note}." for (kernel, _, _), m in ours.items() if m.value is None and m.note
-    )
-    return _without_empty(Table(title, columns, rows, (*said, *list(missing)[:2])))
+    return _without_empty(Table(title, columns, rows, (*said, *_refusals(ours.values()))))
 
 
 _COPIES = ("copy_bytes_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s")
@@ -155,8 +153,7 @@ def attention(title: str, measured: Sequence[Measurement]) -> Table:
     columns = (Column("tokens"), *(Column(head, numeric=True) for head in heads))
     dtypes = ", ".join(dict.fromkeys(str(m.axes["dtype"]) for m in ours))
     said = f"{dtypes}; causal FLOPs: (s+1) keys' worth per two tokens; a backward counts as two forwards."
-    absent = dict.fromkeys(f"{m.axes['variant']}: {m.note}." for m in ours if str(m.axes["variant"]) not in backends)
-    return Table(title, columns, rows, (said, *list(absent)[:3]))
+    return Table(title, columns, rows, (said, *_refusals(ours)))
 
 
 def _ran(cells: Mapping[tuple[Scalar, Scalar, Scalar], Measurement], backend: str) -> bool:
@@ -218,6 +215,23 @@ def _notes(measured: Iterable[Measurement]) -> tuple[str, ...]:
     return tuple(
         f"{'' if len(dtypes) == len(found) else ', '.join(dtypes) + ': '}{note}." for note, dtypes in said.items()
     )
+
+
+def _refusals(measured: Iterable[Measurement]) -> tuple[str, ...]:
+    """Why rows have no number: each reason once with what it stopped; the rest stands in the stored measurements."""
+    said: dict[str, list[str]] = {}
+    for m in measured:
+        if m.value is None and m.note:
+            said.setdefault(m.note, []).append(_stopped(m))
+    lines = [f"{', '.join(dict.fromkeys(what))}: {reason}." for reason, what in said.items()]
+    more = [f"and {len(lines) - MOST_REASONS} more reasons"] if len(lines) > MOST_REASONS else []
+    return (*lines[:MOST_REASONS], *more)
+
+
+def _stopped(m: Measurement) -> str:
+    if m.axes["kernel"] == "matmul":
+        return " ".join((_product_of(m)[0], str(m.axes["dtype"])))
+    return str(m.axes["variant"] or m.axes["kernel"])
 
 
 def _without_empty(table: Table) -> Table:

@@ -46,7 +46,7 @@ BACKENDS = {
 SAMPLED = 16
 PROVED_LENGTH = 256
 # A row that would need more than this many budgets for its fewest iterations is not started.
-MOST_BUDGETS = 4
+MOST_BUDGETS = 10
 USABLE_MEMORY_RATIO = 0.8
 _OOM = re.compile(r"out of memory|can't allocate memory|DefaultCPUAllocator", re.IGNORECASE)
 # Errors of a device in trouble; any other refusal of a first call says that the kernel is not there.
@@ -118,7 +118,8 @@ class Bench:
 
     def _remember(self, row: Row, durations: tuple[float, ...]) -> None:
         if row.flops and durations:
-            self.flops_per_s[_kin(row)] = row.flops / sorted(durations)[len(durations) // 2]
+            rate = row.flops / sorted(durations)[len(durations) // 2]
+            self.flops_per_s[_kin(row)] = max(rate, self.flops_per_s.get(_kin(row), 0.0))
 
     def _prepared(self, row: Row) -> Kernel:
         """The row's kernel after its first call: what a device lacks shows there, not in the middle of a window."""
@@ -129,7 +130,7 @@ class Bench:
                 self.clock.drain()
         except UnsupportedError as error:
             raise Refused("unsupported", str(error)) from None
-        except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError) as error:
+        except (RuntimeError, ValueError) as error:
             raise _refusal(error, "unsupported") from None
         return kernel
 
