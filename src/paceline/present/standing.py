@@ -11,7 +11,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.findings import BETTER, TIE, WORSE, Certificate, Comparison, Measurement, Report, RunFinding
-from paceline.spec import UNCERTIFIED, Scalar
+from paceline.spec import Scalar
 
 THROUGHPUT = "tokens_per_s"
 WIRE, WIRE_FORMULA = "wire_bytes_per_step", "wire_bytes_formula_per_step"
@@ -225,7 +225,7 @@ def _trouble(run: RunFinding, certificate: Certificate | None) -> tuple[str, str
     reasons = "; ".join(certificate.reasons) if certificate else ""
     if run.status != "ok":
         return run.status, run.reason or reasons or "no reason was recorded"
-    if run.is_reference or str(run.axes.get("workload")).partition(":")[0] in UNCERTIFIED:
+    if run.is_reference or not run.is_certified:
         return None
     if certificate is None:
         return "not certified", run.reason or "the run carries no certificate of equal work"
