@@ -23,8 +23,6 @@ from paceline.findings import CollectiveRow, Measurement
 from paceline.records import CollectiveSample, RunRecord
 
 PAIR = "pair"
-# Point-to-point by another schedule: on the wire each is a send.
-_SENDS = {"ring": "send_recv", "all_pairs": "send_recv", PAIR: "send_recv"}
 GLOO_REDUCE_SCATTER = "gloo's reduce_scatter moves as many bytes as its all_reduce: its busbw reads half of the link"
 _WORST_FIRST = ("oom", "unsupported")
 
@@ -32,7 +30,7 @@ _WORST_FIRST = ("oom", "unsupported")
 def factor_of(operation: str, group_size: int) -> float | None:
     """busbw = algbw * factor; None where nothing crosses a wire or the operation carries no payload (barrier)."""
     try:
-        return models.wire_factor(_SENDS.get(operation, operation), group_size) or None
+        return models.wire_factor(operation, group_size) or None
     except RequestError:
         return None
 

@@ -89,10 +89,13 @@ def draw_bandwidth(report: Report, found: Sequence[Panel]) -> Figure:
     height = -(-len(found) // columns)
     figure = Figure(figsize=(WIDTH_IN, 0.8 + 2.1 * height), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08))
     grid = figure.subplots(height, columns, squeeze=False, sharex=True, sharey=True).ravel()
-    scale = scale_of("bytes/s", "", [r.busbw_bytes_per_s for p in found for rows in p.rows.values() for r in rows])
+    measured = [r.busbw_bytes_per_s or 0.0 for p in found for rows in p.rows.values() for r in rows]
+    scale = scale_of("bytes/s", "", measured)
     colours = _colours(found)
     for axes, panel in zip(grid, found, strict=False):
         _bandwidth_panel(axes, panel, colours, scale.factor)
+    # Common to all panels, so set once: each panel's own limits would be the first one's.
+    grid[0].set_ylim(0, 1.08 * max(measured) * scale.factor)
     for axes in grid[len(found) :]:
         axes.set_visible(False)
     for axes in grid[max(len(found) - columns, 0) : len(found)]:
@@ -123,7 +126,6 @@ def _bandwidth_panel(axes: Axes, panel: Panel, colours: dict[str, str], factor: 
             axes.plot(sizes, drawn, color=colours[dtype], linewidth=1.1)
     axes.set_xscale("log", base=2)
     axes.set_title(panel.operation, loc="left", fontsize=9.5, fontweight="normal", pad=4)
-    axes.set_ylim(0, None)
     axes.grid(axis="y")
     _size_ticks(axes)
 
@@ -163,7 +165,7 @@ def draw_latency(report: Report, found: Sequence[Panel]) -> Figure:
         style = "-" if i < len(PALETTE) else "--"
         axes.plot([r.size_bytes for r in rows], [(r.time_s or 0) * 1e6 for r in rows], style, color=colour, lw=1.6)
         name = f"{panel.operation}  {_brief((rows[0].time_s or 0) * 1e6)} \u00b5s"
-        say(axes, name, (0, 1), (8, -12 - 13 * i), "axes fraction", color=colour, fontsize=9)
+        say(axes, name, (1, 1), (8, -8 - 13 * i), "axes fraction", color=colour, fontsize=9)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_ylabel("\u00b5s")
