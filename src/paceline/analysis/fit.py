@@ -13,10 +13,12 @@ from typing import NamedTuple
 import numpy as np
 
 from paceline.analysis.metrics import SHARED_GPU
+from paceline.analysis.statistics import Array
 from paceline.analysis.sweep import factor_of
 from paceline.findings import CollectiveFit, CollectiveRow
 
 FEWEST_SIZES = 4
+SURE_ERRORS = 2.0  # a slope within two standard errors of 0 tells no bandwidth
 HELD_AT_ZERO = "alpha came out negative and is held at 0"
 
 
@@ -30,18 +32,26 @@ class Line(NamedTuple):
 
 
 def line_through(sent_bytes: Sequence[float], seconds: Sequence[float]) -> Line | None:
-    """alpha >= 0 and beta > 0, or None where time does not grow with size. sent_bytes is S*f."""
+    """alpha >= 0 and beta > 0, or None where time does not grow with size by more than its noise. sent_bytes is S*f."""
     x, t = np.asarray(sent_bytes, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
     scale = float(x.max())
-    starts, bytes_ = 1 / t, x / scale / t  # relative: alpha/t + slope*x/t shall be 1
-    (alpha, slope), *_ = np.linalg.lstsq(np.column_stack([starts, bytes_]), np.ones(len(t)), rcond=None)
+    columns = np.column_stack([1 / t, x / scale / t])  # relative: alpha/t + slope*x/t shall be 1
+    (alpha, slope), *_ = np.linalg.lstsq(columns, np.ones(len(t)), rcond=None)
     held = bool(alpha < 0)
     if held:
-        alpha, slope = 0.0, float(bytes_.sum() / (bytes_ @ bytes_))
-    if slope <= 0:
+        columns[:, 0] = 0.0
+        alpha, slope = 0.0, columns[:, 1].sum() / (columns[:, 1] @ columns[:, 1])
+    errors = columns @ (alpha, slope) - 1
+    if slope <= SURE_ERRORS * _slope_error(columns, errors):
         return None
-    errors = alpha * starts + slope * bytes_ - 1
     return Line(float(alpha), scale / float(slope), math.sqrt(float(np.mean(errors**2))), held)
+
+
+def _slope_error(columns: Array, errors: Array) -> float:
+    """Standard error of the slope: sqrt(s^2 (A'A)^-1), s^2 the errors' variance with what the fit used up taken off."""
+    free = len(errors) - int(columns.any(axis=0).sum())
+    variance = float(errors @ errors) / free if free else 0.0
+    return math.sqrt(variance * float(np.linalg.pinv(columns.T @ columns)[1, 1]))
 
 
 def fit_all(
@@ -63,7 +73,9 @@ def fit_all(
             fits += [found] if found else []
             flat += [] if found else [f"{chosen[0].operation} in {chosen[0].dtype}"]
     named = ", ".join(dict.fromkeys(flat))
-    return tuple(fits), (f"no alpha-beta fit of {named}: time does not grow with size",) if flat else ()
+    return tuple(fits), (
+        f"no alpha-beta fit of {named}: time does not grow with size by more than its noise",
+    ) if flat else ()
 
 
 def _one_mode(group: Sequence[CollectiveRow]) -> list[CollectiveRow]:

@@ -6,6 +6,7 @@ than chance, and a bandwidth at least 20 % under theirs, so that it matters.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,11 +30,11 @@ Bandwidths = Mapping[tuple[int, int], float]
 Key = TypeVar("Key", bound=Hashable)
 
 
-def modified_z(values: Sequence[float] | Array) -> Array:
-    """0.6745 (x - median) / MAD, signed; the MAD is at least 1 % of the median."""
+def modified_z(values: Sequence[float] | Array, noise_ratio: float = 0.0) -> Array:
+    """0.6745 (x - median) / MAD, signed; the MAD is at least 1 % of the median, and at least noise_ratio of it."""
     x = np.asarray(values, dtype=np.float64)
     middle = float(np.median(x))
-    spread = max(float(np.median(np.abs(x - middle))), LEAST_MAD_RATIO * abs(middle))
+    spread = max(float(np.median(np.abs(x - middle))), max(LEAST_MAD_RATIO, noise_ratio) * abs(middle))
     return 0.6745 * (x - middle) / spread if spread else np.zeros(len(x))
 
 
@@ -84,18 +85,21 @@ class Verdict(NamedTuple):
     z: float
 
 
-def judge(pairs: Bandwidths, nodes: Mapping[int, int]) -> list[Verdict]:
-    """Nodes first, then ranks outside slow nodes, then links between what is left: each fault is named once."""
+def judge(pairs: Bandwidths, nodes: Mapping[int, int], noise_ratio: float = 0.0) -> list[Verdict]:
+    """Nodes first, then ranks outside slow nodes, then links between what is left: each fault is named once.
+
+    noise_ratio is how well a pair repeats itself: peers that agree better than that do so by chance.
+    """
     relative = relative_to_kind(pairs, nodes)
-    found = _slow_nodes(relative, nodes)
+    found = _slow_nodes(relative, nodes, noise_ratio)
     slow = {member for verdict in found for member in verdict.members}
     left = {p: b for p, b in relative.items() if not {nodes[r] for r in p} & slow}
     if len(set(nodes.values())) < len(nodes):
-        ranks = _slow_groups(left, {p: p for p in left}, RANK)
+        ranks = _slow_groups(left, {p: p for p in left}, RANK, noise_ratio)
         found += ranks
         out = {member for verdict in ranks for member in verdict.members}
         left = {p: b for p, b in left.items() if not out & set(p)}
-    return [*found, *_slow_links(left)]
+    return [*found, *_slow_links(left, noise_ratio)]
 
 
 def relative_to_kind(pairs: Bandwidths, nodes: Mapping[int, int]) -> dict[tuple[int, int], float]:
@@ -112,14 +116,16 @@ def relative_to_kind(pairs: Bandwidths, nodes: Mapping[int, int]) -> dict[tuple[
     return {(a, b): bandwidth / usual[nodes[a] == nodes[b]] for (a, b), bandwidth in pairs.items()}
 
 
-def _slow_nodes(relative: Bandwidths, nodes: Mapping[int, int]) -> list[Verdict]:
+def _slow_nodes(relative: Bandwidths, nodes: Mapping[int, int], noise_ratio: float) -> list[Verdict]:
     """A node is slow if its pairs across nodes are, those of every one of its ranks; else it is a matter of ranks."""
     across = {p: b for p, b in relative.items() if nodes[p[0]] != nodes[p[1]]}
-    found = _slow_groups(across, {p: (nodes[p[0]], nodes[p[1]]) for p in across}, NODE)
+    found = _slow_groups(across, {p: (nodes[p[0]], nodes[p[1]]) for p in across}, NODE, noise_ratio)
     return [v for v in found if all(_ratio(across, {r}) <= SLOW_RATIO for r, n in nodes.items() if n in v.members)]
 
 
-def _slow_groups(pairs: Bandwidths, ends: Mapping[tuple[int, int], tuple[int, int]], kind: str) -> list[Verdict]:
+def _slow_groups(
+    pairs: Bandwidths, ends: Mapping[tuple[int, int], tuple[int, int]], kind: str, noise_ratio: float
+) -> list[Verdict]:
     """Members (nodes or ranks) whose median over their own pairs stands out low among all members."""
     own: defaultdict[int, list[float]] = defaultdict(list)
     for pair, bandwidth in pairs.items():
@@ -127,7 +133,7 @@ def _slow_groups(pairs: Bandwidths, ends: Mapping[tuple[int, int], tuple[int, in
             own[member].append(bandwidth)
     scores = {member: float(np.median(x)) for member, x in own.items()}
     found = []
-    for member, z in _outstanding(scores):
+    for member, z in _outstanding(scores, noise_ratio):
         without = [b for pair, b in pairs.items() if member not in ends[pair]]
         ratio = scores[member] / float(np.median(without)) if without else 1.0
         if ratio <= SLOW_RATIO:
@@ -135,20 +141,20 @@ def _slow_groups(pairs: Bandwidths, ends: Mapping[tuple[int, int], tuple[int, in
     return found
 
 
-def _slow_links(pairs: Bandwidths) -> list[Verdict]:
+def _slow_links(pairs: Bandwidths, noise_ratio: float) -> list[Verdict]:
     found = []
-    for pair, z in _outstanding(pairs):
+    for pair, z in _outstanding(pairs, noise_ratio):
         ratio = pairs[pair] / float(np.median([b for other, b in pairs.items() if other != pair]))
         if ratio <= SLOW_RATIO:
             found.append(Verdict(LINK, pair, ratio, z))
     return found
 
 
-def _outstanding(scores: Mapping[Key, float]) -> Iterable[tuple[Key, float]]:
+def _outstanding(scores: Mapping[Key, float], noise_ratio: float) -> Iterable[tuple[Key, float]]:
     """Those beyond the outlier limit on the slow side, with their z; none among fewer than three."""
     if len(scores) < FEWEST_PEERS:
         return
-    for key, z in zip(scores, modified_z(list(scores.values())), strict=True):
+    for key, z in zip(scores, modified_z(list(scores.values()), noise_ratio), strict=True):
         if z < -OUTLIER_Z:
             yield key, float(z)
 
@@ -186,9 +192,10 @@ def hold(record: RunRecord) -> Tournament:
         return Tournament(pairs, (), (f"pair tournament: {SHARED_GPU}, so no rank is suspected",))
     if len({r for p in whole for r in p}) < FEWEST_PEERS:
         return Tournament(pairs, (), ("pair tournament of two ranks: a slow one cannot be told from its partner",))
-    said = [set(_named(judge(turn, nodes))) for turn in turns.values()]
+    noise = _noise_ratio(turns)
+    said = [set(_named(judge(turn, nodes, noise))) for turn in turns.values()]
     suspects = []
-    for verdict in judge(whole, nodes):
+    for verdict in judge(whole, nodes, noise / math.sqrt(len(turns))):
         confirmed = len(said) > 1 and all((verdict.kind, verdict.members) in turn for turn in said)
         suspects.append(_suspect(record, verdict, whole, places, confirmed))
     return Tournament(pairs, tuple(suspects))
@@ -209,6 +216,14 @@ def _turns(samples: Sequence[CollectiveSample], size_bytes: int) -> dict[int, di
     for (turn, a, b), means in sorted(seconds.items()):
         found[turn][a, b] = size_bytes / max(means)
     return dict(found)
+
+
+def _noise_ratio(turns: Mapping[int, Bandwidths]) -> float:
+    """How far one turn of a pair lies from its true bandwidth, as a MAD: that of the differences between two turns is
+    sqrt(2) times as large. 0 with a single turn, where nothing is known of it."""
+    first, *others = turns.values()
+    apart = [abs(math.log(turn[p] / first[p])) for turn in others for p in turn if p in first]
+    return float(np.median(apart)) / math.sqrt(2) if apart else 0.0
 
 
 def _together(turns: Mapping[int, Bandwidths]) -> dict[tuple[int, int], float]:
@@ -277,4 +292,5 @@ def rank_name(rank: int, place: Place) -> str:
 
 
 def _rate(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / 1e9:.3g} GB/s"
+    size, unit = (1e9, "GB/s") if bytes_per_s >= 1e9 else (1e6, "MB/s")
+    return f"{bytes_per_s / size:.3g} {unit}"
