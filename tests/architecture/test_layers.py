@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("spec", "models", "machine"),
     ("records", "findings", "doctor"),
-    ("store", "measure", "telemetry", "decoder"),
+    ("store", "measure", "telemetry", "decoder", "ledger", "footprint"),
     ("corpus", "timeline", "present"),
     ("plugins",),
     ("workloads", "strategies", "launchers", "exporters", "analysis", "experiment"),
@@ -46,11 +46,21 @@ HEAVY = {
 EAGER = {
     "decoder": {"torch"},
     "strategies._torch": {"torch"},
+    "ledger": {"torch"},
     "workloads._loop": {"torch"},
+    "workloads._rehearsal": {"torch"},
+    "workloads._watch": {"torch"},
     "experiment": {"pydantic"},
 }
 # Modules with torch at their top: whoever imports one outside a function must be one.
-TORCH_MODULES = {"decoder", "strategies._torch", "workloads._loop"}
+TORCH_MODULES = {
+    "decoder",
+    "ledger",
+    "strategies._torch",
+    "workloads._loop",
+    "workloads._rehearsal",
+    "workloads._watch",
+}
 
 # Every broad except, with the number of them: the worker's turns exceptions into records, corpus hands one to the
 # thread that waits for the batch, machine and telemetry ask a driver that may answer with any error of its own.

@@ -36,7 +36,7 @@ def build(
     grown = scaling.analyse(cells)
     everything = (*compared, *grown.compared)
     sound = [r for r, f in zip(ordered, runs, strict=True) if f.status == Status.OK]
-    network, held, peaks = fabric.analyse(sound), memory.analyse(sound, runs), ceilings.analyse(sound)
+    network, held, peaks = fabric.analyse(sound), memory.analyse(ordered, runs), ceilings.analyse(sound)
     return Report(
         title=title,
         created_at=max((r.ended_at for r in ordered), default=0.0) if created_at is None else created_at,
@@ -159,7 +159,7 @@ def _drift(machines: Sequence[Mapping[str, Any]]) -> list[str]:
 def _notes(cells: Sequence[Cell], runs: Sequence[RunFinding], machines: Sequence[Mapping[str, Any]]) -> list[str]:
     measured = [run for run in runs if not run.is_reference]
     notes = []
-    if measured and not cells:
+    if any(run.is_certified for run in measured) and not cells:
         notes.append("no run ended ok with a valid certificate: nothing is measured, compared or recommended")
     if any(len(cell.windows) == 1 for cell in cells):
         notes.append("launches were not repeated in every cell: peak memory is compared only between repeated ones")
