@@ -38,7 +38,7 @@ WRONG = {
     "unknown flag": (["run", "mine.yaml", "--speed"], "--speed"),
     "flag without value": (["run", "mine.yaml", "--set"], "--set"),
     "no experiment": (["run"], "PRESET|FILE"),
-    "unknown preset": (["run", "quikc"], "'quikc' was given; accepted is a YAML file or one of the presets quick"),
+    "unknown preset": (["run", "quikc"], "'quikc' was given; accepted is a YAML file or one of the presets "),
     "unknown field": (["run", "mine.yaml", "--set", "stepz=3"], "'stepz'"),
     "wrong type": (["run", "mine.yaml", "--set", "steps=lots"], "steps = 'lots'"),
     "wrong value": (["run", "mine.yaml", "--set", "steps=0"], "steps: 0 was given"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.exporters import write_atomically
+from paceline.exporters import _memory_charts, write_atomically
 from paceline.findings import Measurement, Report, ScalingPoint
 from paceline.present.quantity import Scale, format_brief, format_number, format_parts
 from paceline.present.standing import axis_text, describe, groups
@@ -328,5 +328,7 @@ CHARTS: dict[str, tuple[Callable[[Report], Collected], Callable[[Report, Any], A
     "throughput": (lambda report: lanes(report, "tokens_per_s"), draw_throughput),
     "step_time": (lambda report: lanes(report, "step_time_s", needs_samples=True), draw_step_time),
     "memory": (lambda report: lanes(report, "peak_memory_bytes"), draw_memory),
+    "memory_components": (_memory_charts.rows, _memory_charts.draw_components),
+    "frontier": (_memory_charts.points, _memory_charts.draw_frontier),
     "scaling": (lambda report: [p for p in report.scaling if p.efficiency.value is not None], draw_scaling),
 }

@@ -81,7 +81,7 @@ def predicted_largest(records: Sequence[RunRecord], most: int) -> int | None:
 def next_probe(ended: Mapping[int, Status], guess: int | None, most: int) -> int | None:
     """The micro batch to try between the largest that ran and the smallest that did not; None when they are neighbours.
 
-    Around a guess the distance doubles with every probe on the same side; without one the micro batch itself does.
+    Around a guess the distance grows with every probe on the same side; without one the micro batch doubles.
     """
     low = max((size for size, status in ended.items() if status is Status.OK), default=0)
     high = min((size for size, status in ended.items() if status is Status.OOM), default=most + 1)
@@ -90,13 +90,18 @@ def next_probe(ended: Mapping[int, Status], guess: int | None, most: int) -> int
     if guess is None:
         wanted = 2 * low if high > most else 0
     elif guess <= low:
-        wanted = low + max(1, 2 * (low - guess))
+        wanted = low + _stride(guess, low - guess)
     elif guess >= high:
-        wanted = high - max(1, 2 * (guess - high))
+        wanted = high - _stride(guess, guess - high)
     else:
         wanted = guess
     wanted = min(wanted, most)
     return wanted if low < wanted < high else (low + high) // 2
+
+
+def _stride(guess: int, missed_by: int) -> int:
+    """A guess is mostly right, so its neighbour is next; after that it is wrong by some share of itself."""
+    return max(missed_by, guess // 12, 1) if missed_by else 1
 
 
 def capacity_bytes(chosen: Options, spec: RunSpec, seat: Seat) -> int:
