@@ -31,7 +31,7 @@ def analyse(records: Sequence[RunRecord], runs: Sequence[RunFinding]) -> Finding
         if record.spec.workload.name == "memory" and record.spec.run_id in sound:
             cells.setdefault(record.spec.cell, []).append(record)
         elif record.spec.workload.name == "frontier":
-            searches.setdefault(replace(record.spec, training=_at(record.spec, 1)).run_id, []).append(record)
+            searches.setdefault(_search_of(record.spec), []).append(record)
     rows = tuple(_row(cell, launches) for cell, launches in cells.items())
     points = (_point(probes) for probes in searches.values())
     frontier = sorted((p for p in points if p), key=lambda p: (p.series, p.sequence_length))
@@ -118,8 +118,9 @@ def _measurements(row: MemoryRow) -> list[Measurement]:
 # --- frontier ---
 
 
-def _at(spec: RunSpec, micro_batch: int):  # type: ignore[no-untyped-def]
-    return replace(spec.training, micro_batch=micro_batch)
+def _search_of(spec: RunSpec) -> str:
+    """Same for all probes of one search, which differ in the micro batch only."""
+    return replace(spec, training=replace(spec.training, micro_batch=1)).run_id
 
 
 def _point(records: Sequence[RunRecord]) -> FrontierPoint | None:

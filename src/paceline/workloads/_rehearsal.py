@@ -106,7 +106,8 @@ class Stage:
         from paceline.workloads.pretrain import attention_backends
 
         size = self.spec.topology.world_size
-        os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": str(size)}
+        os.environ |= {"DS_ACCELERATOR": "cpu", "DS_SKIP_CUDA_CHECK": "1"}
+        os.environ |= {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": str(size)}
         dist.init_process_group("fake", world_size=size, rank=0, store=FakeStore())
         assert self.spec.strategy is not None
         seat = Seat(rank=0, local_rank=0, world_size=size, device="cpu")

@@ -100,5 +100,5 @@ def test_bad_options_are_one_sentence(options: dict[str, Any], sentence: str) ->
 
 
 def test_a_first_probe_beyond_the_last_is_refused() -> None:
-    with pytest.raises(RequestError, match="at most frontier.most"):
+    with pytest.raises(RequestError, match=r"at most frontier\.most"):
         frontier.check(spec(micro_batch=8, most=4))
