@@ -150,7 +150,7 @@ def _conclude(console: Console, directory: Path, formats: Sequence[str]) -> int:
     _print_report(console, found)
     files = [path for path in written if path.parent == directory]
     console.print(f"Report: {' '.join(str(path) for path in files)}", highlight=False, soft_wrap=True)
-    bad = [r for r in found.runs if r.status not in ("ok", "unsupported")]
+    bad = [r for r in found.runs if r.is_failure]
     measured = any(r.status == "ok" and not r.is_reference for r in found.runs)
     return OK if measured and not bad and not found.skipped else SOME_FAILED
 
@@ -174,7 +174,7 @@ def _print_report(console: Console, found: Report) -> None:
 def plan(arguments: argparse.Namespace) -> int:
     from paceline import models, store
     from paceline.plugins import load
-    from paceline.run import references_of, unsupported
+    from paceline.run import leads_on, references_of, unsupported
 
     specs = _specs(arguments)
     console = _console()
@@ -183,6 +183,7 @@ def plan(arguments: argparse.Namespace) -> int:
         run_dir = arguments.out / spec.experiment / spec.run_id
         reason = unsupported(spec)
         note = f"unsupported: {reason}" if reason else "sealed" if store.is_sealed(run_dir) else "to run"
+        note += "; more runs follow from its result" if leads_on(spec) and not reason else ""
         console.print(f"{number:>3} {spec.run_id}  [{note}]", highlight=False, markup=False)
         console.print(f"    {_describe(spec, models)}", highlight=False, markup=False, soft_wrap=True)
         job = load("launchers", spec.launcher.name).prepare(spec, run_dir)

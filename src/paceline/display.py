@@ -10,20 +10,23 @@ from typing import TYPE_CHECKING
 
 from paceline.records import Status
 from paceline.run import Observer
-from paceline.spec import RunSpec
+from paceline.spec import PROBING, RunSpec
 from paceline.store import Progress
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 MARKS = {Status.OK: "[green]✓[/]", Status.UNSUPPORTED: "[yellow]-[/]", Status.INVALID: "[red]≠[/]"}
-FAILED_MARK = "[red]✗[/]"
+FAILED_MARK, PROBED_MARK = "[red]✗[/]", "[yellow]▲[/]"
 
 
 def title(spec: RunSpec) -> str:
     """One run in the words of its axes that vary."""
     if not spec.is_trained:
         return f"{spec.workload.name} x{spec.topology.world_size} repeat {spec.repeat + 1}"
+    if spec.workload.name in ("memory", "frontier"):
+        batch = f"micro batch {spec.training.micro_batch} x {spec.training.sequence_length}"
+        return f"{spec.workload.name} of {spec.strategy} {spec.model} x{spec.topology.world_size}, {batch}"
     if spec.strategy is None:
         return f"reference of {spec.model} (global batch {spec.global_batch})"
     return f"{spec.strategy} {spec.model} x{spec.topology.world_size} repeat {spec.repeat + 1}"
@@ -57,7 +60,8 @@ class Lines:
             self.timed.append(took)
         tail = "already measured" if known else f"{took:.1f} s"
         reason = f": {escape(error)}" if error else ""
-        mark = MARKS.get(status, FAILED_MARK)
+        probed = status is Status.OOM and spec.workload.name in PROBING
+        mark = PROBED_MARK if probed else MARKS.get(status, FAILED_MARK)
         self.console.print(
             f"{mark} {self.done:>3}/{self.total} {escape(title(spec))} {status} ({tail}){reason}", highlight=False
         )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.spec import UNCERTIFIED, Scalar
+from paceline.spec import PROBING, UNCERTIFIED, Scalar
 
 SCHEMA = 1
 
@@ -132,9 +132,18 @@ class RunFinding:
     warmup: WarmUpOutcome | None = None
 
     @property
+    def workload(self) -> str:
+        return str(self.axes.get("workload")).partition(":")[0]
+
+    @property
     def is_certified(self) -> bool:
-        """Whether a run of this workload must prove equal work before it is ranked."""
-        return str(self.axes.get("workload")).partition(":")[0] not in UNCERTIFIED
+        """Whether a run of this workload must prove equal work."""
+        return self.workload not in UNCERTIFIED
+
+    @property
+    def is_failure(self) -> bool:
+        """Neither ok nor refused beforehand, nor a probe that found no room, which is what it was sent to find."""
+        return self.status not in ("ok", "unsupported") and not (self.status == "oom" and self.workload in PROBING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from paceline.models import Shape
 from paceline.models import load as load_shape
-from paceline.spec import RunSpec, Scalar
+from paceline.spec import PROBING, RunSpec, Scalar
 
 SCHEMA = 1
 
@@ -61,10 +61,12 @@ class StepSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySample:
-    """Memory of one rank. moment: `setup` after wrapping the model, `steps` the peak of the steps past warmup.minimum.
+    """Memory of one rank. moment: `setup` after wrapping the model, `steps` the peak of the steps past warmup.minimum;
+    of the workload memory also those of `footprint.MOMENTS`, all of its last step.
 
-    allocated and reserved are the CUDA allocator's; device is the whole GPU as the driver sees it; resident is the
-    process on the host (its high-water mark for `steps`).
+    allocated and reserved are the CUDA allocator's (on a CPU the workload memory counts live tensors as allocated);
+    device is the whole GPU as the driver sees it; resident is the process on the host (its high-water mark for
+    `steps`).
     """
 
     kind: ClassVar[str] = "memory"
@@ -179,10 +181,44 @@ class KernelSample:
     wrong: int | None = None
 
 
-Sample = StepSample | MemorySample | WireSample | TraceSample | CollectiveSample | OverlapSample | KernelSample
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComponentSample:
+    """Bytes of one part of a rank's memory. source: `held` was read from the trainer's own tensors (parameters,
+    optimizer, gradients, standing_gradients) or is a limit (capacity); `predicted` was told from the shape alone.
+
+    micro_batch is that of the run, or another one for which a peak was predicted.
+    """
+
+    kind: ClassVar[str] = "component"
+    rank: int
+    component: str
+    source: str
+    bytes: int
+    micro_batch: int
+
+
+Sample = (
+    StepSample
+    | MemorySample
+    | WireSample
+    | TraceSample
+    | CollectiveSample
+    | OverlapSample
+    | KernelSample
+    | ComponentSample
+)
 SAMPLE_TYPES: dict[str, type[Sample]] = {
     t.kind: t
-    for t in (StepSample, MemorySample, WireSample, TraceSample, CollectiveSample, OverlapSample, KernelSample)
+    for t in (
+        StepSample,
+        MemorySample,
+        WireSample,
+        TraceSample,
+        CollectiveSample,
+        OverlapSample,
+        KernelSample,
+        ComponentSample,
+    )
 }
 
 
@@ -235,6 +271,7 @@ class RunRecord:
     collectives: tuple[CollectiveSample, ...] = ()
     overlaps: tuple[OverlapSample, ...] = ()
     kernels: tuple[KernelSample, ...] = ()
+    components: tuple[ComponentSample, ...] = ()
 
     @property
     def evidence(self) -> Evidence | None:
@@ -250,3 +287,9 @@ class RunRecord:
     @property
     def is_reference(self) -> bool:
         return self.spec.workload.name == "reference"
+
+    @property
+    def is_answer(self) -> bool:
+        """Whether running it again would tell nothing new: ended ok, or a probe that found no room."""
+        probed = self.status is Status.OOM and self.spec.workload.name in PROBING
+        return self.status is Status.OK or probed

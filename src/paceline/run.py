@@ -29,7 +29,7 @@ REFERENCE_TOKENS = 8192
 
 
 class Observer(Protocol):
-    """Whoever watches a campaign: the terminal, a log, a test."""
+    """Whoever watches a campaign: the terminal, a log, a test. begin is called again when runs were added."""
 
     def begin(self, specs: Sequence[RunSpec]) -> None: ...
     def started(self, spec: RunSpec, run_dir: Path) -> None: ...
@@ -97,16 +97,37 @@ def campaign(specs: Sequence[RunSpec], out: Path, observer: Observer, *, retry: 
     observer.begin(everything)
     statuses = []
     with store.exclusive(out / specs[0].experiment):
-        for spec in everything:
-            run_dir = out / spec.experiment / spec.run_id
-            known = _sealed_status(run_dir, retry)
-            if known is None:
-                status, error = execute(spec, out, observer, references.get(spec.work))
-            else:
-                status, error = known
-            statuses.append(status)
-            observer.ended(spec, status, error, known is not None)
+        for asked in tuple(everything):
+            series = [asked]
+            for spec in series:
+                statuses.append(_settle(spec, out, observer, references.get(spec.work), retry))
+                if (following := _following(series, out)) is not None:
+                    series.append(following)
+                    everything.append(following)
+                    observer.begin(everything)
     return statuses
+
+
+def _settle(spec: RunSpec, out: Path, observer: Observer, reference: RunSpec | None, retry: bool) -> Status:
+    known = _sealed_status(out / spec.experiment / spec.run_id, retry)
+    status, error = known if known is not None else execute(spec, out, observer, reference)
+    observer.ended(spec, status, error, known is not None)
+    return status
+
+
+def leads_on(spec: RunSpec) -> bool:
+    """Whether more runs may follow from what this one shows."""
+    return hasattr(load("workloads", spec.workload.name), "follow")
+
+
+def _following(series: Sequence[RunSpec], out: Path) -> RunSpec | None:
+    """The run that the workload asks for after those of its series; one that was made already ends the series."""
+    asked = series[0]
+    if not leads_on(asked):
+        return None
+    records = [store.read_run(out / spec.experiment / spec.run_id) for spec in series]
+    found: RunSpec | None = load("workloads", asked.workload.name).follow(asked, records)
+    return None if found in series else found
 
 
 def _sealed_status(run_dir: Path, retry: bool) -> tuple[Status, str | None] | None:
@@ -116,7 +137,7 @@ def _sealed_status(run_dir: Path, retry: bool) -> tuple[Status, str | None] | No
         record = store.read_run(run_dir)
     except StoreError:
         return None
-    return None if retry and record.status is not Status.OK else (record.status, record.error)
+    return None if retry and not record.is_answer else (record.status, record.error)
 
 
 def unsupported(spec: RunSpec) -> str | None:

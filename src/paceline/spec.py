@@ -26,6 +26,8 @@ DEVICES = ("cpu", "cuda")
 UNTRAINED = ("collectives", "compute")
 # Workloads whose runs are not ranked against each other by speed, so need no proof of equal work.
 UNCERTIFIED = (*UNTRAINED, "memory", "frontier", "reference")
+# Workloads that look for the limit: a run that is out of memory has given its answer.
+PROBING = ("frontier",)
 
 Scalar = str | int | float | bool | None
 

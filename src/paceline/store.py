@@ -192,6 +192,7 @@ _FIELDS = {
     "collectives": "collective",
     "overlaps": "overlap",
     "kernels": "kernel",
+    "components": "component",
 }
 
 

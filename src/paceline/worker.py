@@ -22,7 +22,11 @@ from paceline.plugins import Seat, load
 from paceline.records import Evidence, Outcome, Sample, Status, StepSample
 from paceline.spec import RunSpec
 
-_OOM = re.compile(r"out of memory|can't allocate memory|DefaultCPUAllocator|CUDA_ERROR_OUT_OF_MEMORY", re.IGNORECASE)
+# The CUDA and CPU allocators, the driver, the C++ library, the kernel (ENOMEM), and threads that find no stack.
+_OOM = re.compile(
+    r"out of memory|out_of_memory|can(no|')t allocate memory|DefaultCPUAllocator|bad_alloc|can't start new thread",
+    re.IGNORECASE,
+)
 
 
 class FolderRecorder:

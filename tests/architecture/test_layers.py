@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("spec", "models", "machine"),
     ("records", "findings", "doctor"),
-    ("store", "measure", "telemetry", "decoder"),
+    ("store", "measure", "telemetry", "decoder", "ledger", "footprint"),
     ("corpus", "timeline", "present"),
     ("plugins",),
     ("workloads", "strategies", "launchers", "exporters", "analysis", "experiment"),
@@ -46,17 +46,21 @@ HEAVY = {
 EAGER = {
     "decoder": {"torch"},
     "strategies._torch": {"torch"},
+    "ledger": {"torch"},
     "workloads._loop": {"torch"},
     "workloads._collectives_ensemble": {"torch"},
     "workloads._collectives_overlap": {"torch"},
     "workloads._collectives_payload": {"torch"},
     "workloads._collectives_sweep": {"torch"},
     "workloads._kernels": {"torch"},
+    "workloads._rehearsal": {"torch"},
+    "workloads._watch": {"torch"},
     "experiment": {"pydantic"},
 }
 # Modules with torch at their top: whoever imports one outside a function must be one.
 TORCH_MODULES = {
     "decoder",
+    "ledger",
     "strategies._torch",
     "workloads._loop",
     "workloads._collectives_ensemble",
@@ -65,6 +69,8 @@ TORCH_MODULES = {
     "workloads._collectives_sweep",
     "workloads._collectives_tournament",
     "workloads._kernels",
+    "workloads._rehearsal",
+    "workloads._watch",
 }
 
 # Every broad except, with the number of them: the worker's turns exceptions into records, corpus hands one to the

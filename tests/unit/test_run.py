@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from paceline import plugins, run, store
 from paceline.errors import RequestError
 from paceline.plugins import Job, JobState
-from paceline.records import Status
+from paceline.records import MemorySample, Status
 from paceline.run import End, judge, name_stalled, reference_of, references_of
 from paceline.spec import Choice, RunSpec
 from paceline.store import Progress
@@ -373,3 +374,35 @@ def test_a_folder_without_runs_is_the_users_mistake(tmp_path: Path) -> None:
         run.read_experiment(tmp_path)
     with pytest.raises(RequestError, match="is no folder"):
         run.read_experiment(tmp_path / "absent")
+
+
+# --- searches ---
+
+
+def test_a_search_goes_on_by_its_records_and_resumes_without_repeating(
+    tmp_path: Path, make_spec: Make, make_outcome: Make, launcher: Make
+) -> None:
+    """Micro batches above 5 find no room; no prediction, so the search doubles and then bisects."""
+    asked = replace(make_spec("single", 1), workload=Choice("frontier", {"most": 64}))
+    asked = replace(asked, training=replace(asked.training, micro_batch=1))
+
+    def leave(run_dir: Path) -> None:
+        size = store.read_spec(run_dir).training.micro_batch
+        store.write_outcome(run_dir, make_outcome(0, Status.OK if size <= 5 else Status.OOM, None))
+        sample = MemorySample(
+            rank=0, moment="steps", allocated_bytes=size, reserved_bytes=None, device_bytes=None, resident_bytes=None
+        )
+        (run_dir / "samples-0.jsonl").write_text(store.sample_line(sample))
+
+    instant = launcher(leave)
+    statuses = run.campaign([asked], tmp_path, Watcher())
+    tried = {r.spec.training.micro_batch: r.status for r in store.read_runs(tmp_path)[0]}
+    assert tried == {1: "ok", 2: "ok", 4: "ok", 8: "oom", 6: "oom", 5: "ok"}
+    assert len(statuses) == instant.submitted == 6
+    assert run.campaign([asked], tmp_path, Watcher(), retry=True) == statuses
+    assert instant.submitted == 6
+
+
+def test_only_searching_workloads_lead_on(make_spec: Make) -> None:
+    assert not run.leads_on(make_spec("ddp", 1))
+    assert run.leads_on(replace(make_spec("ddp", 1), workload=Choice("frontier")))

@@ -19,6 +19,13 @@ Make = Callable[..., Any]
     [
         (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), Status.OOM),
         (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes"),
+            Status.OOM,
+        ),
+        (RuntimeError("std::bad_alloc"), Status.OOM),
+        (OSError(12, "Cannot allocate memory"), Status.OOM),
+        (RuntimeError("can't start new thread"), Status.OOM),
+        (
             RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: tried"),
             Status.OOM,
         ),

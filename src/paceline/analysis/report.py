@@ -38,7 +38,7 @@ def build(
     grown = scaling.analyse(cells)
     everything = (*compared, *grown.compared)
     wrong = [r for r, f in zip(ordered, runs, strict=True) if f.status == Status.INVALID and not r.spec.is_certified]
-    network, held = fabric.analyse(sound, wrong), memory.analyse(sound, runs)
+    network, held = fabric.analyse(sound, wrong), memory.analyse(ordered, runs)
     return Report(
         title=title,
         created_at=max((r.ended_at for r in ordered), default=0.0) if created_at is None else created_at,

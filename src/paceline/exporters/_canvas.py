@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -62,3 +63,10 @@ def say(
 def entitle(axes: Axes, title: str, subtitle: str) -> None:
     axes.set_title(title, loc="left", pad=24)
     say(axes, subtitle, (0, 1), (0, 8), "axes fraction", color=QUIET, va="bottom")
+
+
+def short_names(series: Sequence[str]) -> dict[str, str]:
+    """Each series by the words that the others lack; the first word where it has none of its own."""
+    words = {name: name.split(", ") for name in series}
+    shared = set.intersection(*map(set, words.values()))
+    return {name: ", ".join(w for w in found if w not in shared) or found[0] for name, found in words.items()}

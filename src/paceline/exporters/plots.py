@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.exporters import _ceiling_charts as ceilings
 from paceline.exporters import _fabric_charts as fabric
+from paceline.exporters import _memory_charts as memory
 from paceline.exporters import write_atomically
-from paceline.exporters._canvas import CLEAR, INK, PALETTE, QUIET, STYLE, canvas, entitle, say
+from paceline.exporters._canvas import CLEAR, INK, PALETTE, QUIET, STYLE, canvas, entitle, say, short_names
 from paceline.findings import Measurement, Report, ScalingPoint
 from paceline.present.quantity import Scale, format_brief, format_number, format_parts
 from paceline.present.scaling import baseline_name
@@ -212,7 +213,7 @@ def _efficiency(axes: Axes, points: Sequence[ScalingPoint], colours: dict[str, s
     sizes = sorted({p.world_size for p in points} | {p.baseline_world_size for p in points})
     axes.axhline(100, color=INK, linewidth=1.1, linestyle=(0, (4, 3)))
     ends = [(float(sizes[-1]), 100.0, "ideal", INK)]
-    names = _short_names(sorted({p.series for p in points}))
+    names = short_names(sorted({p.series for p in points}))
     for series in names:
         ours = [p for p in points if p.series == series]
         colour = colours[describe(ours[0].efficiency.axes, ())]
@@ -226,13 +227,6 @@ def _efficiency(axes: Axes, points: Sequence[ScalingPoint], colours: dict[str, s
     on_gpus = all(p.efficiency.axes.get("device") == "cuda" for p in points)
     axes.set(xlabel="GPUs" if on_gpus else "processes", ylabel="efficiency, %")
     _end_labels(axes, ends)
-
-
-def _short_names(series: Sequence[str]) -> dict[str, str]:
-    """Each series by the words that the others lack; the first word where it has none of its own."""
-    words = {name: name.split(", ") for name in series}
-    shared = set.intersection(*map(set, words.values()))
-    return {name: ", ".join(w for w in found if w not in shared) or found[0] for name, found in words.items()}
 
 
 def _series(axes: Axes, points: Sequence[ScalingPoint], name: str, colour: str) -> tuple[float, float, str]:
@@ -278,6 +272,8 @@ CHARTS: dict[str, tuple[Callable[[Report], Collected], Callable[[Report, Any], A
     "throughput": (lambda report: lanes(report, "tokens_per_s"), draw_throughput),
     "step_time": (lambda report: lanes(report, "step_time_s", needs_samples=True), draw_step_time),
     "memory": (lambda report: lanes(report, "peak_memory_bytes"), draw_memory),
+    "memory_components": (memory.rows, memory.draw_components),
+    "frontier": (memory.points, memory.draw_frontier),
     "scaling": (lambda report: [p for p in report.scaling if p.efficiency.value is not None], draw_scaling),
     "scaling_loss": (lambda report: report.explanations, fabric.draw_scaling_loss),
     "collective_bandwidth": (fabric.panels, fabric.draw_bandwidth),

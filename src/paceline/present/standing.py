@@ -223,7 +223,7 @@ def _notes(context: _Context, rows: Sequence[Row]) -> tuple[str, ...]:
 
 def _trouble(run: RunFinding, certificate: Certificate | None) -> tuple[str, str] | None:
     reasons = "; ".join(certificate.reasons) if certificate else ""
-    if run.status != "ok":
+    if run.is_failure or run.status == "unsupported":
         return run.status, run.reason or reasons or "no reason was recorded"
     if run.is_reference or not run.is_certified:
         return None
@@ -233,7 +233,7 @@ def _trouble(run: RunFinding, certificate: Certificate | None) -> tuple[str, str
 
 
 def _unmeasured(run: RunFinding, measured: Container[str]) -> tuple[str, str] | None:
-    if run.is_reference or run.cell in measured:
+    if run.is_reference or run.cell in measured or not run.is_certified:
         return None
     return "not measured", run.reason or "the run left no step inside the measured window"
 

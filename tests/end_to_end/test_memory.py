@@ -1,0 +1,118 @@
+"""Memory runs of real processes: what was predicted from the shape is what was held; the frontier is proved."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from paceline import store
+from paceline.analysis.report import build
+from paceline.findings import Report
+
+pytestmark = pytest.mark.slow
+
+BASE = {"device": "cpu", "precision": "fp32", "model": "tiny", "steps": 3, "timeout_s": 300.0, "stall_s": 200.0}
+MEMORY = {"workload": "memory", "processes": 2, "sequence_length": 64, "micro_batch": 2, "bucket_mb": 1}
+FRONTIER = {"workload": "frontier:limit_gib=0.4,most=32", "strategy": "single", "processes": 1}
+
+
+def paceline(verb: str, folder: Path, name: str, base: dict[str, Any], matrix: Any) -> subprocess.CompletedProcess[str]:
+    file = folder / f"{name}.yaml"
+    file.write_text(yaml.safe_dump({"name": name, "base": {**BASE, **base}, "matrix": matrix}))
+    command = [sys.executable, "-m", "paceline.cli", verb, str(file), "--out", str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
+
+
+def concluded(folder: Path, name: str) -> Report:
+    records, skipped = store.read_runs(folder / name)
+    assert not skipped
+    return build(records, name)
+
+
+@pytest.fixture(scope="module")
+def components(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    folder = tmp_path_factory.mktemp("components")
+    matrix = [
+        {"strategy": ["ddp", "fsdp2", "zero:stage=2", "zero:stage=3"], "accumulation": [2]},
+        {"strategy": ["fsdp2"], "model": ["tiny-llama"], "precision": ["bf16"], "checkpointing": ["full"]},
+    ]
+    done = paceline("run", folder, "components", MEMORY, matrix)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Memory by component" in done.stdout
+    return concluded(folder, "components")
+
+
+def test_every_peak_was_predicted(components: Report) -> None:
+    assert len(components.memory) == 5
+    for row in components.memory:
+        assert row.error_ratio is not None, row.note
+        assert abs(row.error_ratio) < 0.02, (row.axes["strategy"], row.error_ratio)
+
+
+def test_every_component_was_predicted(components: Report) -> None:
+    for row in components.memory:
+        for name in ("parameters", "optimizer", "gradients", "activations"):
+            told, seen = row.predicted[name], row.measured[name]
+            assert told is not None
+            assert seen, name
+            assert abs(told / seen - 1) < 0.02, (row.axes["strategy"], name)
+
+
+def test_state_is_sharded_as_the_strategy_says(components: Report) -> None:
+    rows = {row.axes["strategy"]: row.measured for row in components.memory if row.axes["model"] == "tiny"}
+    whole = rows["ddp"]["parameters"]
+    assert whole is not None
+    assert rows["fsdp2"]["parameters"] == whole / 2
+    assert rows["zero:stage=2"]["parameters"] == whole
+    assert (rows["zero:stage=2"]["optimizer"] or 0) < (rows["ddp"]["optimizer"] or 0)
+
+
+@pytest.fixture(scope="module")
+def search(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    folder = tmp_path_factory.mktemp("search")
+    settings = {**FRONTIER, "model": "small", "sequence_length": 512, "micro_batch": 1}
+    return folder, paceline("run", folder, "search", settings, {})
+
+
+def test_the_limit_lies_between_two_real_probes(search: tuple[Path, Any]) -> None:
+    folder, done = search
+    (point,) = concluded(folder, "search").frontier
+    ended = {probe.micro_batch: probe.status for probe in point.probes}
+    assert point.settled
+    assert point.largest_fitting is not None
+    assert 1 <= point.largest_fitting < 32
+    assert ended[point.largest_fitting] == "ok"
+    assert ended[point.largest_fitting + 1] == "oom"
+    assert point.predicted is not None
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Not ranked" not in done.stdout
+
+
+def test_a_probe_without_room_is_a_sealed_record_with_its_reason(search: tuple[Path, Any]) -> None:
+    records, _ = store.read_runs(search[0] / "search")
+    without_room = [r for r in records if r.status == "oom"]
+    assert without_room
+    assert all("memory" in (r.error or "") or "alloc" in (r.error or "") for r in without_room)
+    assert all(any(c.source == "predicted" for c in r.components) for r in without_room)
+
+
+def test_a_settled_search_is_not_repeated(search: tuple[Path, Any], living: Callable[[Path], list[str]]) -> None:
+    folder, _ = search
+    settings = {**FRONTIER, "model": "small", "sequence_length": 512, "micro_batch": 1}
+    before = {path.parent.name: path.stat().st_mtime for path in folder.rglob("status.json")}
+    again = paceline("run", folder, "search", settings, {})
+    assert again.returncode == 0
+    assert again.stdout.count("already measured") == len(before)
+    assert {path.parent.name: path.stat().st_mtime for path in folder.rglob("status.json")} == before
+    assert not living(folder)
+
+
+def test_plan_says_that_more_follows(tmp_path: Path) -> None:
+    done = paceline("plan", tmp_path, "planned", {**FRONTIER, "sequence_length": 64}, {})
+    assert "more runs follow from its result" in done.stdout

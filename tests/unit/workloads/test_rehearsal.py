@@ -1,0 +1,110 @@
+"""Rehearsals on fake tensors: what can be told by arithmetic must come out exactly."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import pytest
+
+from paceline import models
+from paceline.spec import Choice, Precision, RunSpec, Topology, Training
+
+pytest.importorskip("torch")
+
+from paceline.workloads._rehearsal import Answer, Question, rehearse
+
+SHAPE = models.load(Choice("tiny"))
+COUNT = models.parameters(SHAPE)
+TENSORS = len(models.tensor_sizes(SHAPE))
+
+
+def spec(
+    strategy: str = "single", processes: int = 1, model: str = "tiny", device: str = "cpu", **more: Any
+) -> RunSpec:
+    precision = Precision(compute=more.pop("compute", "fp32"), reduce=more.pop("reduce", "fp32"))
+    return RunSpec(
+        experiment="test",
+        workload=Choice("memory"),
+        model=Choice.parse(model),
+        topology=Topology(device=device, processes_per_node=processes),
+        training=Training(**{"sequence_length": 64, "micro_batch": 2, "precision": precision, **more}),
+        strategy=Choice.parse(strategy),
+        steps=3,
+    )
+
+
+CASES: dict[str, Question] = {
+    "single": Question(spec()),
+    "bf16 reduced": Question(spec(compute="bf16", reduce="bf16")),
+    "ddp": Question(spec("ddp", 4)),
+    "ddp accumulating": Question(spec("ddp", 4, accumulation=3)),
+    "fsdp2": Question(spec("fsdp2", 4)),
+    "fsdp2 accumulating": Question(spec("fsdp2", 4, accumulation=3)),
+    "full": Question(spec(checkpointing="full")),
+    "selective": Question(spec(checkpointing="selective")),
+    "llama cpu": Question(spec(model="tiny-llama", compute="bf16")),
+    "llama gpu": Question(spec(model="tiny-llama", compute="bf16", device="cuda"), workspace_bytes=1 << 20),
+    "search": Question(spec(), capacity_bytes=20 << 20, most=512),
+}
+
+
+@pytest.fixture(scope="module")
+def answers() -> Iterator[dict[str, Answer]]:
+    """Each in a fresh process, as in a run; two at a time."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(2, mp_context=context, max_tasks_per_child=1) as pool:
+        yield dict(zip(CASES, pool.map(rehearse, CASES.values()), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "optimizer", "gradients"),
+    [
+        ("single", 4 * COUNT, 8 * COUNT, 4 * COUNT),
+        ("bf16 reduced", 2 * COUNT, 12 * COUNT, 2 * COUNT),
+        ("ddp", 4 * COUNT, 8 * COUNT, 4 * COUNT),
+        ("fsdp2", COUNT, 2 * COUNT, COUNT),
+    ],
+)
+def test_state_is_exact(answers: dict[str, Answer], name: str, parameters: int, optimizer: int, gradients: int) -> None:
+    """Every dimension of tiny divides by 4, so a quarter is a quarter. Adam's step counts are fp32 scalars."""
+    found = answers[name].components
+    assert found["parameters"] == parameters
+    assert found["optimizer"] == optimizer + 4 * TENSORS
+    assert found["gradients"] is not None
+    assert gradients <= found["gradients"] <= gradients + 64  # and the loss
+
+
+def test_ddp_holds_gradients_twice_while_it_accumulates(answers: dict[str, Answer]) -> None:
+    """Gradients that wait for the last micro batch are not in the buckets yet, which stand all the time."""
+    once, twice = (answers[name].components["peak"] for name in ("ddp", "ddp accumulating"))
+    assert once is not None
+    assert twice is not None
+    assert 3.5 * COUNT < twice - once < 4.5 * COUNT
+
+
+def test_fsdp2_holds_whole_gradients_while_it_accumulates(answers: dict[str, Answer]) -> None:
+    once, twice = (answers[name].components["peak"] for name in ("fsdp2", "fsdp2 accumulating"))
+    assert once is not None
+    assert twice is not None
+    assert twice - once > 3 * COUNT
+
+
+def test_checkpointing_trades_activations(answers: dict[str, Answer]) -> None:
+    full, selective, none = (answers[n].components["activations"] or 0 for n in ("full", "selective", "single"))
+    assert 0 < full < selective < none
+
+
+def test_a_gpu_norm_keeps_less_than_a_cpu_norm(answers: dict[str, Answer]) -> None:
+    on_cpu, on_gpu = (answers[name].components["activations"] or 0 for name in ("llama cpu", "llama gpu"))
+    assert 0 < on_gpu < on_cpu
+
+
+def test_the_search_ends_at_the_largest_that_fits(answers: dict[str, Answer]) -> None:
+    peaks = answers["search"].peaks
+    fitting = max(size for size, peak in peaks.items() if peak <= 20 << 20)
+    slope = peaks[2] - peaks[1]
+    assert peaks[fitting] + 2 * slope > 20 << 20
+    assert len(peaks) <= 6
