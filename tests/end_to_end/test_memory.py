@@ -17,8 +17,8 @@ from paceline.findings import Report
 
 pytestmark = pytest.mark.slow
 
-BASE = {"device": "cpu", "precision": "fp32", "model": "tiny", "steps": 3, "timeout_s": 300.0, "stall_s": 200.0}
-MEMORY = {"workload": "memory", "processes": 2, "sequence_length": 64, "micro_batch": 2, "bucket_mb": 1}
+BASE = {"device": "cpu", "precision": "fp32", "model": "small", "steps": 3, "timeout_s": 300.0, "stall_s": 200.0}
+MEMORY = {"workload": "memory", "processes": 2, "sequence_length": 128, "micro_batch": 4}
 FRONTIER = {"workload": "frontier:limit_gib=0.4,most=32", "strategy": "single", "processes": 1}
 
 
@@ -39,7 +39,8 @@ def concluded(folder: Path, name: str) -> Report:
 def components(tmp_path_factory: pytest.TempPathFactory) -> Report:
     folder = tmp_path_factory.mktemp("components")
     matrix = [
-        {"strategy": ["ddp", "fsdp2", "zero:stage=2", "zero:stage=3"], "accumulation": [2]},
+        {"strategy": ["ddp", "fsdp2"], "accumulation": [2]},
+        {"strategy": ["zero:stage=2", "zero:stage=3"], "accumulation": [2], "bucket_mb": [4.0]},
         {"strategy": ["fsdp2"], "model": ["tiny-llama"], "precision": ["bf16"], "checkpointing": ["full"]},
     ]
     done = paceline("run", folder, "components", MEMORY, matrix)
@@ -65,7 +66,7 @@ def test_every_component_was_predicted(components: Report) -> None:
 
 
 def test_state_is_sharded_as_the_strategy_says(components: Report) -> None:
-    rows = {row.axes["strategy"]: row.measured for row in components.memory if row.axes["model"] == "tiny"}
+    rows = {row.axes["strategy"]: row.measured for row in components.memory if row.axes["model"] == "small"}
     whole = rows["ddp"]["parameters"]
     assert whole is not None
     assert rows["fsdp2"]["parameters"] == whole / 2
@@ -76,7 +77,7 @@ def test_state_is_sharded_as_the_strategy_says(components: Report) -> None:
 @pytest.fixture(scope="module")
 def search(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     folder = tmp_path_factory.mktemp("search")
-    settings = {**FRONTIER, "model": "small", "sequence_length": 512, "micro_batch": 1}
+    settings = {**FRONTIER, "sequence_length": 512, "micro_batch": 1}
     return folder, paceline("run", folder, "search", settings, {})
 
 
@@ -104,7 +105,7 @@ def test_a_probe_without_room_is_a_sealed_record_with_its_reason(search: tuple[P
 
 def test_a_settled_search_is_not_repeated(search: tuple[Path, Any], living: Callable[[Path], list[str]]) -> None:
     folder, _ = search
-    settings = {**FRONTIER, "model": "small", "sequence_length": 512, "micro_batch": 1}
+    settings = {**FRONTIER, "sequence_length": 512, "micro_batch": 1}
     before = {path.parent.name: path.stat().st_mtime for path in folder.rglob("status.json")}
     again = paceline("run", folder, "search", settings, {})
     assert again.returncode == 0

@@ -95,7 +95,7 @@ class Stage:
         self.spec = replace(spec, training=replace(spec.training, accumulation=accumulation))
         self.on_gpu = spec.topology.device == "cuda"
         self.workspace_bytes = workspace_bytes
-        self.ledger = FakeLedger(CUDA_BLOCK_BYTES if self.on_gpu else 1)
+        self.ledger = FakeLedger(on_gpu=self.on_gpu)
         self.trainer: Trainer | None = None
 
     @contextlib.contextmanager
@@ -146,13 +146,20 @@ class Stage:
 
 
 class FakeLedger(Ledger):  # type: ignore[no-untyped-call]
-    """A ledger over fake tensors, which have no values: whoever asks for one (a norm, an overflow) is told 0."""
+    """A ledger over fake tensors, which have no values: whoever asks for one (a norm, an overflow) is told 0.
+
+    Memory that a kernel or a collective of the real device takes while it runs is added from a table.
+    """
+
+    def __init__(self, *, on_gpu: bool) -> None:
+        super().__init__(CUDA_BLOCK_BYTES if on_gpu else 1)
+        self.workspaces = _GPU_WORKSPACES if on_gpu else _CPU_WORKSPACES
 
     def perform(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return 0.0 if args[0].dtype.is_floating_point else 0
-        if func in _WORKSPACES:
-            self.touch(_WORKSPACES[func](args))
+        if func in self.workspaces:
+            self.touch(self.workspaces[func](args))
         return func(*args, **kwargs)
 
 
@@ -162,7 +169,13 @@ def _fp32_query(args: Any) -> int:
     return int(query.numel()) * 4
 
 
-_WORKSPACES = {
+def _reduced_copy(args: Any) -> int:
+    """gloo scatters from a whole copy of its input, which it reduces as in an all-reduce; NCCL needs none."""
+    return int(args[1].numel()) * int(args[1].element_size())
+
+
+_CPU_WORKSPACES = {torch.ops.c10d._reduce_scatter_base_.default: _reduced_copy}
+_GPU_WORKSPACES = {
     torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default: _fp32_query,
     torch.ops.aten._scaled_dot_product_flash_attention_backward.default: _fp32_query,
 }
