@@ -146,8 +146,7 @@ class Decoder(nn.Module):
         for block in self.blocks:
             x = self.run_block(block, x, turn)
         head = table if self.head is None else self.head.weight.to(self.dtype)
-        weight, bias = _padded(head) if head.is_cuda else (head, None)
-        return self._loss(F.linear(self.norm(x), weight, bias), labels, normaliser)
+        return self._loss(F.linear(self.norm(x), *_head(head)), labels, normaliser)
 
     def _loss(self, logits: Tensor, labels: Tensor, normaliser: Tensor) -> Tensor:
         flat = logits.flatten(0, 1).float()
@@ -155,7 +154,12 @@ class Decoder(nn.Module):
         return losses / normaliser
 
 
-def _padded(weight: Tensor) -> tuple[Tensor, Tensor | None]:
+def _head(weight: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of the last product: padded where there are tensor cores."""
+    return padded_head(weight) if weight.is_cuda else (weight, None)
+
+
+def padded_head(weight: Tensor) -> tuple[Tensor, Tensor | None]:
     """The head with rows to a multiple that tensor cores like, and a bias that keeps those rows out of the softmax.
 
     The bias is 0 for words and so low for padding that its exponential is exactly 0, as is its gradient. It rides on

@@ -236,17 +236,17 @@ def test_padding_of_the_head_changes_neither_loss_nor_gradient(dtype: torch.dtyp
     weight = torch.randn(100, 16).to(dtype).requires_grad_()
     x, labels = torch.randn(32, 16).to(dtype), torch.randint(0, 100, (32,))
     found = []
-    for head in (decoder._padded(weight), (weight, None)):
+    for head in (decoder.padded_head(weight), (weight, None)):
         weight.grad = None
         loss = torch.nn.functional.cross_entropy(torch.nn.functional.linear(x, *head).float(), labels, reduction="sum")
         loss.backward()
         assert weight.grad is not None
         found.append((loss.detach(), weight.grad.clone()))
-    assert decoder._padded(weight)[0].shape == (128, 16)
+    assert decoder.padded_head(weight)[0].shape == (128, 16)
     torch.testing.assert_close(*(loss for loss, _ in found), rtol=1e-6, atol=0)
     torch.testing.assert_close(*(grad for _, grad in found))
 
 
 def test_a_head_that_needs_no_padding_gets_none() -> None:
     weight = torch.randn(128, 4)
-    assert decoder._padded(weight) == (weight, None)
+    assert decoder.padded_head(weight) == (weight, None)

@@ -37,7 +37,9 @@ TORCH_DTYPES = {
 # An element is wrong when it is off by more than this times (its own size + the rms of the result). Each is several
 # times what rounding and accumulation of the dtype give; fp32's is far below TF32's error, so TF32 cannot pass for it.
 TOLERANCES = {"fp32": 1e-4, "tf32": 5e-3, "bf16": 3e-2, "fp16": 1e-2, "fp8": 8e-2}
-ATTENTION_TOLERANCES = {"fp32": 1e-3, "bf16": 4e-2, "fp16": 1e-2}
+# Wider: gradients of attention are differences of rounded probabilities. At 4e-2 one element in a hundred thousand of
+# bf16's was beyond it on a sound GPU; a missing mask or scale is off by several rms nearly everywhere.
+ATTENTION_TOLERANCES = {"fp32": 1e-3, "bf16": 1e-1, "fp16": 2.5e-2}
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,

@@ -217,7 +217,7 @@ def stand_ins(spec: RunSpec, on_gpu: bool) -> Iterator[None]:
         if on_gpu:
             put(F, "rms_norm", FusedRMSNorm.call)
             put(F, "scaled_dot_product_attention", gpu_attention)
-            put(paceline.decoder, "_padded", _padded)
+            put(paceline.decoder, "_head", paceline.decoder.padded_head)
         if spec.strategy is not None and spec.strategy.name == "zero":
             from deepspeed.runtime.zero import partitioned_param_coordinator
 
@@ -293,11 +293,6 @@ def gpu_attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, enable_gq
         repeats = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
     return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, is_causal)[0]  # type: ignore[no-any-return]
-
-
-def _padded(weight: Tensor) -> Tensor:
-    rows = -weight.shape[0] % paceline.decoder.VOCAB_MULTIPLE
-    return F.pad(weight, (0, 0, 0, rows)) if rows else weight
 
 
 # --- its process ---------------------------------------------------------------------------------------------------
