@@ -183,7 +183,7 @@ def plan(arguments: argparse.Namespace) -> int:
         run_dir = arguments.out / spec.experiment / spec.run_id
         reason = unsupported(spec)
         note = f"unsupported: {reason}" if reason else "sealed" if store.is_sealed(run_dir) else "to run"
-        note += "; more runs follow from its result" if leads_on(spec) and not reason else ""
+        note += "; more follow" if leads_on(spec) and not reason else ""
         console.print(f"{number:>3} {spec.run_id}  [{note}]", highlight=False, markup=False)
         console.print(f"    {_describe(spec, models)}", highlight=False, markup=False, soft_wrap=True)
         job = load("launchers", spec.launcher.name).prepare(spec, run_dir)

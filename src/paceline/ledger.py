@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -27,12 +28,15 @@ class Ledger(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.granule = granule
         self.live_bytes = self.peak_bytes = 0
+        self._looks_away = False
         self._entries: dict[int, tuple[weakref.ref[Any], int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             # The shards inside come by again as plain tensors.
             return NotImplemented
+        if self._looks_away:
+            return func(*args, **(kwargs or {}))
         result = self.perform(func, args, kwargs or {})
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
@@ -71,8 +75,10 @@ class Ledger(TorchDispatchMode):
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[Ledger]:
-        """Enter the ledger, with an eye on storages that are resized in place, which no operator tells (FSDP2)."""
+        """Enter the ledger, with an eye on storages that are resized in place, which no operator tells (FSDP2), and
+        without one for the shadows of whole tensors on which DTensor works out shapes: they hold no memory."""
         resize = torch.UntypedStorage.resize_
+        derive_shapes = ShardingPropagator._propagate_tensor_meta_non_cached
 
         def resized(storage: Any, size: int) -> Any:
             done = resize(storage, size)
@@ -82,9 +88,18 @@ class Ledger(TorchDispatchMode):
                 self._write(storage._cdata, reference, size)
             return done
 
+        def unseen(*args: Any, **kwargs: Any) -> Any:
+            before, self._looks_away = self._looks_away, True
+            try:
+                return derive_shapes(*args, **kwargs)
+            finally:
+                self._looks_away = before
+
         torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
+        ShardingPropagator._propagate_tensor_meta_non_cached = unseen  # type: ignore[method-assign]
         try:
             with self:
                 yield self
         finally:
             torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+            ShardingPropagator._propagate_tensor_meta_non_cached = derive_shapes  # type: ignore[method-assign]

@@ -137,7 +137,7 @@ def test_list_shows_what_exists(kind: str, capsys: pytest.CaptureFixture[str]) -
     if kind == "models":
         assert {"tiny", "gpt2-124m", "llama-8b"} <= set(names)
     if kind == "presets":
-        assert {"compute", "fabric", "quick", "scaling", "strategies", "suite"} <= set(names)
+        assert {"compute", "fabric", "memory", "quick", "scaling", "strategies", "suite"} <= set(names)
 
 
 def test_list_alone_says_what_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:

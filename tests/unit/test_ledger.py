@@ -6,6 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch.distributed.tensor._sharding_prop import ShardingPropagator  # noqa: E402
+
 from paceline.ledger import Ledger  # noqa: E402
 
 KIB = 1024
@@ -63,3 +65,15 @@ def test_blocks_are_whole() -> None:
         ledger.touch(1)
         assert ledger.peak_bytes == 3 * 512 + 512
         del kept
+
+
+def test_shadows_that_dtensor_derives_shapes_on_are_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole, unsharded tensor of every parameter, made anew at each step on torch 2.11: no memory stands behind it."""
+    name = "_propagate_tensor_meta_non_cached"
+    monkeypatch.setattr(ShardingPropagator, name, lambda *_: torch.zeros(256))
+    with Ledger().counting() as ledger:
+        shadow = ShardingPropagator._propagate_tensor_meta_non_cached(None, None)
+        assert ledger.peak_bytes == 0
+        kept = torch.zeros(256)
+        assert ledger.live_bytes == KIB
+    assert shadow.shape == kept.shape
