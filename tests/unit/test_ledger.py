@@ -68,7 +68,7 @@ def test_blocks_are_whole() -> None:
 
 
 def test_shadows_that_dtensor_derives_shapes_on_are_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A whole, unsharded tensor of every parameter, made anew at each step on torch 2.11: no memory stands behind it."""
+    """Whole, unsharded tensors of all parameters, anew at each step on torch 2.11: no memory stands behind them."""
     name = "_propagate_tensor_meta_non_cached"
     monkeypatch.setattr(ShardingPropagator, name, lambda *_: torch.zeros(256))
     with Ledger().counting() as ledger:
