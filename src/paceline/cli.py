@@ -269,6 +269,7 @@ def list_kind(arguments: argparse.Namespace) -> int:
 
 def _listing(kind: str) -> dict[str, str]:
     from paceline import experiment, machine, models, plugins
+    from paceline.analysis import ceilings, sweep
     from paceline.analysis.metrics import METRICS
     from paceline.spec import Choice
 
@@ -279,7 +280,9 @@ def _listing(kind: str) -> dict[str, str]:
     if kind == "gpus":
         return machine.gpu_summaries()
     if kind == "metrics":
-        return {metric.name: f"{metric.unit}, {metric.better} is better" for metric in METRICS}
+        known = {metric.name: (metric.unit, metric.better) for metric in METRICS}
+        known |= sweep.METRICS | {name: (unit, "higher") for name, unit in ceilings.METRICS.values()}
+        return {name: f"{unit}, {better} is better" for name, (unit, better) in known.items()}
     return plugins.names(kind)
 
 

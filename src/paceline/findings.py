@@ -11,6 +11,8 @@ from paceline.spec import PROBING, UNCERTIFIED, Scalar
 SCHEMA = 1
 
 BETTER, WORSE, TIE = "better", "worse", "tie"
+HIGHER, LOWER = "higher", "lower"
+SHARED_GPU = "shared GPU: not a speed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -250,3 +250,9 @@ def test_module_names_say_something(module: str) -> None:
 def test_class_names_say_something() -> None:
     names = [n.name for tree in TREES.values() for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
     assert not [n for n in names if n.endswith(("Impl", "Mixin", "Manager", "Handler", "Factory", "Helper", "Base"))]
+
+
+def test_no_two_test_modules_share_a_name() -> None:
+    """pytest imports them by their base name: the second of two would not be run."""
+    names = [path.name for path in Path(__file__).parents[1].rglob("test_*.py")]
+    assert not {name for name in names if names.count(name) > 1}

@@ -17,11 +17,10 @@ import numpy as np
 
 from paceline.analysis import statistics
 from paceline.analysis.statistics import Array, Resampled
-from paceline.findings import Measurement
+from paceline.findings import HIGHER, SHARED_GPU, Measurement
 from paceline.records import KernelSample, RunRecord
 from paceline.spec import RunSpec, Scalar
 
-HIGHER = "higher"
 FLOPS, BYTES = "FLOP/s", "bytes/s"
 # kernel -> metric, unit
 METRICS = {
@@ -33,7 +32,6 @@ METRICS = {
     "d2h": ("d2h_bytes_per_s", BYTES),
 }
 ACHIEVABLE, DATASHEET, RIDGE = "achievable_flops_per_s", "datasheet_share_ratio", "ridge_flops_per_byte"
-SHARED_GPU = "shared GPU: not a speed"
 RESAMPLES = 400
 
 

@@ -16,11 +16,11 @@ from typing import Any
 from paceline.analysis import metrics
 from paceline.analysis.ceilings import device_names
 from paceline.analysis.certificate import certify_all
-from paceline.analysis.metrics import BY_NAME, HIGHER, Cell
+from paceline.analysis.metrics import BY_NAME, Cell
 from paceline.analysis.statistics import Ratio, Resampled, ratio_between
 from paceline.analysis.window import open_window
 from paceline.errors import RequestError
-from paceline.findings import BETTER, TIE, WORSE, Comparison
+from paceline.findings import BETTER, HIGHER, TIE, WORSE, Comparison
 from paceline.records import RunRecord, Status
 from paceline.spec import RunSpec, Scalar
 

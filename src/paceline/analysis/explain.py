@@ -14,11 +14,11 @@ from typing import NamedTuple
 from paceline.analysis import metrics
 from paceline.analysis.ceilings import device_names
 from paceline.analysis.compare import device_kind
-from paceline.analysis.metrics import SHARED_GPU, Cell
+from paceline.analysis.metrics import Cell
 from paceline.analysis.recommend import GLOO
 from paceline.analysis.scaling import STRONG
 from paceline.analysis.sweep import factor_of
-from paceline.findings import CollectiveFit, ScalingExplanation, ScalingPoint, Traffic
+from paceline.findings import SHARED_GPU, CollectiveFit, ScalingExplanation, ScalingPoint, Traffic
 from paceline.records import RunRecord, WireSample
 from paceline.spec import Choice, Scalar
 

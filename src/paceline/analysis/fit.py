@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paceline.analysis.metrics import SHARED_GPU
 from paceline.analysis.statistics import Array
 from paceline.analysis.sweep import factor_of
-from paceline.findings import CollectiveFit, CollectiveRow
+from paceline.findings import SHARED_GPU, CollectiveFit, CollectiveRow
 
 FEWEST_SIZES = 4
 SURE_ERRORS = 2.0  # a slope within two standard errors of 0 tells no bandwidth

@@ -20,11 +20,9 @@ from paceline.analysis import ceilings, statistics
 from paceline.analysis.statistics import Array, Resampled
 from paceline.analysis.window import LAUNCH_COLUMNS, PHASES, STEP_COLUMNS, Window
 from paceline.errors import RequestError
-from paceline.findings import Measurement
+from paceline.findings import HIGHER, LOWER, SHARED_GPU, Measurement
 from paceline.spec import RunSpec, Scalar
 
-HIGHER, LOWER = "higher", "lower"
-SHARED_GPU = "shared GPU: not a speed"
 _REPEAT_FIELDS = ("experiment", "repeat", "timeout_s", "stall_s", "reference_steps")
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from paceline.analysis import metrics
 from paceline.analysis.compare import SPEED_METRICS, Compared, Group
-from paceline.analysis.metrics import HIGHER, Cell
+from paceline.analysis.metrics import Cell
 from paceline.analysis.scaling import METRIC as EFFICIENCY
 from paceline.analysis.statistics import launches_note
 from paceline.analysis.window import PHASES
-from paceline.findings import BETTER, WORSE, Comparison, Recommendation, RunFinding
+from paceline.findings import BETTER, HIGHER, WORSE, Comparison, Recommendation, RunFinding
 
 CATEGORIES: Mapping[str, str] = {
     "tokens_per_s": "highest throughput",

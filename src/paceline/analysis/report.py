@@ -11,9 +11,9 @@ import numpy as np
 from paceline import __version__, machine
 from paceline.analysis import ceilings, compare, explain, fabric, memory, metrics, recommend, scaling, validity
 from paceline.analysis.certificate import certify_all
-from paceline.analysis.metrics import SHARED_GPU, Cell
+from paceline.analysis.metrics import Cell
 from paceline.analysis.window import Window, first_and_last_loss, open_window, samples_by_step
-from paceline.findings import Certificate, Report, RunFinding
+from paceline.findings import SHARED_GPU, Certificate, Report, RunFinding
 from paceline.records import RunRecord, Status
 
 LONGEST_DISTRIBUTION = 500

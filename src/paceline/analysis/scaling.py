@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from paceline.analysis import metrics
 from paceline.analysis.compare import Compared, Group, comparison, key_without, title_of
-from paceline.analysis.metrics import HIGHER, Cell
+from paceline.analysis.metrics import Cell
 from paceline.analysis.statistics import Ratio, Resampled, launches_note, ratio_between
-from paceline.findings import Comparison, Measurement, ScalingPoint
+from paceline.findings import HIGHER, Comparison, Measurement, ScalingPoint
 
 METRIC = "scaling_efficiency_ratio"
 WEAK, STRONG = "weak", "strong"

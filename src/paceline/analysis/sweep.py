@@ -16,13 +16,18 @@ import numpy as np
 
 from paceline import models
 from paceline.analysis import statistics
-from paceline.analysis.metrics import HIGHER, LOWER, SHARED_GPU
 from paceline.analysis.statistics import Array, Resampled
 from paceline.errors import RequestError
-from paceline.findings import CollectiveRow, Measurement
+from paceline.findings import HIGHER, LOWER, SHARED_GPU, CollectiveRow, Measurement
 from paceline.records import CollectiveSample, RunRecord
 
 PAIR = "pair"
+# metric -> unit, direction
+METRICS = {
+    "collective_time_s": ("s", LOWER),
+    "algbw_bytes_per_s": ("bytes/s", HIGHER),
+    "busbw_bytes_per_s": ("bytes/s", HIGHER),
+}
 GLOO_REDUCE_SCATTER = "gloo's reduce_scatter moves as many bytes as its all_reduce: its busbw reads half of the link"
 _WORST_FIRST = ("oom", "unsupported")
 
@@ -203,25 +208,26 @@ def measurements(entry: Entry, row: CollectiveRow, time: Resampled | None) -> It
     if time is None or row.status != "ok":
         return
     low, high = time.interval
-    yield _measurement(entry, row, "collective_time_s", "s", (time.value, low, high))
+    yield _measurement(entry, row, "collective_time_s", (time.value, low, high))
     factor = factor_of(row.operation, row.world_size)
     if row.size_bytes and factor is not None:
         for metric, payload in (("algbw_bytes_per_s", 1.0), ("busbw_bytes_per_s", factor)):
             moved = row.size_bytes * payload
             bounds = (moved / high, moved / low) if low and high else (None, None)
-            yield _measurement(entry, row, metric, "bytes/s", (moved / time.value, *bounds))
+            yield _measurement(entry, row, metric, (moved / time.value, *bounds))
 
 
 def _measurement(
-    entry: Entry, row: CollectiveRow, metric: str, unit: str, found: tuple[float, float | None, float | None]
+    entry: Entry, row: CollectiveRow, metric: str, found: tuple[float, float | None, float | None]
 ) -> Measurement:
+    unit, better = METRICS[metric]
     value, low, high = found
     axes: Mapping[str, object] = {name: getattr(row, name) for name in _AXES}
     launches = statistics.launches_note(row.launches) if low is not None else None
     return Measurement(
         metric=metric,
         unit=unit,
-        better=LOWER if unit == "s" else HIGHER,
+        better=better,
         cell=row.cell,
         value=value,
         low=low,

@@ -14,10 +14,9 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from paceline.analysis.metrics import SHARED_GPU
 from paceline.analysis.statistics import OUTLIER_Z, Array
 from paceline.analysis.sweep import PAIR, is_shared
-from paceline.findings import Pair, Suspect
+from paceline.findings import SHARED_GPU, Pair, Suspect
 from paceline.records import CollectiveSample, RunRecord
 
 SLOW_RATIO = 0.8  # 20 % under the peers is worth a word

@@ -31,6 +31,23 @@ def tables(report: Report) -> tuple[Table, ...]:
     return tuple(table for tables in made for table in tables if table.rows)
 
 
+def sentence(report: Report) -> str:
+    """The achievable peak of each dtype and the fastest copy of the first machine measured."""
+    ours = [m for m in report.measurements if "kernel" in m.axes and m.axes["rank"] is None and m.value is not None]
+    ours = [m for m in ours if m.cell == ours[0].cell]
+    best = [m for m in ours if m.metric == "achievable_flops_per_s"]
+    copies = [m for m in ours if m.metric == "copy_bytes_per_s"]
+    said = []
+    if best:
+        scale = scale_for(best)
+        peaks = ", ".join(f"{format_brief(m, scale)} in {m.axes['dtype']}" for m in best)
+        said.append(f"Matrix products reach {peaks} ({scale.unit}).")
+    if copies:
+        fastest = max(copies, key=lambda m: m.value or 0.0)
+        said.append(f"Memory is copied at up to {format_brief(fastest, GIGA)} GB/s, reading and writing.")
+    return " ".join(said)
+
+
 def _title(measured: Sequence[Measurement], several: bool) -> str:
     return f" ({describe(measured[0].axes)})" if several else ""
 

@@ -24,6 +24,26 @@ def tables(report: Report) -> tuple[Table, ...]:
     return tuple(table for table in found if table is not None)
 
 
+def sentence(report: Report) -> str:
+    """How well peaks were predicted, and the largest micro batch of each search."""
+    errors = _errors(report.memory)
+    said = []
+    if errors:
+        said.append(
+            f"Predicted peaks are within {_percent(statistics.median(errors))} of the measured ones at the median of "
+            f"{len(errors)} cells, {_percent(errors[-1])} at worst."
+        )
+    for point in report.frontier:
+        if point.largest_fitting is not None:
+            where = f"{point.series}, sequence {point.sequence_length}"
+            said.append(f"The largest micro batch that fits is {point.largest_fitting} ({where}).")
+    return " ".join(said)
+
+
+def _errors(rows: Sequence[MemoryRow]) -> list[float]:
+    return sorted(abs(row.error_ratio) for row in rows if row.error_ratio is not None)
+
+
 def labels(rows: Sequence[MemoryRow]) -> dict[str, str]:
     """Each cell by its strategy and the axes in which the rows differ."""
     names = [name for name in (rows[0].axes if rows else ()) if name not in ("strategy", "workload", "steps", "seed")]
@@ -65,7 +85,7 @@ def components(rows: Sequence[MemoryRow]) -> Table | None:
 
 
 def _notes(rows: Sequence[MemoryRow], names: Mapping[str, str]) -> tuple[str, ...]:
-    errors = sorted(abs(row.error_ratio) for row in rows if row.error_ratio is not None)
+    errors = _errors(rows)
     notes = [
         "The process with the highest peak of each cell; small print: predicted, where it differs. Components are each "
         "at their largest: gradients grow while activations go, so they may add up to more than the peak."
