@@ -19,7 +19,9 @@ BAR, GAP, PITCH = 0.34, 0.04, 1.0
 MOST_ROWS = 40
 WHAT = {"communication": "standing buffers", "other": "temporaries, gathered weights, workspaces"}
 # A device much larger than every bar would leave nothing to see of them.
-FAR = 4.0
+FAR = 2.5
+# Longer names than this leave no room for bars; then the batch is written as numbers alone.
+LONGEST_NAME = 44
 
 
 def rows(report: Report) -> list[MemoryRow]:
@@ -40,13 +42,27 @@ def draw_components(report: Report, rows: Sequence[MemoryRow]) -> Figure:
         if row.predicted.get("peak"):
             ends.append(_stack(axes, y - (BAR + GAP) / 2, row.predicted, unit, hatched=True))
         say(axes, _numbers(row, unit), (max(ends), y), (7, 0), fontsize=9)
-    axes.set_yticks([-i * PITCH for i in range(len(rows))], [names[row.cell] for row in rows])
+    axes.set_yticks([-i * PITCH for i in range(len(rows))], [_name(row, names[row.cell]) for row in rows])
     axes.set_ylim(-(len(rows) - 1) * PITCH - 0.6, 0.6)
     _reach(axes, rows, unit)
     axes.grid(axis="x")
     axes.set_xlabel(unit.unit)
     _legend(figure, rows)
     return figure
+
+
+def _name(row: MemoryRow, name: str) -> str:
+    """The table's name, or `ddp, llama-1b, 4 x 2048 x 2, full` (micro batch, sequence, accumulation, checkpointing)."""
+    if len(name) <= LONGEST_NAME:
+        return name
+    axes = row.axes
+    batch = [
+        axes["micro_batch"],
+        axes["sequence_length"],
+        *([axes["accumulation"]] if axes["accumulation"] != 1 else []),
+    ]
+    kept = [] if axes["checkpointing"] == "none" else [str(axes["checkpointing"])]
+    return ", ".join([str(axes["strategy"]), str(axes["model"]), " x ".join(map(str, batch)), *kept])
 
 
 def _stack(axes: Axes, y: float, sizes: Mapping[str, int | None], unit: Scale, *, hatched: bool) -> float:

@@ -30,8 +30,8 @@ def sentence(report: Report) -> str:
     said = []
     if errors:
         said.append(
-            f"Predicted peaks are within {_percent(statistics.median(errors))} of the measured ones at the median of "
-            f"{len(errors)} cells, {_percent(errors[-1])} at worst."
+            f"Predicted peaks are off by {_percent(statistics.median(errors))} at the median of {len(errors)} cells, "
+            f"by {_percent(errors[-1])} at worst."
         )
     for point in report.frontier:
         if point.largest_fitting is not None:
