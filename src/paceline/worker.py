@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import faulthandler
 import os
@@ -19,6 +18,7 @@ from paceline.errors import InvalidRunError, UnsupportedError
 from paceline.machine import probe
 from paceline.machine import to_dict as machine_facts
 from paceline.plugins import Seat, load
+from paceline.processes import end_with_parent
 from paceline.records import Evidence, Outcome, Sample, Status, StepSample
 from paceline.spec import RunSpec
 
@@ -144,13 +144,6 @@ def leave() -> None:
 
     dist.barrier()
     dist.destroy_process_group()
-
-
-def end_with_parent() -> None:
-    """Ask the kernel to kill this process when its launcher dies: a rank must never outlive it (Linux only)."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ ROOT = Path(paceline.__file__).parent
 # Each line may import only lines above it; names on one line do not see each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("spec", "models", "machine"),
+    ("spec", "models", "machine", "processes"),
     ("records", "findings", "doctor"),
     ("store", "measure", "telemetry", "decoder", "ledger", "footprint"),
     ("corpus", "timeline", "present"),
@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-STANDARD_LIBRARY_ONLY = ("errors", "spec", "models", "machine", "records", "findings", "doctor")
+STANDARD_LIBRARY_ONLY = ("errors", "spec", "models", "machine", "processes", "records", "findings", "doctor")
 
 # Imported inside functions, so that every analysis verb starts without them.
 HEAVY = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from typing import Any
 
 from paceline import machine
 from paceline.plugins import Job, JobState, options
+from paceline.processes import end_with_parent
 from paceline.spec import RunSpec, require
 
 GRACE_S = 5.0
@@ -83,10 +83,8 @@ def submit(job: Job) -> Mapping[str, Any]:
 
 
 def _end_with_controller() -> None:
-    """torchrun is told to stop when this process dies, however it dies; ranks follow torchrun (see worker.py)."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+    """torchrun is told to stop when this process dies; ranks follow torchrun (see worker.py)."""
+    end_with_parent(signal.SIGTERM)
 
 
 def poll(handle: Mapping[str, Any]) -> JobState:

@@ -11,10 +11,7 @@ It needs a process to itself: it opens a process group of its own, and replaces 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import signal
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -293,13 +290,3 @@ def gpu_attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, enable_gq
         repeats = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
     return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, is_causal)[0]  # type: ignore[no-any-return]
-
-
-# --- its process ---------------------------------------------------------------------------------------------------
-
-
-def end_with_parent() -> None:
-    """A rehearsal is of no use to anybody once the rank that asked is gone (Linux only)."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)

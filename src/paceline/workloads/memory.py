@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from paceline.plugins import Recorder, Seat, Trainer, load
+from paceline.processes import end_with_parent
 from paceline.records import ComponentSample, MemorySample
 from paceline.spec import Choice, RunSpec, require
 from paceline.workloads import pretrain
@@ -151,7 +152,7 @@ class Prediction:
         import multiprocessing
         from concurrent.futures import ProcessPoolExecutor
 
-        from paceline.workloads._rehearsal import Question, end_with_parent, rehearse
+        from paceline.workloads._rehearsal import Question, rehearse
 
         question = Question(spec, workspace_bytes(seat), capacity_bytes, most)
         context = multiprocessing.get_context("spawn")
