@@ -53,6 +53,10 @@ class Ledger(TorchDispatchMode):
         if key not in self._entries:
             self._write(key, weakref.ref(storage, lambda _: self._strike(key)), storage.nbytes())
 
+    def is_new(self, leaf: object) -> bool:
+        """Whether this is a tensor whose storage is not written down yet."""
+        return isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in self._entries
+
     def touch(self, size_bytes: int) -> None:
         """Memory that an operator held only while it ran."""
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + self._whole(size_bytes))

@@ -96,10 +96,11 @@ def _medians(ranks: Sequence[Array], rng: np.random.Generator) -> Array:
 def analyse(records: Sequence[RunRecord]) -> tuple[Measurement, ...]:
     """One measurement per kernel, dtype, shape and variant of a cell; then what follows from them: the achievable peak
     per dtype, its share of the datasheet's, the ridge point, and each rank's own ceilings where there are several."""
-    by_cell: defaultdict[str, list[RunRecord]] = defaultdict(list)
+    # Repeats of a cell on another kind of device are another ceiling, never averaged with the first.
+    by_cell: defaultdict[tuple[str, Device], list[RunRecord]] = defaultdict(list)
     for record in records:
         if record.kernels:
-            by_cell[record.spec.cell].append(record)
+            by_cell[record.spec.cell, device_of(record)].append(record)
     return tuple(m for found in by_cell.values() for m in _cell(found))
 
 
@@ -159,7 +160,7 @@ class _Frame:
         found = row.rate()
         low, high = found.interval if found else (None, None)
         place: dict[str, Scalar] = {**row.key._asdict(), "size": row.size, "rank": rank}
-        notes = (_spread(row), *row.refusals, self.note if low is not None else None)
+        notes = (_spread(row), *row.refusals, self.note if low is not None or self.note == SHARED_GPU else None)
         return Measurement(
             metric=metric,
             unit=unit,
@@ -223,6 +224,8 @@ def _shares(
     peaks: Sequence[Measurement], measured: Sequence[Measurement], records: Sequence[RunRecord]
 ) -> list[Measurement]:
     """Measured over the datasheet's dense peak, or over its memory bandwidth; none for a device without a datasheet."""
+    if any(map(is_shared, records)):
+        return []
     gpus = [gpu for record in records for machine in record.machines for gpu in machine.get("gpus") or ()]
     found = [_share(m, {(gpu.get("peak_flops") or {}).get(str(m.axes["dtype"])) for gpu in gpus}) for m in peaks]
     found += [_share(m, {gpu.get("memory_bytes_per_s") for gpu in gpus}) for m in _largest(measured, "copy")]
@@ -230,7 +233,7 @@ def _shares(
 
 
 def _share(m: Measurement, limits: set[Any]) -> Measurement | None:
-    if len(limits) != 1 or None in limits or m.note == SHARED_GPU:
+    if len(limits) != 1 or None in limits:
         return None
     return _derived(m, DATASHEET, "ratio", 1 / float(limits.pop()))
 

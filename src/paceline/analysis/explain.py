@@ -77,18 +77,19 @@ class _Split:
         """Of the loss, where there is one beyond chance."""
         return None if seconds is None or not self.is_loss else min(max(seconds / self.loss_s, 0.0), 1.0)
 
-    def transfer_s(self, predicted_s: float | None) -> float | None:
-        """What of the exposed time the fabric needs: waiting for other ranks looks exposed too."""
-        if self.exposed_loss_s is None or predicted_s is None:
+    def transfer_s(self, added_s: float | None) -> float | None:
+        """What of the newly exposed time the fabric needs more than at the baseline: waiting looks exposed too."""
+        if self.exposed_loss_s is None or added_s is None:
             return None
-        return min(self.exposed_loss_s, predicted_s)
+        return min(self.exposed_loss_s, added_s)
 
 
 def _explanation(point: ScalingPoint, cell: Cell, baseline: Cell, fits: Sequence[_Fit]) -> ScalingExplanation:
     split = _split(point, cell, baseline)
     traffic, notes = _traffic(cell, fits)
-    known = [t.predicted_s for t in traffic if t.predicted_s is not None]
-    predicted = sum(known) if traffic and len(known) == len(traffic) else None
+    predicted = _predicted_s(traffic)
+    before = _predicted_s(_traffic(baseline, fits)[0]) if point.baseline_world_size > 1 else 0.0
+    added = None if predicted is None or before is None else max(predicted - before, 0.0)
     efficiency = point.efficiency
     return ScalingExplanation(
         kind=point.kind,
@@ -105,16 +106,22 @@ def _explanation(point: ScalingPoint, cell: Cell, baseline: Cell, fits: Sequence
         rest_s=split.rest_s,
         predicted_s=predicted,
         exposed_share_ratio=split.share(split.exposed_loss_s),
-        network_share_ratio=split.share(split.transfer_s(predicted)),
+        network_share_ratio=split.share(split.transfer_s(added)),
         karp_flatt_ratio=karp_flatt(point.speedup_ratio, point.world_size / point.baseline_world_size)
         if point.kind == STRONG
         else None,
         grade=grade(efficiency.value or 0.0, efficiency.low, efficiency.high),
         traffic=traffic,
-        text=_text(split, predicted, cell),
+        text=_text(split, predicted, added, cell),
         notes=notes,
         runs=efficiency.runs,
     )
+
+
+def _predicted_s(traffic: Sequence[Traffic]) -> float | None:
+    """Of all collectives of a step, where every one has a fit."""
+    known = [t.predicted_s for t in traffic if t.predicted_s is not None]
+    return sum(known) if traffic and len(known) == len(traffic) else None
 
 
 def karp_flatt(speedup: float, growth: float) -> float:
@@ -233,14 +240,14 @@ def _back_end(fit: CollectiveFit) -> Scalar:
 # --- words ---
 
 
-def _text(split: _Split, predicted: float | None, cell: Cell) -> str:
+def _text(split: _Split, predicted: float | None, added: float | None, cell: Cell) -> str:
     n = cell.spec.topology.world_size
     noun = "GPUs" if cell.spec.topology.device == "cuda" else "processes"
     efficiency = split.ideal_s / split.step_s
     start = f"{n} {noun} take {_ms(split.step_s)} per step where {_ms(split.ideal_s)} would be ideal ({efficiency:.1%})"
     if not split.is_loss:
         return f"{start}: no loss beyond chance."
-    return " ".join(filter(None, (f"{start}: {_loss(split)}", _prediction(split, predicted))))
+    return " ".join(filter(None, (f"{start}: {_loss(split)}", _prediction(split, predicted, added))))
 
 
 def _loss(split: _Split) -> str:
@@ -256,17 +263,17 @@ def _loss(split: _Split) -> str:
     )
 
 
-def _prediction(split: _Split, predicted_s: float | None) -> str:
+def _prediction(split: _Split, predicted_s: float | None, added_s: float | None) -> str:
     """Tells transfer from waiting where a sweep of this fabric allows it."""
     exposed = split.exposed_s
     if predicted_s is None:
         unknown = "No sweep of this fabric is here to tell transfer from waiting for other ranks."
         return unknown if exposed and split.exposed_loss_s and split.exposed_loss_s > 0 else ""
     start = f"By the fits of this fabric the collectives of a step need {_ms(predicted_s)}"
-    if exposed is None:
+    if exposed is None or split.exposed_loss_s is None:
         return f"{start}."
-    if exposed > WAITING_RATIO * predicted_s:
-        share = split.share(split.transfer_s(predicted_s))
+    share = split.share(split.transfer_s(added_s))
+    if exposed > WAITING_RATIO * predicted_s and share is not None:
         return f"{start}: the network accounts for at most {share:.0%} of the loss, the rest of that is waiting."
     if exposed < predicted_s:
         return f"{start}, of which about {_ms(predicted_s - exposed)} are hidden."

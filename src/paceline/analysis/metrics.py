@@ -98,6 +98,7 @@ def gather(windows: Iterable[Window], peaks: ceilings.Peaks | None = None) -> li
 def _resampled_cell(cell: str, windows: Sequence[Window], peaks: ceilings.Peaks) -> Cell:
     ordered = tuple(sorted(windows, key=lambda w: (w.record.spec.repeat, w.run)))
     spec = ordered[0].record.spec
+    devices = {ceilings.device_of(w.record) for w in ordered}
     return Cell(
         cell,
         spec,
@@ -106,7 +107,7 @@ def _resampled_cell(cell: str, windows: Sequence[Window], peaks: ceilings.Peaks)
         ordered,
         statistics.resample_sums([w.steps for w in ordered], statistics.seed_of(cell, "steps")),
         statistics.resample_sums([w.launch for w in ordered], statistics.seed_of(cell, "launches")),
-        peaks.get(ceilings.device_of(ordered[0].record), {}),
+        peaks.get(devices.pop(), {}) if len(devices) == 1 else {},
     )
 
 

@@ -219,9 +219,15 @@ def _turns(samples: Sequence[CollectiveSample], size_bytes: int) -> dict[int, di
 
 def _noise_ratio(turns: Mapping[int, Bandwidths]) -> float:
     """How far one turn of a pair lies from its true bandwidth, as a MAD: that of the differences between two turns is
-    sqrt(2) times as large. 0 with a single turn, where nothing is known of it."""
+    sqrt(2) times as large. 0 with a single turn, where nothing is known of it.
+
+    A turn that is faster for all (fewer pairs beside each other on what they share) is no noise: each difference is
+    taken from the median of its turn's."""
     first, *others = turns.values()
-    apart = [abs(math.log(turn[p] / first[p])) for turn in others for p in turn if p in first]
+    apart: list[float] = []
+    for turn in others:
+        logs = np.log([turn[p] / first[p] for p in turn if p in first])
+        apart += np.abs(logs - np.median(logs)).tolist() if len(logs) else []
     return float(np.median(apart)) / math.sqrt(2) if apart else 0.0
 
 

@@ -103,7 +103,7 @@ def draw_bandwidth(report: Report, found: Sequence[Panel]) -> Figure:
     _over_all(
         figure,
         f"Bus bandwidth over size, {_where(report, found)}",
-        f"{scale.unit}; dots: measured, out-of-place; lines: the fit t = \u03b1 + S\u00b7f/\u03b2",
+        f"{scale.unit}; dots: measured (out-of-place, if any); lines: the fit t = \u03b1 + S\u00b7f/\u03b2",
     )
     _legend(grid[0], colours)
     return figure
@@ -156,7 +156,7 @@ def draw_latency(report: Report, found: Sequence[Panel]) -> Figure:
     """Time of one operation over size in the first dtype; at the left end stands what a start costs."""
     dtype = next(iter(found[0].rows))
     shown = [p for p in found if dtype in p.rows] or list(found)
-    subtitle = "slowest rank, out-of-place; names in the order of their smallest size, slowest first"
+    subtitle = "slowest rank; names in the order of their smallest size, slowest first"
     figure, (axes,) = canvas(f"Time over size, {dtype}, {_where(report, found)}", subtitle, 4.2)
     ranked = sorted(shown, key=lambda p: -(p.rows[dtype][0].time_s or 0.0))
     for i, panel in enumerate(ranked):

@@ -43,8 +43,9 @@ def sentence(report: Report) -> str:
         peaks = ", ".join(f"{format_brief(m, scale)} in {m.axes['dtype']}" for m in best)
         said.append(f"Matrix products reach {peaks} ({scale.unit}).")
     if copies:
-        fastest = max(copies, key=lambda m: m.value or 0.0)
-        said.append(f"Memory is copied at up to {format_brief(fastest, GIGA)} GB/s, reading and writing.")
+        # The largest: smaller ones may lie in a cache.
+        largest = max(copies, key=lambda m: float(m.axes["size"] or 0))
+        said.append(f"Memory is copied at {format_brief(largest, GIGA)} GB/s, reading and writing.")
     return " ".join(said)
 
 

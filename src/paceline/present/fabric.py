@@ -243,7 +243,7 @@ def _row_notes(rows: Sequence[CollectiveRow]) -> tuple[str, ...]:
     launches = max(r.launches for r in rows)
     counts = {r.iterations for r in rows if r.iterations}
     spread = f"{min(counts):,} to {max(counts):,}" if len(counts) > 1 else f"{max(counts, default=0):,}"
-    made = f"{spread} iterations in {launches} launch{'es' if launches > 1 else ''}; percentiles are out-of-place."
+    made = f"{spread} iterations in {launches} launch{'es' if launches > 1 else ''}; percentiles: out-of-place, if any."
     return (made, *dict.fromkeys(r.note for r in rows if r.note))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
 from collections.abc import Sequence
@@ -65,10 +64,11 @@ class Ensemble:
         return int(-self.largest([float(-own)])[0])
 
     def empty(self, count: int, dtype: str) -> Tensor:
-        """MemoryError where it does not fit. A host grants memory that it does not have, then kills: so ask first."""
+        """MemoryError where it does not fit. A host grants memory that it does not have, then kills: so ask first, for
+        all buffers of a row, because those that were granted and not yet written still count as free."""
         kind = TORCH_DTYPES[dtype]
-        if self.seat.device == "cpu" and count * kind.itemsize > self.free_bytes():
-            raise MemoryError(f"{count * kind.itemsize} bytes for a buffer, {self.free_bytes()} are free for each rank")
+        if self.seat.device == "cpu" and BUFFERS * count * kind.itemsize > self.free_bytes():
+            raise MemoryError(f"{count * kind.itemsize} bytes a buffer, {self.free_bytes()} are free for each rank")
         try:
             return torch.empty(count, dtype=kind, device=self.seat.torch_device)
         except RuntimeError as error:
@@ -86,14 +86,19 @@ class Ensemble:
     # --- time ---
 
     def durations(self, launch: Launch, iterations: int) -> tuple[float, ...]:
-        """Agreed: seconds of each launch, back to back from a common start; no barrier and no wait is inside."""
+        """Agreed: seconds inside each launch, back to back from a common start; no barrier and no wait is inside.
+
+        Each launch has a mark before and one after it: what a slow rank does between launches is not in its own time
+        but in that of the ranks that wait for it, by which it is known.
+        """
         self.fence()
-        marks = [self.clock.mark()]
+        marks = []
         for _ in range(iterations):
+            begin = self.clock.mark()
             launch()
-            marks.append(self.clock.mark())
+            marks.append((begin, self.clock.mark()))
         self.clock.drain()
-        return tuple(self.clock.elapsed_s(begin, end) for begin, end in itertools.pairwise(marks))
+        return tuple(self.clock.elapsed_s(begin, end) for begin, end in marks)
 
     def wall_s(self, launch: Launch) -> float:
         """One launch until the device has done it, by the host's clock: for estimates only."""

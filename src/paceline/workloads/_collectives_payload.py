@@ -27,8 +27,8 @@ TORCH_DTYPES = {
 }
 # Up to here every whole number is exact in the dtype.
 EXACT = {"fp32": 1 << 24, "bf16": 1 << 8, "fp16": 1 << 11, "int8": 127, "fp8": 16}
-# At most this many ranks contribute to one element of a sum, so that values can differ and the sum still be exact.
-MOST_SUMMED = 16
+# Ranks that may contribute to one element of a sum, so that each has some values to differ in and the sum is exact.
+VALUES_EACH = 7
 # Fills what must be overwritten; no payload is negative.
 UNTOUCHED = -1
 
@@ -37,12 +37,14 @@ UNTOUCHED = -1
 def pattern(rank: int, ranks: int, dtype: str, is_sum: bool, device: str = "cpu") -> Tensor:
     """One period of a rank's payload, as whole numbers.
 
-    In a sum of more than MOST_SUMMED ranks each contributes to every k-th element and 0 elsewhere.
+    In a sum of more ranks than the dtype has room for, each contributes to every k-th element and 0 elsewhere; then a
+    buffer of fewer than k elements does not hold every rank's contribution (bf16 and int8 beyond 16 ranks).
     """
     position = torch.arange(PERIOD, dtype=torch.int64, device=device)
-    summands = min(ranks, MOST_SUMMED) if is_sum else 1
+    most = max(1, EXACT[dtype] // VALUES_EACH)
+    summands = min(ranks, most) if is_sum else 1
     value = 1 + _scattered(position, rank) % (EXACT[dtype] // summands)
-    every = -(-ranks // MOST_SUMMED) if is_sum else 1
+    every = -(-ranks // most) if is_sum else 1
     return torch.where((position + rank) % every == 0, value, 0)
 
 

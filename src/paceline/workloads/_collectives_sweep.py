@@ -56,7 +56,8 @@ class Sweep:
     # --- which rows ---
 
     def rows(self) -> Iterator[Row]:
-        limit = self.ensemble.size_limit_bytes()
+        # A smallest size beyond the limit is still visited, and ends as a row: asked for, it may not vanish.
+        limit = max(self.ensemble.size_limit_bytes(), self.options.least_bytes)
         visited = sizes(self.options.least_bytes, self.options.most_bytes or limit, self.options.factor)
         for name in self.options.swept_operations:
             operation = OPERATIONS[name]
@@ -110,6 +111,7 @@ class Sweep:
         estimates_s = []
         for number, row in enumerate(rows):
             self.ensemble.recorder.progress(number, "setup")
+            buffers = launch = None  # the row before must not take this one's room
             buffers = None if row.refusal else self.prepare(row)[0]
             if buffers is None:
                 estimates_s.append(0.0)

@@ -37,20 +37,22 @@ class Tournament:
         return self.number
 
     def play(self, pairs: tuple[Pair, ...], turn: int) -> None:
-        """One round. Ranks meet before the warm-up and before the clock, and wait for each other nowhere else."""
+        """One round. Ranks meet before the warm-up and before the clock: none begins while another is still timed."""
         ensemble, rank = self.ensemble, self.ensemble.place.rank
         peer = next((b if a == rank else a for a, b in pairs if rank in (a, b)), None)
         if self.buffers is None:
             if peer is not None:
                 self.record(peer, turn, (), None, "oom", self.refusal)
             return
-        self.payload.fill(self.buffers)
         launch = exchange(self.buffers, peer, peer, None)
+        ensemble.fence()
         for _ in range(WARMUP):
             estimate_s = ensemble.wall_s(launch)
         # Pairs of one round share the slowest one's count, so that none of them ends long before its neighbours.
         iterations = affordable(self.options.pair_iters, ensemble.largest([estimate_s])[0], self.options.budget_s)
         durations_s = ensemble.durations(launch, iterations)
+        self.payload.fill(self.buffers)
+        ensemble.wall_s(launch)
         if peer is not None:
             wrong = self.payload.count_wrong(self.buffers.receive, (Segment(0, self.count, peer),))
             self.record(peer, turn, durations_s, wrong)

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import paceline.decoder
 from paceline.footprint import Held, components, largest_fitting
@@ -155,9 +156,12 @@ class FakeLedger(Ledger):  # type: ignore[no-untyped-call]
     def perform(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return 0.0 if args[0].dtype.is_floating_point else 0
+        result = func(*args, **kwargs)
         if func in self.workspaces:
-            self.touch(self.workspaces[func](args))
-        return func(*args, **kwargs)
+            # Beside the results, which the kernel writes while it holds its workspace.
+            written = sum(leaf.untyped_storage().nbytes() for leaf in tree_leaves(result) if self.is_new(leaf))
+            self.touch(self.workspaces[func](args) + written)
+        return result
 
 
 def _fp32_query(args: Any) -> int:

@@ -157,7 +157,7 @@ def _bytes(option: str, given: int | str | None) -> int | None:
     known = match is not None and match[2].lower() in _UNITS and not isinstance(given, bool)
     require(known, f"collectives.{option}", given, accepted)
     assert match is not None
-    size = float(match[1]) * _UNITS[match[2].lower()]
+    size = float(match[1]) * _UNITS[match[2].lower()] if len(match[1]) < 20 else float("nan")
     require(size >= 1 and size == int(size), f"collectives.{option}", given, accepted)
     return int(size)
 

@@ -17,6 +17,8 @@ from paceline.plugins import Recorder, Seat, options
 from paceline.records import Evidence
 from paceline.spec import RunSpec, require
 
+# decoder.VOCAB_MULTIPLE, which cannot be imported here without torch; a test holds them equal.
+HEAD_MULTIPLE = 64
 KERNELS = ("matmul", "copy", "h2d", "d2h", "attention")
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
 FEWEST_ITERATIONS = 5
@@ -171,7 +173,7 @@ def plan(shape: Shape, chosen: Options, device: str) -> tuple[Row, ...]:
     if "matmul" in kernels:
         sides = _ladder(ranges.sides, chosen.largest_matmul, 2)
         rows += (_square(side, dtype) for dtype in dtypes for side in sides)
-        rows += (row for dtype in dtypes for row in model_products(shape, tokens, dtype))
+        rows += (row for dtype in dtypes for row in model_products(shape, tokens, dtype, padded=device == "cuda"))
     if "copy" in kernels:
         rows += map(_memory_copy, _ladder(ranges.copies, chosen.largest_copy_bytes, 4))
     for way in ("h2d", "d2h"):
@@ -187,8 +189,8 @@ def plan(shape: Shape, chosen: Options, device: str) -> tuple[Row, ...]:
 
 
 def _ladder(ends: tuple[int, int], largest: int | None, factor: int) -> list[int]:
-    """From the first to the last by powers; a smaller end asked for is a step of its own where it meets none."""
-    last = min(largest or ends[1], ends[1]) if largest is None or largest >= ends[0] else largest
+    """From the first to the last by powers; an end asked for is a step of its own where it meets none."""
+    last = largest or ends[1]
     steps = [min(ends[0], last)]
     while steps[-1] * factor <= last:
         steps.append(steps[-1] * factor)
@@ -199,24 +201,25 @@ def _square(side: int, dtype: str) -> Row:
     return _product(dtype, "NT", (side, side, side), size=side)
 
 
-def model_products(shape: Shape, tokens: int, dtype: str) -> Iterator[Row]:
+def model_products(shape: Shape, tokens: int, dtype: str, padded: bool = False) -> Iterator[Row]:
     """Each linear layer of the decoder as training computes it, on row-major tensors: y = x W' (NT), dx = dy W (NN),
     dW = dy' x (TN). All three are 2 * tokens * in * out FLOPs."""
-    for name, out, into in linear_layers(shape):
+    for name, out, into in linear_layers(shape, padded):
         yield _product(dtype, "NT", (tokens, out, into), f"{name} forward")
         yield _product(dtype, "NN", (tokens, into, out), f"{name} grad input")
         yield _product(dtype, "TN", (out, into, tokens), f"{name} grad weight")
 
 
-def linear_layers(shape: Shape) -> tuple[tuple[str, int, int], ...]:
-    """Name, outputs and inputs; q, k, v and the two halves of a gated MLP are one product each, as in the decoder."""
+def linear_layers(shape: Shape, padded: bool = False) -> tuple[tuple[str, int, int], ...]:
+    """Name, outputs and inputs; q, k, v and the two halves of a gated MLP are one product each, as in the decoder,
+    which pads the head on a GPU."""
     heads, wide = shape.heads * shape.head_dim, shape.ffn * (2 if shape.gated else 1)
     return (
         ("qkv", heads + 2 * shape.kv_heads * shape.head_dim, shape.hidden),
         ("attention output", shape.hidden, heads),
         ("mlp in", wide, shape.hidden),
         ("mlp out", shape.hidden, shape.ffn),
-        ("head", shape.vocab, shape.hidden),
+        ("head", shape.vocab + (-shape.vocab % HEAD_MULTIPLE if padded else 0), shape.hidden),
     )
 
 

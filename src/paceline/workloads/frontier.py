@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,7 +28,7 @@ class Options:
 
     def __post_init__(self) -> None:
         require(self.most >= 1, "frontier.most", self.most, "a whole number from 1")
-        valid = self.limit_gib is None or (type(self.limit_gib) in (int, float) and self.limit_gib > 0)
+        valid = self.limit_gib is None or (type(self.limit_gib) in (int, float) and 0 < self.limit_gib < math.inf)
         require(valid, "frontier.limit_gib", self.limit_gib, "a positive number of GiB")
 
 

@@ -237,3 +237,21 @@ def test_a_run_of_ceilings_is_neither_ranked_nor_missed(ceiling_run: Builder) ->
     report = build([ceiling_run(kernel())], "test")
     assert unranked(report) == ()
     assert not [note for note in report.notes if "nothing is measured" in note]
+
+
+def test_a_shared_gpu_has_no_share_of_the_datasheet_whatever_its_ranks(ceiling_run: Builder) -> None:
+    both = (kernel(), kernel(rank=1))
+    alone = ceiling_run(*both, device="cuda", gpus=[FULL_H200])
+    shared = ceiling_run(*both, device="cuda", gpus=[FULL_H200], evidence={"settings": {"shared_gpu": True}})
+    assert named(ceilings.analyse([alone]), "datasheet_share_ratio")
+    found = ceilings.analyse([shared])
+    assert not named(found, "datasheet_share_ratio")
+    assert all("shared GPU" in (m.note or "") for m in found)
+
+
+def test_repeats_on_two_kinds_of_device_are_two_ceilings(ceiling_run: Builder) -> None:
+    xeon, epyc = ({"host": cpu, "cpu": cpu, "gpus": []} for cpu in ("Xeon", "EPYC"))
+    fast = ceiling_run(kernel(seconds=1.0), machines=(xeon,))
+    slow = ceiling_run(kernel(seconds=4.0), machines=(epyc,), repeat=1)
+    found = named(ceilings.analyse([fast, slow]), "achievable_flops_per_s")
+    assert sorted(m.value or 0.0 for m in found) == [0.5e12, 2e12]

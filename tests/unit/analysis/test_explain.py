@@ -223,3 +223,17 @@ def test_karp_flatt_is_relative_to_the_baseline(make_cell: Builder) -> None:
 )
 def test_grades_by_the_interval(value: float, low: float | None, high: float | None, word: str) -> None:
     assert grade(value, low, high) == word
+
+
+def test_a_baseline_that_was_not_profiled_leaves_a_sentence_and_no_share() -> None:
+    split = explain._Split(1.0, 0.8, 0.3, None, True)
+    said = explain._prediction(split, 0.1, 0.1)
+    assert said == "By the fits of this fabric the collectives of a step need 100 ms."
+    assert split.share(split.transfer_s(0.1)) is None
+
+
+def test_transfer_the_baseline_already_needed_explains_no_loss() -> None:
+    """The baseline transfers 100 ms, so do the more: the 50 ms newly exposed are waiting."""
+    split = explain._Split(1.0, 0.8, 0.15, 0.05, True)
+    assert split.share(split.transfer_s(0.0)) == 0.0
+    assert split.share(split.transfer_s(0.1)) == pytest.approx(0.25)

@@ -52,6 +52,17 @@ def test_one_slow_link_is_a_link_and_its_ends_are_fine() -> None:
     assert "link between rank 1 on node-b, cpu and rank 3 on node-d, cpu" in found.text
 
 
+@pytest.mark.parametrize("speedup", [1.3, 2.0, 4.0])
+def test_a_turn_that_is_faster_for_all_hides_nobody(speedup: float) -> None:
+    """Pairs of the second turn may run with fewer beside them: a shared switch is then faster for every one."""
+    samples = [
+        dataclasses.replace(s, durations_s=tuple(d / speedup for d in s.durations_s)) if s.turn == 1 else s
+        for s in made.tournament(4, {(0, 1): 0.1e9}, noise=0.03)
+    ]
+    (found,) = suspects(samples, 4, nodes=4)
+    assert (found.kind, found.ranks, found.confirmed) == ("link", (0, 1), True)
+
+
 def test_a_slow_gpu_inside_one_host_is_a_rank_with_its_device() -> None:
     (found,) = suspects(made.tournament(8, with_slow(5), noise=0.03), 8, device="cuda")
     assert (found.kind, found.ranks, found.hosts, found.devices) == ("rank", (5,), ("node-a",), ("cuda:5 NVIDIA H200",))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from paceline.measure import HostClock
 from paceline.plugins import Seat
 from paceline.workloads import _collectives_ensemble as ensemble_module
 from paceline.workloads._collectives_ensemble import Ensemble, affordable
@@ -42,8 +43,9 @@ def test_memory_is_shared_with_the_other_ranks_of_the_host(alone: Ensemble) -> N
 
 
 def test_memory_that_the_host_does_not_have_is_not_asked_for(alone: Ensemble) -> None:
-    with pytest.raises(MemoryError, match="536870916 bytes for a buffer, 536870912 are free for each rank"):
-        alone.empty((1 << 27) + 1, "fp32")
+    """A row has two buffers, and the first one granted still counts as free: so half of it is the most."""
+    with pytest.raises(MemoryError, match="268435460 bytes a buffer, 536870912 are free for each rank"):
+        alone.empty((1 << 26) + 1, "fp32")
 
 
 def test_the_limit_of_an_unasked_sweep(alone: Ensemble, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,3 +84,22 @@ def test_durations_are_between_marks_and_drained_once(alone: Ensemble, monkeypat
     monkeypatch.setattr(ensemble_module.dist, "barrier", barrier)
     assert alone.durations(launch, 3) == (1.0, 2.0, 4.0)
     assert events == ["drain", "barrier", "drain", "launch", "launch", "launch", "drain"]
+
+
+def test_what_a_late_rank_does_between_launches_is_not_in_its_own_time(
+    alone: Ensemble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its peers wait inside the collective meanwhile: by the difference it is known."""
+    now = [0.0]
+
+    class LateClock(HostClock):
+        def mark(self) -> float:
+            now[0] += 5.0  # every mark comes 5 s after what was before it
+            return now[0]
+
+    def launch() -> None:
+        now[0] += 1.0
+
+    monkeypatch.setattr(alone, "clock", LateClock())
+    monkeypatch.setattr(alone, "fence", lambda: None)
+    assert alone.durations(launch, 3) == (6.0, 6.0, 6.0), "1 s and the closing mark's 5; the opening mark's are outside"

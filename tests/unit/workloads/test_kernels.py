@@ -348,3 +348,12 @@ def test_samples_survive_the_folder(tmp_path: Path, record: RunRecord) -> None:
     back = tuple(store.read_samples(path))
     assert back == record.kernels
     assert all(isinstance(sample, KernelSample) for sample in back)
+
+
+def test_the_head_is_padded_as_the_decoder_pads_it() -> None:
+    from paceline.decoder import VOCAB_MULTIPLE
+
+    assert compute.HEAD_MULTIPLE == VOCAB_MULTIPLE
+    shape = models.load(Choice("gpt2-124m"))
+    assert compute.linear_layers(shape)[-1] == ("head", 50257, 768)
+    assert compute.linear_layers(shape, padded=True)[-1] == ("head", 50304, 768)
