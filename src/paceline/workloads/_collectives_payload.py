@@ -38,7 +38,7 @@ def pattern(rank: int, ranks: int, dtype: str, is_sum: bool, device: str = "cpu"
     """One period of a rank's payload, as whole numbers.
 
     In a sum of more ranks than the dtype has room for, each contributes to every k-th element and 0 elsewhere; then a
-    buffer of fewer than k elements does not hold every rank's contribution (bf16 and int8 beyond 16 ranks).
+    buffer of fewer than k elements does not hold every rank's contribution (bf16 beyond 36 ranks, int8 beyond 18).
     """
     position = torch.arange(PERIOD, dtype=torch.int64, device=device)
     most = max(1, EXACT[dtype] // VALUES_EACH)
