@@ -25,6 +25,11 @@ SMALL: dict[str, Any] = {"processes": 1, "global_batch": 1, "steps": 20, "refere
 SLOWLY, QUICKLY = {"FAULTY_SLEEP_S": "3"}, {"FAULTY_SLEEP_S": "0"}
 
 
+def heed_interrupts() -> None:
+    """A shell that starts the tests in the background has them ignore SIGINT, and every child inherits that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @contextmanager
 def started(file: Path, environment: Callable[..., dict[str, str]]) -> Iterator[subprocess.Popen[str]]:
     """`paceline run FILE`, ended by the test; killed if the test fails."""
@@ -36,6 +41,7 @@ def started(file: Path, environment: Callable[..., dict[str, str]]) -> Iterator[
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=heed_interrupts,
     )
     try:
         yield child
