@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from paceline import models, store
+from paceline.analysis import fabric
 from paceline.records import CollectiveSample, RunRecord, Status
 
 HOSTS = 4
@@ -183,8 +184,6 @@ def test_the_slow_pairs_are_those_of_the_slow_host(tournament: RunRecord, turn: 
 
 def test_the_slow_node_is_the_only_suspect(tournament: RunRecord) -> None:
     """The verdict of the analysis on the same samples."""
-    from paceline.analysis import fabric
-
     suspects = fabric.analyse([tournament]).suspects
     assert {s.hosts for s in suspects if s.kind == "node"} == {(f"node{SLOW_HOST}",)}
     assert {rank for s in suspects for rank in s.ranks} == {SLOW_HOST}
@@ -212,12 +211,12 @@ def test_bus_bandwidth_follows_the_link(sweep: tuple[int, RunRecord]) -> None:
     busbw = largest / times[largest] * models.wire_factor("all_reduce", HOSTS)
     assert {s.wrong for s in record.collectives} == {0}
     assert 0.7 * mbit * MBIT < busbw < 1.1 * mbit * MBIT, f"{busbw / MBIT:.0f} Mbit/s, {times}"
+    concluded = {row.size_bytes: row.busbw_bytes_per_s or 0.0 for row in fabric.analyse([record]).rows}
+    assert 0.7 * mbit * MBIT < concluded[largest] < 1.1 * mbit * MBIT
 
 
 def test_the_fit_recovers_the_bandwidth(sweep: tuple[int, RunRecord]) -> None:
     """The verdict of the analysis on the same samples: beta within 15 % of what tc was told."""
-    from paceline.analysis import fabric
-
     mbit, record = sweep
     fits = [fit for fit in fabric.analyse([record]).fits if fit.operation == "all_reduce"]
     assert len(fits) == 1

@@ -39,9 +39,9 @@ def concluded(folder: Path, name: str) -> Report:
 def components(tmp_path_factory: pytest.TempPathFactory) -> Report:
     folder = tmp_path_factory.mktemp("components")
     matrix = [
-        {"strategy": ["ddp"], "accumulation": [2]},
-        {"strategy": ["fsdp2"], "accumulation": [2], "checkpointing": ["full"]},
-        {"strategy": ["zero:stage=2"], "accumulation": [2], "bucket_mb": [4.0]},
+        {"strategy": ["ddp", "fsdp2"], "accumulation": [2]},
+        {"strategy": ["zero:stage=2", "zero:stage=3"], "accumulation": [2], "bucket_mb": [4.0]},
+        {"strategy": ["fsdp2"], "model": ["tiny-llama"], "precision": ["bf16"], "checkpointing": ["full"]},
     ]
     done = paceline("run", folder, "components", MEMORY, matrix)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -50,7 +50,7 @@ def components(tmp_path_factory: pytest.TempPathFactory) -> Report:
 
 
 def test_every_peak_was_predicted(components: Report) -> None:
-    assert len(components.memory) == 3
+    assert len(components.memory) == 5
     for row in components.memory:
         assert row.error_ratio is not None, row.note
         assert abs(row.error_ratio) < 0.02, (row.axes["strategy"], row.error_ratio)
@@ -66,7 +66,7 @@ def test_every_component_was_predicted(components: Report) -> None:
 
 
 def test_state_is_sharded_as_the_strategy_says(components: Report) -> None:
-    rows = {row.axes["strategy"]: row.measured for row in components.memory}
+    rows = {row.axes["strategy"]: row.measured for row in components.memory if row.axes["model"] == "small"}
     whole = rows["ddp"]["parameters"]
     assert whole is not None
     assert rows["fsdp2"]["parameters"] == whole / 2

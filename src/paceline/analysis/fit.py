@@ -64,17 +64,21 @@ def fit_all(
     for row in rows:
         if row.status == "ok" and row.time_s and factor_of(row.operation, row.world_size) and row.size_bytes:
             groups.setdefault((row.cell, row.operation, row.dtype, row.world_size, row.in_place), []).append(row)
-    fits, flat = [], []
+    fits, flat, short = [], [], []
     for group in groups.values():
         chosen = _one_mode(group)
         if len(chosen) >= FEWEST_SIZES:
             found = _fit(chosen, runs[chosen[0].cell])
             fits += [found] if found else []
             flat += [] if found else [f"{chosen[0].operation} in {chosen[0].dtype}"]
-    named = ", ".join(dict.fromkeys(flat))
-    return tuple(fits), (
-        f"no alpha-beta fit of {named}: time does not grow with size by more than its noise",
-    ) if flat else ()
+        else:
+            short.append(f"{chosen[0].operation} in {chosen[0].dtype}")
+    reasons = {
+        "time does not grow with size by more than its noise": flat,
+        f"it needs {FEWEST_SIZES} sizes": short,
+    }
+    notes = (f"no alpha-beta fit of {', '.join(dict.fromkeys(n))}: {why}" for why, n in reasons.items() if n)
+    return tuple(fits), tuple(notes)
 
 
 def _one_mode(group: Sequence[CollectiveRow]) -> list[CollectiveRow]:
