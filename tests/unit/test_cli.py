@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from paceline import cli, experiment, models, plugins, store
+from paceline.cli import machines
 from paceline.records import Status
 from paceline.spec import RunSpec
 
@@ -125,7 +126,7 @@ def test_plan_knows_what_is_sealed_and_what_cannot_be(
     assert "[unsupported: the strategy single runs on one process, not on 2]" in text
 
 
-@pytest.mark.parametrize("kind", cli.LISTS)
+@pytest.mark.parametrize("kind", machines.LISTS)
 def test_list_shows_what_exists(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list", kind]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -142,7 +143,7 @@ def test_list_shows_what_exists(kind: str, capsys: pytest.CaptureFixture[str]) -
 
 def test_list_alone_says_what_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list"]) == 0
-    assert capsys.readouterr().out.split() == list(cli.LISTS)
+    assert capsys.readouterr().out.split() == list(machines.LISTS)
 
 
 def test_doctor_answers_and_changes_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,42 @@
+"""The command line: parse, call, print. Nothing is decided here."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from paceline import __version__
+from paceline.cli import comparisons, experiments, machines, results
+from paceline.cli.verbs import INTERRUPTED, OK, SOME_FAILED, WRONG_REQUEST, Parser
+from paceline.errors import PacelineError
+
+__all__ = ["INTERRUPTED", "OK", "SOME_FAILED", "WRONG_REQUEST", "main", "parser"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0 all ok and valid, 1 some run failed or is invalid, 2 the request was wrong, 130 interrupted."""
+    try:
+        arguments = parser().parse_args(argv)
+        call: Callable[[argparse.Namespace], int] = arguments.call
+        return call(arguments)
+    except PacelineError as error:
+        print(f"paceline: {error}", file=sys.stderr)
+        return WRONG_REQUEST
+    except KeyboardInterrupt:
+        print(
+            "paceline: interrupted; what was measured is kept, and the same command goes on from here", file=sys.stderr
+        )
+        return INTERRUPTED
+    except BrokenPipeError:
+        sys.stderr.close()
+        return OK
+
+
+def parser() -> Parser:
+    root = Parser(prog="paceline", description="Compare ways of training language models on work proved equal.")
+    root.add_argument("--version", action="version", version=f"paceline {__version__}")
+    verbs = root.add_subparsers(metavar="VERB", required=True, parser_class=Parser)
+    for module in (experiments, results, comparisons, machines):
+        module.add_verbs(verbs)
+    return root

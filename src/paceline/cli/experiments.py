@@ -1,0 +1,108 @@
+"""Verbs that read an experiment: run it, or show what would run."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.cli.results import DEFAULT_FORMATS, conclude
+from paceline.cli.verbs import DEFAULT_OUT, OK, Parser, add_verb, console
+
+if TYPE_CHECKING:
+    from paceline.spec import RunSpec
+
+
+def add_verbs(verbs: Any) -> None:
+    _experiment_verb(verbs, "run", run, "measure: run every cell of an experiment, then report").add_argument(
+        "--resume", action="store_true", help="also repeat runs that did not end ok"
+    )
+    _experiment_verb(verbs, "plan", plan, "show what would run: cells, commands, state memory; nothing is started")
+
+
+def _experiment_verb(verbs: Any, name: str, call: Callable[[argparse.Namespace], int], text: str) -> Parser:
+    verb = add_verb(verbs, name, call, text)
+    verb.add_argument("experiment", metavar="PRESET|FILE", help="`paceline list presets`, or a YAML file")
+    verb.add_argument(
+        "--out", "--output-dir", type=Path, default=Path(DEFAULT_OUT), help="results folder (default: %(default)s)"
+    )
+    verb.add_argument("--launcher", metavar="NAME", help="where to run; `paceline list launchers`")
+    verb.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="set a field; a list makes an axis"
+    )
+    verb.add_argument("--benchmark", default="all", metavar="KIND", help="keep only comm, training or memory; or all")
+    for option, text in (("warmup", "iterations before the timed ones"), ("iters", "timed iterations")):
+        verb.add_argument(f"--{option}", type=int, metavar="N", help=f"{text} of collectives and kernels")
+    return verb
+
+
+def _specs(arguments: argparse.Namespace) -> list[RunSpec]:
+    """All runs of the request, each understood by its plugins before anything starts."""
+    from paceline import experiment
+    from paceline.run import unsupported
+
+    counts = {option: n for option in ("warmup", "iters") if (n := getattr(arguments, option)) is not None}
+    specs = experiment.load(arguments.experiment, arguments.set, arguments.launcher, arguments.benchmark, counts)
+    for spec in specs:
+        unsupported(spec)
+    return specs
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from paceline import display
+    from paceline.run import campaign, interruptible
+
+    specs = _specs(arguments)
+    screen = console()
+    observer = display.observer_for(screen)
+    try:
+        interruptible(lambda: campaign(specs, arguments.out, observer, retry=arguments.resume))
+    finally:
+        observer.close()
+    return conclude(screen, arguments.out / specs[0].experiment, DEFAULT_FORMATS)
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    from paceline import models, store
+    from paceline.plugins import load
+    from paceline.run import leads_on, references_of, unsupported
+
+    specs = _specs(arguments)
+    screen = console()
+    runs = [*references_of(specs).values(), *specs]
+    for number, spec in enumerate(runs, 1):
+        run_dir = arguments.out / spec.experiment / spec.run_id
+        reason = unsupported(spec)
+        note = f"unsupported: {reason}" if reason else "sealed" if store.is_sealed(run_dir) else "to run"
+        note += "; more follow" if leads_on(spec) and not reason else ""
+        screen.print(f"{number:>3} {spec.run_id}  [{note}]", highlight=False, markup=False)
+        screen.print(f"    {_describe(spec, models)}", highlight=False, markup=False, soft_wrap=True)
+        job = load("launchers", spec.launcher.name).prepare(spec, run_dir)
+        screen.print(f"    {job}", highlight=False, markup=False, soft_wrap=True)
+    cells = len({spec.cell for spec in specs})
+    screen.print(
+        f"{cells} cells, {len(specs)} runs and {len(runs) - len(specs)} references in {arguments.out}", highlight=False
+    )
+    return OK
+
+
+def _describe(spec: RunSpec, models: Any) -> str:
+    if not spec.is_trained:
+        return f"{spec.workload}, {spec.topology.world_size} x {spec.topology.device}"
+    t = spec.training
+    count = models.parameters(models.load(spec.model))
+    strategy = spec.strategy
+    state = models.state_bytes(
+        strategy.name if strategy else "single",
+        strategy.options.get("stage", 1) if strategy and strategy.name == "zero" else None,
+        count,
+        spec.topology.world_size,
+        t.precision.compute,
+    )
+    memory = f", state {state / 2**30:.2f} GiB per process" if state is not None else ""
+    return (
+        f"{count:,} parameters, {t.precision.compute}, {spec.topology.world_size} x {spec.topology.device}, "
+        f"{spec.tokens_per_step:,} tokens per step ({t.micro_batch} x {t.accumulation} x {t.sequence_length} each), "
+        f"{spec.steps} steps{memory}"
+    )

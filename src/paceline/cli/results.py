@@ -1,0 +1,84 @@
+"""Verbs that read results: conclude from them, show one run."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.cli.verbs import OK, SOME_FAILED, add_verb, console
+from paceline.errors import RequestError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from paceline.findings import Report
+
+DEFAULT_FORMATS = ("html", "markdown", "csv", "json", "plots")
+
+
+def add_verbs(verbs: Any) -> None:
+    verb = add_verb(verbs, "report", report, "conclude from stored runs: tables, plots, files")
+    verb.add_argument("directory", type=Path, help="a results folder or an experiment in it")
+    verb.add_argument(
+        "--format", action="append", metavar="NAME", help=f"exporter; default: {', '.join(DEFAULT_FORMATS)}"
+    )
+    add_verb(verbs, "show", show, "one run: what was asked, observed and concluded").add_argument("run", type=Path)
+
+
+def report(arguments: argparse.Namespace) -> int:
+    return conclude(console(), arguments.directory, arguments.format or DEFAULT_FORMATS)
+
+
+def conclude(screen: Console, directory: Path, formats: Sequence[str]) -> int:
+    """Build the report of a folder, write its files, print it; the exit code says whether all is well."""
+    from paceline.analysis.report import build
+    from paceline.plugins import load
+    from paceline.run import read_experiment
+
+    exporters = [load("exporters", name) for name in formats]
+    records, skipped = read_experiment(directory)
+    found = build(records, title=directory.resolve().name, skipped=skipped)
+    written = [path for exporter in exporters for path in exporter.export(found, directory)]
+    _print_report(screen, found)
+    files = [path for path in written if path.parent == directory]
+    screen.print(f"Report: {' '.join(str(path) for path in files)}", highlight=False, soft_wrap=True)
+    bad = [r for r in found.runs if r.is_failure]
+    measured = any(r.status == "ok" and not r.is_reference for r in found.runs)
+    return OK if measured and not bad and not found.skipped else SOME_FAILED
+
+
+def _print_report(screen: Console, found: Report) -> None:
+    from paceline import present
+
+    parts = (
+        present.ranked_table(found),
+        present.scaling_table(found),
+        present.machine_group(found),
+        present.failures_table(found),
+    )
+    for part in parts:
+        if part is not None:
+            screen.print(part)
+    for line in (*present.recommendation_lines(found), *(f"skipped: {text}" for text in found.skipped)):
+        screen.print(line, highlight=False, markup=False)
+
+
+def show(arguments: argparse.Namespace) -> int:
+    from paceline import store
+    from paceline.analysis.certificate import certify_all
+    from paceline.present.record import record_lines
+
+    if not (arguments.run / "spec.json").is_file():
+        raise RequestError(f"{str(arguments.run)!r} was given; accepted is a run folder (DIR/<experiment>/<run_id>)")
+    if not store.is_sealed(arguments.run):
+        positions = store.read_progress(arguments.run)
+        where = "; ".join(f"rank {p.rank} at step {p.step} in {p.phase}" for p in positions) or "no rank started"
+        print(f"{arguments.run}: not sealed (running or interrupted): {where}")
+        return SOME_FAILED
+    record = store.read_run(arguments.run)
+    group = [run for run in store.read_runs(arguments.run.resolve().parent)[0] if run.spec.work == record.spec.work]
+    for line in record_lines(record, certify_all(group).get(record.spec.run_id)):
+        print(line)
+    return OK

@@ -1,0 +1,49 @@
+"""All that was concluded from a set of runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.findings.fabric import CollectiveFit, CollectiveRow, Overlap, Pair, Suspect
+from paceline.findings.memory import FrontierPoint, MemoryRow
+from paceline.findings.training import (
+    Certificate,
+    Comparison,
+    Measurement,
+    Recommendation,
+    RunFinding,
+    ScalingExplanation,
+    ScalingPoint,
+)
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """All that was concluded from a set of runs; exporters print it and decide nothing."""
+
+    title: str
+    created_at: float
+    paceline_version: str
+    machines: tuple[Mapping[str, Any], ...]
+    runs: tuple[RunFinding, ...]
+    measurements: tuple[Measurement, ...]
+    certificates: tuple[Certificate, ...]
+    comparisons: tuple[Comparison, ...]
+    recommendations: tuple[Recommendation, ...]
+    scaling: tuple[ScalingPoint, ...]
+    collectives: tuple[CollectiveRow, ...] = ()
+    fits: tuple[CollectiveFit, ...] = ()
+    overlaps: tuple[Overlap, ...] = ()
+    suspects: tuple[Suspect, ...] = ()
+    pairs: tuple[Pair, ...] = ()
+    explanations: tuple[ScalingExplanation, ...] = ()
+    memory: tuple[MemoryRow, ...] = ()
+    frontier: tuple[FrontierPoint, ...] = ()
+    distributions: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+    schema: int = SCHEMA
