@@ -58,8 +58,7 @@ def _claims(source: str, claims: Sequence[Claim]) -> Table:
         (Cell(describe(next(iter(found.values())).axes)), *(_cell(found.get(name), scales[name]) for name in metrics))
         for found in by_run.values()
     )
-    by_size = sorted(reversed(claims), key=lambda c: str(c.axes.get("world_size")).rjust(9))
-    example = {c.metric: c for c in by_size if c.contradicted and c.how}
+    example = {c.metric: c for c in claims if c.contradicted and c.how}
     notes = [
         NOT_MEASURED,
         "Where the source's other numbers give another value, that value stands first and the claimed one after it.",
