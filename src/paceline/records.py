@@ -18,7 +18,7 @@ SCHEMA = 1
 
 
 class Status(StrEnum):
-    """How a run ended. Only `ok` is ever ranked."""
+    """How a run ended. Only `ok` is ever ranked; `claimed` was never run here but imported as somebody's statement."""
 
     OK = "ok"
     FAILED = "failed"
@@ -28,6 +28,7 @@ class Status(StrEnum):
     PREEMPTED = "preempted"
     UNSUPPORTED = "unsupported"
     INVALID = "invalid"
+    CLAIMED = "claimed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +198,17 @@ class ComponentSample:
     micro_batch: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimSample:
+    """One number that its source states about a run that was not observed here."""
+
+    kind: ClassVar[str] = "claim"
+    rank: int
+    metric: str
+    value: float
+    source: str
+
+
 Sample = (
     StepSample
     | MemorySample
@@ -206,6 +218,7 @@ Sample = (
     | OverlapSample
     | KernelSample
     | ComponentSample
+    | ClaimSample
 )
 SAMPLE_TYPES: dict[str, type[Sample]] = {
     t.kind: t
@@ -218,6 +231,7 @@ SAMPLE_TYPES: dict[str, type[Sample]] = {
         OverlapSample,
         KernelSample,
         ComponentSample,
+        ClaimSample,
     )
 }
 
@@ -272,6 +286,7 @@ class RunRecord:
     overlaps: tuple[OverlapSample, ...] = ()
     kernels: tuple[KernelSample, ...] = ()
     components: tuple[ComponentSample, ...] = ()
+    claims: tuple[ClaimSample, ...] = ()
 
     @property
     def evidence(self) -> Evidence | None:

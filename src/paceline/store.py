@@ -193,6 +193,7 @@ _FIELDS = {
     "overlaps": "overlap",
     "kernels": "kernel",
     "components": "component",
+    "claims": "claim",
 }
 
 

@@ -18,9 +18,10 @@ ROOT = Path(paceline.__file__).parent
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("spec", "models", "machine", "processes"),
+    ("prices",),
     ("records", "findings", "doctor"),
     ("store", "measure", "telemetry", "decoder", "ledger", "footprint"),
-    ("corpus", "timeline", "present"),
+    ("corpus", "timeline", "present", "claims"),
     ("plugins",),
     ("workloads", "strategies", "launchers", "exporters", "analysis", "experiment"),
     ("run", "worker"),

@@ -12,6 +12,7 @@ import yaml
 
 from paceline import cli, experiment, models, plugins, store
 from paceline.cli import machines
+from paceline.cli.money import token_count
 from paceline.records import Status
 from paceline.spec import RunSpec
 
@@ -56,6 +57,13 @@ WRONG = {
     "plan too": (["plan", "mine.yaml", "--set", "strategy=fsdp"], "did you mean 'fsdp2'?"),
     "report of nothing": (["report", "absent"], "'absent' was given, which is no folder"),
     "report of no runs": (["report", "."], "holds no run"),
+    "unknown price": (["report", ".", "--price", "oci-h10"], "did you mean 'oci-h100'?"),
+    "no price": (["report", ".", "--price", "0"], "--price: '0' was given; accepted is USD per GPU-hour"),
+    "price before a run": (["run", "mine.yaml", "--price", "cheap"], "--price: 'cheap' was given"),
+    "price file": (["report", ".", "--price", "absent.toml"], "'absent.toml' cannot be read"),
+    "no tokens": (["report", ".", "--train-tokens", "0"], "--train-tokens: '0' was given"),
+    "unknown tokens": (["run", "mine.yaml", "--train-tokens", "1Z"], "such as 300M, 1B or 15T"),
+    "import of nothing": (["import", "absent.csv"], "'absent.csv' was given, which cannot be read"),
     "unknown format": (["report", ".", "--format", "pdf"], "'pdf' was given"),
     "show of no run": (["show", "."], "accepted is a run folder"),
     "compare of nothing": (["compare", "a", "b"], "'a' was given"),
@@ -135,6 +143,10 @@ def test_list_shows_what_exists(kind: str, capsys: pytest.CaptureFixture[str]) -
     names = [line.split()[0] for line in lines]
     if kind in plugins.KINDS:
         assert names == list(plugins.names(kind))
+    if kind == "prices":
+        assert {"oci-a10-0.60", "oci-a10-1.50", "oci-a10-spot", "aws-h100"} <= set(names)
+    if kind == "metrics":
+        assert {"usd_per_mtok", "tokens_per_usd", "usd_per_1k_samples"} <= set(names)
     if kind == "models":
         assert {"tiny", "gpt2-124m", "llama-8b"} <= set(names)
     if kind == "presets":
@@ -160,6 +172,11 @@ def test_doctor_answers_and_changes_nothing(here: Path, capsys: pytest.CaptureFi
 def test_monitor_ends_after_its_readings(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["monitor", "--interval", "0.05", "--count", "2"]) == 0
     assert "host" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("text", "count"), [("1", 1), ("300m", 3 * 10**8), ("1.5B", 15 * 10**8), ("15T", 15 * 10**12)])
+def test_sizes_of_training(text: str, count: int) -> None:
+    assert token_count(text) == count
 
 
 @pytest.fixture

@@ -9,7 +9,19 @@ from typing import Any
 import numpy as np
 
 from paceline import __version__, machine
-from paceline.analysis import ceilings, compare, explain, fabric, memory, metrics, recommend, scaling, validity
+from paceline.analysis import (
+    ceilings,
+    claims,
+    compare,
+    cost,
+    explain,
+    fabric,
+    memory,
+    metrics,
+    recommend,
+    scaling,
+    validity,
+)
 from paceline.analysis.certificate import certify_all
 from paceline.analysis.metrics import Cell
 from paceline.analysis.window import Window, first_and_last_loss, open_window, samples_by_step
@@ -20,7 +32,11 @@ LONGEST_DISTRIBUTION = 500
 
 
 def build(
-    records: Sequence[RunRecord], title: str, skipped: Sequence[str] = (), created_at: float | None = None
+    records: Sequence[RunRecord],
+    title: str,
+    skipped: Sequence[str] = (),
+    created_at: float | None = None,
+    costing: cost.Costing | None = None,
 ) -> Report:
     """Certifies, measures, compares and recommends. created_at is the end of the last run unless given.
 
@@ -39,7 +55,7 @@ def build(
     everything = (*compared, *grown.compared)
     wrong = [r for r, f in zip(ordered, runs, strict=True) if f.status == Status.INVALID and not r.spec.is_certified]
     network, held = fabric.analyse(sound, wrong), memory.analyse(ordered, runs)
-    return Report(
+    found = Report(
         title=title,
         created_at=max((r.ended_at for r in ordered), default=0.0) if created_at is None else created_at,
         paceline_version=__version__,
@@ -68,6 +84,7 @@ def build(
         notes=(*_notes(cells, runs, _machines(ordered)), *network.notes),
         skipped=tuple(skipped),
     )
+    return claims.added_to(cost.added_to(found, cells, costing or cost.Costing()), ordered)
 
 
 # --- one run ---
@@ -83,7 +100,7 @@ def _finding(record: RunRecord, certificates: Mapping[str, Certificate], windows
         cell=record.spec.cell,
         status=str(status),
         reason=reason,
-        axes=record.spec.axes(),
+        axes=claims.axes_of(record),
         repeat=record.spec.repeat,
         is_reference=record.is_reference,
         started_at=record.started_at,

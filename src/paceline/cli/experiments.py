@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.cli.money import add_cost_options, costing_of
 from paceline.cli.results import DEFAULT_FORMATS, conclude
 from paceline.cli.verbs import DEFAULT_OUT, OK, Parser, add_verb, console
 
@@ -15,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def add_verbs(verbs: Any) -> None:
-    _experiment_verb(verbs, "run", run, "measure: run every cell of an experiment, then report").add_argument(
-        "--resume", action="store_true", help="also repeat runs that did not end ok"
-    )
+    verb = _experiment_verb(verbs, "run", run, "measure: run every cell of an experiment, then report")
+    verb.add_argument("--resume", action="store_true", help="also repeat runs that did not end ok")
+    add_cost_options(verb)
     _experiment_verb(verbs, "plan", plan, "show what would run: cells, commands, state memory; nothing is started")
 
 
@@ -53,14 +54,14 @@ def run(arguments: argparse.Namespace) -> int:
     from paceline import display
     from paceline.run import campaign, interruptible
 
-    specs = _specs(arguments)
+    specs, costing = _specs(arguments), costing_of(arguments)
     screen = console()
     observer = display.observer_for(screen)
     try:
         interruptible(lambda: campaign(specs, arguments.out, observer, retry=arguments.resume))
     finally:
         observer.close()
-    return conclude(screen, arguments.out / specs[0].experiment, DEFAULT_FORMATS)
+    return conclude(screen, arguments.out / specs[0].experiment, DEFAULT_FORMATS, costing)
 
 
 def plan(arguments: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 from paceline.cli.verbs import DEFAULT_OUT, OK, SOME_FAILED, add_verb
 from paceline.errors import RequestError
 
-LISTS = ("workloads", "strategies", "launchers", "exporters", "models", "presets", "gpus", "metrics")
+LISTS = ("workloads", "strategies", "launchers", "exporters", "models", "presets", "gpus", "prices", "metrics")
 
 
 def add_verbs(verbs: Any) -> None:
@@ -42,8 +42,8 @@ def list_kind(arguments: argparse.Namespace) -> int:
 
 
 def _listing(kind: str) -> dict[str, str]:
-    from paceline import experiment, machine, models, plugins
-    from paceline.analysis import ceilings, sweep
+    from paceline import experiment, machine, models, plugins, prices
+    from paceline.analysis import ceilings, cost, sweep
     from paceline.analysis.metrics import METRICS
     from paceline.spec import Choice
 
@@ -53,9 +53,11 @@ def _listing(kind: str) -> dict[str, str]:
         return experiment.presets()
     if kind == "gpus":
         return machine.gpu_summaries()
+    if kind == "prices":
+        return prices.summaries()
     if kind == "metrics":
         known = {metric.name: (metric.unit, metric.better) for metric in METRICS}
-        known |= sweep.METRICS | {name: (unit, "higher") for name, unit in ceilings.METRICS.values()}
+        known |= cost.METRICS | sweep.METRICS | {name: (unit, "higher") for name, unit in ceilings.METRICS.values()}
         return {name: f"{unit}, {better} is better" for name, (unit, better) in known.items()}
     return plugins.names(kind)
 

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.cli.money import add_cost_options, costing_of
 from paceline.cli.verbs import OK, SOME_FAILED, add_verb, console
 from paceline.errors import RequestError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from paceline.analysis.cost import Costing
     from paceline.findings import Report
 
 DEFAULT_FORMATS = ("html", "markdown", "csv", "json", "plots")
@@ -24,14 +26,15 @@ def add_verbs(verbs: Any) -> None:
     verb.add_argument(
         "--format", action="append", metavar="NAME", help=f"exporter; default: {', '.join(DEFAULT_FORMATS)}"
     )
+    add_cost_options(verb)
     add_verb(verbs, "show", show, "one run: what was asked, observed and concluded").add_argument("run", type=Path)
 
 
 def report(arguments: argparse.Namespace) -> int:
-    return conclude(console(), arguments.directory, arguments.format or DEFAULT_FORMATS)
+    return conclude(console(), arguments.directory, arguments.format or DEFAULT_FORMATS, costing_of(arguments))
 
 
-def conclude(screen: Console, directory: Path, formats: Sequence[str]) -> int:
+def conclude(screen: Console, directory: Path, formats: Sequence[str], costing: Costing) -> int:
     """Build the report of a folder, write its files, print it; the exit code says whether all is well."""
     from paceline.analysis.report import build
     from paceline.plugins import load
@@ -39,7 +42,7 @@ def conclude(screen: Console, directory: Path, formats: Sequence[str]) -> int:
 
     exporters = [load("exporters", name) for name in formats]
     records, skipped = read_experiment(directory)
-    found = build(records, title=directory.resolve().name, skipped=skipped)
+    found = build(records, title=directory.resolve().name, skipped=skipped, costing=costing)
     written = [path for exporter in exporters for path in exporter.export(found, directory)]
     _print_report(screen, found)
     files = [path for path in written if path.parent == directory]
@@ -56,6 +59,7 @@ def _print_report(screen: Console, found: Report) -> None:
         present.ranked_table(found),
         present.scaling_table(found),
         present.machine_group(found),
+        present.cost_group(found),
         present.failures_table(found),
     )
     for part in parts:

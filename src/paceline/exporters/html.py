@@ -10,7 +10,7 @@ from string import Template
 
 from paceline.exporters import _canvas, plots, write_atomically
 from paceline.findings import Certificate, Report
-from paceline.present import scaling, tables
+from paceline.present import claims, cost, scaling, tables
 from paceline.present.answer import answer
 from paceline.present.machine import machine_details, machine_tables
 from paceline.present.tables import Cell, Column, Table
@@ -108,6 +108,7 @@ def _parts(report: Report) -> Iterator[str]:
     yield section("Scaling", scaling.efficiency(report))
     yield section("Where the step time goes", scaling.explanation(report))
     yield from (section(table.title, table) for table in machine_tables(report))
+    yield from (section(table.title, table) for table in (*cost.tables(report), *claims.tables(report)))
     yield from (folded(table.title, table) for table in machine_details(report))
     yield section("Winners by category", tables.winners(report))
     yield section("Not ranked", tables.failures(report))

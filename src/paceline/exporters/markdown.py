@@ -7,7 +7,7 @@ from pathlib import Path
 
 from paceline.exporters import plots, write_atomically
 from paceline.findings import Report
-from paceline.present import scaling, tables
+from paceline.present import claims, cost, scaling, tables
 from paceline.present.answer import answer
 from paceline.present.machine import machine_details, machine_tables
 from paceline.present.tables import Cell, Table
@@ -38,6 +38,7 @@ def _parts(report: Report) -> Iterator[str]:
     yield section("Scaling", scaling.efficiency(report))
     yield section("Where the step time goes", scaling.explanation(report))
     yield from (section(table.title, table) for table in machine_tables(report))
+    yield from (section(table.title, table) for table in (*cost.tables(report), *claims.tables(report)))
     yield from (folded(table.title, table) for table in machine_details(report))
     drawn = plots.available(report)
     yield "## Plots" if drawn else ""

@@ -1,5 +1,7 @@
 """Concluded: what the data says, and on which runs each sentence rests. All that an exporter may print stands here."""
 
+from paceline.findings.claims import Claim, ClaimedTransfer, ClaimedTransfers
+from paceline.findings.cost import Cost, Saving
 from paceline.findings.fabric import CollectiveFit, CollectiveRow, Overlap, Pair, Suspect
 from paceline.findings.memory import FrontierPoint, MemoryRow, Probe
 from paceline.findings.report import SCHEMA, Report
@@ -32,9 +34,13 @@ __all__ = [
     "WORSE",
     "Certificate",
     "Check",
+    "Claim",
+    "ClaimedTransfer",
+    "ClaimedTransfers",
     "CollectiveFit",
     "CollectiveRow",
     "Comparison",
+    "Cost",
     "FrontierPoint",
     "Measurement",
     "MemoryRow",
@@ -44,6 +50,7 @@ __all__ = [
     "Recommendation",
     "Report",
     "RunFinding",
+    "Saving",
     "ScalingExplanation",
     "ScalingPoint",
     "Suspect",

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.findings.claims import Claim, ClaimedTransfers
+from paceline.findings.cost import Cost, Saving
 from paceline.findings.fabric import CollectiveFit, CollectiveRow, Overlap, Pair, Suspect
 from paceline.findings.memory import FrontierPoint, MemoryRow
 from paceline.findings.training import (
@@ -43,6 +45,10 @@ class Report:
     explanations: tuple[ScalingExplanation, ...] = ()
     memory: tuple[MemoryRow, ...] = ()
     frontier: tuple[FrontierPoint, ...] = ()
+    costs: tuple[Cost, ...] = ()
+    savings: tuple[Saving, ...] = ()
+    claims: tuple[Claim, ...] = ()
+    claimed_transfers: tuple[ClaimedTransfers, ...] = ()
     distributions: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()

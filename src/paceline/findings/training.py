@@ -141,8 +141,10 @@ class RunFinding:
 
     @property
     def is_failure(self) -> bool:
-        """Neither ok nor refused beforehand, nor a probe that found no room, which is what it was sent to find."""
-        return self.status not in ("ok", "unsupported") and not (self.status == "oom" and self.workload in PROBING)
+        """Neither ok, refused beforehand nor claimed; nor a probe that found no room, which it was sent to find."""
+        return self.status not in ("ok", "unsupported", "claimed") and not (
+            self.status == "oom" and self.workload in PROBING
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

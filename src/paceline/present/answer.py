@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from paceline.findings import Recommendation, Report
-from paceline.present import ceilings, fabric, memory
+from paceline.present import ceilings, claims, fabric, memory
 from paceline.present.standing import THROUGHPUT, groups
 from paceline.present.tables import NO_ANSWER, first_sentence, trains
 
 # What a report about the machine says first; each is empty where the report holds no such runs.
-MACHINE_SENTENCES: tuple[Callable[[Report], str], ...] = (fabric.sentence, memory.sentence, ceilings.sentence)
+MACHINE_SENTENCES: tuple[Callable[[Report], str], ...] = (
+    fabric.sentence,
+    memory.sentence,
+    ceilings.sentence,
+    claims.sentence,
+)
 
 
 def headline(report: Report) -> Recommendation | None:

@@ -223,7 +223,7 @@ def _notes(context: _Context, rows: Sequence[Row]) -> tuple[str, ...]:
 
 def _trouble(run: RunFinding, certificate: Certificate | None) -> tuple[str, str] | None:
     reasons = "; ".join(certificate.reasons) if certificate else ""
-    if run.is_failure or run.status == "unsupported":
+    if run.is_failure or run.status in ("unsupported", "claimed"):
         return run.status, run.reason or reasons or "no reason was recorded"
     if run.is_reference or not run.is_certified:
         return None

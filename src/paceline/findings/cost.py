@@ -1,0 +1,51 @@
+"""Concluded about money: what each cell costs at each price, and what the better choice saves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from paceline.findings.training import Measurement
+from paceline.prices import Price
+from paceline.spec import Scalar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """One cell at one price. Intervals are those of its throughput; the price itself is taken as exact.
+
+    usd_per_hour is the whole job's: all its devices. usd_per_1k_samples holds for samples of this cell's sequence
+    length only. train_* are of train_tokens tokens, None where nobody asked for a number of tokens.
+    """
+
+    cell: str
+    axes: Mapping[str, Scalar]
+    price: Price
+    devices: int
+    usd_per_hour: float
+    usd_per_mtok: Measurement
+    tokens_per_usd: Measurement
+    usd_per_1k_samples: Measurement
+    train_tokens: int | None = None
+    train_time_s: Measurement | None = None
+    train_cost_usd: Measurement | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    """The part of the next best's cost per token that the better choice does not spend: 1 - 1/(ratio of throughput).
+
+    Both ran on as many devices of one kind, so it is the same at every price. It exists only where a certified
+    comparison says better; low and high bound 95 %. tied are choices that the data cannot tell from the better one.
+    """
+
+    group: str
+    cell: str
+    other: str
+    label: str
+    other_label: str
+    saved_ratio: float
+    low: float
+    high: float
+    runs: tuple[str, ...]
+    tied: tuple[str, ...] = ()

@@ -1,0 +1,178 @@
+"""What a token costs: each cell at the lowest price on demand beside the lowest spot price, and what a choice saves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from paceline.findings import Cost, Measurement, Report, Saving
+from paceline.present.quantity import MISSING, TIMES, Scale, format_number, format_parts, places
+from paceline.present.standing import describe, varying_axes
+from paceline.present.tables import Cell, Column, Table
+from paceline.prices import GIVEN, SPOT, Price
+
+_USD, _PERCENT, _HOURS, _MILLIONS = Scale("USD"), Scale("%", 100.0), Scale("h", 1 / 3600), Scale("M", 1e-6)
+_PREFIXES = ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K"))
+LIST_PRICES = (
+    "Prices are those that their source listed at that date, before discounts, storage and traffic: check them, or "
+    "give your own with --price."
+)
+PER_PROCESS = "On a CPU every process counts as one device."
+SAMPLES = "Samples are of the length beside them; cost per sample is never compared between lengths."
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """One cell at the two prices a table shows: the lowest that is not spot, and the lowest spot; one may be absent."""
+
+    lead: Cost
+    spot: Cost | None
+
+
+def tables(report: Report) -> tuple[Table, ...]:
+    """One table for each pair of prices, then all prices; empty where no device has a price."""
+    offers = _offers(report.costs)
+    pairs = dict.fromkeys((o.lead.price.name, o.spot.price.name if o.spot else None) for o in offers)
+    shown = [
+        _table(report, [o for o in offers if (o.lead.price.name, o.spot.price.name if o.spot else None) == pair])
+        for pair in pairs
+    ]
+    every = _prices(report, offers)
+    return (*shown, *((every,) if every else ()))
+
+
+def sentences(report: Report) -> tuple[str, ...]:
+    """What each decided choice saves; none for a tie."""
+    leads = {offer.lead.cell: offer.lead for offer in _offers(report.costs)}
+    return tuple(_saving(s, leads.get(s.other)) for s in report.savings)
+
+
+def _saving(s: Saving, other: Cost | None) -> str:
+    share, interval = format_parts(s.saved_ratio, s.low, s.high, _PERCENT)
+    tied = f", tied with {', '.join(s.tied)}," if s.tied else ""
+    said = (
+        f"{s.label}{tied} saves {share} % {interval} of the cost per token against {s.other_label}, the next best, "
+        f"at any price per GPU-hour ({s.group})"
+    )
+    total = other.train_cost_usd.value if other and other.train_cost_usd else None
+    if other is None or total is None or other.train_tokens is None:
+        return f"{said}."
+    usd = format_parts(total * s.saved_ratio, total * s.low, total * s.high)[0]
+    return f"{said}: {usd} of {_rounded(total)} USD for {_tokens(other.train_tokens)} tokens at {other.price.name}."
+
+
+def _tokens(count: int) -> str:
+    """`1.5B`; a number that no prefix makes short is written out."""
+    size, prefix = next(((s, p) for s, p in _PREFIXES if count >= s), (1, ""))
+    short = f"{count / size:g}{prefix}"
+    return short if float(f"{count / size:g}") * size == count else f"{count:,}"
+
+
+def _rounded(value: float) -> str:
+    return format_number(value, places(value, None, None))
+
+
+def _offers(costs: Sequence[Cost]) -> list[Offer]:
+    """Cells in the order of the report; a cell with spot prices alone is led by its lowest."""
+    by_cell: dict[str, list[Cost]] = {}
+    for cost in costs:
+        by_cell.setdefault(cost.cell, []).append(cost)
+    found = []
+    for ours in by_cell.values():
+        ordered = sorted(ours, key=lambda c: (c.price.usd_per_gpu_hour, c.price.name))
+        spot = next((c for c in ordered if c.price.kind == SPOT), None)
+        lead = next((c for c in ordered if c.price.kind != SPOT), ordered[0])
+        found.append(Offer(lead, None if spot is lead else spot))
+    return found
+
+
+def _table(report: Report, offers: Sequence[Offer]) -> Table:
+    lead, spot = offers[0].lead, offers[0].spot
+    named = varying_axes(report)
+    kind = "cost" if lead.price.kind == GIVEN else lead.price.kind
+    columns = [
+        Column("what", prose=True),
+        Column("whole job, USD/h", numeric=True, priority=2),
+        Column(f"{kind}, USD/Mtoken", numeric=True),
+        *([Column("spot, USD/Mtoken", numeric=True)] if spot else []),
+        Column("tokens per USD, M", numeric=True, priority=1),
+        Column("1000 samples, USD", numeric=True, priority=4),
+    ]
+    if lead.train_tokens:
+        size = f"{_tokens(lead.train_tokens)} tokens"
+        columns += [Column(f"{size}, h", numeric=True), Column(f"{size} {kind}, USD", numeric=True)]
+        columns += [Column(f"{size} spot, USD", numeric=True)] if spot else []
+    # By name: an order by cost would be a ranking, which only comparisons make.
+    labelled = sorted(((describe(o.lead.axes, named), o) for o in offers), key=lambda pair: pair[0])
+    rows = tuple(_row(offer, label) for label, offer in labelled)
+    cells = {offer.lead.cell for offer in offers}
+    leads = {offer.lead.cell: offer.lead for offer in offers}
+    saved = [_saving(s, leads.get(s.other)) for s in report.savings if s.cell in cells]
+    return Table(f"Cost at {lead.price.name}", tuple(columns), rows, (*saved, *_notes(offers)))
+
+
+def _notes(offers: Sequence[Offer]) -> Iterable[str]:
+    prices = [cost.price for cost in (offers[0].lead, offers[0].spot) if cost]
+    yield from (f"{price.origin}." + (f" {price.note}" if price.note else "") for price in prices)
+    if any(price.kind != GIVEN for price in prices):
+        yield LIST_PRICES
+    if any(offer.lead.axes.get("device") == "cpu" for offer in offers):
+        yield PER_PROCESS
+    yield SAMPLES
+
+
+def _row(offer: Offer, label: str) -> tuple[Cell, ...]:
+    lead, spot = offer.lead, offer.spot
+    cells = [
+        Cell(label),
+        Cell(format_parts(lead.usd_per_hour, None, None)[0]),
+        _cell(lead.usd_per_mtok, _USD),
+        *([_cell(spot.usd_per_mtok, _USD)] if spot else []),
+        _cell(lead.tokens_per_usd, _MILLIONS),
+        _cell(lead.usd_per_1k_samples, _USD, f"of {lead.axes.get('sequence_length')} tokens"),
+    ]
+    if lead.train_tokens:
+        cells += [_cell(lead.train_time_s, _HOURS), _cell(lead.train_cost_usd, _USD)]
+        cells += [_cell(spot.train_cost_usd, _USD)] if spot else []
+    return tuple(cells)
+
+
+def _cell(m: Measurement | None, scale: Scale, detail: str = "") -> Cell:
+    if m is None:
+        return Cell(MISSING)
+    value, interval = format_parts(m.value, m.low, m.high, scale)
+    return Cell(value, detail or interval)
+
+
+def _prices(report: Report, offers: Sequence[Offer]) -> Table | None:
+    """All prices that hold for these devices: cost is proportional to them, so one factor tells the rest."""
+    leads = {offer.lead.cell: offer.lead.price for offer in offers}
+    shown = {cost.price.name for offer in offers for cost in (offer.lead, offer.spot) if cost}
+    pairs = {c.price.name: (c.price, leads[c.cell]) for c in report.costs}
+    if set(pairs) <= shown:
+        return None
+    columns = (
+        Column("price"),
+        Column("kind"),
+        Column("per GPU-hour, USD", numeric=True),
+        Column("every cost above times", numeric=True),
+        Column("instance", priority=3),
+        Column("date", priority=1),
+        Column("source", prose=True, priority=2),
+    )
+    ordered = sorted(pairs.values(), key=lambda pair: (pair[0].gpu or "", pair[0].usd_per_gpu_hour))
+    notes = dict.fromkeys(f"{p.name}: {p.note}" for p, _ in ordered if p.note and p.name not in shown)
+    return Table("Prices", columns, tuple(_price_row(p, lead) for p, lead in ordered), tuple(notes))
+
+
+def _price_row(price: Price, lead: Price) -> tuple[Cell, ...]:
+    factor = format_parts(price.usd_per_gpu_hour / lead.usd_per_gpu_hour, None, None)[0]
+    return (
+        Cell(price.name),
+        Cell(price.kind),
+        Cell(f"{price.usd_per_gpu_hour:.3f}"),
+        Cell(f"{factor}{TIMES}", f"of {lead.name}"),
+        Cell(", ".join(filter(None, (price.instance, price.region))) or MISSING),
+        Cell(price.date or MISSING),
+        Cell(price.source or MISSING),
+    )

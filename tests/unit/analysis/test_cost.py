@@ -1,0 +1,201 @@
+"""Cost by hand: 8 sequences of 64 tokens in a step of 1 s on 2 devices are 512 tokens/s and 8 samples/s."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from paceline.analysis import cost
+from paceline.analysis.cost import Costing
+from paceline.analysis.report import build
+from paceline.findings import Cost, Report
+from paceline.present import cost as shown
+from paceline.present.quantity import TIMES
+from paceline.prices import SPOT, Price
+from paceline.records import RunRecord
+
+Builder = Callable[..., Any]
+HOURLY = Price(name="hourly", usd_per_gpu_hour=3.6, source="a test", date="2026-01")
+SPOTTED = Price(name="spotted", usd_per_gpu_hour=0.9, kind=SPOT, source="a test", date="2026-01")
+
+
+def reported(groups: Sequence[Sequence[RunRecord]], make_reference: Builder, costing: Costing | None = None) -> Report:
+    records = [record for group in groups for record in group]
+    works = {record.spec.work: record.spec for record in records}
+    return build([*map(make_reference, works.values()), *records], "test", costing=costing)
+
+
+def test_tokens_per_usd_times_usd_per_token_is_one() -> None:
+    for usd, devices, rate in ((0.18, 1, 3.0), (1.5, 4, 18147.0), (14.0, 512, 2.5e7)):
+        per_token = cost.usd_per_mtok(usd, devices, rate) / 1e6
+        assert cost.tokens_per_usd(usd, devices, rate) * per_token == pytest.approx(1, rel=1e-12)
+
+
+def test_the_published_table_by_hand() -> None:
+    """18,147 tokens/s on 4 GPUs at 1.50 USD are 65,329,200 tokens for 6 USD: not 3,025 for one."""
+    assert cost.tokens_per_usd(1.5, 4, 18147) == pytest.approx(10_888_200)
+    assert cost.usd_per_mtok(1.5, 4, 18147) == pytest.approx(0.0918425, rel=1e-5)
+
+
+def only(report: Report) -> Cost:
+    (found,) = report.costs
+    return found
+
+
+def test_known_numbers_with_an_own_price(make_spec: Builder, make_record: Builder, make_reference: Builder) -> None:
+    """2 * 3.6 USD buy 3600 * 512 tokens and 3600 * 8 samples."""
+    runs = [make_record(make_spec("ddp"))]
+    found = only(reported([runs], make_reference, Costing((HOURLY,), 1_843_200)))
+    assert found.usd_per_hour == pytest.approx(7.2)
+    assert found.tokens_per_usd.value == pytest.approx(256_000)
+    assert found.usd_per_mtok.value == pytest.approx(3.90625)
+    assert found.usd_per_1k_samples.value == pytest.approx(0.25)
+    assert found.train_time_s is not None
+    assert found.train_time_s.value == pytest.approx(3600)
+    assert found.train_cost_usd is not None
+    assert found.train_cost_usd.value == pytest.approx(7.2)
+    assert "samples of 64 tokens" in (found.usd_per_1k_samples.note or "")
+
+
+def test_intervals_are_those_of_the_throughput(make_cell: Builder, make_reference: Builder) -> None:
+    report = reported([make_cell(1.0, strategy="ddp", spread=0.02)], make_reference, Costing((HOURLY,)))
+    rate = next(m for m in report.measurements if m.metric == "tokens_per_s")
+    found = only(report)
+    assert rate.low is not None
+    assert rate.high is not None
+    assert rate.low < rate.high
+    assert found.usd_per_mtok.low == pytest.approx(cost.usd_per_mtok(3.6, 2, rate.high))
+    assert found.usd_per_mtok.high == pytest.approx(cost.usd_per_mtok(3.6, 2, rate.low))
+    assert found.tokens_per_usd.low == pytest.approx(cost.tokens_per_usd(3.6, 2, rate.low))
+
+
+def test_measurements_name_their_price_and_where_it_comes_from(make_cell: Builder, make_reference: Builder) -> None:
+    costing = Costing((HOURLY, SPOTTED), 10**9)
+    report = reported([make_cell(1.0, strategy="ddp")], make_reference, costing)
+    priced = [m for m in report.measurements if m.metric == "usd_per_mtok"]
+    assert {(m.axes["price"], m.axes["price_kind"]) for m in priced} == {("hourly", "as given"), ("spotted", "spot")}
+    assert all("a test, 2026-01" in (m.note or "") for m in priced)
+    assert {m.metric for m in report.measurements} >= set(cost.METRICS)
+    times = [m for m in report.measurements if m.metric == "train_time_s"]
+    assert len(times) == 1, "no price changes the time"
+    assert "price" not in times[0].axes
+
+
+def on_gpu(make_cell: Builder, gpu: dict[str, Any], **more: Any) -> list[RunRecord]:
+    found: list[RunRecord] = make_cell(1.0, device="cuda", precision="bf16/fp32", record={"gpus": [gpu] * 2}, **more)
+    return found
+
+
+def priced_as(make_cell: Builder, make_reference: Builder, gpu: dict[str, Any], **more: Any) -> list[str]:
+    return [c.price.name for c in reported([on_gpu(make_cell, gpu, **more)], make_reference).costs]
+
+
+def test_without_a_request_only_a_known_gpu_has_a_price(
+    make_cell: Builder, make_reference: Builder, h200: dict[str, Any]
+) -> None:
+    known = priced_as(make_cell, make_reference, h200)
+    assert known
+    assert all(name.endswith("h200") for name in known)
+    assert not priced_as(make_cell, make_reference, {"name": "NVIDIA H900"})
+    assert not priced_as(make_cell, make_reference, {**h200, "mig": True}), "a slice is not the GPU"
+    assert not reported([make_cell(1.0)], make_reference).costs, "a CPU"
+
+
+def test_a_shared_gpu_has_no_cost(make_cell: Builder, make_reference: Builder, h200: dict[str, Any]) -> None:
+    shared = {"settings": {"shared_gpu": True}}
+    runs = make_cell(1.0, device="cuda", precision="bf16/fp32", record={"gpus": [h200], "evidence": shared})
+    report = reported([runs], make_reference, Costing((HOURLY,)))
+    assert not report.costs
+    assert any("so no cost is stated" in note for note in report.notes)
+
+
+def test_a_price_of_another_gpu_is_not_used_and_the_report_says_so(
+    make_cell: Builder, make_reference: Builder, h200: dict[str, Any]
+) -> None:
+    a10 = dataclasses.replace(HOURLY, gpu="A10")
+    report = reported([on_gpu(make_cell, h200)], make_reference, Costing((a10,)))
+    assert not report.costs
+    assert "--price: hourly (A10) holds for none of the measured cells (NVIDIA H200), so no cost is stated" in (
+        report.notes
+    )
+    asked = reported([make_cell(1.0)], make_reference, Costing(None, 10**9))
+    assert any(note.startswith("--train-tokens: no price is known for cpu") for note in asked.notes)
+
+
+# --- savings ---
+
+
+def test_the_winner_saves_what_its_comparison_says(make_cell: Builder, make_reference: Builder) -> None:
+    groups = [make_cell(1.25, strategy="ddp"), make_cell(1.0, strategy="fsdp2"), make_cell(1.4, strategy="zero")]
+    report = reported(groups, make_reference, Costing((HOURLY,), 10**9))
+    (saving,) = report.savings
+    assert (saving.label, saving.other_label) == ("fsdp2", "ddp")
+    assert saving.saved_ratio == pytest.approx(0.2, abs=0.01)
+    assert saving.low < saving.saved_ratio < saving.high
+    costs = {c.axes["strategy"]: c.usd_per_mtok.value or 0 for c in report.costs}
+    assert saving.saved_ratio == pytest.approx(1 - costs["fsdp2"] / costs["ddp"])
+    (sentence,) = shown.sentences(report)
+    assert sentence.startswith("fsdp2 saves ")
+    assert "against ddp, the next best, at any price per GPU-hour" in sentence
+    assert "USD for 1B tokens at hourly." in sentence
+
+
+def test_where_the_expected_winner_loses_the_sentence_is_the_opposite(
+    make_cell: Builder, make_reference: Builder
+) -> None:
+    groups = [make_cell(1.0, strategy="ddp"), make_cell(1.25, strategy="fsdp2")]
+    (sentence,) = shown.sentences(reported(groups, make_reference, Costing((HOURLY,))))
+    assert sentence.startswith("ddp saves ")
+    assert "against fsdp2" in sentence
+
+
+def test_a_tie_saves_nothing(make_cell: Builder, make_reference: Builder) -> None:
+    groups = [make_cell(1.0, strategy="ddp"), make_cell(1.002, strategy="fsdp2")]
+    report = reported(groups, make_reference, Costing((HOURLY,)))
+    assert len(report.costs) == 2
+    assert not report.savings
+    assert not shown.sentences(report)
+
+
+def test_a_tie_at_the_top_is_said(make_cell: Builder, make_reference: Builder) -> None:
+    groups = [make_cell(1.0, strategy="ddp"), make_cell(1.001, strategy="fsdp2"), make_cell(1.4, strategy="zero")]
+    report = reported(groups, make_reference, Costing((HOURLY,)))
+    (saving,) = report.savings
+    assert {saving.label, *saving.tied} == {"ddp", "fsdp2"}
+    assert f"{saving.label}, tied with {saving.tied[0]}, saves " in shown.sentences(report)[0]
+
+
+def test_without_a_price_nothing_is_said_to_be_saved(make_cell: Builder, make_reference: Builder) -> None:
+    report = reported([make_cell(1.0, strategy="ddp"), make_cell(1.25, strategy="fsdp2")], make_reference)
+    assert report.comparisons
+    assert not report.savings
+
+
+# --- tables ---
+
+
+def test_on_demand_stands_beside_spot_and_other_prices_are_one_factor(
+    make_cell: Builder, make_reference: Builder
+) -> None:
+    dear = dataclasses.replace(HOURLY, name="dear", usd_per_gpu_hour=7.2, kind="on demand")
+    lead = dataclasses.replace(HOURLY, kind="on demand")
+    costing = Costing((dear, lead, SPOTTED), 2 * 10**9)
+    first, every = shown.tables(reported([make_cell(1.0, strategy="ddp")], make_reference, costing))
+    assert first.title == "Cost at hourly"
+    headings = [column.heading for column in first.columns]
+    assert headings[2:4] == ["on demand, USD/Mtoken", "spot, USD/Mtoken"]
+    assert headings[-3:] == ["2B tokens, h", "2B tokens on demand, USD", "2B tokens spot, USD"]
+    (row,) = first.rows
+    on_demand, spot = (float(row[i].text) for i in (2, 3))
+    assert on_demand / spot == pytest.approx(4, rel=0.01)
+    assert row[headings.index("1000 samples, USD")].detail == "of 64 tokens"
+    assert any("a test, 2026-01" in note for note in first.notes)
+    factors = {cells[0].text: cells[3].text.removesuffix(TIMES) for cells in every.rows}
+    assert factors == {"spotted": "0.250", "hourly": "1.00", "dear": "2.00"}
+
+
+def test_no_cost_no_table(make_cell: Builder, make_reference: Builder) -> None:
+    assert shown.tables(reported([make_cell(1.0)], make_reference)) == ()
