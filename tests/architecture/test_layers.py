@@ -18,13 +18,13 @@ ROOT = Path(paceline.__file__).parent
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("spec", "models", "machine", "processes"),
-    ("records", "findings", "doctor"),
+    ("records", "findings", "doctor", "recipe", "redaction"),
     ("store", "measure", "telemetry", "decoder", "ledger", "footprint"),
-    ("corpus", "timeline", "present"),
+    ("corpus", "timeline", "present", "capsule"),
     ("plugins",),
     ("workloads", "strategies", "launchers", "exporters", "analysis", "experiment"),
     ("run", "worker"),
-    ("display", "watch"),
+    ("display", "watch", "replay"),
     ("cli",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
