@@ -21,6 +21,7 @@ _NAMED = (
     r"|\bBearer\s+[\w.~+/-]{8,}"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(-----END [A-Z ]*PRIVATE KEY-----|\Z)"
 )
+_ESCAPE = re.compile(r"\\[nrtbf]")
 _SECRET_FIELD = re.compile(_NAME)
 SECRET = re.compile(f"{SECRET_VALUE.pattern}|{_NAMED}")
 
@@ -32,7 +33,7 @@ def clean(name: str, content: bytes, where: str) -> tuple[bytes, int]:
     `machine.recorded_environment` lets pass today, whatever an older version recorded.
     """
     text = content.decode(errors="surrogateescape")
-    suspicious = SECRET.search(text) is not None
+    suspicious = _suspicious(text)
     if name == "spec.json" and suspicious:
         raise RequestError(f"{where}: holds a text shaped like a secret; accepted is a run whose spec names none")
     if name.startswith("machine-"):
@@ -49,13 +50,21 @@ def clean(name: str, content: bytes, where: str) -> tuple[bytes, int]:
     return (cleaned.encode(errors="surrogateescape"), count) if count else (content, 0)
 
 
+def _suspicious(text: str) -> bool:
+    """Whether a secret may stand in it. In JSON a line break is a backslash and a letter, which would hide where a word
+    begins, so both readings are searched."""
+    return bool(SECRET.search(text) or ("\\" in text and SECRET.search(_ESCAPE.sub("  ", text))))
+
+
 def _clean_machine(text: str, content: bytes, where: str) -> tuple[bytes, int]:
-    facts, count = _clean_value(_parse(text, where))
+    facts, count = _parse(text, where), 0
     environment = facts.get("environment") if isinstance(facts, dict) else None
     if isinstance(environment, Mapping):
         allowed = recorded_environment({str(k): str(v) for k, v in environment.items()})
-        count += len(environment) - len(allowed)
+        count = len(environment) - len(allowed)
         facts["environment"] = allowed
+    facts, secrets = _clean_value(facts)
+    count += secrets
     return ((json.dumps(facts, indent=1) + "\n").encode(), count) if count else (content, 0)
 
 
@@ -64,7 +73,7 @@ def _clean_lines(text: str, where: str) -> tuple[str, int]:
     *whole, rest = text.split("\n")
     lines, total = [], 0
     for line in whole:
-        value, count = _clean_value(_parse(line, where)) if SECRET.search(line) else (None, 0)
+        value, count = _clean_value(_parse(line, where)) if _suspicious(line) else (None, 0)
         lines.append(json.dumps(value) if count else line)
         total += count
     rest, count = SECRET.subn(MARK, rest)

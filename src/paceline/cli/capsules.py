@@ -53,7 +53,9 @@ def capsule(arguments: argparse.Namespace) -> int:
 def replay(arguments: argparse.Namespace) -> int:
     from paceline import replay as replaying
     from paceline.run import read_experiment, unsupported
+    from paceline.spec import require
 
+    require(not arguments.capsule.is_dir(), "replay", str(arguments.capsule), "a file that `paceline capsule` wrote")
     stored, skipped = read_experiment(arguments.capsule)
     wanted = replaying.request(
         stored, arguments.set, arguments.launcher, arguments.only, foreign=arguments.allow_modules

@@ -115,7 +115,8 @@ def verdict_sentence(found: Reproduction) -> str:
     total, good = len(found.cells), found.count(ReplayVerdict.REPRODUCED)
     if found.count(ReplayVerdict.UNSUPPORTED) == total:
         return f"Not replayed: this machine can run none of the {total} cells."
-    lead = "Reproduced" if good == total else "Reproduced in part" if good else "Not reproduced"
+    none = "Not reproduced" if found.count(ReplayVerdict.DIFFERS) else "Undecided"
+    lead = "Reproduced" if good == total else "Reproduced in part" if good else none
     rest = [
         f"{count} {word}"
         for verdict, word in (
