@@ -32,7 +32,9 @@ _RECORDED = re.compile(
     r"|CUDA_(VISIBLE_DEVICES|LAUNCH_BLOCKING|DEVICE_MAX_CONNECTIONS|DEVICE_ORDER)|NVIDIA_TF32_OVERRIDE|LD_PRELOAD"
 )
 _SECRET_NAME = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
-_SECRET_VALUE = re.compile(r"\b(hf_|sk-|gh[opsu]_|AKIA|eyJ)\w{8,}|://[^/@\s]+:[^/@\s]+@")
+SECRET_VALUE = re.compile(
+    r"\b(hf_|sk-|gh[opsu]_|github_pat_|glpat-|xox[abprs]-|AKIA|AIza|eyJ)[\w-]{8,}|://[^/@\s]+:[^/@\s]+@"
+)
 
 # On unless set to one of _OFF; two more have their own rule in `debug_switches`.
 _OFF = ("", "0", "off", "false", "no", "none")
@@ -137,7 +139,7 @@ def recorded_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(environ.items())
-        if _RECORDED.fullmatch(name) and not _SECRET_NAME.search(name) and not _SECRET_VALUE.search(value)
+        if _RECORDED.fullmatch(name) and not _SECRET_NAME.search(name) and not SECRET_VALUE.search(value)
     }
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from paceline import store
+from paceline import capsule, store
 from paceline.analysis import validity
 from paceline.analysis.certificate import certify
 from paceline.errors import RequestError, StoreError
@@ -321,10 +321,12 @@ def interruptible(work: Callable[[], list[Status]]) -> list[Status]:
 
 
 def read_experiment(directory: Path) -> tuple[list[RunRecord], list[str]]:
-    """Runs of a results folder for analysis; a folder that holds none is the user's mistake."""
-    if not directory.is_dir():
-        raise RequestError(f"{str(directory)!r} was given, which is no folder; accepted is a results folder or a run")
-    records, skipped = store.read_runs(directory)
+    """Runs of a results folder, or of a capsule, for analysis; one that holds none is the user's mistake."""
+    if not directory.exists():
+        raise RequestError(
+            f"{str(directory)!r} was given, which is no folder; accepted is a results folder, a run or a capsule"
+        )
+    records, skipped = store.read_runs(directory) if directory.is_dir() else capsule.read_runs(directory)
     if not records and not skipped:
         raise RequestError(f"{str(directory)!r} holds no run; accepted is a folder that `paceline run` has written")
     return records, skipped

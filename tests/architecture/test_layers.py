@@ -19,13 +19,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("spec", "models", "machine", "processes"),
     ("prices",),
-    ("records", "findings", "doctor"),
+    ("records", "findings", "doctor", "recipe", "redaction"),
     ("store", "measure", "telemetry", "decoder", "ledger", "footprint"),
-    ("corpus", "timeline", "present", "claims"),
+    ("corpus", "timeline", "present", "claims", "capsule"),
     ("plugins",),
     ("workloads", "strategies", "launchers", "exporters", "analysis", "experiment"),
     ("run", "worker"),
-    ("display", "watch"),
+    ("display", "watch", "replay"),
     ("cli",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

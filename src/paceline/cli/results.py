@@ -22,7 +22,7 @@ DEFAULT_FORMATS = ("html", "markdown", "csv", "json", "plots")
 
 def add_verbs(verbs: Any) -> None:
     verb = add_verb(verbs, "report", report, "conclude from stored runs: tables, plots, files")
-    verb.add_argument("directory", type=Path, help="a results folder or an experiment in it")
+    verb.add_argument("directory", type=Path, help="a results folder, an experiment in it, or a capsule")
     verb.add_argument(
         "--format", action="append", metavar="NAME", help=f"exporter; default: {', '.join(DEFAULT_FORMATS)}"
     )
@@ -43,6 +43,10 @@ def conclude(screen: Console, directory: Path, formats: Sequence[str], costing: 
     exporters = [load("exporters", name) for name in formats]
     records, skipped = read_experiment(directory)
     found = build(records, title=directory.resolve().name, skipped=skipped, costing=costing)
+    if directory.is_file():
+        # A capsule is never written to: its report stands beside it.
+        directory = directory.with_name(f"{directory.name.partition('.')[0]}-report")
+        directory.mkdir(exist_ok=True)
     written = [path for exporter in exporters for path in exporter.export(found, directory)]
     _print_report(screen, found)
     files = [path for path in written if path.parent == directory]

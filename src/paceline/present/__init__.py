@@ -1,7 +1,7 @@
 """How findings read: numbers rounded by their uncertainty, cells in their places, tables, and the terminal.
 
 quantity < facts, standing < tables < links < fabric, memory, ceilings, scaling, cost, claims < machine, answer <
-terminal. Exporters and the command line print what stands here, no more.
+terminal < replay. Exporters and the command line print what stands here, no more.
 """
 
 from paceline.present.answer import recommendation_lines

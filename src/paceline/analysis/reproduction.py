@@ -1,0 +1,292 @@
+"""Stored runs beside the same runs made again: within the intervals or not, and by which proof of equal work.
+
+A cell reproduces when its replay holds against the *stored* reference (weights, data, losses) and no compared metric
+differs by more than chance: faster is as little a reproduction as slower.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline import machine
+from paceline.analysis import metrics
+from paceline.analysis.certificate import certify, certify_all
+from paceline.analysis.compare import (
+    SMALLEST_EFFECT,
+    SPEED_METRICS,
+    comparable_metrics,
+    device_kind,
+    title_of,
+    verdict_of,
+)
+from paceline.analysis.metrics import BY_NAME, Cell
+from paceline.analysis.observation import observe
+from paceline.analysis.report import build
+from paceline.analysis.statistics import Ratio, Resampled, ratio_between
+from paceline.analysis.window import open_window
+from paceline.findings import SHARED_GPU, TIE, Certificate, Measurement
+from paceline.findings.reproduction import CellReproduction, Remeasured, ReplayVerdict, Reproduction, Trajectory
+from paceline.records import RunRecord, Status
+from paceline.spec import RunSpec
+
+# Of the rows of a sweep so many must agree: 95 % intervals promise no more.
+ROWS_WITHIN = 0.95
+# A tie of data that could have missed a fifth is no agreement: it is silence.
+MOST_UNSEEN_RATIO = 0.20
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """The stored or the replayed runs: by cell, with what was concluded from them alone."""
+
+    records: Mapping[str, Sequence[RunRecord]]
+    certificates: Mapping[str, Certificate]
+    cells: Mapping[str, Cell]
+    measurements: Mapping[str, Sequence[Measurement]]
+    references: Mapping[str, RunRecord]
+
+
+def side_of(records: Sequence[RunRecord]) -> Side:
+    by_cell: defaultdict[str, list[RunRecord]] = defaultdict(list)
+    for record in records:
+        by_cell[record.spec.cell].append(record)
+    certificates = certify_all(records)
+    valid = [r for r in records if (found := certificates.get(r.spec.run_id)) and found.valid]
+    measurements: defaultdict[str, list[Measurement]] = defaultdict(list)
+    for measurement in build([r for r in records if not r.spec.is_certified], title="").measurements:
+        measurements[measurement.cell].append(measurement)
+    return Side(
+        by_cell,
+        certificates,
+        {cell.id: cell for cell in metrics.gather(map(open_window, valid))},
+        measurements,
+        {r.spec.work: r for r in records if r.is_reference and r.status is Status.OK},
+    )
+
+
+def reproduce(stored: Sequence[RunRecord], replayed: Sequence[RunRecord], origins: Mapping[str, str]) -> Reproduction:
+    """One verdict per replayed cell; origins says of which stored cell each is the replay."""
+    old, new = side_of(stored), side_of(replayed)
+    return Reproduction(cells=tuple(_cell(old, new, origin, cell) for cell, origin in origins.items()))
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What `_cell` says about one cell beyond naming it."""
+
+    verdict: ReplayVerdict
+    reason: str
+    metrics: tuple[Remeasured, ...] = ()
+    trajectory: Trajectory | None = None
+    certificate: Certificate | None = None
+
+
+def _cell(old: Side, new: Side, origin: str, cell: str) -> CellReproduction:
+    before, after = old.records[origin], new.records.get(cell, ())
+    found = _ended_badly(before, after) or (
+        _trained(old, new, origin, cell) if before[0].spec.is_certified else _measured(old, new, origin, cell)
+    )
+    return CellReproduction(
+        cell=origin,
+        label=label_of(before[0].spec),
+        verdict=found.verdict,
+        reason=found.reason,
+        metrics=found.metrics,
+        trajectory=found.trajectory,
+        certificate=found.certificate,
+        differences=fingerprint_difference(before, after),
+        stored_runs=tuple(r.spec.run_id for r in before),
+        replayed_runs=tuple(r.spec.run_id for r in after),
+    )
+
+
+def label_of(spec: RunSpec) -> str:
+    """The cell in the words of its axes."""
+    title = title_of(spec.axes())
+    return title if spec.is_certified else f"{spec.workload.name}, {title}"
+
+
+def fingerprint_difference(before: Iterable[RunRecord], after: Iterable[RunRecord]) -> dict[str, tuple[Any, Any]]:
+    """Of the first host on each side, which speaks for the others; empty where a side recorded none."""
+    sides = [next((facts for r in side for facts in r.machines), None) for side in (before, after)]
+    return machine.fingerprint_diff(sides[0], sides[1]) if sides[0] and sides[1] else {}
+
+
+def _ended_badly(before: Sequence[RunRecord], after: Sequence[RunRecord]) -> Judgement | None:
+    """The verdict where how the runs ended decides it alone."""
+    refused = next((r for r in after if r.status is Status.UNSUPPORTED), None)
+    if not after:
+        return Judgement(ReplayVerdict.UNDECIDED, "it was not run")
+    if refused is not None:
+        return Judgement(ReplayVerdict.UNSUPPORTED, f"this machine cannot run it: {refused.error}")
+    if all(r.status is Status.OOM for r in before):
+        again = all(r.status is Status.OOM for r in after)
+        ended = ", ".join(sorted({str(r.status) for r in after}))
+        text = "out of memory again" if again else f"stored as out of memory; the replay ended {ended}"
+        return Judgement(ReplayVerdict.REPRODUCED if again else ReplayVerdict.DIFFERS, text)
+    bad = next((r for r in after if r.status not in (Status.OK, Status.INVALID)), None)
+    return Judgement(ReplayVerdict.DIFFERS, f"the replay ended {bad.status}: {bad.error}") if bad else None
+
+
+# --- training ---
+
+
+def _trained(old: Side, new: Side, origin: str, cell: str) -> Judgement:
+    a, b = old.cells.get(origin), new.cells.get(cell)
+    if a is None:
+        return Judgement(ReplayVerdict.UNDECIDED, f"the stored runs prove nothing: {_unproved(old, origin)}")
+    if b is None:
+        return Judgement(ReplayVerdict.DIFFERS, f"the replayed runs are not certified: {_unproved(new, cell)}")
+    certificate = _against_stored(old, new.records[cell])
+    trajectory = _trajectory(old.records[origin], new.records[cell])
+    if device_kind(a) != device_kind(b):
+        reason = f"stored on {device_kind(a)}, replayed on {device_kind(b)}: speeds of two kinds of device never agree"
+        return Judgement(ReplayVerdict.UNDECIDED, reason, (), trajectory, certificate)
+    if not certificate.valid:
+        reason = f"not the stored work: {'; '.join(certificate.reasons)}"
+        return Judgement(ReplayVerdict.DIFFERS, reason, (), trajectory, certificate)
+    compared = tuple(_remeasured(metric, a, b) for metric in comparable_metrics((a, b)))
+    return Judgement(*_conclude(compared), compared, trajectory, certificate)
+
+
+def _unproved(side: Side, cell: str) -> str:
+    found = [side.certificates.get(r.spec.run_id) for r in side.records[cell]]
+    return next((c.reasons[0] for c in found if c and c.reasons), "no step is left after warm-up")
+
+
+def _against_stored(old: Side, replayed: Sequence[RunRecord]) -> Certificate:
+    """The replay held against the stored reference and the stored runs of its work; the first failure speaks."""
+    work = replayed[0].spec.work
+    peers = [r for runs in old.records.values() for r in runs if r.spec.work == work and r.spec.is_certified]
+    trusted = [r for r in peers if r.status is Status.OK]
+    found = [certify(record, old.references.get(work), trusted) for record in replayed]
+    return next((c for c in found if not c.valid), found[0])
+
+
+def _trajectory(before: Sequence[RunRecord], after: Sequence[RunRecord]) -> Trajectory | None:
+    """Launch by launch over the repeats both sides have, else the first of each."""
+    by_repeat = {r.spec.repeat: r for r in before}
+    pairs = [(by_repeat[r.spec.repeat], r) for r in after if r.spec.repeat in by_repeat] or [(before[0], after[0])]
+    ratios = []
+    for old, new in pairs:
+        was, now = observe(old).losses, observe(new).losses
+        ratios += [abs(now[s] - was[s]) / max(abs(was[s]), 1e-30) for s in was if s in now]
+    if not ratios:
+        return None
+    worst = max(ratios, key=lambda ratio: math.inf if math.isnan(ratio) else ratio)
+    return Trajectory(steps=len(ratios), equal_steps=sum(ratio == 0 for ratio in ratios), largest_ratio=worst)
+
+
+def _remeasured(metric: str, a: Cell, b: Cell) -> Remeasured:
+    under, over = metrics.estimate(a, metric), metrics.estimate(b, metric)
+    stored, replayed = (next(m for m in metrics.measure(cell) if m.metric == metric) for cell in (a, b))
+    if under is None or over is None:
+        return Remeasured(metric=metric, within=None, reason="not measured on both sides")
+    ratio = ratio_between([_redrawn(over)], [under])
+    if ratio is None:
+        within, reason = _without_interval(over.value / under.value if under.value else math.inf)
+        return Remeasured(
+            metric=metric,
+            within=within,
+            reason=reason,
+            stored=stored,
+            replayed=replayed,
+            ratio=over.value / under.value if under.value else None,
+        )
+    within, reason = _by_interval(ratio, BY_NAME[metric].better)
+    return Remeasured(
+        metric=metric,
+        within=within,
+        reason=reason,
+        stored=stored,
+        replayed=replayed,
+        ratio=ratio.value,
+        low=ratio.low,
+        high=ratio.high,
+        detectable_ratio=ratio.detectable,
+    )
+
+
+def _redrawn(found: Resampled) -> Resampled:
+    """The second side of a pair of equal cells: the same seed would draw the same launches and hide their spread."""
+    return found if found.deviations is None else dataclasses.replace(found, deviations=found.deviations[::-1])
+
+
+def _by_interval(ratio: Ratio, better: str) -> tuple[bool | None, str]:
+    verdict, reason = verdict_of(ratio, better)
+    if verdict == TIE and ratio.detectable > MOST_UNSEEN_RATIO:
+        seen = f"differences under {ratio.detectable:.0%}" if ratio.detectable < 1 else "even a doubling"
+        return None, f"too noisy to tell: {seen} could have gone unseen; more repeats (--set repeats=5) would show more"
+    return verdict == TIE, reason
+
+
+def _without_interval(ratio: float) -> tuple[bool | None, str]:
+    """Launches that were not repeated show no spread: only what is as good as equal can be called so."""
+    effect = max(ratio, 1 / ratio) - 1 if 0 < ratio < math.inf else math.inf
+    if effect < SMALLEST_EFFECT:
+        return True, f"equal within {SMALLEST_EFFECT:.0%}"
+    return None, f"no interval, because launches were not repeated; the values differ by {effect:.1%}"
+
+
+def _conclude(compared: Sequence[Remeasured]) -> tuple[ReplayVerdict, str]:
+    """Every speed must agree; where there is none, what was measured instead."""
+    beyond = [m for m in compared if m.within is False]
+    speeds = [m for m in compared if m.metric in SPEED_METRICS]
+    agree = all(m.within for m in speeds) if speeds else any(m.within for m in compared)
+    if agree and not beyond:
+        return ReplayVerdict.REPRODUCED, "no compared metric differs by more than chance"
+    verdict = ReplayVerdict.DIFFERS if beyond else ReplayVerdict.UNDECIDED
+    told = beyond or [m for m in compared if m.within is None]
+    return verdict, "; ".join(f"{m.metric}: {m.reason}" for m in told) or "nothing can be compared"
+
+
+# --- workloads without a certificate ---
+
+
+def _measured(old: Side, new: Side, origin: str, cell: str) -> Judgement:
+    """By the intervals of every row; a workload that measures nothing of the kind has only its end to show."""
+    bad = next((r for r in new.records[cell] if r.status is not Status.OK), None)
+    if bad is not None:
+        return Judgement(ReplayVerdict.DIFFERS, f"the replay ended {bad.status}: {bad.error}")
+    before, after = ({_row(m): m for m in side} for side in (_speeds(old, origin), _speeds(new, cell)))
+    names = dict.fromkeys(m.metric for row, m in before.items() if row in after)
+    found = tuple(
+        _rows_of(name, [(m, after[row]) for row, m in before.items() if row in after and m.metric == name])
+        for name in names
+    )
+    if not found:
+        return Judgement(ReplayVerdict.REPRODUCED, "it ended ok both times; nothing of it is a speed")
+    return Judgement(*_conclude(found), found)
+
+
+def _speeds(side: Side, cell: str) -> list[Measurement]:
+    return [m for m in side.measurements.get(cell, ()) if m.value is not None and SHARED_GPU not in (m.note or "")]
+
+
+def _row(m: Measurement) -> str:
+    return f"{m.metric} {sorted((k, v) for k, v in m.axes.items() if k not in ('launcher', 'steps'))}"
+
+
+def _rows_of(metric: str, pairs: Sequence[tuple[Measurement, Measurement]]) -> Remeasured:
+    verdicts = [_overlap(a, b) for a, b in pairs]
+    if len(pairs) == 1:
+        (stored, replayed), (within, reason) = pairs[0], verdicts[0]
+        return Remeasured(metric=metric, within=within, reason=reason, stored=stored, replayed=replayed)
+    agree, decided = (sum(within in kinds for within, _ in verdicts) for kinds in ((True,), (True, False)))
+    if not decided:
+        return Remeasured(metric=metric, within=None, reason="no row has an interval on both sides")
+    reason = f"{agree} of {decided} rows agree within their intervals ({ROWS_WITHIN:.0%} are needed)"
+    return Remeasured(metric=metric, within=agree >= ROWS_WITHIN * decided, reason=reason)
+
+
+def _overlap(a: Measurement, b: Measurement) -> tuple[bool | None, str]:
+    near, reason = _without_interval(b.value / a.value if a.value and b.value else math.inf)
+    if near or a.low is None or a.high is None or b.low is None or b.high is None:
+        return near, reason
+    within = a.low <= b.high and b.low <= a.high
+    return within, "the intervals overlap" if within else "the intervals do not overlap"

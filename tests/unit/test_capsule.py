@@ -1,0 +1,325 @@
+"""Capsules: the same runs give the same bytes, without secrets; a stranger's is checked before it is used."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import capsule, cli, experiment, recipe, redaction, store
+from paceline.errors import RequestError
+from paceline.records import Status
+from paceline.run import read_experiment
+from paceline.spec import Choice, RunSpec
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "capsules"
+MACHINE = {
+    "host": "node-a",
+    "gpus": [],
+    "versions": {"python": "3.12.3", "torch": "2.11.0"},
+    "revision": "c64c8142fac6-dirty",
+    "environment": {"OMP_NUM_THREADS": "1"},
+}
+
+MakeSpec = Callable[..., RunSpec]
+MakeRun = Callable[..., Path]
+
+
+@pytest.fixture
+def runs(tmp_path: Path, make_spec: MakeSpec, make_run: MakeRun) -> Path:
+    """Two sealed runs with logs, and one that was interrupted."""
+    out = tmp_path / "results"
+    for strategy in ("ddp", "fsdp2"):
+        run_dir = make_run(out, make_spec(strategy))
+        store.write_json(run_dir / "machine-node-a.json", MACHINE)
+        (run_dir / "log.txt").write_text("step 1\n")
+    make_run(out, make_spec("zero:stage=1"), status=None)
+    return out
+
+
+def names(path: Path) -> list[str]:
+    with tarfile.open(path) as tar:
+        return [member.name for member in tar]
+
+
+def texts(path: Path) -> dict[str, bytes]:
+    with tarfile.open(path) as tar:
+        return {m.name: stream.read() for m in tar if (stream := tar.extractfile(m))}
+
+
+def rewritten(path: Path, change: Callable[[dict[str, bytes]], None]) -> Path:
+    """The capsule with other files in it, packed well, as someone who edits it would."""
+    files = texts(path)
+    change(files)
+    target = path.with_name(f"changed-{path.name}")
+    with tarfile.open(target, "w:gz") as tar:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return target
+
+
+class TestPacking:
+    def test_the_same_runs_give_the_same_bytes(self, runs: Path, tmp_path: Path) -> None:
+        for name in ("a", "b"):
+            capsule.pack(runs, tmp_path / f"{name}.tar.gz")
+        assert (tmp_path / "a.tar.gz").read_bytes() == (tmp_path / "b.tar.gz").read_bytes()
+
+    def test_what_comes_back_is_what_was_packed(self, runs: Path, tmp_path: Path) -> None:
+        packed = capsule.pack(runs, tmp_path / "c.tar.gz")
+        before, _ = store.read_runs(runs)
+        after, skipped = capsule.read_runs(packed.path)
+        assert packed.runs == len(after) == 2
+        assert not skipped
+        assert {r.spec.run_id: (r.steps, r.outcomes, r.machines) for r in before} == {
+            r.spec.run_id: (r.steps, r.outcomes, r.machines) for r in after
+        }
+
+    def test_an_unsealed_run_is_left_out_with_a_sentence_that_names_no_place(self, runs: Path, tmp_path: Path) -> None:
+        packed = capsule.pack(runs, tmp_path / "c.tar.gz")
+        assert len(packed.notes) == 1
+        assert "not sealed" in packed.notes[0]
+        assert str(tmp_path) not in texts(packed.path)["capsule/manifest.json"].decode()
+
+    def test_logs_come_only_when_asked_for(self, runs: Path, tmp_path: Path) -> None:
+        without = capsule.pack(runs, tmp_path / "a.tar.gz").path
+        with_logs = capsule.pack(runs, tmp_path / "b.tar.gz", logs=True).path
+        assert not any(name.endswith("log.txt") for name in names(without))
+        assert sum(name.endswith("log.txt") for name in names(with_logs)) == 2
+
+    def test_a_link_is_not_followed(self, runs: Path, tmp_path: Path) -> None:
+        (tmp_path / "private.jsonl").write_text("")
+        run_dir = next(d for d in store.run_dirs(runs) if store.is_sealed(d))
+        (run_dir / "samples-7.jsonl").symlink_to(tmp_path / "private.jsonl")
+        assert not any("samples-7" in name for name in names(capsule.pack(runs, tmp_path / "c.tar.gz").path))
+
+    def test_the_manifest_tells_versions_and_revision(self, runs: Path, tmp_path: Path) -> None:
+        files = texts(capsule.pack(runs, tmp_path / "c.tar.gz").path)
+        manifest = json.loads(files["capsule/manifest.json"])
+        assert manifest["environments"] == [
+            {"hosts": ["node-a"], "revision": "c64c8142fac6", "dirty": True, "versions": MACHINE["versions"]}
+        ]
+        assert "torch==2.11.0\n" in files["capsule/versions.txt"].decode()
+        assert set(manifest["files"]) == {name.removeprefix("capsule/") for name in files} - {"manifest.json"}
+
+    def test_a_run_brings_the_reference_that_proves_it(
+        self, tmp_path: Path, make_spec: MakeSpec, make_run: MakeRun
+    ) -> None:
+        spec, other = make_spec("ddp"), make_spec("ddp", seed=7)
+        reference, stranger = (make_spec(None, workload="reference", seed=s.seed) for s in (spec, other))
+        run_dir = make_run(tmp_path, spec)
+        for one in (reference, stranger, other):
+            make_run(tmp_path, one)
+        records, _ = capsule.read_runs(capsule.pack(run_dir, tmp_path / "c.tar.gz").path)
+        assert {r.spec.run_id for r in records} == {spec.run_id, reference.run_id}
+
+    def test_an_existing_file_is_kept_unless_forced(self, runs: Path, tmp_path: Path) -> None:
+        target = tmp_path / "c.tar.gz"
+        target.write_text("mine")
+        with pytest.raises(RequestError, match="--force"):
+            capsule.pack(runs, target)
+        assert target.read_text() == "mine"
+        capsule.pack(runs, target, force=True)
+        assert capsule.read_runs(target)[0]
+
+    def test_a_failure_leaves_no_half_file(self, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(tarfile.TarFile, "addfile", full)
+        with pytest.raises(RequestError, match="No space left"):
+            capsule.pack(runs, tmp_path / "c.tar.gz")
+        assert [path.name for path in tmp_path.iterdir()] == ["results"]
+
+    def test_a_folder_of_unsealed_runs_is_refused(self, tmp_path: Path, make_spec: MakeSpec, make_run: MakeRun) -> None:
+        make_run(tmp_path / "r", make_spec(), status=None)
+        with pytest.raises(RequestError, match=r"no sealed run.*not sealed"):
+            capsule.pack(tmp_path / "r", tmp_path / "c.tar.gz")
+
+
+SECRETS = (
+    "hf_abcdefgh1234",
+    "sk-proj-abcdefgh1234",
+    "github_pat_11AAAAAAA0abcdef",
+    "https://me:hunter22@example.org/x",
+    "HF_TOKEN=abcdefghij",
+    "password: hunter2222",
+    "Authorization: Bearer abcdefgh.ijkl",
+)
+
+
+class TestSecrets:
+    @pytest.mark.parametrize("secret", SECRETS)
+    @pytest.mark.parametrize("name", ["log.txt", "status.json", "samples-0.jsonl"])
+    def test_texts_shaped_like_one_are_taken_out(self, secret: str, name: str) -> None:
+        value = {"error": f'first\n{secret}\nand "more"', "tokens": 64}
+        text = str(value["error"]) if name == "log.txt" else json.dumps(value) + "\n"
+        cleaned, count = redaction.clean(name, text.encode(), where=name)
+        assert count == 1
+        assert secret.encode() not in cleaned
+        assert redaction.MARK.encode() in cleaned
+        if name != "log.txt":
+            assert json.loads(cleaned)["tokens"] == 64
+
+    def test_one_behind_an_escaped_line_break_is_found(self) -> None:
+        cleaned, count = redaction.clean("status.json", rb'{"error": "x\nhf_abcdefgh1234"}', where="")
+        assert count == 1
+        assert json.loads(cleaned) == {"error": f"x\n{redaction.MARK}"}
+
+    def test_a_named_field_of_any_value_is_taken_out(self) -> None:
+        cleaned, count = redaction.clean("job.json", b'{"env": {"MY_API_KEY": "short-but-secret"}}', where="")
+        assert (json.loads(cleaned), count) == ({"env": {"MY_API_KEY": redaction.MARK}}, 1)
+
+    def test_what_holds_none_is_not_touched(self) -> None:
+        content = b'{"kind":  "step", "tokens": 64, "label": "task-1234567890 KeyError: x"}\n\xff'
+        assert redaction.clean("log.txt", content, where="") == (content, 0)
+
+    def test_of_a_machine_only_variables_that_change_speed_are_kept(self) -> None:
+        facts = MACHINE | {"environment": {"OMP_NUM_THREADS": "1", "HOME": "/home/me", "NCCL_TOKEN": "x"}}
+        cleaned, count = redaction.clean("machine-a.json", json.dumps(facts).encode(), where="")
+        assert (json.loads(cleaned)["environment"], count) == ({"OMP_NUM_THREADS": "1"}, 2)
+
+    def test_a_spec_with_one_is_refused(self, tmp_path: Path, make_spec: MakeSpec, make_run: MakeRun) -> None:
+        make_run(tmp_path / "r", make_spec(data=Choice("tokens", {"path": "https://me:hunter22@example.org/x"})))
+        with pytest.raises(RequestError, match=r"spec\.json: holds a text shaped like a secret"):
+            capsule.pack(tmp_path / "r", tmp_path / "c.tar.gz")
+        assert not (tmp_path / "c.tar.gz").exists()
+
+    def test_the_user_is_told_and_the_record_still_reads(
+        self, tmp_path: Path, make_spec: MakeSpec, make_run: MakeRun
+    ) -> None:
+        make_run(tmp_path / "r", make_spec(), status=Status.FAILED, error="fetch https://me:hunter22@example.org")
+        packed = capsule.pack(tmp_path / "r", tmp_path / "c.tar.gz")
+        assert "redacted: 1 secret-shaped text in runs/test/" in packed.notes[0]
+        (record,) = capsule.read_runs(packed.path)[0]
+        assert record.error == f"fetch https{redaction.MARK}example.org"
+
+
+def _flip(files: dict[str, bytes]) -> None:
+    name = next(n for n in files if n.endswith("samples-0.jsonl"))
+    files[name] = files[name].replace(b"0.5", b"0.4")
+
+
+def _drop(files: dict[str, bytes]) -> None:
+    del files[next(n for n in files if n.endswith("status.json"))]
+
+
+def _add(files: dict[str, bytes]) -> None:
+    files["capsule/runs/extra.json"] = b"{}"
+
+
+def _climb(files: dict[str, bytes]) -> None:
+    manifest = json.loads(files["capsule/manifest.json"])
+    manifest["files"]["../../outside"] = {"sha256": "0" * 64, "bytes": 2}
+    files["capsule/manifest.json"] = json.dumps(manifest).encode()
+    files["capsule/../../outside"] = b"{}"
+
+
+def _manifest(**more: Any) -> Callable[[dict[str, bytes]], None]:
+    def change(files: dict[str, bytes]) -> None:
+        files["capsule/manifest.json"] = json.dumps(json.loads(files["capsule/manifest.json"]) | more).encode()
+
+    return change
+
+
+CHANGES = {
+    "a changed file": (_flip, r"samples-0.jsonl was changed"),
+    "a missing file": (_drop, r"status.json is missing"),
+    "an added file": (_add, r"'capsule/runs/extra.json' does not stand in its manifest"),
+    "a path outside": (_climb, r"outside the destination"),
+    "a newer schema": (_manifest(schema=99), r"schema 99 was written by a newer Paceline"),
+    "another format": (_manifest(format="zip"), r"not that of a capsule"),
+    "no table of files": (_manifest(files=[]), r"manifest.json cannot be read"),
+    "a bomb": (_manifest(files={"x": {"sha256": "0" * 64, "bytes": 2**50}}), r"more than any capsule should hold"),
+}
+
+
+class TestVerifying:
+    @pytest.mark.parametrize("case", CHANGES)
+    def test_a_capsule_that_was_changed_is_refused(self, runs: Path, tmp_path: Path, case: str) -> None:
+        change, words = CHANGES[case]
+        changed = rewritten(capsule.pack(runs, tmp_path / "c.tar.gz").path, change)
+        with pytest.raises(RequestError, match=words):
+            capsule.unpack(changed, tmp_path / "unpacked" / "here")
+        assert not (tmp_path / "outside").exists()
+
+    def test_a_link_is_refused(self, runs: Path, tmp_path: Path) -> None:
+        packed = capsule.pack(runs, tmp_path / "c.tar.gz").path
+        target = tmp_path / "link.tar.gz"
+        with tarfile.open(packed) as source, tarfile.open(target, "w:gz") as tar:
+            for member in source:
+                if member.name.endswith("README.txt"):
+                    member.type, member.linkname, member.size = tarfile.SYMTYPE, "/etc/hostname", 0
+                tar.addfile(member, source.extractfile(member) if member.isreg() else None)
+        with pytest.raises(RequestError, match=r"README.txt is not the file"):
+            capsule.unpack(target, tmp_path / "unpacked")
+
+    @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+    def test_a_truncated_file_is_refused(self, runs: Path, tmp_path: Path, share: float) -> None:
+        packed = capsule.pack(runs, tmp_path / "c.tar.gz").path
+        content = packed.read_bytes()
+        packed.write_bytes(content[: int(len(content) * share)])
+        with pytest.raises(RequestError, match=r"not a whole capsule|is missing|does not begin with"):
+            capsule.read_runs(packed)
+
+    @pytest.mark.parametrize("content", [b"", b"hello", gzip.compress(b"hello" * 1000)])
+    def test_any_other_file_is_refused(self, tmp_path: Path, content: bytes) -> None:
+        (tmp_path / "x").write_bytes(content)
+        with pytest.raises(RequestError, match="capsule"):
+            capsule.read_runs(tmp_path / "x")
+
+
+class TestRecipe:
+    def test_the_experiment_is_recreated_to_the_run_id(self, tmp_path: Path, make_spec: MakeSpec) -> None:
+        specs = [
+            make_spec("ddp", processes=2),
+            make_spec("zero:stage=2", processes=1, precision="bf16/fp32", compile=True, bucket_mb=25.0),
+            make_spec(None, workload="collectives:iters=5,dtypes=bf16", processes=2),
+            make_spec("ddp", processes=2, repeat=1, learning_rate=1e-05, launcher="local:threads=2"),
+        ]
+        (tmp_path / "again.yaml").write_text(recipe.text(specs))
+        again = experiment.load(str(tmp_path / "again.yaml"))
+        assert {spec.cell for spec in again} == {spec.cell for spec in specs}
+        assert {spec.run_id for spec in specs} <= {spec.run_id for spec in again}
+
+    def test_one_cell_needs_no_matrix(self, tmp_path: Path, make_spec: MakeSpec) -> None:
+        (tmp_path / "one.yaml").write_text(recipe.text([make_spec("ddp")]))
+        assert experiment.load(str(tmp_path / "one.yaml")) == [make_spec("ddp")]
+
+
+class TestGolden:
+    """Capsules of every schema that was ever written; a change that cannot read one must bring an update to it."""
+
+    @pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.tar.gz")), ids=lambda path: path.name)
+    def test_it_still_verifies_and_reports(
+        self, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        copy = tmp_path / path.name
+        copy.write_bytes(path.read_bytes())
+        assert cli.main(["report", str(copy), "--format", "json"]) == 0
+        report = json.loads((tmp_path / f"{path.name.partition('.')[0]}-report" / "report.json").read_text())
+        assert [run["status"] for run in report["runs"]] == ["ok"] * 3
+        assert all(certificate["valid"] for certificate in report["certificates"])
+        speed = next(m for m in report["measurements"] if m["metric"] == "tokens_per_s")
+        assert speed["launches"] == 2
+        assert speed["value"] == pytest.approx(GOLDEN_TOKENS_PER_S[path.name])
+        assert copy.read_bytes() == path.read_bytes()
+
+    def test_there_is_one_for_every_schema(self) -> None:
+        found = {path.name for path in GOLDEN.glob("*.tar.gz")}
+        assert found == {f"schema-{n}.tar.gz" for n in range(1, capsule.SCHEMA + 1)} == set(GOLDEN_TOKENS_PER_S)
+
+
+GOLDEN_TOKENS_PER_S = {"schema-1.tar.gz": 1576.9290969397384}
+
+
+def test_a_capsule_stands_wherever_a_folder_does(runs: Path, tmp_path: Path) -> None:
+    packed = capsule.pack(runs, tmp_path / "c.tar.gz").path
+    assert {r.spec.run_id for r in read_experiment(packed)[0]} == {r.spec.run_id for r in read_experiment(runs)[0]}

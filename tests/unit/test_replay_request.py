@@ -1,0 +1,133 @@
+"""What a replay runs: the stored specs or the same work under other circumstances; everything else is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paceline import cli, replay, store
+from paceline.errors import RequestError
+from paceline.records import RunRecord, Status
+from paceline.spec import Choice, RunSpec
+
+MakeSpec = Callable[..., RunSpec]
+MakeRun = Callable[..., Path]
+GOLDEN = Path(__file__).parents[1] / "golden" / "capsules" / "schema-1.tar.gz"
+
+
+@pytest.fixture
+def record(make_spec: MakeSpec) -> Callable[..., RunRecord]:
+    def make(strategy: str | None = "ddp", status: Status = Status.OK, at: float = 100.0, **more: object) -> RunRecord:
+        spec = make_spec(strategy, **more)
+        return RunRecord(spec=spec, status=status, error=None, started_at=at, ended_at=at + 1, path="")
+
+    return make
+
+
+def test_the_stored_specs_run_again_in_their_order_without_references(record: Callable[..., RunRecord]) -> None:
+    stored = [record("fsdp2", at=3.0), record(None, workload="reference", at=1.0), record("ddp", at=2.0)]
+    found = replay.request(stored)
+    assert found.specs == (stored[2].spec, stored[0].spec)
+    assert found.origins == {spec.cell: spec.cell for spec in found.specs}
+
+
+def test_what_left_no_result_is_left_out_and_named(record: Callable[..., RunRecord]) -> None:
+    stored = [record("ddp"), record("fsdp2", Status.FAILED), record("single", Status.OOM, processes=1)]
+    found = replay.request(stored)
+    assert [str(spec.strategy) for spec in found.specs] == ["ddp", "single"]
+    assert [text.endswith("it ended failed") for text in found.left_out] == [True]
+    with pytest.raises(RequestError, match="no run that ended ok"):
+        replay.request(stored[1:2])
+
+
+def test_circumstances_may_change_and_cells_still_know_their_origin(record: Callable[..., RunRecord]) -> None:
+    stored = [record("ddp"), record("fsdp2"), record("zero:stage=1")]
+    settings = ["steps=9", "launcher.threads=2", "warmup.minimum=2", "repeats=3", "timeout_s=60.0"]
+    found = replay.request(stored, settings)
+    assert len(found.specs) == 9
+    assert {spec.steps for spec in found.specs} == {9}
+    assert {str(spec.launcher) for spec in found.specs} == {"local:threads=2"}
+    by_cell = {r.spec.cell: r.spec for r in stored}
+    assert {by_cell[found.origins[s.cell]].strategy == s.strategy for s in found.specs} == {True}
+    assert {spec.work for spec in found.specs} == {stored[0].spec.work}
+
+
+@pytest.mark.parametrize("setting", ["model=tiny", "strategy=fsdp2", "seed=7", "device=cuda", "steps=[1,2]", "steps=x"])
+def test_other_work_is_no_replay(record: Callable[..., RunRecord], setting: str) -> None:
+    with pytest.raises(RequestError, match="steps"):
+        replay.request([record("ddp")], [setting])
+
+
+def test_only_names_cells_by_hash_or_run(record: Callable[..., RunRecord]) -> None:
+    stored = [record("ddp"), record("ddp", repeat=1), record("fsdp2")]
+    cell = stored[0].spec.cell
+    for word in (cell, cell[:6], stored[0].spec.run_id, "ddp-"):
+        assert {spec.cell for spec in replay.request(stored, only=[word]).specs} == {cell}
+    with pytest.raises(RequestError, match="--only"):
+        replay.request(stored, only=["zero"])
+
+
+def test_code_of_a_strangers_module_is_not_run_unasked(record: Callable[..., RunRecord]) -> None:
+    stored = record("ddp")
+    foreign = dataclasses.replace(stored, spec=dataclasses.replace(stored.spec, strategy=Choice("antigravity.fly")))
+    with pytest.raises(RequestError, match=r"antigravity\.fly.*--allow-modules"):
+        replay.request([foreign])
+    assert replay.request([foreign], foreign=True).specs == (foreign.spec,)
+
+
+def test_probes_that_a_search_asked_for_are_left_to_the_search(
+    record: Callable[..., RunRecord], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """frontier doubles without a prediction: 1, 2, 4 (no room), then 3."""
+    ends = {1: Status.OK, 2: Status.OK, 4: Status.OOM, 3: Status.OK}
+    probes = [
+        record("single", status, at=float(at), workload="frontier", processes=1, micro_batch=size)
+        for at, (size, status) in enumerate(ends.items())
+    ]
+    alone = record("single", workload="frontier", processes=1, micro_batch=1, sequence_length=64, at=9.0)
+    assert replay.request([*probes, alone]).specs == (probes[0].spec, alone.spec)
+
+
+def test_runs_are_never_compared_with_themselves(tmp_path: Path, make_spec: MakeSpec, make_run: MakeRun) -> None:
+    stored = store.read_run(make_run(tmp_path, make_spec()))
+    with pytest.raises(RequestError, match="the very runs of this capsule"):
+        replay.refuse_originals([stored.spec], tmp_path, [stored])
+    replay.refuse_originals([stored.spec], tmp_path, [dataclasses.replace(stored, started_at=1.0)])
+
+
+def test_a_dry_run_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["replay", str(GOLDEN), "--dry-run", "--out", str(tmp_path / "out")]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("[to run]") == 3
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["replay", "absent.tar.gz"], "'absent.tar.gz' was given"),
+        (["replay", "."], "'.' was given; accepted is a file that `paceline capsule` wrote"),
+        (["replay", "notes.txt"], "not a whole capsule"),
+        (["replay", str(GOLDEN), "--set", "model=tiny"], "a replay does the same work"),
+        (["replay", str(GOLDEN), "--launcher", "loca"], "did you mean 'local'?"),
+        (["capsule", "absent", "c.tar.gz"], "which is no folder"),
+        (["capsule", ".", "c.tar.gz"], "holds no sealed run"),
+    ],
+)
+def test_a_wrong_request_is_one_sentence(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text("hello")
+    assert cli.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert words in captured.err
+    assert captured.err.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
