@@ -42,6 +42,12 @@ HEAVY = {
     "ray",
     "pynvml",
     "psutil",
+    "tensorboard",
+    "mlflow",
+    "sqlalchemy",
+    "alembic",
+    "wandb",
+    "prometheus_client",
 }
 EAGER = {
     "decoder": {"torch"},

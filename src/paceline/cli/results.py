@@ -38,6 +38,9 @@ def conclude(screen: Console, directory: Path, formats: Sequence[str]) -> int:
     from paceline.run import read_experiment
 
     exporters = [load("exporters", name) for name in formats]
+    for exporter in exporters:
+        if hasattr(exporter, "check"):
+            exporter.check(directory)
     records, skipped = read_experiment(directory)
     found = build(records, title=directory.resolve().name, skipped=skipped)
     written = [path for exporter in exporters for path in exporter.export(found, directory)]
