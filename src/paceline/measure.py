@@ -187,6 +187,15 @@ def read_memory(rank: int, moment: str, device: str, *, peak: bool) -> MemorySam
     )
 
 
+def peak_bytes(device: str) -> int | None:
+    """The most this process has held since the counter was set back: the CUDA allocator's, on a CPU the resident."""
+    if device == "cuda":
+        import torch
+
+        return int(torch.cuda.max_memory_allocated())
+    return _resident_bytes("VmHWM")
+
+
 def _resident_bytes(field: str) -> int | None:
     try:
         lines = Path("/proc/self/status").read_text().splitlines()

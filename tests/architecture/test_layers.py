@@ -20,11 +20,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("spec", "models", "machine", "processes"),
     ("records", "findings", "doctor"),
     ("store", "measure", "telemetry", "decoder", "ledger", "footprint"),
+    ("campaign",),
     ("corpus", "timeline", "present"),
     ("plugins",),
     ("workloads", "strategies", "launchers", "exporters", "analysis", "experiment"),
     ("run", "worker"),
-    ("display", "watch"),
+    ("display", "watch", "monitor"),
+    ("endpoint",),
     ("cli",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
