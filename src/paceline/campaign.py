@@ -145,7 +145,8 @@ def read_pulse(run_dir: Path, spec: RunSpec, positions: Sequence[store.Progress]
         spec=spec,
         began_at=(run_dir / "spec.json").stat().st_mtime,
         rank=behind.rank,
-        step=behind.step,
+        # After the window come steps that are watched by other means.
+        step=min(behind.step, spec.steps),
         phase=behind.phase,
         beat=max(p.beat for p in positions),
         step_s=fmean(seconds) if seconds else None,

@@ -64,6 +64,7 @@ def screen(out: Path) -> tuple[RenderableType, bool]:
 
 def _panel(view: CampaignView) -> Sequence[RenderableType]:
     from rich.progress_bar import ProgressBar
+    from rich.table import Table
     from rich.text import Text
 
     first, *rest = view_lines(view)
@@ -73,5 +74,6 @@ def _panel(view: CampaignView) -> Sequence[RenderableType]:
     ]
     if view.planned is None:
         return lines
-    bar = ProgressBar(total=view.planned, completed=sum(view.ended.values()), width=40)
+    bar = Table.grid()  # a bar alone does not end its line
+    bar.add_row(ProgressBar(total=view.planned, completed=sum(view.ended.values()), width=40))
     return [lines[0], bar, *lines[1:]]
