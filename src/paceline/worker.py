@@ -55,7 +55,7 @@ class FolderRecorder:
         self._looked_at = now
         held = peak_bytes(self.device)
         # The counter is set back once per run; the peak of the whole run is not.
-        if held is not None and not held <= self._position.peak_bytes:
+        if not held <= self._position.peak_bytes:
             self._position.peak_bytes = held
 
     def progress(self, step: int, phase: str) -> None:
