@@ -2,62 +2,83 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.campaign import EndedRun, PlannedRun, Pulse, forecast_s, read_end, read_pulse
+from paceline.present.progress import left_text, pulse_text, title
 from paceline.records import Status
 from paceline.run import Observer
 from paceline.spec import PROBING, RunSpec
 from paceline.store import Progress
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
 MARKS = {Status.OK: "[green]✓[/]", Status.UNSUPPORTED: "[yellow]-[/]", Status.INVALID: "[red]≠[/]"}
 FAILED_MARK, PROBED_MARK = "[red]✗[/]", "[yellow]▲[/]"
-
-
-def title(spec: RunSpec) -> str:
-    """One run in the words of its axes that vary."""
-    if not spec.is_trained:
-        return f"{spec.workload.name} x{spec.topology.world_size} repeat {spec.repeat + 1}"
-    if spec.workload.name in ("memory", "frontier"):
-        batch = f"micro batch {spec.training.micro_batch} x {spec.training.sequence_length}"
-        return f"{spec.workload.name} of {spec.strategy} {spec.model} x{spec.topology.world_size}, {batch}"
-    if spec.strategy is None:
-        return f"reference of {spec.model} (global batch {spec.global_batch})"
-    return f"{spec.strategy} {spec.model} x{spec.topology.world_size} repeat {spec.repeat + 1}"
+# A log is told of a long run this often at most.
+HEARTBEAT_S = 30.0
+# The folder is looked at this often: the controller polls ten times as often, beside a run that is being measured.
+LOOK_S = 1.0
 
 
 class Lines:
-    """One line per event: for logs and pipes."""
+    """One line per event, and one now and then of a long run: for logs and pipes."""
+
+    look_s = HEARTBEAT_S
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self.total = self.done = 0
-        self.began = time.monotonic()
-        self.run_began = self.began
-        self.timed: list[float] = []
+        self.planned: dict[str, PlannedRun] = {}
+        self.ends: dict[str, EndedRun] = {}
+        self.unread: list[str] = []
+        self.done = 0
+        self.run_began = self.looked = time.monotonic()
+        self.run_dir: Path | None = None
+
+    @property
+    def total(self) -> int:
+        return len(self.planned)
 
     def begin(self, specs: Sequence[RunSpec]) -> None:
-        self.total = len(specs)
+        self.planned = {spec.run_id: PlannedRun.of(spec) for spec in specs}
 
     def started(self, spec: RunSpec, run_dir: Path) -> None:
-        self.run_began = time.monotonic()
+        self.run_began = self.looked = time.monotonic()
+        self.run_dir = run_dir
+        # What an earlier campaign measured tells how long its repeats will take.
+        for run in self.unread:
+            if (end := read_end(run_dir.parent / run)) is not None:
+                self.ends[run] = end
+        self.unread.clear()
 
     def moved(self, spec: RunSpec, positions: Sequence[Progress]) -> None:
-        """A log wants results, not every step."""
+        now = time.monotonic()
+        if now - self.looked >= self.look_s and self.run_dir is not None:
+            self.looked = now
+            pulse = read_pulse(self.run_dir, spec, positions)
+            if pulse is not None:
+                self.show(pulse)
+
+    def show(self, pulse: Pulse) -> None:
+        from rich.markup import escape
+
+        where = f"{title(pulse.spec)}: {pulse_text(pulse)}; {left_text(self.left_s(pulse))}"
+        self.console.print(f"  {self.done + 1:>3}/{self.total} {escape(where)}", highlight=False, soft_wrap=True)
 
     def ended(self, spec: RunSpec, status: Status, error: str | None, known: bool) -> None:
         from rich.markup import escape
 
         self.done += 1
         took = time.monotonic() - self.run_began
-        if not known:
-            self.timed.append(took)
+        self.run_began += took  # a run that is refused is never started
+        if known:
+            self.unread.append(spec.run_id)
+        else:
+            self.ends[spec.run_id] = EndedRun(status, took)
         tail = "already measured" if known else f"{took:.1f} s"
         reason = f": {escape(error)}" if error else ""
         probed = status is Status.OOM and spec.workload.name in PROBING
@@ -69,62 +90,57 @@ class Lines:
     def close(self) -> None:
         """Nothing stays open."""
 
-    def left_s(self) -> float | None:
-        """Expected time to the end of the campaign, from the mean of the runs so far."""
-        return (self.total - self.done) * sum(self.timed) / len(self.timed) if self.timed else None
+    def left_s(self, pulse: Pulse | None) -> float | None:
+        return forecast_s(self.planned.values(), self.ends, pulse)
 
 
 class Bars(Lines):
-    """The same lines above a live bar with the current run, its step, tokens/s and loss, and the time left."""
+    """The same lines above two live bars, the campaign and the current run, and a line of where that is."""
+
+    look_s = LOOK_S
 
     def __init__(self, console: Console) -> None:
+        from rich.live import Live
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
         super().__init__(console)
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
-        self.progress = Progress(*columns, console=console, transient=True)
+        self.progress = Progress(*columns, console=console)
         self.overall = self.progress.add_task("campaign", total=None)
         self.current = self.progress.add_task("", total=None, visible=False)
-        self.first_beat: tuple[int, float] | None = None
+        self.below = ""
+        self.live = Live(console=console, get_renderable=self.screen, transient=True)
+
+    def screen(self) -> RenderableType:
+        """The bars, then one line that is cut where the terminal ends."""
+        from rich.console import Group
+        from rich.text import Text
+
+        return Group(self.progress, Text(self.below, style="dim", no_wrap=True, overflow="ellipsis"))
 
     def begin(self, specs: Sequence[RunSpec]) -> None:
         super().begin(specs)
-        self.progress.update(self.overall, total=len(specs))
-        self.progress.start()
+        self.progress.update(self.overall, total=self.total)
+        self.live.start()
 
     def started(self, spec: RunSpec, run_dir: Path) -> None:
         super().started(spec, run_dir)
-        self.first_beat = None
-        self.progress.reset(
-            self.current, total=spec.steps if spec.is_trained else None, visible=True, description=title(spec)
-        )
+        self.below = left_text(self.left_s(None))
+        steps = spec.steps if spec.is_trained else None
+        self.progress.reset(self.current, total=steps, visible=True, description=title(spec))
 
-    def moved(self, spec: RunSpec, positions: Sequence[Progress]) -> None:
-        if not positions:
-            return
-        slowest = min(positions, key=lambda p: p.step)
-        description = f"{title(spec)} [dim]{slowest.phase}{self._rate(spec, slowest)}[/]"
-        self.progress.update(self.current, completed=slowest.step, description=description)
-
-    def _rate(self, spec: RunSpec, position: Progress) -> str:
-        if position.step < 1 or not spec.is_trained:
-            return ""
-        if self.first_beat is None:
-            self.first_beat = (position.step, position.beat)
-        steps, seconds = position.step - self.first_beat[0], position.beat - self.first_beat[1]
-        rate = f" {spec.tokens_per_step * steps / seconds:,.0f} tokens/s" if steps and seconds > 0 else ""
-        loss = "" if math.isnan(position.loss) else f" loss {position.loss:.3f}"
-        return rate + loss
+    def show(self, pulse: Pulse) -> None:
+        self.below = f"{pulse_text(pulse)}; {left_text(self.left_s(pulse))}"
+        self.progress.update(self.current, completed=pulse.step)
 
     def ended(self, spec: RunSpec, status: Status, error: str | None, known: bool) -> None:
         super().ended(spec, status, error, known)
-        left = self.left_s()
-        text = "campaign" if left is None or self.done == self.total else f"campaign, about {left / 60:.1f} min left"
-        self.progress.update(self.overall, completed=self.done, description=text)
+        self.progress.update(self.overall, completed=self.done)
         self.progress.update(self.current, visible=False)
+        self.below = ""
 
     def close(self) -> None:
-        self.progress.stop()
+        self.live.stop()
 
 
 def observer_for(console: Console) -> Lines:

@@ -132,6 +132,9 @@ class Launcher(Protocol):
 
 
 class Exporter(Protocol):
+    """One that needs a package or a folder of its own also has `check(directory)`, which raises RequestError before
+    anything is written by any exporter."""
+
     def export(self, report: Report, directory: Path) -> list[Path]: ...
 
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from paceline import capsule, store
 from paceline.analysis import validity
 from paceline.analysis.certificate import certify
+from paceline.campaign import write_plan
 from paceline.errors import RequestError, StoreError
 from paceline.plugins import Job, JobState, Launcher, load
 from paceline.records import Outcome, RunRecord, Status
@@ -97,6 +98,7 @@ def campaign(specs: Sequence[RunSpec], out: Path, observer: Observer, *, retry: 
     observer.begin(everything)
     statuses = []
     with store.exclusive(out / specs[0].experiment):
+        write_plan(out / specs[0].experiment, everything)
         for asked in tuple(everything):
             series = [asked]
             for spec in series:
@@ -104,6 +106,7 @@ def campaign(specs: Sequence[RunSpec], out: Path, observer: Observer, *, retry: 
                 if (following := _following(series, out)) is not None:
                     series.append(following)
                     everything.append(following)
+                    write_plan(out / specs[0].experiment, everything)
                     observer.begin(everything)
     return statuses
 

@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import fcntl
 import json
+import math
 import mmap
 import os
 import struct
@@ -41,7 +42,7 @@ from paceline.records import (
 from paceline.spec import RunSpec
 
 PHASES = ("start", "setup", "data", "forward", "backward", "optimizer", "warmup", "timing", "verify", "done")
-_PROGRESS = struct.Struct("<qqqdd")
+_PROGRESS = struct.Struct("<qqqddd")
 
 
 # --- writing -------------------------------------------------------------------------------------------------------
@@ -111,7 +112,8 @@ def exclusive(experiment_dir: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a rank was last seen; `beat` is the wall time of that mark, `loss` the last one recorded."""
+    """Where a rank was last seen; `beat` is the wall time of that mark, `loss` the last one recorded, `peak_bytes` the
+    most memory the rank has told of so far."""
 
     rank: int
     pid: int
@@ -119,6 +121,7 @@ class Progress:
     phase: str
     beat: float
     loss: float
+    peak_bytes: int | None = None
 
 
 class ProgressFile:
@@ -126,15 +129,16 @@ class ProgressFile:
 
     def __init__(self, run_dir: Path, rank: int) -> None:
         path = run_dir / f"progress-{rank}"
-        path.write_bytes(_PROGRESS.pack(os.getpid(), 0, 0, time.time(), float("nan")))
+        self._pid = os.getpid()
+        # Not a number is not known yet: the file has no room for None.
+        self.loss = self.peak_bytes = math.nan
+        path.write_bytes(_PROGRESS.pack(self._pid, 0, 0, time.time(), self.loss, self.peak_bytes))
         with path.open("r+b") as handle:
             self._map = mmap.mmap(handle.fileno(), _PROGRESS.size)
-        self._pid = os.getpid()
-        self.loss = float("nan")
 
     def mark(self, step: int, phase: str) -> None:
         number = PHASES.index(phase) if phase in PHASES else 1
-        _PROGRESS.pack_into(self._map, 0, self._pid, step, number, time.time(), self.loss)
+        _PROGRESS.pack_into(self._map, 0, self._pid, step, number, time.time(), self.loss, self.peak_bytes)
 
 
 def read_progress(run_dir: Path) -> tuple[Progress, ...]:
@@ -143,8 +147,9 @@ def read_progress(run_dir: Path) -> tuple[Progress, ...]:
     for path in run_dir.glob("progress-*"):
         raw = path.read_bytes()
         if len(raw) == _PROGRESS.size:
-            pid, step, phase, beat, loss = _PROGRESS.unpack(raw)
-            found.append(Progress(int(path.name.rpartition("-")[2]), pid, step, PHASES[phase], beat, loss))
+            pid, step, phase, beat, loss, peak = _PROGRESS.unpack(raw)
+            rank, held = int(path.name.rpartition("-")[2]), None if math.isnan(peak) else int(peak)
+            found.append(Progress(rank, pid, step, PHASES[phase], beat, loss, held))
     return tuple(sorted(found, key=lambda p: p.rank))
 
 

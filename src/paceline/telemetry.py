@@ -5,6 +5,7 @@ Watching must not disturb: one reading costs a few milliseconds of a thread, and
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import threading
@@ -31,7 +32,8 @@ THROTTLE_REASONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSample:
-    """One GPU at one moment. at_s is `time.time()`; device is CUDA's index. Utilisation is the driver's busy share."""
+    """One GPU at one moment. at_s is `time.time()`; device is CUDA's index. Utilisation is the driver's busy share;
+    energy_j counts from when the driver was loaded, so only its differences mean something."""
 
     at_s: float
     device: int
@@ -41,19 +43,27 @@ class DeviceSample:
     temperature_c: float | None
     sm_clock_hz: float | None
     throttle_reasons: tuple[str, ...] | None
+    memory_total_bytes: int | None = None
+    memory_clock_hz: float | None = None
+    energy_j: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSample:
-    """The host at one moment. cpu is the busy share of all cores since the reading before, None at the first.
+    """The host at one moment. cpu and cores are busy shares since the reading before, None at the first.
 
-    load is the number of runnable processes, averaged over a minute by the kernel.
+    load is the number of runnable processes, averaged over a minute by the kernel; frequency is the mean of all cores,
+    temperature the hottest sensor of the processor's own.
     """
 
     at_s: float
     cpu_ratio: float | None
     memory_used_bytes: int | None
     load: float | None
+    memory_total_bytes: int | None = None
+    cores_ratio: tuple[float, ...] | None = None
+    frequency_hz: float | None = None
+    temperature_c: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +74,33 @@ class Snapshot:
     devices: tuple[DeviceSample, ...]
 
 
+class Gauges:
+    """Reads on demand while open; NVML is opened once, because opening it costs more than a reading."""
+
+    def __enter__(self) -> Gauges:
+        self._open = contextlib.ExitStack()
+        self._library = self._open.enter_context(machine.nvml())
+        self._handles = machine.handles(self._library) if self._library else []
+        self._busy: CoreSeconds | None = None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.close()
+
+    def read(self) -> Snapshot:
+        """Shares of processors are since the reading before, so the first has none."""
+        now = _core_seconds()
+        cores = _core_ratios(self._busy, now)
+        self._busy = now
+        return Snapshot(host=_host(cores), devices=_devices(self._library, self._handles))
+
+
 def read() -> Snapshot:
     """One snapshot of this host and its visible GPUs; never raises."""
-    with machine.nvml() as library:
-        return Snapshot(host=_host(None), devices=_devices(library, machine.handles(library) if library else []))
+    with Gauges() as gauges:
+        return gauges.read()
 
 
 class Sampler:
@@ -113,17 +146,10 @@ class Sampler:
         self.stop()
 
     def _run(self) -> None:
-        """NVML is opened once: opening it for every reading costs more than the reading."""
-        with machine.nvml() as library:
-            handles = machine.handles(library) if library else []
-            busy: tuple[float, float] | None = None
+        with Gauges() as gauges:
             while not self._ended.is_set():
                 try:
-                    now = _cpu_seconds()
-                    self._snapshots.append(
-                        Snapshot(host=_host(_cpu_ratio(busy, now)), devices=_devices(library, handles))
-                    )
-                    busy = now
+                    self._snapshots.append(gauges.read())
                 except Exception:
                     self.failures += 1
                 self._ended.wait(self.interval_s)
@@ -151,35 +177,60 @@ def _device(library: Any, index: int, handle: Any) -> DeviceSample:
         temperature_c=ask(lambda: float(library.nvmlDeviceGetTemperature(handle, library.NVML_TEMPERATURE_GPU))),
         sm_clock_hz=ask(lambda: library.nvmlDeviceGetClockInfo(handle, library.NVML_CLOCK_SM) * 1e6),
         throttle_reasons=ask(lambda: throttle_reasons(library.nvmlDeviceGetCurrentClocksThrottleReasons(handle))),
+        memory_total_bytes=ask(lambda: int(library.nvmlDeviceGetMemoryInfo(handle).total)),
+        memory_clock_hz=ask(lambda: library.nvmlDeviceGetClockInfo(handle, library.NVML_CLOCK_MEM) * 1e6),
+        energy_j=ask(lambda: library.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000),
     )
 
 
-def _host(cpu_ratio: float | None) -> HostSample:
+def _host(cores: tuple[float, ...] | None) -> HostSample:
+    memory = machine.ask(lambda: _psutil().virtual_memory())
     return HostSample(
         at_s=time.time(),
-        cpu_ratio=cpu_ratio,
-        memory_used_bytes=machine.ask(_memory_used_bytes),
+        cpu_ratio=sum(cores) / len(cores) if cores else None,
+        memory_used_bytes=memory and int(memory.total - memory.available),
+        memory_total_bytes=memory and int(memory.total),
         load=machine.ask(lambda: os.getloadavg()[0]),
+        cores_ratio=cores,
+        frequency_hz=machine.ask(_frequency_hz),
+        temperature_c=machine.ask(_temperature_c),
     )
 
 
-def _memory_used_bytes() -> int:
-    memory = importlib.import_module("psutil").virtual_memory()
-    return int(memory.total - memory.available)
+def _psutil() -> Any:
+    return importlib.import_module("psutil")
 
 
-def _cpu_seconds() -> tuple[float, float] | None:
-    """Busy and total CPU seconds of all cores since boot; own arithmetic, as psutil's cpu_percent is shared state."""
+def _frequency_hz() -> float | None:
+    """Virtual machines answer 0 where they know nothing."""
+    return float(_psutil().cpu_freq().current) * 1e6 or None
 
-    def seconds() -> tuple[float, float]:
-        times = importlib.import_module("psutil").cpu_times()._asdict()
+
+def _temperature_c() -> float | None:
+    """Intel's, AMD's and Arm's own sensors by their kernel drivers; a disk's or a battery's is not the processor's."""
+    sensors = _psutil().sensors_temperatures()
+    own = [entry.current for name in ("coretemp", "k10temp", "cpu_thermal") for entry in sensors.get(name, ())]
+    return max(own, default=None)
+
+
+CoreSeconds = tuple[tuple[float, float], ...]
+
+
+def _core_seconds() -> CoreSeconds | None:
+    """Busy and total seconds of each core since boot; own arithmetic, as psutil's cpu_percent is shared state."""
+
+    def seconds(times: dict[str, float]) -> tuple[float, float]:
         total = sum(times.values()) - times.get("guest", 0.0) - times.get("guest_nice", 0.0)
         return total - times["idle"] - times.get("iowait", 0.0), total
 
-    return machine.ask(seconds)
+    return machine.ask(lambda: tuple(seconds(core._asdict()) for core in _psutil().cpu_times(percpu=True)))
 
 
-def _cpu_ratio(before: tuple[float, float] | None, now: tuple[float, float] | None) -> float | None:
-    if before is None or now is None or now[1] <= before[1]:
+def _core_ratios(before: CoreSeconds | None, now: CoreSeconds | None) -> tuple[float, ...] | None:
+    """None also where a core came or went, or no time has passed on the kernel's clock of 10 ms."""
+    if before is None or now is None or len(before) != len(now):
         return None
-    return min(1.0, max(0.0, (now[0] - before[0]) / (now[1] - before[1])))
+    pairs = [(b - busy, t - total) for (busy, total), (b, t) in zip(before, now, strict=True)]
+    if any(total <= 0 for _, total in pairs):
+        return None
+    return tuple(min(1.0, max(0.0, busy / total)) for busy, total in pairs)

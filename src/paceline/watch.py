@@ -1,90 +1,79 @@
-"""What `status` and `monitor` print: a results folder and a machine as they are at this moment."""
+"""What `status` shows: the campaigns of a results folder as they are at this moment, from its files alone."""
 
 from __future__ import annotations
 
-import time
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from paceline import store
-from paceline.errors import StoreError
-from paceline.present.quantity import MISSING
-from paceline.telemetry import DeviceSample, Snapshot
+from paceline.campaign import CampaignView, read_views
+from paceline.present.progress import left_text, pulse_text, title
 
-GIB = 2**30
-# A rank that has not moved for this long is not called running (its controller would have ended it).
-FRESH_S = 3600.0
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+MOST_NAMED = 8
+REFRESH_S = 2.0
 
 
 def folder_lines(out: Path) -> tuple[list[str], bool]:
-    """One line per experiment and per unfinished run, and whether anything is running."""
-    lines, running = [], False
-    for experiment in sorted({path.parent for path in store.run_dirs(out)}):
-        open_runs, ended = [], Counter[str]()
-        for run_dir in store.run_dirs(experiment):
-            if store.is_sealed(run_dir):
-                ended[_status(run_dir)] += 1
-            else:
-                open_runs.append(run_dir)
-        counts = ", ".join(f"{count} {status}" for status, count in sorted(ended.items())) or "none ended"
-        lines.append(f"{experiment}: {counts}" + (f", {len(open_runs)} not sealed" if open_runs else ""))
-        for run_dir in open_runs:
-            text, alive = _open_run(run_dir)
-            running = running or alive
-            lines.append(f"  {run_dir.name}: {text}")
-    return lines or [f"{out}: no run yet"], running
+    """A line per experiment and per unfinished run, and whether anything is running."""
+    views = read_views(out)
+    lines = [line for view in views for line in view_lines(view)]
+    return lines or [f"{out}: no run yet"], any(view.running for view in views)
 
 
-def _status(run_dir: Path) -> str:
-    try:
-        return str(store.read_json(run_dir / "status.json").get("status"))
-    except StoreError:
-        return "damaged"
+def view_lines(view: CampaignView) -> Iterator[str]:
+    yield f"{view.experiment}: {_counts(view)}{_standing(view)}"
+    for pulse in view.pulses:
+        yield f"  running: {title(pulse.spec)}: {pulse_text(pulse)}"
+    for run in view.starting:
+        yield f"  starting: {run}"
+    for run in view.interrupted[:MOST_NAMED]:
+        yield f"  interrupted: {run}"
+    if len(view.interrupted) > MOST_NAMED:
+        yield f"  and {len(view.interrupted) - MOST_NAMED} more interrupted"
 
 
-def _open_run(run_dir: Path) -> tuple[str, bool]:
-    import psutil
-
-    positions = store.read_progress(run_dir)
-    if not positions:
-        return "not started, or starting", False
-    alive = any(psutil.pid_exists(p.pid) and time.time() - p.beat < FRESH_S for p in positions)
-    where = "; ".join(f"rank {p.rank} at step {p.step} in {p.phase}" for p in positions[:8])
-    return f"{'running' if alive else 'interrupted'}: {where}", alive
+def _counts(view: CampaignView) -> str:
+    by_status = ", ".join(f"{count} {status}" for status, count in view.ended.items()) or "none ended"
+    if view.planned is None:
+        return by_status
+    return f"{sum(view.ended.values())} of {view.planned} runs ended ({by_status})"
 
 
-def snapshot_lines(snapshot: Snapshot) -> list[str]:
-    """The host, then one line per GPU."""
-    host = snapshot.host
-    stamp = time.strftime("%H:%M:%S", time.localtime(host.at_s))
-    shown = {
-        "cpu": _text(host.cpu_ratio, "{:.0%}"),
-        "memory": _gib(host.memory_used_bytes),
-        "load": _text(host.load, "{:.1f}"),
-    }
-    return [f"{stamp} host  {_joined(shown)}", *(_device_line(device) for device in snapshot.devices)]
+def _standing(view: CampaignView) -> str:
+    """What a reader would do next: wait, go on, or read the report."""
+    if view.running:
+        return f"; running, {left_text(view.left_s)}" if view.planned is not None else "; running"
+    if view.planned is None:
+        return f", {len(view.interrupted)} not sealed" if view.interrupted else ""
+    left = view.planned - sum(view.ended.values())
+    return f"; not running, {left} left: the same command goes on from here" if left else "; complete"
 
 
-def _text(value: float | None, form: str) -> str:
-    return MISSING if value is None else form.format(value)
+def screen(out: Path) -> tuple[RenderableType, bool]:
+    """The same for a terminal: a bar per experiment above its lines, each cut where the terminal ends."""
+    from rich.console import Group
+    from rich.text import Text
+
+    views = read_views(out)
+    parts = [part for view in views for part in _panel(view)]
+    return Group(*parts) if parts else Text(f"{out}: no run yet"), any(view.running for view in views)
 
 
-def _gib(value: int | None) -> str:
-    return MISSING if value is None else f"{value / GIB:.1f} GiB"
+def _panel(view: CampaignView) -> Sequence[RenderableType]:
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
 
-
-def _joined(shown: Mapping[str, str]) -> str:
-    return "  ".join(f"{name} {text}" for name, text in shown.items())
-
-
-def _device_line(d: DeviceSample) -> str:
-    shown = {
-        "use": _text(d.utilisation_ratio, "{:.0%}"),
-        "memory": _gib(d.memory_used_bytes),
-        "power": _text(d.power_w, "{:.0f} W"),
-        "temperature": _text(d.temperature_c, "{:.0f} C"),
-        "clock": _text(d.sm_clock_hz and d.sm_clock_hz / 1e6, "{:.0f} MHz"),
-        "throttled by": MISSING if d.throttle_reasons is None else ", ".join(d.throttle_reasons) or "nothing",
-    }
-    return f"         gpu {d.device}  {_joined(shown)}"
+    first, *rest = view_lines(view)
+    lines = [
+        Text(line, style="" if number == 0 else "dim", no_wrap=True, overflow="ellipsis")
+        for number, line in enumerate((first, *rest))
+    ]
+    if view.planned is None:
+        return lines
+    bar = Table.grid()  # a bar alone does not end its line
+    bar.add_row(ProgressBar(total=view.planned, completed=sum(view.ended.values()), width=40))
+    return [lines[0], bar, *lines[1:]]

@@ -17,11 +17,13 @@ from paceline import store
 from paceline.errors import InvalidRunError, UnsupportedError
 from paceline.machine import probe
 from paceline.machine import to_dict as machine_facts
+from paceline.measure import peak_bytes
 from paceline.plugins import Seat, load
 from paceline.processes import end_with_parent
 from paceline.records import Evidence, Outcome, Sample, Status, StepSample
 from paceline.spec import RunSpec
 
+PEAK_INTERVAL_S = 1.0
 # The CUDA and CPU allocators, the driver, the C++ library, the kernel (ENOMEM), and threads that find no stack.
 _OOM = re.compile(
     r"out of memory|out_of_memory|can(no|')t allocate memory|DefaultCPUAllocator|bad_alloc|can't start new thread",
@@ -36,11 +38,25 @@ class FolderRecorder:
         self._file = (run_dir / f"samples-{rank}.jsonl").open("w", buffering=1)
         self._position = store.ProgressFile(run_dir, rank)
         self.evidence: Evidence | None = None
+        self.device: str | None = None
+        self._looked_at = 0.0
 
     def add(self, sample: Sample) -> None:
         self._file.write(store.sample_line(sample))
         if isinstance(sample, StepSample):
             self._position.loss = sample.loss
+            self._note_peak()
+
+    def _note_peak(self) -> None:
+        """Memory for whoever watches: the allocator's count takes tens of microseconds, so once a second at most."""
+        now = time.monotonic()
+        if self.device is None or now - self._looked_at < PEAK_INTERVAL_S:
+            return
+        self._looked_at = now
+        held = peak_bytes(self.device)
+        # The counter is set back once per run; the peak of the whole run is not.
+        if not held <= self._position.peak_bytes:
+            self._position.peak_bytes = held
 
     def progress(self, step: int, phase: str) -> None:
         self._position.mark(step, phase)
@@ -82,6 +98,7 @@ def attempt(run_dir: Path, rank: int, recorder: FolderRecorder) -> tuple[Status,
     try:
         spec = store.read_spec(run_dir)
         seat = take_seat(spec, rank)
+        recorder.device = seat.device
         if seat.local_rank == 0:
             store.write_json(run_dir / f"machine-{socket.gethostname()}.json", machine_facts(probe()))
         join(spec, seat)

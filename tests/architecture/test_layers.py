@@ -21,11 +21,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("prices",),
     ("records", "findings", "doctor", "recipe", "redaction"),
     ("store", "measure", "telemetry", "decoder", "ledger", "footprint"),
+    ("campaign",),
     ("corpus", "timeline", "present", "claims", "capsule"),
     ("plugins",),
     ("workloads", "strategies", "launchers", "exporters", "analysis", "experiment"),
     ("run", "worker"),
-    ("display", "watch", "replay"),
+    ("display", "watch", "monitor", "replay"),
+    ("endpoint",),
     ("cli",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -43,6 +45,12 @@ HEAVY = {
     "ray",
     "pynvml",
     "psutil",
+    "tensorboard",
+    "mlflow",
+    "sqlalchemy",
+    "alembic",
+    "wandb",
+    "prometheus_client",
 }
 EAGER = {
     "decoder": {"torch"},

@@ -17,6 +17,7 @@ class FakeNvml:
     """Answers by the names of pynvml; test_machine checks that each of them exists there."""
 
     NVML_CLOCK_SM = 1
+    NVML_CLOCK_MEM = 2
     NVML_TEMPERATURE_GPU = 0
     NVML_NVLINK_MAX_LINKS = 18
 
@@ -57,7 +58,10 @@ class FakeNvml:
         return 1980
 
     def nvmlDeviceGetClockInfo(self, handle: int, kind: int) -> int:
-        return 1755
+        return {self.NVML_CLOCK_SM: 1755, self.NVML_CLOCK_MEM: 3201}[kind]
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: int) -> int:
+        return 5_000_250
 
     def nvmlDeviceGetEnforcedPowerLimit(self, handle: int) -> int:
         return 700_000

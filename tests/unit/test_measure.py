@@ -252,3 +252,12 @@ def test_a_coalesced_call_counts_all_its_tensors(group: Any) -> None:
     counter = WireCounter()
     counter.add("allreduce_coalesced_", ([single(2), single(3)],), None)
     assert counter.bytes["all_reduce", "fp32", 1] == 20
+
+
+def test_the_peak_for_a_look_follows_what_the_process_holds() -> None:
+    from paceline.measure import peak_bytes
+
+    before = peak_bytes("cpu")
+    held = bytearray(before + 32 * 2**20)
+    held[::4096] = b"x" * len(held[::4096])  # memory is resident once it is touched
+    assert peak_bytes("cpu") >= len(held)

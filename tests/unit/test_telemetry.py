@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -28,7 +29,8 @@ def test_a_reading_has_the_drivers_numbers_in_base_units(fake_nvml: FakeNvml) ->
     first = devices[0]
     assert before <= first.at_s <= time.time()
     assert (first.utilisation_ratio, first.memory_used_bytes, first.power_w) == (0.87, 1_000_000, 512.5)
-    assert (first.temperature_c, first.sm_clock_hz) == (61.0, 1.755e9)
+    assert (first.temperature_c, first.sm_clock_hz, first.memory_clock_hz) == (61.0, 1.755e9, 3.201e9)
+    assert (first.memory_total_bytes, first.energy_j) == (150_754_820_096, 5000.25)
     assert first.throttle_reasons == ("software power cap", "hardware thermal slowdown")
     assert fake_nvml.opened == 0
 
@@ -80,11 +82,14 @@ def test_the_sampler_sees_a_busy_host() -> None:
     ratios = [s.host.cpu_ratio for s in sampler.snapshots if s.host.cpu_ratio is not None]
     assert all(0 <= ratio <= 1 for ratio in ratios)
     assert max(ratios) > 0
+    cores = [s.host.cores_ratio for s in sampler.snapshots if s.host.cores_ratio is not None]
+    assert {len(shares) for shares in cores} == {os.cpu_count()}
+    assert all(0 <= share <= 1 for shares in cores for share in shares)
 
 
 @pytest.mark.usefixtures("no_gpu")
 def test_failing_readings_are_counted_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(_: float | None) -> telemetry.HostSample:
+    def broken(_: tuple[float, ...] | None) -> telemetry.HostSample:
         raise RuntimeError("gauge broke")
 
     monkeypatch.setattr(telemetry, "_host", broken)

@@ -130,3 +130,24 @@ def test_samples_and_position_reach_the_folder(tmp_path: Path, make_step: Make) 
     (position,) = store.read_progress(tmp_path)
     assert (position.rank, position.step, position.phase, position.loss) == (3, 1, "forward", 2.5)
     recorder.close()
+
+
+def test_the_peak_is_told_to_whoever_watches_and_is_looked_up_once_a_second(
+    tmp_path: Path, make_step: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readings, now = iter((5_000, 3_000)), 100.0
+    monkeypatch.setattr(worker, "peak_bytes", lambda device: next(readings))
+    monkeypatch.setattr(worker.time, "monotonic", lambda: now)
+    recorder = worker.FolderRecorder(tmp_path, 0)
+
+    def told() -> int | None:
+        recorder.add(make_step(0, 1))
+        recorder.progress(1, "data")
+        return store.read_progress(tmp_path)[0].peak_bytes
+
+    assert told() is None, "no device is known yet"
+    recorder.device = "cpu"
+    assert (told(), told()) == (5_000, 5_000)
+    now += 2
+    assert told() == 5_000, "the counter is set back once per run, the peak so far is not"
+    recorder.close()

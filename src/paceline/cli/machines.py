@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from paceline.cli.verbs import DEFAULT_OUT, OK, SOME_FAILED, add_verb
+from paceline.cli.verbs import DEFAULT_OUT, OK, SOME_FAILED, add_verb, console
 from paceline.errors import RequestError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from paceline.monitor import Tally
+    from paceline.telemetry import Snapshot
+
+DEFAULT_ADDRESS = "127.0.0.1:9109"
 
 LISTS = ("workloads", "strategies", "launchers", "exporters", "models", "presets", "gpus", "prices", "metrics")
 
@@ -23,6 +33,11 @@ def add_verbs(verbs: Any) -> None:
     verb = add_verb(verbs, "monitor", monitor, "live use of GPUs, processors and memory")
     verb.add_argument("--interval", type=float, default=1.0, metavar="SECONDS")
     verb.add_argument("--count", type=int, metavar="N", help="stop after N readings")
+    verb.add_argument("--record", type=Path, metavar="FILE", help="append every reading to FILE.jsonl or FILE.csv")
+    verb.add_argument(
+        "--serve", nargs="?", const=DEFAULT_ADDRESS, metavar="HOST:PORT", help="serve /metrics for Prometheus"
+    )
+    verb.add_argument("--out", type=Path, metavar="DIR", help="with --serve: also the campaigns of a results folder")
     verb = add_verb(verbs, "status", status, "what is running, what ended, what is left in a results folder")
     verb.add_argument("--out", type=Path, default=Path(DEFAULT_OUT))
     verb.add_argument("--watch", action="store_true", help="refresh until nothing runs")
@@ -73,33 +88,112 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 
 def monitor(arguments: argparse.Namespace) -> int:
-    import time
-
-    from paceline import telemetry
-    from paceline.watch import snapshot_lines
+    """Ctrl-C is the way to end it, and the summary comes then."""
+    from paceline import campaign, endpoint
+    from paceline import monitor as readings
 
     if arguments.interval <= 0:
         raise RequestError(f"--interval: {arguments.interval} was given; accepted is a positive number of seconds")
-    seen = 0
-    with telemetry.Sampler(arguments.interval) as sampler:
-        while arguments.count is None or seen < arguments.count:
-            time.sleep(arguments.interval)
-            for snapshot in sampler.snapshots[-1:]:
-                print("\n".join(snapshot_lines(snapshot)), flush=True)
-            seen += 1
+    if arguments.count is not None and arguments.count < 1:
+        raise RequestError(f"--count: {arguments.count} was given; accepted is a whole number from 1")
+    if arguments.out is not None:
+        _require_folder(arguments.out)
+    tally, latest = readings.Tally(), Latest()
+
+    def page() -> str:
+        views = campaign.read_views(arguments.out) if arguments.out is not None else ()
+        return endpoint.page_text(latest.snapshot, views)
+
+    with contextlib.ExitStack() as stack:
+        record = stack.enter_context(readings.Recording(arguments.record)) if arguments.record else None
+        if arguments.serve:
+            address = stack.enter_context(endpoint.serving(arguments.serve, page))
+            print(f"http://{address}/metrics", flush=True)
+        show = stack.enter_context(_shown(tally, quiet=bool(arguments.serve)))
+        with contextlib.suppress(KeyboardInterrupt):
+            for snapshot in _readings(arguments.interval, arguments.count):
+                latest.snapshot = snapshot
+                tally.add(snapshot)
+                if record is not None:
+                    record.add(snapshot)
+                show(snapshot)
+    print("\n".join(tally.lines()))
     return OK
+
+
+class Latest:
+    """The newest reading, for the threads that answer scrapes."""
+
+    snapshot: Snapshot | None = None
+
+
+def _readings(interval_s: float, count: int | None) -> Iterator[Snapshot]:
+    """One every interval, the first after one: shares of processors are since the reading before."""
+    import itertools
+    import time
+
+    from paceline.telemetry import Gauges
+
+    with Gauges() as gauges:
+        gauges.read()
+        began = time.monotonic()
+        for number in itertools.count(1) if count is None else range(1, count + 1):
+            time.sleep(max(0.0, began + number * interval_s - time.monotonic()))
+            yield gauges.read()
+
+
+@contextlib.contextmanager
+def _shown(tally: Tally, quiet: bool) -> Iterator[Callable[[Snapshot], None]]:
+    """A table refreshed in place on a terminal; else lines, none where only scrapes are to be answered."""
+    from rich.live import Live
+
+    from paceline import monitor as readings
+
+    terminal = console()
+    if not terminal.is_terminal:
+        yield lambda snapshot: None if quiet else print("\n".join(readings.snapshot_lines(snapshot)), flush=True)
+        return
+    with Live(console=terminal, auto_refresh=False) as live:
+        yield lambda snapshot: live.update(readings.screen(snapshot, tally), refresh=True)
+
+
+def _require_folder(out: Path) -> None:
+    if not out.is_dir():
+        raise RequestError(f"--out: {str(out)!r} was given, which is no folder; accepted is a results folder")
 
 
 def status(arguments: argparse.Namespace) -> int:
     import time
 
-    from paceline.watch import folder_lines
+    from paceline import watch
 
-    if not arguments.out.is_dir():
-        raise RequestError(f"--out: {str(arguments.out)!r} was given, which is no folder; accepted is a results folder")
+    _require_folder(arguments.out)
+    terminal = console()
+    if arguments.watch and terminal.is_terminal:
+        return _watch(arguments.out, terminal)
+    said: list[str] = []
     while True:
-        lines, running = folder_lines(arguments.out)
-        print("\n".join(lines), flush=True)
+        lines, running = watch.folder_lines(arguments.out)
+        if lines != said:
+            print("\n".join(lines), flush=True)
+        said = lines
         if not (arguments.watch and running):
             return OK
-        time.sleep(2)
+        time.sleep(watch.REFRESH_S)
+
+
+def _watch(out: Path, terminal: Console) -> int:
+    """Refreshed in place until nothing runs; what was last seen stays on the screen."""
+    import time
+
+    from rich.live import Live
+
+    from paceline import watch
+
+    with Live(console=terminal, auto_refresh=False) as live:
+        while True:
+            shown, running = watch.screen(out)
+            live.update(shown, refresh=True)
+            if not running:
+                return OK
+            time.sleep(watch.REFRESH_S)

@@ -41,6 +41,9 @@ def conclude(screen: Console, directory: Path, formats: Sequence[str], costing: 
     from paceline.run import read_experiment
 
     exporters = [load("exporters", name) for name in formats]
+    for exporter in exporters:
+        if hasattr(exporter, "check"):
+            exporter.check(directory)
     records, skipped = read_experiment(directory)
     found = build(records, title=directory.resolve().name, skipped=skipped, costing=costing)
     if directory.is_file():

@@ -1,0 +1,38 @@
+"""A folder written by one exporter: replaced whole at every export, and only if an export made it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from paceline.errors import RequestError
+
+OWNER = ".written-by-paceline"
+
+
+def check_owned(folder: Path) -> None:
+    """Refuse a folder of that name that somebody else made: replacing it would destroy their files."""
+    if folder.exists() and not (folder / OWNER).is_file():
+        raise RequestError(f"{folder}: was not written by an export; move it, and export again")
+
+
+@contextlib.contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """A fresh folder to fill, which takes the place of `folder` at the end; after an error the old one stands."""
+    check_owned(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    fresh = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
+    fresh.mkdir()
+    try:
+        yield fresh
+        (fresh / OWNER).touch()
+        if folder.exists():
+            folder.rename(old)
+        fresh.rename(folder)
+    finally:
+        shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(fresh, ignore_errors=True)

@@ -1,0 +1,107 @@
+"""mlflow.db: an MLflow run per cell with parameters, metrics and tags; MLFLOW_TRACKING_URI names another store."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.exporters._cells import STEP_CURVE, TrackedCell, require_package, tracked_cells
+from paceline.findings import Report
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric, Run
+
+DATABASE = "mlflow.db"
+DIGEST = "paceline.digest"
+# MLflow's limit of one request.
+MOST_METRICS = 1000
+
+
+def check(directory: Path) -> None:
+    """SQLAlchemy and Alembic serve the local file; the folder store that needs neither is refused by MLflow 3."""
+    for module in ("mlflow", *(() if os.environ.get("MLFLOW_TRACKING_URI") else ("sqlalchemy", "alembic"))):
+        require_package(module, "mlflow")
+
+
+def export(report: Report, directory: Path) -> list[Path]:
+    """A cell whose findings are there already is left alone; one whose findings changed replaces its older run."""
+    check(directory)
+    asked = os.environ.get("MLFLOW_TRACKING_URI")
+    database = directory.resolve() / DATABASE
+    directory.mkdir(parents=True, exist_ok=True)
+    client = _client(asked or f"sqlite:///{database}")
+    experiment = _experiment(client, report.title, None if asked else (directory.resolve() / "mlartifacts").as_uri())
+    known = {run.data.tags.get("paceline.cell"): run for run in _runs(client, experiment)}
+    for cell in tracked_cells(report):
+        _settle(client, experiment, report, cell, known.get(cell.cell))
+    return [] if asked else [directory / DATABASE]
+
+
+def _client(uri: str) -> MlflowClient:
+    # MLflow reports its own use over the network unless told otherwise; an export must not.
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    from mlflow import MlflowClient
+
+    return MlflowClient(tracking_uri=uri)
+
+
+def _experiment(client: MlflowClient, title: str, artifacts: str | None) -> str:
+    known = client.get_experiment_by_name(title)
+    return str(known.experiment_id if known else client.create_experiment(title, artifact_location=artifacts))
+
+
+def _runs(client: MlflowClient, experiment: str) -> Iterator[Run]:
+    token = None
+    while True:
+        page = client.search_runs([experiment], max_results=MOST_METRICS, page_token=token)
+        yield from page
+        token = page.token
+        if not token:
+            return
+
+
+def _settle(client: MlflowClient, experiment: str, report: Report, cell: TrackedCell, known: Run | None) -> None:
+    """The digest is written last, so a run that an interrupted export left is replaced by the next."""
+    if known is not None and known.data.tags.get(DIGEST) == cell.digest:
+        return
+    if known is not None:
+        client.delete_run(known.info.run_id)
+    at_ms = int(report.created_at * 1000)
+    run = client.create_run(experiment, start_time=at_ms, tags=_tags(report, cell), run_name=cell.name).info.run_id
+    for name, value in cell.axes.items():
+        client.log_param(run, name, value)
+    metrics = _metrics(cell, at_ms)
+    while batch := list(itertools.islice(metrics, MOST_METRICS)):
+        client.log_batch(run, metrics=batch)
+    client.set_tag(run, DIGEST, cell.digest)
+    client.set_terminated(run, "FINISHED" if cell.status == "ok" else "FAILED", end_time=at_ms)
+
+
+def _tags(report: Report, cell: TrackedCell) -> dict[str, str]:
+    found = {
+        "cell": cell.cell,
+        "version": report.paceline_version,
+        "status": cell.status,
+        "certified": str(cell.certified).lower(),
+        "runs": " ".join(cell.runs),
+        "reasons": "; ".join(cell.reasons),
+    }
+    return {f"paceline.{name}": text for name, text in found.items() if text}
+
+
+def _metrics(cell: TrackedCell, at_ms: int) -> Iterator[Metric]:
+    from mlflow.entities import Metric
+
+    for name, value in cell.scalars.items():
+        # Letters, digits, and "_-. :/" are all that MLflow takes in a name.
+        yield Metric(re.sub(r"[^\w. :/-]", "_", name), value, at_ms, 0)
+    for step, seconds in enumerate(cell.steps_s):
+        yield Metric(STEP_CURVE, seconds, at_ms, step)

@@ -1,0 +1,268 @@
+"""What trackers of experiments are given is read back with their own readers, and is there once however often."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import cli, plugins
+from paceline.errors import RequestError
+from paceline.exporters import _cells
+from paceline.exporters._folder import OWNER, replacing
+from paceline.findings import Report
+
+PACKAGES = {"tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb"}
+BLOCK = 32768
+
+
+def changed(report: Report) -> Report:
+    """The same report after ddp on two processes became slower."""
+    first, *rest = report.measurements
+    assert (first.metric, first.axes["strategy"]) == ("tokens_per_s", "ddp")
+    return dataclasses.replace(report, measurements=(dataclasses.replace(first, value=9000.0), *rest))
+
+
+# --- what all of them are given ---
+
+
+def test_every_cell_is_there_with_its_end_and_only_known_numbers(report: Report) -> None:
+    cells = {cell.name.rpartition(" (")[0]: cell for cell in _cells.tracked_cells(report)}
+    assert len(cells) == 8
+    ddp = cells["ddp, gpt-tiny, 2 processes"]
+    assert ddp.scalars["tokens_per_s"] == 12345.0
+    assert ddp.scalars["tokens_per_s.low"] == pytest.approx(12345 * 0.9955)
+    assert "mfu_ratio" not in ddp.scalars
+    assert (ddp.certified, ddp.status, ddp.steps_s) == (True, "ok", report.distributions[ddp.cell])
+    invalid = cells["zero:stage=3, gpt-tiny, 2 processes"]
+    assert (invalid.certified, invalid.status) == (False, "invalid")
+    burst = cells["ddp, gpt-13b, 2 processes"]
+    assert (dict(burst.scalars), burst.reasons) == ({}, ("out of memory on rank 1 in backward",))
+
+
+def test_a_sweep_within_a_cell_keeps_its_points_apart(report: Report) -> None:
+    first = report.measurements[0]
+    points = tuple(
+        dataclasses.replace(first, metric="matmul_flops_per_s", value=size * 1e9, axes={**first.axes, "size": size})
+        for size in (256, 512)
+    )
+    scalars = _cells.tracked_cells(dataclasses.replace(report, measurements=points))[0].scalars
+    assert {name for name in scalars if "." not in name} == {
+        "matmul_flops_per_s/size 256",
+        "matmul_flops_per_s/size 512",
+    }
+
+
+def test_a_number_that_is_not_finite_is_no_number(report: Report) -> None:
+    first = dataclasses.replace(report.measurements[0], value=math.inf, low=math.nan, high=None)
+    assert _cells.tracked_cells(dataclasses.replace(report, measurements=(first,)))[0].scalars == {}
+
+
+def test_the_digest_follows_the_findings_and_nothing_else(report: Report) -> None:
+    digests = [cell.digest for cell in _cells.tracked_cells(report)]
+    later = dataclasses.replace(report, created_at=report.created_at + 60)
+    assert [cell.digest for cell in _cells.tracked_cells(later)] == digests
+    other = [cell.digest for cell in _cells.tracked_cells(changed(report))]
+    assert [a == b for a, b in zip(digests, other, strict=True)] == [False] + [True] * 7
+
+
+# --- folders that are replaced whole ---
+
+
+def test_a_folder_that_somebody_else_made_is_refused_and_kept(tmp_path: Path) -> None:
+    theirs = tmp_path / "tensorboard"
+    theirs.mkdir()
+    (theirs / "precious").write_text("1")
+    with pytest.raises(RequestError, match="was not written by an export"), replacing(theirs):
+        raise AssertionError("must not be entered")
+    assert (theirs / "precious").read_text() == "1"
+
+
+def test_after_an_error_the_old_folder_stands(tmp_path: Path) -> None:
+    folder = tmp_path / "tensorboard"
+    with replacing(folder) as fresh:
+        (fresh / "file").write_text("old")
+    with contextlib.suppress(OSError), replacing(folder) as fresh:
+        (fresh / "file").write_text("new")
+        raise OSError("disk full")
+    assert (folder / "file").read_text() == "old"
+    assert {path.name for path in tmp_path.iterdir()} == {"tensorboard"}
+
+
+# --- a package that is missing ---
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_missing_package_is_one_sentence_and_nothing_is_written(
+    name: str, tmp_path: Path, make_run: Any, make_spec: Any, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    make_run(tmp_path, make_spec())
+    monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
+    before = set(tmp_path.rglob("*"))
+    assert cli.main(["report", str(tmp_path), "--format", "csv", "--format", name]) == 2
+    error = capsys.readouterr().err
+    assert f"pip install 'paceline[{name}]'" in error
+    assert error.count("\n") == 1
+    assert set(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_loading_an_exporter_does_not_import_its_package(name: str) -> None:
+    code = f"import sys; from paceline.plugins import load; load('exporters', {name!r}); print({name!r} in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+# --- TensorBoard ---
+
+
+def test_tensorboard_reads_what_was_measured(report: Report, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="pip install 'paceline[tensorboard]'")
+    from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
+    from tensorboard.util.tensor_util import make_ndarray
+
+    (folder,) = plugins.load("exporters", "tensorboard").export(report, tmp_path)
+    read = EventMultiplexer(size_guidance={"tensors": 0}).AddRunsFromDirectory(str(folder)).Reload()
+    runs = {name.rpartition(" (")[0]: name for name in read.Runs()}
+    assert len(runs) == 8
+    ddp = runs["ddp, gpt-tiny, 2 processes"]
+    (event,) = read.Tensors(ddp, "tokens_per_s/value")
+    assert make_ndarray(event.tensor_proto).item() == 12345.0
+    assert event.wall_time == report.created_at
+    curve = [make_ndarray(e.tensor_proto).item() for e in read.Tensors(ddp, "step_time_s/steps")]
+    assert tuple(curve) == report.distributions["ddp-2-cell"]
+    assert "mfu_ratio/value" not in read.Runs()[ddp]["tensors"]
+    assert tensorboard_hyperparameters(read, ddp)["strategy"] == "ddp"
+    assert tensorboard_hyperparameters(read, ddp)["world_size"] == 2.0
+
+
+def tensorboard_hyperparameters(read: Any, run: str) -> dict[str, Any]:
+    from tensorboard.plugins.hparams import metadata
+
+    content = read.SummaryMetadata(run, metadata.SESSION_START_INFO_TAG).plugin_data.content
+    found = metadata.parse_session_start_info_plugin_data(content).hparams
+    return {name: getattr(value, value.WhichOneof("kind")) for name, value in found.items()}
+
+
+def test_tensorboard_files_are_the_same_twice_and_follow_a_change(report: Report, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="pip install 'paceline[tensorboard]'")
+    export = plugins.load("exporters", "tensorboard").export
+
+    def content() -> dict[str, bytes]:
+        return {str(p.relative_to(tmp_path)): p.read_bytes() for p in tmp_path.rglob("events.*")}
+
+    export(report, tmp_path)
+    first = content()
+    export(report, tmp_path)
+    assert content() == first
+    assert (tmp_path / "tensorboard" / OWNER).is_file()
+    export(changed(report), tmp_path)
+    assert content().keys() == first.keys()
+    assert content() != first
+
+
+# --- MLflow ---
+
+
+def mlflow_runs(directory: Path) -> dict[str, Any]:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{directory / 'mlflow.db'}")
+    (experiment,) = [e for e in client.search_experiments() if e.name == "quick"]
+    runs = client.search_runs([experiment.experiment_id])
+    assert len({r.info.run_name for r in runs}) == len(runs)
+    return {r.info.run_name.rpartition(" (")[0]: r for r in runs}
+
+
+def test_mlflow_holds_each_cell_once_and_as_it_is_now(
+    report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mlflow", reason="pip install 'paceline[mlflow]'")
+    pytest.importorskip("alembic", reason="pip install 'paceline[mlflow]'")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    export = plugins.load("exporters", "mlflow").export
+    assert export(report, tmp_path) == [tmp_path / "mlflow.db"]
+    first = mlflow_runs(tmp_path)
+    assert len(first) == 8
+    ddp = first["ddp, gpt-tiny, 2 processes"]
+    assert (ddp.data.metrics["tokens_per_s"], ddp.data.params["world_size"]) == (12345.0, "2")
+    assert (ddp.data.tags["paceline.certified"], ddp.info.status) == ("true", "FINISHED")
+    assert first["ddp, gpt-13b, 2 processes"].info.status == "FAILED"
+    assert "mfu_ratio" not in ddp.data.metrics
+
+    export(report, tmp_path)
+    assert {r.info.run_id for r in mlflow_runs(tmp_path).values()} == {r.info.run_id for r in first.values()}
+
+    export(changed(report), tmp_path)
+    after = mlflow_runs(tmp_path)
+    assert after["ddp, gpt-tiny, 2 processes"].data.metrics["tokens_per_s"] == 9000.0
+    assert after["ddp, gpt-tiny, 2 processes"].info.run_id != ddp.info.run_id
+    kept = {name for name in first if after[name].info.run_id == first[name].info.run_id}
+    assert kept == set(first) - {"ddp, gpt-tiny, 2 processes"}
+
+
+# --- Weights & Biases ---
+
+
+def wandb_records(path: Path) -> Iterator[Any]:
+    """Records of a .wandb file: a LevelDB log (crc, length and type before each piece) of W&B's own messages."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, place, whole = path.read_bytes(), 7, b""
+    while place + 7 <= len(data):
+        if BLOCK - place % BLOCK < 7:
+            place += BLOCK - place % BLOCK
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, place)
+        whole += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last piece
+            yield Record.FromString(whole)
+            whole = b""
+
+
+@pytest.fixture
+def two_cells(report: Report) -> Report:
+    """Each wandb run starts a process of its own: two tell as much as eight."""
+    kept = ("ddp-2-cell", "ddp-13b-cell")
+    return dataclasses.replace(report, runs=tuple(r for r in report.runs if r.cell in kept))
+
+
+def test_wandb_writes_offline_runs_that_its_messages_read(
+    two_cells: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb", reason="pip install 'paceline[wandb]'")
+    for name in ("WANDB_MODE", "WANDB_PROJECT", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    export = plugins.load("exporters", "wandb").export
+    export(two_cells, tmp_path)
+    export(two_cells, tmp_path)
+    files = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(files) == 2
+    records = {run.display_name: list(wandb_records(file)) for file in files for run in [first_run(file)]}
+    ddp = next(found for name, found in records.items() if name.startswith("ddp, gpt-tiny"))
+    summary = {u.key: u.value_json for r in ddp if r.HasField("summary") for u in r.summary.update}
+    assert float(summary["tokens_per_s"]) == 12345.0
+    steps = [i.value_json for r in ddp if r.HasField("history") for i in r.history.item if curve_key(i)]
+    assert tuple(map(float, steps)) == two_cells.distributions["ddp-2-cell"]
+    config = {u.key: u.value_json for r in ddp if r.HasField("run") for u in r.run.config.update}
+    assert config["strategy"] == '"ddp"'
+    everything = b"".join(path.read_bytes() for path in (tmp_path / "wandb").rglob("*") if path.is_file())
+    assert str(tmp_path).encode() not in everything
+    assert str(Path.cwd()).encode() not in everything
+
+
+def first_run(path: Path) -> Any:
+    return next(record.run for record in wandb_records(path) if record.HasField("run"))
+
+
+def curve_key(item: Any) -> bool:
+    return (item.key or ".".join(item.nested_key)) == _cells.STEP_CURVE

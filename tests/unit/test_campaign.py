@@ -1,0 +1,213 @@
+"""A folder tells what is planned, what runs and how long the rest may take; and the truth when its controller died."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import campaign, store
+from paceline.campaign import EndedRun, PlannedRun, forecast_s
+from paceline.present.progress import left_text, pulse_text
+from paceline.records import Status
+from paceline.spec import RunSpec
+from paceline.watch import folder_lines
+
+Make = Callable[..., Any]
+
+
+def planned(run: str, cell: str, workload: str = "pretrain", kin: str = "small") -> PlannedRun:
+    return PlannedRun(run=run, cell=cell, workload=workload, kin=f"{workload} {kin}")
+
+
+def repeats(make_spec: Make, strategies: Sequence[str] = ("ddp", "fsdp2")) -> list[RunSpec]:
+    return [make_spec(strategy, repeat=repeat, experiment="test") for repeat in (0, 1) for strategy in strategies]
+
+
+def begin(out: Path, spec: RunSpec, make_step: Make, steps: int = 3) -> store.ProgressFile:
+    """A run under way in this process: rank 0 has recorded `steps` steps of half a second."""
+    run_dir = store.create(out, spec)
+    lines = [store.sample_line(make_step(0, step)) for step in range(steps)]
+    (run_dir / "samples-0.jsonl").write_text("".join(lines) + '{"kind": "st')
+    position = store.ProgressFile(run_dir, 0)
+    position.loss, position.peak_bytes = 5.5, 3 * 2**30
+    position.mark(steps, "backward")
+    return position
+
+
+# --- the forecast ---
+
+
+def test_a_run_is_expected_to_take_what_its_own_repeats_took() -> None:
+    runs = [planned("a0", "a"), planned("b0", "b"), planned("a1", "a"), planned("b1", "b")]
+    ended = {"a0": EndedRun("ok", 10.0), "b0": EndedRun("ok", 100.0)}
+    assert forecast_s(runs, ended, None) == 110.0
+
+
+def test_the_nearest_kin_speaks_for_a_cell_that_was_not_seen() -> None:
+    runs = [planned("a0", "a"), planned("r", "r", "reference"), planned("b0", "b", kin="large"), planned("c0", "c")]
+    seen = {"a0": EndedRun("ok", 10.0), "r": EndedRun("ok", 500.0), "b0": EndedRun("ok", 90.0)}
+    assert forecast_s(runs, seen, None) == 10.0, "same model, not the mean of all"
+    stranger = planned("d0", "d", kin="other")
+    assert forecast_s([*runs, stranger], {**seen, "c0": EndedRun("ok", 20.0)}, None) == pytest.approx(40.0)
+
+
+def test_nothing_is_expected_of_a_workload_that_was_never_seen() -> None:
+    runs = [planned("r", "r", "reference"), planned("a0", "a")]
+    assert forecast_s(runs, {"r": EndedRun("ok", 10.0)}, None) is None
+
+
+def test_a_failure_speaks_for_its_own_repeats_only() -> None:
+    runs = [planned("a0", "a"), planned("a1", "a"), planned("b0", "b"), planned("c0", "c")]
+    ended = {"a0": EndedRun("oom", 3.0), "b0": EndedRun("ok", 60.0)}
+    assert forecast_s(runs, ended, None) == 63.0
+
+
+def test_the_run_under_way_counts_by_its_last_steps(tmp_path: Path, make_spec: Make, make_step: Make) -> None:
+    first, *others = [make_spec("ddp", repeat=repeat, steps=13) for repeat in range(3)]
+    begin(tmp_path, first, make_step)
+    run_dir = tmp_path / first.experiment / first.run_id
+    pulse = campaign.read_pulse(run_dir, first, store.read_progress(run_dir))
+    assert pulse is not None
+    assert pulse.left_s == 10 * 0.5
+    left = forecast_s(map(PlannedRun.of, (first, *others)), {}, pulse)
+    assert left == pytest.approx(5 + 2 * (5 + time.time() - pulse.began_at), abs=1.0)
+
+
+def test_the_time_left_is_not_told_finer_than_it_is_known() -> None:
+    assert left_text(None) == "time left not known yet"
+    assert left_text(63.0) == "about 1 min 05 s left"
+    assert left_text(1234.0) == "about 21 min 00 s left"
+
+
+# --- the run under way ---
+
+
+def test_the_pulse_is_of_the_last_steps_and_the_rank_behind(tmp_path: Path, make_spec: Make, make_step: Make) -> None:
+    spec = make_spec("ddp", steps=40)
+    begin(tmp_path, spec, make_step, steps=30)
+    run_dir = tmp_path / spec.experiment / spec.run_id
+    behind = store.ProgressFile(run_dir, 1)
+    behind.peak_bytes = 5 * 2**30
+    behind.mark(7, "forward")
+    pulse = campaign.read_pulse(run_dir, spec, store.read_progress(run_dir))
+    assert pulse is not None
+    assert (pulse.rank, pulse.step, pulse.phase, pulse.peak_bytes) == (1, 7, "forward", 5 * 2**30)
+    assert pulse.tokens_per_s == spec.tokens_per_step / 0.5
+    assert pulse_text(pulse) == "step 8 of 40, forward, 256 tokens/s, peak 5.00 GiB, loss 5.500"
+
+
+def test_what_is_not_known_is_not_said(tmp_path: Path, make_spec: Make) -> None:
+    spec = make_spec("ddp")
+    run_dir = store.create(tmp_path, spec)
+    assert campaign.read_pulse(run_dir, spec, ()) is None
+    store.ProgressFile(run_dir, 0).mark(0, "setup")
+    pulse = campaign.read_pulse(run_dir, spec, store.read_progress(run_dir))
+    assert pulse is not None
+    assert pulse_text(pulse) == "step 1 of 4, setup"
+    assert (pulse.tokens_per_s, pulse.left_s, pulse.loss, pulse.peak_bytes) == (None, None, None, None)
+
+
+# --- the folder ---
+
+
+def test_a_running_campaign_is_told_from_its_folder(
+    tmp_path: Path, make_spec: Make, make_run: Make, make_step: Make
+) -> None:
+    specs = repeats(make_spec)
+    make_run(tmp_path, specs[0])
+    campaign.write_plan(tmp_path / "test", specs)
+    begin(tmp_path, specs[1], make_step, steps=2)
+    (view,) = campaign.read_views(tmp_path)
+    assert (view.planned, view.ended, view.running, view.interrupted) == (4, {"ok": 1}, True, ())
+    # One repeat of ddp as the first (60 s by its seal); two of fsdp2 by the one under way, of which 1 s is left.
+    assert view.left_s == pytest.approx(60 + 60 + 1, abs=2)
+    lines, running = folder_lines(tmp_path)
+    assert running
+    assert "1 of 4 runs ended (1 ok); running, about" in lines[0]
+    assert lines[1].startswith("  running: fsdp2 tiny x2 repeat 1: step 3 of 4, backward, 256 tokens/s")
+
+
+def test_a_dead_controller_is_not_running_whatever_its_files_say(
+    tmp_path: Path, make_spec: Make, make_run: Make, make_step: Make
+) -> None:
+    specs = repeats(make_spec)
+    make_run(tmp_path, specs[0], Status.OOM, "out of memory")
+    begin(tmp_path, specs[1], make_step)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    campaign.write_plan(tmp_path / "test", specs)
+    plan = store.read_json(tmp_path / "test" / campaign.PLAN)
+    store.write_json(tmp_path / "test" / campaign.PLAN, plan | {"pid": ended.pid})
+    lines, running = folder_lines(tmp_path)
+    assert not running
+    assert lines[0].endswith("1 of 4 runs ended (1 oom); not running, 3 left: the same command goes on from here")
+    assert lines[1:] == [f"  interrupted: {specs[1].run_id}"]
+
+
+def test_a_process_that_was_given_the_number_later_is_not_the_controller(tmp_path: Path, make_spec: Make) -> None:
+    campaign.write_plan(tmp_path, [make_spec()])
+    plan = campaign.read_plan(tmp_path)
+    assert plan is not None
+    assert (plan.pid, plan.host, plan.is_driven) == (os.getpid(), socket.gethostname(), True)
+    assert dataclasses.replace(plan, began_at=plan.began_at - 3600).is_driven is False
+    assert dataclasses.replace(plan, host="elsewhere").is_driven is None
+
+
+def test_what_an_earlier_campaign_left_open_is_not_called_running(
+    tmp_path: Path, make_spec: Make, make_step: Make
+) -> None:
+    specs = repeats(make_spec)
+    begin(tmp_path, specs[0], make_step)
+    campaign.write_plan(tmp_path / "test", specs)
+    plan = campaign.read_plan(tmp_path / "test")
+    assert plan is not None
+    os.utime(tmp_path / "test" / specs[0].run_id / "spec.json", (plan.began_at - 60,) * 2)
+    view = campaign.read_view(tmp_path / "test")
+    assert (view.pulses, view.interrupted, view.running) == ((), (specs[0].run_id,), True)
+
+
+def test_another_hosts_run_is_judged_by_when_it_moved(
+    tmp_path: Path, make_spec: Make, make_step: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    specs = repeats(make_spec)
+    begin(tmp_path, specs[0], make_step)
+    campaign.write_plan(tmp_path / "test", specs)
+    plan = store.read_json(tmp_path / "test" / campaign.PLAN)
+    store.write_json(tmp_path / "test" / campaign.PLAN, plan | {"host": "elsewhere"})
+    assert campaign.read_view(tmp_path / "test").running
+    monkeypatch.setattr(campaign, "FRESH_S", -1.0)
+    assert not campaign.read_view(tmp_path / "test").running
+
+
+@pytest.mark.parametrize("content", [None, "", "[]", '{"runs": [{"run": 1}]}'])
+def test_a_folder_without_a_plan_is_read_as_well_as_it_can_be(
+    content: str | None, tmp_path: Path, make_spec: Make, make_run: Make
+) -> None:
+    make_run(tmp_path, make_spec("ddp"))
+    make_run(tmp_path, make_spec("fsdp2"), None)
+    if content is not None:
+        (tmp_path / "test" / campaign.PLAN).write_text(content)
+    lines, running = folder_lines(tmp_path)
+    assert not running
+    assert lines[0].endswith("test: 1 ok, 1 not sealed")
+
+
+def test_a_complete_campaign_says_so(tmp_path: Path, make_spec: Make, make_run: Make) -> None:
+    specs = [make_spec("ddp")]
+    make_run(tmp_path, specs[0])
+    campaign.write_plan(tmp_path / "test", specs)
+    lines, running = folder_lines(tmp_path)
+    assert (running, lines[0].endswith("1 of 1 runs ended (1 ok); complete")) == (False, True)
+
+
+def test_an_empty_folder_has_no_run_yet(tmp_path: Path) -> None:
+    assert folder_lines(tmp_path) == ([f"{tmp_path}: no run yet"], False)

@@ -1,0 +1,120 @@
+"""What a user sees while a campaign runs, in a log and on a terminal."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from paceline import display, store
+from paceline.records import Status
+
+Make = Callable[..., Any]
+
+
+def console(width: int = 200, terminal: bool = False) -> Console:
+    return Console(file=io.StringIO(), width=width, force_terminal=terminal, color_system=None, legacy_windows=False)
+
+
+def text(of: Console) -> str:
+    assert isinstance(of.file, io.StringIO)
+    return of.file.getvalue()
+
+
+def under_way(out: Path, spec: Any, make_step: Make) -> Path:
+    run_dir = store.create(out, spec)
+    (run_dir / "samples-0.jsonl").write_text("".join(store.sample_line(make_step(0, step)) for step in range(3)))
+    position = store.ProgressFile(run_dir, 0)
+    position.loss, position.peak_bytes = 5.5, 2**30
+    position.mark(2, "forward")
+    return run_dir
+
+
+def test_a_log_gets_a_line_per_end_and_none_per_step(tmp_path: Path, make_spec: Make, make_step: Make) -> None:
+    screen, spec = console(), make_spec("ddp")
+    lines = display.Lines(screen)
+    lines.begin([spec])
+    run_dir = under_way(tmp_path, spec, make_step)
+    lines.started(spec, run_dir)
+    for _ in range(20):
+        lines.moved(spec, store.read_progress(run_dir))
+    assert text(screen) == ""
+    lines.ended(spec, Status.OOM, "out of [memory]", False)
+    assert text(screen).startswith("✗   1/1 ddp tiny x2 repeat 1 oom (")
+    assert text(screen).endswith("s): out of [memory]\n")
+
+
+def test_a_long_run_is_told_of_now_and_then(
+    tmp_path: Path, make_spec: Make, make_step: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(display.time, "monotonic", lambda: now)
+    screen, spec = console(), make_spec("ddp")
+    lines = display.observer_for(screen)
+    assert type(lines) is display.Lines
+    lines.begin([spec, make_spec("fsdp2")])
+    run_dir = under_way(tmp_path, spec, make_step)
+    lines.started(spec, run_dir)
+    for seconds in range(70):
+        now = 1000.0 + seconds
+        lines.moved(spec, store.read_progress(run_dir))
+    said = text(screen).splitlines()
+    assert len(said) == 2, "at 30 and 60 seconds"
+    assert said[0].startswith(
+        "    1/2 ddp tiny x2 repeat 1: step 3 of 4, forward, 256 tokens/s, peak 1.00 GiB, loss 5.500; about "
+    )
+
+
+def test_a_refused_run_takes_no_time(make_spec: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    now = 1000.0
+    monkeypatch.setattr(display.time, "monotonic", lambda: now)
+    screen, specs = console(), [make_spec("ddp"), make_spec("fsdp2")]
+    lines = display.Lines(screen)
+    lines.begin(specs)
+    lines.started(specs[0], tmp_path)
+    now += 60
+    lines.ended(specs[0], Status.OK, None, False)
+    lines.ended(specs[1], Status.UNSUPPORTED, "no", False)
+    assert [line.split("(")[1].split(")")[0] for line in text(screen).splitlines()] == ["60.0 s", "0.0 s"]
+
+
+def test_what_was_measured_before_tells_how_long_its_repeats_take(
+    tmp_path: Path, make_spec: Make, make_run: Make
+) -> None:
+    first, second = make_spec("ddp"), make_spec("ddp", repeat=1)
+    make_run(tmp_path, first)
+    lines = display.Lines(console())
+    lines.begin([first, second])
+    lines.ended(first, Status.OK, None, True)
+    assert lines.left_s(None) is None
+    lines.started(second, store.create(tmp_path, second))
+    assert lines.left_s(None) == 60.0
+
+
+def test_a_terminal_shows_the_campaign_the_run_and_where_it_is(
+    tmp_path: Path, make_spec: Make, make_step: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(display.Bars, "look_s", 0.0)
+    screen, spec = console(80, terminal=True), make_spec("ddp")
+    bars = display.observer_for(screen)
+    assert isinstance(bars, display.Bars)
+    bars.begin([spec, make_spec("ddp", repeat=1)])
+    try:
+        run_dir = under_way(tmp_path, spec, make_step)
+        bars.started(spec, run_dir)
+        bars.moved(spec, store.read_progress(run_dir))
+        shown = console(80)
+        shown.print(bars.screen())
+        campaign, run, where = text(shown).splitlines()
+        assert "0/2" in campaign
+        assert run.startswith("ddp tiny x2 repeat 1")
+        assert "2/4" in run
+        assert where.startswith("step 3 of 4, forward, 256 tokens/s, peak 1.00 GiB, loss 5.500; about")
+        bars.ended(spec, Status.OK, None, False)
+    finally:
+        bars.close()
+    assert "✓   1/2 ddp tiny x2 repeat 1 ok" in text(screen)
