@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.findings.fabric import CollectiveFit, CollectiveRow, Overlap, Pair, Suspect
+from paceline.findings.history import HistorySeries
 from paceline.findings.memory import FrontierPoint, MemoryRow
 from paceline.findings.training import (
     Certificate,
@@ -43,6 +44,7 @@ class Report:
     explanations: tuple[ScalingExplanation, ...] = ()
     memory: tuple[MemoryRow, ...] = ()
     frontier: tuple[FrontierPoint, ...] = ()
+    histories: tuple[HistorySeries, ...] = ()
     distributions: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()

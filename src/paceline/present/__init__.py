@@ -1,15 +1,15 @@
 """How findings read: numbers rounded by their uncertainty, cells in their places, tables, and the terminal.
 
-quantity < facts, standing < tables < links < fabric, memory, ceilings, scaling < machine, answer < terminal. Exporters
-and the command line print what stands here, no more.
+quantity < facts, standing < tables < links < fabric, memory, ceilings, scaling, between < history < machine, answer <
+terminal. Exporters and the command line print what stands here, no more.
 """
 
 from paceline.present.answer import recommendation_lines
 from paceline.present.quantity import format_quantity
-from paceline.present.terminal import comparison_table, failures_table, machine_group, ranked_table, scaling_table
+from paceline.present.terminal import drawn, failures_table, machine_group, ranked_table, scaling_table
 
 __all__ = [
-    "comparison_table",
+    "drawn",
     "failures_table",
     "format_quantity",
     "machine_group",
