@@ -322,9 +322,16 @@ def interruptible(work: Callable[[], list[Status]]) -> list[Status]:
 
 def read_experiment(directory: Path) -> tuple[list[RunRecord], list[str]]:
     """Runs of a results folder for analysis; a folder that holds none is the user's mistake."""
+    launches, unreadable = read_launches(directory)
+    records, _, passed_over = store.newest(launches)
+    return records, [*unreadable, *passed_over]
+
+
+def read_launches(directory: Path) -> tuple[list[RunRecord], list[str]]:
+    """As `read_experiment`, with every launch of a run that was repeated on another day."""
     if not directory.is_dir():
         raise RequestError(f"{str(directory)!r} was given, which is no folder; accepted is a results folder or a run")
-    records, skipped = store.read_runs(directory)
-    if not records and not skipped:
+    launches, skipped = store.read_launches(directory)
+    if not launches and not skipped:
         raise RequestError(f"{str(directory)!r} holds no run; accepted is a folder that `paceline run` has written")
-    return records, skipped
+    return launches, skipped

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from paceline import __version__, machine
-from paceline.analysis import ceilings, compare, explain, fabric, memory, metrics, recommend, scaling, validity
+from paceline.analysis import ceilings, compare, explain, fabric, history, memory, metrics, recommend, scaling, validity
 from paceline.analysis.certificate import certify_all
 from paceline.analysis.metrics import Cell
 from paceline.analysis.window import Window, first_and_last_loss, open_window, samples_by_step
@@ -20,9 +20,15 @@ LONGEST_DISTRIBUTION = 500
 
 
 def build(
-    records: Sequence[RunRecord], title: str, skipped: Sequence[str] = (), created_at: float | None = None
+    records: Sequence[RunRecord],
+    title: str,
+    skipped: Sequence[str] = (),
+    created_at: float | None = None,
+    earlier: Sequence[RunRecord] = (),
 ) -> Report:
     """Certifies, measures, compares and recommends. created_at is the end of the last run unless given.
+
+    earlier are launches that newer ones of the same run replace; they count in histories only.
 
     Only runs that ended ok with a valid certificate are measured; reference runs are listed, never measured or ranked.
     """
@@ -64,6 +70,7 @@ def build(
         explanations=explain.explain(grown.points, cells, network.fits, sound),
         memory=held.rows,
         frontier=held.frontier,
+        histories=history.analyse((*history.trusted_windows(earlier, records), *trusted)),
         distributions={cell.id: _distribution(cell) for cell in cells},
         notes=(*_notes(cells, runs, _machines(ordered)), *network.notes),
         skipped=tuple(skipped),

@@ -30,6 +30,9 @@ def add_verbs(verbs: Any) -> None:
     )
     verb.add_argument("--across-devices", action="store_true", help="also compare different kinds of device")
     verb.add_argument("--format", choices=FORMATS, default=FORMATS[0], help="default: %(default)s")
+    verb = add_verb(verbs, "history", history, "cells over time, with the launches at which their level changed")
+    verb.add_argument("directories", type=Path, nargs="+", metavar="DIR", help="results of several days, or above them")
+    verb.add_argument("--format", choices=FORMATS, default=FORMATS[0], help="default: %(default)s")
 
 
 def compare(arguments: argparse.Namespace) -> int:
@@ -55,12 +58,38 @@ def _show_comparison(found: Between, failing: Sequence[Regression], skipped: Seq
 
     answer = between.sentence(found)
     if form == "json":
-        document = {"schema": 1, "answer": answer, **plain(found), "regressions": plain(failing), "skipped": skipped}
-        print(json.dumps(document, indent=1, allow_nan=False, ensure_ascii=False))
+        told = {"schema": 1, "answer": answer, **plain(found)}
+        _print_json(told | {"regressions": plain(failing), "skipped": skipped})
         return
     names = f"A is {found.first}, B is {found.second}."
     lines = (*between.lines(found), *(f"regression: {r.text}" for r in failing), *(f"skipped: {s}" for s in skipped))
     _show(form, answer, names, between.tables(found), lines)
+
+
+def history(arguments: argparse.Namespace) -> int:
+    from paceline.analysis import history as over_time
+    from paceline.exporters.json import plain
+    from paceline.present import history as present
+    from paceline.run import read_launches
+
+    read = [read_launches(directory) for directory in arguments.directories]
+    launches, skipped = ([one for side in sides for one in side] for sides in zip(*read, strict=True))
+    windows = over_time.trusted_windows(launches)
+    found = over_time.analyse(windows, fewest=1)
+    answer = present.sentence(found)
+    if arguments.format == "json":
+        _print_json({"schema": 1, "answer": answer, "histories": plain(found), "skipped": skipped})
+        return OK
+    asked = sum(r.spec.is_certified for r in launches)
+    names = (
+        f"{asked} launches in {', '.join(map(str, arguments.directories))}; {len(windows)} of them ok and certified."
+    )
+    _show(arguments.format, answer, names, present.tables(found), (f"skipped: {text}" for text in skipped))
+    return OK
+
+
+def _print_json(document: dict[str, Any]) -> None:
+    print(json.dumps(document, indent=1, allow_nan=False, ensure_ascii=False))
 
 
 def _show(form: str, answer: str, names: str, tables: Sequence[Table], lines: Iterable[str]) -> None:

@@ -33,13 +33,16 @@ def report(arguments: argparse.Namespace) -> int:
 
 def conclude(screen: Console, directory: Path, formats: Sequence[str]) -> int:
     """Build the report of a folder, write its files, print it; the exit code says whether all is well."""
+    from paceline import store
     from paceline.analysis.report import build
     from paceline.plugins import load
-    from paceline.run import read_experiment
+    from paceline.run import read_launches
 
     exporters = [load("exporters", name) for name in formats]
-    records, skipped = read_experiment(directory)
-    found = build(records, title=directory.resolve().name, skipped=skipped)
+    launches, unreadable = read_launches(directory)
+    records, earlier, passed_over = store.newest(launches)
+    skipped = (*unreadable, *passed_over)
+    found = build(records, title=directory.resolve().name, skipped=skipped, earlier=earlier)
     written = [path for exporter in exporters for path in exporter.export(found, directory)]
     _print_report(screen, found)
     files = [path for path in written if path.parent == directory]

@@ -52,7 +52,6 @@ class HistorySeries:
     better: str
     cell: str
     label: str
-    row: str | None
     axes: Mapping[str, Scalar]
     points: tuple[HistoryPoint, ...]
     changes: tuple[ChangePoint, ...]

@@ -157,7 +157,7 @@ def _changes(title: str, changes: Sequence[Change]) -> Table | None:
     columns = (
         Column("what", prose=True),
         Column("metric"),
-        Column("A, then B", numeric=True, priority=2),
+        Column("A -> B", numeric=True, priority=2),
         Column("B over A"),
         Column("detectable effect", numeric=True, priority=3),
         *((Column("differs here", prose=True),) if own else ()),

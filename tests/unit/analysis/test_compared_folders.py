@@ -94,3 +94,37 @@ def test_a_name_with_markup_stays_text(
     assert "driver <script> -> [bold] differs" in capsys.readouterr().out
     assert cli.main(["compare", str(a), str(b), "--format", "markdown"]) == 0
     assert "<script>" not in capsys.readouterr().out
+
+
+def test_history_keeps_every_launch_of_a_repeated_run(
+    campaign: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same run_id on five days is five launches; the driver changed with the level."""
+    for day in range(5):
+        campaign(f"days/{day}", 1.0 if day < 3 else 1.08, day, driver="580" if day < 3 else "590")
+    assert cli.main(["history", str(tmp_path / "days"), "--format", "json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    speed = next(s for s in document["histories"] if s["metric"] == "tokens_per_s")
+    assert len(speed["points"]) == 15
+    (change,) = speed["changes"]
+    assert (change["index"], change["verdict"], change["throughout"]) == (9, "worse", True)
+    assert change["low"] < 1 / 1.08 < change["high"]
+    assert [d["path"] for d in change["differences"]] == ["driver"]
+    assert cli.main(["history", str(tmp_path / "days")]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("1 change of level in 2 searched series; the newest for the worse: tokens_per_s of ddp")
+    assert "driver 580 -> 590" in text
+    assert cli.main(["history", *(str(tmp_path / "days" / str(day)) for day in range(2))]) == 0
+    assert "too few launches" in capsys.readouterr().out
+
+
+def test_the_report_holds_what_history_says(
+    campaign: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for day in range(5):
+        campaign(f"days/{day}", 1.0 if day < 3 else 1.08, day)
+    cli.main(["report", str(tmp_path / "days"), "--format", "json"])
+    report = json.loads((tmp_path / "days" / "report.json").read_text())
+    cli.main(["history", str(tmp_path / "days"), "--format", "json"])
+    text = capsys.readouterr().out
+    assert report["histories"] == json.loads(text[text.index("{\n") :])["histories"]

@@ -22,6 +22,7 @@ KEYS = [
         "explanations",
         "memory",
         "frontier",
+        "histories",
         "distributions",
         "notes",
         "skipped",
