@@ -6,7 +6,7 @@ import datetime
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from paceline.exporters._canvas import GRID, INK, PALETTE, QUIET, canvas, say
+from paceline.exporters._canvas import CLEAR, GRID, INK, PALETTE, QUIET, canvas, say
 from paceline.findings import Report
 from paceline.present.history import ChartPoints, chart_points
 
@@ -39,8 +39,9 @@ def _panel(axes: Axes, points: ChartPoints) -> None:
         axes.hlines(level, _when(first), _when(last), color=INK, linewidth=1.4)  # type: ignore[arg-type]
     for number, (at, text) in enumerate(points.marks):
         axes.axvline(_when(at), color=PALETTE[1], linewidth=1.2, linestyle="--")  # type: ignore[arg-type]
-        say(axes, text, (1, 0), (0, 6 + 11 * number), "axes fraction", color=PALETTE[1], fontsize=8, ha="right")
-    say(axes, points.title, (0, 1), (0, -4), "axes fraction", color=QUIET, fontsize=8.5, va="top")
+        how = {"color": PALETTE[1], "fontsize": 8, "ha": "right", "bbox": CLEAR}
+        say(axes, text, (1, 0), (0, 7 + 12 * number), "axes fraction", **how)
+    say(axes, points.title, (0, 1), (0, -4), "axes fraction", color=QUIET, fontsize=8.5, va="top", bbox=CLEAR)
     axes.margins(y=0.25)
     axes.grid(axis="y", color=GRID)
     locator = AutoDateLocator(tz=datetime.UTC)  # type: ignore[no-untyped-call]
