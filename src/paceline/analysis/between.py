@@ -170,7 +170,8 @@ def _refuse_what_cannot_meet(
 
 def _nothing_believable(name: str, side: Side) -> str:
     reasons = (f" ({describe(j.record.spec)}: {j.reason})" for runs in side.values() for j in runs if j.reason)
-    return f"compare: the {name} folder holds no certified run{next(reasons, '')}; accepted is one with some"
+    accepted = "certified training, or collectives or compute on devices of their own"
+    return f"compare: the {name} folder holds no certified run{next(reasons, '')}; accepted is {accepted}"
 
 
 def _nearest_difference(a: Side, b: Side) -> str:
