@@ -325,11 +325,18 @@ def interruptible(work: Callable[[], list[Status]]) -> list[Status]:
 
 def read_experiment(directory: Path) -> tuple[list[RunRecord], list[str]]:
     """Runs of a results folder, or of a capsule, for analysis; one that holds none is the user's mistake."""
+    launches, unreadable = read_launches(directory)
+    records, _, passed_over = store.newest(launches)
+    return records, [*unreadable, *passed_over]
+
+
+def read_launches(directory: Path) -> tuple[list[RunRecord], list[str]]:
+    """As `read_experiment`, with every launch of a run that was repeated on another day."""
     if not directory.exists():
         raise RequestError(
             f"{str(directory)!r} was given, which is no folder; accepted is a results folder, a run or a capsule"
         )
-    records, skipped = store.read_runs(directory) if directory.is_dir() else capsule.read_runs(directory)
-    if not records and not skipped:
+    launches, skipped = store.read_launches(directory) if directory.is_dir() else capsule.read_runs(directory)
+    if not launches and not skipped:
         raise RequestError(f"{str(directory)!r} holds no run; accepted is a folder that `paceline run` has written")
-    return records, skipped
+    return launches, skipped

@@ -21,7 +21,7 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -276,19 +276,33 @@ def run_dirs(directory: Path) -> list[Path]:
     return sorted(path for path in found if "attempts" not in path.relative_to(directory).parts)
 
 
-def read_runs(directory: Path) -> tuple[list[RunRecord], list[str]]:
-    """All sealed runs below `directory`, and one sentence for each folder that had to be skipped."""
-    records: dict[str, RunRecord] = {}
-    skipped = []
+def read_launches(directory: Path) -> tuple[list[RunRecord], list[str]]:
+    """All sealed runs below `directory`, one asked for twice as often as it ran; and what had to be skipped."""
+    records, skipped = [], []
     for run_dir in run_dirs(directory):
         try:
-            record = read_run(run_dir)
+            records.append(read_run(run_dir))
         except StoreError as error:
             skipped.append(str(error))
-            continue
-        known = records.setdefault(record.spec.run_id, record)
+    return records, skipped
+
+
+def newest(launches: Iterable[RunRecord]) -> tuple[list[RunRecord], list[RunRecord], list[str]]:
+    """Of each run the launch that started last, the earlier ones, and one sentence for each of those."""
+    latest: dict[str, RunRecord] = {}
+    earlier, passed_over = [], []
+    for record in launches:
+        known = latest.setdefault(record.spec.run_id, record)
         if known is not record:
             older, newer = sorted((known, record), key=lambda r: r.started_at)
-            records[record.spec.run_id] = newer
-            skipped.append(f"{older.path}: the same run stands in {newer.path}, which is newer")
-    return list(records.values()), skipped
+            latest[record.spec.run_id] = newer
+            earlier.append(older)
+            passed_over.append(f"{older.path}: the same run stands in {newer.path}, which is newer")
+    return list(latest.values()), earlier, passed_over
+
+
+def read_runs(directory: Path) -> tuple[list[RunRecord], list[str]]:
+    """The newest launch of all sealed runs below `directory`, and one sentence for each folder that was skipped."""
+    launches, unreadable = read_launches(directory)
+    records, _, passed_over = newest(launches)
+    return records, [*unreadable, *passed_over]

@@ -1,27 +1,22 @@
-"""A against B: a ratio with its interval, the smallest effect this data could show, and a verdict that may be "tie".
+"""A against B within one campaign: a ratio with its interval, the smallest effect this data could show, and a verdict
+that may be "tie".
 
 Only cells that differ in the one axis under test meet; world size is an axis of its own kind (see scaling).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from paceline.analysis import metrics
 from paceline.analysis.ceilings import device_names
-from paceline.analysis.certificate import certify_all
 from paceline.analysis.metrics import BY_NAME, Cell
-from paceline.analysis.statistics import Ratio, Resampled, ratio_between
-from paceline.analysis.window import open_window
-from paceline.errors import RequestError
+from paceline.analysis.statistics import Ratio, ratio_between
 from paceline.findings import BETTER, HIGHER, TIE, WORSE, Comparison
-from paceline.records import RunRecord, Status
 from paceline.spec import RunSpec, Scalar
 
 SPEED_METRICS = ("tokens_per_s", "step_time_s")
@@ -177,82 +172,6 @@ def _pairs(group: Group) -> Iterable[Comparison]:
                 yield comparison(metric, BY_NAME[metric].better, (cell, other), names, ratio, group.axes)
 
 
-# --- between two campaigns ---
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """Two experiments cell by cell: B over A, and what only one of them holds."""
-
-    comparisons: tuple[Comparison, ...]
-    only_a: tuple[str, ...]
-    only_b: tuple[str, ...]
-
-
-def compare_experiments(records_a: Sequence[RunRecord], records_b: Sequence[RunRecord]) -> Difference:
-    """Ratios B over A of cells in both. Refuses, with the field that differs, other work and another kind of device."""
-    a, b = certified_cells(records_a), certified_cells(records_b)
-    for name, cells in (("first", a), ("second", b)):
-        if not cells:
-            raise RequestError(f"compare: the {name} experiment holds no certified run; accepted is one with some")
-    common = [cell for cell in a if cell in b]
-    if not common:
-        raise RequestError(_nearest_difference(list(a.values()), list(b.values())))
-    found = [c for cell in common for c in _between(a[cell], b[cell])]
-    only_a, only_b = (tuple(describe(x[c].spec) for c in x if c not in y) for x, y in ((a, b), (b, a)))
-    return Difference(tuple(found), only_a, only_b)
-
-
-def certified_cells(records: Sequence[RunRecord]) -> dict[str, Cell]:
-    """Cells of the runs that ended ok with a valid certificate."""
-    certificates = certify_all(records)
-    ended = [r for r in records if r.status in (Status.OK, Status.INVALID) and r.spec.is_certified]
-    valid = [r for r in ended if (found := certificates.get(r.spec.run_id)) and found.valid]
-    return {cell.id: cell for cell in metrics.gather(map(open_window, valid))}
-
-
-def describe(spec: RunSpec) -> str:
-    return title_of(spec.axes())
-
-
-def _between(a: Cell, b: Cell) -> list[Comparison]:
-    kinds = device_kind(a), device_kind(b)
-    if kinds[0] != kinds[1]:
-        raise RequestError(
-            f"compare: the device of {describe(a.spec)} is {kinds[0]} in the first experiment and {kinds[1]} in the "
-            "second; accepted are runs on the same kind of device"
-        )
-    found = []
-    for metric in comparable_metrics((a, b)):
-        over, under = _redrawn(b, metric), metrics.estimate(a, metric)
-        ratio = ratio_between([over], [under]) if over and under else None
-        if ratio is not None:
-            names = (f"{describe(b.spec)} (second)", f"{describe(a.spec)} (first)")
-            found.append(comparison(metric, BY_NAME[metric].better, (b, a), names, ratio, a.axes))
-    return found
-
-
-def _redrawn(cell: Cell, metric: str) -> Resampled | None:
-    """The second side of a pair of equal cells: the same seed would draw the same launches and hide their spread."""
-    found = metrics.estimate(cell, metric)
-    if found is None or found.deviations is None:
-        return found
-    return dataclasses.replace(found, deviations=found.deviations[::-1])
-
-
 def device_kind(cell: Cell) -> str:
     """Names of the GPUs, or of the processors, the cell ran on."""
     return device_names(cell.spec.topology.device, [m for w in cell.windows for m in w.record.machines])
-
-
-def _nearest_difference(a: Sequence[Cell], b: Sequence[Cell]) -> str:
-    """The sentence for two experiments that share no cell: what differs in the pair that is most alike."""
-    pairs = itertools.product(a[:50], b[:50])
-    differing = (_differing_fields(x.fields, y.fields) for x, y in pairs)
-    fields = min(differing, key=len)
-    named = "; ".join(f"{field} is {left!r} in the first and {right!r} in the second" for field, left, right in fields)
-    return f"compare: no cell is in both experiments; in the nearest pair {named}; accepted are runs of equal work"
-
-
-def _differing_fields(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    return [(name, a[name], b[name]) for name in a if a[name] != b[name]]

@@ -16,6 +16,7 @@ from paceline.analysis import (
     cost,
     explain,
     fabric,
+    history,
     memory,
     metrics,
     recommend,
@@ -37,8 +38,11 @@ def build(
     skipped: Sequence[str] = (),
     created_at: float | None = None,
     costing: cost.Costing | None = None,
+    earlier: Sequence[RunRecord] = (),
 ) -> Report:
     """Certifies, measures, compares and recommends. created_at is the end of the last run unless given.
+
+    earlier are launches that newer ones of the same run replace; they count in histories only.
 
     Only runs that ended ok with a valid certificate are measured; reference runs are listed, never measured or ranked.
     """
@@ -80,6 +84,7 @@ def build(
         explanations=explain.explain(grown.points, cells, network.fits, sound),
         memory=held.rows,
         frontier=held.frontier,
+        histories=history.analyse((*history.trusted_windows(earlier, records), *trusted)),
         distributions={cell.id: _distribution(cell) for cell in cells},
         notes=(*_notes(cells, runs, _machines(ordered)), *network.notes),
         skipped=tuple(skipped),
@@ -93,7 +98,7 @@ def build(
 def _finding(record: RunRecord, certificates: Mapping[str, Certificate], windows: Mapping[str, Window]) -> RunFinding:
     run = record.spec.run_id
     window = windows.get(run)
-    status, reason = _status(record, certificates.get(run))
+    status, reason = validity.status_of(record, certificates.get(run))
     first, last = first_and_last_loss(samples_by_step(record))
     return RunFinding(
         run=run,
@@ -111,19 +116,6 @@ def _finding(record: RunRecord, certificates: Mapping[str, Certificate], windows
         health=_health(record, window),
         warmup=window.warmup if window else None,
     )
-
-
-def _status(record: RunRecord, certificate: Certificate | None) -> tuple[Status, str | None]:
-    """The certificate of today decides between ok and invalid: its reference may have come after the run was sealed."""
-    if record.status not in (Status.OK, Status.INVALID) or record.is_reference:
-        return record.status, record.error
-    if not record.spec.is_certified:
-        wrong = validity.problems(record)
-        return (Status.INVALID, "; ".join(wrong)) if wrong else (record.status, record.error)
-    if certificate is None or not certificate.valid:
-        reasons = "; ".join(certificate.reasons) if certificate else "the run carries no certificate"
-        return Status.INVALID, record.error or reasons
-    return Status.OK, None
 
 
 def _finite(value: float) -> float | None:

@@ -156,14 +156,15 @@ def ratio_between(over: Sequence[Resampled], under: Sequence[Resampled]) -> Rati
 
     Freedom is Welch and Satterthwaite's: (sum v)^2 / sum(v^2 / freedom), v the variance of each side's logarithm.
     """
-    value, total = 1.0, np.zeros(RESAMPLES)
+    value = 1.0
+    total: Array = np.zeros(1)
     variances, freedoms = [], []
     for sign, sides in ((1, over), (-1, under)):
         for side in sides:
             if side.deviations is None or not side.logarithmic:
                 return None
             value *= side.value**sign
-            total += sign * side.deviations
+            total = total + sign * side.deviations
             variances.append(float(side.deviations.var()))
             freedoms.append(side.freedom)
     penalty = sum(v * v / f for v, f in zip(variances, freedoms, strict=True))

@@ -1,12 +1,26 @@
-"""Runs without a certificate are judged by what they show themselves: data that arrived wrong, or nothing at all."""
+"""Whether a run may be believed: by its certificate, or, of workloads without one, by what it shows itself."""
 
 from __future__ import annotations
 
-from paceline.records import RunRecord
+from paceline.findings import Certificate
+from paceline.records import RunRecord, Status
+
+
+def status_of(record: RunRecord, certificate: Certificate | None) -> tuple[Status, str | None]:
+    """The certificate of today decides between ok and invalid: its reference may have come after the run was sealed."""
+    if record.status not in (Status.OK, Status.INVALID) or record.is_reference:
+        return record.status, record.error
+    if not record.spec.is_certified:
+        wrong = problems(record)
+        return (Status.INVALID, "; ".join(wrong)) if wrong else (record.status, record.error)
+    if certificate is None or not certificate.valid:
+        reasons = "; ".join(certificate.reasons) if certificate else "the run carries no certificate"
+        return Status.INVALID, record.error or reasons
+    return Status.OK, None
 
 
 def problems(record: RunRecord) -> list[str]:
-    """Why an uncertified run must not be believed; none for one that can be."""
+    """Why an uncertified run must not be believed: data that arrived wrong, or nothing; none for one that can be."""
     wrong = [s for s in record.collectives if s.wrong]
     found = [
         f"{s.operation} of {s.size_bytes} bytes in {s.dtype}: {s.wrong} wrong elements on rank {s.rank}"

@@ -1,31 +1,110 @@
-"""Verbs that set results beside other results: two folders, or one folder over time."""
+"""Verbs that set results beside other results: two folders, or folders over time."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from paceline.cli.verbs import OK, add_verb, console
+from paceline.cli.verbs import OK, SOME_FAILED, add_verb, console
+
+if TYPE_CHECKING:
+    from paceline.findings import Between, Regression
+    from paceline.present.tables import Table
+
+FORMATS = ("terminal", "markdown", "json")
 
 
 def add_verbs(verbs: Any) -> None:
-    verb = add_verb(verbs, "compare", compare, "two result folders, cell by cell, with intervals and verdicts")
-    verb.add_argument("a", type=Path, metavar="DIR_A")
-    verb.add_argument("b", type=Path, metavar="DIR_B")
+    verb = add_verb(verbs, "compare", compare, "two result folders, cell by cell: what changed, and what else differs")
+    verb.add_argument("a", type=Path, metavar="DIR_A", help="the folder to compare with")
+    verb.add_argument("b", type=Path, metavar="DIR_B", help="the folder that is judged")
+    verb.add_argument(
+        "--fail-on-regression",
+        type=float,
+        metavar="PCT",
+        help="exit code 1 where B is worse by more than PCT percent over the whole interval, or lost a cell",
+    )
+    verb.add_argument("--across-devices", action="store_true", help="also compare different kinds of device")
+    verb.add_argument("--format", choices=FORMATS, default=FORMATS[0], help="default: %(default)s")
+    verb = add_verb(verbs, "history", history, "cells over time, with the launches at which their level changed")
+    verb.add_argument("directories", type=Path, nargs="+", metavar="DIR", help="results of several days, or above them")
+    verb.add_argument("--format", choices=FORMATS, default=FORMATS[0], help="default: %(default)s")
 
 
 def compare(arguments: argparse.Namespace) -> int:
-    from paceline import present
-    from paceline.analysis.compare import compare_experiments
+    from paceline.analysis import between
     from paceline.run import read_experiment
 
+    limit = arguments.fail_on_regression
+    if limit is not None:
+        between.checked_percent(limit)
     (a, skipped_a), (b, skipped_b) = read_experiment(arguments.a), read_experiment(arguments.b)
-    found = compare_experiments(a, b)
-    screen = console()
-    screen.print(present.comparison_table(found.comparisons, str(arguments.a), str(arguments.b)))
-    lines = [f"only in {arguments.a}: {name}" for name in found.only_a]
-    lines += [f"only in {arguments.b}: {name}" for name in found.only_b]
-    for line in (*lines, *(f"skipped: {text}" for text in (*skipped_a, *skipped_b))):
-        screen.print(line, highlight=False, markup=False, soft_wrap=True)
+    found = between.compare_experiments(a, b, (str(arguments.a), str(arguments.b)), arguments.across_devices)
+    failing = () if limit is None else between.regressions(found, limit)
+    _show_comparison(found, failing, (*skipped_a, *skipped_b), arguments.format)
+    if failing:
+        more = f"; and {len(failing) - 1} more" if len(failing) > 1 else ""
+        print(f"paceline: regression beyond {limit:g} %: {failing[0].text}{more}", file=sys.stderr)
+    return SOME_FAILED if failing else OK
+
+
+def _show_comparison(found: Between, failing: Sequence[Regression], skipped: Sequence[str], form: str) -> None:
+    from paceline.exporters.json import plain
+    from paceline.present import between
+
+    answer = between.sentence(found)
+    if form == "json":
+        told = {"schema": 1, "answer": answer, **plain(found)}
+        _print_json(told | {"regressions": plain(failing), "skipped": skipped})
+        return
+    names = f"A is {found.first}, B is {found.second}."
+    lines = (*between.lines(found), *(f"regression: {r.text}" for r in failing), *(f"skipped: {s}" for s in skipped))
+    _show(form, answer, names, between.tables(found), lines)
+
+
+def history(arguments: argparse.Namespace) -> int:
+    from paceline.analysis import history as over_time
+    from paceline.exporters.json import plain
+    from paceline.present import history as present
+    from paceline.run import read_launches
+
+    read = [read_launches(directory) for directory in arguments.directories]
+    launches, skipped = ([one for side in sides for one in side] for sides in zip(*read, strict=True))
+    windows = over_time.trusted_windows(launches)
+    found = over_time.analyse(windows, fewest=1)
+    answer = present.sentence(found)
+    if arguments.format == "json":
+        _print_json({"schema": 1, "answer": answer, "histories": plain(found), "skipped": skipped})
+        return OK
+    asked = sum(r.spec.is_certified for r in launches)
+    names = (
+        f"{asked} launches in {', '.join(map(str, arguments.directories))}; {len(windows)} of them ok and certified."
+    )
+    _show(arguments.format, answer, names, present.tables(found), (f"skipped: {text}" for text in skipped))
     return OK
+
+
+def _print_json(document: dict[str, Any]) -> None:
+    print(json.dumps(document, indent=1, allow_nan=False, ensure_ascii=False))
+
+
+def _show(form: str, answer: str, names: str, tables: Sequence[Table], lines: Iterable[str]) -> None:
+    """The answer, its evidence, what else to know: on a terminal, or as Markdown for a pull request."""
+    from paceline import present
+    from paceline.exporters import markdown
+
+    if form == "markdown":
+        parts = [f"**{markdown.escape(answer)}**", markdown.escape(names)]
+        parts += [markdown.section(table.title, table).replace("## ", "### ", 1) for table in tables]
+        print("\n\n".join([*parts, markdown.bullets(lines)]).strip())
+        return
+    screen = console()
+    for text in (answer, names):
+        screen.print(text, highlight=False, markup=False, soft_wrap=True)
+    screen.print(present.drawn(tables))
+    for line in lines:
+        screen.print(line, highlight=False, markup=False, soft_wrap=True)

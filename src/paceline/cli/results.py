@@ -36,16 +36,19 @@ def report(arguments: argparse.Namespace) -> int:
 
 def conclude(screen: Console, directory: Path, formats: Sequence[str], costing: Costing) -> int:
     """Build the report of a folder, write its files, print it; the exit code says whether all is well."""
+    from paceline import store
     from paceline.analysis.report import build
     from paceline.plugins import load
-    from paceline.run import read_experiment
+    from paceline.run import read_launches
 
     exporters = [load("exporters", name) for name in formats]
     for exporter in exporters:
         if hasattr(exporter, "check"):
             exporter.check(directory)
-    records, skipped = read_experiment(directory)
-    found = build(records, title=directory.resolve().name, skipped=skipped, costing=costing)
+    launches, unreadable = read_launches(directory)
+    records, earlier, passed_over = store.newest(launches)
+    skipped = (*unreadable, *passed_over)
+    found = build(records, directory.resolve().name, skipped, costing=costing, earlier=earlier)
     if directory.is_file():
         # A capsule is never written to: its report stands beside it.
         directory = directory.with_name(f"{directory.name.partition('.')[0]}-report")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from paceline.exporters import plots, write_atomically
 from paceline.findings import Report
-from paceline.present import claims, cost, scaling, tables
+from paceline.present import claims, cost, history, scaling, tables
 from paceline.present.answer import answer
 from paceline.present.machine import machine_details, machine_tables
 from paceline.present.tables import Cell, Table
@@ -40,6 +40,7 @@ def _parts(report: Report) -> Iterator[str]:
     yield from (section(table.title, table) for table in machine_tables(report))
     yield from (section(table.title, table) for table in (*cost.tables(report), *claims.tables(report)))
     yield from (folded(table.title, table) for table in machine_details(report))
+    yield from (section(table.title, table) for table in history.tables(report.histories))
     drawn = plots.available(report)
     yield "## Plots" if drawn else ""
     yield from (f"![{name.replace('_', ' ').capitalize()}](plots/{name}.png)" for name in drawn)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.exporters import _ceiling_charts as ceilings
 from paceline.exporters import _fabric_charts as fabric
+from paceline.exporters import _history_chart as history
 from paceline.exporters import _memory_charts as memory
 from paceline.exporters import write_atomically
 from paceline.exporters._canvas import CLEAR, INK, PALETTE, QUIET, STYLE, canvas, entitle, say, short_names
@@ -279,6 +280,7 @@ CHARTS: dict[str, tuple[Callable[[Report], Collected], Callable[[Report, Any], A
     "collective_bandwidth": (fabric.panels, fabric.draw_bandwidth),
     "collective_latency": (fabric.lines, fabric.draw_latency),
     "pairs": (lambda report: report.pairs, fabric.draw_pairs),
+    "history": (history.panels, history.draw),
     "ceilings_products": (ceilings.products, ceilings.draw_products),
     "ceilings_copies": (ceilings.copies, ceilings.draw_copies),
     "ceilings_attention": (ceilings.attention, ceilings.draw_attention),

@@ -1,8 +1,10 @@
 """Concluded: what the data says, and on which runs each sentence rests. All that an exporter may print stands here."""
 
+from paceline.findings.between import Between, Change, Differing, Lost, Regression
 from paceline.findings.claims import Claim, ClaimedTransfer, ClaimedTransfers
 from paceline.findings.cost import Cost, Saving
 from paceline.findings.fabric import CollectiveFit, CollectiveRow, Overlap, Pair, Suspect
+from paceline.findings.history import ChangePoint, HistoryPoint, HistorySeries
 from paceline.findings.memory import FrontierPoint, MemoryRow, Probe
 from paceline.findings.report import SCHEMA, Report
 from paceline.findings.training import (
@@ -32,7 +34,10 @@ __all__ = [
     "SHARED_GPU",
     "TIE",
     "WORSE",
+    "Between",
     "Certificate",
+    "Change",
+    "ChangePoint",
     "Check",
     "Claim",
     "ClaimedTransfer",
@@ -41,13 +46,18 @@ __all__ = [
     "CollectiveRow",
     "Comparison",
     "Cost",
+    "Differing",
     "FrontierPoint",
+    "HistoryPoint",
+    "HistorySeries",
+    "Lost",
     "Measurement",
     "MemoryRow",
     "Overlap",
     "Pair",
     "Probe",
     "Recommendation",
+    "Regression",
     "Report",
     "RunFinding",
     "Saving",

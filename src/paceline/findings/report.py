@@ -9,6 +9,7 @@ from typing import Any
 from paceline.findings.claims import Claim, ClaimedTransfers
 from paceline.findings.cost import Cost, Saving
 from paceline.findings.fabric import CollectiveFit, CollectiveRow, Overlap, Pair, Suspect
+from paceline.findings.history import HistorySeries
 from paceline.findings.memory import FrontierPoint, MemoryRow
 from paceline.findings.training import (
     Certificate,
@@ -49,6 +50,7 @@ class Report:
     savings: tuple[Saving, ...] = ()
     claims: tuple[Claim, ...] = ()
     claimed_transfers: tuple[ClaimedTransfers, ...] = ()
+    histories: tuple[HistorySeries, ...] = ()
     distributions: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()

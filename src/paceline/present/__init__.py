@@ -1,23 +1,16 @@
 """How findings read: numbers rounded by their uncertainty, cells in their places, tables, and the terminal.
 
-quantity < facts, standing < tables < links < fabric, memory, ceilings, scaling, cost, claims < machine, answer <
-terminal < replay. Exporters and the command line print what stands here, no more.
+quantity < facts, standing < tables < links < fabric, memory, ceilings, scaling, cost, claims, between < history <
+machine, answer < terminal < replay. Exporters and the command line print what stands here, no more.
 """
 
 from paceline.present.answer import recommendation_lines
 from paceline.present.quantity import format_quantity
-from paceline.present.terminal import (
-    comparison_table,
-    cost_group,
-    failures_table,
-    machine_group,
-    ranked_table,
-    scaling_table,
-)
+from paceline.present.terminal import cost_group, drawn, failures_table, machine_group, ranked_table, scaling_table
 
 __all__ = [
-    "comparison_table",
     "cost_group",
+    "drawn",
     "failures_table",
     "format_quantity",
     "machine_group",

@@ -7,7 +7,7 @@ measured are left out and named under the table, so that a table never suggests 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -233,22 +233,6 @@ def comparisons(report: Report) -> Table | None:
         Column("reason", prose=True),
     )
     return Table("All comparisons", columns, rows) if rows else None
-
-
-def between(found: Sequence[Comparison], first: str, second: str) -> Table | None:
-    """Two experiments cell by cell: the second over the first."""
-    rows = tuple(
-        (
-            Cell(c.label.removesuffix(" (second)")),
-            Cell(c.metric),
-            verdict_cell(c),
-            Cell(f"{c.detectable_ratio * 100:.2g} %"),
-            Cell(c.reason),
-        )
-        for c in found
-    )
-    columns = (Column("cell", prose=True), Column("metric"), Column("ratio"), Column("detectable effect", True, 1))
-    return Table(f"{second} over {first}", (*columns, Column("reason", priority=2)), rows) if rows else None
 
 
 def certification(report: Report) -> Table | None:

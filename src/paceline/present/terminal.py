@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from paceline.findings import Comparison, Report
+from paceline.findings import Report
 from paceline.present import claims, cost, scaling, tables
 from paceline.present.machine import machine_tables
 from paceline.present.tables import Cell, Table
@@ -52,17 +52,15 @@ def machine_group(report: Report) -> RenderableType | None:
 
 def cost_group(report: Report) -> RenderableType | None:
     """What a token costs, and what others claim; None where no device has a price and nothing was imported."""
+    found = (*cost.tables(report), *claims.tables(report))
+    return drawn(found) if found else None
+
+
+def drawn(found: Iterable[Table]) -> RenderableType:
+    """Any tables, one under the other."""
     from rich.console import Group
 
-    found = [Fitted(table) for table in (*cost.tables(report), *claims.tables(report))]
-    return Group(*found) if found else None
-
-
-def comparison_table(comparisons: Sequence[Comparison], first: str, second: str) -> RenderableType:
-    """Two experiments cell by cell: ratios of the second over the first."""
-    return (
-        _fitted(tables.between(comparisons, first, second)) or "Nothing was compared: no metric is known on both sides."
-    )
+    return Group(*map(Fitted, found))
 
 
 def _fitted(table: Table | None) -> RenderableType | None:

@@ -1,17 +1,15 @@
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from paceline.analysis import metrics
-from paceline.analysis.compare import compare_cells, compare_experiments, verdict_of
+from paceline.analysis.compare import compare_cells, verdict_of
 from paceline.analysis.metrics import Cell
 from paceline.analysis.statistics import Ratio
 from paceline.analysis.window import open_window
-from paceline.errors import RequestError
 from paceline.findings import Comparison
 from paceline.records import RunRecord
 
@@ -135,43 +133,3 @@ class TestWithinACampaign:
         ]
         assert found(*cells) == found(*cells, metric="step_time_s") == []
         assert len(found(*cells, metric="peak_memory_bytes")) == 1
-
-
-class TestBetweenCampaigns:
-    @pytest.fixture
-    def first(self, make_cell: Builder, make_reference: Builder) -> list[RunRecord]:
-        runs = make_cell(1.0, strategy="ddp")
-        return [make_reference(runs[0].spec), *runs]
-
-    def test_second_over_first(self, first: list[RunRecord], make_cell: Builder, make_reference: Builder) -> None:
-        faster = make_cell(0.8, strategy="ddp")
-        second = [make_reference(faster[0].spec), *faster, *make_cell(1.0, strategy="fsdp2")]
-        difference = compare_experiments(first, second)
-        speed = next(c for c in difference.comparisons if c.metric == "tokens_per_s")
-        assert speed.ratio == pytest.approx(1.25, rel=0.01)
-        assert (speed.verdict, speed.cell == speed.other) == ("better", True)
-        assert difference.only_a == ()
-        assert [text.split(",")[0] for text in difference.only_b] == ["fsdp2"]
-
-    def test_same_experiment_is_a_tie_with_an_honest_interval(self, first: list[RunRecord]) -> None:
-        """Drawn with the same seed both sides would cancel to a ratio without any uncertainty."""
-        speed = next(c for c in compare_experiments(first, first).comparisons if c.metric == "tokens_per_s")
-        assert (speed.ratio, speed.verdict) == (1.0, "tie")
-        assert speed.high - speed.low > 0.001
-
-    def test_other_work_is_refused_with_the_field(
-        self, first: list[RunRecord], make_cell: Builder, make_reference: Builder
-    ) -> None:
-        """Error 10: 1024-token against 512-token samples."""
-        other = make_cell(1.0, strategy="ddp", sequence_length=128)
-        with pytest.raises(RequestError, match=r"sequence_length is 64 in the first and 128 in the second"):
-            compare_experiments(first, [make_reference(other[0].spec), *other])
-
-    def test_another_device_is_refused(self, first: list[RunRecord]) -> None:
-        moved = [dataclasses.replace(r, machines=({"cpu": "EPYC", "gpus": []},)) for r in first]
-        with pytest.raises(RequestError, match="Xeon in the first experiment and EPYC"):
-            compare_experiments(first, moved)
-
-    def test_nothing_certified_is_refused(self, first: list[RunRecord]) -> None:
-        with pytest.raises(RequestError, match="second experiment holds no certified run"):
-            compare_experiments(first, first[1:])

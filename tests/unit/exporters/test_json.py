@@ -26,6 +26,7 @@ KEYS = [
         "savings",
         "claims",
         "claimed_transfers",
+        "histories",
         "distributions",
         "notes",
         "skipped",

@@ -149,10 +149,3 @@ def test_recommendations_read_by_group_with_each_caveat_once(report: Report) -> 
     assert lines[1].startswith("  highest throughput: Tie between ddp and fsdp2")
     assert sum("caveat" in line for line in lines) == 1
     assert present.recommendation_lines(dataclasses.replace(report, recommendations=())) == [tables.NO_ANSWER]
-
-
-def test_two_experiments_stand_side_by_side_with_the_verdict(report: Report) -> None:
-    text = printed(present.comparison_table(report.comparisons[:2], "monday", "friday"), 160)
-    assert "friday over monday" in text
-    assert "1.120\u00d7 better" in text
-    assert "Nothing was compared" in printed(present.comparison_table((), "monday", "friday"), 160)

@@ -1,0 +1,311 @@
+"""Two result folders, cell by cell: what changed from the first to the second, and what else differs beside it.
+
+Only equal work meets: the same cell, or cells that differ in CIRCUMSTANCES alone. A verdict needs an interval, and one
+that so many comparisons at once do not show by chance.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any
+
+from paceline.analysis import fingerprint, metrics
+from paceline.analysis.compare import SPEED_METRICS, verdict_of
+from paceline.analysis.statistics import Ratio, Resampled, launches_note, ratio_between
+from paceline.analysis.subjects import ROW, Judged, Quantity, Subject, describe, judge, subject_of
+from paceline.errors import RequestError
+from paceline.findings import HIGHER, TIE, WORSE, Between, Change, Differing, Lost, Regression
+from paceline.present.between import change_text
+from paceline.records import RunRecord, Status
+from paceline.spec import RunSpec, require
+
+MISSING = "missing"
+NEAREST_LOOKED_AT = 50
+FAMILY_ERROR = 0.05
+_UNUSED = ("training", "warmup", "steps")
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One cell in both folders."""
+
+    first: Subject
+    second: Subject
+    differences: tuple[Differing, ...]
+
+    @property
+    def same_runs(self) -> bool:
+        a, b = ({(r.spec.run_id, r.started_at) for r in side.records} for side in (self.first, self.second))
+        return a == b
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A quantity of a pair with its ratio B over A; None where no interval is supported, reason then says why."""
+
+    pair: Pair
+    first: Quantity
+    second: Quantity
+    ratio: Ratio | None
+    reason: str
+
+
+def compare_experiments(
+    records_a: Sequence[RunRecord],
+    records_b: Sequence[RunRecord],
+    names: tuple[str, str] = ("A", "B"),
+    across_devices: bool = False,
+) -> Between:
+    """B over A of every cell in both. Refuses, with the field that differs, other work and another kind of device."""
+    a, b = judge(records_a), judge(records_b)
+    matched = _match(a, b, across_devices)
+    pairs = _pairs(a, b, matched)
+    lost = _lost(a, b, matched)
+    _refuse_what_cannot_meet(a, b, pairs, lost, across_devices)
+    shared = tuple(d for d in pairs[0].differences if all(d in p.differences for p in pairs)) if pairs else ()
+    found = [f for pair in pairs for f in _quantities(pair)]
+    changes = [_change(f, sum(f.ratio is not None for f in found), shared) for f in found]
+    only_b = [cell for cell in b if cell not in matched.values()]
+    return Between(
+        first=names[0],
+        second=names[1],
+        changes=tuple(sorted(changes, key=_decided_first)),
+        shared=shared,
+        lost=lost,
+        only_first=tuple(_label(runs) for cell, runs in a.items() if cell not in matched),
+        only_second=tuple(_label(b[cell]) for cell in only_b),
+        notes=tuple(_notes(a, pairs, changes)),
+    )
+
+
+def _label(judged: Sequence[Judged]) -> str:
+    return describe(judged[0].record.spec)
+
+
+def _decided_first(c: Change) -> tuple[int, float, str, str]:
+    group = 2 if c.verdict is None else 1 if c.verdict == TIE else 0
+    return group, -abs(math.log(c.ratio)), c.label, c.metric
+
+
+# --- which cells meet ---
+
+Side = Mapping[str, Sequence[Judged]]
+
+
+def _match(a: Side, b: Side, across_devices: bool) -> dict[str, str]:
+    """Cell of A -> cell of B: the same one, or the only two that differ in nothing but circumstances."""
+    found = {cell: cell for cell in a if cell in b}
+    left, right = (_by_work({c: side[c] for c in side if c not in found}, across_devices) for side in (a, b))
+    for work, cells in left.items():
+        if len(cells) == len(right.get(work, ())) == 1:
+            found[cells[0]] = right[work][0]
+    return {cell: found[cell] for cell in a if cell in found}
+
+
+def _by_work(side: Side, across_devices: bool) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for cell, runs in side.items():
+        work = json.dumps(_work_fields(runs[0].record.spec, across_devices), sort_keys=True)
+        found.setdefault(work, []).append(cell)
+    return found
+
+
+def _work_fields(spec: RunSpec, across_devices: bool = False) -> dict[str, Any]:
+    """The fields two cells must agree in to meet."""
+    free = {*fingerprint.CIRCUMSTANCES, *(() if spec.is_trained else _UNUSED)}
+    free |= {"topology.device"} if across_devices else set()
+    fields = metrics.flat(spec)
+    return {name: value for name, value in fields.items() if name not in free and name.partition(".")[0] not in free}
+
+
+def _pairs(a: Side, b: Side, matched: Mapping[str, str]) -> list[Pair]:
+    found = []
+    for cell, other in matched.items():
+        first, second = subject_of(a[cell]), subject_of(b[other])
+        if first and second:
+            found.append(Pair(first, second, fingerprint.differences(first.records, second.records)))
+    return found
+
+
+def _lost(a: Side, b: Side, matched: Mapping[str, str]) -> tuple[Lost, ...]:
+    """Cells of which every run was ok in A and not every one is in B."""
+    found = []
+    for cell, runs in a.items():
+        if not all(run.ok for run in runs):
+            continue
+        now = b[matched[cell]] if cell in matched else ()
+        bad = [run for run in now if not run.ok]
+        if not now:
+            found.append(Lost(cell=cell, label=_label(runs), status=MISSING, reason="no run of it stands in B"))
+        elif bad:
+            why = f"{len(bad)} of {len(now)} runs: {bad[0].reason or 'no reason was recorded'}"
+            found.append(Lost(cell=cell, label=_label(runs), status=str(bad[0].status), reason=why))
+    return tuple(found)
+
+
+def _refuse_what_cannot_meet(
+    a: Side, b: Side, pairs: Sequence[Pair], lost: Sequence[Lost], across_devices: bool
+) -> None:
+    for pair in () if across_devices else pairs:
+        if pair.first.device != pair.second.device:
+            raise RequestError(
+                f"compare: the device of {describe(pair.first.spec)} is {pair.first.device} in A and "
+                f"{pair.second.device} in B; accepted are runs on the same kind of device, or --across-devices"
+            )
+    # A cell that broke down in B is an answer about it; one that merely lacks a counterpart or a proof is none.
+    broken = [one for one in lost if one.status not in (MISSING, Status.INVALID)]
+    if pairs or broken:
+        return
+    for name, side in (("first", a), ("second", b)):
+        if not any(subject_of(runs) for runs in side.values()):
+            raise RequestError(_nothing_believable(name, side))
+    raise RequestError(_nearest_difference(a, b))
+
+
+def _nothing_believable(name: str, side: Side) -> str:
+    reasons = (f" ({describe(j.record.spec)}: {j.reason})" for runs in side.values() for j in runs if j.reason)
+    accepted = "certified training, or collectives or compute on devices of their own"
+    return f"compare: the {name} folder holds no certified run{next(reasons, '')}; accepted is {accepted}"
+
+
+def _nearest_difference(a: Side, b: Side) -> str:
+    """The sentence for two folders that share no cell: what differs in the pair that is most alike."""
+    sides = ([_work_fields(runs[0].record.spec) for runs in side.values()][:NEAREST_LOOKED_AT] for side in (a, b))
+    fields = min((_differing(x, y) for x, y in itertools.product(*sides)), key=len)
+    named = "; ".join(f"{field} is {left!r} in A and {right!r} in B" for field, left, right in fields)
+    return (
+        f"compare: no cell is in both folders; in the nearest pair {named or 'only the cell differs'}; "
+        "accepted are runs of equal work"
+    )
+
+
+def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    return [(name, a.get(name), b.get(name)) for name in dict.fromkeys((*a, *b)) if a.get(name) != b.get(name)]
+
+
+# --- one pair ---
+
+
+def _quantities(pair: Pair) -> Iterable[Found]:
+    same_memory = pair.first.spec.topology.device == pair.second.spec.topology.device
+    for key, first in pair.first.quantities.items():
+        second = pair.second.quantities.get(key)
+        # Host memory against an allocator's is no ratio of anything.
+        if second is None or (first.metric == "peak_memory_bytes" and not same_memory):
+            continue
+        if min(first.resampled.value, second.resampled.value) > 0:
+            ratio, reason = _ratio(first, second)
+            yield Found(pair, first, second, ratio, reason)
+
+
+def _ratio(first: Quantity, second: Quantity) -> tuple[Ratio | None, str]:
+    launches = first.resampled.launches, second.resampled.launches
+    if first.subject == ROW and min(launches) < 2:
+        once = " and ".join(name for name, count in zip("AB", launches, strict=True) if count < 2)
+        return None, f"launches were not repeated in {once}: iterations of one launch say nothing about the next"
+    found = ratio_between([_redrawn(second.resampled)], [first.resampled])
+    if found is None:
+        return None, "the data supports no interval: launches were not repeated"
+    return found, launches_note(min(launches)) or ""
+
+
+def _redrawn(found: Resampled) -> Resampled:
+    """The second side of a pair of equal cells: the same seed would draw the same launches and hide their spread."""
+    if found.deviations is None:
+        return found
+    return dataclasses.replace(found, deviations=found.deviations[::-1])
+
+
+def _change(f: Found, family: int, shared: Sequence[Differing]) -> Change:
+    ratio = f.second.resampled.value / f.first.resampled.value
+    verdict, reason = _verdict(f, ratio, family)
+    return Change(
+        subject=f.first.subject,
+        metric=f.first.metric,
+        unit=f.first.unit,
+        better=f.first.better,
+        cell=f.pair.second.spec.cell,
+        label=describe(f.pair.second.spec),
+        row=f.first.row,
+        first=f.first.resampled.value,
+        second=f.second.resampled.value,
+        ratio=ratio,
+        low=f.ratio.low if f.ratio else None,
+        high=f.ratio.high if f.ratio else None,
+        detectable_ratio=f.ratio.detectable if f.ratio else None,
+        verdict=verdict,
+        reason=reason,
+        differences=tuple(d for d in f.pair.differences if d not in shared),
+        runs_first=f.pair.first.runs,
+        runs_second=f.pair.second.runs,
+    )
+
+
+def _verdict(f: Found, ratio: float, family: int) -> tuple[str | None, str]:
+    if f.pair.same_runs:
+        return TIE, "the same runs stand in both folders"
+    if f.ratio is None:
+        return (TIE, "both are equal to the last digit") if ratio == 1 else (None, f.reason)
+    verdict, reason = verdict_among(family, f.ratio, f.first.better)
+    return verdict, "; ".join(filter(None, (reason, f.reason)))
+
+
+def verdict_among(family: int, found: Ratio, better: str) -> tuple[str, str]:
+    """The verdict about one of `family` comparisons: of sets of equal things not one in twenty may show any.
+
+    Bonferroni's limit, which exceeds the detectable effect of a single comparison from ten comparisons on.
+    """
+    verdict, reason = verdict_of(found, better)
+    chance = math.expm1(NormalDist().inv_cdf(1 - FAMILY_ERROR / 2 / family) * found.error)
+    effect = max(found.value, 1 / found.value) - 1
+    if verdict == TIE or effect >= chance:
+        return verdict, reason
+    return TIE, f"among {family} comparisons chance alone shows {chance:.1%}, and the effect is {effect:.1%}"
+
+
+def _notes(a: Side, pairs: Sequence[Pair], changes: Sequence[Change]) -> Iterable[str]:
+    if pairs and all(pair.same_runs for pair in pairs):
+        yield "A and B hold the same runs"
+    if any(len(s.records) == 1 for p in pairs if not p.same_runs for s in (p.first, p.second) if s.spec.is_certified):
+        yield "launches were not repeated in every cell: intervals of such cells are of steps within one launch only"
+    if undecided := sum(c.verdict is None for c in changes):
+        yield f"{undecided} of {len(changes)} comparisons have no verdict, because the data supports no interval"
+    aside = sorted({w for runs in a.values() if (w := runs[0].record.spec.workload.name) == "memory"})
+    if aside:
+        yield "runs of the workload memory are looked at for failures only"
+
+
+# --- the gate ---
+
+
+def checked_percent(percent: float) -> float:
+    """The limit of a gate, or the sentence that says what it may be."""
+    accepted = "a number of percent from 0 to under 100"
+    require(math.isfinite(percent) and 0 <= percent < 100, "--fail-on-regression", percent, accepted)
+    return percent
+
+
+def regressions(found: Between, percent: float) -> tuple[Regression, ...]:
+    """Every change for the worse whose whole interval lies beyond the limit, and every cell that was lost.
+
+    The limit is of what A had: percent of a rate lost, or percent of time or memory added.
+    """
+    beyond = [c for c in found.changes if c.verdict == WORSE and _least_loss(c) > percent / 100]
+    # Throughput and step time are one regression, told by the larger.
+    once = {(c.cell, c.row, c.metric in SPEED_METRICS): c for c in reversed(beyond)}
+    slower = [Regression(cell=c.cell, text=change_text(c)) for c in reversed(once.values())]
+    gone = [Regression(cell=x.cell, text=f"{x.label}: ok in A, {x.status} in B ({x.reason})") for x in found.lost]
+    return (*slower, *gone)
+
+
+def _least_loss(c: Change) -> float:
+    """What is lost at the end of the interval that is nearest to no change."""
+    if c.low is None or c.high is None:
+        return 0.0
+    return 1 - c.high if c.better == HIGHER else c.low - 1

@@ -1,0 +1,83 @@
+"""What was recorded about the circumstances of a launch, and in which of it two sets of launches differ."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from paceline import machine
+from paceline.findings import Differing
+from paceline.records import RunRecord
+from paceline.spec import Choice
+
+# Fields of a spec that leave the work as it is: launches that differ in them alone may meet, with the difference told.
+CIRCUMSTANCES = ("launcher", "steps", "warmup", "reference_steps", "timeout_s", "stall_s")
+# What explains a change most often stands first.
+_ORDER = ("gpus.name", "driver", "cuda", "versions", "gpus", "switches", "settings", "environment", "launcher")
+_INDEX = re.compile(r"\.\d+(?=\.|$)")
+
+Facts = Mapping[str, frozenset[str]]
+
+
+def facts_of(record: RunRecord) -> dict[str, frozenset[str]]:
+    """Dotted name -> every value it had on any host and device of the launch; what is unknown is absent."""
+    found: dict[str, set[str]] = {}
+    for path, value in _values(record):
+        if value is not None and not path.endswith(".index"):
+            found.setdefault(_INDEX.sub("", path), set()).add(_text(value))
+    return {path: frozenset(values) for path, values in found.items()}
+
+
+def _values(record: RunRecord) -> Iterable[tuple[str, Any]]:
+    for facts in record.machines:
+        # The difference to nothing is everything, by dotted path.
+        yield from ((path, value) for path, (value, _) in machine.fingerprint_diff(facts, {}).items())
+    spec = record.spec.to_dict()
+    for name in CIRCUMSTANCES if record.spec.is_trained else ("launcher",):
+        value = str(Choice(**spec[name])) if name == "launcher" else spec[name]
+        yield from ((path, inner) for path, (inner, _) in machine.fingerprint_diff({name: value}, {}).items())
+    evidence = record.evidence
+    for group in ("settings", "switches") if evidence else ():
+        yield from ((f"{group}.{key}", value) for key, value in getattr(evidence, group).items())
+
+
+def _text(value: object) -> str:
+    return {True: "on", False: "off"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+
+
+Judge = Callable[[frozenset[str], frozenset[str]], bool]
+
+
+def differences(first: Sequence[RunRecord], second: Sequence[RunRecord]) -> tuple[Differing, ...]:
+    """Every fact whose values on one side are not those on the other."""
+    return _differences(first, second, lambda a, b: a != b)
+
+
+def separating(first: Sequence[RunRecord], second: Sequence[RunRecord]) -> tuple[Differing, ...]:
+    """Every fact that no launch of one side shares with a launch of the other: those that could explain a change."""
+    return _differences(first, second, lambda a, b: not a & b)
+
+
+def _differences(first: Sequence[RunRecord], second: Sequence[RunRecord], differ: Judge) -> tuple[Differing, ...]:
+    a, b = _united(first), _united(second)
+    none: frozenset[str] = frozenset()
+    paths = [path for path in dict.fromkeys((*a, *b)) if differ(a.get(path, none), b.get(path, none))]
+    found = [Differing(path=p, first=_joined(a.get(p)), second=_joined(b.get(p))) for p in paths]
+    return tuple(sorted(found, key=lambda d: (_rank(d.path), d.path)))
+
+
+def _united(records: Sequence[RunRecord]) -> dict[str, frozenset[str]]:
+    found: dict[str, frozenset[str]] = {}
+    for record in records:
+        for path, values in facts_of(record).items():
+            found[path] = found.get(path, frozenset()) | values
+    return found
+
+
+def _joined(values: frozenset[str] | None) -> str | None:
+    return ", ".join(sorted(values)) if values else None
+
+
+def _rank(path: str) -> int:
+    return next((i for i, start in enumerate(_ORDER) if path == start or path.startswith(f"{start}.")), len(_ORDER))

@@ -1,0 +1,156 @@
+"""Each cell over time: one value per launch in the order they started, and where its level changed.
+
+The same run repeated on another day counts as another launch. Every campaign is certified by itself, with a reference
+lent by another one where it has none of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import PurePath
+
+import numpy as np
+
+from paceline.analysis import changepoints, fingerprint, validity
+from paceline.analysis.ceilings import device_of, is_shared
+from paceline.analysis.certificate import certify_all
+from paceline.analysis.compare import title_of
+from paceline.analysis.metrics import BY_NAME
+from paceline.analysis.statistics import Array, seed_of, student_t
+from paceline.analysis.window import LAUNCH_COLUMNS, STEP_COLUMNS, Window, open_window
+from paceline.findings import BETTER, HIGHER, WORSE, ChangePoint, HistoryPoint, HistorySeries
+from paceline.records import RunRecord, Status
+
+SPEED, MEMORY = "tokens_per_s", "peak_memory_bytes"
+# A chart of fewer says no more than the table of cells.
+FEWEST_SHOWN = 4
+
+
+def analyse(windows: Iterable[Window], fewest: int = FEWEST_SHOWN) -> tuple[HistorySeries, ...]:
+    """A series per cell, kind of device and metric with at least `fewest` launches; the caller passes trusted ones."""
+    groups: defaultdict[tuple[object, ...], dict[tuple[str, float], Window]] = defaultdict(dict)
+    for w in windows:
+        if len(w.steps):
+            # A folder that was copied holds the same launch again.
+            groups[w.record.spec.cell, device_of(w.record)][w.run, w.record.started_at] = w
+    large = (list(found.values()) for found in groups.values() if len(found) >= fewest)
+    return tuple(series for found in large for series in _cell(found, fewest))
+
+
+def trusted_windows(launches: Sequence[RunRecord], lenders: Sequence[RunRecord] = ()) -> list[Window]:
+    """Launches that ended ok with a valid certificate; lenders may hold references that a campaign lacks."""
+    references = {r.spec.work: r for r in sorted((*launches, *lenders), key=_start) if r.is_reference}
+    campaigns: defaultdict[str, dict[str, RunRecord]] = defaultdict(dict)
+    for record in sorted(launches, key=_start):
+        campaigns[campaign_of(record)][record.spec.run_id] = record
+    return [w for members in campaigns.values() for w in _proved(list(members.values()), references)]
+
+
+def campaign_of(record: RunRecord) -> str:
+    return str(PurePath(record.path).parent)
+
+
+def _start(record: RunRecord) -> float:
+    return record.started_at
+
+
+def _proved(members: Sequence[RunRecord], references: dict[str, RunRecord]) -> Iterator[Window]:
+    own = {r.spec.work for r in members if r.is_reference}
+    wanted = dict.fromkeys(r.spec.work for r in members)
+    lent = [references[work] for work in wanted if work not in own and work in references]
+    certificates = certify_all([*members, *lent])
+    for r in members:
+        proved = validity.status_of(r, certificates.get(r.spec.run_id))[0] is Status.OK
+        if proved and r.steps and r.spec.is_certified:
+            yield open_window(r)
+
+
+# --- one cell ---
+
+
+def _cell(windows: Sequence[Window], fewest: int) -> Iterator[HistorySeries]:
+    ordered = sorted(windows, key=lambda w: (w.record.started_at, w.run))
+    for metric in (SPEED, MEMORY):
+        if metric == SPEED and any(is_shared(w.record) for w in ordered):
+            continue
+        values = [_value(w, metric) for w in ordered]
+        known = [(w, v) for w, v in zip(ordered, values, strict=True) if math.isfinite(v) and v > 0]
+        if len(known) >= fewest:
+            yield _series(metric, [w for w, _ in known], np.array([v for _, v in known]))
+
+
+def _value(window: Window, metric: str) -> float:
+    """NaN where the launch did not record it."""
+    if metric == SPEED:
+        tokens, wall = (float(window.steps[:, STEP_COLUMNS.index(name)].sum()) for name in ("tokens", "wall"))
+        return tokens / wall if wall > 0 else math.nan
+    column = "allocated" if window.record.spec.topology.device == "cuda" else "resident"
+    return float(window.launch[0, LAUNCH_COLUMNS.index(column)])
+
+
+def _series(metric: str, windows: Sequence[Window], values: Array) -> HistorySeries:
+    spec, about = windows[0].record.spec, BY_NAME[metric]
+    found = changepoints.splits(np.log(values), seed_of(spec.cell, metric, "history"))
+    bounds = [0, *(split.at for split in found), len(values)]
+    segments = np.searchsorted(bounds[1:-1], np.arange(len(values)), side="right")
+    return HistorySeries(
+        metric=metric,
+        unit=about.unit,
+        better=about.better,
+        cell=spec.cell,
+        label=title_of(spec.axes()),
+        axes=spec.axes(),
+        points=tuple(_point(*each) for each in zip(windows, values, segments, strict=True)),
+        changes=tuple(
+            _change(windows, values, (bounds[i], split, bounds[i + 2]), about.better) for i, split in enumerate(found)
+        ),
+        note=None if len(values) >= changepoints.FEWEST else _too_few(len(values)),
+    )
+
+
+def _too_few(launches: int) -> str:
+    return f"too few launches to look for a change: {launches}, and at least {changepoints.FEWEST} are needed"
+
+
+def _point(window: Window, value: float, segment: int) -> HistoryPoint:
+    record = window.record
+    return HistoryPoint(
+        run=window.run,
+        campaign=campaign_of(record),
+        started_at=record.started_at,
+        value=float(value),
+        segment=int(segment),
+    )
+
+
+def _change(
+    windows: Sequence[Window], values: Array, place: tuple[int, changepoints.Split, int], better: str
+) -> ChangePoint:
+    start, (index, p_value), end = place
+    ratio, low, high = _ratio(np.log(values[start:index]), np.log(values[index:end]))
+    records = [w.record for w in windows]
+    throughout = fingerprint.separating(records[start:index], records[index:end])
+    around = fingerprint.differences(records[index - 1 : index], records[index : index + 1])
+    return ChangePoint(
+        index=index,
+        before_at=records[index - 1].started_at,
+        after_at=records[index].started_at,
+        ratio=ratio,
+        low=low,
+        high=high,
+        p_value=p_value,
+        verdict=BETTER if (ratio > 1) == (better == HIGHER) else WORSE,
+        differences=throughout or around,
+        throughout=bool(throughout),
+    )
+
+
+def _ratio(before: Array, after: Array) -> tuple[float, float, float]:
+    """Level after over level before with Welch's 95 % interval of the logarithms."""
+    errors = [float(x.var(ddof=1)) / len(x) for x in (before, after)]
+    penalty = sum(e * e / (len(x) - 1) for e, x in zip(errors, (before, after), strict=True))
+    freedom = sum(errors) ** 2 / penalty if penalty > 0 else math.inf
+    middle, half = float(after.mean() - before.mean()), student_t(freedom) * math.sqrt(sum(errors))
+    return math.exp(middle), math.exp(middle - half), math.exp(middle + half)

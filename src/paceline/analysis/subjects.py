@@ -1,0 +1,140 @@
+"""What of a folder can be set beside another's: each cell's quantities, resampled, from runs that may be believed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from paceline.analysis import ceilings, metrics, sweep, validity
+from paceline.analysis.certificate import certify_all
+from paceline.analysis.compare import comparable_metrics, title_of
+from paceline.analysis.metrics import BY_NAME
+from paceline.analysis.statistics import Resampled
+from paceline.analysis.window import open_window
+from paceline.findings import HIGHER
+from paceline.present.links import format_size
+from paceline.records import RunRecord, Status
+from paceline.spec import PROBING, RunSpec
+
+CELL, ROW = "cell", "row"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Quantity:
+    """One number of a cell with its spread; row names the row of a sweep it belongs to, None for the whole cell."""
+
+    metric: str
+    unit: str
+    better: str
+    row: str | None
+    resampled: Resampled
+
+    @property
+    def subject(self) -> str:
+        return CELL if self.row is None else ROW
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Subject:
+    """All believable launches of one cell, and what they say; quantities are by metric and row."""
+
+    spec: RunSpec
+    records: tuple[RunRecord, ...]
+    quantities: Mapping[tuple[str, str | None], Quantity]
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        return tuple(r.spec.run_id for r in self.records)
+
+    @property
+    def device(self) -> str:
+        return ceilings.device_names(self.spec.topology.device, (m for r in self.records for m in r.machines))
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """One run as the certificates of its folder see it."""
+
+    record: RunRecord
+    status: Status
+    reason: str | None
+
+    @property
+    def ok(self) -> bool:
+        return self.status is Status.OK
+
+
+def judge(records: Sequence[RunRecord]) -> dict[str, list[Judged]]:
+    """Runs by cell. References prove others and probes look for a limit: neither is a subject of its own."""
+    certificates = certify_all(records)
+    found: defaultdict[str, list[Judged]] = defaultdict(list)
+    for r in records:
+        if not r.is_reference and r.spec.workload.name not in PROBING:
+            found[r.spec.cell].append(Judged(r, *validity.status_of(r, certificates.get(r.spec.run_id))))
+    return dict(found)
+
+
+def describe(spec: RunSpec) -> str:
+    title = title_of(spec.axes())
+    return title if spec.is_certified else f"{spec.workload.name}, {title}"
+
+
+def subject_of(judged: Iterable[Judged]) -> Subject | None:
+    """None where no run is ok or nothing of it can be compared."""
+    records = tuple(j.record for j in judged if j.ok)
+    if not records:
+        return None
+    found = {(q.metric, q.row): q for q in quantities_of(records)}
+    return Subject(records[0].spec, records, found) if found else None
+
+
+def quantities_of(records: Sequence[RunRecord]) -> Iterator[Quantity]:
+    """Of believable launches of one cell; none of a workload that has nothing to compare."""
+    yield from _READERS.get(records[0].spec.workload.name, _training)(records)
+
+
+def _training(records: Sequence[RunRecord]) -> Iterator[Quantity]:
+    if not records[0].spec.is_certified:
+        return
+    for cell in metrics.gather(map(open_window, records)):
+        for name in comparable_metrics((cell,)):
+            if found := metrics.estimate(cell, name):
+                yield Quantity(name, BY_NAME[name].unit, BY_NAME[name].better, None, found)
+
+
+def _collectives(records: Sequence[RunRecord]) -> Iterator[Quantity]:
+    """Bus bandwidth of every row; the time of one that moves no payload."""
+    for entry in sweep.entries(records):
+        time, s = entry.resampled_time(), entry.first
+        if time is None or entry.shared_gpu or not time.logarithmic:
+            continue
+        row = " ".join(filter(None, (s.operation, s.dtype, _size(s.size_bytes), s.mode, "in place" * s.in_place)))
+        factor, metric = sweep.factor_of(s.operation, s.group_size), "busbw_bytes_per_s"
+        if factor is None or not s.size_bytes:
+            metric = "collective_time_s"
+        else:
+            turned = None if time.deviations is None else -time.deviations
+            time = Resampled(s.size_bytes * factor / time.value, turned, time.freedom, time.launches, True)
+        yield Quantity(metric, *sweep.METRICS[metric], row, time)
+
+
+def _size(size_bytes: int) -> str:
+    return format_size(size_bytes) if size_bytes else ""
+
+
+def _ceilings(records: Sequence[RunRecord]) -> Iterator[Quantity]:
+    if any(map(ceilings.is_shared, records)):
+        return
+    for row in ceilings.rows_of(records):
+        rate = row.rate()
+        if rate is not None and rate.value > 0:
+            metric, unit = ceilings.METRICS[row.key.kernel]
+            name = " ".join(filter(None, (row.key.kernel, row.key.dtype, row.key.label, row.key.variant)))
+            yield Quantity(metric, unit, HIGHER, name, rate)
+
+
+_READERS: Mapping[str, Callable[[Sequence[RunRecord]], Iterator[Quantity]]] = {
+    "collectives": _collectives,
+    "compute": _ceilings,
+}

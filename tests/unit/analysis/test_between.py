@@ -1,0 +1,257 @@
+"""Two folders whose every number is known: what is said about them, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import fabric_records
+import numpy as np
+import pytest
+
+from paceline.analysis.between import compare_experiments, regressions, verdict_among
+from paceline.analysis.statistics import Ratio
+from paceline.errors import RequestError
+from paceline.findings import Between, Change
+from paceline.present import between as present
+from paceline.records import KernelSample, RunRecord, Status
+
+Builder = Callable[..., Any]
+Records = list[RunRecord]
+
+
+def later(records: Records, **facts: Any) -> Records:
+    """The same runs a day later, on a machine with other facts."""
+    return [
+        dataclasses.replace(r, started_at=r.started_at + 86400, machines=tuple({**m, **facts} for m in r.machines))
+        for r in records
+    ]
+
+
+def change(found: Between, metric: str = "tokens_per_s", label: str = "") -> Change:
+    (only,) = [c for c in found.changes if c.metric == metric and c.label.startswith(label)]
+    return only
+
+
+@pytest.fixture
+def folder(make_cell: Builder, make_reference: Builder) -> Builder:
+    """Strategy -> seconds per step, as a folder with its references."""
+
+    def make(more: dict[str, Any] | None = None, **seconds: float) -> Records:
+        runs = [r for name, s in seconds.items() for r in make_cell(s, strategy=name, **(more or {}))]
+        works = {r.spec.work: r.spec for r in runs}
+        return [*(make_reference(spec) for spec in works.values()), *runs]
+
+    return make
+
+
+class TestVerdicts:
+    def test_second_over_first(self, folder: Builder) -> None:
+        found = compare_experiments(folder(ddp=1.0), later(folder(ddp=0.8, fsdp2=1.0)))
+        speed = change(found)
+        assert speed.ratio == pytest.approx(1.25, rel=0.01)
+        assert speed.low is not None
+        assert speed.high is not None
+        assert speed.low < 1.25 < speed.high
+        assert speed.verdict == "better"
+        assert change(found, "step_time_s").verdict == "better"
+        assert change(found, "peak_memory_bytes").verdict == "tie"
+        assert found.only_first == ()
+        assert [text.split(",")[0] for text in found.only_second] == ["fsdp2"]
+
+    def test_the_opposite_data_gives_the_opposite_sentence(self, folder: Builder) -> None:
+        fast, slow = folder(ddp=1.0), later(folder(ddp=1.25))
+        assert present.sentence(compare_experiments(fast, slow)).startswith("B is 20.0 % slower than A in the cell")
+        assert present.sentence(compare_experiments(slow, fast)).startswith("B is 25.0 % faster than A in the cell")
+
+    def test_a_folder_with_itself_ties_everywhere_with_an_honest_interval(self, folder: Builder) -> None:
+        """Drawn with the same seed both sides would cancel to a ratio without any uncertainty."""
+        records = folder(ddp=1.0, fsdp2=1.1)
+        found = compare_experiments(records, records)
+        assert {(c.verdict, c.ratio) for c in found.changes} == {("tie", 1.0)}
+        speed = change(found, label="ddp")
+        assert speed.high is not None
+        assert speed.low is not None
+        assert speed.high - speed.low > 0.001
+        assert found.notes == ("A and B hold the same runs",)
+        assert present.sentence(found) == "B and A tie in all 2 cells; nothing recorded differs between them."
+
+    def test_memory_measured_once_has_a_ratio_and_no_verdict(self, folder: Builder) -> None:
+        once = {"repeats": 1}
+        more = folder({**once, "record": {"memory_bytes": 200 * 2**20}}, ddp=1.0)
+        memory = change(compare_experiments(folder(once, ddp=1.0), later(more)), "peak_memory_bytes")
+        assert memory.ratio > 1.5
+        assert (memory.low, memory.verdict) == (None, None)
+        assert "not repeated" in memory.reason
+
+    def test_many_comparisons_need_a_larger_effect(self) -> None:
+        """Three standard errors decide a single comparison; of a hundred equal pairs some show as much."""
+        found = Ratio(1.03, 1.01, 1.05, 0.01)
+        assert verdict_among(1, found, "higher")[0] == "better"
+        verdict, reason = verdict_among(100, found, "higher")
+        assert verdict == "tie"
+        assert "among 100 comparisons" in reason
+        assert verdict_among(100, Ratio(1.05, 1.03, 1.07, 0.01), "higher")[0] == "better"
+
+    def test_ranked_by_effect_with_decided_ones_first(self, folder: Builder) -> None:
+        first = folder(ddp=1.0, fsdp2=1.0, single=1.0)
+        found = compare_experiments(first, later(folder(ddp=1.05, fsdp2=1.3, single=1.0)))
+        speeds = [c.label.split(",")[0] for c in found.changes if c.metric == "tokens_per_s"]
+        assert speeds == ["fsdp2", "ddp", "single"]
+
+
+class TestDifferences:
+    def test_what_all_cells_share_is_said_once(self, folder: Builder) -> None:
+        first = later(folder(ddp=1.0, fsdp2=1.0), driver="580", versions={"torch": "2.11.0"})
+        second = later(later(folder(ddp=1.05, fsdp2=1.0)), driver="590", versions={"torch": "2.11.0"})
+        second = [
+            dataclasses.replace(r, machines=({**r.machines[0], "environment": {"NCCL_ALGO": "Tree"}},))
+            if r.spec.strategy and r.spec.strategy.name == "ddp"
+            else r
+            for r in second
+        ]
+        found = compare_experiments(first, second)
+        assert [(d.path, d.first, d.second) for d in found.shared] == [("driver", "580", "590")]
+        (own,) = change(found, label="ddp").differences
+        assert (own.path, own.first, own.second) == ("environment.NCCL_ALGO", None, "Tree")
+        assert change(found, label="fsdp2").differences == ()
+        sentence = present.sentence(found)
+        assert sentence == "B is 4.8 % slower than A in 1 of 2 cells; 1 cell ties; driver 580 -> 590 differs."
+
+    def test_devices_of_a_host_that_differ_only_in_number_are_one_fact(self, folder: Builder) -> None:
+        gpus = [{"index": i, "name": "H200", "power_limit_w": 700.0} for i in range(2)]
+        capped = [{**g, "power_limit_w": 500.0} for g in gpus]
+        first, second = later(folder(ddp=1.0), gpus=gpus), later(later(folder(ddp=1.2)), gpus=capped)
+        found = compare_experiments(first, second)
+        assert [present.differing_text(d) for d in found.shared] == ["power limit 700 W -> 500 W"]
+
+    def test_cells_that_differ_in_circumstances_only_meet_and_it_is_said(self, folder: Builder) -> None:
+        found = compare_experiments(folder(ddp=1.0), later(folder({"steps": 40}, ddp=1.1)))
+        assert change(found).verdict == "worse"
+        assert [(d.path, d.first, d.second) for d in found.shared] == [("steps", "30", "40")]
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("other", "named"),
+        [
+            ({"sequence_length": 128}, "training.sequence_length is 64 in A and 128 in B"),
+            ({"precision": "bf16"}, "training.precision.compute is 'fp32' in A and 'bf16' in B"),
+            ({"model": "tiny-llama"}, "model is {'name': 'tiny', 'options': {}} in A"),
+        ],
+    )
+    def test_other_work_is_refused_with_the_field(self, folder: Builder, other: dict[str, Any], named: str) -> None:
+        """Error 10: 1024-token against 512-token samples."""
+        with pytest.raises(RequestError) as refused:
+            compare_experiments(folder(ddp=1.0), folder(other, ddp=1.0))
+        assert named in str(refused.value)
+
+    def test_another_device_is_refused_unless_asked_for(self, folder: Builder) -> None:
+        first, moved = folder(ddp=1.0), later(folder(ddp=0.5), cpu="EPYC")
+        with pytest.raises(RequestError, match=r"is Xeon in A and EPYC in B; .* or --across-devices"):
+            compare_experiments(first, moved)
+        found = compare_experiments(first, moved, across_devices=True)
+        assert change(found).verdict == "better"
+        assert [d.path for d in found.shared] == ["cpu"]
+
+    def test_a_gpu_against_a_processor_compares_speed_but_not_memory(self, folder: Builder) -> None:
+        gpu = folder({"device": "cuda", "record": {"gpus": [{"name": "H200"}]}}, ddp=0.1)
+        with pytest.raises(RequestError, match=r"topology.device is 'cpu' in A and 'cuda' in B"):
+            compare_experiments(folder(ddp=1.0), gpu)
+        found = compare_experiments(folder(ddp=1.0), gpu, across_devices=True)
+        assert {c.metric for c in found.changes} == {"tokens_per_s", "step_time_s"}
+
+    def test_nothing_certified_is_refused(self, folder: Builder) -> None:
+        with pytest.raises(RequestError, match=r"second folder holds no certified run \(ddp.*no reference"):
+            compare_experiments(folder(ddp=1.0), folder(ddp=1.0)[1:])
+
+
+class TestGate:
+    def test_only_a_loss_whose_whole_interval_is_beyond_the_limit(self, folder: Builder) -> None:
+        found = compare_experiments(folder(ddp=1.0), later(folder(ddp=1.10)))
+        assert len(regressions(found, 5)) == 1
+        assert "(95 % interval" in regressions(found, 5)[0].text
+        assert regressions(found, 9.9) == (), "the interval reaches below the limit"
+        assert regressions(compare_experiments(later(folder(ddp=1.10)), folder(ddp=1.0)), 0) == ()
+
+    def test_more_memory_is_a_regression_of_its_own(self, folder: Builder) -> None:
+        heavy = folder({"record": {"memory_bytes": 130 * 2**20}}, ddp=1.0)
+        found = compare_experiments(folder(ddp=1.0), later(heavy))
+        (only,) = regressions(found, 10)
+        assert "peak_memory_bytes" in only.text
+        assert "B needs" in present.sentence(found)
+        assert "more peak memory in the cell" in present.sentence(found)
+
+    def test_a_cell_that_is_gone_or_fails_now(self, folder: Builder) -> None:
+        first = folder(ddp=1.0, fsdp2=1.0, single=1.0)
+        second = later(folder(ddp=1.0, fsdp2=1.0))
+        broken = dataclasses.replace(second[-1], status=Status.OOM, error="out of memory on rank 1")
+        found = compare_experiments(first, [*second[:-1], broken])
+        assert {(x.label.split(",")[0], x.status) for x in found.lost} == {("fsdp2", "oom"), ("single", "missing")}
+        assert len(regressions(found, 50)) == 2
+        assert "1 of 3 runs: out of memory on rank 1" in regressions(found, 50)[0].text
+        assert "2 cells that were ok in A are missing or not ok in B" in present.sentence(found)
+
+    def test_a_folder_in_which_everything_failed_is_an_answer(self, folder: Builder) -> None:
+        gone = [dataclasses.replace(r, status=Status.FAILED, error="a crash") for r in later(folder(ddp=1.0))]
+        found = compare_experiments(folder(ddp=1.0), gone)
+        assert found.changes == ()
+        assert len(regressions(found, 5)) == 1
+        assert present.sentence(found).startswith("Nothing could be compared; 1 cell that was ok in A")
+
+
+class TestMachines:
+    @pytest.fixture
+    def sweep(self) -> Callable[..., Records]:
+        def make(seconds: float, repeats: int = 3, seed: int = 0) -> Records:
+            rng = np.random.default_rng(seed)
+            found = []
+            for repeat in range(repeats):
+                times = seconds * (1 + 0.002 * rng.standard_normal()) * (1 + 0.002 * rng.standard_normal(100))
+                rows = fabric_records.row([list(times)] * 4) + fabric_records.row(1e-4, "barrier", 0)
+                found.append(fabric_records.build_record(fabric_records.build_spec(repeat=repeat), rows))
+            return found
+
+        return make
+
+    def test_bus_bandwidth_by_row(self, sweep: Callable[..., Records]) -> None:
+        found = compare_experiments(sweep(1e-3), later(sweep(1.25e-3, seed=1)))
+        busbw = change(found, "busbw_bytes_per_s")
+        assert (busbw.subject, busbw.row, busbw.verdict) == ("row", "all_reduce fp32 1 MiB single", "worse")
+        assert busbw.ratio == pytest.approx(0.8, rel=0.01)
+        assert change(found, "collective_time_s").verdict == "tie"
+        assert present.sentence(found).startswith("B is 20.0 % slower than A in 1 of 2 rows; 1 row ties")
+
+    def test_one_launch_has_no_verdict(self, sweep: Callable[..., Records]) -> None:
+        found = compare_experiments(sweep(1e-3), later(sweep(1.25e-3, repeats=1)))
+        busbw = change(found, "busbw_bytes_per_s")
+        assert (busbw.low, busbw.verdict) == (None, None)
+        assert "not repeated in B" in busbw.reason
+        assert regressions(found, 0) == ()
+
+    def test_ceilings_by_row(self, make_spec: Builder, make_record: Builder) -> None:
+        def runs(seconds: float) -> Records:
+            empty: dict[str, Any] = {"steps": (), "memory": (), "wire": (), "traces": ()}
+            made = []
+            for repeat in range(3):
+                times = tuple(seconds * (1 + 0.001 * repeat + 0.001 * (i % 4)) for i in range(20))
+                kernel = KernelSample(
+                    rank=0,
+                    kernel="matmul",
+                    dtype="bf16",
+                    label="4096",
+                    variant="",
+                    flops=10**12,
+                    moved_bytes=None,
+                    durations_s=times,
+                    wrong=0,
+                )
+                spec = make_spec(None, world_size=1, workload="compute", repeat=repeat)
+                made.append(make_record(spec, kernels=(kernel,), **empty))
+            return made
+
+        found = compare_experiments(runs(1e-3), later(runs(0.9e-3)))
+        (row,) = found.changes
+        assert (row.metric, row.row, row.verdict) == ("matmul_flops_per_s", "matmul bf16 4096", "better")
+        assert row.ratio == pytest.approx(1 / 0.9, rel=1e-6)

@@ -1,0 +1,130 @@
+"""`paceline compare` and `paceline history` on folders as runs leave them: exit codes, one line for CI, all formats."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import cli, store
+from paceline.records import RunRecord
+
+Builder = Callable[..., Any]
+
+
+def write(out: Path, records: Iterable[RunRecord], started_at: float, **facts: Any) -> Path:
+    """Records as run folders below `out`, a minute apart."""
+    for number, record in enumerate(records):
+        run_dir = store.create(out, record.spec)
+        samples = (*record.steps, *record.memory, *record.wire, *record.traces)
+        for rank in range(record.spec.topology.world_size):
+            lines = [store.sample_line(s) for s in samples if s.rank == rank]
+            (run_dir / f"samples-{rank}.jsonl").write_text("".join(lines))
+        for outcome in record.outcomes:
+            store.write_outcome(run_dir, outcome)
+        store.write_json(run_dir / "machine-node-a.json", {**record.machines[0], **facts})
+        start = started_at + 60 * number
+        store.seal(run_dir, record.status, record.error, start, start + 50)
+    return out
+
+
+@pytest.fixture
+def campaign(make_cell: Builder, make_reference: Builder, tmp_path: Path) -> Callable[..., Path]:
+    """One folder with three launches of ddp at so many seconds per step, and their reference."""
+
+    def make(name: str, seconds: float, day: int = 0, **facts: Any) -> Path:
+        runs = make_cell(seconds, strategy="ddp")
+        return write(tmp_path / name, [make_reference(runs[0].spec), *runs], 1.7e9 + 86400 * day, **facts)
+
+    return make
+
+
+def test_a_regression_is_exit_code_1_and_one_line(
+    campaign: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = campaign("a", 1.0, driver="580"), campaign("b", 1.1, day=1, driver="590")
+    assert cli.main(["compare", str(a), str(b)]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("B is 9.1 % slower than A in the cell; driver 580 -> 590 differs.")
+    assert shown.err == ""
+    assert cli.main(["compare", str(a), str(b), "--fail-on-regression", "5"]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert error.startswith("paceline: regression beyond 5 %: ddp, tiny, 2 processes")
+    assert cli.main(["compare", str(a), str(b), "--fail-on-regression", "20"]) == 0
+    assert cli.main(["compare", str(b), str(a), "--fail-on-regression", "0"]) == 0
+    assert cli.main(["compare", str(a), str(a), "--fail-on-regression", "0"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_formats_for_ci_stay_parsable_when_the_gate_fails(
+    campaign: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = campaign("a", 1.0), campaign("b", 1.1, day=1)
+    assert cli.main(["compare", str(a), str(b), "--format", "json", "--fail-on-regression", "5"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert document["changes"][0]["verdict"] == "worse"
+    assert len(document["regressions"]) == 1
+    assert cli.main(["compare", str(a), str(b), "--format", "markdown"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("**B is 9.1 % slower")
+    assert "| tokens_per_s |" in text
+
+
+@pytest.mark.parametrize("given", ["-1", "100", "nan", "inf"])
+def test_a_limit_that_is_no_percentage_is_refused_before_anything_is_read(
+    given: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["compare", "nowhere", "nowhere", f"--fail-on-regression={given}"]) == 2
+    assert "accepted is a number of percent from 0 to under 100" in capsys.readouterr().err
+
+
+def test_a_name_with_markup_stays_text(
+    make_cell: Builder, make_reference: Builder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [dataclasses.replace(r, machines=({"cpu": "[red]<script>"},)) for r in make_cell(1.0, strategy="ddp")]
+    records = [make_reference(runs[0].spec), *runs]
+    a = write(tmp_path / "a", records, 1.7e9, cpu="[red]<script>", driver="<script>")
+    b = write(tmp_path / "b", records, 1.8e9, cpu="[red]<script>", driver="[bold]")
+    assert cli.main(["compare", str(a), str(b)]) == 0
+    assert "driver <script> -> [bold] differs" in capsys.readouterr().out
+    assert cli.main(["compare", str(a), str(b), "--format", "markdown"]) == 0
+    assert "<script>" not in capsys.readouterr().out
+
+
+def test_history_keeps_every_launch_of_a_repeated_run(
+    campaign: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same run_id on five days is five launches; the driver changed with the level."""
+    for day in range(5):
+        campaign(f"days/{day}", 1.0 if day < 3 else 1.08, day, driver="580" if day < 3 else "590")
+    assert cli.main(["history", str(tmp_path / "days"), "--format", "json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    speed = next(s for s in document["histories"] if s["metric"] == "tokens_per_s")
+    assert len(speed["points"]) == 15
+    (change,) = speed["changes"]
+    assert (change["index"], change["verdict"], change["throughout"]) == (9, "worse", True)
+    assert change["low"] < 1 / 1.08 < change["high"]
+    assert [d["path"] for d in change["differences"]] == ["driver"]
+    assert cli.main(["history", str(tmp_path / "days")]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("1 change of level in 2 searched series; the newest for the worse: tokens_per_s of ddp")
+    assert "driver 580 -> 590" in text
+    assert cli.main(["history", *(str(tmp_path / "days" / str(day)) for day in range(2))]) == 0
+    assert "too few launches" in capsys.readouterr().out
+
+
+def test_the_report_holds_what_history_says(
+    campaign: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for day in range(5):
+        campaign(f"days/{day}", 1.0 if day < 3 else 1.08, day)
+    cli.main(["report", str(tmp_path / "days"), "--format", "json"])
+    report = json.loads((tmp_path / "days" / "report.json").read_text())
+    cli.main(["history", str(tmp_path / "days"), "--format", "json"])
+    text = capsys.readouterr().out
+    assert report["histories"] == json.loads(text[text.index("{\n") :])["histories"]

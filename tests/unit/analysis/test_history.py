@@ -1,0 +1,111 @@
+"""Launches of one cell over days whose every number is known."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from paceline.analysis import history
+from paceline.analysis.report import build
+from paceline.exporters import plots
+from paceline.findings import HistorySeries
+from paceline.present import history as present
+from paceline.records import RunRecord, Status
+
+Builder = Callable[..., Any]
+
+
+@pytest.fixture
+def days(make_cell: Builder, make_reference: Builder) -> Builder:
+    """A campaign of two launches per day, at so many seconds per step; only the first has the reference."""
+
+    def make(seconds: Sequence[float], **facts: Sequence[str]) -> list[RunRecord]:
+        found = []
+        for day, mean in enumerate(seconds):
+            runs = make_cell(mean, repeats=2, strategy="ddp")
+            runs = [make_reference(runs[0].spec), *runs] if day == 0 else runs
+            told = {name: values[day] for name, values in facts.items()}
+            for r in runs:
+                where = {"path": f"/results/day-{day}/{r.spec.run_id}", "started_at": r.started_at + 86400 * day}
+                found.append(dataclasses.replace(r, machines=({**r.machines[0], **told},), **where))
+        return found
+
+    return make
+
+
+def speed(records: list[RunRecord]) -> HistorySeries:
+    found = history.analyse(history.trusted_windows(records))
+    return next(s for s in found if s.metric == "tokens_per_s")
+
+
+def test_launches_stand_in_order_and_a_lent_reference_certifies_them(days: Builder) -> None:
+    series = speed(days([1.0] * 7)[::-1])
+    assert len(series.points) == 14
+    assert [p.started_at for p in series.points] == sorted(p.started_at for p in series.points)
+    assert series.points[0].campaign == "/results/day-0"
+    assert series.changes == ()
+    assert series.note is None
+    assert speed(days([1.0] * 7, driver=["1"] * 7)).points == series.points
+
+
+def test_a_change_stands_beside_what_separates_its_sides(days: Builder) -> None:
+    """The CUDA version came and went on both sides, so it explains nothing; the driver does."""
+    seconds = [1.0, 1.0, 1.0, 1.0, 0.9, 0.9, 0.9, 0.9]
+    drivers, cudas = ["580"] * 4 + ["590"] * 4, ["13.0", "13.1", "13.0", "13.0", "13.1", "13.1", "13.0", "13.1"]
+    (change,) = speed(days(seconds, driver=drivers, cuda=cudas)).changes
+    assert (change.index, change.verdict, change.throughout) == (8, "better", True)
+    assert change.low < 1 / 0.9 < change.high
+    assert [(d.path, d.first, d.second) for d in change.differences] == [("driver", "580", "590")]
+
+
+def test_where_nothing_separates_it_says_so(days: Builder) -> None:
+    found = [speed(days([1.0] * 4 + [1.1] * 4))]
+    assert found[0].changes[0].differences == ()
+    assert present.NOTHING_SEPARATES in present.sentence(found)
+    assert present.sentence(found).startswith("1 change of level in 1 searched series; the newest for the worse")
+
+
+def test_few_launches_are_shown_and_not_judged(days: Builder) -> None:
+    series = speed(days([1.0, 2.0]))
+    assert series.changes == ()
+    assert series.note == "too few launches to look for a change: 4, and at least 11 are needed"
+    assert history.analyse(history.trusted_windows(days([1.0]))) == ()
+
+
+def test_failed_invalid_and_copied_launches_do_not_count(days: Builder) -> None:
+    records = days([1.0] * 3)
+    broken = dataclasses.replace(records[-1], status=Status.OOM)
+    copies = [dataclasses.replace(r, path=r.path.replace("results", "copy")) for r in records[:3]]
+    assert len(speed([*records[:-1], broken, *copies]).points) == 5
+    assert history.trusted_windows(records[1:]) == [], "no reference anywhere"
+
+
+def test_another_device_is_another_series(days: Builder) -> None:
+    records = days([1.0] * 4, cpu=["Xeon", "Xeon", "EPYC", "EPYC"])
+    found = history.analyse(history.trusted_windows(records))
+    assert [len(s.points) for s in found if s.metric == "tokens_per_s"] == [4, 4]
+
+
+def test_the_report_counts_earlier_launches_in_histories_only(days: Builder) -> None:
+    records = days([1.0] * 3)
+    newest = [records[0], *records[-2:]]
+    report = build(newest, title="t", earlier=records[1:-2])
+    assert {len(s.points) for s in report.histories} == {6}
+    assert len(report.runs) == 3
+    assert build(newest, title="t").histories == ()
+    (points,) = [p for p in present.chart_points(report) if p.unit == "tokens/s"]
+    assert len(points.times) == len(points.values) == 6
+    assert len(points.levels) == 1
+
+
+def test_the_chart_names_the_change(days: Builder) -> None:
+    records = days([1.0] * 4 + [1.1] * 4, driver=["580"] * 4 + ["590"] * 4)
+    report = build([records[0], *records[-2:]], title="t", earlier=records[1:-2])
+    assert "history" in plots.available(report)
+    text = " ".join(ElementTree.fromstring(plots.image(report, "history", "svg")).itertext())
+    assert "driver 580 -> 590" in text
+    assert "tokens_per_s" in text
