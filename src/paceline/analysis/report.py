@@ -9,7 +9,18 @@ from typing import Any
 import numpy as np
 
 from paceline import __version__, machine
-from paceline.analysis import ceilings, compare, explain, fabric, memory, metrics, recommend, scaling, validity
+from paceline.analysis import (
+    bottleneck,
+    ceilings,
+    compare,
+    explain,
+    fabric,
+    memory,
+    metrics,
+    recommend,
+    scaling,
+    validity,
+)
 from paceline.analysis.certificate import certify_all
 from paceline.analysis.metrics import Cell
 from paceline.analysis.window import Window, first_and_last_loss, open_window, samples_by_step
@@ -64,6 +75,7 @@ def build(
         explanations=explain.explain(grown.points, cells, network.fits, sound),
         memory=held.rows,
         frontier=held.frontier,
+        bottlenecks=bottleneck.judge(cells, sound, peaks),
         distributions={cell.id: _distribution(cell) for cell in cells},
         notes=(*_notes(cells, runs, _machines(ordered)), *network.notes),
         skipped=tuple(skipped),

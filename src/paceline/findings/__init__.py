@@ -21,6 +21,7 @@ from paceline.findings.training import (
     Traffic,
     WarmUpOutcome,
 )
+from paceline.findings.verdicts import Bottleneck, LeftOut, RuleOfThumb, ShareOfStep
 
 __all__ = [
     "BETTER",
@@ -30,12 +31,14 @@ __all__ = [
     "SHARED_GPU",
     "TIE",
     "WORSE",
+    "Bottleneck",
     "Certificate",
     "Check",
     "CollectiveFit",
     "CollectiveRow",
     "Comparison",
     "FrontierPoint",
+    "LeftOut",
     "Measurement",
     "MemoryRow",
     "Overlap",
@@ -43,9 +46,11 @@ __all__ = [
     "Probe",
     "Recommendation",
     "Report",
+    "RuleOfThumb",
     "RunFinding",
     "ScalingExplanation",
     "ScalingPoint",
+    "ShareOfStep",
     "Suspect",
     "Traffic",
     "WarmUpOutcome",

@@ -17,6 +17,7 @@ from paceline.findings.training import (
     ScalingExplanation,
     ScalingPoint,
 )
+from paceline.findings.verdicts import Bottleneck, RuleOfThumb
 
 SCHEMA = 1
 
@@ -43,6 +44,8 @@ class Report:
     explanations: tuple[ScalingExplanation, ...] = ()
     memory: tuple[MemoryRow, ...] = ()
     frontier: tuple[FrontierPoint, ...] = ()
+    bottlenecks: tuple[Bottleneck, ...] = ()
+    rules_of_thumb: tuple[RuleOfThumb, ...] = ()
     distributions: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
