@@ -30,7 +30,8 @@ RESOLUTION_RATIO = 0.05
 ADAM_BYTES = 2 * (4 + 4 + 4)
 # Strategies whose optimizer works on 1/n of the parameters, and those where it works on all.
 _SHARDED, _WHOLE = ("fsdp2", "zero"), ("single", "ddp")
-CEILINGS_FROM = "`paceline run compute` into the same results folder measures it"
+CEILINGS_FROM = "`paceline run compute` into the same results folder does"
+NO_CEILINGS = f"the ceilings of this device were not measured: {CEILINGS_FROM}"
 NO_PROFILE = "no step was profiled, so that gaps of the device and exposed communication are not known"
 
 COPY_RATE = ceilings.METRICS["copy"][0]
@@ -93,8 +94,7 @@ def _products(cell: Cell) -> Floor:
     tokens = cell.per("tokens")
     dtype, training = cell.spec.training.precision.compute, cell.spec.training
     if peak is None or tokens is None:
-        why = SHARED_GPU if cell.shared_gpu else f"no ceiling of {dtype} products on this device: {CEILINGS_FROM}"
-        return Floor(None, why)
+        return Floor(None, _no_ceiling(cell, f"{dtype} products"))
     try:
         shape = cell.windows[0].record.shape
     except RequestError as error:
@@ -111,8 +111,7 @@ def _optimizer(cell: Cell, copies: Copies) -> Floor:
     devices = {ceilings.device_of(w.record) for w in cell.windows}
     ceiling = copies.get(next(iter(devices))) if len(devices) == 1 and not cell.shared_gpu else None
     if ceiling is None or not ceiling.value:
-        why = SHARED_GPU if cell.shared_gpu else f"no ceiling of memory bandwidth on this device: {CEILINGS_FROM}"
-        return Floor(None, why)
+        return Floor(None, _no_ceiling(cell, "memory copies"))
     moved = _optimizer_bytes(cell)
     if moved is None:
         return Floor(None, f"how much the optimizer of {cell.spec.strategy} moves is not known")
@@ -121,6 +120,12 @@ def _optimizer(cell: Cell, copies: Copies) -> Floor:
     rate = f"{ceiling.value / 1e9:,.0f} GB/s"
     text = f"the optimizer's {moved / 1e9:.3g} GB need at least {_ms(seconds)} at the {rate} of a copy here"
     return Floor(seconds, text, ceiling.runs)
+
+
+def _no_ceiling(cell: Cell, what: str) -> str:
+    if cell.shared_gpu:
+        return SHARED_GPU
+    return f"{what} were not measured on this device: {CEILINGS_FROM}" if cell.achievable else NO_CEILINGS
 
 
 def _optimizer_bytes(cell: Cell) -> float | None:
@@ -258,14 +263,13 @@ def _half_width(values: Sequence[float]) -> float:
 
 def _verdict(shares: Sequence[ShareOfStep], missing: Mapping[str, str]) -> tuple[str, list[ShareOfStep]]:
     """The kind, and the shares between which it was decided or not, the largest first."""
-    leader = max(shares, key=lambda s: s.low)
-    threshold = max(leader.low - RESOLUTION_RATIO, RESOLUTION_RATIO)
-    rivals = [s for s in shares if s is not leader and s.high > threshold]
-    contenders = sorted([leader, *rivals], key=lambda s: -(s.share_ratio or 0.0))
-    if not rivals and leader.kind not in missing:
-        return leader.kind, [leader]
+    leading = max(share.low for share in shares)
+    threshold = max(leading - RESOLUTION_RATIO, RESOLUTION_RATIO)
+    contenders = sorted((s for s in shares if s.high > threshold), key=lambda s: (-(s.share_ratio or 0.0), -s.high))
     if any(s.kind in missing for s in contenders):
         return UNDECIDED, contenders
+    if len(contenders) == 1:
+        return contenders[0].kind, contenders
     return f"between {_listed([s.kind for s in contenders])}", contenders
 
 

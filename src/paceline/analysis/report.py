@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from paceline.analysis import (
     metrics,
     recommend,
     scaling,
+    thumb,
     validity,
 )
 from paceline.analysis.certificate import certify_all
@@ -50,7 +52,7 @@ def build(
     everything = (*compared, *grown.compared)
     wrong = [r for r, f in zip(ordered, runs, strict=True) if f.status == Status.INVALID and not r.spec.is_certified]
     network, held = fabric.analyse(sound, wrong), memory.analyse(ordered, runs)
-    return Report(
+    report = Report(
         title=title,
         created_at=max((r.ended_at for r in ordered), default=0.0) if created_at is None else created_at,
         paceline_version=__version__,
@@ -76,10 +78,12 @@ def build(
         memory=held.rows,
         frontier=held.frontier,
         bottlenecks=bottleneck.judge(cells, sound, peaks),
+        rules_of_thumb=thumb.rules(sound),
         distributions={cell.id: _distribution(cell) for cell in cells},
         notes=(*_notes(cells, runs, _machines(ordered)), *network.notes),
         skipped=tuple(skipped),
     )
+    return replace(report, recommendations=(*report.recommendations, *recommend.by_cost(report)))
 
 
 # --- one run ---

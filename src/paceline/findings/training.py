@@ -86,6 +86,10 @@ class Comparison:
     axes: Mapping[str, Scalar]
     runs: tuple[str, ...]
 
+    @property
+    def is_tie(self) -> bool:
+        return self.verdict == TIE
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation:
@@ -109,6 +113,14 @@ class Recommendation:
     def runs(self) -> tuple[str, ...]:
         """Every run behind the choice, once."""
         return tuple(dict.fromkeys(run for c in self.because for run in c.runs))
+
+    @property
+    def decisive(self) -> Comparison | None:
+        """The comparison that puts the best of the others behind a chosen one; None where all tie."""
+        pairs = [{name, other} for other in self.over[:1] for name in self.choose]
+        return next(
+            (c for pair in pairs for c in self.because if {c.label, c.other_label} == pair and not c.is_tie), None
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,12 +1,19 @@
 """How findings read: numbers rounded by their uncertainty, cells in their places, tables, and the terminal.
 
-quantity < facts, standing < tables < links < fabric, memory, ceilings, scaling < machine, answer < terminal. Exporters
-and the command line print what stands here, no more.
+quantity < facts, standing < tables < links < fabric, memory, ceilings, scaling, verdicts < machine, answer < terminal.
+Exporters and the command line print what stands here, no more.
 """
 
 from paceline.present.answer import recommendation_lines
 from paceline.present.quantity import format_quantity
-from paceline.present.terminal import comparison_table, failures_table, machine_group, ranked_table, scaling_table
+from paceline.present.terminal import (
+    comparison_table,
+    failures_table,
+    machine_group,
+    ranked_table,
+    scaling_table,
+    verdicts_group,
+)
 
 __all__ = [
     "comparison_table",
@@ -16,4 +23,5 @@ __all__ = [
     "ranked_table",
     "recommendation_lines",
     "scaling_table",
+    "verdicts_group",
 ]

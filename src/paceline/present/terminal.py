@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from paceline.findings import Comparison, Report
-from paceline.present import scaling, tables
+from paceline.present import scaling, tables, verdicts
 from paceline.present.machine import machine_tables
 from paceline.present.tables import Cell, Table
 
@@ -47,6 +47,14 @@ def machine_group(report: Report) -> RenderableType | None:
     from rich.console import Group
 
     found = [Fitted(table) for table in machine_tables(report)]
+    return Group(*found) if found else None
+
+
+def verdicts_group(report: Report) -> RenderableType | None:
+    """What holds each cell back, and what would fit elsewhere; None where nothing was trained."""
+    from rich.console import Group
+
+    found = [Fitted(table) for table in verdicts.tables(report)]
     return Group(*found) if found else None
 
 

@@ -22,6 +22,8 @@ KEYS = [
         "explanations",
         "memory",
         "frontier",
+        "bottlenecks",
+        "rules_of_thumb",
         "distributions",
         "notes",
         "skipped",
