@@ -63,7 +63,7 @@ def _bottleneck(cell: Cell, copies: Copies) -> Bottleneck:
     divisions = [_divide(window, floors) for window in cell.windows]
     missing = _missing(cell, floors)
     shares = tuple(_share(kind, cell, divisions, floors, missing) for kind in BOTTLENECKS)
-    kind, contenders = _verdict(shares, missing)
+    kind, contenders = _verdict(shares, _largest_at_least(shares, divisions), missing)
     decided = kind in BOTTLENECKS
     return Bottleneck(
         cell=cell.id,
@@ -261,9 +261,21 @@ def _half_width(values: Sequence[float]) -> float:
     return student_t(len(values) - 1) * stdlib_statistics.stdev(values) / math.sqrt(len(values))
 
 
-def _verdict(shares: Sequence[ShareOfStep], missing: Mapping[str, str]) -> tuple[str, list[ShareOfStep]]:
+def _largest_at_least(shares: Sequence[ShareOfStep], divisions: Sequence[Division]) -> float:
+    """Somebody's share is at least this: of kinds that divide time between them one has no less than the average."""
+    shared = []
+    for division in divisions:
+        pools = (
+            (time + sum(division.certain.get(k, 0.0) for k in kinds), kinds) for time, kinds in division.unassigned
+        )
+        shared.append(max((total / len(kinds) for total, kinds in pools), default=0.0))
+    return max(*(share.low for share in shares), stdlib_statistics.fmean(shared) - _half_width(shared))
+
+
+def _verdict(
+    shares: Sequence[ShareOfStep], leading: float, missing: Mapping[str, str]
+) -> tuple[str, list[ShareOfStep]]:
     """The kind, and the shares between which it was decided or not, the largest first."""
-    leading = max(share.low for share in shares)
     threshold = max(leading - RESOLUTION_RATIO, RESOLUTION_RATIO)
     contenders = sorted((s for s in shares if s.high > threshold), key=lambda s: (-(s.share_ratio or 0.0), -s.high))
     if any(s.kind in missing for s in contenders):
