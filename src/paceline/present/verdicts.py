@@ -87,7 +87,7 @@ def _citation(r: Recommendation) -> tuple[Cell, ...]:
         Cell(", ".join(r.choose) if r.over else "no winner"),
         Cell(", ".join(r.over) or MISSING),
         Cell(pairs),
-        Cell(", ".join(r.runs), "", "code"),
+        Cell(", ".join(r.runs)),
         Cell("; ".join((*ended, *r.not_measured)) or MISSING),
     )
 

@@ -75,7 +75,7 @@ def test_wrong_numbers_are_refused(gpus: int, length: int | None, words: str) ->
         thumb.advise(Choice("llama-8b"), "h100", gpus, length)
 
 
-def test_measured_peaks_lie_under_the_rule_and_not_far() -> None:
+def test_measured_peaks_lie_near_the_rule() -> None:
     """Every cell with full checkpointing that was measured on an H200."""
     rows = list(csv.DictReader(MEASURED.open()))
     peaks = [r for r in rows if r["metric"] == "peak_memory_bytes" and r["checkpointing"] == "full"]
@@ -84,7 +84,7 @@ def test_measured_peaks_lie_under_the_rule_and_not_far() -> None:
         shape = models.load(Choice.parse(row["model"]))
         sizes = int(row["sequence_length"]), int(row["micro_batch"])
         rule = thumb.rule(shape, row["strategy"], "H200", 141e9, 1, *sizes)
-        assert 0.95 < rule.needed_bytes / float(row["value"]) < 1.35
+        assert 0.95 < rule.needed_bytes / float(row["value"]) < 1.25
 
 
 @pytest.fixture
