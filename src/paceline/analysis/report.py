@@ -36,7 +36,6 @@ def build(
     records: Sequence[RunRecord], title: str, skipped: Sequence[str] = (), created_at: float | None = None
 ) -> Report:
     """Certifies, measures, compares and recommends. created_at is the end of the last run unless given.
-
     Only runs that ended ok with a valid certificate are measured; reference runs are listed, never measured or ranked.
     """
     ordered = sorted(records, key=lambda r: (r.started_at, r.spec.run_id))
@@ -47,11 +46,9 @@ def build(
     sound = [r for r, f in zip(ordered, runs, strict=True) if f.status == Status.OK]
     peaks = ceilings.analyse(sound)
     cells = metrics.gather(trusted, ceilings.peaks_by_device(sound, peaks))
-    compared = compare.compare_cells(cells)
     grown = scaling.analyse(cells)
-    everything = (*compared, *grown.compared)
-    wrong = [r for r, f in zip(ordered, runs, strict=True) if f.status == Status.INVALID and not r.spec.is_certified]
-    network, held = fabric.analyse(sound, wrong), memory.analyse(ordered, runs)
+    everything = (*compare.compare_cells(cells), *grown.compared)
+    network, held = fabric.analyse(sound, _wrong(ordered, runs)), memory.analyse(ordered, runs)
     report = Report(
         title=title,
         created_at=max((r.ended_at for r in ordered), default=0.0) if created_at is None else created_at,
@@ -84,6 +81,12 @@ def build(
         skipped=tuple(skipped),
     )
     return replace(report, recommendations=(*report.recommendations, *recommend.by_cost(report)))
+
+
+def _wrong(ordered: Sequence[RunRecord], runs: Sequence[RunFinding]) -> list[RunRecord]:
+    """Runs about the machine whose data arrived wrong."""
+    pairs = zip(ordered, runs, strict=True)
+    return [r for r, f in pairs if f.status == Status.INVALID and not r.spec.is_certified]
 
 
 # --- one run ---
