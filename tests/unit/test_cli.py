@@ -67,6 +67,11 @@ WRONG = {
     "unknown format": (["report", ".", "--format", "pdf"], "'pdf' was given"),
     "show of no run": (["show", "."], "accepted is a run folder"),
     "compare of nothing": (["compare", "a", "b"], "'a' was given"),
+    "advice about no GPU": (["advise", "--model", "llama-8b", "--gpu", "h1", "--gpus", "8"], "--gpu: 'h1' was given"),
+    "advice about no model": (
+        ["advise", "--model", "llama", "--gpu", "h100", "--gpus", "8"],
+        "model: 'llama' was given",
+    ),
     "unknown list": (["list", "colours"], "accepted is workloads, strategies"),
     "status of nothing": (["status", "--out", "absent"], "which is no folder"),
     "wrong interval": (["monitor", "--interval", "0"], "a positive number of seconds"),
@@ -236,3 +241,11 @@ def test_ctrl_c_is_130_and_one_line(
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1
     assert "the same command goes on from here" in captured.err
+
+
+def test_advice_shows_its_arithmetic(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    assert cli.main(["advise", "--model", "llama-8b", "--gpu", "h100", "--gpus", "8"]) == 0
+    text = capsys.readouterr().out
+    assert "Rule of thumb" in text
+    assert "llama-8b: 16 B x 8.03e9 = 119.7 GiB of state; zero:stage=3 on 8 GPUs: 15.0 GiB" in text

@@ -6,6 +6,7 @@ one caveat about gloo.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -15,7 +16,18 @@ from paceline.analysis.metrics import Cell
 from paceline.analysis.scaling import METRIC as EFFICIENCY
 from paceline.analysis.statistics import launches_note
 from paceline.analysis.window import PHASES
-from paceline.findings import BETTER, HIGHER, WORSE, Comparison, Recommendation, RunFinding
+from paceline.findings import (
+    BETTER,
+    HIGHER,
+    WORSE,
+    Comparison,
+    LeftOut,
+    Measurement,
+    Recommendation,
+    Report,
+    RunFinding,
+)
+from paceline.spec import Scalar
 
 CATEGORIES: Mapping[str, str] = {
     "tokens_per_s": "highest throughput",
@@ -26,6 +38,17 @@ CATEGORIES: Mapping[str, str] = {
 GLOO = "gloo's reduce_scatter moves as many bytes as its all_reduce: CPU timings overstate the cost of FSDP2 and ZeRO-3"
 SHARDING = ("fsdp2", "zero:stage=3")
 NOT_REPEATED = "launches were not repeated"
+COST, THROUGHPUT = "usd_per_mtok", "tokens_per_s"
+# What a choice may depend on, in the words of a sentence.
+DECISIVE_AXES: Mapping[str, str] = {
+    "model": "models",
+    "world_size": "world sizes",
+    "precision": "precisions",
+    "sequence_length": "sequence lengths",
+    "micro_batch": "micro batches",
+    "checkpointing": "checkpointing",
+    "compile": "compilation",
+}
 
 
 def recommend(compared: Sequence[Compared], runs: Sequence[RunFinding] = ()) -> list[Recommendation]:
@@ -46,6 +69,7 @@ def _recommendation(
     best = [cell for cell in ranked if cell not in beaten]
     rest = [cell for cell in ranked if cell in beaten]
     cited = [c for c in pairs if not {c.cell, c.other} <= set(rest)]
+    left_out = _left_out(group, runs)
     return Recommendation(
         category=CATEGORIES[metric],
         metric=metric,
@@ -54,7 +78,9 @@ def _recommendation(
         over=tuple(group.names[cell] for cell in rest),
         because=tuple(cited),
         text=_text(group, metric, best, rest, pairs),
-        caveats=tuple(_caveats(group, metric, runs)),
+        caveats=tuple(_caveats(group, metric, left_out)),
+        left_out=left_out,
+        not_measured=_not_measured(group, runs),
     )
 
 
@@ -96,6 +122,7 @@ def _margin(metric: str, best: str, other: str, ratio: float, low: float, high: 
         "tokens_per_s": "{best} is {ratio} times as fast as {other}, the next best {interval}.",
         "step_time_s": "A step of {best} takes {ratio} times as long as one of {other}, the next best {interval}.",
         "peak_memory_bytes": "{best} needs {ratio} times the peak memory of {other}, the next best {interval}.",
+        COST: "A token of {best} costs {ratio} times as much as one of {other}, the next best {interval}.",
         EFFICIENCY: "{best} scales {ratio} times as well as {other}, the next best {interval}.",
     }[metric]
     return words.format(best=best, other=other, ratio=f"{ratio:.{digits}f}", interval=interval)
@@ -150,7 +177,7 @@ def _largest_phase(pair: tuple[Cell, Cell]) -> str | None:
 # --- caveats ---
 
 
-def _caveats(group: Group, metric: str, runs: Sequence[RunFinding]) -> Iterable[str]:
+def _caveats(group: Group, metric: str, left_out: Sequence[LeftOut]) -> Iterable[str]:
     speed = metric != "peak_memory_bytes"
     fewest = min(len(cell.windows) for cell in group.cells)
     if fewest == 1:
@@ -161,8 +188,8 @@ def _caveats(group: Group, metric: str, runs: Sequence[RunFinding]) -> Iterable[
         yield GLOO
     if speed and any(_neighbours(cell) for cell in group.cells):
         yield "other processes ran on the GPU"
-    if left_out := _left_out(group, runs):
-        yield f"not ranked: {_listed(left_out)}"
+    if left_out:
+        yield f"not ranked: {_listed([f'{cell.name} ({cell.status})' for cell in left_out])}"
 
 
 def _names_sharding(group: Group) -> bool:
@@ -173,15 +200,74 @@ def _neighbours(cell: Cell) -> bool:
     return any(o.evidence and o.evidence.neighbours for w in cell.windows for o in w.record.outcomes)
 
 
-def _left_out(group: Group, runs: Sequence[RunFinding]) -> list[str]:
+def _left_out(group: Group, runs: Sequence[RunFinding]) -> tuple[LeftOut, ...]:
     """Cells that belong to the group by their axes but have no valid run, with how they ended."""
     ranked = {cell.id for cell in group.cells}
-    members = [
-        run
-        for run in runs
-        if not run.is_reference
-        and run.status != "ok"
-        and run.cell not in ranked
-        and all(run.axes.get(name) == value for name, value in group.axes.items() if name != "scaling")
-    ]
-    return list(dict.fromkeys(f"{run.axes.get(group.axis)} ({run.status})" for run in members))
+    found: dict[tuple[str, str], list[RunFinding]] = {}
+    for run in runs:
+        alike = all(run.axes.get(name) == value for name, value in group.axes.items() if name != "scaling")
+        if alike and run.status != "ok" and not run.is_reference and run.cell not in ranked:
+            found.setdefault((str(run.axes.get(group.axis)), run.status), []).append(run)
+    return tuple(
+        LeftOut(name=name, status=status, reason=ended[0].reason, runs=tuple(run.run for run in ended))
+        for (name, status), ended in found.items()
+    )
+
+
+def _not_measured(group: Group, runs: Sequence[RunFinding]) -> tuple[str, ...]:
+    """Axes of which the campaign measured one value only, for the group's model where it has one."""
+    model = group.axes.get("model")
+    ours = [r.axes for r in runs if r.status == "ok" and r.is_certified and not r.is_reference]
+    same = [axes for axes in ours if model is None or axes.get("model") == model]
+    found = []
+    for name, words in DECISIVE_AXES.items():
+        values = {axes.get(name) for axes in (ours if name == "model" else same)}
+        if len(values) == 1 and name != group.axis:
+            found.append(f"{words} other than {_word(values.pop())}")
+    return tuple(found)
+
+
+def _word(value: Scalar) -> str:
+    return ("on" if value else "off") if isinstance(value, bool) else str(value)
+
+
+# --- cost ---
+
+
+def by_cost(report: Report) -> tuple[Recommendation, ...]:
+    """What throughput decides, said in money, for groups whose cells all have one price per GPU hour.
+
+    Cost per token is then price over throughput, so this is the same finding in another unit: it cites the comparisons
+    of throughput and claims nothing beside them. Where prices differ within a group nothing is said.
+    """
+    speeds = {m.cell: m.value for m in report.measurements if m.metric == THROUGHPUT and m.value}
+    costs: dict[str, Measurement] = {}
+    for m in report.measurements:
+        if m.metric == COST and m.value:
+            costs.setdefault(m.cell, m)
+    found = (_cost(r, costs, speeds) for r in report.recommendations if r.metric == THROUGHPUT)
+    return tuple(r for r in found if r)
+
+
+def _cost(
+    decided: Recommendation, costs: Mapping[str, Measurement], speeds: Mapping[str, float]
+) -> Recommendation | None:
+    cells = {cell for c in decided.because for cell in (c.cell, c.other)}
+    if not cells <= costs.keys() & speeds.keys():
+        return None
+    prices = [(costs[cell].value or 0.0) * speeds[cell] for cell in cells]
+    if max(prices) > min(prices) * (1 + 1e-6):
+        return None
+    return dataclasses.replace(decided, category="lowest cost", metric=COST, text=_cost_text(decided, costs))
+
+
+def _cost_text(decided: Recommendation, costs: Mapping[str, Measurement]) -> str:
+    start = "At one price per GPU hour cost follows throughput"
+    versus = decided.decisive
+    if versus is None:
+        return f"{start}: {_listed(decided.choose)} tie here too."
+    winner, other = (versus.other, versus.cell) if _loser(versus) == versus.cell else (versus.cell, versus.other)
+    names = {versus.cell: versus.label, versus.other: versus.other_label}
+    told = _margin(COST, names[winner], names[other], *_ratio_of(versus, other))
+    a, b = (f"{costs[cell].value:.3g}" for cell in (winner, other))
+    return f"{start}. {told} That is {a} against {b} USD per million tokens."

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from paceline import __version__, machine
 from paceline.analysis import (
+    bottleneck,
     ceilings,
     claims,
     compare,
@@ -21,6 +23,7 @@ from paceline.analysis import (
     metrics,
     recommend,
     scaling,
+    thumb,
     validity,
 )
 from paceline.analysis.certificate import certify_all
@@ -43,7 +46,6 @@ def build(
     """Certifies, measures, compares and recommends. created_at is the end of the last run unless given.
 
     earlier are launches that newer ones of the same run replace; they count in histories only.
-
     Only runs that ended ok with a valid certificate are measured; reference runs are listed, never measured or ranked.
     """
     ordered = sorted(records, key=lambda r: (r.started_at, r.spec.run_id))
@@ -54,11 +56,9 @@ def build(
     sound = [r for r, f in zip(ordered, runs, strict=True) if f.status == Status.OK]
     peaks = ceilings.analyse(sound)
     cells = metrics.gather(trusted, ceilings.peaks_by_device(sound, peaks))
-    compared = compare.compare_cells(cells)
     grown = scaling.analyse(cells)
-    everything = (*compared, *grown.compared)
-    wrong = [r for r, f in zip(ordered, runs, strict=True) if f.status == Status.INVALID and not r.spec.is_certified]
-    network, held = fabric.analyse(sound, wrong), memory.analyse(ordered, runs)
+    everything = (*compare.compare_cells(cells), *grown.compared)
+    network, held = fabric.analyse(sound, _wrong(ordered, runs)), memory.analyse(ordered, runs)
     found = Report(
         title=title,
         created_at=max((r.ended_at for r in ordered), default=0.0) if created_at is None else created_at,
@@ -85,11 +85,21 @@ def build(
         memory=held.rows,
         frontier=held.frontier,
         histories=history.analyse((*history.trusted_windows(earlier, records), *trusted)),
+        bottlenecks=bottleneck.judge(cells, sound, peaks),
+        rules_of_thumb=thumb.rules(sound),
         distributions={cell.id: _distribution(cell) for cell in cells},
         notes=(*_notes(cells, runs, _machines(ordered)), *network.notes),
         skipped=tuple(skipped),
     )
-    return claims.added_to(cost.added_to(found, cells, costing or cost.Costing()), ordered)
+    priced = cost.added_to(found, cells, costing or cost.Costing())
+    recommended = replace(priced, recommendations=(*priced.recommendations, *recommend.by_cost(priced)))
+    return claims.added_to(recommended, ordered)
+
+
+def _wrong(ordered: Sequence[RunRecord], runs: Sequence[RunFinding]) -> list[RunRecord]:
+    """Runs about the machine whose data arrived wrong."""
+    pairs = zip(ordered, runs, strict=True)
+    return [r for r, f in pairs if f.status == Status.INVALID and not r.spec.is_certified]
 
 
 # --- one run ---

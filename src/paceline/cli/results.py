@@ -68,6 +68,7 @@ def _print_report(screen: Console, found: Report) -> None:
     parts = (
         present.ranked_table(found),
         present.scaling_table(found),
+        present.verdicts_group(found),
         present.machine_group(found),
         present.cost_group(found),
         present.failures_table(found),

@@ -10,8 +10,8 @@ from string import Template
 
 from paceline.exporters import _canvas, plots, write_atomically
 from paceline.findings import Certificate, Report
-from paceline.present import claims, cost, scaling, tables
-from paceline.present.answer import answer
+from paceline.present import claims, cost, scaling, tables, verdicts
+from paceline.present.answer import answer, grounds
 from paceline.present.machine import machine_details, machine_tables
 from paceline.present.tables import Cell, Column, Table
 
@@ -95,8 +95,8 @@ def text(report: Report) -> str:
 
 
 def _parts(report: Report) -> Iterator[str]:
-    sentence, beside = answer(report)
-    yield f"<header><h1>{escape(report.title)}</h1>{paragraph(sentence, 'answer')}{paragraph(beside)}</header>"
+    said = paragraph(" ".join(filter(None, answer(report))), "answer")
+    yield f"<header><h1>{escape(report.title)}</h1>{said}{paragraph(grounds(report))}</header>"
     yield f'<div class="mind">{"".join(map(paragraph, report.notes))}</div>' if report.notes else ""
     ranking = tables.ranking(report)
     if tables.trains(report):
@@ -107,7 +107,7 @@ def _parts(report: Report) -> Iterator[str]:
     yield from (figure(report, name) for name in plots.available(report))
     yield section("Scaling", scaling.efficiency(report))
     yield section("Where the step time goes", scaling.explanation(report))
-    yield from (section(table.title, table) for table in machine_tables(report))
+    yield from (section(table.title, table) for table in (*verdicts.tables(report), *machine_tables(report)))
     yield from (section(table.title, table) for table in (*cost.tables(report), *claims.tables(report)))
     yield from (folded(table.title, table) for table in machine_details(report))
     yield section("Winners by category", tables.winners(report))
@@ -126,6 +126,7 @@ def _evidence(report: Report) -> Iterator[str]:
     yield folded("Every check of every run", checks)
     yield "<h2>How it was measured</h2>"
     yield bullets(tables.health(report))
+    yield from (folded(table.title, table) for table in verdicts.details(report))
     yield folded("Comparisons, with the smallest effect the data could have shown", tables.comparisons(report))
     yield folded("Runs: warm-up, outliers and loss", tables.run_details(report))
     yield from (folded(f"Machine {table.title}", table) for table in tables.machine_facts(report))

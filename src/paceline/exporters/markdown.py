@@ -7,8 +7,8 @@ from pathlib import Path
 
 from paceline.exporters import plots, write_atomically
 from paceline.findings import Report
-from paceline.present import claims, cost, history, scaling, tables
-from paceline.present.answer import answer
+from paceline.present import claims, cost, history, scaling, tables, verdicts
+from paceline.present.answer import answer, grounds
 from paceline.present.machine import machine_details, machine_tables
 from paceline.present.tables import Cell, Table
 
@@ -24,8 +24,8 @@ def text(report: Report) -> str:
 
 def _parts(report: Report) -> Iterator[str]:
     yield f"# {escape(report.title)}"
-    sentence, beside = answer(report)
-    yield f"**{escape(sentence)}** {escape(beside)}".strip()
+    yield " ".join(f"**{escape(sentence)}**" for sentence in answer(report) if sentence)
+    yield escape(grounds(report))
     ranking = tables.ranking(report)
     if tables.trains(report):
         yield "## Ranking"
@@ -37,7 +37,7 @@ def _parts(report: Report) -> Iterator[str]:
     yield section("Not ranked", tables.failures(report))
     yield section("Scaling", scaling.efficiency(report))
     yield section("Where the step time goes", scaling.explanation(report))
-    yield from (section(table.title, table) for table in machine_tables(report))
+    yield from (section(table.title, table) for table in (*verdicts.tables(report), *machine_tables(report)))
     yield from (section(table.title, table) for table in (*cost.tables(report), *claims.tables(report)))
     yield from (folded(table.title, table) for table in machine_details(report))
     yield from (section(table.title, table) for table in history.tables(report.histories))
@@ -52,6 +52,7 @@ def _evidence(report: Report) -> Iterator[str]:
         yield f"## Certificates\n\n{tables.certified_sentence(report)}"
     yield folded("Certificates by cell", tables.certification(report))
     yield "## How it was measured"
+    yield from (folded(table.title, table) for table in verdicts.details(report))
     yield folded("Comparisons, with the smallest effect the data could have shown", tables.comparisons(report))
     yield folded("Runs: warm-up, outliers and loss", tables.run_details(report))
     health = tables.health(report)

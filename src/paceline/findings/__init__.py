@@ -25,6 +25,7 @@ from paceline.findings.training import (
     Traffic,
     WarmUpOutcome,
 )
+from paceline.findings.verdicts import Bottleneck, LeftOut, RuleOfThumb, ShareOfStep
 
 __all__ = [
     "BETTER",
@@ -35,6 +36,7 @@ __all__ = [
     "TIE",
     "WORSE",
     "Between",
+    "Bottleneck",
     "Certificate",
     "Change",
     "ChangePoint",
@@ -50,6 +52,7 @@ __all__ = [
     "FrontierPoint",
     "HistoryPoint",
     "HistorySeries",
+    "LeftOut",
     "Lost",
     "Measurement",
     "MemoryRow",
@@ -59,10 +62,12 @@ __all__ = [
     "Recommendation",
     "Regression",
     "Report",
+    "RuleOfThumb",
     "RunFinding",
     "Saving",
     "ScalingExplanation",
     "ScalingPoint",
+    "ShareOfStep",
     "Suspect",
     "Traffic",
     "WarmUpOutcome",

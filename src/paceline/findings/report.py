@@ -20,6 +20,7 @@ from paceline.findings.training import (
     ScalingExplanation,
     ScalingPoint,
 )
+from paceline.findings.verdicts import Bottleneck, RuleOfThumb
 
 SCHEMA = 1
 
@@ -51,6 +52,8 @@ class Report:
     claims: tuple[Claim, ...] = ()
     claimed_transfers: tuple[ClaimedTransfers, ...] = ()
     histories: tuple[HistorySeries, ...] = ()
+    bottlenecks: tuple[Bottleneck, ...] = ()
+    rules_of_thumb: tuple[RuleOfThumb, ...] = ()
     distributions: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from paceline.findings.verdicts import LeftOut
 from paceline.spec import PROBING, UNCERTIFIED, Scalar
 
 BETTER, WORSE, TIE = "better", "worse", "tie"
@@ -85,10 +86,17 @@ class Comparison:
     axes: Mapping[str, Scalar]
     runs: tuple[str, ...]
 
+    @property
+    def is_tie(self) -> bool:
+        return self.verdict == TIE
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation:
-    """A choice within one category of one group, made only by the comparisons it cites."""
+    """A choice within one category of one group, made only by the comparisons it cites.
+
+    not_measured names what never varied in the campaign: the choice says nothing about other values of it.
+    """
 
     category: str
     metric: str
@@ -98,6 +106,21 @@ class Recommendation:
     because: tuple[Comparison, ...]
     text: str
     caveats: tuple[str, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
+    not_measured: tuple[str, ...] = ()
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """Every run behind the choice, once."""
+        return tuple(dict.fromkeys(run for c in self.because for run in c.runs))
+
+    @property
+    def decisive(self) -> Comparison | None:
+        """The comparison that puts the best of the others behind a chosen one; None where all tie."""
+        pairs = [{name, other} for other in self.over[:1] for name in self.choose]
+        return next(
+            (c for pair in pairs for c in self.because if {c.label, c.other_label} == pair and not c.is_tie), None
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,12 +1,20 @@
 """How findings read: numbers rounded by their uncertainty, cells in their places, tables, and the terminal.
 
-quantity < facts, standing < tables < links < fabric, memory, ceilings, scaling, cost, claims, between < history <
-machine, answer < terminal < replay. Exporters and the command line print what stands here, no more.
+quantity < facts, standing < tables < links < fabric, memory, ceilings, scaling, verdicts, cost, claims, between <
+history < machine, answer < terminal < replay. Exporters and the command line print what stands here, no more.
 """
 
 from paceline.present.answer import recommendation_lines
 from paceline.present.quantity import format_quantity
-from paceline.present.terminal import cost_group, drawn, failures_table, machine_group, ranked_table, scaling_table
+from paceline.present.terminal import (
+    cost_group,
+    drawn,
+    failures_table,
+    machine_group,
+    ranked_table,
+    scaling_table,
+    verdicts_group,
+)
 
 __all__ = [
     "cost_group",
@@ -17,4 +25,5 @@ __all__ = [
     "ranked_table",
     "recommendation_lines",
     "scaling_table",
+    "verdicts_group",
 ]

@@ -1,46 +1,193 @@
-"""The sentence that answers first: a recommendation where runs were ranked, else what the machine can do."""
+"""The answer in two sentences: a recommendation where runs were ranked, else what the machine can do.
+
+The first says what won and by how much, or that nothing did; the second what was left out and why, else what a reader
+asks next. Both are put together from findings alone: without a comparison behind it nothing is said to be better.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Sequence
 
-from paceline.findings import Recommendation, Report
+from paceline.findings import WORSE, Comparison, Recommendation, Report
+from paceline.findings.verdicts import UNDECIDED
 from paceline.present import ceilings, claims, fabric, memory
-from paceline.present.standing import THROUGHPUT, groups
+from paceline.present.quantity import DIGITS_OF_RATIO, format_number, places
+from paceline.present.standing import THROUGHPUT, axes_of, axis_text, describe, ranked_cells, turned, unranked
 from paceline.present.tables import NO_ANSWER, first_sentence, trains
 
-# What a report about the machine says first; each is empty where the report holds no such runs.
+# What a report about the machine says; each is empty where the report holds no such runs.
 MACHINE_SENTENCES: tuple[Callable[[Report], str], ...] = (
     fabric.sentence,
     memory.sentence,
     ceilings.sentence,
     claims.sentence,
 )
+# A reader must not miss these, whatever else there is to say.
+_URGENT = ("Data arrived wrong", "Suspect")
+_MEMORY = "peak_memory_bytes"
+_MARGINS = {THROUGHPUT: "is {ratio} times as fast as", _MEMORY: "needs {ratio} times the peak memory of"}
+# How a cell without a valid run is told: of one, of several.
+_ENDS = {
+    "oom": ("does not fit", "do not fit"),
+    "invalid": ("is invalid, its work not proved equal", "are invalid, their work not proved equal"),
+    "unsupported": ("is not supported here", "are not supported here"),
+    "timeout": ("ran out of time", "ran out of time"),
+    "hang": ("hung", "hung"),
+    "preempted": ("was preempted", "were preempted"),
+    "not certified": ("is not certified", "are not certified"),
+    "not measured": ("left no measured step", "left no measured step"),
+}
+_MOST_NAMED = 4
 
 
 def headline(report: Report) -> Recommendation | None:
-    """The recommendation that answers the first ranking, in throughput; else the first there is."""
-    first = next(iter(groups(report)), None)
-    cells = {row.cell for row in first.rows} if first else set()
-    ours = [r for r in report.recommendations if any({c.cell, c.other} <= cells for c in r.because)]
-    return next((r for r in ours if r.metric == THROUGHPUT), next(iter((*ours, *report.recommendations)), None))
+    """The recommendation with the most runs behind it, in throughput where there is one."""
+    speed = [r for r in report.recommendations if r.metric == THROUGHPUT]
+    return max(speed or report.recommendations, key=lambda r: len(r.runs), default=None)
 
 
 def answer(report: Report) -> tuple[str, str]:
-    """The sentence that answers, and what else was said about it: why, and for which group."""
+    """The two sentences; the second is empty where there is no more to say."""
+    found = headline(report)
+    if found is not None:
+        return _decision(report, found), _beside(report, found)
+    said = _about_the_machine(report)
+    if trains(report) or not said:
+        return NO_ANSWER, (said[0] if said else _endings_of(report))
+    return said[0], said[1] if len(said) > 1 else ""
+
+
+def grounds(report: Report) -> str:
+    """What was measured beside the answer and on which group; of a machine all that the answer did not say."""
     found = headline(report)
     if found is None:
-        machine = " ".join(filter(None, (say(report) for say in MACHINE_SENTENCES)))
-        return (NO_ANSWER, machine) if trains(report) or not machine else first_sentence(machine)
-    sentence, why = first_sentence(found.text)
-    return sentence, " ".join(filter(None, (why, f"Measured on {found.group}." if found.group else "")))
+        return " ".join(_about_the_machine(report)[1 if trains(report) else 2 :])
+    why = found.text.partition(" Measured beside it: ")[2]
+    parts = (why and f"Measured beside it: {why}", f"Measured on {found.group}." if found.group else "")
+    return " ".join(filter(None, parts))
 
 
 def recommendation_lines(report: Report) -> list[str]:
-    """Every recommendation by group: a line for the group, its sentences, then its caveats, each once."""
+    """Every recommendation by group: its sentences, then its caveats and what was not measured, each once."""
     lines: list[str] = []
     for name in dict.fromkeys(r.group for r in report.recommendations):
         ours = [r for r in report.recommendations if r.group == name]
         lines += [name, *(f"  {r.category}: {r.text}" for r in ours)]
         lines += dict.fromkeys(f"  caveat: {caveat}" for r in ours for caveat in r.caveats)
-    return lines or [part for part in answer(report) if part]
+        lines += dict.fromkeys(f"  not measured: {'; '.join(r.not_measured)}" for r in ours if r.not_measured)
+    return lines or [part for part in (*answer(report), grounds(report)) if part]
+
+
+def spoken(name: str) -> str:
+    """A strategy as people write it: `ZeRO-3`, `FSDP2`; any other name stays what it is."""
+    stage = re.fullmatch(r"zero:stage=(\d)", name)
+    return f"ZeRO-{stage[1]}" if stage else {"ddp": "DDP", "fsdp2": "FSDP2"}.get(name, name)
+
+
+# --- the first sentence ---
+
+
+def _decision(report: Report, found: Recommendation) -> str:
+    if found.metric not in _MARGINS:
+        return first_sentence(found.text)[0]
+    where = _where(report, found)
+    versus, names = found.decisive, _listed(map(spoken, found.choose))
+    if versus is None:
+        return f"Tie between {names}{where}: this data cannot tell them apart."
+    if len(found.choose) > 1:
+        return f"Tie between {names}{where}: {_margin(versus)}."
+    return f"{_margin(versus, where)}."
+
+
+def _margin(versus: Comparison, where: str = "") -> str:
+    """`FSDP2 is 1.34 times as fast as ZeRO-3 on 4 GPUs (95 % interval 1.31 to 1.37)`, told from the winner's side."""
+    c = turned(versus) if versus.verdict == WORSE else versus
+    digits = min(max(places(c.ratio, c.low, c.high) - 1, 1), DIGITS_OF_RATIO)
+    ratio, low, high = (format_number(x, digits) for x in (c.ratio, c.low, c.high))
+    words = _MARGINS[c.metric].format(ratio=ratio)
+    return f"{spoken(c.label)} {words} {spoken(c.other_label)}{where} (95 % interval {low} to {high})"
+
+
+def _where(report: Report, found: Recommendation) -> str:
+    """The world size; the model too where the report holds several."""
+    axes = found.because[0].axes if found.because else {}
+    several = len({run.axes.get("model") for run in report.runs if run.is_certified and not run.is_reference}) > 1
+    model = f" with {axes['model']}" if several and axes.get("model") else ""
+    return model + (f" on {axis_text('world_size', axes)}" if axes.get("world_size") else "")
+
+
+# --- the second ---
+
+
+def _beside(report: Report, found: Recommendation) -> str:
+    """What was left out, else who needs least memory, else what holds the winner back."""
+    if found.left_out:
+        return _endings((cell.status, spoken(cell.name)) for cell in found.left_out)
+    lean = next((r for r in report.recommendations if r.group == found.group and r.metric == _MEMORY), None)
+    if lean is not None and lean is not found and lean.decisive:
+        return f"{_margin(lean.decisive)}."
+    return _held_back(report, found)
+
+
+def _held_back(report: Report, found: Recommendation) -> str:
+    """Of the winner, or of the first of a tie of all."""
+    versus = found.decisive or next(iter(found.because), None)
+    winner = turned(versus) if versus and versus.verdict == WORSE else versus
+    verdict = next((b for b in report.bottlenecks if winner and b.cell == winner.cell), None)
+    if winner is None or verdict is None:
+        return ""
+    start = f"What {spoken(winner.label)} waits for most is"
+    if verdict.share_ratio is not None:
+        return f"{start} {verdict.kind}, {verdict.share_ratio:.0%} of its step or more."
+    return f"{start} {first_sentence(verdict.text)[0] if verdict.kind == UNDECIDED else verdict.kind}".rstrip(".") + "."
+
+
+def _endings_of(report: Report) -> str:
+    """Of a report that decides nothing: what was measured all the same, and how the rest ended."""
+    measured = [_bracketed(describe(axes_of(report, cell) or {})) for cell in ranked_cells(report)]
+    left = [(u.status, _bracketed(u.label)) for u in unranked(report) if not u.label.startswith("reference: ")]
+    ended = _endings(left)
+    if not measured:
+        return ended
+    start = f"Measured: {_listed(_named(measured))}"
+    return f"{start}; {ended}" if ended else f"{start}."
+
+
+def _endings(left: Iterable[tuple[str, str]]) -> str:
+    """`DDP does not fit; ZeRO-1 and ZeRO-2 failed.`"""
+    by_status: dict[str, list[str]] = {}
+    for status, name in left:
+        by_status.setdefault(status, []).append(name)
+    parts = [_ending(status, list(dict.fromkeys(names))) for status, names in by_status.items()]
+    return f"{'; '.join(parts)}." if parts else ""
+
+
+def _bracketed(label: str) -> str:
+    """`ddp (gpt-tiny, 2 processes)`: a list of such names can be read."""
+    name, comma, where = label.partition(", ")
+    return f"{spoken(name)} ({where})" if comma else spoken(name)
+
+
+def _ending(status: str, names: Sequence[str]) -> str:
+    return f"{_listed(_named(names))} {_ENDS.get(status, ('failed', 'failed'))[len(names) > 1]}"
+
+
+def _named(names: Sequence[str]) -> list[str]:
+    rest = len(names) - _MOST_NAMED
+    return [*names[:_MOST_NAMED], f"{rest} more"] if rest > 0 else list(names)
+
+
+# --- a report about the machine ---
+
+
+def _about_the_machine(report: Report) -> list[str]:
+    """One sentence of each subject first, then the others; what is urgent stands second at the latest."""
+    subjects = [re.split(r"(?<=\.) (?=[A-Z0-9])", text) for say in MACHINE_SENTENCES if (text := say(report))]
+    said = [*(s[0] for s in subjects), *(sentence for s in subjects for sentence in s[1:])]
+    return sorted(said, key=lambda sentence: 0 if sentence is said[0] else 1 if sentence.startswith(_URGENT) else 2)
+
+
+def _listed(names: Iterable[str]) -> str:
+    known = list(names)
+    return known[0] if len(known) == 1 else f"{', '.join(known[:-1])} and {known[-1]}"

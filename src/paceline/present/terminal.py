@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from paceline.findings import Report
-from paceline.present import claims, cost, scaling, tables
+from paceline.present import claims, cost, scaling, tables, verdicts
 from paceline.present.machine import machine_tables
 from paceline.present.tables import Cell, Table
 
@@ -48,6 +48,12 @@ def machine_group(report: Report) -> RenderableType | None:
 
     found = [Fitted(table) for table in machine_tables(report)]
     return Group(*found) if found else None
+
+
+def verdicts_group(report: Report) -> RenderableType | None:
+    """What holds each cell back, and what would fit elsewhere; None where nothing was trained."""
+    found = verdicts.tables(report)
+    return drawn(found) if found else None
 
 
 def cost_group(report: Report) -> RenderableType | None:

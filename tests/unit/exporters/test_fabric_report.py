@@ -20,7 +20,7 @@ from paceline.analysis import report as analysis
 from paceline.exporters import csv, html, markdown, plots, suite_json, write_atomically
 from paceline.findings import MemoryRow, Report, ScalingExplanation, Traffic
 from paceline.present import fabric, links
-from paceline.present.answer import answer
+from paceline.present.answer import answer, grounds
 from paceline.present.scaling import efficiency, explanation
 from paceline.present.tables import NO_ANSWER, Table
 from paceline.records import OverlapSample
@@ -162,12 +162,13 @@ def test_sizes_read_in_powers_of_two(size: int, text: str) -> None:
 
 
 def test_the_answer_is_what_the_fabric_can_do(swept: Report) -> None:
-    first, rest = answer(swept)
+    first, second = answer(swept)
     assert first == (
         "all_reduce reaches 9.62 GB/s of bus bandwidth (fp32, 4 processes, at 16 MiB) and takes 20.3 \u00b5s to start."
     )
-    assert rest.startswith("Every payload arrived right; 1 of 42 rows could not be measured. Suspect: node node-c")
-    assert present.recommendation_lines(swept) == [first, rest]
+    assert second.startswith("Suspect: node node-c")
+    assert grounds(swept) == "Every payload arrived right; 1 of 42 rows could not be measured."
+    assert present.recommendation_lines(swept) == [first, second, grounds(swept)]
 
 
 def test_wrong_data_comes_first_in_words() -> None:
@@ -181,7 +182,8 @@ def test_wrong_data_comes_first_in_words() -> None:
 
 def test_rows_without_a_check_are_not_called_right() -> None:
     unchecked = [dataclasses.replace(s, wrong=None) for s in made.row(0.001, "reduce")]
-    assert "1 rows were not checked" in " ".join(answer(build(*unchecked)))
+    found = build(*unchecked)
+    assert "1 rows were not checked" in " ".join((*answer(found), grounds(found)))
 
 
 def test_a_report_about_training_keeps_its_answer(report: Report, swept: Report) -> None:

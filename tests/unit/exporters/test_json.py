@@ -27,6 +27,8 @@ KEYS = [
         "claims",
         "claimed_transfers",
         "histories",
+        "bottlenecks",
+        "rules_of_thumb",
         "distributions",
         "notes",
         "skipped",

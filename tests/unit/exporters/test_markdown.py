@@ -9,13 +9,16 @@ from paceline.findings import Report
 def test_the_answer_comes_first(report: Report) -> None:
     title, answer = markdown.text(report).split("\n\n")[:2]
     assert title == "# quick"
-    assert answer.startswith("**Tie between ddp and fsdp2; ddp is at 1.12 times zero:stage=1")
+    assert answer.startswith("**Tie between DDP and FSDP2 with gpt-tiny on 2 processes: DDP is 1.12 times as fast")
 
 
 def test_the_answer_is_the_findings_own_whoever_wins(report: Report) -> None:
-    other = dataclasses.replace(report.recommendations[0], text="zero:stage=2: 2 times ddp in tokens/s.")
+    verdict = dataclasses.replace(report.comparisons[2], ratio=2.0, low=1.9, high=2.1, verdict="better")
+    other = dataclasses.replace(
+        report.recommendations[0], choose=("zero:stage=2",), over=("ddp",), because=(verdict,), text="Another winner."
+    )
     text = markdown.text(dataclasses.replace(report, recommendations=(other,)))
-    assert "**zero:stage=2: 2 times ddp in tokens/s.**" in text
+    assert "**ZeRO-2 is 2.0 times as fast as DDP with gpt-tiny on 2 processes (95 % interval 1.9 to 2.1).**" in text
     assert "Tie between" not in text
 
 

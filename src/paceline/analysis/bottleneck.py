@@ -1,0 +1,320 @@
+"""What a step waits for most, by rules that a reader can check (docs/recommendations.md); never from a guess.
+
+A step is divided on the rank that waits least for others. Network, input and launch overhead are measured times. Of the
+kernels' time only floors are certain: products at the measured matmul ceiling are compute, the optimizer's bytes at the
+measured copy ceiling are memory bandwidth; the rest of the kernels may be either. Whoever's certain share exceeds all
+that any other may have is the bottleneck.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics as stdlib_statistics
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from paceline import models
+from paceline.analysis import ceilings, metrics
+from paceline.analysis.metrics import DTYPE_BYTES, Cell
+from paceline.analysis.statistics import student_t
+from paceline.analysis.window import STEP_COLUMNS, Window
+from paceline.errors import RequestError
+from paceline.findings import SHARED_GPU, Bottleneck, Measurement, ShareOfStep
+from paceline.findings.verdicts import BOTTLENECKS, COMPUTE, INPUT, LAUNCH, MEMORY, NETWORK, UNDECIDED
+from paceline.records import RunRecord
+
+# Shares nearer than this are not told apart, and a smaller one is never the bottleneck: the profile is of two steps
+# beside the window, and its seconds are set against the window's, which differ by a few percent.
+RESOLUTION_RATIO = 0.05
+# Adam reads and writes two fp32 moments and the fp32 weight; the gradient it also reads is counted by its dtype.
+ADAM_BYTES = 2 * (4 + 4 + 4)
+# Strategies whose optimizer works on 1/n of the parameters, and those where it works on all.
+_SHARDED, _WHOLE = ("fsdp2", "zero"), ("single", "ddp")
+CEILINGS_FROM = "`paceline run compute` into the same results folder does"
+NO_CEILINGS = f"the ceilings of this device were not measured: {CEILINGS_FROM}"
+NO_PROFILE = "no step was profiled, so that gaps of the device and exposed communication are not known"
+
+COPY_RATE = ceilings.METRICS["copy"][0]
+
+Copies = Mapping[ceilings.Device, Measurement]
+
+
+def judge(
+    cells: Sequence[Cell], records: Sequence[RunRecord], measured: Sequence[Measurement]
+) -> tuple[Bottleneck, ...]:
+    """One verdict per cell; records and measured are those of the ceilings."""
+    copies = _copies_by_device(records, measured)
+    return tuple(_bottleneck(cell, copies) for cell in cells)
+
+
+def _copies_by_device(records: Sequence[RunRecord], measured: Sequence[Measurement]) -> Copies:
+    """The largest device copy of each kind of device: smaller ones may lie in a cache."""
+    devices = {r.spec.run_id: ceilings.device_of(r) for r in records if r.kernels and not ceilings.is_shared(r)}
+    found: dict[ceilings.Device, Measurement] = {}
+    for m in measured:
+        if m.metric == COPY_RATE and m.axes["rank"] is None and m.value and m.runs[0] in devices:
+            known = found.setdefault(devices[m.runs[0]], m)
+            found[devices[m.runs[0]]] = max(known, m, key=lambda one: float(one.axes["size"] or 0))
+    return found
+
+
+def _bottleneck(cell: Cell, copies: Copies) -> Bottleneck:
+    floors = {COMPUTE: _products(cell), MEMORY: _optimizer(cell, copies)}
+    divisions = [_divide(window, floors) for window in cell.windows]
+    missing = _missing(cell, floors)
+    shares = tuple(_share(kind, cell, divisions, floors, missing) for kind in BOTTLENECKS)
+    kind, contenders = _verdict(shares, _largest_at_least(shares, divisions), missing)
+    decided = kind in BOTTLENECKS
+    return Bottleneck(
+        cell=cell.id,
+        kind=kind,
+        share_ratio=contenders[0].share_ratio if decided else None,
+        evidence=shares,
+        text=_text(kind, contenders, missing),
+        missing=tuple(dict.fromkeys(missing.values())),
+        axes=cell.axes,
+        runs=cell.runs,
+    )
+
+
+# --- floors: the least time that the kernels of a step need by a measured ceiling ---
+
+
+class Floor(NamedTuple):
+    """seconds is None where it is not known, and text then says why."""
+
+    seconds: float | None
+    text: str
+    runs: tuple[str, ...] = ()
+
+
+def _products(cell: Cell) -> Floor:
+    """FLOPs of a step on one device, recomputed ones included, at the best product that was reached there."""
+    peak, note = metrics.measured_peak(cell)
+    tokens = cell.per("tokens")
+    dtype, training = cell.spec.training.precision.compute, cell.spec.training
+    if peak is None or tokens is None:
+        return Floor(None, _no_ceiling(cell, f"{dtype} products"))
+    try:
+        shape = cell.windows[0].record.shape
+    except RequestError as error:
+        return Floor(None, str(error))
+    flops = models.flops_per_token(shape, training.sequence_length)
+    flops += models.recomputed_flops_per_token(shape, training.sequence_length, training.checkpointing)
+    seconds = flops * tokens.value / cell.spec.topology.world_size / peak
+    text = f"its products need at least {_ms(seconds)} at {note.removeprefix('of ')}"
+    return Floor(seconds, text, cell.achievable[dtype].runs)
+
+
+def _optimizer(cell: Cell, copies: Copies) -> Floor:
+    """Bytes that Adam must move on one device at the measured copy rate, never more than the optimizer's phase took."""
+    devices = {ceilings.device_of(w.record) for w in cell.windows}
+    ceiling = copies.get(next(iter(devices))) if len(devices) == 1 and not cell.shared_gpu else None
+    if ceiling is None or not ceiling.value:
+        return Floor(None, _no_ceiling(cell, "memory copies"))
+    moved = _optimizer_bytes(cell)
+    if moved is None:
+        return Floor(None, f"how much the optimizer of {cell.spec.strategy} moves is not known")
+    phase = cell.per("optimizer_s")
+    seconds = min(moved / ceiling.value, phase.value if phase else math.inf)
+    rate = f"{ceiling.value / 1e9:,.0f} GB/s"
+    text = f"the optimizer's {moved / 1e9:.3g} GB need at least {_ms(seconds)} at the {rate} of a copy here"
+    return Floor(seconds, text, ceiling.runs)
+
+
+def _no_ceiling(cell: Cell, what: str) -> str:
+    if cell.shared_gpu:
+        return SHARED_GPU
+    return f"{what} were not measured on this device: {CEILINGS_FROM}" if cell.achievable else NO_CEILINGS
+
+
+def _optimizer_bytes(cell: Cell) -> float | None:
+    strategy, evidence = cell.spec.strategy, cell.windows[0].record.evidence
+    if strategy is None or evidence is None or strategy.name not in (*_SHARDED, *_WHOLE):
+        return None
+    owners = cell.spec.topology.world_size if strategy.name in _SHARDED else 1
+    per_parameter = ADAM_BYTES + DTYPE_BYTES[cell.spec.training.precision.reduce]
+    return evidence.parameters * per_parameter / owners
+
+
+# --- where one launch's step went ---
+
+
+class Division(NamedTuple):
+    """Shares of a step that a kind certainly has, and shares that one of several kinds has, nobody knows which."""
+
+    certain: Mapping[str, float]
+    unassigned: tuple[tuple[float, frozenset[str]], ...]
+
+    def claimable(self, kind: str) -> float:
+        return sum(share for share, kinds in self.unassigned if kind in kinds)
+
+
+class _Pace(NamedTuple):
+    """Seconds per profiled step of the rank that waits least for others: it is the one that sets the pace."""
+
+    compute_s: float
+    exposed_s: float
+    h2d_s: float
+
+
+def _divide(window: Window, floors: Mapping[str, Floor]) -> Division:
+    step_s = float(window.steps[:, STEP_COLUMNS.index("wall")].mean())
+    waited = float(window.steps[:, STEP_COLUMNS.index("data_wait_s")].mean())
+    wait = None if math.isnan(waited) else waited / step_s
+    known = {kind: floor.seconds / step_s for kind, floor in floors.items() if floor.seconds is not None}
+    pace = _pace(window.record)
+    return _unprofiled(window.record, wait, known) if pace is None else _profiled(pace, step_s, wait, known)
+
+
+def _pace(record: RunRecord) -> _Pace | None:
+    ranks = []
+    for rank in {trace.rank for trace in record.traces}:
+        ours = [t for t in record.traces if t.rank == rank]
+        steps = sum(t.steps for t in ours)
+        if steps > 0:
+            sums = (
+                sum(x) / steps for x in zip(*((t.compute_s, t.exposed_s, t.h2d_s or 0.0) for t in ours), strict=True)
+            )
+            ranks.append(_Pace(*sums))
+    return min(ranks, key=lambda p: (p.exposed_s, -p.compute_s), default=None)
+
+
+def _profiled(pace: _Pace, step_s: float, wait: float | None, floors: Mapping[str, float]) -> Division:
+    """Device times of the profile beside the step of the window: the profiler slows the host, not the kernels.
+
+    What the device did in no time of its own (idle) is first the wait for a batch, then the host being late.
+    """
+    busy = (pace.compute_s + pace.exposed_s) / step_s
+    fitted = min(1.0, 1 / busy) / step_s if busy > 0 else 0.0  # a profiled step may be the longer one
+    idle = 1 - (pace.compute_s + pace.exposed_s) * fitted
+    kernels = (pace.compute_s - pace.h2d_s) * fitted
+    stalled = 0.0 if wait is None else min(wait, idle)
+    held = _within(floors, kernels)
+    certain = {
+        **held,
+        NETWORK: pace.exposed_s * fitted,
+        INPUT: pace.h2d_s * fitted + stalled,
+        LAUNCH: 0.0 if wait is None else idle - stalled,
+    }
+    rest = kernels - sum(held.values())
+    gaps = ((idle, frozenset((INPUT, LAUNCH))),) if wait is None else ()
+    return Division(certain, ((rest, frozenset((COMPUTE, MEMORY))), *gaps))
+
+
+def _unprofiled(record: RunRecord, wait: float | None, floors: Mapping[str, float]) -> Division:
+    """On a CPU nothing else goes on while a batch is waited for; on a GPU the wait may be hidden."""
+    topology = record.spec.topology
+    stalled = wait if wait is not None and topology.device == "cpu" else None
+    certain = _within(floors, 1 - (stalled or 0.0)) | ({} if stalled is None else {INPUT: stalled})
+    open_to = {COMPUTE, MEMORY, LAUNCH}
+    open_to |= {NETWORK} if topology.world_size > 1 else set()
+    open_to |= {INPUT} if stalled is None else set()
+    return Division(certain, ((1 - sum(certain.values()), frozenset(open_to)),))
+
+
+def _within(floors: Mapping[str, float], limit: float) -> dict[str, float]:
+    """A ceiling that noise made too low gives floors above the time there was: they are fitted into it."""
+    total = sum(floors.values())
+    factor = limit / total if total > limit else 1.0
+    return {kind: share * factor for kind, share in floors.items()}
+
+
+# --- shares and the verdict ---
+
+
+def _missing(cell: Cell, floors: Mapping[str, Floor]) -> dict[str, str]:
+    """Why a kind has no number, by kind."""
+    found = {kind: floor.text for kind, floor in floors.items() if floor.seconds is None}
+    if cell.shared_gpu:
+        return dict.fromkeys(BOTTLENECKS, SHARED_GPU)
+    if any(_pace(w.record) is None for w in cell.windows):
+        on_gpu, alone = cell.spec.topology.device == "cuda", cell.spec.topology.world_size == 1
+        blind = [LAUNCH, *(() if alone else (NETWORK,)), *((INPUT,) if on_gpu else ())]
+        found |= dict.fromkeys(blind, NO_PROFILE)
+    if cell.per("data_wait_s") is None:
+        found |= {kind: "the wait for data was not recorded" for kind in (INPUT, LAUNCH) if kind not in found}
+    return found
+
+
+def _share(
+    kind: str, cell: Cell, divisions: Sequence[Division], floors: Mapping[str, Floor], missing: Mapping[str, str]
+) -> ShareOfStep:
+    certain = [d.certain.get(kind, 0.0) for d in divisions]
+    value, half = stdlib_statistics.fmean(certain), _half_width(certain)
+    claimable = stdlib_statistics.fmean(d.claimable(kind) for d in divisions)
+    floor = floors.get(kind)
+    return ShareOfStep(
+        kind=kind,
+        share_ratio=None if kind in missing else value,
+        low=max(0.0, value - half),
+        high=min(1.0, value + half + claimable),
+        text=missing.get(kind) or (floor.text if floor else _measured_text(kind, value, cell)),
+        runs=(*cell.runs, *(floor.runs if floor else ())),
+    )
+
+
+def _half_width(values: Sequence[float]) -> float:
+    """Of a 95 % interval over launches; 0 for one launch, whose spread nobody knows."""
+    if len(values) < 2:
+        return 0.0
+    return student_t(len(values) - 1) * stdlib_statistics.stdev(values) / math.sqrt(len(values))
+
+
+def _largest_at_least(shares: Sequence[ShareOfStep], divisions: Sequence[Division]) -> float:
+    """Somebody's share is at least this: of kinds that divide time between them one has no less than the average."""
+    shared = []
+    for division in divisions:
+        pools = (
+            (time + sum(division.certain.get(k, 0.0) for k in kinds), kinds) for time, kinds in division.unassigned
+        )
+        shared.append(max((total / len(kinds) for total, kinds in pools), default=0.0))
+    return max(*(share.low for share in shares), stdlib_statistics.fmean(shared) - _half_width(shared))
+
+
+def _verdict(
+    shares: Sequence[ShareOfStep], leading: float, missing: Mapping[str, str]
+) -> tuple[str, list[ShareOfStep]]:
+    """The kind, and the shares between which it was decided or not, the largest first."""
+    threshold = max(leading - RESOLUTION_RATIO, RESOLUTION_RATIO)
+    contenders = sorted((s for s in shares if s.high > threshold), key=lambda s: (-(s.share_ratio or 0.0), -s.high))
+    if any(s.kind in missing for s in contenders):
+        return UNDECIDED, contenders
+    if len(contenders) == 1:
+        return contenders[0].kind, contenders
+    return f"between {_listed([s.kind for s in contenders])}", contenders
+
+
+# --- words ---
+
+
+def _measured_text(kind: str, share: float, cell: Cell) -> str:
+    wall = cell.per("wall")
+    took = _ms(share * (wall.value if wall else 0.0))
+    if kind == NETWORK:
+        if cell.spec.topology.world_size == 1:
+            return "one process has nobody to talk to"
+        return f"{took} of communication that nothing hides, on the rank that waits least"
+    if kind == INPUT:
+        return f"{took} waiting for batches and copying them"
+    return f"the device had nothing to do for {took} while the host prepared its work"
+
+
+def _text(kind: str, contenders: Sequence[ShareOfStep], missing: Mapping[str, str]) -> str:
+    first = contenders[0]
+    if kind in BOTTLENECKS:
+        return f"{kind}, {first.share_ratio:.0%} of the step or more: {first.text}."
+    if kind == UNDECIDED:
+        reasons = dict.fromkeys(missing[s.kind] for s in contenders if s.kind in missing)
+        return f"undecided between {_listed([s.kind for s in contenders])}: {'; '.join(reasons)}."
+    spans = "; ".join(f"{s.kind} {s.low:.0%} to {s.high:.0%} ({s.text})" for s in contenders)
+    return f"{kind}, whose shares of the step cannot be told apart: {spans}."
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _ms(seconds: float) -> str:
+    """Three digits, never an exponent."""
+    return f"{float(f'{seconds * 1e3:.3g}'):,.12g} ms"

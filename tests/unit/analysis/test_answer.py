@@ -1,0 +1,214 @@
+"""The two sentences as records make them: whoever wins, whatever is left out, and the same from disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import store
+from paceline.analysis.recommend import by_cost
+from paceline.analysis.report import build
+from paceline.findings import Measurement, Report
+from paceline.present import recommendation_lines, tables, verdicts
+from paceline.present.answer import answer, grounds, headline, spoken
+from paceline.records import RunRecord, Status
+
+Builder = Callable[..., Any]
+
+
+@pytest.fixture
+def campaign(make_cell: Builder, make_reference: Builder) -> Builder:
+    """Strategies with their step times, and the reference of them all."""
+
+    def make(*others: RunRecord, **seconds: float) -> list[RunRecord]:
+        names = {"zero1": "zero:stage=1", "zero3": "zero:stage=3"}
+        cells = [make_cell(s, strategy=names.get(name, name)) for name, s in seconds.items()]
+        return [make_reference(cells[0][0].spec), *(r for cell in cells for r in cell), *others]
+
+    return make
+
+
+def ended(spec: Any, status: Status, error: str = "it ended so") -> RunRecord:
+    return RunRecord(spec=spec, status=status, error=error, started_at=1.0, ended_at=2.0, path="")
+
+
+def said(report: Report) -> str:
+    return " ".join((*answer(report), grounds(report), *recommendation_lines(report)))
+
+
+def test_the_winner_its_margin_and_the_place(campaign: Builder) -> None:
+    first, _ = answer(build(campaign(fsdp2=1.0, zero3=1.34), "test"))
+    assert re.fullmatch(
+        r"FSDP2 is 1\.3[34]\d times as fast as ZeRO-3 on 2 processes \(95 % interval 1\.3\d\d to 1\.3\d\d\)\.", first
+    )
+
+
+def test_data_in_which_the_expected_winner_loses_say_the_opposite(campaign: Builder) -> None:
+    assert answer(build(campaign(ddp=1.0, fsdp2=1.2), "test"))[0].startswith("DDP is 1.")
+    assert answer(build(campaign(ddp=1.2, fsdp2=1.0), "test"))[0].startswith("FSDP2 is 1.")
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (Status.OOM, "ZeRO-3 does not fit."),
+        (Status.FAILED, "ZeRO-3 failed."),
+        (Status.TIMEOUT, "ZeRO-3 ran out of time."),
+        (Status.UNSUPPORTED, "ZeRO-3 is not supported here."),
+    ],
+)
+def test_the_second_sentence_says_what_was_left_out(
+    status: Status, words: str, campaign: Builder, make_spec: Builder
+) -> None:
+    report = build(campaign(ended(make_spec("zero:stage=3"), status), ddp=1.0, fsdp2=1.2), "test")
+    assert answer(report)[1] == words
+    (left,) = report.recommendations[0].left_out
+    assert (left.name, left.status, left.reason, len(left.runs)) == ("zero:stage=3", status, "it ended so", 1)
+
+
+def test_an_invalid_cell_is_left_out_however_fast(campaign: Builder, make_cell: Builder) -> None:
+    wrong = [
+        dataclasses.replace(r, steps=tuple(dataclasses.replace(s, updates=4) for s in r.steps))
+        for r in make_cell(0.5, strategy="zero:stage=3")
+    ]
+    first, second = answer(build(campaign(*wrong, ddp=1.0, fsdp2=1.2), "test"))
+    assert first.startswith("DDP is")
+    assert second == "ZeRO-3 is invalid, its work not proved equal."
+
+
+def test_what_failed_elsewhere_was_not_left_out_of_this_group(campaign: Builder, make_spec: Builder) -> None:
+    alone = ended(make_spec("zero:stage=3", world_size=1), Status.OOM)
+    assert "does not fit" not in " ".join(answer(build(campaign(alone, ddp=1.0, fsdp2=1.2), "test")))
+
+
+def test_with_nothing_left_out_the_second_sentence_is_about_memory(campaign: Builder, make_cell: Builder) -> None:
+    lean = make_cell(1.2, strategy="fsdp2", record={"memory_bytes": 40 * 2**20})
+    _, second = answer(build(campaign(*lean, ddp=1.0), "test"))
+    assert re.match(r"FSDP2 needs 0\.4\d* times the peak memory of DDP \(95 % interval", second)
+
+
+def test_else_about_what_holds_the_winner_back(campaign: Builder) -> None:
+    report = build(campaign(ddp=1.0, fsdp2=1.2), "test")
+    assert answer(report)[1].startswith("What DDP waits for most is undecided between compute and memory bandwidth: ")
+    decided = tuple(dataclasses.replace(b, kind="network", share_ratio=0.61) for b in report.bottlenecks)
+    _, second = answer(dataclasses.replace(report, bottlenecks=decided))
+    assert second == "What DDP waits for most is network, 61% of its step or more."
+
+
+def test_ties_say_tie(campaign: Builder) -> None:
+    first, _ = answer(build(campaign(ddp=1.0, fsdp2=1.002), "test"))
+    assert re.fullmatch(
+        r"Tie between (DDP and FSDP2|FSDP2 and DDP) on 2 processes: this data cannot tell them apart\.", first
+    )
+    first, _ = answer(build(campaign(ddp=1.0, fsdp2=1.002, zero1=1.4), "test"))
+    assert re.match(r"Tie between \S+ and \S+ on 2 processes: \S+ is 1\.\d+ times as fast as ZeRO-1 \(95 %", first)
+
+
+def test_no_claim_without_a_comparison(campaign: Builder, make_spec: Builder) -> None:
+    report = build(campaign(ended(make_spec("ddp"), Status.OOM), fsdp2=1.0), "test")
+    assert report.comparisons == report.recommendations == ()
+    assert answer(report) == (
+        tables.NO_ANSWER,
+        "Measured: FSDP2 (tiny, 2 processes); DDP (tiny, 2 processes) does not fit.",
+    )
+    assert not re.search(r"faster|times as|better|choose", said(report))
+
+
+def test_the_recommendation_with_the_most_runs_answers(campaign: Builder, make_cell: Builder) -> None:
+    compiled = make_cell(0.9, strategy="ddp", compile=True)
+    report = build(campaign(*compiled, ddp=1.0, fsdp2=1.2, zero1=1.4), "test")
+    found = headline(report)
+    assert found is not None
+    assert len(found.runs) == 9
+    assert {r.metric for r in report.recommendations if len(r.runs) == 6} >= {"tokens_per_s"}
+    assert answer(report)[0].startswith("DDP is")
+
+
+def test_a_recommendation_cites_every_run_and_names_what_never_varied(campaign: Builder) -> None:
+    report = build(campaign(ddp=1.0, fsdp2=1.2), "test")
+    first = report.recommendations[0]
+    assert set(first.runs) == {r.run for r in report.runs if not r.is_reference}
+    assert first.not_measured == (
+        "models other than tiny",
+        "world sizes other than 2",
+        "precisions other than fp32",
+        "sequence lengths other than 64",
+        "micro batches other than 2",
+        "checkpointing other than none",
+        "compilation other than off",
+    )
+    (cited,) = verdicts.details(report)
+    assert all(run in cited.rows[0][4].text for run in first.runs)
+    assert any("not measured: models other than tiny" in line for line in recommendation_lines(report))
+
+
+def test_an_axis_that_varied_is_not_called_unmeasured(campaign: Builder, make_cell: Builder) -> None:
+    more = make_cell(0.9, strategy="ddp", compile=True)
+    report = build(campaign(*more, ddp=1.0, fsdp2=1.2), "test")
+    assert all("compilation" not in text for r in report.recommendations for text in r.not_measured)
+
+
+def test_the_text_from_disk_is_the_text_from_memory(campaign: Builder, tmp_path: Path) -> None:
+    """Test (10) of method.md: whoever reads the stored samples again reads the same sentences."""
+    records = campaign(ddp=1.0, fsdp2=1.2, zero1=1.4)
+    for record in records:
+        keep(record, tmp_path)
+    again, skipped = store.read_runs(tmp_path)
+    assert (len(again), skipped) == (len(records), [])
+    kept, built = build(again, "test"), build(records, "test")
+    assert said(kept) == said(built)
+    assert (kept.recommendations, kept.bottlenecks) == (built.recommendations, built.bottlenecks)
+
+
+def keep(record: RunRecord, out: Path) -> None:
+    run_dir = store.create(out, record.spec)
+    for rank in range(record.spec.topology.world_size):
+        samples = (*record.steps, *record.memory, *record.wire, *record.traces)
+        lines = [store.sample_line(s) for s in samples if s.rank == rank]
+        (run_dir / f"samples-{rank}.jsonl").write_text("".join(lines))
+    for outcome in record.outcomes:
+        store.write_outcome(run_dir, outcome)
+    for i, machine in enumerate(record.machines):
+        store.write_json(run_dir / f"machine-{i}.json", machine)
+    store.seal(run_dir, record.status, record.error, record.started_at, record.ended_at)
+
+
+# --- cost ---
+
+
+def priced(report: Report, *prices: float) -> Report:
+    """The report with a cost per cell, as price over throughput gives it."""
+    speeds = [m for m in report.measurements if m.metric == "tokens_per_s"]
+    costs: list[Measurement] = [
+        dataclasses.replace(m, metric="usd_per_mtok", unit="USD", better="lower", value=price / (m.value or 1.0))
+        for m, price in zip(speeds, prices, strict=True)
+    ]
+    return dataclasses.replace(report, measurements=(*report.measurements, *costs))
+
+
+def test_at_one_price_cost_is_throughput_in_other_words(campaign: Builder) -> None:
+    report = build(campaign(ddp=1.0, fsdp2=1.2), "test")
+    (found,) = by_cost(priced(report, 1000.0, 1000.0))
+    assert (found.category, found.choose) == ("lowest cost", ("ddp",))
+    assert found.because == report.recommendations[0].because
+    assert re.match(
+        r"At one price per GPU hour cost follows throughput\. A token of ddp costs 0\.8\d+ times as much", found.text
+    )
+
+
+def test_at_two_prices_or_none_nothing_is_said_about_cost(campaign: Builder) -> None:
+    report = build(campaign(ddp=1.0, fsdp2=1.2), "test")
+    assert by_cost(report) == by_cost(priced(report, 1000.0, 500.0)) == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("ddp", "DDP"), ("fsdp2", "FSDP2"), ("zero:stage=3", "ZeRO-3"), ("zero:stage=3,x=1", "zero:stage=3,x=1")],
+)
+def test_only_names_that_people_know_are_spoken(name: str, text: str) -> None:
+    assert spoken(name) == text

@@ -1,0 +1,220 @@
+"""Steps whose every share is known, one made for each verdict and for each that must stay open."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from paceline import models
+from paceline.analysis import bottleneck
+from paceline.analysis.report import build
+from paceline.findings import Bottleneck, ShareOfStep
+from paceline.records import KernelSample, RunRecord, TraceSample
+
+Builder = Callable[..., Any]
+STEP_S = 1.0
+SPEC: Mapping[str, Any] = {"strategy": "ddp", "device": "cuda", "precision": "bf16/fp32"}
+
+
+def trace(compute_s: float, exposed_s: float = 0.0, rank: int = 0, h2d_s: float = 0.0) -> TraceSample:
+    """Seconds per step of a profile of two."""
+    return TraceSample(
+        rank=rank,
+        steps=2,
+        wall_s=2 * STEP_S,
+        compute_s=2 * compute_s,
+        communication_s=2 * exposed_s,
+        exposed_s=2 * exposed_s,
+        h2d_s=2 * h2d_s,
+    )
+
+
+@pytest.fixture
+def verdict(make_spec: Builder, make_record: Builder, make_steps: Builder, make_reference: Builder) -> Builder:
+    """The verdict on ddp with steps of one second; products and optimizer are seconds at the ceilings, None: none."""
+
+    def make(
+        *traces: TraceSample,
+        wait_s: float | None = 0.0,
+        products_s: float | None = None,
+        optimizer_s: float | None = None,
+        repeats: int = 1,
+        **more: Any,
+    ) -> Bottleneck:
+        gpus = [{"name": "NVIDIA H200"}]
+        runs: list[RunRecord] = []
+        for repeat in range(repeats):
+            spec = make_spec(**{**SPEC, **more}, repeat=repeat)
+            steps = make_steps(spec, STEP_S, data_wait_s=wait_s, optimizer_s=0.9)
+            runs.append(make_record(spec, gpus=gpus, steps=steps, traces=traces))
+        first = runs[0]
+        kernels = ceilings_of(first, products_s, optimizer_s)
+        alone = make_spec(None, world_size=1, workload="compute", device=first.spec.topology.device)
+        empty: dict[str, Any] = {"steps": (), "memory": (), "wire": (), "traces": ()}
+        beside = [make_record(alone, gpus=gpus, kernels=kernels, **empty)] if kernels else []
+        reference = make_reference(first.spec, variants=(0.0, 1e-4, 2e-4, 3e-4), gpus=gpus)
+        report = build([reference, *runs, *beside], "test")
+        (found,) = report.bottlenecks
+        return found
+
+    return make
+
+
+def ceilings_of(record: RunRecord, products_s: float | None, optimizer_s: float | None) -> list[KernelSample]:
+    """Kernels so fast that the products, and the optimizer, of one step need these seconds."""
+    usual: dict[str, Any] = {"rank": 0, "label": "x", "variant": "", "durations_s": (1.0,) * 9, "size": 1, "wrong": 0}
+    training, shape, world_size = record.spec.training, record.shape, record.spec.topology.world_size
+    tokens = record.spec.tokens_per_step / world_size
+    flops = (
+        models.flops_per_token(shape, training.sequence_length)
+        + models.recomputed_flops_per_token(shape, training.sequence_length, training.checkpointing)
+    ) * tokens
+    found = []
+    if products_s is not None:
+        work = {"flops": round(flops / products_s), "moved_bytes": None}
+        found.append(KernelSample(kernel="matmul", dtype="bf16", **usual | work))
+    if optimizer_s is not None:
+        moved = models.parameters(shape) * 28  # Adam: 24 B of fp32 state and a gradient of 4
+        work = {"flops": None, "moved_bytes": round(moved / optimizer_s)}
+        found.append(KernelSample(kernel="copy", dtype="bytes", **usual | work))
+    return found
+
+
+def shares(found: Bottleneck) -> dict[str, ShareOfStep]:
+    return {share.kind: share for share in found.evidence}
+
+
+def test_compute(verdict: Builder) -> None:
+    found = verdict(trace(0.95), trace(0.95, rank=1), products_s=0.7, optimizer_s=0.1)
+    assert (found.kind, found.missing) == ("compute", ())
+    assert found.share_ratio == pytest.approx(0.7, rel=1e-3)
+    assert shares(found)["compute"].high == pytest.approx(0.85, rel=1e-3)
+    assert shares(found)["launch overhead"].share_ratio == pytest.approx(0.05)
+    assert found.text.startswith("compute, 70% of the step or more: its products need at least 700 ms at the ")
+    assert len(shares(found)["compute"].runs) == 2, "the run of the ceiling is cited too"
+
+
+def test_full_checkpointing_counts_what_is_computed_again(verdict: Builder) -> None:
+    found = verdict(trace(0.95), trace(0.95, rank=1), products_s=0.7, optimizer_s=0.1, checkpointing="full")
+    assert found.share_ratio == pytest.approx(0.7, rel=1e-3)
+
+
+def test_memory_bandwidth(verdict: Builder) -> None:
+    found = verdict(trace(1.0), trace(1.0, rank=1), products_s=0.2, optimizer_s=0.6)
+    assert found.kind == "memory bandwidth"
+    assert found.share_ratio == pytest.approx(0.6, rel=1e-3)
+    assert "of a copy here" in found.text
+
+
+def test_a_sharded_optimizer_moves_its_part_only(verdict: Builder) -> None:
+    found = verdict(trace(1.0), trace(1.0, rank=1), products_s=0.2, optimizer_s=0.6, strategy="fsdp2")
+    assert shares(found)["memory bandwidth"].share_ratio == pytest.approx(0.3, rel=1e-3)
+
+
+@pytest.mark.parametrize("products_s", [0.3, None])
+def test_network_needs_no_ceiling(products_s: float | None, verdict: Builder) -> None:
+    found = verdict(trace(0.35, 0.6), trace(0.35, 0.6, rank=1), products_s=products_s)
+    assert found.kind == "network"
+    assert found.share_ratio == pytest.approx(0.6)
+    assert bool(found.missing), "no copy was measured, which decides nothing here but is said"
+
+
+def test_waiting_for_a_slow_rank_is_not_the_network(verdict: Builder) -> None:
+    """Rank 1 computes all the time; rank 0 has 60 % exposed communication because it waits for it."""
+    found = verdict(trace(0.35, 0.6), trace(0.95, 0.0, rank=1), products_s=0.7, optimizer_s=0.1)
+    assert found.kind == "compute"
+    assert shares(found)["network"].share_ratio == 0
+
+
+def test_input(verdict: Builder) -> None:
+    found = verdict(trace(0.3, h2d_s=0.1), trace(0.3, rank=1, h2d_s=0.1), wait_s=0.5)
+    assert found.kind == "input"
+    assert found.share_ratio == pytest.approx(0.6)
+
+
+def test_a_wait_that_the_device_did_not_notice_is_no_bottleneck(verdict: Builder) -> None:
+    found = verdict(trace(0.98), trace(0.98, rank=1), wait_s=0.9, products_s=0.7, optimizer_s=0.1)
+    assert found.kind == "compute"
+    assert shares(found)["input"].share_ratio == pytest.approx(0.02)
+
+
+def test_launch_overhead(verdict: Builder) -> None:
+    found = verdict(trace(0.3), trace(0.3, rank=1), wait_s=0.05)
+    assert found.kind == "launch overhead"
+    assert found.share_ratio == pytest.approx(0.65)
+
+
+def test_shares_of_a_division_add_up_to_the_step(verdict: Builder) -> None:
+    found = verdict(trace(0.5, 0.2), trace(0.5, 0.2, rank=1), wait_s=0.1, products_s=0.3, optimizer_s=0.1)
+    known = sum(share.share_ratio or 0.0 for share in found.evidence)
+    claimable = shares(found)["compute"].high - shares(found)["compute"].low
+    assert known + claimable == pytest.approx(1)
+
+
+def test_a_profile_longer_than_the_step_is_fitted_into_it(verdict: Builder) -> None:
+    found = verdict(trace(1.0, 1.0), trace(1.0, 1.0, rank=1), products_s=0.1, optimizer_s=0.05)
+    assert shares(found)["network"].share_ratio == pytest.approx(0.5)
+    assert shares(found)["launch overhead"].share_ratio == pytest.approx(0)
+
+
+def test_without_ceilings_kernels_stay_undecided_and_the_command_is_named(verdict: Builder) -> None:
+    found = verdict(trace(0.8), trace(0.8, rank=1))
+    assert (found.kind, found.share_ratio) == ("undecided", None)
+    assert found.missing == (bottleneck.NO_CEILINGS,)
+    assert "undecided between compute and memory bandwidth" in found.text
+    assert "`paceline run compute`" in found.text
+    assert shares(found)["compute"].share_ratio is None
+
+
+def test_kernels_that_neither_ceiling_explains_lie_between(verdict: Builder) -> None:
+    found = verdict(trace(1.0), trace(1.0, rank=1), products_s=0.4, optimizer_s=0.05)
+    assert found.kind == "between compute and memory bandwidth"
+    assert found.share_ratio is None
+    assert "compute 40% to 95%" in found.text
+
+
+def test_shares_nearer_than_the_profile_can_tell_lie_between(verdict: Builder) -> None:
+    found = verdict(trace(0.48, 0.49), trace(0.48, 0.49, rank=1), products_s=0.46, optimizer_s=0.01)
+    assert found.kind == "between network and compute"
+
+
+def test_launches_that_disagree_lie_between(
+    make_spec: Builder, make_record: Builder, make_reference: Builder, verdict: Builder
+) -> None:
+    """Network takes 60 % of one launch and 20 % of the other; two launches support no verdict."""
+    both = [make_record(make_spec(repeat=r, strategy="ddp"), STEP_S) for r in range(2)]
+    profiles = ((0.3, 0.6), (0.7, 0.2))
+    runs = [
+        dataclasses.replace(run, traces=(trace(c, e), trace(c, e, rank=1)))
+        for run, (c, e) in zip(both, profiles, strict=True)
+    ]
+    (found,) = build([make_reference(runs[0].spec), *runs], "test").bottlenecks
+    assert found.kind == "undecided"
+    assert (shares(found)["network"].low, shares(found)["network"].high) == (0, 1)
+
+
+def test_without_a_profile_only_floors_decide(verdict: Builder) -> None:
+    assert verdict(products_s=0.7, optimizer_s=0.1).kind == "compute"
+    found = verdict(products_s=0.4, optimizer_s=0.1)
+    assert found.kind == "undecided"
+    assert found.missing == (bottleneck.NO_PROFILE,)
+    assert shares(found)["network"].share_ratio is None
+
+
+def test_a_wait_that_was_not_recorded_leaves_gaps_open(verdict: Builder) -> None:
+    found = verdict(trace(0.2), trace(0.2, rank=1), wait_s=None, products_s=0.1, optimizer_s=0.05)
+    assert found.kind == "undecided"
+    assert found.text.startswith("undecided between")
+    assert "the wait for data was not recorded" in found.missing
+
+
+def test_one_process_has_no_network(verdict: Builder) -> None:
+    found = verdict(trace(0.95), world_size=1, products_s=0.7, optimizer_s=0.1)
+    assert (shares(found)["network"].share_ratio, shares(found)["network"].high) == (0, 0)
+
+
+def test_the_same_data_give_the_same_words(verdict: Builder) -> None:
+    assert verdict(trace(0.95), trace(0.95, rank=1)) == verdict(trace(0.95), trace(0.95, rank=1))
