@@ -12,6 +12,7 @@ from paceline import __version__, machine
 from paceline.analysis import ceilings, compare, explain, fabric, memory, metrics, recommend, scaling, validity
 from paceline.analysis.certificate import certify_all
 from paceline.analysis.metrics import Cell
+from paceline.analysis.recipe import recipes
 from paceline.analysis.window import Window, first_and_last_loss, open_window, samples_by_step
 from paceline.findings import SHARED_GPU, Certificate, Report, RunFinding
 from paceline.records import RunRecord, Status
@@ -65,6 +66,7 @@ def build(
         memory=held.rows,
         frontier=held.frontier,
         distributions={cell.id: _distribution(cell) for cell in cells},
+        recipes=recipes(ordered),
         notes=(*_notes(cells, runs, _machines(ordered)), *network.notes),
         skipped=tuple(skipped),
     )

@@ -2,6 +2,7 @@
 
 from paceline.findings.fabric import CollectiveFit, CollectiveRow, Overlap, Pair, Suspect
 from paceline.findings.memory import FrontierPoint, MemoryRow, Probe
+from paceline.findings.recipe import Recipe
 from paceline.findings.report import SCHEMA, Report
 from paceline.findings.training import (
     BETTER,
@@ -41,6 +42,7 @@ __all__ = [
     "Overlap",
     "Pair",
     "Probe",
+    "Recipe",
     "Recommendation",
     "Report",
     "RunFinding",

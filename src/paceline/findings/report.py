@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.findings.fabric import CollectiveFit, CollectiveRow, Overlap, Pair, Suspect
 from paceline.findings.memory import FrontierPoint, MemoryRow
+from paceline.findings.recipe import Recipe
 from paceline.findings.training import (
     Certificate,
     Comparison,
@@ -44,6 +45,7 @@ class Report:
     memory: tuple[MemoryRow, ...] = ()
     frontier: tuple[FrontierPoint, ...] = ()
     distributions: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    recipes: tuple[Recipe, ...] = ()
     notes: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
     schema: int = SCHEMA

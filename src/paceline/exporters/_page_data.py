@@ -1,0 +1,104 @@
+"""What the page's script reads: charts, the axes a reader may filter by, and where each cell stands on them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from paceline.findings import Report, RunFinding
+from paceline.present.charts import Chart, Point
+from paceline.present.standing import axis_text
+from paceline.spec import Scalar
+
+DIGITS = 6  # far beyond what an axis shows
+
+
+def text(report: Report, charts: Sequence[Chart]) -> str:
+    """JSON that cannot end the element it stands in: no `<` is left."""
+    value = {"charts": [_chart(chart, _numbers(report)) for chart in charts], **_filters(report)}
+    value["runs"] = list(_numbers(report))
+    found = json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    return found.replace("<", "\\u003c")
+
+
+def _numbers(report: Report) -> dict[str, int]:
+    """Runs by number: each name is written once."""
+    return {run.run: i for i, run in enumerate(report.runs)}
+
+
+def _chart(chart: Chart, numbers: Mapping[str, int]) -> dict[str, Any]:
+    return _told(chart) | {
+        "points": [_point(p, numbers) for p in chart.points],
+        "series": list(map(_told, chart.series)),
+    }
+
+
+def _point(point: Point, numbers: Mapping[str, int]) -> dict[str, Any]:
+    told = _told(point)
+    if point.drawn == Point.__dataclass_fields__["drawn"].default:
+        told.pop("drawn", None)
+    runs = [numbers[run] for run in point.runs if run in numbers]
+    return told | ({"runs": runs} if runs else {}) | {"y": _short(point.y), "cells": list(point.cells)}
+
+
+def _told(value: Any) -> dict[str, Any]:
+    """Fields that say something; a script reads the others as absent."""
+    found = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return {name: _plain(inner) for name, inner in found.items() if inner not in (None, "", (), False)} | (
+        {"zero": False} if found.get("zero") is False else {}
+    )
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return _told(value)
+    if isinstance(value, tuple):
+        return [_plain(inner) for inner in value]
+    return _short(value) if isinstance(value, float) else value
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")
+
+
+def _filters(report: Report) -> dict[str, Any]:
+    """Only axes that vary, and of those that divide the cells alike only the first."""
+    cells = {run.cell: run for run in report.runs if not run.is_reference}
+    names = dict.fromkeys(name for run in cells.values() for name in run.axes)
+    axes, seen = [], set[tuple[int, ...]]()
+    for name in names:
+        values = _ordered(run.axes.get(name) for run in cells.values())
+        places = tuple(values.index(run.axes.get(name)) for run in cells.values())
+        if len(values) > 1 and places not in seen:
+            seen.add(places)
+            axes.append((name, values, places))
+    return {
+        "axes": [{"name": name.replace("_", " "), "values": _words(name, values, cells)} for name, values, _ in axes],
+        "cells": {cell: [places[i] for _, _, places in axes] for i, cell in enumerate(cells)},
+    }
+
+
+def _ordered(values: Iterable[Scalar]) -> list[Scalar]:
+    """Numbers by size, words as first met, what was not given last."""
+    found = list(dict.fromkeys(values))
+    number = [v for v in found if isinstance(v, int | float) and not isinstance(v, bool)]
+    return [
+        *sorted(number),
+        *(v for v in found if v not in number and v is not None),
+        *([None] if None in found else []),
+    ]
+
+
+def _words(name: str, values: Sequence[Scalar], cells: Mapping[str, RunFinding]) -> list[str]:
+    device = next(iter(cells.values())).axes.get("device")
+    return [_word(name, value, device) for value in values]
+
+
+def _word(name: str, value: Scalar, device: Scalar) -> str:
+    if value is None:
+        return "not set"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return axis_text(name, {name: value, "device": device}) if name == "world_size" else str(value)
