@@ -22,12 +22,12 @@ Found = TypeVar("Found", RunFinding, Measurement, Certificate)
 
 
 def panels(report: Report) -> Iterator[str]:
-    """Every cell that was asked for, in the order of the runs; references are not asked for."""
+    """Every cell that was asked for, by name: runs are shuffled. References are not asked for."""
     named = varying_axes(report)
     runs = _by_cell(run for run in report.runs if not run.is_reference)
     measured, certified = _by_cell(report.measurements), _by_cell(report.certificates)
     recipes = {recipe.cell: recipe for recipe in report.recipes}
-    for cell, ours in runs.items():
+    for cell, ours in sorted(runs.items(), key=lambda item: describe(item[1][0].axes, named)):
         inner = (
             _reasons(ours),
             _recipe(recipes.get(cell)),

@@ -36,19 +36,14 @@ def _chart(chart: Chart, numbers: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _point(point: Point, numbers: Mapping[str, int]) -> dict[str, Any]:
-    told = _told(point)
-    if point.drawn == Point.__dataclass_fields__["drawn"].default:
-        told.pop("drawn", None)
     runs = [numbers[run] for run in point.runs if run in numbers]
-    return told | ({"runs": runs} if runs else {}) | {"y": _short(point.y), "cells": list(point.cells)}
+    return _told(point) | ({"runs": runs} if runs else {})
 
 
 def _told(value: Any) -> dict[str, Any]:
-    """Fields that say something; a script reads the others as absent."""
-    found = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    return {name: _plain(inner) for name, inner in found.items() if inner not in (None, "", (), False)} | (
-        {"zero": False} if found.get("zero") is False else {}
-    )
+    """Fields that differ from what their defaults, which the script knows."""
+    found = {field.name: (getattr(value, field.name), field.default) for field in dataclasses.fields(value)}
+    return {name: _plain(inner) for name, (inner, default) in found.items() if inner != default}
 
 
 def _plain(value: Any) -> Any:
@@ -81,14 +76,11 @@ def _filters(report: Report) -> dict[str, Any]:
 
 
 def _ordered(values: Iterable[Scalar]) -> list[Scalar]:
-    """Numbers by size, words as first met, what was not given last."""
-    found = list(dict.fromkeys(values))
+    """Numbers by size, then words, what was not given last."""
+    found = set(values)
     number = [v for v in found if isinstance(v, int | float) and not isinstance(v, bool)]
-    return [
-        *sorted(number),
-        *(v for v in found if v not in number and v is not None),
-        *([None] if None in found else []),
-    ]
+    words = [v for v in found if isinstance(v, str | bool)]
+    return [*sorted(number), *sorted(words, key=str), *([None] if None in found else [])]
 
 
 def _words(name: str, values: Sequence[Scalar], cells: Mapping[str, RunFinding]) -> list[str]:

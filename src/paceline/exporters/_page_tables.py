@@ -7,6 +7,8 @@ from html import escape
 
 from paceline.present.tables import Cell, Column, Table
 
+OPEN_NOTES = 2
+
 
 def paragraph(value: str, css: str = "") -> str:
     opening = f'<p class="{css}">' if css else "<p>"
@@ -16,6 +18,15 @@ def paragraph(value: str, css: str = "") -> str:
 def bullets(lines: Iterable[str]) -> str:
     items = "".join(f"<li>{escape(line)}</li>" for line in lines)
     return f'<ul class="notes">{items}</ul>' if items else ""
+
+
+def _notes(lines: Sequence[str]) -> str:
+    """The first ones open; a long rest would bury the next table."""
+    if len(lines) <= OPEN_NOTES + 1:
+        return bullets(lines)
+    rest = len(lines) - OPEN_NOTES
+    more = f'<details class="more"><summary>{rest} more notes</summary>{bullets(lines[OPEN_NOTES:])}</details>'
+    return bullets(lines[:OPEN_NOTES]) + more
 
 
 def folded(summary: str, content: Table | str | None, linked: Container[str] = ()) -> str:
@@ -35,7 +46,7 @@ def render(table: Table, linked: Container[str] = ()) -> str:
     cells: Sequence[tuple[str, ...]] = table.cells or [()] * len(table.rows)
     rows = "".join(_row(table, row, about, linked) for row, about in zip(table.rows, cells, strict=True))
     body = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
-    return body + bullets(table.notes)
+    return body + _notes(table.notes)
 
 
 def _row(table: Table, row: Sequence[Cell], cells: tuple[str, ...], linked: Container[str]) -> str:

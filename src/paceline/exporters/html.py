@@ -151,7 +151,7 @@ def _sections(report: Report, found: tuple[Chart, ...], linked: set[str]) -> Ite
 
 def _ranking(report: Report, linked: set[str]) -> str:
     if not tables.trains(report):
-        return paragraph(tables.common(report), "quiet")
+        return ""
     ranking = "".join(block(table.title, table, linked) for table in tables.ranking(report))
     nothing = paragraph("Nothing to rank: no run is both complete and certified.")
     return (ranking or nothing) + paragraph(tables.common(report), "quiet")
@@ -195,6 +195,7 @@ def _method(report: Report, linked: set[str]) -> str:
         pairs = dataclasses.replace(pairs, rows=rows, cells=cells, notes=(note, *pairs.notes))
     machines = (folded(f"Machine {table.title}", table) for table in tables.machine_facts(report))
     parts = (
+        "" if tables.trains(report) else paragraph(tables.common(report), "quiet"),
         bullets(tables.health(report)),
         folded("Comparisons, with the smallest effect the data could have shown", pairs),
         folded("Runs: warm-up, outliers and loss", tables.run_details(report), linked),

@@ -16,7 +16,7 @@ BYTES = Axis(label="size", scale=LOG2, ticks="bytes")
 
 def collectives(report: Report) -> Iterator[Chart]:
     """Two charts per fabric, a panel per operation: time over size, and bus bandwidth over size."""
-    rows = [r for r in report.collectives if r.status == "ok" and r.time_s and r.mode == "single"]
+    rows = [r for r in report.collectives if r.status == "ok" and r.time_s and r.size_bytes and r.mode == "single"]
     cells = [r.cell for r in rows]
     for cell in sorted(dict.fromkeys(cells), key=lambda c: -cells.count(c))[:MOST_FABRICS]:
         ours = _out_of_place([r for r in rows if r.cell == cell])
@@ -73,7 +73,7 @@ def _bandwidth(report: Report, cell: str, rows: Sequence[CollectiveRow]) -> Char
         subtitle="Comparable between operations and with the link. Dots: measured; lines: the same fit.",
         kind=LINES,
         x=BYTES,
-        y=Axis(label=scale.unit, unit=scale.unit),
+        y=Axis(label=scale.unit, unit=scale.unit, scale=LOG, zero=False),
         points=tuple(points),
         series=numbered(r.dtype for r in rows),
     )

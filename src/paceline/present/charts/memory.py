@@ -67,7 +67,8 @@ def _stacks(row: MemoryRow, name: str, unit: Scale) -> list[Point]:
     found = _stack(row, name, row.measured, unit, f"{peak} {unit.unit}", "measured")
     if not row.predicted.get("peak"):
         return found
-    error = "" if row.error_ratio is None else f"predicted {100 * row.error_ratio:+.1f} %"
+    # Adding 0.0 makes a positive zero of what rounds to a negative one.
+    error = "" if row.error_ratio is None else f"predicted {round(100 * row.error_ratio, 1) + 0.0:+.1f} %"
     return found + _stack(row, name, row.predicted, unit, error, "predicted")
 
 
