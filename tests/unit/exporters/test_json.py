@@ -23,6 +23,7 @@ KEYS = [
         "memory",
         "frontier",
         "distributions",
+        "recipes",
         "notes",
         "skipped",
     ),
