@@ -14,9 +14,11 @@ from paceline.present.quantity import format_parts, scale_of
 from paceline.present.standing import describe, varying_axes
 from paceline.present.tables import Cell, Column, Table
 
-COLUMNS = (Column("metric"), Column("value", True), Column("unit"), Column("samples", True), Column("launches", True))
+COLUMNS = (Column("metric"), Column("value", True), Column("unit"))
 # A sweep holds thousands of rows of one cell; its own tables show them.
 MOST_MEASUREMENTS = 60
+# Beyond this many runs those that agree in everything are told in a line: 500 tables of ticks are megabytes.
+MOST_CERTIFICATES = 200
 
 Found = TypeVar("Found", RunFinding, Measurement, Certificate)
 
@@ -26,13 +28,14 @@ def panels(report: Report) -> Iterator[str]:
     named = varying_axes(report)
     runs = _by_cell(run for run in report.runs if not run.is_reference)
     measured, certified = _by_cell(report.measurements), _by_cell(report.certificates)
+    brief = len(report.certificates) > MOST_CERTIFICATES
     recipes = {recipe.cell: recipe for recipe in report.recipes}
     for cell, ours in sorted(runs.items(), key=lambda item: describe(item[1][0].axes, named)):
         inner = (
             _reasons(ours),
             _recipe(recipes.get(cell)),
             _measurements(measured.get(cell, ())),
-            "".join(map(_certificate, certified.get(cell, ()))),
+            "".join(_certificate(c, brief) for c in certified.get(cell, ())),
         )
         title = f"<b>{escape(describe(ours[0].axes, named))}</b>{_badge(ours)}"
         opening = f'<details class="cell" id="cell-{escape(cell)}"{about((cell,))}>'
@@ -74,16 +77,20 @@ def _measurements(found: Sequence[Measurement]) -> str:
     known = [m for m in found if m.value is not None]
     missing = [m.metric for m in found if m.value is None]
     rows = tuple(_measured(m) for m in known)
-    notes = (f"Not measured: {', '.join(missing)}.",) if missing else ()
-    return render(Table("", COLUMNS, rows, notes)) if found else ""
+    stands = dict.fromkeys(f"{m.n} samples of {m.launches} launches." for m in known)
+    absent = (f"Not measured: {', '.join(missing)}.",) if missing else ()
+    return render(Table("", COLUMNS, rows, (*stands, *absent))) if found else ""
 
 
 def _measured(m: Measurement) -> tuple[Cell, ...]:
     scale = scale_of(m.unit, m.metric, (m.value,))
     value = Cell(*format_parts(m.value, m.low, m.high, scale))
-    return Cell(m.metric), value, Cell(scale.unit), Cell(str(m.n)), Cell(str(m.launches))
+    return Cell(m.metric), value, Cell(scale.unit)
 
 
-def _certificate(certificate: Certificate) -> str:
+def _certificate(certificate: Certificate, brief: bool) -> str:
+    """Why a run is not certified is always told in full."""
     mark = tables.TICK if certificate.valid else tables.CROSS
+    if brief and certificate.valid:
+        return paragraph(f"{mark} certificate of {certificate.run}: {len(certificate.checks)} checks agree.", "quiet")
     return folded(f"{mark} certificate of {certificate.run}", tables.checks(certificate))

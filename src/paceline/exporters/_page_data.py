@@ -17,27 +17,39 @@ DIGITS = 6  # far beyond what an axis shows
 
 def text(report: Report, charts: Sequence[Chart]) -> str:
     """JSON that cannot end the element it stands in: no `<` is left."""
-    value = {"charts": [_chart(chart, _numbers(report)) for chart in charts], **_filters(report)}
-    value["runs"] = list(_numbers(report))
+    words = Words()
+    numbers = {run.run: i for i, run in enumerate(report.runs)}
+    value = {"charts": [_chart(chart, words, numbers) for chart in charts], "runs": list(numbers), **_filters(report)}
+    value["words"] = list(words.numbers)
     found = json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     return found.replace("<", "\\u003c")
 
 
-def _numbers(report: Report) -> dict[str, int]:
-    """Runs by number: each name is written once."""
-    return {run.run: i for i, run in enumerate(report.runs)}
+class Words:
+    """Texts by number: points of hundreds of cells share most of theirs, so each is written once."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+
+    def number(self, text: str) -> int:
+        return self.numbers.setdefault(text, len(self.numbers))
 
 
-def _chart(chart: Chart, numbers: Mapping[str, int]) -> dict[str, Any]:
-    return _told(chart) | {
-        "points": [_point(p, numbers) for p in chart.points],
-        "series": list(map(_told, chart.series)),
-    }
+def _chart(chart: Chart, words: Words, numbers: Mapping[str, int]) -> dict[str, Any]:
+    points = [_point(point, words, numbers) for point in chart.points]
+    return _told(chart) | {"points": points, "series": list(map(_told, chart.series))}
 
 
-def _point(point: Point, numbers: Mapping[str, int]) -> dict[str, Any]:
-    runs = [numbers[run] for run in point.runs if run in numbers]
-    return _told(point) | ({"runs": runs} if runs else {})
+def _point(point: Point, words: Words, numbers: Mapping[str, int]) -> dict[str, Any]:
+    """Texts and runs as numbers; detail line by line."""
+    told = _told(point)
+    told |= {name: words.number(told[name]) for name in ("label", "group", "series") if name in told}
+    told["cells"] = [words.number(cell) for cell in point.cells]
+    if point.detail:
+        told["detail"] = [words.number(line) for line in point.detail.split("\n")]
+    if point.runs:
+        told["runs"] = [numbers[run] for run in point.runs if run in numbers]
+    return told
 
 
 def _told(value: Any) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """How findings read: numbers rounded by their uncertainty, cells in their places, tables, and the terminal.
 
 quantity < facts, standing < tables < links < fabric, memory, ceilings, scaling < machine, answer < terminal; charts
-stand beside the terminal. Exporters
-and the command line print what stands here, no more.
+stand beside the terminal. Exporters and the command line print what stands here, no more.
 """
 
 from paceline.present.answer import recommendation_lines

@@ -183,9 +183,9 @@ const Charts = (() => {
 
   // --- curves ---
 
-  function span(values, axis) {
+  function span(values, axis, whole = false) {
     const [low, high] = d3.extent(values);
-    if (axis.scale === "log2" && axis.ticks !== "bytes") // whole powers, so that there are marks to read from
+    if (whole && axis.scale === "log2") // whole powers, so that there are marks to read from
       return [2 ** Math.floor(Math.log2(low / 1.05)), 2 ** Math.ceil(Math.log2(high * 1.05))];
     if (axis.scale !== "linear") return [low / 1.2, high * 1.2];
     return axis.zero === false ? [low, high] : [Math.min(0, low), high * 1.06 || 1];
@@ -245,7 +245,7 @@ const Charts = (() => {
         Plot.dot(joined, { x: "x", y: "y", r: 3.2, fill: p => stroke.get(p.series) }),
         Plot.dot(kind("lone"), { x: "x", y: "y", r: 2.4, fill: p => stroke.get(p.series), fillOpacity: .8 }),
         Plot.dot(kind("ring"), { x: "x", y: "y", r: 6, stroke: p => stroke.get(p.series), strokeWidth: 1.5 }),
-        Plot.text(numbers, { x: "x", y: "y", text: "text", dy: -13, fill: "var(--ink)", stroke: "var(--paper)", strokeWidth: 3 }),
+        Plot.text(numbers, { x: "x", y: "y", text: "text", dy: 15, fill: "var(--ink)", stroke: "var(--paper)", strokeWidth: 3 }),
       ],
     });
     const marks = points.filter(p => p.drawn !== "curve").map(p => hit(p, svg, p.x, p.y, null, svg.scale("y").apply(p.y)));
@@ -255,7 +255,7 @@ const Charts = (() => {
   function lines(chart, points, room) {
     const panels = d3.group(points, p => p.group ?? "");
     const ends = points.flatMap(p => [p.y, ...(p.drawn === "curve" ? [] : [p.low ?? p.y, p.high ?? p.y])]);
-    const domains = { x: span(points.map(p => p.x), chart.x), y: span([...ends, ...(chart.rules ?? []).map(r => r.y)], chart.y) };
+    const domains = { x: span(points.map(p => p.x), chart.x), y: span([...ends, ...(chart.rules ?? []).map(r => r.y)], chart.y, true) };
     if (panels.size === 1) return [curves(chart, points, room, domains, Math.min(320, Math.max(240, room * .55)))];
     const columns = Math.max(1, Math.floor((room + 24) / 264)), each = (room - 24 * (columns - 1)) / columns;
     return [...panels].map(([name, ours]) => ({ ...curves(chart, ours, each, domains, 200), name }));

@@ -2,6 +2,11 @@
 // Filters, sorting, hover, copies and downloads. Text from the report enters as text nodes only, never as markup.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
+  for (const p of data.charts.flatMap(chart => chart.points)) { // texts are written once and stand by their number
+    for (const name of ["label", "group", "series"]) if (name in p) p[name] = data.words[p[name]];
+    p.cells = p.cells.map(i => data.words[i]);
+    if (p.detail) p.detail = p.detail.map(i => data.words[i]).join("\n");
+  }
   const MOST_RUNS_TOLD = 4;
   const $$ = (selector, root = document) => [...root.querySelectorAll(selector)];
   const make = (tag, properties = {}, ...children) => {
