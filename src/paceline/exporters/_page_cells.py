@@ -77,7 +77,7 @@ def _measurements(found: Sequence[Measurement]) -> str:
     known = [m for m in found if m.value is not None]
     missing = [m.metric for m in found if m.value is None]
     rows = tuple(_measured(m) for m in known)
-    stands = dict.fromkeys(f"{m.n} samples of {m.launches} launches." for m in known)
+    stands = dict.fromkeys(f"{m.n} samples of {m.launches} launch{'' if m.launches == 1 else 'es'}." for m in known)
     absent = (f"Not measured: {', '.join(missing)}.",) if missing else ()
     return render(Table("", COLUMNS, rows, (*stands, *absent))) if found else ""
 

@@ -125,7 +125,8 @@ def _chips(report: Report) -> Iterator[str]:
     ours = [run for run in report.runs if not run.is_reference]
     statuses = Counter(run.status for run in ours)
     ended = ", ".join(f"{n} {status}" for status, n in statuses.items())
-    yield _chip(f"{len(ours)} runs: {ended}" if len(statuses) > 1 else f"{len(ours)} runs")
+    runs = f"{len(ours)} run{'' if len(ours) == 1 else 's'}"
+    yield _chip(f"{runs}: {ended}" if set(statuses) - {"ok"} else runs)
     devices = Counter(str(gpu.get("name")) for m in report.machines[:1] for gpu in m.get("gpus") or ())
     yield from (_chip(f"{n} \u00d7 {name}") for name, n in devices.items())
     hosts = dict.fromkeys(str(machine.get("host")) for machine in report.machines)

@@ -8,7 +8,7 @@ const Charts = (() => {
   const style = { fontSize: "12px", background: "none", color: "var(--ink)", overflow: "visible" };
 
   const colours = chart => new Map(chart.series.map(s => [s.name, `var(--s${s.colour})`]));
-  const spoken = v => Math.abs(v) >= 1e4 ? d3.format("~s")(v) : d3.format(",~g")(+v.toPrecision(6));
+  const spoken = v => Math.abs(v) >= 1e4 && v % 100 === 0 ? d3.format("~s")(v) : d3.format(",~g")(+v.toPrecision(6));
   const ruler = document.createElement("canvas").getContext("2d");
 
   /** Pixels of a text as the charts write it: fonts differ too much between systems to count letters. */
