@@ -28,6 +28,7 @@ from paceline.analysis import (
 )
 from paceline.analysis.certificate import certify_all
 from paceline.analysis.metrics import Cell
+from paceline.analysis.recipe import recipes
 from paceline.analysis.window import Window, first_and_last_loss, open_window, samples_by_step
 from paceline.findings import SHARED_GPU, Certificate, Report, RunFinding
 from paceline.records import RunRecord, Status
@@ -73,7 +74,7 @@ def build(
             *peaks,
         ),
         certificates=tuple(certificates.values()),
-        comparisons=tuple(c for found in everything for c in found.comparisons),
+        comparisons=tuple(c for each in everything for c in each.comparisons),
         recommendations=tuple(recommend.recommend(everything, runs)),
         scaling=grown.points,
         collectives=network.rows,
@@ -88,12 +89,17 @@ def build(
         bottlenecks=bottleneck.judge(cells, sound, peaks),
         rules_of_thumb=thumb.rules(sound),
         distributions={cell.id: _distribution(cell) for cell in cells},
+        recipes=recipes(ordered),
         notes=(*_notes(cells, runs, _machines(ordered)), *network.notes),
         skipped=tuple(skipped),
     )
-    priced = cost.added_to(found, cells, costing or cost.Costing())
-    recommended = replace(priced, recommendations=(*priced.recommendations, *recommend.by_cost(priced)))
-    return claims.added_to(recommended, ordered)
+    return claims.added_to(_priced(found, cells, costing or cost.Costing()), ordered)
+
+
+def _priced(found: Report, cells: Sequence[Cell], costing: cost.Costing) -> Report:
+    """With costs, and what they decide."""
+    priced = cost.added_to(found, cells, costing)
+    return replace(priced, recommendations=(*priced.recommendations, *recommend.by_cost(priced)))
 
 
 def _wrong(ordered: Sequence[RunRecord], runs: Sequence[RunFinding]) -> list[RunRecord]:

@@ -2,76 +2,38 @@
 
 from __future__ import annotations
 
-import re
+import base64
+import dataclasses
+import hashlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import cache
 from html import escape
+from importlib import resources
 from pathlib import Path
 from string import Template
 
-from paceline.exporters import _canvas, plots, write_atomically
-from paceline.findings import Certificate, Report
-from paceline.present import claims, cost, scaling, tables, verdicts
+from paceline.exporters import _page_cells, _page_data, write_atomically
+from paceline.exporters._page_tables import block, bullets, folded, paragraph, render
+from paceline.findings import Report
+from paceline.present import claims, cost, history, scaling, tables, verdicts
 from paceline.present.answer import answer, grounds
+from paceline.present.charts import Chart, charts
 from paceline.present.machine import machine_details, machine_tables
-from paceline.present.tables import Cell, Column, Table
+from paceline.present.tables import Table
 
-# What the charts draw in these colours follows the page's theme.
-THEME = {
-    _canvas.INK: "--ink",
-    _canvas.QUIET: "--quiet",
-    _canvas.GRID: "--line",
-    _canvas.PAPER: "--paper",
-    _canvas.PALETTE[0]: "--blue",
-    _canvas.PALETTE[6]: "--purple",
-}
-
-STYLE = """
-:root { color-scheme: light dark; --ink: #1f2328; --quiet: #59636e; --line: #d8dee4; --paper: #ffffff; --wash: #f6f8fa;
-  --good: #1a7f37; --bad: #b42318; --blue: #0072b2; --purple: #8c6bb1; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --quiet: #9198a1; --line: #30363d; --paper: #0d1117;
-  --wash: #161b22; --good: #4ac26b; --bad: #ff8f85; --blue: #3b9be0; --purple: #b093d3; } }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.55 system-ui, -apple-system, "Segoe UI",
-  Roboto, "Helvetica Neue", Arial, sans-serif; }
-main { max-width: 1180px; margin: 0 auto; padding: 2.5rem 1.25rem 4rem; }
-h1 { font-size: 1rem; font-weight: 600; color: var(--quiet); margin: 0 0 .75rem; }
-h2 { font-size: 1.25rem; margin: 3rem 0 .75rem; }
-h3 { font-size: 1rem; margin: 1.75rem 0 .25rem; }
-p, ul { margin: .5rem 0; max-width: 72ch; }
-ul { padding-left: 1.2rem; }
-.answer { font-size: clamp(1.25rem, 2.6vw, 1.7rem); line-height: 1.35; font-weight: 600; max-width: 46ch;
-  text-wrap: pretty; }
-.quiet, .notes, footer { color: var(--quiet); font-size: .875rem; }
-.mind { border-left: 3px solid var(--blue); padding: .1rem 0 .1rem .9rem; margin: 1.25rem 0; font-size: .9375rem; }
-.scroll { overflow-x: auto; margin: .5rem 0; }
-table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
-th { text-align: left; font-weight: 600; font-size: .8125rem; color: var(--quiet); vertical-align: bottom;
-  border-bottom: 1px solid var(--line); padding: .35rem 1.25rem .35rem 0; white-space: nowrap; }
-td { vertical-align: top; border-bottom: 1px solid var(--line); padding: .5rem 1.25rem .5rem 0; }
-td.prose { min-width: 17rem; max-width: 60ch; }
-th.n, td.n { text-align: right; white-space: nowrap; }
-th small, td small { display: block; font-weight: 400; color: var(--quiet); font-size: .8125rem; white-space: nowrap; }
-.good { color: var(--good); } .bad { color: var(--bad); } td > span { white-space: nowrap; }
-td.prose > span { white-space: normal; }
-code { white-space: nowrap; font: .8125rem/1.4 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
-figure { margin: 1.75rem 0; overflow-x: auto; }
-figure svg { display: block; width: 100%; min-width: 34rem; max-width: 52rem; height: auto; overflow: visible; }
-figure svg text { font-family: inherit !important; }
-details { border: 1px solid var(--line); border-radius: 6px; margin: .6rem 0; padding: 0 .9rem; }
-details details { border-width: 1px 0 0; border-radius: 0; margin: 0; padding: 0; }
-summary { cursor: pointer; padding: .6rem 0; font-size: .9375rem; }
-details[open] > summary { border-bottom: 1px solid var(--line); margin-bottom: .4rem; }
-footer { margin-top: 3.5rem; border-top: 1px solid var(--line); padding-top: 1rem; }
-@media (max-width: 600px) { main { padding: 1.5rem 1rem 3rem; } h2 { margin-top: 2.25rem; } }
-@media print { details > :not(summary) { display: block; } main { max-width: none; } figure { break-inside: avoid; } }
-"""
+SCRIPTS = ("vendor/d3.min.js", "vendor/plot.umd.min.js", "charts.js", "page.js")
+# More pairs than this make the page heavy before they make anyone wiser; report.json holds all.
+MOST_COMPARISONS = 1000
+# Charts with panels, or with long lanes, take the whole width.
+PANELLED = 2
 
 PAGE = Template("""<!doctype html>
-<html lang="en">
+<html lang="en" class="no-js">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
+<meta http-equiv="Content-Security-Policy" content="$policy">
 <title>$title</title>
 <style>$style</style>
 </head>
@@ -79,9 +41,16 @@ PAGE = Template("""<!doctype html>
 <main>
 $body
 </main>
+<script type="application/json" id="data">$data</script>
+$scripts
 </body>
 </html>
 """)
+
+NO_CHARTS = (
+    "The charts, filters and sorting need JavaScript. Every number is in the tables, and the same charts are files in "
+    "the folder plots/ beside this page."
+)
 
 
 def export(report: Report, directory: Path) -> list[Path]:
@@ -89,112 +58,158 @@ def export(report: Report, directory: Path) -> list[Path]:
 
 
 def text(report: Report) -> str:
-    """The whole page."""
-    body = "\n".join(part for part in _parts(report) if part)
-    return PAGE.substitute(title=escape(f"{report.title}: Paceline report"), style=STYLE, body=body)
+    """The whole page. Only the scripts that stand in it may run, by their hashes; nothing may be loaded."""
+    found = charts(report)
+    sources = [asset(name) for name in SCRIPTS]
+    return PAGE.substitute(
+        policy=_policy(sources),
+        title=escape(f"{report.title}: Paceline report"),
+        style=asset("page.css"),
+        body="\n".join(part for part in _parts(report, found) if part),
+        data=_page_data.text(report, found),
+        scripts="\n".join(f"<script>{source}</script>" for source in sources),
+    )
 
 
-def _parts(report: Report) -> Iterator[str]:
-    said = paragraph(" ".join(filter(None, answer(report))), "answer")
-    yield f"<header><h1>{escape(report.title)}</h1>{said}{paragraph(grounds(report))}</header>"
-    yield f'<div class="mind">{"".join(map(paragraph, report.notes))}</div>' if report.notes else ""
-    ranking = tables.ranking(report)
-    if tables.trains(report):
-        yield "<h2>Ranking</h2>"
-        yield "" if ranking else paragraph("Nothing to rank: no run is both complete and certified.")
-    yield from (f"<h3>{escape(table.title)}</h3>{render(table)}" for table in ranking)
-    yield paragraph(tables.common(report), "quiet")
-    yield from (figure(report, name) for name in plots.available(report))
-    yield section("Scaling", scaling.efficiency(report))
-    yield section("Where the step time goes", scaling.explanation(report))
-    yield from (section(table.title, table) for table in (*verdicts.tables(report), *machine_tables(report)))
-    yield from (section(table.title, table) for table in (*cost.tables(report), *claims.tables(report)))
-    yield from (folded(table.title, table) for table in machine_details(report))
-    yield section("Winners by category", tables.winners(report))
-    yield section("Not ranked", tables.failures(report))
-    yield from _evidence(report)
+@cache
+def asset(name: str) -> str:
+    """A file of the page's folder."""
+    return resources.files("paceline").joinpath("exporters", "page", *name.split("/")).read_text()
+
+
+def _policy(sources: Iterable[str]) -> str:
+    hashes = (base64.b64encode(hashlib.sha256(source.encode()).digest()).decode() for source in sources)
+    allowed = " ".join(f"'sha256-{value}'" for value in hashes)
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _parts(report: Report, found: tuple[Chart, ...]) -> Iterator[str]:
+    linked = {run.cell for run in report.runs if not run.is_reference}
+    sections = [(name, title, inner) for name, title, inner in _sections(report, found, linked) if inner]
+    yield _header(report, [(name, title) for name, title, _ in sections])
+    yield '<div id="filters" class="filters" role="group" aria-label="Filters" hidden></div>'
+    for name, title, inner in sections:
+        yield f'<section id="{name}"><h2>{escape(title)}</h2>{inner}</section>'
     made = f"Paceline {report.paceline_version}, {tables.created(report)}. Brackets are 95 % intervals."
-    yield f"<footer>{escape(made)}</footer>"
+    yield f'<footer>{escape(made)}<p class="printed">What was folded on the screen is not printed.</p></footer>'
 
 
-def _evidence(report: Report) -> Iterator[str]:
-    if tables.trains(report):
-        yield f"<h2>Equal work</h2>{paragraph(tables.certified_sentence(report))}"
-    certification = tables.certification(report)
-    yield render(certification) if certification else ""
-    checks = "".join(map(_checks, report.certificates))
-    yield folded("Every check of every run", checks)
-    yield "<h2>How it was measured</h2>"
-    yield bullets(tables.health(report))
-    yield from (folded(table.title, table) for table in verdicts.details(report))
-    yield folded("Comparisons, with the smallest effect the data could have shown", tables.comparisons(report))
-    yield folded("Runs: warm-up, outliers and loss", tables.run_details(report))
-    yield from (folded(f"Machine {table.title}", table) for table in tables.machine_facts(report))
-    yield folded("Folders that could not be read", bullets(report.skipped))
+def _header(report: Report, sections: Iterable[tuple[str, str]]) -> str:
+    said = " ".join(filter(None, answer(report)))
+    links = "".join(f'<a href="#{name}">{escape(title)}</a>' for name, title in sections)
+    notes = f'<div class="mind">{"".join(map(paragraph, report.notes))}</div>' if report.notes else ""
+    button = '<button type="button" id="theme" class="scripted">Dark</button>'
+    return (
+        f'<header><div class="top"><h1>{escape(report.title)}</h1>{button}</div>'
+        f"{paragraph(said, 'answer')}{paragraph(grounds(report))}"
+        f'<div class="badges">{_badge(report)}{"".join(_chips(report))}</div>'
+        f'{notes}<nav aria-label="Sections">{links}</nav></header>'
+    )
 
 
-def section(title: str, table: Table | None) -> str:
-    return f"<h2>{escape(title)}</h2>{render(table)}" if table else ""
+def _badge(report: Report) -> str:
+    """How many runs proved equal work; on demand which, by how many checks."""
+    found = tables.certification(report)
+    if not tables.trains(report) or found is None:
+        return ""
+    valid = all(c.valid for c in report.certificates)
+    mark, tone = (tables.TICK, "good") if valid else (tables.CROSS, "bad")
+    words = f"{mark} {tables.certified_sentence(report)}"
+    return f'<details class="badge"><summary class="{tone}">{escape(words)}</summary>{render(found)}</details>'
 
 
-def folded(summary: str, content: Table | str | None) -> str:
-    """Evidence on demand; nothing where there is none. A text is HTML already."""
-    inner = render(content) if isinstance(content, Table) else content
-    return f"<details><summary>{escape(summary)}</summary>{inner}</details>" if inner else ""
+def _chips(report: Report) -> Iterator[str]:
+    ours = [run for run in report.runs if not run.is_reference]
+    statuses = Counter(run.status for run in ours)
+    ended = ", ".join(f"{n} {status}" for status, n in statuses.items())
+    runs = f"{len(ours)} run{'' if len(ours) == 1 else 's'}"
+    yield _chip(f"{runs}: {ended}" if set(statuses) - {"ok"} else runs)
+    devices = Counter(str(gpu.get("name")) for m in report.machines[:1] for gpu in m.get("gpus") or ())
+    yield from (_chip(f"{n} \u00d7 {name}") for name, n in devices.items())
+    hosts = dict.fromkeys(str(machine.get("host")) for machine in report.machines)
+    yield _chip(f"{len(hosts)} hosts") if len(hosts) > 1 else ""
 
 
-def _checks(certificate: Certificate) -> str:
-    mark = tables.TICK if certificate.valid else tables.CROSS
-    return folded(f"{mark} {certificate.run}", tables.checks(certificate))
+def _chip(words: str) -> str:
+    return f'<span class="chip">{escape(words)}</span>'
 
 
-def render(table: Table) -> str:
-    head = "".join(f"<th{_kind(column)}>{_heading(column)}</th>" for column in table.columns)
-    rows = "".join(_row(table, row) for row in table.rows)
-    body = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
-    return body + bullets(table.notes)
+def _sections(report: Report, found: tuple[Chart, ...], linked: set[str]) -> Iterator[tuple[str, str, str]]:
+    """Name, title and inside of each; what is empty is left out."""
+    yield "ranking", "Ranking", _ranking(report, linked)
+    yield "charts", "Charts", _charts(found)
+    yield "scaling", "Scaling", _rendered(scaling.efficiency(report), linked)
+    yield "loss", "Where the step time goes", _rendered(scaling.explanation(report), linked)
+    yield "bottlenecks", "What holds it back", _all(verdicts.tables(report), linked)
+    yield "cost", "Cost", _all((*cost.tables(report), *claims.tables(report)), linked)
+    yield "history", "Over time", _all(history.tables(report.histories), linked)
+    yield "machine", "The machine", _machine(report, linked)
+    yield "winners", "Winners by category", _rendered(tables.winners(report), linked)
+    yield "not-ranked", "Not ranked", _rendered(tables.failures(report), linked)
+    yield "cells", "Every cell", _cells(report)
+    yield "method", "How it was measured", _method(report, linked)
 
 
-def _row(table: Table, row: Iterable[Cell]) -> str:
-    pairs = zip(table.columns, row, strict=True)
-    return f"<tr>{''.join(f'<td{_kind(column)}>{_cell(cell)}</td>' for column, cell in pairs)}</tr>"
+def _ranking(report: Report, linked: set[str]) -> str:
+    if not tables.trains(report):
+        return ""
+    ranking = "".join(block(table.title, table, linked) for table in tables.ranking(report))
+    nothing = paragraph("Nothing to rank: no run is both complete and certified.")
+    return (ranking or nothing) + paragraph(tables.common(report), "quiet")
 
 
-def _heading(column: Column) -> str:
-    return escape(column.name) + (f"<small>{escape(column.unit)}</small>" if column.unit else "")
+def _rendered(table: Table | None, linked: set[str]) -> str:
+    return render(table, linked) if table else ""
 
 
-def _kind(column: Column) -> str:
-    return ' class="n"' if column.numeric else ' class="prose"' if column.prose else ""
+def _all(found: Iterable[Table], linked: set[str]) -> str:
+    return "".join(block(table.title, table, linked) for table in found)
 
 
-def _cell(cell: Cell) -> str:
-    shown = escape(cell.text)
-    if cell.tone == "code":
-        shown = f"<code>{shown}</code>"
-    elif cell.tone:
-        shown = f'<span class="{cell.tone}">{shown}</span>'
-    return shown + (f"<small>{escape(cell.detail)}</small>" if cell.detail else "")
+def _charts(found: tuple[Chart, ...]) -> str:
+    drawn = "".join(map(_figure, found))
+    without = f"<noscript>{paragraph(NO_CHARTS)}</noscript>"
+    return f'{without}<div class="charts scripted">{drawn}</div>' if drawn else ""
 
 
-def paragraph(value: str, css: str = "") -> str:
-    opening = f'<p class="{css}">' if css else "<p>"
-    return f"{opening}{escape(value)}</p>" if value else ""
+def _figure(chart: Chart) -> str:
+    wide = len({point.group for point in chart.points}) > PANELLED and chart.kind == "lines"
+    return (
+        f'<figure data-chart="{escape(chart.name)}"{" class=wide" if wide else ""}><figcaption>'
+        f"<h3>{escape(chart.title)}</h3>{paragraph(chart.subtitle, 'quiet')}</figcaption>"
+        '<div class="plot"></div></figure>'
+    )
 
 
-def bullets(lines: Iterable[str]) -> str:
-    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
-    return f'<ul class="notes">{items}</ul>' if items else ""
+def _machine(report: Report, linked: set[str]) -> str:
+    return _all(machine_tables(report), linked) + "".join(
+        folded(table.title, table, linked) for table in machine_details(report)
+    )
 
 
-def figure(report: Report, name: str) -> str:
-    """One chart inside the page: its ids made unique, its neutral colours those of the theme, nothing to load."""
-    svg = plots.image(report, name, "svg").decode()
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
-    tag, rest = svg.split(">", 1)
-    box = re.search(r'viewBox="[^"]*"', tag)
-    rest = re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{name}-", rest)
-    for colour, variable in THEME.items():
-        rest = rest.replace(colour, f"var({variable})")
-    label = escape(name.replace("_", " "))
-    return f'<figure><svg role="img" aria-label="{label}" {box.group() if box else ""}>{rest}</figure>'
+def _cells(report: Report) -> str:
+    panels = "".join(_page_cells.panels(report))
+    words = "How each ended, the command and experiment that repeat it, what was measured, and its certificate."
+    return paragraph(words, "quiet") + panels if panels else ""
+
+
+def _method(report: Report, linked: set[str]) -> str:
+    pairs = tables.comparisons(report)
+    if pairs and len(pairs.rows) > MOST_COMPARISONS:
+        note = f"The first {MOST_COMPARISONS:,} of {len(pairs.rows):,}; report.json holds all."
+        rows, cells = pairs.rows[:MOST_COMPARISONS], pairs.cells[:MOST_COMPARISONS]
+        pairs = dataclasses.replace(pairs, rows=rows, cells=cells, notes=(note, *pairs.notes))
+    machines = (folded(f"Machine {table.title}", table) for table in tables.machine_facts(report))
+    parts = (
+        "" if tables.trains(report) else paragraph(tables.common(report), "quiet"),
+        bullets(tables.health(report)),
+        *(folded(table.title, table, linked) for table in verdicts.details(report)),
+        folded("Comparisons, with the smallest effect the data could have shown", pairs),
+        folded("Runs: warm-up, outliers and loss", tables.run_details(report), linked),
+        *machines,
+        folded("Folders that could not be read", bullets(report.skipped)),
+    )
+    return "".join(parts)

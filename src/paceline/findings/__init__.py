@@ -6,6 +6,7 @@ from paceline.findings.cost import Cost, Saving
 from paceline.findings.fabric import CollectiveFit, CollectiveRow, Overlap, Pair, Suspect
 from paceline.findings.history import ChangePoint, HistoryPoint, HistorySeries
 from paceline.findings.memory import FrontierPoint, MemoryRow, Probe
+from paceline.findings.recipe import Recipe
 from paceline.findings.report import SCHEMA, Report
 from paceline.findings.training import (
     BETTER,
@@ -59,6 +60,7 @@ __all__ = [
     "Overlap",
     "Pair",
     "Probe",
+    "Recipe",
     "Recommendation",
     "Regression",
     "Report",

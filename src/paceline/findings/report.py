@@ -11,6 +11,7 @@ from paceline.findings.cost import Cost, Saving
 from paceline.findings.fabric import CollectiveFit, CollectiveRow, Overlap, Pair, Suspect
 from paceline.findings.history import HistorySeries
 from paceline.findings.memory import FrontierPoint, MemoryRow
+from paceline.findings.recipe import Recipe
 from paceline.findings.training import (
     Certificate,
     Comparison,
@@ -55,6 +56,7 @@ class Report:
     bottlenecks: tuple[Bottleneck, ...] = ()
     rules_of_thumb: tuple[RuleOfThumb, ...] = ()
     distributions: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    recipes: tuple[Recipe, ...] = ()
     notes: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
     schema: int = SCHEMA

@@ -128,7 +128,8 @@ def _summaries(report: Report) -> Iterable[Table]:
         fits = {(f.operation, f.dtype, f.in_place): f for f in report.fits if f.axes == sweeps[0].rows[0].axes}
         rows = tuple(_summary(sweep, scale, fits) for sweep in sweeps)
         notes = dict.fromkeys(r.note for sweep in sweeps for r in sweep.rows if r.note)
-        yield Table(f"Collectives, {name}", columns, rows, (*notes, *_errors(sweeps)))
+        about = tuple((sweep.rows[0].cell,) for sweep in sweeps)
+        yield Table(f"Collectives, {name}", columns, rows, (*notes, *_errors(sweeps)), about)
 
 
 def _errors(sweeps: Sequence[Sweep]) -> Iterable[str]:

@@ -81,7 +81,8 @@ def components(rows: Sequence[MemoryRow]) -> Table | None:
         )
         for row in ordered
     )
-    return Table("Memory by component", columns, lines, _notes(ordered, names))
+    about = tuple((row.cell,) for row in ordered)
+    return Table("Memory by component", columns, lines, _notes(ordered, names), about)
 
 
 def _notes(rows: Sequence[MemoryRow], names: Mapping[str, str]) -> tuple[str, ...]:

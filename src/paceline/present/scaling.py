@@ -31,7 +31,8 @@ def efficiency(report: Report) -> Table | None:
         columns.append(Column("Karp-Flatt, %", numeric=True, priority=2))
         rows = [(*row, _serial(known.get((p.kind, p.cell)))) for p, row in zip(points, rows, strict=True)]
     notes = dict.fromkeys(p.efficiency.note for p in report.scaling if p.efficiency.note)
-    return Table("Scaling", tuple(columns), tuple(rows), tuple(notes)) if rows else None
+    about = tuple((p.cell,) for p in points)
+    return Table("Scaling", tuple(columns), tuple(rows), tuple(notes), about) if rows else None
 
 
 def _point(report: Report, p: ScalingPoint) -> tuple[Cell, ...]:
@@ -77,7 +78,8 @@ def explanation(report: Report) -> Table | None:
     last = {(e.kind, e.series): e for e in found}
     words = [f"{e.series}, {e.kind}: {e.text}" for e in last.values()]
     notes = dict.fromkeys((*words, *(note for e in found for note in e.notes)))
-    return Table("Where the step time goes", columns, rows, tuple(notes)) if rows else None
+    about = tuple((e.cell,) for e in found)
+    return Table("Where the step time goes", columns, rows, tuple(notes), about) if rows else None
 
 
 def _explained(e: ScalingExplanation, traffic: Scale) -> tuple[Cell, ...]:

@@ -72,10 +72,13 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Table:
+    """cells names for each row the cells it speaks of, so that a reader may filter; empty where rows speak of none."""
+
     title: str
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
     notes: tuple[str, ...] = ()
+    cells: tuple[tuple[str, ...], ...] = ()
 
 
 Filled = tuple[Column, Callable[[Row], Cell]]
@@ -115,7 +118,8 @@ def _ranking_of(group: Group) -> Table:
     absent = [column.name for column, cells in filled if all(c.text == MISSING for c in cells) and column.priority]
     notes = (f"Not measured here: {', '.join(absent)}.",) if absent else ()
     rows = tuple(zip(*(cells for _, cells in shown), strict=True))
-    return Table(group.title, tuple(column for column, _ in shown), rows, (*group.notes, *notes))
+    cells = tuple((row.cell,) for row in group.rows)
+    return Table(group.title, tuple(column for column, _ in shown), rows, (*group.notes, *notes), cells)
 
 
 def _ranking_columns(group: Group) -> list[Filled]:
@@ -188,12 +192,13 @@ def verdict_cell(c: Comparison) -> Cell:
 
 def failures(report: Report) -> Table | None:
     """Every run outside the ranking, with its reason."""
+    found, cells = unranked(report), {run.run: run.cell for run in report.runs}
     rows = tuple(
-        (Cell(u.label), Cell(u.status, "", "bad"), Cell(u.reason), Cell(str(len(u.runs)), "", "quiet"))
-        for u in unranked(report)
+        (Cell(u.label), Cell(u.status, "", "bad"), Cell(u.reason), Cell(str(len(u.runs)), "", "quiet")) for u in found
     )
     columns = (Column("what"), Column("status"), Column("reason", prose=True), Column("runs", numeric=True))
-    return Table("Not ranked", columns, rows) if rows else None
+    about = tuple((cells[u.runs[0]],) for u in found)
+    return Table("Not ranked", columns, rows, cells=about) if rows else None
 
 
 def winners(report: Report) -> Table | None:
@@ -232,7 +237,8 @@ def comparisons(report: Report) -> Table | None:
         Column("detectable effect", True),
         Column("reason", prose=True),
     )
-    return Table("All comparisons", columns, rows) if rows else None
+    about = tuple((c.cell, c.other) for c in report.comparisons)
+    return Table("All comparisons", columns, rows, cells=about) if rows else None
 
 
 def certification(report: Report) -> Table | None:
@@ -257,7 +263,7 @@ def certification(report: Report) -> Table | None:
         Column("outcome", prose=True),
         Column("reference"),
     )
-    return Table("Certificates", columns, tuple(rows)) if rows else None
+    return Table("Certificates", columns, tuple(rows), cells=tuple((cell,) for cell in by_cell)) if rows else None
 
 
 def certified_sentence(report: Report) -> str:
@@ -286,7 +292,8 @@ def run_details(report: Report) -> Table | None:
         Column("first loss", True),
         Column("last loss", True),
     )
-    return Table("Runs", columns, tuple(map(_run_row, stepped))) if stepped else None
+    about = tuple((r.cell,) for r in stepped)
+    return Table("Runs", columns, tuple(map(_run_row, stepped)), cells=about) if stepped else None
 
 
 def _run_row(r: RunFinding) -> tuple[Cell, ...]:

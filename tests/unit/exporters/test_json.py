@@ -30,6 +30,7 @@ KEYS = [
         "bottlenecks",
         "rules_of_thumb",
         "distributions",
+        "recipes",
         "notes",
         "skipped",
     ),

@@ -1,0 +1,318 @@
+"use strict";
+// Draws the charts the page holds as data. Every number and word was made by the report; here are only pixels.
+const Charts = (() => {
+  const MOST_LANES = 60;          // as many as a reader can look through; a filter brings the others
+  const STRAGGLER_RATIO = 1.35;   // steps slower than this times the slowest lane's 95th percentile are counted, not drawn
+  const MOST_NUMBERED = 10;       // more numbers than this on one set of curves would cover them
+  const MOST_NUMBERED_RANKS = 16;
+  const style = { fontSize: "12px", background: "none", color: "var(--ink)", overflow: "visible" };
+
+  const colours = chart => new Map(chart.series.map(s => [s.name, `var(--s${s.colour})`]));
+  const spoken = v => Math.abs(v) >= 1e4 && v % 100 === 0 ? d3.format("~s")(v) : d3.format(",~g")(+v.toPrecision(6));
+  const ruler = document.createElement("canvas").getContext("2d");
+
+  /** Pixels of a text as the charts write it: fonts differ too much between systems to count letters. */
+  function width(text, weight = 400) {
+    ruler.font = `${weight} 12px ${getComputedStyle(document.body).fontFamily}`;
+    return ruler.measureText(text).width;
+  }
+
+  /** Lines that fit the room, broken between words. */
+  function wrapped(text, room, weight) {
+    const lines = [];
+    for (const word of text.split(" ")) {
+      const longer = lines.length ? `${lines.at(-1)} ${word}` : word;
+      if (lines.length && width(longer, weight) <= room) lines[lines.length - 1] = longer; else lines.push(word);
+    }
+    return lines;
+  }
+
+  function bytes(value) {
+    const [size, unit] = [[2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]].find(([s]) => value >= s) ?? [1, "B"];
+    return `${+(value / size).toPrecision(4)} ${unit}`;
+  }
+
+  // --- lanes: bars, parts, samples ---
+
+  /** Points in rows under the headings of their groups; y is in pixels from the top. Labels go above where room is short. */
+  function layout(points, room) {
+    const above = d3.max(points, p => width(p.label)) > 0.36 * room;
+    const lanes = new Map(), headings = [];
+    let y = 0, group = null, rest = 0;
+    for (const p of points) {
+      const key = JSON.stringify([p.group, p.label, !!p.faint]);
+      if (!lanes.has(key)) {
+        if (lanes.size >= MOST_LANES) { rest += 1; continue; }
+        if (p.group && p.group !== group) {
+          const lines = wrapped(p.group, room - 8, 600);
+          headings.push({ y: y + 5, text: lines.join("\n") });
+          y += 10 + 13.5 * lines.length;
+        }
+        group = p.group;
+        const label = p.faint ? [] : above ? wrapped(p.label, room - 8) : [p.label];
+        if (above) y += 13.5 * label.length + (label.length ? 2 : 0);
+        lanes.set(key, { y, height: p.faint ? 9 : 20, label: label.join("\n"), points: [] });
+        y += p.faint ? 14 : above ? 25 : 26;
+        if (p.faint) y += 3; else if (points.some(q => q.faint)) y -= 4;
+      }
+      lanes.get(key).points.push(p);
+    }
+    const rows = [...lanes.values()];
+    return { rows, headings, above, rest, height: y, left: above ? 4 : 12 + d3.max(rows, r => width(r.label)) };
+  }
+
+  function scaleMarks(ticks) {
+    return [
+      Plot.gridX({ ticks, stroke: "var(--line)", strokeOpacity: 1 }),
+      Plot.axisX({ anchor: "bottom", ticks, tickSize: 0, label: null, tickFormat: spoken, color: "var(--quiet)" }),
+    ];
+  }
+
+  function nameMarks(plan) {
+    const names = plan.rows.filter(r => r.label);
+    return [
+      plan.above
+        ? Plot.text(names, { frameAnchor: "left", y: r => r.y - 3, text: "label", textAnchor: "start", lineAnchor: "bottom", lineHeight: 1.1 })
+        : Plot.text(names, { frameAnchor: "left", y: r => r.y + r.height / 2, text: "label", textAnchor: "end", dx: -8 }),
+      Plot.text(plan.headings, {
+        frameAnchor: "left", y: "y", text: "text", textAnchor: "start", lineAnchor: "top", lineHeight: 1.1,
+        fill: "var(--quiet)", fontWeight: 600,
+        stroke: "var(--paper)", strokeWidth: 4, dx: plan.above ? 0 : 4 - plan.left,
+      }),
+    ];
+  }
+
+  function lanePlot(plan, room, domain, axis, marks) {
+    const margin = { marginLeft: plan.left, marginRight: 8, marginTop: 4, marginBottom: 40 };
+    const ticks = Math.max(3, Math.floor((room - plan.left) / 65));
+    return Plot.plot({
+      ...margin, width: room, height: plan.height + 44, style,
+      x: { domain, axis: null }, y: { domain: [0, plan.height], range: [4, plan.height + 4], axis: null },
+      marks: [...scaleMarks(ticks), ...marks, ...nameMarks(plan), Plot.text([axis.label], {
+        frameAnchor: "bottom-right", text: d => d, dy: 33, textAnchor: "end", fill: "var(--quiet)" })],
+    });
+  }
+
+  /** The end of an axis that leaves room for the longest number beside its mark. */
+  function reach(ends, texts, inner, least = 0) {
+    const top = Math.max(d3.max(ends), least) || 1;
+    const share = d3.max(ends.map((end, i) => [end, width(texts[i] ?? "") + 14]), ([end, px]) => end / (1 - Math.min(px / inner, .6)));
+    return Math.max(top * 1.02, share);
+  }
+
+  function ruleMarks(rules) {
+    return rules.flatMap(rule => [
+      Plot.ruleX([rule.y], { stroke: "var(--ink)", strokeDasharray: "4 3" }),
+      Plot.text([rule], { x: "y", frameAnchor: "bottom", dy: -2, dx: -5, text: "label", textAnchor: "end",
+        stroke: "var(--paper)", strokeWidth: 4, fill: "var(--ink)" }),
+    ]);
+  }
+
+  function bars(chart, points, room) {
+    const plan = layout(points, room), fill = colours(chart);
+    if (chart.rules?.length) plan.height += 18;
+    const marks = plan.rows.map(r => ({ ...r, p: r.points[0], end: Math.max(r.points[0].y, r.points[0].high ?? 0) }));
+    const wide = marks.filter(m => m.p.low != null && m.p.high > m.p.low);
+    const domain = [0, reach(marks.map(m => m.end), marks.map(m => m.p.text), room - plan.left - 8,
+      d3.max(chart.rules ?? [], r => r.y) ?? 0)];
+    const svg = lanePlot(plan, room, domain, chart.y, [
+      Plot.rect(marks, { x1: 0, x2: m => m.p.y, y1: "y", y2: m => m.y + m.height, fill: m => fill.get(m.p.series) }),
+      Plot.ruleY(wide, { y: m => m.y + m.height / 2, x1: m => m.p.low, x2: m => m.p.high, stroke: "var(--ink)", strokeWidth: 1.3 }),
+      ...["low", "high"].map(end => Plot.ruleX(wide, { x: m => m.p[end], y1: m => m.y + 6, y2: m => m.y + m.height - 6,
+        stroke: "var(--ink)", strokeWidth: 1.3 })),
+      Plot.text(marks, { x: "end", y: m => m.y + m.height / 2, text: m => m.p.text, textAnchor: "start", dx: 7 }),
+      ...ruleMarks(chart.rules ?? []),
+    ]);
+    return drawn(svg, marks.map(m => hit(m.p, svg, m.p.y, m.y + m.height / 2, m)), plan);
+  }
+
+  function stack(chart, points, room) {
+    const plan = layout(points, room), fill = colours(chart);
+    if (chart.rules?.length) plan.height += 18;
+    const parts = plan.rows.flatMap(row => {
+      let from = 0;
+      return row.points.map(p => ({ p, row, from, to: (from += p.y) }));
+    });
+    const ends = parts.filter(part => part.p.text);
+    const domain = [0, reach(ends.map(e => e.to), ends.map(e => e.p.text), room - plan.left - 8,
+      d3.max(chart.rules ?? [], r => r.y) ?? 0)];
+    const svg = lanePlot(plan, room, domain, chart.y, [
+      Plot.rect(parts, { x1: "from", x2: "to", y1: d => d.row.y, y2: d => d.row.y + d.row.height,
+        fill: d => fill.get(d.p.series), fillOpacity: d => d.p.faint ? .5 : 1, insetRight: .5 }),
+      Plot.text(ends, { x: "to", y: d => d.row.y + d.row.height / 2, text: d => d.p.text, textAnchor: "start", dx: 7,
+        fill: d => d.p.faint ? "var(--quiet)" : "var(--ink)", fontSize: 11.5 }),
+      ...ruleMarks(chart.rules ?? []),
+    ]);
+    return drawn(svg, parts.map(d => hit(d.p, svg, (d.from + d.to) / 2, d.row.y + d.row.height / 2,
+      { ...d.row, from: svg.scale("x").apply(d.from), to: svg.scale("x").apply(d.to) })), plan);
+  }
+
+  /** A drawing per group: their steps differ by far more than the steps of one group, which is what the eye is for. */
+  function dots(chart, points, room) {
+    const groups = d3.groups(points.slice(0, MOST_LANES), p => p.group ?? "");
+    const found = groups.map(([, ours]) => spread(chart, ours, room));
+    found.at(-1).rest = Math.max(0, points.length - MOST_LANES);
+    return found;
+  }
+
+  function spread(chart, points, room) {
+    const plan = layout(points, room), fill = colours(chart);
+    for (const [i, row] of plan.rows.entries()) { row.y += 8 * i; row.height = 26; }
+    plan.height += 8 * plan.rows.length;
+    const lanes = plan.rows.map(row => {
+      const all = row.points[0].samples, q = f => d3.quantile(all, f);
+      return { ...row, p: row.points[0], all, box: [.05, .25, .5, .75, .95].map(q) };
+    });
+    const limit = STRAGGLER_RATIO * d3.max(lanes, s => s.box[4]);
+    const shown = lanes.flatMap(s => s.all.filter(v => v <= limit).map((v, i) => ({ v, s, at: s.y + 15 + 11 * ((i * .618034) % 1) })));
+    const [least, most] = d3.extent(shown, d => d.v);
+    const text = s => { const n = s.all.filter(v => v > limit).length; return s.p.text + (n ? `, +${n} slower` : ""); };
+    const edge = (most - least) * .03 || most * .05;
+    const inner = room - plan.left - 8, beside = d3.max(lanes, s => width(text(s))) + 16;
+    const domain = [least - edge, least - edge + (most - least + 2 * edge) / (1 - Math.min(beside / inner, .5))];
+    const svg = lanePlot(plan, room, domain, chart.y, [
+      Plot.dot(shown, { x: "v", y: "at", r: 2, fill: d => fill.get(d.s.p.series), fillOpacity: .45 }),
+      Plot.ruleY(lanes, { y: s => s.y + 6, x1: s => s.box[0], x2: s => s.box[4], stroke: "var(--ink)" }),
+      Plot.rect(lanes, { x1: s => s.box[1], x2: s => s.box[3], y1: s => s.y + 1, y2: s => s.y + 11,
+        fill: s => fill.get(s.p.series), stroke: "var(--ink)", strokeWidth: .8 }),
+      Plot.ruleX(lanes, { x: s => s.box[2], y1: s => s.y - 2, y2: s => s.y + 14, stroke: "var(--ink)", strokeWidth: 2 }),
+      Plot.text(lanes, { x: most + edge, y: s => s.y + 7, text, textAnchor: "start", dx: 6 }),
+    ]);
+    return drawn(svg, lanes.map(s => hit(s.p, svg, s.box[2], s.y + 6, s)), plan);
+  }
+
+  // --- curves ---
+
+  function span(values, axis, whole = false) {
+    const [low, high] = d3.extent(values);
+    if (whole && axis.scale === "log2") // whole powers, so that there are marks to read from
+      return [2 ** Math.floor(Math.log2(low / 1.05)), 2 ** Math.ceil(Math.log2(high * 1.05))];
+    if (axis.scale !== "linear") return [low / 1.2, high * 1.2];
+    return axis.zero === false ? [low, high] : [Math.min(0, low), high * 1.06 || 1];
+  }
+
+  /** Whole powers on a logarithmic axis, with 2 and 5 between where these are few; else as many as read well. */
+  function marksOf(axis, [low, high]) {
+    if (axis.scale === "linear") return 5;
+    const within = values => values.filter(v => v >= low && v <= high);
+    if (axis.scale === "log2") return within(d3.range(0, 40).map(k => 2 ** k));
+    const powers = d3.range(-12, 16).map(k => 10 ** k), whole = within(powers);
+    if (whole.length < 3) return within(powers.flatMap(v => [v, 2 * v, 5 * v]));
+    const every = Math.ceil(whole.length / 6);
+    return whole.filter((_, i) => i % every === 0);
+  }
+
+  function xTicks(values, axis, room) {
+    const all = [...new Set(values)].sort(d3.ascending);
+    const most = Math.max(2, Math.floor(room / (axis.ticks === "bytes" ? 62 : 46)));
+    if (axis.ticks === "bytes" && all.length > most) {
+      const [low, high] = d3.extent(all, v => Math.log2(v));
+      for (const every of [5, 10, 20]) {
+        const kept = d3.range(0, 51, every).filter(k => k >= low && k <= high).map(k => 2 ** k);
+        if (kept.length <= most) return kept;
+      }
+    }
+    const every = Math.ceil(all.length / most);
+    return all.filter((_, i) => i % every === 0);
+  }
+
+  function curves(chart, points, room, domains, height) {
+    const stroke = colours(chart), dashed = new Set(chart.series.filter(s => s.dashed).map(s => s.name));
+    const kind = name => points.filter(p => (p.drawn ?? "joined") === name);
+    const joined = kind("joined"), wide = joined.filter(p => p.low != null && p.high > p.low);
+    const scale = axis => ({ type: axis.scale === "linear" ? "linear" : "log", ...(axis.scale === "log2" ? { base: 2 } : {}) });
+    const tick = axis => axis.ticks === "bytes" ? bytes : spoken;
+    const line = { x: "x", y: "y", z: "series", stroke: p => stroke.get(p.series), strokeWidth: 1.8 };
+    const numbers = joined.filter(p => p.text).length <= MOST_NUMBERED ? joined : [];
+    const yTicks = marksOf(chart.y, domains.y);
+    const svg = Plot.plot({
+      width: room, height, style, marginLeft: 46, marginBottom: 40, marginTop: 24, marginRight: 14,
+      x: { ...scale(chart.x), domain: domains.x, axis: null }, y: { ...scale(chart.y), domain: domains.y, axis: null },
+      marks: [
+        Plot.gridY({ ticks: yTicks, stroke: "var(--line)", strokeOpacity: 1 }),
+        Plot.axisY({ ticks: yTicks, tickSize: 0, label: null, tickFormat: spoken, color: "var(--quiet)" }),
+        Plot.axisX({ ticks: xTicks(points.map(p => p.x), chart.x, room - 60), tickSize: 4, label: null, tickFormat: tick(chart.x), color: "var(--quiet)" }),
+        Plot.text([chart.x.label], { frameAnchor: "bottom-right", text: d => d, dy: 33, textAnchor: "end", fill: "var(--quiet)" }),
+        Plot.text([chart.y.label], { frameAnchor: "top-left", text: d => d, dy: -20, dx: -40, textAnchor: "start", fill: "var(--quiet)" }),
+        ...(chart.rules ?? []).flatMap(r => [
+          Plot.ruleY([r.y], { stroke: "var(--ink)", strokeDasharray: "4 3" }),
+          Plot.text([r], { y: "y", frameAnchor: "right", text: "label", textAnchor: "end", dy: -8 }),
+        ]),
+        Plot.line(joined.filter(p => !dashed.has(p.series)), line),
+        Plot.line(joined.filter(p => dashed.has(p.series)), { ...line, strokeDasharray: "4 3" }),
+        Plot.line(kind("curve"), { ...line, strokeWidth: 1.3 }),
+        Plot.ruleX(wide, { x: "x", y1: "low", y2: "high", stroke: p => stroke.get(p.series), strokeWidth: 1.3 }),
+        Plot.dot(joined, { x: "x", y: "y", r: 3.2, fill: p => stroke.get(p.series) }),
+        Plot.dot(kind("lone"), { x: "x", y: "y", r: 2.4, fill: p => stroke.get(p.series), fillOpacity: .8 }),
+        Plot.dot(kind("ring"), { x: "x", y: "y", r: 6, stroke: p => stroke.get(p.series), strokeWidth: 1.5 }),
+        Plot.text(numbers, { x: "x", y: "y", text: "text", dy: 15, fill: "var(--ink)", stroke: "var(--paper)", strokeWidth: 3 }),
+      ],
+    });
+    const marks = points.filter(p => p.drawn !== "curve").map(p => hit(p, svg, p.x, p.y, null, svg.scale("y").apply(p.y)));
+    return drawn(svg, marks, {});
+  }
+
+  function lines(chart, points, room) {
+    const panels = d3.group(points, p => p.group ?? "");
+    const ends = points.flatMap(p => [p.y, ...(p.drawn === "curve" ? [] : [p.low ?? p.y, p.high ?? p.y])]);
+    const domains = { x: span(points.map(p => p.x), chart.x), y: span([...ends, ...(chart.rules ?? []).map(r => r.y)], chart.y, true) };
+    if (panels.size === 1) return [curves(chart, points, room, domains, Math.min(320, Math.max(240, room * .55)))];
+    const columns = Math.max(1, Math.floor((room + 24) / 264)), each = (room - 24 * (columns - 1)) / columns;
+    return [...panels].map(([name, ours]) => ({ ...curves(chart, ours, each, domains, 200), name }));
+  }
+
+  // --- matrix ---
+
+  function heat(chart, points, room) {
+    const ranks = [...new Set(points.map(p => +p.label))].sort(d3.ascending);
+    const side = Math.min(44, Math.max(9, (Math.min(room, 560) - 60) / ranks.length));
+    const paint = d3.scaleLinear([50, 80, 95, 105], ["#d55e00", "#f3d9c4", "#dbe9f4", "#9cc7e4"]).clamp(true);
+    const numbers = ranks.length <= MOST_NUMBERED_RANKS && side >= 30 ? points : [];
+    const every = Math.ceil(ranks.length / 16);
+    const shared = { domain: ranks, axis: null, padding: .05 };
+    const ticks = ranks.filter((_, i) => i % every === 0);
+    const svg = Plot.plot({
+      width: 50 + side * ranks.length + 10, height: 40 + side * ranks.length, style,
+      marginLeft: 50, marginRight: 10, marginTop: 4, marginBottom: 36, x: shared, y: shared,
+      marks: [
+        Plot.cell(points, { x: "x", y: p => +p.label, fill: p => paint(p.y) }),
+        Plot.text(numbers, { x: "x", y: p => +p.label, text: "text", fill: p => p.y < 62 ? "#fdfdfd" : "#111111", fontSize: 11 }),
+        Plot.axisY(ticks, { tickSize: 0, label: null, color: "var(--quiet)" }),
+        Plot.axisX(ticks, { tickSize: 0, label: null, color: "var(--quiet)" }),
+        Plot.text([chart.x.label], { frameAnchor: "bottom", text: d => d, dy: 30, fill: "var(--quiet)" }),
+      ],
+    });
+    const half = svg.scale("x").bandwidth / 2;
+    const marks = points.map(p => hit(p, svg, p.x, 0, null, svg.scale("y").apply(+p.label) + half, half));
+    return drawn(svg, marks, {});
+  }
+
+  // --- what the pointer and the keyboard find ---
+
+  function hit(p, svg, x, y, lane, py = y + 4, shift = 0) {
+    return { p, x: svg.scale("x").apply(x) + shift, y: py, lane };
+  }
+
+  function drawn(svg, hits, plan) {
+    return { svg, hits, rest: plan.rest ?? 0 };
+  }
+
+  /** The mark under a place: in its lane by row and extent, elsewhere the nearest within reach. */
+  function find(hits, x, y) {
+    const lanes = hits.filter(h => h.lane && y >= h.lane.y + 1 && y <= h.lane.y + h.lane.height + 8);
+    if (hits[0]?.lane) return lanes.find(h => h.lane.from == null || (x >= h.lane.from && x < h.lane.to)) ?? null;
+    const near = d3.least(hits, h => Math.hypot(h.x - x, h.y - y));
+    return near && Math.hypot(near.x - x, near.y - y) < 36 ? near : null;
+  }
+
+  const kinds = { bars, stack, dots, lines, heat };
+
+  /** [{svg, hits, name, rest}]: one drawing, or one per panel. */
+  function draw(chart, points, room) {
+    const whole = axis => axis && { scale: "linear", ...axis }; // what is absent has its default
+    const complete = { ...chart, x: whole(chart.x), y: whole(chart.y) };
+    return points.length ? [kinds[chart.kind](complete, points, room)].flat() : [];
+  }
+
+  return { draw, find };
+})();

@@ -1,0 +1,307 @@
+"use strict";
+// Filters, sorting, hover, copies and downloads. Text from the report enters as text nodes only, never as markup.
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  for (const p of data.charts.flatMap(chart => chart.points)) { // texts are written once and stand by their number
+    for (const name of ["label", "group", "series"]) if (name in p) p[name] = data.words[p[name]];
+    p.cells = p.cells.map(i => data.words[i]);
+    if (p.detail) p.detail = p.detail.map(i => data.words[i]).join("\n");
+  }
+  const MOST_RUNS_TOLD = 4;
+  const $$ = (selector, root = document) => [...root.querySelectorAll(selector)];
+  const make = (tag, properties = {}, ...children) => {
+    const element = Object.assign(document.createElement(tag), properties);
+    element.append(...children);
+    return element;
+  };
+  document.documentElement.classList.remove("no-js");
+
+  // --- theme: the system's until the reader chooses ---
+
+  const theme = document.getElementById("theme");
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  const remembered = { // storage may be refused to a page that was opened from disk
+    get: () => { try { return localStorage.getItem("paceline-theme"); } catch { return null; } },
+    set: value => { try { localStorage.setItem("paceline-theme", value); } catch { /* it lasts as long as the page */ } },
+  };
+  const isDark = () => (document.documentElement.dataset.theme ?? (system.matches ? "dark" : "light")) === "dark";
+  const nameTheme = () => { theme.textContent = isDark() ? "Light" : "Dark"; theme.title = `Switch to ${theme.textContent.toLowerCase()} colours`; };
+  if (["light", "dark"].includes(remembered.get())) document.documentElement.dataset.theme = remembered.get();
+  theme.addEventListener("click", () => {
+    document.documentElement.dataset.theme = isDark() ? "light" : "dark";
+    remembered.set(document.documentElement.dataset.theme);
+    nameTheme();
+  });
+  system.addEventListener("change", nameTheme);
+  nameTheme();
+
+  // --- filters: none chosen on an axis means all of it ---
+
+  const chosen = data.axes.map(() => new Set());
+  const isKept = cell => {
+    const places = data.cells[cell];
+    return !places || chosen.every((values, i) => !values.size || values.has(places[i]));
+  };
+  const anyKept = cells => !cells.length || cells.some(isKept);
+
+  function filterBar() {
+    const bar = document.getElementById("filters");
+    if (!bar || !data.axes.length) return;
+    data.axes.forEach((axis, i) => {
+      const summary = make("summary"), panel = make("div"), box = make("details", { className: "filter" }, summary, panel);
+      const say = () => {
+        const words = axis.values.filter((_, k) => chosen[i].has(k));
+        summary.textContent = `${axis.name}: ${words.length ? words.join(", ") : "all"}`;
+        box.classList.toggle("active", words.length > 0);
+      };
+      axis.values.forEach((value, k) => {
+        const tick = make("input", { type: "checkbox", name: axis.name, value });
+        tick.addEventListener("change", () => { chosen[i][tick.checked ? "add" : "delete"](k); say(); apply(); });
+        panel.append(make("label", {}, tick, value));
+      });
+      box.addEventListener("toggle", () => { if (box.open) $$(".filter[open]").forEach(o => { if (o !== box) o.open = false; }); });
+      box.reset = () => { chosen[i].clear(); $$("input", box).forEach(t => { t.checked = false; }); say(); };
+      say();
+      bar.append(box);
+    });
+    const reset = make("button", { type: "button", id: "reset", hidden: true, textContent: "Reset" });
+    reset.addEventListener("click", () => { $$(".filter", bar).forEach(box => box.reset()); apply(); });
+    bar.append(reset, make("span", { id: "count", className: "quiet", ariaLive: "polite" }));
+    bar.hidden = false;
+    const close = () => $$(".filter[open]").forEach(box => { box.open = false; });
+    document.addEventListener("click", event => { if (!event.target.closest(".filter")) close(); });
+    document.addEventListener("keydown", event => { if (event.key === "Escape") { close(); tip.hidden = true; } });
+  }
+
+  function apply() {
+    for (const element of $$("[data-cells]")) element.hidden = !anyKept(element.dataset.cells.split(" ").filter(Boolean));
+    for (const block of $$(".block")) {
+      const rows = $$("tbody > tr", block);
+      block.hidden = rows.length > 0 && rows.every(row => row.hidden);
+    }
+    const cells = Object.keys(data.cells), kept = cells.filter(isKept).length;
+    const reset = document.getElementById("reset"), active = chosen.some(values => values.size);
+    if (reset) {
+      reset.hidden = !active;
+      document.getElementById("count").textContent = active ? `${kept} of ${cells.length} cells` : `${cells.length} cells`;
+    }
+    figures.forEach(draw);
+  }
+
+  // --- sorting ---
+
+  const UNITS = { KiB: 2 ** 10, MiB: 2 ** 20, GiB: 2 ** 30 };
+  function sortKey(cell) {
+    const text = (cell.dataset.text ??= cell.firstChild?.textContent.trim() ?? "");
+    const [, number, unit] = text.match(/^([+-]?[\d,]*\.?\d+(?:e[+-]?\d+)?)\s*(KiB|MiB|GiB)?/) ?? [];
+    if (number !== undefined) return [0, +number.replaceAll(",", "") * (UNITS[unit] ?? 1)];
+    return text === "\u2013" || !text ? [2, 0] : [1, text.toLowerCase()]; // what is missing stays last
+  }
+
+  function sortBy(head, index) {
+    const body = head.closest("table").tBodies[0], rows = [...body.rows];
+    const up = head.ariaSort ? head.ariaSort === "descending" : !head.classList.contains("n") || head.textContent.startsWith("#");
+    const keys = new Map(rows.map(row => [row, sortKey(row.cells[index])]));
+    rows.sort((one, other) => {
+      const [a, b] = [keys.get(one), keys.get(other)];
+      return a[0] !== b[0] ? a[0] - b[0] : d3.ascending(a[1], b[1]) * (up ? 1 : -1);
+    });
+    for (const other of head.parentNode.cells) other.removeAttribute("aria-sort");
+    head.ariaSort = up ? "ascending" : "descending";
+    body.append(...rows);
+  }
+
+  function sortable(table) {
+    if (table.tBodies[0].rows.length < 2) return;
+    [...table.tHead.rows[0].cells].forEach((head, index) => {
+      if (!head.textContent.trim()) return;
+      const unit = head.querySelector("small");
+      const button = make("button", { className: "sort", type: "button", textContent: head.firstChild.textContent });
+      head.replaceChildren(button, ...(unit ? [unit] : []));
+      button.addEventListener("click", () => sortBy(head, index));
+    });
+  }
+
+  // --- hover and keyboard on charts ---
+
+  const tip = make("div", { id: "tip", role: "status", hidden: true });
+  document.body.append(tip);
+
+  function tell(svg, mark) {
+    svg.querySelector(".found")?.remove();
+    tip.hidden = !mark;
+    if (!mark) return;
+    const p = mark.p, names = (p.runs ?? []).map(i => data.runs[i]);
+    const more = names.length > MOST_RUNS_TOLD ? `, and ${names.length - MOST_RUNS_TOLD} more` : "";
+    tip.replaceChildren(make("b", { textContent: [p.label, p.group].filter(Boolean).join(", ") || p.series }), p.detail ?? p.text ?? "",
+      ...(names.length ? [make("small", { textContent: `run${names.length > 1 ? "s" : ""} ${names.slice(0, MOST_RUNS_TOLD).join(", ")}${more}` })] : []));
+    const ring = document.createElementNS("http://www.w3.org/2000/svg", "circle");
+    for (const [name, value] of Object.entries({ class: "found", cx: mark.x, cy: mark.y, r: 5, fill: "none", stroke: "var(--ink)", "stroke-width": 2 }))
+      ring.setAttribute(name, value);
+    svg.append(ring);
+    const at = svg.getBoundingClientRect(), scale = at.width / svg.viewBox.baseVal.width;
+    const x = at.left + mark.x * scale, y = at.top + mark.y * scale, size = tip.getBoundingClientRect();
+    const left = Math.max(8, Math.min(x - size.width / 2, document.documentElement.clientWidth - size.width - 8));
+    const top = y - size.height - 14 > 4 ? y - size.height - 14 : y + 18;
+    tip.style.left = `${left + scrollX}px`;
+    tip.style.top = `${top + scrollY}px`;
+  }
+
+  function hoverable({ svg, hits }, title) {
+    let current = -1;
+    svg.setAttribute("tabindex", "0");
+    svg.setAttribute("role", "img");
+    svg.setAttribute("aria-label", `${title}: ${hits.length} marks, arrow keys tell each`);
+    const show = index => { current = index; tell(svg, hits[index]); };
+    svg.addEventListener("pointermove", event => {
+      const at = svg.getBoundingClientRect(), scale = at.width / svg.viewBox.baseVal.width;
+      show(hits.indexOf(Charts.find(hits, (event.clientX - at.left) / scale, (event.clientY - at.top) / scale)));
+    });
+    svg.addEventListener("pointerleave", () => show(-1));
+    svg.addEventListener("blur", () => show(-1));
+    svg.addEventListener("keydown", event => {
+      const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
+      if (!step) return;
+      event.preventDefault();
+      show((Math.max(current, step < 0 ? 0 : -1) + step + hits.length) % hits.length);
+    });
+  }
+
+  // --- charts ---
+
+  const figures = $$("figure[data-chart]").map(element => {
+    const chart = data.charts.find(c => c.name === element.dataset.chart);
+    return { element, chart, place: element.querySelector(".plot"), room: 0, drawings: [] };
+  });
+  const pointsOf = figure => figure.chart.points.filter(p => anyKept(p.cells));
+
+  function legend(chart, points) {
+    const shown = new Set(points.map(p => p.series)), series = chart.series.filter(s => shown.has(s.name));
+    const lanes = chart.kind === "bars" || chart.kind === "dots"; // these are named beside their lane
+    if (lanes || series.length < 2) return [];
+    const stroke = chart.kind === "lines" ? "stroke" : "";
+    return [make("div", { className: "legend" }, ...series.map(s => {
+      const swatch = make("i", { className: `${stroke} ${s.dashed ? "dashed" : ""}` });
+      swatch.style[stroke ? "borderColor" : "background"] = `var(--s${s.colour})`;
+      return make("span", {}, swatch, s.name);
+    }))];
+  }
+
+  function draw(figure) {
+    const points = pointsOf(figure);
+    figure.element.hidden = !points.length;
+    if (!points.length || !figure.room) return;
+    figure.drawings = Charts.draw(figure.chart, points, figure.room);
+    const rest = d3.sum(figure.drawings, d => d.rest);
+    const made = figure.drawings.map(d => d.name ? make("div", {}, make("h4", { textContent: d.name }), d.svg) : d.svg);
+    const panels = made.length > 1 && figure.chart.kind === "lines" ? [make("div", { className: "panels" }, ...made)] : made;
+    figure.place.replaceChildren(...legend(figure.chart, points), ...panels,
+      ...(rest ? [make("p", { className: "quiet", textContent: "More than fit a chart: the tables hold them all, a filter brings them here." })] : []));
+    for (const drawing of figure.drawings) hoverable(drawing, [figure.chart.title, drawing.name].filter(Boolean).join(", "));
+  }
+
+  const watcher = new ResizeObserver(entries => {
+    for (const entry of entries) {
+      const figure = figures.find(f => f.place === entry.target), room = Math.floor(entry.contentRect.width);
+      if (room && room !== figure.room) { figure.room = room; draw(figure); }
+    }
+  });
+
+  // --- copies and downloads ---
+
+  function save(name, type, text) {
+    const link = make("a", { href: URL.createObjectURL(new Blob([text], { type })), download: name });
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+  }
+
+  // A text that begins like a formula would be run by a spreadsheet.
+  const quoted = value => `"${String(value ?? "").replace(/^(?=[=+@\t\r-])/, "'").replaceAll('"', '""')}"`;
+
+  function csv({ chart }, points) {
+    const unit = chart.y.unit || chart.y.label, x = chart.x ? chart.x.label : "";
+    const head = ["panel or group", "label", "series", ...(x ? [x] : []), `value (${unit})`, `low (${unit})`, `high (${unit})`, "cells", "runs"];
+    const lines = points.flatMap(p => {
+      const before = [quoted(p.group), quoted(p.label), quoted(p.series), ...(x ? [p.x ?? ""] : [])];
+      const after = [quoted(p.cells.join(" ")), quoted((p.runs ?? []).map(i => data.runs[i]).join(" "))];
+      const values = p.samples ? p.samples.map(v => [v, "", ""]) : [[p.y, p.low ?? "", p.high ?? ""]];
+      return values.map(value => [...before, ...value, ...after].join(","));
+    });
+    return [head.map(quoted).join(","), ...lines, ""].join("\r\n");
+  }
+
+  /** One file with title and legend: colours of the theme are written out, since the file leaves the page. */
+  function svgFile(figure) {
+    const probe = make("span");
+    document.body.append(probe);
+    const resolved = text => text.replace(/var\(--[a-z0-9]+\)/g, name => { probe.style.color = name; return getComputedStyle(probe).color; });
+    const escaped = text => new XMLSerializer().serializeToString(document.createTextNode(text));
+    const font = 'font-family="system-ui, sans-serif"', out = [];
+    let y = 22, right = 0;
+    out.push(`<text x="8" y="${y}" ${font} font-size="15" font-weight="600" fill="var(--ink)">${escaped(figure.chart.title)}</text>`);
+    out.push(`<text x="8" y="${y += 18}" ${font} font-size="12" fill="var(--quiet)">${escaped(figure.chart.subtitle)}</text>`);
+    for (const item of $$(".legend span", figure.place)) {
+      const swatch = item.querySelector("i");
+      out.push(`<rect x="8" y="${y + 8}" width="10" height="10" fill="${swatch.style.background || swatch.style.borderColor}"/>`,
+        `<text x="24" y="${(y += 17)}" ${font} font-size="12" fill="var(--ink)">${escaped(item.textContent)}</text>`);
+    }
+    for (const { svg, name } of figure.drawings) {
+      if (name) out.push(`<text x="8" y="${y += 24}" ${font} font-size="12" font-weight="600" fill="var(--ink)">${escaped(name)}</text>`);
+      const copy = svg.cloneNode(true), box = svg.viewBox.baseVal;
+      copy.querySelector(".found")?.remove();
+      for (const [key, value] of [["x", 8], ["y", y + 8], ["width", box.width], ["height", box.height], ["overflow", "visible"]]) copy.setAttribute(key, value);
+      out.push(new XMLSerializer().serializeToString(copy));
+      y += box.height + 8;
+      right = Math.max(right, box.width);
+    }
+    const ground = `<rect width="100%" height="100%" fill="var(--paper)"/>`;
+    const size = `width="${right + 24}" height="${y + 8}"`;
+    const text = resolved(`<svg xmlns="http://www.w3.org/2000/svg" ${size}>${ground}${out.join("")}</svg>`);
+    probe.remove();
+    return text;
+  }
+
+  async function copy(button, text) {
+    try {
+      await navigator.clipboard.writeText(text);
+    } catch { // a page from disk may be refused the clipboard: the old way still works
+      const area = make("textarea", { value: text });
+      document.body.append(area);
+      area.select();
+      document.execCommand("copy");
+      area.remove();
+    }
+    const before = button.textContent;
+    button.textContent = "Copied";
+    setTimeout(() => { button.textContent = before; }, 1500);
+  }
+
+  const tool = (text, call) => {
+    const button = make("button", { type: "button", textContent: text });
+    button.addEventListener("click", () => call(button));
+    return button;
+  };
+
+  for (const figure of figures)
+    figure.element.append(make("div", { className: "tools" },
+      tool("Data (CSV)", () => save(`${figure.chart.name}.csv`, "text/csv", csv(figure, pointsOf(figure)))),
+      tool("Image (SVG)", () => save(`${figure.chart.name}.svg`, "image/svg+xml", svgFile(figure)))));
+  for (const recipe of $$(".recipe")) {
+    const text = recipe.querySelector("pre").textContent, file = recipe.dataset.file;
+    recipe.append(make("div", { className: "tools" }, tool("Copy", button => copy(button, text)),
+      ...(file ? [tool("Save", () => save(file, "text/yaml", text))] : [])));
+  }
+
+  // A link to something folded opens it.
+  const unfold = () => {
+    for (let e = document.getElementById(decodeURIComponent(location.hash.slice(1))); e; e = e.parentElement) if (e.tagName === "DETAILS") e.open = true;
+  };
+  addEventListener("hashchange", unfold);
+  document.addEventListener("click", event => { if (event.target.closest('a[href^="#cell-"]')) setTimeout(unfold); });
+
+  $$("table").forEach(sortable);
+  filterBar();
+  figures.forEach(figure => watcher.observe(figure.place));
+  apply();
+  unfold();
+})();

@@ -1,0 +1,37 @@
+"""Charts as data: what is drawn, in which unit, with which words; whoever draws decides nothing but pixels.
+
+chart < training, memory, fabric, ceilings. A new chart is a function from the report to charts and a line in BUILDERS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from paceline.findings import Report
+from paceline.present.charts import ceilings, fabric, memory, training
+from paceline.present.charts.chart import Axis, Chart, Point, Rule, Series
+
+__all__ = ["BUILDERS", "Axis", "Chart", "Point", "Rule", "Series", "charts"]
+
+# In reading order.
+BUILDERS: tuple[Callable[[Report], Iterable[Chart]], ...] = (
+    training.throughput,
+    training.step_time,
+    training.phases,
+    training.peak_memory,
+    training.scaling,
+    training.scaling_loss,
+    memory.components,
+    memory.frontier,
+    fabric.collectives,
+    fabric.pairs,
+    ceilings.products,
+    ceilings.copies,
+    ceilings.attention,
+)
+
+
+def charts(report: Report) -> tuple[Chart, ...]:
+    """Every chart that holds a point; names are unique."""
+    found = [chart for build in BUILDERS for chart in build(report) if chart.points]
+    return tuple({chart.name: chart for chart in found}.values())

@@ -1,0 +1,115 @@
+"""What a chart is made of. Numbers are in the unit the reader sees; every word is rounded by its uncertainty."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from paceline.findings import Measurement, Report
+from paceline.present.quantity import Scale, format_measurement
+from paceline.present.standing import describe, groups
+
+# How a chart is drawn: lanes of bars, of parts on top of each other, of single samples; curves; a matrix.
+BARS, STACK, DOTS, LINES, HEAT = "bars", "stack", "dots", "lines", "heat"
+# How a point of a curve is drawn: joined dots, a curve without dots (a fit), dots alone, a ring (a prediction).
+JOINED, CURVE, LONE, RING = "joined", "curve", "lone", "ring"
+LINEAR, LOG, LOG2 = "linear", "log", "log2"
+COLOURS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """scale is linear, log or log2; ticks is number or bytes; zero says whether the axis must begin there."""
+
+    label: str
+    unit: str = ""
+    scale: str = LINEAR
+    ticks: str = "number"
+    zero: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """One colour of the legend: its place in the palette, the same for the same thing in every chart."""
+
+    name: str
+    colour: int
+    dashed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One mark. y is the value, low and high its interval; x is where it stands on a curve or a matrix.
+
+    Lanes are named by label under the heading group; on curves and matrices group is the panel. text stands beside the
+    mark, detail is told on demand. A filter keeps the point as long as it keeps one of its cells.
+    """
+
+    y: float
+    cells: tuple[str, ...]
+    runs: tuple[str, ...] = ()
+    x: float | str | None = None
+    low: float | None = None
+    high: float | None = None
+    label: str = ""
+    group: str = ""
+    series: str = ""
+    text: str = ""
+    detail: str = ""
+    drawn: str = JOINED
+    faint: bool = False
+    samples: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """A line across the chart at one value of y: a capacity, an ideal."""
+
+    y: float
+    label: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """x is None where lanes take its place."""
+
+    name: str
+    title: str
+    subtitle: str
+    kind: str
+    y: Axis
+    points: tuple[Point, ...]
+    series: tuple[Series, ...]
+    x: Axis | None = None
+    rules: tuple[Rule, ...] = ()
+
+
+def numbered(names: Iterable[str]) -> tuple[Series, ...]:
+    """Colours in the order of the names; past the palette all share the last."""
+    return tuple(Series(name=n, colour=min(i, COLOURS - 1)) for i, n in enumerate(dict.fromkeys(names)))
+
+
+def strategies(report: Report) -> tuple[Series, ...]:
+    """The same strategy has the same colour in every chart, the plainest name the first."""
+    labels = {row.label for group in groups(report) for row in group.rows}
+    labels |= {describe(p.efficiency.axes, ()) for p in report.scaling}
+    return numbered(sorted(labels, key=lambda label: (len(label), label)))
+
+
+def used(series: Iterable[Series], points: Iterable[Point]) -> tuple[Series, ...]:
+    """Only what the chart shows."""
+    shown = {point.series for point in points}
+    return tuple(one for one in series if one.name in shown)
+
+
+def told(m: Measurement, scale: Scale | None = None) -> str:
+    """A measurement in full: value, interval, unit, and what it stands on."""
+    launches = f"{m.launches} launch{'' if m.launches == 1 else 'es'}"
+    return "\n".join(filter(None, (format_measurement(m, scale), f"{m.n} samples of {launches}", m.note)))
+
+
+def short_names(series: Sequence[str]) -> dict[str, str]:
+    """Each series by the words that the others lack; the first word where it has none of its own."""
+    words = {name: name.split(", ") for name in series}
+    shared = set.intersection(*map(set, words.values())) if words else set()
+    return {name: ", ".join(w for w in found if w not in shared) or found[0] for name, found in words.items()}

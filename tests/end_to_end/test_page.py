@@ -1,0 +1,259 @@
+"""report.html in a real browser: measured runs, opened from disk, with every name a hostile one could be."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.analysis.report import build
+from paceline.exporters import html
+from paceline.findings import Report
+from paceline.run import read_experiment
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+
+MEASURED = Path(__file__).parents[2] / "docs" / "measured" / "h200" / "runs.tar.gz"
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+DRIVER = shutil.which("chromedriver")
+EVIL = "<script>document.title='owned'</script>"
+PATIENCE_S = 10.0
+
+pytestmark = pytest.mark.skipif(
+    not (BROWSER and DRIVER), reason="needs chromium and chromedriver (Debian: chromium, chromium-driver)"
+)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    folder = tmp_path_factory.mktemp("measured")
+    with tarfile.open(MEASURED) as archive:
+        archive.extractall(folder, filter="data")
+    records, skipped = read_experiment(folder / "h200")
+    return build(records, title="h200", skipped=skipped)
+
+
+def hostile(report: Report) -> Report:
+    """One model's name is a script, wherever it is told."""
+
+    def named(value: Any) -> Any:
+        ours = value.axes.get("model") == "llama-1b"
+        return dataclasses.replace(value, axes={**value.axes, "model": EVIL}) if ours else value
+
+    return dataclasses.replace(
+        report,
+        title=EVIL,
+        runs=tuple(map(named, report.runs)),
+        measurements=tuple(map(named, report.measurements)),
+    )
+
+
+@pytest.fixture(scope="module")
+def page(measured: Report, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    (path,) = html.export(hostile(measured), tmp_path_factory.mktemp("page"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = BROWSER
+    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1280,1000"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    started = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    yield started
+    started.quit()
+
+
+@pytest.fixture
+def opened(chromium: Any, page: Path) -> Iterator[Any]:
+    """The page as a reader first sees it; whatever a test does, the browser must have nothing to complain about."""
+    media(chromium, "screen", "light")
+    chromium.get(page.as_uri())
+    chromium.execute_script("try { localStorage.clear() } catch {}")
+    wait_for(lambda: chromium.execute_script("return document.querySelectorAll('figure svg').length") >= 4)
+    yield chromium
+    assert [entry["message"] for entry in chromium.get_log("browser")] == []
+
+
+def media(browser: Any, kind: str, scheme: str) -> None:
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": kind, "features": features})
+
+
+def wait_for(condition: Callable[[], Any]) -> Any:
+    end = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end:
+        if found := condition():
+            return found
+        time.sleep(0.05)
+    raise AssertionError("the page did not come to it")
+
+
+def all_of(browser: Any, selector: str) -> list[Any]:
+    return list(browser.find_elements("css selector", selector))
+
+
+def shown(browser: Any, selector: str) -> list[Any]:
+    return [element for element in all_of(browser, selector) if element.is_displayed()]
+
+
+def click(browser: Any, element: Any) -> None:
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", element)
+    element.click()
+
+
+def choose(browser: Any, axis: str, value: str) -> None:
+    tick = f'document.querySelector(\'.filter input[name="{axis}"][value="{value}"]\')'
+    browser.execute_script(f"{tick}.closest('details').open = true")
+    browser.execute_script(f"return {tick}").click()
+
+
+def bars(browser: Any, chart: str) -> int:
+    return len(all_of(browser, f'figure[data-chart="{chart}"] svg g[aria-label="rect"] rect'))
+
+
+def test_every_chart_is_drawn(opened: Any) -> None:
+    names = [figure.get_attribute("data-chart") for figure in all_of(opened, "figure")]
+    assert names == ["throughput", "step_time", "phases", "memory"]
+    assert bars(opened, "throughput") == 8
+    text = opened.find_element("css selector", 'figure[data-chart="throughput"]').text
+    assert "385,800" in text
+    assert opened.execute_script("return document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_a_hostile_name_stays_text(opened: Any) -> None:
+    assert opened.execute_script("return document.title") == f"{EVIL}: Paceline report"
+    assert EVIL in opened.find_element("tag name", "h1").text
+    assert EVIL in opened.find_element("css selector", 'figure[data-chart="throughput"]').text.replace("\n", " ")
+
+
+def test_a_filter_narrows_tables_charts_and_cells(opened: Any) -> None:
+    rows, panels = len(shown(opened, "#ranking tbody tr")), len(shown(opened, "details.cell"))
+    choose(opened, "strategy", "fsdp2")
+    assert (rows, panels) == (8, 8)
+    assert len(shown(opened, "#ranking tbody tr")) == 1
+    assert len(shown(opened, "#ranking .block")) == 1, "a group without a row has no heading either"
+    assert len(shown(opened, "details.cell")) == 1
+    assert bars(opened, "throughput") == 1
+    assert opened.find_element("id", "count").text == "1 of 8 cells"
+    opened.find_element("id", "reset").click()
+    assert len(shown(opened, "#ranking tbody tr")) == 8
+    assert bars(opened, "throughput") == 8
+
+
+def test_what_matches_nothing_is_hidden_not_broken(opened: Any) -> None:
+    choose(opened, "strategy", "fsdp2")
+    choose(opened, "compile", "on")
+    assert shown(opened, "figure") == []
+    assert opened.find_element("id", "count").text == "0 of 8 cells"
+
+
+def test_a_table_is_sorted_by_its_numbers_both_ways(opened: Any) -> None:
+    def column() -> list[float]:
+        cells = all_of(opened, "#ranking table:first-of-type")[0].find_elements("css selector", "td:nth-child(3)")
+        return [float(cell.text.split()[0].replace(",", "")) for cell in cells]
+
+    head = all_of(opened, "#ranking th:nth-child(3) button")[0]
+    click(opened, head)
+    first = column()
+    click(opened, head)
+    assert len(first) == 5
+    assert first == sorted(first, reverse=True)
+    assert column() == sorted(first)
+    assert head.find_element("xpath", "..").get_attribute("aria-sort") == "ascending"
+
+
+def test_a_mark_tells_its_value_interval_samples_and_runs(opened: Any) -> None:
+    svg = opened.find_element("css selector", 'figure[data-chart="throughput"] svg')
+    opened.execute_script("arguments[0].scrollIntoView({block: 'center'})", svg)
+    x, y = opened.execute_script(
+        "const b = arguments[0].querySelector('g[aria-label=rect] rect').getBoundingClientRect();"
+        "return [Math.round(b.left + 20), Math.round(b.top + 8)]",
+        svg,
+    )
+    action = webdriver.ActionChains(opened).w3c_actions
+    action.pointer_action.move_to_location(x, y)
+    action.perform()
+    tip = wait_for(lambda: shown(opened, "#tip"))[0].text
+    for words in ("ddp", "385,800 [384,200, 387,300] tokens/s", "25 samples of 1 launch", "run ddp-gpt2-124m-1x-r0-"):
+        assert words in tip
+
+
+def test_the_keyboard_reaches_the_marks(opened: Any) -> None:
+    svg = opened.find_element("css selector", 'figure[data-chart="throughput"] svg')
+    opened.execute_script("arguments[0].focus()", svg)
+    svg.send_keys("\ue014\ue014")  # arrow right, twice
+    assert "fsdp2" in opened.find_element("id", "tip").text
+
+
+def test_a_row_leads_to_its_cell_with_command_and_experiment_to_copy(opened: Any) -> None:
+    link = opened.find_element("link text", "fsdp2")
+    click(opened, link)
+    panel = wait_for(lambda: shown(opened, "details.cell[open]"))[0]
+    assert "paceline run fsdp2-gpt2-124m-1x-" in panel.text
+    assert "strategy: fsdp2" in panel.text
+    copies = [b for b in panel.find_elements("css selector", ".recipe button") if b.text == "Copy"]
+    assert len(copies) == 2
+    click(opened, copies[0])
+    wait_for(lambda: copies[0].text == "Copied")
+
+
+def test_data_and_image_of_a_chart_are_files(opened: Any, tmp_path: Path) -> None:
+    opened.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
+    for button in all_of(opened, 'figure[data-chart="throughput"] .tools button'):
+        click(opened, button)
+    wait_for(lambda: {"throughput.csv", "throughput.svg"} <= {path.name for path in tmp_path.iterdir()})
+    lines = (tmp_path / "throughput.csv").read_text().splitlines()
+    assert len(lines) == 1 + 8
+    assert '"value (tokens/s)"' in lines[0]
+    image = (tmp_path / "throughput.svg").read_text()
+    assert image.startswith("<svg")
+    assert "var(--" not in image, "colours are written out: the file has left the page"
+
+
+def test_the_theme_follows_the_system_and_the_button(opened: Any) -> None:
+    def ground() -> str:
+        return str(opened.execute_script("return getComputedStyle(document.body).backgroundColor"))
+
+    assert ground() == "rgb(255, 255, 255)"
+    media(opened, "screen", "dark")
+    dark = wait_for(lambda: ground() != "rgb(255, 255, 255)" and ground())
+    opened.find_element("id", "theme").click()
+    assert ground() == "rgb(255, 255, 255)"
+    opened.find_element("id", "theme").click()
+    assert ground() == dark
+    media(opened, "print", "dark")
+    assert ground() == "rgb(255, 255, 255)", "paper is white"
+
+
+def test_a_phone_scrolls_in_one_direction_only(opened: Any) -> None:
+    phone = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+    opened.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
+    try:
+        wide = (
+            "return Math.max(...[...document.querySelectorAll('figure svg')].map(s => s.getBoundingClientRect().right))"
+        )
+        wait_for(lambda: opened.execute_script(wide) <= 390)
+        assert opened.execute_script("return document.documentElement.scrollWidth") == 390
+    finally:
+        opened.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_without_javascript_the_tables_are_there_and_the_charts_are_named(chromium: Any, page: Path) -> None:
+    chromium.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
+    try:
+        chromium.get(page.as_uri())
+        text = chromium.find_element("tag name", "main").text
+    finally:
+        chromium.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
+    assert "385,800" in text
+    assert "plots/" in text
+    assert "Data (CSV)" not in text
