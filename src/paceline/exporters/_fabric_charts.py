@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from paceline.exporters._canvas import CLEAR, GRID, PALETTE, QUIET, WIDTH_IN, canvas, say
+from paceline.exporters._canvas import CLEAR, GRID, PALETTE, QUIET, WIDTH_IN, canvas, key, say, thousands
 from paceline.findings import CollectiveFit, CollectiveRow, Pair, Report, ScalingExplanation
 from paceline.present.links import fabric_name, format_size
 from paceline.present.quantity import format_number, places, scale_of
@@ -169,7 +169,7 @@ def draw_latency(report: Report, found: Sequence[Panel]) -> Figure:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_ylabel("\u00b5s")
-    axes.yaxis.set_major_formatter(lambda y, _: f"{y:,.10g}")
+    thousands(axes.yaxis)
     axes.yaxis.set_minor_locator(_nothing())
     axes.grid(axis="y")
     _size_ticks(axes)
@@ -230,7 +230,9 @@ def _pair_axes(axes: Axes, pairs: Sequence[Pair], ranks: Sequence[int], at: dict
 def draw_scaling_loss(report: Report, found: Sequence[ScalingExplanation]) -> Figure:
     """A bar per point: the ideal step, what exposed communication adds, and the rest."""
     shown = sorted(found, key=lambda e: (e.kind, e.series, e.world_size))[:MOST_POINTS]
-    figure, (axes,) = canvas("Where the step time goes", "", 1.5 + 0.5 * len(shown))
+    figure, (axes,) = canvas(
+        "Where the step time goes", "measured step: the ideal one and what came on top", 1.9 + 0.5 * len(shown)
+    )
     named = (("ideal", GRID), ("exposed communication", PALETTE[1]), ("rest", PALETTE[0]), ("not measured", QUIET))
     used = set()
     for y, e in enumerate(shown):
@@ -240,19 +242,10 @@ def draw_scaling_loss(report: Report, found: Sequence[ScalingExplanation]) -> Fi
     axes.set_xlim(0, max(max(e.step_s, e.ideal_s) for e in shown) * 1e3 * 1.3)
     axes.set_xlabel("ms per optimizer step")
     axes.grid(axis="x")
-    _key(axes, [(word, colour) for word, colour in named if word in used])
+    key(figure, [(word, colour) for word, colour in named if word in used])
     if len(found) > len(shown):
         say(axes, f"and {len(found) - len(shown)} more, in the tables", (0, 0), (0, -34), "axes fraction", color=QUIET)
     return figure
-
-
-def _key(axes: Axes, words: Sequence[tuple[str, str]]) -> None:
-    """What the colours mean, in one line under the title."""
-    offset = 0.0
-    for word, colour in words:
-        say(axes, "\u25a0", (0, 1), (offset, 8), "axes fraction", color=colour, va="bottom")
-        say(axes, word, (0, 1), (offset + 10, 8), "axes fraction", color=QUIET, va="bottom")
-        offset += 26 + 5.6 * len(word)
 
 
 def _loss_bar(axes: Axes, y: float, e: ScalingExplanation, colours: dict[str, str]) -> set[str]:

@@ -94,7 +94,7 @@ def test_nothing_is_loaded(report: Report) -> None:
 
 def test_plots_are_inside_with_ids_of_their_own(report: Report) -> None:
     reader = read(html.text(report))
-    assert reader.tags.count("figure") == 4
+    assert reader.tags.count("figure") == 5
     assert len(set(reader.ids)) == len(reader.ids)
     assert {target[1:] for target in reader.fetched if target.startswith("#")} <= set(reader.ids)
 
