@@ -63,7 +63,9 @@ def test_cells_have_one_row_each_and_units_in_the_header(report: Report) -> None
 def test_cells_tell_variants_of_a_metric_apart(report: Report) -> None:
     speed = report.measurements[0]
     prices = tuple(
-        dataclasses.replace(speed, metric="usd_per_mtok", unit="USD/Mtok", value=v, axes=dict(speed.axes) | {"price": p})
+        dataclasses.replace(
+            speed, metric="usd_per_mtok", unit="USD/Mtok", value=v, axes=dict(speed.axes) | {"price": p}
+        )
         for p, v in (("here", 2.0), ("there", 1.0))
     )
     (first, *_) = rows(exporter.cells_text(dataclasses.replace(report, measurements=(*report.measurements, *prices))))
