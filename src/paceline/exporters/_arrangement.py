@@ -13,7 +13,7 @@ from paceline.findings import Measurement, Report
 from paceline.present.standing import Group, Row, axis_text, describe, groups
 from paceline.spec import Scalar
 
-MOST_LANES, MOST_FAMILIES = 60, 6
+MOST_LANES, MOST_FAMILIES = 60, 4
 _PLACES = ("world_size", "nodes")
 _BATCH = ("micro_batch", "accumulation")
 

@@ -62,7 +62,7 @@ def _boxes_over_sizes(axes: Axes, family: Family) -> None:
     fits, legible = room_for(family, [text.partition("\n")[0] for _, text, _ in boxes])
     for at, text, bottom in boxes if legible else ():
         how: dict[str, Any] = {"rotation": 0 if fits else 90, "va": "top", "ha": "center", "fontsize": NUMBER_SIZE}
-        say(axes, text if fits else text.replace("\n", ", "), (at, bottom), (0, -4), **how)
+        say(axes, text if fits else text.replace("\n", ", "), (at, bottom), (0, -4), in_layout=False, **how)
     say_missing(axes, places)
     room = (high - low) or high
     axes.set_ylim(max(low - (0.25 if fits else 0.5) * room, 0.0), high + 0.05 * room)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 DPI = 160
 FORMS = ("png", "svg")
+_UNDATED: dict[str, dict[str, Any]] = {"png": {"Software": None}, "svg": {"Date": None}}
+Draw = Callable[[Report, Any], "Figure"]
 
 
 def export(report: Report, directory: Path) -> list[Path]:
@@ -30,7 +32,7 @@ def export(report: Report, directory: Path) -> list[Path]:
     written = []
     for name, (collect, draw) in CHARTS.items():
         if found := collect(report):
-            images = _saved(lambda: draw(report, found), FORMS)  # noqa: B023 - called before the loop goes on
+            images = _saved(draw, report, found, FORMS)
             written += [write_atomically(directory / "plots" / f"{name}.{form}", images[form]) for form in FORMS]
     return written
 
@@ -43,25 +45,26 @@ def available(report: Report) -> tuple[str, ...]:
 def image(report: Report, name: str, form: str) -> bytes:
     """One chart as the bytes of a file, the same for the same report."""
     collect, draw = CHARTS[name]
-    return _saved(lambda: draw(report, collect(report)), (form,))[form]
+    return _saved(draw, report, collect(report), (form,))[form]
 
 
-def _saved(draw: Callable[[], Figure], forms: tuple[str, ...]) -> dict[str, bytes]:
+def _saved(draw: Draw, report: Report, found: Any, forms: tuple[str, ...]) -> dict[str, bytes]:
     import matplotlib
 
     style: Any = STYLE
     images = {}
     with matplotlib.rc_context(style):
+        figure = draw(report, found)
         for form in forms:
             buffer = io.BytesIO()
-            # Drawn anew for each form: layout leaves traces in a figure, and the bytes must not depend on the order.
-            metadata = {"Date": None} if form == "svg" else {"Software": None}
-            draw().savefig(buffer, format=form, dpi=DPI, metadata=metadata)
+            figure.savefig(buffer, format=form, dpi=DPI, metadata=_UNDATED[form])
+            # One layout serves all forms: it takes as long as drawing.
+            figure.set_layout_engine("none")
             images[form] = buffer.getvalue()
     return images
 
 
-CHARTS: dict[str, tuple[Callable[[Report], Any], Callable[[Report, Any], Figure]]] = {
+CHARTS: dict[str, tuple[Callable[[Report], Any], Draw]] = {
     "throughput": (bars.throughput, bars.draw_throughput),
     "step_time": (times.steps, times.draw_steps),
     "phases": (times.phases, times.draw_phases),
