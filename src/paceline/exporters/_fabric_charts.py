@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_NUMBERED_RANKS, MOST_POINTS = 16, 24
+LONGEST_TITLE = 48  # of what stands after the chart's own words; a longer one would leave the picture
 # Cells of the matrix keep their colours in the dark theme, so the numbers on them must not follow it.
 ON_PALE, ON_DEEP = "#111111", "#fdfdfd"
 
@@ -74,7 +75,9 @@ def _where(report: Report, found: Sequence[Panel]) -> str:
     """The fabric, and what must be known before its numbers are read."""
     first = next(iter(found[0].rows.values()))[0]
     shared = "; shared GPU: not a speed" if "shared GPU" in (first.note or "") else ""
-    return fabric_name(report, first.axes) + shared
+    name = fabric_name(report, first.axes)
+    room = LONGEST_TITLE - len(shared)
+    return (name if len(name) <= room else f"{name[: room - 1]}\u2026") + shared
 
 
 # --- bandwidth ---
@@ -103,7 +106,7 @@ def draw_bandwidth(report: Report, found: Sequence[Panel]) -> Figure:
     _over_all(
         figure,
         f"Bus bandwidth over size, {_where(report, found)}",
-        f"{scale.unit}; dots: measured (out-of-place, if any); lines: the fit t = \u03b1 + S\u00b7f/\u03b2",
+        f"{scale.unit}, higher is better; dots: measured, out-of-place if any; lines: fit t = \u03b1 + S\u00b7f/\u03b2",
     )
     _legend(grid[0], colours)
     return figure
@@ -156,7 +159,7 @@ def draw_latency(report: Report, found: Sequence[Panel]) -> Figure:
     """Time of one operation over size in the first dtype; at the left end stands what a start costs."""
     dtype = next(iter(found[0].rows))
     shown = [p for p in found if dtype in p.rows] or list(found)
-    subtitle = "slowest rank; names in the order of their smallest size, slowest first"
+    subtitle = "lower is better; slowest rank; names in the order of their smallest size, slowest first"
     figure, (axes,) = canvas(f"Time over size, {dtype}, {_where(report, found)}", subtitle, 4.2)
     ranked = sorted(shown, key=lambda p: -(p.rows[dtype][0].time_s or 0.0))
     for i, panel in enumerate(ranked):
