@@ -98,9 +98,10 @@ def _show(form: str, answer: str, names: str, tables: Sequence[Table], lines: It
     from paceline.exporters import markdown
 
     if form == "markdown":
+        page = markdown.Page()
         parts = [f"**{markdown.escape(answer)}**", markdown.escape(names)]
-        parts += [markdown.section(table.title, table).replace("## ", "### ", 1) for table in tables]
-        print("\n\n".join([*parts, markdown.bullets(lines)]).strip())
+        parts += [page.section(table.title, table).replace("## ", "### ", 1) for table in tables]
+        print("\n\n".join([*parts, page.bullets(tuple(lines))]).strip())
         return
     screen = console()
     for text in (answer, names):

@@ -6,20 +6,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline.exporters._canvas import PALETTE, canvas, say
+from paceline.exporters._canvas import PALETTE, End, canvas, name_ends, thousands
 from paceline.findings import Measurement, Report
 from paceline.present.ceilings import GIGA, scale_for
 from paceline.present.quantity import Scale, format_brief
 from paceline.present.standing import describe
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 HEIGHT_IN = 4.2
 # Rates further apart than this are drawn on a logarithmic axis, where all of them can be read.
 LINEAR_RANGE = 20
-LABEL_GAP = 0.065  # of the height of the axes
 _COPIES = ("copy_bytes_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s")
 
 
@@ -131,26 +129,14 @@ def _draw(title: str, about: str, lines: Sequence[Line], scale: Scale, what: str
     else:
         axes.set_ylim(0, axes.get_ylim()[1] * 1.05)
     axes.minorticks_off()
-    axes.yaxis.set_major_formatter(lambda y, _: f"{y:,.10g}")
+    thousands(axes.yaxis)
     axes.grid(axis="y")
     axes.set(xlabel=what, ylabel=scale.unit + (", logarithmic" if far_apart else ""))
-    _name_ends(axes, lines, scale)
+    name_ends(axes, [_end(line, scale) for line in lines])
     return figure
 
 
-def _name_ends(axes: Axes, lines: Sequence[Line], scale: Scale) -> None:
-    """Names with the last value beside the end of each line, pushed apart where they would touch, none below 0."""
-    to_axes = axes.transData + axes.transAxes.inverted()
-    heights = [
-        (float(to_axes.transform((_size(line.points[-1]), scale.apply(line.points[-1].value) or 0.0))[1]), i)
-        for i, line in enumerate(lines)
-    ]
-    places: dict[int, float] = {}
-    ceiling = float("inf")
-    for height, i in sorted(heights, reverse=True):
-        ceiling = places[i] = min(height, ceiling - LABEL_GAP)
-    lift = max(0.0, -ceiling)
-    for i, line in enumerate(lines):
-        text = f"{line.name}  {format_brief(line.points[-1], scale)}"
-        colour = PALETTE[line.colour % len(PALETTE)]
-        say(axes, text, (1, places[i] + lift), (6, 0), "axes fraction", color=colour)
+def _end(line: Line, scale: Scale) -> End:
+    last = line.points[-1]
+    text = f"{line.name}  {format_brief(last, scale)}"
+    return End(scale.apply(last.value) or 0.0, text, PALETTE[line.colour % len(PALETTE)])

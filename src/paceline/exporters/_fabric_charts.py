@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from paceline.exporters._canvas import CLEAR, GRID, PALETTE, QUIET, WIDTH_IN, canvas, say
+from paceline.exporters._canvas import CLEAR, GRID, PALETTE, QUIET, WIDTH_IN, canvas, key, say, thousands
 from paceline.findings import CollectiveFit, CollectiveRow, Pair, Report, ScalingExplanation
 from paceline.present.links import fabric_name, format_size
 from paceline.present.quantity import format_number, places, scale_of
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_NUMBERED_RANKS, MOST_POINTS = 16, 24
+LONGEST_TITLE = 48  # of what stands after the chart's own words; a longer one would leave the picture
 # Cells of the matrix keep their colours in the dark theme, so the numbers on them must not follow it.
 ON_PALE, ON_DEEP = "#111111", "#fdfdfd"
 
@@ -74,7 +75,9 @@ def _where(report: Report, found: Sequence[Panel]) -> str:
     """The fabric, and what must be known before its numbers are read."""
     first = next(iter(found[0].rows.values()))[0]
     shared = "; shared GPU: not a speed" if "shared GPU" in (first.note or "") else ""
-    return fabric_name(report, first.axes) + shared
+    name = fabric_name(report, first.axes)
+    room = LONGEST_TITLE - len(shared)
+    return (name if len(name) <= room else f"{name[: room - 1]}\u2026") + shared
 
 
 # --- bandwidth ---
@@ -103,7 +106,7 @@ def draw_bandwidth(report: Report, found: Sequence[Panel]) -> Figure:
     _over_all(
         figure,
         f"Bus bandwidth over size, {_where(report, found)}",
-        f"{scale.unit}; dots: measured (out-of-place, if any); lines: the fit t = \u03b1 + S\u00b7f/\u03b2",
+        f"{scale.unit}, higher is better; dots: measured, out-of-place if any; lines: fit t = \u03b1 + S\u00b7f/\u03b2",
     )
     _legend(grid[0], colours)
     return figure
@@ -156,7 +159,7 @@ def draw_latency(report: Report, found: Sequence[Panel]) -> Figure:
     """Time of one operation over size in the first dtype; at the left end stands what a start costs."""
     dtype = next(iter(found[0].rows))
     shown = [p for p in found if dtype in p.rows] or list(found)
-    subtitle = "slowest rank; names in the order of their smallest size, slowest first"
+    subtitle = "lower is better; slowest rank; names in the order of their smallest size, slowest first"
     figure, (axes,) = canvas(f"Time over size, {dtype}, {_where(report, found)}", subtitle, 4.2)
     ranked = sorted(shown, key=lambda p: -(p.rows[dtype][0].time_s or 0.0))
     for i, panel in enumerate(ranked):
@@ -169,7 +172,7 @@ def draw_latency(report: Report, found: Sequence[Panel]) -> Figure:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_ylabel("\u00b5s")
-    axes.yaxis.set_major_formatter(lambda y, _: f"{y:,.10g}")
+    thousands(axes.yaxis)
     axes.yaxis.set_minor_locator(_nothing())
     axes.grid(axis="y")
     _size_ticks(axes)
@@ -230,7 +233,9 @@ def _pair_axes(axes: Axes, pairs: Sequence[Pair], ranks: Sequence[int], at: dict
 def draw_scaling_loss(report: Report, found: Sequence[ScalingExplanation]) -> Figure:
     """A bar per point: the ideal step, what exposed communication adds, and the rest."""
     shown = sorted(found, key=lambda e: (e.kind, e.series, e.world_size))[:MOST_POINTS]
-    figure, (axes,) = canvas("Where the step time goes", "", 1.5 + 0.5 * len(shown))
+    figure, (axes,) = canvas(
+        "Where the step time goes", "measured step: the ideal one and what came on top", 1.9 + 0.5 * len(shown)
+    )
     named = (("ideal", GRID), ("exposed communication", PALETTE[1]), ("rest", PALETTE[0]), ("not measured", QUIET))
     used = set()
     for y, e in enumerate(shown):
@@ -240,19 +245,10 @@ def draw_scaling_loss(report: Report, found: Sequence[ScalingExplanation]) -> Fi
     axes.set_xlim(0, max(max(e.step_s, e.ideal_s) for e in shown) * 1e3 * 1.3)
     axes.set_xlabel("ms per optimizer step")
     axes.grid(axis="x")
-    _key(axes, [(word, colour) for word, colour in named if word in used])
+    key(figure, [(word, colour) for word, colour in named if word in used])
     if len(found) > len(shown):
         say(axes, f"and {len(found) - len(shown)} more, in the tables", (0, 0), (0, -34), "axes fraction", color=QUIET)
     return figure
-
-
-def _key(axes: Axes, words: Sequence[tuple[str, str]]) -> None:
-    """What the colours mean, in one line under the title."""
-    offset = 0.0
-    for word, colour in words:
-        say(axes, "\u25a0", (0, 1), (offset, 8), "axes fraction", color=colour, va="bottom")
-        say(axes, word, (0, 1), (offset + 10, 8), "axes fraction", color=QUIET, va="bottom")
-        offset += 26 + 5.6 * len(word)
 
 
 def _loss_bar(axes: Axes, y: float, e: ScalingExplanation, colours: dict[str, str]) -> set[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from paceline.exporters._canvas import INK, PALETTE, QUIET, canvas, say, short_names
+from paceline.exporters._canvas import INK, PALETTE, QUIET, End, canvas, key, name_ends, say, short_names
 from paceline.findings import FrontierPoint, MemoryRow, Report
 from paceline.footprint import COMPONENTS
 from paceline.present.memory import labels, scale
@@ -47,7 +47,8 @@ def draw_components(report: Report, rows: Sequence[MemoryRow]) -> Figure:
     _reach(axes, rows, unit)
     axes.grid(axis="x")
     axes.set_xlabel(unit.unit)
-    _legend(figure, rows)
+    shown = [name for name in COMPONENTS if any(row.measured.get(name) for row in rows)]
+    key(figure, [(WHAT.get(name, name), _colours()[name]) for name in shown])
     return figure
 
 
@@ -108,14 +109,6 @@ def _reach(axes: Axes, rows: Sequence[MemoryRow], unit: Scale) -> None:
         say(axes, f"{text}, beyond this axis", (1, 0), (0, -22), "axes fraction", ha="right", color=QUIET)
 
 
-def _legend(figure: Figure, rows: Sequence[MemoryRow]) -> None:
-    from matplotlib.patches import Patch
-
-    shown = [name for name in COMPONENTS if any(row.measured.get(name) for row in rows)]
-    patches = [Patch(color=_colours()[name], label=WHAT.get(name, name)) for name in shown]
-    figure.legend(handles=patches, loc="outside lower left", ncols=3, frameon=False, fontsize=9)
-
-
 # --- frontier ------------------------------------------------------------------------------------------------------
 
 
@@ -133,7 +126,7 @@ def draw_frontier(report: Report, points: Sequence[FrontierPoint]) -> Figure:
     for i, series in enumerate(names):
         colour = PALETTE[min(i, len(PALETTE) - 1)]
         ours = sorted((p for p in points if p.series == series), key=lambda p: p.sequence_length)
-        ends.append((*_line(axes, ours, colour, numbered), names[series], colour))
+        ends.append(End(_line(axes, ours, colour, numbered), names[series], colour))
     lengths = sorted({p.sequence_length for p in points})
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
@@ -145,14 +138,12 @@ def draw_frontier(report: Report, points: Sequence[FrontierPoint]) -> Figure:
     axes.set_ylim(max(low / 1.3, 0.5), high * 1.3)
     axes.grid(axis="y")
     axes.set(xlabel="sequence length, tokens", ylabel="micro batch, sequences")
-    _name_lines(axes, ends)
+    name_ends(axes, ends)
     return figure
 
 
-def _line(
-    axes: Axes, points: Sequence[FrontierPoint], colour: str, numbered: set[tuple[float, float]]
-) -> tuple[float, float]:
-    """Draws one series, with its numbers where no other series' number stands; returns where it ends."""
+def _line(axes: Axes, points: Sequence[FrontierPoint], colour: str, numbered: set[tuple[float, float]]) -> float:
+    """Draws one series, with its numbers where no other series' number stands; returns the height where it ends."""
     x, y = [p.sequence_length for p in points], [p.largest_fitting or 0 for p in points]
     axes.plot(x, y, color=colour, linewidth=1.8, marker="o", markersize=5.5)
     told = [(p.sequence_length, p.predicted) for p in points if p.predicted]
@@ -162,13 +153,4 @@ def _line(
         if all(at[0] != other[0] or not 0.7 < at[1] / other[1] < 1.4 for other in numbered):
             numbered.add(at)
             say(axes, str(at[1]), at, (0, 9), ha="center", va="bottom", color=colour, fontsize=9)
-    return float(x[-1]), float(y[-1])
-
-
-def _name_lines(axes: Axes, ends: Sequence[tuple[float, float, str, str]]) -> None:
-    """Names right of the lines' ends, pushed apart on the logarithmic axis where they would touch."""
-    low, high = axes.get_ylim()
-    gap, floor = (high / low) ** 0.07, float("inf")
-    for _, y, text, colour in sorted(ends, key=lambda end: -end[1]):
-        floor = min(y, floor / gap)
-        say(axes, text, (1, floor), (6, 0), "side", color=colour)
+    return float(y[-1])

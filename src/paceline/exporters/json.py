@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from paceline.exporters import write_atomically
@@ -26,6 +28,10 @@ def document(report: Report) -> dict[str, Any]:
 
 
 def plain(value: object) -> Any:
+    if type(value) in (str, int, bool, NoneType):  # most of a report, so asked first
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
     if isinstance(value, Measurement):
         return flat(value)
     if isinstance(value, ScalingPoint):
@@ -38,9 +44,7 @@ def plain(value: object) -> Any:
         return {str(key): plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [plain(inner) for inner in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if isinstance(value, str | int | None) else str(value)
+    return value if isinstance(value, str | int) else str(value)
 
 
 def flat(m: Measurement) -> dict[str, Any]:
@@ -51,4 +55,9 @@ def flat(m: Measurement) -> dict[str, Any]:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return {name: plain(getattr(value, name)) for name in _names(value.__class__)}
+
+
+@functools.cache
+def _names(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind))

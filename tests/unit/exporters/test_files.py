@@ -13,7 +13,7 @@ from paceline.exporters import write_atomically
 from paceline.findings import Report
 
 EXPORTERS = ("csv", "html", "json", "markdown", "plots", "suite_json")
-GOLDEN = {"markdown": "report.md", "csv": "metrics.csv", "json": "report.json"}
+GOLDEN = {"markdown": ("report.md",), "csv": ("metrics.csv", "cells.csv"), "json": ("report.json",)}
 
 
 def exporter(name: str):  # type: ignore[no-untyped-def]
@@ -47,11 +47,12 @@ def test_a_report_without_runs_is_exported_too(name: str, empty_report: Report, 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_golden(name: str, report: Report, tmp_path: Path, golden: Path) -> None:
     """PACELINE_UPDATE_GOLDEN=1 writes what is produced now; read the difference before you commit it."""
-    (written,) = exporter(name).export(report, tmp_path)
-    kept = golden / GOLDEN[name]
-    if os.environ.get("PACELINE_UPDATE_GOLDEN") == "1":
-        write_atomically(kept, written.read_bytes())
-    assert written.read_text() == kept.read_text()
+    written = {path.name: path.read_bytes() for path in exporter(name).export(report, tmp_path)}
+    assert set(written) == set(GOLDEN[name])
+    for file, content in written.items():
+        if os.environ.get("PACELINE_UPDATE_GOLDEN") == "1":
+            write_atomically(golden / file, content)
+        assert content == (golden / file).read_bytes()
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(

@@ -1,9 +1,16 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Mapping
+
+import pytest
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
 
 from paceline.exporters import markdown
 from paceline.findings import Report
+from paceline.spec import Scalar
 
 
 def test_the_answer_comes_first(report: Report) -> None:
@@ -58,3 +65,108 @@ def test_missing_is_a_dash_never_zero(report: Report) -> None:
 
 def test_escape_keeps_cells_and_tags_shut() -> None:
     assert markdown.escape("a|b <i> [x](http://y)\n`*") == "a\\|b &lt;i> [x]\\(http://y) \\`\\*"
+
+
+def named(report: Report, model: str) -> Report:
+    """The same report about a model of another name, wherever the name stands."""
+
+    def other(axes: Mapping[str, Scalar]) -> dict[str, Scalar]:
+        return dict(axes) | {"model": model}
+
+    return dataclasses.replace(
+        report,
+        title=model,
+        runs=tuple(dataclasses.replace(r, axes=other(r.axes), health=(model,)) for r in report.runs),
+        measurements=tuple(dataclasses.replace(m, axes=other(m.axes), note=model) for m in report.measurements),
+        machines=({"host": model, "cpu": model},),
+        notes=(model,),
+        skipped=(model,),
+    )
+
+
+def parsed(text: str) -> list[Token]:
+    tokens = MarkdownIt("commonmark").enable(["table", "strikethrough"]).parse(text)
+    return [inner for token in tokens for inner in (token, *(token.children or ()))]
+
+
+OURS = re.compile(r"</?details>|<summary>[^<>]*</summary>|</?sub>|<!-- -->|\n")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "<script>alert(1)</script>",
+        "a|b",
+        "`tick`",
+        "*bold* _soft_ ~~gone~~",
+        "[x](http://y)",
+        "# head",
+        "- item",
+        "1. first",
+        "> quoted",
+        "</details>",
+        "back\\|slash",
+    ],
+)
+def test_a_name_is_never_markup(report: Report, model: str) -> None:
+    tokens = parsed(markdown.text(named(report, model)))
+    html = "".join(t.content for t in tokens if t.type in ("html_block", "html_inline"))
+    assert not OURS.sub("", html), "only our own tags"
+    usual = parsed(markdown.text(report))
+    for kind in ("em_open", "s_open", "link_open", "blockquote_open", "hr", "ordered_list_open", "fence"):
+        assert sum(t.type == kind for t in tokens) == sum(t.type == kind for t in usual) == 0
+    assert model in "".join(t.content for t in tokens if t.type == "text")
+
+
+def test_tables_keep_their_columns_whatever_a_name_holds(report: Report) -> None:
+    tokens = parsed(markdown.text(named(report, "a|b `c|d` \\| e")))
+    widths = []
+    for t in tokens:
+        if t.type == "tr_open":
+            widths.append(0)
+        elif t.type in ("th_open", "td_open"):
+            widths[-1] += 1
+    usual = [t.type for t in parsed(markdown.text(named(report, "plain")))]
+    assert sum(widths) == usual.count("th_open") + usual.count("td_open")
+
+
+def test_nobody_is_called_by_a_name(report: Report) -> None:
+    assert not re.search(r"@\w", markdown.text(named(report, "@everyone")))
+    assert markdown.escape("Xeon @ 2 GHz") == "Xeon @ 2 GHz"
+
+
+def crowded(report: Report, cells: int, words: int = 10) -> Report:
+    speed = next(m for m in report.measurements if m.metric == "tokens_per_s")
+    run = next(r for r in report.runs if r.run == speed.runs[0])
+    proof = report.certificates[0]
+    where = [(f"cell{i}", dict(speed.axes) | {"seed": i // 4, "strategy": f"mesh:tp={i % 4}"}) for i in range(cells)]
+    return dataclasses.replace(
+        report,
+        measurements=tuple(dataclasses.replace(speed, cell=c, axes=a, runs=(c,)) for c, a in where),
+        runs=tuple(dataclasses.replace(run, run=c, cell=c, axes=a, health=("word " * words,)) for c, a in where),
+        certificates=tuple(dataclasses.replace(proof, run=c, cell=c) for c, _ in where),
+        skipped=tuple(f"{c}: {'long ' * words}" for c, _ in where),
+        scaling=(),
+    )
+
+
+@pytest.mark.parametrize(("cells", "words"), [(400, 10), (40, 2000), (1000, 100)])
+def test_a_big_campaign_fits_a_pull_request_and_says_what_was_cut(report: Report, cells: int, words: int) -> None:
+    text = markdown.text(crowded(report, cells, words))
+    assert len(text) <= markdown.MOST_CHARACTERS
+    assert "Cut to fit a pull request" in text
+    assert "\u2026" in text or re.search(r"\d more (rows|notes|ranked groups) are cut here", text)
+    assert text.count("<details>") == text.count("</details>")
+    assert text.split("\n\n")[1].startswith("**")
+
+
+def test_a_small_report_is_whole(report: Report) -> None:
+    assert "cut" not in markdown.text(report).lower().replace("executed", "")
+
+
+def test_what_no_limit_shortens_is_cut_at_a_line_with_its_folds_closed() -> None:
+    whole = "# a\n\n<details><summary>b</summary>\n\n" + "word\n" * 20_000
+    text = markdown._hard_cut(whole)
+    assert len(text) <= markdown.MOST_CHARACTERS
+    assert text.count("<details>") == text.count("</details>") == 1
+    assert text.rstrip().endswith("report.html and metrics.csv hold all of it.")
