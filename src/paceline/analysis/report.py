@@ -12,7 +12,7 @@ from paceline import __version__, machine
 from paceline.analysis import ceilings, compare, explain, fabric, memory, metrics, recommend, scaling, validity
 from paceline.analysis.certificate import certify_all
 from paceline.analysis.metrics import Cell
-from paceline.analysis.window import Window, first_and_last_loss, open_window, samples_by_step
+from paceline.analysis.window import Window, first_and_last_loss, open_window, step_table
 from paceline.findings import SHARED_GPU, Certificate, Report, RunFinding
 from paceline.records import RunRecord, Status
 
@@ -77,7 +77,7 @@ def _finding(record: RunRecord, certificates: Mapping[str, Certificate], windows
     run = record.spec.run_id
     window = windows.get(run)
     status, reason = _status(record, certificates.get(run))
-    first, last = first_and_last_loss(samples_by_step(record))
+    first, last = first_and_last_loss(step_table(record))
     return RunFinding(
         run=run,
         cell=record.spec.cell,
