@@ -243,16 +243,25 @@ _step_values = itemgetter(*StepSeries.FIELDS)
 
 def _collect(path: Path, steps: list[Sequence[Any]], others: list[Sample]) -> None:
     """The samples of one rank, those of steps as bare values: an object for each would cost more than to read them."""
-    for row in _rows(path):
-        if isinstance(row, dict) and len(row) == _WHOLE_STEP and row.get("kind") == StepSample.kind:
-            with contextlib.suppress(KeyError):
-                steps.append(_step_values(row))
-                continue
-        sample = _sample(row)
-        if isinstance(sample, StepSample):
-            steps.append(StepSeries.values_of(sample))
-        else:
-            others.append(sample)
+    rows = _rows(path)
+    values = _values_of_steps(rows)
+    if values is None:
+        found = [_sample(row) for row in rows]
+        steps += [StepSeries.values_of(sample) for sample in found if isinstance(sample, StepSample)]
+        others += [sample for sample in found if not isinstance(sample, StepSample)]
+    else:
+        steps += values
+        others += [_sample(row) for row in rows if row["kind"] != StepSample.kind]
+
+
+def _values_of_steps(rows: Sequence[Any]) -> list[Sequence[Any]] | None:
+    """None unless every row has a kind and every step exactly its fields: the long way then says what is wrong."""
+    try:
+        found = [row for row in rows if row["kind"] == StepSample.kind]
+        values = list(map(_step_values, found))
+    except (KeyError, TypeError):
+        return None
+    return values if sum(map(len, found)) == _WHOLE_STEP * len(found) else None
 
 
 def _sample(row: Any) -> Sample:

@@ -255,15 +255,15 @@ def _finite(run: Observed, standard: Standard) -> Check:
     return _check("finite loss", "a finite loss on every rank at every step", problems, f"{len(run.steps)} steps")
 
 
-def _losses(run: Observed) -> Mapping[int, list[float | None]]:
-    return {step: [loss] for step, loss in run.losses.items()}
+def _loss(run: Observed, step: int) -> list[float | None]:
+    return [run.losses[step]]
 
 
-def _norms(run: Observed) -> Mapping[int, list[float | None]]:
-    return run.by_step("grad_norm")
+def _norms(run: Observed, step: int) -> list[float | None]:
+    return run.table.at(step, "grad_norm")
 
 
-Values = Callable[[Observed], Mapping[int, list[float | None]]]
+Values = Callable[[Observed, int], list[float | None]]
 
 
 def _deviations(run: Observed, reference: Observed, values: Values) -> dict[int, float]:
@@ -273,14 +273,13 @@ def _deviations(run: Observed, reference: Observed, values: Values) -> dict[int,
     """
     found = {}
     skips = reference.spec.training.precision.compute == "fp16"
-    own, known = values(run), values(reference)
-    for step in (s for s in own if s in known):
-        base = known[step][0]
+    for step in (s for s in reference.steps if s in run.steps):
+        base = values(reference, step)[0]
         if base is None or not math.isfinite(base):
             if not skips:
                 found[step] = math.inf
             continue
-        errors = [math.inf if x is None else abs(x - base) / max(abs(base), 1e-30) for x in own[step]]
+        errors = [math.inf if x is None else abs(x - base) / max(abs(base), 1e-30) for x in values(run, step)]
         found[step] = max((math.inf if math.isnan(e) else e for e in errors), default=math.inf)
     return found
 
@@ -346,7 +345,7 @@ CHECKS: tuple[Callable[[Observed, Standard], Check | None], ...] = (
     _wire_dtype,
     _optimizer,
     _finite,
-    _trajectory("loss trajectory", _losses, LOSS_FLOOR),
+    _trajectory("loss trajectory", _loss, LOSS_FLOOR),
     _trajectory("gradient norm", _norms, NORM_FLOOR),
     _switches,
 )

@@ -96,9 +96,9 @@ def _block_sums(rows: Array, draws: int, rng: np.random.Generator) -> Array:
     last = n - (_blocks(n) - 1) * length
     starts = rng.integers(0, n, size=(_blocks(n) - 1, draws))
     final = rng.integers(0, n, size=draws)
-    total: Array = ends[final + last] - ends[final]
+    total: Array = ends.take(final + last, axis=0) - ends.take(final, axis=0)
     for start in starts:
-        total += ends[start + length] - ends[start]
+        total += ends.take(start + length, axis=0) - ends.take(start, axis=0)
     return total
 
 
@@ -114,8 +114,16 @@ def resample_sums(launches: Sequence[Array], seed: int, resamples: int = RESAMPL
     total = np.zeros((resamples, launches[0].shape[1]))
     for index, rows in enumerate(launches):
         slots = np.flatnonzero(drawn == index)
-        np.add.at(total, slots // len(launches), _block_sums(rows, len(slots), rng))
+        _add_at(total, slots // len(launches), _block_sums(rows, len(slots), rng))
     return total
+
+
+def _add_at(total: Array, rows: NDArray[np.intp], terms: Array) -> None:
+    """np.add.at for ascending rows, to the last digit and several times faster: the k-th term of every row at once."""
+    turn = np.arange(len(rows)) - np.searchsorted(rows, rows)
+    for k in range(int(turn.max(initial=-1)) + 1):
+        chosen = np.flatnonzero(turn == k)
+        total[rows[chosen]] += terms[chosen]
 
 
 def ratio_of_sums(launches: Sequence[Array], sums: Array, numerator: int, denominator: int) -> Resampled | None:

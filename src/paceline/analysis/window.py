@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from array import array
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from operator import itemgetter, mul
+from operator import mul
 from typing import Any
 
 import numpy as np
@@ -65,16 +67,19 @@ class StepTable:
     def values(self, field: str) -> list[Any]:
         """One value per row, as it was recorded."""
         column = self.series.column(field)
-        rows = self.order.tolist()
-        return list(itemgetter(*rows)(column)) if len(rows) > 1 else [column[row] for row in rows]
+        if isinstance(column, array):
+            found: list[Any] = np.asarray(column)[self.order].tolist()
+            return found
+        return [column[row] for row in self.order.tolist()]
 
     def by_step(self, field: str) -> list[list[Any]]:
         values = self.values(field)
         return [values[a:b] for a, b in itertools.pairwise(self.bounds)]
 
-    def at(self, index: int, field: str) -> list[Any]:
-        """The ranks' values at one step, by its place among the steps."""
+    def at(self, step: int, field: str) -> list[Any]:
+        """What the ranks recorded at one of the steps."""
         column = self.series.column(field)
+        index = bisect_left(self.steps, step)
         return [column[row] for row in self.order[self.bounds[index] : self.bounds[index + 1]].tolist()]
 
 
@@ -97,7 +102,7 @@ def first_and_last_loss(table: StepTable) -> tuple[float, float]:
     """Of the whole run, warm-up included; NaN where there is no step."""
     if not table.steps:
         return math.nan, math.nan
-    first, last = (global_loss(table.at(k, "loss"), table.at(k, "tokens")) for k in (0, len(table.steps) - 1))
+    first, last = (global_loss(table.at(s, "loss"), table.at(s, "tokens")) for s in (table.steps[0], table.steps[-1]))
     return first, last
 
 
@@ -133,14 +138,18 @@ def _step_rows(table: StepTable) -> Array:
 
 def _wall(table: StepTable, excluded: int) -> Array:
     """Step times of the rank whose window lasted longest: they add up to wall time, as maxima over ranks do not."""
-    first = table.bounds[excluded]
-    ranks, seconds = table.values("rank")[first:], table.values("duration_s")[first:]
+    bounds = np.asarray(table.bounds[excluded:])
+    ranks, seconds = table.values("rank")[bounds[0] :], table.values("duration_s")[bounds[0] :]
     totals: defaultdict[int, float] = defaultdict(float)
     for rank, duration in zip(ranks, seconds, strict=True):
         totals[rank] += duration
     longest = max(totals, key=lambda rank: totals[rank], default=0)
-    steps = zip(table.by_step("rank")[excluded:], table.by_step("duration_s")[excluded:], strict=True)
-    return np.array([dict(zip(reversed(r), reversed(s), strict=True)).get(longest, math.nan) for r, s in steps])
+    wall = np.full(len(bounds) - 1, math.nan)
+    # Backwards, so that of a rank's samples of one step the first stays.
+    own = np.flatnonzero(np.asarray(ranks) == longest)[::-1]
+    step_of_row = np.repeat(np.arange(len(wall)), np.diff(bounds))
+    wall[step_of_row[own]] = np.asarray(seconds)[own]
+    return wall
 
 
 def _launch_row(record: RunRecord, table: StepTable, excluded: int) -> list[float]:

@@ -26,6 +26,10 @@ def document(report: Report) -> dict[str, Any]:
 
 
 def plain(value: object) -> Any:
+    if value is None or isinstance(value, str | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
     if isinstance(value, Measurement):
         return flat(value)
     if isinstance(value, ScalingPoint):
@@ -38,9 +42,7 @@ def plain(value: object) -> Any:
         return {str(key): plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [plain(inner) for inner in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if isinstance(value, str | int | None) else str(value)
+    return str(value)
 
 
 def flat(m: Measurement) -> dict[str, Any]:
