@@ -17,16 +17,21 @@ import dataclasses
 import fcntl
 import json
 import mmap
+import multiprocessing
 import os
+import signal
 import struct
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import RequestError, StoreError
+from paceline.processes import end_with_parent
 from paceline.records import (
     SAMPLE_TYPES,
     SCHEMA,
@@ -321,15 +326,18 @@ def run_dirs(directory: Path) -> list[Path]:
     return sorted(path for path in found if "attempts" not in path.relative_to(directory).parts)
 
 
+# Below this many runs, starting processes takes longer than they save.
+PARALLEL_FROM = 100
+MOST_READERS = 8
+
+
 def read_runs(directory: Path) -> tuple[list[RunRecord], list[str]]:
     """All sealed runs below `directory`, and one sentence for each folder that had to be skipped."""
     records: dict[str, RunRecord] = {}
     skipped = []
-    for run_dir in run_dirs(directory):
-        try:
-            record = read_run(run_dir)
-        except StoreError as error:
-            skipped.append(str(error))
+    for record in _read_each(run_dirs(directory)):
+        if isinstance(record, StoreError):
+            skipped.append(str(record))
             continue
         known = records.setdefault(record.spec.run_id, record)
         if known is not record:
@@ -337,3 +345,28 @@ def read_runs(directory: Path) -> tuple[list[RunRecord], list[str]]:
             records[record.spec.run_id] = newer
             skipped.append(f"{older.path}: the same run stands in {newer.path}, which is newer")
     return list(records.values()), skipped
+
+
+def _read_each(folders: Sequence[Path]) -> Iterator[RunRecord | StoreError]:
+    """In the order of `folders`; many are read by a few processes, as parsing keeps one busy."""
+    readers = min(MOST_READERS, os.cpu_count() or 1)
+    # Only a forked process leaves the program that called it alone; elsewhere one process reads them all.
+    if len(folders) < PARALLEL_FROM or readers < 2 or sys.platform != "linux":
+        yield from map(_read_or_reason, folders)
+        return
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(readers, mp_context=context, initializer=_follow_parent) as pool:
+        yield from pool.map(_read_or_reason, folders, chunksize=10)
+
+
+def _read_or_reason(run_dir: Path) -> RunRecord | StoreError:
+    try:
+        return read_run(run_dir)
+    except StoreError as error:
+        return error
+
+
+def _follow_parent() -> None:
+    """Ctrl-C is the parent's to answer; a reader ends with it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent()

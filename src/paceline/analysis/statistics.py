@@ -192,6 +192,15 @@ def launches_note(launches: int) -> str | None:
 # --- outliers and percentiles ---
 
 
+def median(values: Array) -> float:
+    """numpy's of a few dozen values, without the many calls it makes for arrays of any shape; NaN where one is."""
+    ascending = np.sort(values)
+    n = len(ascending)
+    if not n or math.isnan(ascending[-1]):
+        return math.nan
+    return float((ascending[(n - 1) // 2] + ascending[n // 2]) / 2)
+
+
 def outliers(values: Sequence[float] | Array) -> NDArray[np.bool_]:
     """True where the modified z-score 0.6745 |x - median| / MAD exceeds 3.5: a tag; nothing is ever deleted.
 
@@ -201,8 +210,8 @@ def outliers(values: Sequence[float] | Array) -> NDArray[np.bool_]:
     x = np.asarray(values, dtype=np.float64)
     if not len(x):
         return np.zeros(0, dtype=np.bool_)
-    distance = np.abs(x - np.median(x))
-    mad, mean = float(np.median(distance)), float(distance.mean())
+    distance = np.abs(x - median(x))
+    mad, mean = median(distance), float(distance.mean())
     if mad > 0:
         return np.asarray(0.6745 * distance / mad > OUTLIER_Z)
     return np.asarray(distance > OUTLIER_Z * 1.253314 * mean) if mean > 0 else np.zeros(len(x), dtype=np.bool_)
@@ -243,7 +252,7 @@ def warm_up(durations: Sequence[float] | Array, rule: WarmUp) -> WarmUpEnd:
     x = np.asarray(durations, dtype=np.float64)
     last = min(rule.maximum, n - 2 * w)
     for end in range(rule.minimum, last + 1):
-        here, after = float(np.median(x[end : end + w])), float(np.median(x[end + w : end + 2 * w]))
+        here, after = median(x[end : end + w]), median(x[end + w : end + 2 * w])
         if abs(after - here) < rule.slope_ratio * here:
             return WarmUpEnd(end, True, f"{end} steps: the median of {w} steps changed by {abs(after / here - 1):.2%}")
     why = "the cap" if last == rule.maximum else f"all that leaves two windows of {w} steps"

@@ -87,9 +87,10 @@ def step_table(record: RunRecord, variant: int = 0) -> StepTable:
     series = StepSeries.of(record.steps)
     rows = np.flatnonzero(np.asarray(series.column("variant")) == variant)
     recorded = np.asarray(series.column("step"))[rows]
-    steps, counts = np.unique(recorded, return_counts=True)
-    bounds = (0, *np.cumsum(counts).tolist())
-    return StepTable(series, rows[np.argsort(recorded, kind="stable")], tuple(steps.tolist()), bounds)
+    order = np.argsort(recorded, kind="stable")
+    ascending = recorded[order]
+    starts = np.flatnonzero(np.diff(ascending, prepend=ascending[:1] - 1))
+    return StepTable(series, rows[order], tuple(ascending[starts].tolist()), (*starts.tolist(), len(rows)))
 
 
 def global_loss(losses: Sequence[float], tokens: Sequence[int]) -> float:
