@@ -361,9 +361,12 @@ def _read_each(folders: Sequence[Path]) -> Iterator[RunRecord | StoreError]:
 
 def _read_or_reason(run_dir: Path) -> RunRecord | StoreError:
     try:
-        return read_run(run_dir)
+        record = read_run(run_dir)
     except StoreError as error:
         return error
+    # A spec keeps its hashes: asked for here, they are made by the readers and travel with it.
+    _ = record.spec.run_id, record.spec.cell, record.spec.work
+    return record
 
 
 def _follow_parent() -> None:
