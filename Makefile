@@ -24,6 +24,7 @@ gpu-test:
 
 overhead: setup
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/report.py
 
 setup: $(VENV)/.ready
 

@@ -3,29 +3,23 @@
     loop     tokens/s inside Paceline's loop (clocks, samples, data thread, progress) over a bare loop of the same
              model, optimizer and step, alternating in one process. Goal: 0.99 on a GPU, 0.97 on a CPU.
     start    cold start of `paceline --help` over `python -c pass`.
-    report   `paceline report` over 1,000 stored runs, and the same without plots.
 
-Run `python benchmarks/overhead.py [loop] [start] [report]`; each prints one JSON line. Nothing here passes or fails.
+Run `python benchmarks/overhead.py [loop] [start]`; each prints one JSON line. Nothing here passes or fails.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
-import random
-import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paceline import experiment, machine, models, store
-from paceline.records import Evidence, MemorySample, Outcome, Status, StepSample, WireSample
+from paceline import experiment, machine
 from paceline.spec import RunSpec
 
 PAIRS = 8
@@ -176,103 +170,8 @@ def start_overhead(launches: int = 11) -> dict[str, Any]:
     }
 
 
-# --- report --------------------------------------------------------------------------------------------------------
-
-
-def report_time(runs: int = 1000, steps: int = 100, ranks: int = 8) -> dict[str, Any]:
-    folder = Path(tempfile.mkdtemp())
-    try:
-        _write_store(folder, runs, steps, ranks)
-        size = sum(path.stat().st_size for path in folder.rglob("*.jsonl"))
-        timed = {}
-        for name, formats in {
-            "json_csv_s": ("json", "csv"),
-            "all_s": ("html", "markdown", "csv", "json", "plots"),
-        }.items():
-            flags = [word for format_ in formats for word in ("--format", format_)]
-            begin = time.perf_counter()
-            command = [sys.executable, "-m", "paceline.cli", "report", str(folder / "many"), *flags]
-            subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
-            timed[name] = round(time.perf_counter() - begin, 1)
-    finally:
-        shutil.rmtree(folder)
-    return {
-        "benchmark": "report",
-        "runs": runs,
-        "steps": steps,
-        "ranks": ranks,
-        "sample_mb": round(size / 1e6),
-        **timed,
-    }
-
-
-def _write_store(folder: Path, runs: int, steps: int, ranks: int) -> None:
-    """Made-up but complete runs: five repeats of cells that differ in strategy and micro batch, and references."""
-    from paceline.run import references_of
-
-    file = folder / "many.yaml"
-    file.write_text("name: many\nbase: {model: tiny, sequence_length: 64, precision: fp32, device: cpu}\n")
-    sizes = list(range(1, runs // 25 + 1))
-    settings = [
-        f"steps={steps}", f"processes={ranks}", "reference_steps=2", "repeats=5", f"micro_batch={sizes}",
-        "strategy=[ddp, fsdp2, 'zero:stage=1', 'zero:stage=2', 'zero:stage=3']",
-    ]  # fmt: skip
-    specs = experiment.load(str(file), settings)[:runs]
-    for spec in [*references_of(specs).values(), *specs]:
-        _write_run(folder, spec)
-
-
-def _write_run(folder: Path, spec: RunSpec) -> None:
-    run_dir = store.create(folder, replace(spec))
-    noise = random.Random(spec.run_id)
-    reduced = 4 * _parameters(spec)
-    for rank in range(spec.topology.world_size):
-        with (run_dir / f"samples-{rank}.jsonl").open("w") as lines:
-            for step in range(spec.steps):
-                lines.write(store.sample_line(_step(spec, rank, step, noise)))
-            lines.write(store.sample_line(_memory(rank)))
-            wire = WireSample(
-                rank=rank, step=spec.steps, operation="all_reduce", dtype="fp32", group_size=spec.topology.world_size,
-                calls=1, payload_bytes=reduced,
-            )  # fmt: skip
-            lines.write(store.sample_line(wire))
-        store.write_outcome(run_dir, _outcome(spec, rank))
-    store.seal(run_dir, Status.OK, None, 0.0, 1.0)
-
-
-def _step(spec: RunSpec, rank: int, step: int, noise: random.Random) -> StepSample:
-    seconds = 0.1 * (1 + 0.02 * noise.random())
-    return StepSample(
-        rank=rank, step=step, duration_s=seconds, data_wait_s=0.0, h2d_s=None, h2d_bytes=None, forward_s=seconds / 3,
-        backward_s=seconds / 2, optimizer_s=seconds / 10, tokens=spec.tokens_per_step // spec.topology.world_size,
-        samples=spec.global_batch // spec.topology.world_size, micro_batches=spec.training.accumulation, updates=1,
-        loss=5.0 * math.exp(-step / 100), grad_norm=1.0, data_digest=step if rank == 0 else 0,
-    )  # fmt: skip
-
-
-def _parameters(spec: RunSpec) -> int:
-    return models.parameters(models.load(spec.model))
-
-
-def _memory(rank: int) -> MemorySample:
-    return MemorySample(
-        rank=rank, moment="steps", allocated_bytes=None, reserved_bytes=None, device_bytes=None, resident_bytes=2**28
-    )
-
-
-def _outcome(spec: RunSpec, rank: int) -> Outcome:
-    names = ("parameters", "compute", "gradient", "gradient_reduction", "optimizer_state", "master_weights")
-    evidence = Evidence(
-        init_digest="0", parameters=_parameters(spec), dtypes=dict.fromkeys(names, "fp32"),
-        optimizer={"kind": "made up"}, settings={}, switches={}, neighbours=None, window_wall_s=0.1 * spec.steps,
-    )  # fmt: skip
-    return Outcome(
-        rank=rank, status=Status.OK, error=None, host="made-up", pid=1, started_at=0.0, ended_at=1.0, evidence=evidence
-    )
-
-
 def main() -> None:
-    chosen = {"loop": loop_overhead, "start": start_overhead, "report": report_time}
+    chosen = {"loop": loop_overhead, "start": start_overhead}
     for name in sys.argv[1:] or chosen:
         print(json.dumps(chosen[name]()), flush=True)
 

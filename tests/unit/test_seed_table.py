@@ -32,7 +32,7 @@ def at_four(report: Report, metric: str) -> dict[str, float]:
 
 
 def test_the_page_says_what_the_code_says(report: Report) -> None:
-    parts = [f"**{table.title}**\n\n{markdown.render(table)}" for table in shown.tables(report)]
+    parts = [f"**{table.title}**\n\n{markdown.Page().render(table)}" for table in shown.tables(report)]
     generated = "\n\n".join(("", f"> {shown.sentence(report)}", *parts, "")).lstrip("\n")
     page = PAGE.read_text()
     before, rest = page.split(MARKS[0])

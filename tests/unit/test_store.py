@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 import subprocess
 import sys
 import time
@@ -12,7 +14,7 @@ import pytest
 
 from paceline import store
 from paceline.errors import RequestError, StoreError
-from paceline.records import MemorySample, Status, TraceSample, WireSample
+from paceline.records import SAMPLE_TYPES, MemorySample, Sample, Status, TraceSample, WireSample
 from paceline.spec import RunSpec
 
 Make = Callable[..., Any]
@@ -150,6 +152,91 @@ def test_damage_is_one_sentence_and_the_folder_is_skipped(
     records, skipped = store.read_runs(tmp_path)
     assert [r.path for r in records] == [str(good)]
     assert skipped == [str(caught.value)]
+
+
+def test_many_runs_are_read_by_several_processes_as_by_one(
+    tmp_path: Path, make_spec: Make, make_run: Make, make_step: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    specs = [make_spec("ddp", repeat=repeat) for repeat in range(6)]
+    samples = [make_step(rank, step, data_digest=2**64 - 1, grad_norm=None) for rank in (0, 1) for step in range(3)]
+    folders = [make_run(tmp_path, spec, samples=samples) for spec in specs]
+    (folders[2] / "samples-1.jsonl").write_text("3\n")
+    (folders[4] / "status.json").unlink()
+    make_run(tmp_path / "again", specs[0])
+    alone = store.read_runs(tmp_path)
+    readers: list[int] = []
+    pool = store.ProcessPoolExecutor
+    monkeypatch.setattr(store, "ProcessPoolExecutor", lambda n, **more: readers.append(n) or pool(n, **more))
+    monkeypatch.setattr(store, "PARALLEL_FROM", 1)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert store.read_runs(tmp_path) == alone
+    assert len(alone[0]) == 4
+    assert len(alone[1]) == 3
+    assert readers == ([2] if sys.platform == "linux" else [])
+
+
+LINES = {
+    "another order of keys": lambda row: dict(reversed(row.items())),
+    "without a field that has a default": lambda row: {key: row[key] for key in row if key != "variant"},
+    "missing values": lambda row: row | {"h2d_s": None, "grad_norm": None, "forward_s": None},
+    "whole numbers for seconds": lambda row: row | {"duration_s": 1, "loss": 5},
+    "no number": lambda row: row | {"loss": float("nan"), "grad_norm": float("-inf")},
+    "large numbers": lambda row: row | {"data_digest": 2**64 - 1, "tokens": 2**40, "h2d_bytes": 2**80},
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_steps_of_a_run_are_the_samples_of_its_lines(tmp_path: Path, spec: RunSpec, make_run: Make, name: str) -> None:
+    """A run keeps columns; whatever stands in the lines, they say what the lines say, in the same order."""
+    run_dir = make_run(tmp_path, spec)
+    path = run_dir / "samples-1.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[1] = LINES[name](rows[1])
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = [*store.read_samples(run_dir / "samples-0.jsonl"), *store.read_samples(path)]
+    steps = store.read_run(run_dir).steps
+    assert [*map(_values, steps)] == [*map(_values, found)]
+    assert _values(steps[-3]) == _values(found[-3])
+    assert [*map(_values, steps[3:6])] == [*map(_values, found[3:6])]
+
+
+def _values(sample: Sample) -> dict[str, object]:
+    """A loss that is no number is not even equal to itself."""
+    return {key: "nan" if value != value else value for key, value in dataclasses.asdict(sample).items()}
+
+
+DAMAGED_LINES = (
+    '{"kind": "step", "rank": 0}', '{"kind": "step", "rank": 0,}', '{"kind": ["step"]}', '{"rank": 0}', "[1]", '"x"',
+    "null", '{"kind": "step" "rank": 0}', '{"kind": "memory", "rank": nan}', '{"kind": "st\x01ep"}', "{} {}", "",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("line", DAMAGED_LINES)
+def test_damage_is_told_in_the_words_of_the_standard_library(
+    tmp_path: Path, spec: RunSpec, make_run: Make, line: str
+) -> None:
+    """However lines are parsed: a sentence that changed with the parser could not be searched for."""
+    run_dir = make_run(tmp_path, spec)
+    path = run_dir / "samples-0.jsonl"
+    whole = path.read_text().splitlines()
+    path.write_text("\n".join([whole[0], line, *whole[1:], ""]))
+    try:
+        rows = json.loads("[" + ",".join([whole[0], line, *whole[1:]]) + "]")
+        expected = f"{run_dir}: a file does not fit the schema ({_complaint(rows)})"
+    except ValueError as error:
+        expected = f"{run_dir}: samples-0.jsonl is damaged ({error})"
+    with pytest.raises(StoreError) as caught:
+        store.read_run(run_dir)
+    assert str(caught.value) == expected
+
+
+def _complaint(rows: list[Any]) -> Exception:
+    for row in rows:
+        try:
+            SAMPLE_TYPES[row.pop("kind")](**row)
+        except (KeyError, TypeError, AttributeError) as error:
+            return error
+    raise AssertionError("nothing is wrong with these lines")
 
 
 def test_an_interrupted_run_is_reported_too(tmp_path: Path, spec: RunSpec, make_run: Make) -> None:

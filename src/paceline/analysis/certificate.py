@@ -44,13 +44,14 @@ def certify_all(records: Sequence[RunRecord]) -> dict[str, Certificate]:
     for record in records:
         if record.is_reference and (record.spec.work not in references or record.status == Status.OK):
             references[record.spec.work] = record
-    groups: defaultdict[str, list[Observed]] = defaultdict(list)
+    groups: defaultdict[str, list[RunRecord]] = defaultdict(list)
     for record in records:
         judged = record.status in (Status.OK, Status.INVALID) and record.spec.is_certified
         if judged and (record.status == Status.OK or record.evidence):
-            groups[record.spec.work].append(observe(record))
+            groups[record.spec.work].append(record)
     found: dict[str, Certificate] = {}
-    for work, runs in groups.items():
+    for work, members in groups.items():
+        runs = [observe(record) for record in members]
         standard = standard_of(references.get(work), runs)
         found |= {run.run: _judge(run, standard) for run in runs}
     return found
@@ -159,7 +160,7 @@ def _tokens(run: Observed, standard: Standard) -> Check:
 
 
 def _tokens_by_step(run: Observed) -> dict[int, int]:
-    return {step: sum(s.tokens for s in samples) for step, samples in run.steps.items()}
+    return {step: sum(tokens) for step, tokens in run.by_step("tokens").items()}
 
 
 def _optimizer_steps(run: Observed, standard: Standard) -> Check:
@@ -168,26 +169,23 @@ def _optimizer_steps(run: Observed, standard: Standard) -> Check:
     In fp16 a step whose gradients overflow is skipped by design: accepted where the reference skipped it too.
     """
     wanted = run.spec.steps
-    per_rank = Counter(s.rank for samples in run.steps.values() for s in samples)
+    per_rank = Counter(run.table.values("rank"))
     ranks = range(run.spec.topology.world_size)
     problems = [f"{per_rank[r]} steps on rank {r}" for r in ranks if per_rank[r] != wanted]
     fp16 = run.spec.training.precision.compute == "fp16"
     wrong: defaultdict[int, list[int]] = defaultdict(list)
-    for step, samples in run.steps.items():
-        accepted = {1} | (_reference_updates(standard, step) if fp16 else set())
-        for updates in {s.updates for s in samples} - accepted:
-            wrong[updates].append(step)
+    skipped = standard.reference.by_step("updates") if fp16 and standard.reference else {}
+    if set(run.table.values("updates")) != {1}:
+        for step, seen in run.by_step("updates").items():
+            for updates in {*seen} - {1, *skipped.get(step, ())}:
+                wrong[updates].append(step)
     problems += [f"{updates} updates at {_steps(steps)}" for updates, steps in sorted(wrong.items())]
     return _check("optimizer steps", f"{wanted} steps of 1 update each", problems, f"{wanted} steps of 1 update each")
 
 
-def _reference_updates(standard: Standard, step: int) -> set[int]:
-    return {s.updates for s in standard.reference.steps.get(step, ())} if standard.reference else set()
-
-
 def _micro_batches(run: Observed, standard: Standard) -> Check:
     wanted = run.spec.training.accumulation
-    seen = Counter(s.micro_batches for samples in run.steps.values() for s in samples)
+    seen = Counter(run.table.values("micro_batches"))
     problems = [f"{count} on {times} of {seen.total()} rank-steps" for count, times in seen.items() if count != wanted]
     problems = problems if seen else ["no step was recorded"]
     return _check("micro batches per step", f"{wanted} on every rank", problems, f"{wanted} on every rank")
@@ -252,18 +250,18 @@ def _words(mapping: Mapping[str, object]) -> str:
 
 
 def _finite(run: Observed, standard: Standard) -> Check:
-    bad = [step for step, samples in run.steps.items() if not all(math.isfinite(s.loss) for s in samples)]
+    bad = [step for step, losses in run.by_step("loss").items() if not all(map(math.isfinite, losses))]
     problems = [f"a loss that is no number at {_steps(bad)}"] if bad else []
     problems = problems if run.steps else ["no step was recorded"]
     return _check("finite loss", "a finite loss on every rank at every step", problems, f"{len(run.steps)} steps")
 
 
-def _rank_losses(run: Observed, step: int) -> list[float | None]:
+def _loss(run: Observed, step: int) -> list[float | None]:
     return [run.losses[step]]
 
 
-def _rank_norms(run: Observed, step: int) -> list[float | None]:
-    return [s.grad_norm for s in run.steps[step]]
+def _norms(run: Observed, step: int) -> list[float | None]:
+    return run.table.at(step, "grad_norm")
 
 
 Values = Callable[[Observed, int], list[float | None]]
@@ -276,7 +274,7 @@ def _deviations(run: Observed, reference: Observed, values: Values) -> dict[int,
     """
     found = {}
     skips = reference.spec.training.precision.compute == "fp16"
-    for step in (s for s in run.steps if s in reference.steps):
+    for step in (s for s in reference.steps if s in run.steps):
         base = values(reference, step)[0]
         if base is None or not math.isfinite(base):
             if not skips:
@@ -348,7 +346,7 @@ CHECKS: tuple[Callable[[Observed, Standard], Check | None], ...] = (
     _wire_dtype,
     _optimizer,
     _finite,
-    _trajectory("loss trajectory", _rank_losses, LOSS_FLOOR),
-    _trajectory("gradient norm", _rank_norms, NORM_FLOOR),
+    _trajectory("loss trajectory", _loss, LOSS_FLOOR),
+    _trajectory("gradient norm", _norms, NORM_FLOOR),
     _switches,
 )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from paceline.analysis.window import global_loss, samples_by_step
-from paceline.records import Evidence, RunRecord, Status, StepSample
+from paceline.analysis.window import StepTable, global_loss, step_table
+from paceline.records import Evidence, RunRecord, Status, StepSeries
 from paceline.spec import RunSpec
 
 
@@ -18,13 +19,22 @@ class Observed:
     run: str
     record: RunRecord
     evidence: Mapping[int, Evidence]
-    steps: Mapping[int, Sequence[StepSample]]
+    table: StepTable
     losses: Mapping[int, float]
     digests: Mapping[int, int]
 
     @property
+    def steps(self) -> Collection[int]:
+        """The steps it recorded, in order."""
+        return self.losses.keys()
+
+    @property
     def spec(self) -> RunSpec:
         return self.record.spec
+
+    def by_step(self, field: str) -> dict[int, list[Any]]:
+        """What every rank recorded, by step in order."""
+        return dict(zip(self.table.steps, self.table.by_step(field), strict=True))
 
     @property
     def switches(self) -> dict[str, str]:
@@ -32,14 +42,16 @@ class Observed:
 
 
 def observe(record: RunRecord, variant: int = 0) -> Observed:
-    steps = samples_by_step(record, variant)
+    table = step_table(record, variant)
+    losses = map(global_loss, table.by_step("loss"), table.by_step("tokens"))
+    digests = (sum(ranks) % 2**64 for ranks in table.by_step("data_digest"))
     return Observed(
         record.spec.run_id,
         record,
         {o.rank: o.evidence for o in sorted(record.outcomes, key=lambda o: o.rank) if o.evidence},
-        steps,
-        {step: global_loss(samples) for step, samples in steps.items()},
-        {step: sum(s.data_digest for s in samples) % 2**64 for step, samples in steps.items()},
+        table,
+        dict(zip(table.steps, losses, strict=True)),
+        dict(zip(table.steps, digests, strict=True)),
     )
 
 
@@ -64,7 +76,7 @@ def standard_of(reference: RunRecord | None, group: Iterable[Observed]) -> Stand
     missing = _why_unusable(reference)
     if reference is None or missing:
         return Standard(None, (), missing, digests, tuple(switches))
-    numbers = sorted({s.variant for s in reference.steps} - {0})
+    numbers = sorted(set(StepSeries.of(reference.steps).column("variant")) - {0})
     variants = tuple(observe(reference, number) for number in numbers)
     return Standard(observe(reference), variants, "", digests, tuple(switches))
 
@@ -75,6 +87,6 @@ def _why_unusable(reference: RunRecord | None) -> str:
     run = reference.spec.run_id
     if reference.status != Status.OK:
         return f"the reference {run} ended {reference.status}: {reference.error or 'no error was recorded'}"
-    if reference.evidence is None or not any(s.variant == 0 for s in reference.steps):
+    if reference.evidence is None or 0 not in StepSeries.of(reference.steps).column("variant"):
         return f"the reference {run} left no evidence or no steps"
     return ""

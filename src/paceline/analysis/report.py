@@ -29,7 +29,7 @@ from paceline.analysis import (
 from paceline.analysis.certificate import certify_all
 from paceline.analysis.metrics import Cell
 from paceline.analysis.recipe import recipes
-from paceline.analysis.window import Window, first_and_last_loss, open_window, samples_by_step
+from paceline.analysis.window import Window, first_and_last_loss, open_window, step_table
 from paceline.findings import SHARED_GPU, Certificate, Report, RunFinding
 from paceline.records import RunRecord, Status
 
@@ -115,7 +115,7 @@ def _finding(record: RunRecord, certificates: Mapping[str, Certificate], windows
     run = record.spec.run_id
     window = windows.get(run)
     status, reason = validity.status_of(record, certificates.get(run))
-    first, last = first_and_last_loss(samples_by_step(record))
+    first, last = first_and_last_loss(step_table(record))
     return RunFinding(
         run=run,
         cell=record.spec.cell,

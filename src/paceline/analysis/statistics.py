@@ -96,9 +96,10 @@ def _block_sums(rows: Array, draws: int, rng: np.random.Generator) -> Array:
     last = n - (_blocks(n) - 1) * length
     starts = rng.integers(0, n, size=(_blocks(n) - 1, draws))
     final = rng.integers(0, n, size=draws)
-    total: Array = ends[final + last] - ends[final]
+    total: Array = ends.take(final + last, axis=0) - ends.take(final, axis=0)
+    blocks = ends[length:] - ends[:-length]
     for start in starts:
-        total += ends[start + length] - ends[start]
+        total += blocks.take(start, axis=0)
     return total
 
 
@@ -110,11 +111,16 @@ def resample_sums(launches: Sequence[Array], seed: int, resamples: int = RESAMPL
     rng = np.random.default_rng(seed)
     if len(launches) == 1:
         return _block_sums(launches[0], resamples, rng)
-    drawn = rng.integers(len(launches), size=(resamples, len(launches))).ravel()
-    total = np.zeros((resamples, launches[0].shape[1]))
+    drawn = rng.integers(len(launches), size=(resamples, len(launches)))
+    terms = np.empty((drawn.size, launches[0].shape[1]))
     for index, rows in enumerate(launches):
         slots = np.flatnonzero(drawn == index)
-        np.add.at(total, slots // len(launches), _block_sums(rows, len(slots), rng))
+        terms[slots] = _block_sums(rows, len(slots), rng)
+    # In the order of launches, whatever the order they were drawn in: equal draws give equal sums, to the last digit.
+    ordered = np.argsort(drawn, axis=1, kind="stable") + len(launches) * np.arange(resamples)[:, None]
+    total = np.zeros((resamples, launches[0].shape[1]))
+    for column in ordered.T:
+        total += terms.take(column, axis=0)
     return total
 
 
@@ -185,6 +191,15 @@ def launches_note(launches: int) -> str | None:
 # --- outliers and percentiles ---
 
 
+def median(values: Array) -> float:
+    """numpy's of a few dozen values, without the many calls it makes for arrays of any shape; NaN where one is."""
+    ascending = np.sort(values)
+    n = len(ascending)
+    if not n or math.isnan(ascending[-1]):
+        return math.nan
+    return float((ascending[(n - 1) // 2] + ascending[n // 2]) / 2)
+
+
 def outliers(values: Sequence[float] | Array) -> NDArray[np.bool_]:
     """True where the modified z-score 0.6745 |x - median| / MAD exceeds 3.5: a tag; nothing is ever deleted.
 
@@ -194,8 +209,8 @@ def outliers(values: Sequence[float] | Array) -> NDArray[np.bool_]:
     x = np.asarray(values, dtype=np.float64)
     if not len(x):
         return np.zeros(0, dtype=np.bool_)
-    distance = np.abs(x - np.median(x))
-    mad, mean = float(np.median(distance)), float(distance.mean())
+    distance = np.abs(x - median(x))
+    mad, mean = median(distance), float(distance.mean())
     if mad > 0:
         return np.asarray(0.6745 * distance / mad > OUTLIER_Z)
     return np.asarray(distance > OUTLIER_Z * 1.253314 * mean) if mean > 0 else np.zeros(len(x), dtype=np.bool_)
@@ -236,7 +251,7 @@ def warm_up(durations: Sequence[float] | Array, rule: WarmUp) -> WarmUpEnd:
     x = np.asarray(durations, dtype=np.float64)
     last = min(rule.maximum, n - 2 * w)
     for end in range(rule.minimum, last + 1):
-        here, after = float(np.median(x[end : end + w])), float(np.median(x[end + w : end + 2 * w]))
+        here, after = median(x[end : end + w]), median(x[end + w : end + 2 * w])
         if abs(after - here) < rule.slope_ratio * here:
             return WarmUpEnd(end, True, f"{end} steps: the median of {w} steps changed by {abs(after / here - 1):.2%}")
     why = "the cap" if last == rule.maximum else f"all that leaves two windows of {w} steps"

@@ -6,24 +6,28 @@ in turns. What one rank did not record is missing for the step, never 0.
 
 from __future__ import annotations
 
+import itertools
 import math
+from array import array
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import mul
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline import models
 from paceline.analysis import statistics
 from paceline.analysis.statistics import Array
 from paceline.errors import RequestError
 from paceline.findings import WarmUpOutcome
-from paceline.records import RunRecord, StepSample
+from paceline.records import RunRecord, StepSeries
 
 PHASES = ("data_wait_s", "h2d_s", "forward_s", "backward_s", "optimizer_s")
 STEP_COLUMNS = ("seconds", "steps", "tokens", "samples", *PHASES, "wall")
-_RAW = attrgetter("duration_s", *PHASES, "tokens", "samples")
 _ONCE = ("exposed", "wire", "first", "last", "h2d_bytes", "h2d_seconds")
 LAUNCH_COLUMNS = ("launches", "allocated", "reserved", "device", "resident", *_ONCE)
 
@@ -44,33 +48,71 @@ class Window:
         return self.steps[:, STEP_COLUMNS.index("seconds")]
 
 
-def samples_by_step(record: RunRecord, variant: int = 0) -> dict[int, list[StepSample]]:
-    """The samples of every rank, by step in order."""
-    found: defaultdict[int, list[StepSample]] = defaultdict(list)
-    for sample in record.steps:
-        if sample.variant == variant:
-            found[sample.step].append(sample)
-    return dict(sorted(found.items()))
+@dataclass(frozen=True, slots=True, eq=False)
+class StepTable:
+    """Step samples of every rank, by step in order and within a step as they were recorded.
+
+    Row `order[i]` of the series is the i-th; those of step `steps[k]` are the rows from bounds[k] to bounds[k + 1].
+    """
+
+    series: StepSeries
+    order: NDArray[np.intp]
+    steps: tuple[int, ...]
+    bounds: tuple[int, ...]
+
+    def numbers(self, field: str) -> Array:
+        """One value per row; what is missing is NaN."""
+        return np.asarray(self.series.column(field), dtype=np.float64)[self.order]
+
+    def values(self, field: str) -> list[Any]:
+        """One value per row, as it was recorded."""
+        column = self.series.column(field)
+        if isinstance(column, array):
+            found: list[Any] = np.asarray(column)[self.order].tolist()
+            return found
+        return [column[row] for row in self.order.tolist()]
+
+    def by_step(self, field: str) -> list[list[Any]]:
+        values = self.values(field)
+        return [values[a:b] for a, b in itertools.pairwise(self.bounds)]
+
+    def at(self, step: int, field: str) -> list[Any]:
+        """What the ranks recorded at one of the steps."""
+        column = self.series.column(field)
+        index = bisect_left(self.steps, step)
+        return [column[row] for row in self.order[self.bounds[index] : self.bounds[index + 1]].tolist()]
 
 
-def global_loss(samples: Sequence[StepSample]) -> float:
+def step_table(record: RunRecord, variant: int = 0) -> StepTable:
+    series = StepSeries.of(record.steps)
+    rows = np.flatnonzero(np.asarray(series.column("variant")) == variant)
+    recorded = np.asarray(series.column("step"))[rows]
+    order = np.argsort(recorded, kind="stable")
+    ascending = recorded[order]
+    starts = np.flatnonzero(np.diff(ascending, prepend=ascending[:1] - 1))
+    return StepTable(series, rows[order], tuple(ascending[starts].tolist()), (*starts.tolist(), len(rows)))
+
+
+def global_loss(losses: Sequence[float], tokens: Sequence[int]) -> float:
     """Mean over all tokens of the step: ranks' means weighted by their tokens."""
-    tokens = sum(s.tokens for s in samples)
-    return sum(s.loss * s.tokens for s in samples) / tokens if tokens else math.nan
+    total = sum(tokens)
+    return sum(map(mul, losses, tokens)) / total if total else math.nan
 
 
-def first_and_last_loss(by_step: Mapping[int, Sequence[StepSample]]) -> tuple[float, float]:
+def first_and_last_loss(table: StepTable) -> tuple[float, float]:
     """Of the whole run, warm-up included; NaN where there is no step."""
-    ends = [by_step[step] for step in (min(by_step), max(by_step))] if by_step else [(), ()]
-    return global_loss(ends[0]), global_loss(ends[1])
+    if not table.steps:
+        return math.nan, math.nan
+    first, last = (global_loss(table.at(s, "loss"), table.at(s, "tokens")) for s in (table.steps[0], table.steps[-1]))
+    return first, last
 
 
 def open_window(record: RunRecord) -> Window:
     """Applies the warm-up rule to the slowest rank of every step and keeps what follows."""
-    by_step = samples_by_step(record)
-    rows = _step_rows(by_step)
+    table = step_table(record)
+    rows = _step_rows(table)
     end = statistics.warm_up(rows[:, 0], record.spec.warmup)
-    wall = _wall(list(by_step.values())[end.excluded :])
+    wall = _wall(table, end.excluded)
     steps = np.column_stack([rows[end.excluded :], wall])
     run = record.spec.run_id
     outcome = WarmUpOutcome(
@@ -80,39 +122,45 @@ def open_window(record: RunRecord) -> Window:
         by_rule=end.by_rule,
         text=end.text,
     )
-    launch = np.array([_launch_row(record, by_step, end.excluded)])
+    launch = np.array([_launch_row(record, table, end.excluded)])
     return Window(run, record, outcome, steps, launch, int(statistics.outliers(steps[:, 0]).sum()))
 
 
-def _step_rows(by_step: Mapping[int, Sequence[StepSample]]) -> Array:
+def _step_rows(table: StepTable) -> Array:
     """STEP_COLUMNS without wall: times are maxima over ranks, amounts are sums; one None makes a NaN of both."""
-    if not by_step:
+    if not table.steps:
         return np.empty((0, len(STEP_COLUMNS) - 1))
-    raw = np.array([_RAW(s) for samples in by_step.values() for s in samples], dtype=np.float64)
-    starts = np.cumsum([0, *(len(samples) for samples in by_step.values())])[:-1]
+    raw = np.column_stack([table.numbers(field) for field in ("duration_s", *PHASES, "tokens", "samples")])
+    starts = table.bounds[:-1]
     slowest, total = np.maximum.reduceat(raw, starts), np.add.reduceat(raw, starts)
     seconds, phases = slowest[:, :1], slowest[:, 1 : 1 + len(PHASES)]
     return np.column_stack([seconds, np.ones(len(starts)), total[:, -2:], phases])
 
 
-def _wall(measured: Sequence[Sequence[StepSample]]) -> Array:
+def _wall(table: StepTable, excluded: int) -> Array:
     """Step times of the rank whose window lasted longest: they add up to wall time, as maxima over ranks do not."""
+    bounds = np.asarray(table.bounds[excluded:])
+    ranks, seconds = table.values("rank")[bounds[0] :], table.values("duration_s")[bounds[0] :]
     totals: defaultdict[int, float] = defaultdict(float)
-    for samples in measured:
-        for s in samples:
-            totals[s.rank] += s.duration_s
+    for rank, duration in zip(ranks, seconds, strict=True):
+        totals[rank] += duration
     longest = max(totals, key=lambda rank: totals[rank], default=0)
-    return np.array([next((s.duration_s for s in samples if s.rank == longest), math.nan) for samples in measured])
+    wall = np.full(len(bounds) - 1, math.nan)
+    # Backwards, so that of a rank's samples of one step the first stays.
+    own = np.flatnonzero(np.asarray(ranks) == longest)[::-1]
+    step_of_row = np.repeat(np.arange(len(wall)), np.diff(bounds))
+    wall[step_of_row[own]] = np.asarray(seconds)[own]
+    return wall
 
 
-def _launch_row(record: RunRecord, by_step: Mapping[int, Sequence[StepSample]], excluded: int) -> list[float]:
+def _launch_row(record: RunRecord, table: StepTable, excluded: int) -> list[float]:
     peaks = [m for m in record.memory if m.moment == "steps"]
     return [
         1.0,
         *(_reduce(max, (getattr(m, f"{k}_bytes") for m in peaks)) for k in LAUNCH_COLUMNS[1:5]),
         _exposed_ratio(record),
-        _wire_bytes(record, list(by_step)[excluded:]),
-        *first_and_last_loss(by_step),
+        _wire_bytes(record, table.steps[excluded:]),
+        *first_and_last_loss(table),
         _reduce(sum, (t.h2d_bytes for t in record.traces)),
         _reduce(sum, (t.h2d_s for t in record.traces)),
     ]

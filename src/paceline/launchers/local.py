@@ -50,7 +50,9 @@ def check(spec: RunSpec) -> str | None:
 def prepare(spec: RunSpec, run_dir: Path) -> Job:
     chosen = options(Options, spec.launcher)
     processes = f"--nproc-per-node={spec.topology.processes_per_node}"
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", processes)
+    # What the ranks print is in log.txt; without this torchrun leaves an empty folder among the temporary files.
+    no_logs = f"--log-dir={os.devnull}"
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", no_logs, processes)
     argv = (*torchrun, "-m", "paceline.worker", str(run_dir))
     env = {
         "OMP_NUM_THREADS": str(chosen.threads),
