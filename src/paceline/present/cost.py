@@ -31,7 +31,7 @@ class Offer:
 
 def tables(report: Report) -> tuple[Table, ...]:
     """One table for each pair of prices, then all prices; empty where no device has a price."""
-    offers = _offers(report.costs)
+    offers = offers_of(report.costs)
     pairs = dict.fromkeys((o.lead.price.name, o.spot.price.name if o.spot else None) for o in offers)
     shown = [
         _table(report, [o for o in offers if (o.lead.price.name, o.spot.price.name if o.spot else None) == pair])
@@ -43,7 +43,7 @@ def tables(report: Report) -> tuple[Table, ...]:
 
 def sentences(report: Report) -> tuple[str, ...]:
     """What each decided choice saves; none for a tie."""
-    leads = {offer.lead.cell: offer.lead for offer in _offers(report.costs)}
+    leads = {offer.lead.cell: offer.lead for offer in offers_of(report.costs)}
     return tuple(_saving(s, leads.get(s.other)) for s in report.savings)
 
 
@@ -72,7 +72,7 @@ def _rounded(value: float) -> str:
     return format_number(value, places(value, None, None))
 
 
-def _offers(costs: Sequence[Cost]) -> list[Offer]:
+def offers_of(costs: Sequence[Cost]) -> list[Offer]:
     """Cells in the order of the report; a cell with spot prices alone is led by its lowest."""
     by_cell: dict[str, list[Cost]] = {}
     for cost in costs:

@@ -13,6 +13,7 @@ from paceline.analysis.cost import Costing
 from paceline.analysis.report import build
 from paceline.findings import Cost, Report
 from paceline.present import cost as shown
+from paceline.present.charts import charts
 from paceline.present.quantity import TIMES
 from paceline.prices import SPOT, Price
 from paceline.records import RunRecord
@@ -199,3 +200,13 @@ def test_on_demand_stands_beside_spot_and_other_prices_are_one_factor(
 
 def test_no_cost_no_table(make_cell: Builder, make_reference: Builder) -> None:
     assert shown.tables(reported([make_cell(1.0)], make_reference)) == ()
+
+
+def test_the_page_draws_spot_under_the_other_price(make_cell: Builder, make_reference: Builder) -> None:
+    runs = make_cell(1.0, repeats=3, strategy="ddp")
+    report = reported([runs], make_reference, Costing((HOURLY, SPOTTED)))
+    (chart,) = [c for c in charts(report) if c.name == "cost"]
+    firm, spot = chart.points
+    assert (firm.faint, spot.faint) == (False, True)
+    assert spot.y == pytest.approx(firm.y / 4)
+    assert "hourly: 3.6 USD per GPU-hour" in firm.detail

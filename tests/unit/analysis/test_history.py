@@ -14,6 +14,7 @@ from paceline.analysis.report import build
 from paceline.exporters import plots
 from paceline.findings import HistorySeries
 from paceline.present import history as present
+from paceline.present.charts import charts
 from paceline.records import RunRecord, Status
 
 Builder = Callable[..., Any]
@@ -109,3 +110,14 @@ def test_the_chart_names_the_change(days: Builder) -> None:
     text = " ".join(ElementTree.fromstring(plots.image(report, "history", "svg")).itertext())
     assert "driver 580 -> 590" in text
     assert "tokens_per_s" in text
+
+
+def test_the_page_draws_shares_of_the_first_level(days: Builder) -> None:
+    records = days([1.0] * 4 + [1.25] * 4, driver=["580"] * 4 + ["590"] * 4)
+    report = build([records[0], *records[-2:]], title="t", earlier=records[1:-2])
+    (chart,) = [c for c in charts(report) if c.name == "history_tokens_per_s"]
+    launches = [p for p in chart.points if p.series == "launch"]
+    levels = [p for p in chart.points if p.series == "level"]
+    assert len(launches) == 16
+    assert [round(p.y, 1) for p in levels] == [100.0, 100.0, 80.0, 80.0]
+    assert "driver 580 -> 590" in levels[-1].detail

@@ -1,6 +1,7 @@
 """Charts as data: what is drawn, in which unit, with which words; whoever draws decides nothing but pixels.
 
-chart < training, memory, fabric, ceilings. A new chart is a function from the report to charts and a line in BUILDERS.
+chart < training, money, time, memory, fabric, ceilings. A new chart is a function from the report to charts and a
+line in BUILDERS.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from paceline.findings import Report
-from paceline.present.charts import ceilings, fabric, memory, training
+from paceline.present.charts import ceilings, fabric, memory, money, time, training
 from paceline.present.charts.chart import Axis, Chart, Point, Rule, Series
 
 __all__ = ["BUILDERS", "Axis", "Chart", "Point", "Rule", "Series", "charts"]
@@ -21,6 +22,8 @@ BUILDERS: tuple[Callable[[Report], Iterable[Chart]], ...] = (
     training.peak_memory,
     training.scaling,
     training.scaling_loss,
+    money.cost,
+    time.history,
     memory.components,
     memory.frontier,
     fabric.collectives,
