@@ -146,9 +146,9 @@ def _steps(steps: Sequence[int]) -> str:
 def _tokens(run: Observed, standard: Standard) -> Check:
     """The whole global batch, or what the reference counted where its data holds padding."""
     whole = run.spec.tokens_per_step
-    known = _tokens_by_step(standard.reference) if standard.reference else {}
+    known = standard.reference.tokens if standard.reference else {}
     padded = any(tokens < whole for tokens in known.values())
-    seen = _tokens_by_step(run)
+    seen = run.tokens
     problems = [
         f"{tokens:,} at step {step}"
         for step, tokens in seen.items()
@@ -157,10 +157,6 @@ def _tokens(run: Observed, standard: Standard) -> Check:
     problems = problems if seen else ["no step was recorded"]
     expected = f"the reference's non-pad tokens, at most {whole:,}" if padded else f"{whole:,}"
     return _check("tokens per optimizer step", expected, problems, f"as expected at all {len(seen)} steps")
-
-
-def _tokens_by_step(run: Observed) -> dict[int, int]:
-    return {step: sum(tokens) for step, tokens in run.by_step("tokens").items()}
 
 
 def _optimizer_steps(run: Observed, standard: Standard) -> Check:
@@ -250,7 +246,9 @@ def _words(mapping: Mapping[str, object]) -> str:
 
 
 def _finite(run: Observed, standard: Standard) -> Check:
-    bad = [step for step, losses in run.by_step("loss").items() if not all(map(math.isfinite, losses))]
+    sound = all(map(math.isfinite, run.table.values("loss")))
+    by_step = {} if sound else run.by_step("loss")
+    bad = [step for step, losses in by_step.items() if not all(map(math.isfinite, losses))]
     problems = [f"a loss that is no number at {_steps(bad)}"] if bad else []
     problems = problems if run.steps else ["no step was recorded"]
     return _check("finite loss", "a finite loss on every rank at every step", problems, f"{len(run.steps)} steps")

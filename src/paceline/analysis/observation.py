@@ -21,6 +21,7 @@ class Observed:
     evidence: Mapping[int, Evidence]
     table: StepTable
     losses: Mapping[int, float]
+    tokens: Mapping[int, int]
     digests: Mapping[int, int]
 
     @property
@@ -43,7 +44,8 @@ class Observed:
 
 def observe(record: RunRecord, variant: int = 0) -> Observed:
     table = step_table(record, variant)
-    losses = map(global_loss, table.by_step("loss"), table.by_step("tokens"))
+    tokens = table.by_step("tokens")
+    losses = map(global_loss, table.by_step("loss"), tokens)
     digests = (sum(ranks) % 2**64 for ranks in table.by_step("data_digest"))
     return Observed(
         record.spec.run_id,
@@ -51,6 +53,7 @@ def observe(record: RunRecord, variant: int = 0) -> Observed:
         {o.rank: o.evidence for o in sorted(record.outcomes, key=lambda o: o.rank) if o.evidence},
         table,
         dict(zip(table.steps, losses, strict=True)),
+        dict(zip(table.steps, map(sum, tokens), strict=True)),
         dict(zip(table.steps, digests, strict=True)),
     )
 

@@ -62,7 +62,10 @@ class StepTable:
 
     def numbers(self, field: str) -> Array:
         """One value per row; what is missing is NaN."""
-        return np.asarray(self.series.column(field), dtype=np.float64)[self.order]
+        column = self.series.column(field)
+        if isinstance(column, list) and column.count(None) == len(column):
+            return np.full(len(self.order), math.nan)
+        return np.asarray(column, dtype=np.float64)[self.order]
 
     def values(self, field: str) -> list[Any]:
         """One value per row, as it was recorded."""
