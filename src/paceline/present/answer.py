@@ -137,10 +137,13 @@ def _held_back(report: Report, found: Recommendation) -> str:
     verdict = next((b for b in report.bottlenecks if winner and b.cell == winner.cell), None)
     if winner is None or verdict is None:
         return ""
-    start = f"What {spoken(winner.label)} waits for most is"
+    name = spoken(winner.label)
     if verdict.share_ratio is not None:
-        return f"{start} {verdict.kind}, {verdict.share_ratio:.0%} of its step or more."
-    return f"{start} {first_sentence(verdict.text)[0] if verdict.kind == UNDECIDED else verdict.kind}".rstrip(".") + "."
+        return f"{name} waits most for {verdict.kind}, {verdict.share_ratio:.0%} of its step or more."
+    if verdict.kind == UNDECIDED:
+        return f"What {name} waits for most is {first_sentence(verdict.text)[0]}".rstrip(".") + "."
+    kinds = verdict.kind.removeprefix("between ").replace(" and ", " or ")
+    return f"{name} waits most for {kinds}; this data cannot say which."
 
 
 def _endings_of(report: Report) -> str:

@@ -108,7 +108,8 @@ def _table(report: Report, offers: Sequence[Offer]) -> Table:
     cells = {offer.lead.cell for offer in offers}
     leads = {offer.lead.cell: offer.lead for offer in offers}
     saved = [_saving(s, leads.get(s.other)) for s in report.savings if s.cell in cells]
-    return Table(f"Cost at {lead.price.name}", tuple(columns), rows, (*saved, *_notes(offers)))
+    shown = tuple((offer.lead.cell,) for _, offer in labelled)
+    return Table(f"Cost at {lead.price.name}", tuple(columns), rows, (*saved, *_notes(offers)), shown)
 
 
 def _notes(offers: Sequence[Offer]) -> Iterable[str]:

@@ -19,6 +19,8 @@ SHARES = ("mfu_ratio", "achievable_ratio")
 SHOWN = (THROUGHPUT, "step_time_s", *SHARES, "peak_memory_bytes", "comm_exposed_ratio", WIRE, WIRE_FORMULA)
 _OPPOSITE = {BETTER: WORSE, WORSE: BETTER, TIE: TIE}
 _ALWAYS_NAMED = ("model", "world_size")
+# Named only where nothing else tells two cells apart, the least telling first.
+_SELDOM_NAMED = ("steps", "seed", "launcher", "workload")
 
 Verdicts = Mapping[tuple[str, str], Comparison]
 
@@ -141,12 +143,19 @@ def axis_text(name: str, axes: Mapping[str, Scalar]) -> str:
 
 def varying_axes(report: Report) -> tuple[str, ...]:
     """Model and world size, then every other axis in which the runs differ; not those that follow from the rest."""
+    cells = {run.cell: run.axes for run in report.runs if not run.is_reference}
     seen: dict[str, set[str]] = {}
-    for run in report.runs:
-        for name, value in run.axes.items() if not run.is_reference else ():
+    for axes in cells.values():
+        for name, value in axes.items():
             seen.setdefault(name, set()).add(repr(value))
     differing = [name for name, values in seen.items() if len(values) > 1]
-    return (*_ALWAYS_NAMED, *(n for n in differing if n not in {*_ALWAYS_NAMED, "strategy", "global_batch"}))
+    named = [*_ALWAYS_NAMED, *(n for n in differing if n not in {*_ALWAYS_NAMED, "strategy", "global_batch"})]
+    told_apart = len({describe(axes, named) for axes in cells.values()})
+    for name in _SELDOM_NAMED:
+        rest = [other for other in named if other != name]
+        if name in named and len({describe(axes, rest) for axes in cells.values()}) == told_apart:
+            named = rest
+    return tuple(named)
 
 
 def axes_of(report: Report, cell: str) -> Mapping[str, Scalar] | None:
@@ -215,10 +224,17 @@ def _notes(context: _Context, rows: Sequence[Row]) -> tuple[str, ...]:
         measured = (m.note for name in SHOWN if (m := row.measurements.get(name)) and m.note)
         for note in dict.fromkeys((*health, *measured)):
             said.setdefault(note, []).append(row.label)
+    for note in list(said):
+        # `A; B` where A is a note of its own says A again: only B is left of it.
+        start = next((other for other in said if note.startswith(f"{other}; ")), None)
+        if start is not None:
+            labels = said.pop(note)
+            said.setdefault(note.removeprefix(f"{start}; "), []).extend(labels)
+            said[start] = [row.label for row in rows if row.label in {*said[start], *labels}]
     notes = [n if len(labels) == len(rows) else f"{', '.join(labels)}: {n}" for n, labels in said.items()]
     cells = {row.cell for row in rows}
-    notes += (caveat for pair, caveats in context.caveats if pair <= cells for caveat in caveats)
-    return tuple(dict.fromkeys(notes))
+    cited = (caveat for pair, caveats in context.caveats if pair <= cells for caveat in caveats)
+    return tuple(dict.fromkeys((*notes, *(c for c in cited if not any(note.startswith(c) for note in notes)))))
 
 
 def _trouble(run: RunFinding, certificate: Certificate | None) -> tuple[str, str] | None:

@@ -89,6 +89,12 @@ def first_sentence(text: str) -> tuple[str, str]:
     return sentence + stop.strip(), rest
 
 
+def _because(text: str) -> str:
+    """The first sentence; of a tie also the next, which says whom those that tie beat."""
+    first, rest = first_sentence(text)
+    return f"{first} {first_sentence(rest)[0]}" if first.startswith("Tie") and rest else first
+
+
 def created(report: Report) -> str:
     return datetime.datetime.fromtimestamp(report.created_at, datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
 
@@ -130,7 +136,7 @@ def _ranking_columns(group: Group) -> list[Filled]:
         (Column("vs best"), lambda row: _versus(row, group)),
         (
             Column("equal work", priority=1),
-            lambda row: Cell(f"{TICK} {len(row.runs)} runs", "", "good"),
+            lambda row: Cell(f"{TICK} {len(row.runs)} run{'' if len(row.runs) == 1 else 's'}", "", "good"),
         ),
         _metric(group, "step_time_s", "step time", 2, interval=True),
         _metric(group, "mfu_ratio", "MFU (causal)", 4),
@@ -208,7 +214,7 @@ def winners(report: Report) -> Table | None:
             Cell(r.category),
             Cell(", ".join(r.choose) if r.over else "no winner", "", "" if r.over else "quiet"),
             Cell(", ".join(r.over) or MISSING),
-            Cell(first_sentence(r.text)[0]),
+            Cell(_because(r.text)),
             Cell(r.group),
         )
         for r in report.recommendations

@@ -24,9 +24,8 @@ def tables(report: Report) -> tuple[Table, ...]:
 
 
 def details(report: Report) -> tuple[Table, ...]:
-    """Too long for a terminal and for a first look: the runs behind each choice."""
-    found = citations(report)
-    return (found,) if found else ()
+    """Too long for a terminal and for a first look: why each verdict, and the runs behind each choice."""
+    return tuple(table for table in (reasons(report), citations(report)) if table)
 
 
 # --- bottlenecks ---
@@ -37,18 +36,26 @@ def bottlenecks(report: Report) -> Table | None:
     columns = (
         Column("cell", prose=True),
         Column("waits most for"),
-        *(Column(f"{kind}, %", numeric=True) for kind in BOTTLENECKS),
-        Column("because", priority=1, prose=True),
+        *(Column(f"{kind}, %", numeric=True, priority=i) for i, kind in enumerate(BOTTLENECKS, 1)),
     )
     rows = tuple((Cell(describe(b.axes, named)), *_verdict(b)) for b in report.bottlenecks)
     missing = dict.fromkeys(f"Not known: {why}." for b in report.bottlenecks for why in b.missing)
-    return Table("What the step waits for", columns, rows, (FLOOR_NOTE, *missing)) if rows else None
+    cells = tuple((b.cell,) for b in report.bottlenecks)
+    return Table("What the step waits for", columns, rows, (FLOOR_NOTE, *missing), cells) if rows else None
 
 
 def _verdict(b: Bottleneck) -> tuple[Cell, ...]:
     tone = "quiet" if b.kind == UNDECIDED or b.share_ratio is None else ""
     shares = {share.kind: share for share in b.evidence}
-    return Cell(b.kind, "", tone), *(Cell(_share(shares.get(kind))) for kind in BOTTLENECKS), Cell(b.text)
+    return Cell(b.kind, "", tone), *(Cell(_share(shares.get(kind))) for kind in BOTTLENECKS)
+
+
+def reasons(report: Report) -> Table | None:
+    named = varying_axes(report)
+    rows = tuple((Cell(describe(b.axes, named)), Cell(b.text)) for b in report.bottlenecks)
+    columns = (Column("cell", prose=True), Column("because", prose=True))
+    cells = tuple((b.cell,) for b in report.bottlenecks)
+    return Table("Why each step waits for what it waits for", columns, rows, cells=cells) if rows else None
 
 
 def _share(share: ShareOfStep | None) -> str:

@@ -97,7 +97,7 @@ def test_else_about_what_holds_the_winner_back(campaign: Builder) -> None:
     assert answer(report)[1].startswith("What DDP waits for most is undecided between compute and memory bandwidth: ")
     decided = tuple(dataclasses.replace(b, kind="network", share_ratio=0.61) for b in report.bottlenecks)
     _, second = answer(dataclasses.replace(report, bottlenecks=decided))
-    assert second == "What DDP waits for most is network, 61% of its step or more."
+    assert second == "DDP waits most for network, 61% of its step or more."
 
 
 def test_ties_say_tie(campaign: Builder) -> None:
@@ -142,7 +142,8 @@ def test_a_recommendation_cites_every_run_and_names_what_never_varied(campaign: 
         "checkpointing other than none",
         "compilation other than off",
     )
-    (cited,) = verdicts.details(report)
+    (reasons, cited) = verdicts.details(report)
+    assert len(reasons.rows) == len(report.bottlenecks) == 2
     assert all(run in cited.rows[0][4].text for run in first.runs)
     assert any("not measured: models other than tiny" in line for line in recommendation_lines(report))
 
