@@ -6,6 +6,7 @@ asks next. Both are put together from findings alone: without a comparison behin
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 
@@ -121,27 +122,32 @@ def _where(report: Report, found: Recommendation) -> str:
 
 
 def _beside(report: Report, found: Recommendation) -> str:
-    """What was left out, else who needs least memory, else what holds the winner back."""
+    """What was left out, else who needs least memory, else what holds the winner back, else how far the last is."""
     if found.left_out:
         return _endings((cell.status, spoken(cell.name)) for cell in found.left_out)
     lean = next((r for r in report.recommendations if r.group == found.group and r.metric == _MEMORY), None)
     if lean is not None and lean is not found and lean.decisive:
         return f"{_margin(lean.decisive)}."
-    return _held_back(report, found)
+    return _held_back(report, found) or _last(found)
+
+
+def _last(found: Recommendation) -> str:
+    """The largest difference that was decided, where the first sentence told a smaller one."""
+    decided = [c for c in found.because if not c.is_tie and c.metric in _MARGINS]
+    widest = max(decided, key=lambda c: abs(math.log(c.ratio)), default=None)
+    return f"{_margin(widest)}." if widest is not None and widest is not found.decisive else ""
 
 
 def _held_back(report: Report, found: Recommendation) -> str:
-    """Of the winner, or of the first of a tie of all."""
+    """Of the winner, or of the first of a tie of all; nothing where the evidence decides nothing."""
     versus = found.decisive or next(iter(found.because), None)
     winner = turned(versus) if versus and versus.verdict == WORSE else versus
     verdict = next((b for b in report.bottlenecks if winner and b.cell == winner.cell), None)
-    if winner is None or verdict is None:
+    if winner is None or verdict is None or verdict.kind == UNDECIDED:
         return ""
     name = spoken(winner.label)
     if verdict.share_ratio is not None:
         return f"{name} waits most for {verdict.kind}, {verdict.share_ratio:.0%} of its step or more."
-    if verdict.kind == UNDECIDED:
-        return f"What {name} waits for most is {first_sentence(verdict.text)[0]}".rstrip(".") + "."
     kinds = verdict.kind.removeprefix("between ").replace(" and ", " or ")
     return f"{name} waits most for {kinds}; this data cannot say which."
 
