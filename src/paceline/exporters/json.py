@@ -16,8 +16,20 @@ from paceline.findings import Certificate, Measurement, Report, ScalingPoint
 
 
 def export(report: Report, directory: Path) -> list[Path]:
-    text = json.dumps(document(report), indent=1, allow_nan=False, ensure_ascii=False)
-    return [write_atomically(directory / "report.json", text + "\n")]
+    return [write_atomically(directory / "report.json", text(report))]
+
+
+def text(report: Report) -> str:
+    """One finding per line: tools for lines (diff, grep) see findings, and it is written by the fast encoder."""
+    return "{\n" + ",\n".join(f"{_line(name)}: {_lines(value)}" for name, value in document(report).items()) + "\n}\n"
+
+
+def _lines(value: object) -> str:
+    return "[\n" + ",\n".join(map(_line, value)) + "\n]" if isinstance(value, list) and value else _line(value)
+
+
+def _line(value: object) -> str:
+    return json.dumps(value, allow_nan=False, ensure_ascii=False)
 
 
 def document(report: Report) -> dict[str, Any]:
