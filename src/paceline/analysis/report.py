@@ -90,7 +90,7 @@ def build(
         rules_of_thumb=thumb.rules(sound),
         distributions={cell.id: _distribution(cell) for cell in cells},
         recipes=recipes(ordered),
-        notes=(*_notes(cells, runs, _machines(ordered)), *network.notes),
+        notes=(*_notes(cells, runs, _machines(ordered)), *_superseded(earlier), *network.notes),
         skipped=tuple(skipped),
     )
     return claims.added_to(_priced(found, cells, costing or cost.Costing()), ordered)
@@ -183,6 +183,12 @@ def _drift(machines: Sequence[Mapping[str, Any]]) -> list[str]:
         changed = machine.fingerprint_diff(before, facts).items()
         found |= {path: f"{path} was {a}, then {b}" for path, (a, b) in changed if not path.startswith("environment.")}
     return list(found.values())
+
+
+def _superseded(earlier: Sequence[RunRecord]) -> list[str]:
+    count = sum(not record.is_reference for record in earlier)
+    many = f"{count} launches stand" if count > 1 else "1 launch stands"
+    return [f"{many} aside for newer ones of the same runs: only histories count them"] if count else []
 
 
 def _notes(cells: Sequence[Cell], runs: Sequence[RunFinding], machines: Sequence[Mapping[str, Any]]) -> list[str]:

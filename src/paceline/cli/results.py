@@ -46,9 +46,8 @@ def conclude(screen: Console, directory: Path, formats: Sequence[str], costing: 
         if hasattr(exporter, "check"):
             exporter.check(directory)
     launches, unreadable = read_launches(directory)
-    records, earlier, passed_over = store.newest(launches)
-    skipped = (*unreadable, *passed_over)
-    found = build(records, directory.resolve().name, skipped, costing=costing, earlier=earlier)
+    records, earlier, _ = store.newest(launches)
+    found = build(records, directory.resolve().name, unreadable, costing=costing, earlier=earlier)
     if directory.is_file():
         # A capsule is never written to: its report stands beside it.
         directory = directory.with_name(f"{directory.name.partition('.')[0]}-report")

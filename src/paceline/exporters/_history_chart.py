@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_PANELS = 8
+PANEL_IN, TITLE_IN = 2.2, 0.8
 
 
 def panels(report: Report) -> Sequence[ChartPoints]:
@@ -25,7 +26,8 @@ def panels(report: Report) -> Sequence[ChartPoints]:
 def draw(report: Report, found: Sequence[ChartPoints]) -> Figure:
     left_out = len(report.histories) - len(found)
     rest = f"; {left_out} more series in the tables only" if left_out else ""
-    figure, axes = canvas("Cells over time", f"one point per launch{rest}", 0.8 + 2.2 * len(found), len(found))
+    heights = (PANEL_IN + (TITLE_IN if first else 0.0) for first in (True, *[False] * (len(found) - 1)))
+    figure, axes = canvas("Cells over time", f"one point per launch{rest}", *heights)
     for panel, points in zip(axes, found, strict=True):
         _panel(panel, points)
     return figure

@@ -97,6 +97,7 @@ def test_the_report_counts_earlier_launches_in_histories_only(days: Builder) -> 
     report = build(newest, title="t", earlier=records[1:-2])
     assert {len(s.points) for s in report.histories} == {6}
     assert len(report.runs) == 3
+    assert "4 launches stand aside for newer ones of the same runs: only histories count them" in report.notes
     assert build(newest, title="t").histories == ()
     (points,) = [p for p in present.chart_points(report) if p.unit == "tokens/s"]
     assert len(points.times) == len(points.values) == 6
@@ -106,6 +107,7 @@ def test_the_report_counts_earlier_launches_in_histories_only(days: Builder) -> 
 def test_the_chart_names_the_change(days: Builder) -> None:
     records = days([1.0] * 4 + [1.1] * 4, driver=["580"] * 4 + ["590"] * 4)
     report = build([records[0], *records[-2:]], title="t", earlier=records[1:-2])
+    assert len(report.histories) == 2, "a panel for each: throughput and memory"
     assert "history" in plots.available(report)
     text = " ".join(ElementTree.fromstring(plots.image(report, "history", "svg")).itertext())
     assert "driver 580 -> 590" in text

@@ -212,6 +212,7 @@ const Charts = (() => {
         if (kept.length <= most) return kept;
       }
     }
+    if (axis.scale === "linear" && all.length > most) return d3.ticks(all[0], all.at(-1), Math.min(most, 6));
     const every = Math.ceil(all.length / most);
     return all.filter((_, i) => i % every === 0);
   }

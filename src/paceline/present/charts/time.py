@@ -18,9 +18,13 @@ MOST_PANELS = 12
 
 
 def history(report: Report) -> Iterator[Chart]:
-    """One chart per metric, a panel per cell. Shares of the first level let cells of any speed stand on one axis."""
-    for metric in dict.fromkeys(series.metric for series in report.histories):
-        ours = sorted((s for s in report.histories if s.metric == metric), key=lambda s: not s.changes)[:MOST_PANELS]
+    """One chart per metric, a panel per cell. Shares of the first level let cells of any speed stand on one axis.
+
+    What never moved is in the table only.
+    """
+    moved = [series for series in report.histories if len({point.value for point in series.points}) > 1]
+    for metric in dict.fromkeys(series.metric for series in moved):
+        ours = sorted((s for s in moved if s.metric == metric), key=lambda s: not s.changes)[:MOST_PANELS]
         began = min(p.started_at for s in ours for p in s.points)
         points = [point for series in ours for point in _panel(series, points_of(series), began)]
         day = datetime.datetime.fromtimestamp(began, datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
