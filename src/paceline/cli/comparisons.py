@@ -26,7 +26,8 @@ def add_verbs(verbs: Any) -> None:
         "--fail-on-regression",
         type=float,
         metavar="PCT",
-        help="exit code 1 where B is worse by more than PCT percent over the whole interval, or lost a cell",
+        help="exit code 1 where B is worse by more than PCT percent over the whole interval, lost a cell, or seems "
+        "worse where nothing could be decided",
     )
     verb.add_argument("--across-devices", action="store_true", help="also compare different kinds of device")
     verb.add_argument("--format", choices=FORMATS, default=FORMATS[0], help="default: %(default)s")
@@ -49,7 +50,25 @@ def compare(arguments: argparse.Namespace) -> int:
     if failing:
         more = f"; and {len(failing) - 1} more" if len(failing) > 1 else ""
         print(f"paceline: regression beyond {limit:g} %: {failing[0].text}{more}", file=sys.stderr)
-    return SOME_FAILED if failing else OK
+    blind = limit is not None and _told_blind(found, limit)
+    return SOME_FAILED if failing or blind else OK
+
+
+def _told_blind(found: Between, limit: float) -> bool:
+    """Says what the gate could not judge; True where that is everything, so that to pass would mean nothing."""
+    from paceline.analysis import between
+    from paceline.present.between import change_text
+
+    losses = between.undecided_losses(found, limit)
+    if not losses:
+        return False
+    looked_at = between.gated(found)
+    undecided = sum(c.verdict is None for c in looked_at)
+    blind = undecided == len(looked_at)
+    said = f"{undecided} {'comparison has' if undecided == 1 else 'comparisons have'} no verdict"
+    said += f"; the largest change for the worse is {change_text(losses[0])}"
+    print(f"paceline: {said}" + "; nothing was decided, so this fails" * blind, file=sys.stderr)
+    return blind
 
 
 def _show_comparison(found: Between, failing: Sequence[Regression], skipped: Sequence[str], form: str) -> None:
