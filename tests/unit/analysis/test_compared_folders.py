@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -162,10 +163,25 @@ def test_history_keeps_every_launch_of_a_repeated_run(
     assert [d["path"] for d in change["differences"]] == ["driver"]
     assert cli.main(["history", str(tmp_path / "days")]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("1 change of level in 2 searched series; the newest for the worse: tokens_per_s of ddp")
+    assert text.startswith(
+        "1 change of level in 2 searched series; the newest for the worse that lasts: tokens_per_s of ddp"
+    )
     assert "driver 580 -> 590" in text
     assert cli.main(["history", *(str(tmp_path / "days" / str(day)) for day in range(2))]) == 0
     assert "too few launches" in capsys.readouterr().out
+
+
+def test_history_says_why_launches_do_not_count(
+    campaign: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    days = campaign("days", 1.0)
+    for reference in days.glob("*/reference-*"):
+        shutil.rmtree(reference)
+    assert cli.main(["history", str(days)]) == 0
+    text = capsys.readouterr().out
+    assert "0 of them ok and certified" in text
+    assert "not counted, 3 of them: invalid: " in text
+    assert "no reference" in text
 
 
 def test_the_report_holds_what_history_says(
