@@ -6,7 +6,6 @@ that so many comparisons at once do not show by chance.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import math
@@ -17,7 +16,7 @@ from typing import Any
 
 from paceline.analysis import fingerprint, metrics
 from paceline.analysis.compare import verdict_of
-from paceline.analysis.statistics import Ratio, Resampled, launches_note, ratio_between
+from paceline.analysis.statistics import Ratio, launches_note, ratio_between
 from paceline.analysis.subjects import ROW, Judged, Quantity, Subject, describe, judge, subject_of
 from paceline.errors import RequestError
 from paceline.findings import HIGHER, TIE, WORSE, Between, Change, Differing, Lost, Regression
@@ -243,17 +242,10 @@ def _ratio(first: Quantity, second: Quantity) -> tuple[Ratio | None, str]:
     if first.subject == ROW and min(launches) < 2:
         once = " and ".join(name for name, count in zip("AB", launches, strict=True) if count < 2)
         return None, f"launches were not repeated in {once}: iterations of one launch say nothing about the next"
-    found = ratio_between([_redrawn(second.resampled)], [first.resampled])
+    found = ratio_between([second.resampled.redrawn()], [first.resampled])
     if found is None:
         return None, "the data supports no interval: launches were not repeated"
     return found, launches_note(min(launches)) or ""
-
-
-def _redrawn(found: Resampled) -> Resampled:
-    """The second side of a pair of equal cells: the same seed would draw the same launches and hide their spread."""
-    if found.deviations is None:
-        return found
-    return dataclasses.replace(found, deviations=found.deviations[::-1])
 
 
 def _change(f: Found, family: int, shared: Sequence[Differing]) -> Change:

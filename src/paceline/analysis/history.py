@@ -15,7 +15,7 @@ from pathlib import PurePath
 import numpy as np
 
 from paceline.analysis import changepoints, fingerprint, validity
-from paceline.analysis.ceilings import device_of, is_shared
+from paceline.analysis.ceilings import device_of
 from paceline.analysis.certificate import certify_all
 from paceline.analysis.compare import title_of
 from paceline.analysis.metrics import BY_NAME
@@ -103,7 +103,7 @@ def _judged(
 def _cell(windows: Sequence[Window], fewest: int) -> Iterator[HistorySeries]:
     ordered = sorted(windows, key=lambda w: (w.record.started_at, w.run))
     for metric in (SPEED, MEMORY):
-        if metric == SPEED and any(is_shared(w.record) for w in ordered):
+        if metric == SPEED and any(w.record.shares_gpu for w in ordered):
             continue
         values = [_value(w, metric) for w in ordered]
         known = [(w, v) for w, v in zip(ordered, values, strict=True) if math.isfinite(v) and v > 0]

@@ -155,6 +155,14 @@ class TestRefusals:
         assert change(found).verdict == "better"
         assert [d.path for d in found.shared] == ["cpu"]
 
+    def test_a_slice_of_a_gpu_is_another_device_than_the_whole(self, folder: Builder) -> None:
+        whole, part = (
+            folder({"device": "cuda", "record": {"gpus": [{"name": "H200", "mig": mig}]}}, ddp=1.0)
+            for mig in (False, True)
+        )
+        with pytest.raises(RequestError, match=r"is H200 in A and H200 \(MIG\) in B"):
+            compare_experiments(whole, later(part))
+
     def test_a_gpu_against_a_processor_compares_speed_but_not_memory(self, folder: Builder) -> None:
         gpu = folder({"device": "cuda", "record": {"gpus": [{"name": "H200"}]}}, ddp=0.1)
         with pytest.raises(RequestError, match=r"topology.device is 'cpu' in A and 'cuda' in B"):
