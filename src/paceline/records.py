@@ -368,6 +368,11 @@ class RunRecord:
         return self.spec.workload.name == "reference"
 
     @property
+    def shares_gpu(self) -> bool:
+        """Ranks that share a GPU say nothing about speed."""
+        return any(o.evidence.settings.get("shared_gpu") for o in self.outcomes if o.evidence)
+
+    @property
     def is_answer(self) -> bool:
         """Whether running it again would tell nothing new: ended ok, or a probe that found no room."""
         probed = self.status is Status.OOM and self.spec.workload.name in PROBING

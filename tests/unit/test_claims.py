@@ -84,12 +84,28 @@ def test_a_series_of_one_has_no_efficiency(tmp_path: Path) -> None:
 
 def test_cost_and_work_are_recomputed(tmp_path: Path) -> None:
     """3000 tokens/s * 3600 s / (4 * 1 USD); 3000 tokens/s * 2 s are 6000 tokens where the request makes 400."""
-    report = reported(tmp_path, f"{HEADER},usd_per_gpu_hour,step_time_s", *(f"{row},1,2" for row in ROWS))
+    header = f"{HEADER},usd_per_gpu_hour,step_time_s,accumulation"
+    report = reported(tmp_path, header, *(f"{row},1,2,1" for row in ROWS))
     assert claim(report, "tokens_per_usd").recomputed == pytest.approx(2_700_000)
     assert claim(report, "tokens_per_usd").claimed is None
     assert claim(report, "relative_cost_ratio", "fsdp").recomputed == pytest.approx(1.5)
     work = claim(report, "tokens_per_step")
     assert (work.claimed, work.recomputed, work.contradicted) == (400, 6000, True)
+    cells = [cell for table in shown.tables(report) for row in table.rows for cell in row]
+    assert "by its stated batch 400" in {cell.detail for cell in cells}
+
+
+def test_a_batch_that_is_not_stated_contradicts_nothing(tmp_path: Path) -> None:
+    """Without accumulation nobody said how many micro batches a step has; one is only the default of a spec."""
+    report = reported(tmp_path, f"{HEADER},step_time_s", f"{ROWS[1]},2")
+    work = claim(report, "tokens_per_step")
+    assert (work.claimed, work.recomputed, work.contradicted) == (None, 6000, False)
+    assert shown.sentence(report) == "1 run is claimed by others, not measured: nothing ranks them."
+
+
+def test_one_number_that_contradicts_is_told_as_one(tmp_path: Path) -> None:
+    report = reported(tmp_path, f"{HEADER},step_time_s,accumulation", f"{ROWS[1]},2,4")
+    assert "1 of 1 claimed number contradicts the other" in shown.sentence(report)
 
 
 def transfer_rows(step: float) -> list[str]:

@@ -6,26 +6,27 @@ that so many comparisons at once do not show by chance.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
 
 from paceline.analysis import fingerprint, metrics
-from paceline.analysis.compare import SPEED_METRICS, verdict_of
-from paceline.analysis.statistics import Ratio, Resampled, launches_note, ratio_between
+from paceline.analysis.compare import verdict_of
+from paceline.analysis.statistics import Ratio, launches_note, ratio_between
 from paceline.analysis.subjects import ROW, Judged, Quantity, Subject, describe, judge, subject_of
 from paceline.errors import RequestError
 from paceline.findings import HIGHER, TIE, WORSE, Between, Change, Differing, Lost, Regression
 from paceline.present.between import change_text
 from paceline.records import RunRecord, Status
-from paceline.spec import RunSpec, require
+from paceline.spec import Choice, RunSpec, require
 
 MISSING = "missing"
+LOOKED_AT_FOR_FAILURES = "memory"
+BELIEVABLE = "certified training, or collectives or compute on devices of their own"
 NEAREST_LOOKED_AT = 50
 FAMILY_ERROR = 0.05
 _UNUSED = ("training", "warmup", "steps")
@@ -67,9 +68,12 @@ def compare_experiments(
     matched = _match(a, b, across_devices)
     pairs = _pairs(a, b, matched)
     lost = _lost(a, b, matched)
-    _refuse_what_cannot_meet(a, b, pairs, lost, across_devices)
-    shared = tuple(d for d in pairs[0].differences if all(d in p.differences for p in pairs)) if pairs else ()
-    found = [f for pair in pairs for f in _quantities(pair)]
+    met = list(pairs.values())
+    _refuse_other_devices(() if across_devices else met)
+    if not met:
+        _refuse_what_cannot_meet(a, b, matched, lost)
+    shared = tuple(d for d in met[0].differences if all(d in p.differences for p in met)) if met else ()
+    found = [f for pair in met for f in _quantities(pair)]
     changes = [_change(f, sum(f.ratio is not None for f in found), shared) for f in found]
     only_b = [cell for cell in b if cell not in matched.values()]
     return Between(
@@ -80,7 +84,7 @@ def compare_experiments(
         lost=lost,
         only_first=tuple(_label(runs) for cell, runs in a.items() if cell not in matched),
         only_second=tuple(_label(b[cell]) for cell in only_b),
-        notes=tuple(_notes(a, pairs, changes)),
+        notes=(*_notes(a, met, changes), *_not_compared(a, b, matched, {*pairs, *(x.cell for x in lost)})),
     )
 
 
@@ -124,23 +128,25 @@ def _work_fields(spec: RunSpec, across_devices: bool = False) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in free and name.partition(".")[0] not in free}
 
 
-def _pairs(a: Side, b: Side, matched: Mapping[str, str]) -> list[Pair]:
-    found = []
+def _pairs(a: Side, b: Side, matched: Mapping[str, str]) -> dict[str, Pair]:
+    """By the cell in A."""
+    found = {}
     for cell, other in matched.items():
         first, second = subject_of(a[cell]), subject_of(b[other])
         if first and second:
-            found.append(Pair(first, second, fingerprint.differences(first.records, second.records)))
+            found[cell] = Pair(first, second, fingerprint.differences(first.records, second.records))
     return found
 
 
 def _lost(a: Side, b: Side, matched: Mapping[str, str]) -> tuple[Lost, ...]:
-    """Cells of which every run was ok in A and not every one is in B."""
+    """Cells with an ok run in A and none in B, and those of which every run was ok in A and not every one is in B."""
     found = []
     for cell, runs in a.items():
-        if not all(run.ok for run in runs):
-            continue
         now = b[matched[cell]] if cell in matched else ()
         bad = [run for run in now if not run.ok]
+        # A cell that was flaky in A may be as flaky in B; one of which nothing is left has no such excuse.
+        if not any(run.ok for run in runs) or (len(bad) < len(now) and not all(run.ok for run in runs)):
+            continue
         if not now:
             found.append(Lost(cell=cell, label=_label(runs), status=MISSING, reason="no run of it stands in B"))
         elif bad:
@@ -149,40 +155,67 @@ def _lost(a: Side, b: Side, matched: Mapping[str, str]) -> tuple[Lost, ...]:
     return tuple(found)
 
 
-def _refuse_what_cannot_meet(
-    a: Side, b: Side, pairs: Sequence[Pair], lost: Sequence[Lost], across_devices: bool
-) -> None:
-    for pair in () if across_devices else pairs:
+def _not_compared(a: Side, b: Side, matched: Mapping[str, str], told: Collection[str]) -> Iterable[str]:
+    """Every other cell that is in both folders, with what became of it."""
+    for cell, other in matched.items():
+        if cell not in told and a[cell][0].record.spec.workload.name != LOOKED_AT_FOR_FAILURES:
+            yield f"not compared: {_standing(a[cell], b[other])}"
+
+
+def _standing(before: Sequence[Judged], after: Sequence[Judged]) -> str:
+    """`ddp, tiny, 2 processes: ok in A, invalid in B (no reference run)`."""
+    ended = []
+    for side, runs in zip("AB", (before, after), strict=True):
+        first = next((run for run in runs if run.ok), runs[0])
+        reason = first.reason or (None if not first.ok or subject_of(runs) else "nothing of it can be compared")
+        ended.append(f"{first.status} in {side}" + (f" ({reason})" if reason else ""))
+    return f"{_label(before)}: {', '.join(ended)}"
+
+
+def _refuse_other_devices(pairs: Iterable[Pair]) -> None:
+    for pair in pairs:
         if pair.first.device != pair.second.device:
             raise RequestError(
                 f"compare: the device of {describe(pair.first.spec)} is {pair.first.device} in A and "
                 f"{pair.second.device} in B; accepted are runs on the same kind of device, or --across-devices"
             )
+
+
+def _refuse_what_cannot_meet(a: Side, b: Side, matched: Mapping[str, str], lost: Sequence[Lost]) -> None:
+    """Says why no pair was found, unless that is the answer."""
     # A cell that broke down in B is an answer about it; one that merely lacks a counterpart or a proof is none.
-    broken = [one for one in lost if one.status not in (MISSING, Status.INVALID)]
-    if pairs or broken:
+    if any(one.status not in (MISSING, Status.INVALID) for one in lost):
         return
     for name, side in (("first", a), ("second", b)):
         if not any(subject_of(runs) for runs in side.values()):
             raise RequestError(_nothing_believable(name, side))
+    if matched:
+        told = next(_standing(a[cell], b[other]) for cell, other in matched.items())
+        raise RequestError(
+            f"compare: no cell can be compared; of one in both folders, {told}; accepted is {BELIEVABLE}"
+        )
     raise RequestError(_nearest_difference(a, b))
 
 
 def _nothing_believable(name: str, side: Side) -> str:
     reasons = (f" ({describe(j.record.spec)}: {j.reason})" for runs in side.values() for j in runs if j.reason)
-    accepted = "certified training, or collectives or compute on devices of their own"
-    return f"compare: the {name} folder holds no certified run{next(reasons, '')}; accepted is {accepted}"
+    return f"compare: the {name} folder holds no certified run{next(reasons, '')}; accepted is {BELIEVABLE}"
 
 
 def _nearest_difference(a: Side, b: Side) -> str:
     """The sentence for two folders that share no cell: what differs in the pair that is most alike."""
     sides = ([_work_fields(runs[0].record.spec) for runs in side.values()][:NEAREST_LOOKED_AT] for side in (a, b))
     fields = min((_differing(x, y) for x, y in itertools.product(*sides)), key=len)
-    named = "; ".join(f"{field} is {left!r} in A and {right!r} in B" for field, left, right in fields)
+    named = "; ".join(f"{field} is {_told(left)} in A and {_told(right)} in B" for field, left, right in fields)
     return (
         f"compare: no cell is in both folders; in the nearest pair {named or 'only the cell differs'}; "
         "accepted are runs of equal work"
     )
+
+
+def _told(value: Any) -> str:
+    """As people write it: a choice is `zero:stage=2`."""
+    return str(Choice(**value)) if isinstance(value, dict) and {*value} == {"name", "options"} else repr(value)
 
 
 def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -209,17 +242,10 @@ def _ratio(first: Quantity, second: Quantity) -> tuple[Ratio | None, str]:
     if first.subject == ROW and min(launches) < 2:
         once = " and ".join(name for name, count in zip("AB", launches, strict=True) if count < 2)
         return None, f"launches were not repeated in {once}: iterations of one launch say nothing about the next"
-    found = ratio_between([_redrawn(second.resampled)], [first.resampled])
+    found = ratio_between([second.resampled.redrawn()], [first.resampled])
     if found is None:
         return None, "the data supports no interval: launches were not repeated"
     return found, launches_note(min(launches)) or ""
-
-
-def _redrawn(found: Resampled) -> Resampled:
-    """The second side of a pair of equal cells: the same seed would draw the same launches and hide their spread."""
-    if found.deviations is None:
-        return found
-    return dataclasses.replace(found, deviations=found.deviations[::-1])
 
 
 def _change(f: Found, family: int, shared: Sequence[Differing]) -> Change:
@@ -276,9 +302,8 @@ def _notes(a: Side, pairs: Sequence[Pair], changes: Sequence[Change]) -> Iterabl
         yield "launches were not repeated in every cell: intervals of such cells are of steps within one launch only"
     if undecided := sum(c.verdict is None for c in changes):
         yield f"{undecided} of {len(changes)} comparisons have no verdict, because the data supports no interval"
-    aside = sorted({w for runs in a.values() if (w := runs[0].record.spec.workload.name) == "memory"})
-    if aside:
-        yield "runs of the workload memory are looked at for failures only"
+    if any(runs[0].record.spec.workload.name == LOOKED_AT_FOR_FAILURES for runs in a.values()):
+        yield f"runs of the workload {LOOKED_AT_FOR_FAILURES} are looked at for failures only"
 
 
 # --- the gate ---
@@ -296,16 +321,30 @@ def regressions(found: Between, percent: float) -> tuple[Regression, ...]:
 
     The limit is of what A had: percent of a rate lost, or percent of time or memory added.
     """
-    beyond = [c for c in found.changes if c.verdict == WORSE and _least_loss(c) > percent / 100]
-    # Throughput and step time are one regression, told by the larger.
-    once = {(c.cell, c.row, c.metric in SPEED_METRICS): c for c in reversed(beyond)}
-    slower = [Regression(cell=c.cell, text=change_text(c)) for c in reversed(once.values())]
+    beyond = [c for c in gated(found) if c.verdict == WORSE and _least_loss(c) > percent / 100]
+    slower = [Regression(cell=c.cell, text=change_text(c)) for c in beyond]
     gone = [Regression(cell=x.cell, text=f"{x.label}: ok in A, {x.status} in B ({x.reason})") for x in found.lost]
     return (*slower, *gone)
 
 
+def undecided_losses(found: Between, percent: float) -> tuple[Change, ...]:
+    """Changes for the worse beyond the limit that have no verdict, the largest loss first."""
+    beyond = [c for c in gated(found) if c.verdict is None and _loss(c, c.ratio) > percent / 100]
+    return tuple(sorted(beyond, key=lambda c: -_loss(c, c.ratio)))
+
+
+def gated(found: Between) -> list[Change]:
+    """The changes a gate looks at: speed of training by tokens_per_s alone, as the sentence tells it.
+
+    Step time is its inverse, of which the same slowdown is more percent: 10.5 % fewer tokens/s are 11.7 % more time.
+    """
+    return [c for c in found.changes if c.metric != "step_time_s"]
+
+
 def _least_loss(c: Change) -> float:
     """What is lost at the end of the interval that is nearest to no change."""
-    if c.low is None or c.high is None:
-        return 0.0
-    return 1 - c.high if c.better == HIGHER else c.low - 1
+    return 0.0 if c.low is None or c.high is None else min(_loss(c, c.low), _loss(c, c.high))
+
+
+def _loss(c: Change, ratio: float) -> float:
+    return 1 - ratio if c.better == HIGHER else ratio - 1

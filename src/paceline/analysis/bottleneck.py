@@ -49,7 +49,7 @@ def judge(
 
 def _copies_by_device(records: Sequence[RunRecord], measured: Sequence[Measurement]) -> Copies:
     """The largest device copy of each kind of device: smaller ones may lie in a cache."""
-    devices = {r.spec.run_id: ceilings.device_of(r) for r in records if r.kernels and not ceilings.is_shared(r)}
+    devices = {r.spec.run_id: ceilings.device_of(r) for r in records if r.kernels and not r.shares_gpu}
     found: dict[ceilings.Device, Measurement] = {}
     for m in measured:
         if m.metric == COPY_RATE and m.axes["rank"] is None and m.value and m.runs[0] in devices:

@@ -152,7 +152,7 @@ class _Frame:
     @classmethod
     def of(cls, records: Sequence[RunRecord]) -> _Frame:
         spec = records[0].spec
-        note = SHARED_GPU if any(map(is_shared, records)) else _launches_note(len(records))
+        note = SHARED_GPU if any(r.shares_gpu for r in records) else _launches_note(len(records))
         return cls(spec, spec.axes(), tuple(r.spec.run_id for r in records), note)
 
     def measurement(self, row: Row, rank: int | None = None) -> Measurement:
@@ -224,7 +224,7 @@ def _shares(
     peaks: Sequence[Measurement], measured: Sequence[Measurement], records: Sequence[RunRecord]
 ) -> list[Measurement]:
     """Measured over the datasheet's dense peak, or over its memory bandwidth; none for a device without a datasheet."""
-    if any(map(is_shared, records)):
+    if any(r.shares_gpu for r in records):
         return []
     gpus = [gpu for record in records for machine in record.machines for gpu in machine.get("gpus") or ()]
     found = [_share(m, {(gpu.get("peak_flops") or {}).get(str(m.axes["dtype"])) for gpu in gpus}) for m in peaks]
@@ -255,14 +255,11 @@ Device = tuple[str, str]
 Peaks = Mapping[Device, Mapping[str, Measurement]]
 
 
-def is_shared(record: RunRecord) -> bool:
-    return any(o.evidence.settings.get("shared_gpu") for o in record.outcomes if o.evidence)
-
-
 def device_names(device: str, machines: Iterable[Mapping[str, Any]]) -> str:
-    """Names of the GPUs, or of the processors, of these machines."""
+    """Names of the GPUs, or of the processors, of these machines. A slice of a GPU is another kind than the whole."""
     if device == "cuda":
-        names = {str(gpu.get("name")) for machine in machines for gpu in machine.get("gpus") or ()}
+        gpus = [gpu for machine in machines for gpu in machine.get("gpus") or ()]
+        names = {f"{gpu.get('name')}{' (MIG)' if gpu.get('mig') else ''}" for gpu in gpus}
     else:
         names = {str(machine.get("cpu")) for machine in machines}
     return ", ".join(sorted(names)) or "unknown"
@@ -277,7 +274,7 @@ def device_of(record: RunRecord) -> Device:
 
 def peaks_by_device(records: Sequence[RunRecord], measured: Iterable[Measurement]) -> Peaks:
     """The best measured peak of each dtype on each kind of device; a shared GPU's says nothing about the device."""
-    devices = {r.spec.run_id: device_of(r) for r in records if r.kernels and not is_shared(r)}
+    devices = {r.spec.run_id: device_of(r) for r in records if r.kernels and not r.shares_gpu}
     found: dict[Device, dict[str, Measurement]] = {}
     for m in measured:
         if m.metric == ACHIEVABLE and m.axes["rank"] is None and m.runs[0] in devices:

@@ -46,6 +46,11 @@ class Stated(NamedTuple):
     def devices(self) -> int:
         return self.spec.topology.world_size
 
+    @property
+    def states_batch(self) -> bool:
+        """Whether the source says how many micro batches a step has: one is the default of a spec, nobody's claim."""
+        return "accumulation" in self.values or self.spec.training.accumulation > 1
+
 
 class Recomputed(NamedTuple):
     value: float
@@ -94,7 +99,7 @@ def _claims(s: Stated, peers: Sequence[Stated], axes: Mapping[str, Scalar]) -> I
         "relative_cost_ratio": _relative_cost(s, peers),
         "tokens_per_step": _tokens_per_step(s),
     }
-    claimed = {**s.values, "tokens_per_step": float(s.spec.tokens_per_step)}
+    claimed = {**s.values, **({"tokens_per_step": float(s.spec.tokens_per_step)} if s.states_batch else {})}
     for metric, unit in UNITS.items():
         again = recomputed.get(metric)
         if metric in s.values or again:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from paceline import prices
 from paceline.analysis import metrics
+from paceline.analysis.compare import device_kind
 from paceline.analysis.metrics import Cell
 from paceline.analysis.statistics import Resampled, launches_note
 from paceline.findings import (
@@ -106,12 +107,8 @@ def added_to(report: Report, cells: Sequence[Cell], costing: Costing) -> Report:
 
 
 def device_of(cell: Cell) -> str | None:
-    """The one kind of GPU the cell ran on; None for a CPU, a slice of a GPU, several kinds or an unrecorded one."""
-    if cell.spec.topology.device != "cuda":
-        return None
-    gpus = [gpu for w in cell.windows for host in w.record.machines for gpu in host.get("gpus") or ()]
-    names = {None if gpu.get("mig") else gpu.get("name") for gpu in gpus}
-    return names.pop() if len(names) == 1 else None
+    """The kind of GPU the cell ran on, None for a CPU. A slice, several kinds and an unrecorded one have no price."""
+    return device_kind(cell) if cell.spec.topology.device == "cuda" else None
 
 
 def prices_of(cell: Cell, costing: Costing) -> list[Price]:

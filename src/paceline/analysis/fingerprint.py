@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from paceline import machine
@@ -17,22 +17,22 @@ CIRCUMSTANCES = ("launcher", "steps", "warmup", "reference_steps", "timeout_s", 
 _ORDER = ("gpus.name", "driver", "cuda", "versions", "gpus", "switches", "settings", "environment", "launcher")
 _INDEX = re.compile(r"\.\d+(?=\.|$)")
 
-Facts = Mapping[str, frozenset[str]]
+Read = Callable[[RunRecord], Iterable[tuple[str, Any]]]
 
 
-def facts_of(record: RunRecord) -> dict[str, frozenset[str]]:
-    """Dotted name -> every value it had on any host and device of the launch; what is unknown is absent."""
-    found: dict[str, set[str]] = {}
-    for path, value in _values(record):
-        if value is not None and not path.endswith(".index"):
-            found.setdefault(_INDEX.sub("", path), set()).add(_text(value))
-    return {path: frozenset(values) for path, values in found.items()}
+def _everything(record: RunRecord) -> Iterable[tuple[str, Any]]:
+    """What is known of the machines, and how the launch was asked for and set up."""
+    yield from _machines(record)
+    yield from _setup(record)
 
 
-def _values(record: RunRecord) -> Iterable[tuple[str, Any]]:
+def _machines(record: RunRecord) -> Iterable[tuple[str, Any]]:
     for facts in record.machines:
         # The difference to nothing is everything, by dotted path.
         yield from ((path, value) for path, (value, _) in machine.fingerprint_diff(facts, {}).items())
+
+
+def _setup(record: RunRecord) -> Iterable[tuple[str, Any]]:
     spec = record.spec.to_dict()
     for name in CIRCUMSTANCES if record.spec.is_trained else ("launcher",):
         value = str(Choice(**spec[name])) if name == "launcher" else spec[name]
@@ -51,28 +51,38 @@ Judge = Callable[[frozenset[str], frozenset[str]], bool]
 
 def differences(first: Sequence[RunRecord], second: Sequence[RunRecord]) -> tuple[Differing, ...]:
     """Every fact whose values on one side are not those on the other."""
-    return _differences(first, second, lambda a, b: a != b)
+    return _differences(first, second, lambda a, b: a != b, _everything)
+
+
+def machine_differences(first: Sequence[RunRecord], second: Sequence[RunRecord]) -> tuple[Differing, ...]:
+    """The same of the machines alone, over all hosts of a side; none where a side recorded none."""
+    if not all(any(r.machines for r in side) for side in (first, second)):
+        return ()
+    return _differences(first, second, lambda a, b: a != b, _machines)
 
 
 def separating(first: Sequence[RunRecord], second: Sequence[RunRecord]) -> tuple[Differing, ...]:
     """Every fact that no launch of one side shares with a launch of the other: those that could explain a change."""
-    return _differences(first, second, lambda a, b: not a & b)
+    return _differences(first, second, lambda a, b: not a & b, _everything)
 
 
-def _differences(first: Sequence[RunRecord], second: Sequence[RunRecord], differ: Judge) -> tuple[Differing, ...]:
-    a, b = _united(first), _united(second)
+def _differences(
+    first: Sequence[RunRecord], second: Sequence[RunRecord], differ: Judge, read: Read
+) -> tuple[Differing, ...]:
+    a, b = _facts(first, read), _facts(second, read)
     none: frozenset[str] = frozenset()
     paths = [path for path in dict.fromkeys((*a, *b)) if differ(a.get(path, none), b.get(path, none))]
     found = [Differing(path=p, first=_joined(a.get(p)), second=_joined(b.get(p))) for p in paths]
     return tuple(sorted(found, key=lambda d: (_rank(d.path), d.path)))
 
 
-def _united(records: Sequence[RunRecord]) -> dict[str, frozenset[str]]:
-    found: dict[str, frozenset[str]] = {}
-    for record in records:
-        for path, values in facts_of(record).items():
-            found[path] = found.get(path, frozenset()) | values
-    return found
+def _facts(records: Sequence[RunRecord], read: Read) -> dict[str, frozenset[str]]:
+    """Dotted name -> every value it had on any host and device of any launch; what is unknown is absent."""
+    found: dict[str, set[str]] = {}
+    for path, value in (each for record in records for each in read(record)):
+        if value is not None and not path.endswith(".index"):
+            found.setdefault(_INDEX.sub("", path), set()).add(_text(value))
+    return {path: frozenset(values) for path, values in found.items()}
 
 
 def _joined(values: frozenset[str] | None) -> str | None:

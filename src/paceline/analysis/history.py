@@ -7,14 +7,15 @@ lent by another one where it has none of its own.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import PurePath
 
 import numpy as np
 
 from paceline.analysis import changepoints, fingerprint, validity
-from paceline.analysis.ceilings import device_of, is_shared
+from paceline.analysis.ceilings import device_of
 from paceline.analysis.certificate import certify_all
 from paceline.analysis.compare import title_of
 from paceline.analysis.metrics import BY_NAME
@@ -39,13 +40,38 @@ def analyse(windows: Iterable[Window], fewest: int = FEWEST_SHOWN) -> tuple[Hist
     return tuple(series for found in large for series in _cell(found, fewest))
 
 
+@dataclass(frozen=True, slots=True)
+class Launches:
+    """Those that may be believed, and of the others how many there are for each reason."""
+
+    windows: list[Window]
+    dropped: Mapping[str, int]
+
+
 def trusted_windows(launches: Sequence[RunRecord], lenders: Sequence[RunRecord] = ()) -> list[Window]:
     """Launches that ended ok with a valid certificate; lenders may hold references that a campaign lacks."""
-    references = {r.spec.work: r for r in sorted((*launches, *lenders), key=_start) if r.is_reference}
+    return judge(launches, lenders).windows
+
+
+def judge(launches: Sequence[RunRecord], lenders: Sequence[RunRecord] = ()) -> Launches:
+    """Every certified kind of launch, as the newest reference that ended ok sees it where its campaign has none."""
+    references = {r.spec.work: r for r in sorted((*launches, *lenders), key=_start) if _can_prove(r)}
     campaigns: defaultdict[str, dict[str, RunRecord]] = defaultdict(dict)
     for record in sorted(launches, key=_start):
         campaigns[campaign_of(record)][record.spec.run_id] = record
-    return [w for members in campaigns.values() for w in _proved(list(members.values()), references)]
+    windows, dropped = [], Counter[str]()
+    for members in campaigns.values():
+        for record, reason in _judged(list(members.values()), references):
+            if reason is None:
+                windows.append(open_window(record))
+            else:
+                dropped[reason] += 1
+    return Launches(windows, dict(dropped.most_common()))
+
+
+def _can_prove(record: RunRecord) -> bool:
+    """A reference that failed proves nothing, so it must not stand in for one that can be lent."""
+    return record.is_reference and record.status is Status.OK
 
 
 def campaign_of(record: RunRecord) -> str:
@@ -56,15 +82,19 @@ def _start(record: RunRecord) -> float:
     return record.started_at
 
 
-def _proved(members: Sequence[RunRecord], references: dict[str, RunRecord]) -> Iterator[Window]:
-    own = {r.spec.work for r in members if r.is_reference}
+def _judged(
+    members: Sequence[RunRecord], references: Mapping[str, RunRecord]
+) -> Iterator[tuple[RunRecord, str | None]]:
+    """Launches of one campaign, each with the reason why it does not count."""
+    own = {r.spec.work for r in members if _can_prove(r)}
     wanted = dict.fromkeys(r.spec.work for r in members)
     lent = [references[work] for work in wanted if work not in own and work in references]
     certificates = certify_all([*members, *lent])
     for r in members:
-        proved = validity.status_of(r, certificates.get(r.spec.run_id))[0] is Status.OK
-        if proved and r.steps and r.spec.is_certified:
-            yield open_window(r)
+        if r.spec.is_certified:
+            status, reason = validity.status_of(r, certificates.get(r.spec.run_id))
+            missing = None if r.steps else "no step was recorded"
+            yield r, missing if status is Status.OK else ": ".join(filter(None, (str(status), reason)))
 
 
 # --- one cell ---
@@ -73,7 +103,7 @@ def _proved(members: Sequence[RunRecord], references: dict[str, RunRecord]) -> I
 def _cell(windows: Sequence[Window], fewest: int) -> Iterator[HistorySeries]:
     ordered = sorted(windows, key=lambda w: (w.record.started_at, w.run))
     for metric in (SPEED, MEMORY):
-        if metric == SPEED and any(is_shared(w.record) for w in ordered):
+        if metric == SPEED and any(w.record.shares_gpu for w in ordered):
             continue
         values = [_value(w, metric) for w in ordered]
         known = [(w, v) for w, v in zip(ordered, values, strict=True) if math.isfinite(v) and v > 0]

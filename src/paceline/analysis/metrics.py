@@ -61,7 +61,7 @@ class Cell:
     @property
     def shared_gpu(self) -> bool:
         """Processes that share a GPU say nothing about speed."""
-        return any(e.settings.get("shared_gpu") for w in self.windows if (e := w.record.evidence))
+        return any(w.record.shares_gpu for w in self.windows)
 
     @property
     def switches(self) -> dict[str, str]:

@@ -144,7 +144,7 @@ def _health(record: RunRecord, window: Window | None) -> tuple[str, ...]:
     switches = sorted({f"{key}={value}" for e in evidence for key, value in e.switches.items()})
     neighbours = max((e.neighbours or 0 for e in evidence), default=0)
     found = []
-    if any(e.settings.get("shared_gpu") for e in evidence):
+    if record.shares_gpu:
         found.append(SHARED_GPU)
     if switches:
         found.append(f"debug switches: {', '.join(switches)}")

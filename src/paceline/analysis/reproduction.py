@@ -6,33 +6,29 @@ differs by more than chance: faster is as little a reproduction as slower.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from paceline import machine
-from paceline.analysis import metrics
+from paceline.analysis import fingerprint, metrics
 from paceline.analysis.certificate import certify, certify_all
 from paceline.analysis.compare import (
     SMALLEST_EFFECT,
     SPEED_METRICS,
     comparable_metrics,
     device_kind,
-    title_of,
     verdict_of,
 )
 from paceline.analysis.metrics import BY_NAME, Cell
 from paceline.analysis.observation import observe
 from paceline.analysis.report import build
-from paceline.analysis.statistics import Ratio, Resampled, ratio_between
+from paceline.analysis.statistics import Ratio, ratio_between
+from paceline.analysis.subjects import describe
 from paceline.analysis.window import open_window
 from paceline.findings import SHARED_GPU, TIE, Certificate, Measurement
 from paceline.findings.reproduction import CellReproduction, Remeasured, ReplayVerdict, Reproduction, Trajectory
 from paceline.records import RunRecord, Status
-from paceline.spec import RunSpec
 
 # Of the rows of a sweep so many must agree: 95 % intervals promise no more.
 ROWS_WITHIN = 0.95
@@ -93,28 +89,16 @@ def _cell(old: Side, new: Side, origin: str, cell: str) -> CellReproduction:
     )
     return CellReproduction(
         cell=origin,
-        label=label_of(before[0].spec),
+        label=describe(before[0].spec),
         verdict=found.verdict,
         reason=found.reason,
         metrics=found.metrics,
         trajectory=found.trajectory,
         certificate=found.certificate,
-        differences=fingerprint_difference(before, after),
+        differences={d.path: (d.first, d.second) for d in fingerprint.machine_differences(before, after)},
         stored_runs=tuple(r.spec.run_id for r in before),
         replayed_runs=tuple(r.spec.run_id for r in after),
     )
-
-
-def label_of(spec: RunSpec) -> str:
-    """The cell in the words of its axes."""
-    title = title_of(spec.axes())
-    return title if spec.is_certified else f"{spec.workload.name}, {title}"
-
-
-def fingerprint_difference(before: Iterable[RunRecord], after: Iterable[RunRecord]) -> dict[str, tuple[Any, Any]]:
-    """Of the first host on each side, which speaks for the others; empty where a side recorded none."""
-    sides = [next((facts for r in side for facts in r.machines), None) for side in (before, after)]
-    return machine.fingerprint_diff(sides[0], sides[1]) if sides[0] and sides[1] else {}
 
 
 def _ended_badly(before: Sequence[RunRecord], after: Sequence[RunRecord]) -> Judgement | None:
@@ -187,7 +171,7 @@ def _remeasured(metric: str, a: Cell, b: Cell) -> Remeasured:
     stored, replayed = (next(m for m in metrics.measure(cell) if m.metric == metric) for cell in (a, b))
     if under is None or over is None:
         return Remeasured(metric=metric, within=None, reason="not measured on both sides")
-    ratio = ratio_between([_redrawn(over)], [under])
+    ratio = ratio_between([over.redrawn()], [under])
     if ratio is None:
         within, reason = _without_interval(over.value / under.value if under.value else math.inf)
         return Remeasured(
@@ -210,11 +194,6 @@ def _remeasured(metric: str, a: Cell, b: Cell) -> Remeasured:
         high=ratio.high,
         detectable_ratio=ratio.detectable,
     )
-
-
-def _redrawn(found: Resampled) -> Resampled:
-    """The second side of a pair of equal cells: the same seed would draw the same launches and hide their spread."""
-    return found if found.deviations is None else dataclasses.replace(found, deviations=found.deviations[::-1])
 
 
 def _by_interval(ratio: Ratio, better: str) -> tuple[bool | None, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -60,6 +60,10 @@ class Resampled:
         """The same statistic in another unit; factor is positive."""
         deviations = self.deviations if self.logarithmic or self.deviations is None else self.deviations * factor
         return Resampled(self.value * factor, deviations, self.freedom, self.launches, self.logarithmic)
+
+    def redrawn(self) -> Resampled:
+        """The second side of a pair of equal cells: their seed would draw the same launches and hide their spread."""
+        return self if self.deviations is None else replace(self, deviations=self.deviations[::-1])
 
     @property
     def interval(self) -> tuple[float, float] | tuple[None, None]:

@@ -124,7 +124,7 @@ def _size(size_bytes: int) -> str:
 
 
 def _ceilings(records: Sequence[RunRecord]) -> Iterator[Quantity]:
-    if any(map(ceilings.is_shared, records)):
+    if any(r.shares_gpu for r in records):
         return
     for row in ceilings.rows_of(records):
         rate = row.rate()

@@ -40,11 +40,6 @@ def factor_of(operation: str, group_size: int) -> float | None:
         return None
 
 
-def is_shared(record: RunRecord) -> bool:
-    """Ranks that share a GPU say nothing about speed."""
-    return any(o.evidence and o.evidence.settings.get("shared_gpu") for o in record.outcomes)
-
-
 @dataclass(frozen=True)
 class Entry:
     """One row before its numbers: the samples of every rank, launch by launch, of one operation at one size."""
@@ -62,7 +57,7 @@ class Entry:
 
     @property
     def shared_gpu(self) -> bool:
-        return any(map(is_shared, self.records))
+        return any(r.shares_gpu for r in self.records)
 
     @property
     def runs(self) -> tuple[str, ...]:

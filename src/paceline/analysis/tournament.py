@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from paceline.analysis.statistics import OUTLIER_Z, Array
-from paceline.analysis.sweep import PAIR, is_shared
+from paceline.analysis.sweep import PAIR
 from paceline.findings import SHARED_GPU, Pair, Suspect
 from paceline.records import CollectiveSample, RunRecord
 
@@ -187,7 +187,7 @@ def hold(record: RunRecord) -> Tournament:
     turns = _turns([s for s in samples if s.size_bytes == size], size)
     whole = _together(turns)
     pairs = tuple(_pairs(record.spec.run_id, whole, turns, places, size))
-    if is_shared(record):
+    if record.shares_gpu:
         return Tournament(pairs, (), (f"pair tournament: {SHARED_GPU}, so no rank is suspected",))
     if len({r for p in whole for r in p}) < FEWEST_PEERS:
         return Tournament(pairs, (), ("pair tournament of two ranks: a slow one cannot be told from its partner",))

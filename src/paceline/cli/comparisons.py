@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from paceline.findings import Between, Regression
     from paceline.present.tables import Table
 
+MOST_REASONS = 5
 FORMATS = ("terminal", "markdown", "json")
 
 
@@ -26,7 +27,8 @@ def add_verbs(verbs: Any) -> None:
         "--fail-on-regression",
         type=float,
         metavar="PCT",
-        help="exit code 1 where B is worse by more than PCT percent over the whole interval, or lost a cell",
+        help="exit code 1 where B is worse by more than PCT percent over the whole interval, lost a cell, or seems "
+        "worse where nothing could be decided",
     )
     verb.add_argument("--across-devices", action="store_true", help="also compare different kinds of device")
     verb.add_argument("--format", choices=FORMATS, default=FORMATS[0], help="default: %(default)s")
@@ -49,7 +51,25 @@ def compare(arguments: argparse.Namespace) -> int:
     if failing:
         more = f"; and {len(failing) - 1} more" if len(failing) > 1 else ""
         print(f"paceline: regression beyond {limit:g} %: {failing[0].text}{more}", file=sys.stderr)
-    return SOME_FAILED if failing else OK
+    blind = limit is not None and _told_blind(found, limit)
+    return SOME_FAILED if failing or blind else OK
+
+
+def _told_blind(found: Between, limit: float) -> bool:
+    """Says what the gate could not judge; True where that is everything, so that to pass would mean nothing."""
+    from paceline.analysis import between
+    from paceline.present.between import change_text
+
+    losses = between.undecided_losses(found, limit)
+    if not losses:
+        return False
+    looked_at = between.gated(found)
+    undecided = sum(c.verdict is None for c in looked_at)
+    blind = undecided == len(looked_at)
+    said = f"{undecided} {'comparison has' if undecided == 1 else 'comparisons have'} no verdict"
+    said += f"; the largest change for the worse is {change_text(losses[0])}"
+    print(f"paceline: {said}" + "; nothing was decided, so this fails" * blind, file=sys.stderr)
+    return blind
 
 
 def _show_comparison(found: Between, failing: Sequence[Regression], skipped: Sequence[str], form: str) -> None:
@@ -74,18 +94,26 @@ def history(arguments: argparse.Namespace) -> int:
 
     read = [read_launches(directory) for directory in arguments.directories]
     launches, skipped = ([one for side in sides for one in side] for sides in zip(*read, strict=True))
-    windows = over_time.trusted_windows(launches)
-    found = over_time.analyse(windows, fewest=1)
+    judged = over_time.judge(launches)
+    found = over_time.analyse(judged.windows, fewest=1)
     answer = present.sentence(found)
     if arguments.format == "json":
-        _print_json({"schema": 1, "answer": answer, "histories": plain(found), "skipped": skipped})
+        told = {"schema": 1, "answer": answer, "histories": plain(found)}
+        _print_json(told | {"dropped": dict(judged.dropped), "skipped": skipped})
         return OK
-    asked = sum(r.spec.is_certified for r in launches)
-    names = (
-        f"{asked} launches in {', '.join(map(str, arguments.directories))}; {len(windows)} of them ok and certified."
-    )
-    _show(arguments.format, answer, names, present.tables(found), (f"skipped: {text}" for text in skipped))
+    asked, where = sum(r.spec.is_certified for r in launches), ", ".join(map(str, arguments.directories))
+    names = f"{asked} launches in {where}; {len(judged.windows)} of them ok and certified."
+    lines = (*_dropped(judged.dropped), *(f"skipped: {text}" for text in skipped))
+    _show(arguments.format, answer, names, present.tables(found), lines)
     return OK
+
+
+def _dropped(reasons: Mapping[str, int]) -> Iterator[str]:
+    """The most frequent first; JSON holds all."""
+    counted = [f"{count} of them: {reason}" for reason, count in reasons.items()]
+    yield from (f"not counted, {text}" for text in counted[:MOST_REASONS])
+    if len(counted) > MOST_REASONS:
+        yield f"not counted, for {len(counted) - MOST_REASONS} more reasons; --format json holds all"
 
 
 def _print_json(document: dict[str, Any]) -> None:

@@ -44,7 +44,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """A cell all of whose runs were ok in A and that is missing, or has a run that is not ok, in B."""
+    """A cell with an ok run in A and none in B, or all of whose runs were ok in A and not all are in B."""
 
     cell: str
     label: str

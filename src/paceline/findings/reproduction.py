@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from paceline.findings.training import Certificate, Measurement
 
@@ -51,7 +50,8 @@ class Trajectory:
 class CellReproduction:
     """One stored cell and what became of it. certificate holds the replay against the stored reference.
 
-    differences are facts of the machine that are not the same, by dotted name: (stored, replayed).
+    differences are facts of the machines that are not the same, by dotted name: (stored, replayed), each with every
+    value that a host of that side has.
     """
 
     cell: str
@@ -61,7 +61,7 @@ class CellReproduction:
     metrics: tuple[Remeasured, ...] = ()
     trajectory: Trajectory | None = None
     certificate: Certificate | None = None
-    differences: Mapping[str, tuple[Any, Any]]
+    differences: Mapping[str, tuple[str | None, str | None]]
     stored_runs: tuple[str, ...]
     replayed_runs: tuple[str, ...]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from paceline.findings import BETTER, TIE, WORSE, Between, Change, Differing
+from paceline.findings import BETTER, HIGHER, TIE, WORSE, Between, Change, Differing
 from paceline.present.quantity import DIGITS_OF_RATIO, TIMES, format_number, format_parts, places, scale_of
 from paceline.present.standing import THROUGHPUT
 from paceline.present.tables import Cell, Column, Table
@@ -105,18 +105,32 @@ def _row_clauses(found: Between) -> list[str]:
 def _memory_clauses(found: Between) -> list[str]:
     """Only where memory changed: a tie of memory is in the table."""
     ours = [c for c in found.changes if c.metric == MEMORY]
-    return [_clause(side, len(ours), "cell", words) for side, words in _decided(ours, _SIZE)]
+    parts = [_clause(side, len(ours), "cell", words) for side, words in _decided(ours, _SIZE)]
+    return [*parts, *_undecided(ours, "cell", _SIZE)]
 
 
 def _clauses(changes: Sequence[Change], noun: str, words: tuple[str, str]) -> list[str]:
     if not changes:
         return []
-    ties, undecided = (sum(c.verdict == verdict for c in changes) for verdict in (TIE, None))
+    ties = sum(c.verdict == TIE for c in changes)
     if ties == len(changes):
         return [f"B and A tie in {'the' if ties == 1 else f'all {ties}'} {_plural(noun, ties)}"]
     parts = [_clause(side, len(changes), noun, word) for side, word in _decided(changes, words)]
     parts += [f"{ties} {_plural(noun, ties)} {'ties' if ties == 1 else 'tie'}"] if ties else []
-    return [*parts, *([f"{undecided} {_plural(noun, undecided)} without a verdict"] if undecided else [])]
+    return [*parts, *_undecided(changes, noun, words)]
+
+
+def _undecided(changes: Sequence[Change], noun: str, words: tuple[str, str]) -> list[str]:
+    """How many have no verdict, and what they would hide at worst."""
+    found = [c for c in changes if c.verdict is None]
+    if not found:
+        return []
+    about = " on peak memory" if words == _SIZE else ""
+    text = f"{len(found)} {_plural(noun, len(found))} without a verdict{about}"
+    worst = max(found, key=lambda c: c.ratio if c.better != HIGHER else 1 / c.ratio)
+    if worst.ratio == 1 or (worst.ratio > 1) == (worst.better == HIGHER):
+        return [text]
+    return [f"{text}, at worst {percent_text(worst.ratio, None, None)[0]} {words[0].removesuffix(' peak memory')}"]
 
 
 def _decided(changes: Sequence[Change], words: tuple[str, str]) -> Iterator[tuple[list[Change], str]]:
@@ -152,7 +166,6 @@ def tables(found: Between) -> tuple[Table, ...]:
 
 def _changes(title: str, changes: Sequence[Change]) -> Table | None:
     shown = changes[: max(MOST_ROWS, sum(c.verdict in (BETTER, WORSE) for c in changes))]
-    rest = len(changes) - len(shown)
     own = any(c.differences for c in changes)
     columns = (
         Column("what", prose=True),
@@ -163,8 +176,15 @@ def _changes(title: str, changes: Sequence[Change]) -> Table | None:
         *((Column("differs here", prose=True),) if own else ()),
         Column("reason", priority=4, prose=True),
     )
-    notes = (f"And {rest} more without a change that shows; --format json holds all.",) if rest else ()
+    notes = (_rest(changes[len(shown) :]),) if len(shown) < len(changes) else ()
     return Table(title, columns, tuple(_row(c, own) for c in shown), notes) if changes else None
+
+
+def _rest(left: Sequence[Change]) -> str:
+    """What the rows left out are: a tie was decided, the others were not."""
+    ties = sum(c.verdict == TIE for c in left)
+    counts = ((ties, "tie" if ties > 1 else "ties"), (len(left) - ties, "without a verdict"))
+    return f"Not shown: {', '.join(f'{n} {word}' for n, word in counts if n)}; --format json holds all."
 
 
 def _row(c: Change, own: bool) -> tuple[Cell, ...]:

@@ -25,6 +25,8 @@ _COLUMNS = {
     "relative_cost_ratio": "cost over the cheapest",
     "tokens_per_step": "tokens in a step",
 }
+# What is not stated itself but follows from what is.
+_SAID = {"tokens_per_step": "by its stated batch"}
 
 
 def tables(report: Report) -> tuple[Table, ...]:
@@ -41,9 +43,12 @@ def sentence(report: Report) -> str:
     runs = {claim.run for claim in report.claims}
     checked = [c for c in report.claims if c.claimed is not None and c.recomputed is not None]
     wrong = sum(c.contradicted for c in checked)
-    parts = [f"{len(runs)} runs are claimed by others, not measured: nothing ranks them."]
+    one = len(runs) == 1
+    parts = [f"{'1 run is' if one else f'{len(runs)} runs are'} claimed by others, not measured: nothing ranks them."]
     if checked:
-        parts.append(f"{wrong} of {len(checked)} claimed numbers contradict the other numbers of their own source.")
+        numbers = f"{len(checked)} claimed number{'' if len(checked) == 1 else 's'}"
+        verb = "contradicts" if wrong == 1 else "contradict"
+        parts.append(f"{wrong} of {numbers} {verb} the other numbers of the same source.")
     return " ".join((*parts, *(_explained(t) for t in report.claimed_transfers)))
 
 
@@ -83,7 +88,11 @@ def _cell(claim: Claim | None, scale: Scale) -> Cell:
     if claim is None:
         return Cell(MISSING)
     if claim.contradicted:
-        return Cell(_number(claim.recomputed, scale), f"claimed {_stated(claim.claimed, scale)}", "bad")
+        return Cell(
+            _number(claim.recomputed, scale),
+            f"{_SAID.get(claim.metric, 'claimed')} {_stated(claim.claimed, scale)}",
+            "bad",
+        )
     if claim.claimed is None:
         return Cell(_number(claim.recomputed, scale), "not claimed")
     return Cell(_stated(claim.claimed, scale))

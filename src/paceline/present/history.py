@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from paceline.present.between import differences_text, percent_text
 from paceline.present.quantity import MISSING, format_parts, scale_of
 from paceline.present.tables import Cell, Column, Table
 
+# Less than this no change of level is looked for either.
+RECOVERED_WITHIN = 0.01
 NOTHING_SEPARATES = "nothing recorded separates the levels"
 
 
@@ -25,7 +28,7 @@ def day(timestamp: float) -> str:
 
 
 def sentence(found: Sequence[HistorySeries]) -> str:
-    """How many series were searched, and the newest change for the worse, or the newest at all."""
+    """How many series were searched, and the newest change: one for the worse that lasts, else any for the worse."""
     if not found:
         return "No certified launch to show over time."
     searched = [series for series in found if series.note is None]
@@ -34,11 +37,25 @@ def sentence(found: Sequence[HistorySeries]) -> str:
         return f"{_count(len(found), 'series', 'series')}, all with too few launches to look for a change."
     if not changes:
         return f"No change of level in {_count(len(searched), 'searched series', 'searched series')}."
-    worse = [each for each in changes if each[1].verdict == WORSE] or changes
-    series, newest = max(worse, key=lambda each: each[1].after_at)
-    size = f"{series.metric} of {series.label} is {_size(newest)} since {day(newest.after_at)} UTC"
+    worse = [each for each in changes if each[1].verdict == WORSE]
+    lasting = [each for each in worse if each[1] is each[0].changes[-1]]
+    series, newest = max(lasting or worse or changes, key=lambda each: each[1].after_at)
     told = f"{_count(len(changes), 'change', 'changes')} of level in {len(searched)} searched series"
-    return f"{told}; the newest{' for the worse' if newest.verdict == WORSE else ''}: {size}; {differs_text(newest)}."
+    which = "the newest" + " for the worse" * bool(worse) + " that lasts" * bool(lasting)
+    return f"{told}; {which}: {_told(series, newest)}; {differs_text(newest)}."
+
+
+def _told(series: HistorySeries, change: ChangePoint) -> str:
+    """In the present only where nothing came after it."""
+    what = f"{series.metric} of {series.label}"
+    later = series.changes[series.changes.index(change) + 1 :]
+    if not later:
+        return f"{what} is {_size(change)} since {day(change.after_at)} UTC"
+    then = f"{what} was {_size(change)} from {day(change.after_at)} to {day(later[0].before_at)} UTC"
+    now = math.prod(each.ratio for each in (change, *later))
+    if (now < 1) != (change.ratio < 1) or abs(now - 1) < RECOVERED_WITHIN:
+        return f"{then}; recovered since"
+    return f"{then}; now {percent_text(now, None, None)[0]} {_way(now)} than before"
 
 
 def _count(count: int, one: str, many: str) -> str:
@@ -47,7 +64,11 @@ def _count(count: int, one: str, many: str) -> str:
 
 def _size(change: ChangePoint) -> str:
     size, interval = percent_text(change.ratio, change.low, change.high)
-    return f"{size} {'lower' if change.ratio < 1 else 'higher'} ({interval})"
+    return f"{size} {_way(change.ratio)} ({interval})"
+
+
+def _way(ratio: float) -> str:
+    return "lower" if ratio < 1 else "higher"
 
 
 def differs_text(change: ChangePoint) -> str:
@@ -83,12 +104,11 @@ def _changes(found: Sequence[HistorySeries]) -> Table | None:
 
 def _change_row(series: HistorySeries, change: ChangePoint) -> tuple[Cell, ...]:
     size, interval = percent_text(change.ratio, change.low, change.high)
-    way = "lower" if change.ratio < 1 else "higher"
     return (
         Cell(series.label),
         Cell(series.metric),
         Cell(f"{day(change.before_at)} and {day(change.after_at)}"),
-        Cell(f"{size} {way}, {change.verdict}", interval, "bad" if change.verdict == WORSE else "good"),
+        Cell(f"{size} {_way(change.ratio)}, {change.verdict}", interval, "bad" if change.verdict == WORSE else "good"),
         Cell(differs_text(change)),
         Cell(f"{change.p_value:.2g}"),
     )

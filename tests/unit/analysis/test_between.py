@@ -10,7 +10,7 @@ import fabric_records
 import numpy as np
 import pytest
 
-from paceline.analysis.between import compare_experiments, regressions, verdict_among
+from paceline.analysis.between import compare_experiments, regressions, undecided_losses, verdict_among
 from paceline.analysis.statistics import Ratio
 from paceline.errors import RequestError
 from paceline.findings import Between, Change
@@ -138,7 +138,7 @@ class TestRefusals:
         [
             ({"sequence_length": 128}, "training.sequence_length is 64 in A and 128 in B"),
             ({"precision": "bf16"}, "training.precision.compute is 'fp32' in A and 'bf16' in B"),
-            ({"model": "tiny-llama"}, "model is {'name': 'tiny', 'options': {}} in A"),
+            ({"model": "tiny-llama"}, "model is tiny in A and tiny-llama in B"),
         ],
     )
     def test_other_work_is_refused_with_the_field(self, folder: Builder, other: dict[str, Any], named: str) -> None:
@@ -155,6 +155,14 @@ class TestRefusals:
         assert change(found).verdict == "better"
         assert [d.path for d in found.shared] == ["cpu"]
 
+    def test_a_slice_of_a_gpu_is_another_device_than_the_whole(self, folder: Builder) -> None:
+        whole, part = (
+            folder({"device": "cuda", "record": {"gpus": [{"name": "H200", "mig": mig}]}}, ddp=1.0)
+            for mig in (False, True)
+        )
+        with pytest.raises(RequestError, match=r"is H200 in A and H200 \(MIG\) in B"):
+            compare_experiments(whole, later(part))
+
     def test_a_gpu_against_a_processor_compares_speed_but_not_memory(self, folder: Builder) -> None:
         gpu = folder({"device": "cuda", "record": {"gpus": [{"name": "H200"}]}}, ddp=0.1)
         with pytest.raises(RequestError, match=r"topology.device is 'cpu' in A and 'cuda' in B"):
@@ -165,6 +173,14 @@ class TestRefusals:
     def test_nothing_certified_is_refused(self, folder: Builder) -> None:
         with pytest.raises(RequestError, match=r"second folder holds no certified run \(ddp.*no reference"):
             compare_experiments(folder(ddp=1.0), folder(ddp=1.0)[1:])
+
+    def test_a_cell_in_both_folders_that_one_of_them_cannot_prove_is_named(self, folder: Builder) -> None:
+        """The second folder has proved runs too, of other work: `no cell is in both folders` would be untrue."""
+        unproved = folder(ddp=1.0)[1:]
+        with pytest.raises(
+            RequestError, match=r"of one in both folders, ddp.*: ok in A, invalid in B \(.*no reference"
+        ):
+            compare_experiments(folder(ddp=1.0), [*unproved, *folder({"sequence_length": 128}, ddp=1.0)])
 
 
 class TestGate:
@@ -199,6 +215,55 @@ class TestGate:
         assert found.changes == ()
         assert len(regressions(found, 5)) == 1
         assert present.sentence(found).startswith("Nothing could be compared; 1 cell that was ok in A")
+
+    def test_a_cell_that_was_flaky_and_is_broken_now(self, folder: Builder) -> None:
+        """One failed run in A excuses one in B, not the loss of all of them."""
+
+        def failed(records: Records, count: int) -> Records:
+            return [*records[:-count], *(dataclasses.replace(r, status=Status.FAILED) for r in records[-count:])]
+
+        flaky, now = failed(folder(ddp=1.0), 1), later(folder(ddp=1.0))
+        found = compare_experiments([*flaky, *folder(single=1.0)], [*failed(now, 3), *later(folder(single=1.0))])
+        assert [(x.label.split(",")[0], x.status) for x in found.lost] == [("ddp", "failed")]
+        assert len(regressions(found, 50)) == 1
+        assert compare_experiments(flaky, failed(now, 2)).lost == ()
+
+    def test_a_cell_in_both_folders_without_a_pair_is_named(self, folder: Builder) -> None:
+        broken = [
+            r if r.is_reference else dataclasses.replace(r, status=Status.OOM, error="no room") for r in folder(ddp=1.0)
+        ]
+        found = compare_experiments([*broken, *folder(single=1.0)], later(folder(ddp=1.0, single=1.0)))
+        (note,) = found.notes
+        assert note.startswith("not compared: ddp, tiny, 2 processes")
+        assert note.endswith(": oom in A (no room), ok in B")
+        assert found.lost == ()
+
+    def test_speed_is_gated_as_the_sentence_tells_it(self, folder: Builder) -> None:
+        """10.7 % fewer tokens/s are 12 % more time: a gate at 11 must not trip where the sentence says less."""
+        found = compare_experiments(folder(ddp=1.0), later(folder(ddp=1.12)))
+        assert present.sentence(found).startswith("B is 10.7 % slower")
+        assert change(found, "step_time_s").low > 1.11
+        assert regressions(found, 11) == ()
+        assert [r.text.split(": ")[1].split()[0] for r in regressions(found, 9)] == ["tokens_per_s"]
+
+    def test_what_has_no_verdict_is_in_the_sentence_with_its_worst(self, folder: Builder) -> None:
+        once = {"repeats": 1}
+        heavy = folder({**once, "record": {"memory_bytes": 200 * 2**20}}, ddp=1.0)
+        found = compare_experiments(folder(once, ddp=1.0), later(heavy))
+        memory = change(found, "peak_memory_bytes")
+        worst = f"1 cell without a verdict on peak memory, at worst {(memory.ratio - 1) * 100:.1f} % more;"
+        assert worst in present.sentence(found)
+        assert undecided_losses(found, 5) == (memory,)
+        lighter = compare_experiments(heavy, later(folder(once, ddp=1.0)))
+        assert "1 cell without a verdict on peak memory;" in present.sentence(lighter)
+        assert undecided_losses(lighter, 0) == ()
+
+    def test_rows_left_out_are_not_called_unchanged(self, folder: Builder) -> None:
+        found = compare_experiments(folder(ddp=1.0), later(folder(ddp=1.0)))
+        tie = change(found)
+        silent = dataclasses.replace(tie, verdict=None, low=None, high=None)
+        (table, *_) = present.tables(dataclasses.replace(found, changes=(tie,) * 33 + (silent,) * 2))
+        assert table.notes == ("Not shown: 3 tie, 2 without a verdict; --format json holds all.",)
 
 
 class TestMachines:

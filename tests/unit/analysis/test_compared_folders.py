@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from paceline import cli, store
-from paceline.records import RunRecord
+from paceline.records import KernelSample, RunRecord
 
 Builder = Callable[..., Any]
 
@@ -20,7 +21,7 @@ def write(out: Path, records: Iterable[RunRecord], started_at: float, **facts: A
     """Records as run folders below `out`, a minute apart."""
     for number, record in enumerate(records):
         run_dir = store.create(out, record.spec)
-        samples = (*record.steps, *record.memory, *record.wire, *record.traces)
+        samples = (*record.steps, *record.memory, *record.wire, *record.traces, *record.kernels)
         for rank in range(record.spec.topology.world_size):
             lines = [store.sample_line(s) for s in samples if s.rank == rank]
             (run_dir / f"samples-{rank}.jsonl").write_text("".join(lines))
@@ -59,6 +60,56 @@ def test_a_regression_is_exit_code_1_and_one_line(
     assert cli.main(["compare", str(b), str(a), "--fail-on-regression", "0"]) == 0
     assert cli.main(["compare", str(a), str(a), "--fail-on-regression", "0"]) == 0
     assert capsys.readouterr().err == ""
+
+
+def test_a_gate_that_could_decide_nothing_does_not_pass(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], make_spec: Builder, make_record: Builder
+) -> None:
+    """Ceilings of one launch at half speed: no interval, so no verdict, and no reason to call that a pass."""
+
+    def ceilings(name: str, seconds: float) -> str:
+        kernel = KernelSample(
+            rank=0,
+            kernel="matmul",
+            dtype="bf16",
+            label="4096",
+            variant="",
+            flops=10**12,
+            moved_bytes=None,
+            durations_s=(seconds,) * 20,
+            wrong=0,
+        )
+        empty: dict[str, Any] = {"steps": (), "memory": (), "wire": (), "traces": ()}
+        spec = make_spec(None, world_size=1, workload="compute")
+        return str(write(tmp_path / name, [make_record(spec, kernels=(kernel,), **empty)], 1.7e9 + seconds))
+
+    fast, slow = ceilings("fast", 1.0), ceilings("slow", 2.0)
+    assert cli.main(["compare", fast, slow]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("1 row without a verdict, at worst 50.0 % slower")
+    assert shown.err == ""
+    assert cli.main(["compare", fast, slow, "--fail-on-regression", "5"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("paceline: 1 comparison has no verdict; the largest change for the worse is compute")
+    assert error.endswith("matmul_flops_per_s 50.0 % lower; nothing was decided, so this fails\n")
+    assert cli.main(["compare", fast, slow, "--fail-on-regression", "60"]) == 0
+    assert cli.main(["compare", slow, fast, "--fail-on-regression", "5"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_what_a_gate_could_not_judge_is_said_where_the_rest_was_judged(
+    make_cell: Builder, make_reference: Builder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def folder(name: str, start: float, memory_bytes: int) -> str:
+        runs = make_cell(1.0, repeats=1, strategy="ddp", record={"memory_bytes": memory_bytes})
+        return str(write(tmp_path / name, [make_reference(runs[0].spec), *runs], start))
+
+    a, b = folder("a", 1.7e9, 100 * 2**20), folder("b", 1.8e9, 200 * 2**20)
+    assert cli.main(["compare", a, b, "--fail-on-regression", "5"]) == 0
+    error = capsys.readouterr().err
+    assert error.startswith("paceline: 1 comparison has no verdict; the largest change for the worse is ddp")
+    assert "peak_memory_bytes" in error
+    assert "nothing was decided" not in error
 
 
 def test_formats_for_ci_stay_parsable_when_the_gate_fails(
@@ -112,10 +163,25 @@ def test_history_keeps_every_launch_of_a_repeated_run(
     assert [d["path"] for d in change["differences"]] == ["driver"]
     assert cli.main(["history", str(tmp_path / "days")]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("1 change of level in 2 searched series; the newest for the worse: tokens_per_s of ddp")
+    assert text.startswith(
+        "1 change of level in 2 searched series; the newest for the worse that lasts: tokens_per_s of ddp"
+    )
     assert "driver 580 -> 590" in text
     assert cli.main(["history", *(str(tmp_path / "days" / str(day)) for day in range(2))]) == 0
     assert "too few launches" in capsys.readouterr().out
+
+
+def test_history_says_why_launches_do_not_count(
+    campaign: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    days = campaign("days", 1.0)
+    for reference in days.glob("*/reference-*"):
+        shutil.rmtree(reference)
+    assert cli.main(["history", str(days)]) == 0
+    text = capsys.readouterr().out
+    assert "0 of them ok and certified" in text
+    assert "not counted, 3 of them: invalid: " in text
+    assert "no reference" in text
 
 
 def test_the_report_holds_what_history_says(

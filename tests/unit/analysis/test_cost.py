@@ -105,6 +105,14 @@ def test_without_a_request_only_a_known_gpu_has_a_price(
     assert not reported([make_cell(1.0)], make_reference).costs, "a CPU"
 
 
+def test_a_slice_without_a_price_is_called_so(
+    make_cell: Builder, make_reference: Builder, h200: dict[str, Any]
+) -> None:
+    runs = on_gpu(make_cell, {**h200, "mig": True})
+    report = reported([runs], make_reference, Costing(train_tokens=10**9))
+    assert any(f"no price is known for {h200['name']} (MIG)" in note for note in report.notes)
+
+
 def test_a_shared_gpu_has_no_cost(make_cell: Builder, make_reference: Builder, h200: dict[str, Any]) -> None:
     shared = {"settings": {"shared_gpu": True}}
     runs = make_cell(1.0, device="cuda", precision="bf16/fp32", record={"gpus": [h200], "evidence": shared})

@@ -70,6 +70,42 @@ def test_where_nothing_separates_it_says_so(days: Builder) -> None:
     assert present.sentence(found).startswith("1 change of level in 1 searched series; the newest for the worse")
 
 
+def test_a_fault_that_was_mended_is_told_in_the_past(days: Builder) -> None:
+    mended = present.sentence([speed(days([1.0] * 4 + [1.1] * 4 + [1.0] * 4))])
+    assert "the newest for the worse: tokens_per_s" in mended
+    assert " was 9.1 % lower (" in mended
+    assert "; recovered since; " in mended
+    assert " is " not in mended
+    in_part = present.sentence([speed(days([1.0] * 4 + [1.25] * 4 + [1.1] * 4))])
+    assert "; now 9.1 % lower than before; " in in_part
+
+
+def test_a_fault_that_lasts_comes_before_a_newer_one_that_was_mended(days: Builder) -> None:
+    lasting = speed(days([1.0] * 3 + [1.3] * 9))
+    mended = dataclasses.replace(speed(days([1.0] * 5 + [1.1] * 3 + [1.0] * 4)), label="another")
+    text = present.sentence([mended, lasting])
+    assert f"the newest for the worse that lasts: tokens_per_s of {lasting.label} is 23.1 % lower" in text
+
+
+def test_a_failed_reference_does_not_stand_in_for_one_that_ended_ok(days: Builder) -> None:
+    """Neither as the newest that could be lent, nor as its campaign's own."""
+    records = days([1.0] * 4)
+    failed = dataclasses.replace(
+        records[0], status=Status.FAILED, steps=(), outcomes=(), started_at=9e9, path="/results/day-2/reference"
+    )
+    assert len(speed([*records, failed]).points) == 8
+
+
+def test_launches_that_do_not_count_are_told_with_the_reason(days: Builder) -> None:
+    records = days([1.0] * 2)
+    broken = dataclasses.replace(records[-1], status=Status.OOM, error="no room")
+    assert history.judge([*records[:-1], broken]).dropped == {"oom: no room": 1}
+    ((reason, count),) = history.judge(records[1:]).dropped.items()
+    assert reason.startswith("invalid: ")
+    assert "no reference" in reason
+    assert count == 4
+
+
 def test_few_launches_are_shown_and_not_judged(days: Builder) -> None:
     series = speed(days([1.0, 2.0]))
     assert series.changes == ()

@@ -121,6 +121,17 @@ def test_another_kind_of_device_is_undecided_and_named(stored: list[RunRecord]) 
     assert not found.metrics
 
 
+def test_a_difference_on_any_host_is_told(stored: list[RunRecord]) -> None:
+    """The first host is the same as ever; the second got another driver."""
+
+    def on(driver: str) -> list[RunRecord]:
+        hosts = tuple({**stored[0].machines[0], "host": name} for name in ("node-a", "node-b"))
+        return again(stored, machines=({**hosts[0], "driver": "580"}, {**hosts[1], "driver": driver}))
+
+    assert replay(on("580"), on("590")).differences == {"driver": ("580", "580, 590")}
+    assert not replay(on("580"), again(stored, machines=())).differences, "nothing recorded is no difference"
+
+
 @pytest.mark.parametrize(
     ("before", "after", "verdict"),
     [
