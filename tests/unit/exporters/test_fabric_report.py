@@ -17,7 +17,8 @@ from rich.console import Console
 
 from paceline import present
 from paceline.analysis import report as analysis
-from paceline.exporters import csv, html, markdown, plots, suite_json, write_atomically
+from paceline.exporters import csv, html, markdown, plots, suite_json
+from paceline.files import write_atomically
 from paceline.findings import MemoryRow, Report, ScalingExplanation, Traffic
 from paceline.present import fabric, links
 from paceline.present.answer import answer, grounds
