@@ -7,7 +7,6 @@ one caveat about gloo.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from paceline.analysis import metrics
@@ -27,6 +26,7 @@ from paceline.findings import (
     Report,
     RunFinding,
 )
+from paceline.present.words import listed, ratio_words
 from paceline.spec import Scalar
 
 CATEGORIES: Mapping[str, str] = {
@@ -106,35 +106,30 @@ def _by_value(cells: Iterable[str], pairs: Sequence[Comparison]) -> list[str]:
 def _text(group: Group, metric: str, best: Sequence[str], rest: Sequence[str], pairs: Sequence[Comparison]) -> str:
     names = [group.names[cell] for cell in best]
     if not rest:
-        return f"Tie between {_listed(names)}: this data cannot tell them apart."
+        return f"Tie between {listed(names)}: this data cannot tell them apart."
     told = [(c, cell) for cell in best for c in pairs if {c.cell, c.other} == {cell, rest[0]} and _loser(c)]
     versus, winner = told[0]
-    head = f"Tie between {_listed(names)}. " if len(best) > 1 else ""
+    head = f"Tie between {listed(names)}. " if len(best) > 1 else ""
     why = _why(group, winner, rest[0]) if metric in (*SPEED_METRICS, EFFICIENCY) else ""
     return f"{head}{_margin(metric, group.names[winner], group.names[rest[0]], *_ratio_of(versus, winner))}{why}"
 
 
 def _margin(metric: str, best: str, other: str, ratio: float, low: float, high: float) -> str:
     """How far the best is from the next, in the metric's own words and as many digits as the interval supports."""
-    digits = min(4, max(1, -math.floor(math.log10(max(high - low, 1e-6) / 2))))
-    interval = f"(95 % interval {low:.{digits}f} to {high:.{digits}f})"
+    told, interval = ratio_words(ratio, low, high)
     words = {
-        "tokens_per_s": "{best} is {ratio} times as fast as {other}, the next best {interval}.",
-        "step_time_s": "A step of {best} takes {ratio} times as long as one of {other}, the next best {interval}.",
-        "peak_memory_bytes": "{best} needs {ratio} times the peak memory of {other}, the next best {interval}.",
-        COST: "A token of {best} costs {ratio} times as much as one of {other}, the next best {interval}.",
-        EFFICIENCY: "{best} scales {ratio} times as well as {other}, the next best {interval}.",
+        "tokens_per_s": "{best} is {ratio} times as fast as {other}, the next best{interval}.",
+        "step_time_s": "A step of {best} takes {ratio} times as long as one of {other}, the next best{interval}.",
+        "peak_memory_bytes": "{best} needs {ratio} times the peak memory of {other}, the next best{interval}.",
+        COST: "A token of {best} costs {ratio} times as much as one of {other}, the next best{interval}.",
+        EFFICIENCY: "{best} scales {ratio} times as well as {other}, the next best{interval}.",
     }[metric]
-    return words.format(best=best, other=other, ratio=f"{ratio:.{digits}f}", interval=interval)
+    return words.format(best=best, other=other, ratio=told, interval=interval)
 
 
 def _ratio_of(c: Comparison, cell: str) -> tuple[float, float, float]:
     """The comparison told from `cell`'s side."""
     return (c.ratio, c.low, c.high) if c.cell == cell else (1 / c.ratio, 1 / c.high, 1 / c.low)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _why(group: Group, winner: str, other: str) -> str:
@@ -189,7 +184,7 @@ def _caveats(group: Group, metric: str, left_out: Sequence[LeftOut]) -> Iterable
     if speed and any(_neighbours(cell) for cell in group.cells):
         yield "other processes ran on the GPU"
     if left_out:
-        yield f"not ranked: {_listed([f'{cell.name} ({cell.status})' for cell in left_out])}"
+        yield f"not ranked: {listed([f'{cell.name} ({cell.status})' for cell in left_out])}"
 
 
 def _names_sharding(group: Group) -> bool:
@@ -265,7 +260,7 @@ def _cost_text(decided: Recommendation, costs: Mapping[str, Measurement]) -> str
     start = "At one price per GPU hour cost follows throughput"
     versus = decided.decisive
     if versus is None:
-        return f"{start}: {_listed(decided.choose)} tie here too."
+        return f"{start}: {listed(decided.choose)} tie here too."
     winner, other = (versus.other, versus.cell) if _loser(versus) == versus.cell else (versus.cell, versus.other)
     names = {versus.cell: versus.label, versus.other: versus.other_label}
     told = _margin(COST, names[winner], names[other], *_ratio_of(versus, other))

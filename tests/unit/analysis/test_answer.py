@@ -180,6 +180,22 @@ def keep(record: RunRecord, out: Path) -> None:
     store.seal(run_dir, record.status, record.error, record.started_at, record.ended_at)
 
 
+@pytest.mark.parametrize(
+    ("machine", "second", "rest"),
+    [
+        ("Another claims 5 tokens/s.", "Measured: DDP (tiny, 2 processes).", "Another claims 5 tokens/s."),
+        ("Suspect: GPU 3.", "Suspect: GPU 3.", "Measured: DDP (tiny, 2 processes)."),
+    ],
+)
+def test_what_was_measured_stands_before_claims_and_the_machine_but_not_before_a_fault(
+    machine: str, second: str, rest: str, campaign: Builder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.present.answer.MACHINE_SENTENCES", (lambda report: machine,))
+    report = build(campaign(ddp=1.0), "test")
+    assert answer(report) == (tables.NO_ANSWER, second)
+    assert grounds(report) == rest
+
+
 # --- cost ---
 
 
@@ -214,6 +230,17 @@ def test_at_two_prices_or_none_nothing_is_said_about_cost(campaign: Builder) -> 
 )
 def test_only_names_that_people_know_are_spoken(name: str, text: str) -> None:
     assert spoken(name) == text
+
+
+def test_a_tie_in_memory_names_all_who_tie(make_cell: Builder, make_reference: Builder) -> None:
+    seconds = {"ddp": 1.0, "fsdp2": 1.2, "zero:stage=3": 1.4}
+    cells = [
+        make_cell(s, strategy=name, record={"memory_bytes": (100 if name == "ddp" else 40) * 2**20})
+        for name, s in seconds.items()
+    ]
+    report = build([make_reference(cells[0][0].spec), *(r for cell in cells for r in cell)], "test")
+    second = answer(report)[1]
+    assert re.match(r"Tie between (FSDP2 and ZeRO-3|ZeRO-3 and FSDP2): .* times the peak memory of DDP", second)
 
 
 def test_else_about_the_last(campaign: Builder) -> None:
