@@ -20,12 +20,15 @@ from paceline.findings import (
     HIGHER,
     WORSE,
     Comparison,
+    Cost,
     LeftOut,
     Measurement,
     Recommendation,
     Report,
     RunFinding,
+    offers_of,
 )
+from paceline.present.quantity import format_parts
 from paceline.present.words import listed, ratio_words
 from paceline.spec import Scalar
 
@@ -230,39 +233,36 @@ def _word(value: Scalar) -> str:
 
 
 def by_cost(report: Report) -> tuple[Recommendation, ...]:
-    """What throughput decides, said in money, for groups whose cells all have one price per GPU hour.
+    """What throughput decides, said in money, for groups whose cells all lead with one price per GPU hour.
 
     Cost per token is then price over throughput, so this is the same finding in another unit: it cites the comparisons
     of throughput and claims nothing beside them. Where prices differ within a group nothing is said.
     """
-    speeds = {m.cell: m.value for m in report.measurements if m.metric == THROUGHPUT and m.value}
-    costs: dict[str, Measurement] = {}
-    for m in report.measurements:
-        if m.metric == COST and m.value:
-            costs.setdefault(m.cell, m)
-    found = (_cost(r, costs, speeds) for r in report.recommendations if r.metric == THROUGHPUT)
+    leads = {offer.lead.cell: offer.lead for offer in offers_of(report.costs)}
+    found = (_cost(r, leads) for r in report.recommendations if r.metric == THROUGHPUT)
     return tuple(r for r in found if r)
 
 
-def _cost(
-    decided: Recommendation, costs: Mapping[str, Measurement], speeds: Mapping[str, float]
-) -> Recommendation | None:
+def _cost(decided: Recommendation, leads: Mapping[str, Cost]) -> Recommendation | None:
     cells = {cell for c in decided.because for cell in (c.cell, c.other)}
-    if not cells <= costs.keys() & speeds.keys():
+    if not cells <= leads.keys() or len({leads[cell].price for cell in cells}) != 1:
         return None
-    prices = [(costs[cell].value or 0.0) * speeds[cell] for cell in cells]
-    if max(prices) > min(prices) * (1 + 1e-6):
-        return None
-    return dataclasses.replace(decided, category="lowest cost", metric=COST, text=_cost_text(decided, costs))
+    return dataclasses.replace(decided, category="lowest cost", metric=COST, text=_cost_text(decided, leads))
 
 
-def _cost_text(decided: Recommendation, costs: Mapping[str, Measurement]) -> str:
+def _cost_text(decided: Recommendation, leads: Mapping[str, Cost]) -> str:
     start = "At one price per GPU hour cost follows throughput"
     versus = decided.decisive
     if versus is None:
         return f"{start}: {listed(decided.choose)} tie here too."
     winner, other = (versus.other, versus.cell) if _loser(versus) == versus.cell else (versus.cell, versus.other)
     names = {versus.cell: versus.label, versus.other: versus.other_label}
+    tie = f"Tie between {listed(decided.choose)}. " if len(decided.choose) > 1 else ""
     told = _margin(COST, names[winner], names[other], *_ratio_of(versus, other))
-    a, b = (f"{costs[cell].value:.3g}" for cell in (winner, other))
-    return f"{start}. {told} That is {a} against {b} USD per million tokens."
+    a, b = (_usd(leads[cell].usd_per_mtok) for cell in (winner, other))
+    price = leads[winner].price
+    return f"{start}. {tie}{told} That is {a} against {b} USD per million tokens at {price.name} ({price.kind})."
+
+
+def _usd(m: Measurement) -> str:
+    return format_parts(m.value, m.low, m.high)[0]

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from paceline import store
+from paceline.analysis.cost import Costing
 from paceline.analysis.recommend import by_cost
 from paceline.analysis.report import build
-from paceline.findings import Measurement, Report
+from paceline.findings import Recommendation, Report
 from paceline.present import recommendation_lines, tables, verdicts
 from paceline.present.answer import answer, grounds, headline, spoken
+from paceline.prices import Price
 from paceline.records import RunRecord, Status
 
 Builder = Callable[..., Any]
@@ -199,29 +201,45 @@ def test_what_was_measured_stands_before_claims_and_the_machine_but_not_before_a
 # --- cost ---
 
 
-def priced(report: Report, *prices: float) -> Report:
-    """The report with a cost per cell, as price over throughput gives it."""
-    speeds = [m for m in report.measurements if m.metric == "tokens_per_s"]
-    costs: list[Measurement] = [
-        dataclasses.replace(m, metric="usd_per_mtok", unit="USD", better="lower", value=price / (m.value or 1.0))
-        for m, price in zip(speeds, prices, strict=True)
-    ]
-    return dataclasses.replace(report, measurements=(*report.measurements, *costs))
+FIRM = Price(name="rented", usd_per_gpu_hour=2.0, kind="on demand")
+SPARE = Price(name="spare", usd_per_gpu_hour=0.5, kind="spot")
+
+
+def cheapest(records: list[RunRecord], *prices: Price) -> Recommendation:
+    report = build(records, "test", costing=Costing(prices))
+    (found,) = (r for r in report.recommendations if r.category == "lowest cost")
+    assert found.because == report.recommendations[0].because
+    return found
 
 
 def test_at_one_price_cost_is_throughput_in_other_words(campaign: Builder) -> None:
-    report = build(campaign(ddp=1.0, fsdp2=1.2), "test")
-    (found,) = by_cost(priced(report, 1000.0, 1000.0))
-    assert (found.category, found.choose) == ("lowest cost", ("ddp",))
-    assert found.because == report.recommendations[0].because
+    found = cheapest(campaign(ddp=1.0, fsdp2=1.2), FIRM)
+    assert found.choose == ("ddp",)
     assert re.match(
         r"At one price per GPU hour cost follows throughput\. A token of ddp costs 0\.8\d+ times as much", found.text
     )
 
 
+def test_cost_is_quoted_at_the_price_that_leads_the_table_and_names_it(campaign: Builder) -> None:
+    found = cheapest(campaign(ddp=1.0, fsdp2=1.2), SPARE, FIRM)
+    # 2 processes at 2 USD/h, 512 tokens in 1 s and in 1.2 s: 2.170 and 2.604 USD, known to about 0.1 %.
+    said = re.search(r"That is (\S+) against (\S+) USD per million tokens at rented \(on demand\)\.$", found.text)
+    assert said is not None
+    assert [float(usd) for usd in said.groups()] == pytest.approx([2.170, 2.604], rel=0.005)
+    assert all(len(usd) > 4 for usd in said.groups()), "rounded by the interval, not to three digits"
+
+
+def test_a_tie_in_cost_names_all_who_tie(campaign: Builder) -> None:
+    found = cheapest(campaign(**{"ddp": 1.0, "fsdp2": 1.002, "zero:stage=3": 1.4}), FIRM)
+    assert len(found.choose) == 2
+    assert f"cost follows throughput. Tie between {' and '.join(found.choose)}. A token of" in found.text
+
+
 def test_at_two_prices_or_none_nothing_is_said_about_cost(campaign: Builder) -> None:
-    report = build(campaign(ddp=1.0, fsdp2=1.2), "test")
-    assert by_cost(report) == by_cost(priced(report, 1000.0, 500.0)) == ()
+    report = build(campaign(ddp=1.0, fsdp2=1.2), "test", costing=Costing((FIRM,)))
+    dearer = dataclasses.replace(report.costs[0], price=dataclasses.replace(FIRM, usd_per_gpu_hour=3.0))
+    assert by_cost(dataclasses.replace(report, costs=())) == ()
+    assert by_cost(dataclasses.replace(report, costs=(dearer, *report.costs[1:]))) == ()
 
 
 @pytest.mark.parametrize(
