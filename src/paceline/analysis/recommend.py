@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from paceline.analysis import metrics
-from paceline.analysis.compare import SPEED_METRICS, Compared, Group
+from paceline.analysis.compare import SPEED_METRICS, Compared, Group, device_kind
 from paceline.analysis.metrics import Cell
 from paceline.analysis.scaling import METRIC as EFFICIENCY
 from paceline.analysis.statistics import launches_note
@@ -84,6 +84,7 @@ def _recommendation(
         caveats=tuple(_caveats(group, metric, left_out)),
         left_out=left_out,
         not_measured=_not_measured(group, runs),
+        group_key=group.key,
     )
 
 
@@ -199,12 +200,18 @@ def _neighbours(cell: Cell) -> bool:
 
 
 def _left_out(group: Group, runs: Sequence[RunFinding]) -> tuple[LeftOut, ...]:
-    """Cells that belong to the group by their axes but have no valid run, with how they ended."""
-    ranked = {cell.id for cell in group.cells}
+    """Cells that belong to the group by axes and device, if known, but have no valid run, with how they ended."""
+    ranked, devices = {cell.id for cell in group.cells}, (None, device_kind(group.cells[0]))
     found: dict[tuple[str, str], list[RunFinding]] = {}
     for run in runs:
         alike = all(run.axes.get(name) == value for name, value in group.axes.items() if name != "scaling")
-        if alike and run.status != "ok" and not run.is_reference and run.cell not in ranked:
+        if (
+            alike
+            and run.device_name in devices
+            and run.status != "ok"
+            and not run.is_reference
+            and run.cell not in ranked
+        ):
             found.setdefault((str(run.axes.get(group.axis)), run.status), []).append(run)
     return tuple(
         LeftOut(name=name, status=status, reason=ended[0].reason, runs=tuple(run.run for run in ended))

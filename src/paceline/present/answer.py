@@ -70,9 +70,11 @@ def grounds(report: Report) -> str:
 def recommendation_lines(report: Report) -> list[str]:
     """Every recommendation by group: its sentences, then its caveats and what was not measured, each once."""
     lines: list[str] = []
-    for name in dict.fromkeys(r.group for r in report.recommendations):
-        ours = [r for r in report.recommendations if r.group == name]
-        lines += [name, *(f"  {r.category}: {r.text}" for r in ours)]
+    by_group: dict[tuple[str, str], list[Recommendation]] = {}
+    for r in report.recommendations:
+        by_group.setdefault((r.group_key, r.group), []).append(r)
+    for (_, title), ours in by_group.items():
+        lines += [title, *(f"  {r.category}: {r.text}" for r in ours)]
         lines += dict.fromkeys(f"  caveat: {caveat}" for r in ours for caveat in r.caveats)
         lines += dict.fromkeys(f"  not measured: {'; '.join(r.not_measured)}" for r in ours if r.not_measured)
     return lines or [part for part in (*answer(report), grounds(report)) if part]
@@ -112,11 +114,15 @@ def _margin(versus: Comparison, where: str = "") -> str:
 
 
 def _where(report: Report, found: Recommendation) -> str:
-    """The world size; the model too where the report holds several."""
+    """The world size; the model and the kind of device too where the report holds several."""
     axes = found.because[0].axes if found.because else {}
-    several = len({run.axes.get("model") for run in report.runs if run.is_certified and not run.is_reference}) > 1
-    model = f" with {axes['model']}" if several and axes.get("model") else ""
-    return model + (f" on {axis_text('world_size', axes)}" if axes.get("world_size") else "")
+    runs = [run for run in report.runs if run.is_certified and not run.is_reference]
+    model = axes.get("model") if len({run.axes.get("model") for run in runs}) > 1 else None
+    kinds = {run.device_name for run in runs if run.device_name and run.run in found.runs}
+    size = axis_text("world_size", axes) if axes.get("world_size") else None
+    several = len({run.device_name for run in runs if run.device_name}) > 1
+    device = f" ({', '.join(sorted(kinds))})" if several and kinds else ""
+    return (f" with {model}" if model else "") + (f" on {size}{device}" if size else "")
 
 
 # --- the second ---
@@ -126,7 +132,8 @@ def _beside(report: Report, found: Recommendation) -> str:
     """What was left out, else who needs least memory, else what holds the winner back, else how far the last is."""
     if found.left_out:
         return _endings((cell.status, spoken(cell.name)) for cell in found.left_out)
-    lean = next((r for r in report.recommendations if r.group == found.group and r.metric == _MEMORY), None)
+    ours = [r for r in report.recommendations if (r.group_key, r.group) == (found.group_key, found.group)]
+    lean = next((r for r in ours if r.metric == _MEMORY), None)
     if lean is not None and lean is not found and lean.decisive:
         return _outcome(lean)
     return _held_back(report, found) or _last(found)

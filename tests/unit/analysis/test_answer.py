@@ -15,7 +15,7 @@ from paceline.analysis.cost import Costing
 from paceline.analysis.recommend import by_cost
 from paceline.analysis.report import build
 from paceline.findings import Recommendation, Report
-from paceline.present import recommendation_lines, tables, verdicts
+from paceline.present import recommendation_lines, standing, tables, verdicts
 from paceline.present.answer import answer, grounds, headline, spoken
 from paceline.prices import Price
 from paceline.records import RunRecord, Status
@@ -259,6 +259,56 @@ def test_a_tie_in_memory_names_all_who_tie(make_cell: Builder, make_reference: B
     report = build([make_reference(cells[0][0].spec), *(r for cell in cells for r in cell)], "test")
     second = answer(report)[1]
     assert re.match(r"Tie between (FSDP2 and ZeRO-3|ZeRO-3 and FSDP2): .* times the peak memory of DDP", second)
+
+
+@pytest.fixture
+def two_kinds(make_cell: Builder, make_reference: Builder) -> list[RunRecord]:
+    """Two strategies on each of two kinds of GPU, nothing else telling the groups apart; no lean one on the first."""
+    seconds = {"ddp": ("A100", 1.0, 80), "fsdp2": ("A100", 1.2, 80)}
+    seconds |= {"zero:stage=2": ("H200", 0.4, 80), "zero:stage=3": ("H200", 0.5, 40)}
+    cells = [
+        make_cell(s, strategy=name, device="cuda", record={"gpus": [{"name": gpu}], "memory_bytes": mib * 2**20})
+        for name, (gpu, s, mib) in seconds.items()
+    ]
+    reference = make_reference(cells[0][0].spec, gpus=[{"name": "A100"}])
+    return [reference, *(r for cell in cells for r in cell)]
+
+
+def test_groups_on_two_kinds_of_device_are_told_apart(two_kinds: list[RunRecord]) -> None:
+    report = build(two_kinds, "test")
+    first, second = answer(report)
+    assert re.match(r"DDP is 1\.\d+ times as fast as FSDP2 on 2 GPUs \(A100\) \(95 %", first)
+    assert "ZeRO" not in second
+    lines = recommendation_lines(report)
+    assert [line for line in lines if line.endswith(("A100", "H200"))] == [
+        f"tiny, 2 GPUs, fp32, sequence 64, global batch 8, {gpu}" for gpu in ("A100", "H200")
+    ]
+
+
+def test_what_stands_beside_the_answer_is_of_its_group_even_where_titles_agree(two_kinds: list[RunRecord]) -> None:
+    report = build(two_kinds, "test")
+    alike = tuple(dataclasses.replace(r, group="the same words") for r in report.recommendations)
+    same = dataclasses.replace(report, recommendations=alike)
+    assert "ZeRO" not in answer(same)[1]
+    assert recommendation_lines(same).count("the same words") == 2
+
+
+def test_a_failure_on_another_kind_of_device_is_not_left_out_of_this_group(
+    two_kinds: list[RunRecord], make_spec: Builder
+) -> None:
+    machine = {"host": "b", "gpus": [{"name": "H200"}]}
+    lost = dataclasses.replace(ended(make_spec("zero:stage=1", device="cuda"), Status.OOM), machines=(machine,))
+    found = {r.group[-4:]: r.left_out for r in build([*two_kinds, lost], "test").recommendations}
+    assert (found["A100"], [left.name for left in found["H200"]]) == ((), ["zero:stage=1"])
+
+
+def test_cells_on_two_kinds_of_device_are_ranked_apart(two_kinds: list[RunRecord]) -> None:
+    report = build(two_kinds, "test")
+    assert {run.device_name for run in report.runs} == {"A100", "H200"}
+    found = {group.axes["device_name"]: group for group in standing.groups(report)}
+    ranks = {name: [(row.rank, row.label) for row in group.rows] for name, group in found.items()}
+    assert ranks == {"A100": [(1, "ddp"), (2, "fsdp2")], "H200": [(1, "zero:stage=2"), (2, "zero:stage=3")]}
+    assert all(name in group.title for name, group in found.items() if isinstance(name, str))
 
 
 def test_else_about_the_last(campaign: Builder) -> None:

@@ -105,6 +105,21 @@ def test_a_comparison_reads_the_same_from_both_sides(report: Report) -> None:
     assert back.low == pytest.approx(1 / there.high)
 
 
+def test_a_cell_without_a_verdict_against_the_leader_has_no_rank(report: Report) -> None:
+    """zero:stage=1 was compared with zero:stage=2 alone, which ddp beats: one is unranked, the other third."""
+    kept = tuple(c for c in report.comparisons if {c.label, c.other_label}.isdisjoint({"zero:stage=1"}))
+    lone = tuple(c for c in report.comparisons if {c.label, c.other_label} == {"zero:stage=1", "zero:stage=2"})
+    (group,) = (
+        g for g in standing.groups(dataclasses.replace(report, comparisons=kept + lone)) if g.axes["world_size"] == 2
+    )
+    assert {row.label: row.rank for row in group.rows} == {
+        "ddp": 1,
+        "fsdp2": 1,
+        "zero:stage=1": None,
+        "zero:stage=2": 3,
+    }
+
+
 def test_every_run_is_ranked_a_reference_or_listed_with_a_reason(report: Report) -> None:
     ranked = {run for group in standing.groups(report) for row in group.rows for run in row.runs}
     listed = {run for item in standing.unranked(report) for run in item.runs}
