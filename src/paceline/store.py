@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import RequestError, StoreError
+from paceline.files import write_atomically
 from paceline.processes import end_with_parent
 from paceline.records import (
     SAMPLE_TYPES,
@@ -58,9 +59,7 @@ _PROGRESS = struct.Struct("<qqqddd")
 
 def write_json(path: Path, value: object) -> None:
     """Whole or not at all, however the process ends."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n")
-    temporary.replace(path)
+    write_atomically(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
 def create(out: Path, spec: RunSpec) -> Path:

@@ -17,7 +17,7 @@ ROOT = Path(paceline.__file__).parent
 # Each line may import only lines above it; names on one line do not see each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("spec", "models", "machine", "processes"),
+    ("spec", "models", "machine", "processes", "files"),
     ("prices",),
     ("records", "findings", "doctor", "recipe", "redaction"),
     ("store", "measure", "telemetry", "decoder", "ledger", "footprint"),
@@ -31,7 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-STANDARD_LIBRARY_ONLY = ("errors", "spec", "models", "machine", "processes", "records", "findings", "doctor")
+STANDARD_LIBRARY_ONLY = ("errors", "spec", "models", "machine", "processes", "files", "records", "findings", "doctor")
 
 # Imported inside functions, so that every analysis verb starts without them.
 HEAVY = {

@@ -21,6 +21,7 @@ from paceline.analysis.window import STEP_COLUMNS, Window
 from paceline.errors import RequestError
 from paceline.findings import SHARED_GPU, Bottleneck, Measurement, ShareOfStep
 from paceline.findings.verdicts import BOTTLENECKS, COMPUTE, INPUT, LAUNCH, MEMORY, NETWORK, UNDECIDED
+from paceline.present.words import listed
 from paceline.records import RunRecord
 
 # Shares nearer than this are not told apart, and a smaller one is never the bottleneck: the profile is of two steps
@@ -282,7 +283,7 @@ def _verdict(
         return UNDECIDED, contenders
     if len(contenders) == 1:
         return contenders[0].kind, contenders
-    return f"between {_listed([s.kind for s in contenders])}", contenders
+    return f"between {listed([s.kind for s in contenders])}", contenders
 
 
 # --- words ---
@@ -306,13 +307,9 @@ def _text(kind: str, contenders: Sequence[ShareOfStep], missing: Mapping[str, st
         return f"{kind}, {first.share_ratio:.0%} of the step or more: {first.text}."
     if kind == UNDECIDED:
         reasons = dict.fromkeys(missing[s.kind] for s in contenders if s.kind in missing)
-        return f"undecided between {_listed([s.kind for s in contenders])}: {'; '.join(reasons)}."
+        return f"undecided between {listed([s.kind for s in contenders])}: {'; '.join(reasons)}."
     spans = "; ".join(f"{s.kind} {s.low:.0%} to {s.high:.0%} ({s.text})" for s in contenders)
     return f"{kind}, whose shares of the step cannot be told apart: {spans}."
-
-
-def _listed(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _ms(seconds: float) -> str:

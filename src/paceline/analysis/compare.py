@@ -6,6 +6,7 @@ Only cells that differ in the one axis under test meet; world size is an axis of
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 from collections import defaultdict
@@ -17,6 +18,7 @@ from paceline.analysis.ceilings import device_names
 from paceline.analysis.metrics import BY_NAME, Cell
 from paceline.analysis.statistics import Ratio, ratio_between
 from paceline.findings import BETTER, HIGHER, TIE, WORSE, Comparison
+from paceline.present.standing import DEVICE, telling_axes
 from paceline.spec import RunSpec, Scalar
 
 SPEED_METRICS = ("tokens_per_s", "step_time_s")
@@ -34,13 +36,31 @@ AXES: Mapping[str, tuple[str, ...]] = {
     "micro_batch": ("training.micro_batch", "training.accumulation"),
     "launcher": ("launcher",),
 }
+# What every title says; of device, GPUs or processes.
+_TITLED = frozenset(
+    {
+        "strategy",
+        "model",
+        "device",
+        "world_size",
+        "precision",
+        "sequence_length",
+        "global_batch",
+        "checkpointing",
+        "compile",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Cells that differ in one axis only, the highest throughput first; names tells them apart."""
+    """Cells that differ in one axis only, the highest throughput first; names tells them apart.
+
+    title says what they share, in words; key is equal for no two groups.
+    """
 
     axis: str
+    key: str
     title: str
     cells: tuple[Cell, ...]
     names: Mapping[str, str]
@@ -112,24 +132,31 @@ def comparable_metrics(cells: Iterable[Cell]) -> tuple[str, ...]:
 
 def compare_cells(cells: Sequence[Cell], axes: Iterable[str] = tuple(AXES)) -> list[Compared]:
     """Every group of at least two certified cells, with all its pairs. A metric without spread is not compared."""
-    return [Compared(group, tuple(_pairs(group))) for axis in axes for group in groups_of(cells, axis)]
+    named = title_axes(cells)
+    return [Compared(group, tuple(_pairs(group))) for axis in axes for group in groups_of(cells, axis, named)]
 
 
-def groups_of(cells: Sequence[Cell], axis: str) -> list[Group]:
+def groups_of(cells: Sequence[Cell], axis: str, named: Sequence[str]) -> list[Group]:
     by_key: defaultdict[str, list[Cell]] = defaultdict(list)
     for cell in cells:
         same = {"global_batch": cell.spec.global_batch} if axis == "micro_batch" else {}
         by_key[key_without(cell, AXES[axis], **same)].append(cell)
-    return [_group(axis, members) for members in by_key.values() if len(members) > 1]
+    return [_group(axis, digest(axis, key), found, named) for key, found in by_key.items() if len(found) > 1]
 
 
-def _group(axis: str, members: Sequence[Cell]) -> Group:
+def digest(*parts: str) -> str:
+    """A short name for what `key_without` tells apart."""
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=5).hexdigest()
+
+
+def _group(axis: str, key: str, members: Sequence[Cell], named: Sequence[str]) -> Group:
     speeds = {c.id: metrics.estimate(c, "tokens_per_s") for c in members}
     ordered = sorted(members, key=lambda c: (-(s.value if (s := speeds[c.id]) else 0.0), c.id))
     everything = [cell.axes for cell in ordered]
     shared = {name: value for name, value in everything[0].items() if all(a[name] == value for a in everything)}
     names = {cell.id: name_of(cell.spec, axis) for cell in ordered}
-    return Group(axis, title_of(shared), tuple(ordered), names, shared)
+    title = title_of({**shared, DEVICE: device_kind(ordered[0])}, named)
+    return Group(axis, key, title, tuple(ordered), names, shared)
 
 
 def name_of(spec: RunSpec, axis: str) -> str:
@@ -139,13 +166,25 @@ def name_of(spec: RunSpec, axis: str) -> str:
         return str(value or spec.workload)
     if axis == "micro_batch":
         return f"micro batch {value} x {spec.training.accumulation}"
+    return _setting(axis, value)
+
+
+def _setting(axis: str, value: Scalar) -> str:
+    if axis == DEVICE:
+        return str(value)
     if isinstance(value, bool):
         value = "on" if value else "off"
     return f"{axis.replace('_', ' ')} {'default' if value is None else value}"
 
 
-def title_of(axes: Mapping[str, Scalar]) -> str:
-    """What all cells of a group share, in the words people use; unremarkable defaults are left out."""
+def title_axes(cells: Iterable[Cell]) -> tuple[str, ...]:
+    """What titles must name beside what they always do, lest two groups of these cells read alike."""
+    found = telling_axes([{**cell.axes, DEVICE: device_kind(cell)} for cell in cells])
+    return tuple(name for name in found if name not in _TITLED)
+
+
+def title_of(axes: Mapping[str, Scalar], named: Iterable[str] = ()) -> str:
+    """What all cells of a group share, in the words people use; unremarkable defaults are left out but for `named`."""
     unit = "GPU" if axes.get("device") == "cuda" else "process"
     size = axes.get("world_size")
     plural = "" if size == 1 else "s" if unit == "GPU" else "es"
@@ -158,6 +197,7 @@ def title_of(axes: Mapping[str, Scalar]) -> str:
         f"global batch {axes['global_batch']}" if axes.get("global_batch") else None,
         f"checkpointing {axes['checkpointing']}" if axes.get("checkpointing") not in (None, "none") else None,
         "compiled" if axes.get("compile") else None,
+        *(_setting(name, axes[name]) for name in named if name in axes),
     ]
     return ", ".join(str(part) for part in parts if part)
 

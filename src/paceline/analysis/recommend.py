@@ -7,11 +7,10 @@ one caveat about gloo.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from paceline.analysis import metrics
-from paceline.analysis.compare import SPEED_METRICS, Compared, Group
+from paceline.analysis.compare import SPEED_METRICS, Compared, Group, device_kind
 from paceline.analysis.metrics import Cell
 from paceline.analysis.scaling import METRIC as EFFICIENCY
 from paceline.analysis.statistics import launches_note
@@ -21,12 +20,16 @@ from paceline.findings import (
     HIGHER,
     WORSE,
     Comparison,
+    Cost,
     LeftOut,
     Measurement,
     Recommendation,
     Report,
     RunFinding,
+    offers_of,
 )
+from paceline.present.quantity import format_parts
+from paceline.present.words import listed, ratio_words
 from paceline.spec import Scalar
 
 CATEGORIES: Mapping[str, str] = {
@@ -81,6 +84,7 @@ def _recommendation(
         caveats=tuple(_caveats(group, metric, left_out)),
         left_out=left_out,
         not_measured=_not_measured(group, runs),
+        group_key=group.key,
     )
 
 
@@ -106,35 +110,30 @@ def _by_value(cells: Iterable[str], pairs: Sequence[Comparison]) -> list[str]:
 def _text(group: Group, metric: str, best: Sequence[str], rest: Sequence[str], pairs: Sequence[Comparison]) -> str:
     names = [group.names[cell] for cell in best]
     if not rest:
-        return f"Tie between {_listed(names)}: this data cannot tell them apart."
+        return f"Tie between {listed(names)}: this data cannot tell them apart."
     told = [(c, cell) for cell in best for c in pairs if {c.cell, c.other} == {cell, rest[0]} and _loser(c)]
     versus, winner = told[0]
-    head = f"Tie between {_listed(names)}. " if len(best) > 1 else ""
+    head = f"Tie between {listed(names)}. " if len(best) > 1 else ""
     why = _why(group, winner, rest[0]) if metric in (*SPEED_METRICS, EFFICIENCY) else ""
     return f"{head}{_margin(metric, group.names[winner], group.names[rest[0]], *_ratio_of(versus, winner))}{why}"
 
 
 def _margin(metric: str, best: str, other: str, ratio: float, low: float, high: float) -> str:
     """How far the best is from the next, in the metric's own words and as many digits as the interval supports."""
-    digits = min(4, max(1, -math.floor(math.log10(max(high - low, 1e-6) / 2))))
-    interval = f"(95 % interval {low:.{digits}f} to {high:.{digits}f})"
+    told, interval = ratio_words(ratio, low, high)
     words = {
-        "tokens_per_s": "{best} is {ratio} times as fast as {other}, the next best {interval}.",
-        "step_time_s": "A step of {best} takes {ratio} times as long as one of {other}, the next best {interval}.",
-        "peak_memory_bytes": "{best} needs {ratio} times the peak memory of {other}, the next best {interval}.",
-        COST: "A token of {best} costs {ratio} times as much as one of {other}, the next best {interval}.",
-        EFFICIENCY: "{best} scales {ratio} times as well as {other}, the next best {interval}.",
+        "tokens_per_s": "{best} is {ratio} times as fast as {other}, the next best{interval}.",
+        "step_time_s": "A step of {best} takes {ratio} times as long as one of {other}, the next best{interval}.",
+        "peak_memory_bytes": "{best} needs {ratio} times the peak memory of {other}, the next best{interval}.",
+        COST: "A token of {best} costs {ratio} times as much as one of {other}, the next best{interval}.",
+        EFFICIENCY: "{best} scales {ratio} times as well as {other}, the next best{interval}.",
     }[metric]
-    return words.format(best=best, other=other, ratio=f"{ratio:.{digits}f}", interval=interval)
+    return words.format(best=best, other=other, ratio=told, interval=interval)
 
 
 def _ratio_of(c: Comparison, cell: str) -> tuple[float, float, float]:
     """The comparison told from `cell`'s side."""
     return (c.ratio, c.low, c.high) if c.cell == cell else (1 / c.ratio, 1 / c.high, 1 / c.low)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _why(group: Group, winner: str, other: str) -> str:
@@ -189,7 +188,7 @@ def _caveats(group: Group, metric: str, left_out: Sequence[LeftOut]) -> Iterable
     if speed and any(_neighbours(cell) for cell in group.cells):
         yield "other processes ran on the GPU"
     if left_out:
-        yield f"not ranked: {_listed([f'{cell.name} ({cell.status})' for cell in left_out])}"
+        yield f"not ranked: {listed([f'{cell.name} ({cell.status})' for cell in left_out])}"
 
 
 def _names_sharding(group: Group) -> bool:
@@ -201,12 +200,18 @@ def _neighbours(cell: Cell) -> bool:
 
 
 def _left_out(group: Group, runs: Sequence[RunFinding]) -> tuple[LeftOut, ...]:
-    """Cells that belong to the group by their axes but have no valid run, with how they ended."""
-    ranked = {cell.id for cell in group.cells}
+    """Cells that belong to the group by axes and device, if known, but have no valid run, with how they ended."""
+    ranked, devices = {cell.id for cell in group.cells}, (None, device_kind(group.cells[0]))
     found: dict[tuple[str, str], list[RunFinding]] = {}
     for run in runs:
         alike = all(run.axes.get(name) == value for name, value in group.axes.items() if name != "scaling")
-        if alike and run.status != "ok" and not run.is_reference and run.cell not in ranked:
+        if (
+            alike
+            and run.device_name in devices
+            and run.status != "ok"
+            and not run.is_reference
+            and run.cell not in ranked
+        ):
             found.setdefault((str(run.axes.get(group.axis)), run.status), []).append(run)
     return tuple(
         LeftOut(name=name, status=status, reason=ended[0].reason, runs=tuple(run.run for run in ended))
@@ -235,39 +240,36 @@ def _word(value: Scalar) -> str:
 
 
 def by_cost(report: Report) -> tuple[Recommendation, ...]:
-    """What throughput decides, said in money, for groups whose cells all have one price per GPU hour.
+    """What throughput decides, said in money, for groups whose cells all lead with one price per GPU hour.
 
     Cost per token is then price over throughput, so this is the same finding in another unit: it cites the comparisons
     of throughput and claims nothing beside them. Where prices differ within a group nothing is said.
     """
-    speeds = {m.cell: m.value for m in report.measurements if m.metric == THROUGHPUT and m.value}
-    costs: dict[str, Measurement] = {}
-    for m in report.measurements:
-        if m.metric == COST and m.value:
-            costs.setdefault(m.cell, m)
-    found = (_cost(r, costs, speeds) for r in report.recommendations if r.metric == THROUGHPUT)
+    leads = {offer.lead.cell: offer.lead for offer in offers_of(report.costs)}
+    found = (_cost(r, leads) for r in report.recommendations if r.metric == THROUGHPUT)
     return tuple(r for r in found if r)
 
 
-def _cost(
-    decided: Recommendation, costs: Mapping[str, Measurement], speeds: Mapping[str, float]
-) -> Recommendation | None:
+def _cost(decided: Recommendation, leads: Mapping[str, Cost]) -> Recommendation | None:
     cells = {cell for c in decided.because for cell in (c.cell, c.other)}
-    if not cells <= costs.keys() & speeds.keys():
+    if not cells <= leads.keys() or len({leads[cell].price for cell in cells}) != 1:
         return None
-    prices = [(costs[cell].value or 0.0) * speeds[cell] for cell in cells]
-    if max(prices) > min(prices) * (1 + 1e-6):
-        return None
-    return dataclasses.replace(decided, category="lowest cost", metric=COST, text=_cost_text(decided, costs))
+    return dataclasses.replace(decided, category="lowest cost", metric=COST, text=_cost_text(decided, leads))
 
 
-def _cost_text(decided: Recommendation, costs: Mapping[str, Measurement]) -> str:
+def _cost_text(decided: Recommendation, leads: Mapping[str, Cost]) -> str:
     start = "At one price per GPU hour cost follows throughput"
     versus = decided.decisive
     if versus is None:
-        return f"{start}: {_listed(decided.choose)} tie here too."
+        return f"{start}: {listed(decided.choose)} tie here too."
     winner, other = (versus.other, versus.cell) if _loser(versus) == versus.cell else (versus.cell, versus.other)
     names = {versus.cell: versus.label, versus.other: versus.other_label}
+    tie = f"Tie between {listed(decided.choose)}. " if len(decided.choose) > 1 else ""
     told = _margin(COST, names[winner], names[other], *_ratio_of(versus, other))
-    a, b = (f"{costs[cell].value:.3g}" for cell in (winner, other))
-    return f"{start}. {told} That is {a} against {b} USD per million tokens."
+    a, b = (_usd(leads[cell].usd_per_mtok) for cell in (winner, other))
+    price = leads[winner].price
+    return f"{start}. {tie}{told} That is {a} against {b} USD per million tokens at {price.name} ({price.kind})."
+
+
+def _usd(m: Measurement) -> str:
+    return format_parts(m.value, m.low, m.high)[0]

@@ -131,6 +131,7 @@ def _finding(record: RunRecord, certificates: Mapping[str, Certificate], windows
         outlier_steps=window.outliers if window else 0,
         health=_health(record, window),
         warmup=window.warmup if window else None,
+        device_name=ceilings.device_names(record.spec.topology.device, record.machines) if record.machines else None,
     )
 
 

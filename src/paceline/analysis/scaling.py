@@ -13,10 +13,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.analysis import metrics
-from paceline.analysis.compare import Compared, Group, comparison, key_without, title_of
+from paceline.analysis.compare import (
+    Compared,
+    Group,
+    comparison,
+    device_kind,
+    digest,
+    key_without,
+    title_axes,
+    title_of,
+)
 from paceline.analysis.metrics import Cell
 from paceline.analysis.statistics import Ratio, Resampled, launches_note, ratio_between
 from paceline.findings import HIGHER, Comparison, Measurement, ScalingPoint
+from paceline.present.standing import DEVICE
 
 METRIC = "scaling_efficiency_ratio"
 WEAK, STRONG = "weak", "strong"
@@ -62,7 +72,8 @@ def analyse(cells: Sequence[Cell]) -> Scaling:
     """All series of at least two world sizes, and strategies compared by how well they scale."""
     usable = [cell for cell in cells if not cell.shared_gpu]
     members = [m for kind in (WEAK, STRONG) for m in _members(usable, kind)]
-    return Scaling(tuple(map(_point, members)), tuple(_compared(members)))
+    named = title_axes(cells)
+    return Scaling(tuple(_point(m, named) for m in members), tuple(_compared(members, named)))
 
 
 def _members(cells: Sequence[Cell], kind: str) -> list[Member]:
@@ -113,10 +124,10 @@ def _efficiency(member: Member) -> Ratio:
     return Ratio(found.value / member.growth, found.low / member.growth, found.high / member.growth, found.error)
 
 
-def _point(member: Member) -> ScalingPoint:
+def _point(member: Member, named: Sequence[str]) -> ScalingPoint:
     return ScalingPoint(
         kind=member.kind,
-        series=_series_title(member),
+        series=_series_title(member, named),
         cell=member.cell.id,
         baseline=member.baseline.id,
         world_size=member.world_size,
@@ -126,13 +137,14 @@ def _point(member: Member) -> ScalingPoint:
     )
 
 
-def _series_title(member: Member) -> str:
-    """`ddp, small, fp32, sequence 128, 8 sequences per process`."""
-    axes = member.baseline.axes
+def _series_title(member: Member, named: Sequence[str]) -> str:
+    """`ddp, small, fp32, sequence 128, 8 sequences per process`: without what may change along the series."""
+    free = {"world_size", "nodes", "micro_batch", "accumulation", *(["global_batch"] if member.kind == WEAK else [])}
+    axes = {**member.baseline.axes, DEVICE: device_kind(member.baseline)}
+    title = title_of({k: v for k, v in axes.items() if k not in free}, named)
     if member.kind == STRONG:
-        return title_of({k: v for k, v in axes.items() if k != "world_size"})
+        return title
     per_process = member.baseline.spec.global_batch // member.baseline.spec.topology.world_size
-    title = title_of({k: v for k, v in axes.items() if k not in ("world_size", "global_batch")})
     return f"{title}, {per_process} sequences per process"
 
 
@@ -159,23 +171,24 @@ def _measurement(member: Member) -> Measurement:
     )
 
 
-def _compared(members: Sequence[Member]) -> list[Compared]:
+def _compared(members: Sequence[Member], named: Sequence[str]) -> list[Compared]:
     """Strategies that grew from the same N0 to the same N over the same work, the batch split alike."""
     groups: defaultdict[tuple[str, ...], list[Member]] = defaultdict(list)
     for m in members:
         if not m.is_baseline:
             groups[m.kind, key_without(m.cell, ("strategy",)), key_without(m.baseline, ("strategy",))].append(m)
-    return [_compared_group(found) for found in groups.values() if len(found) > 1]
+    return [_compared_group(digest(*key), found, named) for key, found in groups.items() if len(found) > 1]
 
 
-def _compared_group(members: Sequence[Member]) -> Compared:
+def _compared_group(key: str, members: Sequence[Member], named: Sequence[str]) -> Compared:
     ordered = sorted(members, key=lambda m: -m.speedup)
     everything = [m.cell.axes for m in ordered]
     shared = {name: value for name, value in everything[0].items() if all(a[name] == value for a in everything)}
     shared["scaling"] = ordered[0].kind
     names = {m.cell.id: str(m.cell.spec.strategy) for m in ordered}
-    title = f"{title_of(shared)}, {ordered[0].kind} scaling"
-    group = Group("strategy", title, tuple(m.cell for m in ordered), names, shared)
+    title = title_of({**shared, DEVICE: device_kind(ordered[0].cell)}, named)
+    title = f"{title}, {ordered[0].kind} scaling"
+    group = Group("strategy", key, title, tuple(m.cell for m in ordered), names, shared)
     pairs = (_pair(group, a, b) for a, b in itertools.combinations(ordered, 2))
     return Compared(group, tuple(pair for pair in pairs if pair))
 

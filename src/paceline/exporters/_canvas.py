@@ -130,10 +130,3 @@ def key(figure: Figure, words: Sequence[tuple[str, str]], **patch: Any) -> None:
 def thousands(axis: Axis) -> None:
     """Ticks as 12,000; never 1.2e4 nor an offset."""
     axis.set_major_formatter(lambda x, _: f"{x:,.10g}")
-
-
-def short_names(series: Sequence[str]) -> dict[str, str]:
-    """Each series by the words that the others lack; the first word where it has none of its own."""
-    words = {name: name.split(", ") for name in series}
-    shared = set.intersection(*map(set, words.values()))
-    return {name: ", ".join(w for w in found if w not in shared) or found[0] for name, found in words.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from paceline.exporters._arrangement import Arrangement, arrange
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 METRIC = "usd_per_mtok"
 SPOT = "spot"
 LEAST_PER_MILLION = 0.1  # below it digits are mostly zeros, and a billion tokens is said instead
-Priced = Mapping[str, Measurement]
 
 
 def prices(report: Report) -> Arrangement:

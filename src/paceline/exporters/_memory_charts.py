@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from paceline.exporters._canvas import INK, PALETTE, QUIET, End, canvas, key, name_ends, say, short_names
+from paceline.exporters._canvas import INK, PALETTE, QUIET, End, canvas, key, name_ends, say
 from paceline.findings import FrontierPoint, MemoryRow, Report
 from paceline.footprint import COMPONENTS
 from paceline.present.memory import labels, scale
 from paceline.present.quantity import Scale, format_number, format_parts
+from paceline.present.words import short_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from paceline.exporters._arrangement import strategy_colours
-from paceline.exporters._canvas import INK, End, canvas, entitle, name_ends, short_names
+from paceline.exporters._canvas import INK, End, canvas, entitle, name_ends
 from paceline.findings import Report, ScalingPoint
 from paceline.present.quantity import Scale, format_brief
 from paceline.present.scaling import baseline_name
 from paceline.present.standing import axis_text, describe
+from paceline.present.words import short_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

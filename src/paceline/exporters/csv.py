@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from paceline.exporters import write_atomically
+from paceline.files import write_atomically
 from paceline.findings import CollectiveRow, Measurement, Report
 from paceline.present.standing import THROUGHPUT, trusted_runs
 from paceline.spec import Scalar

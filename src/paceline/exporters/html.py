@@ -13,8 +13,9 @@ from importlib import resources
 from pathlib import Path
 from string import Template
 
-from paceline.exporters import _page_cells, _page_data, write_atomically
+from paceline.exporters import _page_cells, _page_data
 from paceline.exporters._page_tables import block, bullets, folded, paragraph, render
+from paceline.files import write_atomically
 from paceline.findings import Report
 from paceline.present import claims, cost, history, scaling, tables, verdicts
 from paceline.present.answer import answer, grounds

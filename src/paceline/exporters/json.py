@@ -11,7 +11,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from paceline.exporters import write_atomically
+from paceline.files import write_atomically
 from paceline.findings import Certificate, Measurement, Report, ScalingPoint
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.exporters import plots, write_atomically
+from paceline.exporters import plots
+from paceline.files import write_atomically
 from paceline.findings import Report
 from paceline.present import claims, cost, history, scaling, tables, verdicts
 from paceline.present.answer import answer, grounds

@@ -15,8 +15,8 @@ from paceline.exporters import _history_chart as history
 from paceline.exporters import _memory_charts as memory
 from paceline.exporters import _scaling_charts as scaling
 from paceline.exporters import _time_charts as times
-from paceline.exporters import write_atomically
 from paceline.exporters._canvas import STYLE
+from paceline.files import write_atomically
 from paceline.findings import Report
 
 if TYPE_CHECKING:

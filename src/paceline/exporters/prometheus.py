@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from paceline.exporters import write_atomically
+from paceline.files import write_atomically
 from paceline.findings import Measurement, Report
 from paceline.present.exposition import Family, render
 from paceline.present.standing import trusted_runs

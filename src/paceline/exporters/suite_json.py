@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.exporters import write_atomically
 from paceline.exporters.json import plain
+from paceline.files import write_atomically
 from paceline.findings import CollectiveRow, MemoryRow, Report
 from paceline.present.standing import describe, ranked_cells, varying_axes
 from paceline.spec import Choice, Scalar

@@ -2,7 +2,7 @@
 
 from paceline.findings.between import Between, Change, Differing, Lost, Regression
 from paceline.findings.claims import Claim, ClaimedTransfer, ClaimedTransfers
-from paceline.findings.cost import Cost, Saving
+from paceline.findings.cost import Cost, Offer, Saving, offers_of
 from paceline.findings.fabric import CollectiveFit, CollectiveRow, Overlap, Pair, Suspect
 from paceline.findings.history import ChangePoint, HistoryPoint, HistorySeries
 from paceline.findings.memory import FrontierPoint, MemoryRow, Probe
@@ -57,6 +57,7 @@ __all__ = [
     "Lost",
     "Measurement",
     "MemoryRow",
+    "Offer",
     "Overlap",
     "Pair",
     "Probe",
@@ -73,4 +74,5 @@ __all__ = [
     "Suspect",
     "Traffic",
     "WarmUpOutcome",
+    "offers_of",
 ]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.findings.training import Measurement
-from paceline.prices import Price
+from paceline.prices import SPOT, Price
 from paceline.spec import Scalar
 
 
@@ -29,6 +29,28 @@ class Cost:
     train_tokens: int | None = None
     train_time_s: Measurement | None = None
     train_cost_usd: Measurement | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """One cell at the two prices one is shown: the lowest that is not spot, and the lowest spot; one may be absent."""
+
+    lead: Cost
+    spot: Cost | None
+
+
+def offers_of(costs: Sequence[Cost]) -> list[Offer]:
+    """Cells in the order of the report; a cell with spot prices alone is led by its lowest."""
+    by_cell: dict[str, list[Cost]] = {}
+    for cost in costs:
+        by_cell.setdefault(cost.cell, []).append(cost)
+    found = []
+    for ours in by_cell.values():
+        ordered = sorted(ours, key=lambda c: (c.price.usd_per_gpu_hour, c.price.name))
+        spot = next((c for c in ordered if c.price.kind == SPOT), None)
+        lead = next((c for c in ordered if c.price.kind != SPOT), ordered[0])
+        found.append(Offer(lead, None if spot is lead else spot))
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

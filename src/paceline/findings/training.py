@@ -95,6 +95,7 @@ class Comparison:
 class Recommendation:
     """A choice within one category of one group, made only by the comparisons it cites.
 
+    group is its title; group_key is equal only for recommendations about the same group, whatever their titles.
     not_measured names what never varied in the campaign: the choice says nothing about other values of it.
     """
 
@@ -108,6 +109,7 @@ class Recommendation:
     caveats: tuple[str, ...] = ()
     left_out: tuple[LeftOut, ...] = ()
     not_measured: tuple[str, ...] = ()
+    group_key: str = ""
 
     @property
     def runs(self) -> tuple[str, ...]:
@@ -136,7 +138,10 @@ class WarmUpOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFinding:
-    """One run as the report lists it: its end, and everything a reader should know before trusting it."""
+    """One run as the report lists it: its end, and everything a reader should know before trusting it.
+
+    device_name is the kind of GPU, or of processor, it ran on; None where no machine was recorded.
+    """
 
     run: str
     cell: str
@@ -152,6 +157,7 @@ class RunFinding:
     outlier_steps: int
     health: tuple[str, ...]
     warmup: WarmUpOutcome | None = None
+    device_name: str | None = None
 
     @property
     def workload(self) -> str:

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 from paceline.findings import WORSE, Comparison, Recommendation, Report
 from paceline.findings.verdicts import UNDECIDED
 from paceline.present import ceilings, claims, fabric, memory
-from paceline.present.quantity import DIGITS_OF_RATIO, format_number, places
 from paceline.present.standing import THROUGHPUT, axes_of, axis_text, describe, ranked_cells, turned, unranked
 from paceline.present.tables import NO_ANSWER, first_sentence, trains
+from paceline.present.words import listed, ratio_words
 
 # What a report about the machine says; each is empty where the report holds no such runs.
 MACHINE_SENTENCES: tuple[Callable[[Report], str], ...] = (
@@ -53,17 +53,15 @@ def answer(report: Report) -> tuple[str, str]:
     found = headline(report)
     if found is not None:
         return _decision(report, found), _beside(report, found)
-    said = _about_the_machine(report)
-    if trains(report) or not said:
-        return NO_ANSWER, (said[0] if said else _endings_of(report))
-    return said[0], said[1] if len(said) > 1 else ""
+    first, *others = _without_choice(report)
+    return first, others[0] if others else ""
 
 
 def grounds(report: Report) -> str:
     """What was measured beside the answer and on which group; of a machine all that the answer did not say."""
     found = headline(report)
     if found is None:
-        return " ".join(_about_the_machine(report)[1 if trains(report) else 2 :])
+        return " ".join(_without_choice(report)[2:])
     why = found.text.partition(" Measured beside it: ")[2]
     parts = (why and f"Measured beside it: {why}", f"Measured on {found.group}." if found.group else "")
     return " ".join(filter(None, parts))
@@ -72,9 +70,11 @@ def grounds(report: Report) -> str:
 def recommendation_lines(report: Report) -> list[str]:
     """Every recommendation by group: its sentences, then its caveats and what was not measured, each once."""
     lines: list[str] = []
-    for name in dict.fromkeys(r.group for r in report.recommendations):
-        ours = [r for r in report.recommendations if r.group == name]
-        lines += [name, *(f"  {r.category}: {r.text}" for r in ours)]
+    by_group: dict[tuple[str, str], list[Recommendation]] = {}
+    for r in report.recommendations:
+        by_group.setdefault((r.group_key, r.group), []).append(r)
+    for (_, title), ours in by_group.items():
+        lines += [title, *(f"  {r.category}: {r.text}" for r in ours)]
         lines += dict.fromkeys(f"  caveat: {caveat}" for r in ours for caveat in r.caveats)
         lines += dict.fromkeys(f"  not measured: {'; '.join(r.not_measured)}" for r in ours if r.not_measured)
     return lines or [part for part in (*answer(report), grounds(report)) if part]
@@ -92,8 +92,12 @@ def spoken(name: str) -> str:
 def _decision(report: Report, found: Recommendation) -> str:
     if found.metric not in _MARGINS:
         return first_sentence(found.text)[0]
-    where = _where(report, found)
-    versus, names = found.decisive, _listed(map(spoken, found.choose))
+    return _outcome(found, _where(report, found))
+
+
+def _outcome(found: Recommendation, where: str = "") -> str:
+    """Who won and by how much; of several that nobody beats, that they tie."""
+    versus, names = found.decisive, listed(map(spoken, found.choose))
     if versus is None:
         return f"Tie between {names}{where}: this data cannot tell them apart."
     if len(found.choose) > 1:
@@ -104,18 +108,21 @@ def _decision(report: Report, found: Recommendation) -> str:
 def _margin(versus: Comparison, where: str = "") -> str:
     """`FSDP2 is 1.34 times as fast as ZeRO-3 on 4 GPUs (95 % interval 1.31 to 1.37)`, told from the winner's side."""
     c = turned(versus) if versus.verdict == WORSE else versus
-    digits = min(max(places(c.ratio, c.low, c.high) - 1, 1), DIGITS_OF_RATIO)
-    ratio, low, high = (format_number(x, digits) for x in (c.ratio, c.low, c.high))
+    ratio, interval = ratio_words(c.ratio, c.low, c.high)
     words = _MARGINS[c.metric].format(ratio=ratio)
-    return f"{spoken(c.label)} {words} {spoken(c.other_label)}{where} (95 % interval {low} to {high})"
+    return f"{spoken(c.label)} {words} {spoken(c.other_label)}{where}{interval}"
 
 
 def _where(report: Report, found: Recommendation) -> str:
-    """The world size; the model too where the report holds several."""
+    """The world size; the model and the kind of device too where the report holds several."""
     axes = found.because[0].axes if found.because else {}
-    several = len({run.axes.get("model") for run in report.runs if run.is_certified and not run.is_reference}) > 1
-    model = f" with {axes['model']}" if several and axes.get("model") else ""
-    return model + (f" on {axis_text('world_size', axes)}" if axes.get("world_size") else "")
+    runs = [run for run in report.runs if run.is_certified and not run.is_reference]
+    model = axes.get("model") if len({run.axes.get("model") for run in runs}) > 1 else None
+    kinds = {run.device_name for run in runs if run.device_name and run.run in found.runs}
+    size = axis_text("world_size", axes) if axes.get("world_size") else None
+    several = len({run.device_name for run in runs if run.device_name}) > 1
+    device = f" ({', '.join(sorted(kinds))})" if several and kinds else ""
+    return (f" with {model}" if model else "") + (f" on {size}{device}" if size else "")
 
 
 # --- the second ---
@@ -125,9 +132,10 @@ def _beside(report: Report, found: Recommendation) -> str:
     """What was left out, else who needs least memory, else what holds the winner back, else how far the last is."""
     if found.left_out:
         return _endings((cell.status, spoken(cell.name)) for cell in found.left_out)
-    lean = next((r for r in report.recommendations if r.group == found.group and r.metric == _MEMORY), None)
+    ours = [r for r in report.recommendations if (r.group_key, r.group) == (found.group_key, found.group)]
+    lean = next((r for r in ours if r.metric == _MEMORY), None)
     if lean is not None and lean is not found and lean.decisive:
-        return f"{_margin(lean.decisive)}."
+        return _outcome(lean)
     return _held_back(report, found) or _last(found)
 
 
@@ -159,7 +167,7 @@ def _endings_of(report: Report) -> str:
     ended = _endings(left)
     if not measured:
         return ended
-    start = f"Measured: {_listed(_named(measured))}"
+    start = f"Measured: {listed(_named(measured))}"
     return f"{start}; {ended}" if ended else f"{start}."
 
 
@@ -179,7 +187,7 @@ def _bracketed(label: str) -> str:
 
 
 def _ending(status: str, names: Sequence[str]) -> str:
-    return f"{_listed(_named(names))} {_ENDS.get(status, ('failed', 'failed'))[len(names) > 1]}"
+    return f"{listed(_named(names))} {_ENDS.get(status, ('failed', 'failed'))[len(names) > 1]}"
 
 
 def _named(names: Sequence[str]) -> list[str]:
@@ -187,7 +195,17 @@ def _named(names: Sequence[str]) -> list[str]:
     return [*names[:_MOST_NAMED], f"{rest} more"] if rest > 0 else list(names)
 
 
-# --- a report about the machine ---
+# --- a report that chooses nothing ---
+
+
+def _without_choice(report: Report) -> list[str]:
+    """All there is to say: what was trained before what the machine can do and what others claim of it."""
+    machine = _about_the_machine(report)
+    if machine and not trains(report):
+        return machine
+    ended = [_endings_of(report)] if ranked_cells(report) or not machine else []
+    said = sorted((*ended, *machine), key=lambda sentence: not sentence.startswith(_URGENT))
+    return [NO_ANSWER, *filter(None, said)]
 
 
 def _about_the_machine(report: Report) -> list[str]:
@@ -195,8 +213,3 @@ def _about_the_machine(report: Report) -> list[str]:
     subjects = [re.split(r"(?<=\.) (?=[A-Z0-9])", text) for say in MACHINE_SENTENCES if (text := say(report))]
     said = [*(s[0] for s in subjects), *(sentence for s in subjects for sentence in s[1:])]
     return sorted(said, key=lambda sentence: 0 if sentence is said[0] else 1 if sentence.startswith(_URGENT) else 2)
-
-
-def _listed(names: Iterable[str]) -> str:
-    known = list(names)
-    return known[0] if len(known) == 1 else f"{', '.join(known[:-1])} and {known[-1]}"

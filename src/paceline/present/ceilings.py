@@ -231,7 +231,8 @@ def _notes(measured: Iterable[Measurement]) -> tuple[str, ...]:
         for note in filter(None, (m.note or "").split("; ")):
             said.setdefault(note, []).append(str(m.axes["dtype"]))
     return tuple(
-        f"{'' if len(dtypes) == len(found) else ', '.join(dtypes) + ': '}{note}." for note, dtypes in said.items()
+        f"{'' if len(dtypes) == len(found) else ', '.join(dtypes) + ': '}{note.rstrip('.')}."
+        for note, dtypes in said.items()
     )
 
 
@@ -241,7 +242,7 @@ def _refusals(measured: Iterable[Measurement]) -> tuple[str, ...]:
     for m in measured:
         if m.value is None and m.note:
             said.setdefault(m.note, []).append(_stopped(m))
-    lines = [f"{', '.join(dict.fromkeys(what))}: {reason}." for reason, what in said.items()]
+    lines = [f"{', '.join(dict.fromkeys(what))}: {reason.rstrip('.')}." for reason, what in said.items()]
     more = [f"and {len(lines) - MOST_REASONS} more reasons"] if len(lines) > MOST_REASONS else []
     return (*lines[:MOST_REASONS], *more)
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
-from paceline.findings import Cost, Measurement, Report, Saving
+from paceline.findings import Cost, Measurement, Offer, Report, Saving, offers_of
 from paceline.present.quantity import MISSING, TIMES, Scale, format_number, format_parts, places
 from paceline.present.standing import describe, varying_axes
 from paceline.present.tables import Cell, Column, Table
-from paceline.prices import GIVEN, SPOT, Price
+from paceline.prices import GIVEN, Price
 
 _USD, _PERCENT, _HOURS, _MILLIONS = Scale("USD"), Scale("%", 100.0), Scale("h", 1 / 3600), Scale("M", 1e-6)
 _PREFIXES = ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K"))
@@ -19,14 +18,6 @@ LIST_PRICES = (
 )
 PER_PROCESS = "On a CPU every process counts as one device."
 SAMPLES = "Samples are of the length beside them; cost per sample is never compared between lengths."
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """One cell at the two prices a table shows: the lowest that is not spot, and the lowest spot; one may be absent."""
-
-    lead: Cost
-    spot: Cost | None
 
 
 def tables(report: Report) -> tuple[Table, ...]:
@@ -70,20 +61,6 @@ def _tokens(count: int) -> str:
 
 def _rounded(value: float) -> str:
     return format_number(value, places(value, None, None))
-
-
-def offers_of(costs: Sequence[Cost]) -> list[Offer]:
-    """Cells in the order of the report; a cell with spot prices alone is led by its lowest."""
-    by_cell: dict[str, list[Cost]] = {}
-    for cost in costs:
-        by_cell.setdefault(cost.cell, []).append(cost)
-    found = []
-    for ours in by_cell.values():
-        ordered = sorted(ours, key=lambda c: (c.price.usd_per_gpu_hour, c.price.name))
-        spot = next((c for c in ordered if c.price.kind == SPOT), None)
-        lead = next((c for c in ordered if c.price.kind != SPOT), ordered[0])
-        found.append(Offer(lead, None if spot is lead else spot))
-    return found
 
 
 def _table(report: Report, offers: Sequence[Offer]) -> Table:

@@ -64,6 +64,11 @@ def format_number(value: float | None, decimal_places: int) -> str:
     return f"{rounded:,.{max(decimal_places, 0)}f}"
 
 
+def format_own(value: float, decimal_places: int) -> str:
+    """As many places, more where they would leave no digit of the value: what is not 0 never reads as 0."""
+    return format_number(value, max(decimal_places, -math.floor(math.log10(abs(value)))) if value else decimal_places)
+
+
 def format_parts(
     value: float | None, low: float | None, high: float | None, scale: Scale | None = None
 ) -> tuple[str, str]:
@@ -73,13 +78,13 @@ def format_parts(
     if value is None:
         return MISSING, ""
     digits = places(value, low, high)
-    return format_number(value, digits), _interval(low, high, digits)
+    return format_own(value, digits), _interval(low, high, digits)
 
 
 def _interval(low: float | None, high: float | None, digits: int) -> str:
     if low is None or high is None or low == high:
         return ""
-    return f"[{format_number(low, digits)}, {format_number(high, digits)}]"
+    return f"[{format_own(low, digits)}, {format_own(high, digits)}]"
 
 
 def format_quantity(
@@ -106,13 +111,13 @@ def format_measurement(m: Measurement, scale: Scale | None = None) -> str:
 def format_brief(m: Measurement, scale: Scale) -> str:
     """The number alone: three digits, fewer where the interval says that they mean nothing."""
     value, low, high = scale.apply(m.value), scale.apply(m.low), scale.apply(m.high)
-    return MISSING if value is None else format_number(value, min(places(value, low, high), places(value, None, None)))
+    return MISSING if value is None else format_own(value, min(places(value, low, high), places(value, None, None)))
 
 
 def format_ratio(c: Comparison) -> tuple[str, str]:
     """`0.912x` and `[0.900, 0.924]`: never finer than a tenth of the percent under which everything is a tie."""
     digits = min(places(c.ratio, c.low, c.high), DIGITS_OF_RATIO)
-    return f"{format_number(c.ratio, digits)}{TIMES}", _interval(c.low, c.high, digits)
+    return f"{format_own(c.ratio, digits)}{TIMES}", _interval(c.low, c.high, digits)
 
 
 def format_duration(seconds: float) -> str:

@@ -19,6 +19,8 @@ SHARES = ("mfu_ratio", "achievable_ratio")
 SHOWN = (THROUGHPUT, "step_time_s", *SHARES, "peak_memory_bytes", "comm_exposed_ratio", WIRE, WIRE_FORMULA)
 _OPPOSITE = {BETTER: WORSE, WORSE: BETTER, TIE: TIE}
 _ALWAYS_NAMED = ("model", "world_size")
+# The kind of device is no axis of a spec: a run tells it beside its axes.
+DEVICE = "device_name"
 # Named only where nothing else tells two cells apart, the least telling first.
 _SELDOM_NAMED = ("steps", "seed", "launcher", "workload")
 
@@ -39,7 +41,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Cells that differ in strategy only, the highest throughput first. warnings are true of every run in it."""
+    """Cells that differ in strategy only, on one kind of device, the highest throughput first.
+
+    warnings are true of every run in it.
+    """
 
     title: str
     axes: Mapping[str, Scalar]
@@ -61,10 +66,9 @@ class Unranked:
 def groups(report: Report) -> tuple[Group, ...]:
     """All comparison groups that hold a ranked cell, the largest first, then by world size."""
     by_axes: dict[tuple[tuple[str, str], ...], list[str]] = {}
-    cells = ranked_cells(report)
+    cells, context = ranked_cells(report), _Context.of(report)
     for cell, metrics in cells.items():
-        by_axes.setdefault(_group_key(metrics[THROUGHPUT].axes), []).append(cell)
-    context = _Context.of(report)
+        by_axes.setdefault(_group_key(context.placed(metrics[THROUGHPUT])), []).append(cell)
     found = [_group(context, {cell: cells[cell] for cell in members}) for members in by_axes.values()]
     return tuple(sorted(found, key=lambda g: (-len(g.rows), _whole(g.axes.get("world_size")), g.title)))
 
@@ -116,7 +120,7 @@ def unranked(report: Report) -> tuple[Unranked, ...]:
             continue
         trouble = _trouble(run, certificates.get(run.run)) or _unmeasured(run, measured)
         if trouble:
-            label = ("reference: " if run.is_reference else "") + describe(run.axes, named)
+            label = ("reference: " if run.is_reference else "") + describe(_placed(run.axes, run.device_name), named)
             merged.setdefault((run.cell, label, *trouble), []).append(run.run)
     return tuple(Unranked(label, status, why, tuple(runs)) for (_, label, status, why), runs in merged.items())
 
@@ -134,7 +138,7 @@ def axis_text(name: str, axes: Mapping[str, Scalar]) -> str:
         noun = "GPU" if axes.get("device") == "cuda" else "process"
         plural = "" if value == 1 else "s" if noun == "GPU" else "es"
         return f"{value} {noun}{plural}"
-    if name in {"model", "workload", "strategy"}:
+    if name in {"model", "workload", "strategy", DEVICE}:
         return str(value)
     if isinstance(value, bool):
         return f"{name.replace('_', ' ')} {'on' if value else 'off'}"
@@ -142,18 +146,23 @@ def axis_text(name: str, axes: Mapping[str, Scalar]) -> str:
 
 
 def varying_axes(report: Report) -> tuple[str, ...]:
-    """Model and world size, then every other axis in which the runs differ; not those that follow from the rest."""
-    cells = {run.cell: run.axes for run in report.runs if not run.is_reference}
+    """Those that tell the runs of the report apart, the kind of device among them."""
+    runs = {(run.cell, run.device_name): run for run in report.runs if not run.is_reference}
+    return telling_axes([_placed(run.axes, run.device_name) for run in runs.values()])
+
+
+def telling_axes(cells: Sequence[Mapping[str, Scalar]]) -> tuple[str, ...]:
+    """Model and world size, then every other axis in which the cells differ; not those that follow from the rest."""
     seen: dict[str, set[str]] = {}
-    for axes in cells.values():
+    for axes in cells:
         for name, value in axes.items():
             seen.setdefault(name, set()).add(repr(value))
     differing = [name for name, values in seen.items() if len(values) > 1]
     named = [*_ALWAYS_NAMED, *(n for n in differing if n not in {*_ALWAYS_NAMED, "strategy", "global_batch"})]
-    told_apart = len({describe(axes, named) for axes in cells.values()})
+    told_apart = len({describe(axes, named) for axes in cells})
     for name in _SELDOM_NAMED:
         rest = [other for other in named if other != name]
-        if name in named and len({describe(axes, rest) for axes in cells.values()}) == told_apart:
+        if name in named and len({describe(axes, rest) for axes in cells}) == told_apart:
             named = rest
     return tuple(named)
 
@@ -169,18 +178,29 @@ class _Context:
     named: tuple[str, ...]
     verdicts: Verdicts
     health: Mapping[str, tuple[str, ...]]
+    devices: Mapping[str, str | None]
     caveats: tuple[tuple[frozenset[str], tuple[str, ...]], ...]
 
     @classmethod
     def of(cls, report: Report) -> _Context:
         cited = ((frozenset((c.cell, c.other)), r.caveats) for r in report.recommendations for c in r.because[:1])
         health = {run.run: run.health for run in report.runs}
-        return cls(varying_axes(report), throughput_comparisons(report), health, tuple(cited))
+        devices = {run.run: run.device_name for run in report.runs}
+        return cls(varying_axes(report), throughput_comparisons(report), health, devices, tuple(cited))
+
+    def placed(self, m: Measurement) -> dict[str, Scalar]:
+        """The axes of a measurement with the kinds of device that its runs were made on."""
+        kinds = {kind for run in m.runs if (kind := self.devices.get(run))}
+        return _placed(m.axes, ", ".join(sorted(kinds)) or None)
+
+
+def _placed(axes: Mapping[str, Scalar], device_name: str | None) -> dict[str, Scalar]:
+    return {**axes, DEVICE: device_name} if device_name else dict(axes)
 
 
 def _group(context: _Context, cells: Mapping[str, Mapping[str, Measurement]]) -> Group:
     order = sorted(cells, key=lambda cell: -(cells[cell][THROUGHPUT].value or 0.0))
-    axes = {k: v for k, v in cells[order[0]][THROUGHPUT].axes.items() if k != "strategy"}
+    axes = {k: v for k, v in context.placed(cells[order[0]][THROUGHPUT]).items() if k != "strategy"}
     rows = tuple(
         Row(
             rank,
@@ -199,15 +219,18 @@ def _group(context: _Context, cells: Mapping[str, Mapping[str, Measurement]]) ->
 def _ranks(order: Sequence[str], verdicts: Verdicts) -> list[int | None]:
     """Competition ranks: a cell opens a new rank only if a verdict puts it behind the first cell of the current one.
 
-    A cell that was compared with none of the others has no rank.
+    A cell without a verdict against that cell has no rank; the first with a verdict against any other leads.
     """
     ranks: list[int | None] = []
-    leader = 0
-    for position, cell in enumerate(order):
-        found = verdicts.get((cell, order[leader]))
-        if found is not None and found.verdict == WORSE:
-            leader = position
-        ranks.append(leader + 1 if any((cell, other) in verdicts for other in order) else None)
+    leader, rank, ranked = None, 1, 0
+    for cell in order:
+        found = verdicts.get((cell, leader)) if leader else None
+        first = leader is None and any((cell, other) in verdicts for other in order)
+        if first or (found is not None and found.verdict == WORSE):
+            leader, rank = cell, ranked + 1
+        placed = first or found is not None
+        ranked += placed
+        ranks.append(rank if placed else None)
     return ranks
 
 

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from paceline import store
+from paceline.analysis.cost import Costing
 from paceline.analysis.recommend import by_cost
 from paceline.analysis.report import build
-from paceline.findings import Measurement, Report
-from paceline.present import recommendation_lines, tables, verdicts
+from paceline.findings import Recommendation, Report
+from paceline.present import recommendation_lines, standing, tables, verdicts
 from paceline.present.answer import answer, grounds, headline, spoken
+from paceline.prices import Price
 from paceline.records import RunRecord, Status
 
 Builder = Callable[..., Any]
@@ -180,32 +182,64 @@ def keep(record: RunRecord, out: Path) -> None:
     store.seal(run_dir, record.status, record.error, record.started_at, record.ended_at)
 
 
+@pytest.mark.parametrize(
+    ("machine", "second", "rest"),
+    [
+        ("Another claims 5 tokens/s.", "Measured: DDP (tiny, 2 processes).", "Another claims 5 tokens/s."),
+        ("Suspect: GPU 3.", "Suspect: GPU 3.", "Measured: DDP (tiny, 2 processes)."),
+    ],
+)
+def test_what_was_measured_stands_before_claims_and_the_machine_but_not_before_a_fault(
+    machine: str, second: str, rest: str, campaign: Builder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.present.answer.MACHINE_SENTENCES", (lambda report: machine,))
+    report = build(campaign(ddp=1.0), "test")
+    assert answer(report) == (tables.NO_ANSWER, second)
+    assert grounds(report) == rest
+
+
 # --- cost ---
 
 
-def priced(report: Report, *prices: float) -> Report:
-    """The report with a cost per cell, as price over throughput gives it."""
-    speeds = [m for m in report.measurements if m.metric == "tokens_per_s"]
-    costs: list[Measurement] = [
-        dataclasses.replace(m, metric="usd_per_mtok", unit="USD", better="lower", value=price / (m.value or 1.0))
-        for m, price in zip(speeds, prices, strict=True)
-    ]
-    return dataclasses.replace(report, measurements=(*report.measurements, *costs))
+FIRM = Price(name="rented", usd_per_gpu_hour=2.0, kind="on demand")
+SPARE = Price(name="spare", usd_per_gpu_hour=0.5, kind="spot")
+
+
+def cheapest(records: list[RunRecord], *prices: Price) -> Recommendation:
+    report = build(records, "test", costing=Costing(prices))
+    (found,) = (r for r in report.recommendations if r.category == "lowest cost")
+    assert found.because == report.recommendations[0].because
+    return found
 
 
 def test_at_one_price_cost_is_throughput_in_other_words(campaign: Builder) -> None:
-    report = build(campaign(ddp=1.0, fsdp2=1.2), "test")
-    (found,) = by_cost(priced(report, 1000.0, 1000.0))
-    assert (found.category, found.choose) == ("lowest cost", ("ddp",))
-    assert found.because == report.recommendations[0].because
+    found = cheapest(campaign(ddp=1.0, fsdp2=1.2), FIRM)
+    assert found.choose == ("ddp",)
     assert re.match(
         r"At one price per GPU hour cost follows throughput\. A token of ddp costs 0\.8\d+ times as much", found.text
     )
 
 
+def test_cost_is_quoted_at_the_price_that_leads_the_table_and_names_it(campaign: Builder) -> None:
+    found = cheapest(campaign(ddp=1.0, fsdp2=1.2), SPARE, FIRM)
+    # 2 processes at 2 USD/h, 512 tokens in 1 s and in 1.2 s: 2.170 and 2.604 USD, known to about 0.1 %.
+    said = re.search(r"That is (\S+) against (\S+) USD per million tokens at rented \(on demand\)\.$", found.text)
+    assert said is not None
+    assert [float(usd) for usd in said.groups()] == pytest.approx([2.170, 2.604], rel=0.005)
+    assert all(len(usd) > 4 for usd in said.groups()), "rounded by the interval, not to three digits"
+
+
+def test_a_tie_in_cost_names_all_who_tie(campaign: Builder) -> None:
+    found = cheapest(campaign(**{"ddp": 1.0, "fsdp2": 1.002, "zero:stage=3": 1.4}), FIRM)
+    assert len(found.choose) == 2
+    assert f"cost follows throughput. Tie between {' and '.join(found.choose)}. A token of" in found.text
+
+
 def test_at_two_prices_or_none_nothing_is_said_about_cost(campaign: Builder) -> None:
-    report = build(campaign(ddp=1.0, fsdp2=1.2), "test")
-    assert by_cost(report) == by_cost(priced(report, 1000.0, 500.0)) == ()
+    report = build(campaign(ddp=1.0, fsdp2=1.2), "test", costing=Costing((FIRM,)))
+    dearer = dataclasses.replace(report.costs[0], price=dataclasses.replace(FIRM, usd_per_gpu_hour=3.0))
+    assert by_cost(dataclasses.replace(report, costs=())) == ()
+    assert by_cost(dataclasses.replace(report, costs=(dearer, *report.costs[1:]))) == ()
 
 
 @pytest.mark.parametrize(
@@ -214,6 +248,67 @@ def test_at_two_prices_or_none_nothing_is_said_about_cost(campaign: Builder) -> 
 )
 def test_only_names_that_people_know_are_spoken(name: str, text: str) -> None:
     assert spoken(name) == text
+
+
+def test_a_tie_in_memory_names_all_who_tie(make_cell: Builder, make_reference: Builder) -> None:
+    seconds = {"ddp": 1.0, "fsdp2": 1.2, "zero:stage=3": 1.4}
+    cells = [
+        make_cell(s, strategy=name, record={"memory_bytes": (100 if name == "ddp" else 40) * 2**20})
+        for name, s in seconds.items()
+    ]
+    report = build([make_reference(cells[0][0].spec), *(r for cell in cells for r in cell)], "test")
+    second = answer(report)[1]
+    assert re.match(r"Tie between (FSDP2 and ZeRO-3|ZeRO-3 and FSDP2): .* times the peak memory of DDP", second)
+
+
+@pytest.fixture
+def two_kinds(make_cell: Builder, make_reference: Builder) -> list[RunRecord]:
+    """Strategies on two kinds of GPU, nothing else telling the groups apart; only the first holds a lean one."""
+    seconds = {"ddp": ("A100", 1.0, 80), "fsdp2": ("A100", 1.2, 40)}
+    seconds |= {f"zero:stage={stage}": ("H200", 0.3 + stage / 10, 80) for stage in (1, 2, 3)}
+    cells = [
+        make_cell(s, strategy=name, device="cuda", record={"gpus": [{"name": gpu}], "memory_bytes": mib * 2**20})
+        for name, (gpu, s, mib) in seconds.items()
+    ]
+    reference = make_reference(cells[0][0].spec, gpus=[{"name": "A100"}])
+    return [reference, *(r for cell in cells for r in cell)]
+
+
+def test_groups_on_two_kinds_of_device_are_told_apart(two_kinds: list[RunRecord]) -> None:
+    report = build(two_kinds, "test")
+    first, second = answer(report)
+    assert re.match(r"ZeRO-1 is 1\.\d+ times as fast as ZeRO-2 on 2 GPUs \(H200\) \(95 %", first)
+    assert "FSDP2" not in second
+    lines = recommendation_lines(report)
+    assert [line for line in lines if line.endswith(("A100", "H200"))] == [
+        f"tiny, 2 GPUs, fp32, sequence 64, global batch 8, {gpu}" for gpu in ("A100", "H200")
+    ]
+
+
+def test_what_stands_beside_the_answer_is_of_its_group_even_where_titles_agree(two_kinds: list[RunRecord]) -> None:
+    report = build(two_kinds, "test")
+    alike = tuple(dataclasses.replace(r, group="the same words") for r in report.recommendations)
+    same = dataclasses.replace(report, recommendations=alike)
+    assert "FSDP2" not in answer(same)[1]
+    assert recommendation_lines(same).count("the same words") == 2
+
+
+def test_a_failure_on_another_kind_of_device_is_not_left_out_of_this_group(
+    two_kinds: list[RunRecord], make_spec: Builder
+) -> None:
+    machine = {"host": "b", "gpus": [{"name": "H200"}]}
+    lost = dataclasses.replace(ended(make_spec("fsdp2:x=1", device="cuda"), Status.OOM), machines=(machine,))
+    found = {r.group[-4:]: r.left_out for r in build([*two_kinds, lost], "test").recommendations}
+    assert (found["A100"], [left.name for left in found["H200"]]) == ((), ["fsdp2:x=1"])
+
+
+def test_cells_on_two_kinds_of_device_are_ranked_apart(two_kinds: list[RunRecord]) -> None:
+    report = build(two_kinds, "test")
+    assert {run.device_name for run in report.runs} == {"A100", "H200"}
+    found = {group.axes["device_name"]: group for group in standing.groups(report)}
+    ranks = {name: [(row.rank, row.label) for row in group.rows] for name, group in found.items()}
+    assert ranks == {"A100": [(1, "ddp"), (2, "fsdp2")], "H200": [(i, f"zero:stage={i}") for i in (1, 2, 3)]}
+    assert all(name in group.title for name, group in found.items() if isinstance(name, str))
 
 
 def test_else_about_the_last(campaign: Builder) -> None:

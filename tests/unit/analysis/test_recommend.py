@@ -82,3 +82,51 @@ def test_shared_gpu_is_never_ranked_for_speed(make_cell: Builder) -> None:
         make_cell(2.0, strategy="fsdp2", device="cuda", record={**shared, "memory_bytes": 40 * 2**20}),
     )
     assert set(found) == {"lowest memory"}
+
+
+# --- groups that differ in what a title leaves out ---
+
+
+def titles(*groups: list[RunRecord]) -> list[str]:
+    """Of the groups in which strategies were compared by throughput."""
+    cells = metrics.gather(open_window(r) for group in groups for r in group)
+    found = recommend(compare_cells(cells, ("strategy",)))
+    assert len({r.group_key for r in found}) == len({r.group for r in found})
+    return [r.group for r in found if r.metric == "tokens_per_s"]
+
+
+def test_one_group_names_nothing_beyond_the_usual(make_cell: Builder) -> None:
+    (title,) = titles(make_cell(1.0, strategy="ddp"), make_cell(1.2, strategy="fsdp2"))
+    assert title == "tiny, 2 processes, fp32, sequence 64, global batch 8"
+
+
+def test_titles_name_every_setting_that_varies_among_the_cells(make_cell: Builder) -> None:
+    cells = [
+        make_cell(seconds, strategy=strategy, bucket_mb=bucket)
+        for strategy, bucket, seconds in (
+            ("ddp", None, 1.0),
+            ("fsdp2", None, 1.2),
+            ("ddp", 50, 1.3),
+            ("fsdp2", 50, 1.1),
+        )
+    ]
+    start = "tiny, 2 processes, fp32, sequence 64, global batch 8"
+    assert titles(*cells) == [f"{start}, bucket mb default", f"{start}, bucket mb 50"]
+
+
+def test_titles_name_the_split_of_a_batch_where_it_varies(make_cell: Builder) -> None:
+    splits = ({"micro_batch": 2, "accumulation": 2}, {"micro_batch": 4, "accumulation": 1})
+    cells = [make_cell(1.0 + i / 10, strategy=s, **split) for split in splits for i, s in enumerate(("ddp", "fsdp2"))]
+    assert [t.partition("global batch 8, ")[2] for t in titles(*cells)] == [
+        "micro batch 2, accumulation 2",
+        "micro batch 4, accumulation 1",
+    ]
+
+
+def test_titles_name_the_device_where_there_are_several_kinds(make_cell: Builder) -> None:
+    def on(gpu: str, seconds: float, strategy: str) -> list[RunRecord]:
+        found: list[RunRecord] = make_cell(seconds, strategy=strategy, device="cuda", record={"gpus": [{"name": gpu}]})
+        return found
+
+    cells = [on("A100", 1.0, "ddp"), on("A100", 1.2, "fsdp2"), on("H200", 0.5, "zero:stage=2")]
+    assert [t.rpartition(", ")[2] for t in titles(*cells, on("H200", 0.4, "zero:stage=3"))] == ["A100", "H200"]

@@ -149,3 +149,17 @@ def test_every_exporter_takes_them(ceilings_report: Report, tmp_path: Path) -> N
     for exporter in (html, markdown):
         (path,) = exporter.export(ceilings_report, tmp_path)
         assert "8192 x 8192 x 8192" in path.read_text()
+
+
+def test_a_reason_that_ends_with_full_stops_ends_with_one() -> None:
+    refused = measurement(
+        "attention_flops_per_s",
+        None,
+        kernel="attention_forward",
+        dtype="bf16",
+        size=512,
+        variant="efficient",
+        note="unsupported: No available kernel. Aborting execution.",
+    )
+    notes = ceilings.attention("Attention", (refused,)).notes
+    assert "efficient: unsupported: No available kernel. Aborting execution." in notes

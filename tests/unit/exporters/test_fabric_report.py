@@ -17,7 +17,8 @@ from rich.console import Console
 
 from paceline import present
 from paceline.analysis import report as analysis
-from paceline.exporters import csv, html, markdown, plots, suite_json, write_atomically
+from paceline.exporters import csv, html, markdown, plots, suite_json
+from paceline.files import write_atomically
 from paceline.findings import MemoryRow, Report, ScalingExplanation, Traffic
 from paceline.present import fabric, links
 from paceline.present.answer import answer, grounds
@@ -188,9 +189,11 @@ def test_rows_without_a_check_are_not_called_right() -> None:
 
 def test_a_report_about_training_keeps_its_answer(report: Report, swept: Report) -> None:
     assert answer(dataclasses.replace(report, collectives=swept.collectives))[0].startswith("Tie between")
-    silent, beside = answer(dataclasses.replace(report, recommendations=(), collectives=swept.collectives))
+    undecided = dataclasses.replace(report, recommendations=(), collectives=swept.collectives)
+    silent, beside = answer(undecided)
     assert silent == NO_ANSWER
-    assert "all_reduce reaches" in beside
+    assert beside.startswith("Measured: DDP (gpt-tiny, 2 processes)")
+    assert "all_reduce reaches" in grounds(undecided)
 
 
 def test_a_shared_gpu_says_so_beside_its_number() -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline import exporters
-from paceline.exporters import write_atomically
+from paceline.files import write_atomically
 from paceline.findings import Report
 
 EXPORTERS = ("csv", "html", "json", "markdown", "plots", "suite_json")
@@ -63,7 +62,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
     def refuse(self: Path, target: Path) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(exporters.Path, "replace", refuse)
+    monkeypatch.setattr(Path, "replace", refuse)
     with pytest.raises(OSError, match="disk full"):
         write_atomically(path, "new")
     assert contents(tmp_path) == {"report.md": b"old"}

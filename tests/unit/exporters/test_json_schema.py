@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from paceline.exporters import _schema, write_atomically
+from paceline.exporters import _schema
 from paceline.exporters import json as exporter
+from paceline.files import write_atomically
 from paceline.findings import Report
 
 jsonschema = pytest.importorskip("jsonschema")

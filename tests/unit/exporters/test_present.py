@@ -11,7 +11,7 @@ from rich.console import Console
 
 from paceline import present
 from paceline.findings import Report
-from paceline.present import standing, tables
+from paceline.present import standing, tables, words
 from paceline.present.facts import flatten
 from paceline.present.quantity import MISSING, format_duration, format_quantity
 
@@ -39,6 +39,35 @@ def test_a_quantity_is_rounded_by_its_uncertainty(
     value: float | None, low: float | None, high: float | None, unit: str, metric: str, text: str
 ) -> None:
     assert format_quantity(value, low, high, unit, metric) == text
+
+
+def test_what_is_not_zero_never_reads_as_zero() -> None:
+    assert format_quantity(2000.0, 400.0, 24000.0, "tokens/s") == "2,000 [400, 24,000] tokens/s"
+    assert format_quantity(300.0, 0.0, 24000.0, "tokens/s") == "300 [0, 24,000] tokens/s"
+    assert format_quantity(0.0, -3.0, 3.0, "tokens/s") == "0.0 [-3.0, 3.0] tokens/s"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ((1.3412, 1.312, 1.371), "1.34 (95 % interval 1.31 to 1.37)"),
+        ((0.25, 0.249997, 0.250003), "0.250"),
+        ((0.3, 0.02, 2.9), "0.3 (95 % interval 0.02 to 2.9)"),
+    ],
+)
+def test_a_ratio_has_the_digits_of_its_interval_and_no_interval_that_says_nothing(
+    numbers: tuple[float, float, float], text: str
+) -> None:
+    assert "".join(words.ratio_words(*numbers)) == text
+
+
+def test_names_in_a_row_and_cut_short() -> None:
+    assert [words.listed("abc"[:n]) for n in range(4)] == ["", "a", "a and b", "a, b and c"]
+    assert words.short_names([]) == {}
+    assert words.short_names(["ddp, tiny, fp32", "ddp, tiny, bf16"]) == {
+        "ddp, tiny, fp32": "fp32",
+        "ddp, tiny, bf16": "bf16",
+    }
 
 
 @pytest.mark.parametrize(
@@ -74,6 +103,21 @@ def test_a_comparison_reads_the_same_from_both_sides(report: Report) -> None:
     assert there.ratio * back.ratio == pytest.approx(1)
     assert back.low < back.ratio < back.high
     assert back.low == pytest.approx(1 / there.high)
+
+
+def test_a_cell_without_a_verdict_against_the_leader_has_no_rank(report: Report) -> None:
+    """zero:stage=1 was compared with zero:stage=2 alone, which ddp beats: one is unranked, the other third."""
+    kept = tuple(c for c in report.comparisons if {c.label, c.other_label}.isdisjoint({"zero:stage=1"}))
+    lone = tuple(c for c in report.comparisons if {c.label, c.other_label} == {"zero:stage=1", "zero:stage=2"})
+    (group,) = (
+        g for g in standing.groups(dataclasses.replace(report, comparisons=kept + lone)) if g.axes["world_size"] == 2
+    )
+    assert {row.label: row.rank for row in group.rows} == {
+        "ddp": 1,
+        "fsdp2": 1,
+        "zero:stage=1": None,
+        "zero:stage=2": 3,
+    }
 
 
 def test_every_run_is_ranked_a_reference_or_listed_with_a_reason(report: Report) -> None:
@@ -120,8 +164,8 @@ def printed(renderable: object, width: int) -> str:
 
 def test_the_terminal_shows_the_ranking_with_brackets_and_verdicts(report: Report) -> None:
     text = printed(present.ranked_table(report), 160)
-    for words in ("[12,289, 12,401]", "0.893\u00d7 worse", "0.997\u00d7 tie", "(formula 120.3)", "3 runs"):
-        assert words in text
+    for shown in ("[12,289, 12,401]", "0.893\u00d7 worse", "0.997\u00d7 tie", "(formula 120.3)", "3 runs"):
+        assert shown in text
     assert "note: gloo on a CPU" in text
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from paceline.findings import Measurement, Report
@@ -106,10 +106,3 @@ def told(m: Measurement, scale: Scale | None = None) -> str:
     """A measurement in full: value, interval, unit, and what it stands on."""
     launches = f"{m.launches} launch{'' if m.launches == 1 else 'es'}"
     return "\n".join(filter(None, (format_measurement(m, scale), f"{m.n} samples of {launches}", m.note)))
-
-
-def short_names(series: Sequence[str]) -> dict[str, str]:
-    """Each series by the words that the others lack; the first word where it has none of its own."""
-    words = {name: name.split(", ") for name in series}
-    shared = set.intersection(*map(set, words.values())) if words else set()
-    return {name: ", ".join(w for w in found if w not in shared) or found[0] for name, found in words.items()}

@@ -17,11 +17,11 @@ from paceline.present.charts.chart import (
     Rule,
     Series,
     numbered,
-    short_names,
     used,
 )
 from paceline.present.memory import labels, scale
 from paceline.present.quantity import Scale, format_number, format_parts
+from paceline.present.words import short_names
 
 # A device much larger than every bar would leave nothing to see of them.
 FAR = 2.5

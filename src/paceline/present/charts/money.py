@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from paceline.findings import Cost, Report
+from paceline.findings import Cost, Report, offers_of
 from paceline.present.charts.chart import BARS, Axis, Chart, Point, strategies, told, used
-from paceline.present.cost import offers_of
 from paceline.present.quantity import Scale, format_brief
 from paceline.present.standing import groups
 

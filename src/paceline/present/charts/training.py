@@ -17,7 +17,6 @@ from paceline.present.charts.chart import (
     Rule,
     Series,
     numbered,
-    short_names,
     strategies,
     told,
     used,
@@ -25,6 +24,7 @@ from paceline.present.charts.chart import (
 from paceline.present.quantity import Scale, format_brief, format_number, format_parts, places
 from paceline.present.scaling import baseline_name
 from paceline.present.standing import THROUGHPUT, Group, Row, axis_text, describe, groups
+from paceline.present.words import short_names
 
 MS, GIB, PERCENT = Scale("ms", 1e3), Scale("GiB", 2.0**-30), Scale("%", 100.0)
 PHASES = {
