@@ -88,14 +88,14 @@ def _sealed(directory: Path) -> tuple[list[RunRecord], list[str]]:
             f"capsule: {str(directory)!r} holds no sealed run; " + ("; ".join(skipped) or "none was run")
         )
     if (directory / "spec.json").is_file():
-        records += _references(directory.resolve().parent, records[0])
+        records += references_beside(directory, records[0])
     return sorted(records, key=lambda r: (r.spec.experiment, r.spec.run_id)), skipped
 
 
-def _references(siblings: Path, record: RunRecord) -> list[RunRecord]:
-    """Sealed references of the same work beside a run that is packed alone."""
+def references_beside(run: Path, record: RunRecord) -> list[RunRecord]:
+    """Sealed references of the same work in the folder where a run stands that is read alone."""
     found = []
-    for run_dir in store.run_dirs(siblings):
+    for run_dir in store.run_dirs(run.resolve().parent):
         with contextlib.suppress(StoreError):
             spec = store.read_spec(run_dir)
             if spec.workload.name == "reference" and spec.work == record.spec.work and spec != record.spec:

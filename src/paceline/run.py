@@ -337,6 +337,8 @@ def read_launches(directory: Path) -> tuple[list[RunRecord], list[str]]:
             f"{str(directory)!r} was given, which is no folder; accepted is a results folder, a run or a capsule"
         )
     launches, skipped = store.read_launches(directory) if directory.is_dir() else capsule.read_runs(directory)
+    if (directory / "spec.json").is_file() and launches:
+        launches += capsule.references_beside(directory, launches[0])
     if not launches and not skipped:
         raise RequestError(f"{str(directory)!r} holds no run; accepted is a folder that `paceline run` has written")
     return launches, skipped

@@ -17,7 +17,7 @@ from typing import Any
 from paceline.analysis import fingerprint, metrics
 from paceline.analysis.compare import verdict_of
 from paceline.analysis.statistics import Ratio, launches_note, ratio_between
-from paceline.analysis.subjects import ROW, Judged, Quantity, Subject, describe, judge, subject_of
+from paceline.analysis.subjects import ROW, Judged, Quantity, Subject, judge, subject_of
 from paceline.errors import RequestError
 from paceline.findings import HIGHER, TIE, WORSE, Between, Change, Differing, Lost, Regression
 from paceline.present.between import change_text
@@ -89,7 +89,7 @@ def compare_experiments(
 
 
 def _label(judged: Sequence[Judged]) -> str:
-    return describe(judged[0].record.spec)
+    return judged[0].label
 
 
 def _decided_first(c: Change) -> tuple[int, float, str, str]:
@@ -176,7 +176,7 @@ def _refuse_other_devices(pairs: Iterable[Pair]) -> None:
     for pair in pairs:
         if pair.first.device != pair.second.device:
             raise RequestError(
-                f"compare: the device of {describe(pair.first.spec)} is {pair.first.device} in A and "
+                f"compare: the device of {pair.first.label} is {pair.first.device} in A and "
                 f"{pair.second.device} in B; accepted are runs on the same kind of device, or --across-devices"
             )
 
@@ -198,7 +198,7 @@ def _refuse_what_cannot_meet(a: Side, b: Side, matched: Mapping[str, str], lost:
 
 
 def _nothing_believable(name: str, side: Side) -> str:
-    reasons = (f" ({describe(j.record.spec)}: {j.reason})" for runs in side.values() for j in runs if j.reason)
+    reasons = (f" ({j.label}: {j.reason})" for runs in side.values() for j in runs if j.reason)
     return f"compare: the {name} folder holds no certified run{next(reasons, '')}; accepted is {BELIEVABLE}"
 
 
@@ -257,7 +257,7 @@ def _change(f: Found, family: int, shared: Sequence[Differing]) -> Change:
         unit=f.first.unit,
         better=f.first.better,
         cell=f.pair.second.spec.cell,
-        label=describe(f.pair.second.spec),
+        label=f.pair.second.label,
         row=f.first.row,
         first=f.first.resampled.value,
         second=f.second.resampled.value,

@@ -179,8 +179,12 @@ def _setting(axis: str, value: Scalar) -> str:
 
 def title_axes(cells: Iterable[Cell]) -> tuple[str, ...]:
     """What titles must name beside what they always do, lest two groups of these cells read alike."""
-    found = telling_axes([{**cell.axes, DEVICE: device_kind(cell)} for cell in cells])
-    return tuple(name for name in found if name not in _TITLED)
+    return untitled_axes([{**cell.axes, DEVICE: device_kind(cell)} for cell in cells])
+
+
+def untitled_axes(cells: Sequence[Mapping[str, Scalar]]) -> tuple[str, ...]:
+    """Axes that tell these cells apart and that no title names by itself."""
+    return tuple(name for name in telling_axes(cells) if name not in _TITLED)
 
 
 def title_of(axes: Mapping[str, Scalar], named: Iterable[str] = ()) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 from paceline.analysis import changepoints, fingerprint, validity
 from paceline.analysis.ceilings import device_of
 from paceline.analysis.certificate import certify_all
-from paceline.analysis.compare import title_of
+from paceline.analysis.compare import title_of, untitled_axes
 from paceline.analysis.metrics import BY_NAME
 from paceline.analysis.statistics import Array, seed_of, student_t
 from paceline.analysis.window import LAUNCH_COLUMNS, STEP_COLUMNS, Window, open_window
@@ -36,8 +36,9 @@ def analyse(windows: Iterable[Window], fewest: int = FEWEST_SHOWN) -> tuple[Hist
         if len(w.steps):
             # A folder that was copied holds the same launch again.
             groups[w.record.spec.cell, device_of(w.record)][w.run, w.record.started_at] = w
-    large = (list(found.values()) for found in groups.values() if len(found) >= fewest)
-    return tuple(series for found in large for series in _cell(found, fewest))
+    large = [list(found.values()) for found in groups.values() if len(found) >= fewest]
+    named = untitled_axes([found[0].record.spec.axes() for found in large])
+    return tuple(series for found in large for series in _cell(found, fewest, named))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ def _judged(
 # --- one cell ---
 
 
-def _cell(windows: Sequence[Window], fewest: int) -> Iterator[HistorySeries]:
+def _cell(windows: Sequence[Window], fewest: int, named: Sequence[str]) -> Iterator[HistorySeries]:
     ordered = sorted(windows, key=lambda w: (w.record.started_at, w.run))
     for metric in (SPEED, MEMORY):
         if metric == SPEED and any(w.record.shares_gpu for w in ordered):
@@ -108,7 +109,7 @@ def _cell(windows: Sequence[Window], fewest: int) -> Iterator[HistorySeries]:
         values = [_value(w, metric) for w in ordered]
         known = [(w, v) for w, v in zip(ordered, values, strict=True) if math.isfinite(v) and v > 0]
         if len(known) >= fewest:
-            yield _series(metric, [w for w, _ in known], np.array([v for _, v in known]))
+            yield _series(metric, [w for w, _ in known], np.array([v for _, v in known]), named)
 
 
 def _value(window: Window, metric: str) -> float:
@@ -120,7 +121,7 @@ def _value(window: Window, metric: str) -> float:
     return float(window.launch[0, LAUNCH_COLUMNS.index(column)])
 
 
-def _series(metric: str, windows: Sequence[Window], values: Array) -> HistorySeries:
+def _series(metric: str, windows: Sequence[Window], values: Array, named: Sequence[str]) -> HistorySeries:
     spec, about = windows[0].record.spec, BY_NAME[metric]
     found = changepoints.splits(np.log(values), seed_of(spec.cell, metric, "history"))
     bounds = [0, *(split.at for split in found), len(values)]
@@ -130,7 +131,7 @@ def _series(metric: str, windows: Sequence[Window], values: Array) -> HistorySer
         unit=about.unit,
         better=about.better,
         cell=spec.cell,
-        label=title_of(spec.axes()),
+        label=title_of(spec.axes(), named),
         axes=spec.axes(),
         points=tuple(_point(*each) for each in zip(windows, values, segments, strict=True)),
         changes=tuple(

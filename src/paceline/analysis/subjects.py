@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from paceline.analysis import ceilings, metrics, sweep, validity
 from paceline.analysis.certificate import certify_all
-from paceline.analysis.compare import comparable_metrics, title_of
+from paceline.analysis.compare import comparable_metrics, title_of, untitled_axes
 from paceline.analysis.metrics import BY_NAME
 from paceline.analysis.statistics import Resampled
 from paceline.analysis.window import open_window
@@ -40,6 +40,7 @@ class Subject:
     """All believable launches of one cell, and what they say; quantities are by metric and row."""
 
     spec: RunSpec
+    label: str
     records: tuple[RunRecord, ...]
     quantities: Mapping[tuple[str, str | None], Quantity]
 
@@ -54,9 +55,10 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """One run as the certificates of its folder see it."""
+    """One run as the certificates of its folder see it; label tells its cell from the others of that folder."""
 
     record: RunRecord
+    label: str
     status: Status
     reason: str | None
 
@@ -69,24 +71,27 @@ def judge(records: Sequence[RunRecord]) -> dict[str, list[Judged]]:
     """Runs by cell. References prove others and probes look for a limit: neither is a subject of its own."""
     certificates = certify_all(records)
     found: defaultdict[str, list[Judged]] = defaultdict(list)
-    for r in records:
-        if not r.is_reference and r.spec.workload.name not in PROBING:
-            found[r.spec.cell].append(Judged(r, *validity.status_of(r, certificates.get(r.spec.run_id))))
+    ours = [r for r in records if not r.is_reference and r.spec.workload.name not in PROBING]
+    named = untitled_axes([r.spec.axes() for r in ours])
+    for r in ours:
+        judged = Judged(r, describe(r.spec, named), *validity.status_of(r, certificates.get(r.spec.run_id)))
+        found[r.spec.cell].append(judged)
     return dict(found)
 
 
-def describe(spec: RunSpec) -> str:
-    title = title_of(spec.axes())
+def describe(spec: RunSpec, named: Iterable[str] = ()) -> str:
+    title = title_of(spec.axes(), named)
     return title if spec.is_certified else f"{spec.workload.name}, {title}"
 
 
 def subject_of(judged: Iterable[Judged]) -> Subject | None:
     """None where no run is ok or nothing of it can be compared."""
-    records = tuple(j.record for j in judged if j.ok)
-    if not records:
+    believed = [j for j in judged if j.ok]
+    if not believed:
         return None
+    records = tuple(j.record for j in believed)
     found = {(q.metric, q.row): q for q in quantities_of(records)}
-    return Subject(records[0].spec, records, found) if found else None
+    return Subject(records[0].spec, believed[0].label, records, found) if found else None
 
 
 def quantities_of(records: Sequence[RunRecord]) -> Iterator[Quantity]:

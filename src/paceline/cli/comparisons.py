@@ -52,7 +52,7 @@ def compare(arguments: argparse.Namespace) -> int:
         more = f"; and {len(failing) - 1} more" if len(failing) > 1 else ""
         print(f"paceline: regression beyond {limit:g} %: {failing[0].text}{more}", file=sys.stderr)
     blind = limit is not None and _told_blind(found, limit)
-    return SOME_FAILED if failing or blind else OK
+    return SOME_FAILED if failing or blind or not found.changes else OK
 
 
 def _told_blind(found: Between, limit: float) -> bool:

@@ -13,7 +13,16 @@ from collections.abc import Callable, Iterable, Sequence
 from paceline.findings import WORSE, Comparison, Recommendation, Report
 from paceline.findings.verdicts import UNDECIDED
 from paceline.present import ceilings, claims, fabric, memory
-from paceline.present.standing import THROUGHPUT, axes_of, axis_text, describe, ranked_cells, turned, unranked
+from paceline.present.standing import (
+    THROUGHPUT,
+    axes_of,
+    axis_text,
+    describe,
+    ranked_cells,
+    turned,
+    unranked,
+    varying_axes,
+)
 from paceline.present.tables import NO_ANSWER, first_sentence, trains
 from paceline.present.words import listed, ratio_words
 
@@ -162,7 +171,8 @@ def _held_back(report: Report, found: Recommendation) -> str:
 
 def _endings_of(report: Report) -> str:
     """Of a report that decides nothing: what was measured all the same, and how the rest ended."""
-    measured = [_bracketed(describe(axes_of(report, cell) or {})) for cell in ranked_cells(report)]
+    named = varying_axes(report)
+    measured = [_bracketed(describe(axes_of(report, cell) or {}, named)) for cell in ranked_cells(report)]
     left = [(u.status, _bracketed(u.label)) for u in unranked(report) if not u.label.startswith("reference: ")]
     ended = _endings(left)
     if not measured:
