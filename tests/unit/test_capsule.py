@@ -269,7 +269,7 @@ class TestVerifying:
         with pytest.raises(RequestError, match=r"not a whole capsule|is missing|does not begin with"):
             capsule.read_runs(packed)
 
-    @pytest.mark.parametrize("content", [b"", b"hello", gzip.compress(b"hello" * 1000)])
+    @pytest.mark.parametrize("content", [b"", b"hello", gzip.compress(b"hello" * 1000)], ids=["empty", "text", "gzip"])
     def test_any_other_file_is_refused(self, tmp_path: Path, content: bytes) -> None:
         (tmp_path / "x").write_bytes(content)
         with pytest.raises(RequestError, match="capsule"):
