@@ -185,10 +185,13 @@ def _disk(results: Path) -> Diagnosis:
 
 def _writable(results: Path) -> Diagnosis:
     folder = _existing(results)
+    absent = "" if results.exists() else f"{results} does not exist yet and "
     if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK):
-        return Diagnosis(name="results", ok=True, text=f"{results} can be written")
+        text = f"{absent}would be created in {folder}" if absent else f"{results} can be written"
+        return Diagnosis(name="results", ok=True, text=text)
     fix = "choose a folder of your own with `--out DIR`"
-    return Diagnosis(name="results", ok=False, text=f"{results} cannot be written", fix=fix)
+    text = f"{absent}cannot be created in {folder}" if absent else f"{results} cannot be written"
+    return Diagnosis(name="results", ok=False, text=text, fix=fix)
 
 
 def _existing(path: Path) -> Path:

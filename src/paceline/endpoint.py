@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 from paceline.campaign import CampaignView
 from paceline.errors import RequestError
@@ -68,13 +70,20 @@ def _server(host: str, port: int, page: Callable[[], str]) -> ThreadingHTTPServe
         timeout = 10
 
         def do_GET(self) -> None:
+            self.wfile.write(self._begin())
+
+        def do_HEAD(self) -> None:
+            self._begin()
+
+        def _begin(self) -> bytes:
+            """Send all but the body, which is returned."""
             known = self.path.partition("?")[0] == "/metrics"
             body = (page() if known else "paceline: the metrics are at /metrics\n").encode()
             self.send_response(200 if known else 404)
             self.send_header("Content-Type", CONTENT_TYPE if known else "text/plain; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            self.wfile.write(body)
+            return body
 
         def log_message(self, format: str, *args: object) -> None:
             """A scrape every few seconds is no news."""
@@ -83,11 +92,24 @@ def _server(host: str, port: int, page: Callable[[], str]) -> ThreadingHTTPServe
         address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         daemon_threads = True
 
+        def handle_error(self, request: object, client_address: object) -> None:
+            # A client that goes away is its own affair; what fails here is not.
+            if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+                super().handle_error(request, client_address)  # type: ignore[arg-type]
+
     return Server((host, port), MetricsPage)
 
 
-def page_text(snapshot: Snapshot | None, views: Sequence[CampaignView]) -> str:
-    return render([*machine_families(snapshot), *campaign_families(views)])
+def page_text(snapshot: Snapshot | None, views: Sequence[CampaignView] = (), out: Path | None = None) -> str:
+    """`views` are of experiments at or below `out`."""
+    named = {_experiment(view, out): view for view in views}
+    return render([*machine_families(snapshot), *campaign_families(named)])
+
+
+def _experiment(view: CampaignView, out: Path | None) -> str:
+    """Its path below the results folder: two folders may hold experiments of the same name."""
+    inner = view.experiment.relative_to(out).as_posix() if out is not None else "."
+    return view.experiment.resolve().name if inner == "." else inner
 
 
 def machine_families(snapshot: Snapshot | None) -> list[Family]:
@@ -119,14 +141,14 @@ def _gpu_families(snapshot: Snapshot) -> list[Family]:
     return [*gpus.values(), energy, throttled]
 
 
-def campaign_families(views: Sequence[CampaignView]) -> list[Family]:
+def campaign_families(views: Mapping[str, CampaignView]) -> list[Family]:
     """Per experiment what is planned and how runs ended; per run under way its step, rate, memory and loss."""
     ended = Family("campaign_runs_ended", "Runs that ended, by status.")
     planned = Family("campaign_runs_planned", "Runs of the plan, references included.")
     running = Family("campaign_running", "1 while a controller is at work, else 0.")
     left = Family("campaign_left_seconds", "Expected time to the end of the plan.")
-    for view in views:
-        labels: dict[str, Scalar] = {"experiment": view.experiment.name}
+    for experiment, view in views.items():
+        labels: dict[str, Scalar] = {"experiment": experiment}
         for status, count in view.ended.items():
             ended.add(count, {**labels, "status": status})
         planned.add(view.planned, labels)
@@ -135,18 +157,18 @@ def campaign_families(views: Sequence[CampaignView]) -> list[Family]:
     return [planned, ended, running, left, *_run_families(views)]
 
 
-def _run_families(views: Sequence[CampaignView]) -> list[Family]:
+def _run_families(views: Mapping[str, CampaignView]) -> list[Family]:
     step = Family("run_step", "Step of the rank furthest behind, from 0.")
     steps = Family("run_steps", "Steps that were asked for.")
     rate = Family("run_tokens_per_s", "Tokens per second of all ranks over the last few steps; no measurement.")
     peak = Family("run_peak_memory_bytes", "Most memory that any rank has held so far.")
     loss = Family("run_loss", "Last loss of rank 0, in nats.")
     beat = Family("run_beat_timestamp_seconds", "When a rank last moved, in seconds since 1970.")
-    for view in views:
+    for experiment, view in views.items():
         for pulse in view.pulses:
             spec = pulse.spec
             labels: dict[str, Scalar] = {
-                "experiment": view.experiment.name,
+                "experiment": experiment,
                 "run": spec.run_id,
                 "cell": spec.cell,
                 "title": title(spec),

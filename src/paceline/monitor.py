@@ -178,7 +178,7 @@ class Tally:
 
     def lines(self) -> Iterator[str]:
         """One line per source: minimum / median / maximum."""
-        yield f"{self.readings} readings; minimum / median / maximum:"
+        yield f"{self.readings} reading{'' if self.readings == 1 else 's'}; minimum / median / maximum:"
         for source in dict.fromkeys(source for source, _ in self.values):
             found = [self._range(gauge, seen) for (name, gauge), seen in self.values.items() if name == source]
             yield f"  {source}: " + ", ".join(found) + self._throttled(source) + self._energy_text(source)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 
 from paceline import cli, experiment, models, plugins, store
-from paceline.cli import machines
+from paceline.cli import experiments, machines
 from paceline.cli.money import token_count
 from paceline.records import Status
 from paceline.spec import RunSpec
@@ -158,6 +160,41 @@ def test_list_shows_what_exists(kind: str, capsys: pytest.CaptureFixture[str]) -
         assert {"compute", "fabric", "memory", "quick", "scaling", "strategies", "suite"} <= set(names)
 
 
+def terminal(width: int) -> Console:
+    return Console(file=sys.stdout, force_terminal=True, width=width, color_system=None)
+
+
+@pytest.mark.parametrize("kind", ["strategies", "presets", "exporters"])
+def test_a_list_hangs_on_a_terminal(
+    kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli.main(["list", kind])
+    plain = capsys.readouterr().out
+    assert max(map(len, plain.splitlines())) > 80
+    monkeypatch.setattr(machines, "console", lambda: terminal(80))
+    cli.main(["list", kind])
+    wrapped = capsys.readouterr().out
+    assert max(map(len, wrapped.splitlines())) <= 80
+    assert wrapped.split() == plain.split(), "every word is there"
+    begins = [line.split()[0] for line in wrapped.splitlines() if not line.startswith(" ")]
+    assert begins == [line.split()[0] for line in plain.splitlines()], "only names stand at the left"
+
+
+def test_a_plan_hangs_on_a_terminal_and_its_commands_stay_whole(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli.main(["plan", "mine.yaml"])
+    plain = capsys.readouterr().out
+    monkeypatch.setattr(experiments, "console", lambda: terminal(50))
+    cli.main(["plan", "mine.yaml"])
+    wrapped = capsys.readouterr().out
+    assert wrapped.split() == plain.split()
+    commands = [line for line in plain.splitlines() if "paceline.worker" in line]
+    assert commands
+    assert set(commands) <= set(wrapped.splitlines())
+    assert all(len(line) <= 50 for line in wrapped.splitlines() if line not in commands)
+
+
 def test_list_alone_says_what_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list"]) == 0
     assert capsys.readouterr().out.split() == list(machines.LISTS)
@@ -213,8 +250,15 @@ def test_show_tells_one_run(stored: Path, capsys: pytest.CaptureFixture[str]) ->
     by_name = {path.name.split("-")[0]: path for path in store.run_dirs(stored)}
     assert cli.main(["show", str(by_name["ddp"])]) == 0
     assert "CUDA out of memory" in capsys.readouterr().out
-    assert cli.main(["show", str(by_name["fsdp2"])]) == 1
-    assert "not sealed" in capsys.readouterr().out
+    unsealed = by_name["fsdp2"]
+    left = len(list(unsealed.glob("samples-*.jsonl")))
+    assert left > 1
+    assert cli.main(["show", str(unsealed)]) == 1
+    assert f"not sealed (running or interrupted): {left} files of samples, no progress" in capsys.readouterr().out
+    for path in unsealed.glob("samples-*.jsonl"):
+        path.unlink()
+    assert cli.main(["show", str(unsealed)]) == 1
+    assert "no rank started" in capsys.readouterr().out
 
 
 def test_status_counts(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:

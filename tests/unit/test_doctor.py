@@ -93,3 +93,15 @@ def test_a_machine_without_loopback_compiler_or_space(tmp_path: Path, monkeypatc
 def test_a_results_path_below_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "results").write_text("not a folder")
     assert diagnoses(tmp_path, {})["results"].ok is False
+
+
+def test_a_results_folder_that_is_not_there_yet_is_said_to_be_created(tmp_path: Path) -> None:
+    absent = tmp_path / "results"
+    found = diagnoses(tmp_path, {})["results"]
+    assert (found.ok, found.text) == (True, f"{absent} does not exist yet and would be created in {tmp_path}")
+    absent.mkdir()
+    assert diagnoses(tmp_path, {})["results"].text == f"{absent} can be written"
+    file = tmp_path / "file"
+    file.touch()
+    found = diagnoses(file, {})["results"]
+    assert (found.ok, found.text) == (False, f"{file / 'results'} does not exist yet and cannot be created in {file}")

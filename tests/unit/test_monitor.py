@@ -11,8 +11,10 @@ import re
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import threading
 import time
 import urllib.parse
 import urllib.request
@@ -87,6 +89,9 @@ def test_the_summary_has_minimum_median_maximum_throttling_and_energy() -> None:
         tally.add(snapshot(1000.0 + number, use, reasons))
     head, host, gpu = tally.lines()
     assert head == "4 readings; minimum / median / maximum:"
+    once = monitor.Tally()
+    once.add(snapshot())
+    assert next(once.lines()) == "1 reading; minimum / median / maximum:"
     assert host == "  host: cpu 25 / 25 / 25 %, memory 1.0 / 1.0 / 1.0 GiB, load 1.5 / 1.5 / 1.5"
     assert "use 10 / 20 / 90 %" in gpu
     assert " W" not in gpu, "a gauge that never spoke is not told of"
@@ -184,6 +189,39 @@ def test_metrics_are_served_and_nothing_else() -> None:
         ask(address)
 
 
+def test_a_head_request_is_answered_without_a_body() -> None:
+    with endpoint.serving("127.0.0.1:0", lambda: "paceline_x 1\n") as address:
+        connection = http.client.HTTPConnection(address, timeout=PATIENCE_S)
+        with contextlib.closing(connection):
+            connection.request("HEAD", "/metrics")
+            answer = connection.getresponse()
+            assert (answer.status, answer.headers["Content-Length"], answer.read()) == (200, "13", b"")
+
+
+def test_a_client_that_goes_away_is_no_news_and_a_defect_is(capfd: pytest.CaptureFixture[str]) -> None:
+    asked, gone = threading.Event(), threading.Event()
+
+    def page() -> str:
+        asked.set()
+        gone.wait(PATIENCE_S)
+        return "x" * 10_000_000
+
+    with endpoint.serving("127.0.0.1:0", page) as address:
+        client = socket.create_connection(endpoint.parse_address(address), timeout=PATIENCE_S)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close by a reset
+        client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        assert asked.wait(PATIENCE_S)
+        client.close()
+        gone.set()
+        assert ask(address)[0] == 200
+        assert wait_for(lambda: not [t for t in threading.enumerate() if "process_request" in t.name])
+    assert capfd.readouterr().err == ""
+    with endpoint.serving("127.0.0.1:0", lambda: str(1 // 0)) as address:
+        with pytest.raises(http.client.RemoteDisconnected):
+            ask(address)
+        assert wait_for(lambda: "ZeroDivisionError" in capfd.readouterr().err)
+
+
 def test_an_address_that_is_taken_or_none_is_one_sentence() -> None:
     for wrong in ("9109", "host", "a:b", "127.0.0.1:99999", "http://x:1"):
         with pytest.raises(RequestError, match="accepted is HOST:PORT"):
@@ -199,12 +237,23 @@ def test_an_address_that_is_taken_or_none_is_one_sentence() -> None:
 
 def test_a_campaign_under_way_is_on_the_page(tmp_path: Path, make_spec: Make, make_run: Make) -> None:
     under_way(tmp_path, make_spec, make_run)
-    text = endpoint.page_text(None, campaign.read_views(tmp_path))
+    text = endpoint.page_text(None, campaign.read_views(tmp_path), tmp_path)
     assert 'paceline_campaign_runs_planned{experiment="test"} 2\n' in text
     assert 'paceline_campaign_runs_ended{experiment="test",status="oom"} 1\n' in text
     assert 'paceline_campaign_running{experiment="test"} 1\n' in text
     assert re.search(r'paceline_run_step\{experiment="test",run="fsdp2-\S+",cell="\w+",title="fsdp2 .*"\} 3\n', text)
     assert "paceline_run_loss" not in text, "no loss was recorded yet"
+
+
+def test_two_campaigns_of_one_name_stay_apart(tmp_path: Path, make_spec: Make, make_run: Make) -> None:
+    for folder in ("monday", "tuesday"):
+        under_way(tmp_path / folder, make_spec, make_run)
+    text = endpoint.page_text(None, campaign.read_views(tmp_path), tmp_path)
+    assert 'paceline_campaign_runs_ended{experiment="monday/test",status="oom"} 1\n' in text
+    assert 'paceline_campaign_runs_ended{experiment="tuesday/test",status="oom"} 1\n' in text
+    assert text.count("paceline_run_step{") == 2
+    inside = tmp_path / "monday" / "test"
+    assert 'running{experiment="test"}' in endpoint.page_text(None, campaign.read_views(inside), inside)
 
 
 def under_way(out: Path, make_spec: Make, make_run: Make) -> None:
@@ -249,7 +298,7 @@ def query(address: str, expression: str) -> list[dict[str, Any]]:
 def test_a_real_prometheus_scrapes_the_live_endpoint(tmp_path: Path, make_spec: Make, make_run: Make) -> None:
     out = tmp_path / "results"
     under_way(out, make_spec, make_run)
-    page = endpoint.page_text(snapshot(time.time()), campaign.read_views(out))
+    page = endpoint.page_text(snapshot(time.time()), campaign.read_views(out), out)
     with endpoint.serving("127.0.0.1:0", lambda: page) as target, prometheus(tmp_path, target) as address:
         (step,) = wait_for(lambda: query(address, "paceline_run_step"))
         assert (step["metric"]["title"], step["value"][1]) == ("fsdp2 tiny x2 repeat 1", "3")
@@ -279,6 +328,7 @@ def test_monitor_serves_from_the_command_line(tmp_path: Path, environment: Any) 
         (["--record", "x.txt"], "ends in .jsonl or .csv"),
         (["--serve", "nowhere"], "accepted is HOST:PORT"),
         (["--out", "absent"], "which is no folder"),
+        (["--out", "."], "without --serve"),
     ],
 )
 def test_a_wrong_request_is_one_sentence(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from paceline import models, store
 from paceline.analysis.report import build
@@ -13,6 +15,7 @@ from paceline.claims import import_table
 from paceline.exporters import markdown
 from paceline.findings import Report
 from paceline.present import claims as shown
+from paceline.present import terminal
 from paceline.spec import Choice
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -90,3 +93,12 @@ def test_what_the_rows_send_is_what_the_formulas_say(report: Report) -> None:
             choice, accumulation, size = known
             sent = models.wire_bytes(choice, count, n, accumulation, size, size)
             assert sent == pytest.approx(row.sent_bytes * accumulation)
+
+
+def test_no_word_or_number_breaks_on_a_narrow_terminal(report: Report) -> None:
+    screen = Console(file=io.StringIO(), width=80)
+    screen.print(terminal.cost_group(report))
+    text = screen.file.getvalue()  # type: ignore[attr-defined]
+    for whole in ("throughput", "zero:stage=3, tinygpt, 4 GPUs", "15,977", "claimed 37.8"):
+        assert whole in text
+    assert "Too narrow to show: peak memory, tokens/USD, relative cost." in text

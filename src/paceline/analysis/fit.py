@@ -17,6 +17,8 @@ from paceline.analysis.sweep import factor_of
 from paceline.findings import SHARED_GPU, CollectiveFit, CollectiveRow
 
 FEWEST_SIZES = 4
+# More than this are counted, not listed, in a note.
+MOST_NAMED = 3
 SURE_ERRORS = 2.0  # a slope within two standard errors of 0 tells no bandwidth
 HELD_AT_ZERO = "alpha came out negative and is held at 0"
 
@@ -77,8 +79,15 @@ def fit_all(
         "time does not grow with size by more than its noise": flat,
         f"it needs {FEWEST_SIZES} sizes": short,
     }
-    notes = (f"no alpha-beta fit of {', '.join(dict.fromkeys(n))}: {why}" for why, n in reasons.items() if n)
+    notes = (f"no alpha-beta fit of {_counted(tuple(dict.fromkeys(n)))}: {why}" for why, n in reasons.items() if n)
     return tuple(fits), tuple(notes)
+
+
+def _counted(names: Sequence[str]) -> str:
+    """All of a few; else how many, and the first of them: the tables show which have none."""
+    if len(names) <= MOST_NAMED:
+        return ", ".join(names)
+    return f"{len(names)} pairs of operation and dtype, such as {', '.join(names[:2])}"
 
 
 def _one_mode(group: Sequence[CollectiveRow]) -> list[CollectiveRow]:

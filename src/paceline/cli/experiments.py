@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.cli.money import add_cost_options, costing_of
 from paceline.cli.results import DEFAULT_FORMATS, conclude
-from paceline.cli.verbs import DEFAULT_OUT, OK, Parser, add_verb, console
+from paceline.cli.verbs import DEFAULT_OUT, OK, Parser, add_verb, console, print_hanging
 
 if TYPE_CHECKING:
     from paceline.spec import RunSpec
@@ -77,13 +77,14 @@ def plan(arguments: argparse.Namespace) -> int:
         reason = unsupported(spec)
         note = f"unsupported: {reason}" if reason else "sealed" if store.is_sealed(run_dir) else "to run"
         note += "; more follow" if leads_on(spec) and not reason else ""
-        screen.print(f"{number:>3} {spec.run_id}  [{note}]", highlight=False, markup=False)
-        screen.print(f"    {_describe(spec, models)}", highlight=False, markup=False, soft_wrap=True)
+        print_hanging(screen, f"{number:>3} {spec.run_id}  [{note}]", 6)
+        print_hanging(screen, f"    {_describe(spec, models)}", 6)
         job = load("launchers", spec.launcher.name).prepare(spec, run_dir)
+        # A command stays one line on a terminal too: it is there to be copied.
         screen.print(f"    {job}", highlight=False, markup=False, soft_wrap=True)
     cells = len({spec.cell for spec in specs})
-    screen.print(
-        f"{cells} cells, {len(specs)} runs and {len(runs) - len(specs)} references in {arguments.out}", highlight=False
+    print_hanging(
+        screen, f"{cells} cells, {len(specs)} runs and {len(runs) - len(specs)} references in {arguments.out}", 2
     )
     return OK
 

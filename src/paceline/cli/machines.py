@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.verbs import DEFAULT_OUT, OK, SOME_FAILED, add_verb, console
+from paceline.cli.verbs import DEFAULT_OUT, OK, SOME_FAILED, add_verb, console, print_hanging
 from paceline.errors import RequestError
 
 if TYPE_CHECKING:
@@ -51,8 +51,9 @@ def list_kind(arguments: argparse.Namespace) -> int:
         raise RequestError(f"list: {arguments.kind!r} was given; accepted is {', '.join(LISTS)}")
     rows = _listing(arguments.kind)
     width = max(len(name) for name in rows)
+    screen = console()
     for name, text in rows.items():
-        print(f"{name:<{width}}  {text}")
+        print_hanging(screen, f"{name:<{width}}  {text}", width + 2)
     return OK
 
 
@@ -98,11 +99,15 @@ def monitor(arguments: argparse.Namespace) -> int:
         raise RequestError(f"--count: {arguments.count} was given; accepted is a whole number from 1")
     if arguments.out is not None:
         _require_folder(arguments.out)
+        if not arguments.serve:
+            raise RequestError(
+                "--out: was given without --serve, which alone tells of campaigns; see `paceline status`"
+            )
     tally, latest = readings.Tally(), Latest()
 
     def page() -> str:
         views = campaign.read_views(arguments.out) if arguments.out is not None else ()
-        return endpoint.page_text(latest.snapshot, views)
+        return endpoint.page_text(latest.snapshot, views, arguments.out)
 
     with contextlib.ExitStack() as stack:
         record = stack.enter_context(readings.Recording(arguments.record)) if arguments.record else None

@@ -88,7 +88,9 @@ def show(arguments: argparse.Namespace) -> int:
         raise RequestError(f"{str(arguments.run)!r} was given; accepted is a run folder (DIR/<experiment>/<run_id>)")
     if not store.is_sealed(arguments.run):
         positions = store.read_progress(arguments.run)
-        where = "; ".join(f"rank {p.rank} at step {p.step} in {p.phase}" for p in positions) or "no rank started"
+        files = len(list(arguments.run.glob("samples-*.jsonl")))
+        unknown = f"{files} file{'s' if files > 1 else ''} of samples, no progress" if files else "no rank started"
+        where = "; ".join(f"rank {p.rank} at step {p.step} in {p.phase}" for p in positions) or unknown
         print(f"{arguments.run}: not sealed (running or interrupted): {where}")
         return SOME_FAILED
     record = store.read_run(arguments.run)

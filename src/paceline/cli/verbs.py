@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -32,3 +33,11 @@ def console() -> Console:
     from rich.console import Console
 
     return Console()
+
+
+def print_hanging(screen: Console, text: str, indent: int) -> None:
+    """One line for another program to read; on a terminal as wide as it is, what follows the first line indented."""
+    if screen.is_terminal:
+        hang = " " * min(indent, screen.width // 3)
+        text = textwrap.fill(text, screen.width, subsequent_indent=hang, break_long_words=False, break_on_hyphens=False)
+    screen.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ def replacing(folder: Path) -> Iterator[Path]:
     """A fresh folder to fill, which takes the place of `folder` at the end; after an error the old one stands."""
     check_owned(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(folder)
     fresh = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
     fresh.mkdir()
@@ -36,3 +38,13 @@ def replacing(folder: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(old, ignore_errors=True)
         shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what exports that were killed left behind, known by the number of a process that is gone."""
+    import psutil
+
+    for left in folder.parent.glob(f".{folder.name}.*"):
+        found = re.fullmatch(r"(\d+)\.(tmp|old)", left.name.removeprefix(f".{folder.name}."))
+        if found and not psutil.pid_exists(int(found[1])):
+            shutil.rmtree(left, ignore_errors=True)

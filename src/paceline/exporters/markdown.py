@@ -186,8 +186,9 @@ def escape(value: str) -> str:
 
 
 def _uncalled(value: str) -> str:
-    """GitHub writes to a person whose name follows an at sign, unless something stands between."""
-    return re.sub(r"@(?=\w)", "@<!-- -->", value)
+    """GitHub calls whoever follows an at sign and links what looks like an address, unless something stands between."""
+    unlinked = re.sub(r"(?i)\b(https?:|ftp:|www)(?=//|\.)", r"\1<!-- -->", value)
+    return re.sub(r"@(?=\w)", "@<!-- -->", unlinked)
 
 
 def _block(value: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import itertools
 import logging
 import os
@@ -10,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.errors import RequestError
 from paceline.exporters._cells import STEP_CURVE, TrackedCell, require_package, tracked_cells
 from paceline.findings import Report
 
@@ -19,14 +22,34 @@ if TYPE_CHECKING:
 
 DATABASE = "mlflow.db"
 DIGEST = "paceline.digest"
+SQLITE = b"SQLite format 3\0"
 # MLflow's limit of one request.
 MOST_METRICS = 1000
 
 
 def check(directory: Path) -> None:
-    """SQLAlchemy and Alembic serve the local file; the folder store that needs neither is refused by MLflow 3."""
-    for module in ("mlflow", *(() if os.environ.get("MLFLOW_TRACKING_URI") else ("sqlalchemy", "alembic"))):
+    """SQLAlchemy and Alembic serve the local file; the folder store that needs neither is refused by MLflow 3.
+
+    A store elsewhere is asked for an answer, so that one that gives none is known before anything is written.
+    """
+    asked = os.environ.get("MLFLOW_TRACKING_URI")
+    for module in ("mlflow", *(() if asked else ("sqlalchemy", "alembic"))):
         require_package(module, "mlflow")
+    if asked:
+        with _named_failures(f"MLFLOW_TRACKING_URI: {asked!r} was given, which MLflow cannot use"):
+            _client(asked).search_experiments(max_results=1)
+    else:
+        _check_database(directory / DATABASE)
+
+
+def _check_database(database: Path) -> None:
+    if not database.is_file():
+        return
+    with database.open("rb") as file:
+        begins = file.read(len(SQLITE))
+    # SQLite takes an empty file for a new database.
+    if begins not in (b"", SQLITE):
+        raise RequestError(f"{database}: is no SQLite database; move it, and export again")
 
 
 def export(report: Report, directory: Path) -> list[Path]:
@@ -35,17 +58,40 @@ def export(report: Report, directory: Path) -> list[Path]:
     asked = os.environ.get("MLFLOW_TRACKING_URI")
     database = directory.resolve() / DATABASE
     directory.mkdir(parents=True, exist_ok=True)
-    client = _client(asked or f"sqlite:///{database}")
-    experiment = _experiment(client, report.title, None if asked else (directory.resolve() / "mlartifacts").as_uri())
-    known = {run.data.tags.get("paceline.cell"): run for run in _runs(client, experiment)}
-    for cell in tracked_cells(report):
-        _settle(client, experiment, report, cell, known.get(cell.cell))
+    artifacts = None if asked else (directory.resolve() / "mlartifacts").as_uri()
+    with _named_failures(f"{asked or database}: MLflow could not write there"):
+        client = _client(asked or f"sqlite:///{database}")
+        experiment = _experiment(client, report.title, artifacts)
+        known = {run.data.tags.get("paceline.cell"): run for run in _runs(client, experiment)}
+        for cell in tracked_cells(report):
+            _settle(client, experiment, report, cell, known.get(cell.cell))
     return [] if asked else [directory / DATABASE]
+
+
+@contextlib.contextmanager
+def _named_failures(what: str) -> Iterator[None]:
+    """What MLflow and its database raise becomes one sentence, without the password that an address may hold."""
+    from mlflow.exceptions import MlflowException
+
+    expected: tuple[type[Exception], ...] = (MlflowException, ImportError, OSError)
+    if importlib.util.find_spec("sqlalchemy") and importlib.util.find_spec("alembic"):
+        from alembic.util import CommandError
+        from sqlalchemy.exc import SQLAlchemyError
+
+        expected = (*expected, SQLAlchemyError, CommandError)
+    try:
+        yield
+    except expected as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise RequestError(re.sub(r"//\S*@", "//", f"{what} ({reason})")) from None
 
 
 def _client(uri: str) -> MlflowClient:
     # MLflow reports its own use over the network unless told otherwise; an export must not.
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    # By default a server that is not there is asked for many minutes.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
     logging.getLogger("alembic").setLevel(logging.WARNING)
     from mlflow import MlflowClient

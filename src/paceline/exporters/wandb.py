@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.errors import RequestError
 from paceline.exporters._cells import STEP_CURVE, TrackedCell, require_package, tracked_cells
 from paceline.exporters._folder import check_owned, replacing
 from paceline.findings import Report
@@ -16,21 +18,48 @@ if TYPE_CHECKING:
     from wandb import Settings
 
 FOLDER = "wandb"
+MODES = ("offline", "online")
 
 
 def check(directory: Path) -> None:
+    """A mode that means nothing, and a login that is missing, are known before anything is written."""
     require_package("wandb", "wandb")
     check_owned(directory / FOLDER)
+    mode = os.environ.get("WANDB_MODE", "offline")
+    if mode not in MODES:
+        raise RequestError(f"WANDB_MODE: {mode!r} was given; accepted is {' or '.join(MODES)}")
+    if mode == "online" and not _has_key():
+        raise RequestError("WANDB_MODE=online: no API key was found; run `wandb login`, or set WANDB_API_KEY")
+
+
+def _has_key() -> bool:
+    """Never prompts; where there is a key, the server is asked whether it takes it."""
+    import wandb
+
+    with _named_failures():
+        return bool(wandb.login(prompt=False))
 
 
 def export(report: Report, directory: Path) -> list[Path]:
     """The folder of runs, one per cell. Ids follow from the findings: what is synced twice is one run on the server."""
     check(directory)
-    with replacing(directory / FOLDER) as fresh:
+    with _named_failures(), replacing(directory / FOLDER) as fresh:
         for cell in tracked_cells(report):
             _write(report, cell, fresh)
         _flatten(fresh)
     return [directory / FOLDER]
+
+
+@contextlib.contextmanager
+def _named_failures() -> Iterator[None]:
+    """What wandb raises becomes one sentence; it refuses its own settings (WANDB_...) with a ValueError."""
+    from wandb.errors import Error
+
+    try:
+        yield
+    except (Error, ValueError) as error:
+        reason = ", ".join(line.strip() for line in str(error).splitlines()[:3])
+        raise RequestError(f"--format wandb: wandb could not write ({reason})") from None
 
 
 def _flatten(fresh: Path) -> None:

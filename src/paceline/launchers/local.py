@@ -43,7 +43,9 @@ def check(spec: RunSpec) -> str | None:
         return f"the launcher local has one node, not {topology.nodes}"
     gpus = machine.device_count()
     if topology.device == "cuda" and not chosen.shared_gpu and topology.processes_per_node > gpus:
-        return f"{topology.processes_per_node} processes need as many GPUs; this machine shows {gpus}"
+        count = topology.processes_per_node
+        needed = f"{count} processes need as many GPUs" if count > 1 else "1 process needs a GPU"
+        return f"{needed}; this machine shows {gpus or 'none'}"
     return None
 
 

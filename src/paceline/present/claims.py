@@ -16,14 +16,15 @@ NOT_MEASURED = (
 )
 # Beyond this the bytes do not explain a table.
 EXPLAINS_WITHIN = 0.10
+# Heading, and how soon the column is left out where the table does not fit.
 _COLUMNS = {
-    "tokens_per_s": "claimed throughput, tokens/s",
-    "step_time_s": "claimed step",
-    "peak_memory_bytes": "claimed peak memory",
-    "scaling_efficiency_ratio": "scaling efficiency",
-    "tokens_per_usd": "tokens per USD",
-    "relative_cost_ratio": "cost over the cheapest",
-    "tokens_per_step": "tokens in a step",
+    "tokens_per_s": ("throughput, tokens/s", 0),
+    "step_time_s": ("step", 0),
+    "peak_memory_bytes": ("peak memory", 2),
+    "scaling_efficiency_ratio": ("scaling", 1),
+    "tokens_per_usd": ("tokens/USD", 3),
+    "relative_cost_ratio": ("relative cost", 4),
+    "tokens_per_step": ("tokens/step", 2),
 }
 # What is not stated itself but follows from what is.
 _SAID = {"tokens_per_step": "by its stated batch"}
@@ -67,7 +68,7 @@ def _claims(source: str, claims: Sequence[Claim]) -> Table:
     notes = [
         NOT_MEASURED,
         "Where the source's other numbers give another value, that value stands first and the claimed one after it.",
-        *(f"{_COLUMNS[m]}, {describe(c.axes)}: {c.how}." for m, c in example.items()),
+        *(f"{_COLUMNS[m][0]}, {describe(c.axes)}: {c.how}." for m, c in example.items()),
     ]
     return Table(f"Claimed by {source}", tuple(columns), rows, tuple(notes))
 
@@ -78,9 +79,9 @@ def _scale(metric: str, claims: Sequence[Claim]) -> Scale:
 
 
 def _column(metric: str, scale: Scale) -> Column:
-    heading = _COLUMNS[metric]
+    heading, priority = _COLUMNS[metric]
     unit = "" if scale.unit in ("tokens/s", "tokens/USD", "tokens", "times") else f", {scale.unit}"
-    return Column(heading + unit, numeric=True)
+    return Column(heading + unit, numeric=True, priority=priority)
 
 
 def _cell(claim: Claim | None, scale: Scale) -> Cell:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from paceline.findings import CollectiveFit, Overlap, Pair, Report, Suspect
 from paceline.present.quantity import Scale, format_number, format_parts, scale_of
@@ -32,9 +32,26 @@ def number(value: float | None, scale: Scale) -> str:
 def fabric_name(report: Report, axes: Mapping[str, Scalar]) -> str:
     """`4 GPUs`, and whatever else tells this sweep from the others of the report."""
     shown = ["world_size", *(n for n in varying_axes(report) if n not in ("world_size", "model", "workload"))]
-    several = len({str(r.axes.get("workload")) for r in report.collectives}) > 1
-    names = [axis_text(n, axes) for n in [*shown, *(["workload"] if several else [])] if axes.get(n) is not None]
-    return ", ".join(names)
+    names = [axis_text(n, axes) for n in shown if axes.get(n) is not None]
+    workloads = {str(r.axes.get("workload")) for r in report.collectives}
+    ours = str(axes.get("workload"))
+    return ", ".join([*names, *([_told_apart(ours, workloads - {ours})] if len(workloads) > 1 else [])])
+
+
+def _told_apart(workload: str, others: Collection[str]) -> str:
+    """Its options in order, those alone that rule out another workload; all of it where its options do not tell."""
+    left = [set(_options(other)) for other in others]
+    kept = []
+    for option in _options(workload):
+        rest = [other for other in left if option in other]
+        if len(rest) < len(left):
+            kept.append(option)
+        left = rest
+    return workload if left else ", ".join(kept)
+
+
+def _options(workload: str) -> list[str]:
+    return list(filter(None, workload.partition(":")[2].split(",")))
 
 
 def verdict_sentence(report: Report) -> str:

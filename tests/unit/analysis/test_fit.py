@@ -61,6 +61,13 @@ def test_time_that_falls_with_size_has_no_fit_and_a_sentence() -> None:
     )
 
 
+def test_many_without_a_fit_are_counted() -> None:
+    samples = [s for dtype in ("a", "b", "c", "d") for s in made.sweep(lambda s: 1e-3 / s, SIZES[:8], dtype=dtype)]
+    (note,) = fabric.analyse([made.build_record(samples=samples)]).notes
+    assert note.startswith("no alpha-beta fit of 4 pairs of operation and dtype, such as all_reduce in a, ")
+    assert "all_reduce in d" not in note
+
+
 def test_a_bandwidth_within_the_noise_is_not_told() -> None:
     """Sizes that are all latency: a fit would promise hundreds of GB/s from 5 % of jitter."""
     found = fabric.analyse([made.build_record(samples=made.sweep(lambda s: ALPHA + s / BETA, SIZES[:8], noise=0.2))])

@@ -137,6 +137,28 @@ def test_overlap_tournament_and_suspects_have_their_tables(swept: Report) -> Non
     assert "node node-c" in titles["Suspects"].notes[0]
 
 
+@pytest.mark.parametrize(
+    ("workloads", "names"),
+    [
+        (
+            ("c:mode=batch,batch=4,iters=5", "c:mode=graph,batch=4,iters=5", "c:iters=5,max_bytes=1MiB"),
+            ["mode=batch", "mode=graph", "max_bytes=1MiB"],
+        ),
+        (("c", "c:iters=5"), ["c", "iters=5"]),
+        (("c:a=1", "c:a=1,b=2"), ["c:a=1", "b=2"]),
+        (("c:a=1,b=1", "c:a=1,b=2", "c:a=2,b=1"), ["a=1, b=1", "a=1, b=2", "a=2"]),
+    ],
+)
+def test_sweeps_are_told_apart_by_the_first_options_that_do(
+    swept: Report, workloads: tuple[str, ...], names: list[str]
+) -> None:
+    first = swept.collectives[0]
+    rows = [dataclasses.replace(first, axes=dict(first.axes) | {"workload": w}) for w in workloads]
+    report = dataclasses.replace(swept, collectives=tuple(rows), runs=swept.runs[:1])
+    shown = [links.fabric_name(report, row.axes) for row in rows]
+    assert [text.removeprefix(f"{links.fabric_name(swept, first.axes)}, ") for text in shown] == names
+
+
 def test_nobody_suspected_is_said() -> None:
     found = build(*made.tournament(4, noise=0.02))
     table = next(t for t in fabric.tables(found) if t.title == "Pair tournament")

@@ -64,7 +64,7 @@ def test_missing_is_a_dash_never_zero(report: Report) -> None:
 
 
 def test_escape_keeps_cells_and_tags_shut() -> None:
-    assert markdown.escape("a|b <i> [x](http://y)\n`*") == "a\\|b &lt;i> [x]\\(http://y) \\`\\*"
+    assert markdown.escape("a|b <i> [x](http://y)\n`*") == "a\\|b &lt;i> [x]\\(http:<!-- -->//y) \\`\\*"
 
 
 def named(report: Report, model: str) -> Report:
@@ -89,7 +89,7 @@ def parsed(text: str) -> list[Token]:
     return [inner for token in tokens for inner in (token, *(token.children or ()))]
 
 
-OURS = re.compile(r"</?details>|<summary>[^<>]*</summary>|</?sub>|<!-- -->|\n")
+OURS = re.compile(r"</?details>|<summary>(?:[^<>]|<!-- -->)*</summary>|</?sub>|<!-- -->|\n")
 
 
 @pytest.mark.parametrize(
@@ -133,6 +133,17 @@ def test_tables_keep_their_columns_whatever_a_name_holds(report: Report) -> None
 def test_nobody_is_called_by_a_name(report: Report) -> None:
     assert not re.search(r"@\w", markdown.text(named(report, "@everyone")))
     assert markdown.escape("Xeon @ 2 GHz") == "Xeon @ 2 GHz"
+
+
+@pytest.mark.parametrize(
+    "model", ["https://evil.example/x", "see HTTP://a.example", "www.a.example", "![x](http://a.example/b.png)"]
+)
+def test_no_name_becomes_a_link(report: Report, model: str) -> None:
+    """GitHub links these without any markup; inside code it does not."""
+    text = re.sub(r"`[^`]*`", "", markdown.text(named(report, model)))
+    assert not re.search(r"(?i)\b(https?://|ftp://|www\.)", text)
+    shown = "".join(t.content for t in parsed(text) if t.type == "text")
+    assert model in shown, "it reads as it was written"
 
 
 def crowded(report: Report, cells: int, words: int = 10) -> Report:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 import struct
 import subprocess
 import sys
@@ -95,6 +96,87 @@ def test_after_an_error_the_old_folder_stands(tmp_path: Path) -> None:
         raise OSError("disk full")
     assert (folder / "file").read_text() == "old"
     assert {path.name for path in tmp_path.iterdir()} == {"tensorboard"}
+
+
+def test_what_a_killed_export_left_is_swept_by_the_next_and_that_of_a_living_one_is_kept(tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    for name in (f".wandb.{gone.pid}.tmp", f".wandb.{gone.pid}.old", f".wandb.{os.getppid()}.tmp", ".wandb.mine.tmp"):
+        (tmp_path / name).mkdir()
+    with replacing(tmp_path / "wandb"):
+        pass
+    assert {path.name for path in tmp_path.iterdir()} == {"wandb", f".wandb.{os.getppid()}.tmp", ".wandb.mine.tmp"}
+
+
+# --- a tracker that does not answer ---
+
+
+NO_SERVER = "http://someone:secret@127.0.0.1:1"
+
+
+@pytest.mark.parametrize(
+    ("name", "variables", "sentence"),
+    [
+        ("mlflow", {"MLFLOW_TRACKING_URI": NO_SERVER}, "MLFLOW_TRACKING_URI: 'http://127.0.0.1:1' was given"),
+        ("mlflow", {"MLFLOW_TRACKING_URI": "bogus://x"}, "MLFLOW_TRACKING_URI: 'bogus://x' was given"),
+        ("wandb", {"WANDB_MODE": "online"}, "no API key was found"),
+        ("wandb", {"WANDB_MODE": "bogus"}, "WANDB_MODE: 'bogus' was given; accepted is offline or online"),
+    ],
+)
+def test_a_tracker_that_cannot_be_used_is_one_sentence_and_nothing_is_written(
+    name: str,
+    variables: dict[str, str],
+    sentence: str,
+    tmp_path: Path,
+    make_run: Any,
+    make_spec: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip(name, reason=f"pip install 'paceline[{name}]'")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))  # the login of whoever runs the tests is not meant
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    make_run(tmp_path, make_spec())
+    before = set(tmp_path.rglob("*"))
+    assert cli.main(["report", str(tmp_path), "--format", "csv", "--format", name]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("paceline: ")
+    assert sentence in error
+    assert "secret" not in error
+    assert set(tmp_path.rglob("*")) == before
+
+
+def test_a_server_that_is_not_there_is_given_up_soon_unless_the_user_said_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("mlflow", reason="pip install 'paceline[mlflow]'")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "7")
+    # Set and deleted, so that what the exporter sets is undone at the end.
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "")
+    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES")
+    plugins.load("exporters", "mlflow")._client("http://127.0.0.1:1")
+    assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "2"
+    assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "7"
+
+
+@pytest.mark.parametrize(("content", "known_by"), [(b"my notes", "check"), (b"SQLite format 3\0broken", "export")])
+def test_a_database_that_is_none_is_one_sentence_and_stays(
+    content: bytes, known_by: str, report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mlflow", reason="pip install 'paceline[mlflow]'")
+    pytest.importorskip("alembic", reason="pip install 'paceline[mlflow]'")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    (tmp_path / "mlflow.db").write_bytes(content)
+    exporter = plugins.load("exporters", "mlflow")
+    # What the first bytes do not tell is found out by the export alone.
+    attempt = {"check": lambda: exporter.check(tmp_path), "export": lambda: exporter.export(report, tmp_path)}[known_by]
+    with pytest.raises(RequestError, match=r"mlflow\.db: ") as caught:
+        attempt()
+    assert "\n" not in str(caught.value)
+    assert (tmp_path / "mlflow.db").read_bytes() == content
 
 
 # --- a package that is missing ---
