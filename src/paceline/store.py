@@ -295,7 +295,7 @@ def newest(launches: Iterable[RunRecord]) -> tuple[list[RunRecord], list[RunReco
             latest[record.spec.run_id] = standing
             earlier.append(other)
             why = "is newer" if other.started_at <= standing.started_at else f"ended ok; this one {other.status}"
-            passed_over.append(f"{other.path}: the same run stands in {standing.path}, which {why}")
+            passed_over.append(neutral.text(f"{other.path}: the same run stands in {standing.path}, which {why}"))
     return list(latest.values()), earlier, passed_over
 
 

@@ -279,6 +279,24 @@ def test_show_tells_one_run(stored: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "not sealed" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("status", [Status.OK, None])
+def test_names_of_folders_cannot_command_the_terminal(
+    here: Path, make_spec: Make, make_run: Make, capsys: pytest.CaptureFixture[str], status: Status | None
+) -> None:
+    folder = here / "results" / "\x1b[2J"
+    run_dir = make_run(folder, make_spec("ddp"), status)
+    make_run(here / "results" / "later", make_spec("ddp"), status)
+    run_dir.rename(named := run_dir.with_name("\x9b31m"))
+    for arguments in (
+        ["show", str(named)],
+        ["status", "--out", str(folder)],
+        ["report", "results", "--format", "json"],
+    ):
+        cli.main(arguments)
+    captured = capsys.readouterr()
+    assert not set(captured.out + captured.err + (here / "results" / "report.json").read_text()) & {"\x1b", "\x9b"}
+
+
 def test_status_counts(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["status", "--out", str(stored.parent)]) == 0
     text = capsys.readouterr().out

@@ -97,7 +97,7 @@ def _print_report(screen: Console, found: Report) -> None:
 
 
 def show(arguments: argparse.Namespace) -> int:
-    from paceline import store
+    from paceline import neutral, store
     from paceline.analysis.certificate import certify_all
     from paceline.present.record import record_lines
 
@@ -106,10 +106,10 @@ def show(arguments: argparse.Namespace) -> int:
     if not store.is_sealed(arguments.run):
         positions = store.read_progress(arguments.run)
         where = "; ".join(f"rank {p.rank} at step {p.step} in {p.phase}" for p in positions) or "no rank started"
-        print(f"{arguments.run}: not sealed (running or interrupted): {where}")
+        print(neutral.text(f"{arguments.run}: not sealed (running or interrupted): {where}"))
         return SOME_FAILED
     record = store.read_run(arguments.run)
     group = [run for run in store.read_runs(arguments.run.resolve().parent)[0] if run.spec.work == record.spec.work]
     for line in record_lines(record, certify_all(group).get(record.spec.run_id)):
-        print(line)
+        print(neutral.text(line))
     return OK
