@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from paceline import store
+from paceline import neutral, store
 from paceline.errors import PacelineError
 from paceline.records import Status
 from paceline.spec import RunSpec
@@ -163,7 +163,7 @@ def _recent_steps(path: Path) -> list[Mapping[str, Any]]:
             begin = file.seek(max(0, size - TAIL_BYTES))
             lines = file.read().split(b"\n")[1 if begin else 0 : -1]
         rows = [json.loads(line) for line in lines]
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return []
     return [row for row in rows if row.get("kind") == "step"][-RECENT_STEPS:]
 
@@ -254,12 +254,12 @@ def read_view(experiment: Path) -> CampaignView:
     complete = plan is not None and len(ended) == len(plan.runs)
     running = bool(pulses) or (bool(driven) and not complete)
     return CampaignView(
-        experiment=experiment,
+        experiment=Path(neutral.text(str(experiment))),
         planned=len(plan.runs) if plan else None,
         ended=dict(sorted(Counter(end.status for end in ended.values()).items())),
         pulses=pulses,
-        starting=tuple(path.name for path in alive if unsealed[path] is None),
-        interrupted=tuple(path.name for path in unsealed if path not in alive),
+        starting=tuple(neutral.text(path.name) for path in alive if unsealed[path] is None),
+        interrupted=tuple(neutral.text(path.name) for path in unsealed if path not in alive),
         running=running,
         left_s=forecast_s(plan.runs, ended, next(iter(pulses), None)) if plan and running else None,
     )

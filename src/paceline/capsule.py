@@ -24,20 +24,24 @@ import re
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from paceline import __version__, recipe, redaction, store
-from paceline.errors import RequestError, StoreError
+from paceline import __version__, neutral, recipe, redaction, store
+from paceline.errors import PacelineError, RequestError, StoreError
+from paceline.processes import is_running
 from paceline.records import RunRecord
+from paceline.spec import RunSpec
 
 FORMAT, SCHEMA = "paceline-capsule", 1
 ROOT, MANIFEST = "capsule", "manifest.json"
 # Beyond these a capsule is refused unread: a small file may unpack to any size.
 MOST_FILES, MOST_BYTES, MOST_MANIFEST_BYTES = 500_000, 16 * 2**30, 256 * 2**20
 _CHUNK = 1 << 20
+# tar fills its last record of this many bytes with zeros.
+_MOST_PADDING = 10_240
 
 _KEPT = re.compile(r"(spec|status)\.json|samples-\d+\.jsonl|outcome-\d+\.json|machine-.+\.json")
 _LOGS = re.compile(r"log\.txt|job\.json|stack-\d+\.txt")
@@ -61,7 +65,9 @@ def pack(directory: Path, target: Path, *, logs: bool = False, force: bool = Fal
 
     One run comes with the reference that proves its work, where that stands beside it.
     """
-    if target.exists() and (target.is_dir() or not force):
+    if target.is_dir():
+        raise RequestError(f"capsule: {str(target)!r} was given, which is a folder; accepted is a file, as out.tar.gz")
+    if target.exists() and not force:
         raise RequestError(f"capsule: {str(target)!r} was given, which exists; accepted is a new file, or --force")
     if not target.resolve().parent.is_dir():
         raise RequestError(f"capsule: {str(target)!r} was given; accepted is a file in a folder that exists")
@@ -157,21 +163,22 @@ def _manifest(
         "schema": SCHEMA,
         "paceline_version": __version__,
         "created_at": max(record.ended_at for record in records),
-        "runs": [
-            {"run": r.spec.run_id, "experiment": r.spec.experiment, "cell": r.spec.cell, "status": str(r.status)}
-            for r in records
-        ],
-        "environments": environments(records),
+        "runs": [_listed(r.spec, r.status) for r in records],
+        "environments": environments(facts for record in records for facts in record.machines),
         "left_out": list(left_out),
         "redacted": list(redacted),
         "files": dict(files),
     }
 
 
-def environments(records: Sequence[RunRecord]) -> list[dict[str, Any]]:
+def _listed(spec: RunSpec, status: str) -> dict[str, str]:
+    return {"run": spec.run_id, "experiment": spec.experiment, "cell": spec.cell, "status": str(status)}
+
+
+def environments(machines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Each distinct set of versions with its hosts and code revision; dirty is None where the revision is unknown."""
     found: dict[str, dict[str, Any]] = {}
-    for facts in (facts for record in records for facts in record.machines):
+    for facts in machines:
         versions, revision = dict(facts.get("versions") or {}), facts.get("revision")
         known = found.setdefault(
             json.dumps([versions, revision], sort_keys=True),
@@ -190,7 +197,7 @@ def environments(records: Sequence[RunRecord]) -> list[dict[str, Any]]:
 def _versions_text(records: Sequence[RunRecord]) -> str:
     """As `pip freeze` writes them, for each environment; what pip does not install stands in a comment."""
     blocks = []
-    for found in environments(records):
+    for found in environments(facts for record in records for facts in record.machines):
         state = {True: ", changed since that commit", False: "", None: ""}[found["dirty"]]
         lines = [f"# on {', '.join(map(str, found['hosts']))}"]
         lines.append(f"# Paceline's revision: {found['revision'] or 'unknown (installed, not a checkout)'}{state}")
@@ -202,6 +209,7 @@ def _versions_text(records: Sequence[RunRecord]) -> str:
 
 def _write(target: Path, entries: Mapping[str, Path | bytes], files: Mapping[str, Any]) -> str:
     """Names, owners and times are the same wherever it is packed; the SHA-256 of the whole file is returned."""
+    _sweep(target)
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         with (
@@ -221,6 +229,15 @@ def _write(target: Path, entries: Mapping[str, Path | bytes], files: Mapping[str
         return digest
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _sweep(target: Path) -> None:
+    """Remove what a packing of the same target left behind whose process was killed."""
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.(\d+)")
+    for path in target.resolve().parent.iterdir():
+        found = pattern.fullmatch(path.name)
+        if found and not is_running(int(found[1])):
+            path.unlink(missing_ok=True)
 
 
 def _digest(path: Path) -> str:
@@ -249,21 +266,49 @@ def read_runs(path: Path) -> tuple[list[RunRecord], list[str]]:
 
 
 def unpack(path: Path, folder: Path) -> dict[str, Any]:
-    """The manifest, after every file it names was written below `folder` and found unchanged; else one sentence."""
+    """The manifest, after every file it names was written below `folder` and found unchanged, and the file ended where
+    it should; else one sentence."""
     try:
-        with tarfile.open(path, "r|gz") as tar:
+        # Read forward only, so that one pass checks all; the end of gzip's stream is where its CRC and length stand.
+        with gzip.open(path, "rb") as stream, tarfile.open(fileobj=stream, mode="r:") as tar:
             manifest = _read_manifest(path, tar)
             pending = dict(manifest["files"])
             # `for member in tar` would begin with the manifest again.
             while (member := tar.next()) is not None:
                 _unpack_member(path, tar, member, pending, folder)
+            _require_end(path, stream)
     except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
         raise RequestError(
             f"{path}: not a whole capsule ({error or type(error).__name__}); accepted is what `paceline capsule` wrote"
         ) from None
     if pending:
         raise RequestError(f"{path}: {min(pending)} is missing; accepted is a capsule as it was packed")
+    _require_agreement(path, manifest, folder / ROOT / "runs")
     return manifest
+
+
+def _require_end(path: Path, stream: gzip.GzipFile) -> None:
+    """After the last file only tar's padding, and nothing after the gzip stream, whose last four bytes are its size."""
+    rest = stream.read(_MOST_PADDING + 1)
+    with path.open("rb") as raw:
+        raw.seek(-4, os.SEEK_END)
+        size = int.from_bytes(raw.read(), "little")
+    if len(rest) > _MOST_PADDING or rest.strip(b"\0") or stream.tell() % 2**32 != size:
+        raise RequestError(f"{path}: more follows where the capsule should end; accepted is a capsule as it was packed")
+
+
+def _require_agreement(path: Path, manifest: Mapping[str, Any], runs: Path) -> None:
+    """What the manifest tells of its runs is what they say themselves; they stand where their names say."""
+    try:
+        folders = store.run_dirs(runs)
+        specs = [store.read_spec(folder) for folder in folders]
+        listed = [_listed(s, store.read_json(d / "status.json")["status"]) for s, d in zip(specs, folders, strict=True)]
+        found = environments(facts for folder in folders for facts in store.read_machines(folder))
+    except (PacelineError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RequestError(f"{path}: a run cannot be read ({neutral.text(str(error))})") from None
+    named = [runs / spec.experiment / spec.run_id for spec in specs]
+    if folders != named or manifest.get("runs") != listed or manifest.get("environments") != found:
+        raise RequestError(f"{path}: {MANIFEST} tells of other runs than it holds; accepted is a capsule as packed")
 
 
 def _read_manifest(path: Path, tar: tarfile.TarFile) -> dict[str, Any]:
@@ -276,7 +321,7 @@ def _read_manifest(path: Path, tar: tarfile.TarFile) -> dict[str, Any]:
         schema, files = manifest["schema"], manifest["files"]
         known = manifest["format"] == FORMAT and type(schema) is int and schema >= 1
         sizes = [int(facts["bytes"]) for facts in files.values() if len(facts["sha256"]) == 64]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RequestError(f"{path}: {MANIFEST} cannot be read ({error})") from None
     if not known or len(sizes) != len(files):
         raise RequestError(f"{path}: {MANIFEST} is not that of a capsule")

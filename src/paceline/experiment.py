@@ -166,9 +166,16 @@ def _read(source: str) -> dict[str, Any]:
     if "/" not in source and not path.suffix and shipped.is_file():
         return _parse(shipped.read_text(), source)
     if path.is_file():
-        return _parse(path.read_text(), source)
+        return _parse(_text_of(path), source)
     known = ", ".join(sorted(presets()))
     raise RequestError(f"experiment: {source!r} was given; accepted is a YAML file or one of the presets {known}")
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"experiment: {str(path)!r} cannot be read ({error}); accepted is a YAML file") from None
 
 
 def _yaml(text: str) -> Any:
@@ -178,7 +185,7 @@ def _yaml(text: str) -> Any:
 def _parse(text: str, where: str) -> dict[str, Any]:
     try:
         value = _yaml(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise RequestError(f"{where}: not valid YAML ({' '.join(str(error).split())})") from None
     if not isinstance(value, dict):
         raise RequestError(

@@ -21,20 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.environment import recorded_environment
+
 PEAK_DTYPES = ("bf16", "fp16", "fp32", "fp8")
 
 _PACKAGES = ("paceline", "torch", "deepspeed", "numpy", "triton", "transformers", "psutil", "nvidia-ml-py")
 _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
-
-# Only what changes speed is recorded, and never anything named or shaped like a secret.
-_RECORDED = re.compile(
-    r"(NCCL|TORCH|TORCHINDUCTOR|TORCHDYNAMO|GLOO|DS|OMP|MKL|KMP)_.*|PYTORCH_(CUDA_)?ALLOC_CONF|CUBLAS_WORKSPACE_CONFIG"
-    r"|CUDA_(VISIBLE_DEVICES|LAUNCH_BLOCKING|DEVICE_MAX_CONNECTIONS|DEVICE_ORDER)|NVIDIA_TF32_OVERRIDE|LD_PRELOAD"
-)
-_SECRET_NAME = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
-SECRET_VALUE = re.compile(
-    r"\b(hf_|sk-|gh[opsu]_|github_pat_|glpat-|xox[abprs]-|AKIA|AIza|eyJ)[\w-]{8,}|://[^/@\s]+:[^/@\s]+@"
-)
 
 # On unless set to one of _OFF; two more have their own rule in `debug_switches`.
 _OFF = ("", "0", "off", "false", "no", "none")
@@ -132,15 +124,6 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         return
     for key, inner in items:
         yield from _flat(inner, f"{path}.{key}" if path else str(key))
-
-
-def recorded_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that change speed, by an allow-list; whatever is named or shaped like a secret is left out."""
-    return {
-        name: value
-        for name, value in sorted(environ.items())
-        if _RECORDED.fullmatch(name) and not _SECRET_NAME.search(name) and not SECRET_VALUE.search(value)
-    }
 
 
 def _cpu_model() -> str | None:

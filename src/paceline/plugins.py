@@ -10,6 +10,7 @@ import ast
 import dataclasses
 import difflib
 import importlib
+import inspect
 import json
 import shlex
 from collections.abc import Iterator, Mapping
@@ -151,8 +152,23 @@ def names(kind: str) -> dict[str, str]:
 
 
 def load(kind: str, name: str) -> Any:
-    """The plugin module; an unknown name is a sentence with what exists."""
-    return cast(Any, _import(kind, name))
+    """The plugin module, which has what its kind must; an unknown name is a sentence with what exists."""
+    found = _import(kind, name)
+    for function, arguments in CONTRACT[kind].items():
+        if not _takes(getattr(found, function, None), arguments):
+            needed = ", ".join(f"{each}({', '.join(CONTRACT[kind][each])})" for each in CONTRACT[kind])
+            raise RequestError(f"{kind}: {name!r} was given; accepted is a module with {needed}")
+    return cast(Any, found)
+
+
+def _takes(function: object, arguments: tuple[str, ...]) -> bool:
+    if not callable(function):
+        return False
+    try:
+        inspect.signature(function).bind(*arguments)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _import(kind: str, name: str) -> ModuleType:
@@ -160,7 +176,7 @@ def _import(kind: str, name: str) -> ModuleType:
         return cast(ModuleType, point.load())
     if "." not in name and name.replace("_", "-") in names(kind):
         return importlib.import_module(f"paceline.{kind}.{name.replace('-', '_')}")
-    if "." in name:
+    if "." in name and all(part.isidentifier() for part in name.split(".")):
         try:
             return importlib.import_module(name)
         except ImportError as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import math
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,10 @@ from paceline.spec import require
 
 ON_DEMAND, SPOT, GIVEN = "on demand", "spot", "as given"
 KINDS = (ON_DEMAND, SPOT, GIVEN)
-_ACCEPTED = "USD per GPU-hour, a .toml file of prices, or a name that `paceline list prices` shows"
+# Beyond these lies a slip of units, not a price: the cheapest device costs more, a rack of the dearest less.
+LOWEST_USD, HIGHEST_USD = 1e-4, 1e5
+_RANGE = f"from {LOWEST_USD} to {HIGHEST_USD:g}"
+_ACCEPTED = f"USD per GPU-hour ({_RANGE}), a .toml file of prices, or a name that `paceline list prices` shows"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +41,8 @@ class Price:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name == "usd_per_gpu_hour":
-                number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
-                require(number, "usd_per_gpu_hour", value, "a positive number")
+                number = isinstance(value, int | float) and not isinstance(value, bool)
+                require(number and _is_price(value), "usd_per_gpu_hour", value, f"a number {_RANGE}")
             else:
                 required = field.name in ("name", "kind")
                 text = isinstance(value, str) and bool(value.strip())
@@ -62,6 +64,10 @@ class Price:
         where = ", ".join(filter(None, (self.source, self.date)))
         kind = "" if self.kind == GIVEN else f" {self.kind}"
         return f"{self.name}: {self.usd_per_gpu_hour:g} USD per GPU-hour{kind}" + (f" ({where})" if where else "")
+
+
+def _is_price(usd_per_gpu_hour: float) -> bool:
+    return LOWEST_USD <= usd_per_gpu_hour <= HIGHEST_USD
 
 
 @functools.cache
@@ -111,7 +117,7 @@ def chosen(text: str) -> tuple[Price, ...]:
     except ValueError:
         number = None
     if number is not None:
-        require(0 < number < math.inf, "--price", text, _ACCEPTED)
+        require(_is_price(number), "--price", text, _ACCEPTED)
         return (Price(name="own", usd_per_gpu_hour=number, source="given with --price"),)
     if text.endswith(".toml"):
         return read(Path(text))

@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from paceline.environment import SECRET_VALUE, recorded_environment
 from paceline.errors import RequestError
-from paceline.machine import SECRET_VALUE, recorded_environment
 
 MARK = "[redacted]"
 # By its shape, or by the name it is given (`HF_TOKEN=...`, `password: ...`), or a header or key file that was printed.
@@ -30,7 +30,7 @@ def clean(name: str, content: bytes, where: str) -> tuple[bytes, int]:
     """The content of a file of a run folder without secrets, and how many were taken out.
 
     A spec is refused instead: changed, it would be another run. Of a machine's variables only those are kept that
-    `machine.recorded_environment` lets pass today, whatever an older version recorded.
+    `environment.recorded_environment` lets pass today, whatever an older version recorded.
     """
     text = content.decode(errors="surrogateescape")
     suspicious = _suspicious(text)
@@ -57,15 +57,25 @@ def _suspicious(text: str) -> bool:
 
 
 def _clean_machine(text: str, content: bytes, where: str) -> tuple[bytes, int]:
-    facts, count = _parse(text, where), 0
+    facts, count = clean_facts(_parse(text, where))
+    return ((json.dumps(facts, indent=1) + "\n").encode(), count) if count else (content, 0)
+
+
+def clean_facts(facts: Any) -> tuple[Any, int]:
+    """What was recorded of a machine without secrets, and how many were taken out."""
+    count = 0
     environment = facts.get("environment") if isinstance(facts, dict) else None
     if isinstance(environment, Mapping):
         allowed = recorded_environment({str(k): str(v) for k, v in environment.items()})
         count = len(environment) - len(allowed)
-        facts["environment"] = allowed
+        facts = facts | {"environment": allowed}
     facts, secrets = _clean_value(facts)
-    count += secrets
-    return ((json.dumps(facts, indent=1) + "\n").encode(), count) if count else (content, 0)
+    return facts, count + secrets
+
+
+def clean_text(text: str) -> str:
+    """A message of a run, such as its error, without secrets."""
+    return SECRET.sub(MARK, text)
 
 
 def _clean_lines(text: str, where: str) -> tuple[str, int]:
@@ -102,5 +112,5 @@ def _clean_field(key: str, value: Any) -> tuple[Any, int]:
 def _parse(text: str, where: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"{where}: cannot be read ({error}), so it cannot be searched for secrets") from None

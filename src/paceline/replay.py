@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import glob
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -129,12 +130,35 @@ def _essence(spec: RunSpec) -> str:
 # --- where it is run ---
 
 
-def refuse_originals(specs: Sequence[RunSpec], out: Path, stored: Sequence[RunRecord]) -> None:
-    """Runs must not be compared with themselves: the folder they came from is no place for their replay."""
+def refuse_originals(out: Path, stored: Sequence[RunRecord]) -> None:
+    """Runs must not be compared with themselves, nor may a report of the originals find their replays among them: a
+    folder that holds them, or a part of it, is no place for a replay."""
     started = {record.spec.run_id: record.started_at for record in stored}
-    for record in _sealed(specs, out):
-        if record.started_at == started.get(record.spec.run_id):
-            raise RequestError(f"--out: {str(out)!r} holds the very runs of this capsule; accepted is another folder")
+    for run_dir in _namesakes(out.resolve(), started):
+        try:
+            original = store.read_json(run_dir / "status.json")["started_at"] == started[run_dir.name]
+        except (StoreError, KeyError):
+            continue
+        if original:
+            raise RequestError(
+                f"--out: {str(out)!r} holds the very runs of this capsule, or is a part of their folder; "
+                "accepted is a folder apart from them"
+            )
+
+
+def _namesakes(out: Path, names: Collection[str]) -> Iterator[Path]:
+    """Run folders of these names below `out`, and those of the experiments and results folders that it lies in."""
+    if out.is_dir():
+        yield from (path for path in store.run_dirs(out) if path.name in names)
+    for folder in out.parents:
+        for name in names:
+            yield from (folder / name, *folder.glob(f"*/{glob.escape(name)}"))
+
+
+def require_folder(out: Path) -> None:
+    """Said before anything is planned: results can be written to `out`, as far as can be told without writing."""
+    existing = next(path for path in (out, *out.absolute().parents) if path.exists())
+    require(existing.is_dir(), "--out", str(out), "a folder")
 
 
 def known_runs(specs: Sequence[RunSpec], out: Path) -> int:

@@ -27,25 +27,20 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from paceline import neutral, redaction, samples
 from paceline.errors import RequestError, StoreError
 from paceline.files import write_atomically
 from paceline.processes import end_with_parent
 from paceline.records import (
-    SAMPLE_TYPES,
     SCHEMA,
-    CollectiveSample,
     Evidence,
-    KernelSample,
     Outcome,
-    OverlapSample,
     RunRecord,
     Sample,
     Status,
-    StepSample,
     StepSeries,
 )
 from paceline.spec import RunSpec
@@ -88,6 +83,7 @@ def _set_aside(run_dir: Path) -> None:
 
 def seal(run_dir: Path, status: Status, error: str | None, started_at: float, ended_at: float) -> None:
     """The last file of a run."""
+    error = error and redaction.clean_text(error)
     body = {"schema": SCHEMA, "status": status, "error": error, "started_at": started_at, "ended_at": ended_at}
     write_json(run_dir / "status.json", body)
 
@@ -183,20 +179,20 @@ def read_unsealed(run_dir: Path, ended_at: float, started_at: float) -> RunRecor
 
 def _assemble(run_dir: Path, status: Status, error: str | None, started_at: float, ended_at: float) -> RunRecord:
     steps: list[Sequence[Any]] = []
-    samples: list[Sample] = []
+    found: list[Sample] = []
     for path in sorted(run_dir.glob("samples-*.jsonl")):
-        _collect(path, steps, samples)
+        samples.collect(path, steps, found)
     return RunRecord(
         spec=read_spec(run_dir),
         status=status,
-        error=error,
+        error=error and redaction.clean_text(error),
         started_at=started_at,
         ended_at=ended_at,
         path=str(run_dir),
         outcomes=read_outcomes(run_dir),
-        machines=tuple(read_json(path) for path in sorted(run_dir.glob("machine-*.json"))),
+        machines=read_machines(run_dir),
         steps=StepSeries(steps),
-        **{field: tuple(s for s in samples if s.kind == kind) for field, kind in _FIELDS.items()},  # type: ignore[arg-type]
+        **{field: tuple(s for s in found if s.kind == kind) for field, kind in _FIELDS.items()},  # type: ignore[arg-type]
     )
 
 
@@ -210,10 +206,6 @@ _FIELDS = {
     "components": "component",
     "claims": "claim",
 }
-
-
-# Samples that hold a tuple, which JSON knows as a list.
-_WITH_SERIES = (CollectiveSample, OverlapSample, KernelSample)
 
 
 def read_spec(run_dir: Path) -> RunSpec:
@@ -230,79 +222,23 @@ def _current(raw: Mapping[str, Any], run_dir: Path) -> Mapping[str, Any]:
     return raw
 
 
+def read_machines(run_dir: Path) -> tuple[dict[str, Any], ...]:
+    """What was recorded of every host, without what today's rules call a secret."""
+    return tuple(redaction.clean_facts(read_json(path))[0] for path in sorted(run_dir.glob("machine-*.json")))
+
+
 def read_json(path: Path) -> dict[str, Any]:
+    """An object whose texts are harmless to print."""
     try:
-        value = json.loads(path.read_text())
+        text = path.read_text()
+        value = neutral.document(json.loads(text), text)
     except FileNotFoundError:
         raise StoreError(f"{path.parent}: {path.name} is missing") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise StoreError(f"{path.parent}: {path.name} cannot be read ({error})") from None
     if not isinstance(value, dict):
         raise StoreError(f"{path.parent}: {path.name} holds a {type(value).__name__}, not an object")
     return value
-
-
-def read_samples(path: Path) -> Iterator[Sample]:
-    """Samples of one rank; a last line cut short by a killed process is dropped, any other damage is an error."""
-    return map(_sample, _rows(path))
-
-
-_WHOLE_STEP = len(StepSeries.FIELDS) + 1
-_step_values = itemgetter(*StepSeries.FIELDS)
-
-
-def _collect(path: Path, steps: list[Sequence[Any]], others: list[Sample]) -> None:
-    """The samples of one rank, those of steps as bare values: an object for each would cost more than to read them."""
-    rows = _rows(path)
-    values = _values_of_steps(rows)
-    if values is None:
-        found = [_sample(row) for row in rows]
-        steps += [StepSeries.values_of(sample) for sample in found if isinstance(sample, StepSample)]
-        others += [sample for sample in found if not isinstance(sample, StepSample)]
-    else:
-        steps += values
-        others += [_sample(row) for row in rows if row["kind"] != StepSample.kind]
-
-
-def _values_of_steps(rows: Sequence[Any]) -> list[Sequence[Any]] | None:
-    """None unless every row has a kind and every step exactly its fields: the long way then says what is wrong."""
-    try:
-        found = [row for row in rows if row["kind"] == StepSample.kind]
-        values = list(map(_step_values, found))
-    except (KeyError, TypeError):
-        return None
-    return values if sum(map(len, found)) == _WHOLE_STEP * len(found) else None
-
-
-def _sample(row: Any) -> Sample:
-    sample = SAMPLE_TYPES[row.pop("kind")]
-    if sample in _WITH_SERIES:
-        row = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
-    return sample(**row)
-
-
-def _rows(path: Path) -> list[Any]:
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise StoreError(f"{path.parent}: {path.name} cannot be read ({error})") from None
-    # One parse of the joined lines is several times faster than one per line.
-    whole = text[: max(text.rfind("\n"), 0)]
-    try:
-        return _parse("[" + whole.replace("\n", ",") + "]")
-    except ValueError as error:
-        raise StoreError(f"{path.parent}: {path.name} is damaged ({error})") from None
-
-
-def _parse(text: str) -> list[Any]:
-    """As the standard library reads it, in half the time; what the faster parser refuses, the slower one explains."""
-    from pydantic_core import from_json
-
-    try:
-        rows: list[Any] = from_json(text)
-    except ValueError:
-        rows = json.loads(text)
-    return rows
 
 
 def read_outcomes(run_dir: Path) -> tuple[Outcome, ...]:
@@ -311,12 +247,14 @@ def read_outcomes(run_dir: Path) -> tuple[Outcome, ...]:
         raw = read_json(path)
         evidence = raw.pop("evidence", None)
         status = Status(raw.pop("status"))
+        raw["error"] = raw["error"] and redaction.clean_text(raw["error"])
         found.append(Outcome(**raw, status=status, evidence=Evidence(**evidence) if evidence else None))
     return tuple(sorted(found, key=lambda o: o.rank))
 
 
 def write_outcome(run_dir: Path, outcome: Outcome) -> None:
-    write_json(run_dir / f"outcome-{outcome.rank}.json", dataclasses.asdict(outcome))
+    error = outcome.error and redaction.clean_text(outcome.error)
+    write_json(run_dir / f"outcome-{outcome.rank}.json", {**dataclasses.asdict(outcome), "error": error})
 
 
 def sample_line(sample: Sample) -> str:
@@ -343,21 +281,25 @@ def read_launches(directory: Path) -> tuple[list[RunRecord], list[str]]:
 
 
 def newest(launches: Iterable[RunRecord]) -> tuple[list[RunRecord], list[RunRecord], list[str]]:
-    """Of each run the launch that started last, the earlier ones, and one sentence for each of those."""
+    """Of each run the launch that stands, the others, and one sentence for each of those.
+
+    The last one that ended ok stands: a launch that failed later takes no measurement away. Without any, the last one.
+    """
     latest: dict[str, RunRecord] = {}
     earlier, passed_over = [], []
     for record in launches:
         known = latest.setdefault(record.spec.run_id, record)
         if known is not record:
-            older, newer = sorted((known, record), key=lambda r: r.started_at)
-            latest[record.spec.run_id] = newer
-            earlier.append(older)
-            passed_over.append(f"{older.path}: the same run stands in {newer.path}, which is newer")
+            other, standing = sorted((known, record), key=lambda r: (r.status is Status.OK, r.started_at))
+            latest[record.spec.run_id] = standing
+            earlier.append(other)
+            why = "is newer" if other.started_at <= standing.started_at else f"ended ok; this one {other.status}"
+            passed_over.append(neutral.text(f"{other.path}: the same run stands in {standing.path}, which {why}"))
     return list(latest.values()), earlier, passed_over
 
 
 def read_runs(directory: Path) -> tuple[list[RunRecord], list[str]]:
-    """The newest launch of all sealed runs below `directory`, and one sentence for each folder that was skipped."""
+    """Of each sealed run below `directory` the launch that stands, and one sentence for each folder passed over."""
     launches, unreadable = read_launches(directory)
     records, _, passed_over = newest(launches)
     return records, [*unreadable, *passed_over]
@@ -384,7 +326,7 @@ def _read_or_reason(run_dir: Path) -> RunRecord | StoreError:
     try:
         record = read_run(run_dir)
     except StoreError as error:
-        return error
+        return StoreError(neutral.text(str(error)))
     # A spec keeps its hashes: asked for here, they are made by the readers and travel with it.
     _ = record.spec.run_id, record.spec.cell, record.spec.work
     return record

@@ -16,10 +16,11 @@ ROOT = Path(paceline.__file__).parent
 
 # Each line may import only lines above it; names on one line do not see each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors",),
+    ("errors", "environment", "neutral"),
     ("spec", "models", "machine", "processes", "files"),
     ("prices",),
     ("records", "findings", "doctor", "recipe", "redaction"),
+    ("samples",),
     ("store", "measure", "telemetry", "decoder", "ledger", "footprint"),
     ("campaign",),
     ("corpus", "timeline", "present", "claims", "capsule"),
@@ -31,7 +32,19 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-STANDARD_LIBRARY_ONLY = ("errors", "spec", "models", "machine", "processes", "files", "records", "findings", "doctor")
+STANDARD_LIBRARY_ONLY = (
+    "errors",
+    "environment",
+    "neutral",
+    "spec",
+    "models",
+    "machine",
+    "processes",
+    "files",
+    "records",
+    "findings",
+    "doctor",
+)
 
 # Imported inside functions, so that every analysis verb starts without them.
 HEAVY = {

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from paceline import store
+from paceline.samples import read_samples
 
 pytestmark = pytest.mark.slow
 
@@ -81,7 +82,7 @@ def test_ctrl_c_ends_everything_keeps_samples_and_goes_on(
     assert "interrupted" in err
     assert living(tmp_path) == []
     assert not store.is_sealed(run_dir)
-    assert list(store.read_samples(run_dir / "samples-0.jsonl")), "partial samples are kept"
+    assert list(read_samples(run_dir / "samples-0.jsonl")), "partial samples are kept"
 
     sealed = {
         path: (path / "status.json").stat().st_mtime_ns for path in store.run_dirs(tmp_path) if store.is_sealed(path)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
+import subprocess
+import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -129,6 +132,21 @@ class TestPacking:
         capsule.pack(runs, target, force=True)
         assert capsule.read_runs(target)[0]
 
+    def test_a_folder_is_refused_however_it_is_asked_for(self, runs: Path, tmp_path: Path) -> None:
+        for force in (False, True):
+            with pytest.raises(RequestError, match="which is a folder; accepted is a file"):
+                capsule.pack(runs, runs, force=force)
+
+    def test_what_a_killed_packing_left_is_swept(self, runs: Path, tmp_path: Path) -> None:
+        gone = subprocess.Popen([sys.executable, "-c", ""])
+        gone.wait()
+        (tmp_path / f".c.tar.gz.{gone.pid}").write_text("half")
+        kept = [f".c.tar.gz.{os.getppid()}", f".other.tar.gz.{gone.pid}", ".c.tar.gz.mine"]
+        for name in kept:
+            (tmp_path / name).write_text("")
+        capsule.pack(runs, tmp_path / "c.tar.gz")
+        assert {path.name for path in tmp_path.iterdir()} == {"results", "c.tar.gz", *kept}
+
     def test_a_failure_leaves_no_half_file(self, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def full(*_: object) -> None:
             raise OSError(28, "No space left on device")
@@ -195,7 +213,10 @@ class TestSecrets:
     def test_the_user_is_told_and_the_record_still_reads(
         self, tmp_path: Path, make_spec: MakeSpec, make_run: MakeRun
     ) -> None:
-        make_run(tmp_path / "r", make_spec(), status=Status.FAILED, error="fetch https://me:hunter22@example.org")
+        run_dir = make_run(tmp_path / "r", make_spec(), status=Status.FAILED, error="fetch HERE")
+        # As an older version wrote it: today's takes a secret out before it is stored.
+        sealed = (run_dir / "status.json").read_text()
+        (run_dir / "status.json").write_text(sealed.replace("HERE", "https://me:hunter22@example.org"))
         packed = capsule.pack(tmp_path / "r", tmp_path / "c.tar.gz")
         assert "redacted: 1 secret-shaped text in runs/test/" in packed.notes[0]
         (record,) = capsule.read_runs(packed.path)[0]
@@ -229,13 +250,45 @@ def _manifest(**more: Any) -> Callable[[dict[str, bytes]], None]:
     return change
 
 
+def _told(**more: str) -> Callable[[dict[str, bytes]], None]:
+    """What the manifest says of its first run, changed."""
+
+    def change(files: dict[str, bytes]) -> None:
+        manifest = json.loads(files["capsule/manifest.json"])
+        manifest["runs"][0] |= more
+        files["capsule/manifest.json"] = json.dumps(manifest).encode()
+
+    return change
+
+
+def _nest(files: dict[str, bytes]) -> None:
+    files["capsule/manifest.json"] = b"[" * 100_000 + b"]" * 100_000
+
+
+def _move(files: dict[str, bytes]) -> None:
+    """A run under another name, with a manifest that agrees."""
+    manifest = json.loads(files["capsule/manifest.json"])
+    run = manifest["runs"][0]["run"]
+    manifest = json.loads(json.dumps(manifest).replace(run, "other"))
+    moved = {name.replace(run, "other"): content for name, content in files.items()}
+    files.clear()
+    files |= moved | {"capsule/manifest.json": json.dumps(manifest).encode()}
+
+
 CHANGES = {
+    "a run under another name": (_move, "tells of other runs than it holds"),
+    "a manifest nested deep": (_nest, "manifest.json cannot be read"),
     "a changed file": (_flip, r"samples-0.jsonl was changed"),
     "a missing file": (_drop, r"status.json is missing"),
     "an added file": (_add, r"'capsule/runs/extra.json' does not stand in its manifest"),
     "a path outside": (_climb, r"outside the destination"),
     "a newer schema": (_manifest(schema=99), r"schema 99 was written by a newer Paceline"),
     "another format": (_manifest(format="zip"), r"not that of a capsule"),
+    "another status": (_told(status="failed"), "tells of other runs than it holds"),
+    "another cell": (_told(cell="0" * 16), "tells of other runs than it holds"),
+    "a run that is a path": (_told(run="../../outside"), "tells of other runs than it holds"),
+    "other versions": (_manifest(environments=[]), "tells of other runs than it holds"),
+    "a run less": (_manifest(runs=[]), "tells of other runs than it holds"),
     "no table of files": (_manifest(files=[]), r"manifest.json cannot be read"),
     "a bomb": (_manifest(files={"x": {"sha256": "0" * 64, "bytes": 2**50}}), r"more than any capsule should hold"),
 }
@@ -267,6 +320,40 @@ class TestVerifying:
         content = packed.read_bytes()
         packed.write_bytes(content[: int(len(content) * share)])
         with pytest.raises(RequestError, match=r"not a whole capsule|is missing|does not begin with"):
+            capsule.read_runs(packed)
+
+    @pytest.mark.parametrize("cut", [1, 4, 8, 9])
+    def test_one_whose_last_bytes_are_cut_is_refused(self, runs: Path, tmp_path: Path, cut: int) -> None:
+        packed = capsule.pack(runs, tmp_path / "c.tar.gz").path
+        packed.write_bytes(packed.read_bytes()[:-cut])
+        with pytest.raises(RequestError, match="not a whole capsule"):
+            capsule.read_runs(packed)
+
+    @pytest.mark.parametrize("place", [-1, -5])
+    def test_a_wrong_checksum_or_length_is_refused(self, runs: Path, tmp_path: Path, place: int) -> None:
+        packed = capsule.pack(runs, tmp_path / "c.tar.gz").path
+        content = bytearray(packed.read_bytes())
+        content[place] ^= 1
+        packed.write_bytes(content)
+        with pytest.raises(RequestError, match="not a whole capsule"):
+            capsule.read_runs(packed)
+
+    @pytest.mark.parametrize(
+        "more",
+        [b"garbage", b"\0", gzip.compress(b""), gzip.compress(b"x"), gzip.compress(b"\0" * 9)],
+        ids=["text", "zero", "empty gzip", "gzip", "gzip of zeros"],
+    )
+    def test_bytes_after_its_end_are_refused(self, runs: Path, tmp_path: Path, more: bytes) -> None:
+        packed = capsule.pack(runs, tmp_path / "c.tar.gz").path
+        packed.write_bytes(packed.read_bytes() + more)
+        with pytest.raises(RequestError, match=r"not a whole capsule|more follows"):
+            capsule.read_runs(packed)
+
+    @pytest.mark.parametrize("more", [b"x", b"\0" * 20_480])
+    def test_bytes_after_the_end_of_tar_are_refused(self, runs: Path, tmp_path: Path, more: bytes) -> None:
+        packed = capsule.pack(runs, tmp_path / "c.tar.gz").path
+        packed.write_bytes(gzip.compress(gzip.decompress(packed.read_bytes()) + more))
+        with pytest.raises(RequestError, match="more follows"):
             capsule.read_runs(packed)
 
     @pytest.mark.parametrize("content", [b"", b"hello", gzip.compress(b"hello" * 1000)], ids=["empty", "text", "gzip"])

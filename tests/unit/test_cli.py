@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import yaml
 from rich.console import Console
 
 from paceline import cli, experiment, models, plugins, store
-from paceline.cli import experiments, machines
+from paceline.cli import experiments, machines, results
 from paceline.cli.money import token_count
 from paceline.records import Status
 from paceline.spec import RunSpec
@@ -64,9 +65,23 @@ WRONG = {
     "price before a run": (["run", "mine.yaml", "--price", "cheap"], "--price: 'cheap' was given"),
     "price file": (["report", ".", "--price", "absent.toml"], "'absent.toml' cannot be read"),
     "no tokens": (["report", ".", "--train-tokens", "0"], "--train-tokens: '0' was given"),
-    "unknown tokens": (["run", "mine.yaml", "--train-tokens", "1Z"], "such as 300M, 1B or 15T"),
+    "unknown tokens": (["run", "mine.yaml", "--train-tokens", "1Z"], "such as 300M, 1.5B or 15T"),
+    "half a token": (["report", ".", "--train-tokens", "1.5"], "a whole number of tokens"),
+    "endless tokens": (["report", ".", "--train-tokens", "9" * 5000], "a whole number of tokens"),
+    "too many tokens": (["report", ".", "--train-tokens", "1000001T"], "up to 1,000,000T"),
+    "too high a price": (["report", ".", "--price", "1e308"], "from 0.0001 to 100000"),
+    "too low a price": (["report", ".", "--price", "1e-9"], "from 0.0001 to 100000"),
     "import of nothing": (["import", "absent.csv"], "'absent.csv' was given, which cannot be read"),
     "unknown format": (["report", ".", "--format", "pdf"], "'pdf' was given"),
+    "a module that is no exporter": (["report", ".", "--format", "os.path"], "a module with export(report, directory)"),
+    "another one": (["report", ".", "--format", "json.tool"], "'json.tool' was given; accepted is a module with"),
+    "a dotted name that is none": (["report", ".", "--format", "../x.py"], "or a dotted module name"),
+    "a module that is no strategy": (
+        ["run", "mine.yaml", "--set", "strategy=os.path"],
+        "a module with check(spec), wrap(spec, seat)",
+    ),
+    "binary experiment": (["plan", "binary.yaml"], "'binary.yaml' cannot be read ("),
+    "nested experiment": (["plan", "nested.yaml"], "not valid YAML"),
     "show of no run": (["show", "."], "accepted is a run folder"),
     "compare of nothing": (["compare", "a", "b"], "'a' was given"),
     "advice about no GPU": (["advise", "--model", "llama-8b", "--gpu", "h1", "--gpus", "8"], "--gpu: 'h1' was given"),
@@ -77,6 +92,9 @@ WRONG = {
     "unknown list": (["list", "colours"], "accepted is workloads, strategies"),
     "status of nothing": (["status", "--out", "absent"], "which is no folder"),
     "wrong interval": (["monitor", "--interval", "0"], "a positive number of seconds"),
+    "endless interval": (["monitor", "--interval", "inf"], "up to 86400"),
+    "interval of no number": (["monitor", "--interval", "nan"], "up to 86400"),
+    "long interval": (["monitor", "--interval", "1e308"], "up to 86400"),
 }
 
 
@@ -85,6 +103,8 @@ def test_a_wrong_request_is_one_line_exit_code_2_and_nothing_on_disk(
     here: Path, capsys: pytest.CaptureFixture[str], case: str
 ) -> None:
     arguments, words = WRONG[case]
+    (here / "binary.yaml").write_bytes(b"\x80\xff\x00")
+    (here / "nested.yaml").write_text("[" * 10_000)
     before = files(here)
     assert cli.main(arguments) == 2
     captured = capsys.readouterr()
@@ -99,6 +119,14 @@ def test_an_out_folder_that_cannot_be_is_one_line(here: Path, capsys: pytest.Cap
     (here / "taken").write_text("a file")
     assert cli.main(["run", "mine.yaml", "--out", "taken"]) == 2
     assert "--out: no file can be written in taken/mine" in capsys.readouterr().err
+
+
+def test_an_error_cannot_command_the_terminal(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "x.tar.gz").write_bytes(b"")
+    assert cli.main(["report", "x.tar.gz", "--format", "\x1b[2J"]) == 2
+    (here / "\x1b[2J.yaml").write_text("3")
+    assert cli.main(["plan", "\x1b[2J.yaml"]) == 2
+    assert "\x1b" not in capsys.readouterr().err
 
 
 def test_a_real_process_says_the_same(here: Path, paceline: Any) -> None:
@@ -241,6 +269,40 @@ def test_report_shows_failures_and_skipped_folders(stored: Path, capsys: pytest.
     assert not (stored / "report.html").exists(), "only the asked formats"
 
 
+@pytest.mark.parametrize("name", ["report.json", "report.md", "plots"])
+def test_what_cannot_be_written_takes_no_answer_away(
+    stored: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def refuse(report: object, directory: Path) -> list[Path]:
+        raise OSError(30, "Read-only file system", str(directory / name))
+
+    exporter = {"report.json": "json", "report.md": "markdown", "plots": "plots"}[name]
+    monkeypatch.setattr(plugins.load("exporters", exporter), "export", refuse)
+    assert cli.main(["report", str(stored), "--format", exporter]) == 2
+    captured = capsys.readouterr()
+    assert "CUDA out of memory" in captured.out
+    assert captured.err == f"paceline: report: '{stored / name}' cannot be written (Read-only file system)\n"
+
+
+def test_reports_of_two_capsules_stand_apart(here: Path, make_spec: Make, make_run: Make) -> None:
+    make_run(here / "results", make_spec("ddp"))
+    for name in ("a.1.tar.gz", "a.2.tgz", "a.3"):
+        assert cli.main(["capsule", "results", name]) == 0
+        cli.main(["report", name, "--format", "json"])
+    assert {path.name for path in here.glob("*-report")} == {"a.1-report", "a.2-report", "a.3-report"}
+    (here / "b-report").write_text("a file")
+    (here / "a.3").rename(here / "b.tar.gz")
+    assert cli.main(["report", "b.tar.gz", "--format", "json"]) == 2
+
+
+def test_folders_that_were_written_are_named_once(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def two(report: object, directory: Path) -> list[Path]:
+        return [directory / "plots" / "a.svg", directory / "plots" / "b.svg", directory / "x.md", Path("/elsewhere/db")]
+
+    written = results._write(None, [SimpleNamespace(export=two)], stored)  # type: ignore[arg-type]
+    assert written == [stored / "plots", stored / "x.md", Path("/elsewhere/db")]
+
+
 def test_a_campaign_in_which_nothing_was_measured_is_a_failure(here: Path, make_spec: Make, make_run: Make) -> None:
     make_run(here / "results", make_spec("single"), Status.UNSUPPORTED, "one process only", [], [])
     assert cli.main(["report", "results", "--format", "json"]) == 1
@@ -259,6 +321,24 @@ def test_show_tells_one_run(stored: Path, capsys: pytest.CaptureFixture[str]) ->
         path.unlink()
     assert cli.main(["show", str(unsealed)]) == 1
     assert "no rank started" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("status", [Status.OK, None])
+def test_names_of_folders_cannot_command_the_terminal(
+    here: Path, make_spec: Make, make_run: Make, capsys: pytest.CaptureFixture[str], status: Status | None
+) -> None:
+    folder = here / "results" / "\x1b[2J"
+    run_dir = make_run(folder, make_spec("ddp"), status)
+    make_run(here / "results" / "later", make_spec("ddp"), status)
+    run_dir.rename(named := run_dir.with_name("\x9b31m"))
+    for arguments in (
+        ["show", str(named)],
+        ["status", "--out", str(folder)],
+        ["report", "results", "--format", "json"],
+    ):
+        cli.main(arguments)
+    captured = capsys.readouterr()
+    assert not set(captured.out + captured.err + (here / "results" / "report.json").read_text()) & {"\x1b", "\x9b"}
 
 
 def test_status_counts(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:

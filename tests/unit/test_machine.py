@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from paceline import machine
+from paceline.environment import recorded_environment
 
 if TYPE_CHECKING:
     from conftest import FakeNvml
@@ -266,7 +267,40 @@ def test_only_allowed_variables_are_recorded_and_never_a_secret() -> None:
         "MY_NCCL_ALGO": "Tree",
     }
     kept = ["CUDA_VISIBLE_DEVICES", "NCCL_ALGO", "OMP_NUM_THREADS", "TORCHINDUCTOR_MAX_AUTOTUNE"]
-    assert machine.recorded_environment(environ) == {name: environ[name] for name in kept}
+    assert recorded_environment(environ) == {name: environ[name] for name in kept}
+
+
+LEGITIMATE = {
+    "NCCL_SOCKET_IFNAME": "eth0,eth1,eth2,eth3,enp97s0f0np0,enp97s0f1np1",
+    "NCCL_IB_HCA": "=mlx5_0:1,mlx5_1:1,mlx5_2:1,mlx5_3:1,mlx5_10:1",
+    "LD_PRELOAD": "/usr/lib/x86_64-linux-gnu/libjemalloc.so.2:/opt/A-Long_Folder/of/Version-12/lib/libnccl-net.so",
+    "TORCH_EXTENSIONS_DIR": "/home/someone/.cache/torch_extensions/Py312_cu128/with_a_long_name_of_2026",
+    "CUDA_VISIBLE_DEVICES": "GPU-5ac2d6a1-3b1d-8b4c-2c8a-6b3e2e9a5b4c,MIG-5ac2d6a1-3b1d-8b4c-2c8a-6b3e2e9a5b4c",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,garbage_collection_threshold:0.8,max_split_size_mb:512",
+    "TORCH_SHORT": "1",
+}
+
+
+def test_what_really_changes_speed_is_kept() -> None:
+    assert recorded_environment(LEGITIMATE) == dict(sorted(LEGITIMATE.items()))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "9f86d081884c7d659a2feaa0c55ad015",
+        "x=9f86d081884c7d659a2feaa0c55ad015a3bf4f1b",
+        "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY",
+        "/var/run/9f86d081884c7d659a2feaa0c55ad015",
+    ],
+)
+def test_a_value_that_looks_drawn_at_random_is_not_recorded(value: str) -> None:
+    assert recorded_environment({"NCCL_NOTE": value}) == {}
+
+
+def test_the_value_of_a_secret_is_not_recorded_under_another_name() -> None:
+    environ = {"MY_PASSWORD": "correct horse", "NCCL_NOTE": "is correct horse.", "DB_KEY": "1", "OMP_NUM_THREADS": "1"}
+    assert recorded_environment(environ) == {"OMP_NUM_THREADS": "1"}
 
 
 def test_neighbours_are_the_others(fake_nvml: FakeNvml) -> None:

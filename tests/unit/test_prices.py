@@ -57,7 +57,9 @@ def test_a_number_a_name_and_a_file_are_prices(tmp_path: Path) -> None:
     assert rack.origin == "rack: 1 USD per GPU-hour (2026-01-31)"
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "oci-h10", "absent.toml"])
+@pytest.mark.parametrize(
+    "text", ["0", "-1", "nan", "inf", "1e308", "1e5001", "0.00009", "100001", "oci-h10", "absent.toml"]
+)
 def test_what_is_no_price_is_refused(text: str) -> None:
     with pytest.raises(RequestError, match=r"--price: .*accepted is USD per GPU-hour"):
         prices.chosen(text)
@@ -74,8 +76,9 @@ def test_what_is_no_price_is_refused(text: str) -> None:
         ("[[price]", "is not TOML"),
         ('[[price]]\nname = "a"\n', "row 1: 'no usd_per_gpu_hour'"),
         ("[[price]]\nusd_per_gpu_hour = 1\n", "row 1: 'no name'"),
-        ('[[price]]\nname = "a"\nusd_per_gpu_hour = true\n', "a positive number"),
-        ('[[price]]\nname = "a"\nusd_per_gpu_hour = "1"\n', "a positive number"),
+        ('[[price]]\nname = "a"\nusd_per_gpu_hour = true\n', "a number from 0.0001 to 100000"),
+        ('[[price]]\nname = "a"\nusd_per_gpu_hour = "1"\n', "a number from"),
+        ('[[price]]\nname = "a"\nusd_per_gpu_hour = 1e6\n', "a number from 0.0001 to 100000"),
         ('[[price]]\nname = "a"\nusd_per_gpu_hour = 1\nkind = "free"\n', "on demand, spot, as given"),
         ('[[price]]\nname = "a"\nusd_per_gpu_hour = 1\nsauce = "b"\n', "'sauce' was given"),
         ('[[price]]\nname = "a"\nusd_per_gpu_hour = 1\n' * 2, "a name of its own"),

@@ -91,11 +91,24 @@ def test_probes_that_a_search_asked_for_are_left_to_the_search(
     assert replay.request([*probes, alone]).specs == (probes[0].spec, alone.spec)
 
 
-def test_runs_are_never_compared_with_themselves(tmp_path: Path, make_spec: MakeSpec, make_run: MakeRun) -> None:
-    stored = store.read_run(make_run(tmp_path, make_spec()))
+@pytest.mark.parametrize("out", ["a/results", ".", "a", "a/results/test", "a/results/test/new", "a/results/x/y"])
+def test_no_folder_of_the_originals_takes_their_replay(
+    tmp_path: Path, make_spec: MakeSpec, make_run: MakeRun, out: str
+) -> None:
+    """Its runs would take the place of the originals in their reports, or be compared with themselves."""
+    stored = store.read_run(make_run(tmp_path / "a" / "results", make_spec()))
     with pytest.raises(RequestError, match="the very runs of this capsule"):
-        replay.refuse_originals([stored.spec], tmp_path, [stored])
-    replay.refuse_originals([stored.spec], tmp_path, [dataclasses.replace(stored, started_at=1.0)])
+        replay.refuse_originals(tmp_path / out, [stored])
+    replay.refuse_originals(tmp_path / out, [dataclasses.replace(stored, started_at=1.0)])
+    replay.refuse_originals(tmp_path / "a" / "replays", [stored])
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_a_file_is_no_place_for_a_replay(tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]) -> None:
+    (tmp_path / "taken").write_text("")
+    for out in (tmp_path / "taken", tmp_path / "taken" / "below"):
+        assert cli.main(["replay", str(GOLDEN), "--out", str(out), *more]) == 2
+        assert f"--out: '{out}' was given; accepted is a folder" in capsys.readouterr().err
 
 
 def test_a_dry_run_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -101,4 +101,4 @@ def test_no_word_or_number_breaks_on_a_narrow_terminal(report: Report) -> None:
     text = screen.file.getvalue()  # type: ignore[attr-defined]
     for whole in ("throughput", "zero:stage=3, tinygpt, 4 GPUs", "15,977", "claimed 37.8"):
         assert whole in text
-    assert "Too narrow to show: peak memory, tokens/USD, relative cost." in text
+    assert "Too narrow to show: peak memory, tokens/USD, relative cost, tokens/step." in text

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from paceline import store
+from paceline import redaction, store
 from paceline.errors import RequestError, StoreError
 from paceline.records import SAMPLE_TYPES, MemorySample, Sample, Status, TraceSample, WireSample
-from paceline.spec import RunSpec
+from paceline.samples import read_samples
+from paceline.spec import Choice, RunSpec
 
 Make = Callable[..., Any]
 
@@ -100,11 +101,11 @@ def test_a_last_line_cut_short_is_dropped(tmp_path: Path, spec: RunSpec, make_ru
     path = run_dir / "samples-0.jsonl"
     whole = path.read_text()
     path.write_text(whole[:-20])
-    assert [s.step for s in store.read_samples(path)] == [0, 1, 2]
+    assert [s.step for s in read_samples(path)] == [0, 1, 2]
     path.write_text(whole + '{"kind": "st')
-    assert [s.step for s in store.read_samples(path)] == [0, 1, 2, 3]
+    assert [s.step for s in read_samples(path)] == [0, 1, 2, 3]
     path.write_text("")
-    assert list(store.read_samples(path)) == []
+    assert list(read_samples(path)) == []
 
 
 DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
@@ -132,6 +133,9 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "status list": ("status.json", lambda p: p.write_text("[]"), "holds a list"),
     "status unknown": ("status.json", lambda p: p.write_text('{"status": "great"}'), "schema"),
     "outcome": ("outcome-0.json", lambda p: p.write_text("{"), "cannot be read"),
+    "nested": ("outcome-0.json", lambda p: p.write_text("[" * 100_000 + "]" * 100_000), "cannot be read"),
+    "nested less": ("status.json", lambda p: p.write_text('{"a":' * 200 + "1" + "}" * 200), "deeper than 100 levels"),
+    "nested samples": ("samples-0.jsonl", lambda p: p.write_text("[" * 100_000 + "]" * 100_000 + "\n"), "is damaged"),
     "outcome field": ("outcome-0.json", lambda p: p.write_text('{"status": "ok"}'), "schema"),
 }
 
@@ -193,7 +197,7 @@ def test_steps_of_a_run_are_the_samples_of_its_lines(tmp_path: Path, spec: RunSp
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     rows[1] = LINES[name](rows[1])
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = [*store.read_samples(run_dir / "samples-0.jsonl"), *store.read_samples(path)]
+    found = [*read_samples(run_dir / "samples-0.jsonl"), *read_samples(path)]
     steps = store.read_run(run_dir).steps
     assert [*map(_values, steps)] == [*map(_values, found)]
     assert _values(steps[-3]) == _values(found[-3])
@@ -244,6 +248,77 @@ def test_an_interrupted_run_is_reported_too(tmp_path: Path, spec: RunSpec, make_
     records, skipped = store.read_runs(tmp_path)
     assert records == []
     assert len(skipped) == 1
+
+
+@pytest.mark.parametrize("status", [status for status in Status if status is not Status.OK])
+def test_a_launch_that_is_not_ok_never_hides_one_that_is(
+    tmp_path: Path, spec: RunSpec, make_run: Make, status: Status
+) -> None:
+    good, bad = make_run(tmp_path / "a", spec), make_run(tmp_path / "b", spec, status)
+    store.seal(bad, status, "no", 500.0, 501.0)
+    for launches in ([good, bad], [bad, good]):
+        standing, others, sentences = store.newest(map(store.read_run, launches))
+        assert [r.path for r in standing] == [str(good)]
+        assert [r.path for r in others] == [str(bad)]
+        assert sentences == [f"{bad}: the same run stands in {good}, which ended ok; this one {status}"]
+
+
+def test_of_launches_that_ended_alike_the_newest_stands(tmp_path: Path, spec: RunSpec, make_run: Make) -> None:
+    for status in (Status.OK, Status.FAILED):
+        old, new = make_run(tmp_path / f"{status}-a", spec, status), make_run(tmp_path / f"{status}-b", spec, status)
+        store.seal(new, status, None, 500.0, 501.0)
+        assert [r.path for r in store.newest(map(store.read_run, [new, old]))[0]] == [str(new)]
+
+
+SECRETS = ("hf_abcdefgh1234", "AKIAABCDEFGH1234", "https://me:hunter22@example.org/x")
+
+
+@pytest.mark.parametrize("secret", SECRETS)
+def test_a_secret_in_a_message_is_neither_stored_nor_read(
+    tmp_path: Path, spec: RunSpec, make_run: Make, make_outcome: Make, secret: str
+) -> None:
+    outcome = make_outcome(0, Status.FAILED, f"got {secret}")
+    run_dir = make_run(tmp_path, spec, Status.FAILED, f"got {secret}", outcomes=[outcome])
+    assert not any(secret in path.read_text() for path in run_dir.glob("*.json"))
+    written = (run_dir / "status.json").read_text().replace(redaction.MARK, secret)
+    (run_dir / "status.json").write_text(written)
+    (run_dir / "outcome-0.json").write_text((run_dir / "outcome-0.json").read_text().replace(redaction.MARK, secret))
+    facts = {"cpu": f"x {secret}", "environment": {"NCCL_NOTE": secret, "OMP_NUM_THREADS": "1"}}
+    store.write_json(run_dir / "machine-a.json", facts)
+    record = store.read_run(run_dir)
+    assert secret not in repr(record)
+    assert redaction.MARK in (record.error or "")
+    assert record.machines[0]["environment"] == {"OMP_NUM_THREADS": "1"}
+
+
+# Clear the screen, eight-bit CSI, return, delete, right-to-left override, isolate.
+CONTROLS = "\x1b[2J \x9b31m \r \x7f \u202e \u2066"
+
+
+def test_what_would_command_a_terminal_is_neutral_when_read(
+    tmp_path: Path, make_spec: Make, make_run: Make, make_outcome: Make, make_evidence: Make
+) -> None:
+    spec = make_spec(data=Choice("tokens", {"path": CONTROLS}))
+    outcome = make_outcome(0, Status.FAILED, CONTROLS, evidence=make_evidence(settings={CONTROLS: CONTROLS}))
+    wire = WireSample(rank=0, step=0, operation=CONTROLS, dtype="fp32", group_size=2, calls=3, payload_bytes=12)
+    run_dir = make_run(tmp_path, spec, Status.FAILED, f"a\tb\n{CONTROLS}", samples=[wire], outcomes=[outcome])
+    (run_dir / "machine-a.json").write_text(json.dumps({"host": CONTROLS}, ensure_ascii=False))
+    record = store.read_run(run_dir)
+    seen = [
+        str(record.error), str(record.spec.training.data.options["path"]), record.wire[0].operation,
+        str(record.outcomes[0].error), *record.outcomes[0].evidence.settings, record.machines[0]["host"],
+    ]  # fmt: skip
+    for text in seen:
+        assert not set(text) & set("\x1b\x9b\r\x7f\u202e\u2066")
+        assert "\ufffd[2J" in text
+    assert seen[0].startswith("a\tb\n"), "what only arranges text stays"
+
+
+def test_a_folder_that_is_skipped_is_named_harmlessly(tmp_path: Path, spec: RunSpec, make_run: Make) -> None:
+    make_run(tmp_path / "\x1b[2J", spec, None)
+    (sentence,) = store.read_runs(tmp_path)[1]
+    assert "\x1b" not in sentence
+    assert "\ufffd[2J" in sentence
 
 
 def test_only_one_controller_writes(tmp_path: Path) -> None:

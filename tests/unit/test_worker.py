@@ -9,6 +9,7 @@ import pytest
 from paceline import store, worker
 from paceline.errors import InvalidRunError, MissingPackageError, UnsupportedError
 from paceline.records import Status
+from paceline.samples import read_samples
 from paceline.spec import RunSpec
 
 Make = Callable[..., Any]
@@ -126,7 +127,7 @@ def test_samples_and_position_reach_the_folder(tmp_path: Path, make_step: Make) 
     recorder = worker.FolderRecorder(tmp_path, 3)
     recorder.add(make_step(3, 0, loss=2.5))
     recorder.progress(1, "forward")
-    assert [s.loss for s in store.read_samples(tmp_path / "samples-3.jsonl")] == [2.5], "before the file is closed"
+    assert [s.loss for s in read_samples(tmp_path / "samples-3.jsonl")] == [2.5], "before the file is closed"
     (position,) = store.read_progress(tmp_path)
     assert (position.rank, position.step, position.phase, position.loss) == (3, 1, "forward", 2.5)
     recorder.close()

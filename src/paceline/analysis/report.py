@@ -189,7 +189,7 @@ def _drift(machines: Sequence[Mapping[str, Any]]) -> list[str]:
 def _superseded(earlier: Sequence[RunRecord]) -> list[str]:
     count = sum(not record.is_reference for record in earlier)
     many = f"{count} launches stand" if count > 1 else "1 launch stands"
-    return [f"{many} aside for newer ones of the same runs: only histories count them"] if count else []
+    return [f"{many} aside for newer or successful ones of the same runs: only histories count them"] if count else []
 
 
 def _notes(cells: Sequence[Cell], runs: Sequence[RunFinding], machines: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from paceline import __version__
+from paceline import __version__, neutral
 from paceline.cli import advice, capsules, comparisons, experiments, imports, machines, results
 from paceline.cli.verbs import INTERRUPTED, OK, SOME_FAILED, WRONG_REQUEST, Parser
 from paceline.errors import PacelineError
@@ -21,7 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         call: Callable[[argparse.Namespace], int] = arguments.call
         return call(arguments)
     except PacelineError as error:
-        print(f"paceline: {error}", file=sys.stderr)
+        # It may quote a file, and one that could not be read was not made harmless.
+        print(f"paceline: {neutral.text(str(error))}", file=sys.stderr)
         return WRONG_REQUEST
     except KeyboardInterrupt:
         print(

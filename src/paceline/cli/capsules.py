@@ -62,7 +62,8 @@ def replay(arguments: argparse.Namespace) -> int:
     )
     for spec in wanted.specs:
         unsupported(spec)
-    replaying.refuse_originals(wanted.specs, arguments.out, stored)
+    replaying.require_folder(arguments.out)
+    replaying.refuse_originals(arguments.out, stored)
     screen = console()
     for text in (*skipped, *wanted.left_out):
         screen.print(f"left out: {text}", highlight=False, markup=False, soft_wrap=True)

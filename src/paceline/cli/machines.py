@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from paceline.telemetry import Snapshot
 
 DEFAULT_ADDRESS = "127.0.0.1:9109"
+LONGEST_INTERVAL_S = 86_400
 
 LISTS = ("workloads", "strategies", "launchers", "exporters", "models", "presets", "gpus", "prices", "metrics")
 
@@ -93,8 +94,11 @@ def monitor(arguments: argparse.Namespace) -> int:
     from paceline import campaign, endpoint
     from paceline import monitor as readings
 
-    if arguments.interval <= 0:
-        raise RequestError(f"--interval: {arguments.interval} was given; accepted is a positive number of seconds")
+    if not 0 < arguments.interval <= LONGEST_INTERVAL_S:
+        raise RequestError(
+            f"--interval: {arguments.interval} was given; "
+            f"accepted is a positive number of seconds up to {LONGEST_INTERVAL_S} (a day)"
+        )
     if arguments.count is not None and arguments.count < 1:
         raise RequestError(f"--count: {arguments.count} was given; accepted is a whole number from 1")
     if arguments.out is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from paceline.errors import RequestError
@@ -11,6 +12,7 @@ from paceline.errors import RequestError
 if TYPE_CHECKING:
     from paceline.analysis.cost import Costing
 
+MOST_TOKENS = 10**18
 _SIZES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 
 
@@ -32,10 +34,11 @@ def costing_of(arguments: argparse.Namespace) -> Costing:
 
 def token_count(text: str) -> int:
     """`1.5B` is 1,500,000,000."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBGT]?)", text.strip().upper(), re.ASCII)
-    count = round(float(found[1]) * _SIZES[found[2]]) if found else 0
-    if not 1 <= count <= 10**18:
+    found = re.fullmatch(r"(\d{1,30}(?:\.\d{1,30})?)([KMBGT]?)", text.strip().upper(), re.ASCII)
+    count = Fraction(found[1]) * _SIZES[found[2]] if found else Fraction(0)
+    if not (count.denominator == 1 and 1 <= count <= MOST_TOKENS):
         raise RequestError(
-            f"--train-tokens: {text!r} was given; accepted is a number of tokens such as 300M, 1B or 15T"
+            f"--train-tokens: {text!r} was given; "
+            "accepted is a whole number of tokens up to 1,000,000T, such as 300M, 1.5B or 15T"
         )
-    return count
+    return int(count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +17,10 @@ if TYPE_CHECKING:
 
     from paceline.analysis.cost import Costing
     from paceline.findings import Report
+    from paceline.plugins import Exporter
 
 DEFAULT_FORMATS = ("html", "markdown", "csv", "json", "plots")
+_CAPSULE_SUFFIX = re.compile(r"\.(tar\.gz|tgz)$")
 
 
 def add_verbs(verbs: Any) -> None:
@@ -35,8 +38,8 @@ def report(arguments: argparse.Namespace) -> int:
 
 
 def conclude(screen: Console, directory: Path, formats: Sequence[str], costing: Costing) -> int:
-    """Build the report of a folder, write its files, print it; the exit code says whether all is well."""
-    from paceline import store
+    """Build the report of a folder, print it, write its files; the exit code says whether all is well."""
+    from paceline import neutral, store
     from paceline.analysis.report import build
     from paceline.plugins import load
     from paceline.run import read_launches
@@ -47,18 +50,32 @@ def conclude(screen: Console, directory: Path, formats: Sequence[str], costing: 
             exporter.check(directory)
     launches, unreadable = read_launches(directory)
     records, earlier, _ = store.newest(launches)
-    found = build(records, directory.resolve().name, unreadable, costing=costing, earlier=earlier)
-    if directory.is_file():
-        # A capsule is never written to: its report stands beside it.
-        directory = directory.with_name(f"{directory.name.partition('.')[0]}-report")
-        directory.mkdir(exist_ok=True)
-    written = [path for exporter in exporters for path in exporter.export(found, directory)]
+    title = neutral.text(directory.resolve().name)
+    found = build(records, title, unreadable, costing=costing, earlier=earlier)
+    # First: an answer must not be lost because a disk is full.
     _print_report(screen, found)
-    files = [path for path in written if path.parent == directory]
-    screen.print(f"Report: {' '.join(str(path) for path in files)}", highlight=False, soft_wrap=True)
+    files = _write(found, exporters, directory)
+    screen.print(f"Report: {' '.join(map(str, files))}", highlight=False, soft_wrap=True)
     bad = [r for r in found.runs if r.is_failure]
     measured = any(r.status == "ok" and not r.is_reference for r in found.runs)
     return OK if measured and not bad and not found.skipped else SOME_FAILED
+
+
+def _write(found: Report, exporters: Sequence[Exporter], source: Path) -> list[Path]:
+    """The files and folders that were written, each named once; those of a capsule stand beside it, as it is never
+    written to."""
+    folder = source
+    if source.is_file():
+        folder = source.with_name(f"{_CAPSULE_SUFFIX.sub('', source.name)}-report")
+    try:
+        folder.mkdir(exist_ok=True)
+        written = [path for exporter in exporters for path in exporter.export(found, folder)]
+    except OSError as error:
+        place = error.filename or folder
+        raise RequestError(f"report: {str(place)!r} cannot be written ({error.strerror or error})") from None
+    inside = [path.relative_to(folder).parts[0] for path in written if path.is_relative_to(folder)]
+    outside = [path for path in written if not path.is_relative_to(folder)]
+    return [*(folder / name for name in dict.fromkeys(inside)), *outside]
 
 
 def _print_report(screen: Console, found: Report) -> None:
@@ -80,7 +97,7 @@ def _print_report(screen: Console, found: Report) -> None:
 
 
 def show(arguments: argparse.Namespace) -> int:
-    from paceline import store
+    from paceline import neutral, store
     from paceline.analysis.certificate import certify_all
     from paceline.present.record import record_lines
 
@@ -91,10 +108,10 @@ def show(arguments: argparse.Namespace) -> int:
         files = len(list(arguments.run.glob("samples-*.jsonl")))
         unknown = f"{files} file{'s' if files > 1 else ''} of samples, no progress" if files else "no rank started"
         where = "; ".join(f"rank {p.rank} at step {p.step} in {p.phase}" for p in positions) or unknown
-        print(f"{arguments.run}: not sealed (running or interrupted): {where}")
+        print(neutral.text(f"{arguments.run}: not sealed (running or interrupted): {where}"))
         return SOME_FAILED
     record = store.read_run(arguments.run)
     group = [run for run in store.read_runs(arguments.run.resolve().parent)[0] if run.spec.work == record.spec.work]
     for line in record_lines(record, certify_all(group).get(record.spec.run_id)):
-        print(line)
+        print(neutral.text(line))
     return OK

@@ -21,6 +21,7 @@ from paceline.measure import HostClock  # noqa: E402
 from paceline.plugins import Seat, options  # noqa: E402
 from paceline.records import Evidence, KernelSample, RunRecord, Status  # noqa: E402
 from paceline.run import verdict  # noqa: E402
+from paceline.samples import read_samples  # noqa: E402
 from paceline.spec import Choice, RunSpec  # noqa: E402
 from paceline.workloads import _kernels, compute  # noqa: E402
 from paceline.workloads.compute import Options, Row  # noqa: E402
@@ -345,7 +346,7 @@ def test_samples_survive_the_folder(tmp_path: Path, record: RunRecord) -> None:
 
     path = tmp_path / "samples-0.jsonl"
     path.write_text("".join(map(store.sample_line, record.kernels)))
-    back = tuple(store.read_samples(path))
+    back = tuple(read_samples(path))
     assert back == record.kernels
     assert all(isinstance(sample, KernelSample) for sample in back)
 

@@ -1,0 +1,43 @@
+"""Which variables of an environment are recorded: those that change speed, and never one that may hold a secret."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+_RECORDED = re.compile(
+    r"(NCCL|TORCH|TORCHINDUCTOR|TORCHDYNAMO|GLOO|DS|OMP|MKL|KMP)_.*|PYTORCH_(CUDA_)?ALLOC_CONF|CUBLAS_WORKSPACE_CONFIG"
+    r"|CUDA_(VISIBLE_DEVICES|LAUNCH_BLOCKING|DEVICE_MAX_CONNECTIONS|DEVICE_ORDER)|NVIDIA_TF32_OVERRIDE|LD_PRELOAD"
+)
+_SECRET_NAME = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
+SECRET_VALUE = re.compile(
+    r"\b(hf_|sk-|gh[opsu]_|github_pat_|glpat-|xox[abprs]-|AKIA|AIza|eyJ)[\w-]{8,}|://[^/@\s]+:[^/@\s]+@"
+)
+# A shorter value of a secret variable ("1", "true", "default") may stand in any other by chance.
+SHORTEST_SECRET = 8
+_UUID = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
+# A word no one types, or in one piece of base64: paths are judged by their words only.
+_RANDOM_WORD = re.compile(r"(?=[A-Za-z]*\d)[A-Za-z0-9]{32,}")
+_RANDOM_PIECE = re.compile(r"(?![/.~])(?=.*\d)(?=.*[a-z])(?=.*[A-Z])[\w+/=-]{32,}", re.ASCII)
+_SEPARATOR = re.compile(r"[,:;\s]+")
+
+
+def recorded_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that change speed, by an allow-list; left out is whatever is named or shaped like a secret, repeats
+    the value of a variable that is named like one, or looks drawn at random."""
+    secrets = {v.strip() for k, v in environ.items() if _SECRET_NAME.search(k) and len(v.strip()) >= SHORTEST_SECRET}
+    return {
+        name: value
+        for name, value in sorted(environ.items())
+        if _RECORDED.fullmatch(name)
+        and not _SECRET_NAME.search(name)
+        and not SECRET_VALUE.search(value)
+        and not any(secret in value for secret in secrets)
+        and not _looks_random(value)
+    }
+
+
+def _looks_random(value: str) -> bool:
+    """Names of GPUs (UUIDs), lists of interfaces and paths do not."""
+    pieces = _SEPARATOR.split(_UUID.sub("", value))
+    return any(_RANDOM_WORD.search(piece) or _RANDOM_PIECE.fullmatch(piece) for piece in pieces)
