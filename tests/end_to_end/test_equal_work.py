@@ -33,7 +33,7 @@ def equal(campaign: Callable[..., Any]) -> Any:
         {"strategy": list(STRATEGIES), "processes": [1], "micro_batch": [8]},
         *({"strategy": [name], "checkpointing": [how]} for name, how in CHECKPOINTED.items()),
     ]
-    return campaign("equal", matrix)
+    return campaign("equal", matrix, formats=("html", "markdown", "csv", "json", "plots"))
 
 
 def runs(equal: Any) -> list[RunRecord]:

@@ -373,3 +373,11 @@ def test_advice_shows_its_arithmetic(capsys: pytest.CaptureFixture[str], monkeyp
     text = capsys.readouterr().out
     assert "Rule of thumb" in text
     assert "llama-8b: 16 B x 8.03e9 = 119.7 GiB of state; zero:stage=3 on 8 GPUs: 15.0 GiB" in text
+
+
+def test_a_wrong_exporter_is_refused_before_anything_is_measured(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["run", "mine.yaml", "--format", "pdf"]) == 2
+    assert "exporters: 'pdf' was given" in capsys.readouterr().err
+    assert not (here / "results").exists()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.money import add_cost_options, costing_of
-from paceline.cli.results import DEFAULT_FORMATS, conclude
+from paceline.cli.results import add_format_option, conclude, exporters_of
 from paceline.cli.verbs import DEFAULT_OUT, OK, Parser, add_verb, console, print_hanging
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 def add_verbs(verbs: Any) -> None:
     verb = _experiment_verb(verbs, "run", run, "measure: run every cell of an experiment, then report")
     verb.add_argument("--resume", action="store_true", help="also repeat runs that did not end ok")
+    add_format_option(verb)
     add_cost_options(verb)
     _experiment_verb(verbs, "plan", plan, "show what would run: cells, commands, state memory; nothing is started")
 
@@ -55,13 +56,14 @@ def run(arguments: argparse.Namespace) -> int:
     from paceline.run import campaign, interruptible
 
     specs, costing = _specs(arguments), costing_of(arguments)
+    exporters_of(arguments.format)
     screen = console()
     observer = display.observer_for(screen)
     try:
         interruptible(lambda: campaign(specs, arguments.out, observer, retry=arguments.resume))
     finally:
         observer.close()
-    return conclude(screen, arguments.out / specs[0].experiment, DEFAULT_FORMATS, costing)
+    return conclude(screen, arguments.out / specs[0].experiment, arguments.format, costing)
 
 
 def plan(arguments: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.money import add_cost_options, costing_of
-from paceline.cli.verbs import OK, SOME_FAILED, add_verb, console
+from paceline.cli.verbs import OK, SOME_FAILED, Parser, add_verb, console
 from paceline.errors import RequestError
 
 if TYPE_CHECKING:
@@ -26,25 +26,35 @@ _CAPSULE_SUFFIX = re.compile(r"\.(tar\.gz|tgz)$")
 def add_verbs(verbs: Any) -> None:
     verb = add_verb(verbs, "report", report, "conclude from stored runs: tables, plots, files")
     verb.add_argument("directory", type=Path, help="a results folder, an experiment in it, or a capsule")
-    verb.add_argument(
-        "--format", action="append", metavar="NAME", help=f"exporter; default: {', '.join(DEFAULT_FORMATS)}"
-    )
+    add_format_option(verb)
     add_cost_options(verb)
     add_verb(verbs, "show", show, "one run: what was asked, observed and concluded").add_argument("run", type=Path)
 
 
 def report(arguments: argparse.Namespace) -> int:
-    return conclude(console(), arguments.directory, arguments.format or DEFAULT_FORMATS, costing_of(arguments))
+    return conclude(console(), arguments.directory, arguments.format, costing_of(arguments))
 
 
-def conclude(screen: Console, directory: Path, formats: Sequence[str], costing: Costing) -> int:
+def add_format_option(verb: Parser) -> None:
+    verb.add_argument(
+        "--format", action="append", metavar="NAME", help=f"exporter; default: {', '.join(DEFAULT_FORMATS)}"
+    )
+
+
+def exporters_of(formats: Sequence[str] | None) -> list[Exporter]:
+    """A name that is no exporter is refused here, before anything is measured."""
+    from paceline.plugins import load
+
+    return [load("exporters", name) for name in formats or DEFAULT_FORMATS]
+
+
+def conclude(screen: Console, directory: Path, formats: Sequence[str] | None, costing: Costing) -> int:
     """Build the report of a folder, print it, write its files; the exit code says whether all is well."""
     from paceline import neutral, store
     from paceline.analysis.report import build
-    from paceline.plugins import load
     from paceline.run import read_launches
 
-    exporters = [load("exporters", name) for name in formats]
+    exporters = exporters_of(formats)
     for exporter in exporters:
         if hasattr(exporter, "check"):
             exporter.check(directory)
