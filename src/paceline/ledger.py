@@ -7,6 +7,7 @@ the results of operators; memory that a kernel takes and gives back inside one o
 from __future__ import annotations
 
 import contextlib
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+# How long nothing may end before the sum is believed, and the longest that is waited for that.
+QUIET_S = 0.1
+LONGEST_WAIT_S = 5.0
 
 
 class Ledger(TorchDispatchMode):
@@ -63,6 +68,20 @@ class Ledger(TorchDispatchMode):
 
     def reset_peak(self) -> None:
         self.peak_bytes = self.live_bytes
+
+    def settled_bytes(self) -> int:
+        """Live bytes once nothing has ended for a while.
+
+        gloo's threads tell that a collective is done before they let go of its buffers, and need the interpreter for
+        that: a sum read at once after a wait now and then still holds a bucket that nobody uses any more.
+        """
+        deadline = time.monotonic() + LONGEST_WAIT_S
+        seen, since = self.live_bytes, time.monotonic()
+        while (now := time.monotonic()) - since < QUIET_S and now < deadline:
+            time.sleep(QUIET_S / 20)
+            if self.live_bytes != seen:
+                seen, since = self.live_bytes, time.monotonic()
+        return self.live_bytes
 
     def _write(self, key: int, reference: weakref.ref[Any], size_bytes: int) -> None:
         size = self._whole(size_bytes)

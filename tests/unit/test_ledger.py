@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -77,3 +79,15 @@ def test_shadows_that_dtensor_derives_shapes_on_are_not_seen(monkeypatch: pytest
         kept = torch.zeros(256)
         assert ledger.live_bytes == KIB
     assert shadow.shape == kept.shape
+
+
+def test_a_buffer_that_another_thread_lets_go_a_moment_later_is_not_counted() -> None:
+    """As gloo's threads do: the collective is done, its buffer not yet free."""
+    with Ledger().counting() as ledger:
+        kept = torch.zeros(256)
+        held = [torch.zeros(512)]
+        late = threading.Timer(0.03, held.clear)
+        late.start()
+        assert ledger.live_bytes == 3 * KIB
+        assert ledger.settled_bytes() == kept.nbytes == KIB
+        late.join()

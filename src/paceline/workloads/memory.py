@@ -110,7 +110,7 @@ class Gauge:
         sample = read_memory(self.seat.rank, moment, self.seat.device, peak=peak)
         if self.ledger is None:
             return sample
-        return replace(sample, allocated_bytes=self.ledger.peak_bytes if peak else self.ledger.live_bytes)
+        return replace(sample, allocated_bytes=self.ledger.peak_bytes if peak else self.ledger.settled_bytes())
 
 
 @contextlib.contextmanager
