@@ -32,14 +32,14 @@ ifeq ($(HAS_TORCH),yes)
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv --system-site-packages $(VENV)
 	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
-	DS_BUILD_OPS=0 $(BIN)/pip install -q -c $(VENV)/constraints.txt -e '.[zero,dev]'
+	DS_BUILD_OPS=0 $(BIN)/pip install -q -c $(VENV)/constraints.txt -e '.[zero,finetune,dev]'
 	touch $@
 else
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	@echo "Installing torch and the rest into $(VENV): a few minutes the first time."
 	$(BIN)/pip install -q torch==$$(sed -n 's/^torch==//p' constraints.txt)
-	DS_BUILD_OPS=0 $(BIN)/pip install -q -c constraints.txt -e '.[zero,dev]'
+	DS_BUILD_OPS=0 $(BIN)/pip install -q -c constraints.txt -e '.[zero,finetune,dev]'
 	touch $@
 endif
 

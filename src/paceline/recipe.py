@@ -53,6 +53,7 @@ def fields(spec: RunSpec) -> dict[str, Any]:
         "weight_decay": t.weight_decay,
         "clip_norm": t.clip_norm,
         "data": str(t.data),
+        **(dataclasses.asdict(spec.tuning) if spec.tuning else {}),
         "steps": spec.steps,
         "warmup": dataclasses.asdict(spec.warmup),
         "seed": spec.seed,

@@ -40,7 +40,9 @@ class StepSample:
 
     h2d_s is the gap in the stream around the copy; its rate is taken from the profile (TraceSample), not from here.
     duration_s runs from this step's start to the next one's, so nothing falls between steps. loss is the mean over this
-    rank's tokens; the data digest is a partition-independent sum over sequences (see `measure.digest_tokens`).
+    rank's learned tokens. tokens are those that are no padding, positions all places of the batch, label_tokens those
+    that are learned (None: all tokens), attended_keys the sum over tokens of the keys each may see. The data digest is
+    a partition-independent sum over sequences (see `measure.digest_tokens`).
     """
 
     kind: ClassVar[str] = "step"
@@ -61,6 +63,9 @@ class StepSample:
     grad_norm: float | None
     data_digest: int
     variant: int = 0
+    positions: int | None = None
+    label_tokens: int | None = None
+    attended_keys: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,12 @@ DEVICES = ("cpu", "cuda")
 UNTRAINED = ("collectives", "compute")
 # Workloads whose runs are not ranked against each other by speed, so need no proof of equal work.
 UNCERTIFIED = (*UNTRAINED, "memory", "frontier", "reference")
+# Workloads that fine-tune: their specs say how.
+TUNED = ("finetune",)
+METHODS = ("full", "lora", "qlora")
+OPTIMIZERS = ("adamw", "adamw_8bit", "paged_adamw_8bit")
+# Projections that may carry an adapter, by the letter or word people use.
+TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 # Workloads that look for the limit: a run that is out of memory has given its answer.
 PROBING = ("frontier",)
 
@@ -161,6 +167,34 @@ class Training:
         require(0 < self.clip_norm < math.inf, "clip_norm", self.clip_norm, "a positive number")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """Fine-tuning: which weights learn, in what the frozen ones are held, and the optimizer of those that learn.
+
+    qlora holds the frozen products in 4 bit (NF4, scales quantised again), lora in the compute dtype; full has no
+    adapter, so rank, alpha and targets do not count there.
+    """
+
+    method: str = "qlora"
+    rank: int = 16
+    alpha: float = 32.0
+    targets: str = "q+k+v+o"
+    optimizer: str = "paged_adamw_8bit"
+
+    def __post_init__(self) -> None:
+        require(self.method in METHODS, "method", self.method, ", ".join(METHODS))
+        require(self.optimizer in OPTIMIZERS, "optimizer", self.optimizer, ", ".join(OPTIMIZERS))
+        require(self.rank >= 1, "rank", self.rank, "a whole number from 1")
+        require(0 < self.alpha < math.inf, "alpha", self.alpha, "a positive number")
+        names = self.targets.split("+")
+        sound = all(name in TARGETS for name in names) and len(set(names)) == len(names)
+        require(sound, "targets", self.targets, f"different ones of {', '.join(TARGETS)}, joined by '+'")
+
+    @property
+    def has_adapters(self) -> bool:
+        return self.method != "full"
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
     """One launch. Everything that decides what is computed stands here; nothing else reaches the worker."""
@@ -172,6 +206,7 @@ class RunSpec:
     training: Training
     steps: int
     strategy: Choice | None = None
+    tuning: Tuning | None = None
     launcher: Choice = field(default_factory=lambda: Choice("local"))
     warmup: WarmUp = field(default_factory=WarmUp)
     repeat: int = 0
@@ -240,6 +275,7 @@ class RunSpec:
                 "precision": dataclasses.asdict(t.precision),
                 "data": str(t.data),
                 "optimizer": [t.learning_rate, t.weight_decay, t.clip_norm],
+                **({"tuning": dataclasses.asdict(self.tuning)} if self.tuning else {}),
             }
         )
 
@@ -269,9 +305,17 @@ class RunSpec:
             "compile": t.compile,
             "bucket_mb": t.bucket_mb,
             "data": str(t.data),
+            **self._tuning_axes(),
             "seed": self.seed,
             "steps": self.steps,
         }
+
+    def _tuning_axes(self) -> dict[str, Scalar]:
+        if self.tuning is None:
+            return {}
+        t = self.tuning
+        rank, targets = (t.rank, t.targets) if t.has_adapters else (None, None)
+        return {"method": t.method, "rank": rank, "targets": targets, "optimizer": t.optimizer}
 
     def to_dict(self) -> dict[str, Any]:
         return {"schema": SCHEMA, **dataclasses.asdict(self)}
@@ -286,13 +330,16 @@ class RunSpec:
             "topology": Topology(**values["topology"]),
             "warmup": WarmUp(**values["warmup"]),
             "training": Training(**training),
+            "tuning": Tuning(**values["tuning"]) if values.get("tuning") else None,
         }
         for key in ("workload", "model", "strategy", "launcher"):
             values[key] = Choice(**values[key]) if values.get(key) else None
         return cls(**values)
 
     def _without(self, *fields: str) -> dict[str, Any]:
-        return {key: value for key, value in dataclasses.asdict(self).items() if key not in fields}
+        """What makes an identity. A run that tunes nothing is what it was before there was tuning."""
+        absent = ("tuning",) if self.tuning is None else ()
+        return {key: value for key, value in dataclasses.asdict(self).items() if key not in (*fields, *absent)}
 
 
 def _digest(value: object) -> str:

@@ -51,6 +51,8 @@ HEAVY = {
     "torch",
     "deepspeed",
     "transformers",
+    "peft",
+    "bitsandbytes",
     "matplotlib",
     "rich",
     "pydantic",
@@ -77,7 +79,7 @@ EAGER = {
     "workloads._kernels": {"torch"},
     "workloads._rehearsal": {"torch"},
     "workloads._watch": {"torch"},
-    "experiment": {"pydantic"},
+    "experiment.fields": {"pydantic"},
 }
 # Modules with torch at their top: whoever imports one outside a function must be one.
 TORCH_MODULES = {

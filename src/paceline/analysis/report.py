@@ -93,13 +93,14 @@ def build(
         notes=(*_notes(cells, runs, _machines(ordered)), *_superseded(earlier), *network.notes),
         skipped=tuple(skipped),
     )
-    return claims.added_to(_priced(found, cells, costing or cost.Costing()), ordered)
+    return _completed(found, ordered, cells, costing or cost.Costing())
 
 
-def _priced(found: Report, cells: Sequence[Cell], costing: cost.Costing) -> Report:
-    """With costs, and what they decide."""
+def _completed(found: Report, ordered: Sequence[RunRecord], cells: Sequence[Cell], costing: cost.Costing) -> Report:
+    """With what rests on the findings before it: costs and what they decide, claims beside them."""
     priced = cost.added_to(found, cells, costing)
-    return replace(priced, recommendations=(*priced.recommendations, *recommend.by_cost(priced)))
+    priced = replace(priced, recommendations=(*priced.recommendations, *recommend.by_cost(priced)))
+    return claims.added_to(priced, ordered)
 
 
 def _wrong(ordered: Sequence[RunRecord], runs: Sequence[RunFinding]) -> list[RunRecord]:

@@ -1,0 +1,161 @@
+"""Every field a user may set, with its default, checked by pydantic and turned into a run spec."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from paceline import machine
+from paceline.errors import RequestError
+from paceline.spec import TUNED, UNTRAINED, Choice, Precision, RunSpec, Topology, Training, Tuning, WarmUp, require
+
+# `processes: all` is one per device.
+ALL = "all"
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class WarmUpFields(Strict):
+    """What is not given keeps the default of `spec.WarmUp`."""
+
+    minimum: int | None = None
+    maximum: int | None = None
+    window: int | None = None
+    slope_ratio: float | None = None
+
+
+class Cell(Strict):
+    """Every field a user may set, flat, with its default."""
+
+    workload: str = "pretrain"
+    model: str = "gpt2-124m"
+    strategy: str = "ddp"
+    launcher: str = "local"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    nodes: int = 1
+    processes: int | Literal["all"] = ALL  # type: ignore[assignment]
+    precision: str = "bf16"
+    reduce_dtype: str = "fp32"
+    sequence_length: int = 1024
+    micro_batch: int = 1
+    accumulation: int | None = None
+    global_batch: int | None = None
+    checkpointing: str = "none"
+    compile: bool = False
+    bucket_mb: float | None = None
+    learning_rate: float = 1e-4
+    weight_decay: float = 0.01
+    clip_norm: float = 1.0
+    data: str = "synthetic"
+    method: str = "qlora"
+    rank: int = 16
+    alpha: float = 32.0
+    targets: str = "q+k+v+o"
+    optimizer: str = "paged_adamw_8bit"
+    steps: int = 100
+    warmup: WarmUpFields = WarmUpFields()
+    seed: int = 42
+    reference_steps: int = 20
+    timeout_s: float = 1800.0
+    stall_s: float = 300.0
+
+
+Matrix = dict[str, list[Any] | str]
+
+
+class Experiment(Strict):
+    """The YAML file. `devices.cpu` and `devices.cuda` override base, matrix, exclude and repeats on such a machine."""
+
+    name: str
+    description: str = ""
+    base: dict[str, Any] = Field(default_factory=dict)
+    matrix: Matrix | list[Matrix] = Field(default_factory=dict)
+    exclude: list[dict[str, Any]] = Field(default_factory=list)
+    repeats: int = Field(default=1, ge=1)
+    order_seed: int = 0
+    devices: dict[Literal["cpu", "cuda"], dict[str, Any]] = Field(default_factory=dict)
+
+
+def validate(model: type[Any], raw: Mapping[str, Any], where: str) -> Any:
+    try:
+        return model.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or "(top)"
+        given = first.get("input")
+        if first["type"] == "extra_forbidden":
+            accepted = "one of " + ", ".join(model.model_fields)
+            raise RequestError(f"{where}: field {field!r} was given; accepted is {accepted}") from None
+        raise RequestError(f"{where}: {field} = {given!r} was given; accepted: {first['msg']}") from None
+
+
+def build(name: str, cell: Cell, device: str) -> RunSpec:
+    """A run spec from validated fields, with the accumulation that gives the asked global batch."""
+    processes = devices(device) if cell.processes == ALL else int(cell.processes)
+    topology = Topology(device=device, nodes=cell.nodes, processes_per_node=processes)
+    training = Training(
+        sequence_length=cell.sequence_length,
+        micro_batch=cell.micro_batch,
+        accumulation=_accumulation(cell, topology.world_size),
+        precision=Precision(compute=cell.precision, reduce=cell.reduce_dtype),
+        checkpointing=cell.checkpointing,
+        compile=cell.compile,
+        bucket_mb=cell.bucket_mb,
+        learning_rate=cell.learning_rate,
+        weight_decay=cell.weight_decay,
+        clip_norm=cell.clip_norm,
+        data=Choice.parse(cell.data),
+    )
+    workload = Choice.parse(cell.workload)
+    return RunSpec(
+        experiment=name,
+        workload=workload,
+        strategy=None if workload.name in UNTRAINED else Choice.parse(cell.strategy),
+        launcher=Choice.parse(cell.launcher),
+        model=Choice.parse(cell.model),
+        topology=topology,
+        training=training,
+        tuning=_tuning(cell) if workload.name in TUNED else None,
+        warmup=WarmUp(**cell.warmup.model_dump(exclude_none=True)),
+        steps=cell.steps,
+        seed=cell.seed,
+        reference_steps=cell.reference_steps,
+        timeout_s=cell.timeout_s,
+        stall_s=cell.stall_s,
+    )
+
+
+def _tuning(cell: Cell) -> Tuning:
+    return Tuning(method=cell.method, rank=cell.rank, alpha=cell.alpha, targets=cell.targets, optimizer=cell.optimizer)
+
+
+def _accumulation(cell: Cell, world_size: int) -> int:
+    """Given, or what the global batch leaves for each process; both at once must agree."""
+    if cell.global_batch is None:
+        return cell.accumulation or 1
+    share = cell.micro_batch * world_size
+    accepted = f"a multiple of micro_batch x processes ({cell.micro_batch} x {world_size})"
+    require(cell.global_batch > 0 and cell.global_batch % share == 0, "global_batch", cell.global_batch, accepted)
+    implied = cell.global_batch // share
+    require(
+        cell.accumulation in (None, implied),
+        "accumulation",
+        cell.accumulation,
+        f"{implied}, or global_batch without it",
+    )
+    return implied
+
+
+def devices(device: str) -> int:
+    """Processes that have a device of their own: GPUs, or cores."""
+    return max(1, machine.device_count() if device == "cuda" else _cores())
+
+
+def _cores() -> int:
+    """Cores this process may use, which in a container are fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

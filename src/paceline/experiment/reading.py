@@ -1,0 +1,64 @@
+"""YAML files and presets as plain mappings."""
+
+from __future__ import annotations
+
+import re
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from paceline.errors import RequestError
+
+
+class Loader(yaml.SafeLoader):
+    """Safe YAML in which 1e-4 is a number, as everyone who writes it expects (YAML 1.1 wants 1.0e-4)."""
+
+
+Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def presets() -> dict[str, str]:
+    """Name -> description of the experiments that ship with Paceline."""
+    found = {}
+    for entry in resources.files("paceline").joinpath("presets").iterdir():
+        if entry.name.endswith(".yaml"):
+            found[entry.name.removesuffix(".yaml")] = str(_parse(entry.read_text(), entry.name).get("description", ""))
+    return dict(sorted(found.items()))
+
+
+def read(source: str) -> dict[str, Any]:
+    path = Path(source)
+    shipped = resources.files("paceline").joinpath("presets", f"{source}.yaml")
+    if "/" not in source and not path.suffix and shipped.is_file():
+        return _parse(shipped.read_text(), source)
+    if path.is_file():
+        return _parse(_text_of(path), source)
+    known = ", ".join(sorted(presets()))
+    raise RequestError(f"experiment: {source!r} was given; accepted is a YAML file or one of the presets {known}")
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"experiment: {str(path)!r} cannot be read ({error}); accepted is a YAML file") from None
+
+
+def parse_yaml(text: str) -> Any:
+    return yaml.load(text, Loader)  # noqa: S506 (Loader is a SafeLoader)
+
+
+def _parse(text: str, where: str) -> dict[str, Any]:
+    try:
+        value = parse_yaml(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise RequestError(f"{where}: not valid YAML ({' '.join(str(error).split())})") from None
+    if not isinstance(value, dict):
+        raise RequestError(
+            f"{where}: {type(value).__name__} was given; accepted is a mapping with name, base and matrix"
+        )
+    return value
