@@ -18,8 +18,8 @@ ROOT = Path(paceline.__file__).parent
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "environment", "neutral"),
     ("spec", "models", "machine", "processes", "files"),
-    ("prices",),
-    ("records", "findings", "doctor", "recipe", "redaction"),
+    ("prices", "rows"),
+    ("instructions", "records", "findings", "doctor", "recipe", "redaction"),
     ("samples",),
     ("store", "measure", "telemetry", "decoder", "ledger", "footprint"),
     ("campaign",),

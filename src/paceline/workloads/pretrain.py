@@ -6,7 +6,7 @@ import dataclasses
 import os
 from typing import TYPE_CHECKING
 
-from paceline.corpus import check_data
+from paceline.corpus import check_data, row_bytes
 from paceline.models import load as load_shape
 from paceline.plugins import Recorder, Seat, Trainer, load
 from paceline.records import Evidence
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 AUDITED_STEPS = 1
 PROFILED_STEPS = 2
-TOKEN_BYTES = 8
 
 
 def check(spec: RunSpec) -> str | None:
@@ -68,7 +67,7 @@ def watch_after_window(spec: RunSpec, seat: Seat, loop: Loop, recorder: Recorder
     profiled = range(spec.steps, spec.steps + PROFILED_STEPS)
     with profile.recording():
         loop.unrecorded(profiled)
-    batch_bytes = training.micro_batch * (training.sequence_length + 1) * TOKEN_BYTES
+    batch_bytes = training.micro_batch * row_bytes(spec)
     recorder.add(profile.sample(seat.rank, PROFILED_STEPS, PROFILED_STEPS * training.accumulation, batch_bytes))
     if spec.topology.world_size == 1:
         return
