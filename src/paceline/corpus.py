@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from paceline.dialogues import check_dialogues, open_dialogues
 from paceline.errors import RequestError, UnsupportedError
 from paceline.instructions import counting_runs, open_instructions
 from paceline.measure import add_digests, digest_tokens
@@ -20,7 +21,10 @@ from paceline.spec import Choice, RunSpec, Scalar, require
 Indices = np.ndarray[Any, Any]
 TOKEN_BYTES = 8
 # Data made of documents, each with its opener: rows for fine-tuning only.
-DOCUMENTS: dict[str, Callable[[Choice, int, int, int], RowCorpus]] = {"instructions": open_instructions}
+DOCUMENTS: dict[str, Callable[[Choice, int, int, int], RowCorpus]] = {
+    "instructions": open_instructions,
+    "jsonl": open_dialogues,
+}
 
 
 class Corpus(Protocol):
@@ -78,7 +82,7 @@ class Plain:
 
 
 PLAIN = "synthetic or file:path=FILE[,dtype=uint16|uint32|int32][,pad=ID]"
-ROWS = "instructions[:length=...,packed=true]"
+ROWS = "instructions[:length=...,packed=true], jsonl:path=FILE[,tokenizer=DIR][,packed=true]"
 
 
 def open_data(spec: RunSpec, vocab: int) -> Corpus | RowCorpus:
@@ -99,7 +103,7 @@ def open_corpus(data: Choice, vocab: int, length: int, seed: int) -> Corpus:
 
 
 def open_rows(data: Choice, vocab: int, length: int, seed: int) -> RowCorpus:
-    """`instructions:...`, or what `open_corpus` opens, as rows for fine-tuning."""
+    """`instructions:...`, `jsonl:...`, or what `open_corpus` opens, as rows for fine-tuning."""
     if data.name in DOCUMENTS:
         return DOCUMENTS[data.name](data, vocab, length, seed)
     require(data.name in ("synthetic", "file"), "data", str(data), f"{PLAIN}, {ROWS}")
@@ -121,6 +125,8 @@ def check_data(data: Choice, length: int, *, rows: bool = False) -> None:
     """Refuse data that cannot be opened, before anything starts and without reading the tokens."""
     if data.name == "file":
         _file_tokens(data, length)
+    elif rows and data.name == "jsonl":
+        check_dialogues(data)
     elif rows:
         open_rows(data, 2, length, 0)
     else:

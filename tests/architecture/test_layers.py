@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "environment", "neutral"),
     ("spec", "models", "machine", "processes", "files"),
     ("prices", "rows"),
-    ("instructions", "records", "findings", "doctor", "recipe", "redaction"),
+    ("instructions", "dialogues", "records", "findings", "doctor", "recipe", "redaction"),
     ("samples",),
     ("store", "measure", "telemetry", "decoder", "ledger", "footprint"),
     ("campaign",),
