@@ -17,8 +17,10 @@ ROOT = Path(paceline.__file__).parent
 # Each line may import only lines above it; names on one line do not see each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "environment", "neutral"),
+    ("shapes",),
+    ("checkpoints",),
     ("spec", "models", "machine", "processes", "files"),
-    ("prices", "rows"),
+    ("prices", "rows", "adapters"),
     ("instructions", "dialogues", "records", "findings", "doctor", "recipe", "redaction"),
     ("samples",),
     ("store", "measure", "telemetry", "decoder", "ledger", "footprint"),
@@ -36,6 +38,8 @@ STANDARD_LIBRARY_ONLY = (
     "errors",
     "environment",
     "neutral",
+    "shapes",
+    "checkpoints",
     "spec",
     "models",
     "machine",

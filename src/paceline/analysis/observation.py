@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.analysis.window import StepTable, global_loss, step_table
+from paceline.analysis.window import StepTable, global_loss, learned_tokens, step_table
 from paceline.records import Evidence, RunRecord, Status, StepSeries
 from paceline.spec import RunSpec
 
@@ -45,7 +45,7 @@ class Observed:
 def observe(record: RunRecord, variant: int = 0) -> Observed:
     table = step_table(record, variant)
     tokens = table.by_step("tokens")
-    losses = map(global_loss, table.by_step("loss"), tokens)
+    losses = map(global_loss, table.by_step("loss"), learned_tokens(table))
     digests = (sum(ranks) % 2**64 for ranks in table.by_step("data_digest"))
     return Observed(
         record.spec.run_id,
