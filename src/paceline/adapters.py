@@ -15,7 +15,9 @@ from paceline.spec import Tuning
 
 # NF4 with its scales quantised again: 4 bit, one 8-bit scale per 64 weights, one fp32 scale per 256 of those.
 NF4_BLOCK, SCALES_BLOCK = 64, 256
-NF4_BYTES = (4 + 8 / NF4_BLOCK + 32 / (NF4_BLOCK * SCALES_BLOCK)) / 8
+NF4_CODE_BYTES = 4 / 8
+NF4_SCALE_BYTES = (8 / NF4_BLOCK + 32 / (NF4_BLOCK * SCALES_BLOCK)) / 8
+NF4_BYTES = NF4_CODE_BYTES + NF4_SCALE_BYTES
 DTYPE_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 ADAPTER_BYTES = 4
 # Both moments of Adam; of 8-bit ones the scales (one fp32 per 256) are not counted.
@@ -131,15 +133,21 @@ def state_bytes(
 ) -> float | None:
     """Weights, gradients and optimizer state per rank, without live units, activations and buffers.
 
-    Only strategies that shard weights (ZeRO-3, FSDP2) shard the frozen ones. None for an unknown strategy.
+    Only strategies that shard weights (ZeRO-3, FSDP2) shard the frozen ones, and of quantised ones the codes: scales
+    are no parameters and stay whole. None for an unknown strategy.
     """
     split = models.sharded_parts(strategy, stage)
     if split is None:
         return None
     parts = trained_bytes(tuning, compute)
     trained = sum(parts[:split]) / group_size + sum(parts[split:])
-    frozen = frozen_bytes(shape, tuning, compute) / (group_size if split == len(parts) else 1)
-    return frozen + trained * trained_parameters(shape, tuning)
+    scales = _scale_bytes(shape, tuning)
+    frozen = (frozen_bytes(shape, tuning, compute) - scales) / (group_size if split == len(parts) else 1)
+    return scales + frozen + trained * trained_parameters(shape, tuning)
+
+
+def _scale_bytes(shape: Shape, tuning: Tuning) -> float:
+    return quantised_parameters(shape) * NF4_SCALE_BYTES if tuning.method == "qlora" else 0.0
 
 
 # --- wire bytes ---
@@ -151,7 +159,7 @@ def wire_bytes(
     """Predicted bytes each rank sends per optimizer step; None where we have no formula for the strategy.
 
     DDP and ZeRO-1/2 reduce and gather what is trained: P becomes A. FSDP2 and ZeRO-3 besides gather the frozen weights
-    as they are stored, but reduce the adapters alone.
+    as they are held (of quantised ones the codes), but reduce the adapters alone.
     """
     trained = trained_parameters(shape, tuning)
     if not tuning.has_adapters:
@@ -166,12 +174,16 @@ def wire_bytes(
     return models.wire_bytes(strategy, trained, group_size, accumulation, DTYPE_BYTES[reduce], ADAPTER_BYTES)
 
 
+def _held_bytes(shape: Shape, tuning: Tuning, compute: str) -> float:
+    """One gather of every weight."""
+    frozen = frozen_bytes(shape, tuning, compute) - _scale_bytes(shape, tuning)
+    return frozen + trained_parameters(shape, tuning) * ADAPTER_BYTES
+
+
 def _fsdp2(shape: Shape, tuning: Tuning, strategy: Named, accumulation: int, reduce: str, compute: str) -> float:
     """As `models.wire_bytes`: 2G gathers of the blocks, G of the root, which has no adapter; one reduction of A."""
-    trained, size = trained_parameters(shape, tuning), DTYPE_BYTES[compute]
-    root = models.root_parameters(shape) * size
-    # FSDP2 casts what it gathers to the compute dtype where it may; storage of quantised weights it leaves.
-    blocks = frozen_bytes(shape, tuning, compute) - root + trained * size
+    trained, root = trained_parameters(shape, tuning), models.root_parameters(shape) * DTYPE_BYTES[compute]
+    blocks = _held_bytes(shape, tuning, compute) - root
     gathers = 2 if strategy.options.get("reshard_after_forward", True) else 1
     reductions = accumulation if strategy.options.get("sync_every_micro_batch", False) else 1
     return accumulation * (root + gathers * blocks) + reductions * trained * DTYPE_BYTES[reduce]
@@ -179,12 +191,12 @@ def _fsdp2(shape: Shape, tuning: Tuning, strategy: Named, accumulation: int, red
 
 def _zero3(shape: Shape, tuning: Tuning, strategy: Named, accumulation: int, reduce: str, compute: str) -> float:
     """As `models.wire_bytes`: G or 2G gathers by the reuse window, small tensors once per step, G reductions of A."""
-    trained, size = trained_parameters(shape, tuning), DTYPE_BYTES[compute]
+    trained = trained_parameters(shape, tuning)
     threshold = strategy.options.get("persistence_threshold", 1e5)
     adapters = shape.layers * sum(n for n in adapter_tensors(shape, tuning.rank, tuning.targets) if n <= threshold)
     frozen = sum(n for n in models.tensor_sizes(shape) if n <= threshold)
-    kept = (adapters + frozen) * size
-    gathered = frozen_bytes(shape, tuning, compute) + trained * size - kept
+    kept = adapters * ADAPTER_BYTES + frozen * DTYPE_BYTES[compute]
+    gathered = _held_bytes(shape, tuning, compute) - kept
     window = min(strategy.options.get(name, 1e9) for name in ("max_live_parameters", "max_reuse_distance"))
     gathers = 1 if models.parameters(shape) + trained <= window else 2
     return kept + accumulation * (gathers * gathered + trained * DTYPE_BYTES[reduce])

@@ -102,11 +102,13 @@ def test_bytes_of_what_learns(method: str, optimizer: str, compute: str, per_par
 
 def test_state_is_sharded_as_the_strategy_shards() -> None:
     frozen = adapters.frozen_bytes(TINY, QLORA, "bf16")
+    scales = 2 * TINY_BLOCK * (1 / 64 + 4 / (64 * 256))
+    sharded = scales + (frozen - scales) / 4
     for strategy, stage, expected in (
         ("zero", 1, frozen + TINY_ADAPTERS * (8 / 4 + 8)),
         ("zero", 2, frozen + TINY_ADAPTERS * (12 / 4 + 4)),
-        ("zero", 3, frozen / 4 + TINY_ADAPTERS * 16 / 4),
-        ("fsdp2", None, frozen / 4 + TINY_ADAPTERS * 16 / 4),
+        ("zero", 3, sharded + TINY_ADAPTERS * 16 / 4),
+        ("fsdp2", None, sharded + TINY_ADAPTERS * 16 / 4),
     ):
         assert adapters.state_bytes(TINY, QLORA, strategy, stage, 4, "bf16") == pytest.approx(expected)
     assert adapters.state_bytes(TINY, QLORA, "mesh", None, 4, "bf16") is None
@@ -124,9 +126,10 @@ def test_only_adapters_are_communicated(strategy: str, times_adapters: int) -> N
         assert sent == times_adapters * TINY_ADAPTERS / 2
 
 
-def test_strategies_that_shard_weights_gather_the_frozen_ones_as_stored() -> None:
+def test_strategies_that_shard_weights_gather_the_frozen_ones_as_held() -> None:
     root = 2 * (2 * 128 * 256 + 128)
-    blocks = adapters.frozen_bytes(TINY, QLORA, "bf16") - root + 2 * TINY_ADAPTERS
+    norms = 2 * 2 * 2 * 128
+    blocks = 2 * TINY_BLOCK / 2 + norms + 4 * TINY_ADAPTERS
     sent = adapters.wire_bytes(TINY, QLORA, Choice("fsdp2"), 2, 3, "fp32", "bf16")
     assert sent == pytest.approx((3 * (2 * blocks + root) + 4 * TINY_ADAPTERS) / 2)
     kept = Choice("fsdp2", {"reshard_after_forward": False, "sync_every_micro_batch": True})
@@ -135,10 +138,10 @@ def test_strategies_that_shard_weights_gather_the_frozen_ones_as_stored() -> Non
     whole = Choice("zero", {"stage": 3, "persistence_threshold": 0, "max_live_parameters": 0})
     sent = adapters.wire_bytes(TINY, LORA, whole, 2, 3, "fp32", "bf16")
     frozen = 2 * models.parameters(TINY)
-    assert sent == pytest.approx(3 * (2 * (frozen + 2 * TINY_ADAPTERS) + 4 * TINY_ADAPTERS) / 2)
+    assert sent == pytest.approx(3 * (2 * (frozen + 4 * TINY_ADAPTERS) + 4 * TINY_ADAPTERS) / 2)
     default = adapters.wire_bytes(TINY, LORA, Choice("zero", {"stage": 3}), 2, 3, "fp32", "bf16")
     # Every tensor of this model is under 1e5 elements, so all stay and are gathered once.
-    assert default == pytest.approx((frozen + 2 * TINY_ADAPTERS + 3 * 4 * TINY_ADAPTERS) / 2)
+    assert default == pytest.approx((frozen + 4 * TINY_ADAPTERS + 3 * 4 * TINY_ADAPTERS) / 2)
 
 
 def test_full_fine_tuning_communicates_as_training_from_scratch_does() -> None:

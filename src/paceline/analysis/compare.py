@@ -17,6 +17,7 @@ from paceline.analysis import metrics
 from paceline.analysis.ceilings import device_names
 from paceline.analysis.metrics import BY_NAME, Cell
 from paceline.analysis.statistics import Ratio, ratio_between
+from paceline.errors import RequestError
 from paceline.findings import BETTER, HIGHER, TIE, WORSE, Comparison
 from paceline.present.standing import DEVICE, telling_axes
 from paceline.spec import RunSpec, Scalar
@@ -35,7 +36,17 @@ AXES: Mapping[str, tuple[str, ...]] = {
     "bucket_mb": ("training.bucket_mb",),
     "micro_batch": ("training.micro_batch", "training.accumulation"),
     "launcher": ("launcher",),
+    # Adapters reduce in fp32 and weights that all learn in their own dtype, so the method brings its reduction along.
+    "method": ("tuning.method", "training.precision.reduce"),
+    "optimizer": ("tuning.optimizer",),
+    "rank": ("tuning.rank", "tuning.alpha"),
+    "targets": ("tuning.targets",),
+    "data": ("training.data",),
 }
+# Axes of cells that fine-tune.
+TUNED_AXES = ("method", "optimizer", "rank", "targets", "data")
+# Numbers that speak of a whole step or sample, which mean something else where steps or samples hold other work.
+PER_STEP = ("step_time_s", "samples_per_s", "usd_per_1k_samples")
 # What every title says; of device, GPUs or processes.
 _TITLED = frozenset(
     {
@@ -101,7 +112,10 @@ def verdict_of(found: Ratio, better: str) -> tuple[str, str]:
 def comparison(
     metric: str, better: str, sides: tuple[Cell, Cell], names: tuple[str, str], found: Ratio, axes: Mapping[str, Scalar]
 ) -> Comparison:
-    """The finding about two certified cells."""
+    """The finding about two certified cells, which the metric must be able to compare."""
+    refused = why_not_compared(metric, [side.spec for side in sides])
+    if refused:
+        raise RequestError(refused)
     verdict, reason = verdict_of(found, better)
     return Comparison(
         metric=metric,
@@ -122,9 +136,28 @@ def comparison(
     )
 
 
+def why_not_compared(metric: str, specs: Iterable[RunSpec]) -> str | None:
+    """Why these runs may not be set beside each other by a metric; None where they may.
+
+    A sample of 1,024 tokens is twice the work of one of 512, and a packed row holds several documents: by samples the
+    one with less work in each wins whatever the machine does. By token that is no padding they can be compared.
+    """
+    if metric not in PER_STEP:
+        return None
+    kinds = {(spec.training.sequence_length, str(spec.training.data)) for spec in specs}
+    if len(kinds) < 2:
+        return None
+    differs = "lengths" if len({length for length, _ in kinds}) > 1 else "data"
+    return (
+        f"{metric} is not compared across sequences of different {differs}: use tokens_per_s, which counts no padding"
+    )
+
+
 def comparable_metrics(cells: Iterable[Cell]) -> tuple[str, ...]:
-    """On a shared GPU nothing is a speed."""
-    return COMPARED_METRICS if not any(c.shared_gpu for c in cells) else COMPARED_METRICS[len(SPEED_METRICS) :]
+    """On a shared GPU nothing is a speed, and across other samples nothing is one by sample or step."""
+    known = tuple(cells)
+    found = COMPARED_METRICS if not any(c.shared_gpu for c in known) else COMPARED_METRICS[len(SPEED_METRICS) :]
+    return tuple(m for m in found if why_not_compared(m, [c.spec for c in known]) is None)
 
 
 # --- within one campaign ---
@@ -139,6 +172,8 @@ def compare_cells(cells: Sequence[Cell], axes: Iterable[str] = tuple(AXES)) -> l
 def groups_of(cells: Sequence[Cell], axis: str, named: Sequence[str]) -> list[Group]:
     by_key: defaultdict[str, list[Cell]] = defaultdict(list)
     for cell in cells:
+        if axis in TUNED_AXES and cell.spec.tuning is None:
+            continue
         same = {"global_batch": cell.spec.global_batch} if axis == "micro_batch" else {}
         by_key[key_without(cell, AXES[axis], **same)].append(cell)
     return [_group(axis, digest(axis, key), found, named) for key, found in by_key.items() if len(found) > 1]

@@ -22,7 +22,7 @@ OWN = ("metric", "unit", "value", "low", "high", "n", "launches", "better", "cer
 AXES = (
     *("workload", "strategy", "model", "launcher", "device", "nodes", "world_size", "precision", "reduce_dtype"),
     *("sequence_length", "micro_batch", "accumulation", "global_batch", "checkpointing", "compile", "bucket_mb"),
-    *("data", "seed", "steps"),
+    *("data", "method", "rank", "targets", "optimizer", "seed", "steps"),
 )
 # A spreadsheet runs a cell that begins so as a formula (OWASP, CSV injection).
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")

@@ -17,7 +17,7 @@ from paceline.exporters import _page_cells, _page_data
 from paceline.exporters._page_tables import block, bullets, folded, paragraph, render
 from paceline.files import write_atomically
 from paceline.findings import Report
-from paceline.present import claims, cost, history, scaling, tables, verdicts
+from paceline.present import claims, cost, history, scaling, tables, tuning, verdicts
 from paceline.present.answer import answer, grounds
 from paceline.present.charts import Chart, charts
 from paceline.present.machine import machine_details, machine_tables
@@ -144,6 +144,7 @@ def _sections(report: Report, found: tuple[Chart, ...], linked: set[str]) -> Ite
     yield "charts", "Charts", _charts(found)
     yield "scaling", "Scaling", _rendered(scaling.efficiency(report), linked)
     yield "loss", "Where the step time goes", _rendered(scaling.explanation(report), linked)
+    yield "tuning", "Fine-tuning", _all(tuning.tables(report), linked)
     yield "bottlenecks", "What holds it back", _all(verdicts.tables(report), linked)
     yield "cost", "Cost", _all((*cost.tables(report), *claims.tables(report)), linked)
     yield "history", "Over time", _all(history.tables(report.histories), linked)

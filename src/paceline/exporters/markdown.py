@@ -10,7 +10,7 @@ from pathlib import Path
 from paceline.exporters import plots
 from paceline.files import write_atomically
 from paceline.findings import Report
-from paceline.present import claims, cost, history, scaling, tables, verdicts
+from paceline.present import claims, cost, history, scaling, tables, tuning, verdicts
 from paceline.present.answer import answer, grounds
 from paceline.present.machine import machine_details, machine_tables
 from paceline.present.tables import Cell, Table
@@ -136,7 +136,7 @@ class Page:
 
 def _subjects(report: Report) -> Iterator[Table]:
     """What holds each cell back, what the machine can do, what it costs, and how it went over time."""
-    yield from (*verdicts.tables(report), *machine_tables(report))
+    yield from (*tuning.tables(report), *verdicts.tables(report), *machine_tables(report))
     yield from (*cost.tables(report), *claims.tables(report), *history.tables(report.histories))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from paceline.findings import Report
-from paceline.present import claims, cost, scaling, tables, verdicts
+from paceline.present import claims, cost, scaling, tables, tuning, verdicts
 from paceline.present.machine import machine_tables
 from paceline.present.tables import Cell, Table
 
@@ -51,8 +51,8 @@ def machine_group(report: Report) -> RenderableType | None:
 
 
 def verdicts_group(report: Report) -> RenderableType | None:
-    """What holds each cell back, and what would fit elsewhere; None where nothing was trained."""
-    found = verdicts.tables(report)
+    """How cells fine-tune, what holds each back, and what would fit elsewhere; None where nothing was trained."""
+    found = (*tuning.tables(report), *verdicts.tables(report))
     return drawn(found) if found else None
 
 

@@ -56,7 +56,7 @@ class Loop:
         self.pending: deque[Pending] = deque()
         # Loss and gradient norm of every step land here by asynchronous copies, so that no step waits for a read.
         self.scalars = torch.full((steps, 2), math.nan, pin_memory=seat.device == "cuda")
-        self.normalisers: dict[float, Tensor] = {}
+        self.normaliser: tuple[float, Tensor] | None = None
 
     def window(self, steps: range, reset_at: int | None = None) -> float:
         """Run and record `steps`, fenced by barriers; returns the host's wall time of the whole window."""
@@ -132,9 +132,11 @@ class Loop:
             return pinned.to(self.seat.torch_device, non_blocking=True)
 
     def _normaliser(self, value: float) -> Tensor:
-        if value not in self.normalisers:
-            self.normalisers[value] = torch.tensor(value, dtype=torch.float32, device=self.seat.torch_device)
-        return self.normalisers[value]
+        """Made anew only where it changes, and filled on the device: a copy from the host would wait for the queue."""
+        if self.normaliser is None or self.normaliser[0] != value:
+            filled = torch.full((), value, dtype=torch.float32, device=self.seat.torch_device)
+            self.normaliser = value, filled
+        return self.normaliser[1]
 
     def _keep(self, step: int, loss: Tensor, norm: Tensor | float) -> None:
         if step >= len(self.scalars):

@@ -13,8 +13,11 @@ import torch.distributed as dist  # noqa: E402
 
 from paceline.corpus import Partition, Synthetic  # noqa: E402
 from paceline.errors import InvalidRunError  # noqa: E402
+from paceline.instructions import open_instructions  # noqa: E402
 from paceline.plugins import Seat  # noqa: E402
 from paceline.records import StepSample  # noqa: E402
+from paceline.rows import IGNORED_LABEL, Amounts  # noqa: E402
+from paceline.spec import Choice  # noqa: E402
 from paceline.workloads import _loop  # noqa: E402
 from paceline.workloads._loop import Loop  # noqa: E402
 
@@ -175,3 +178,37 @@ def test_watched_steps_are_not_recorded() -> None:
     loop.unrecorded(range(2, 4))
     assert len(notes.samples) == 2
     assert not loop.pending
+
+
+class Learning(Queueing):
+    """Its loss is 2 for every learned label, whatever the row holds beside them."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device)
+        self.shapes: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+
+    def forward(self, tokens: Any, labels: Any, normaliser: Any, last: bool) -> Any:
+        super().forward(tokens, labels, normaliser, last)
+        self.shapes.add((tuple(tokens.shape), tuple(labels.shape)))
+        return 2.0 * (labels != IGNORED_LABEL).sum() / normaliser
+
+
+def test_rows_of_documents_are_handed_over_and_counted_by_what_they_hold() -> None:
+    corpus = open_instructions(Choice.parse("instructions:mean=10,packed=true"), 64, 16, 1)
+    device, notes = Device(), Notes()
+    trainer: Any = Learning(device)
+    loop = Loop(trainer, corpus, Partition(0, 1, 2, 3), SEAT, device, notes, 4)  # type: ignore[arg-type]
+    loop.window(range(4))
+    assert trainer.shapes == {((2, 2, 16), (2, 16))}
+    assert len({s.label_tokens for s in notes.samples}) > 1, "steps learn different numbers of tokens"
+    for sample in notes.samples:
+        held = Amounts.total(corpus.row(6 * sample.step + i).amounts for i in range(6))
+        assert sample.loss == pytest.approx(2.0), "the mean over learned tokens"
+        assert (sample.tokens, sample.positions, sample.samples) == (held.tokens, 6 * 16, held.documents)
+        assert (sample.label_tokens, sample.attended_keys) == (held.label_tokens, held.attended_keys)
+
+
+def test_plain_text_tells_its_places_and_no_labels_apart() -> None:
+    loop, _, notes = loop_of(steps=2)
+    loop.window(range(2))
+    assert {(s.positions, s.label_tokens, s.attended_keys) for s in notes.samples} == {(2 * 8, None, None)}
