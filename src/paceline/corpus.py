@@ -110,6 +110,11 @@ def open_rows(data: Choice, vocab: int, length: int, seed: int) -> RowCorpus:
     return Plain(open_corpus(data, vocab, length, seed))
 
 
+def facts_of(corpus: Corpus | RowCorpus) -> dict[str, Scalar]:
+    """What the record should say about the data that the spec does not: of a user's file, how it was read."""
+    return corpus.facts if isinstance(corpus, RowCorpus) else {}
+
+
 def is_packed(data: Choice) -> bool:
     """Whether several documents may share a row, so that attention must stop where they meet."""
     return data.name in DOCUMENTS and data.options.get("packed") is True

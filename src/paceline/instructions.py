@@ -23,6 +23,8 @@ BLOCK_ROWS = 256
 # More than a block can hold: a document has two tokens or more.
 BLOCK_DOCUMENTS = 1 << 24
 SHORTEST = 2
+# Lengths are drawn so many at once: a generator costs more than what is drawn from it.
+DRAWN_LENGTHS = 256
 # Segments of the synthetic text: mean length, and how many different tokens may start one.
 SEGMENT_TOKENS = 32
 ACTIVE_TOKENS = 512
@@ -73,12 +75,13 @@ class Lengths:
             require(not given, f"data {' and '.join(given)} with length=fixed", str(data), "none: rows are full")
         return cls(**options)
 
-    def draw(self, random: np.random.Generator, longest: int) -> int:
-        """Tokens of one document, at least SHORTEST and at most a row."""
+    def draw(self, random: np.random.Generator, longest: int, count: int) -> list[int]:
+        """Tokens of so many documents, each at least SHORTEST and at most a row."""
         if self.length == "fixed":
-            return longest
-        drawn = random.lognormal(math.log(self.mean) - self.spread**2 / 2, self.spread)
-        return int(min(max(round(drawn), SHORTEST), longest))
+            return [longest] * count
+        drawn = random.lognormal(math.log(self.mean) - self.spread**2 / 2, self.spread, count)
+        sizes: list[int] = np.clip(np.rint(drawn), SHORTEST, longest).astype(int).tolist()
+        return sizes
 
     def prompt(self, size: int) -> int:
         """At least one token, because the first has no predecessor, and never the whole document."""
@@ -107,17 +110,18 @@ class Instructions:
 
     @property
     def facts(self) -> dict[str, Scalar]:
-        return {"data.documents": "synthetic", "data.longest_document": self.length}
+        return {}
 
     def size(self, number: int) -> int:
-        return self.lengths.draw(self._random(number, stream=1), self.length)
+        draw, place = divmod(number, DRAWN_LENGTHS)
+        return _drawn_lengths(self, draw)[place]
 
     def document(self, number: int) -> Document:
         size = self.size(number)
         learned = np.arange(size) >= self.lengths.prompt(size)
-        return Document(counting_runs(self._random(number, stream=0), self.vocab, size), learned)
+        return Document(counting_runs(self.random(number, stream=0), self.vocab, size), learned)
 
-    def _random(self, number: int, stream: int) -> np.random.Generator:
+    def random(self, number: int, stream: int) -> np.random.Generator:
         """Streams are far apart in the generator's period: a length says nothing about the tokens."""
         return np.random.Generator(np.random.Philox(key=[self.seed, number], counter=[0, 0, 0, stream]))
 
@@ -126,6 +130,11 @@ class Instructions:
             return (index,)
         block, place = divmod(index, BLOCK_ROWS)
         return _packed_block(self, block)[place]
+
+
+@functools.lru_cache(maxsize=256)
+def _drawn_lengths(corpus: Instructions, draw: int) -> tuple[int, ...]:
+    return tuple(corpus.lengths.draw(corpus.random(draw, stream=1), corpus.length, DRAWN_LENGTHS))
 
 
 @functools.lru_cache(maxsize=64)

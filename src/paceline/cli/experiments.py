@@ -95,18 +95,32 @@ def _describe(spec: RunSpec, models: Any) -> str:
     if not spec.is_trained:
         return f"{spec.workload}, {spec.topology.world_size} x {spec.topology.device}"
     t = spec.training
-    count = models.parameters(models.load(spec.model))
-    strategy = spec.strategy
-    state = models.state_bytes(
-        strategy.name if strategy else "single",
-        strategy.options.get("stage", 1) if strategy and strategy.name == "zero" else None,
-        count,
-        spec.topology.world_size,
-        t.precision.compute,
-    )
+    state = _state_bytes(spec, models)
     memory = f", state {state / 2**30:.2f} GiB per process" if state is not None else ""
     return (
-        f"{count:,} parameters, {t.precision.compute}, {spec.topology.world_size} x {spec.topology.device}, "
-        f"{spec.tokens_per_step:,} tokens per step ({t.micro_batch} x {t.accumulation} x {t.sequence_length} each), "
+        f"{_parameters(spec, models)}, {t.precision.compute}, {spec.topology.world_size} x {spec.topology.device}, "
+        f"{'at most ' if spec.tuning else ''}{spec.tokens_per_step:,} tokens per step ({t.micro_batch} x {t.accumulation} x {t.sequence_length} each), "
         f"{spec.steps} steps{memory}"
     )
+
+
+def _parameters(spec: RunSpec, models: Any) -> str:
+    shape = models.load(spec.model)
+    whole = f"{models.parameters(shape):,} parameters"
+    if spec.tuning is None or not spec.tuning.has_adapters:
+        return whole
+    from paceline import adapters
+
+    return f"{whole}, {adapters.trained_parameters(shape, spec.tuning):,} of {spec.tuning.method} learn"
+
+
+def _state_bytes(spec: RunSpec, models: Any) -> float | None:
+    from paceline import adapters
+
+    shape, name = models.load(spec.model), spec.strategy.name if spec.strategy else "single"
+    stage: Any = spec.strategy.options.get("stage", 1) if spec.strategy and name == "zero" else None
+    ranks, compute = spec.topology.world_size, spec.training.precision.compute
+    if spec.tuning:
+        return adapters.state_bytes(shape, spec.tuning, name, stage, ranks, compute)
+    found: float | None = models.state_bytes(name, stage, models.parameters(shape), ranks, compute)
+    return found

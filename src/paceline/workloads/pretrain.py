@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from paceline.corpus import check_data, row_bytes
 from paceline.models import load as load_shape
 from paceline.plugins import Recorder, Seat, Trainer, load
 from paceline.records import Evidence
-from paceline.spec import RunSpec, require
+from paceline.spec import RunSpec, Scalar, require
 
 if TYPE_CHECKING:
     from paceline.measure import Weights
@@ -37,13 +38,12 @@ def check(spec: RunSpec) -> str | None:
 
 
 def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
-    from paceline.corpus import Partition, open_corpus
+    from paceline.corpus import Partition, facts_of, open_data
     from paceline.measure import clock_for, digest_parameters, read_memory, release_unused
     from paceline.workloads._loop import Loop
 
     assert spec.strategy is not None
-    shape = load_shape(spec.model)
-    corpus = open_corpus(spec.training.data, shape.vocab, spec.training.sequence_length, spec.seed)
+    corpus = open_data(spec, load_shape(spec.model).vocab)
     recorder.progress(0, "setup")
     with attention_backends(seat.device):
         trainer: Trainer = load("strategies", spec.strategy.name).wrap(spec, seat)
@@ -54,7 +54,7 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
         loop = Loop(trainer, corpus, partition, seat, clock_for(seat.device), recorder, spec.steps)
         wall_s = loop.window(range(spec.steps), reset_at=min(spec.warmup.minimum, spec.steps - 1))
         recorder.add(read_memory(seat.rank, "steps", seat.device, peak=True))
-        recorder.conclude(evidence(spec, seat, trainer, weights, wall_s))
+        recorder.conclude(evidence(spec, seat, trainer, weights, wall_s, facts_of(corpus)))
         watch_after_window(spec, seat, loop, recorder)
 
 
@@ -80,7 +80,15 @@ def watch_after_window(spec: RunSpec, seat: Seat, loop: Loop, recorder: Recorder
         recorder.add(sample)
 
 
-def evidence(spec: RunSpec, seat: Seat, trainer: Trainer, weights: Weights, wall_s: float) -> Evidence:
+def evidence(
+    spec: RunSpec,
+    seat: Seat,
+    trainer: Trainer,
+    weights: Weights,
+    wall_s: float,
+    facts: Mapping[str, Scalar] | None = None,
+) -> Evidence:
+    """facts are the data's: what was read, beyond what the spec says."""
     from paceline.machine import debug_switches, neighbours
 
     dtypes, optimizer, settings = trainer.declare()
@@ -91,7 +99,7 @@ def evidence(spec: RunSpec, seat: Seat, trainer: Trainer, weights: Weights, wall
         parameters=weights.count,
         dtypes=dtypes,
         optimizer=optimizer,
-        settings={**settings, **({"shared_gpu": True} if shared else {})},
+        settings={**settings, **(facts or {}), **({"shared_gpu": True} if shared else {})},
         switches=debug_switches(os.environ),
         neighbours=neighbours(seat.local_rank) if seat.device == "cuda" else None,
         window_wall_s=wall_s,
