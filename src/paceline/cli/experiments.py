@@ -96,10 +96,12 @@ def _describe(spec: RunSpec, models: Any) -> str:
         return f"{spec.workload}, {spec.topology.world_size} x {spec.topology.device}"
     t = spec.training
     state = _state_bytes(spec, models)
+    bound = "at most " if spec.tuning else ""
     memory = f", state {state / 2**30:.2f} GiB per process" if state is not None else ""
     return (
         f"{_parameters(spec, models)}, {t.precision.compute}, {spec.topology.world_size} x {spec.topology.device}, "
-        f"{'at most ' if spec.tuning else ''}{spec.tokens_per_step:,} tokens per step ({t.micro_batch} x {t.accumulation} x {t.sequence_length} each), "
+        f"{bound}{spec.tokens_per_step:,} tokens per step "
+        f"({t.micro_batch} x {t.accumulation} x {t.sequence_length} each), "
         f"{spec.steps} steps{memory}"
     )
 
