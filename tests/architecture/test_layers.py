@@ -18,11 +18,11 @@ ROOT = Path(paceline.__file__).parent
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "environment", "neutral"),
     ("spec", "models", "machine", "processes", "files"),
-    ("prices",),
+    ("prices", "adapters"),
     ("records", "findings", "doctor", "recipe", "redaction"),
     ("samples",),
     ("store", "measure", "telemetry", "decoder", "ledger", "footprint"),
-    ("campaign",),
+    ("campaign", "tuned"),
     ("corpus", "timeline", "present", "claims", "capsule"),
     ("plugins",),
     ("workloads", "strategies", "launchers", "exporters", "analysis", "experiment"),
@@ -69,6 +69,8 @@ HEAVY = {
 }
 EAGER = {
     "decoder": {"torch"},
+    "tuned": {"torch"},
+    "strategies._optimizers": {"torch"},
     "strategies._torch": {"torch"},
     "ledger": {"torch"},
     "workloads._loop": {"torch"},
@@ -84,7 +86,9 @@ EAGER = {
 # Modules with torch at their top: whoever imports one outside a function must be one.
 TORCH_MODULES = {
     "decoder",
+    "tuned",
     "ledger",
+    "strategies._optimizers",
     "strategies._torch",
     "workloads._loop",
     "workloads._collectives_ensemble",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.corpus import check_data
@@ -13,12 +15,22 @@ from paceline.records import Evidence
 from paceline.spec import RunSpec, require
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from paceline.measure import Weights
     from paceline.workloads._loop import Loop
 
 AUDITED_STEPS = 1
 PROFILED_STEPS = 2
 TOKEN_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The weights before the first step: those that learn, and those that do not (None where all learn)."""
+
+    learned: Weights
+    frozen: Weights | None
 
 
 def check(spec: RunSpec) -> str | None:
@@ -36,7 +48,7 @@ def check(spec: RunSpec) -> str | None:
 
 def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
     from paceline.corpus import Partition, open_corpus
-    from paceline.measure import clock_for, digest_parameters, read_memory, release_unused
+    from paceline.measure import clock_for, read_memory, release_unused
     from paceline.workloads._loop import Loop
 
     assert spec.strategy is not None
@@ -45,14 +57,14 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
     recorder.progress(0, "setup")
     with attention_backends(seat.device):
         trainer: Trainer = load("strategies", spec.strategy.name).wrap(spec, seat)
-        weights = digest_parameters(trainer.full_parameters())
+        start = read_start(spec, trainer)
         release_unused(seat.device)
         recorder.add(read_memory(seat.rank, "setup", seat.device, peak=False))
         partition = Partition.of(spec, seat.rank)
         loop = Loop(trainer, corpus, partition, seat, clock_for(seat.device), recorder, spec.steps)
         wall_s = loop.window(range(spec.steps), reset_at=min(spec.warmup.minimum, spec.steps - 1))
         recorder.add(read_memory(seat.rank, "steps", seat.device, peak=True))
-        recorder.conclude(evidence(spec, seat, trainer, weights, wall_s))
+        recorder.conclude(evidence(spec, seat, trainer, start, wall_s))
         watch_after_window(spec, seat, loop, recorder)
 
 
@@ -68,8 +80,8 @@ def watch_after_window(spec: RunSpec, seat: Seat, loop: Loop, recorder: Recorder
     profiled = range(spec.steps, spec.steps + PROFILED_STEPS)
     with profile.recording():
         loop.unrecorded(profiled)
-    batch_bytes = training.micro_batch * (training.sequence_length + 1) * TOKEN_BYTES
-    recorder.add(profile.sample(seat.rank, PROFILED_STEPS, PROFILED_STEPS * training.accumulation, batch_bytes))
+    copies = PROFILED_STEPS * training.accumulation
+    recorder.add(profile.sample(seat.rank, PROFILED_STEPS, copies, batch_bytes(spec)))
     if spec.topology.world_size == 1:
         return
     with counter.counting():
@@ -78,15 +90,38 @@ def watch_after_window(spec: RunSpec, seat: Seat, loop: Loop, recorder: Recorder
         recorder.add(sample)
 
 
-def evidence(spec: RunSpec, seat: Seat, trainer: Trainer, weights: Weights, wall_s: float) -> Evidence:
+def batch_bytes(spec: RunSpec) -> int:
+    """Of one micro batch as it is copied: token ids, for fine-tuning also positions and labels."""
+    length = spec.training.sequence_length
+    return spec.training.micro_batch * (3 * length if spec.tuning else length + 1) * TOKEN_BYTES
+
+
+def read_start(spec: RunSpec, trainer: Trainer) -> Start:
+    """Digests of the weights as the strategy holds them, sharded ones gathered; called on every rank."""
+    from paceline.measure import digest_parameters
+
+    if spec.tuning is None or not spec.tuning.has_adapters:
+        return Start(digest_parameters(trainer.full_parameters()), None)
+    from paceline.tuned import is_learned
+
+    def kept(learned: bool) -> Iterator[tuple[str, Tensor]]:
+        whole = trainer.full_parameters()
+        return ((name, value) for name, value in whole if is_learned(name, tuning) is learned)
+
+    tuning = spec.tuning
+    return Start(digest_parameters(kept(True)), digest_parameters(kept(False)))
+
+
+def evidence(spec: RunSpec, seat: Seat, trainer: Trainer, start: Start, wall_s: float) -> Evidence:
     from paceline.machine import debug_switches, neighbours
 
     dtypes, optimizer, settings = trainer.declare()
     shared = os.environ.get("PACELINE_SHARED_GPU") == "1"
     return Evidence(
-        init_digest=weights.digest,
-        init_digests=weights.by_name,
-        parameters=weights.count,
+        init_digest=start.learned.digest,
+        init_digests=start.learned.by_name,
+        parameters=start.learned.count,
+        frozen_digest=start.frozen.digest if start.frozen else None,
         dtypes=dtypes,
         optimizer=optimizer,
         settings={**settings, **({"shared_gpu": True} if shared else {})},
