@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from paceline.models import Shape
+from paceline.rows import IGNORED_LABEL as IGNORED_LABEL
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-IGNORED_LABEL = -100
 # Tensor cores want the vocabulary in multiples of 64; the padded rows never reach the loss.
 VOCAB_MULTIPLE = 64
 INIT_STD = 0.02

@@ -18,11 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.corpus import is_packed
 from paceline.decoder import DTYPES, IGNORED_LABEL, INIT_STD, block_runner, initial_values, rounded
 from paceline.errors import MissingPackageError, UnsupportedError
 from paceline.models import Shape
 from paceline.models import load as load_shape
-from paceline.spec import Choice, RunSpec, Tuning
+from paceline.spec import RunSpec, Tuning
 
 PROJECTIONS = {
     "q": "q_proj",
@@ -93,10 +94,6 @@ class Tuned(nn.Module):
                 parts = {"absmax": state.absmax, "code": state.code, "offset": state.offset}
                 parts |= {"absmax2": state.state2.absmax, "code2": state.state2.code}
                 yield from ((f"{name}.weight.{part}", value) for part, value in parts.items())
-
-
-def is_packed(data: Choice) -> bool:
-    return bool(data.options.get("packed", False))
 
 
 def document_mask(positions: Tensor) -> Tensor:

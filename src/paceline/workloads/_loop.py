@@ -19,6 +19,7 @@ from paceline.errors import InvalidRunError
 from paceline.measure import Clock, Stopwatch, reset_peak
 from paceline.plugins import Recorder, Seat, Trainer
 from paceline.records import StepSample
+from paceline.rows import RowCorpus
 
 # The host may queue this many steps before it waits: enough to never starve the device, little enough to lose little.
 STEPS_AHEAD = 8
@@ -42,7 +43,7 @@ class Loop:
     def __init__(
         self,
         trainer: Trainer,
-        corpus: Corpus,
+        corpus: Corpus | RowCorpus,
         partition: Partition,
         seat: Seat,
         clock: Clock,
@@ -98,23 +99,29 @@ class Loop:
         with stopwatch.phase("optimizer"):
             norm = self.trainer.update()
         assert total is not None
-        self._keep(step, total * (batch.normaliser / batch.tokens), norm)
+        self._keep(step, total * (batch.normaliser / batch.learned), norm)
         copied = sum(micro.nbytes for micro in batch.micro_batches) if self.seat.device == "cuda" else None
         counted = self.trainer.updates - updates
         self.pending.append(Pending(step, batch, stopwatch, data_wait_s, counted, copied))
 
     def _micro_batch(self, step: int, micro: Any, normaliser: Tensor, last: bool, stopwatch: Stopwatch) -> Tensor:
-        tokens = self._to_device(micro, stopwatch)
-        labels = tokens[:, 1:]
-        if self.corpus.pad is not None:
-            labels = labels.masked_fill(labels == self.corpus.pad, IGNORED_LABEL)
+        inputs, labels = self._split(self._to_device(micro, stopwatch))
         self.recorder.progress(step, "forward")
         with stopwatch.phase("forward"):
-            loss = self.trainer.forward(tokens[:, :-1], labels, normaliser, last)
+            loss = self.trainer.forward(inputs, labels, normaliser, last)
         self.recorder.progress(step, "backward")
         with stopwatch.phase("backward"):
             self.trainer.backward(loss, last)
         return loss.detach()
+
+    def _split(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Token ids and the next ones; of rows, ids with their positions and the labels they carry."""
+        if isinstance(self.corpus, RowCorpus):
+            return tokens[:, :2], tokens[:, 2]
+        labels = tokens[:, 1:]
+        if self.corpus.pad is not None:
+            labels = labels.masked_fill(labels == self.corpus.pad, IGNORED_LABEL)
+        return tokens[:, :-1], labels
 
     def _to_device(self, micro: Any, stopwatch: Stopwatch) -> Tensor:
         tokens = torch.from_numpy(micro)
@@ -172,6 +179,9 @@ class Loop:
                 grad_norm=norm if math.isfinite(norm) else None,
                 data_digest=batch.digest,
                 variant=self.variant,
+                positions=batch.positions,
+                label_tokens=batch.label_tokens,
+                attended_keys=batch.attended_keys,
             )
         )
         if not math.isfinite(loss):

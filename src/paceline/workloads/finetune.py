@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from paceline.adapters import projections
 from paceline.corpus import check_data
 from paceline.models import Shape
 from paceline.models import load as load_shape
@@ -15,10 +14,8 @@ def check(spec: RunSpec) -> str | None:
     require(not spec.workload.options, "option of finetune", dict(spec.workload.options), "none")
     require(spec.strategy is not None, "strategy", None, "a strategy; `paceline list strategies` shows them")
     assert spec.tuning is not None
-    check_data(spec.training.data, spec.training.sequence_length)
-    shape = load_shape(spec.model)
-    reasons = (_shape_reason(spec, shape), _precision_reason(spec, spec.tuning), _target_reason(shape, spec.tuning))
-    return next((reason for reason in reasons if reason), None)
+    check_data(spec.training.data, spec.training.sequence_length, rows=True)
+    return _shape_reason(spec, load_shape(spec.model)) or _precision_reason(spec, spec.tuning)
 
 
 def _shape_reason(spec: RunSpec, shape: Shape) -> str | None:
@@ -38,11 +35,6 @@ def _precision_reason(spec: RunSpec, tuning: Tuning) -> str | None:
         wanted = precision.compute
         return f"weights that all learn are held in {wanted} and so are their gradients: reduce_dtype is {wanted} too"
     return None
-
-
-def _target_reason(shape: Shape, tuning: Tuning) -> str | None:
-    missing = [target for target in tuning.targets.split("+") if target not in projections(shape)]
-    return f"{shape.name} has no projection {missing[0]}" if missing and tuning.has_adapters else None
 
 
 def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:

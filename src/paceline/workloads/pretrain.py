@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline.corpus import check_data
+from paceline.corpus import check_data, row_bytes
 from paceline.models import load as load_shape
 from paceline.plugins import Recorder, Seat, Trainer, load
 from paceline.records import Evidence
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 AUDITED_STEPS = 1
 PROFILED_STEPS = 2
-TOKEN_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +46,12 @@ def check(spec: RunSpec) -> str | None:
 
 
 def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
-    from paceline.corpus import Partition, open_corpus
+    from paceline.corpus import Partition, open_data
     from paceline.measure import clock_for, read_memory, release_unused
     from paceline.workloads._loop import Loop
 
     assert spec.strategy is not None
-    shape = load_shape(spec.model)
-    corpus = open_corpus(spec.training.data, shape.vocab, spec.training.sequence_length, spec.seed)
+    corpus = open_data(spec, load_shape(spec.model).vocab)
     recorder.progress(0, "setup")
     with attention_backends(seat.device):
         trainer: Trainer = load("strategies", spec.strategy.name).wrap(spec, seat)
@@ -80,20 +78,14 @@ def watch_after_window(spec: RunSpec, seat: Seat, loop: Loop, recorder: Recorder
     profiled = range(spec.steps, spec.steps + PROFILED_STEPS)
     with profile.recording():
         loop.unrecorded(profiled)
-    copies = PROFILED_STEPS * training.accumulation
-    recorder.add(profile.sample(seat.rank, PROFILED_STEPS, copies, batch_bytes(spec)))
+    batch_bytes = training.micro_batch * row_bytes(spec)
+    recorder.add(profile.sample(seat.rank, PROFILED_STEPS, PROFILED_STEPS * training.accumulation, batch_bytes))
     if spec.topology.world_size == 1:
         return
     with counter.counting():
         loop.unrecorded(range(profiled.stop, profiled.stop + AUDITED_STEPS))
     for sample in counter.samples(seat.rank, profiled.stop):
         recorder.add(sample)
-
-
-def batch_bytes(spec: RunSpec) -> int:
-    """Of one micro batch as it is copied: token ids, for fine-tuning also positions and labels."""
-    length = spec.training.sequence_length
-    return spec.training.micro_batch * (3 * length if spec.tuning else length + 1) * TOKEN_BYTES
 
 
 def read_start(spec: RunSpec, trainer: Trainer) -> Start:

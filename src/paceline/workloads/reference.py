@@ -26,13 +26,12 @@ def check(spec: RunSpec) -> str | None:
 
 
 def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
-    from paceline.corpus import Partition, open_corpus
+    from paceline.corpus import Partition, open_data
     from paceline.measure import clock_for
     from paceline.workloads._loop import Loop
     from paceline.workloads.pretrain import attention_backends, evidence, read_start
 
-    training = spec.training
-    corpus = open_corpus(training.data, load_shape(spec.model).vocab, training.sequence_length, spec.seed)
+    corpus = open_data(spec, load_shape(spec.model).vocab)
     single = load("strategies", "single")
     for variant in range(options(Options, spec.workload).variants):
         recorder.progress(0, f"setup of variant {variant}")
