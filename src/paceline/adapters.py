@@ -1,20 +1,190 @@
-"""LoRA's arithmetic: how many numbers an adapter has."""
+"""The arithmetic of fine-tuning: adapter parameters, FLOPs of frozen weights, state bytes and wire bytes.
+
+Letters are those of `models`; N_frozen is every weight a token is multiplied with (N_mm), A the adapters' parameters.
+Adapters are held in fp32 whatever the compute dtype; a frozen weight costs no gradient, no moment and no reduction.
+"""
 
 from __future__ import annotations
 
-from paceline.models import Shape
+from collections.abc import Mapping
+
+from paceline import models
+from paceline.models import Named, Shape
+from paceline.shapes import require_field
+from paceline.spec import Tuning
+
+# NF4 with its scales quantised again: 4 bit, one 8-bit scale per 64 weights, one fp32 scale per 256 of those.
+NF4_BLOCK, SCALES_BLOCK = 64, 256
+NF4_BYTES = (4 + 8 / NF4_BLOCK + 32 / (NF4_BLOCK * SCALES_BLOCK)) / 8
+DTYPE_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+ADAPTER_BYTES = 4
+# Both moments of Adam; of 8-bit ones the scales (one fp32 per 256) are not counted.
+MOMENT_BYTES: Mapping[str, int] = {"adamw": 8, "adamw_8bit": 2, "paged_adamw_8bit": 2}
 
 
 def adapter_parameters(shape: Shape, rank: int, targets: str) -> int:
-    """Numbers that learn: rank * (inputs + outputs) for each target of each layer (A and B of LoRA)."""
-    heads, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    sides = {
-        "q": (shape.hidden, heads),
+    """A: rank * (inputs + outputs) for each target of every layer; of a mixture, for every expert."""
+    return shape.layers * sum(adapter_tensors(shape, rank, targets))
+
+
+def adapter_tensors(shape: Shape, rank: int, targets: str) -> tuple[int, ...]:
+    """Elements of the two matrices of each adapter of one layer."""
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    ends = {
+        "q": (shape.hidden, queries),
         "k": (shape.hidden, keys),
         "v": (shape.hidden, keys),
-        "o": (heads, shape.hidden),
-        "gate": (shape.hidden, shape.ffn),
+        "o": (queries, shape.hidden),
         "up": (shape.hidden, shape.ffn),
         "down": (shape.ffn, shape.hidden),
+        **({"gate": (shape.hidden, shape.ffn)} if shape.gated else {}),
     }
-    return shape.layers * sum(rank * sum(sides[target]) for target in targets.split("+"))
+    found: list[int] = []
+    for target in targets.split("+"):
+        require_field(target in ends, shape.name, "targets", target, f"one of {', '.join(ends)}")
+        experts = shape.experts or 1 if target in ("gate", "up", "down") else 1
+        found += [rank * side for side in ends[target]] * experts
+    return tuple(found)
+
+
+def trained_parameters(shape: Shape, tuning: Tuning) -> int:
+    """What learns, and so what is reduced: the adapters, or everything."""
+    if not tuning.has_adapters:
+        return models.parameters(shape)
+    return adapter_parameters(shape, tuning.rank, tuning.targets)
+
+
+# --- FLOPs ---
+
+
+def attention_flops_per_token(shape: Shape, mean_keys: float) -> float:
+    """Forward, all layers: 4*H*d per key seen. Of a full causal row the mean is (s+1)/2; of packed documents less."""
+    return shape.layers * 4 * mean_keys * shape.heads * shape.head_dim
+
+
+def flops_per_token(shape: Shape, tuning: Tuning, mean_keys: float) -> float:
+    """Training, the F of MFU: full 3*(2*N_mm + attention); adapters 4*N_frozen + 6*A + 3*attention.
+
+    A frozen weight takes part in the forward and in the gradient of its input, but has no gradient of its own. That
+    the lowest layer's input needs no gradient either is not counted, as in full training.
+    """
+    products, attention = models.matmul_parameters(shape), attention_flops_per_token(shape, mean_keys)
+    if not tuning.has_adapters:
+        return 3 * (2 * products + attention)
+    return 4 * products + 6 * _adapters_per_token(shape, tuning) + 3 * attention
+
+
+def recomputed_flops_per_token(shape: Shape, tuning: Tuning, mean_keys: float, checkpointing: str) -> float:
+    """What HFU adds: with full checkpointing one more forward of the blocks, their adapters included."""
+    if checkpointing in ("none", "selective"):
+        return 0.0
+    require_field(checkpointing == "full", shape.name, "checkpointing", checkpointing, "none, full or selective")
+    blocks = models.matmul_parameters(shape) - shape.hidden * shape.vocab
+    adapters = _adapters_per_token(shape, tuning) if tuning.has_adapters else 0
+    return 2 * (blocks + adapters) + attention_flops_per_token(shape, mean_keys)
+
+
+def _adapters_per_token(shape: Shape, tuning: Tuning) -> int:
+    """Of a mixture only the experts a token visits."""
+    if not shape.experts:
+        return adapter_parameters(shape, tuning.rank, tuning.targets)
+    return sum(
+        adapter_parameters(shape, tuning.rank, target)
+        // (shape.experts if target in ("gate", "up", "down") else 1)
+        * ((shape.experts_per_token or 1) if target in ("gate", "up", "down") else 1)
+        for target in tuning.targets.split("+")
+    )
+
+
+# --- state bytes ---
+
+
+def quantised_parameters(shape: Shape) -> int:
+    """What 4-bit training quantises: the products of the blocks. Embeddings, head, norms and biases are not."""
+    whole_mlp = (shape.experts or 1) * (3 if shape.gated else 2) * shape.hidden * shape.ffn
+    attention = 2 * shape.hidden * shape.head_dim * (shape.heads + shape.kv_heads)
+    return shape.layers * (attention + whole_mlp)
+
+
+def frozen_bytes(shape: Shape, tuning: Tuning, compute: str) -> float:
+    """Storage of all weights that do not learn: NF4_BYTES each where quantised, else the compute dtype's."""
+    if not tuning.has_adapters:
+        return 0.0
+    quantised = quantised_parameters(shape) if tuning.method == "qlora" else 0
+    return quantised * NF4_BYTES + (models.parameters(shape) - quantised) * DTYPE_BYTES[compute]
+
+
+def trained_bytes(tuning: Tuning, compute: str) -> tuple[float, float, float]:
+    """Per parameter that learns: optimizer state (master weight, moments), gradient, weight. 16 B with AdamW.
+
+    Adapters are their own master: 8 + 4 + 4, with 8-bit moments 2 + 4 + 4. Full training in half precision keeps an
+    fp32 master beside 2-byte weights and gradients.
+    """
+    moments = MOMENT_BYTES[tuning.optimizer]
+    if tuning.has_adapters or compute == "fp32":
+        return moments, 4, 4
+    return 4 + moments, 2, 2
+
+
+def state_bytes(
+    shape: Shape, tuning: Tuning, strategy: str, stage: int | None, group_size: int, compute: str
+) -> float | None:
+    """Weights, gradients and optimizer state per rank, without live units, activations and buffers.
+
+    Only strategies that shard weights (ZeRO-3, FSDP2) shard the frozen ones. None for an unknown strategy.
+    """
+    split = models.sharded_parts(strategy, stage)
+    if split is None:
+        return None
+    parts = trained_bytes(tuning, compute)
+    trained = sum(parts[:split]) / group_size + sum(parts[split:])
+    frozen = frozen_bytes(shape, tuning, compute) / (group_size if split == len(parts) else 1)
+    return frozen + trained * trained_parameters(shape, tuning)
+
+
+# --- wire bytes ---
+
+
+def wire_bytes(
+    shape: Shape, tuning: Tuning, strategy: Named, group_size: int, accumulation: int, reduce: str, compute: str
+) -> float | None:
+    """Predicted bytes each rank sends per optimizer step; None where we have no formula for the strategy.
+
+    DDP and ZeRO-1/2 reduce and gather what is trained: P becomes A. FSDP2 and ZeRO-3 besides gather the frozen weights
+    as they are stored, but reduce the adapters alone.
+    """
+    trained = trained_parameters(shape, tuning)
+    if not tuning.has_adapters:
+        sizes = DTYPE_BYTES[reduce], DTYPE_BYTES[compute]
+        root, tensors = models.root_parameters(shape), models.tensor_sizes(shape)
+        return models.wire_bytes(strategy, trained, group_size, accumulation, *sizes, root, tensors)
+    if strategy.name == "fsdp2":
+        return _fsdp2(shape, tuning, strategy, accumulation, reduce, compute) * (group_size - 1) / group_size
+    if strategy.name == "zero" and strategy.options.get("stage", 1) == 3:
+        return _zero3(shape, tuning, strategy, accumulation, reduce, compute) * (group_size - 1) / group_size
+    # Updated adapters travel as they are held.
+    return models.wire_bytes(strategy, trained, group_size, accumulation, DTYPE_BYTES[reduce], ADAPTER_BYTES)
+
+
+def _fsdp2(shape: Shape, tuning: Tuning, strategy: Named, accumulation: int, reduce: str, compute: str) -> float:
+    """As `models.wire_bytes`: 2G gathers of the blocks, G of the root, which has no adapter; one reduction of A."""
+    trained, size = trained_parameters(shape, tuning), DTYPE_BYTES[compute]
+    root = models.root_parameters(shape) * size
+    # FSDP2 casts what it gathers to the compute dtype where it may; storage of quantised weights it leaves.
+    blocks = frozen_bytes(shape, tuning, compute) - root + trained * size
+    gathers = 2 if strategy.options.get("reshard_after_forward", True) else 1
+    reductions = accumulation if strategy.options.get("sync_every_micro_batch", False) else 1
+    return accumulation * (root + gathers * blocks) + reductions * trained * DTYPE_BYTES[reduce]
+
+
+def _zero3(shape: Shape, tuning: Tuning, strategy: Named, accumulation: int, reduce: str, compute: str) -> float:
+    """As `models.wire_bytes`: G or 2G gathers by the reuse window, small tensors once per step, G reductions of A."""
+    trained, size = trained_parameters(shape, tuning), DTYPE_BYTES[compute]
+    threshold = strategy.options.get("persistence_threshold", 1e5)
+    adapters = shape.layers * sum(n for n in adapter_tensors(shape, tuning.rank, tuning.targets) if n <= threshold)
+    frozen = sum(n for n in models.tensor_sizes(shape) if n <= threshold)
+    kept = (adapters + frozen) * size
+    gathered = frozen_bytes(shape, tuning, compute) + trained * size - kept
+    window = min(strategy.options.get(name, 1e9) for name in ("max_live_parameters", "max_reuse_distance"))
+    gathers = 1 if models.parameters(shape) + trained <= window else 2
+    return kept + accumulation * (gathers * gathered + trained * DTYPE_BYTES[reduce])

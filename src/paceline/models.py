@@ -13,20 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from paceline.checkpoints import read_shape
 from paceline.errors import RequestError
+from paceline.shapes import FAMILIES, SETTABLE, accepted_by, require_field
+from paceline.shapes import Shape as Shape
 
 CONVENTIONS = ("causal", "full")
-
-_FAMILIES: Mapping[str, Mapping[str, Any]] = {
-    "gpt": {"positions": "learned", "norm": "layernorm", "gated": False, "tied": True, "bias": True},
-    "llama": {"positions": "rope", "norm": "rmsnorm", "gated": True, "tied": False, "bias": False},
-}
-_WORDS = {"family": tuple(_FAMILIES), "positions": ("learned", "rope"), "norm": ("layernorm", "rmsnorm")}
-_COUNTS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "context")
-_OPTIONAL_COUNTS = ("experts", "experts_per_token")
-_FLAGS = ("gated", "tied", "bias")
-_NUMBERS = ("rope_theta", "norm_eps")
-_SETTABLE = (*_WORDS, *_COUNTS, *_OPTIONAL_COUNTS, *_FLAGS, *_NUMBERS)
 
 
 class Named(Protocol):
@@ -37,71 +29,6 @@ class Named(Protocol):
 
     @property
     def options(self) -> Mapping[str, Any]: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """A decoder's dimensions. context is the most positions it knows; ffn the width of one MLP or one expert.
-
-    bias puts a bias on every projection of the blocks; the head and the router have none, a LayerNorm always has one.
-    experts is None for a dense MLP. published_parameters is None unless somebody else counted exactly this shape.
-    """
-
-    name: str
-    family: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
-    vocab: int
-    context: int
-    positions: str
-    gated: bool
-    tied: bool
-    bias: bool
-    norm: str
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-5
-    experts: int | None = None
-    experts_per_token: int | None = None
-    published_parameters: int | None = None
-
-    def __post_init__(self) -> None:
-        for field in _SETTABLE:
-            accepted = _accepted(field, getattr(self, field))
-            _require(accepted is None, self.name, field, getattr(self, field), accepted or "")
-        _require(self.heads % self.kv_heads == 0, self.name, "kv_heads", self.kv_heads, f"a divisor of {self.heads}")
-        if self.positions == "rope":
-            _require(self.head_dim % 2 == 0, self.name, "head_dim", self.head_dim, "an even number with rope")
-        experts, chosen = self.experts or 0, self.experts_per_token or 0
-        _require(
-            chosen <= experts, self.name, "experts_per_token", self.experts_per_token, f"at most experts ({experts})"
-        )
-        _require(
-            bool(chosen) == bool(experts), self.name, "experts", self.experts, "set together with experts_per_token"
-        )
-
-
-def _require(condition: bool, model: str, field: str, given: object, accepted: str) -> None:
-    if not condition:
-        raise RequestError(f"model {model}, {field}: {given!r} was given; accepted is {accepted}")
-
-
-def _accepted(field: str, value: object) -> str | None:
-    """What the field accepts, or None when the value is that."""
-    if field in _WORDS:
-        return None if value in _WORDS[field] else " or ".join(_WORDS[field])
-    if field in _FLAGS:
-        return None if isinstance(value, bool) else "true or false"
-    if field in _OPTIONAL_COUNTS and value is None:
-        return None
-    if isinstance(value, bool):
-        value = None
-    if field in _NUMBERS:
-        return None if isinstance(value, int | float) and value > 0 else "a positive number"
-    return None if isinstance(value, int) and value > 0 else "a whole number from 1"
 
 
 @functools.cache
@@ -115,13 +42,20 @@ def names() -> tuple[str, ...]:
 
 
 def load(choice: Named) -> Shape:
-    """The named shape with its options laid over it; an altered shape carries no published count."""
+    """The named shape with its options laid over it; an altered shape carries no published count.
+
+    A name with a slash is the directory of a checkpoint, whose shape is what its config.json says.
+    """
+    if "/" in choice.name:
+        if choice.options:
+            raise RequestError(f"model: options were given with the directory {choice.name!r}; accepted is none")
+        return read_shape(choice.name)
     if choice.name not in _rows():
         raise RequestError(_unknown("model", choice.name, names()) + "; `paceline list models` shows all")
     row = dict(_rows()[choice.name])
     for option in choice.options:
-        if option not in _SETTABLE:
-            raise RequestError(_unknown(f"option of model {choice.name}", option, _SETTABLE, whole_list=True))
+        if option not in SETTABLE:
+            raise RequestError(_unknown(f"option of model {choice.name}", option, SETTABLE, whole_list=True))
     if choice.options:
         row = {**row, **choice.options, "published_parameters": None}
     return Shape(name=choice.name, **_completed(choice.name, row))
@@ -129,15 +63,17 @@ def load(choice: Named) -> Shape:
 
 def _completed(name: str, row: Mapping[str, Any]) -> dict[str, Any]:
     """The row with what its family implies; an option on heads or hidden moves what follows from them."""
-    _require(row["family"] in _FAMILIES, name, "family", row["family"], " or ".join(_FAMILIES))
-    full = {**_FAMILIES[row["family"]], **row}
+    require_field(row["family"] in FAMILIES, name, "family", row["family"], " or ".join(FAMILIES))
+    full = {**FAMILIES[row["family"]], **row}
     for field in ("hidden", "heads"):
-        accepted = _accepted(field, full[field])
-        _require(accepted is None, name, field, full[field], accepted or "")
+        accepted = accepted_by(field, full[field])
+        require_field(accepted is None, name, field, full[field], accepted or "")
     full.setdefault("kv_heads", full["heads"])
     full.setdefault("ffn", 4 * full["hidden"])
     if "head_dim" not in full:
-        _require(full["hidden"] % full["heads"] == 0, name, "heads", full["heads"], f"a divisor of {full['hidden']}")
+        require_field(
+            full["hidden"] % full["heads"] == 0, name, "heads", full["heads"], f"a divisor of {full['hidden']}"
+        )
         full["head_dim"] = full["hidden"] // full["heads"]
     return full
 
@@ -193,7 +129,10 @@ def _attention_weights(shape: Shape) -> int:
 
 
 def _attention_biases(shape: Shape) -> int:
-    return (shape.heads + 2 * shape.kv_heads) * shape.head_dim + shape.hidden if shape.bias else 0
+    """Of a norm on q and k too, which is as small."""
+    joined = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    norms = 2 * shape.head_dim if shape.qk_norm else 0
+    return norms + (joined + shape.hidden if shape.bias else joined if shape.qkv_bias else 0)
 
 
 def _mlp_weights(shape: Shape) -> int:
@@ -221,8 +160,11 @@ def _block_matmul_parameters(shape: Shape) -> int:
 
 
 def attention_flops_per_token(shape: Shape, sequence_length: int, convention: str = "causal") -> int:
-    """Forward, all layers. Per layer, with d_qk = d_v = d: full 2*s*H*2d; causal (s+1)*H*2d, the mean of 1..s keys."""
-    _require(convention in CONVENTIONS, shape.name, "FLOP convention", convention, " or ".join(CONVENTIONS))
+    """Forward, all layers. Per layer, with d_qk = d_v = d: full 2*s*H*2d; causal (s+1)*H*2d, the mean of 1..s keys.
+
+    Of rows with padding or several documents, `adapters.attention_flops_per_token` counts the keys that were seen.
+    """
+    require_field(convention in CONVENTIONS, shape.name, "FLOP convention", convention, " or ".join(CONVENTIONS))
     keys_twice = sequence_length + 1 if convention == "causal" else 2 * sequence_length
     return shape.layers * keys_twice * shape.heads * 2 * shape.head_dim
 
@@ -239,15 +181,9 @@ def recomputed_flops_per_token(
     selective: 0, because the outputs of matrix products and attention are kept. none: 0."""
     if checkpointing in ("none", "selective"):
         return 0
-    _require(checkpointing == "full", shape.name, "checkpointing", checkpointing, "none, full or selective")
+    require_field(checkpointing == "full", shape.name, "checkpointing", checkpointing, "none, full or selective")
     blocks = shape.layers * _block_matmul_parameters(shape)
     return 2 * blocks + attention_flops_per_token(shape, sequence_length, convention)
-
-
-def lora_flops_per_token(shape: Shape, sequence_length: int, lora_parameters: int, convention: str = "causal") -> int:
-    """LoRA and QLoRA: 4*N_frozen + 6*N_lora + 3*attention; frozen weights need no weight gradient (N_frozen = N_mm)."""
-    attention = attention_flops_per_token(shape, sequence_length, convention)
-    return 4 * matmul_parameters(shape) + 6 * lora_parameters + 3 * attention
 
 
 # --- state bytes ---
@@ -262,6 +198,15 @@ def state_bytes(
     ddp shards nothing, ZeRO-1 the optimizer state, ZeRO-2 gradients too, ZeRO-3 and FSDP2 all three. FSDP2 between
     unsynchronised micro batches holds whole gradients besides.
     """
+    split = sharded_parts(strategy, stage)
+    if split is None:
+        return None
+    optimizer_first = (8, 4, 4) if compute == "fp32" else (12, 2, 2)
+    return parameters * (sum(optimizer_first[:split]) / group_size + sum(optimizer_first[split:]))
+
+
+def sharded_parts(strategy: str, stage: int | None) -> int | None:
+    """How many of optimizer state, gradients and weights, in that order, are split over ranks."""
     sharded = {
         ("single", None): 0,
         ("ddp", None): 0,
@@ -270,12 +215,7 @@ def state_bytes(
         ("zero", 3): 3,
         ("fsdp2", None): 3,
     }
-    key = (strategy, stage if strategy == "zero" else None)
-    if key not in sharded:
-        return None
-    optimizer_first = (8, 4, 4) if compute == "fp32" else (12, 2, 2)
-    split = sharded[key]
-    return parameters * (sum(optimizer_first[:split]) / group_size + sum(optimizer_first[split:]))
+    return sharded.get((strategy, stage if strategy == "zero" else None))
 
 
 # --- wire bytes ---

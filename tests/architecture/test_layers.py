@@ -17,6 +17,8 @@ ROOT = Path(paceline.__file__).parent
 # Each line may import only lines above it; names on one line do not see each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "environment", "neutral"),
+    ("shapes",),
+    ("checkpoints",),
     ("spec", "models", "machine", "processes", "files"),
     ("prices", "rows", "adapters"),
     ("instructions", "dialogues", "records", "findings", "doctor", "recipe", "redaction"),
@@ -36,6 +38,8 @@ STANDARD_LIBRARY_ONLY = (
     "errors",
     "environment",
     "neutral",
+    "shapes",
+    "checkpoints",
     "spec",
     "models",
     "machine",

@@ -165,21 +165,6 @@ def test_unknown_words_are_refused() -> None:
         models.recomputed_flops_per_token(shape, 64, "some")
 
 
-def test_lora_tends_to_two_thirds_of_full_training() -> None:
-    shape = load("llama-8b")
-    ratios = [
-        models.lora_flops_per_token(shape, 16, r * 1_000_000) / models.flops_per_token(shape, 16) for r in (64, 8, 0)
-    ]
-    assert ratios == sorted(ratios, reverse=True)
-    assert ratios[-1] == pytest.approx(2 / 3, rel=1e-3)
-
-
-def test_lora_flops_by_hand() -> None:
-    assert (
-        models.lora_flops_per_token(load("gpt2-124m"), 1024, 1_000_000) == 4 * 123_532_032 + 6_000_000 + 3 * 18_892_800
-    )
-
-
 # --- state bytes ---
 
 

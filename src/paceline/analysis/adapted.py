@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from paceline import models
-from paceline.adapters import adapter_parameters
+from paceline.adapters import trained_parameters
 from paceline.analysis.metrics import DTYPE_BYTES
 from paceline.analysis.observation import Observed, Standard, checked, silent_ranks
 from paceline.findings import Check
@@ -23,9 +23,7 @@ SCALAR_BYTES = 1024
 def trained_count(run: Observed) -> int:
     """Weights that learn, by arithmetic on the shape."""
     tuning, shape = run.spec.tuning, run.record.shape
-    if tuning is None or not tuning.has_adapters:
-        return models.parameters(shape)
-    return adapter_parameters(shape, tuning.rank, tuning.targets)
+    return models.parameters(shape) if tuning is None else trained_parameters(shape, tuning)
 
 
 def expected_dtypes(wanted: Mapping[str, str], tuning: Tuning, compute: str) -> dict[str, str]:

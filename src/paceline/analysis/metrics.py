@@ -15,16 +15,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paceline import models
+from paceline import adapters, models
+from paceline.adapters import DTYPE_BYTES as DTYPE_BYTES
 from paceline.analysis import ceilings, statistics
 from paceline.analysis.statistics import Array, Resampled
 from paceline.analysis.window import LAUNCH_COLUMNS, PHASES, STEP_COLUMNS, Window
+from paceline.corpus import is_packed
 from paceline.errors import RequestError
 from paceline.findings import HIGHER, LOWER, SHARED_GPU, Measurement
 from paceline.spec import RunSpec, Scalar
 
 _REPEAT_FIELDS = ("experiment", "repeat", "timeout_s", "stall_s", "reference_steps")
-DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 # --- one cell ---
@@ -146,6 +147,15 @@ def _rate(numerator: str, *, per_process: bool = False) -> Callable[[Cell], Esti
     return formula
 
 
+def _padding(cell: Cell) -> Estimate:
+    """Share of the places that hold no token, of cells that fine-tune."""
+    return Estimate(cell.per("padding", "positions") if cell.spec.tuning else None)
+
+
+def _packing(cell: Cell) -> Estimate:
+    return Estimate(cell.per("tokens", "positions") if is_packed(cell.spec.training.data) else None)
+
+
 def _percentile(q: float) -> Callable[[Cell], Estimate]:
     def formula(cell: Cell) -> Estimate:
         value = statistics.percentile(cell.seconds(), q)
@@ -183,16 +193,21 @@ def _predicted_wire(cell: Cell) -> Estimate:
     if spec.strategy is None or evidence is None:
         return Estimate(None)
     precision, shape = spec.training.precision, cell.windows[0].record.shape
-    value = models.wire_bytes(
-        spec.strategy,
-        evidence.parameters,
-        spec.topology.world_size,
-        spec.training.accumulation,
-        DTYPE_BYTES[precision.reduce],
-        DTYPE_BYTES[precision.compute],
-        models.root_parameters(shape),
-        models.tensor_sizes(shape),
-    )
+    ranks, accumulation = spec.topology.world_size, spec.training.accumulation
+    if spec.tuning:
+        dtypes = precision.reduce, precision.compute
+        value = adapters.wire_bytes(shape, spec.tuning, spec.strategy, ranks, accumulation, *dtypes)
+    else:
+        value = models.wire_bytes(
+            spec.strategy,
+            evidence.parameters,
+            ranks,
+            accumulation,
+            DTYPE_BYTES[precision.reduce],
+            DTYPE_BYTES[precision.compute],
+            models.root_parameters(shape),
+            models.tensor_sizes(shape),
+        )
     return Estimate(None if value is None else Resampled(float(value), None, math.inf, len(cell.windows), value > 0))
 
 
@@ -226,6 +241,30 @@ def measured_peak(cell: Cell) -> tuple[float | None, str]:
     return found.value, f"of the {found.value / size:.3g} {unit} reached here in {dtype} ({found.axes['label']})"
 
 
+def flops_per_token(cell: Cell, convention: str = "causal", *, recomputed: bool = False) -> float:
+    """F of a token that is no padding, with what checkpointing computes again where asked.
+
+    Of rows of documents the causal convention counts the keys that tokens saw, the mean over the window.
+    """
+    shape, training, tuning = cell.windows[0].record.shape, cell.spec.training, cell.spec.tuning
+    length = training.sequence_length
+    if tuning is None:
+        again = models.recomputed_flops_per_token(shape, length, training.checkpointing, convention)
+        return models.flops_per_token(shape, length, convention) + (again if recomputed else 0)
+    seen = cell.per("attended_keys", "tokens") if convention == "causal" else None
+    keys = seen.value if seen else (length + 1) / 2 if convention == "causal" else length
+    again_tuned = adapters.recomputed_flops_per_token(shape, tuning, keys, training.checkpointing)
+    return adapters.flops_per_token(shape, tuning, keys) + (again_tuned if recomputed else 0)
+
+
+def _flops_note(cell: Cell, convention: str) -> str:
+    tuning = cell.spec.tuning
+    if tuning is None:
+        return f"{convention} attention FLOPs"
+    weights = "4 per frozen weight and 6 per adapter weight" if tuning.has_adapters else "6 per weight"
+    return f"{weights} and token that is no padding, {convention} attention FLOPs"
+
+
 Peak = Callable[[Cell], tuple[float | None, str]]
 
 
@@ -237,19 +276,12 @@ def _utilisation(convention: str, *, recomputed: bool, of: Peak = dense_peak) ->
         rate = cell.per("tokens", "wall")
         if peak is None or rate is None:
             return Estimate(None, note)
-        training = cell.spec.training
         try:
-            shape = cell.windows[0].record.shape
+            flops = flops_per_token(cell, convention, recomputed=recomputed)
         except RequestError as error:
             return Estimate(None, str(error))
-        flops: float = models.flops_per_token(shape, training.sequence_length, convention)
-        if recomputed:
-            flops += models.recomputed_flops_per_token(
-                shape, training.sequence_length, training.checkpointing, convention
-            )
-        return Estimate(
-            rate.times(flops / peak / cell.spec.topology.world_size), f"{convention} attention FLOPs, {note}"
-        )
+        share = rate.times(flops / peak / cell.spec.topology.world_size)
+        return Estimate(share, f"{_flops_note(cell, convention)}, {note}")
 
     return formula
 
@@ -272,6 +304,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("tokens_per_s", "tokens/s", HIGHER, _rate("tokens")),
     Metric("tokens_per_s_per_gpu", "tokens/s", HIGHER, _rate("tokens", per_process=True)),
     Metric("samples_per_s", "samples/s", HIGHER, _rate("samples")),
+    Metric("label_tokens_per_s", "tokens/s", HIGHER, _rate("label_tokens")),
+    Metric("padding_ratio", "ratio", LOWER, _padding),
+    Metric("packing_efficiency_ratio", "ratio", HIGHER, _packing),
     Metric("mfu_ratio", "ratio", HIGHER, _utilisation("causal", recomputed=False)),
     Metric("mfu_full_attention_ratio", "ratio", HIGHER, _utilisation("full", recomputed=False)),
     Metric("hfu_ratio", "ratio", HIGHER, _utilisation("causal", recomputed=True)),

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.analysis.window import StepTable, global_loss, step_table
+from paceline.analysis.window import StepTable, global_loss, learned_tokens, step_table
 from paceline.findings import Check
 from paceline.records import Evidence, RunRecord, Status, StepSeries
 from paceline.spec import RunSpec
@@ -46,9 +46,7 @@ class Observed:
 def observe(record: RunRecord, variant: int = 0) -> Observed:
     table = step_table(record, variant)
     tokens = table.by_step("tokens")
-    # A rank's loss is the mean over what it learned, which in fine-tuning is less than it read.
-    learned = tokens if record.spec.tuning is None else table.by_step("label_tokens")
-    losses = map(global_loss, table.by_step("loss"), learned)
+    losses = map(global_loss, table.by_step("loss"), learned_tokens(table))
     digests = (sum(ranks) % 2**64 for ranks in table.by_step("data_digest"))
     return Observed(
         record.spec.run_id,

@@ -27,7 +27,8 @@ from paceline.findings import WarmUpOutcome
 from paceline.records import RunRecord, StepSeries
 
 PHASES = ("data_wait_s", "h2d_s", "forward_s", "backward_s", "optimizer_s")
-STEP_COLUMNS = ("seconds", "steps", "tokens", "samples", *PHASES, "wall")
+AMOUNTS = ("tokens", "samples", "positions", "label_tokens", "attended_keys")
+STEP_COLUMNS = ("seconds", "steps", *AMOUNTS, "padding", *PHASES, "wall")
 _ONCE = ("exposed", "wire", "first", "last", "h2d_bytes", "h2d_seconds")
 LAUNCH_COLUMNS = ("launches", "allocated", "reserved", "device", "resident", *_ONCE)
 
@@ -96,18 +97,32 @@ def step_table(record: RunRecord, variant: int = 0) -> StepTable:
     return StepTable(series, rows[order], tuple(ascending[starts].tolist()), (*starts.tolist(), len(rows)))
 
 
-def global_loss(losses: Sequence[float], tokens: Sequence[int]) -> float:
-    """Mean over all tokens of the step: ranks' means weighted by their tokens."""
-    total = sum(tokens)
-    return sum(map(mul, losses, tokens)) / total if total else math.nan
+def global_loss(losses: Sequence[float], learned: Sequence[int]) -> float:
+    """Mean over all learned tokens of the step: ranks' means weighted by theirs."""
+    total = sum(learned)
+    return sum(map(mul, losses, learned)) / total if total else math.nan
+
+
+def learned_tokens(table: StepTable) -> list[list[int]]:
+    """By step, what each rank's loss is the mean of: its label tokens, all its tokens where none are told apart."""
+    labels, tokens = table.by_step("label_tokens"), table.by_step("tokens")
+    return [
+        [token if label is None else label for label, token in zip(*ranks, strict=True)]
+        for ranks in zip(labels, tokens, strict=True)
+    ]
 
 
 def first_and_last_loss(table: StepTable) -> tuple[float, float]:
     """Of the whole run, warm-up included; NaN where there is no step."""
     if not table.steps:
         return math.nan, math.nan
-    first, last = (global_loss(table.at(s, "loss"), table.at(s, "tokens")) for s in (table.steps[0], table.steps[-1]))
+    first, last = (global_loss(table.at(s, "loss"), _learned_at(table, s)) for s in (table.steps[0], table.steps[-1]))
     return first, last
+
+
+def _learned_at(table: StepTable, step: int) -> list[int]:
+    pairs = zip(table.at(step, "label_tokens"), table.at(step, "tokens"), strict=True)
+    return [token if label is None else label for label, token in pairs]
 
 
 def open_window(record: RunRecord) -> Window:
@@ -133,11 +148,13 @@ def _step_rows(table: StepTable) -> Array:
     """STEP_COLUMNS without wall: times are maxima over ranks, amounts are sums; one None makes a NaN of both."""
     if not table.steps:
         return np.empty((0, len(STEP_COLUMNS) - 1))
-    raw = np.column_stack([table.numbers(field) for field in ("duration_s", *PHASES, "tokens", "samples")])
+    raw = np.column_stack([table.numbers(field) for field in ("duration_s", *PHASES, *AMOUNTS)])
     starts = table.bounds[:-1]
     slowest, total = np.maximum.reduceat(raw, starts), np.add.reduceat(raw, starts)
     seconds, phases = slowest[:, :1], slowest[:, 1 : 1 + len(PHASES)]
-    return np.column_stack([seconds, np.ones(len(starts)), total[:, -2:], phases])
+    amounts = total[:, -len(AMOUNTS) :]
+    padding = amounts[:, AMOUNTS.index("positions")] - amounts[:, AMOUNTS.index("tokens")]
+    return np.column_stack([seconds, np.ones(len(starts)), amounts, padding, phases])
 
 
 def _wall(table: StepTable, excluded: int) -> Array:

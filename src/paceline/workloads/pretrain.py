@@ -39,6 +39,9 @@ def check(spec: RunSpec) -> str | None:
     shape = load_shape(spec.model)
     if shape.experts:
         return f"the reference decoder has no mixture of experts, which {spec.model} needs"
+    if shape.qkv_bias or shape.qk_norm:
+        part = "bias on q, k and v alone" if shape.qkv_bias else "norm of q and k"
+        return f"the reference decoder has no {part}, which {spec.model} needs"
     if shape.positions == "learned" and spec.training.sequence_length > shape.context:
         length = spec.training.sequence_length
         return f"{spec.model} knows {shape.context} positions, fewer than the sequence length {length}"

@@ -1,0 +1,91 @@
+"""A decoder's dimensions, and what they must be to be one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.errors import RequestError
+
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "gpt": {"positions": "learned", "norm": "layernorm", "gated": False, "tied": True, "bias": True},
+    "llama": {"positions": "rope", "norm": "rmsnorm", "gated": True, "tied": False, "bias": False},
+}
+_WORDS = {"family": tuple(FAMILIES), "positions": ("learned", "rope"), "norm": ("layernorm", "rmsnorm")}
+_COUNTS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "context")
+_OPTIONAL_COUNTS = ("experts", "experts_per_token")
+_FLAGS = ("gated", "tied", "bias")
+_NUMBERS = ("rope_theta", "norm_eps")
+SETTABLE = (*_WORDS, *_COUNTS, *_OPTIONAL_COUNTS, *_FLAGS, *_NUMBERS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A decoder's dimensions. context is the most positions it knows; ffn the width of one MLP or one expert.
+
+    bias puts a bias on every projection of the blocks; the head and the router have none, a LayerNorm always has one.
+    qkv_bias puts one on q, k and v alone, qk_norm a norm of head_dim on each head of q and k: some checkpoints have
+    them, the reference decoder does not. experts is None for a dense MLP. published_parameters is None unless somebody
+    else counted exactly this shape.
+    """
+
+    name: str
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    context: int
+    positions: str
+    gated: bool
+    tied: bool
+    bias: bool
+    norm: str
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    experts: int | None = None
+    experts_per_token: int | None = None
+    published_parameters: int | None = None
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+    def __post_init__(self) -> None:
+        for field in SETTABLE:
+            accepted = accepted_by(field, getattr(self, field))
+            require_field(accepted is None, self.name, field, getattr(self, field), accepted or "")
+        require_field(
+            self.heads % self.kv_heads == 0, self.name, "kv_heads", self.kv_heads, f"a divisor of {self.heads}"
+        )
+        if self.positions == "rope":
+            require_field(self.head_dim % 2 == 0, self.name, "head_dim", self.head_dim, "an even number with rope")
+        experts, chosen = self.experts or 0, self.experts_per_token or 0
+        require_field(
+            chosen <= experts, self.name, "experts_per_token", self.experts_per_token, f"at most experts ({experts})"
+        )
+        require_field(
+            bool(chosen) == bool(experts), self.name, "experts", self.experts, "set together with experts_per_token"
+        )
+
+
+def require_field(condition: bool, model: str, field: str, given: object, accepted: str) -> None:
+    if not condition:
+        raise RequestError(f"model {model}, {field}: {given!r} was given; accepted is {accepted}")
+
+
+def accepted_by(field: str, value: object) -> str | None:
+    """What the field accepts, or None when the value is that."""
+    if field in _WORDS:
+        return None if value in _WORDS[field] else " or ".join(_WORDS[field])
+    if field in _FLAGS:
+        return None if isinstance(value, bool) else "true or false"
+    if field in _OPTIONAL_COUNTS and value is None:
+        return None
+    if isinstance(value, bool):
+        value = None
+    if field in _NUMBERS:
+        return None if isinstance(value, int | float) and value > 0 else "a positive number"
+    return None if isinstance(value, int) and value > 0 else "a whole number from 1"
