@@ -132,7 +132,7 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = _norm(shape)
         self.head = None if shape.tied else Linear(shape.hidden, shape.vocab, bias=False)
-        self.run_block = _block_runner(checkpointing)
+        self.run_block = block_runner(checkpointing)
 
     def forward(self, tokens: Tensor, labels: Tensor, normaliser: Tensor) -> Tensor:
         length = tokens.shape[1]
@@ -174,10 +174,10 @@ def padded_head(weight: Tensor) -> tuple[Tensor, Tensor | None]:
     return F.pad(weight, (0, 0, 0, rows)), torch.where(is_word, 0.0, lowest).to(weight.dtype)
 
 
-def _block_runner(checkpointing: str) -> Callable[[nn.Module, Tensor, Tensor | None], Tensor]:
+def block_runner(checkpointing: str) -> Callable[..., Tensor]:
     """How a block is called: plainly, recomputed whole, or recomputed except for matrix products and attention."""
     if checkpointing == "none":
-        return lambda block, x, turn: block(x, turn)
+        return lambda block, *arguments, **named: block(*arguments, **named)
     if checkpointing == "full":
         return partial(checkpoint, use_reentrant=False)
     return partial(checkpoint, use_reentrant=False, context_fn=_selective_contexts)
@@ -189,7 +189,7 @@ def _selective_contexts() -> Any:
 
 def _keep_expensive(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
     name = str(operation)
-    expensive = any(part in name for part in ("aten.mm", "aten.addmm", "aten.bmm", "scaled_dot_product"))
+    expensive = any(part in name for part in ("aten.mm", "aten.addmm", "aten.bmm", "gemm_4bit", "scaled_dot_product"))
     return CheckpointPolicy.MUST_SAVE if expensive else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -234,9 +234,14 @@ def fill(
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
             value = initial_values(name, parameter.shape, layers, seed, parameter.device)
-            if reseed:
-                value += _rounding_noise(value, DTYPES[compute], zlib.crc32(f"{reseed}/{name}".encode()))
-            place(parameter, value.to(DTYPES[compute]).to(torch.float32))
+            place(parameter, rounded(name, value, compute, reseed))
+
+
+def rounded(name: str, value: Tensor, compute: str, reseed: int = 0) -> Tensor:
+    """The fp32 value rounded to the compute dtype: to nearest, or for a `reseed` by a chance of the name's own."""
+    if reseed:
+        value = value + _rounding_noise(value, DTYPES[compute], zlib.crc32(f"{reseed}/{name}".encode()))
+    return value.to(DTYPES[compute]).to(torch.float32)
 
 
 def _rounding_noise(value: Tensor, dtype: torch.dtype, stream: int) -> Tensor:

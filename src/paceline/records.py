@@ -307,7 +307,11 @@ def _column(values: Sequence[Any], codes: str) -> Column:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """What a rank observed about the work itself: the raw material of the certificate."""
+    """What a rank observed about the work itself: the raw material of the certificate.
+
+    init_digest, init_digests and parameters are of the weights that learn. frozen_digest is of those that do not, in
+    the form they are held in (4-bit codes with their scales); None where all learn.
+    """
 
     init_digest: str
     parameters: int
@@ -319,6 +323,7 @@ class Evidence:
     window_wall_s: float | None
     shape: Mapping[str, Scalar] = field(default_factory=dict)
     init_digests: Mapping[str, str] = field(default_factory=dict)
+    frozen_digest: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("store", "measure", "telemetry", "decoder", "ledger", "footprint"),
     ("campaign",),
     ("corpus", "timeline", "present", "claims", "capsule"),
-    ("plugins",),
+    ("plugins", "tuned"),
     ("workloads", "strategies", "launchers", "exporters", "analysis", "experiment"),
     ("run", "worker"),
     ("display", "watch", "monitor", "replay"),
@@ -73,6 +73,8 @@ HEAVY = {
 }
 EAGER = {
     "decoder": {"torch"},
+    "tuned": {"torch"},
+    "strategies._optimizers": {"torch"},
     "strategies._torch": {"torch"},
     "ledger": {"torch"},
     "workloads._loop": {"torch"},
@@ -88,7 +90,9 @@ EAGER = {
 # Modules with torch at their top: whoever imports one outside a function must be one.
 TORCH_MODULES = {
     "decoder",
+    "tuned",
     "ledger",
+    "strategies._optimizers",
     "strategies._torch",
     "workloads._loop",
     "workloads._collectives_ensemble",

@@ -10,13 +10,13 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
-from paceline import models
+from paceline.analysis import adapted
 from paceline.analysis.metrics import DTYPE_BYTES
-from paceline.analysis.observation import Observed, Standard, observe, standard_of
+from paceline.analysis.observation import Observed, Standard, checked, observe, silent_ranks, standard_of
 from paceline.errors import RequestError
 from paceline.findings import Certificate, Check
 from paceline.records import RunRecord, Status
-from paceline.spec import Precision
+from paceline.spec import RunSpec
 
 FP32_TOLERANCE = 1e-4
 # Another run of the same arithmetic is one more draw beside the three re-seeded references: it goes beyond their
@@ -27,7 +27,6 @@ SPREAD_FACTOR = 2.0
 # does not.
 LOSS_FLOOR = 1e-3
 NORM_FLOOR = 1e-2
-REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 # Loss and norm scalars are reduced in fp32 whatever the gradients; only traffic above this share of them is judged.
 GRADIENT_SHARE = 0.01
 
@@ -68,36 +67,26 @@ def _judge(run: Observed, standard: Standard) -> Certificate:
     )
 
 
-def _check(name: str, expected: str, problems: Sequence[str], observed: str) -> Check:
-    """Passes when there are no problems; `observed` is the text of a pass, the first problems that of a failure."""
-    more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
-    return Check(name=name, ok=not problems, expected=expected, observed="; ".join(problems[:3]) + more or observed)
-
-
 # --- the same start, data and amount of work ---
 
 
 def _reference(run: Observed, standard: Standard) -> Check:
     problems = [standard.missing] if standard.missing else []
     seen = f"{standard.reference.run}, {len(standard.reference.steps)} steps" if standard.reference else ""
-    return _check("reference", "a completed one-process reference of the same work", problems, seen)
-
-
-def _silent_ranks(run: Observed) -> list[str]:
-    return [f"rank {r} left no evidence" for r in range(run.spec.topology.world_size) if r not in run.evidence]
+    return checked("reference", "a completed one-process reference of the same work", problems, seen)
 
 
 def _initial_weights(run: Observed, standard: Standard) -> Check:
     expected = standard.reference.evidence[0] if standard.reference else run.evidence.get(0)
     if expected is None:
-        return _check("initial weights", "a hash of the weights on every rank", _silent_ranks(run), "")
-    problems = _silent_ranks(run)
+        return checked("initial weights", "a hash of the weights on every rank", silent_ranks(run), "")
+    problems = silent_ranks(run)
     for rank, seen in run.evidence.items():
         if seen.init_digest != expected.init_digest:
             differing = [k for k, v in seen.init_digests.items() if expected.init_digests.get(k, v) != v]
             where = f" (first differing: {differing[0]})" if differing else ""
             problems.append(f"{seen.init_digest} on rank {rank}{where}")
-    return _check(
+    return checked(
         "initial weights", f"hash {expected.init_digest} on every rank", problems, f"equal on {len(run.evidence)} ranks"
     )
 
@@ -106,7 +95,7 @@ def _parameters(run: Observed, standard: Standard) -> Check:
     """(7) of method.md section 6: what was counted in the process equals what the configuration implies."""
     wanted: dict[str, int] = {}
     with contextlib.suppress(RequestError):
-        wanted["the configuration"] = models.parameters(run.record.shape)
+        wanted["the configuration"] = adapted.trained_count(run)
     if standard.reference:
         wanted["the reference"] = standard.reference.evidence[0].parameters
     seen = {e.parameters for e in run.evidence.values()}
@@ -114,7 +103,7 @@ def _parameters(run: Observed, standard: Standard) -> Check:
     expected = ", ".join(f"{count:,} by {source}" for source, count in wanted.items()) or "one count on all ranks"
     if not seen or (not problems and len(seen) > 1):
         problems = [" and ".join(f"{n:,}" for n in sorted(seen)) or "no count"]
-    return _check("parameters", expected, problems, ", ".join(f"{n:,}" for n in sorted(seen)))
+    return checked("parameters", expected, problems, ", ".join(f"{n:,}" for n in sorted(seen)))
 
 
 def _data(run: Observed, standard: Standard) -> Check:
@@ -129,7 +118,7 @@ def _data(run: Observed, standard: Standard) -> Check:
         problems.append("no step in common with the reference")
     expected = "the token ids of the reference, then of the group, at every step"
     rest = len(run.digests) - len(common)
-    return _check("data", expected, problems, f"equal to the reference at {len(common)} steps, to the group at {rest}")
+    return checked("data", expected, problems, f"equal to the reference at {len(common)} steps, to the group at {rest}")
 
 
 def _agreed(run: Observed, standard: Standard, step: int) -> bool:
@@ -156,7 +145,7 @@ def _tokens(run: Observed, standard: Standard) -> Check:
     ]
     problems = problems if seen else ["no step was recorded"]
     expected = f"the reference's non-pad tokens, at most {whole:,}" if padded else f"{whole:,}"
-    return _check("tokens per optimizer step", expected, problems, f"as expected at all {len(seen)} steps")
+    return checked("tokens per optimizer step", expected, problems, f"as expected at all {len(seen)} steps")
 
 
 def _optimizer_steps(run: Observed, standard: Standard) -> Check:
@@ -176,7 +165,7 @@ def _optimizer_steps(run: Observed, standard: Standard) -> Check:
             for updates in {*seen} - {1, *skipped.get(step, ())}:
                 wrong[updates].append(step)
     problems += [f"{updates} updates at {_steps(steps)}" for updates, steps in sorted(wrong.items())]
-    return _check("optimizer steps", f"{wanted} steps of 1 update each", problems, f"{wanted} steps of 1 update each")
+    return checked("optimizer steps", f"{wanted} steps of 1 update each", problems, f"{wanted} steps of 1 update each")
 
 
 def _micro_batches(run: Observed, standard: Standard) -> Check:
@@ -184,58 +173,63 @@ def _micro_batches(run: Observed, standard: Standard) -> Check:
     seen = Counter(run.table.values("micro_batches"))
     problems = [f"{count} on {times} of {seen.total()} rank-steps" for count, times in seen.items() if count != wanted]
     problems = problems if seen else ["no step was recorded"]
-    return _check("micro batches per step", f"{wanted} on every rank", problems, f"{wanted} on every rank")
+    return checked("micro batches per step", f"{wanted} on every rank", problems, f"{wanted} on every rank")
 
 
 # --- the same arithmetic ---
 
 
-def expected_dtypes(precision: Precision) -> dict[str, str]:
-    """Weights are used in the compute dtype and kept, like Adam's moments, in fp32; gradients follow `reduce`."""
-    return {
+def expected_dtypes(spec: RunSpec) -> dict[str, str]:
+    """Weights are used in the compute dtype and kept, like Adam's moments, in fp32; gradients follow `reduce`.
+
+    Fine-tuning says in what frozen weights and moments are held; see `adapted.expected_dtypes`.
+    """
+    precision = spec.training.precision
+    wanted = {
         "compute": precision.compute,
         "gradient": precision.reduce,
         "gradient_reduction": precision.reduce,
         "optimizer_state": "fp32",
         "master_weights": "fp32",
     }
+    return wanted if spec.tuning is None else adapted.expected_dtypes(wanted, spec.tuning, precision.compute)
 
 
 def _dtypes(run: Observed, standard: Standard) -> Check:
     agreed = dict(standard.reference.evidence[0].dtypes) if standard.reference else {}
-    wanted = {**agreed, **expected_dtypes(run.spec.training.precision)}
-    problems = _silent_ranks(run)
+    wanted = {**agreed, **expected_dtypes(run.spec)}
+    problems = silent_ranks(run)
     for key, dtype in wanted.items():
         seen = sorted({e.dtypes.get(key, "not observed") for e in run.evidence.values()} - {dtype})
         problems += [f"{key} {other}" for other in seen]
-    return _check("dtypes", _words(wanted), problems, "as expected on every rank")
+    return checked("dtypes", _words(wanted), problems, "as expected on every rank")
 
 
 def _wire_dtype(run: Observed, standard: Standard) -> Check:
     """The declared reduction dtype is a claim; this is what the collectives carried."""
     wanted, world_size = run.spec.training.precision.reduce, run.spec.topology.world_size
     if world_size == 1:
-        return _check("reduction dtype on the wire", "nothing: one process reduces with nobody", [], "one process")
+        return checked("reduction dtype on the wire", "nothing: one process reduces with nobody", [], "one process")
     gradient_bytes = max((e.parameters for e in run.evidence.values()), default=0) * DTYPE_BYTES[wanted]
     payload: Counter[tuple[int, int, str]] = Counter()
     for w in run.record.wire:
-        if w.operation in REDUCTIONS:
+        if w.operation in adapted.REDUCTIONS:
             payload[w.rank, w.step, w.dtype] += w.payload_bytes
     seen = {dtype for (_, _, dtype), size in payload.items() if size > GRADIENT_SHARE * gradient_bytes}
     problems = [f"gradients crossed in {dtype}" for dtype in sorted(seen - {wanted})]
     problems = problems if seen else ["no reduction of gradients was counted"]
-    return _check("reduction dtype on the wire", wanted, problems, wanted)
+    return checked("reduction dtype on the wire", wanted, problems, wanted)
 
 
 def _optimizer(run: Observed, standard: Standard) -> Check | None:
     if standard.reference is None:
         return None
     wanted = dict(standard.reference.evidence[0].optimizer)
-    problems = _silent_ranks(run)
+    problems = silent_ranks(run)
     for rank, evidence in run.evidence.items():
         differing = [k for k in {**wanted, **evidence.optimizer} if evidence.optimizer.get(k) != wanted.get(k)]
         problems += [f"{k} {evidence.optimizer.get(k)!r} on rank {rank}" for k in differing]
-    return _check("optimizer", _words(wanted), problems, "equal to the reference's")
+    return checked("optimizer", _words(wanted), problems, "equal to the reference's")
 
 
 def _words(mapping: Mapping[str, object]) -> str:
@@ -251,7 +245,7 @@ def _finite(run: Observed, standard: Standard) -> Check:
     bad = [step for step, losses in by_step.items() if not all(map(math.isfinite, losses))]
     problems = [f"a loss that is no number at {_steps(bad)}"] if bad else []
     problems = problems if run.steps else ["no step was recorded"]
-    return _check("finite loss", "a finite loss on every rank at every step", problems, f"{len(run.steps)} steps")
+    return checked("finite loss", "a finite loss on every rank at every step", problems, f"{len(run.steps)} steps")
 
 
 def _loss(run: Observed, step: int) -> list[float | None]:
@@ -311,14 +305,14 @@ def _trajectory(name: str, values: Values, floor: float) -> Callable[[Observed, 
         limits, origin = _limits(standard, standard.reference, values, floor)
         deviations = _deviations(run, standard.reference, values)
         if not deviations:
-            return _check(name, f"the reference's ({origin})", ["no step in common with the reference"], "")
+            return checked(name, f"the reference's ({origin})", ["no step in common with the reference"], "")
         # The step that comes nearest to its limit, or goes farthest beyond it.
         step = max(deviations, key=lambda s: deviations[s] / limits[s])
         worst, limit = deviations[step], limits[step]
         expected = f"within {limit:.2g} of the reference at step {step}, relative ({origin})"
         seen = f"{worst:.2g} at step {step}, the nearest to its limit of {len(deviations)} steps compared"
         seen = seen if math.isfinite(worst) else f"no number at step {step}"
-        return _check(name, expected, [] if worst <= limit else [seen], seen)
+        return checked(name, expected, [] if worst <= limit else [seen], seen)
 
     return check
 
@@ -328,20 +322,23 @@ def _switches(run: Observed, standard: Standard) -> Check:
     expected = "none, or the same in every run of the group"
     if own and others:
         problems = [f"{_words(own)}, not so in {others} of {len(standard.switches)} runs"]
-        return _check("debug switches", expected, problems, "")
-    return _check("debug switches", expected, [], f"{_words(own)}, in every run" if own else "none")
+        return checked("debug switches", expected, problems, "")
+    return checked("debug switches", expected, [], f"{_words(own)}, in every run" if own else "none")
 
 
 CHECKS: tuple[Callable[[Observed, Standard], Check | None], ...] = (
     _reference,
     _initial_weights,
+    adapted.frozen_weights,
     _parameters,
     _data,
     _tokens,
+    adapted.label_tokens,
     _optimizer_steps,
     _micro_batches,
     _dtypes,
     _wire_dtype,
+    adapted.only_adapters,
     _optimizer,
     _finite,
     _trajectory("loss trajectory", _loss, LOSS_FLOOR),

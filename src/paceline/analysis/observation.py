@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.analysis.window import StepTable, global_loss, learned_tokens, step_table
+from paceline.findings import Check
 from paceline.records import Evidence, RunRecord, Status, StepSeries
 from paceline.spec import RunSpec
 
@@ -93,3 +94,13 @@ def _why_unusable(reference: RunRecord | None) -> str:
     if reference.evidence is None or 0 not in StepSeries.of(reference.steps).column("variant"):
         return f"the reference {run} left no evidence or no steps"
     return ""
+
+
+def checked(name: str, expected: str, problems: Sequence[str], observed: str) -> Check:
+    """Passes when there are no problems; `observed` is the text of a pass, the first problems that of a failure."""
+    more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+    return Check(name=name, ok=not problems, expected=expected, observed="; ".join(problems[:3]) + more or observed)
+
+
+def silent_ranks(run: Observed) -> list[str]:
+    return [f"rank {r} left no evidence" for r in range(run.spec.topology.world_size) if r not in run.evidence]

@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from paceline import tuned
 from paceline.decoder import DTYPES, Decoder, fill
 from paceline.models import load
 from paceline.plugins import Seat
-from paceline.spec import RunSpec, Training
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from paceline.spec import RunSpec
+from paceline.strategies._optimizers import (
+    LocalShards,
+    Masters,
+    is_8bit,
+    optimizer_facts,
+    optimizer_of,
+    state_dtypes,
+)
 
 INITIAL_LOSS_SCALE = 2.0**16
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# What a strategy wraps.
+Subject: TypeAlias = Decoder | tuned.Tuned
+
+
+def whole_subject(spec: RunSpec, seat: Seat, dtype: str, reseed: int = 0) -> Subject:
+    """What a spec trains, whole and initialised on this rank's device: the decoder with its weights in `dtype`, or the
+    model that is fine-tuned, which holds each weight in a dtype of its own."""
+    if spec.tuning is not None:
+        return tuned.build(spec, seat.torch_device, reseed)
+    return initialised_decoder(spec, seat, reseed).to(DTYPES[dtype])
 
 
 def build_decoder(spec: RunSpec, device: str) -> Decoder:
@@ -38,53 +53,40 @@ def _copy(parameter: Tensor, value: Tensor) -> None:
     parameter.data.copy_(value)
 
 
-def compile_parts(decoder: Decoder) -> None:
+def compile_whole(subject: Subject) -> None:
+    """One graph over the decoder. A fine-tuned model is compiled in parts: what joins its layers is not ours."""
+    if isinstance(subject, Decoder):
+        subject.compile()
+    else:
+        compile_parts(subject)
+
+
+def compile_parts(subject: Subject) -> None:
     """Compile block by block and the loss: for strategies whose hooks sit between the blocks."""
-    for block in decoder.blocks:
+    for block in subject.blocks:
         block.compile()
-    decoder._loss = torch.compile(decoder._loss)  # type: ignore[method-assign]
+    subject._loss = torch.compile(subject._loss)  # type: ignore[assignment, method-assign]
 
 
-def adamw(parameters: Iterable[Tensor], training: Training) -> torch.optim.AdamW:
-    """The one optimizer of all strategies."""
-    return torch.optim.AdamW(
-        parameters, lr=training.learning_rate, weight_decay=training.weight_decay, betas=(0.9, 0.999), fused=True
-    )
+def learning(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that learn, in order."""
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
-def optimizer_facts(optimizer: torch.optim.Optimizer, clip_norm: float) -> dict[str, Any]:
-    """Implementation and hyper-parameters as the optimizer itself holds them."""
-    group = optimizer.param_groups[0]
-    facts = {key: group[key] for key in ("lr", "weight_decay", "eps", "fused", "amsgrad")}
-    kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    return {"implementation": kind, **facts, "betas": str(tuple(group["betas"])), "clip_norm": clip_norm}
+def whole_weights(subject: Subject) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a subject that no strategy has sharded, with the scales of those in 4 bit."""
+    yield from subject.named_parameters()
+    yield from scales_of(subject)
 
 
-def state_dtypes(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Dtypes of master weights and moments, read from the optimizer's state, which exists once it has stepped."""
-    masters = {parameter.dtype for parameter in optimizer.state}
-    moments = {t.dtype for state in optimizer.state.values() for k, t in state.items() if k.startswith("exp_avg")}
-    return {"master_weights": _one_name(masters), "optimizer_state": _one_name(moments)}
+def scales_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return module.scales() if isinstance(module, tuned.Tuned) else iter(())
 
 
-def _one_name(dtypes: set[torch.dtype]) -> str:
-    return "+".join(sorted(DTYPE_NAMES.get(d, str(d)) for d in dtypes)) or "none"
-
-
-class Masters:
-    """fp32 copies of 16-bit parameters, for runs whose gradients are accumulated and reduced in 16 bit."""
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self.parameters = parameters
-        self.copies = [p.detach().float().clone().requires_grad_() for p in parameters]
-
-    def take_gradients(self) -> None:
-        for copy, parameter in zip(self.copies, self.parameters, strict=True):
-            assert parameter.grad is not None
-            copy.grad, parameter.grad = parameter.grad.float(), None
-
-    def give_weights(self) -> None:
-        torch._foreach_copy_([p.data for p in self.parameters], [c.detach() for c in self.copies])
+def tuning_facts(module: nn.Module) -> tuple[dict[str, str], dict[str, Any]]:
+    """dtypes and settings that only a fine-tuned model has, however it is wrapped."""
+    found = next((part for part in module.modules() if isinstance(part, tuned.Tuned)), None)
+    return (found.dtypes, found.facts) if found else ({}, {})
 
 
 class TorchTrainer:
@@ -106,10 +108,13 @@ class TorchTrainer:
         training = spec.training
         self.module, self.training, self.sync = module, training, sync
         self.full_parameters, self.settings = full_parameters, dict(settings or {})
-        parameters = list(module.parameters())
+        parameters = learning(module)
         self.masters = Masters(parameters) if parameters[0].dtype != torch.float32 else None
-        self.stepped = self.masters.copies if self.masters else parameters
-        self.optimizer = adamw(self.stepped, training)
+        self.stepped: list[Any] = [*(self.masters.copies if self.masters else parameters)]
+        sharded = hasattr(self.stepped[0], "to_local")
+        self.shards = LocalShards(self.stepped) if sharded and is_8bit(spec) else None
+        parts = seat.world_size if sharded else 1
+        self.optimizer = optimizer_of(spec, self.shards.parts if self.shards else self.stepped, parts)
         self.scaler = torch.amp.GradScaler(
             seat.device, init_scale=INITIAL_LOSS_SCALE, enabled=training.precision.compute == "fp16"
         )
@@ -129,11 +134,15 @@ class TorchTrainer:
     def update(self) -> Tensor:
         if self.masters:
             self.masters.take_gradients()
+        if self.shards:
+            self.shards.take_gradients()
         self.scaler.unscale_(self.optimizer)
         norm = nn.utils.clip_grad_norm_(self.stepped, self.training.clip_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
+        if self.shards:
+            self.shards.clear_gradients()
         if self.masters:
             self.masters.give_weights()
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
@@ -147,4 +156,5 @@ class TorchTrainer:
             "gradient_reduction": precision.reduce,
             **state_dtypes(self.optimizer),
         }
-        return dtypes, optimizer_facts(self.optimizer, self.training.clip_norm), self.settings
+        special, facts = tuning_facts(self.module)
+        return dtypes | special, optimizer_facts(self.optimizer, self.training.clip_norm), self.settings | facts

@@ -27,20 +27,21 @@ def check(spec: RunSpec) -> str | None:
 def wrap(spec: RunSpec, seat: Seat) -> Trainer:
     from torch.nn.parallel import DistributedDataParallel
 
-    from paceline.strategies._torch import TorchTrainer
-    from paceline.strategies.single import prepared_decoder
+    from paceline.strategies._torch import TorchTrainer, compile_whole, whole_subject, whole_weights
 
     assert spec.strategy is not None
     chosen = options(Options, spec.strategy)
     bucket_mb = spec.training.bucket_mb or DEFAULT_BUCKET_MB
-    decoder = prepared_decoder(spec, seat)
+    subject = whole_subject(spec, seat, spec.training.precision.reduce)
     if spec.training.compile:
-        decoder.compile()
+        compile_whole(subject)
     ddp = DistributedDataParallel(
-        decoder,
+        subject,
         device_ids=[seat.local_rank] if seat.device == "cuda" else None,
         bucket_cap_mb=bucket_mb,
         gradient_as_bucket_view=True,
+        # Angles of the rotation are buffers of a fine-tuned model: equal on all ranks, and not gradients.
+        broadcast_buffers=False,
         static_graph=chosen.static_graph,
     )
 
@@ -49,4 +50,4 @@ def wrap(spec: RunSpec, seat: Seat) -> Trainer:
         ddp.require_backward_grad_sync = last
 
     settings: dict[str, Any] = {"bucket_mb": bucket_mb, "static_graph": chosen.static_graph}
-    return TorchTrainer(ddp, spec, seat, full_parameters=decoder.named_parameters, sync=sync, settings=settings)
+    return TorchTrainer(ddp, spec, seat, full_parameters=lambda: whole_weights(subject), sync=sync, settings=settings)

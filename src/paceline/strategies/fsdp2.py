@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from paceline.decoder import Decoder
+    from paceline.strategies._torch import Subject
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,11 @@ class Options:
 def check(spec: RunSpec) -> str | None:
     assert spec.strategy is not None
     options(Options, spec.strategy)
+    tuning = spec.tuning
+    if tuning is not None and tuning.optimizer != "adamw" and spec.training.precision.compute == "fp16":
+        return (
+            f"the optimizer {tuning.optimizer} sees one shard, and would not know that another one overflowed in fp16"
+        )
     return None
 
 
@@ -36,55 +42,66 @@ def wrap(spec: RunSpec, seat: Seat) -> Trainer:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from paceline.strategies._torch import TorchTrainer, build_decoder, compile_parts
+    from paceline.strategies._torch import TorchTrainer, compile_parts, whole_subject
 
     assert spec.strategy is not None
     chosen = options(Options, spec.strategy)
-    decoder = build_decoder(spec, "meta")
+    subject = whole_subject(spec, seat, "fp32") if spec.tuning else empty_decoder(spec)
     if spec.training.compile:
-        compile_parts(decoder)
+        compile_parts(subject)
     policy, mesh = mixed_precision(spec), init_device_mesh(seat.device, (seat.world_size,))
-    units = block_units(decoder, spec.training.bucket_mb)
+    units = block_units(subject, spec.training.bucket_mb)
     for unit in units:
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=chosen.reshard_after_forward)
-    root: Any = fully_shard(decoder, mesh=mesh, mp_policy=policy)
-    place_shards(decoder, spec, seat)
+    root: Any = fully_shard(subject, mesh=mesh, mp_policy=policy)
+    if spec.tuning is None:
+        place_shards(cast("Decoder", subject), spec, seat)
 
     def sync(last: bool) -> None:
         root.set_is_last_backward(last)
         if not chosen.sync_every_micro_batch:
             root.set_requires_gradient_sync(last)
 
-    settings = {**asdict(chosen), "units": len(units) + 1, "gathered_dtype": spec.training.precision.compute}
+    gathered = "as held" if spec.tuning else spec.training.precision.compute
+    settings = {**asdict(chosen), "units": len(units) + 1, "gathered_dtype": gathered}
     return TorchTrainer(
-        decoder, spec, seat, full_parameters=lambda: full_parameters(decoder), sync=sync, settings=settings
+        subject, spec, seat, full_parameters=lambda: full_parameters(subject), sync=sync, settings=settings
     )
 
 
+def empty_decoder(spec: RunSpec) -> Decoder:
+    """Without memory, so that the whole of it never stands on one rank."""
+    from paceline.strategies._torch import build_decoder
+
+    return build_decoder(spec, "meta")
+
+
 def mixed_precision(spec: RunSpec) -> Any:
-    """fp32 shards; gathered in the compute dtype, reduced in the reduction dtype. The decoder casts its own inputs."""
+    """fp32 shards; gathered in the compute dtype, reduced in the reduction dtype. The decoder casts its own inputs.
+
+    A fine-tuned model is gathered as it is held: 4-bit storage must not be cast, and adapters are cast where used.
+    """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from paceline.decoder import DTYPES
 
     precision = spec.training.precision
-    return MixedPrecisionPolicy(
-        param_dtype=DTYPES[precision.compute], reduce_dtype=DTYPES[precision.reduce], cast_forward_inputs=False
-    )
+    gathered = DTYPES[precision.compute] if spec.tuning is None else None
+    return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=DTYPES[precision.reduce], cast_forward_inputs=False)
 
 
-def block_units(decoder: Decoder, bucket_mb: float | None) -> list[Any]:
-    """One unit per block, or consecutive blocks joined until a unit holds at least bucket_mb of fp32 weights."""
+def block_units(subject: Subject, bucket_mb: float | None) -> list[Any]:
+    """One unit per block, or consecutive blocks joined until a unit holds at least bucket_mb of weights as sharded."""
     if bucket_mb is None:
-        return list(decoder.blocks)
+        return list(subject.blocks)
     units: list[list[nn.Module]] = [[]]
     size_mb = 0.0
-    for block in decoder.blocks:
+    for block in subject.blocks:
         if size_mb >= bucket_mb:
             units.append([])
             size_mb = 0.0
         units[-1].append(block)
-        size_mb += sum(p.numel() * 4 for p in block.parameters()) / 2**20
+        size_mb += sum(p.nbytes for p in block.parameters()) / 2**20
     return units
 
 
@@ -103,6 +120,9 @@ def place_shards(decoder: Decoder, spec: RunSpec, seat: Seat) -> None:
     fill(decoder, decoder.shape.layers, spec.seed, spec.training.precision.compute, place)
 
 
-def full_parameters(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in decoder.named_parameters():
+def full_parameters(subject: Subject) -> Iterator[tuple[str, Tensor]]:
+    from paceline.strategies._torch import scales_of
+
+    for name, parameter in subject.named_parameters():
         yield name, cast(Any, parameter).full_tensor()
+    yield from scales_of(subject)

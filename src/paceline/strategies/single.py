@@ -27,12 +27,12 @@ def check(spec: RunSpec) -> str | None:
 
 def wrap(spec: RunSpec, seat: Seat, reseed: int = 0) -> Trainer:
     """reseed is the reference's alone: another rounding of the same initial weights."""
-    from paceline.strategies._torch import TorchTrainer
+    from paceline.strategies._torch import TorchTrainer, compile_whole, whole_subject, whole_weights
 
-    decoder = prepared_decoder(spec, seat, reseed)
+    subject = whole_subject(spec, seat, spec.training.precision.reduce, reseed)
     if spec.training.compile:
-        decoder.compile()
-    return TorchTrainer(decoder, spec, seat, full_parameters=decoder.named_parameters)
+        compile_whole(subject)
+    return TorchTrainer(subject, spec, seat, full_parameters=lambda: whole_weights(subject))
 
 
 def prepared_decoder(spec: RunSpec, seat: Seat, reseed: int = 0) -> Decoder:

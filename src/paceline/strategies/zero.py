@@ -14,7 +14,7 @@ from paceline.spec import RunSpec, require
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from paceline.decoder import Decoder
+    from paceline.strategies._torch import Subject
 
 
 @dataclass(frozen=True)
@@ -36,25 +36,31 @@ class Options:
 def check(spec: RunSpec) -> str | None:
     assert spec.strategy is not None
     options(Options, spec.strategy)
+    if has_adapters(spec) and spec.training.precision.compute == "fp16":
+        return "DeepSpeed scales the loss only of models that are fp16 altogether, and adapters are fp32"
     return None
+
+
+def has_adapters(spec: RunSpec) -> bool:
+    return spec.tuning is not None and spec.tuning.has_adapters
 
 
 def wrap(spec: RunSpec, seat: Seat) -> Trainer:
     deepspeed = _import_deepspeed(seat)
-    from paceline.decoder import DTYPES
-    from paceline.strategies._torch import adamw, compile_parts, initialised_decoder
+    from paceline.strategies._optimizers import optimizer_of
+    from paceline.strategies._torch import compile_parts, compile_whole, learning, whole_subject
 
     assert spec.strategy is not None
     chosen = options(Options, spec.strategy)
     # DeepSpeed makes this cast itself, but with both copies on the device at once.
-    decoder = initialised_decoder(spec, seat).to(DTYPES[spec.training.precision.compute])
+    subject = whole_subject(spec, seat, spec.training.precision.compute)
     if spec.training.compile:
         # Stage 3 fetches weights in hooks between layers, which one graph over the whole model would not see.
-        compile_parts(decoder) if chosen.stage == 3 else decoder.compile()
+        compile_parts(subject) if chosen.stage == 3 else compile_whole(subject)
     config = configuration(spec, chosen)
-    optimizer = adamw(decoder.parameters(), spec.training)
-    engine, *_ = deepspeed.initialize(model=decoder, optimizer=optimizer, config=config)
-    return ZeroTrainer(engine, decoder, optimizer, spec, chosen)
+    optimizer = optimizer_of(spec, learning(subject))
+    engine, *_ = deepspeed.initialize(model=subject, optimizer=optimizer, config=config)
+    return ZeroTrainer(engine, subject, optimizer, spec, chosen)
 
 
 def _import_deepspeed(seat: Seat) -> Any:
@@ -98,6 +104,9 @@ def configuration(spec: RunSpec, chosen: Options) -> dict[str, Any]:
         "data_types": {"grad_accum_dtype": reduce},
         "steps_per_print": 1 << 30,
     }
+    if has_adapters(spec):
+        # Adapters are fp32 for DeepSpeed, which leaves frozen weights as they are; the module casts by itself.
+        return config
     if compute == "bf16":
         config["bf16"] = {"enabled": True}
     if compute == "fp16":
@@ -109,8 +118,8 @@ def configuration(spec: RunSpec, chosen: Options) -> dict[str, Any]:
 class ZeroTrainer:
     """Implements `plugins.Trainer`: the engine divides, reduces, clips and steps at its own boundary."""
 
-    def __init__(self, engine: Any, decoder: Decoder, optimizer: Any, spec: RunSpec, chosen: Options) -> None:
-        self.engine, self.decoder, self.optimizer = engine, decoder, optimizer
+    def __init__(self, engine: Any, subject: Subject, optimizer: Any, spec: RunSpec, chosen: Options) -> None:
+        self.engine, self.subject, self.optimizer = engine, subject, optimizer
         self.spec, self.chosen = spec, chosen
 
     @property
@@ -132,21 +141,26 @@ class ZeroTrainer:
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         import deepspeed
 
-        for name, parameter in self.decoder.named_parameters():
+        from paceline.strategies._torch import scales_of
+
+        for name, parameter in self.subject.named_parameters():
             with deepspeed.zero.GatheredParameters([parameter], enabled=self.chosen.stage == 3):
                 yield name, parameter.detach()
+        yield from scales_of(self.subject)
 
     def declare(self) -> tuple[dict[str, str], dict[str, Any], dict[str, Any]]:
-        from paceline.strategies._torch import DTYPE_NAMES, optimizer_facts, state_dtypes
+        from paceline.strategies._optimizers import DTYPE_NAMES, optimizer_facts, state_dtypes
+        from paceline.strategies._torch import tuning_facts
 
         model_dtype, accumulation = self.engine.get_data_types()
         dtypes = {
             "parameters": DTYPE_NAMES[model_dtype],
-            "compute": DTYPE_NAMES[self.decoder.dtype],
+            "compute": DTYPE_NAMES[self.subject.dtype],
             "gradient": DTYPE_NAMES[accumulation],
             "gradient_reduction": DTYPE_NAMES[self.engine.communication_data_type],
             **state_dtypes(self.optimizer),
         }
+        special, more = tuning_facts(self.subject)
         facts = optimizer_facts(self.optimizer, self.engine.gradient_clipping())
         bucket = self.engine.zero_reduce_bucket_size()
-        return dtypes, facts, {**asdict(self.chosen), "reduce_bucket_elements": bucket}
+        return dtypes | special, facts, {**asdict(self.chosen), "reduce_bucket_elements": bucket, **more}

@@ -28,8 +28,8 @@ def _size(storages: Mapping[int, Any], without: Iterable[int] = ()) -> int:
 
 
 def _module(trainer: Any) -> torch.nn.Module:
-    """TorchTrainer keeps its (wrapped) module, ZeroTrainer the decoder under its engine."""
-    return trainer.module if hasattr(trainer, "module") else trainer.decoder  # type: ignore[no-any-return]
+    """TorchTrainer keeps its (wrapped) module, ZeroTrainer what its engine wraps."""
+    return trainer.module if hasattr(trainer, "module") else trainer.subject  # type: ignore[no-any-return]
 
 
 def _parameters(trainer: Any) -> Iterator[Any]:

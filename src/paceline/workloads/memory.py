@@ -43,7 +43,7 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
 def observe(spec: RunSpec, seat: Seat, recorder: Recorder, prediction: Prediction) -> None:
     """Train a few steps and leave the memory of every moment of the last one."""
     from paceline.corpus import Partition, open_corpus
-    from paceline.measure import clock_for, digest_parameters, release_unused
+    from paceline.measure import clock_for, release_unused
     from paceline.models import load as load_shape
     from paceline.workloads._loop import Loop
     from paceline.workloads._watch import Watched
@@ -54,7 +54,7 @@ def observe(spec: RunSpec, seat: Seat, recorder: Recorder, prediction: Predictio
     recorder.progress(0, "setup")
     with pretrain.attention_backends(seat.device), gauge(seat) as meter:
         trainer: Trainer = load("strategies", spec.strategy.name).wrap(spec, seat)
-        weights = digest_parameters(trainer.full_parameters())
+        start = pretrain.read_start(spec, trainer)
         release_unused(seat.device)
         recorder.add(meter.now("setup"))
         watched = Watched(trainer, steps - 1, lambda moment: recorder.add(meter.now(moment)), meter.start)
@@ -63,7 +63,7 @@ def observe(spec: RunSpec, seat: Seat, recorder: Recorder, prediction: Predictio
         recorder.add(meter.peak("steps"))
         for sample in held_samples(spec, seat, watched.held):
             recorder.add(sample)
-        found = pretrain.evidence(spec, seat, trainer, weights, wall_s)
+        found = pretrain.evidence(spec, seat, trainer, start, wall_s)
         recorder.conclude(replace(found, settings={**found.settings, "prediction": prediction.state()}))
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.corpus import check_data, row_bytes
@@ -14,11 +15,21 @@ from paceline.records import Evidence
 from paceline.spec import RunSpec, Scalar, require
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from paceline.measure import Weights
     from paceline.workloads._loop import Loop
 
 AUDITED_STEPS = 1
 PROFILED_STEPS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The weights before the first step: those that learn, and those that do not (None where all learn)."""
+
+    learned: Weights
+    frozen: Weights | None
 
 
 def check(spec: RunSpec) -> str | None:
@@ -39,7 +50,7 @@ def check(spec: RunSpec) -> str | None:
 
 def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
     from paceline.corpus import Partition, facts_of, open_data
-    from paceline.measure import clock_for, digest_parameters, read_memory, release_unused
+    from paceline.measure import clock_for, read_memory, release_unused
     from paceline.workloads._loop import Loop
 
     assert spec.strategy is not None
@@ -47,14 +58,14 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
     recorder.progress(0, "setup")
     with attention_backends(seat.device):
         trainer: Trainer = load("strategies", spec.strategy.name).wrap(spec, seat)
-        weights = digest_parameters(trainer.full_parameters())
+        start = read_start(spec, trainer)
         release_unused(seat.device)
         recorder.add(read_memory(seat.rank, "setup", seat.device, peak=False))
         partition = Partition.of(spec, seat.rank)
         loop = Loop(trainer, corpus, partition, seat, clock_for(seat.device), recorder, spec.steps)
         wall_s = loop.window(range(spec.steps), reset_at=min(spec.warmup.minimum, spec.steps - 1))
         recorder.add(read_memory(seat.rank, "steps", seat.device, peak=True))
-        recorder.conclude(evidence(spec, seat, trainer, weights, wall_s, facts_of(corpus)))
+        recorder.conclude(evidence(spec, seat, trainer, start, wall_s, facts_of(corpus)))
         watch_after_window(spec, seat, loop, recorder)
 
 
@@ -80,11 +91,27 @@ def watch_after_window(spec: RunSpec, seat: Seat, loop: Loop, recorder: Recorder
         recorder.add(sample)
 
 
+def read_start(spec: RunSpec, trainer: Trainer) -> Start:
+    """Digests of the weights as the strategy holds them, sharded ones gathered; called on every rank."""
+    from paceline.measure import digest_parameters
+
+    if spec.tuning is None or not spec.tuning.has_adapters:
+        return Start(digest_parameters(trainer.full_parameters()), None)
+    from paceline.tuned import is_learned
+
+    def kept(learned: bool) -> Iterator[tuple[str, Tensor]]:
+        whole = trainer.full_parameters()
+        return ((name, value) for name, value in whole if is_learned(name, tuning) is learned)
+
+    tuning = spec.tuning
+    return Start(digest_parameters(kept(True)), digest_parameters(kept(False)))
+
+
 def evidence(
     spec: RunSpec,
     seat: Seat,
     trainer: Trainer,
-    weights: Weights,
+    start: Start,
     wall_s: float,
     facts: Mapping[str, Scalar] | None = None,
 ) -> Evidence:
@@ -94,9 +121,10 @@ def evidence(
     dtypes, optimizer, settings = trainer.declare()
     shared = os.environ.get("PACELINE_SHARED_GPU") == "1"
     return Evidence(
-        init_digest=weights.digest,
-        init_digests=weights.by_name,
-        parameters=weights.count,
+        init_digest=start.learned.digest,
+        init_digests=start.learned.by_name,
+        parameters=start.learned.count,
+        frozen_digest=start.frozen.digest if start.frozen else None,
         dtypes=dtypes,
         optimizer=optimizer,
         settings={**settings, **(facts or {}), **({"shared_gpu": True} if shared else {})},

@@ -12,7 +12,8 @@ from paceline.spec import RunSpec
 @dataclass(frozen=True)
 class Options:
     """variants: trajectories to compute. All but the first re-seed what must not matter: the order of sequences inside
-    each global batch and the rounding of the initial weights to 16 bit. Their spread is the certificate's tolerance."""
+    each global batch and the rounding to 16 bit of the initial weights that learn. Their spread is the certificate's
+    tolerance."""
 
     variants: int = 1
 
@@ -25,22 +26,21 @@ def check(spec: RunSpec) -> str | None:
 
 
 def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
-    from paceline.corpus import Partition, open_corpus
-    from paceline.measure import clock_for, digest_parameters
+    from paceline.corpus import Partition, open_data
+    from paceline.measure import clock_for
     from paceline.workloads._loop import Loop
-    from paceline.workloads.pretrain import attention_backends, evidence
+    from paceline.workloads.pretrain import attention_backends, evidence, read_start
 
-    training = spec.training
-    corpus = open_corpus(training.data, load_shape(spec.model).vocab, training.sequence_length, spec.seed)
+    corpus = open_data(spec, load_shape(spec.model).vocab)
     single = load("strategies", "single")
     for variant in range(options(Options, spec.workload).variants):
         recorder.progress(0, f"setup of variant {variant}")
         with attention_backends(seat.device):
             trainer = single.wrap(spec, seat, reseed=variant)
-            weights = digest_parameters(trainer.full_parameters())
+            start = read_start(spec, trainer)
             partition = Partition.of(spec, seat.rank, shuffle=variant)
             loop = Loop(trainer, corpus, partition, seat, clock_for(seat.device), recorder, spec.steps, variant)
             wall_s = loop.window(range(spec.steps))
         if variant == 0:
-            recorder.conclude(evidence(spec, seat, trainer, weights, wall_s))
+            recorder.conclude(evidence(spec, seat, trainer, start, wall_s))
         del trainer, loop

@@ -1,0 +1,227 @@
+"""The fine-tuned module: what it computes, what it holds, and that it is the same wherever it is built."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+for package in ("transformers", "peft", "bitsandbytes"):
+    pytest.importorskip(package)
+
+from paceline import tuned  # noqa: E402
+from paceline.adapters import adapter_parameters  # noqa: E402
+from paceline.decoder import IGNORED_LABEL  # noqa: E402
+from paceline.errors import MissingPackageError, UnsupportedError  # noqa: E402
+from paceline.measure import digest_parameters  # noqa: E402
+from paceline.models import load  # noqa: E402
+from paceline.spec import Choice, Precision, RunSpec, Topology, Training, Tuning  # noqa: E402
+from paceline.strategies._torch import whole_weights  # noqa: E402
+
+LENGTH, VOCAB = 12, 256
+
+
+def spec(method: str = "qlora", compute: str = "fp32", **changes: Any) -> RunSpec:
+    tuning = Tuning(method=method, optimizer="adamw", rank=4, targets=changes.pop("targets", "q+k+v+o"))
+    training = Training(
+        sequence_length=LENGTH,
+        micro_batch=2,
+        precision=Precision(compute=compute, reduce=compute if method == "full" else "fp32"),
+        data=Choice.parse(changes.pop("data", "instructions")),
+        checkpointing=changes.pop("checkpointing", "none"),
+    )
+    return RunSpec(
+        experiment="x",
+        workload=Choice("finetune"),
+        model=Choice(changes.pop("model", "tiny-llama")),
+        topology=Topology(device="cpu"),
+        training=training,
+        strategy=Choice("single"),
+        tuning=tuning,
+        steps=1,
+        **changes,
+    )
+
+
+def rows(packed: bool = False) -> tuple[Any, Any]:
+    """Two rows of LENGTH places, a third of them prompt; packed ones hold two documents each."""
+    tokens = torch.randint(0, VOCAB, (2, LENGTH + 1), generator=torch.Generator().manual_seed(7))
+    positions = torch.arange(LENGTH).repeat(2, 1)
+    if packed:
+        positions[:, LENGTH // 2 :] -= LENGTH // 2
+    labels = tokens[:, 1:].clone()
+    labels[:, : LENGTH // 3] = IGNORED_LABEL
+    return torch.stack([tokens[:, :-1], positions], dim=1), labels
+
+
+def teach(module: Any) -> None:
+    """Adapters begin as nothing (B is zero): give B values, so that they take part."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if ".lora_B." in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+
+
+def loss_and_gradients(module: Any, packed: bool = False) -> tuple[float, dict[str, Any]]:
+    inputs, labels = rows(packed)
+    loss = module(inputs, labels, torch.tensor(float((labels != IGNORED_LABEL).sum())))
+    loss.backward()
+    return loss.item(), {n: p.grad.clone() for n, p in module.named_parameters() if p.requires_grad}
+
+
+def dequantised(module: Any) -> Any:
+    """The same model with plain products of the numbers that the 4-bit codes stand for."""
+    import bitsandbytes as bnb
+
+    for path, part in list(module.named_modules()):
+        if isinstance(part, bnb.nn.Linear4bit) and part.quant_state is not None:
+            plain = torch.nn.Linear(part.in_features, part.out_features, bias=False)
+            values = bnb.functional.dequantize_4bit(part.weight.data, part.quant_state).float()
+            plain.weight = torch.nn.Parameter(values, requires_grad=False)
+            module.set_submodule(path, plain)
+    return module
+
+
+def test_4bit_training_equals_the_dequantised_model() -> None:
+    packed_bits, plain = tuned.build(spec(), "cpu"), dequantised(tuned.build(spec(), "cpu"))
+    teach(packed_bits), teach(plain)
+    loss, gradients = loss_and_gradients(packed_bits)
+    wanted, expected = loss_and_gradients(plain)
+    assert loss == pytest.approx(wanted, rel=1e-5)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        assert torch.allclose(gradient, expected[name], rtol=1e-4, atol=1e-6), name
+
+
+def test_4bit_weights_are_not_the_16_bit_ones() -> None:
+    """Quantisation costs something: a module that skipped it would pass every parity test."""
+    exact, coarse = tuned.build(spec("lora"), "cpu"), tuned.build(spec("qlora"), "cpu")
+    assert loss_and_gradients(exact)[0] != pytest.approx(loss_and_gradients(coarse)[0], rel=1e-6)
+    products = [p for n, p in coarse.named_parameters() if n.endswith("q_proj.base_layer.weight")]
+    assert products[0].dtype == torch.uint8
+    assert products[0].numel() == 128 * 128 // 2
+
+
+def test_loss_is_the_mean_over_learned_labels() -> None:
+    module = tuned.build(spec(), "cpu")
+    inputs, labels = rows()
+    with torch.no_grad():
+        logits = module.model(input_ids=inputs[:, 0], position_ids=inputs[:, 1]).logits.double()
+    places = (labels != IGNORED_LABEL).nonzero().tolist()
+    by_hand = [torch.logsumexp(logits[b, t], 0) - logits[b, t, labels[b, t]] for b, t in places]
+    assert len(by_hand) == 2 * (LENGTH - LENGTH // 3)
+    assert loss_and_gradients(module)[0] == pytest.approx(float(sum(by_hand) / len(by_hand)), rel=1e-6)
+
+
+def test_documents_of_a_packed_row_do_not_see_each_other() -> None:
+    module = tuned.build(spec("lora", data="instructions:packed=true"), "cpu")
+    inputs, labels = rows(packed=True)
+    labels[:, : LENGTH // 2] = IGNORED_LABEL
+    learned = torch.tensor(float((labels != IGNORED_LABEL).sum()))
+    with torch.no_grad():
+        together = module(inputs, labels, learned)
+        other = inputs.clone()
+        other[:, 0, : LENGTH // 2] = 5
+        assert module(other, labels, learned) == together
+        alone = inputs[:, :, LENGTH // 2 :].contiguous(), labels[:, LENGTH // 2 :].contiguous()
+        assert module(*alone, learned).item() == pytest.approx(together.item(), rel=1e-6)
+        module.packed = False
+        assert module(other, labels, learned) != module(inputs, labels, learned)
+
+
+@pytest.mark.parametrize("checkpointing", ["full", "selective"])
+@pytest.mark.parametrize("method", ["full", "qlora"])
+def test_checkpointing_changes_no_gradient(method: str, checkpointing: str) -> None:
+    plain, recomputed = (tuned.build(spec(method, checkpointing=c), "cpu") for c in ("none", checkpointing))
+    teach(plain), teach(recomputed)
+    loss, gradients = loss_and_gradients(plain)
+    again, same = loss_and_gradients(recomputed)
+    assert again == loss
+    assert all(torch.equal(gradients[name], same[name]) for name in gradients)
+
+
+@pytest.mark.parametrize("targets", ["q+k+v+o", "q+v", "gate+up+down"])
+def test_adapters_are_as_many_as_arithmetic_says(targets: str) -> None:
+    module = tuned.build(spec("lora", targets=targets), "cpu")
+    learned = {n: p for n, p in module.named_parameters() if p.requires_grad}
+    assert sum(p.numel() for p in learned.values()) == adapter_parameters(load(Choice("tiny-llama")), 4, targets)
+    assert {p.dtype for p in learned.values()} == {torch.float32}
+
+
+def test_adapters_begin_as_nothing_and_within_pefts_bound() -> None:
+    module = tuned.build(spec("lora"), "cpu")
+    values = dict(module.named_parameters())
+    first = next(value for name, value in values.items() if "q_proj.lora_A" in name)
+    assert 0.9 / math.sqrt(128) < first.abs().max() <= 1 / math.sqrt(128)
+    assert all(not value.any() for name, value in values.items() if ".lora_B." in name)
+
+
+def digests(module: Any, tuning: Tuning) -> tuple[str, str]:
+    weights = list(whole_weights(module))
+    parts = [[w for w in weights if tuned.is_learned(w[0], tuning) is learned] for learned in (True, False)]
+    learned, frozen = (digest_parameters(part).digest for part in parts)
+    return learned, frozen
+
+
+def test_two_builds_are_the_same_and_reseeding_moves_adapters_alone() -> None:
+    asked = spec(compute="bf16")
+    assert asked.tuning is not None
+    first, second, reseeded = (digests(tuned.build(asked, "cpu", reseed), asked.tuning) for reseed in (0, 0, 1))
+    assert first == second
+    assert reseeded[1] == first[1]
+    assert reseeded[0] != first[0]
+    other = digests(tuned.build(replace(asked, seed=1), "cpu"), asked.tuning)
+    assert other[0] != first[0]
+    assert other[1] != first[1]
+
+
+def test_frozen_digest_sees_a_scale() -> None:
+    asked = spec()
+    assert asked.tuning is not None
+    module = tuned.build(asked, "cpu")
+    before = digests(module, asked.tuning)
+    next(value for name, value in module.scales() if name.endswith("absmax")).view(-1)[3] ^= 1
+    after = digests(module, asked.tuning)
+    assert after[0] == before[0]
+    assert after[1] != before[1]
+
+
+@pytest.mark.parametrize(
+    ("method", "compute", "held"),
+    [("qlora", "bf16", ("fp32", "nf4")), ("lora", "bf16", ("fp32", "bf16")), ("full", "bf16", ("bf16", "none"))],
+)
+def test_dtypes_are_those_of_the_tensors(method: str, compute: str, held: tuple[str, str]) -> None:
+    module = tuned.build(spec(method, compute), "cpu")
+    assert (module.dtypes["parameters"], module.dtypes["frozen_weights"]) == held
+    assert module.facts == {"weights": "random"}
+
+
+def test_a_directory_gives_its_own_weights(tmp_path: Path) -> None:
+    saved = tuned.build(spec("full"), "cpu").model
+    with torch.no_grad():
+        saved.model.embed_tokens.weight.mul_(2)
+    saved.save_pretrained(tmp_path)
+    read = tuned.build(spec("full", model=str(tmp_path)), "cpu")
+    assert read.facts == {"weights": "pretrained"}
+    for name, value in saved.named_parameters():
+        assert torch.equal(value, read.model.get_parameter(name)), name
+    frozen = tuned.build(spec("qlora", model=str(tmp_path)), "cpu")
+    assert frozen.dtypes["frozen_weights"] == "nf4"
+
+
+def test_a_model_that_is_built_otherwise_is_refused(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64)).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedError, match="GPT2LMHeadModel, which is not built as Llama is"):
+        tuned.build(spec(model=str(tmp_path)), "cpu")
+
+
+def test_a_missing_package_says_how_to_install_it() -> None:
+    with pytest.raises(MissingPackageError, match=r"pip install 'paceline\[finetune\]'"):
+        tuned.package("no_such_package", "fine-tuning")

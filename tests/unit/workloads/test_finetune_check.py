@@ -1,0 +1,73 @@
+"""What fine-tuning refuses before anything starts, and with which words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from paceline.plugins import load
+from paceline.spec import Choice, Precision, RunSpec, Topology, Training, Tuning
+
+
+def spec(method: str = "qlora", compute: str = "fp32", reduce: str = "fp32", **changes: Any) -> RunSpec:
+    tuning = Tuning(method=method, optimizer=changes.pop("optimizer", "adamw"))
+    training = Training(
+        sequence_length=16,
+        micro_batch=1,
+        precision=Precision(compute=compute, reduce=reduce),
+        data=Choice("instructions"),
+    )
+    defaults = {"model": Choice("tiny-llama"), "strategy": Choice("ddp"), **changes}
+    return RunSpec(
+        experiment="x",
+        workload=Choice("finetune"),
+        topology=Topology(device="cpu", processes_per_node=2),
+        training=training,
+        tuning=tuning,
+        steps=1,
+        **defaults,
+    )
+
+
+def reason(asked: RunSpec) -> str | None:
+    assert asked.strategy is not None
+    found = load("workloads", "finetune").check(asked) or load("strategies", asked.strategy.name).check(asked)
+    assert found is None or isinstance(found, str)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": Choice("tiny")}, "models of the llama family only, and tiny is of the family gpt"),
+        ({"compute": "bf16", "reduce": "bf16"}, "reduce_dtype is fp32 with qlora"),
+        ({"method": "full", "compute": "bf16"}, "reduce_dtype is bf16 too"),
+        (
+            {"compute": "fp16", "strategy": Choice("zero", {"stage": 2})},
+            "DeepSpeed scales the loss only of models that are fp16 altogether",
+        ),
+        (
+            {"compute": "fp16", "strategy": Choice("fsdp2"), "optimizer": "adamw_8bit"},
+            "adamw_8bit sees one shard",
+        ),
+    ],
+)
+def test_refused_with_a_reason(changes: dict[str, Any], words: str) -> None:
+    found = reason(spec(**changes))
+    assert found is not None
+    assert words in found
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero:stage=3"])
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+def test_accepted(method: str, strategy: str) -> None:
+    reduce = "bf16" if method == "full" else "fp32"
+    assert reason(spec(method, "bf16", reduce, strategy=Choice.parse(strategy))) is None
+
+
+def test_single_keeps_to_one_process() -> None:
+    asked = spec(strategy=Choice("single"))
+    assert reason(asked) is not None
+    assert reason(replace(asked, topology=Topology(device="cpu"))) is None
