@@ -63,6 +63,8 @@ def compile_whole(subject: Subject) -> None:
 
 def compile_parts(subject: Subject) -> None:
     """Compile block by block and the loss: for strategies whose hooks sit between the blocks."""
+    if isinstance(subject, tuned.Tuned):
+        tuned.prepare_compiler(subject.checkpointing)
     for block in subject.blocks:
         block.compile()
     subject._loss = torch.compile(subject._loss)  # type: ignore[assignment, method-assign]
