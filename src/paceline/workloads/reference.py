@@ -27,7 +27,7 @@ def check(spec: RunSpec) -> str | None:
 
 def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
     from paceline.corpus import Partition, open_data
-    from paceline.measure import clock_for
+    from paceline.measure import clock_for, release_unused
     from paceline.workloads._loop import Loop
     from paceline.workloads.pretrain import attention_backends, evidence, read_start
 
@@ -43,4 +43,6 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
             wall_s = loop.window(range(spec.steps))
         if variant == 0:
             recorder.conclude(evidence(spec, seat, trainer, start, wall_s))
+        # A trainer and its optimizer refer to each other: collected now, the next variant finds the device empty.
         del trainer, loop
+        release_unused(seat.device)
