@@ -6,7 +6,7 @@ Adapters are held in fp32 whatever the compute dtype; a frozen weight costs no g
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from paceline import models
 from paceline.models import Named, Shape
@@ -161,42 +161,48 @@ def wire_bytes(
     DDP and ZeRO-1/2 reduce and gather what is trained: P becomes A. FSDP2 and ZeRO-3 besides gather the frozen weights
     as they are held (of quantised ones the codes), but reduce the adapters alone.
     """
-    trained = trained_parameters(shape, tuning)
-    if not tuning.has_adapters:
-        sizes = DTYPE_BYTES[reduce], DTYPE_BYTES[compute]
-        root, tensors = models.root_parameters(shape), models.tensor_sizes(shape)
-        return models.wire_bytes(strategy, trained, group_size, accumulation, *sizes, root, tensors)
+    trained, size = trained_parameters(shape, tuning), ADAPTER_BYTES if tuning.has_adapters else DTYPE_BYTES[compute]
+    reduced = trained * DTYPE_BYTES[reduce]
     if strategy.name == "fsdp2":
-        return _fsdp2(shape, tuning, strategy, accumulation, reduce, compute) * (group_size - 1) / group_size
+        root = models.root_parameters(shape) * DTYPE_BYTES[compute]
+        blocks = sum(held for _, held in weight_tensors(shape, tuning, compute)) - root
+        return _fsdp2(strategy, accumulation, root, blocks, reduced) * (group_size - 1) / group_size
     if strategy.name == "zero" and strategy.options.get("stage", 1) == 3:
-        return _zero3(shape, tuning, strategy, accumulation, reduce, compute) * (group_size - 1) / group_size
-    # Updated adapters travel as they are held.
-    return models.wire_bytes(strategy, trained, group_size, accumulation, DTYPE_BYTES[reduce], ADAPTER_BYTES)
+        tensors = weight_tensors(shape, tuning, compute)
+        return _zero3(strategy, accumulation, tensors, reduced) * (group_size - 1) / group_size
+    return models.wire_bytes(strategy, trained, group_size, accumulation, DTYPE_BYTES[reduce], size)
 
 
-def _held_bytes(shape: Shape, tuning: Tuning, compute: str) -> float:
-    """One gather of every weight."""
-    frozen = frozen_bytes(shape, tuning, compute) - _scale_bytes(shape, tuning)
-    return frozen + trained_parameters(shape, tuning) * ADAPTER_BYTES
+def weight_tensors(shape: Shape, tuning: Tuning, compute: str) -> list[tuple[int, int]]:
+    """Elements and bytes of every weight as transformers holds it: q, k, v, gate and up apart, 4-bit codes in pairs."""
+    h, size = shape.hidden, DTYPE_BYTES[compute]
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    mlp = [h * shape.ffn] * (3 if shape.gated else 2) * (shape.experts or 1)
+    products = [h * queries, h * keys, h * keys, queries * h, *mlp]
+    paired = tuning.method == "qlora"
+    block = [(n // 2, n // 2) if paired else (n, n * size) for n in products]
+    small = models.block_parameters(shape) - sum(products)
+    norms = [(h, h * size)] * 2
+    others = [(small - 2 * h, (small - 2 * h) * size)] if small > 2 * h else []
+    adapters = adapter_tensors(shape, tuning.rank, tuning.targets) if tuning.has_adapters else ()
+    block += [*norms, *others, *((n, n * ADAPTER_BYTES) for n in adapters)]
+    ends = [shape.vocab * h] * (1 if shape.tied else 2)
+    rest = models.root_parameters(shape) - sum(ends)
+    return block * shape.layers + [(n, n * size) for n in (*ends, rest)]
 
 
-def _fsdp2(shape: Shape, tuning: Tuning, strategy: Named, accumulation: int, reduce: str, compute: str) -> float:
-    """As `models.wire_bytes`: 2G gathers of the blocks, G of the root, which has no adapter; one reduction of A."""
-    trained, root = trained_parameters(shape, tuning), models.root_parameters(shape) * DTYPE_BYTES[compute]
-    blocks = _held_bytes(shape, tuning, compute) - root
+def _fsdp2(strategy: Named, accumulation: int, root: float, blocks: float, reduced: float) -> float:
+    """As `models.wire_bytes`: 2G gathers of the blocks, G of the root, which has no adapter; one reduction."""
     gathers = 2 if strategy.options.get("reshard_after_forward", True) else 1
     reductions = accumulation if strategy.options.get("sync_every_micro_batch", False) else 1
-    return accumulation * (root + gathers * blocks) + reductions * trained * DTYPE_BYTES[reduce]
+    return accumulation * (root + gathers * blocks) + reductions * reduced
 
 
-def _zero3(shape: Shape, tuning: Tuning, strategy: Named, accumulation: int, reduce: str, compute: str) -> float:
-    """As `models.wire_bytes`: G or 2G gathers by the reuse window, small tensors once per step, G reductions of A."""
-    trained = trained_parameters(shape, tuning)
+def _zero3(strategy: Named, accumulation: int, tensors: Sequence[tuple[int, int]], reduced: float) -> float:
+    """As `models.wire_bytes`: G or 2G gathers by the reuse window, small tensors once per step, G reductions."""
     threshold = strategy.options.get("persistence_threshold", 1e5)
-    adapters = shape.layers * sum(n for n in adapter_tensors(shape, tuning.rank, tuning.targets) if n <= threshold)
-    frozen = sum(n for n in models.tensor_sizes(shape) if n <= threshold)
-    kept = adapters * ADAPTER_BYTES + frozen * DTYPE_BYTES[compute]
-    gathered = _held_bytes(shape, tuning, compute) - kept
+    kept = sum(held for elements, held in tensors if elements <= threshold)
+    gathered = sum(held for _, held in tensors) - kept
     window = min(strategy.options.get(name, 1e9) for name in ("max_live_parameters", "max_reuse_distance"))
-    gathers = 1 if models.parameters(shape) + trained <= window else 2
-    return kept + accumulation * (gathers * gathered + trained * DTYPE_BYTES[reduce])
+    gathers = 1 if sum(elements for elements, _ in tensors) <= window else 2
+    return kept + accumulation * (gathers * gathered + reduced)

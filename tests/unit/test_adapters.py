@@ -144,7 +144,31 @@ def test_strategies_that_shard_weights_gather_the_frozen_ones_as_held() -> None:
     assert default == pytest.approx((frozen + 4 * TINY_ADAPTERS + 3 * 4 * TINY_ADAPTERS) / 2)
 
 
+def test_the_formulas_are_what_two_real_ranks_sent() -> None:
+    """Counted payloads of tiny-llama in fp32 with 4-bit frozen weights, two micro batches of two processes each."""
+    counted = {
+        "ddp": 2 * 114_688,
+        "fsdp2": 525_312 + 1_056_768 + 114_688,
+        "zero:stage=3": 379_392 + 147_456 + 229_376,
+    }
+    for strategy, payload in counted.items():
+        sent = adapters.wire_bytes(TINY, QLORA, Choice.parse(strategy), 2, 2, "fp32", "fp32")
+        assert sent == payload / 2, strategy
+
+
+def test_tensors_hold_every_weight_once() -> None:
+    for shape in (TINY, MISTRAL, models.load(Choice("tiny")), models.load(Choice("mixtral-8x7b"))):
+        tensors = adapters.weight_tensors(shape, FULL, "bf16")
+        assert sum(n for n, _ in tensors) == models.parameters(shape)
+        assert sum(held for _, held in tensors) == 2 * models.parameters(shape)
+
+
 def test_full_fine_tuning_communicates_as_training_from_scratch_does() -> None:
     count = models.parameters(TINY)
     assert adapters.wire_bytes(TINY, FULL, Choice("ddp"), 2, 3, "fp32", "bf16") == 2 * count * 4 / 2
+    whole = Choice("zero", {"stage": 3, "persistence_threshold": 0})
+    for strategy in (Choice("zero", {"stage": 2}), Choice("fsdp2"), whole):
+        root = models.root_parameters(TINY)
+        expected = models.wire_bytes(strategy, count, 2, 3, 2, 2, root, models.tensor_sizes(TINY))
+        assert adapters.wire_bytes(TINY, FULL, strategy, 2, 3, "bf16", "bf16") == expected
     assert adapters.wire_bytes(TINY, FULL, Choice("mesh"), 2, 3, "fp32", "bf16") is None

@@ -23,7 +23,7 @@ from paceline.analysis.window import LAUNCH_COLUMNS, PHASES, STEP_COLUMNS, Windo
 from paceline.corpus import is_packed
 from paceline.errors import RequestError
 from paceline.findings import HIGHER, LOWER, SHARED_GPU, Measurement
-from paceline.spec import RunSpec, Scalar
+from paceline.spec import Choice, RunSpec, Scalar
 
 _REPEAT_FIELDS = ("experiment", "repeat", "timeout_s", "stall_s", "reference_steps")
 
@@ -192,23 +192,21 @@ def _predicted_wire(cell: Cell) -> Estimate:
     spec, evidence = cell.spec, cell.windows[0].record.evidence
     if spec.strategy is None or evidence is None:
         return Estimate(None)
-    precision, shape = spec.training.precision, cell.windows[0].record.shape
-    ranks, accumulation = spec.topology.world_size, spec.training.accumulation
+    try:
+        value = _wire_formula(spec, spec.strategy, evidence.parameters, cell.windows[0].record.shape)
+    except RequestError as error:
+        return Estimate(None, str(error))
+    return Estimate(None if value is None else Resampled(float(value), None, math.inf, len(cell.windows), value > 0))
+
+
+def _wire_formula(spec: RunSpec, strategy: Choice, parameters: int, shape: models.Shape) -> float | None:
+    precision, ranks, accumulation = spec.training.precision, spec.topology.world_size, spec.training.accumulation
     if spec.tuning:
         dtypes = precision.reduce, precision.compute
-        value = adapters.wire_bytes(shape, spec.tuning, spec.strategy, ranks, accumulation, *dtypes)
-    else:
-        value = models.wire_bytes(
-            spec.strategy,
-            evidence.parameters,
-            ranks,
-            accumulation,
-            DTYPE_BYTES[precision.reduce],
-            DTYPE_BYTES[precision.compute],
-            models.root_parameters(shape),
-            models.tensor_sizes(shape),
-        )
-    return Estimate(None if value is None else Resampled(float(value), None, math.inf, len(cell.windows), value > 0))
+        return adapters.wire_bytes(shape, spec.tuning, strategy, ranks, accumulation, *dtypes)
+    sizes = DTYPE_BYTES[precision.reduce], DTYPE_BYTES[precision.compute]
+    root, tensors = models.root_parameters(shape), models.tensor_sizes(shape)
+    return models.wire_bytes(strategy, parameters, ranks, accumulation, *sizes, root, tensors)
 
 
 def dense_peak(cell: Cell) -> tuple[float | None, str]:

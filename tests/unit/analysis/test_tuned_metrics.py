@@ -96,6 +96,12 @@ def test_the_wire_formula_is_of_the_adapters(make_tuned: Builder) -> None:
     assert measured(make_tuned())["wire_bytes_formula_per_step"].value == 2 * count * 4 / 2
 
 
+def test_a_target_the_model_lacks_has_no_formula_and_says_why(make_tuned: Builder) -> None:
+    found = measured(make_tuned(model="tiny", tuning=Tuning(method="lora", targets="gate")))
+    assert found["wire_bytes_formula_per_step"].value is None
+    assert "'gate' was given" in (found["wire_bytes_formula_per_step"].note or "")
+
+
 def test_the_loss_of_a_step_is_the_mean_over_learned_tokens(make_tuned: Builder, make_step: Builder) -> None:
     """Rank 0 learned 30 tokens at a loss of 1, rank 1 ten at 5: the mean is 2, whatever they read."""
     record = make_tuned()
