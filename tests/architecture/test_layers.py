@@ -20,6 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("spec", "models", "machine", "processes", "files"),
     ("prices",),
     ("records", "findings", "doctor", "recipe", "redaction"),
+    ("series",),
     ("samples",),
     ("store", "measure", "telemetry", "decoder", "ledger", "footprint"),
     ("campaign",),

@@ -132,6 +132,7 @@ def _finding(record: RunRecord, certificates: Mapping[str, Certificate], windows
         outlier_steps=window.outliers if window else 0,
         health=_health(record, window),
         warmup=window.warmup if window else None,
+        throttled_steps=window.throttling.steps if window and window.throttling else None,
         device_name=ceilings.device_names(record.spec.topology.device, record.machines) if record.machines else None,
     )
 
@@ -152,6 +153,8 @@ def _health(record: RunRecord, window: Window | None) -> tuple[str, ...]:
         found.append(f"debug switches: {', '.join(switches)}")
     if neighbours:
         found.append(f"{neighbours} other processes on the GPU")
+    if window and window.throttling and window.throttling.steps:
+        found.append(window.throttling.text)
     if window and not window.warmup.by_rule:
         found.append(f"warm-up: {window.warmup.text}")
     proved = min(record.spec.reference_steps, record.spec.steps)

@@ -52,7 +52,7 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
         loop = Loop(trainer, corpus, partition, seat, clock_for(seat.device), recorder, spec.steps)
         wall_s = loop.window(range(spec.steps), reset_at=min(spec.warmup.minimum, spec.steps - 1))
         recorder.add(read_memory(seat.rank, "steps", seat.device, peak=True))
-        recorder.conclude(evidence(spec, seat, trainer, weights, wall_s))
+        recorder.conclude(evidence(spec, seat, trainer, weights, wall_s, loop.window_began_at_s))
         watch_after_window(spec, seat, loop, recorder)
 
 
@@ -78,7 +78,9 @@ def watch_after_window(spec: RunSpec, seat: Seat, loop: Loop, recorder: Recorder
         recorder.add(sample)
 
 
-def evidence(spec: RunSpec, seat: Seat, trainer: Trainer, weights: Weights, wall_s: float) -> Evidence:
+def evidence(
+    spec: RunSpec, seat: Seat, trainer: Trainer, weights: Weights, wall_s: float, began_at_s: float | None = None
+) -> Evidence:
     from paceline.machine import debug_switches, neighbours
 
     dtypes, optimizer, settings = trainer.declare()
@@ -93,6 +95,7 @@ def evidence(spec: RunSpec, seat: Seat, trainer: Trainer, weights: Weights, wall
         switches=debug_switches(os.environ),
         neighbours=neighbours(seat.local_rank) if seat.device == "cuda" else None,
         window_wall_s=wall_s,
+        window_began_at_s=began_at_s,
         shape=dataclasses.asdict(load_shape(spec.model)),
     )
 
