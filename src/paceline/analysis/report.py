@@ -25,6 +25,7 @@ from paceline.analysis import (
     scaling,
     thumb,
     validity,
+    watch,
 )
 from paceline.analysis.certificate import certify_all
 from paceline.analysis.metrics import Cell
@@ -93,7 +94,7 @@ def build(
         notes=(*_notes(cells, runs, _machines(ordered)), *_superseded(earlier), *network.notes),
         skipped=tuple(skipped),
     )
-    return _completed(found, ordered, cells, costing or cost.Costing())
+    return _completed(watch.added_to(found, sound, windows), ordered, cells, costing or cost.Costing())
 
 
 def _completed(found: Report, ordered: Sequence[RunRecord], cells: Sequence[Cell], costing: cost.Costing) -> Report:

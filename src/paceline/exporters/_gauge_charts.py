@@ -1,0 +1,49 @@
+"""Gauges over a run: power, clock, use and temperature of one device of each cell, throttled stretches shaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from paceline.exporters._canvas import GRID, PALETTE, QUIET, canvas, entitle, key
+from paceline.findings import GaugeTrace, Report
+from paceline.present.gauges import GAUGES, TOP, curves, drawn, trace_title
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PANEL_IN, TITLE_IN = 2.0, 0.9
+SHADE = PALETTE[1]
+COLOURS = dict(zip(GAUGES, (PALETTE[0], PALETTE[2], PALETTE[5], PALETTE[3]), strict=True))
+
+
+def panels(report: Report) -> Sequence[GaugeTrace]:
+    return drawn(report)
+
+
+def draw(report: Report, found: Sequence[GaugeTrace]) -> Figure:
+    heights = (PANEL_IN + (0.0 if i else TITLE_IN) for i in range(len(found)))
+    title, subtitle = "Gauges over the run", "0 s is the first measured step, the dashed line the end of the last"
+    figure, axes = canvas("", "", *heights)
+    for i, (panel, trace) in enumerate(zip(axes, found, strict=True)):
+        entitle(panel, "" if i else title, subtitle, trace_title(report, trace))
+        _panel(panel, trace)
+    axes[-1].set_xlabel("s")
+    told = {curve.name for trace in found for curve in curves(trace)}
+    words = [(name, COLOURS[name]) for name in GAUGES if name in told]
+    key(figure, [*words, *([("throttled", SHADE)] if any(trace.throttled for trace in found) else [])])
+    return figure
+
+
+def _panel(axes: Axes, trace: GaugeTrace) -> None:
+    for begin, end in trace.throttled:
+        axes.axvspan(begin, end, color=SHADE, alpha=0.18, linewidth=0)
+    for curve in curves(trace):
+        at, values = zip(*curve.points, strict=True)
+        axes.plot(at, values, color=COLOURS[curve.name], linewidth=1.3)
+    for edge in trace.window or ():
+        axes.axvline(edge, color=QUIET, linewidth=0.9, linestyle="--")
+    axes.set_ylim(0, TOP)
+    axes.grid(axis="y", color=GRID)
+    axes.set_ylabel("% of limit, or C")
