@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PANEL_IN, TITLE_IN = 2.0, 0.9
-SHADE = PALETTE[1]
-COLOURS = dict(zip(GAUGES, (PALETTE[0], PALETTE[2], PALETTE[5], PALETTE[3]), strict=True))
+SHADE = "#f7e1d2"  # of the palette's vermilion, pale enough to read curves on
+COLOURS = {name: PALETTE[place] for name, place in GAUGES.items()}
 
 
 def panels(report: Report) -> Sequence[GaugeTrace]:
@@ -24,7 +24,10 @@ def panels(report: Report) -> Sequence[GaugeTrace]:
 
 def draw(report: Report, found: Sequence[GaugeTrace]) -> Figure:
     heights = (PANEL_IN + (0.0 if i else TITLE_IN) for i in range(len(found)))
-    title, subtitle = "Gauges over the run", "0 s is the first measured step, the dashed line the end of the last"
+    title, subtitle = (
+        "Gauges over the run",
+        "measured steps lie between the dashed lines; before them is set-up and warm-up",
+    )
     figure, axes = canvas("", "", *heights)
     for i, (panel, trace) in enumerate(zip(axes, found, strict=True)):
         entitle(panel, "" if i else title, subtitle, trace_title(report, trace))
@@ -38,7 +41,7 @@ def draw(report: Report, found: Sequence[GaugeTrace]) -> Figure:
 
 def _panel(axes: Axes, trace: GaugeTrace) -> None:
     for begin, end in trace.throttled:
-        axes.axvspan(begin, end, color=SHADE, alpha=0.18, linewidth=0)
+        axes.axvspan(begin, end, color=SHADE, linewidth=0, zorder=0)
     for curve in curves(trace):
         at, values = zip(*curve.points, strict=True)
         axes.plot(at, values, color=COLOURS[curve.name], linewidth=1.3)

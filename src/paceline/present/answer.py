@@ -140,8 +140,9 @@ def _where(report: Report, found: Recommendation) -> str:
 def _beside(report: Report, found: Recommendation) -> str:
     """That one side was throttled more, else what was left out, else who needs least memory, else what holds the winner
     back, else how far the last is."""
-    if found.decisive and found.decisive.throttled:
-        return _held_down(found.decisive)
+    cited = (found.decisive,) if found.decisive else found.because
+    if uneven := next((c for c in cited if c.throttled), None):
+        return _held_down(uneven)
     if found.left_out:
         return _endings((cell.status, spoken(cell.name)) for cell in found.left_out)
     ours = [r for r in report.recommendations if (r.group_key, r.group) == (found.group_key, found.group)]
@@ -152,10 +153,10 @@ def _beside(report: Report, found: Recommendation) -> str:
 
 
 def _held_down(versus: Comparison) -> str:
-    """`GPUs were throttled in 40 % of the steps of DDP and 0 % of those of FSDP2: that may be part of it.`"""
+    """A speed that heat or a power cap decided is not the strategy's."""
     a, b = versus.throttled or (0.0, 0.0)
     share = f"{a:.0%} of the steps of {spoken(versus.label)} and {b:.0%} of those of {spoken(versus.other_label)}"
-    return f"GPUs were throttled in {share}: that may be part of the difference."
+    return f"GPUs were throttled in {share}: that may {'hide a' if versus.is_tie else 'be part of the'} difference."
 
 
 def _last(found: Recommendation) -> str:

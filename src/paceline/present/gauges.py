@@ -84,8 +84,8 @@ class Curve(NamedTuple):
     points: tuple[tuple[float, float], ...]
 
 
-# In the order of their colours, the same in every chart.
-GAUGES = ("power, % of the cap", "clock, % of its maximum", "busy, %", "temperature, C")
+# With their places in the palette; the second is that of throttled stretches.
+GAUGES = {"power, % of the cap": 0, "clock, % of its maximum": 2, "busy, %": 5, "temperature, C": 3}
 
 
 def curves(trace: GaugeTrace) -> tuple[Curve, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from paceline.findings import Report
-from paceline.present.charts.chart import CURVE, LINES, Axis, Chart, Point, Span, numbered, used
+from paceline.present.charts.chart import CURVE, LINES, Axis, Chart, Point, Series, Span, used
 from paceline.present.gauges import GAUGES, curves, drawn, trace_title
 
 
@@ -27,6 +27,6 @@ def traces(report: Report) -> Iterator[Chart]:
         x=Axis(label="s", zero=False),
         y=Axis(label="% of the limit, or C"),
         points=tuple(points),
-        series=used(numbered(GAUGES), points),
+        series=used([Series(name=name, colour=colour) for name, colour in GAUGES.items()], points),
         spans=tuple(Span(start=a, end=b, group=title) for title, trace in found for a, b in trace.throttled),
     )
