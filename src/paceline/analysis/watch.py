@@ -46,17 +46,17 @@ def watched(records: Iterable[RunRecord], windows: Mapping[str, Window]) -> list
     for record in records:
         cuda = record.spec.topology.device == "cuda"
         opened = windows.get(record.spec.run_id)
-        steps = _measured_steps(opened) if opened else ()
         for source, samples in gauges.sources(record).items():
             if (source.device is not None) == cuda:
-                span = gauges.window_of(record, source.rank, steps)
-                found.append(Watched(record, source, samples, span))
+                found.append(Watched(record, source, samples, _span(opened, source.rank) if opened else None))
     return found
 
 
-def _measured_steps(window: Window) -> Sequence[int]:
-    every = sorted({sample.step for sample in window.record.steps if sample.variant == 0})
-    return every[window.warmup.excluded_steps :]
+def _span(opened: Window, rank: int) -> tuple[float, float] | None:
+    """Begin and end of the measured steps by the rank's clock."""
+    when = gauges.timeline(opened.record, rank)
+    first = opened.warmup.excluded_steps
+    return (float(when.edges[first]), float(when.edges[-1])) if when and first < len(when.steps) else None
 
 
 # --- usual state ---
