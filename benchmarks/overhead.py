@@ -2,13 +2,16 @@
 
     loop     tokens/s inside Paceline's loop (clocks, samples, data thread, progress) over a bare loop of the same
              model, optimizer and step, alternating in one process. Goal: 0.99 on a GPU, 0.97 on a CPU.
+    telemetry    step time inside Paceline's loop while gauges are read, over the same without, alternating in one
+             process; and what one reading takes, in wall time and in processor time of its thread.
     start    cold start of `paceline --help` over `python -c pass`.
 
-Run `python benchmarks/overhead.py [loop] [start]`; each prints one JSON line. Nothing here passes or fails.
+Run `python benchmarks/overhead.py [loop] [telemetry] [start]`; each prints one JSON line. Nothing here passes or fails.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import statistics
@@ -80,11 +83,14 @@ def _alternate(spec: RunSpec, folder: Path) -> tuple[list[float], list[float], l
 
 
 def _join_alone(spec: RunSpec) -> None:
+    import torch.distributed as dist
+
     from paceline import worker
 
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577"}
     os.environ.update(alone | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"})
-    worker.join(spec, worker.take_seat(spec, 0))
+    if not dist.is_initialized():
+        worker.join(spec, worker.take_seat(spec, 0))
 
 
 def _bare_segment(spec: RunSpec, seat: Any) -> Any:
@@ -147,6 +153,63 @@ def _drain(device: str) -> None:
         torch.cuda.synchronize()
 
 
+# --- telemetry -----------------------------------------------------------------------------------------------------
+
+
+def telemetry_overhead() -> dict[str, Any]:
+    device = machine.device_kind()
+    with tempfile.TemporaryDirectory() as folder:
+        spec = _loop_spec(device, Path(folder))
+        with_s, without_s = _gauged_in_turns(spec, Path(folder))
+    ratios = [a / b for a, b in zip(with_s, without_s, strict=True)]
+    return {
+        "benchmark": "telemetry",
+        "device": device,
+        "model": str(spec.model),
+        "telemetry_hz": spec.telemetry_hz,
+        "steps_per_segment": spec.steps,
+        "pairs": PAIRS,
+        "step_s_without": round(statistics.median(without_s) / spec.steps, 6),
+        "step_s_with": round(statistics.median(with_s) / spec.steps, 6),
+        "ratio_median": round(statistics.median(ratios), 4),
+        "ratio_low": round(min(ratios), 4),
+        "ratio_high": round(max(ratios), 4),
+        **_reading_cost(),
+    }
+
+
+def _gauged_in_turns(spec: RunSpec, folder: Path) -> tuple[list[float], list[float]]:
+    """Seconds of segments with and without gauges, each pair in the reverse order of the one before."""
+    from paceline import worker
+    from paceline.workloads.pretrain import attention_backends
+
+    _join_alone(spec)
+    seat = worker.take_seat(spec, 0)
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    with attention_backends(seat.device):
+        run = _watched_segment(spec, seat, folder)
+        run()
+        for pair in range(PAIRS):
+            for gauged in (True, False)[:: -1 if pair % 2 else 1]:
+                asked = spec if gauged else dataclasses.replace(spec, telemetry_hz=0.0)
+                with worker.gauged(folder, asked, seat):
+                    seconds[gauged].append(run())
+    return seconds[True], seconds[False]
+
+
+def _reading_cost(readings: int = 50) -> dict[str, float]:
+    from paceline.telemetry import Gauges
+
+    wall, own = [], []
+    with Gauges() as gauges:
+        for _ in range(readings):
+            began, busy = time.perf_counter(), time.thread_time()
+            gauges.read()
+            wall.append(time.perf_counter() - began)
+            own.append(time.thread_time() - busy)
+    return {"reading_s": round(statistics.median(wall), 6), "reading_cpu_s": round(statistics.median(own), 6)}
+
+
 # --- start ---------------------------------------------------------------------------------------------------------
 
 
@@ -171,7 +234,7 @@ def start_overhead(launches: int = 11) -> dict[str, Any]:
 
 
 def main() -> None:
-    chosen = {"loop": loop_overhead, "start": start_overhead}
+    chosen = {"loop": loop_overhead, "telemetry": telemetry_overhead, "start": start_overhead}
     for name in sys.argv[1:] or chosen:
         print(json.dumps(chosen[name]()), flush=True)
 

@@ -119,12 +119,14 @@ def machine_families(snapshot: Snapshot | None) -> list[Family]:
     host = {name: Family(f"host_{name}", text) for name, text in HOST_GAUGES.items()}
     for name, family in host.items():
         family.add(getattr(snapshot.host, name))
+    energy = Family("host_energy_joules_total", "Energy of the processors since the first reading.", "counter")
+    energy.add(snapshot.host.energy_j)
     cores = Family("host_core_ratio", "Busy share of one core since the reading before.")
     for number, ratio in enumerate(snapshot.host.cores_ratio or ()):
         cores.add(ratio, {"core": number})
     read = Family("reading_timestamp_seconds", "When the gauges were read, in seconds since 1970.")
     read.add(snapshot.host.at_s)
-    return [*host.values(), cores, *_gpu_families(snapshot), read]
+    return [*host.values(), energy, cores, *_gpu_families(snapshot), read]
 
 
 def _gpu_families(snapshot: Snapshot) -> list[Family]:

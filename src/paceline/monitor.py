@@ -87,16 +87,21 @@ GPU_GAUGES = (
 # --- lines and tables ---
 
 
-def snapshot_lines(snapshot: Snapshot) -> list[str]:
-    """The host, its cores where there is no GPU, then one line per GPU."""
+def snapshot_lines(snapshot: Snapshot, tally: Tally) -> list[str]:
+    """The host, its cores where there is no GPU, then one line per GPU; energy is since the first reading."""
     stamp = time.strftime("%H:%M:%S", time.localtime(snapshot.host.at_s))
-    lines = [f"{stamp} host  " + _joined(snapshot.host, HOST_GAUGES)]
+    lines = [f"{stamp} host  " + _joined(snapshot.host, HOST_GAUGES) + _energy_so_far(tally, None)]
     if not snapshot.devices and snapshot.host.cores_ratio:
         lines.append(f"         cores  {cores_text(snapshot.host.cores_ratio)}")
     for device in snapshot.devices:
-        throttled = f"  throttled by {throttle_text(device)}"
+        throttled = f"{_energy_so_far(tally, device.device)}  throttled by {throttle_text(device)}"
         lines.append(f"         gpu {device.device}  " + _joined(device, GPU_GAUGES) + throttled)
     return lines
+
+
+def _energy_so_far(tally: Tally, device: int | None) -> str:
+    energy_j = tally.energy_j(device)
+    return "" if energy_j is None else f"  energy {energy_text(energy_j)}"
 
 
 def _joined(sample: HostSample | DeviceSample, gauges: Sequence[Gauge]) -> str:
@@ -120,8 +125,8 @@ def screen(snapshot: Snapshot, tally: Tally) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    host = Table("host", *(gauge.word for gauge in HOST_GAUGES), box=None)
-    host.add_row("", *(gauge.text(snapshot.host) for gauge in HOST_GAUGES))
+    host = Table("host", *(gauge.word for gauge in HOST_GAUGES), "energy", box=None)
+    host.add_row("", *(gauge.text(snapshot.host) for gauge in HOST_GAUGES), energy_text(tally.energy_j(None)))
     parts: list[RenderableType] = [host]
     if not snapshot.devices and snapshot.host.cores_ratio:
         parts.append(Text(f" cores  {cores_text(snapshot.host.cores_ratio)}"))
@@ -149,11 +154,12 @@ class Tally:
         self.readings = 0
         self.values: dict[tuple[str, Gauge], array[float]] = {}
         self.throttled: dict[str, Counter[str]] = {}
-        self._energy: dict[int, tuple[float, float]] = {}
+        self._energy: dict[int | None, tuple[float, float]] = {}
 
     def add(self, snapshot: Snapshot) -> None:
         self.readings += 1
         self._add("host", snapshot.host, HOST_GAUGES)
+        self._count(None, snapshot.host.energy_j)
         for device in snapshot.devices:
             source = f"gpu {device.device}"
             self._add(source, device, GPU_GAUGES)
@@ -161,9 +167,12 @@ class Tally:
                 counts = self.throttled.setdefault(source, Counter())
                 counts.update({"readings": 1, "throttled": bool(device.throttle_reasons)})
                 counts.update(device.throttle_reasons)
-            if device.energy_j is not None:
-                first, _ = self._energy.get(device.device, (device.energy_j, 0.0))
-                self._energy[device.device] = (first, device.energy_j)
+            self._count(device.device, device.energy_j)
+
+    def _count(self, device: int | None, energy_j: float | None) -> None:
+        if energy_j is not None:
+            first, _ = self._energy.get(device, (energy_j, 0.0))
+            self._energy[device] = (first, energy_j)
 
     def _add(self, source: str, sample: HostSample | DeviceSample, gauges: Sequence[Gauge]) -> None:
         for gauge in gauges:
@@ -171,8 +180,9 @@ class Tally:
             if value is not None:
                 self.values.setdefault((source, gauge), array("d")).append(value)
 
-    def energy_j(self, device: int) -> float | None:
-        """Since the first reading; None where the driver does not count it, or started anew in between."""
+    def energy_j(self, device: int | None) -> float | None:
+        """Of a GPU, or of the host's processors (None), since the first reading; None where nobody counts it, or the
+        driver started anew in between."""
         first, last = self._energy.get(device, (0.0, -1.0))
         return last - first if last >= first else None
 
@@ -198,7 +208,7 @@ class Tally:
         )
 
     def _energy_text(self, source: str) -> str:
-        energy_j = self.energy_j(int(source.removeprefix("gpu "))) if source.startswith("gpu ") else None
+        energy_j = self.energy_j(int(source.removeprefix("gpu ")) if source.startswith("gpu ") else None)
         return "" if energy_j is None else f", energy {energy_text(energy_j)}"
 
 

@@ -60,6 +60,7 @@ def fields(spec: RunSpec) -> dict[str, Any]:
         "reference_steps": spec.reference_steps,
         "timeout_s": spec.timeout_s,
         "stall_s": spec.stall_s,
+        "telemetry_hz": spec.telemetry_hz,
     }
 
 

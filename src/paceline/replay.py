@@ -16,7 +16,7 @@ from paceline.run import leads_on
 from paceline.spec import Choice, RunSpec, WarmUp, require
 
 # Where and how long, never what: everything else would be another measurement, not this one again.
-SETTABLE = ("launcher", "steps", "warmup", "repeats", "reference_steps", "timeout_s", "stall_s")
+SETTABLE = ("launcher", "steps", "warmup", "repeats", "reference_steps", "timeout_s", "stall_s", "telemetry_hz")
 # Ends that are a result; one that failed or could not be run left nothing to reproduce.
 RESULTS = (Status.OK, Status.OOM)
 

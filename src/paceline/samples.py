@@ -13,15 +13,16 @@ from paceline.errors import StoreError
 from paceline.records import (
     SAMPLE_TYPES,
     CollectiveSample,
+    GaugeSample,
     KernelSample,
     OverlapSample,
     Sample,
     StepSample,
-    StepSeries,
 )
+from paceline.series import StepSeries
 
 # Samples that hold a tuple, which JSON knows as a list.
-_WITH_SERIES = (CollectiveSample, OverlapSample, KernelSample)
+_WITH_SERIES = (CollectiveSample, OverlapSample, KernelSample, GaugeSample)
 
 
 def read_samples(path: Path) -> Iterator[Sample]:

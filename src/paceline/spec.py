@@ -35,6 +35,9 @@ TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 # Workloads that look for the limit: a run that is out of memory has given its answer.
 PROBING = ("frontier",)
 
+# One reading takes the driver a few milliseconds.
+FASTEST_TELEMETRY_HZ = 50.0
+
 Scalar = str | int | float | bool | None
 
 
@@ -214,6 +217,7 @@ class RunSpec:
     reference_steps: int = 20
     timeout_s: float = 1800.0
     stall_s: float = 300.0
+    telemetry_hz: float = 2.0
 
     def __post_init__(self) -> None:
         require(
@@ -227,6 +231,8 @@ class RunSpec:
         require(self.seed >= 0, "seed", self.seed, "a whole number from 0")
         for name in ("timeout_s", "stall_s"):
             require(0 < getattr(self, name) < math.inf, name, getattr(self, name), "a positive number of seconds")
+        accepted = f"readings a second up to {FASTEST_TELEMETRY_HZ:g}, or 0 for none"
+        require(0 <= self.telemetry_hz <= FASTEST_TELEMETRY_HZ, "telemetry_hz", self.telemetry_hz, accepted)
 
     @property
     def global_batch(self) -> int:
@@ -337,8 +343,9 @@ class RunSpec:
         return cls(**values)
 
     def _without(self, *fields: str) -> dict[str, Any]:
-        """What makes an identity. A run that tunes nothing is what it was before there was tuning."""
-        absent = ("tuning",) if self.tuning is None else ()
+        """What makes an identity. A run that tunes nothing is what it was before there was tuning; how often gauges
+        are read beside it changes nothing of it."""
+        absent = ("telemetry_hz", "tuning") if self.tuning is None else ("telemetry_hz",)
         return {key: value for key, value in dataclasses.asdict(self).items() if key not in (*fields, *absent)}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import faulthandler
 import os
@@ -11,6 +12,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 from paceline import store
@@ -22,6 +24,7 @@ from paceline.plugins import Seat, load
 from paceline.processes import end_with_parent
 from paceline.records import Evidence, Outcome, Sample, Status, StepSample
 from paceline.spec import RunSpec
+from paceline.telemetry import Sampler, Snapshot, gauge_samples
 
 PEAK_INTERVAL_S = 1.0
 # The CUDA and CPU allocators, the driver, the C++ library, the kernel (ENOMEM), and threads that find no stack.
@@ -101,9 +104,10 @@ def attempt(run_dir: Path, rank: int, recorder: FolderRecorder) -> tuple[Status,
         recorder.device = seat.device
         if seat.local_rank == 0:
             store.write_json(run_dir / f"machine-{socket.gethostname()}.json", machine_facts(probe()))
-        join(spec, seat)
-        load("workloads", spec.workload.name).run(spec, seat, recorder)
-        leave()
+        with gauged(run_dir, spec, seat):
+            join(spec, seat)
+            load("workloads", spec.workload.name).run(spec, seat, recorder)
+            leave()
         recorder.progress(spec.steps, "done")
         return Status.OK, None
     except UnsupportedError as error:
@@ -132,6 +136,29 @@ def take_seat(spec: RunSpec, rank: int) -> Seat:
         os.environ |= {"NCCL_HOSTID": f"paceline-rank-{rank}", "LOCAL_RANK": "0"}
         local_rank = 0
     return Seat(rank=rank, local_rank=local_rank, world_size=world_size, device=spec.topology.device)
+
+
+@contextlib.contextmanager
+def gauged(run_dir: Path, spec: RunSpec, seat: Seat) -> Iterator[None]:
+    """While the block runs, the first rank of each host writes down its gauges and those of the GPUs of its ranks.
+
+    Each reading is handed to the system at once: a kill loses none.
+    """
+    shared = os.environ.get("PACELINE_SHARED_GPU") == "1"
+    # Ranks that share a GPU all have local rank 0.
+    first = seat.rank == 0 if shared else seat.local_rank == 0
+    if not spec.telemetry_hz or not first:
+        yield
+        return
+    gpus = 0 if seat.device == "cpu" else 1 if shared else spec.topology.processes_per_node
+    host = socket.gethostname()
+    with (run_dir / f"samples-gauges-{seat.rank}.jsonl").open("w", buffering=1) as file:
+
+        def write(snapshot: Snapshot) -> None:
+            file.write("".join(map(store.sample_line, gauge_samples(snapshot, seat.rank, host))))
+
+        with Sampler(1 / spec.telemetry_hz, keep=1, devices=gpus, sink=write):
+            yield
 
 
 def join(spec: RunSpec, seat: Seat) -> None:

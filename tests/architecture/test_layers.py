@@ -22,6 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("spec", "models", "machine", "processes", "files"),
     ("prices", "rows", "adapters"),
     ("instructions", "dialogues", "records", "findings", "doctor", "recipe", "redaction"),
+    ("series",),
     ("samples",),
     ("store", "measure", "telemetry", "decoder", "ledger", "footprint"),
     ("campaign",),

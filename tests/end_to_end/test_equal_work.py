@@ -72,6 +72,20 @@ def test_the_files_of_the_report_are_there(equal: Any) -> None:
     assert {"tokens_per_s", "step_time_s", "peak_memory_bytes", "wire_bytes_per_step", "comm_exposed_ratio"} <= metrics
 
 
+def test_every_run_has_gauges_around_its_steps(equal: Any) -> None:
+    for record in equal.records:
+        assert {(s.rank, s.device) for s in record.gauges} == {(0, None)}, record.spec.run_id
+        assert all(s.memory_used_bytes for s in record.gauges)
+    record = equal.record("ddp", world_size=2, checkpointing="none")
+    began = record.evidence.window_began_at_s
+    own = sum(step.duration_s for step in record.steps if step.rank == 0)
+    times = [sample.at_s for sample in record.gauges]
+    assert min(times) < began < began + own < max(times)
+    energy = [m for m in equal.report["measurements"] if m["metric"] == "joules_per_token"]
+    assert len(energy) == len(runs(equal))
+    assert all(m["value"] is not None or m["note"].startswith("energy: ") for m in energy)
+
+
 def test_losses_follow_the_reference(equal: Any) -> None:
     reference = losses(equal.record(None))
     assert len(reference) == STEPS

@@ -17,7 +17,7 @@ import pytest
 
 from paceline import capsule, cli, experiment, recipe, redaction, store
 from paceline.errors import RequestError
-from paceline.records import Status
+from paceline.records import GaugeSample, Status
 from paceline.run import read_experiment
 from paceline.spec import Choice, RunSpec
 
@@ -84,6 +84,13 @@ class TestPacking:
         assert {r.spec.run_id: (r.steps, r.outcomes, r.machines) for r in before} == {
             r.spec.run_id: (r.steps, r.outcomes, r.machines) for r in after
         }
+
+    def test_gauges_travel_with_the_run(self, runs: Path, tmp_path: Path) -> None:
+        run_dir = next(d for d in store.run_dirs(runs) if store.is_sealed(d))
+        sample = GaugeSample(rank=0, host="node-a", at_s=1.5, device=0, power_w=500.0, throttle_reasons=("heat",))
+        (run_dir / "samples-gauges-0.jsonl").write_text(store.sample_line(sample))
+        after, _ = capsule.read_runs(capsule.pack(runs, tmp_path / "c.tar.gz").path)
+        assert {r.gauges for r in after} == {(sample,), ()}, "as it was written; a run without any is read as ever"
 
     def test_an_unsealed_run_is_left_out_with_a_sentence_that_names_no_place(self, runs: Path, tmp_path: Path) -> None:
         packed = capsule.pack(runs, tmp_path / "c.tar.gz")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import dataclasses
 import http.client
 import io
 import json
@@ -56,18 +57,32 @@ def snapshot(at_s: float = 1000.0, use: float | None = 0.5, reasons: tuple[str, 
 
 
 def test_lines_say_what_is_known_and_mark_what_is_not() -> None:
-    host, gpu = monitor.snapshot_lines(snapshot(reasons=("software power cap",)))
+    tally = monitor.Tally()
+    tally.add(snapshot(990.0))
+    tally.add(snapshot(reasons=("software power cap",)))
+    host, gpu = monitor.snapshot_lines(snapshot(reasons=("software power cap",)), tally)
     assert host.endswith(f"host  cpu 25 %  memory 1.0 GiB  load 1.5  clock {MISSING}  temperature {MISSING}")
     assert gpu.strip() == (
         f"gpu 0  use 50 %  memory 8.0 GiB  power {MISSING}  temperature 61 C  SM clock 1980 MHz  memory clock {MISSING}"
-        "  throttled by software power cap"
+        "  energy 1.00 kJ  throttled by software power cap"
     )
 
 
 def test_cores_are_shown_where_there_is_no_gpu() -> None:
     host = snapshot().host
-    assert monitor.snapshot_lines(Snapshot(host=host, devices=()))[1].strip() == "cores  50%  0%"
+    lines = monitor.snapshot_lines(Snapshot(host=host, devices=()), monitor.Tally())
+    assert lines[1].strip() == "cores  50%  0%"
     assert monitor.cores_text([0.0] * 16 + [1.0]) == "▁" * 16 + "█"
+
+
+def test_processors_that_count_their_energy_tell_it_since_the_start() -> None:
+    tally, host = monitor.Tally(), snapshot().host
+    for energy_j in (0.0, 250.0):
+        reading = Snapshot(host=dataclasses.replace(host, energy_j=energy_j), devices=())
+        tally.add(reading)
+    assert monitor.snapshot_lines(reading, tally)[0].endswith("  energy 250 J")
+    assert list(tally.lines())[1].endswith("load 1.5 / 1.5 / 1.5, energy 250 J")
+    assert "paceline_host_energy_joules_total 250" in endpoint.page_text(reading)
 
 
 def test_a_terminal_gets_tables(fake_nvml: FakeNvml) -> None:

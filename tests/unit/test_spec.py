@@ -85,6 +85,8 @@ def test_an_invariant_speaks_in_one_sentence(make: Callable[[], object], where: 
         ("reference_steps", 0),
         ("timeout_s", 0.0),
         ("stall_s", -1.0),
+        ("telemetry_hz", -1.0),
+        ("telemetry_hz", 1000.0),
         ("experiment", "a/b"),
         ("experiment", ""),
     ],
@@ -109,10 +111,15 @@ def test_repeats_share_a_cell_and_have_run_ids_of_their_own(make_spec: Make) -> 
 
 
 @pytest.mark.parametrize(
-    "same", [{"experiment": "other"}, {"timeout_s": 1.0}, {"stall_s": 1.0}, {"reference_steps": 3}]
+    "same",
+    [{"experiment": "other"}, {"timeout_s": 1.0}, {"stall_s": 1.0}, {"reference_steps": 3}, {"telemetry_hz": 0.0}],
 )
 def test_a_cell_does_not_depend_on_names_and_limits(make_spec: Make, same: dict[str, Any]) -> None:
     assert make_spec(**same).cell == make_spec().cell
+
+
+def test_how_often_gauges_are_read_makes_no_other_run(make_spec: Make) -> None:
+    assert make_spec(telemetry_hz=0.0).run_id == make_spec().run_id
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -105,3 +106,92 @@ def test_old_snapshots_make_room() -> None:
         newest = sampler.snapshots[-1]
         wait_until(lambda: sampler.snapshots[0].host.at_s > newest.host.at_s)
         assert len(sampler.snapshots) == 3
+
+
+# --- for a run ---
+
+
+def test_only_as_many_gpus_are_read_as_the_run_uses(fake_nvml: FakeNvml) -> None:
+    for devices, expected in ((0, []), (1, [0]), (None, [0, 1])):
+        with telemetry.Gauges(devices) as gauges:
+            assert [device.device for device in gauges.read().devices] == expected
+            assert fake_nvml.opened == (devices != 0)
+
+
+def test_a_reading_becomes_samples_of_the_run(fake_nvml: FakeNvml) -> None:
+    host, *gpus = telemetry.gauge_samples(telemetry.read(), rank=8, host="node-b")
+    assert (host.rank, host.host, host.device, host.utilisation_ratio) == (8, "node-b", None, None)
+    assert host.memory_used_bytes
+    assert [gpu.device for gpu in gpus] == [0, 1]
+    first = gpus[0]
+    assert (first.power_w, first.energy_j, first.temperature_c, first.utilisation_ratio) == (512.5, 5000.25, 61.0, 0.87)
+    assert (first.sm_clock_hz, first.memory_clock_hz) == (1.755e9, 3.201e9)
+    assert first.throttle_reasons == ("software power cap", "hardware thermal slowdown")
+    assert set(telemetry.THROTTLE_REASONS.values()) > telemetry.SLOWING_REASONS
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_every_reading_reaches_the_sink_and_the_last_comes_at_the_end() -> None:
+    seen: list[telemetry.Snapshot] = []
+    with telemetry.Sampler(interval_s=60.0, sink=seen.append):
+        wait_until(lambda: seen)
+        before = time.time()
+    assert len(seen) == 2
+    assert seen[-1].host.at_s >= before
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_sink_that_fails_is_counted_and_the_run_goes_on() -> None:
+    def full(_: telemetry.Snapshot) -> None:
+        raise OSError("no space left on device")
+
+    with telemetry.Sampler(interval_s=0.01, sink=full) as sampler:
+        wait_until(lambda: sampler.failures >= 2)
+
+
+def test_a_thread_that_is_not_granted_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with telemetry.Sampler() as sampler:
+        pass
+    assert (sampler.failures, sampler.snapshots) == (1, ())
+
+
+# --- processors ---
+
+
+def package(root: Path, zone: str, name: str, microjoules: int, largest: int = 262_143_000_000) -> Path:
+    folder = root / zone
+    folder.mkdir()
+    for file, value in {"name": name, "energy_uj": microjoules, "max_energy_range_uj": largest}.items():
+        (folder / file).write_text(f"{value}\n")
+    return folder / "energy_uj"
+
+
+def test_packages_add_up_and_what_is_part_of_them_does_not(tmp_path: Path) -> None:
+    first, second = (package(tmp_path, f"intel-rapl:{i}", f"package-{i}", 7_000_000) for i in (0, 1))
+    parts = [package(tmp_path, "intel-rapl:0:0", "core", 1), package(tmp_path, "intel-rapl:2", "psys", 1)]
+    energy = telemetry.PackageEnergy(tmp_path)
+    assert energy.read_j() == 0
+    first.write_text("9000000\n")
+    second.write_text("12000000\n")
+    for part in parts:
+        part.write_text("900000000\n")
+    assert energy.read_j() == 2 + 5
+
+
+def test_a_counter_that_wrapped_goes_on(tmp_path: Path) -> None:
+    counter = package(tmp_path, "intel-rapl:0", "package-0", 90_000_000, largest=100_000_000)
+    energy = telemetry.PackageEnergy(tmp_path)
+    energy.read_j()
+    counter.write_text("5000000\n")
+    assert energy.read_j() == 15
+
+
+def test_packages_that_cannot_all_be_read_tell_nothing(tmp_path: Path) -> None:
+    assert telemetry.PackageEnergy(tmp_path).read_j() is None
+    package(tmp_path, "intel-rapl:0", "package-0", 5)
+    package(tmp_path, "intel-rapl:1", "package-1", 5).unlink()
+    assert telemetry.PackageEnergy(tmp_path).read_j() is None

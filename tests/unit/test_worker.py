@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 
 from paceline import store, worker
 from paceline.errors import InvalidRunError, MissingPackageError, UnsupportedError
+from paceline.plugins import Seat
 from paceline.records import Status
 from paceline.samples import read_samples
 from paceline.spec import RunSpec
@@ -152,3 +154,52 @@ def test_the_peak_is_told_to_whoever_watches_and_is_looked_up_once_a_second(
     now += 2
     assert told() == 5_000, "the counter is set back once per run, the peak so far is not"
     recorder.close()
+
+
+# --- gauges ---
+
+
+def gauges_of(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in run_dir.glob("samples-gauges-*"))
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_the_first_rank_of_a_host_leaves_gauges_from_set_up_to_the_end(tmp_path: Path, make_spec: Make) -> None:
+    spec = make_spec("ddp", 2, nodes=2)
+    for rank, local_rank in ((2, 0), (3, 1)):
+        with worker.gauged(tmp_path, spec, Seat(rank=rank, local_rank=local_rank, world_size=4, device="cpu")):
+            pass
+    assert gauges_of(tmp_path) == ["samples-gauges-2.jsonl"]
+    first, last = read_samples(tmp_path / "samples-gauges-2.jsonl")
+    assert (first.kind, first.rank, first.host, first.device) == ("gauge", 2, socket.gethostname(), None)
+    assert first.memory_used_bytes > 0
+    assert first.at_s <= last.at_s
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_gauges_are_kept_of_a_run_that_breaks(tmp_path: Path, make_spec: Make) -> None:
+    seat = Seat(rank=0, local_rank=0, world_size=1, device="cpu")
+    with pytest.raises(ZeroDivisionError), worker.gauged(tmp_path, make_spec("ddp", 1), seat):
+        raise ZeroDivisionError
+    assert len(list(read_samples(tmp_path / "samples-gauges-0.jsonl"))) == 2
+
+
+def test_no_gauges_where_none_are_wanted(tmp_path: Path, make_spec: Make) -> None:
+    seat = Seat(rank=0, local_rank=0, world_size=1, device="cpu")
+    with worker.gauged(tmp_path, make_spec("ddp", 1, telemetry_hz=0.0), seat):
+        pass
+    assert gauges_of(tmp_path) == []
+
+
+def test_ranks_that_share_a_gpu_read_it_once(
+    tmp_path: Path, make_spec: Make, fake_nvml: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_SHARED_GPU", "1")
+    for rank in (0, 1):
+        with worker.gauged(
+            tmp_path, make_spec("ddp", 2, device="cuda"), Seat(rank=rank, local_rank=0, world_size=2, device="cuda")
+        ):
+            pass
+    assert gauges_of(tmp_path) == ["samples-gauges-0.jsonl"]
+    assert {s.device for s in read_samples(tmp_path / "samples-gauges-0.jsonl")} == {None, 0}
+    assert fake_nvml.opened == 0

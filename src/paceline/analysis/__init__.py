@@ -1,5 +1,5 @@
 """From records to findings: pure functions, no files, no torch.
 
-Each module imports only those before it: statistics < window < metrics < observation < certificate < compare < scaling
-< recommend < report.
+Each module imports only those before it: statistics < gauges < energy < window < metrics < observation < certificate <
+compare < scaling < recommend < report.
 """

@@ -23,8 +23,11 @@ from paceline.present.standing import DEVICE, telling_axes
 from paceline.spec import RunSpec, Scalar
 
 SPEED_METRICS = ("tokens_per_s", "step_time_s")
-COMPARED_METRICS = (*SPEED_METRICS, "peak_memory_bytes")
+UNSLOWED_METRICS = ("peak_memory_bytes",)
+COMPARED_METRICS = (*SPEED_METRICS, *UNSLOWED_METRICS)
 SMALLEST_EFFECT = 0.01
+# Sides whose GPUs were held back in shares of their steps that differ by more than this may differ for that alone.
+THROTTLED_APART = 0.05
 
 # Axis -> the fields of a spec that may differ. The split of one global batch counts as one axis.
 AXES: Mapping[str, tuple[str, ...]] = {
@@ -117,6 +120,9 @@ def comparison(
     if refused:
         raise RequestError(refused)
     verdict, reason = verdict_of(found, better)
+    throttled = _throttled(sides) if metric not in UNSLOWED_METRICS else None
+    if throttled:
+        reason += f"; throttled in {throttled[0]:.0%} of the steps of {names[0]}, {throttled[1]:.0%} of {names[1]}"
     return Comparison(
         metric=metric,
         better=better,
@@ -133,6 +139,7 @@ def comparison(
         certified=True,
         axes=axes,
         runs=sides[0].runs + sides[1].runs,
+        throttled=throttled,
     )
 
 
@@ -151,6 +158,11 @@ def why_not_compared(metric: str, specs: Iterable[RunSpec]) -> str | None:
     return (
         f"{metric} is not compared across sequences of different {differs}: use tokens_per_s, which counts no padding"
     )
+
+
+def _throttled(sides: tuple[Cell, Cell]) -> tuple[float, float] | None:
+    a, b = (cell.throttled_ratio for cell in sides)
+    return (a, b) if a is not None and b is not None and abs(a - b) > THROTTLED_APART else None
 
 
 def comparable_metrics(cells: Iterable[Cell]) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from paceline.errors import RequestError
 from paceline.findings import HIGHER, LOWER, SHARED_GPU, Measurement
 from paceline.spec import Choice, RunSpec, Scalar
 
-_REPEAT_FIELDS = ("experiment", "repeat", "timeout_s", "stall_s", "reference_steps")
+_REPEAT_FIELDS = ("experiment", "repeat", "timeout_s", "stall_s", "reference_steps", "telemetry_hz")
 
 
 # --- one cell ---
@@ -68,6 +68,14 @@ class Cell:
     def switches(self) -> dict[str, str]:
         """Debug switches of all runs: a certificate lets them pass only where the whole group has them."""
         return {k: v for w in self.windows if (e := w.record.evidence) for k, v in e.switches.items()}
+
+    @property
+    def throttled_ratio(self) -> float | None:
+        """Share of the measured steps in which a GPU was held back; None unless every launch was watched."""
+        found = [w.throttling for w in self.windows if w.throttling]
+        if not found or len(found) != len(self.windows):
+            return None
+        return sum(t.steps for t in found) / sum(t.measured for t in found)
 
     def per(self, numerator: str, denominator: str = "steps") -> Resampled | None:
         """Ratio of two sums over all steps of the windows."""
@@ -185,6 +193,19 @@ def _peak_memory(cell: Cell) -> Estimate:
 def _h2d_rate(cell: Cell) -> Estimate:
     """Bytes over seconds of the token copies on the device's time line, summed over ranks: the rate of one process."""
     return Estimate(cell.mean("h2d_bytes", "h2d_seconds"))
+
+
+def _energy(denominator: str) -> Callable[[Cell], Estimate]:
+    """Joules of all launches over what they were spent on; the note says by what they were told, or why not."""
+
+    def formula(cell: Cell) -> Estimate:
+        notes = dict.fromkeys(w.energy.note for w in cell.windows if w.energy)
+        found = cell.mean("joules", denominator)
+        reasons = dict.fromkeys(w.energy.reason for w in cell.windows if w.energy and w.energy.reason)
+        told = notes if found else reasons
+        return Estimate(found, next((note for note in told if note), None))
+
+    return formula
 
 
 def _predicted_wire(cell: Cell) -> Estimate:
@@ -317,6 +338,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("wire_bytes_per_step", "bytes/step", LOWER, _per_launch("wire", _NO_WIRE)),
     Metric("wire_bytes_formula_per_step", "bytes/step", LOWER, _predicted_wire),
     Metric("h2d_bytes_per_s", "bytes/s", HIGHER, _h2d_rate),
+    Metric("joules_per_token", "J/token", LOWER, _energy("energy_tokens")),
+    Metric("power_w", "W", LOWER, _energy("energy_s")),
     *(Metric(phase, "s", LOWER, _phase(phase)) for phase in PHASES),
     Metric("loss_first", "nat", LOWER, _per_launch("first")),
     Metric("loss_last", "nat", LOWER, _per_launch("last")),

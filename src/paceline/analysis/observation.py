@@ -9,7 +9,8 @@ from typing import Any
 
 from paceline.analysis.window import StepTable, global_loss, learned_tokens, step_table
 from paceline.findings import Check
-from paceline.records import Evidence, RunRecord, Status, StepSeries
+from paceline.records import Evidence, RunRecord, Status
+from paceline.series import StepSeries
 from paceline.spec import RunSpec
 
 

@@ -187,6 +187,8 @@ def _caveats(group: Group, metric: str, left_out: Sequence[LeftOut]) -> Iterable
         yield GLOO
     if speed and any(_neighbours(cell) for cell in group.cells):
         yield "other processes ran on the GPU"
+    if speed and (words := _throttled(group)):
+        yield words
     if left_out:
         yield f"not ranked: {listed([f'{cell.name} ({cell.status})' for cell in left_out])}"
 
@@ -197,6 +199,13 @@ def _names_sharding(group: Group) -> bool:
 
 def _neighbours(cell: Cell) -> bool:
     return any(o.evidence and o.evidence.neighbours for w in cell.windows for o in w.record.outcomes)
+
+
+def _throttled(group: Group) -> str | None:
+    """Where GPUs were held back: a choice by speed may be one of cooling or of a power cap."""
+    known = [(group.names[c.id], c.throttled_ratio) for c in group.cells if c.throttled_ratio]
+    told = [f"{name} {ratio:.0%}" for name, ratio in known if ratio]
+    return f"share of steps while a GPU was throttled: {listed(told)}" if told else None
 
 
 def _left_out(group: Group, runs: Sequence[RunFinding]) -> tuple[LeftOut, ...]:

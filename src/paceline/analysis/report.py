@@ -25,6 +25,7 @@ from paceline.analysis import (
     scaling,
     thumb,
     validity,
+    watch,
 )
 from paceline.analysis.certificate import certify_all
 from paceline.analysis.metrics import Cell
@@ -93,7 +94,7 @@ def build(
         notes=(*_notes(cells, runs, _machines(ordered)), *_superseded(earlier), *network.notes),
         skipped=tuple(skipped),
     )
-    return _completed(found, ordered, cells, costing or cost.Costing())
+    return _completed(watch.added_to(found, sound, windows), ordered, cells, costing or cost.Costing())
 
 
 def _completed(found: Report, ordered: Sequence[RunRecord], cells: Sequence[Cell], costing: cost.Costing) -> Report:
@@ -132,6 +133,7 @@ def _finding(record: RunRecord, certificates: Mapping[str, Certificate], windows
         outlier_steps=window.outliers if window else 0,
         health=_health(record, window),
         warmup=window.warmup if window else None,
+        throttled_steps=window.throttling.steps if window and window.throttling else None,
         device_name=ceilings.device_names(record.spec.topology.device, record.machines) if record.machines else None,
     )
 
@@ -152,6 +154,8 @@ def _health(record: RunRecord, window: Window | None) -> tuple[str, ...]:
         found.append(f"debug switches: {', '.join(switches)}")
     if neighbours:
         found.append(f"{neighbours} other processes on the GPU")
+    if window and window.throttling and window.throttling.steps:
+        found.append(window.throttling.text)
     if window and not window.warmup.by_rule:
         found.append(f"warm-up: {window.warmup.text}")
     proved = min(record.spec.reference_steps, record.spec.steps)

@@ -20,16 +20,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline import models
-from paceline.analysis import statistics
+from paceline.analysis import energy, gauges, statistics
 from paceline.analysis.statistics import Array
 from paceline.errors import RequestError
 from paceline.findings import WarmUpOutcome
-from paceline.records import RunRecord, StepSeries
+from paceline.records import RunRecord
+from paceline.series import StepSeries
 
 PHASES = ("data_wait_s", "h2d_s", "forward_s", "backward_s", "optimizer_s")
 AMOUNTS = ("tokens", "samples", "positions", "label_tokens", "attended_keys")
 STEP_COLUMNS = ("seconds", "steps", *AMOUNTS, "padding", *PHASES, "wall")
-_ONCE = ("exposed", "wire", "first", "last", "h2d_bytes", "h2d_seconds")
+_ONCE = ("exposed", "wire", "first", "last", "h2d_bytes", "h2d_seconds", "joules", "energy_s", "energy_tokens")
 LAUNCH_COLUMNS = ("launches", "allocated", "reserved", "device", "resident", *_ONCE)
 
 
@@ -43,6 +44,8 @@ class Window:
     steps: Array
     launch: Array
     outliers: int
+    energy: energy.WindowEnergy | None = None
+    throttling: gauges.Throttling | None = None
 
     @property
     def seconds(self) -> Array:
@@ -140,8 +143,11 @@ def open_window(record: RunRecord) -> Window:
         by_rule=end.by_rule,
         text=end.text,
     )
-    launch = np.array([_launch_row(record, table, end.excluded)])
-    return Window(run, record, outcome, steps, launch, int(statistics.outliers(steps[:, 0]).sum()))
+    measured = table.steps[end.excluded :]
+    used = energy.window_energy(record, measured)
+    launch = np.array([[*_launch_row(record, table, end.excluded), *_energy_row(used, steps)]])
+    outliers = int(statistics.outliers(steps[:, 0]).sum())
+    return Window(run, record, outcome, steps, launch, outliers, used, gauges.throttling(record, measured))
 
 
 def _step_rows(table: StepTable) -> Array:
@@ -184,6 +190,13 @@ def _launch_row(record: RunRecord, table: StepTable, excluded: int) -> list[floa
         _reduce(sum, (t.h2d_bytes for t in record.traces)),
         _reduce(sum, (t.h2d_s for t in record.traces)),
     ]
+
+
+def _energy_row(used: energy.WindowEnergy, steps: Array) -> list[float]:
+    """Joules with the seconds and tokens they were spent in: launches add up before anything is divided."""
+    if used.joules is None or used.seconds is None:
+        return [math.nan] * 3
+    return [used.joules, used.seconds, float(steps[:, STEP_COLUMNS.index("tokens")].sum())]
 
 
 def _reduce(reduction: Callable[[Iterable[float]], float], values: Iterable[float | None]) -> float:

@@ -160,7 +160,7 @@ def _shown(tally: Tally, quiet: bool) -> Iterator[Callable[[Snapshot], None]]:
 
     terminal = console()
     if not terminal.is_terminal:
-        yield lambda snapshot: None if quiet else print("\n".join(readings.snapshot_lines(snapshot)), flush=True)
+        yield lambda snapshot: None if quiet else print("\n".join(readings.snapshot_lines(snapshot, tally)), flush=True)
         return
     with Live(console=terminal, auto_refresh=False) as live:
         yield lambda snapshot: live.update(readings.screen(snapshot, tally), refresh=True)

@@ -63,6 +63,7 @@ class Cell(Strict):
     reference_steps: int = 20
     timeout_s: float = 1800.0
     stall_s: float = 300.0
+    telemetry_hz: float = 2.0
 
 
 Matrix = dict[str, list[Any] | str]
@@ -127,6 +128,7 @@ def build(name: str, cell: Cell, device: str) -> RunSpec:
         reference_steps=cell.reference_steps,
         timeout_s=cell.timeout_s,
         stall_s=cell.stall_s,
+        telemetry_hz=cell.telemetry_hz,
     )
 
 

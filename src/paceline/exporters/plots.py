@@ -11,6 +11,7 @@ from paceline.exporters import _bar_charts as bars
 from paceline.exporters import _ceiling_charts as ceilings
 from paceline.exporters import _cost_charts as cost
 from paceline.exporters import _fabric_charts as fabric
+from paceline.exporters import _gauge_charts as gauges
 from paceline.exporters import _history_chart as history
 from paceline.exporters import _memory_charts as memory
 from paceline.exporters import _scaling_charts as scaling
@@ -81,6 +82,7 @@ CHARTS: dict[str, tuple[Callable[[Report], Any], Draw]] = {
     "collective_latency": (fabric.lines, fabric.draw_latency),
     "pairs": (lambda report: report.pairs, fabric.draw_pairs),
     "history": (history.panels, history.draw),
+    "gauges": (gauges.panels, gauges.draw),
     "ceilings_products": (ceilings.products, ceilings.draw_products),
     "ceilings_copies": (ceilings.copies, ceilings.draw_copies),
     "ceilings_attention": (ceilings.attention, ceilings.draw_attention),

@@ -4,6 +4,7 @@ from paceline.findings.between import Between, Change, Differing, Lost, Regressi
 from paceline.findings.claims import Claim, ClaimedTransfer, ClaimedTransfers
 from paceline.findings.cost import Cost, Offer, Saving, offers_of
 from paceline.findings.fabric import CollectiveFit, CollectiveRow, Overlap, Pair, Suspect
+from paceline.findings.gauges import DeviceGauges, GaugeTrace
 from paceline.findings.history import ChangePoint, HistoryPoint, HistorySeries
 from paceline.findings.memory import FrontierPoint, MemoryRow, Probe
 from paceline.findings.recipe import Recipe
@@ -49,8 +50,10 @@ __all__ = [
     "CollectiveRow",
     "Comparison",
     "Cost",
+    "DeviceGauges",
     "Differing",
     "FrontierPoint",
+    "GaugeTrace",
     "HistoryPoint",
     "HistorySeries",
     "LeftOut",

@@ -9,6 +9,7 @@ from typing import Any
 from paceline.findings.claims import Claim, ClaimedTransfers
 from paceline.findings.cost import Cost, Saving
 from paceline.findings.fabric import CollectiveFit, CollectiveRow, Overlap, Pair, Suspect
+from paceline.findings.gauges import DeviceGauges, GaugeTrace
 from paceline.findings.history import HistorySeries
 from paceline.findings.memory import FrontierPoint, MemoryRow
 from paceline.findings.recipe import Recipe
@@ -55,6 +56,8 @@ class Report:
     histories: tuple[HistorySeries, ...] = ()
     bottlenecks: tuple[Bottleneck, ...] = ()
     rules_of_thumb: tuple[RuleOfThumb, ...] = ()
+    gauges: tuple[DeviceGauges, ...] = ()
+    gauge_traces: tuple[GaugeTrace, ...] = ()
     distributions: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     recipes: tuple[Recipe, ...] = ()
     notes: tuple[str, ...] = ()

@@ -67,7 +67,8 @@ class Certificate:
 class Comparison:
     """value(cell) / value(other): a ratio, its 95 % interval, the smallest effect it could show, and the verdict.
 
-    verdict speaks about `cell`: better, worse or tie; reason says why a tie is one.
+    verdict speaks about `cell`: better, worse or tie; reason says why a tie is one. throttled holds, of a speed, the
+    shares of the steps of `cell` and of `other` in which a GPU was held back, where they differ enough to matter.
     """
 
     metric: str
@@ -85,6 +86,7 @@ class Comparison:
     certified: bool
     axes: Mapping[str, Scalar]
     runs: tuple[str, ...]
+    throttled: tuple[float, float] | None = None
 
     @property
     def is_tie(self) -> bool:
@@ -140,7 +142,8 @@ class WarmUpOutcome:
 class RunFinding:
     """One run as the report lists it: its end, and everything a reader should know before trusting it.
 
-    device_name is the kind of GPU, or of processor, it ran on; None where no machine was recorded.
+    device_name is the kind of GPU, or of processor, it ran on; None where no machine was recorded. throttled_steps are
+    measured steps during which a GPU was held back; None where no GPU told.
     """
 
     run: str
@@ -158,6 +161,7 @@ class RunFinding:
     health: tuple[str, ...]
     warmup: WarmUpOutcome | None = None
     device_name: str | None = None
+    throttled_steps: int | None = None
 
     @property
     def workload(self) -> str:

@@ -138,7 +138,11 @@ def _where(report: Report, found: Recommendation) -> str:
 
 
 def _beside(report: Report, found: Recommendation) -> str:
-    """What was left out, else who needs least memory, else what holds the winner back, else how far the last is."""
+    """That one side was throttled more, else what was left out, else who needs least memory, else what holds the winner
+    back, else how far the last is."""
+    cited = (found.decisive,) if found.decisive else found.because
+    if uneven := next((c for c in cited if c.throttled), None):
+        return _held_down(uneven)
     if found.left_out:
         return _endings((cell.status, spoken(cell.name)) for cell in found.left_out)
     ours = [r for r in report.recommendations if (r.group_key, r.group) == (found.group_key, found.group)]
@@ -146,6 +150,13 @@ def _beside(report: Report, found: Recommendation) -> str:
     if lean is not None and lean is not found and lean.decisive:
         return _outcome(lean)
     return _held_back(report, found) or _last(found)
+
+
+def _held_down(versus: Comparison) -> str:
+    """A speed that heat or a power cap decided is not the strategy's."""
+    a, b = versus.throttled or (0.0, 0.0)
+    share = f"{a:.0%} of the steps of {spoken(versus.label)} and {b:.0%} of those of {spoken(versus.other_label)}"
+    return f"GPUs were throttled in {share}: that may {'hide a' if versus.is_tie else 'be part of the'} difference."
 
 
 def _last(found: Recommendation) -> str:

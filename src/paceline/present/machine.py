@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.findings import Report
-from paceline.present import ceilings, fabric, memory
+from paceline.present import ceilings, fabric, gauges, memory
 from paceline.present.tables import Table
 
 
@@ -14,4 +14,4 @@ def machine_tables(report: Report) -> tuple[Table, ...]:
 
 def machine_details(report: Report) -> tuple[Table, ...]:
     """Too long for a terminal and for a first look: a page folds them."""
-    return fabric.details(report)
+    return (*fabric.details(report), *gauges.tables(report))

@@ -106,6 +106,7 @@ def turned(c: Comparison) -> Comparison:
         low=1 / c.high,
         high=1 / c.low,
         verdict=_OPPOSITE[c.verdict],
+        throttled=c.throttled and c.throttled[::-1],
     )
 
 

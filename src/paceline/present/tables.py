@@ -142,6 +142,7 @@ def _ranking_columns(group: Group) -> list[Filled]:
         _metric(group, "mfu_ratio", "MFU (causal)", 4),
         *([_metric(group, "achievable_ratio", "of achievable", 4)] if _known(group, "achievable_ratio") else ()),
         _metric(group, "peak_memory_bytes", "peak memory", 3),
+        *([_metric(group, "joules_per_token", "energy", 4)] if _known(group, "joules_per_token") else ()),
         _metric(group, "comm_exposed_ratio", "exposed comm.", 5),
         _wire(group),
     ]

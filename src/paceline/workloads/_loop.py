@@ -57,13 +57,14 @@ class Loop:
         # Loss and gradient norm of every step land here by asynchronous copies, so that no step waits for a read.
         self.scalars = torch.full((steps, 2), math.nan, pin_memory=seat.device == "cuda")
         self.normaliser: tuple[float, Tensor] | None = None
+        self.window_began_at_s: float | None = None
 
     def window(self, steps: range, reset_at: int | None = None) -> float:
         """Run and record `steps`, fenced by barriers; returns the host's wall time of the whole window."""
         batches = prefetch(self.corpus, self.partition, steps)
         dist.barrier()
         self.clock.drain()
-        begin = time.perf_counter()
+        begin, self.window_began_at_s = time.perf_counter(), time.time()
         for step in steps:
             if step == reset_at:
                 reset_peak(self.seat.device)

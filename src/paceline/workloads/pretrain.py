@@ -65,7 +65,7 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
         loop = Loop(trainer, corpus, partition, seat, clock_for(seat.device), recorder, spec.steps)
         wall_s = loop.window(range(spec.steps), reset_at=min(spec.warmup.minimum, spec.steps - 1))
         recorder.add(read_memory(seat.rank, "steps", seat.device, peak=True))
-        recorder.conclude(evidence(spec, seat, trainer, start, wall_s, facts_of(corpus)))
+        recorder.conclude(evidence(spec, seat, trainer, start, wall_s, facts_of(corpus), loop.window_began_at_s))
         watch_after_window(spec, seat, loop, recorder)
 
 
@@ -114,6 +114,7 @@ def evidence(
     start: Start,
     wall_s: float,
     facts: Mapping[str, Scalar] | None = None,
+    began_at_s: float | None = None,
 ) -> Evidence:
     """facts are the data's: what was read, beyond what the spec says."""
     from paceline.machine import debug_switches, neighbours
@@ -131,6 +132,7 @@ def evidence(
         switches=debug_switches(os.environ),
         neighbours=neighbours(seat.local_rank) if seat.device == "cuda" else None,
         window_wall_s=wall_s,
+        window_began_at_s=began_at_s,
         shape=dataclasses.asdict(load_shape(spec.model)),
     )
 

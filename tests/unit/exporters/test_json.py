@@ -29,6 +29,8 @@ KEYS = [
         "histories",
         "bottlenecks",
         "rules_of_thumb",
+        "gauges",
+        "gauge_traces",
         "distributions",
         "recipes",
         "notes",

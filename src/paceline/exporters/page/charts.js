@@ -239,6 +239,9 @@ const Charts = (() => {
           Plot.ruleY([r.y], { stroke: "var(--ink)", strokeDasharray: "4 3" }),
           Plot.text([r], { y: "y", frameAnchor: "right", text: "label", textAnchor: "end", dy: -8 }),
         ]),
+        Plot.rect((chart.spans ?? []).filter(s => s.group === (points[0].group ?? "")), {
+          x1: s => Math.max(s.start, domains.x[0]), x2: s => Math.min(s.end, domains.x[1]), y1: domains.y[0], y2: domains.y[1],
+          fill: "var(--s1)", fillOpacity: .18 }),
         Plot.line(joined.filter(p => !dashed.has(p.series)), line),
         Plot.line(joined.filter(p => dashed.has(p.series)), { ...line, strokeDasharray: "4 3" }),
         Plot.line(kind("curve"), { ...line, strokeWidth: 1.3 }),

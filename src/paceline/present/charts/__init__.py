@@ -1,7 +1,7 @@
 """Charts as data: what is drawn, in which unit, with which words; whoever draws decides nothing but pixels.
 
-chart < training, money, time, memory, fabric, ceilings. A new chart is a function from the report to charts and a
-line in BUILDERS.
+chart < training, money, time, gauges, memory, fabric, ceilings. A new chart is a function from the report to charts
+and a line in BUILDERS.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from paceline.findings import Report
-from paceline.present.charts import ceilings, fabric, memory, money, time, training
-from paceline.present.charts.chart import Axis, Chart, Point, Rule, Series
+from paceline.present.charts import ceilings, fabric, gauges, memory, money, time, training
+from paceline.present.charts.chart import Axis, Chart, Point, Rule, Series, Span
 
-__all__ = ["BUILDERS", "Axis", "Chart", "Point", "Rule", "Series", "charts"]
+__all__ = ["BUILDERS", "Axis", "Chart", "Point", "Rule", "Series", "Span", "charts"]
 
 # In reading order.
 BUILDERS: tuple[Callable[[Report], Iterable[Chart]], ...] = (
@@ -24,6 +24,7 @@ BUILDERS: tuple[Callable[[Report], Iterable[Chart]], ...] = (
     training.scaling_loss,
     money.cost,
     time.history,
+    gauges.traces,
     memory.components,
     memory.frontier,
     fabric.collectives,

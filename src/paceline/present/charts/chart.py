@@ -70,6 +70,15 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """A stretch of x that is shaded in one panel of curves."""
+
+    start: float
+    end: float
+    group: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
     """x is None where lanes take its place."""
 
@@ -82,6 +91,7 @@ class Chart:
     series: tuple[Series, ...]
     x: Axis | None = None
     rules: tuple[Rule, ...] = ()
+    spans: tuple[Span, ...] = ()
 
 
 def numbered(names: Iterable[str]) -> tuple[Series, ...]:
