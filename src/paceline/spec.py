@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from paceline.designs import Design
 from paceline.errors import RequestError
 
 SCHEMA = 1
@@ -197,7 +198,10 @@ class Tuning:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """One launch. Everything that decides what is computed stands here; nothing else reaches the worker."""
+    """One launch. Everything that decides what is computed stands here; nothing else reaches the worker.
+
+    design is the plan this run was made for. It decides nothing that is computed, so no identity holds it.
+    """
 
     experiment: str
     workload: Choice
@@ -214,6 +218,7 @@ class RunSpec:
     reference_steps: int = 20
     timeout_s: float = 1800.0
     stall_s: float = 300.0
+    design: Design | None = None
 
     def __post_init__(self) -> None:
         require(
@@ -331,6 +336,7 @@ class RunSpec:
             "warmup": WarmUp(**values["warmup"]),
             "training": Training(**training),
             "tuning": Tuning(**values["tuning"]) if values.get("tuning") else None,
+            "design": Design.from_dict(values["design"]) if values.get("design") else None,
         }
         for key in ("workload", "model", "strategy", "launcher"):
             values[key] = Choice(**values[key]) if values.get(key) else None
@@ -338,7 +344,7 @@ class RunSpec:
 
     def _without(self, *fields: str) -> dict[str, Any]:
         """What makes an identity. A run that tunes nothing is what it was before there was tuning."""
-        absent = ("tuning",) if self.tuning is None else ()
+        absent = ("design",) if self.tuning else ("design", "tuning")
         return {key: value for key, value in dataclasses.asdict(self).items() if key not in (*fields, *absent)}
 
 

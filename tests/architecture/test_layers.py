@@ -16,7 +16,7 @@ ROOT = Path(paceline.__file__).parent
 
 # Each line may import only lines above it; names on one line do not see each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "environment", "neutral"),
+    ("errors", "environment", "neutral", "designs"),
     ("spec", "models", "machine", "processes", "files"),
     ("prices",),
     ("records", "findings", "doctor", "recipe", "redaction"),
@@ -36,6 +36,7 @@ STANDARD_LIBRARY_ONLY = (
     "errors",
     "environment",
     "neutral",
+    "designs",
     "spec",
     "models",
     "machine",

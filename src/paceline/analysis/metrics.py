@@ -23,7 +23,7 @@ from paceline.errors import RequestError
 from paceline.findings import HIGHER, LOWER, SHARED_GPU, Measurement
 from paceline.spec import RunSpec, Scalar
 
-_REPEAT_FIELDS = ("experiment", "repeat", "timeout_s", "stall_s", "reference_steps")
+_REPEAT_FIELDS = ("experiment", "repeat", "timeout_s", "stall_s", "reference_steps", "design")
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
