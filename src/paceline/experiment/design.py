@@ -34,9 +34,7 @@ def asked(block: DesignFields | None, own: Fields, axes: Fields, fixed: Fields) 
     merged = validate(DesignFields, {**(block.model_dump() if block else {}), **own}, "design")
     kept = {name: levels for name, levels in merged.factors.items() if name not in fixed}
     combined = [point for point in merged.combined if not set(point) & set(fixed)]
-    return DesignFields(
-        kind=merged.kind, factors={**kept, **axes}, combined=combined, resolution=merged.resolution
-    )
+    return DesignFields(kind=merged.kind, factors={**kept, **axes}, combined=combined, resolution=merged.resolution)
 
 
 def expand(block: DesignFields, make: Make, keeps: Callable[[Fields], bool]) -> list[RunSpec]:

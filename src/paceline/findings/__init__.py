@@ -3,6 +3,7 @@
 from paceline.findings.between import Between, Change, Differing, Lost, Regression
 from paceline.findings.claims import Claim, ClaimedTransfer, ClaimedTransfers
 from paceline.findings.cost import Cost, Offer, Saving, offers_of
+from paceline.findings.effects import DesignOutcome, Effect, Response
 from paceline.findings.fabric import CollectiveFit, CollectiveRow, Overlap, Pair, Suspect
 from paceline.findings.history import ChangePoint, HistoryPoint, HistorySeries
 from paceline.findings.memory import FrontierPoint, MemoryRow, Probe
@@ -49,7 +50,9 @@ __all__ = [
     "CollectiveRow",
     "Comparison",
     "Cost",
+    "DesignOutcome",
     "Differing",
+    "Effect",
     "FrontierPoint",
     "HistoryPoint",
     "HistorySeries",
@@ -65,6 +68,7 @@ __all__ = [
     "Recommendation",
     "Regression",
     "Report",
+    "Response",
     "RuleOfThumb",
     "RunFinding",
     "Saving",

@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.findings.claims import Claim, ClaimedTransfers
 from paceline.findings.cost import Cost, Saving
+from paceline.findings.effects import DesignOutcome
 from paceline.findings.fabric import CollectiveFit, CollectiveRow, Overlap, Pair, Suspect
 from paceline.findings.history import HistorySeries
 from paceline.findings.memory import FrontierPoint, MemoryRow
@@ -54,6 +55,7 @@ class Report:
     claimed_transfers: tuple[ClaimedTransfers, ...] = ()
     histories: tuple[HistorySeries, ...] = ()
     bottlenecks: tuple[Bottleneck, ...] = ()
+    effects: tuple[DesignOutcome, ...] = ()
     rules_of_thumb: tuple[RuleOfThumb, ...] = ()
     distributions: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     recipes: tuple[Recipe, ...] = ()
