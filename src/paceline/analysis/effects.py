@@ -108,6 +108,7 @@ def _outcome(design: Design, cells: Sequence[Cell], tried: Sequence[tuple[RunSpe
         kind=design.kind,
         title=title_of({**shared, DEVICE: device_kind(cells[0])}),
         levels={n: tuple(map(level_text, (design.baseline[n], *ls))) for n, ls in design.levels.items()},
+        names={cell.id: _name(key, design) for key, cell in members.items()},
         baseline=baseline.id if baseline else None,
         resolution=design.resolution,
         relation=tuple(product_words(sorted(word, key=design.factors.index)) for word in design.words),
@@ -121,19 +122,25 @@ def _left_out(
     design: Design, members: Mapping[tuple[Level, ...], Cell], tried: Sequence[tuple[RunSpec, RunFinding]]
 ) -> Iterator[LeftOut]:
     """Planned points without a valid run, and how their runs ended."""
-    named = {key_of(p, design): name for name, p in design.combined_points().items()}
     for point in (*design.points(), *design.combined_points().values()):
         key = key_of(point, design)
         if key in members:
             continue
-        changed = [f"{n} {level_text(point[n])}" for n in design.baseline if point[n] != design.baseline[n]]
         ended = [finding for spec, finding in tried if _key(spec, design) == key]
         yield LeftOut(
-            name=named.get(key) or ", ".join(changed) or "the baseline",
+            name=_name(key, design),
             status=ended[0].status if ended else "not run",
             reason=ended[0].reason if ended else None,
             runs=tuple(f.run for f in ended),
         )
+
+
+def _name(key: tuple[Level, ...], design: Design) -> str:
+    """`baseline`, `rank 8`, or the name that a combined point was given."""
+    named = {key_of(point, design): name for name, point in design.combined_points().items()}
+    levels = zip(design.baseline, key, strict=True)
+    changed = [f"{n.replace('_', ' ')} {level_text(v)}" for n, v in levels if v != design.baseline[n]]
+    return named.get(key) or ", ".join(changed) or "baseline"
 
 
 # --- one effect ---
@@ -206,6 +213,8 @@ def _text(question: Question, verdict: str, found: Ratio | None) -> str:
         words += f"no {'interaction' if question.kind == INTERACTION else 'effect'}, under {under(_bound(found))}"
     elif verdict == OPEN:
         words += f"undecided, {span}"
+    elif question.kind == INTERACTION:
+        words += f"interact, {_signed(found.value)} (95 % interval {span}) beyond what each brings alone"
     else:
         words += f"{verdict}, {_signed(found.value)} (95 % interval {span})"
     return f"{words}; or {', '.join(question.aliases)}, its alias" if question.aliases else words

@@ -58,12 +58,13 @@ class DesignOutcome:
     """One designed experiment on one kind of device, its effects ranked: what mattered most first.
 
     levels has each factor's, the baseline first. resolution and relation (its defining words) are of a fraction only.
-    left_out are points without a valid run.
+    names has each measured cell as its changes from the baseline; left_out are points without a valid run.
     """
 
     kind: str
     title: str
     levels: Mapping[str, tuple[str, ...]]
+    names: Mapping[str, str]
     baseline: str | None
     resolution: int | None
     relation: tuple[str, ...]

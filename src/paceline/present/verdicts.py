@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from paceline.findings import Bottleneck, Recommendation, Report, RuleOfThumb, ShareOfStep
 from paceline.findings.verdicts import BOTTLENECKS, UNDECIDED
 from paceline.present.quantity import MISSING
-from paceline.present.standing import describe, varying_axes
+from paceline.present.standing import cell_name, varying_axes
 from paceline.present.tables import Cell, Column, Table
 
 _GIB = 2.0**30
@@ -45,7 +45,7 @@ def bottlenecks(report: Report) -> Table | None:
         Column("waits most for"),
         *(Column(f"{kind}, %", numeric=True, priority=i) for i, kind in enumerate(kinds, 1)),
     )
-    rows = tuple((Cell(describe(b.axes, named)), *_verdict(b, kinds)) for b in found)
+    rows = tuple((Cell(cell_name(report, b.cell, b.axes, named)), *_verdict(b, kinds)) for b in found)
     how = dict.fromkeys(TOLD_APART_NOTE if b.told_apart else FLOOR_NOTE for b in found)
     missing = dict.fromkeys(f"Not known: {why}." for b in found for why in b.missing)
     cells = tuple((b.cell,) for b in found)
@@ -60,7 +60,7 @@ def _verdict(b: Bottleneck, kinds: Sequence[str]) -> tuple[Cell, ...]:
 
 def reasons(report: Report) -> Table | None:
     named = varying_axes(report)
-    rows = tuple((Cell(describe(b.axes, named)), Cell(b.text)) for b in report.bottlenecks)
+    rows = tuple((Cell(cell_name(report, b.cell, b.axes, named)), Cell(b.text)) for b in report.bottlenecks)
     columns = (Column("cell", prose=True), Column("because", prose=True))
     cells = tuple((b.cell,) for b in report.bottlenecks)
     return Table("Why each step waits for what it waits for", columns, rows, cells=cells) if rows else None
