@@ -59,7 +59,9 @@ def _is_null(effect: Effect, response: Response) -> bool:
 
 
 def _brief(response: Response) -> str:
-    return f"{change(response)[0]} % {'tokens/s' if response.metric == SPEED else 'peak memory'}"
+    percent = 100 * (response.ratio - 1)
+    number = _signed(percent, 1 if abs(percent) < 10 else 0)
+    return f"{number} % {'tokens/s' if response.metric == SPEED else 'peak memory'}"
 
 
 def plan(outcome: DesignOutcome) -> str:
