@@ -178,7 +178,8 @@ def _charts(found: tuple[Chart, ...]) -> str:
 
 
 def _figure(chart: Chart) -> str:
-    wide = len({point.group for point in chart.points}) > PANELLED and chart.kind == "lines"
+    panelled = len({point.group for point in chart.points}) > PANELLED and chart.kind == "lines"
+    wide = panelled or chart.kind == "spans"
     return (
         f'<figure data-chart="{escape(chart.name)}"{" class=wide" if wide else ""}><figcaption>'
         f"<h3>{escape(chart.title)}</h3>{paragraph(chart.subtitle, 'quiet')}</figcaption>"
