@@ -160,3 +160,15 @@ def test_cells_of_a_design_that_stand_alone_are_one_list(designed: Report) -> No
     assert group.is_listed
     assert DESIGNED in group.notes
     assert all(row.rank is None for row in group.rows)
+
+
+def test_a_shown_run_tells_where_its_profiled_steps_went() -> None:
+    from paceline.present.record import _profile
+    from paceline.records import TraceSample
+
+    old = TraceSample(rank=1, steps=2, wall_s=2.0, compute_s=1.5, communication_s=0.4, exposed_s=0.2)
+    assert _profile(old) == ("  rank 1, 2 profiled steps of 1,000 ms: compute 75%, exposed communication 10%, gap 15%")
+    told = dataclasses.replace(
+        old, products_s=0.8, attention_s=0.2, dequantisation_s=0.3, elementwise_s=0.2, copies_s=0.0
+    )
+    assert "products 40%, attention 10%, dequantisation 15%, elementwise 10%, copies 0%, exposed" in _profile(told)
