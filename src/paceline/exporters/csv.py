@@ -1,6 +1,6 @@
-"""metrics.csv: one row per cell and metric; cells.csv: one row per cell; collectives.csv: every row of a sweep;
-effects.csv: one row per effect of a design and metric.
+"""metrics.csv: one row per cell and metric; cells.csv: one row per cell; collectives.csv: every row of a sweep.
 
+effects.csv: one row per effect of a design and metric.
 RFC 4180, UTF-8, SI units, empty is missing. Rows and columns keep their order from report to report.
 """
 
