@@ -14,10 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 ONE_AT_A_TIME, FACTORIAL, FRACTIONAL = "one-at-a-time", "factorial", "fractional"
-KINDS = (ONE_AT_A_TIME, FACTORIAL, FRACTIONAL)
 # Beyond these the search for generators takes longer than a reader waits; below three there is nothing to leave out.
 FEWEST_FACTORS, MOST_FACTORS = 3, 10
-RESOLUTIONS = (5, 4, 3)
 
 Level = str | int | float | bool | None
 Point = dict[str, Level]

@@ -33,6 +33,7 @@ from paceline.findings.effects import (
     Effect,
     Response,
 )
+from paceline.present.effects import percent_up
 from paceline.present.standing import DEVICE
 from paceline.records import RunRecord
 from paceline.spec import RunSpec
@@ -210,7 +211,9 @@ def _text(question: Question, verdict: str, found: Ratio | None) -> str:
         others = ", ".join(question.aliases)
         return f"{words}{_signed(found.value)} ({span}) together with {others}: not told apart"
     if verdict == NO_EFFECT:
-        words += f"no {'interaction' if question.kind == INTERACTION else 'effect'}, under {under(_bound(found))}"
+        words += (
+            f"no {'interaction' if question.kind == INTERACTION else 'effect'}, under {percent_up(_bound(found))} %"
+        )
     elif verdict == OPEN:
         words += f"undecided, {span}"
     elif question.kind == INTERACTION:
@@ -222,11 +225,6 @@ def _text(question: Question, verdict: str, found: Ratio | None) -> str:
 
 def _signed(ratio: float) -> str:
     return f"{round(100 * (ratio - 1), 1) + 0.0:+.1f} %"
-
-
-def under(bound: float) -> str:
-    """Rounded up, so that the sentence stays true."""
-    return f"{max(math.ceil(bound * 1000 - 1e-6), 1) / 10:g} %"
 
 
 def _rank(effect: Effect) -> tuple[int, float, float]:

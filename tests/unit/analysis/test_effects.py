@@ -14,6 +14,7 @@ from paceline.analysis.window import open_window
 from paceline.designs import FACTORIAL, FRACTIONAL, ONE_AT_A_TIME, Design, Level, generators
 from paceline.findings import DesignOutcome, Effect
 from paceline.findings.effects import ALIASED, FASTER, LESS, NO_EFFECT, OPEN, SLOWER
+from paceline.present.effects import percent_up
 from paceline.records import RunRecord
 
 Builder = Callable[..., Any]
@@ -99,7 +100,7 @@ def test_a_null_effect_is_said_to_be_none_with_its_bound(outcome: Builder) -> No
     assert response.verdict == NO_EFFECT
     assert response.low < 1 < response.high
     assert response.bound_ratio == pytest.approx(max(response.high, 1 / response.low) - 1)
-    assert response.text == f"bucket mb 25.0 \u2192 50.0: no effect, under {effects.under(response.bound_ratio)}"
+    assert response.text == f"bucket mb 25.0 \u2192 50.0: no effect, under {percent_up(response.bound_ratio)} %"
 
 
 def test_noise_that_could_hide_an_effect_leaves_it_open(outcome: Builder) -> None:
