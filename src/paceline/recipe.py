@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from paceline.spec import RunSpec, require
+from paceline.spec import RunSpec, Scalar, require
 
 
 def recreate(specs: Sequence[RunSpec]) -> dict[str, Any]:
@@ -62,6 +62,12 @@ def fields(spec: RunSpec) -> dict[str, Any]:
         "stall_s": spec.stall_s,
         "telemetry_hz": spec.telemetry_hz,
     }
+
+
+def setting(spec: RunSpec, name: str) -> Scalar:
+    """The value of one field in which cells may differ, by the name of an experiment file; None where it has none."""
+    value = spec.global_batch if name == "global_batch" else fields(spec).get(name)
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
 def text(specs: Sequence[RunSpec]) -> str:

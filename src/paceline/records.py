@@ -106,7 +106,9 @@ class WireSample:
 class TraceSample:
     """Time line of `steps` profiled steps after the timed window: exposed is communication while nothing computes.
 
-    h2d_s and h2d_bytes are the copies of token batches on the device's own time line (None on a CPU).
+    h2d_s and h2d_bytes are the copies of token batches on the device's own time line (None on a CPU). compute_s is
+    divided by what ran: attention, dequantisation, products, copies, and elementwise for all others; where kinds run at
+    once or inside each other the time counts for one of them (see `timeline`). None in records that did not look.
     """
 
     kind: ClassVar[str] = "trace"
@@ -118,6 +120,17 @@ class TraceSample:
     exposed_s: float
     h2d_s: float | None = None
     h2d_bytes: int | None = None
+    products_s: float | None = None
+    attention_s: float | None = None
+    dequantisation_s: float | None = None
+    elementwise_s: float | None = None
+    copies_s: float | None = None
+
+    @property
+    def gap_s(self) -> float:
+        """Time in which neither a kernel nor a collective ran. The profiler makes launching slower: no less than
+        without it."""
+        return max(0.0, self.wall_s - self.compute_s - self.exposed_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

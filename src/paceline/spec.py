@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from paceline.designs import Design
 from paceline.errors import RequestError
 
 SCHEMA = 1
@@ -200,7 +201,10 @@ class Tuning:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """One launch. Everything that decides what is computed stands here; nothing else reaches the worker."""
+    """One launch. Everything that decides what is computed stands here; nothing else reaches the worker.
+
+    design is the plan this run was made for. It decides nothing that is computed, so no identity holds it.
+    """
 
     experiment: str
     workload: Choice
@@ -218,6 +222,7 @@ class RunSpec:
     timeout_s: float = 1800.0
     stall_s: float = 300.0
     telemetry_hz: float = 2.0
+    design: Design | None = None
 
     def __post_init__(self) -> None:
         require(
@@ -337,15 +342,16 @@ class RunSpec:
             "warmup": WarmUp(**values["warmup"]),
             "training": Training(**training),
             "tuning": Tuning(**values["tuning"]) if values.get("tuning") else None,
+            "design": Design.from_dict(values["design"]) if values.get("design") else None,
         }
         for key in ("workload", "model", "strategy", "launcher"):
             values[key] = Choice(**values[key]) if values.get(key) else None
         return cls(**values)
 
     def _without(self, *fields: str) -> dict[str, Any]:
-        """What makes an identity. A run that tunes nothing is what it was before there was tuning; how often gauges
-        are read beside it changes nothing of it."""
-        absent = ("telemetry_hz", "tuning") if self.tuning is None else ("telemetry_hz",)
+        """What makes an identity. A run that tunes nothing is what it was before there was tuning; the design it is a
+        point of, and how often gauges are read beside it, change nothing of it."""
+        absent = ("telemetry_hz", "design", *(() if self.tuning else ("tuning",)))
         return {key: value for key, value in dataclasses.asdict(self).items() if key not in (*fields, *absent)}
 
 

@@ -16,7 +16,7 @@ ROOT = Path(paceline.__file__).parent
 
 # Each line may import only lines above it; names on one line do not see each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "environment", "neutral"),
+    ("errors", "environment", "neutral", "designs"),
     ("shapes",),
     ("checkpoints",),
     ("spec", "models", "machine", "processes", "files"),
@@ -39,6 +39,7 @@ STANDARD_LIBRARY_ONLY = (
     "errors",
     "environment",
     "neutral",
+    "designs",
     "shapes",
     "checkpoints",
     "spec",

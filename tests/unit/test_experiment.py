@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from paceline import experiment, machine, plugins
+from paceline import experiment, machine, plugins, recipe
 from paceline.errors import RequestError
 from paceline.spec import RunSpec, WarmUp
 
@@ -361,3 +362,121 @@ def test_counts_reach_the_workloads_that_have_iterations_only() -> None:
 def test_counts_without_anything_to_count_are_one_sentence() -> None:
     with pytest.raises(RequestError, match="iterations: '--iters 20' was given; accepted is an experiment with"):
         experiment.load("quick", ["device=cpu"], counts={"iters": 20})
+
+
+# --- designs ---
+
+DESIGN: dict[str, Any] = {"factors": {"strategy": ["ddp", "fsdp2"], "micro_batch": [1, 2], "compile": [False, True]}}
+
+
+def changes(specs: Sequence[RunSpec]) -> list[set[str]]:
+    """What each cell changes of the baseline."""
+    assert specs[0].design is not None
+    baseline = specs[0].design.baseline
+    return [{name for name, level in baseline.items() if recipe.setting(s, name) != level} for s in specs]
+
+
+def test_one_factor_at_a_time_is_the_default(file: Any) -> None:
+    specs = file({"design": DESIGN})
+    assert sorted(map(len, changes(specs))) == [0, 1, 1, 1]
+    (design,) = {repr(s.design) for s in specs}
+    assert "one-at-a-time" in design
+
+
+@pytest.mark.parametrize(("kind", "cells"), [("factorial", 8), ("fractional", 4)])
+def test_the_command_line_chooses_the_kind(file: Any, kind: str, cells: int) -> None:
+    specs = file({"design": DESIGN, "repeats": 2}, [f"design.kind={kind}"])
+    assert len(specs) == 2 * cells
+    assert len({s.cell for s in specs}) == cells
+
+
+def test_a_list_setting_is_a_factor_and_a_plain_one_ends_it(file: Any) -> None:
+    specs = file({"design": DESIGN}, ["bucket_mb=[null,1.0]", "compile=true"])
+    assert specs[0].design is not None
+    assert set(specs[0].design.levels) == {"strategy", "micro_batch", "bucket_mb"}
+    assert {s.training.compile for s in specs} == {True}
+
+
+def test_any_experiment_becomes_a_design_by_the_command_line(file: Any) -> None:
+    specs = file({}, ["design.kind=factorial", "micro_batch=[1,2]", "compile=[false,true]"])
+    assert len(specs) == 4
+    assert all(s.design is not None for s in specs)
+
+
+def test_a_design_is_no_part_of_any_identity_and_survives_its_file(file: Any) -> None:
+    designed = {s.run_id: s for s in file({"design": {"factors": {"micro_batch": [1, 2]}}})}
+    plain = {s.run_id: s for s in file({"matrix": {"micro_batch": [1, 2]}})}
+    assert set(designed) == set(plain)
+    assert {s.cell for s in designed.values()} == {s.cell for s in plain.values()}
+    for spec in designed.values():
+        assert RunSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
+
+
+def test_levels_are_recorded_as_the_specs_say_them(file: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.experiment.fields._cores", lambda: 4)
+    factors = {"processes": ["all", 2], "strategy": ["ddp", {"name": "zero", "stage": 2}]}
+    design = file({"design": {"factors": factors}})[0].design
+    assert (design.baseline["processes"], design.levels["processes"]) == (4, (2,))
+    assert design.levels["strategy"] == ("zero:stage=2",)
+
+
+def test_a_combined_point_stands_beside_the_factors(file: Any) -> None:
+    combined = [{"name": "short and wide", "sequence_length": 32, "micro_batch": 4}]
+    content = {"design": {"factors": {"sequence_length": [64, 32]}, "combined": combined}, "base": {"micro_batch": 2}}
+    specs = file(content)
+    assert sorted(map(sorted, changes(specs))) == [[], ["micro_batch", "sequence_length"], ["sequence_length"]]
+    design = specs[0].design
+    assert design.baseline == {"sequence_length": 64, "micro_batch": 2}
+    assert design.combined == {"short and wide": {"sequence_length": 32, "micro_batch": 4}}
+    assert len(file(content, ["micro_batch=1"])) == 2, "a point that changes a fixed field is left out"
+
+
+def test_matrix_cells_stand_beside_a_design_and_exclusions_hold(file: Any) -> None:
+    content = {"design": DESIGN, "matrix": {"workload": ["collectives"]}, "exclude": [{"compile": True}]}
+    specs = file(content)
+    assert [s.workload.name for s in specs].count("collectives") == 1
+    assert not any(s.training.compile for s in specs)
+    assert len(specs) == 4
+
+
+@pytest.mark.parametrize(
+    ("design", "words"),
+    [
+        ({"kind": "latin"}, "'one-at-a-time', 'factorial' or 'fractional'"),
+        ({}, "at least one field with its levels"),
+        ({"factors": {"steps": [1]}}, "design.factors.steps: [1] was given; accepted is two levels or more"),
+        ({"factors": {"timeout_s": [1.0, 2.0]}}, "design.factors: 'timeout_s' was given"),
+        ({"factors": {"colour": [1, 2]}}, "design.factors: 'colour' was given"),
+        ({"factors": {"micro_batch": [2, 2]}}, "levels of which each makes another cell"),
+        ({"factors": {"rank": [8, 16]}}, "levels of which each makes another cell"),
+        ({"kind": "fractional", "factors": {"steps": [5, 6]}}, "3 to 10 factors of two levels each"),
+        ({"kind": "fractional", "resolution": 5, **DESIGN}, "design.resolution: 5 was given; accepted is a lower one"),
+        ({**DESIGN, "combined": [{"name": "x"}]}, "a name and some of"),
+        ({**DESIGN, "combined": [{"colour": 1}]}, "a name and some of"),
+        ({"kind": "factorial", "colour": 1}, "design.colour"),
+    ],
+)
+def test_a_wrong_design_is_one_sentence(file: Any, design: dict[str, Any], words: str) -> None:
+    assert words in refused(file, {"design": design})
+
+
+def test_diagnose_is_the_suite_of_the_issue() -> None:
+    specs = experiment.load("diagnose", ["device=cuda"])
+    cells = {
+        (t.micro_batch, t.sequence_length, s.tuning.rank, s.tuning.optimizer, t.precision.compute)
+        for s in specs
+        if (t := s.training) and s.tuning
+    }
+    paged = "paged_adamw_8bit"
+    assert cells == {
+        (4, 1024, 16, paged, "bf16"),
+        (4, 1024, 16, "adamw", "bf16"),
+        (4, 1024, 8, paged, "bf16"),
+        (4, 512, 16, paged, "bf16"),
+        (8, 512, 16, paged, "bf16"),
+        (4, 1024, 16, paged, "fp16"),
+    }
+    assert {(s.workload.name, str(s.model), s.tuning.method) for s in specs if s.tuning} == {
+        ("finetune", "mistral-7b", "qlora")
+    }
+    assert len(specs) == 18

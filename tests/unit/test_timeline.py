@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from paceline.measure import HostClock
-from paceline.timeline import Profile, Span, covered_s
+from paceline.timeline import Profile, Span, class_of, covered_s, divided_s
 
 
 @pytest.mark.parametrize(
@@ -39,13 +39,14 @@ def test_exposed_is_communication_while_nothing_computes(
     compute: list[Span], communication: list[Span], exposed: float
 ) -> None:
     profile = Profile("cpu", HostClock())
-    profile.compute, profile.communication, profile.wall_s = compute, communication, 5.0
+    profile.computing["elementwise"], profile.communication, profile.wall_s = compute, communication, 5.0
     sample = profile.sample(rank=1, steps=2)
     assert sample.exposed_s == pytest.approx(exposed)
     assert sample.compute_s == pytest.approx(covered_s(compute))
     assert sample.communication_s == pytest.approx(covered_s(communication))
     assert sample.exposed_s <= sample.communication_s
     assert (sample.rank, sample.steps, sample.wall_s) == (1, 2, 5.0)
+    assert sample.gap_s == pytest.approx(5.0 - sample.compute_s - sample.exposed_s)
 
 
 def test_a_real_profile_sees_compute() -> None:
@@ -81,3 +82,94 @@ def test_waiting_on_the_host_is_not_compute_on_the_device() -> None:
     assert sample.exposed_s == pytest.approx(2.0)
     assert (sample.h2d_s, sample.h2d_bytes) == (pytest.approx(0.25), 100)
     assert profile.sample(0, 1, batches=3, batch_bytes=100).h2d_s is None
+
+
+# --- classes of kernels ---
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>", "elementwise"),
+        ("nvjet_tst_192x192_64x4_2x1_v_bz_coopA_TNN", "products"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "products"),
+        ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128_32x3_nn_align8>", "products"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int, float>", "products"),
+        ("void flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4>>", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_16", "attention"),
+        ("fmha_cutlassF_bf16_aligned_64x128_rf_sm80", "attention"),
+        ("void kDequantizeBlockwise<__nv_bfloat16, 512, 64, 8, 2>", "dequantisation"),
+        ("void kOptimizerStatic8bit2StateBlockwise<float, 0, 256, 1>", "elementwise"),
+        ("triton_poi_fused__scaled_dot_product_flash_attention_mm_3", "elementwise"),
+        ("triton_tem_fused_mm_7", "products"),
+        ("Memcpy HtoD (Pinned -> Device)", "copies"),
+        ("Memset (Device)", "elementwise"),
+    ],
+)
+def test_a_kernel_is_classed_by_its_name(name: str, kind: str) -> None:
+    assert class_of(name, "cuda") == kind
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("aten::mm", "products"),
+        ("aten::linear", "products"),
+        ("bitsandbytes::gemm_4bit", "products"),
+        ("bitsandbytes::dequantize_4bit", "dequantisation"),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"),
+        ("aten::copy_", "copies"),
+        ("aten::addcmul_", "elementwise"),
+        ("aten::mmul", "elementwise"),
+    ],
+)
+def test_an_operator_is_classed_by_its_name(name: str, kind: str) -> None:
+    assert class_of(name, "cpu") == kind
+
+
+def test_classes_add_up_to_compute_however_they_lie() -> None:
+    classes: dict[str, list[Span]] = {
+        "attention": [(0.0, 2.0)],
+        "dequantisation": [(1.0, 3.0), (8.0, 9.0)],
+        "products": [(2.5, 8.5)],
+        "elementwise": [(0.0, 12.0)],
+        "copies": [(11.0, 13.0)],
+    }
+    found = divided_s(classes)
+    assert found == {"attention": 2.0, "dequantisation": 2.0, "products": 5.0, "elementwise": 3.0, "copies": 1.0}
+    assert sum(found.values()) == pytest.approx(covered_s(span for spans in classes.values() for span in spans))
+
+
+def test_operators_inside_others_count_once_on_a_cpu() -> None:
+    """A 4-bit product: half of it dequantisation, with plain operators inside."""
+    profile = Profile("cpu", HostClock())
+    for event in (
+        Event("MatMul4Bit", "CPU", 0.0, 10.0),
+        Event("bitsandbytes::gemm_4bit", "CPU", 0.0, 9.0),
+        Event("bitsandbytes::dequantize_4bit", "CPU", 1.0, 5.0),
+        Event("aten::empty", "CPU", 1.5, 2.0),
+        Event("aten::linear", "CPU", 5.0, 9.0),
+        Event("aten::copy_", "CPU", 8.0, 8.5),
+        Event("aten::add", "CPU", 9.0, 10.0),
+    ):
+        profile._sort(event)
+    sample = profile.sample(0, 1)
+    assert (sample.dequantisation_s, sample.products_s) == (pytest.approx(4.0), pytest.approx(5.0))
+    assert (sample.copies_s, sample.elementwise_s) == (pytest.approx(0.0), pytest.approx(1.0))
+    assert sample.compute_s == pytest.approx(10.0)
+
+
+def test_a_real_product_and_attention_are_seen_by_class() -> None:
+    import torch
+
+    x = torch.ones(1, 1, 64, 64)
+    profile = Profile("cpu", HostClock())
+    with profile.recording():
+        torch.nn.functional.scaled_dot_product_attention(x, x, x)
+        x @ x
+    sample = profile.sample(0, 1)
+    assert sample.products_s is not None
+    assert sample.attention_s is not None
+    assert sample.products_s > 0
+    assert sample.attention_s > 0
+    assert sample.dequantisation_s == 0

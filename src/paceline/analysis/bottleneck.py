@@ -1,9 +1,11 @@
 """What a step waits for most, by rules that a reader can check (docs/recommendations.md); never from a guess.
 
-A step is divided on the rank that waits least for others. Network, input and launch overhead are measured times. Of the
-kernels' time only floors are certain: products at the measured matmul ceiling are compute, the optimizer's bytes at the
-measured copy ceiling are memory bandwidth; the rest of the kernels may be either. Whoever's certain share exceeds all
-that any other may have is the bottleneck.
+A step is divided on the rank that waits least for others. Network, input and launch overhead are measured times, and so
+are, where the profile tells kernels apart, dequantisation and the kernels without a product, which only memory holds
+back. Of products and attention a floor is certain: their FLOPs at the measured matmul ceiling are compute, the rest may
+be compute or memory bandwidth. Where kernels were not told apart, floors are all that is certain of their time:
+products at that ceiling, the optimizer's bytes at the measured copy ceiling. Whoever's certain share exceeds all that
+any other may have is the bottleneck.
 """
 
 from __future__ import annotations
@@ -13,57 +15,45 @@ import statistics as stdlib_statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from paceline import models
-from paceline.analysis import ceilings, metrics
-from paceline.analysis.metrics import DTYPE_BYTES, Cell
+from paceline.analysis.floors import Copies, Floor, copies_by_device, milliseconds, optimizer, products
+from paceline.analysis.metrics import Cell
 from paceline.analysis.statistics import student_t
 from paceline.analysis.window import STEP_COLUMNS, Window
-from paceline.errors import RequestError
 from paceline.findings import SHARED_GPU, Bottleneck, Measurement, ShareOfStep
-from paceline.findings.verdicts import BOTTLENECKS, COMPUTE, INPUT, LAUNCH, MEMORY, NETWORK, UNDECIDED
+from paceline.findings.verdicts import (
+    BOTTLENECKS,
+    COMPUTE,
+    DEQUANTISATION,
+    INPUT,
+    LAUNCH,
+    MEMORY,
+    NETWORK,
+    UNDECIDED,
+)
 from paceline.present.words import listed
 from paceline.records import RunRecord
 
 # Shares nearer than this are not told apart, and a smaller one is never the bottleneck: the profile is of two steps
 # beside the window, and its seconds are set against the window's, which differ by a few percent.
 RESOLUTION_RATIO = 0.05
-# Adam reads and writes two fp32 moments and the fp32 weight; the gradient it also reads is counted by its dtype.
-ADAM_BYTES = 2 * (4 + 4 + 4)
-# Strategies whose optimizer works on 1/n of the parameters, and those where it works on all.
-_SHARDED, _WHOLE = ("fsdp2", "zero"), ("single", "ddp")
-CEILINGS_FROM = "`paceline run compute` into the same results folder does"
-NO_CEILINGS = f"the ceilings of this device were not measured: {CEILINGS_FROM}"
 NO_PROFILE = "no step was profiled, so that gaps of the device and exposed communication are not known"
-
-COPY_RATE = ceilings.METRICS["copy"][0]
-
-Copies = Mapping[ceilings.Device, Measurement]
+NO_CLASSES = "the profile does not tell kernels apart, so that dequantisation is not known"
 
 
 def judge(
     cells: Sequence[Cell], records: Sequence[RunRecord], measured: Sequence[Measurement]
 ) -> tuple[Bottleneck, ...]:
     """One verdict per cell; records and measured are those of the ceilings."""
-    copies = _copies_by_device(records, measured)
+    copies = copies_by_device(records, measured)
     return tuple(_bottleneck(cell, copies) for cell in cells)
 
 
-def _copies_by_device(records: Sequence[RunRecord], measured: Sequence[Measurement]) -> Copies:
-    """The largest device copy of each kind of device: smaller ones may lie in a cache."""
-    devices = {r.spec.run_id: ceilings.device_of(r) for r in records if r.kernels and not r.shares_gpu}
-    found: dict[ceilings.Device, Measurement] = {}
-    for m in measured:
-        if m.metric == COPY_RATE and m.axes["rank"] is None and m.value and m.runs[0] in devices:
-            known = found.setdefault(devices[m.runs[0]], m)
-            found[devices[m.runs[0]]] = max(known, m, key=lambda one: float(one.axes["size"] or 0))
-    return found
-
-
 def _bottleneck(cell: Cell, copies: Copies) -> Bottleneck:
-    floors = {COMPUTE: _products(cell), MEMORY: _optimizer(cell, copies)}
+    floors = {COMPUTE: products(cell), MEMORY: optimizer(cell, copies)}
     divisions = [_divide(window, floors) for window in cell.windows]
     missing = _missing(cell, floors)
-    shares = tuple(_share(kind, cell, divisions, floors, missing) for kind in BOTTLENECKS)
+    kinds = [kind for kind in BOTTLENECKS if kind != DEQUANTISATION or _is_quantised(cell)]
+    shares = tuple(_share(kind, cell, divisions, floors, missing) for kind in kinds)
     kind, contenders = _verdict(shares, _largest_at_least(shares, divisions), missing)
     decided = kind in BOTTLENECKS
     return Bottleneck(
@@ -75,67 +65,18 @@ def _bottleneck(cell: Cell, copies: Copies) -> Bottleneck:
         missing=tuple(dict.fromkeys(missing.values())),
         axes=cell.axes,
         runs=cell.runs,
+        told_apart=_is_told_apart(cell),
     )
 
 
-# --- floors: the least time that the kernels of a step need by a measured ceiling ---
+def _is_quantised(cell: Cell) -> bool:
+    """Whether it holds weights in few bits, by what was asked or by what ran."""
+    ran = any(t.dequantisation_s for w in cell.windows for t in w.record.traces)
+    return ran or _asks_for_few_bits(cell.windows[0].record)
 
 
-class Floor(NamedTuple):
-    """seconds is None where it is not known, and text then says why."""
-
-    seconds: float | None
-    text: str
-    runs: tuple[str, ...] = ()
-
-
-def _products(cell: Cell) -> Floor:
-    """FLOPs of a step on one device, recomputed ones included, at the best product that was reached there."""
-    peak, note = metrics.measured_peak(cell)
-    tokens = cell.per("tokens")
-    dtype, training = cell.spec.training.precision.compute, cell.spec.training
-    if peak is None or tokens is None:
-        return Floor(None, _no_ceiling(cell, f"{dtype} products"))
-    try:
-        shape = cell.windows[0].record.shape
-    except RequestError as error:
-        return Floor(None, str(error))
-    flops = models.flops_per_token(shape, training.sequence_length)
-    flops += models.recomputed_flops_per_token(shape, training.sequence_length, training.checkpointing)
-    seconds = flops * tokens.value / cell.spec.topology.world_size / peak
-    text = f"its products need at least {_ms(seconds)} at {note.removeprefix('of ')}"
-    return Floor(seconds, text, cell.achievable[dtype].runs)
-
-
-def _optimizer(cell: Cell, copies: Copies) -> Floor:
-    """Bytes that Adam must move on one device at the measured copy rate, never more than the optimizer's phase took."""
-    devices = {ceilings.device_of(w.record) for w in cell.windows}
-    ceiling = copies.get(next(iter(devices))) if len(devices) == 1 and not cell.shared_gpu else None
-    if ceiling is None or not ceiling.value:
-        return Floor(None, _no_ceiling(cell, "memory copies"))
-    moved = _optimizer_bytes(cell)
-    if moved is None:
-        return Floor(None, f"how much the optimizer of {cell.spec.strategy} moves is not known")
-    phase = cell.per("optimizer_s")
-    seconds = min(moved / ceiling.value, phase.value if phase else math.inf)
-    rate = f"{ceiling.value / 1e9:,.0f} GB/s"
-    text = f"the optimizer's {moved / 1e9:.3g} GB need at least {_ms(seconds)} at the {rate} of a copy here"
-    return Floor(seconds, text, ceiling.runs)
-
-
-def _no_ceiling(cell: Cell, what: str) -> str:
-    if cell.shared_gpu:
-        return SHARED_GPU
-    return f"{what} were not measured on this device: {CEILINGS_FROM}" if cell.achievable else NO_CEILINGS
-
-
-def _optimizer_bytes(cell: Cell) -> float | None:
-    strategy, evidence = cell.spec.strategy, cell.windows[0].record.evidence
-    if strategy is None or evidence is None or strategy.name not in (*_SHARDED, *_WHOLE):
-        return None
-    owners = cell.spec.topology.world_size if strategy.name in _SHARDED else 1
-    per_parameter = ADAM_BYTES + DTYPE_BYTES[cell.spec.training.precision.reduce]
-    return evidence.parameters * per_parameter / owners
+def _asks_for_few_bits(record: RunRecord) -> bool:
+    return record.spec.tuning is not None and record.spec.tuning.method == "qlora"
 
 
 # --- where one launch's step went ---
@@ -152,11 +93,16 @@ class Division(NamedTuple):
 
 
 class _Pace(NamedTuple):
-    """Seconds per profiled step of the rank that waits least for others: it is the one that sets the pace."""
+    """Seconds per profiled step of the rank that waits least for others: it is the one that sets the pace.
+
+    matrix_s is products and attention; it and dequantisation_s are None where kernels were not told apart.
+    """
 
     compute_s: float
     exposed_s: float
     h2d_s: float
+    matrix_s: float | None
+    dequantisation_s: float | None
 
 
 def _divide(window: Window, floors: Mapping[str, Floor]) -> Division:
@@ -165,7 +111,9 @@ def _divide(window: Window, floors: Mapping[str, Floor]) -> Division:
     wait = None if math.isnan(waited) else waited / step_s
     known = {kind: floor.seconds / step_s for kind, floor in floors.items() if floor.seconds is not None}
     pace = _pace(window.record)
-    return _unprofiled(window.record, wait, known) if pace is None else _profiled(pace, step_s, wait, known)
+    if pace is None:
+        return _unprofiled(window.record, wait, known)
+    return _profiled(pace, step_s, wait, known, few_bits=_asks_for_few_bits(window.record))
 
 
 def _pace(record: RunRecord) -> _Pace | None:
@@ -174,14 +122,24 @@ def _pace(record: RunRecord) -> _Pace | None:
         ours = [t for t in record.traces if t.rank == rank]
         steps = sum(t.steps for t in ours)
         if steps > 0:
-            sums = (
+            plain = (
                 sum(x) / steps for x in zip(*((t.compute_s, t.exposed_s, t.h2d_s or 0.0) for t in ours), strict=True)
             )
-            ranks.append(_Pace(*sums))
+            matrix = [_sum(t.products_s, t.attention_s) for t in ours]
+            told = (_sum(*matrix), _sum(*(t.dequantisation_s for t in ours)))
+            ranks.append(_Pace(*plain, *(None if x is None else x / steps for x in told)))
     return min(ranks, key=lambda p: (p.exposed_s, -p.compute_s), default=None)
 
 
-def _profiled(pace: _Pace, step_s: float, wait: float | None, floors: Mapping[str, float]) -> Division:
+def _sum(*values: float | None) -> float | None:
+    """None where one is missing."""
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
+
+
+def _profiled(
+    pace: _Pace, step_s: float, wait: float | None, floors: Mapping[str, float], *, few_bits: bool
+) -> Division:
     """Device times of the profile beside the step of the window: the profiler slows the host, not the kernels.
 
     What the device did in no time of its own (idle) is first the wait for a batch, then the host being late.
@@ -191,7 +149,12 @@ def _profiled(pace: _Pace, step_s: float, wait: float | None, floors: Mapping[st
     idle = 1 - (pace.compute_s + pace.exposed_s) * fitted
     kernels = (pace.compute_s - pace.h2d_s) * fitted
     stalled = 0.0 if wait is None else min(wait, idle)
-    held = _within(floors, kernels)
+    if pace.matrix_s is None or pace.dequantisation_s is None:
+        held = _within(floors, kernels)
+        may_be = {COMPUTE, MEMORY, *((DEQUANTISATION,) if few_bits else ())}
+    else:
+        held = _told_apart(kernels, pace.matrix_s * fitted, pace.dequantisation_s * fitted, floors.get(COMPUTE, 0.0))
+        may_be = {COMPUTE, MEMORY}
     certain = {
         **held,
         NETWORK: pace.exposed_s * fitted,
@@ -200,7 +163,18 @@ def _profiled(pace: _Pace, step_s: float, wait: float | None, floors: Mapping[st
     }
     rest = kernels - sum(held.values())
     gaps = ((idle, frozenset((INPUT, LAUNCH))),) if wait is None else ()
-    return Division(certain, ((rest, frozenset((COMPUTE, MEMORY))), *gaps))
+    return Division(certain, ((rest, frozenset(may_be)), *gaps))
+
+
+def _told_apart(kernels: float, matrix: float, dequantisation: float, floor: float) -> dict[str, float]:
+    """What is certain of kernels whose kinds are known; the rest of products and attention is left to be claimed."""
+    matrix = min(matrix, kernels)
+    dequantisation = min(dequantisation, kernels - matrix)
+    return {
+        COMPUTE: min(floor, matrix),
+        DEQUANTISATION: dequantisation,
+        MEMORY: kernels - matrix - dequantisation,
+    }
 
 
 def _unprofiled(record: RunRecord, wait: float | None, floors: Mapping[str, float]) -> Division:
@@ -210,6 +184,7 @@ def _unprofiled(record: RunRecord, wait: float | None, floors: Mapping[str, floa
     certain = _within(floors, 1 - (stalled or 0.0)) | ({} if stalled is None else {INPUT: stalled})
     open_to = {COMPUTE, MEMORY, LAUNCH}
     open_to |= {NETWORK} if topology.world_size > 1 else set()
+    open_to |= {DEQUANTISATION} if _asks_for_few_bits(record) else set()
     open_to |= {INPUT} if stalled is None else set()
     return Division(certain, ((1 - sum(certain.values()), frozenset(open_to)),))
 
@@ -229,6 +204,10 @@ def _missing(cell: Cell, floors: Mapping[str, Floor]) -> dict[str, str]:
     found = {kind: floor.text for kind, floor in floors.items() if floor.seconds is None}
     if cell.shared_gpu:
         return dict.fromkeys(BOTTLENECKS, SHARED_GPU)
+    if _is_told_apart(cell):
+        found.pop(MEMORY, None)
+    elif _is_quantised(cell):
+        found[DEQUANTISATION] = NO_CLASSES
     if any(_pace(w.record) is None for w in cell.windows):
         on_gpu, alone = cell.spec.topology.device == "cuda", cell.spec.topology.world_size == 1
         blind = [LAUNCH, *(() if alone else (NETWORK,)), *((INPUT,) if on_gpu else ())]
@@ -238,13 +217,17 @@ def _missing(cell: Cell, floors: Mapping[str, Floor]) -> dict[str, str]:
     return found
 
 
+def _is_told_apart(cell: Cell) -> bool:
+    return all((pace := _pace(w.record)) and pace.matrix_s is not None for w in cell.windows)
+
+
 def _share(
     kind: str, cell: Cell, divisions: Sequence[Division], floors: Mapping[str, Floor], missing: Mapping[str, str]
 ) -> ShareOfStep:
     certain = [d.certain.get(kind, 0.0) for d in divisions]
     value, half = stdlib_statistics.fmean(certain), _half_width(certain)
     claimable = stdlib_statistics.fmean(d.claimable(kind) for d in divisions)
-    floor = floors.get(kind)
+    floor = None if kind == MEMORY and _is_told_apart(cell) else floors.get(kind)
     return ShareOfStep(
         kind=kind,
         share_ratio=None if kind in missing else value,
@@ -291,11 +274,15 @@ def _verdict(
 
 def _measured_text(kind: str, share: float, cell: Cell) -> str:
     wall = cell.per("wall")
-    took = _ms(share * (wall.value if wall else 0.0))
+    took = milliseconds(share * (wall.value if wall else 0.0))
     if kind == NETWORK:
         if cell.spec.topology.world_size == 1:
             return "one process has nobody to talk to"
         return f"{took} of communication that nothing hides, on the rank that waits least"
+    if kind == MEMORY:
+        return f"{took} in kernels without a product: norms, activations, the loss, the optimizer, copies"
+    if kind == DEQUANTISATION:
+        return f"{took} turning weights of few bits into numbers that products take"
     if kind == INPUT:
         return f"{took} waiting for batches and copying them"
     return f"the device had nothing to do for {took} while the host prepared its work"
@@ -310,8 +297,3 @@ def _text(kind: str, contenders: Sequence[ShareOfStep], missing: Mapping[str, st
         return f"undecided between {listed([s.kind for s in contenders])}: {'; '.join(reasons)}."
     spans = "; ".join(f"{s.kind} {s.low:.0%} to {s.high:.0%} ({s.text})" for s in contenders)
     return f"{kind}, whose shares of the step cannot be told apart: {spans}."
-
-
-def _ms(seconds: float) -> str:
-    """Three digits, never an exponent."""
-    return f"{float(f'{seconds * 1e3:.3g}'):,.12g} ms"

@@ -25,7 +25,7 @@ from paceline.errors import RequestError
 from paceline.findings import HIGHER, LOWER, SHARED_GPU, Measurement
 from paceline.spec import Choice, RunSpec, Scalar
 
-_REPEAT_FIELDS = ("experiment", "repeat", "timeout_s", "stall_s", "reference_steps", "telemetry_hz")
+_REPEAT_FIELDS = ("experiment", "repeat", "timeout_s", "stall_s", "reference_steps", "telemetry_hz", "design")
 
 
 # --- one cell ---

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -162,21 +162,26 @@ class Ratio(NamedTuple):
 
 
 def ratio_between(over: Sequence[Resampled], under: Sequence[Resampled]) -> Ratio | None:
-    """product(over) / product(under) with every side resampled independently; None where a side has no spread.
+    """product(over) / product(under) with every side resampled independently; None where a side has no spread."""
+    return contrast([*((side, 1) for side in over), *((side, -1) for side in under)])
 
-    Freedom is Welch and Satterthwaite's: (sum v)^2 / sum(v^2 / freedom), v the variance of each side's logarithm.
+
+def contrast(sides: Iterable[tuple[Resampled, float]]) -> Ratio | None:
+    """The product of all values, each to the power of its weight; None where a side has no spread.
+
+    Freedom is Welch and Satterthwaite's: (sum v)^2 / sum(v^2 / freedom), v the variance of each side's share of the
+    logarithm.
     """
     value = 1.0
     total: Array = np.zeros(1)
     variances, freedoms = [], []
-    for sign, sides in ((1, over), (-1, under)):
-        for side in sides:
-            if side.deviations is None or not side.logarithmic:
-                return None
-            value *= side.value**sign
-            total = total + sign * side.deviations
-            variances.append(float(side.deviations.var()))
-            freedoms.append(side.freedom)
+    for side, weight in sides:
+        if side.deviations is None or not side.logarithmic:
+            return None
+        value *= side.value**weight
+        total = total + weight * side.deviations
+        variances.append(weight * weight * float(side.deviations.var()))
+        freedoms.append(side.freedom)
     penalty = sum(v * v / f for v, f in zip(variances, freedoms, strict=True))
     widening = student_t(sum(variances) ** 2 / penalty if penalty > 0 else math.inf) / Z_95
     low, high = np.percentile(total, (2.5, 97.5)) * widening

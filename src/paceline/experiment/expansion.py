@@ -12,6 +12,7 @@ import yaml
 
 from paceline import machine
 from paceline.errors import RequestError
+from paceline.experiment import design
 from paceline.experiment.fields import ALL, Cell, Experiment, build, devices, validate
 from paceline.experiment.reading import parse_yaml, read
 from paceline.spec import UNTRAINED, Choice, RunSpec, require
@@ -80,7 +81,7 @@ def _device(experiment: Experiment, settings: Sequence[str]) -> Literal["cpu", "
 
 
 def _overlay(raw: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    accepted = ("base", "matrix", "exclude", "repeats")
+    accepted = ("base", "matrix", "design", "exclude", "repeats")
     for key in over:
         require(key in accepted, "devices", key, ", ".join(accepted))
     merged = {**raw, **over}
@@ -101,26 +102,43 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 
 def expand(experiment: Experiment, given: Mapping[str, Any], device: str) -> list[RunSpec]:
-    """One spec per distinct cell. A setting replaces the axis or field of its name; a list setting is an axis."""
+    """One spec per distinct cell. A setting replaces the axis or field of its name; a list setting is an axis, or a
+    factor where there is a design. The cells of a matrix stand beside those of a design."""
+    own, given = design.split(given)
     nested = {key: value for key, value in given.items() if "." in key}
     axes = {key: value for key, value in given.items() if isinstance(value, list) and key not in nested}
     fixed = {key: value for key, value in given.items() if key not in axes and key not in nested}
-    matrices = experiment.matrix if isinstance(experiment.matrix, list) else [experiment.matrix]
-    specs: dict[str, RunSpec] = {}
-    for matrix in matrices:
-        kept = {key: values for key, values in matrix.items() if key not in fixed} | axes
-        base = _place(experiment.base | fixed, nested)
-        for combination in _product(kept, device):
-            fields = base | combination
-            if matrix.get("processes") == DOUBLING and not _divides(fields):
-                continue
-            if not any(_matches(fields, rule) for rule in experiment.exclude):
-                cell = validate(Cell, _optioned(_plain(fields), nested), experiment.name)
-                spec = build(experiment.name, cell, device)
-                specs.setdefault(spec.cell, spec)
+    base = _place(experiment.base | fixed, nested)
+
+    def make(fields: Mapping[str, Any]) -> RunSpec:
+        cell = validate(Cell, _optioned(_plain({**base, **fields}), nested), experiment.name)
+        return build(experiment.name, cell, device)
+
+    def keeps(fields: Mapping[str, Any]) -> bool:
+        return not any(_matches({**base, **fields}, rule) for rule in experiment.exclude)
+
+    block = design.asked(experiment.design, own, axes, fixed)
+    specs = design.expand(block, make, keeps) if block else []
+    if not block or experiment.matrix:
+        points = _points(experiment, base, fixed, {} if block else axes, device)
+        specs += [make(point) for point in points if keeps(point)]
     if not specs:
         raise RequestError(f"{experiment.name}: the matrix and its exclusions leave no cell to run")
-    return list(specs.values())
+    distinct: dict[str, RunSpec] = {}
+    for spec in specs:
+        distinct.setdefault(spec.cell, spec)
+    return list(distinct.values())
+
+
+def _points(
+    experiment: Experiment, base: Mapping[str, Any], fixed: Mapping[str, Any], axes: Mapping[str, Any], device: str
+) -> Iterable[dict[str, Any]]:
+    """Every point of every matrix, as changes of the base."""
+    matrices = experiment.matrix if isinstance(experiment.matrix, list) else [experiment.matrix]
+    for matrix in matrices:
+        kept = {key: values for key, values in matrix.items() if key not in fixed} | dict(axes)
+        doubling = matrix.get("processes") == DOUBLING
+        yield from (p for p in _product(kept, device) if not doubling or _divides({**base, **p}))
 
 
 def _divides(fields: Mapping[str, Any]) -> bool:

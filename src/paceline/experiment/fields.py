@@ -69,13 +69,25 @@ class Cell(Strict):
 Matrix = dict[str, list[Any] | str]
 
 
+class DesignFields(Strict):
+    """factors: field -> its levels, the baseline first. combined: further points, as changes from the baseline, each
+    under a `name`. resolution: the least that a fraction must have."""
+
+    kind: Literal["one-at-a-time", "factorial", "fractional"] = "one-at-a-time"
+    factors: dict[str, list[Any]] = Field(default_factory=dict)
+    combined: list[dict[str, Any]] = Field(default_factory=list)
+    resolution: Literal[3, 4, 5] | None = None
+
+
 class Experiment(Strict):
-    """The YAML file. `devices.cpu` and `devices.cuda` override base, matrix, exclude and repeats on such a machine."""
+    """The YAML file. `devices.cpu` and `devices.cuda` override base, matrix, design, exclude and repeats on such a
+    machine."""
 
     name: str
     description: str = ""
     base: dict[str, Any] = Field(default_factory=dict)
     matrix: Matrix | list[Matrix] = Field(default_factory=dict)
+    design: DesignFields | None = None
     exclude: list[dict[str, Any]] = Field(default_factory=list)
     repeats: int = Field(default=1, ge=1)
     order_seed: int = 0

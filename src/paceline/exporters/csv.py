@@ -1,5 +1,6 @@
 """metrics.csv: one row per cell and metric; cells.csv: one row per cell; collectives.csv: every row of a sweep.
 
+effects.csv: one row per effect of a design and metric.
 RFC 4180, UTF-8, SI units, empty is missing. Rows and columns keep their order from report to report.
 """
 
@@ -13,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from paceline.files import write_atomically
-from paceline.findings import CollectiveRow, Measurement, Report
+from paceline.findings import CollectiveRow, Measurement, Report, Response
 from paceline.present.standing import THROUGHPUT, trusted_runs
 from paceline.spec import Scalar
 
@@ -29,12 +30,14 @@ FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 
 
 def export(report: Report, directory: Path) -> list[Path]:
-    """cells.csv only where something was trained, collectives.csv only where there is a sweep."""
+    """cells.csv only where something was trained, collectives.csv where there is a sweep, effects.csv with a design."""
     files = {"metrics.csv": text(report)}
     if any(m.metric == THROUGHPUT for m in report.measurements):
         files["cells.csv"] = cells_text(report)
     if report.collectives:
         files["collectives.csv"] = rows_text(report)
+    if report.effects:
+        files["effects.csv"] = effects_text(report)
     return [write_atomically(directory / name, content) for name, content in files.items()]
 
 
@@ -94,6 +97,23 @@ def rows_text(report: Report) -> str:
         [*(row.axes.get(name) for name in axes), *(getattr(row, name) for name in fields)] for row in report.collectives
     )
     return _table([*axes, *fields], rows)
+
+
+def effects_text(report: Report) -> str:
+    """In the order of their rank; several aliases, cells or runs are parted by semicolons or spaces."""
+    own = [f.name for f in dataclasses.fields(Response)]
+    rows = (
+        [
+            *(outcome.kind, outcome.title, effect.kind, effect.name, effect.pairs, "; ".join(effect.aliases)),
+            *(getattr(response, name) for name in own),
+            " ".join(effect.cells),
+            " ".join(effect.runs),
+        ]
+        for outcome in report.effects
+        for effect in outcome.effects
+        for response in effect.responses
+    )
+    return _table(["design", "title", "kind", "effect", "pairs", "aliases", *own, "cells", "runs"], rows)
 
 
 def _ordered(names: set[str]) -> list[str]:

@@ -17,7 +17,7 @@ from paceline.exporters import _page_cells, _page_data
 from paceline.exporters._page_tables import block, bullets, folded, paragraph, render
 from paceline.files import write_atomically
 from paceline.findings import Report
-from paceline.present import claims, cost, history, scaling, tables, tuning, verdicts
+from paceline.present import claims, cost, effects, history, scaling, tables, tuning, verdicts
 from paceline.present.answer import answer, grounds
 from paceline.present.charts import Chart, charts
 from paceline.present.machine import machine_details, machine_tables
@@ -140,6 +140,7 @@ def _chip(words: str) -> str:
 
 def _sections(report: Report, found: tuple[Chart, ...], linked: set[str]) -> Iterator[tuple[str, str, str]]:
     """Name, title and inside of each; what is empty is left out."""
+    yield "effects", "Effects", _all(effects.tables(report), linked)
     yield "ranking", "Ranking", _ranking(report, linked)
     yield "charts", "Charts", _charts(found)
     yield "scaling", "Scaling", _rendered(scaling.efficiency(report), linked)
@@ -178,7 +179,8 @@ def _charts(found: tuple[Chart, ...]) -> str:
 
 
 def _figure(chart: Chart) -> str:
-    wide = len({point.group for point in chart.points}) > PANELLED and chart.kind == "lines"
+    panelled = len({point.group for point in chart.points}) > PANELLED and chart.kind == "lines"
+    wide = panelled or chart.kind == "spans"
     return (
         f'<figure data-chart="{escape(chart.name)}"{" class=wide" if wide else ""}><figcaption>'
         f"<h3>{escape(chart.title)}</h3>{paragraph(chart.subtitle, 'quiet')}</figcaption>"

@@ -10,7 +10,7 @@ from pathlib import Path
 from paceline.exporters import plots
 from paceline.files import write_atomically
 from paceline.findings import Report
-from paceline.present import claims, cost, history, scaling, tables, tuning, verdicts
+from paceline.present import claims, cost, effects, history, scaling, tables, tuning, verdicts
 from paceline.present.answer import answer, grounds
 from paceline.present.machine import machine_details, machine_tables
 from paceline.present.tables import Cell, Table
@@ -63,6 +63,7 @@ class Page:
         if self.rows is not None:
             most = f"at most {self.rows} rows of a table and {self.characters} characters of a text are shown"
             yield f"Cut to fit a pull request: {most}; {WHERE}."
+        yield from (self.section(table.title, table) for table in effects.tables(report))
         yield from self._ranking(report)
         yield escape(tables.common(report))
         yield f"Read all of it with this in mind:\n\n{self.bullets(report.notes)}" if report.notes else ""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.exporters import _bar_charts as bars
 from paceline.exporters import _ceiling_charts as ceilings
 from paceline.exporters import _cost_charts as cost
+from paceline.exporters import _effect_charts as effects
 from paceline.exporters import _fabric_charts as fabric
 from paceline.exporters import _gauge_charts as gauges
 from paceline.exporters import _history_chart as history
@@ -67,6 +68,7 @@ def _saved(draw: Draw, report: Report, found: Any, forms: tuple[str, ...]) -> di
 
 
 CHARTS: dict[str, tuple[Callable[[Report], Any], Draw]] = {
+    "effects": (effects.charted, effects.draw_effects),
     "throughput": (bars.throughput, bars.draw_throughput),
     "step_time": (times.steps, times.draw_steps),
     "phases": (times.phases, times.draw_phases),

@@ -3,6 +3,7 @@
 from paceline.findings.between import Between, Change, Differing, Lost, Regression
 from paceline.findings.claims import Claim, ClaimedTransfer, ClaimedTransfers
 from paceline.findings.cost import Cost, Offer, Saving, offers_of
+from paceline.findings.effects import DesignOutcome, Effect, Response
 from paceline.findings.fabric import CollectiveFit, CollectiveRow, Overlap, Pair, Suspect
 from paceline.findings.gauges import DeviceGauges, GaugeTrace
 from paceline.findings.history import ChangePoint, HistoryPoint, HistorySeries
@@ -50,8 +51,10 @@ __all__ = [
     "CollectiveRow",
     "Comparison",
     "Cost",
+    "DesignOutcome",
     "DeviceGauges",
     "Differing",
+    "Effect",
     "FrontierPoint",
     "GaugeTrace",
     "HistoryPoint",
@@ -68,6 +71,7 @@ __all__ = [
     "Recommendation",
     "Regression",
     "Report",
+    "Response",
     "RuleOfThumb",
     "RunFinding",
     "Saving",

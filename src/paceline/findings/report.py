@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.findings.claims import Claim, ClaimedTransfers
 from paceline.findings.cost import Cost, Saving
+from paceline.findings.effects import DesignOutcome
 from paceline.findings.fabric import CollectiveFit, CollectiveRow, Overlap, Pair, Suspect
 from paceline.findings.gauges import DeviceGauges, GaugeTrace
 from paceline.findings.history import HistorySeries
@@ -55,6 +56,7 @@ class Report:
     claimed_transfers: tuple[ClaimedTransfers, ...] = ()
     histories: tuple[HistorySeries, ...] = ()
     bottlenecks: tuple[Bottleneck, ...] = ()
+    effects: tuple[DesignOutcome, ...] = ()
     rules_of_thumb: tuple[RuleOfThumb, ...] = ()
     gauges: tuple[DeviceGauges, ...] = ()
     gauge_traces: tuple[GaugeTrace, ...] = ()

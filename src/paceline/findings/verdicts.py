@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from paceline.spec import Scalar
 
 COMPUTE, MEMORY, NETWORK, INPUT, LAUNCH = "compute", "memory bandwidth", "network", "input", "launch overhead"
+# Of runs that hold weights in few bits; no share of any other.
+DEQUANTISATION = "dequantisation"
 # In the order in which tables show them.
-BOTTLENECKS = (COMPUTE, MEMORY, NETWORK, INPUT, LAUNCH)
+BOTTLENECKS = (COMPUTE, MEMORY, DEQUANTISATION, NETWORK, INPUT, LAUNCH)
 UNDECIDED = "undecided"
 
 
@@ -35,6 +37,7 @@ class Bottleneck:
 
     kind is one of BOTTLENECKS; `between A and B` where their shares cannot be told apart; `undecided` where evidence
     that could decide was not measured, which `missing` then names. share_ratio is the winner's, else None.
+    told_apart says whether the profile knew kernels by class.
     """
 
     cell: str
@@ -45,6 +48,7 @@ class Bottleneck:
     missing: tuple[str, ...]
     axes: Mapping[str, Scalar]
     runs: tuple[str, ...]
+    told_apart: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """How findings read: numbers rounded by their uncertainty, cells in their places, tables, and the terminal.
 
-quantity < facts, standing < tables < links < fabric, memory, ceilings, scaling, verdicts, cost, claims, between <
-history < machine, answer < terminal < replay; charts stand beside the terminal. Exporters and the command line print
-what stands here, no more.
+quantity < facts, standing < tables < links < fabric, memory, ceilings, scaling, effects, verdicts, cost, claims,
+between < history < machine, answer < terminal < replay; charts stand beside the terminal. Exporters and the command
+line print what stands here, no more.
 """
 
 from paceline.present.answer import recommendation_lines

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from paceline.findings import WORSE, Comparison, Recommendation, Report
 from paceline.findings.verdicts import UNDECIDED
-from paceline.present import ceilings, claims, fabric, memory
+from paceline.present import ceilings, claims, effects, fabric, memory
 from paceline.present.standing import (
     THROUGHPUT,
     axes_of,
@@ -58,7 +58,9 @@ def headline(report: Report) -> Recommendation | None:
 
 
 def answer(report: Report) -> tuple[str, str]:
-    """The two sentences; the second is empty where there is no more to say."""
+    """The two sentences; the second is empty where there is no more to say. A design is asked for its own sake."""
+    if designed := effects.sentences(report):
+        return designed[:2]
     found = headline(report)
     if found is not None:
         return _decision(report, found), _beside(report, found)
@@ -68,6 +70,8 @@ def answer(report: Report) -> tuple[str, str]:
 
 def grounds(report: Report) -> str:
     """What was measured beside the answer and on which group; of a machine all that the answer did not say."""
+    if designed := effects.sentences(report):
+        return designed[2]
     found = headline(report)
     if found is None:
         return " ".join(_without_choice(report)[2:])

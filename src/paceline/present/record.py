@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 from paceline.findings import Certificate
 from paceline.present.quantity import MISSING, format_duration
-from paceline.records import RunRecord
+from paceline.records import RunRecord, TraceSample
 
 GIB = 2**30
+CLASSES = ("products", "attention", "dequantisation", "elementwise", "copies")
 
 
 def record_lines(record: RunRecord, certificate: Certificate | None) -> Iterator[str]:
@@ -20,6 +21,7 @@ def record_lines(record: RunRecord, certificate: Certificate | None) -> Iterator
     yield "  asked: " + ", ".join(f"{name} {value}" for name, value in spec.axes().items() if value is not None)
     yield from _machines(record)
     yield from _ranks(record)
+    yield from map(_profile, record.traces)
     for check in certificate.checks if certificate else ():
         yield f"  {'equal' if check.ok else 'UNEQUAL'} {check.name}: {check.observed}"
 
@@ -29,6 +31,15 @@ def _machines(record: RunRecord) -> Iterator[str]:
         gpus = ", ".join(str(gpu["name"]) for gpu in machine["gpus"]) or "no GPU"
         versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
         yield f"  on {machine['host']}: {machine['cpu']}, {gpus}; {versions}"
+
+
+def _profile(trace: TraceSample) -> str:
+    """Where the profiled steps went, class by class where the profile told kernels apart."""
+    known = [(name, getattr(trace, f"{name}_s")) for name in CLASSES]
+    parts = [(name, seconds) for name, seconds in known if seconds is not None] or [("compute", trace.compute_s)]
+    parts += [("exposed communication", trace.exposed_s), ("gap", trace.gap_s)]
+    told = ", ".join(f"{name} {seconds / trace.wall_s:.0%}" for name, seconds in parts)
+    return f"  rank {trace.rank}, {trace.steps} profiled steps of {trace.wall_s / trace.steps * 1e3:,.4g} ms: {told}"
 
 
 def _ranks(record: RunRecord) -> Iterator[str]:

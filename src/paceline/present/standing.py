@@ -24,6 +24,8 @@ DEVICE = "device_name"
 # Named only where nothing else tells two cells apart, the least telling first.
 _SELDOM_NAMED = ("steps", "seed", "launcher", "workload")
 
+DESIGNED = "cells of a design: their work differs on purpose, so they are listed, not ranked"
+
 Verdicts = Mapping[tuple[str, str], Comparison]
 
 
@@ -43,7 +45,7 @@ class Row:
 class Group:
     """Cells that differ in strategy only, on one kind of device, the highest throughput first.
 
-    warnings are true of every run in it.
+    warnings are true of every run in it; heading says what the labels of its rows are.
     """
 
     title: str
@@ -51,6 +53,12 @@ class Group:
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
+    heading: str = "strategy"
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether its cells did different work, so that none stands against another."""
+        return DESIGNED in self.notes
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +78,8 @@ def groups(report: Report) -> tuple[Group, ...]:
     for cell, metrics in cells.items():
         by_axes.setdefault(_group_key(context.placed(metrics[THROUGHPUT])), []).append(cell)
     found = [_group(context, {cell: cells[cell] for cell in members}) for members in by_axes.values()]
+    for outcome in report.effects:
+        found = _gathered(outcome.names, found)
     return tuple(sorted(found, key=lambda g: (-len(g.rows), _whole(g.axes.get("world_size")), g.title)))
 
 
@@ -215,6 +225,32 @@ def _group(context: _Context, cells: Mapping[str, Mapping[str, Measurement]]) ->
     )
     title = ", ".join(axis_text(name, axes) for name in context.named if axes.get(name) is not None)
     return Group(title, axes, rows, _notes(context, rows), _warnings(context, rows))
+
+
+def _gathered(names: Mapping[str, str], found: Sequence[Group]) -> list[Group]:
+    """Cells of one design that stand alone in their groups, as one group: listed by throughput, never ranked."""
+    alone = [g for g in found if len(g.rows) == 1 and g.rows[0].cell in names]
+    if len(alone) < 2:
+        return list(found)
+    alone.sort(key=lambda g: -(g.rows[0].measurements[THROUGHPUT].value or 0.0))
+    rows = tuple(dataclasses.replace(g.rows[0], label=names[g.rows[0].cell]) for g in alone)
+    axes = {k: v for k, v in alone[0].axes.items() if all(g.axes.get(k) == v for g in alone)}
+    words = [g.title.split(", ") for g in alone]
+    title = ", ".join(word for word in words[0] if all(word in other for other in words))
+    said: dict[str, list[str]] = {}
+    for group, row in zip(alone, rows, strict=True):
+        for note in group.notes:
+            said.setdefault(note, []).append(row.label)
+    notes = [n if len(who) == len(rows) else f"{'; '.join(who)}: {n}" for n, who in said.items()]
+    warnings = tuple(w for w in alone[0].warnings if all(w in g.warnings for g in alone))
+    merged = Group(title, axes, rows, (DESIGNED, *notes), warnings, heading="cell of the design")
+    return [g for g in found if g not in alone] + [merged]
+
+
+def cell_name(report: Report, cell: str, axes: Mapping[str, Scalar], named: Sequence[str]) -> str:
+    """A cell of a design by its changes from the baseline, any other by its axes."""
+    own = next((outcome.names[cell] for outcome in report.effects if cell in outcome.names), None)
+    return own or describe(axes, named)
 
 
 def _ranks(order: Sequence[str], verdicts: Verdicts) -> list[int | None]:

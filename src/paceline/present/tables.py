@@ -131,7 +131,7 @@ def _ranking_of(group: Group) -> Table:
 def _ranking_columns(group: Group) -> list[Filled]:
     return [
         (Column("#", numeric=True), lambda row: Cell(MISSING if row.rank is None else str(row.rank))),
-        (Column("strategy"), lambda row: Cell(row.label)),
+        (Column(group.heading), lambda row: Cell(row.label)),
         _metric(group, THROUGHPUT, "tokens/s", 0, interval=True),
         (Column("vs best"), lambda row: _versus(row, group)),
         (
@@ -185,7 +185,7 @@ def _wire(group: Group) -> Filled:
 
 
 def _versus(row: Row, group: Group) -> Cell:
-    if len(group.rows) == 1:
+    if len(group.rows) == 1 or group.is_listed:
         return Cell(MISSING)
     if row.cell == group.rows[0].cell:
         return Cell(f"1{TIMES}", "", "quiet")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from paceline.findings import Report
-from paceline.present import claims, cost, scaling, tables, tuning, verdicts
+from paceline.present import claims, cost, effects, scaling, tables, tuning, verdicts
 from paceline.present.machine import machine_tables
 from paceline.present.tables import Cell, Table
 
@@ -19,11 +19,11 @@ _STYLES = {"good": "green", "bad": "red", "quiet": "dim", "code": "cyan"}
 
 
 def ranked_table(report: Report) -> RenderableType:
-    """The rankings, each with its notes, then the notes of the whole report."""
+    """The effects of a design, the rankings, each with its notes, then the notes of the whole report."""
     from rich.console import Group
     from rich.text import Text
 
-    found: list[RenderableType] = [Fitted(table) for table in tables.ranking(report)]
+    found: list[RenderableType] = [Fitted(table) for table in (*effects.tables(report), *tables.ranking(report))]
     notes = [Text(f"note: {note}", style="yellow") for note in report.notes]
     empty = [Text("Nothing to rank: no run is both complete and certified.")] if tables.trains(report) else []
     return Group(*(found or empty), *notes)

@@ -7,13 +7,17 @@ from collections.abc import Iterator, Sequence
 from paceline.findings import Bottleneck, Recommendation, Report, RuleOfThumb, ShareOfStep
 from paceline.findings.verdicts import BOTTLENECKS, UNDECIDED
 from paceline.present.quantity import MISSING
-from paceline.present.standing import describe, varying_axes
+from paceline.present.standing import cell_name, varying_axes
 from paceline.present.tables import Cell, Column, Table
 
 _GIB = 2.0**30
 FLOOR_NOTE = (
     "Shares of a step: what is certain, to what it may be at most. Compute and memory bandwidth are floors by measured "
     "ceilings; the rest of the kernels' time may be either."
+)
+TOLD_APART_NOTE = (
+    "Shares of a step: what is certain, to what it may be at most. Memory bandwidth is the kernels without a product; "
+    "of products and attention what the measured ceiling explains is compute, and the rest may be either."
 )
 THUMB_NOTE = "Rule of thumb: arithmetic on sizes, nothing was measured, and nothing is said about speed."
 
@@ -32,27 +36,31 @@ def details(report: Report) -> tuple[Table, ...]:
 
 
 def bottlenecks(report: Report) -> Table | None:
-    named = varying_axes(report)
+    """With a column for every kind that some cell has a share of."""
+    named, found = varying_axes(report), report.bottlenecks
+    known = {share.kind for b in found for share in b.evidence}
+    kinds = [kind for kind in BOTTLENECKS if kind in known]
     columns = (
         Column("cell", prose=True),
         Column("waits most for"),
-        *(Column(f"{kind}, %", numeric=True, priority=i) for i, kind in enumerate(BOTTLENECKS, 1)),
+        *(Column(f"{kind}, %", numeric=True, priority=i) for i, kind in enumerate(kinds, 1)),
     )
-    rows = tuple((Cell(describe(b.axes, named)), *_verdict(b)) for b in report.bottlenecks)
-    missing = dict.fromkeys(f"Not known: {why}." for b in report.bottlenecks for why in b.missing)
-    cells = tuple((b.cell,) for b in report.bottlenecks)
-    return Table("What the step waits for", columns, rows, (FLOOR_NOTE, *missing), cells) if rows else None
+    rows = tuple((Cell(cell_name(report, b.cell, b.axes, named)), *_verdict(b, kinds)) for b in found)
+    how = dict.fromkeys(TOLD_APART_NOTE if b.told_apart else FLOOR_NOTE for b in found)
+    missing = dict.fromkeys(f"Not known: {why}." for b in found for why in b.missing)
+    cells = tuple((b.cell,) for b in found)
+    return Table("What the step waits for", columns, rows, (*how, *missing), cells) if rows else None
 
 
-def _verdict(b: Bottleneck) -> tuple[Cell, ...]:
+def _verdict(b: Bottleneck, kinds: Sequence[str]) -> tuple[Cell, ...]:
     tone = "quiet" if b.kind == UNDECIDED or b.share_ratio is None else ""
     shares = {share.kind: share for share in b.evidence}
-    return Cell(b.kind, "", tone), *(Cell(_share(shares.get(kind))) for kind in BOTTLENECKS)
+    return Cell(b.kind, "", tone), *(Cell(_share(shares.get(kind))) for kind in kinds)
 
 
 def reasons(report: Report) -> Table | None:
     named = varying_axes(report)
-    rows = tuple((Cell(describe(b.axes, named)), Cell(b.text)) for b in report.bottlenecks)
+    rows = tuple((Cell(cell_name(report, b.cell, b.axes, named)), Cell(b.text)) for b in report.bottlenecks)
     columns = (Column("cell", prose=True), Column("because", prose=True))
     cells = tuple((b.cell,) for b in report.bottlenecks)
     return Table("Why each step waits for what it waits for", columns, rows, cells=cells) if rows else None

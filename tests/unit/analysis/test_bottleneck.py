@@ -9,18 +9,23 @@ from typing import Any
 import pytest
 
 from paceline import models
-from paceline.analysis import bottleneck
+from paceline.analysis import bottleneck, floors
 from paceline.analysis.report import build
 from paceline.findings import Bottleneck, ShareOfStep
 from paceline.records import KernelSample, RunRecord, TraceSample
+from paceline.spec import Tuning
 
 Builder = Callable[..., Any]
 STEP_S = 1.0
 SPEC: Mapping[str, Any] = {"strategy": "ddp", "device": "cuda", "precision": "bf16/fp32"}
 
 
-def trace(compute_s: float, exposed_s: float = 0.0, rank: int = 0, h2d_s: float = 0.0) -> TraceSample:
-    """Seconds per step of a profile of two."""
+def trace(
+    compute_s: float, exposed_s: float = 0.0, rank: int = 0, h2d_s: float = 0.0, **classes_s: float
+) -> TraceSample:
+    """Seconds per step of a profile of two; with classes of kernels where some are given."""
+    names = ("products", "attention", "dequantisation", "elementwise", "copies")
+    told: Any = {f"{name}_s": 2 * classes_s.get(name, 0.0) for name in names} if classes_s else {}
     return TraceSample(
         rank=rank,
         steps=2,
@@ -29,6 +34,7 @@ def trace(compute_s: float, exposed_s: float = 0.0, rank: int = 0, h2d_s: float 
         communication_s=2 * exposed_s,
         exposed_s=2 * exposed_s,
         h2d_s=2 * h2d_s,
+        **told,
     )
 
 
@@ -68,8 +74,9 @@ def ceilings_of(record: RunRecord, products_s: float | None, optimizer_s: float 
     usual: dict[str, Any] = {"rank": 0, "label": "x", "variant": "", "durations_s": (1.0,) * 9, "size": 1, "wrong": 0}
     training, shape, world_size = record.spec.training, record.shape, record.spec.topology.world_size
     tokens = record.spec.tokens_per_step / world_size
+    frozen = record.spec.tuning is not None and record.spec.tuning.has_adapters
     flops = (
-        models.flops_per_token(shape, training.sequence_length)
+        models.flops_per_token(shape, training.sequence_length) * (2 / 3 if frozen else 1)
         + models.recomputed_flops_per_token(shape, training.sequence_length, training.checkpointing)
     ) * tokens
     found = []
@@ -163,7 +170,7 @@ def test_a_profile_longer_than_the_step_is_fitted_into_it(verdict: Builder) -> N
 def test_without_ceilings_kernels_stay_undecided_and_the_command_is_named(verdict: Builder) -> None:
     found = verdict(trace(0.8), trace(0.8, rank=1))
     assert (found.kind, found.share_ratio) == ("undecided", None)
-    assert found.missing == (bottleneck.NO_CEILINGS,)
+    assert found.missing == (floors.NO_CEILINGS,)
     assert "undecided between compute and memory bandwidth" in found.text
     assert "`paceline run compute`" in found.text
     assert shares(found)["compute"].share_ratio is None
@@ -218,3 +225,75 @@ def test_one_process_has_no_network(verdict: Builder) -> None:
 
 def test_the_same_data_give_the_same_words(verdict: Builder) -> None:
     assert verdict(trace(0.95), trace(0.95, rank=1)) == verdict(trace(0.95), trace(0.95, rank=1))
+
+
+# --- kernels told apart ---
+
+QLORA: Mapping[str, Any] = {"world_size": 1, "strategy": "single", "workload": "finetune", "tuning": Tuning()}
+
+
+def test_dequantisation(verdict: Builder) -> None:
+    """Without any ceiling: half of the step is dequantisation, and nothing else can have as much."""
+    classes = {"products": 0.25, "attention": 0.05, "dequantisation": 0.5, "elementwise": 0.1}
+    found = verdict(trace(0.9, **classes), **QLORA)
+    assert (found.kind, found.told_apart) == ("dequantisation", True)
+    assert found.share_ratio == pytest.approx(0.5)
+    assert found.text.startswith("dequantisation, 50% of the step or more: 500 ms turning weights of few bits")
+    assert shares(found)["memory bandwidth"].share_ratio == pytest.approx(0.1)
+    assert shares(found)["memory bandwidth"].high == pytest.approx(0.4), "products may wait for memory too"
+    assert found.missing == (floors.NO_CEILINGS,), "which decides nothing here but is said"
+
+
+def test_compute_of_a_fine_tune_counts_no_gradient_of_frozen_weights(verdict: Builder) -> None:
+    classes = {"products": 0.7, "attention": 0.1, "dequantisation": 0.1, "elementwise": 0.05}
+    found = verdict(trace(0.95, **classes), products_s=0.6, **QLORA)
+    assert (found.kind, found.missing) == ("compute", ())
+    assert found.share_ratio == pytest.approx(0.6, rel=1e-3)
+    assert shares(found)["compute"].high == pytest.approx(0.8, rel=1e-3)
+
+
+def test_memory_bandwidth_by_kernels_without_a_product(verdict: Builder) -> None:
+    """No ceiling is needed, and no copy was measured: their time is."""
+    found = verdict(trace(0.95, products=0.2, elementwise=0.7, copies=0.05), trace(0.9, rank=1, products=0.2))
+    assert found.kind == "memory bandwidth"
+    assert found.share_ratio == pytest.approx(0.75)
+    assert "in kernels without a product" in found.text
+    assert "dequantisation" not in shares(found), "nothing here is held in few bits"
+
+
+@pytest.mark.parametrize(
+    ("kind", "profile", "wait_s"),
+    [
+        ("launch overhead", trace(0.3, products=0.1, dequantisation=0.1, elementwise=0.1), 0.0),
+        ("input", trace(0.3, products=0.1, dequantisation=0.1, elementwise=0.1), 0.6),
+    ],
+)
+def test_gaps_with_kernels_told_apart(kind: str, profile: TraceSample, wait_s: float, verdict: Builder) -> None:
+    assert verdict(profile, wait_s=wait_s, **QLORA).kind == kind
+
+
+def test_network_with_kernels_told_apart(verdict: Builder) -> None:
+    busy = {"products": 0.1, "dequantisation": 0.1, "elementwise": 0.1}
+    both = {**QLORA, "world_size": 2, "strategy": "ddp"}
+    found = verdict(trace(0.3, 0.6, **busy), trace(0.3, 0.6, rank=1, **busy), **both)
+    assert found.kind == "network"
+
+
+def test_products_far_from_their_ceiling_lie_between(verdict: Builder) -> None:
+    found = verdict(trace(1.0, products=0.9, elementwise=0.1), world_size=1, products_s=0.3)
+    assert found.kind == "between compute and memory bandwidth"
+
+
+def test_shares_with_kernels_told_apart_add_up_to_the_step(verdict: Builder) -> None:
+    profile = trace(0.8, h2d_s=0.05, products=0.4, attention=0.1, dequantisation=0.15, elementwise=0.1, copies=0.05)
+    found = verdict(profile, wait_s=0.1, products_s=0.3, **QLORA)
+    known = sum(share.share_ratio or 0.0 for share in found.evidence)
+    claimable = shares(found)["compute"].high - shares(found)["compute"].low
+    assert known + claimable == pytest.approx(1)
+
+
+def test_a_profile_of_old_leaves_dequantisation_open(verdict: Builder) -> None:
+    found = verdict(trace(0.9), products_s=0.2, **QLORA)
+    assert found.kind == "undecided"
+    assert bottleneck.NO_CLASSES in found.missing
+    assert shares(found)["dequantisation"].share_ratio is None

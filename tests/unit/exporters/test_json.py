@@ -28,6 +28,7 @@ KEYS = [
         "claimed_transfers",
         "histories",
         "bottlenecks",
+        "effects",
         "rules_of_thumb",
         "gauges",
         "gauge_traces",

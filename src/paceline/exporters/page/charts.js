@@ -147,6 +147,30 @@ const Charts = (() => {
       { ...d.row, from: svg.scale("x").apply(d.from), to: svg.scale("x").apply(d.to) })), plan);
   }
 
+  /** Intervals on both sides of a rule; a drawing per group, whose numbers have nothing to do with the others'. */
+  function spans(chart, points, room) {
+    const groups = d3.groups(points.slice(0, MOST_LANES), p => p.group ?? "");
+    const found = groups.map(([, ours]) => spanLanes(chart, ours, room));
+    found.at(-1).rest = Math.max(0, points.length - MOST_LANES);
+    return found;
+  }
+
+  function spanLanes(chart, points, room) {
+    const plan = layout(points, room), fill = colours(chart), rules = chart.rules ?? [];
+    const marks = plan.rows.map(r => ({ ...r, p: r.points[0], low: r.points[0].low ?? r.points[0].y, high: r.points[0].high ?? r.points[0].y }));
+    const [least, most] = d3.extent([...marks.flatMap(m => [m.low, m.high]), ...rules.map(r => r.y)]);
+    const edge = (most - least) * .04 || 1, inner = room - plan.left - 8;
+    const beside = d3.max(marks, m => width(m.p.text)) + 16;
+    const end = least - edge + (most - least + 2 * edge) / (1 - Math.min(beside / inner, .5));
+    const svg = lanePlot(plan, room, [least - edge, end], chart.y, [
+      ...rules.map(rule => Plot.ruleX([rule.y], { stroke: "var(--ink)", strokeDasharray: "4 3" })),
+      Plot.ruleY(marks, { y: m => m.y + m.height / 2, x1: "low", x2: "high", stroke: m => fill.get(m.p.series), strokeWidth: 2.2 }),
+      Plot.dot(marks, { x: m => m.p.y, y: m => m.y + m.height / 2, r: 4, fill: m => fill.get(m.p.series) }),
+      Plot.text(marks, { x: most + edge, y: m => m.y + m.height / 2, text: m => m.p.text, textAnchor: "start", dx: 6 }),
+    ]);
+    return drawn(svg, marks.map(m => hit(m.p, svg, m.p.y, m.y + m.height / 2, m)), plan);
+  }
+
   /** A drawing per group: their steps differ by far more than the steps of one group, which is what the eye is for. */
   function dots(chart, points, room) {
     const groups = d3.groups(points.slice(0, MOST_LANES), p => p.group ?? "");
@@ -309,7 +333,7 @@ const Charts = (() => {
     return near && Math.hypot(near.x - x, near.y - y) < 36 ? near : null;
   }
 
-  const kinds = { bars, stack, dots, lines, heat };
+  const kinds = { bars, stack, dots, spans, lines, heat };
 
   /** [{svg, hits, name, rest}]: one drawing, or one per panel. */
   function draw(chart, points, room) {

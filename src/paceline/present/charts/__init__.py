@@ -1,7 +1,7 @@
 """Charts as data: what is drawn, in which unit, with which words; whoever draws decides nothing but pixels.
 
-chart < training, money, time, gauges, memory, fabric, ceilings. A new chart is a function from the report to charts
-and a line in BUILDERS.
+chart < training, effects, money, time, gauges, memory, fabric, ceilings. A new chart is a function from the report to
+charts and a line in BUILDERS.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from paceline.findings import Report
-from paceline.present.charts import ceilings, fabric, gauges, memory, money, time, training
+from paceline.present.charts import ceilings, effects, fabric, gauges, memory, money, time, training
 from paceline.present.charts.chart import Axis, Chart, Point, Rule, Series, Span
 
 __all__ = ["BUILDERS", "Axis", "Chart", "Point", "Rule", "Series", "Span", "charts"]
 
 # In reading order.
 BUILDERS: tuple[Callable[[Report], Iterable[Chart]], ...] = (
+    effects.effects,
     training.throughput,
     training.step_time,
     training.phases,

@@ -9,8 +9,9 @@ from paceline.findings import Measurement, Report
 from paceline.present.quantity import Scale, format_measurement
 from paceline.present.standing import describe, groups
 
-# How a chart is drawn: lanes of bars, of parts on top of each other, of single samples; curves; a matrix.
-BARS, STACK, DOTS, LINES, HEAT = "bars", "stack", "dots", "lines", "heat"
+# How a chart is drawn: lanes of bars, of parts on top of each other, of single samples, of intervals on both sides of
+# a rule; curves; a matrix.
+BARS, STACK, DOTS, SPANS, LINES, HEAT = "bars", "stack", "dots", "spans", "lines", "heat"
 # How a point of a curve is drawn: joined dots, a curve without dots (a fit), dots alone, a ring (a prediction).
 JOINED, CURVE, LONE, RING = "joined", "curve", "lone", "ring"
 LINEAR, LOG, LOG2 = "linear", "log", "log2"

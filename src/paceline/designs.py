@@ -1,0 +1,143 @@
+"""Designed experiments as arithmetic: which points a design holds, and which effects its points cannot tell apart.
+
+A point is a level for every factor; the first level of a factor is its baseline. A two-level fraction is built on the
+bits 0 (baseline) and 1: the bit of a generated factor is the sum modulo 2 of those that generate it, so the point of
+all baselines is always in it. Effects are sets of factors; two whose symmetric difference is a word of the defining
+relation are aliases: the same column, hence the same number (Box, Hunter and Hunter, 2005, chapter 6).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+ONE_AT_A_TIME, FACTORIAL, FRACTIONAL = "one-at-a-time", "factorial", "fractional"
+# Beyond these the search for generators takes longer than a reader waits; below three there is nothing to leave out.
+FEWEST_FACTORS, MOST_FACTORS = 3, 10
+
+Level = str | int | float | bool | None
+Point = dict[str, Level]
+Term = frozenset[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Design:
+    """What was planned, complete enough to analyse the runs years later.
+
+    baseline holds the level of every field that any point changes; levels the other levels of each factor, in the order
+    given; combined the further points by name, as changes from the baseline; generators, of a fraction, each factor
+    that others generate.
+    """
+
+    kind: str
+    baseline: Mapping[str, Level]
+    levels: Mapping[str, tuple[Level, ...]]
+    combined: Mapping[str, Mapping[str, Level]] = field(default_factory=dict)
+    generators: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Design:
+        """The inverse of `dataclasses.asdict`, whose tuples JSON has made lists."""
+        tuples = {name: {key: tuple(v) for key, v in raw[name].items()} for name in ("levels", "generators")}
+        return cls(**{**raw, **tuples})
+
+    @property
+    def factors(self) -> tuple[str, ...]:
+        return tuple(self.levels)
+
+    @property
+    def words(self) -> tuple[Term, ...]:
+        """The defining relation without the identity; empty where nothing is aliased."""
+        own = [frozenset((name, *sources)) for name, sources in self.generators.items()]
+        chosen = (c for n in range(1, len(own) + 1) for c in itertools.combinations(own, n))
+        return tuple(_product(terms) for terms in chosen)
+
+    @property
+    def resolution(self) -> int | None:
+        """Length of the shortest word; None where nothing is aliased."""
+        return min(map(len, self.words), default=None)
+
+    def aliases(self, effect: Term) -> tuple[Term, ...]:
+        """Effects that have the same column, the simplest first."""
+        return tuple(sorted((effect ^ word for word in self.words), key=lambda term: (len(term), sorted(term))))
+
+    def points(self) -> list[Point]:
+        """Of the factors, the baseline first; without the combined ones."""
+        baseline = dict(self.baseline)
+        if self.kind == ONE_AT_A_TIME:
+            alone = [baseline | {name: level} for name, others in self.levels.items() for level in others]
+            return [baseline, *alone]
+        if self.kind == FACTORIAL:
+            axes = ((baseline[name], *others) for name, others in self.levels.items())
+            return [baseline | dict(zip(self.levels, values, strict=True)) for values in itertools.product(*axes)]
+        return [baseline | self._levels_of(bits) for bits in self._fraction()]
+
+    def combined_points(self) -> dict[str, Point]:
+        return {name: dict(self.baseline) | dict(changes) for name, changes in self.combined.items()}
+
+    def _fraction(self) -> Iterator[dict[str, int]]:
+        free = [name for name in self.levels if name not in self.generators]
+        for values in itertools.product((0, 1), repeat=len(free)):
+            bits = dict(zip(free, values, strict=True))
+            made = {name: sum(bits[s] for s in sources) % 2 for name, sources in self.generators.items()}
+            yield bits | made
+
+    def _levels_of(self, bits: Mapping[str, int]) -> Point:
+        return {name: self.levels[name][0] if bits[name] else self.baseline[name] for name in self.levels}
+
+
+def _product(terms: Iterable[Term]) -> Term:
+    found: Term = frozenset()
+    for term in terms:
+        found ^= term
+    return found
+
+
+# --- generators ---
+
+
+def generators(factors: Sequence[str], resolution: int | None = None) -> dict[str, tuple[str, ...]] | None:
+    """The smallest fraction of at least this resolution, of those the one with the longest and fewest shortest words.
+
+    Without one asked for: resolution IV where there is such a fraction, else III. None where there is no fraction.
+    """
+    if resolution is None:
+        return generators(factors, 4) or generators(factors, 3)
+    for generated in range(len(factors) - 2, 0, -1):
+        found = _best(len(factors) - generated, generated, resolution)
+        if found is not None:
+            free, made = factors[: len(factors) - generated], factors[len(factors) - generated :]
+            return {
+                name: tuple(f for i, f in enumerate(free) if mask >> i & 1)
+                for name, mask in zip(made, found, strict=True)
+            }
+    return None
+
+
+def _best(free: int, generated: int, resolution: int) -> tuple[int, ...] | None:
+    """Bit masks over the free factors, one for each generated factor."""
+    ranked: list[tuple[tuple[int, int], tuple[int, ...]]] = []
+    for masks, words in _choices(free, generated, resolution):
+        lengths = [word.bit_count() for word in words]
+        shortest = min(lengths)
+        ranked.append(((-shortest, lengths.count(shortest)), masks))
+    return min(ranked)[1] if ranked else None
+
+
+def _choices(free: int, generated: int, resolution: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Every set of generators none of whose words is too short, with its words over free and generated factors."""
+    masks = [mask for mask in range(1 << free) if mask.bit_count() >= resolution - 1]
+
+    def extend(chosen: tuple[int, ...], words: tuple[int, ...], begin: int) -> Iterator[tuple[Any, Any]]:
+        if len(chosen) == generated:
+            yield chosen, words
+            return
+        for at in range(begin, len(masks)):
+            own = masks[at] | 1 << (free + len(chosen))
+            more = (own, *(word ^ own for word in words))
+            if all(word.bit_count() >= resolution for word in more):
+                yield from extend((*chosen, masks[at]), (*words, *more), at + 1)
+
+    return extend((), (), 0)

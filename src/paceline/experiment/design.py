@@ -1,0 +1,101 @@
+"""The design block of an experiment to cells: factors from the file and the command line, generators, every point."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from paceline import designs, recipe
+from paceline.designs import Design, Level
+from paceline.experiment.fields import Cell, DesignFields, validate
+from paceline.spec import RunSpec, require
+
+PREFIX = "design."
+# Fields that make no cell: two levels of them would be the same run.
+NO_FACTORS = ("device", "warmup", "reference_steps", "timeout_s", "stall_s")
+FACTORS = tuple(name for name in Cell.model_fields if name not in NO_FACTORS)
+
+Fields = Mapping[str, Any]
+Make = Callable[[Fields], RunSpec]
+
+
+def split(given: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Settings of the design itself (`design.kind=factorial`), by its fields, and all others."""
+    own = {key.removeprefix(PREFIX): value for key, value in given.items() if key.startswith(PREFIX)}
+    return own, {key: value for key, value in given.items() if not key.startswith(PREFIX)}
+
+
+def asked(block: DesignFields | None, own: Fields, axes: Fields, fixed: Fields) -> DesignFields | None:
+    """The file's block under the command line's: an axis is a factor, a fixed field is none any more, and a combined
+    point that changes a fixed field is left out. None where neither asks for a design."""
+    if block is None and not own:
+        return None
+    merged = validate(DesignFields, {**(block.model_dump() if block else {}), **own}, "design")
+    kept = {name: levels for name, levels in merged.factors.items() if name not in fixed}
+    combined = [point for point in merged.combined if not set(point) & set(fixed)]
+    return DesignFields(kind=merged.kind, factors={**kept, **axes}, combined=combined, resolution=merged.resolution)
+
+
+def expand(block: DesignFields, make: Make, keeps: Callable[[Fields], bool]) -> list[RunSpec]:
+    """Every point that is kept, the baseline first, each with the whole design in its spec: what was left out of it is
+    known from there."""
+    _check(block)
+    first = {name: levels[0] for name, levels in block.factors.items()}
+    design = Design(
+        kind=block.kind,
+        baseline=_baseline(block, make(first)),
+        levels={name: _levels(name, levels[1:], first, make) for name, levels in block.factors.items()},
+        combined=_combined(block, first, make),
+        generators=_generators(block),
+    )
+    points = [*design.points(), *design.combined_points().values()]
+    return [replace(make(point), design=design) for point in points if keeps(point)]
+
+
+def _check(block: DesignFields) -> None:
+    accepted = "at least one field with its levels, the baseline first"
+    require(bool(block.factors), "design.factors", block.factors, accepted)
+    for name, levels in block.factors.items():
+        require(name in FACTORS, "design.factors", name, f"one of {', '.join(FACTORS)}")
+        require(len(levels) > 1, f"design.factors.{name}", levels, "two levels or more, the baseline first")
+    if block.kind == designs.FRACTIONAL:
+        most, count = designs.MOST_FACTORS, len(block.factors)
+        sound = designs.FEWEST_FACTORS <= count <= most and all(len(v) == 2 for v in block.factors.values())
+        accepted = f"{designs.FEWEST_FACTORS} to {most} factors of two levels each; factorial takes any"
+        require(sound, "design.factors of a fraction", block.factors, accepted)
+
+
+def _generators(block: DesignFields) -> dict[str, tuple[str, ...]]:
+    if block.kind != designs.FRACTIONAL:
+        return {}
+    found = designs.generators(tuple(block.factors), block.resolution)
+    accepted = f"a lower one, or kind: factorial ({len(block.factors)} factors have no such fraction)"
+    require(found is not None, "design.resolution", block.resolution, accepted)
+    return found or {}
+
+
+def _baseline(block: DesignFields, spec: RunSpec) -> dict[str, Level]:
+    changed = [name for point in block.combined for name in point if name != "name"]
+    return {name: recipe.setting(spec, name) for name in dict.fromkeys((*block.factors, *changed))}
+
+
+def _levels(name: str, others: list[Any], first: Fields, make: Make) -> tuple[Level, ...]:
+    """As the specs say them (`processes: all` is a number there); refused where two of them are one cell."""
+    specs = [make({**first, name: level}) for level in (first[name], *others)]
+    distinct = len({spec.cell for spec in specs}) == len(specs)
+    require(distinct, f"design.factors.{name}", [first[name], *others], "levels of which each makes another cell")
+    return tuple(recipe.setting(spec, name) for spec in specs[1:])
+
+
+def _combined(block: DesignFields, first: Fields, make: Make) -> dict[str, dict[str, Level]]:
+    found: dict[str, dict[str, Level]] = {}
+    for point in block.combined:
+        changes = {name: value for name, value in point.items() if name != "name"}
+        known = set(changes) <= set(FACTORS)
+        require(bool(changes) and known, "design.combined", point, f"a name and some of {', '.join(FACTORS)}")
+        spec = make({**first, **changes})
+        name = str(point.get("name") or ", ".join(f"{key} {value}" for key, value in changes.items()))
+        require(name not in found, "design.combined", name, "a name of its own for each point")
+        found[name] = {key: recipe.setting(spec, key) for key in changes}
+    return found
