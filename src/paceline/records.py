@@ -5,14 +5,12 @@ Each sample is one flat JSON line with its `kind`, rank and step. Missing is Non
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
-from operator import attrgetter, eq
-from typing import Any, ClassVar, TypeAlias, overload
+from typing import Any, ClassVar
 
+from paceline.acceptance import HealthSample, ProductSample, TrajectorySample
 from paceline.models import Shape
 from paceline.models import load as load_shape
 from paceline.spec import PROBING, RunSpec, Scalar
@@ -172,7 +170,8 @@ class KernelSample:
     kernel: matmul, attention_forward, attention_backward, copy, h2d, d2h. label says which shape, variant which way
     (pinned, pageable, a kernel's name), size what the sweep varies (side, bytes, sequence length; None for a model's
     own product). flops and moved_bytes are of one iteration. wrong counts checked elements that differ from the exact
-    result. status is ok, oom, unsupported, skipped (it would take too long) or failed; only ok has durations.
+    result. status is ok, oom, unsupported, skipped (it would take too long) or failed; only ok has durations. repeat
+    counts how often the same row was measured before, where it is measured more than once.
     """
 
     kind: ClassVar[str] = "kernel"
@@ -188,6 +187,7 @@ class KernelSample:
     error: str | None = None
     size: int | None = None
     wrong: int | None = None
+    repeat: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,6 +217,32 @@ class ClaimSample:
     source: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GaugeSample:
+    """One GPU, or one host (device None), at one moment, read beside the run by a thread of `rank`.
+
+    at_s is `time.time()` of that host; device is CUDA's index there. energy_j is a counter of which only differences
+    mean something: a GPU's since its driver was loaded, a host's of its processors since the first reading.
+    throttle_reasons are the driver's words, () where it says that nothing slows the GPU.
+    """
+
+    kind: ClassVar[str] = "gauge"
+    rank: int
+    host: str
+    at_s: float
+    device: int | None = None
+    utilisation_ratio: float | None = None
+    memory_used_bytes: int | None = None
+    power_w: float | None = None
+    energy_j: float | None = None
+    temperature_c: float | None = None
+    sm_clock_hz: float | None = None
+    memory_clock_hz: float | None = None
+    throttle_reasons: tuple[str, ...] | None = None
+    cpu_ratio: float | None = None
+    frequency_hz: float | None = None
+
+
 Sample = (
     StepSample
     | MemorySample
@@ -227,6 +253,10 @@ Sample = (
     | KernelSample
     | ComponentSample
     | ClaimSample
+    | GaugeSample
+    | ProductSample
+    | TrajectorySample
+    | HealthSample
 )
 SAMPLE_TYPES: dict[str, type[Sample]] = {
     t.kind: t
@@ -240,74 +270,21 @@ SAMPLE_TYPES: dict[str, type[Sample]] = {
         KernelSample,
         ComponentSample,
         ClaimSample,
+        GaugeSample,
+        ProductSample,
+        TrajectorySample,
+        HealthSample,
     )
 }
 
 
-Column: TypeAlias = "array[int] | array[float] | list[Any]"
-
-
-class StepSeries(Sequence[StepSample]):
-    """Steps of one run as a column per field; reads as the tuple of samples it stands for, in a fifth of the room.
-
-    A column is an array where it holds every value exactly, else (something is missing) a list.
-    """
-
-    FIELDS: ClassVar[tuple[str, ...]] = tuple(f.name for f in fields(StepSample))
-    _CODES: ClassVar[tuple[str, ...]] = tuple("d" if "float" in f.type else "iqQ" for f in fields(StepSample))
-    values_of: ClassVar[attrgetter[tuple[Any, ...]]] = attrgetter(*FIELDS)
-
-    def __init__(self, rows: Sequence[Sequence[Any]] = ()) -> None:
-        """One row of values per sample, in the order of FIELDS."""
-        columns = zip(*rows, strict=True) if rows else ((),) * len(self.FIELDS)
-        self._columns = {
-            name: _column(values, codes) for name, codes, values in zip(self.FIELDS, self._CODES, columns, strict=True)
-        }
-        self._length = len(rows)
-
-    @classmethod
-    def of(cls, samples: Iterable[StepSample]) -> StepSeries:
-        return samples if isinstance(samples, cls) else cls([cls.values_of(sample) for sample in samples])
-
-    def column(self, name: str) -> Column:
-        return self._columns[name]
-
-    def __len__(self) -> int:
-        return self._length
-
-    @overload
-    def __getitem__(self, index: int) -> StepSample: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[StepSample, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> StepSample | tuple[StepSample, ...]:
-        if isinstance(index, slice):
-            return tuple(self[i] for i in range(*index.indices(self._length)))
-        values: dict[str, Any] = {name: column[index] for name, column in self._columns.items()}
-        return StepSample(**values)
-
-    def __iter__(self) -> Iterator[StepSample]:
-        for values in zip(*self._columns.values(), strict=True):
-            yield StepSample(**dict(zip(self.FIELDS, values, strict=True)))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and len(self) == len(other) and all(map(eq, self, other))
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def _column(values: Sequence[Any], codes: str) -> Column:
-    """The narrowest of the arrays that holds all values."""
-    for code in codes:
-        with suppress(TypeError, OverflowError):
-            return array(code, values)
-    return list(values)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """What a rank observed about the work itself: the raw material of the certificate."""
+    """What a rank observed about the work itself: the raw material of the certificate.
+
+    window_began_at_s is `time.time()` of the rank's host when its first step began: step k lies after the durations of
+    those before it.
+    """
 
     init_digest: str
     parameters: int
@@ -319,6 +296,7 @@ class Evidence:
     window_wall_s: float | None
     shape: Mapping[str, Scalar] = field(default_factory=dict)
     init_digests: Mapping[str, str] = field(default_factory=dict)
+    window_began_at_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,6 +334,10 @@ class RunRecord:
     kernels: tuple[KernelSample, ...] = ()
     components: tuple[ComponentSample, ...] = ()
     claims: tuple[ClaimSample, ...] = ()
+    gauges: tuple[GaugeSample, ...] = ()
+    products: tuple[ProductSample, ...] = ()
+    trajectories: tuple[TrajectorySample, ...] = ()
+    health: tuple[HealthSample, ...] = ()
 
     @property
     def evidence(self) -> Evidence | None:

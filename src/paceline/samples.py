@@ -9,19 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from paceline import neutral
+from paceline.acceptance import ProductSample, TrajectorySample
 from paceline.errors import StoreError
 from paceline.records import (
     SAMPLE_TYPES,
     CollectiveSample,
+    GaugeSample,
     KernelSample,
     OverlapSample,
     Sample,
     StepSample,
-    StepSeries,
 )
+from paceline.series import StepSeries
 
 # Samples that hold a tuple, which JSON knows as a list.
-_WITH_SERIES = (CollectiveSample, OverlapSample, KernelSample)
+_WITH_SERIES = (CollectiveSample, OverlapSample, KernelSample, GaugeSample, ProductSample, TrajectorySample)
 
 
 def read_samples(path: Path) -> Iterator[Sample]:

@@ -5,6 +5,7 @@ DIR/<experiment>/<run_id>/
   job.json            how it was started, so that a later controller finds it
   progress-<rank>     where the rank is now: step, phase, time (binary, overwritten in place)
   samples-<rank>.jsonl, outcome-<rank>.json, machine-<host>.json    written by ranks
+  samples-gauges-<rank>.jsonl   GPUs and host beside the run (first rank of a host)
   log.txt             everything the processes printed
   status.json         how it ended (controller, last): its existence means complete
   attempts/<n>/       files of earlier attempts that were interrupted
@@ -41,8 +42,8 @@ from paceline.records import (
     RunRecord,
     Sample,
     Status,
-    StepSeries,
 )
+from paceline.series import StepSeries
 from paceline.spec import RunSpec
 
 PHASES = ("start", "setup", "data", "forward", "backward", "optimizer", "warmup", "timing", "verify", "done")
@@ -205,6 +206,10 @@ _FIELDS = {
     "kernels": "kernel",
     "components": "component",
     "claims": "claim",
+    "gauges": "gauge",
+    "products": "product",
+    "trajectories": "trajectory",
+    "health": "health",
 }
 
 

@@ -18,11 +18,12 @@ ROOT = Path(paceline.__file__).parent
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "environment", "neutral"),
     ("spec", "models", "machine", "processes", "files"),
-    ("prices",),
+    ("prices", "acceptance"),
     ("records", "findings", "doctor", "recipe", "redaction"),
+    ("series",),
     ("samples",),
     ("store", "measure", "telemetry", "decoder", "ledger", "footprint"),
-    ("campaign",),
+    ("campaign", "health"),
     ("corpus", "timeline", "present", "claims", "capsule"),
     ("plugins",),
     ("workloads", "strategies", "launchers", "exporters", "analysis", "experiment"),
@@ -41,9 +42,11 @@ STANDARD_LIBRARY_ONLY = (
     "machine",
     "processes",
     "files",
+    "acceptance",
     "records",
     "findings",
     "doctor",
+    "health",
 )
 
 # Imported inside functions, so that every analysis verb starts without them.

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.analysis.window import StepTable, global_loss, step_table
-from paceline.records import Evidence, RunRecord, Status, StepSeries
+from paceline.records import Evidence, RunRecord, Status
+from paceline.series import StepSeries
 from paceline.spec import RunSpec
 
 

@@ -24,7 +24,8 @@ from paceline.analysis import statistics
 from paceline.analysis.statistics import Array
 from paceline.errors import RequestError
 from paceline.findings import WarmUpOutcome
-from paceline.records import RunRecord, StepSeries
+from paceline.records import RunRecord
+from paceline.series import StepSeries
 
 PHASES = ("data_wait_s", "h2d_s", "forward_s", "backward_s", "optimizer_s")
 STEP_COLUMNS = ("seconds", "steps", "tokens", "samples", *PHASES, "wall")
