@@ -8,6 +8,11 @@ from typing import ClassVar
 
 from paceline.spec import Scalar
 
+# How far a node may lie from its peers' median where nobody says otherwise: 5 % in speed, 2 % in memory, 10 degrees.
+SPEED_RATIO = 0.05
+MEMORY_RATIO = 0.02
+TEMPERATURE_C = 10.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductSample:

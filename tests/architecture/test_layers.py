@@ -80,6 +80,8 @@ EAGER = {
     "workloads._collectives_payload": {"torch"},
     "workloads._collectives_sweep": {"torch"},
     "workloads._kernels": {"torch"},
+    "workloads._nodes_proof": {"torch"},
+    "workloads._nodes_stages": {"torch"},
     "workloads._rehearsal": {"torch"},
     "workloads._watch": {"torch"},
     "experiment.fields": {"pydantic"},
@@ -96,6 +98,8 @@ TORCH_MODULES = {
     "workloads._collectives_sweep",
     "workloads._collectives_tournament",
     "workloads._kernels",
+    "workloads._nodes_proof",
+    "workloads._nodes_stages",
     "workloads._rehearsal",
     "workloads._watch",
 }

@@ -21,6 +21,7 @@ from paceline.analysis import (
     history,
     memory,
     metrics,
+    nodes,
     recommend,
     scaling,
     thumb,
@@ -43,10 +44,12 @@ def build(
     created_at: float | None = None,
     costing: cost.Costing | None = None,
     earlier: Sequence[RunRecord] = (),
+    baseline: nodes.Baseline | None = None,
 ) -> Report:
     """Certifies, measures, compares and recommends. created_at is the end of the last run unless given.
 
-    earlier are launches that newer ones of the same run replace; they count in histories only.
+    earlier are launches that newer ones of the same run replace; they count in histories only. baseline is a healthy
+    result that nodes are compared with in place of their peers.
     Only runs that ended ok with a valid certificate are measured; reference runs are listed, never measured or ranked.
     """
     ordered = sorted(records, key=lambda r: (r.started_at, r.spec.run_id))
@@ -60,6 +63,7 @@ def build(
     grown = scaling.analyse(cells)
     everything = (*compare.compare_cells(cells), *grown.compared)
     network, held = fabric.analyse(sound, _wrong(ordered, runs)), memory.analyse(ordered, runs)
+    tested = nodes.analyse(sound, baseline)
     found = Report(
         title=title,
         created_at=max((r.ended_at for r in ordered), default=0.0) if created_at is None else created_at,
@@ -90,7 +94,8 @@ def build(
         rules_of_thumb=thumb.rules(sound),
         distributions={cell.id: _distribution(cell) for cell in cells},
         recipes=recipes(ordered),
-        notes=(*_notes(cells, runs, _machines(ordered)), *_superseded(earlier), *network.notes),
+        nodes=tested.verdicts,
+        notes=(*_notes(cells, runs, _machines(ordered)), *_superseded(earlier), *network.notes, *tested.notes),
         skipped=tuple(skipped),
     )
     return _completed(found, ordered, cells, costing or cost.Costing())

@@ -6,6 +6,7 @@ from paceline.findings.cost import Cost, Offer, Saving, offers_of
 from paceline.findings.fabric import CollectiveFit, CollectiveRow, Overlap, Pair, Suspect
 from paceline.findings.history import ChangePoint, HistoryPoint, HistorySeries
 from paceline.findings.memory import FrontierPoint, MemoryRow, Probe
+from paceline.findings.nodes import NodeEvidence, NodeMeasure, NodeVerdict
 from paceline.findings.recipe import Recipe
 from paceline.findings.report import SCHEMA, Report
 from paceline.findings.training import (
@@ -57,6 +58,9 @@ __all__ = [
     "Lost",
     "Measurement",
     "MemoryRow",
+    "NodeEvidence",
+    "NodeMeasure",
+    "NodeVerdict",
     "Offer",
     "Overlap",
     "Pair",

@@ -11,6 +11,7 @@ from paceline.findings.cost import Cost, Saving
 from paceline.findings.fabric import CollectiveFit, CollectiveRow, Overlap, Pair, Suspect
 from paceline.findings.history import HistorySeries
 from paceline.findings.memory import FrontierPoint, MemoryRow
+from paceline.findings.nodes import NodeVerdict
 from paceline.findings.recipe import Recipe
 from paceline.findings.training import (
     Certificate,
@@ -57,6 +58,7 @@ class Report:
     rules_of_thumb: tuple[RuleOfThumb, ...] = ()
     distributions: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     recipes: tuple[Recipe, ...] = ()
+    nodes: tuple[NodeVerdict, ...] = ()
     notes: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
     schema: int = SCHEMA

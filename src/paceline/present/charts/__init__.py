@@ -1,7 +1,7 @@
 """Charts as data: what is drawn, in which unit, with which words; whoever draws decides nothing but pixels.
 
-chart < training, money, time, memory, fabric, ceilings. A new chart is a function from the report to charts and a
-line in BUILDERS.
+chart < training, money, time, memory, nodes, fabric, ceilings. A new chart is a function from the report to charts and
+a line in BUILDERS.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from paceline.findings import Report
-from paceline.present.charts import ceilings, fabric, memory, money, time, training
+from paceline.present.charts import ceilings, fabric, memory, money, nodes, time, training
 from paceline.present.charts.chart import Axis, Chart, Point, Rule, Series
 
 __all__ = ["BUILDERS", "Axis", "Chart", "Point", "Rule", "Series", "charts"]
@@ -26,6 +26,7 @@ BUILDERS: tuple[Callable[[Report], Iterable[Chart]], ...] = (
     time.history,
     memory.components,
     memory.frontier,
+    nodes.nodes,
     fabric.collectives,
     fabric.pairs,
     ceilings.products,
