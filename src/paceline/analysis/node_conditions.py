@@ -24,8 +24,10 @@ MORE_THAN_PEERS = 0.25
 PROTECTION = ("hardware slowdown", "hardware thermal slowdown", "hardware power brake")
 THERMAL = "software thermal slowdown"
 # Facts of `health` that healthy peers share; the others are readings, which differ by the moment.
-_SHARED = ("vbios", "power_limit_w", "power_limit_default_w", "sm_clock_max_hz", "sm_clock_application_hz")
-_SHARED += ("memory_clock_max_hz", "pcie_generation_max", "pcie_width_max", "pcie_width", "nvlinks_up")
+_SHARED = (
+    *("vbios", "power_limit_w", "power_limit_default_w", "sm_clock_max_hz", "sm_clock_application_hz"),
+    *("memory_clock_max_hz", "pcie_generation_max", "pcie_width_max", "pcie_width", "nvlinks_up"),
+)
 _IGNORED = ("host", "environment.", "gpus.", "gpu.index")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -48,12 +49,12 @@ def prove_product(seat: Seat, repeat: int, side: int, dtype: str, seed: int) -> 
         found = multiply(a, b)
     differs = found != expected
     wrong = int(differs.sum().item())
-    sample = {"rank": seat.rank, "repeat": repeat, "dtype": dtype, "sides": (side, side, TERMS), "wrong": wrong}
+    sample = ProductSample(rank=seat.rank, repeat=repeat, dtype=dtype, sides=(side, side, TERMS), wrong=wrong)
     if not wrong:
-        return ProductSample(**sample)
+        return sample
     row, column = (int(i) for i in differs.nonzero()[0])
-    values = {"found": float(found[row, column]), "expected": float(expected[row, column])}
-    return ProductSample(**sample, place=(row, column), **values)
+    values = float(found[row, column]), float(expected[row, column])
+    return replace(sample, place=(row, column), found=values[0], expected=values[1])
 
 
 @contextlib.contextmanager
