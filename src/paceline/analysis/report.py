@@ -48,8 +48,7 @@ def build(
 ) -> Report:
     """Certifies, measures, compares and recommends. created_at is the end of the last run unless given.
 
-    earlier are launches that newer ones of the same run replace; they count in histories only. baseline is a healthy
-    result that nodes are compared with in place of their peers.
+    earlier are launches that newer ones replace, for histories only; baseline stands in the place of nodes' peers.
     Only runs that ended ok with a valid certificate are measured; reference runs are listed, never measured or ranked.
     """
     ordered = sorted(records, key=lambda r: (r.started_at, r.spec.run_id))
@@ -63,7 +62,6 @@ def build(
     grown = scaling.analyse(cells)
     everything = (*compare.compare_cells(cells), *grown.compared)
     network, held = fabric.analyse(sound, _wrong(ordered, runs)), memory.analyse(ordered, runs)
-    tested = nodes.analyse(sound, baseline)
     found = Report(
         title=title,
         created_at=max((r.ended_at for r in ordered), default=0.0) if created_at is None else created_at,
@@ -94,11 +92,15 @@ def build(
         rules_of_thumb=thumb.rules(sound),
         distributions={cell.id: _distribution(cell) for cell in cells},
         recipes=recipes(ordered),
-        nodes=tested.verdicts,
-        notes=(*_notes(cells, runs, _machines(ordered)), *_superseded(earlier), *network.notes, *tested.notes),
+        notes=(*_notes(cells, runs, _machines(ordered)), *_superseded(earlier), *network.notes),
         skipped=tuple(skipped),
     )
-    return _completed(found, ordered, cells, costing or cost.Costing())
+    return _completed(_with_nodes(found, sound, baseline), ordered, cells, costing or cost.Costing())
+
+
+def _with_nodes(found: Report, sound: Sequence[RunRecord], baseline: nodes.Baseline | None) -> Report:
+    tested = nodes.analyse(sound, baseline)
+    return replace(found, nodes=tested.verdicts, notes=(*found.notes, *tested.notes))
 
 
 def _completed(found: Report, ordered: Sequence[RunRecord], cells: Sequence[Cell], costing: cost.Costing) -> Report:

@@ -31,6 +31,7 @@ KEYS = [
         "rules_of_thumb",
         "distributions",
         "recipes",
+        "nodes",
         "notes",
         "skipped",
     ),
