@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar
 
+from paceline.acceptance import HealthSample, ProductSample, TrajectorySample
 from paceline.models import Shape
 from paceline.models import load as load_shape
 from paceline.spec import PROBING, RunSpec, Scalar
@@ -182,7 +183,8 @@ class KernelSample:
     kernel: matmul, attention_forward, attention_backward, copy, h2d, d2h. label says which shape, variant which way
     (pinned, pageable, a kernel's name), size what the sweep varies (side, bytes, sequence length; None for a model's
     own product). flops and moved_bytes are of one iteration. wrong counts checked elements that differ from the exact
-    result. status is ok, oom, unsupported, skipped (it would take too long) or failed; only ok has durations.
+    result. status is ok, oom, unsupported, skipped (it would take too long) or failed; only ok has durations. repeat
+    counts how often the same row was measured before, where it is measured more than once.
     """
 
     kind: ClassVar[str] = "kernel"
@@ -198,6 +200,7 @@ class KernelSample:
     error: str | None = None
     size: int | None = None
     wrong: int | None = None
+    repeat: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,6 +267,9 @@ Sample = (
     | ComponentSample
     | ClaimSample
     | GaugeSample
+    | ProductSample
+    | TrajectorySample
+    | HealthSample
 )
 SAMPLE_TYPES: dict[str, type[Sample]] = {
     t.kind: t
@@ -278,6 +284,9 @@ SAMPLE_TYPES: dict[str, type[Sample]] = {
         ComponentSample,
         ClaimSample,
         GaugeSample,
+        ProductSample,
+        TrajectorySample,
+        HealthSample,
     )
 }
 
@@ -342,6 +351,9 @@ class RunRecord:
     components: tuple[ComponentSample, ...] = ()
     claims: tuple[ClaimSample, ...] = ()
     gauges: tuple[GaugeSample, ...] = ()
+    products: tuple[ProductSample, ...] = ()
+    trajectories: tuple[TrajectorySample, ...] = ()
+    health: tuple[HealthSample, ...] = ()
 
     @property
     def evidence(self) -> Evidence | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline import neutral
+from paceline.acceptance import ProductSample, TrajectorySample
 from paceline.errors import StoreError
 from paceline.records import (
     SAMPLE_TYPES,
@@ -22,7 +23,7 @@ from paceline.records import (
 from paceline.series import StepSeries
 
 # Samples that hold a tuple, which JSON knows as a list.
-_WITH_SERIES = (CollectiveSample, OverlapSample, KernelSample, GaugeSample)
+_WITH_SERIES = (CollectiveSample, OverlapSample, KernelSample, GaugeSample, ProductSample, TrajectorySample)
 
 
 def read_samples(path: Path) -> Iterator[Sample]:

@@ -25,8 +25,10 @@ CHECKPOINTING = ("none", "full", "selective")
 DEVICES = ("cpu", "cuda")
 # Workloads that train nothing: no strategy, and the fields of training neither make their cell nor name their runs.
 UNTRAINED = ("collectives", "compute")
+# Workloads that test nodes one by one: no strategy joins their processes, and a wrong result is an answer of theirs.
+ACCEPTING = ("nodes",)
 # Workloads whose runs are not ranked against each other by speed, so need no proof of equal work.
-UNCERTIFIED = (*UNTRAINED, "memory", "frontier", "reference")
+UNCERTIFIED = (*UNTRAINED, *ACCEPTING, "memory", "frontier", "reference")
 # Workloads that fine-tune: their specs say how.
 TUNED = ("finetune",)
 METHODS = ("full", "lora", "qlora")

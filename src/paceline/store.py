@@ -207,6 +207,9 @@ _FIELDS = {
     "components": "component",
     "claims": "claim",
     "gauges": "gauge",
+    "products": "product",
+    "trajectories": "trajectory",
+    "health": "health",
 }
 
 

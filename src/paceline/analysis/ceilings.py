@@ -19,7 +19,7 @@ from paceline.analysis import statistics
 from paceline.analysis.statistics import Array, Resampled
 from paceline.findings import HIGHER, SHARED_GPU, Measurement
 from paceline.records import KernelSample, RunRecord
-from paceline.spec import RunSpec, Scalar
+from paceline.spec import ACCEPTING, RunSpec, Scalar
 
 FLOPS, BYTES = "FLOP/s", "bytes/s"
 # kernel -> metric, unit
@@ -99,7 +99,7 @@ def analyse(records: Sequence[RunRecord]) -> tuple[Measurement, ...]:
     # Repeats of a cell on another kind of device are another ceiling, never averaged with the first.
     by_cell: defaultdict[tuple[str, Device], list[RunRecord]] = defaultdict(list)
     for record in records:
-        if record.kernels:
+        if record.kernels and record.spec.workload.name not in ACCEPTING:
             by_cell[record.spec.cell, device_of(record)].append(record)
     return tuple(m for found in by_cell.values() for m in _cell(found))
 

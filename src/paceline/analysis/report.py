@@ -22,6 +22,7 @@ from paceline.analysis import (
     history,
     memory,
     metrics,
+    nodes,
     recommend,
     scaling,
     thumb,
@@ -45,10 +46,11 @@ def build(
     created_at: float | None = None,
     costing: cost.Costing | None = None,
     earlier: Sequence[RunRecord] = (),
+    baseline: nodes.Baseline | None = None,
 ) -> Report:
     """Certifies, measures, compares and recommends. created_at is the end of the last run unless given.
 
-    earlier are launches that newer ones of the same run replace; they count in histories only.
+    earlier are launches that newer ones replace, for histories only; baseline stands in the place of nodes' peers.
     Only runs that ended ok with a valid certificate are measured; reference runs are listed, never measured or ranked.
     """
     ordered = sorted(records, key=lambda r: (r.started_at, r.spec.run_id))
@@ -96,7 +98,14 @@ def build(
         notes=(*_notes(cells, runs, _machines(ordered)), *_superseded(earlier), *network.notes),
         skipped=tuple(skipped),
     )
-    return _completed(watch.added_to(found, sound, windows), ordered, cells, costing or cost.Costing())
+    return _completed(
+        watch.added_to(_with_nodes(found, sound, baseline), sound, windows), ordered, cells, costing or cost.Costing()
+    )
+
+
+def _with_nodes(found: Report, sound: Sequence[RunRecord], baseline: nodes.Baseline | None) -> Report:
+    tested = nodes.analyse(sound, baseline)
+    return replace(found, nodes=tested.verdicts, notes=(*found.notes, *tested.notes))
 
 
 def _completed(found: Report, ordered: Sequence[RunRecord], cells: Sequence[Cell], costing: cost.Costing) -> Report:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.money import add_cost_options, costing_of
-from paceline.cli.results import add_format_option, conclude, exporters_of
+from paceline.cli.results import add_baseline_option, add_format_option, baseline_of, conclude, exporters_of
 from paceline.cli.verbs import DEFAULT_OUT, OK, Parser, add_verb, console, print_hanging
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ def add_verbs(verbs: Any) -> None:
     verb.add_argument("--resume", action="store_true", help="also repeat runs that did not end ok")
     add_format_option(verb)
     add_cost_options(verb)
+    add_baseline_option(verb)
     _experiment_verb(verbs, "plan", plan, "show what would run: cells, commands, state memory; nothing is started")
 
 
@@ -55,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     from paceline import display
     from paceline.run import campaign, interruptible
 
-    specs, costing = _specs(arguments), costing_of(arguments)
+    specs, costing, baseline = _specs(arguments), costing_of(arguments), baseline_of(arguments)
     exporters_of(arguments.format)
     screen = console()
     observer = display.observer_for(screen)
@@ -63,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         interruptible(lambda: campaign(specs, arguments.out, observer, retry=arguments.resume))
     finally:
         observer.close()
-    return conclude(screen, arguments.out / specs[0].experiment, arguments.format, costing)
+    return conclude(screen, arguments.out / specs[0].experiment, arguments.format, costing, baseline)
 
 
 def plan(arguments: argparse.Namespace) -> int:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from paceline.analysis.cost import Costing
+    from paceline.analysis.nodes import Baseline
     from paceline.findings import Report
     from paceline.plugins import Exporter
 
@@ -28,17 +29,34 @@ def add_verbs(verbs: Any) -> None:
     verb.add_argument("directory", type=Path, help="a results folder, an experiment in it, or a capsule")
     add_format_option(verb)
     add_cost_options(verb)
+    add_baseline_option(verb)
     add_verb(verbs, "show", show, "one run: what was asked, observed and concluded").add_argument("run", type=Path)
 
 
 def report(arguments: argparse.Namespace) -> int:
-    return conclude(console(), arguments.directory, arguments.format, costing_of(arguments))
+    baseline = baseline_of(arguments)
+    return conclude(console(), arguments.directory, arguments.format, costing_of(arguments), baseline)
 
 
 def add_format_option(verb: Parser) -> None:
     verb.add_argument(
         "--format", action="append", metavar="NAME", help=f"exporter; default: {', '.join(DEFAULT_FORMATS)}"
     )
+
+
+def add_baseline_option(verb: Parser) -> None:
+    text = "compare nodes with those of a healthy result (folder or capsule), not with their peers"
+    verb.add_argument("--baseline", type=Path, metavar="DIR|FILE", help=text)
+
+
+def baseline_of(arguments: argparse.Namespace) -> Baseline | None:
+    """Read before anything is measured: a result that is no baseline is refused at once."""
+    from paceline.analysis import nodes
+    from paceline.run import read_experiment
+
+    if arguments.baseline is None:
+        return None
+    return nodes.baseline_of(read_experiment(arguments.baseline)[0], str(arguments.baseline))
 
 
 def exporters_of(formats: Sequence[str] | None) -> list[Exporter]:
@@ -48,7 +66,13 @@ def exporters_of(formats: Sequence[str] | None) -> list[Exporter]:
     return [load("exporters", name) for name in formats or DEFAULT_FORMATS]
 
 
-def conclude(screen: Console, directory: Path, formats: Sequence[str] | None, costing: Costing) -> int:
+def conclude(
+    screen: Console,
+    directory: Path,
+    formats: Sequence[str] | None,
+    costing: Costing,
+    baseline: Baseline | None = None,
+) -> int:
     """Build the report of a folder, print it, write its files; the exit code says whether all is well."""
     from paceline import neutral, store
     from paceline.analysis.report import build
@@ -61,12 +85,12 @@ def conclude(screen: Console, directory: Path, formats: Sequence[str] | None, co
     launches, unreadable = read_launches(directory)
     records, earlier, _ = store.newest(launches)
     title = neutral.text(directory.resolve().name)
-    found = build(records, title, unreadable, costing=costing, earlier=earlier)
+    found = build(records, title, unreadable, costing=costing, earlier=earlier, baseline=baseline)
     # First: an answer must not be lost because a disk is full.
     _print_report(screen, found)
     files = _write(found, exporters, directory)
     screen.print(f"Report: {' '.join(map(str, files))}", highlight=False, soft_wrap=True)
-    bad = [r for r in found.runs if r.is_failure]
+    bad = [*(r for r in found.runs if r.is_failure), *(node for node in found.nodes if node.fails)]
     measured = any(r.status == "ok" and not r.is_reference for r in found.runs)
     return OK if measured and not bad and not found.skipped else SOME_FAILED
 

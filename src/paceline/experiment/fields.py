@@ -10,7 +10,19 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from paceline import machine
 from paceline.errors import RequestError
-from paceline.spec import TUNED, UNTRAINED, Choice, Precision, RunSpec, Topology, Training, Tuning, WarmUp, require
+from paceline.spec import (
+    ACCEPTING,
+    TUNED,
+    UNTRAINED,
+    Choice,
+    Precision,
+    RunSpec,
+    Topology,
+    Training,
+    Tuning,
+    WarmUp,
+    require,
+)
 
 # `processes: all` is one per device.
 ALL = "all"
@@ -128,12 +140,12 @@ def build(name: str, cell: Cell, device: str) -> RunSpec:
     return RunSpec(
         experiment=name,
         workload=workload,
-        strategy=None if workload.name in UNTRAINED else Choice.parse(cell.strategy),
+        strategy=None if workload.name in (*UNTRAINED, *ACCEPTING) else Choice.parse(cell.strategy),
         launcher=Choice.parse(cell.launcher),
         model=Choice.parse(cell.model),
         topology=topology,
         training=training,
-        tuning=_tuning(cell) if workload.name in TUNED else None,
+        tuning=_tuning(cell) if _tunes(workload) else None,
         warmup=WarmUp(**cell.warmup.model_dump(exclude_none=True)),
         steps=cell.steps,
         seed=cell.seed,
@@ -142,6 +154,12 @@ def build(name: str, cell: Cell, device: str) -> RunSpec:
         stall_s=cell.stall_s,
         telemetry_hz=cell.telemetry_hz,
     )
+
+
+def _tunes(workload: Choice) -> bool:
+    """A test of nodes tunes where its own training does."""
+    trains = workload.options.get("training") if workload.name in ACCEPTING else workload.name
+    return trains in TUNED
 
 
 def _tuning(cell: Cell) -> Tuning:

@@ -15,6 +15,7 @@ from paceline.exporters import _fabric_charts as fabric
 from paceline.exporters import _gauge_charts as gauges
 from paceline.exporters import _history_chart as history
 from paceline.exporters import _memory_charts as memory
+from paceline.exporters import _node_chart as nodes
 from paceline.exporters import _scaling_charts as scaling
 from paceline.exporters import _time_charts as times
 from paceline.exporters._canvas import STYLE
@@ -82,6 +83,7 @@ CHARTS: dict[str, tuple[Callable[[Report], Any], Draw]] = {
     "cost": (cost.prices, cost.draw_cost),
     "collective_bandwidth": (fabric.panels, fabric.draw_bandwidth),
     "collective_latency": (fabric.lines, fabric.draw_latency),
+    "nodes": (nodes.lanes, nodes.draw),
     "pairs": (lambda report: report.pairs, fabric.draw_pairs),
     "history": (history.panels, history.draw),
     "gauges": (gauges.panels, gauges.draw),

@@ -8,6 +8,7 @@ from paceline.findings.fabric import CollectiveFit, CollectiveRow, Overlap, Pair
 from paceline.findings.gauges import DeviceGauges, GaugeTrace
 from paceline.findings.history import ChangePoint, HistoryPoint, HistorySeries
 from paceline.findings.memory import FrontierPoint, MemoryRow, Probe
+from paceline.findings.nodes import NodeEvidence, NodeMeasure, NodeVerdict
 from paceline.findings.recipe import Recipe
 from paceline.findings.report import SCHEMA, Report
 from paceline.findings.training import (
@@ -63,6 +64,9 @@ __all__ = [
     "Lost",
     "Measurement",
     "MemoryRow",
+    "NodeEvidence",
+    "NodeMeasure",
+    "NodeVerdict",
     "Offer",
     "Overlap",
     "Pair",

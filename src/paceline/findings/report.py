@@ -13,6 +13,7 @@ from paceline.findings.fabric import CollectiveFit, CollectiveRow, Overlap, Pair
 from paceline.findings.gauges import DeviceGauges, GaugeTrace
 from paceline.findings.history import HistorySeries
 from paceline.findings.memory import FrontierPoint, MemoryRow
+from paceline.findings.nodes import NodeVerdict
 from paceline.findings.recipe import Recipe
 from paceline.findings.training import (
     Certificate,
@@ -62,6 +63,7 @@ class Report:
     gauge_traces: tuple[GaugeTrace, ...] = ()
     distributions: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     recipes: tuple[Recipe, ...] = ()
+    nodes: tuple[NodeVerdict, ...] = ()
     notes: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
     schema: int = SCHEMA

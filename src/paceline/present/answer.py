@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from paceline.findings import WORSE, Comparison, Recommendation, Report
 from paceline.findings.verdicts import UNDECIDED
-from paceline.present import ceilings, claims, effects, fabric, memory
+from paceline.present import ceilings, claims, effects, fabric, memory, nodes
 from paceline.present.standing import (
     THROUGHPUT,
     axes_of,
@@ -28,13 +28,14 @@ from paceline.present.words import listed, ratio_words
 
 # What a report about the machine says; each is empty where the report holds no such runs.
 MACHINE_SENTENCES: tuple[Callable[[Report], str], ...] = (
+    nodes.sentence,
     fabric.sentence,
     memory.sentence,
     ceilings.sentence,
     claims.sentence,
 )
 # A reader must not miss these, whatever else there is to say.
-_URGENT = ("Data arrived wrong", "Suspect")
+_URGENT = ("Data arrived wrong", "Failed", "Suspect")
 _MEMORY = "peak_memory_bytes"
 _MARGINS = {THROUGHPUT: "is {ratio} times as fast as", _MEMORY: "needs {ratio} times the peak memory of"}
 # How a cell without a valid run is told: of one, of several.

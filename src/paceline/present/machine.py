@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from paceline.findings import Report
-from paceline.present import ceilings, fabric, gauges, memory
+from paceline.present import ceilings, fabric, gauges, memory, nodes
 from paceline.present.tables import Table
 
 
 def machine_tables(report: Report) -> tuple[Table, ...]:
-    """In reading order: network, memory, compute; empty for a report about training alone."""
-    return (*fabric.tables(report), *memory.tables(report), *ceilings.tables(report))
+    """In reading order: nodes, network, memory, compute; empty for a report about training alone."""
+    return (*nodes.tables(report), *fabric.tables(report), *memory.tables(report), *ceilings.tables(report))
 
 
 def machine_details(report: Report) -> tuple[Table, ...]:
     """Too long for a terminal and for a first look: a page folds them."""
-    return (*fabric.details(report), *gauges.tables(report))
+    return (*nodes.details(report), *fabric.details(report), *gauges.tables(report))

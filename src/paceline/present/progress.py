@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paceline.campaign import Pulse
 from paceline.present.quantity import format_duration
-from paceline.spec import RunSpec
+from paceline.spec import ACCEPTING, RunSpec
 
 GIB = 2**30
 
@@ -16,6 +16,8 @@ def title(spec: RunSpec) -> str:
     if spec.workload.name in ("memory", "frontier"):
         batch = f"micro batch {spec.training.micro_batch} x {spec.training.sequence_length}"
         return f"{spec.workload.name} of {spec.strategy} {spec.model} x{spec.topology.world_size}, {batch}"
+    if spec.workload.name in ACCEPTING:
+        return f"{spec.workload.name} x{spec.topology.world_size} repeat {spec.repeat + 1}"
     if spec.strategy is None:
         return f"reference of {spec.model} (global batch {spec.global_batch})"
     return f"{spec.strategy} {spec.model} x{spec.topology.world_size} repeat {spec.repeat + 1}"

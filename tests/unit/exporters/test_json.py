@@ -34,6 +34,7 @@ KEYS = [
         "gauge_traces",
         "distributions",
         "recipes",
+        "nodes",
         "notes",
         "skipped",
     ),

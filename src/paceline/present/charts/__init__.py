@@ -1,7 +1,7 @@
 """Charts as data: what is drawn, in which unit, with which words; whoever draws decides nothing but pixels.
 
-chart < training, effects, money, time, gauges, memory, fabric, ceilings. A new chart is a function from the report to
-charts and a line in BUILDERS.
+chart < training, effects, money, time, gauges, memory, nodes, fabric, ceilings. A new chart is a function from the
+report to charts and a line in BUILDERS.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from paceline.findings import Report
-from paceline.present.charts import ceilings, effects, fabric, gauges, memory, money, time, training
+from paceline.present.charts import ceilings, effects, fabric, gauges, memory, money, nodes, time, training
 from paceline.present.charts.chart import Axis, Chart, Point, Rule, Series, Span
 
 __all__ = ["BUILDERS", "Axis", "Chart", "Point", "Rule", "Series", "Span", "charts"]
@@ -28,6 +28,7 @@ BUILDERS: tuple[Callable[[Report], Iterable[Chart]], ...] = (
     gauges.traces,
     memory.components,
     memory.frontier,
+    nodes.nodes,
     fabric.collectives,
     fabric.pairs,
     ceilings.products,

@@ -1,0 +1,120 @@
+"""Where each of several devices stands among its peers, or beside a healthy baseline, by repeats of one measure.
+
+Two things make an outlier: a modified z beyond 3.5 (Iglewicz and Hoaglin, 1993), so that it is more than the spread of
+its peers, and a distance beyond the accepted band, so that it matters. It fails where its whole interval lies outside
+the band, and is suspect where the repeats leave room for doubt. Effects are differences: of logarithms for rates.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from paceline.analysis.statistics import OUTLIER_Z, Array, student_t
+from paceline.findings.nodes import FAIL, PASS, SUSPECT
+
+FEWEST_PEERS = 3
+# Peers that agree closer than a sixth of the band count as if they differed by that: z is 4 at the band's end then, so
+# that the band decides where peers agree, and z where they do not.
+BAND_PER_MAD = 6.0
+# A normal sample's deviation over its MAD, and how much too small the MAD of n = 2, 3, ... is (Croux and Rousseeuw,
+# 1992, table of b_n); beyond n = 9 the factor is n / (n - 0.8).
+_DEVIATION_PER_MAD = 1.4826
+_SMALL_SAMPLE = {2: 1.196, 3: 1.495, 4: 1.363, 5: 1.206, 6: 1.200, 7: 1.140, 8: 1.129, 9: 1.107}
+# Standard error of a median over that of a mean, for normal noise: sqrt(pi / 2).
+_MEDIAN_ERROR = math.sqrt(math.pi / 2)
+# Why a standing is not `pass`: odd among peers; two nodes that differ; slower than the fastest, but in company.
+ODD, PAIR, SPLIT = "odd", "pair", "split"
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """Accepted effects; an end that is None has no limit."""
+
+    low: float | None
+    high: float | None
+
+    @property
+    def width(self) -> float:
+        """Distance from 0 to the nearer end."""
+        return min(abs(end) for end in (self.low, self.high) if end is not None)
+
+    def excludes(self, effect: float, half: float = 0.0) -> bool:
+        """Whether the whole interval effect +- half lies beyond one end."""
+        below = self.low is not None and effect + half < self.low
+        return below or (self.high is not None and effect - half > self.high)
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """half is the half width of the 95 % interval, None for a single reading."""
+
+    effect: float
+    half: float | None
+    z: float | None
+    verdict: str = PASS
+    reason: str = ""
+
+
+def among_peers(values: Array, band: Band) -> list[Standing]:
+    """values: one row per device, one column per repeat. What a repeat has in common (a room that warms up) is taken
+    out first: its median over all devices."""
+    centred = values - np.median(values, axis=0)
+    effects, halves = _estimates(centred)
+    if len(values) < FEWEST_PEERS:
+        return _pair(effects, halves, band) if len(values) > 1 else [Standing(0.0, h, None) for h in halves]
+    middle = float(np.median(effects))
+    spread = float(np.median([abs(e - middle) for e in effects]))
+    found = [_standing(e - middle, half, spread, band) for e, half in zip(effects, halves, strict=True)]
+    return found if any(s.verdict != PASS for s in found) else _split(found, band)
+
+
+def beside_baseline(values: Array, healthy: Array, band: Band) -> list[Standing]:
+    """healthy: one value per device of the baseline. Nothing common is taken out: all devices may have become slow."""
+    middle = float(np.median(healthy))
+    spread = float(np.median(np.abs(healthy - middle)))
+    effects, halves = _estimates(values - middle)
+    return [_standing(e, half, spread, band) for e, half in zip(effects, halves, strict=True)]
+
+
+def _estimates(centred: Array) -> tuple[list[float], list[float | None]]:
+    """Each device's median over its repeats, which one disturbed repeat does not move, and its half interval.
+
+    Its noise is that of its own repeats or of everyone's, whichever is larger: five repeats may agree by chance.
+    """
+    repeats = centred.shape[1]
+    effects = np.median(centred, axis=1)
+    if repeats < 2:
+        return effects.tolist(), [None] * len(effects)
+    apart = np.abs(centred - effects[:, None])
+    mads = np.maximum(np.median(apart, axis=1), np.median(apart))
+    deviations = _DEVIATION_PER_MAD * _SMALL_SAMPLE.get(repeats, repeats / (repeats - 0.8)) * mads
+    halves = student_t(repeats - 1) * _MEDIAN_ERROR * deviations / math.sqrt(repeats)
+    return effects.tolist(), halves.tolist()
+
+
+def _standing(effect: float, half: float | None, spread: float, band: Band) -> Standing:
+    z = 0.6745 * effect / max(spread, band.width / BAND_PER_MAD)
+    if not band.excludes(effect) or abs(z) <= OUTLIER_Z:
+        return Standing(effect, half, z)
+    certain = half is not None and band.excludes(effect, half)
+    return Standing(effect, half, z, FAIL if certain else SUSPECT, ODD)
+
+
+def _pair(effects: list[float], halves: list[float | None], band: Band) -> list[Standing]:
+    """Two can differ, but neither is odd: both are suspect where the difference is certain to matter."""
+    apart, doubt = abs(effects[0] - effects[1]), sum(half or 0.0 for half in halves)
+    verdict, reason = (SUSPECT, PAIR) if apart - doubt > band.width else (PASS, "")
+    return [Standing(e, half, None, verdict, reason) for e, half in zip(effects, halves, strict=True)]
+
+
+def _split(found: list[Standing], band: Band) -> list[Standing]:
+    """Peers in two groups have no odd one, yet the slower group may be ill: suspect where certainly far behind the
+    fastest. Only for repeated rates, whose band is open above."""
+    best = max(found, key=lambda s: s.effect)
+    if band.high is not None or band.low is None or best.half is None:
+        return found
+    reached = best.effect - best.half + band.low
+    return [replace(s, verdict=SUSPECT, reason=SPLIT) if s.effect + (s.half or 0.0) < reached else s for s in found]

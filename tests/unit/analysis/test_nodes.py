@@ -1,0 +1,323 @@
+"""Node verdicts: every kind of fault is found and named, noise alone accuses nobody, two nodes accuse each other."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import node_records as synthetic
+import numpy as np
+import pytest
+
+from paceline.acceptance import HealthSample
+from paceline.analysis import nodes
+from paceline.analysis.peers import Band, among_peers, beside_baseline
+from paceline.errors import RequestError
+from paceline.findings import NodeVerdict
+from paceline.findings.nodes import FAIL, PASS, SUSPECT
+from paceline.records import RunRecord, Status
+from paceline.spec import Choice
+
+
+def judged(record: RunRecord, baseline: nodes.Baseline | None = None) -> dict[str, NodeVerdict]:
+    return {v.node: v for v in nodes.judge(record, baseline).verdicts}
+
+
+def unsound(record: RunRecord, baseline: nodes.Baseline | None = None) -> dict[str, str]:
+    return {name: v.verdict for name, v in judged(record, baseline).items() if v.verdict != PASS}
+
+
+def slowed(rank: int, pace: float) -> synthetic.Pace:
+    """One rank slower; a little spread, the same in every repeat, so that nothing is exactly equal."""
+    return lambda r, i: (pace if r == rank else 1.0) * (1 + 0.002 * ((r + i) % 3 - 1))
+
+
+def replaced(record: RunRecord, rank: int, field: str, **values: Any) -> RunRecord:
+    """The record with one rank's samples of a field changed."""
+    samples = tuple(dataclasses.replace(s, **values) if s.rank == rank else s for s in getattr(record, field))
+    return dataclasses.replace(record, **{field: samples})
+
+
+# --- healthy ---
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 8])
+def test_healthy_nodes_pass(count: int) -> None:
+    found = judged(synthetic.healthy(count))
+    assert [(v.verdict, v.evidence) for v in found.values()] == [(PASS, ())] * count
+
+
+def test_noise_alone_accuses_nobody() -> None:
+    """100 trials of 8 nodes and 5 repeats, 1 to 2 % of noise and drift: at most 2 trials accuse anyone."""
+    alarms = [
+        seed
+        for seed in range(100)
+        if unsound(synthetic.healthy(pace=synthetic.noisy(seed, noise=0.01 + 0.01 * (seed % 2))))
+    ]
+    assert len(alarms) <= 2, alarms
+
+
+def test_a_node_slower_by_8_percent_is_found_in_the_same_noise() -> None:
+    found, blamed = 0, 0
+    for seed in range(100):
+        pace = synthetic.noisy(seed, noise=0.01 + 0.01 * (seed % 2))
+        named = unsound(synthetic.healthy(pace=lambda r, i, pace=pace: pace(r, i) * (0.92 if r == 5 else 1.0)))
+        found += "node-5" in named
+        blamed += bool(set(named) - {"node-5"})
+    assert found >= 95
+    assert blamed <= 2
+
+
+# --- one fault each ---
+
+
+def test_a_slow_node_fails_with_the_distance_and_what_to_try() -> None:
+    found = judged(synthetic.healthy(pace=slowed(3, 0.9)))
+    assert {name for name, v in found.items() if v.verdict != PASS} == {"node-3"}
+    verdict = found["node-3"]
+    assert verdict.verdict == FAIL
+    kinds = {e.kind: e for e in verdict.evidence}
+    assert set(kinds) == {"slow matmul bf16", "slow memory copy", "slow host to device", "slow training"}
+    assert "training of rank 3 (cuda:0 NVIDIA H200) is 10.0 % [9." in kinds["slow training"].text
+    assert "under the median of 8 ranks" in kinds["slow training"].text
+    assert "GPU Link Info" in kinds["slow host to device"].next_command
+    measure = next(m for m in verdict.measures if m.measure == "training")
+    assert measure.value == pytest.approx(4096 / 0.5 * 0.9, rel=0.01)
+    assert measure.accepted == (pytest.approx(0.95), None)
+
+
+def test_one_disturbed_repeat_accuses_nobody() -> None:
+    assert not unsound(synthetic.healthy(pace=lambda r, i: 0.6 if (r, i) == (2, 3) else slowed(9, 1.0)(r, i)))
+
+
+def test_a_difference_inside_the_band_passes_and_the_band_is_adjustable() -> None:
+    pace = slowed(3, 0.96)
+    assert not unsound(synthetic.healthy(pace=pace))
+    strict = synthetic.spec_of(8, "nodes:speed_ratio=0.02")
+    assert unsound(synthetic.healthy(pace=pace, spec=strict)) == {"node-3": FAIL}
+
+
+def test_other_memory_fails() -> None:
+    record = synthetic.healthy()
+    assert not unsound(replaced(record, 6, "memory", allocated_bytes=int(7.1 * synthetic.GIB)))
+    found = judged(replaced(record, 6, "memory", allocated_bytes=int(7.3 * synthetic.GIB)))["node-6"]
+    assert (found.verdict, [e.kind for e in found.evidence]) == (FAIL, ["peak memory"])
+
+
+def test_a_hot_node_is_suspect() -> None:
+    gauges = tuple(g for r in range(8) for g in synthetic.gauges(r, celsius=78.0 if r == 4 else 60.0))
+    found = judged(synthetic.healthy(gauges=gauges))
+    assert {name for name, v in found.items() if v.verdict != PASS} == {"node-4"}
+    (evidence,) = found["node-4"].evidence
+    assert "C over the median" in evidence.text
+
+
+def test_a_throttled_clock_is_named_with_its_reason() -> None:
+    """The telemetry alone: every rate is as fast as the others'."""
+    reason = ("hardware thermal slowdown",)
+    gauges = tuple(g for r in range(8) for g in synthetic.gauges(r, *((1.2e9, reason) if r == 2 else ())))
+    found = judged(synthetic.healthy(gauges=gauges))
+    assert {name for name, v in found.items() if v.verdict != PASS} == {"node-2"}
+    kinds = {e.kind: e for e in found["node-2"].evidence}
+    assert kinds["throttled"].verdict == FAIL
+    assert "hardware thermal slowdown in 100% of 20 readings, 0% at the peers' median" in kinds["throttled"].text
+    assert "SM clock 1200 MHz" in kinds["throttled"].text
+    assert kinds["SM clock"].verdict == SUSPECT
+
+
+def test_a_power_cap_that_all_meet_is_nobodys_fault() -> None:
+    cap = ("software power cap",)
+    everyone = tuple(g for r in range(8) for g in synthetic.gauges(r, reasons=cap))
+    assert not unsound(synthetic.healthy(gauges=everyone))
+    one = tuple(g for r in range(8) for g in synthetic.gauges(r, reasons=cap if r == 1 else ()))
+    assert unsound(synthetic.healthy(gauges=one)) == {"node-1": SUSPECT}
+
+
+def test_a_wrong_driver_is_named_beside_the_majoritys() -> None:
+    machines = tuple(synthetic.machine(r, **({"driver": "535.104.05"} if r == 7 else {})) for r in range(8))
+    found = judged(synthetic.healthy(machines=machines))
+    assert {name for name, v in found.items() if v.verdict != PASS} == {"node-7"}
+    (evidence,) = found["node-7"].evidence
+    assert evidence.text == "driver is 535.104.05, 7 of 8 ranks here have 580.95.05"
+    assert evidence.verdict == SUSPECT
+    assert [(d.path, d.first, d.second) for d in found["node-7"].differences] == [("driver", "535.104.05", "580.95.05")]
+
+
+def test_a_flipped_bit_is_named_with_its_element() -> None:
+    wrong = {"wrong": 1, "place": (17, 4095), "found": 28800.0, "expected": 14400.0}
+    found = judged(replaced(synthetic.healthy(), 5, "products", **wrong))
+    assert {name: v.verdict for name, v in found.items() if v.verdict != PASS} == {"node-5": FAIL}
+    (evidence,) = found["node-5"].evidence
+    assert "row 17, column 4095 is 28800 instead of 14400" in evidence.text
+    assert "wrong on rank 5 in 5 of 5 proofs" in evidence.text
+
+
+@pytest.mark.parametrize(("dtype", "bit"), [("fp32", 22), ("bf16", 6), ("fp16", 9)])
+def test_the_flipped_bit_is_counted_in_the_dtype(dtype: str, bit: int) -> None:
+    """1.5 is 1 with the highest bit of the fraction set."""
+    record = replaced(synthetic.healthy(3), 1, "products", dtype=dtype, wrong=1, place=(0, 0), found=1.5, expected=1.0)
+    (evidence,) = judged(record)["node-1"].evidence
+    assert f"(bit {bit} flipped)" in evidence.text
+
+
+def test_other_bits_from_the_same_steps_are_silent_corruption() -> None:
+    record = synthetic.healthy(4)
+    late = tuple(
+        synthetic.trajectory(r, turn, (5.5, 5.250001) if (r, turn) == (2, 1) else (5.5, 5.25))
+        for r in range(4)
+        for turn in (0, 1)
+    )
+    found = judged(dataclasses.replace(record, trajectories=late))
+    assert {name: v.verdict for name, v in found.items() if v.verdict != PASS} == {"node-2": FAIL}
+    assert (
+        "after the timed work: the loss of step 1 is 5.250001, the majority's 5.25" in found["node-2"].evidence[0].text
+    )
+
+
+def test_equal_losses_with_other_weights_are_found_too() -> None:
+    assert unsound(replaced(synthetic.healthy(3), 0, "trajectories", weights="xyz")) == {"node-0": FAIL}
+
+
+def test_kernels_that_are_not_deterministic_accuse_nobody_and_say_so() -> None:
+    many = tuple(synthetic.trajectory(r, turn, weights=f"{r}{turn}") for r in range(4) for turn in (0, 1))
+    found = nodes.judge(synthetic.healthy(4, trajectories=many))
+    assert {v.verdict for v in found.verdicts} == {PASS}
+    assert any("not deterministic here" in note for note in found.notes)
+
+
+def test_other_versions_need_not_compute_the_same_bits() -> None:
+    machines = tuple(synthetic.machine(r, versions={"torch": "2.13.0" if r == 0 else "2.11.0"}) for r in range(4))
+    record = replaced(synthetic.healthy(4, machines=machines), 0, "trajectories", weights="xyz")
+    (evidence,) = judged(record)["node-0"].evidence
+    assert evidence.kind == "differs"
+
+
+@pytest.mark.parametrize(
+    ("fact", "value", "verdict", "words"),
+    [
+        ("gpu.ecc_volatile_uncorrected", 3, FAIL, "3 uncorrected memory errors"),
+        ("gpu.remap_pending", True, FAIL, "until the GPU is reset"),
+        ("gpu.pcie_width", 8, SUSPECT, "PCIe runs at x8 of x16"),
+        ("gpu.pcie_generation", 3, SUSPECT, "generation 3 of generation 5"),
+        ("gpu.nvlinks_down", "2", SUSPECT, "NVLinks 2 are down"),
+    ],
+)
+def test_what_the_driver_knows_needs_no_peers(fact: str, value: Any, verdict: str, words: str) -> None:
+    facts = synthetic.FACTS | {fact: value}
+    found = judged(synthetic.healthy(1, health=(HealthSample(rank=0, moment="loaded", facts=facts),)))["node-0"]
+    assert found.verdict == verdict
+    assert any(words in e.text for e in found.evidence)
+    assert dict(found.condition)[fact] == str(value)
+
+
+# --- few nodes ---
+
+
+def test_of_two_nodes_nobody_is_odd() -> None:
+    found = nodes.judge(synthetic.healthy(2, pace=slowed(1, 0.8)))
+    assert {v.verdict for v in found.verdicts} == {SUSPECT}
+    assert all("a third one or --baseline tells which" in v.evidence[0].text for v in found.verdicts)
+    assert any("too few to tell an odd one" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("count", [3, 4])
+def test_of_three_or_four_the_odd_one_is_named(count: int) -> None:
+    assert unsound(synthetic.healthy(count, pace=slowed(1, 0.8))) == {"node-1": FAIL}
+
+
+def test_two_groups_have_no_odd_one_but_the_slower_is_suspect() -> None:
+    found = judged(synthetic.healthy(4, pace=lambda r, i: 0.7 if r < 2 else 1.0))
+    assert [v.verdict for v in found.values()] == [SUSPECT, SUSPECT, PASS, PASS]
+    assert "--baseline tells which" in found["node-0"].evidence[0].text
+
+
+def test_repeats_that_scatter_are_said_to_hide_faults() -> None:
+    def wild(rank: int, repeat: int) -> float:
+        return 1 + 0.3 * ((7 * rank + 3 * repeat) % 5 - 2) / 2
+
+    found = nodes.judge(synthetic.healthy(4, pace=wild))
+    assert FAIL not in {v.verdict for v in found.verdicts}
+    assert any(note.startswith("training: repeats scatter, so only a node worse by") for note in found.notes)
+
+
+def test_kinds_of_device_are_not_each_others_peers() -> None:
+    """Four H200 and four A100 at half their speed: nobody is slow for what it is."""
+    slow = [{**synthetic.GPU, "name": "NVIDIA A100"}]
+    machines = tuple(synthetic.machine(r, **({"gpus": slow} if r < 4 else {})) for r in range(8))
+    found = judged(synthetic.healthy(pace=lambda r, i: 0.5 if r < 4 else 1.0, machines=machines))
+    assert not [e for v in found.values() for e in v.evidence if e.kind.startswith("slow")]
+
+
+def test_each_gpu_of_a_host_is_judged_where_a_process_is_a_node() -> None:
+    spec = dataclasses.replace(
+        synthetic.spec_of(8, "nodes:node=process"), topology=dataclasses.replace(synthetic.spec_of(8).topology, nodes=1)
+    )
+    topology = dataclasses.replace(spec.topology, processes_per_node=8)
+    record = synthetic.healthy(pace=slowed(3, 0.9), spec=dataclasses.replace(spec, topology=topology), gauges=())
+    outcomes = tuple(dataclasses.replace(o, host="box") for o in record.outcomes)
+    machines = ({**synthetic.machine(0), "host": "box", "gpus": [synthetic.GPU] * 8},)
+    record = dataclasses.replace(record, outcomes=outcomes, machines=machines)
+    assert unsound(record) == {"box, rank 3": FAIL}
+    whole = dataclasses.replace(record.spec, workload=Choice("nodes"))
+    assert unsound(dataclasses.replace(record, spec=whole)) == {"box": FAIL}
+
+
+# --- a baseline ---
+
+
+def test_all_nodes_slow_alike_fail_beside_a_baseline_only() -> None:
+    slow = synthetic.healthy(pace=slowed(99, 0.9))
+    slow = dataclasses.replace(slow, kernels=tuple(_slower(k) for k in slow.kernels))
+    baseline = nodes.baseline_of([synthetic.healthy(4)], "healthy")
+    assert not unsound(slow)
+    found = judged(slow, baseline)
+    assert {v.verdict for v in found.values()} == {FAIL}
+    assert all(v.against == "healthy" for v in found.values())
+    assert "under the median of 4 devices of healthy" in found["node-0"].evidence[0].text
+
+
+def _slower(sample: Any) -> Any:
+    return dataclasses.replace(sample, durations_s=tuple(s / 0.9 for s in sample.durations_s))
+
+
+def test_a_baseline_tells_which_of_two_is_odd() -> None:
+    baseline = nodes.baseline_of([synthetic.healthy(4)], "healthy")
+    assert unsound(synthetic.healthy(2, pace=slowed(1, 0.8)), baseline) == {"node-1": FAIL}
+
+
+def test_a_driver_that_the_baseline_had_not_is_named() -> None:
+    machines = tuple(synthetic.machine(r, driver="535.104.05") for r in range(2))
+    baseline = nodes.baseline_of([synthetic.healthy(4)], "healthy")
+    found = judged(synthetic.healthy(2, machines=machines), baseline)
+    assert {e.text for v in found.values() for e in v.evidence} == {
+        "driver is 535.104.05, 4 of 4 ranks of healthy have 580.95.05"
+    }
+
+
+def test_a_failed_node_is_no_part_of_a_baseline() -> None:
+    baseline = nodes.baseline_of([synthetic.healthy(4, pace=slowed(1, 0.5))], "mixed")
+    assert {len(values) for values in baseline.healthy.values()} == {3}
+
+
+def test_a_result_without_a_node_test_is_no_baseline() -> None:
+    failed = dataclasses.replace(synthetic.healthy(2), status=Status.FAILED)
+    with pytest.raises(
+        RequestError, match="--baseline: 'there' was given; accepted is a result of `paceline run nodes`"
+    ):
+        nodes.baseline_of([failed], "there")
+
+
+# --- the rule itself ---
+
+
+def test_what_all_share_is_taken_out() -> None:
+    drift = np.log(np.array([1.0, 0.8, 0.6, 0.5, 0.4]))
+    values = np.tile(drift, (4, 1))
+    assert [s.effect for s in among_peers(values, Band(-0.05, None))] == [0.0] * 4
+    assert all(s.verdict == FAIL for s in beside_baseline(values - 1, np.zeros(3), Band(-0.05, None)))
+
+
+def test_z_holds_where_peers_spread() -> None:
+    """10 % under the median is no oddity among peers that lie 10 % apart."""
+    wide = np.array([[-0.1], [0.1], [0.0], [0.09], [-0.09], [-0.22]])
+    assert {s.verdict for s in among_peers(np.repeat(wide, 5, axis=1), Band(-0.05, 0.3))} == {PASS}

@@ -1,0 +1,98 @@
+"""Known products: exact in every dtype, whatever the order of summation, and one flipped bit is found where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from paceline.errors import RequestError  # noqa: E402
+from paceline.plugins import Seat, options  # noqa: E402
+from paceline.spec import Choice, RunSpec  # noqa: E402
+from paceline.workloads import _nodes_proof, nodes  # noqa: E402
+
+SEAT = Seat(rank=2, local_rank=0, world_size=4, device="cpu")
+DTYPES = {"fp32": torch.int32, "bf16": torch.int16, "fp16": torch.int16}
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_the_known_result_is_the_exact_one(dtype: str) -> None:
+    a, b, expected = _nodes_proof.known_product(24, dtype, torch.device("cpu"), 7)
+    assert torch.equal(expected.double(), a.double() @ b.double())
+    assert (expected != 0).all()
+    assert torch.isfinite(expected).all()
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_sound_products_are_right_and_change_with_the_repeat(dtype: str) -> None:
+    found = [_nodes_proof.prove_product(SEAT, repeat, 48, dtype, 42) for repeat in range(3)]
+    assert [(s.rank, s.repeat, s.wrong, s.place) for s in found] == [(2, i, 0, None) for i in range(3)]
+    values = [_nodes_proof.known_product(48, dtype, torch.device("cpu"), 42 + i)[2] for i in range(2)]
+    assert not torch.equal(*values)
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize("bit", [0, 9, 15])
+def test_every_flipped_bit_is_found_and_placed(monkeypatch: pytest.MonkeyPatch, dtype: str, bit: int) -> None:
+    sound = _nodes_proof.multiply
+
+    def corrupt(a: Any, b: Any) -> Any:
+        found = sound(a, b)
+        found.view(DTYPES[dtype])[11, 30] ^= torch.tensor(1 << bit).to(DTYPES[dtype])
+        return found
+
+    monkeypatch.setattr(_nodes_proof, "multiply", corrupt)
+    sample = _nodes_proof.prove_product(SEAT, 0, 48, dtype, 42)
+    assert (sample.wrong, sample.place) == (1, (11, 30))
+    assert sample.found != sample.expected
+
+
+def test_settings_are_put_back() -> None:
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_bf16_reduced_precision_reduction
+    with _nodes_proof.whole_sums(), _nodes_proof.deterministic():
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not matmul.allow_bf16_reduced_precision_reduction
+    assert matmul.allow_bf16_reduced_precision_reduction == before
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+# --- what is asked ---
+
+
+@pytest.mark.parametrize(
+    ("wrong", "part"),
+    [
+        ("node=rack", "host or process"),
+        ("training=dance", "pretrain, finetune, none"),
+        ("repeats=1", "a whole number from 2"),
+        ("side=0", "a whole number from 1, or null"),
+        ("speed_ratio=1.5", "between 0 and 1"),
+        ("temperature_c=0", "degrees above 0"),
+        ("speed=0.1", "accepted is node, repeats"),
+    ],
+)
+def test_a_wrong_option_is_one_sentence(wrong: str, part: str) -> None:
+    with pytest.raises(RequestError, match=part):
+        options(nodes.Options, Choice.parse(f"nodes:{wrong}"))
+
+
+def test_each_process_trains_alone_whatever_the_topology(make_spec: Callable[..., RunSpec]) -> None:
+    spec = make_spec(None, workload="nodes:side=64,copy_bytes=4096")
+    own = nodes.alone(spec)
+    assert (own.topology.world_size, str(own.strategy), own.workload.name) == (1, "single", "pretrain")
+    assert nodes.check(spec) is None
+    assert [(row.kernel, row.size) for row in nodes.plan(spec)] == [("matmul", 64), ("copy", 4096)]
+
+
+def test_a_gpu_is_measured_both_ways_over_its_bus(make_spec: Callable[..., RunSpec]) -> None:
+    rows = nodes.plan(make_spec(None, workload="nodes", device="cuda"))
+    assert [(r.kernel, r.size, r.variant) for r in rows] == [
+        ("matmul", 8192, "NT"),
+        ("copy", 2**30, ""),
+        ("h2d", 2**30, "pinned"),
+        ("d2h", 2**30, "pinned"),
+    ]
