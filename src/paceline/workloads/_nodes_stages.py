@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from paceline import health
 from paceline.acceptance import HealthSample, TrajectorySample
-from paceline.corpus import Partition, open_corpus
+from paceline.corpus import Partition, open_data
 from paceline.measure import clock_for, digest_parameters, read_memory, release_unused
 from paceline.models import load as load_shape
 from paceline.plugins import Recorder, Seat, load, options
@@ -119,10 +119,10 @@ class OwnTraining:
     """The training of one process, without strategy or peers: first the proof, then warm-up, then timed windows."""
 
     def __init__(self, spec: RunSpec, seat: Seat, recorder: Recorder, chosen: Options) -> None:
-        own, training = alone(spec), spec.training
+        own = alone(spec)
         self.seat, self.recorder, self.chosen, self.spec = seat, recorder, chosen, spec
         self.trainer = load("strategies", "single").wrap(own, seat)
-        corpus = open_corpus(training.data, load_shape(spec.model).vocab, training.sequence_length, spec.seed)
+        corpus = open_data(own, load_shape(spec.model).vocab)
         self.begin = chosen.proof_steps + spec.warmup.minimum
         steps = self.begin + chosen.repeats * spec.steps
         clock = clock_for(seat.device)

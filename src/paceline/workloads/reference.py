@@ -26,7 +26,7 @@ def check(spec: RunSpec) -> str | None:
 
 
 def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
-    from paceline.corpus import Partition, open_data
+    from paceline.corpus import Partition, facts_of, open_data
     from paceline.measure import clock_for, release_unused
     from paceline.workloads._loop import Loop
     from paceline.workloads.pretrain import attention_backends, evidence, read_start
@@ -37,12 +37,12 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
         recorder.progress(0, f"setup of variant {variant}")
         with attention_backends(seat.device):
             trainer = single.wrap(spec, seat, reseed=variant)
-            start = read_start(spec, trainer)
+            start = read_start(spec, trainer) if variant == 0 else None
             partition = Partition.of(spec, seat.rank, shuffle=variant)
             loop = Loop(trainer, corpus, partition, seat, clock_for(seat.device), recorder, spec.steps, variant)
             wall_s = loop.window(range(spec.steps))
-        if variant == 0:
-            recorder.conclude(evidence(spec, seat, trainer, start, wall_s))
+        if start is not None:
+            recorder.conclude(evidence(spec, seat, trainer, start, wall_s, facts_of(corpus)))
         # A trainer and its optimizer refer to each other: collected now, the next variant finds the device empty.
         del trainer, loop
         release_unused(seat.device)
