@@ -5,6 +5,7 @@ DIR/<experiment>/<run_id>/
   job.json            how it was started, so that a later controller finds it
   progress-<rank>     where the rank is now: step, phase, time (binary, overwritten in place)
   samples-<rank>.jsonl, outcome-<rank>.json, machine-<host>.json    written by ranks
+  samples-advice.jsonl    after a run out of memory: what was predicted of other settings (adviser)
   log.txt             everything the processes printed
   status.json         how it ended (controller, last): its existence means complete
   attempts/<n>/       files of earlier attempts that were interrupted
@@ -204,6 +205,7 @@ _FIELDS = {
     "overlaps": "overlap",
     "kernels": "kernel",
     "components": "component",
+    "alternatives": "alternative",
     "claims": "claim",
 }
 

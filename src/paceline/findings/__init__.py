@@ -5,7 +5,7 @@ from paceline.findings.claims import Claim, ClaimedTransfer, ClaimedTransfers
 from paceline.findings.cost import Cost, Offer, Saving, offers_of
 from paceline.findings.fabric import CollectiveFit, CollectiveRow, Overlap, Pair, Suspect
 from paceline.findings.history import ChangePoint, HistoryPoint, HistorySeries
-from paceline.findings.memory import FrontierPoint, MemoryRow, Probe
+from paceline.findings.memory import Alternative, FrontierPoint, MemoryAdvice, MemoryRow, Probe
 from paceline.findings.recipe import Recipe
 from paceline.findings.report import SCHEMA, Report
 from paceline.findings.training import (
@@ -36,6 +36,7 @@ __all__ = [
     "SHARED_GPU",
     "TIE",
     "WORSE",
+    "Alternative",
     "Between",
     "Bottleneck",
     "Certificate",
@@ -56,6 +57,7 @@ __all__ = [
     "LeftOut",
     "Lost",
     "Measurement",
+    "MemoryAdvice",
     "MemoryRow",
     "Offer",
     "Overlap",

@@ -10,7 +10,7 @@ from paceline.findings.claims import Claim, ClaimedTransfers
 from paceline.findings.cost import Cost, Saving
 from paceline.findings.fabric import CollectiveFit, CollectiveRow, Overlap, Pair, Suspect
 from paceline.findings.history import HistorySeries
-from paceline.findings.memory import FrontierPoint, MemoryRow
+from paceline.findings.memory import FrontierPoint, MemoryAdvice, MemoryRow
 from paceline.findings.recipe import Recipe
 from paceline.findings.training import (
     Certificate,
@@ -48,6 +48,7 @@ class Report:
     explanations: tuple[ScalingExplanation, ...] = ()
     memory: tuple[MemoryRow, ...] = ()
     frontier: tuple[FrontierPoint, ...] = ()
+    memory_advice: tuple[MemoryAdvice, ...] = ()
     costs: tuple[Cost, ...] = ()
     savings: tuple[Saving, ...] = ()
     claims: tuple[Claim, ...] = ()

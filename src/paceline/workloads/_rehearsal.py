@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -41,20 +41,28 @@ REFINEMENTS = 3
 
 @dataclass(frozen=True)
 class Question:
-    """One rehearsal. capacity_bytes asks also for peaks around the largest micro batch up to `most` that fits it."""
+    """One rehearsal. capacity_bytes asks also for peaks around the largest micro batch up to `most` that fits it.
+
+    falling: other batches (sequences, their length) to rehearse one after the other until one, or the spec's own, fits
+    goal_bytes.
+    """
 
     spec: RunSpec
     workspace_bytes: int = 0
     capacity_bytes: int | None = None
     most: int = 1
+    falling: tuple[tuple[int, int], ...] = ()
+    goal_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class Answer:
-    """components of the spec's own micro batch, and the peak of each micro batch that was rehearsed."""
+    """components of the spec's own micro batch, the peak of each micro batch that was rehearsed at the spec's own
+    sequence length, and of each of the falling batches."""
 
     components: dict[str, int | None]
     peaks: dict[int, int]
+    falling: dict[tuple[int, int], int] = field(default_factory=dict)
 
 
 def rehearse(question: Question) -> Answer:
@@ -67,7 +75,12 @@ def rehearse(question: Question) -> Answer:
         peaks = {own: _known(answer["peak"])}
         if question.capacity_bytes is not None:
             _search(stage, peaks, question.capacity_bytes, question.most)
-    return Answer(answer, peaks)
+        falling: dict[tuple[int, int], int] = {}
+        for batch in question.falling:
+            if min((peaks[own], *falling.values())) <= question.goal_bytes:
+                break
+            falling[batch] = _known(stage.step(*batch)["peak"])
+    return Answer(answer, peaks, falling)
 
 
 def _known(value: int | None) -> int:
@@ -115,11 +128,11 @@ class Stage:
                 stack.enter_context(context)
             self.trainer = load("strategies", self.spec.strategy.name).wrap(self.spec, seat)
             for _ in range(STEPS_BEFORE):
-                self._run(self.trainer, 1)
+                self._run(self.trainer, 1, self.spec.training.sequence_length)
             yield
 
-    def step(self, micro_batch: int) -> dict[str, int | None]:
-        """Components of one steady step."""
+    def step(self, micro_batch: int, sequence_length: int | None = None) -> dict[str, int | None]:
+        """Components of one steady step; its sequences are as long as the spec's unless said."""
         assert self.trainer is not None
         moments: dict[str, int | None] = {}
 
@@ -127,20 +140,27 @@ class Stage:
             moments[moment] = self.ledger.live_bytes + self.workspace_bytes
 
         watched = Watched(self.trainer, 0, read, self.ledger.reset_peak)
-        self._run(watched, micro_batch)
+        self._run(watched, micro_batch, sequence_length or self.spec.training.sequence_length)
         held: Held | None = watched.held
         return components(moments, self.ledger.peak_bytes + self.workspace_bytes, held)
 
-    def _run(self, trainer: Trainer, micro_batch: int) -> None:
+    def _run(self, trainer: Trainer, micro_batch: int, sequence_length: int) -> None:
         training = self.spec.training
         normaliser = torch.tensor(1.0)
         for number in range(training.accumulation):
             last = number + 1 == training.accumulation
-            tokens = torch.zeros(micro_batch, training.sequence_length + 1, dtype=torch.int64)
-            loss = trainer.forward(tokens[:, :-1], tokens[:, 1:], normaliser, last)
+            loss = trainer.forward(*self._batch(micro_batch, sequence_length), normaliser, last)
             trainer.backward(loss, last)
             del loss
         trainer.update()
+
+    def _batch(self, micro_batch: int, sequence_length: int) -> tuple[Tensor, Tensor]:
+        """Inputs and labels as the loop hands them over, as views of one tensor: tuned runs read positions too."""
+        if self.spec.tuning is not None:
+            batch = torch.zeros(micro_batch, 3, sequence_length, dtype=torch.int64)
+            return batch[:, :2], batch[:, 2]
+        tokens = torch.zeros(micro_batch, sequence_length + 1, dtype=torch.int64)
+        return tokens[:, :-1], tokens[:, 1:]
 
 
 class FakeLedger(Ledger):  # type: ignore[no-untyped-call]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from paceline.capacity import allowed_bytes, check_limit, confine
 from paceline.corpus import check_data
 from paceline.models import load as load_shape
-from paceline.plugins import Recorder, Seat, Trainer, load
-from paceline.records import Evidence
+from paceline.plugins import Recorder, Seat, Trainer, load, options
+from paceline.records import ComponentSample, Evidence
 from paceline.spec import RunSpec, require
 
 if TYPE_CHECKING:
@@ -21,8 +23,19 @@ PROFILED_STEPS = 2
 TOKEN_BYTES = 8
 
 
+@dataclass(frozen=True)
+class Options:
+    """limit_gib: memory each process may use, of the GPU or beyond what a CPU process holds at its start; more is
+    refused as a smaller device would refuse it. Without it the device is the limit."""
+
+    limit_gib: float | None = None
+
+    def __post_init__(self) -> None:
+        check_limit(self.limit_gib, "pretrain.limit_gib")
+
+
 def check(spec: RunSpec) -> str | None:
-    require(not spec.workload.options, "option of pretrain", dict(spec.workload.options), "none")
+    options(Options, spec.workload)
     require(spec.strategy is not None, "strategy", None, "a strategy; `paceline list strategies` shows them")
     check_data(spec.training.data, spec.training.sequence_length)
     shape = load_shape(spec.model)
@@ -40,6 +53,7 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
     from paceline.workloads._loop import Loop
 
     assert spec.strategy is not None
+    limit(spec, seat, recorder)
     shape = load_shape(spec.model)
     corpus = open_corpus(spec.training.data, shape.vocab, spec.training.sequence_length, spec.seed)
     recorder.progress(0, "setup")
@@ -54,6 +68,21 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
         recorder.add(read_memory(seat.rank, "steps", seat.device, peak=True))
         recorder.conclude(evidence(spec, seat, trainer, weights, wall_s))
         watch_after_window(spec, seat, loop, recorder)
+
+
+def limit(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
+    """Hold the process to the memory that was asked for, and record it; nothing where none was."""
+    chosen = options(Options, spec.workload)
+    if chosen.limit_gib is not None:
+        capacity = allowed_bytes(chosen.limit_gib, seat.device, spec.topology.processes_per_node)
+        recorder.add(capacity_sample(spec, seat, capacity))
+        confine(chosen.limit_gib, capacity, seat.device)
+
+
+def capacity_sample(spec: RunSpec, seat: Seat, capacity: int) -> ComponentSample:
+    return ComponentSample(
+        rank=seat.rank, component="capacity", source="held", bytes=capacity, micro_batch=spec.training.micro_batch
+    )
 
 
 def watch_after_window(spec: RunSpec, seat: Seat, loop: Loop, recorder: Recorder) -> None:
