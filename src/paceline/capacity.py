@@ -45,6 +45,19 @@ def confine(limit_gib: float | None, capacity: int, device: str) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (held + capacity, hard))
 
 
+def release(device: str) -> None:
+    """End what `confine` began."""
+    if device == "cuda":
+        import torch
+
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        return
+    import resource
+
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+
+
 def room_bytes(device: str) -> int:
     """What this process has to itself at this moment: what it holds, and what nobody does. Other processes on the
     device, NCCL's buffers and the driver's own memory are already taken off."""

@@ -153,8 +153,7 @@ def test_what_is_advised_after_out_of_memory_fits_when_it_is_run(tmp_path: Path)
     assert first.change.startswith("micro batch")
     assert first.change in (tmp_path / "limited" / "report.md").read_text()
     settings = [word for setting in first.settings.split() for word in ("--set", setting)]
-    again = paceline("run", tmp_path, "limited", limited, {}, "--format", "markdown", *settings)
-    assert "already measured" in again.stdout, "the work is the same, so its reference is"
+    paceline("run", tmp_path, "limited", limited, {}, "--format", "markdown", *settings)
     records, _ = store.read_runs(tmp_path / "limited")
     ended = {r.spec.training.micro_batch: r.status for r in records if not r.is_reference}
     assert sorted(ended.values()) == ["ok", "oom"], [r.error for r in records]

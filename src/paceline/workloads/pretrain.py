@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline.capacity import allowed_bytes, check_limit, confine
+from paceline.capacity import allowed_bytes, check_limit, confine, release
 from paceline.corpus import check_data
 from paceline.models import load as load_shape
 from paceline.plugins import Recorder, Seat, Trainer, load, options
@@ -53,30 +55,38 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
     from paceline.workloads._loop import Loop
 
     assert spec.strategy is not None
-    limit(spec, seat, recorder)
     shape = load_shape(spec.model)
     corpus = open_corpus(spec.training.data, shape.vocab, spec.training.sequence_length, spec.seed)
     recorder.progress(0, "setup")
     with attention_backends(seat.device):
-        trainer: Trainer = load("strategies", spec.strategy.name).wrap(spec, seat)
-        weights = digest_parameters(trainer.full_parameters())
-        release_unused(seat.device)
-        recorder.add(read_memory(seat.rank, "setup", seat.device, peak=False))
-        partition = Partition.of(spec, seat.rank)
-        loop = Loop(trainer, corpus, partition, seat, clock_for(seat.device), recorder, spec.steps)
-        wall_s = loop.window(range(spec.steps), reset_at=min(spec.warmup.minimum, spec.steps - 1))
-        recorder.add(read_memory(seat.rank, "steps", seat.device, peak=True))
-        recorder.conclude(evidence(spec, seat, trainer, weights, wall_s))
+        # What watches after the window is ours, so it is not held to the limit.
+        with limited(spec, seat, recorder):
+            trainer: Trainer = load("strategies", spec.strategy.name).wrap(spec, seat)
+            weights = digest_parameters(trainer.full_parameters())
+            release_unused(seat.device)
+            recorder.add(read_memory(seat.rank, "setup", seat.device, peak=False))
+            partition = Partition.of(spec, seat.rank)
+            loop = Loop(trainer, corpus, partition, seat, clock_for(seat.device), recorder, spec.steps)
+            wall_s = loop.window(range(spec.steps), reset_at=min(spec.warmup.minimum, spec.steps - 1))
+            recorder.add(read_memory(seat.rank, "steps", seat.device, peak=True))
+            recorder.conclude(evidence(spec, seat, trainer, weights, wall_s))
         watch_after_window(spec, seat, loop, recorder)
 
 
-def limit(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
+@contextlib.contextmanager
+def limited(spec: RunSpec, seat: Seat, recorder: Recorder) -> Iterator[None]:
     """Hold the process to the memory that was asked for, and record it; nothing where none was."""
     chosen = options(Options, spec.workload)
-    if chosen.limit_gib is not None:
-        capacity = allowed_bytes(chosen.limit_gib, seat.device, spec.topology.processes_per_node)
-        recorder.add(capacity_sample(spec, seat, capacity))
-        confine(chosen.limit_gib, capacity, seat.device)
+    if chosen.limit_gib is None:
+        yield
+        return
+    capacity = allowed_bytes(chosen.limit_gib, seat.device, spec.topology.processes_per_node)
+    recorder.add(capacity_sample(spec, seat, capacity))
+    confine(chosen.limit_gib, capacity, seat.device)
+    try:
+        yield
+    finally:
+        release(seat.device)
 
 
 def capacity_sample(spec: RunSpec, seat: Seat, capacity: int) -> ComponentSample:

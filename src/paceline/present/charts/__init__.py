@@ -23,6 +23,7 @@ BUILDERS: tuple[Callable[[Report], Iterable[Chart]], ...] = (
     training.scaling,
     training.scaling_loss,
     money.cost,
+    money.budget,
     time.history,
     memory.components,
     memory.frontier,
