@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parents[2] / "docs" / "seed-qlora"
 NODES = ("1", "2", "4")
 BASELINE, SHORTER, BEST = "1024 x 4", "512 x 4", "512 x 8"
 RANK = 16
-# docs/method.md, section 5, item 11: what its data loader did with short texts.
+# Not stated: what its loader, which fills short texts up to the sequence length, makes of them by its code.
 PADDING_RATIO = 0.98
 
 
@@ -275,7 +275,8 @@ def other_sentences() -> list[str]:
         f"{S['001', 'utilisation_low', '']:.0f} to {S['001', 'utilisation_high', '']:.0f} % GPU utilisation is the "
         f"share of time in which some kernel ran. The stated rate is {mfu:.1f} % MFU and {hfu:.1f} % HFU of the A10's "
         "dense 16-bit peak (LoRA's FLOPs, causal attention, full checkpointing).",
-        f"Where {100 * PADDING_RATIO:.0f} % of the counted tokens are padding ([method.md](method.md), section 5), "
+        f"Its loader fills short texts up to the sequence length and counts all of it. Where "
+        f"{100 * PADDING_RATIO:.0f} % of the counted tokens are padding, "
         f"{S['000', 'tokens_per_s', '1']:.0f} tokens/s are {rate:.1f} non-pad tokens/s, and a million of them cost "
         f"{usd:.2f} USD. No table of the two write-ups says how long its samples were before padding.",
     ]

@@ -239,6 +239,13 @@ def stand_ins(spec: RunSpec, on_gpu: bool) -> Iterator[None]:
             put(F, "rms_norm", FusedRMSNorm.call)
             put(F, "scaled_dot_product_attention", gpu_attention)
             put(paceline.decoder, "_head", paceline.decoder.padded_head)
+        if spec.tuning is not None:
+            put(nn.Module, "to", _cast)
+        if spec.tuning is not None and spec.tuning.method == "qlora":
+            import bitsandbytes
+
+            for place in (bitsandbytes.nn, bitsandbytes.nn.modules):
+                put(place, "Params4bit", Packed)
         if spec.strategy is not None and spec.strategy.name == "zero":
             from deepspeed.runtime.zero import partitioned_param_coordinator
 
@@ -246,14 +253,23 @@ def stand_ins(spec: RunSpec, on_gpu: bool) -> Iterator[None]:
         yield
 
 
-def _cast(decoder: nn.Module, target: Any = None, *_: Any, **__: Any) -> nn.Module:
+def _cast(module: nn.Module, *targets: Any, dtype: torch.dtype | None = None, **_: Any) -> nn.Module:
     """`Module.to` swaps parameters in place, which fake ones refuse. Devices stay: there is only one."""
-    if isinstance(target, torch.dtype):
-        for module in decoder.modules():
-            for name, parameter in list(module._parameters.items()):
-                if parameter is not None and parameter.dtype != target:
-                    module._parameters[name] = nn.Parameter(parameter.detach().to(target))
-    return decoder
+    target = next((each for each in targets if isinstance(each, torch.dtype)), dtype)
+    for each in module.modules() if target is not None else ():
+        for name, parameter in list(each._parameters.items()):
+            if parameter is not None and parameter.dtype != target and parameter.is_floating_point():
+                cast = parameter.detach().to(target)
+                each._parameters[name] = nn.Parameter(cast, requires_grad=parameter.requires_grad)
+    return module
+
+
+class Packed:
+    """4-bit weights as a plain parameter: no class of tensors can be made of a fake one. The product of a tuned module
+    keeps their scales itself."""
+
+    def __new__(cls, packed: Tensor, *_: Any, **__: Any) -> nn.Parameter:  # type: ignore[misc]
+        return nn.Parameter(packed, requires_grad=False)
 
 
 def _data_parallel() -> Any:
@@ -306,11 +322,26 @@ class FusedRMSNorm(torch.autograd.Function):
         return FusedRMSNorm.apply(x, weight)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def gpu_attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, enable_gqa: bool) -> Tensor:
+def gpu_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
     """The kernel that a GPU takes: cuDNN's for 16 bit, the memory-efficient one (equal head counts only) for fp32."""
+    aten: Any = torch.ops.aten
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        # Both kernels add a mask, in the dtype of the query.
+        attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype)
     if q.dtype != torch.float32:
-        return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal, False)[0]  # type: ignore[no-any-return]
+        found = aten._scaled_dot_product_cudnn_attention(q, k, v, attn_mask, True, dropout_p, is_causal, False)
+        return found[0]  # type: ignore[no-any-return]
     if enable_gqa:
         repeats = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, is_causal)[0]  # type: ignore[no-any-return]
+    found = aten._scaled_dot_product_efficient_attention(q, k, v, attn_mask, True, dropout_p, is_causal)
+    return found[0]  # type: ignore[no-any-return]
