@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 MARKS = {Status.OK: "[green]✓[/]", Status.UNSUPPORTED: "[yellow]-[/]", Status.INVALID: "[red]≠[/]"}
 FAILED_MARK, PROBED_MARK = "[red]✗[/]", "[yellow]▲[/]"
+ADVISING = "out of memory; rehearsing what would fit"
 # A log is told of a long run this often at most.
 HEARTBEAT_S = 30.0
 # The folder is looked at this often: the controller polls ten times as often, beside a run that is being measured.
@@ -38,6 +39,7 @@ class Lines:
         self.done = 0
         self.run_began = self.looked = time.monotonic()
         self.run_dir: Path | None = None
+        self.advised: str | None = None
 
     @property
     def total(self) -> int:
@@ -68,6 +70,14 @@ class Lines:
 
         where = f"{title(pulse.spec)}: {pulse_text(pulse)}; {left_text(self.left_s(pulse))}"
         self.console.print(f"  {self.done + 1:>3}/{self.total} {escape(where)}", highlight=False, soft_wrap=True)
+
+    def advising(self, spec: RunSpec, seconds: float) -> None:
+        """Said once: it lasts seconds for a small model, minutes for a large one."""
+        if self.advised != spec.run_id:
+            self.advised = spec.run_id
+            self.console.print(
+                f"  {self.done + 1:>3}/{self.total} {title(spec)}: {ADVISING}", highlight=False, markup=False
+            )
 
     def ended(self, spec: RunSpec, status: Status, error: str | None, known: bool) -> None:
         from rich.markup import escape
@@ -132,6 +142,9 @@ class Bars(Lines):
     def show(self, pulse: Pulse) -> None:
         self.below = f"{pulse_text(pulse)}; {left_text(self.left_s(pulse))}"
         self.progress.update(self.current, completed=pulse.step)
+
+    def advising(self, spec: RunSpec, seconds: float) -> None:
+        self.below = f"{ADVISING}, {seconds:.0f} s"
 
     def ended(self, spec: RunSpec, status: Status, error: str | None, known: bool) -> None:
         super().ended(spec, status, error, known)

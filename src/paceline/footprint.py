@@ -15,6 +15,8 @@ from paceline.records import ComponentSample
 COMPONENTS = ("parameters", "optimizer", "gradients", "communication", "activations", "other")
 # begin: before the first forward of the step; forward: after it; backward: after the last one; update: step taken.
 MOMENTS = ("begin", "forward", "backward", "update")
+# Left free by advice: predictions leave out fragmentation, and scratch memory of kernels (docs/memory.md).
+SPARE_RATIO = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +55,19 @@ def components(moments: Mapping[str, int | None], peak: int | None, held: Held |
     }
     found["other"] = max(peak - sum(value for name in COMPONENTS if (value := found[name]) is not None), 0)
     return found
+
+
+def room_bytes(samples: Iterable[ComponentSample]) -> int | None:
+    """What the process with the least room had to itself; None where nobody recorded it."""
+    return min((s.bytes for s in samples if s.component in ("capacity", "room")), default=None)
+
+
+def goal_bytes(room: int, own_peak: int | None) -> int:
+    """What a changed run may hold at its peak to be called fitting: SPARE_RATIO less than there is.
+
+    A run that was predicted to fit and did not has shown that less must do: then less than its own prediction.
+    """
+    return int((1 - SPARE_RATIO) * (room if own_peak is None else min(room, own_peak)))
 
 
 def predicted_peaks(samples: Iterable[ComponentSample]) -> dict[int, int]:

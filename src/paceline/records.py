@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from paceline.acceptance import HealthSample, ProductSample, TrajectorySample
 from paceline.models import Shape
@@ -206,7 +206,8 @@ class KernelSample:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComponentSample:
     """Bytes of one part of a rank's memory. source: `held` was read from the trainer's own tensors (parameters,
-    optimizer, gradients, standing_gradients) or is a limit (capacity); `predicted` was told from the shape alone.
+    optimizer, gradients, standing_gradients) or is a limit (capacity; room: what the process had to itself when it ran
+    out of memory); `predicted` was told from the shape alone.
 
     micro_batch is that of the run, or another one for which a peak was predicted.
     """
@@ -217,6 +218,25 @@ class ComponentSample:
     source: str
     bytes: int
     micro_batch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlternativeSample:
+    """What a run that was out of memory would hold if it were changed: the predicted peak of its busiest moment.
+
+    change says it in words, settings as `--set` takes them; both are empty for the run as it was. keeps_work: the
+    change gives the same optimizer steps on the same data. origin is `rehearsed` (the strategy itself, on fake tensors)
+    or `estimated` (arithmetic). bytes is None where there is no prediction, and note says why.
+    """
+
+    kind: ClassVar[str] = "alternative"
+    rank: int
+    change: str
+    settings: str
+    keeps_work: bool
+    bytes: int | None
+    origin: str = "rehearsed"
+    note: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,30 +285,14 @@ Sample = (
     | OverlapSample
     | KernelSample
     | ComponentSample
+    | AlternativeSample
     | ClaimSample
     | GaugeSample
     | ProductSample
     | TrajectorySample
     | HealthSample
 )
-SAMPLE_TYPES: dict[str, type[Sample]] = {
-    t.kind: t
-    for t in (
-        StepSample,
-        MemorySample,
-        WireSample,
-        TraceSample,
-        CollectiveSample,
-        OverlapSample,
-        KernelSample,
-        ComponentSample,
-        ClaimSample,
-        GaugeSample,
-        ProductSample,
-        TrajectorySample,
-        HealthSample,
-    )
-}
+SAMPLE_TYPES: dict[str, type[Sample]] = {t.kind: t for t in get_args(Sample)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -349,6 +353,7 @@ class RunRecord:
     overlaps: tuple[OverlapSample, ...] = ()
     kernels: tuple[KernelSample, ...] = ()
     components: tuple[ComponentSample, ...] = ()
+    alternatives: tuple[AlternativeSample, ...] = ()
     claims: tuple[ClaimSample, ...] = ()
     gauges: tuple[GaugeSample, ...] = ()
     products: tuple[ProductSample, ...] = ()

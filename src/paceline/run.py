@@ -7,6 +7,8 @@ import math
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,9 +22,11 @@ from paceline.campaign import write_plan
 from paceline.errors import RequestError, StoreError
 from paceline.plugins import Job, JobState, Launcher, load
 from paceline.records import Outcome, RunRecord, Status
-from paceline.spec import Choice, RunSpec, Topology, WarmUp
+from paceline.spec import PROBING, Choice, RunSpec, Topology, WarmUp
 
 POLL_S = 0.1
+# A large model takes some 15 s of one core for each of a dozen settings.
+ADVICE_S = 300.0
 # Re-seeded copies of a 16-bit reference: their spread is the tolerance of the certificate.
 REFERENCE_VARIANTS = {"fp32": 1, "bf16": 4, "fp16": 4}
 # Tokens of a reference's micro batch at most: the uncompiled loss holds their logits in fp32, several times.
@@ -30,11 +34,13 @@ REFERENCE_TOKENS = 8192
 
 
 class Observer(Protocol):
-    """Whoever watches a campaign: the terminal, a log, a test. begin is called again when runs were added."""
+    """Whoever watches a campaign: the terminal, a log, a test. begin is called again when runs were added,
+    advising while settings that would fit are looked for after a run out of memory."""
 
     def begin(self, specs: Sequence[RunSpec]) -> None: ...
     def started(self, spec: RunSpec, run_dir: Path) -> None: ...
     def moved(self, spec: RunSpec, positions: Sequence[store.Progress]) -> None: ...
+    def advising(self, spec: RunSpec, seconds: float) -> None: ...
     def ended(self, spec: RunSpec, status: Status, error: str | None, known: bool) -> None: ...
 
 
@@ -163,11 +169,39 @@ def execute(spec: RunSpec, out: Path, observer: Observer, reference: RunSpec | N
     end = supervise(launcher, launcher.prepare(spec, run_dir), spec, run_dir, observer)
     status, error = judge(spec, run_dir, end)
     ended_at = time.time()
+    if status is Status.OOM and is_advised(spec):
+        advise(spec, run_dir, observer)
     if status is Status.OK:
         record = store.read_unsealed(run_dir, started_at=started_at, ended_at=ended_at)
         status, error = verdict(record, None if reference is None else out / spec.experiment / reference.run_id)
     store.seal(run_dir, status, error, started_at, ended_at)
     return status, error
+
+
+def is_advised(spec: RunSpec) -> bool:
+    """Whether other settings are looked for when memory does not do: a probe has its answer, and what a strategy from
+    elsewhere does on fake tensors is not known."""
+    known = spec.strategy is not None and "." not in spec.strategy.name
+    return known and spec.workload.name not in PROBING
+
+
+def advise(spec: RunSpec, run_dir: Path, observer: Observer) -> None:
+    """Have other settings rehearsed by a process of its own; what was told when its time is up stays told."""
+    command = [sys.executable, "-m", "paceline.adviser", str(run_dir)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    began = time.monotonic()
+    with (run_dir / "advice.txt").open("wb") as log:
+        child = subprocess.Popen(
+            command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            while child.poll() is None and time.monotonic() - began < ADVICE_S:
+                observer.advising(spec, time.monotonic() - began)
+                time.sleep(POLL_S)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
 
 
 def supervise(launcher: Launcher, job: Job, spec: RunSpec, run_dir: Path, observer: Observer) -> End:

@@ -6,6 +6,7 @@ DIR/<experiment>/<run_id>/
   progress-<rank>     where the rank is now: step, phase, time (binary, overwritten in place)
   samples-<rank>.jsonl, outcome-<rank>.json, machine-<host>.json    written by ranks
   samples-gauges-<rank>.jsonl   GPUs and host beside the run (first rank of a host)
+  samples-advice.jsonl    after a run out of memory: what was predicted of other settings (adviser)
   log.txt             everything the processes printed
   status.json         how it ended (controller, last): its existence means complete
   attempts/<n>/       files of earlier attempts that were interrupted
@@ -205,6 +206,7 @@ _FIELDS = {
     "overlaps": "overlap",
     "kernels": "kernel",
     "components": "component",
+    "alternatives": "alternative",
     "claims": "claim",
     "gauges": "gauge",
     "products": "product",

@@ -16,13 +16,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from paceline import store
+from paceline.capacity import room_bytes
 from paceline.errors import InvalidRunError, UnsupportedError
 from paceline.machine import probe
 from paceline.machine import to_dict as machine_facts
 from paceline.measure import peak_bytes
 from paceline.plugins import Seat, load
 from paceline.processes import end_with_parent
-from paceline.records import Evidence, Outcome, Sample, Status, StepSample
+from paceline.records import ComponentSample, Evidence, Outcome, Sample, Status, StepSample
 from paceline.spec import RunSpec
 from paceline.telemetry import Sampler, Snapshot, gauge_samples
 
@@ -81,6 +82,8 @@ def main(argv: list[str]) -> int:
         recorder = FolderRecorder(run_dir, rank)
         started_at = time.time()
         status, error = attempt(run_dir, rank, recorder)
+        if status is Status.OOM:
+            note_room(run_dir, rank, recorder)
         recorder.close()
     outcome = Outcome(
         rank=rank,
@@ -123,6 +126,17 @@ def classify(error: Exception) -> tuple[Status, str]:
     sentence = f"{type(error).__name__}: {error}".strip().split("\n")[0]
     out_of_memory = isinstance(error, MemoryError) or _OOM.search(str(error)) is not None
     return (Status.OOM if out_of_memory else Status.FAILED), sentence
+
+
+def note_room(run_dir: Path, rank: int, recorder: FolderRecorder) -> None:
+    """The memory that this rank had to itself when there was not enough: what advice has to fit into.
+
+    A device or a host that cannot even tell must not cost the run its outcome.
+    """
+    spec = store.read_spec(run_dir)
+    with contextlib.suppress(RuntimeError, MemoryError, OSError):
+        room, micro_batch = room_bytes(spec.topology.device), spec.training.micro_batch
+        recorder.add(ComponentSample(rank=rank, component="room", source="held", bytes=room, micro_batch=micro_batch))
 
 
 def take_seat(spec: RunSpec, rank: int) -> Seat:

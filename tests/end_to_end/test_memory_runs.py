@@ -22,10 +22,12 @@ MEMORY = {"workload": "memory", "processes": 2, "sequence_length": 128, "micro_b
 FRONTIER = {"workload": "frontier:limit_gib=0.4,most=32", "strategy": "single", "processes": 1}
 
 
-def paceline(verb: str, folder: Path, name: str, base: dict[str, Any], matrix: Any) -> subprocess.CompletedProcess[str]:
+def paceline(
+    verb: str, folder: Path, name: str, base: dict[str, Any], matrix: Any, *more: str
+) -> subprocess.CompletedProcess[str]:
     file = folder / f"{name}.yaml"
     file.write_text(yaml.safe_dump({"name": name, "base": {**BASE, **base}, "matrix": matrix}))
-    command = [sys.executable, "-m", "paceline.cli", verb, str(file), "--out", str(folder)]
+    command = [sys.executable, "-m", "paceline.cli", verb, str(file), "--out", str(folder), *more]
     return subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
 
 
@@ -128,3 +130,30 @@ def test_a_settled_search_is_not_repeated(search: tuple[Path, Any], living: Call
 def test_plan_says_that_more_follows(tmp_path: Path) -> None:
     done = paceline("plan", tmp_path, "planned", {**FRONTIER, "sequence_length": 64}, {})
     assert "[to run; more follow]" in done.stdout
+
+
+def test_what_is_advised_after_out_of_memory_fits_when_it_is_run(tmp_path: Path) -> None:
+    """The limit is real: an allocation beyond it fails as on a full host."""
+    limited = {
+        "workload": "pretrain:limit_gib=0.35",
+        "strategy": "single",
+        "processes": 1,
+        "sequence_length": 256,
+        "micro_batch": 16,
+        "steps": 2,
+        "reference_steps": 2,
+        "warmup": {"minimum": 1, "maximum": 2, "window": 2},
+    }
+    done = paceline("run", tmp_path, "limited", limited, {}, "--format", "markdown")
+    assert done.returncode == 1, done.stdout + done.stderr
+    (advice,) = concluded(tmp_path, "limited").memory_advice
+    assert advice.room_bytes == int(0.35 * 2**30)
+    assert {each.change for each in advice.alternatives} >= {"checkpointing selective", "checkpointing full"}
+    first = advice.fitting[0]
+    assert first.change.startswith("micro batch")
+    assert first.change in (tmp_path / "limited" / "report.md").read_text()
+    settings = [word for setting in first.settings.split() for word in ("--set", setting)]
+    paceline("run", tmp_path, "limited", limited, {}, "--format", "markdown", *settings)
+    records, _ = store.read_runs(tmp_path / "limited")
+    ended = {r.spec.training.micro_batch: r.status for r in records if not r.is_reference}
+    assert sorted(ended.values()) == ["ok", "oom"], [r.error for r in records]

@@ -37,15 +37,26 @@ METRICS = {
     "usd_per_1k_samples": ("USD/1000 samples", LOWER),
     "train_time_s": ("s", LOWER),
     "train_cost_usd": ("USD", LOWER),
+    "samples_time_s": ("s", LOWER),
+    "samples_cost_usd": ("USD", LOWER),
 }
+# Metrics that hold for samples of one length and data only.
+PER_SAMPLE = ("usd_per_1k_samples", "samples_time_s", "samples_cost_usd")
 
 
 @dataclass(frozen=True, slots=True)
 class Costing:
-    """At which prices (None: those of the table that match the GPU), and for how many tokens of training."""
+    """At which prices (None: those of the table that match the GPU), and for how many tokens or samples of training."""
 
     prices: tuple[Price, ...] | None = None
     train_tokens: int | None = None
+    train_samples: int | None = None
+
+    @property
+    def goal(self) -> str | None:
+        """The option by which a whole training was asked for."""
+        asked = {"--train-tokens": self.train_tokens, "--train-samples": self.train_samples}
+        return next((option for option, count in asked.items() if count is not None), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +72,8 @@ class Costs:
         timed: set[str] = set()
         for c in self.rows:
             found += (c.usd_per_mtok, c.tokens_per_usd, c.usd_per_1k_samples)
-            found += (c.train_cost_usd,) if c.train_cost_usd else ()
-            found += (c.train_time_s,) if c.train_time_s and c.cell not in timed else ()
+            found += (m for m in (c.train_cost_usd, c.samples_cost_usd) if m)
+            found += (m for m in (c.train_time_s, c.samples_time_s) if m and c.cell not in timed)
             timed.add(c.cell)
         return tuple(found)
 
@@ -124,7 +135,8 @@ def _costs(cell: Cell, price: Price, costing: Costing) -> Iterable[Cost]:
     tokens, samples = (metrics.estimate(cell, name) for name in ("tokens_per_s", "samples_per_s"))
     if tokens is None or samples is None:
         return
-    devices, usd, goal = cell.spec.topology.world_size, price.usd_per_gpu_hour, costing.train_tokens
+    devices, usd = cell.spec.topology.world_size, price.usd_per_gpu_hour
+    goal, count = costing.train_tokens, costing.train_samples
 
     def measured(
         metric: str, rate: Resampled, formula: Callable[[float], float], at: Price | None = price
@@ -145,6 +157,13 @@ def _costs(cell: Cell, price: Price, costing: Costing) -> Iterable[Cost]:
         train_cost_usd=measured("train_cost_usd", tokens, lambda rate: goal / tokens_per_usd(usd, devices, rate))
         if goal
         else None,
+        train_samples=count,
+        samples_time_s=measured("samples_time_s", samples, lambda rate: count / rate, None) if count else None,
+        samples_cost_usd=measured(
+            "samples_cost_usd", samples, lambda rate: count / 1000 * usd_per_1k_samples(usd, devices, rate)
+        )
+        if count
+        else None,
     )
 
 
@@ -155,7 +174,8 @@ def _measurement(
     unit, better = METRICS[metric]
     low, high = rate.interval
     bounds = sorted(map(formula, (low, high))) if low is not None and high is not None and low > 0 else (None, None)
-    samples = f"samples of {cell.spec.training.sequence_length} tokens" if metric == "usd_per_1k_samples" else None
+    training = cell.spec.training
+    samples = f"samples of {training.sequence_length} tokens ({training.data})" if metric in PER_SAMPLE else None
     notes = (price.origin if price else None, samples, launches_note(len(cell.windows)))
     return Measurement(
         metric=metric,
@@ -207,14 +227,14 @@ def _saved(recommendation: Recommendation, c: Comparison) -> Saving:
 
 def _notes(cells: Sequence[Cell], rows: Sequence[Cost], costing: Costing) -> Iterable[str]:
     """Why an answer that was asked for is missing."""
-    if rows or not cells or (costing.prices is None and costing.train_tokens is None):
+    if rows or not cells or (costing.prices is None and costing.goal is None):
         return
     if all(cell.shared_gpu for cell in cells):
         yield f"{SHARED_GPU}, so no cost is stated"
         return
     devices = ", ".join(sorted({device_of(cell) or cell.spec.topology.device for cell in cells}))
     if costing.prices is None:
-        yield f"--train-tokens: no price is known for {devices}, so no cost is stated; give one with --price"
+        yield f"{costing.goal}: no price is known for {devices}, so no cost is stated; give one with --price"
     else:
         named = ", ".join(f"{p.name} ({p.gpu})" if p.gpu else p.name for p in costing.prices)
         yield f"--price: {named} holds for none of the measured cells ({devices}), so no cost is stated"

@@ -11,6 +11,7 @@ import numpy as np
 
 from paceline import __version__, machine
 from paceline.analysis import (
+    advice,
     bottleneck,
     ceilings,
     claims,
@@ -89,6 +90,7 @@ def build(
         explanations=explain.explain(grown.points, cells, network.fits, sound),
         memory=held.rows,
         frontier=held.frontier,
+        memory_advice=advice.analyse(ordered),
         histories=history.analyse((*history.trusted_windows(earlier, records), *trusted)),
         bottlenecks=bottleneck.judge(cells, sound, peaks),
         effects=effects.analyse(cells, ordered, runs),

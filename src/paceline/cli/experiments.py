@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,6 +83,8 @@ def plan(arguments: argparse.Namespace) -> int:
         note += "; more follow" if leads_on(spec) and not reason else ""
         print_hanging(screen, f"{number:>3} {spec.run_id}  [{note}]", 6)
         print_hanging(screen, f"    {_describe(spec, models)}", 6)
+        for line in _advised(run_dir):
+            print_hanging(screen, f"    {line}", 6)
         job = load("launchers", spec.launcher.name).prepare(spec, run_dir)
         # A command stays one line on a terminal too: it is there to be copied.
         screen.print(f"    {job}", highlight=False, markup=False, soft_wrap=True)
@@ -90,6 +93,18 @@ def plan(arguments: argparse.Namespace) -> int:
         screen, f"{cells} cells, {len(specs)} runs and {len(runs) - len(specs)} references in {arguments.out}", 2
     )
     return OK
+
+
+def _advised(run_dir: Path) -> Iterator[str]:
+    """What is known of a run that was made before and was out of memory."""
+    from paceline import store
+    from paceline.analysis import advice
+    from paceline.errors import StoreError
+    from paceline.present.advice import lines
+
+    with contextlib.suppress(StoreError):
+        found = advice.of(store.read_run(run_dir))
+        yield from lines(found) if found else ()
 
 
 def _describe(spec: RunSpec, models: Any) -> str:

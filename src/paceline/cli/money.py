@@ -12,7 +12,7 @@ from paceline.errors import RequestError
 if TYPE_CHECKING:
     from paceline.analysis.cost import Costing
 
-MOST_TOKENS = 10**18
+MOST = 10**18
 _SIZES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 
 
@@ -21,6 +21,7 @@ def add_cost_options(verb: argparse.ArgumentParser) -> None:
         "--price", metavar="USD|NAME|FILE", help="USD per GPU-hour, a name of `paceline list prices`, or a .toml file"
     )
     verb.add_argument("--train-tokens", metavar="N", help="also time and cost to train on N tokens: 300M, 1B, 15T")
+    verb.add_argument("--train-samples", metavar="N", help="also time and cost of a fine-tune on N samples: 10K, 1M")
 
 
 def costing_of(arguments: argparse.Namespace) -> Costing:
@@ -29,16 +30,26 @@ def costing_of(arguments: argparse.Namespace) -> Costing:
     from paceline.analysis.cost import Costing
 
     asked = prices.chosen(arguments.price) if arguments.price is not None else None
-    return Costing(asked, None if arguments.train_tokens is None else token_count(arguments.train_tokens))
+    tokens, samples = arguments.train_tokens, arguments.train_samples
+    return Costing(
+        asked,
+        None if tokens is None else token_count(tokens),
+        None if samples is None else sample_count(samples),
+    )
 
 
 def token_count(text: str) -> int:
     """`1.5B` is 1,500,000,000."""
+    return _count(text, "--train-tokens", "a whole number of tokens up to 1,000,000T, such as 300M, 1.5B or 15T")
+
+
+def sample_count(text: str) -> int:
+    return _count(text, "--train-samples", "a whole number of samples up to 1,000,000T, such as 10000, 50K or 1M")
+
+
+def _count(text: str, option: str, accepted: str) -> int:
     found = re.fullmatch(r"(\d{1,30}(?:\.\d{1,30})?)([KMBGT]?)", text.strip().upper(), re.ASCII)
     count = Fraction(found[1]) * _SIZES[found[2]] if found else Fraction(0)
-    if not (count.denominator == 1 and 1 <= count <= MOST_TOKENS):
-        raise RequestError(
-            f"--train-tokens: {text!r} was given; "
-            "accepted is a whole number of tokens up to 1,000,000T, such as 300M, 1.5B or 15T"
-        )
+    if not (count.denominator == 1 and 1 <= count <= MOST):
+        raise RequestError(f"{option}: {text!r} was given; accepted is {accepted}")
     return int(count)

@@ -132,7 +132,9 @@ def _print_report(screen: Console, found: Report) -> None:
 
 def show(arguments: argparse.Namespace) -> int:
     from paceline import neutral, store
+    from paceline.analysis import advice
     from paceline.analysis.certificate import certify_all
+    from paceline.present import advice as present
     from paceline.present.record import record_lines
 
     if not (arguments.run / "spec.json").is_file():
@@ -148,4 +150,7 @@ def show(arguments: argparse.Namespace) -> int:
     group = [run for run in store.read_runs(arguments.run.resolve().parent)[0] if run.spec.work == record.spec.work]
     for line in record_lines(record, certify_all(group).get(record.spec.run_id)):
         print(neutral.text(line))
+    found = advice.of(record)
+    for line in present.lines(found) if found else ():
+        print(neutral.text(f"  {line}"))
     return OK

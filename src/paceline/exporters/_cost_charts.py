@@ -1,19 +1,23 @@
-"""Charts of cost: dollars per million tokens, on demand beside spot."""
+"""Charts of cost: dollars per million tokens, on demand beside spot; cost against time of a whole training."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from paceline.exporters._arrangement import Arrangement, arrange
 from paceline.exporters._bar_charts import Quantity, draw_bars
+from paceline.exporters._canvas import PALETTE, canvas, entitle, key, say
 from paceline.findings import Measurement, Report
+from paceline.present.charts import Chart, Point, money
 from paceline.present.quantity import Scale, format_brief
 from paceline.present.standing import Row
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+PANEL_IN = 3.6
 METRIC = "usd_per_mtok"
 SPOT = "spot"
 LEAST_PER_MILLION = 0.1  # below it digits are mostly zeros, and a billion tokens is said instead
@@ -59,3 +63,41 @@ def draw_cost(report: Report, found: Arrangement) -> Figure:
     scale = Scale("USD per million tokens") if dear else Scale("USD per billion tokens", 1e3)
     shown = Quantity(scale.unit, scale, lambda m: format_brief(m, scale), tick=False)
     return draw_bars(found, "Cost: lower is better", "; ".join(words), shown)
+
+
+# --- cost against time ---
+
+
+def budget(report: Report) -> Chart | None:
+    return next(iter(money.budget(report)), None)
+
+
+def draw_budget(_report: Report, chart: Chart) -> Figure:
+    """One panel per kind of sample; a line joins the numbers of nodes of one series, the fewest first."""
+    panels = list(dict.fromkeys(point.group for point in chart.points))
+    figure, drawn = canvas("", "", *(PANEL_IN for _ in panels))
+    for number, (axes, panel) in enumerate(zip(drawn, panels, strict=True)):
+        words = "left is sooner, below is cheaper; each point was measured; dashed: spot; whiskers are 95 % intervals"
+        entitle(axes, chart.title if number == 0 else "", words, panel)
+        for series in chart.series:
+            ours = [p for p in chart.points if p.group == panel and p.series == series.name]
+            _trade(axes, ours, PALETTE[series.colour], dashed=series.dashed)
+        axes.set_xlim(0, 1.08 * axes.get_xlim()[1])
+        axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
+        axes.grid(axis="both")
+        axes.set(xlabel="time, h", ylabel="USD")
+    key(figure, [(series.name, PALETTE[series.colour]) for series in chart.series if not series.dashed])
+    return figure
+
+
+def _trade(axes: Axes, ours: Sequence[Point], colour: str, *, dashed: bool) -> None:
+    x, y = [float(p.x or 0) for p in ours], [p.y for p in ours]
+    low = [p.y - p.low if p.low is not None else 0.0 for p in ours]
+    high = [p.high - p.y if p.high is not None else 0.0 for p in ours]
+    style = (0, (4, 3)) if dashed else "-"
+    axes.errorbar(x, y, yerr=[low, high], fmt="none", ecolor=colour, elinewidth=1.3, capsize=3.5)
+    axes.plot(x, y, color=colour, linewidth=1.8, linestyle=style, marker="o", markersize=5)
+    # Spot points stand under those on demand, which say how many nodes they are.
+    for point, at in zip(ours, zip(x, y, strict=True), strict=True):
+        if not dashed:
+            say(axes, point.text, at, (0, 8), ha="center", va="bottom", color=colour, fontsize=9)

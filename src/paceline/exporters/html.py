@@ -17,7 +17,7 @@ from paceline.exporters import _page_cells, _page_data
 from paceline.exporters._page_tables import block, bullets, folded, paragraph, render
 from paceline.files import write_atomically
 from paceline.findings import Report
-from paceline.present import claims, cost, effects, history, scaling, tables, tuning, verdicts
+from paceline.present import advice, claims, cost, effects, history, scaling, tables, tuning, verdicts
 from paceline.present.answer import answer, grounds
 from paceline.present.charts import Chart, charts
 from paceline.present.machine import machine_details, machine_tables
@@ -152,6 +152,7 @@ def _sections(report: Report, found: tuple[Chart, ...], linked: set[str]) -> Ite
     yield "machine", "The machine", _machine(report, linked)
     yield "winners", "Winners by category", _rendered(tables.winners(report), linked)
     yield "not-ranked", "Not ranked", _rendered(tables.failures(report), linked)
+    yield "advice", "Out of memory", _all(advice.tables(report), linked)
     yield "cells", "Every cell", _cells(report)
     yield "method", "How it was measured", _method(report, linked)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from paceline.exporters import plots
 from paceline.files import write_atomically
 from paceline.findings import Report
-from paceline.present import claims, cost, effects, history, scaling, tables, tuning, verdicts
+from paceline.present import advice, claims, cost, effects, history, scaling, tables, tuning, verdicts
 from paceline.present.answer import answer, grounds
 from paceline.present.machine import machine_details, machine_tables
 from paceline.present.tables import Cell, Table
@@ -69,6 +69,7 @@ class Page:
         yield f"Read all of it with this in mind:\n\n{self.bullets(report.notes)}" if report.notes else ""
         yield self.section("Winners by category", tables.winners(report))
         yield self.section("Not ranked", tables.failures(report))
+        yield from (self.section(table.title, table) for table in advice.tables(report))
         yield self.section("Scaling", scaling.efficiency(report))
         yield self.section("Where the step time goes", scaling.explanation(report))
         yield from (self.section(table.title, table) for table in _subjects(report))

@@ -81,6 +81,7 @@ CHARTS: dict[str, tuple[Callable[[Report], Any], Draw]] = {
     "wire": (bars.wire, bars.draw_wire),
     "host_to_device": (bars.host_to_device, bars.draw_host_to_device),
     "cost": (cost.prices, cost.draw_cost),
+    "budget": (cost.budget, cost.draw_budget),
     "collective_bandwidth": (fabric.panels, fabric.draw_bandwidth),
     "collective_latency": (fabric.lines, fabric.draw_latency),
     "nodes": (nodes.lanes, nodes.draw),

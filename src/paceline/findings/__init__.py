@@ -7,7 +7,7 @@ from paceline.findings.effects import DesignOutcome, Effect, Response
 from paceline.findings.fabric import CollectiveFit, CollectiveRow, Overlap, Pair, Suspect
 from paceline.findings.gauges import DeviceGauges, GaugeTrace
 from paceline.findings.history import ChangePoint, HistoryPoint, HistorySeries
-from paceline.findings.memory import FrontierPoint, MemoryRow, Probe
+from paceline.findings.memory import Alternative, FrontierPoint, MemoryAdvice, MemoryRow, Probe
 from paceline.findings.nodes import NodeEvidence, NodeMeasure, NodeVerdict
 from paceline.findings.recipe import Recipe
 from paceline.findings.report import SCHEMA, Report
@@ -39,6 +39,7 @@ __all__ = [
     "SHARED_GPU",
     "TIE",
     "WORSE",
+    "Alternative",
     "Between",
     "Bottleneck",
     "Certificate",
@@ -63,6 +64,7 @@ __all__ = [
     "LeftOut",
     "Lost",
     "Measurement",
+    "MemoryAdvice",
     "MemoryRow",
     "NodeEvidence",
     "NodeMeasure",

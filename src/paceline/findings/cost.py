@@ -15,7 +15,8 @@ class Cost:
     """One cell at one price. Intervals are those of its throughput; the price itself is taken as exact.
 
     usd_per_hour is the whole job's: all its devices. usd_per_1k_samples holds for samples of this cell's sequence
-    length only. train_* are of train_tokens tokens, None where nobody asked for a number of tokens.
+    length and data only. train_* are of train_tokens tokens, None where nobody asked for a number of tokens; samples_*
+    are of train_samples samples, as long as those of the cell.
     """
 
     cell: str
@@ -29,6 +30,15 @@ class Cost:
     train_tokens: int | None = None
     train_time_s: Measurement | None = None
     train_cost_usd: Measurement | None = None
+    train_samples: int | None = None
+    samples_time_s: Measurement | None = None
+    samples_cost_usd: Measurement | None = None
+
+    @property
+    def tokens_per_sample(self) -> float | None:
+        """Non-pad tokens of the mean sample that was measured."""
+        per_1k, per_mtok = self.usd_per_1k_samples.value, self.usd_per_mtok.value
+        return None if per_1k is None or not per_mtok else 1000 * per_1k / per_mtok
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,3 +51,42 @@ class FrontierPoint:
     settled: bool
     probes: tuple[Probe, ...]
     axes: Mapping[str, Scalar]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """Other settings for a run that was out of memory, and the peak that was predicted of them.
+
+    change in words, settings as `--set` takes them. fits: the peak is at most the room, with some to spare; None where
+    nothing was predicted, and note says why. keeps_work: same optimizer steps on the same data. origin: `rehearsed` on
+    fake tensors, or `estimated` by arithmetic.
+    """
+
+    change: str
+    settings: str
+    keeps_work: bool
+    peak_bytes: int | None
+    fits: bool | None
+    origin: str
+    note: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryAdvice:
+    """One run out of memory: the room that it had, what it was predicted to hold, and what was found that fits.
+
+    room_bytes is of the process with the least. Alternatives stand in the order in which they were looked for: what
+    keeps the work first, then what changes it. goal_bytes is what a peak may be at most to be called fitting.
+    """
+
+    run: str
+    cell: str
+    axes: Mapping[str, Scalar]
+    room_bytes: int
+    own_peak_bytes: int | None
+    goal_bytes: int
+    alternatives: tuple[Alternative, ...]
+
+    @property
+    def fitting(self) -> tuple[Alternative, ...]:
+        return tuple(each for each in self.alternatives if each.fits)

@@ -12,7 +12,7 @@ from paceline.findings.effects import DesignOutcome
 from paceline.findings.fabric import CollectiveFit, CollectiveRow, Overlap, Pair, Suspect
 from paceline.findings.gauges import DeviceGauges, GaugeTrace
 from paceline.findings.history import HistorySeries
-from paceline.findings.memory import FrontierPoint, MemoryRow
+from paceline.findings.memory import FrontierPoint, MemoryAdvice, MemoryRow
 from paceline.findings.nodes import NodeVerdict
 from paceline.findings.recipe import Recipe
 from paceline.findings.training import (
@@ -51,6 +51,7 @@ class Report:
     explanations: tuple[ScalingExplanation, ...] = ()
     memory: tuple[MemoryRow, ...] = ()
     frontier: tuple[FrontierPoint, ...] = ()
+    memory_advice: tuple[MemoryAdvice, ...] = ()
     costs: tuple[Cost, ...] = ()
     savings: tuple[Saving, ...] = ()
     claims: tuple[Claim, ...] = ()

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from paceline.findings import Cost, Measurement, Offer, Report, Saving, offers_of
-from paceline.present.quantity import MISSING, TIMES, Scale, format_number, format_parts, places
+from paceline.present import budget
+from paceline.present.quantity import MISSING, TIMES, Scale, format_number, format_parts, places, short_count
 from paceline.present.standing import describe, varying_axes
 from paceline.present.tables import Cell, Column, Table
 from paceline.prices import GIVEN, Price
 
 _USD, _PERCENT, _HOURS, _MILLIONS = Scale("USD"), Scale("%", 100.0), Scale("h", 1 / 3600), Scale("M", 1e-6)
-_PREFIXES = ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K"))
 LIST_PRICES = (
     "Prices are those that their source listed at that date, before discounts, storage and traffic: check them, or "
     "give your own with --price."
 )
 PER_PROCESS = "On a CPU every process counts as one device."
-SAMPLES = "Samples are of the length beside them; cost per sample is never compared between lengths."
+SAMPLES = "Samples are of the length beside them; cost per sample is never compared between lengths or data."
 
 
 def tables(report: Report) -> tuple[Table, ...]:
@@ -29,7 +29,7 @@ def tables(report: Report) -> tuple[Table, ...]:
         for pair in pairs
     ]
     every = _prices(report, offers)
-    return (*shown, *((every,) if every else ()))
+    return (*shown, *budget.tables(report), *((every,) if every else ()))
 
 
 def sentences(report: Report) -> tuple[str, ...]:
@@ -49,14 +49,7 @@ def _saving(s: Saving, other: Cost | None) -> str:
     if other is None or total is None or other.train_tokens is None:
         return f"{said}."
     usd = format_parts(total * s.saved_ratio, total * s.low, total * s.high)[0]
-    return f"{said}: {usd} of {_rounded(total)} USD for {_tokens(other.train_tokens)} tokens at {other.price.name}."
-
-
-def _tokens(count: int) -> str:
-    """`1.5B`; a number that no prefix makes short is written out."""
-    size, prefix = next(((s, p) for s, p in _PREFIXES if count >= s), (1, ""))
-    short = f"{count / size:g}{prefix}"
-    return short if float(f"{count / size:g}") * size == count else f"{count:,}"
+    return f"{said}: {usd} of {_rounded(total)} USD for {short_count(other.train_tokens)} tokens at {other.price.name}."
 
 
 def _rounded(value: float) -> str:
@@ -76,7 +69,7 @@ def _table(report: Report, offers: Sequence[Offer]) -> Table:
         Column("1000 samples, USD", numeric=True, priority=4),
     ]
     if lead.train_tokens:
-        size = f"{_tokens(lead.train_tokens)} tokens"
+        size = f"{short_count(lead.train_tokens)} tokens"
         columns += [Column(f"{size}, h", numeric=True), Column(f"{size} {kind}, USD", numeric=True)]
         columns += [Column(f"{size} spot, USD", numeric=True)] if spot else []
     # By name: an order by cost would be a ranking, which only comparisons make.

@@ -128,3 +128,13 @@ def format_duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+_PREFIXES = ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K"))
+
+
+def short_count(count: int) -> str:
+    """`1.5B`; a number that no prefix makes short is written out."""
+    size, prefix = next(((s, p) for s, p in _PREFIXES if count >= s), (1, ""))
+    short = f"{count / size:g}{prefix}"
+    return short if float(f"{count / size:g}") * size == count else f"{count:,}"

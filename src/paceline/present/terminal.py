@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from paceline.findings import Report
-from paceline.present import claims, cost, effects, scaling, tables, tuning, verdicts
+from paceline.present import advice, claims, cost, effects, scaling, tables, tuning, verdicts
 from paceline.present.machine import machine_tables
 from paceline.present.tables import Cell, Table
 
@@ -30,8 +30,11 @@ def ranked_table(report: Report) -> RenderableType:
 
 
 def failures_table(report: Report) -> RenderableType | None:
-    """Every run outside the ranking with its reason; None where all are ranked."""
-    return _fitted(tables.failures(report))
+    """Every run outside the ranking with its reason, and what would fit where memory did not do; None where all are
+    ranked."""
+    failed = tables.failures(report)
+    found = (*((failed,) if failed else ()), *advice.tables(report))
+    return drawn(found) if found else None
 
 
 def scaling_table(report: Report) -> RenderableType | None:
@@ -67,10 +70,6 @@ def drawn(found: Iterable[Table]) -> RenderableType:
     from rich.console import Group
 
     return Group(*map(Fitted, found))
-
-
-def _fitted(table: Table | None) -> RenderableType | None:
-    return Fitted(table) if table else None
 
 
 class Fitted:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -41,20 +41,28 @@ REFINEMENTS = 3
 
 @dataclass(frozen=True)
 class Question:
-    """One rehearsal. capacity_bytes asks also for peaks around the largest micro batch up to `most` that fits it."""
+    """One rehearsal. capacity_bytes asks also for peaks around the largest micro batch up to `most` that fits it.
+
+    falling: other batches (sequences, their length) to rehearse one after the other until one, or the spec's own, fits
+    goal_bytes.
+    """
 
     spec: RunSpec
     workspace_bytes: int = 0
     capacity_bytes: int | None = None
     most: int = 1
+    falling: tuple[tuple[int, int], ...] = ()
+    goal_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class Answer:
-    """components of the spec's own micro batch, and the peak of each micro batch that was rehearsed."""
+    """components of the spec's own micro batch, the peak of each micro batch that was rehearsed at the spec's own
+    sequence length, and of each of the falling batches."""
 
     components: dict[str, int | None]
     peaks: dict[int, int]
+    falling: dict[tuple[int, int], int] = field(default_factory=dict)
 
 
 def rehearse(question: Question) -> Answer:
@@ -67,7 +75,12 @@ def rehearse(question: Question) -> Answer:
         peaks = {own: _known(answer["peak"])}
         if question.capacity_bytes is not None:
             _search(stage, peaks, question.capacity_bytes, question.most)
-    return Answer(answer, peaks)
+        falling: dict[tuple[int, int], int] = {}
+        for batch in question.falling:
+            if min((peaks[own], *falling.values())) <= question.goal_bytes:
+                break
+            falling[batch] = _known(stage.step(*batch)["peak"])
+    return Answer(answer, peaks, falling)
 
 
 def _known(value: int | None) -> int:
@@ -115,11 +128,11 @@ class Stage:
                 stack.enter_context(context)
             self.trainer = load("strategies", self.spec.strategy.name).wrap(self.spec, seat)
             for _ in range(STEPS_BEFORE):
-                self._run(self.trainer, 1)
+                self._run(self.trainer, 1, self.spec.training.sequence_length)
             yield
 
-    def step(self, micro_batch: int) -> dict[str, int | None]:
-        """Components of one steady step."""
+    def step(self, micro_batch: int, sequence_length: int | None = None) -> dict[str, int | None]:
+        """Components of one steady step; its sequences are as long as the spec's unless said."""
         assert self.trainer is not None
         moments: dict[str, int | None] = {}
 
@@ -127,20 +140,27 @@ class Stage:
             moments[moment] = self.ledger.live_bytes + self.workspace_bytes
 
         watched = Watched(self.trainer, 0, read, self.ledger.reset_peak)
-        self._run(watched, micro_batch)
+        self._run(watched, micro_batch, sequence_length or self.spec.training.sequence_length)
         held: Held | None = watched.held
         return components(moments, self.ledger.peak_bytes + self.workspace_bytes, held)
 
-    def _run(self, trainer: Trainer, micro_batch: int) -> None:
+    def _run(self, trainer: Trainer, micro_batch: int, sequence_length: int) -> None:
         training = self.spec.training
         normaliser = torch.tensor(1.0)
         for number in range(training.accumulation):
             last = number + 1 == training.accumulation
-            tokens = torch.zeros(micro_batch, training.sequence_length + 1, dtype=torch.int64)
-            loss = trainer.forward(tokens[:, :-1], tokens[:, 1:], normaliser, last)
+            loss = trainer.forward(*self._batch(micro_batch, sequence_length), normaliser, last)
             trainer.backward(loss, last)
             del loss
         trainer.update()
+
+    def _batch(self, micro_batch: int, sequence_length: int) -> tuple[Tensor, Tensor]:
+        """Inputs and labels as the loop hands them over, as views of one tensor: tuned runs read positions too."""
+        if self.spec.tuning is not None:
+            batch = torch.zeros(micro_batch, 3, sequence_length, dtype=torch.int64)
+            return batch[:, :2], batch[:, 2]
+        tokens = torch.zeros(micro_batch, sequence_length + 1, dtype=torch.int64)
+        return tokens[:, :-1], tokens[:, 1:]
 
 
 class FakeLedger(Ledger):  # type: ignore[no-untyped-call]
@@ -219,6 +239,13 @@ def stand_ins(spec: RunSpec, on_gpu: bool) -> Iterator[None]:
             put(F, "rms_norm", FusedRMSNorm.call)
             put(F, "scaled_dot_product_attention", gpu_attention)
             put(paceline.decoder, "_head", paceline.decoder.padded_head)
+        if spec.tuning is not None:
+            put(nn.Module, "to", _cast)
+        if spec.tuning is not None and spec.tuning.method == "qlora":
+            import bitsandbytes
+
+            for place in (bitsandbytes.nn, bitsandbytes.nn.modules):
+                put(place, "Params4bit", Packed)
         if spec.strategy is not None and spec.strategy.name == "zero":
             from deepspeed.runtime.zero import partitioned_param_coordinator
 
@@ -226,14 +253,23 @@ def stand_ins(spec: RunSpec, on_gpu: bool) -> Iterator[None]:
         yield
 
 
-def _cast(decoder: nn.Module, target: Any = None, *_: Any, **__: Any) -> nn.Module:
+def _cast(module: nn.Module, *targets: Any, dtype: torch.dtype | None = None, **_: Any) -> nn.Module:
     """`Module.to` swaps parameters in place, which fake ones refuse. Devices stay: there is only one."""
-    if isinstance(target, torch.dtype):
-        for module in decoder.modules():
-            for name, parameter in list(module._parameters.items()):
-                if parameter is not None and parameter.dtype != target:
-                    module._parameters[name] = nn.Parameter(parameter.detach().to(target))
-    return decoder
+    target = next((each for each in targets if isinstance(each, torch.dtype)), dtype)
+    for each in module.modules() if target is not None else ():
+        for name, parameter in list(each._parameters.items()):
+            if parameter is not None and parameter.dtype != target and parameter.is_floating_point():
+                cast = parameter.detach().to(target)
+                each._parameters[name] = nn.Parameter(cast, requires_grad=parameter.requires_grad)
+    return module
+
+
+class Packed:
+    """4-bit weights as a plain parameter: no class of tensors can be made of a fake one. The product of a tuned module
+    keeps their scales itself."""
+
+    def __new__(cls, packed: Tensor, *_: Any, **__: Any) -> nn.Parameter:  # type: ignore[misc]
+        return nn.Parameter(packed, requires_grad=False)
 
 
 def _data_parallel() -> Any:
@@ -286,11 +322,26 @@ class FusedRMSNorm(torch.autograd.Function):
         return FusedRMSNorm.apply(x, weight)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def gpu_attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, enable_gqa: bool) -> Tensor:
+def gpu_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
     """The kernel that a GPU takes: cuDNN's for 16 bit, the memory-efficient one (equal head counts only) for fp32."""
+    aten: Any = torch.ops.aten
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        # Both kernels add a mask, in the dtype of the query.
+        attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype)
     if q.dtype != torch.float32:
-        return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal, False)[0]  # type: ignore[no-any-return]
+        found = aten._scaled_dot_product_cudnn_attention(q, k, v, attn_mask, True, dropout_p, is_causal, False)
+        return found[0]  # type: ignore[no-any-return]
     if enable_gqa:
         repeats = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, is_causal)[0]  # type: ignore[no-any-return]
+    found = aten._scaled_dot_product_efficient_attention(q, k, v, attn_mask, True, dropout_p, is_causal)
+    return found[0]  # type: ignore[no-any-return]

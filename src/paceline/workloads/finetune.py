@@ -5,13 +5,13 @@ from __future__ import annotations
 from paceline.corpus import check_data
 from paceline.models import Shape
 from paceline.models import load as load_shape
-from paceline.plugins import Recorder, Seat
+from paceline.plugins import Recorder, Seat, options
 from paceline.spec import RunSpec, Tuning, require
 from paceline.workloads import pretrain
 
 
 def check(spec: RunSpec) -> str | None:
-    require(not spec.workload.options, "option of finetune", dict(spec.workload.options), "none")
+    options(pretrain.Options, spec.workload)
     require(spec.strategy is not None, "strategy", None, "a strategy; `paceline list strategies` shows them")
     assert spec.tuning is not None
     check_data(spec.training.data, spec.training.sequence_length, rows=True)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from paceline.capacity import allowed_bytes, check_limit, confine
 from paceline.footprint import largest_fitting, predicted_peaks
 from paceline.plugins import Recorder, Seat, options
-from paceline.records import ComponentSample, RunRecord, Status
+from paceline.records import RunRecord, Status
 from paceline.spec import RunSpec, require
 from paceline.workloads import memory
-
-GIB = 2**30
-# Of the host's free memory, for a CPU run that was given no limit: the rest of the host must live on.
-CPU_SHARE = 0.5
+from paceline.workloads.pretrain import capacity_sample
 
 
 @dataclass(frozen=True)
@@ -28,8 +25,7 @@ class Options:
 
     def __post_init__(self) -> None:
         require(self.most >= 1, "frontier.most", self.most, "a whole number from 1")
-        valid = self.limit_gib is None or (type(self.limit_gib) in (int, float) and 0 < self.limit_gib < math.inf)
-        require(valid, "frontier.limit_gib", self.limit_gib, "a positive number of GiB")
+        check_limit(self.limit_gib, "frontier.limit_gib")
 
 
 def check(spec: RunSpec) -> str | None:
@@ -42,18 +38,10 @@ def check(spec: RunSpec) -> str | None:
 def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
     """One probe. Running out of memory is its result as much as running through."""
     chosen = options(Options, spec.workload)
-    capacity = capacity_bytes(chosen, spec, seat)
-    recorder.add(
-        ComponentSample(
-            rank=seat.rank,
-            component="capacity",
-            source="held",
-            bytes=capacity,
-            micro_batch=spec.training.micro_batch,
-        )
-    )
+    capacity = allowed_bytes(chosen.limit_gib, seat.device, spec.topology.processes_per_node)
+    recorder.add(capacity_sample(spec, seat, capacity))
     with memory.Prediction.asked(spec, seat, recorder, capacity, chosen.most) as prediction:
-        confine(chosen, capacity, seat)
+        confine(chosen.limit_gib, capacity, seat.device)
         memory.observe(spec, seat, recorder, prediction)
 
 
@@ -103,47 +91,3 @@ def next_probe(ended: Mapping[int, Status], guess: int | None, most: int) -> int
 def _stride(guess: int, missed_by: int) -> int:
     """A guess is mostly right, so its neighbour is next; after that it is wrong by some share of itself."""
     return max(missed_by, guess // 12, 1) if missed_by else 1
-
-
-def capacity_bytes(chosen: Options, spec: RunSpec, seat: Seat) -> int:
-    """What this process may allocate."""
-    if seat.device == "cuda":
-        import torch
-
-        free, _ = torch.cuda.mem_get_info()
-        free += torch.cuda.memory_reserved()
-        return min(free, int(chosen.limit_gib * GIB)) if chosen.limit_gib else free
-    if chosen.limit_gib:
-        return int(chosen.limit_gib * GIB)
-    import psutil
-
-    return int(psutil.virtual_memory().available * CPU_SHARE / spec.topology.processes_per_node)
-
-
-def confine(chosen: Options, capacity: int, seat: Seat) -> None:
-    """Make the limit real: whoever asks for more gets the error that a full device or host gives."""
-    if seat.device == "cuda":
-        if chosen.limit_gib:
-            import torch
-
-            _, total = torch.cuda.mem_get_info()
-            torch.cuda.set_per_process_memory_fraction(min(1.0, capacity / total))
-        return
-    import resource
-
-    held = _data_bytes()
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (held + capacity, hard))
-
-
-def _data_bytes() -> int:
-    """Private writable memory of this process, which is what RLIMIT_DATA counts."""
-    from pathlib import Path
-
-    from paceline.errors import UnsupportedError
-
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        raise UnsupportedError("a limit on a CPU's memory needs Linux") from None
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))

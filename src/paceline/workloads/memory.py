@@ -184,13 +184,18 @@ class Prediction:
 
 
 def workspace_bytes(seat: Seat) -> int:
-    """What cuBLAS keeps of the allocator's memory: one workspace for the thread that runs forward, one for autograd's.
-
-    32 MiB each on Hopper and later, 8.125 MiB before: torch's defaults (CUBLAS_WORKSPACE_CONFIG, torch's CUDA notes).
-    """
     if seat.device != "cuda":
         return 0
     import torch
 
     major, _ = torch.cuda.get_device_capability()
+    return gpu_workspace_bytes(major)
+
+
+def gpu_workspace_bytes(major: int) -> int:
+    """What cuBLAS keeps of the allocator's memory: one workspace for the thread that runs forward, one for autograd's.
+
+    32 MiB each on Hopper and later, 8.125 MiB before: torch's defaults (CUBLAS_WORKSPACE_CONFIG, torch's CUDA notes).
+    major is the first number of the GPU's compute capability.
+    """
     return 2 * (4096 * 8 * 1024 if major >= HOPPER else 4096 * 1024 * 2 + 16 * 1024 * 8)

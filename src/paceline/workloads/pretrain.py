@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from paceline.capacity import allowed_bytes, check_limit, confine, release
 from paceline.corpus import check_data, row_bytes
 from paceline.models import load as load_shape
-from paceline.plugins import Recorder, Seat, Trainer, load
-from paceline.records import Evidence
+from paceline.plugins import Recorder, Seat, Trainer, load, options
+from paceline.records import ComponentSample, Evidence
 from paceline.spec import RunSpec, Scalar, require
 
 if TYPE_CHECKING:
@@ -32,8 +34,19 @@ class Start:
     frozen: Weights | None
 
 
+@dataclass(frozen=True)
+class Options:
+    """limit_gib: memory each process may use, of the GPU or beyond what a CPU process holds at its start; more is
+    refused as a smaller device would refuse it. Without it the device is the limit."""
+
+    limit_gib: float | None = None
+
+    def __post_init__(self) -> None:
+        check_limit(self.limit_gib, "pretrain.limit_gib")
+
+
 def check(spec: RunSpec) -> str | None:
-    require(not spec.workload.options, "option of pretrain", dict(spec.workload.options), "none")
+    options(Options, spec.workload)
     require(spec.strategy is not None, "strategy", None, "a strategy; `paceline list strategies` shows them")
     check_data(spec.training.data, spec.training.sequence_length)
     shape = load_shape(spec.model)
@@ -57,16 +70,40 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
     corpus = open_data(spec, load_shape(spec.model).vocab)
     recorder.progress(0, "setup")
     with attention_backends(seat.device):
-        trainer: Trainer = load("strategies", spec.strategy.name).wrap(spec, seat)
-        start = read_start(spec, trainer)
-        release_unused(seat.device)
-        recorder.add(read_memory(seat.rank, "setup", seat.device, peak=False))
-        partition = Partition.of(spec, seat.rank)
-        loop = Loop(trainer, corpus, partition, seat, clock_for(seat.device), recorder, spec.steps)
-        wall_s = loop.window(range(spec.steps), reset_at=min(spec.warmup.minimum, spec.steps - 1))
-        recorder.add(read_memory(seat.rank, "steps", seat.device, peak=True))
-        recorder.conclude(evidence(spec, seat, trainer, start, wall_s, facts_of(corpus), loop.window_began_at_s))
+        # What watches after the window is ours, so it is not held to the limit.
+        with limited(spec, seat, recorder):
+            trainer: Trainer = load("strategies", spec.strategy.name).wrap(spec, seat)
+            start = read_start(spec, trainer)
+            release_unused(seat.device)
+            recorder.add(read_memory(seat.rank, "setup", seat.device, peak=False))
+            partition = Partition.of(spec, seat.rank)
+            loop = Loop(trainer, corpus, partition, seat, clock_for(seat.device), recorder, spec.steps)
+            wall_s = loop.window(range(spec.steps), reset_at=min(spec.warmup.minimum, spec.steps - 1))
+            recorder.add(read_memory(seat.rank, "steps", seat.device, peak=True))
+            recorder.conclude(evidence(spec, seat, trainer, start, wall_s, facts_of(corpus), loop.window_began_at_s))
         watch_after_window(spec, seat, loop, recorder)
+
+
+@contextlib.contextmanager
+def limited(spec: RunSpec, seat: Seat, recorder: Recorder) -> Iterator[None]:
+    """Hold the process to the memory that was asked for, and record it; nothing where none was."""
+    chosen = options(Options, spec.workload)
+    if chosen.limit_gib is None:
+        yield
+        return
+    capacity = allowed_bytes(chosen.limit_gib, seat.device, spec.topology.processes_per_node)
+    recorder.add(capacity_sample(spec, seat, capacity))
+    confine(chosen.limit_gib, capacity, seat.device)
+    try:
+        yield
+    finally:
+        release(seat.device)
+
+
+def capacity_sample(spec: RunSpec, seat: Seat, capacity: int) -> ComponentSample:
+    return ComponentSample(
+        rank=seat.rank, component="capacity", source="held", bytes=capacity, micro_batch=spec.training.micro_batch
+    )
 
 
 def watch_after_window(spec: RunSpec, seat: Seat, loop: Loop, recorder: Recorder) -> None:

@@ -74,7 +74,7 @@ def test_intervals_are_those_of_the_throughput(make_cell: Builder, make_referenc
 
 
 def test_measurements_name_their_price_and_where_it_comes_from(make_cell: Builder, make_reference: Builder) -> None:
-    costing = Costing((HOURLY, SPOTTED), 10**9)
+    costing = Costing((HOURLY, SPOTTED), 10**9, 10**6)
     report = reported([make_cell(1.0, strategy="ddp")], make_reference, costing)
     priced = [m for m in report.measurements if m.metric == "usd_per_mtok"]
     assert {(m.axes["price"], m.axes["price_kind"]) for m in priced} == {("hourly", "as given"), ("spotted", "spot")}

@@ -22,6 +22,7 @@ KEYS = [
         "explanations",
         "memory",
         "frontier",
+        "memory_advice",
         "costs",
         "savings",
         "claims",

@@ -24,6 +24,7 @@ BUILDERS: tuple[Callable[[Report], Iterable[Chart]], ...] = (
     training.scaling,
     training.scaling_loss,
     money.cost,
+    money.budget,
     time.history,
     gauges.traces,
     memory.components,

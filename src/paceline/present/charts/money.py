@@ -1,14 +1,16 @@
-"""Chart of cost: what a million tokens costs, the lowest spot price as a thin bar under the lowest other."""
+"""Charts of cost: what a million tokens costs, and cost against time of a training at each number of nodes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from paceline.findings import Cost, Report, offers_of
-from paceline.present.charts.chart import BARS, Axis, Chart, Point, strategies, told, used
-from paceline.present.quantity import Scale, format_brief
+from paceline.present import budget as sized
+from paceline.present.charts.chart import BARS, LINES, Axis, Chart, Point, Series, numbered, strategies, told, used
+from paceline.present.quantity import Scale, format_brief, short_count
 from paceline.present.standing import groups
 
+SPOT = ", spot"
 LEAST_PER_MILLION = 0.1  # below it digits are mostly zeros, and a billion tokens is said instead
 
 
@@ -49,4 +51,54 @@ def _bar(found: Cost, label: str, group: str, scale: Scale, *, faint: bool) -> P
         cells=(found.cell,),
         runs=m.runs,
         faint=faint,
+    )
+
+
+def budget(report: Report) -> Iterator[Chart]:
+    """Cost against time of the samples that were asked for: one line per series and price, one panel per kind of
+    sample. To the left is sooner, below is cheaper."""
+    found = sized.offers(report)
+    if not found:
+        return
+    several = any(offer.lead.axes.get("nodes") != 1 for offer in found)
+    points = []
+    for offer in found:
+        name, where = sized.series_name(report, offer), sized.place(offer, several_nodes=several)
+        points.append(_spent(offer.lead, name, where))
+        points += [_spent(offer.spot, name + SPOT, where)] if offer.spot else []
+    colours = {s.name: s.colour for s in numbered(p.series.removesuffix(SPOT) for p in points)}
+    count = short_count(found[0].lead.train_samples or 0)
+    yield Chart(
+        name="budget",
+        title=f"Cost against time of {count} samples",
+        subtitle="Left is sooner, below is cheaper. Each point is a number of nodes that was measured; dashed: the "
+        "lowest spot price. Whiskers are 95 % intervals of throughput.",
+        kind=LINES,
+        x=Axis(label="time, h", unit="h"),
+        y=Axis(label="USD", unit="USD"),
+        points=tuple(points),
+        series=tuple(
+            Series(name=name, colour=colours[name.removesuffix(SPOT)], dashed=name.endswith(SPOT))
+            for name in dict.fromkeys(p.series for p in points)
+        ),
+    )
+
+
+def _spent(found: Cost, series: str, where: str) -> Point:
+    cost, time = found.samples_cost_usd, found.samples_time_s
+    assert cost is not None
+    assert time is not None
+    axes = found.axes
+    return Point(
+        x=(time.value or 0.0) / 3600,
+        y=cost.value or 0.0,
+        low=cost.low,
+        high=cost.high,
+        group=f"samples of {axes.get('sequence_length')} tokens, {axes.get('data')}",
+        series=series,
+        label=where,
+        text=where,
+        detail=f"{where}\n{told(time, Scale('h', 1 / 3600))}\n{told(cost)}",
+        cells=(found.cell,),
+        runs=cost.runs,
     )

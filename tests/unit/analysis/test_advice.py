@@ -1,0 +1,130 @@
+"""Advice after out-of-memory on known numbers: what fits is what leaves room, and the report says it with numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline import store
+from paceline.analysis import advice
+from paceline.analysis.report import build
+from paceline.exporters import html, markdown
+from paceline.footprint import goal_bytes, room_bytes
+from paceline.present.advice import lines, sentence, tables
+from paceline.records import AlternativeSample, ComponentSample, RunRecord, Status
+from paceline.spec import Choice, RunSpec, Topology, Training
+
+GIB = 2**30
+SPEC = RunSpec(
+    experiment="test",
+    workload=Choice("pretrain"),
+    model=Choice("tiny"),
+    topology=Topology(device="cuda", processes_per_node=2),
+    training=Training(sequence_length=512, micro_batch=8),
+    strategy=Choice("ddp"),
+    steps=3,
+)
+
+
+def held(component: str, size: float, rank: int = 0) -> ComponentSample:
+    return ComponentSample(rank=rank, component=component, source="held", bytes=int(size * GIB), micro_batch=8)
+
+
+def told(change: str, settings: str, size: float | None, keeps_work: bool = True, **more: Any) -> AlternativeSample:
+    peak = None if size is None else int(size * GIB)
+    return AlternativeSample(rank=0, change=change, settings=settings, keeps_work=keeps_work, bytes=peak, **more)
+
+
+TOLD = (
+    told("", "", 100.0),
+    told("micro batch 4 with accumulation 2", "micro_batch=4 accumulation=2", 61.2),
+    told("checkpointing selective", "checkpointing=selective", 76.0),
+    told("checkpointing full", "checkpointing=full", 40.0),
+    told("zero:stage=1", "strategy=zero:stage=1", None, note="ValueError: made up"),
+    told("sequence length 256", "sequence_length=256", 55.0, keeps_work=False),
+)
+
+
+def record(*samples: AlternativeSample, room: float = 79.1, status: Status = Status.OOM) -> RunRecord:
+    return RunRecord(
+        spec=SPEC,
+        status=status,
+        error="out of memory",
+        started_at=0.0,
+        ended_at=1.0,
+        path="",
+        components=(held("room", room), held("room", room + 2, 1)),
+        alternatives=samples or TOLD,
+    )
+
+
+def test_what_fits_leaves_a_twentieth_free() -> None:
+    """76.0 GiB would fit into 79.1, but not with 5 % to spare: 75.1 GiB."""
+    found = advice.of(record())
+    assert found is not None
+    assert found.room_bytes == int(79.1 * GIB)
+    assert found.goal_bytes == pytest.approx(0.95 * 79.1 * GIB, abs=1)
+    assert [each.change for each in found.fitting] == [
+        "micro batch 4 with accumulation 2",
+        "checkpointing full",
+        "sequence length 256",
+    ]
+    assert [each.fits for each in found.alternatives] == [True, False, True, None, True]
+
+
+def test_a_run_that_was_predicted_to_fit_asks_for_less_than_its_own_peak() -> None:
+    own, room = 70 * GIB, 79 * GIB
+    assert goal_bytes(room, own) == int(0.95 * own)
+    assert goal_bytes(room, 90 * GIB) == goal_bytes(room, None) == int(0.95 * room)
+    found = advice.of(record(told("", "", 70.0), told("checkpointing full", "checkpointing=full", 68.0)))
+    assert found is not None
+    assert not found.fitting
+
+
+def test_the_smallest_limit_counts() -> None:
+    assert room_bytes([held("room", 20), held("capacity", 8), held("parameters", 1)]) == 8 * GIB
+    assert room_bytes([held("parameters", 1)]) is None
+
+
+@pytest.mark.parametrize("status", [Status.OK, Status.FAILED])
+def test_only_out_of_memory_is_advised(status: Status) -> None:
+    assert advice.of(record(status=status)) is None
+
+
+def test_the_sentence_says_every_number() -> None:
+    found = advice.of(record())
+    assert found is not None
+    assert sentence(found) == (
+        "out of memory at micro batch 8, sequence length 512, where it was predicted to hold 100 GiB; predicted to fit "
+        "in 79.1 GiB: micro batch 4 with accumulation 2 (61.2 GiB), checkpointing full (40.0 GiB), sequence length 256 "
+        "(55.0 GiB, other work)"
+    )
+    assert list(lines(found))[1] == (
+        "to apply micro batch 4 with accumulation 2: paceline run ... --set micro_batch=4 --set accumulation=2"
+    )
+
+
+def test_where_nothing_fits_the_nearest_is_named() -> None:
+    found = advice.of(record(*TOLD, room=30.0))
+    assert found is not None
+    assert "nothing that was tried; the least is checkpointing full (40.0 GiB)" in sentence(found)
+    assert len(list(lines(found))) == 1
+
+
+def test_every_form_of_the_report_has_a_line_of_it() -> None:
+    report = build([record()], "test")
+    (table,) = tables(report)
+    assert "Not predicted: zero:stage=1 (ValueError: made up)." in table.notes
+    for text in (markdown.text(report), html.text(report)):
+        assert "micro batch 4 with accumulation 2 (61.2 GiB)" in text
+        assert "in 79.1 GiB" in text
+
+
+def test_a_prediction_survives_the_store() -> None:
+    import json
+
+    from paceline.samples import _sample
+
+    for sample in TOLD:
+        assert _sample(json.loads(store.sample_line(sample))) == sample

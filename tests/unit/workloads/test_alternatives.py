@@ -1,0 +1,99 @@
+"""What is looked for after a run out of memory: known changes of known specs, the least intrusive first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.spec import Choice, RunSpec, Topology, Training, Tuning
+from paceline.workloads._alternatives import combined_changes, single_changes
+
+
+def spec(strategy: str = "ddp", processes: int = 4, tuning: Tuning | None = None, **training: Any) -> RunSpec:
+    return RunSpec(
+        experiment="test",
+        workload=Choice("pretrain"),
+        model=Choice("tiny"),
+        topology=Topology(device="cuda", processes_per_node=processes),
+        training=Training(**{"sequence_length": 512, "micro_batch": 8, **training}),
+        strategy=Choice.parse(strategy),
+        tuning=tuning,
+        steps=3,
+    )
+
+
+def changes(asked: RunSpec) -> list[str]:
+    return [each.words(batch, asked)[0] for each in single_changes(asked) for batch in each.falling]
+
+
+def test_one_setting_at_a_time_and_the_work_is_kept_as_long_as_it_can_be() -> None:
+    assert changes(spec()) == [
+        "",
+        "micro batch 4 with accumulation 2",
+        "micro batch 2 with accumulation 4",
+        "micro batch 1 with accumulation 8",
+        "checkpointing selective",
+        "checkpointing full",
+        "zero:stage=1",
+        "zero:stage=2",
+        "zero:stage=3",
+        "fsdp2",
+        "sequence length 256",
+        "sequence length 128",
+    ]
+    assert [each.keeps_work for each in single_changes(spec())] == [True] * 8 + [False]
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "accumulation", "smaller"),
+    [(6, 1, [(3, 2), (2, 3), (1, 6)]), (4, 3, [(3, 4), (2, 6), (1, 12)]), (1, 4, []), (7, 1, [(1, 7)])],
+)
+def test_the_global_batch_stays(micro_batch: int, accumulation: int, smaller: list[tuple[int, int]]) -> None:
+    asked = spec(micro_batch=micro_batch, accumulation=accumulation, checkpointing="full", sequence_length=64)
+    settings = [each.words(batch, asked)[1] for each in single_changes(asked) for batch in each.falling]
+    found = [text for text in settings if text.startswith("micro_batch")]
+    assert found == [f"micro_batch={size} accumulation={count}" for size, count in smaller]
+    for each in single_changes(asked):
+        assert each.spec.global_batch == asked.global_batch
+
+
+@pytest.mark.parametrize(
+    ("strategy", "processes", "more"),
+    [
+        ("single", 1, []),
+        ("ddp", 1, []),
+        ("zero:stage=2", 2, ["zero:stage=3", "fsdp2"]),
+        ("zero", 2, ["zero:stage=2", "zero:stage=3", "fsdp2"]),
+        ("zero:stage=3", 2, []),
+        ("fsdp2", 2, []),
+    ],
+)
+def test_only_what_shards_more(strategy: str, processes: int, more: list[str]) -> None:
+    found = [each for each in changes(spec(strategy, processes)) if each.startswith(("zero", "fsdp2"))]
+    assert found == more
+
+
+def test_a_fine_tune_may_take_a_smaller_optimizer_or_fewer_bits() -> None:
+    asked = spec("single", 1, Tuning(method="lora", optimizer="adamw"), micro_batch=1, sequence_length=64)
+    found = {each.change: each for each in single_changes(asked)}
+    assert {"optimizer adamw_8bit", "method qlora"} <= set(found)
+    assert found["method qlora"].spec.tuning == Tuning(method="qlora", optimizer="adamw")
+    assert not found["method qlora"].keeps_work
+    assert not any("method" in change for change in changes(spec(tuning=Tuning(method="qlora"))))
+
+
+def test_combined_changes_keep_the_work_and_change_two_things_or_more() -> None:
+    asked = spec()
+    first, second = combined_changes(asked)
+    assert first.words(first.falling[-1], asked) == (
+        "checkpointing full and micro batch 1 with accumulation 8",
+        "checkpointing=full micro_batch=1 accumulation=8",
+    )
+    assert second.words(second.falling[0], asked)[1] == (
+        "checkpointing=full strategy=fsdp2 micro_batch=4 accumulation=2"
+    )
+    assert second.spec.strategy == Choice("fsdp2")
+    assert second.spec.training.checkpointing == "full"
+    assert all(each.keeps_work and each.spec.global_batch == asked.global_batch for each in (first, second))
+    assert not list(combined_changes(spec("fsdp2", micro_batch=1)))
