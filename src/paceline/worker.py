@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
+import gc
 import os
 import re
 import signal
@@ -17,7 +18,7 @@ from paceline import store
 from paceline.errors import InvalidRunError, UnsupportedError
 from paceline.machine import probe
 from paceline.machine import to_dict as machine_facts
-from paceline.measure import peak_bytes
+from paceline.measure import collection_paused, peak_bytes
 from paceline.plugins import Seat, load
 from paceline.processes import end_with_parent
 from paceline.records import Evidence, Outcome, Sample, Status, StepSample
@@ -136,8 +137,13 @@ def take_seat(spec: RunSpec, rank: int) -> Seat:
 
 def join(spec: RunSpec, seat: Seat) -> None:
     """Set the device and its arithmetic, then enter the process group; one process makes a group of one."""
-    import torch
-    import torch.distributed as dist
+    with collection_paused():
+        import torch
+        import torch.distributed as dist
+
+        if spec.is_trained:
+            # torch's optimizers import it at their first call.
+            import torch._dynamo
 
     if seat.device == "cuda":
         if not torch.cuda.is_available():
@@ -164,4 +170,7 @@ def leave() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    exit_code = main(sys.argv)
+    # The interpreter would look through all of torch for garbage before it ends, for most of a second.
+    gc.freeze()
+    sys.exit(exit_code)
