@@ -44,7 +44,8 @@ def check(spec: RunSpec) -> str | None:
 
 
 def wrap(spec: RunSpec, seat: Seat) -> Trainer:
-    deepspeed = _import_deepspeed(seat)
+    deepspeed = import_deepspeed(seat.device)
+    deepspeed.init_distributed(dist_backend="nccl" if seat.device == "cuda" else "gloo", verbose=False)
     from paceline.decoder import DTYPES
     from paceline.strategies._torch import adamw, compile_parts, initialised_decoder
 
@@ -61,9 +62,9 @@ def wrap(spec: RunSpec, seat: Seat) -> Trainer:
     return ZeroTrainer(engine, decoder, optimizer, spec, chosen)
 
 
-def _import_deepspeed(seat: Seat) -> Any:
+def import_deepspeed(device: str) -> Any:
     # Left alone, DeepSpeed guesses its accelerator, looks for CUDA's compiler and compiles a shared-memory operator.
-    os.environ.setdefault("DS_ACCELERATOR", seat.device)
+    os.environ.setdefault("DS_ACCELERATOR", device)
     os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")
     try:
         with collection_paused(), _hidden("mlflow"):
@@ -74,7 +75,6 @@ def _import_deepspeed(seat: Seat) -> Any:
     deepspeed.runtime.compiler.compile = lambda: deepspeed.runtime.compiler.dummy_decorator
     deepspeed.utils.logger.setLevel("ERROR")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_backend="nccl" if seat.device == "cuda" else "gloo", verbose=False)
     return deepspeed
 
 
