@@ -29,7 +29,12 @@ TROUBLES = {
 
 @pytest.fixture(scope="module")
 def troubled(campaign: Callable[..., Any]) -> Any:
-    return campaign("troubles", {"strategy": [f"faulty.trouble:how={how}" for how in TROUBLES]}, global_batch=4)
+    return campaign(
+        "troubles",
+        {"strategy": [f"faulty.trouble:how={how}" for how in TROUBLES]},
+        global_batch=4,
+        launcher="local",
+    )
 
 
 @pytest.mark.parametrize("how", TROUBLES)
@@ -78,7 +83,7 @@ def limited(campaign: Callable[..., Any]) -> Any:
         {"strategy": ["faulty.trouble:how=sleep"], "stall_s": [25.0]},
         {"strategy": ["faulty.trouble:how=sleep"], "timeout_s": [40.0], "seed": [43]},
     ]
-    return campaign("limits", matrix, global_batch=4)
+    return campaign("limits", matrix, global_batch=4, launcher="local")
 
 
 def test_a_hang_names_the_rank_that_stopped(limited: Any) -> None:
@@ -148,7 +153,9 @@ def test_a_missing_package_is_unsupported_with_the_install_command(
     campaign: Callable[..., Any], tmp_path: Path
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(BLOCKER)
-    done = campaign("missing", {"strategy": ["zero:stage=2"]}, {"PYTHONPATH": str(tmp_path)}, processes=1)
+    done = campaign(
+        "missing", {"strategy": ["zero:stage=2"]}, {"PYTHONPATH": str(tmp_path)}, processes=1, launcher="local"
+    )
     record = done.record("zero:stage=2")
     assert record.status == "unsupported"
     assert record.error == (
