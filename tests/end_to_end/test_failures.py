@@ -65,11 +65,12 @@ def test_no_process_outlives_a_failed_run(troubled: Any, living: Callable[[Path]
 
 def test_a_second_run_repeats_nothing_and_resume_repeats_what_failed(troubled: Any, paceline: Any) -> None:
     file = troubled.out / "troubles.yaml"
-    again = paceline("run", str(file), "--out", str(troubled.out))
+    command = ("run", str(file), "--out", str(troubled.out), "--format", "json")
+    again = paceline(*command)
     assert again.returncode == 1
     assert again.stdout.count("already measured") == len(TROUBLES) + 1
     setting = "strategy=faulty.trouble:how=raise"
-    retried = paceline("run", str(file), "--out", str(troubled.out), "--resume", "--set", setting)
+    retried = paceline(*command, "--resume", "--set", setting)
     assert retried.stdout.count("already measured") == 1, "the reference, which was ok"
     record = troubled.record("faulty.trouble:how=raise")
     assert record.status == "failed"
@@ -116,7 +117,7 @@ def test_a_suspended_rank_is_named(
 ) -> None:
     strategy = "faulty.trouble:how=slow"
     file = experiment_file(tmp_path, "suspended", {"strategy": [strategy]}, stall_s=25.0, global_batch=2, steps=200)
-    command = [sys.executable, "-m", "paceline.cli", "run", str(file), "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "paceline.cli", "run", str(file), "--out", str(tmp_path), "--format", "json"]
     with subprocess.Popen(
         command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as child:
