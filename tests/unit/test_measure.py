@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -261,3 +262,17 @@ def test_the_peak_for_a_look_follows_what_the_process_holds() -> None:
     held = bytearray(before + 32 * 2**20)
     held[::4096] = b"x" * len(held[::4096])  # memory is resident once it is touched
     assert peak_bytes("cpu") >= len(held)
+
+
+def test_collection_is_paused_inside_and_only_inside() -> None:
+    with pytest.raises(KeyError), measure.collection_paused():
+        assert not gc.isenabled()
+        raise KeyError
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with measure.collection_paused():
+            pass
+        assert not gc.isenabled(), "whoever had paused it goes on pausing it"
+    finally:
+        gc.enable()
