@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import functools
 import importlib
 import inspect
 import json
@@ -151,8 +152,12 @@ def names(kind: str) -> dict[str, str]:
     return found
 
 
+@functools.cache
 def load(kind: str, name: str) -> Any:
-    """The plugin module, which has what its kind must; an unknown name is a sentence with what exists."""
+    """The plugin module, which has what its kind must; an unknown name is a sentence with what exists.
+
+    Remembered: reading every installed package's entry points takes 20 ms, and a campaign asks for each cell anew.
+    """
     found = _import(kind, name)
     for function, arguments in CONTRACT[kind].items():
         if not _takes(getattr(found, function, None), arguments):

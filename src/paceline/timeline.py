@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from paceline.measure import Clock
+from paceline.measure import Clock, collection_paused
 from paceline.records import TraceSample
 
 Span = tuple[float, float]
@@ -81,7 +81,9 @@ class Profile:
             yield
             self.clock.drain()
             self.wall_s = time.perf_counter() - begin
-        for event in profiler.events() or ():
+        with collection_paused():
+            events = profiler.events() or ()
+        for event in events:
             self._sort(event)
         if self.device == "cuda" and self.communication:
             self.communication.remove(min(self.communication))  # the barrier, which NCCL runs as a reduction

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
+import gc
 import os
 import re
 import signal
@@ -20,7 +21,7 @@ from paceline.capacity import room_bytes
 from paceline.errors import InvalidRunError, UnsupportedError
 from paceline.machine import probe
 from paceline.machine import to_dict as machine_facts
-from paceline.measure import peak_bytes
+from paceline.measure import collection_paused, peak_bytes
 from paceline.plugins import Seat, load
 from paceline.processes import end_with_parent
 from paceline.records import ComponentSample, Evidence, Outcome, Sample, Status, StepSample
@@ -177,8 +178,13 @@ def gauged(run_dir: Path, spec: RunSpec, seat: Seat) -> Iterator[None]:
 
 def join(spec: RunSpec, seat: Seat) -> None:
     """Set the device and its arithmetic, then enter the process group; one process makes a group of one."""
-    import torch
-    import torch.distributed as dist
+    with collection_paused():
+        import torch
+        import torch.distributed as dist
+
+        if spec.is_trained:
+            # torch's optimizers import it at their first call.
+            import torch._dynamo
 
     if seat.device == "cuda":
         if not torch.cuda.is_available():
@@ -205,4 +211,7 @@ def leave() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    exit_code = main(sys.argv)
+    # The interpreter would look through all of torch for garbage before it ends, for most of a second.
+    gc.freeze()
+    sys.exit(exit_code)

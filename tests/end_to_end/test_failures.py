@@ -29,7 +29,12 @@ TROUBLES = {
 
 @pytest.fixture(scope="module")
 def troubled(campaign: Callable[..., Any]) -> Any:
-    return campaign("troubles", {"strategy": [f"faulty.trouble:how={how}" for how in TROUBLES]}, global_batch=4)
+    return campaign(
+        "troubles",
+        {"strategy": [f"faulty.trouble:how={how}" for how in TROUBLES]},
+        global_batch=4,
+        launcher="local",
+    )
 
 
 @pytest.mark.parametrize("how", TROUBLES)
@@ -60,11 +65,12 @@ def test_no_process_outlives_a_failed_run(troubled: Any, living: Callable[[Path]
 
 def test_a_second_run_repeats_nothing_and_resume_repeats_what_failed(troubled: Any, paceline: Any) -> None:
     file = troubled.out / "troubles.yaml"
-    again = paceline("run", str(file), "--out", str(troubled.out))
+    command = ("run", str(file), "--out", str(troubled.out), "--format", "json")
+    again = paceline(*command)
     assert again.returncode == 1
     assert again.stdout.count("already measured") == len(TROUBLES) + 1
     setting = "strategy=faulty.trouble:how=raise"
-    retried = paceline("run", str(file), "--out", str(troubled.out), "--resume", "--set", setting)
+    retried = paceline(*command, "--resume", "--set", setting)
     assert retried.stdout.count("already measured") == 1, "the reference, which was ok"
     record = troubled.record("faulty.trouble:how=raise")
     assert record.status == "failed"
@@ -78,7 +84,7 @@ def limited(campaign: Callable[..., Any]) -> Any:
         {"strategy": ["faulty.trouble:how=sleep"], "stall_s": [25.0]},
         {"strategy": ["faulty.trouble:how=sleep"], "timeout_s": [40.0], "seed": [43]},
     ]
-    return campaign("limits", matrix, global_batch=4)
+    return campaign("limits", matrix, global_batch=4, launcher="local")
 
 
 def test_a_hang_names_the_rank_that_stopped(limited: Any) -> None:
@@ -111,7 +117,7 @@ def test_a_suspended_rank_is_named(
 ) -> None:
     strategy = "faulty.trouble:how=slow"
     file = experiment_file(tmp_path, "suspended", {"strategy": [strategy]}, stall_s=25.0, global_batch=2, steps=200)
-    command = [sys.executable, "-m", "paceline.cli", "run", str(file), "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "paceline.cli", "run", str(file), "--out", str(tmp_path), "--format", "json"]
     with subprocess.Popen(
         command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as child:
@@ -148,7 +154,9 @@ def test_a_missing_package_is_unsupported_with_the_install_command(
     campaign: Callable[..., Any], tmp_path: Path
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(BLOCKER)
-    done = campaign("missing", {"strategy": ["zero:stage=2"]}, {"PYTHONPATH": str(tmp_path)}, processes=1)
+    done = campaign(
+        "missing", {"strategy": ["zero:stage=2"]}, {"PYTHONPATH": str(tmp_path)}, processes=1, launcher="local"
+    )
     record = done.record("zero:stage=2")
     assert record.status == "unsupported"
     assert record.error == (

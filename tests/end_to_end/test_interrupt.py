@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from paceline import store
+from paceline import cli, store
 from paceline.samples import read_samples
 
 pytestmark = pytest.mark.slow
@@ -114,7 +115,7 @@ def test_a_killed_controller_leaves_no_orphans_and_the_campaign_goes_on(
     file = experiment_file(tmp_path, "killed", [{"strategy": [SLOW]}], **SMALL | {"processes": 2, "global_batch": 2})
     with started(file, environment) as child:
         run_dir = eventually(lambda: slow_run(tmp_path), "the slow run at step 2")
-        second = paceline("run", str(file), "--out", str(tmp_path))
+        second = paceline("run", str(file), "--out", str(tmp_path), "--format", "json")
         assert second.returncode == 2, "two controllers must not write into one experiment"
         assert "in use by another" in second.stderr
         assert len(living(tmp_path)) >= 3
@@ -122,7 +123,7 @@ def test_a_killed_controller_leaves_no_orphans_and_the_campaign_goes_on(
         child.wait()
         eventually(lambda: not living(tmp_path), "the end of all ranks", limit_s=30)
     assert not store.is_sealed(run_dir)
-    again = paceline("run", str(file), "--out", str(tmp_path), env=QUICKLY)
+    again = paceline("run", str(file), "--out", str(tmp_path), "--format", "json", env=QUICKLY)
     assert again.returncode == 0, again.stdout + again.stderr
     assert store.read_run(run_dir).status == "ok"
 
@@ -154,7 +155,9 @@ def test_the_report_regenerated_from_stored_data_is_the_stored_one(measured: Any
     stored = {path: path.read_bytes() for path in files}
     for path in files:
         path.unlink()
-    again = paceline("report", str(found.directory))
+    again = paceline(
+        "report", str(found.directory), *(f"--format={form}" for form in ("html", "markdown", "csv", "json"))
+    )
     assert again.returncode == 0, again.stderr
     assert {path: path.read_bytes() for path in files} == stored
 
@@ -170,21 +173,22 @@ def test_the_report_regenerated_from_stored_data_is_the_stored_one(measured: Any
     ],
     ids=["spec", "status", "sample", "outcome", "newer"],
 )
-def test_a_damaged_folder_is_reported_and_skipped(measured: Any, paceline: Any, tmp_path: Path, damage: Any) -> None:
-    import shutil
-
+def test_a_damaged_folder_is_reported_and_skipped(
+    measured: Any, tmp_path: Path, damage: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The verbs are called in this process: what would be a traceback there is an exception here."""
     found, _ = measured
+    monkeypatch.setenv("COLUMNS", "200")
     copy = tmp_path / "kept"
     shutil.copytree(found.directory, copy)
     victim = next(path for path in copy.iterdir() if path.name.startswith("fsdp2"))
     damage(victim)
-    done = paceline("report", str(copy), "--format", "json", "--format", "markdown")
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr
-    assert "skipped: " in done.stdout
-    assert victim.name in done.stdout.replace("\n", "")
+    assert cli.main(["report", str(copy), "--format", "json", "--format", "markdown"]) == 1
+    shown = capsys.readouterr().out
+    assert "skipped: " in shown
+    assert victim.name in shown.replace("\n", "")
     report = json.loads((copy / "report.json").read_text())
     assert len(report["runs"]) == 2, "the reference and the run that is whole"
     assert victim.name in (copy / "report.md").read_text()
     for verb in ("status", "--out", str(copy)), ("compare", str(copy), str(copy)), ("show", str(victim)):
-        assert "Traceback" not in paceline(*verb).stderr
+        assert cli.main(verb) in (0, 1, 2)

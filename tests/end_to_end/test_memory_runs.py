@@ -17,18 +17,35 @@ from paceline.findings import Report
 
 pytestmark = pytest.mark.slow
 
-BASE = {"device": "cpu", "precision": "fp32", "model": "small", "steps": 3, "timeout_s": 300.0, "stall_s": 200.0}
+BASE = {
+    "device": "cpu",
+    "precision": "fp32",
+    "model": "small",
+    "steps": 3,
+    "timeout_s": 300.0,
+    "stall_s": 200.0,
+    "launcher": "testbed.forked",
+}
 MEMORY = {"workload": "memory", "processes": 2, "sequence_length": 128, "micro_batch": 4}
 FRONTIER = {"workload": "frontier:limit_gib=0.4,most=32", "strategy": "single", "processes": 1}
 
 
-def paceline(
-    verb: str, folder: Path, name: str, base: dict[str, Any], matrix: Any, *more: str
-) -> subprocess.CompletedProcess[str]:
-    file = folder / f"{name}.yaml"
-    file.write_text(yaml.safe_dump({"name": name, "base": {**BASE, **base}, "matrix": matrix}))
-    command = [sys.executable, "-m", "paceline.cli", verb, str(file), "--out", str(folder), *more]
-    return subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
+Ask = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def ask(environment: Callable[..., dict[str, str]]) -> Ask:
+    def paceline(
+        verb: str, folder: Path, name: str, base: dict[str, Any], matrix: Any, *more: str
+    ) -> subprocess.CompletedProcess[str]:
+        file = folder / f"{name}.yaml"
+        file.write_text(yaml.safe_dump({"name": name, "base": {**BASE, **base}, "matrix": matrix}))
+        command = [sys.executable, "-m", "paceline.cli", verb, str(file), "--out", str(folder), *more]
+        if verb == "run":
+            command += ["--format", "markdown"]
+        return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=1500, check=False)
+
+    return paceline
 
 
 def concluded(folder: Path, name: str) -> Report:
@@ -38,14 +55,14 @@ def concluded(folder: Path, name: str) -> Report:
 
 
 @pytest.fixture(scope="module")
-def components(tmp_path_factory: pytest.TempPathFactory) -> Report:
+def components(tmp_path_factory: pytest.TempPathFactory, ask: Ask) -> Report:
     folder = tmp_path_factory.mktemp("components")
     matrix = [
         {"strategy": ["ddp", "fsdp2"], "accumulation": [2]},
         {"strategy": ["zero:stage=2", "zero:stage=3"], "accumulation": [2], "bucket_mb": [4.0]},
         {"strategy": ["fsdp2"], "model": ["tiny-llama"], "precision": ["bf16"], "checkpointing": ["full"]},
     ]
-    done = paceline("run", folder, "components", MEMORY, matrix)
+    done = ask("run", folder, "components", MEMORY, matrix)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Memory by component" in done.stdout
     return concluded(folder, "components")
@@ -88,10 +105,10 @@ def test_state_is_sharded_as_the_strategy_says(components: Report) -> None:
 
 
 @pytest.fixture(scope="module")
-def search(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+def search(tmp_path_factory: pytest.TempPathFactory, ask: Ask) -> tuple[Path, subprocess.CompletedProcess[str]]:
     folder = tmp_path_factory.mktemp("search")
     settings = {**FRONTIER, "sequence_length": 512, "micro_batch": 1}
-    return folder, paceline("run", folder, "search", settings, {})
+    return folder, ask("run", folder, "search", settings, {})
 
 
 def test_the_limit_lies_between_two_real_probes(search: tuple[Path, Any]) -> None:
@@ -116,23 +133,25 @@ def test_a_probe_without_room_is_a_sealed_record_with_its_reason(search: tuple[P
     assert all(any(c.source == "predicted" for c in r.components) for r in without_room)
 
 
-def test_a_settled_search_is_not_repeated(search: tuple[Path, Any], living: Callable[[Path], list[str]]) -> None:
+def test_a_settled_search_is_not_repeated(
+    search: tuple[Path, Any], ask: Ask, living: Callable[[Path], list[str]]
+) -> None:
     folder, _ = search
     settings = {**FRONTIER, "sequence_length": 512, "micro_batch": 1}
     before = {path.parent.name: path.stat().st_mtime for path in folder.rglob("status.json")}
-    again = paceline("run", folder, "search", settings, {})
+    again = ask("run", folder, "search", settings, {})
     assert again.returncode == 0
     assert " ".join(again.stdout.split()).count("already measured") == len(before)  # lines are wrapped
     assert {path.parent.name: path.stat().st_mtime for path in folder.rglob("status.json")} == before
     assert not living(folder)
 
 
-def test_plan_says_that_more_follows(tmp_path: Path) -> None:
-    done = paceline("plan", tmp_path, "planned", {**FRONTIER, "sequence_length": 64}, {})
+def test_plan_says_that_more_follows(tmp_path: Path, ask: Ask) -> None:
+    done = ask("plan", tmp_path, "planned", {**FRONTIER, "sequence_length": 64}, {})
     assert "[to run; more follow]" in done.stdout
 
 
-def test_what_is_advised_after_out_of_memory_fits_when_it_is_run(tmp_path: Path) -> None:
+def test_what_is_advised_after_out_of_memory_fits_when_it_is_run(tmp_path: Path, ask: Ask) -> None:
     """The limit is real: an allocation beyond it fails as on a full host."""
     limited = {
         "workload": "pretrain:limit_gib=0.35",
@@ -144,7 +163,7 @@ def test_what_is_advised_after_out_of_memory_fits_when_it_is_run(tmp_path: Path)
         "reference_steps": 2,
         "warmup": {"minimum": 1, "maximum": 2, "window": 2},
     }
-    done = paceline("run", tmp_path, "limited", limited, {}, "--format", "markdown")
+    done = ask("run", tmp_path, "limited", limited, {})
     assert done.returncode == 1, done.stdout + done.stderr
     (advice,) = concluded(tmp_path, "limited").memory_advice
     assert advice.room_bytes == int(0.35 * 2**30)
@@ -153,7 +172,7 @@ def test_what_is_advised_after_out_of_memory_fits_when_it_is_run(tmp_path: Path)
     assert first.change.startswith("micro batch")
     assert first.change in (tmp_path / "limited" / "report.md").read_text()
     settings = [word for setting in first.settings.split() for word in ("--set", setting)]
-    paceline("run", tmp_path, "limited", limited, {}, "--format", "markdown", *settings)
+    ask("run", tmp_path, "limited", limited, {}, *settings)
     records, _ = store.read_runs(tmp_path / "limited")
     ended = {r.spec.training.micro_batch: r.status for r in records if not r.is_reference}
     assert sorted(ended.values()) == ["ok", "oom"], [r.error for r in records]

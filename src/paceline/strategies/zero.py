@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, cast
 
 from paceline.errors import MissingPackageError
+from paceline.measure import collection_paused
 from paceline.plugins import Seat, Trainer, options
 from paceline.spec import RunSpec, require
 
@@ -46,7 +50,8 @@ def has_adapters(spec: RunSpec) -> bool:
 
 
 def wrap(spec: RunSpec, seat: Seat) -> Trainer:
-    deepspeed = _import_deepspeed(seat)
+    deepspeed = import_deepspeed(seat.device)
+    deepspeed.init_distributed(dist_backend="nccl" if seat.device == "cuda" else "gloo", verbose=False)
     from paceline.strategies._optimizers import optimizer_of
     from paceline.strategies._torch import compile_parts, compile_whole, learning, whole_subject
 
@@ -63,18 +68,32 @@ def wrap(spec: RunSpec, seat: Seat) -> Trainer:
     return ZeroTrainer(engine, subject, optimizer, spec, chosen)
 
 
-def _import_deepspeed(seat: Seat) -> Any:
+def import_deepspeed(device: str) -> Any:
     # Left alone, DeepSpeed guesses its accelerator, looks for CUDA's compiler and compiles a shared-memory operator.
-    os.environ.setdefault("DS_ACCELERATOR", seat.device)
+    os.environ.setdefault("DS_ACCELERATOR", device)
     os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")
     try:
-        import deepspeed
+        with collection_paused(), _hidden("mlflow"):
+            import deepspeed
     except ImportError as error:
         raise MissingPackageError(error.name or "deepspeed", "the strategy zero", "'paceline[zero]'") from None
+    # Its Muon optimizer, which every stage imports and none here uses, would import torch's compiler when defined.
+    deepspeed.runtime.compiler.compile = lambda: deepspeed.runtime.compiler.dummy_decorator
     deepspeed.utils.logger.setLevel("ERROR")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_backend="nccl" if seat.device == "cuda" else "gloo", verbose=False)
     return deepspeed
+
+
+@contextlib.contextmanager
+def _hidden(package: str) -> Iterator[None]:
+    """Not importable inside: DeepSpeed's autotuner, which nobody calls, imports all of MLflow where it is installed."""
+    known = package in sys.modules
+    sys.modules.setdefault(package, cast(ModuleType, None))
+    try:
+        yield
+    finally:
+        if not known:
+            del sys.modules[package]
 
 
 def configuration(spec: RunSpec, chosen: Options) -> dict[str, Any]:

@@ -53,8 +53,9 @@ CASES: dict[str, Question] = {
 
 @pytest.fixture(scope="module")
 def answers() -> Iterator[dict[str, Answer]]:
-    """Each in a fresh process, as in a run; two at a time."""
-    context = multiprocessing.get_context("spawn")
+    """Each in a fresh process, as in a run; two at a time, forked from one that has torch and no more."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "paceline.workloads._rehearsal"])
     with ProcessPoolExecutor(2, mp_context=context, max_tasks_per_child=1) as pool:
         yield dict(zip(CASES, pool.map(rehearse, CASES.values()), strict=True))
 
