@@ -67,8 +67,9 @@ import sys
 from paceline import plugins
 from paceline.spec import *
 for name in plugins.names({kind!r}):
-    spec = RunSpec(experiment="x", workload=Choice("pretrain"), model=Choice("tiny"), steps=1, strategy=Choice("ddp"),
-                   topology=Topology(device="cpu"), training=Training(sequence_length=8, micro_batch=1))
+    spec = RunSpec(experiment="x", workload=Choice("pretrain"), model=Choice("tiny-llama"), steps=1,
+                   strategy=Choice("ddp"), topology=Topology(device="cpu"), tuning=Tuning() if name in TUNED else None,
+                   training=Training(sequence_length=8, micro_batch=1))
     field = {{"workloads": "workload", "strategies": "strategy", "launchers": "launcher"}}[{kind!r}]
     reason = plugins.load({kind!r}, name).check(dataclasses.replace(spec, **{{field: Choice(name)}}))
     assert reason is None, (name, reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from paceline.corpus import check_data
+from paceline.errors import RequestError
 from paceline.models import Shape
 from paceline.models import load as load_shape
 from paceline.plugins import Recorder, Seat, options
@@ -13,7 +14,8 @@ from paceline.workloads import pretrain
 def check(spec: RunSpec) -> str | None:
     options(pretrain.Options, spec.workload)
     require(spec.strategy is not None, "strategy", None, "a strategy; `paceline list strategies` shows them")
-    assert spec.tuning is not None
+    if spec.tuning is None:
+        raise RequestError("tuning: None was given; accepted is a method, which an experiment's fields always name")
     check_data(spec.training.data, spec.training.sequence_length, rows=True)
     return _shape_reason(spec, load_shape(spec.model)) or _precision_reason(spec, spec.tuning)
 
