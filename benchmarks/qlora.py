@@ -6,7 +6,7 @@ autocast, its own gradient checkpointing, PagedAdamW8bit. Goal: a ratio of 1.3 o
 losses that agree as far as bf16 does.
 
 Run `python benchmarks/qlora.py [--model NAME] [--steps N] [--checkpointing full|none]`; one JSON line per launch, then
-the ratio. Nothing here passes or fails.
+the ratio. `--launch paceline --method lora` makes one launch of another method. Nothing here passes or fails.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ def spec_of(asked: argparse.Namespace) -> RunSpec:
         "processes": 1,
         "model": asked.model,
         "data": "synthetic",
+        "method": asked.method,
+        "reduce_dtype": "bf16" if asked.method == "full" else "fp32",
         "checkpointing": asked.checkpointing,
         "compile": asked.compile,
         "steps": asked.steps,
@@ -142,12 +144,13 @@ def launch(kind: str) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="mistral-7b")
+    parser.add_argument("--method", choices=("qlora", "lora", "full"), default="qlora", help="of Paceline's launches")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--sequence-length", type=int, default=512)
     parser.add_argument("--micro-batch", type=int, default=8)
     parser.add_argument("--checkpointing", choices=("full", "none"), default="full")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--launch", choices=("plain", "paceline"), help=argparse.SUPPRESS)
+    parser.add_argument("--launch", choices=("plain", "paceline"), help="make one launch only")
     asked = parser.parse_args()
     if asked.launch:
         print(json.dumps(plain_launch(asked) if asked.launch == "plain" else paceline_launch(asked)))
