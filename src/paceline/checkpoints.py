@@ -24,7 +24,9 @@ def read_shape(directory: str | Path) -> Shape:
     folder = Path(directory)
     config = _read(folder)
     kind = config.get("model_type")
-    if kind not in _TIED:
+    if config.get("quantization_config"):
+        raise RequestError(f"model: {folder} holds quantised weights; accepted are unquantised ones")
+    if not isinstance(kind, str) or kind not in _TIED:
         known = ", ".join(_TIED)
         raise RequestError(f"model: {folder} is of the architecture {kind!r}; accepted is one of {known}")
     try:
@@ -87,7 +89,10 @@ def _rope_theta(config: Mapping[str, Any]) -> float:
     """At the top in configurations of transformers 4, under rope_parameters in those of 5."""
     nested = config.get("rope_parameters")
     value = nested.get("rope_theta") if isinstance(nested, dict) else None
-    return float(value or config.get("rope_theta") or 10_000.0)
+    found = value or config.get("rope_theta") or 10_000.0
+    if not isinstance(found, int | float) or isinstance(found, bool) or found <= 0:
+        raise RequestError(f"model: rope_theta is {found!r}; accepted is a positive number")
+    return float(found)
 
 
 def _gpt2(config: Mapping[str, Any]) -> dict[str, Any]:

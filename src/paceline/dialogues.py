@@ -176,7 +176,7 @@ def _encoder(folder: Path | None) -> tuple[Encode, Callable[[Any], Pieces]]:
     except ImportError:
         raise MissingPackageError("transformers", "a tokenizer", "transformers") from None
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise RequestError(f"data tokenizer: {str(folder)!r} cannot be read as a tokenizer ({reason})") from None

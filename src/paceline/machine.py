@@ -25,7 +25,18 @@ from paceline.environment import recorded_environment
 
 PEAK_DTYPES = ("bf16", "fp16", "fp32", "fp8")
 
-_PACKAGES = ("paceline", "torch", "deepspeed", "numpy", "triton", "transformers", "psutil", "nvidia-ml-py")
+_PACKAGES = (
+    "paceline",
+    "torch",
+    "deepspeed",
+    "numpy",
+    "triton",
+    "transformers",
+    "peft",
+    "bitsandbytes",
+    "psutil",
+    "nvidia-ml-py",
+)
 _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 # On unless set to one of _OFF; two more have their own rule in `debug_switches`.

@@ -300,7 +300,8 @@ class Evidence:
     """What a rank observed about the work itself: the raw material of the certificate.
 
     init_digest, init_digests and parameters are of the weights that learn. frozen_digest is of those that do not, in
-    the form they are held in (4-bit codes with their scales); None where all learn.
+    the form they are held in (4-bit codes with their scales), before and after the window; None where all learn.
+    unmoved are the adapters' tensors that the window left as they were; None where there are none, or were not read.
     window_began_at_s is `time.time()` of the rank's host when its first step began: step k lies after the durations of
     those before it.
     """
@@ -316,6 +317,8 @@ class Evidence:
     shape: Mapping[str, Scalar] = field(default_factory=dict)
     init_digests: Mapping[str, str] = field(default_factory=dict)
     frozen_digest: str | None = None
+    final_frozen_digest: str | None = None
+    unmoved: Sequence[str] | None = None
     window_began_at_s: float | None = None
 
 

@@ -199,9 +199,19 @@ def _directory_model(spec: RunSpec) -> tuple[Any, Values, dict[str, Any]]:
     """A model of Hugging Face's layout from a local directory; no code that lies beside its weights is run."""
     transformers = package("transformers", "fine-tuning")
     dtype = DTYPES[spec.training.precision.compute]
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        spec.model.name, local_files_only=True, trust_remote_code=False, dtype=dtype, attn_implementation="sdpa"
+    model, told = transformers.AutoModelForCausalLM.from_pretrained(
+        spec.model.name,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+        dtype=dtype,
+        attn_implementation="sdpa",
+        output_loading_info=True,
     )
+    # transformers would fill what is missing with chance, another one on every rank.
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    if missing := sorted({*told["missing_keys"]} - tied):
+        raise UnsupportedError(f"{spec.model.name} lacks {len(missing)} weights, {missing[0]} first")
     parts = ("embed_tokens", "layers", "norm", "rotary_emb")
     if not all(hasattr(getattr(model, "model", None), part) for part in parts) or not hasattr(model, "lm_head"):
         raise UnsupportedError(f"{spec.model.name} holds a {type(model).__name__}, which is not built as Llama is")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from paceline import store
 from paceline.capacity import room_bytes
-from paceline.errors import InvalidRunError, UnsupportedError
+from paceline.errors import InvalidRunError, RequestError, UnsupportedError
 from paceline.machine import probe
 from paceline.machine import to_dict as machine_facts
 from paceline.measure import collection_paused, peak_bytes
@@ -114,7 +114,8 @@ def attempt(run_dir: Path, rank: int, recorder: FolderRecorder) -> tuple[Status,
             leave()
         recorder.progress(spec.steps, "done")
         return Status.OK, None
-    except UnsupportedError as error:
+    except (UnsupportedError, RequestError) as error:
+        # A request that only the data itself shows to be wrong, such as a late line of a file.
         return Status.UNSUPPORTED, str(error)
     except InvalidRunError as error:
         return Status.INVALID, str(error)

@@ -107,3 +107,18 @@ def test_the_reference_decoder_is_not_used_for_what_it_lacks(tmp_path: Path, mak
         folder = write(tmp_path / kind, **{**LLAMA, "model_type": kind})
         spec = dataclasses.replace(make_spec("ddp", 2), model=Choice(str(folder)))
         assert words in (pretrain.check(spec) or "")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"quantization_config": {"load_in_4bit": True}}, "quantised"),
+        ({"model_type": ["llama"]}, "architecture"),
+        ({"rope_parameters": {"rope_theta": [1]}}, "rope_theta"),
+        ({"rope_theta": "abc"}, "rope_theta"),
+    ],
+    ids=["quantised already", "a list of types", "a list of angles", "words for a number"],
+)
+def test_what_cannot_be_a_shape_is_a_sentence(tmp_path: Path, changed: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        read_shape(write(tmp_path / "model", **{**LLAMA, **changed}))

@@ -214,6 +214,18 @@ def test_a_directory_gives_its_own_weights(tmp_path: Path) -> None:
     assert frozen.dtypes["frozen_weights"] == "nf4"
 
 
+def test_a_directory_that_lacks_weights_is_refused(tmp_path: Path) -> None:
+    """Filled with chance they would differ from rank to rank, under the name of a trained model."""
+    from safetensors.torch import load_file, save_file
+
+    tuned.build(spec("full"), "cpu").model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    kept = {name: value for name, value in load_file(file).items() if "layers.0.mlp.down_proj" not in name}
+    save_file(kept, file, metadata={"format": "pt"})
+    with pytest.raises(UnsupportedError, match=r"lacks 1 weights, model\.layers\.0\.mlp\.down_proj\.weight first"):
+        tuned.build(spec("full", model=str(tmp_path)), "cpu")
+
+
 def test_a_model_that_is_built_otherwise_is_refused(tmp_path: Path) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 

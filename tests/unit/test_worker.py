@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline import store, worker
-from paceline.errors import InvalidRunError, MissingPackageError, UnsupportedError
+from paceline.errors import InvalidRunError, MissingPackageError, RequestError, UnsupportedError
 from paceline.plugins import Seat
 from paceline.records import Status
 from paceline.samples import read_samples
@@ -92,6 +92,7 @@ def seated(
     [
         (None, Status.OK, None),
         (UnsupportedError("not here"), Status.UNSUPPORTED, "not here"),
+        (RequestError("line 151 is no JSON"), Status.UNSUPPORTED, "line 151 is no JSON"),
         (MissingPackageError("deepspeed", "the strategy zero", "'paceline[zero]'"), Status.UNSUPPORTED, "pip install"),
         (InvalidRunError("the loss is nan at step 3"), Status.INVALID, "the loss is nan"),
         (ZeroDivisionError("division by zero"), Status.FAILED, "ZeroDivisionError"),

@@ -100,3 +100,19 @@ def _payload(run: Observed, operations: tuple[str, ...]) -> Counter[int]:
         if sample.operation in operations:
             found[sample.rank] += sample.payload_bytes
     return found
+
+
+def moved(run: Observed, standard: Standard) -> Check | None:
+    """Every adapter changed and nothing frozen did: both are read after the window, because in its first steps an
+    adapter learns so little that a trajectory in 16 bit cannot tell one that never does.
+
+    Runs of before this was read are not held to it.
+    """
+    read = {rank: e for rank, e in run.evidence.items() if e.unmoved is not None}
+    if run.spec.tuning is None or not run.spec.tuning.has_adapters or not read:
+        return None
+    problems = [f"{len(e.unmoved)} did not on rank {r}, {e.unmoved[0]} first" for r, e in read.items() if e.unmoved]
+    problems += [
+        f"frozen weights changed on rank {r}" for r, e in read.items() if e.final_frozen_digest != e.frozen_digest
+    ]
+    return checked("adapters learn", "every adapter changed, no frozen weight did", problems, f"on {len(read)} ranks")

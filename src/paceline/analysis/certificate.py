@@ -339,6 +339,7 @@ CHECKS: tuple[Callable[[Observed, Standard], Check | None], ...] = (
     _dtypes,
     _wire_dtype,
     adapted.only_adapters,
+    adapted.moved,
     _optimizer,
     _finite,
     _trajectory("loss trajectory", _loss, LOSS_FLOOR),

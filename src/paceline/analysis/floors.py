@@ -16,7 +16,7 @@ from paceline.records import RunRecord
 ADAM_BYTES = 2 * (4 + 4 + 4)
 # Strategies whose optimizer works on 1/n of the parameters, and those where it works on all.
 _SHARDED, _WHOLE = ("fsdp2", "zero"), ("single", "ddp")
-CEILINGS_FROM = "`paceline run compute` into the same results folder does"
+CEILINGS_FROM = "`paceline run compute` into the same results folder, then `paceline report` of that folder, does"
 NO_CEILINGS = f"the ceilings of this device were not measured: {CEILINGS_FROM}"
 
 COPY_RATE = ceilings.METRICS["copy"][0]

@@ -210,9 +210,18 @@ def _superseded(earlier: Sequence[RunRecord]) -> list[str]:
     return [f"{many} aside for newer or successful ones of the same runs: only histories count them"] if count else []
 
 
+def _is_random(cell: Cell) -> bool:
+    evidence = cell.windows[0].record.evidence
+    return evidence is not None and evidence.settings.get("weights") == "random"
+
+
 def _notes(cells: Sequence[Cell], runs: Sequence[RunFinding], machines: Sequence[Mapping[str, Any]]) -> list[str]:
     measured = [run for run in runs if not run.is_reference]
     notes = []
+    if shapes := sorted({c.axes["model"] for c in cells if _is_random(c)}, key=str):
+        notes.append(
+            f"the weights of {', '.join(map(str, shapes))} are random, of the named shape: no model was loaded"
+        )
     if not cells and any(run.is_certified for run in measured):
         notes.append("no run ended ok with a valid certificate: nothing is measured, compared or recommended")
     if any(len(cell.windows) == 1 for cell in cells):

@@ -54,7 +54,7 @@ def observe(spec: RunSpec, seat: Seat, recorder: Recorder, prediction: Predictio
     recorder.progress(0, "setup")
     with pretrain.attention_backends(seat.device), gauge(seat) as meter:
         trainer: Trainer = load("strategies", spec.strategy.name).wrap(spec, seat)
-        start = pretrain.read_start(spec, trainer)
+        start = pretrain.read_standing(spec, trainer)
         release_unused(seat.device)
         recorder.add(meter.now("setup"))
         watched = Watched(trainer, steps - 1, lambda moment: recorder.add(meter.now(moment)), meter.start)

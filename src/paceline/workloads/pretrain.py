@@ -27,8 +27,8 @@ PROFILED_STEPS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """The weights before the first step: those that learn, and those that do not (None where all learn)."""
+class Standing:
+    """The weights at one moment: those that learn, and those that do not (None where all learn)."""
 
     learned: Weights
     frozen: Weights | None
@@ -73,14 +73,15 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
         # What watches after the window is ours, so it is not held to the limit.
         with limited(spec, seat, recorder):
             trainer: Trainer = load("strategies", spec.strategy.name).wrap(spec, seat)
-            start = read_start(spec, trainer)
+            start = read_standing(spec, trainer)
             release_unused(seat.device)
             recorder.add(read_memory(seat.rank, "setup", seat.device, peak=False))
             partition = Partition.of(spec, seat.rank)
             loop = Loop(trainer, corpus, partition, seat, clock_for(seat.device), recorder, spec.steps)
             wall_s = loop.window(range(spec.steps), reset_at=min(spec.warmup.minimum, spec.steps - 1))
             recorder.add(read_memory(seat.rank, "steps", seat.device, peak=True))
-            recorder.conclude(evidence(spec, seat, trainer, start, wall_s, facts_of(corpus), loop.window_began_at_s))
+            found = evidence(spec, seat, trainer, start, wall_s, facts_of(corpus), loop.window_began_at_s)
+            recorder.conclude(_with_end(found, start, read_standing(spec, trainer) if start.frozen else None))
         watch_after_window(spec, seat, loop, recorder)
 
 
@@ -128,12 +129,12 @@ def watch_after_window(spec: RunSpec, seat: Seat, loop: Loop, recorder: Recorder
         recorder.add(sample)
 
 
-def read_start(spec: RunSpec, trainer: Trainer) -> Start:
+def read_standing(spec: RunSpec, trainer: Trainer) -> Standing:
     """Digests of the weights as the strategy holds them, sharded ones gathered; called on every rank."""
     from paceline.measure import digest_parameters
 
     if spec.tuning is None or not spec.tuning.has_adapters:
-        return Start(digest_parameters(trainer.full_parameters()), None)
+        return Standing(digest_parameters(trainer.full_parameters()), None)
     from paceline.tuned import is_learned
 
     def kept(learned: bool) -> Iterator[tuple[str, Tensor]]:
@@ -141,14 +142,22 @@ def read_start(spec: RunSpec, trainer: Trainer) -> Start:
         return ((name, value) for name, value in whole if is_learned(name, tuning) is learned)
 
     tuning = spec.tuning
-    return Start(digest_parameters(kept(True)), digest_parameters(kept(False)))
+    return Standing(digest_parameters(kept(True)), digest_parameters(kept(False)))
+
+
+def _with_end(found: Evidence, start: Standing, end: Standing | None) -> Evidence:
+    """Adapters begin without effect and learn little in a few steps: that they moved at all is read, not inferred."""
+    if end is None or end.frozen is None or start.frozen is None:
+        return found
+    still = [name for name, digest in start.learned.by_name.items() if end.learned.by_name[name] == digest]
+    return dataclasses.replace(found, unmoved=tuple(still), final_frozen_digest=end.frozen.digest)
 
 
 def evidence(
     spec: RunSpec,
     seat: Seat,
     trainer: Trainer,
-    start: Start,
+    start: Standing,
     wall_s: float,
     facts: Mapping[str, Scalar] | None = None,
     began_at_s: float | None = None,

@@ -29,7 +29,7 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
     from paceline.corpus import Partition, facts_of, open_data
     from paceline.measure import clock_for, release_unused
     from paceline.workloads._loop import Loop
-    from paceline.workloads.pretrain import attention_backends, evidence, read_start
+    from paceline.workloads.pretrain import attention_backends, evidence, read_standing
 
     corpus = open_data(spec, load_shape(spec.model).vocab)
     single = load("strategies", "single")
@@ -37,7 +37,7 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
         recorder.progress(0, f"setup of variant {variant}")
         with attention_backends(seat.device):
             trainer = single.wrap(spec, seat, reseed=variant)
-            start = read_start(spec, trainer) if variant == 0 else None
+            start = read_standing(spec, trainer) if variant == 0 else None
             partition = Partition.of(spec, seat.rank, shuffle=variant)
             loop = Loop(trainer, corpus, partition, seat, clock_for(seat.device), recorder, spec.steps, variant)
             wall_s = loop.window(range(spec.steps))

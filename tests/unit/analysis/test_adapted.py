@@ -165,3 +165,13 @@ def test_losses_weigh_learned_tokens(tuned_spec: Builder, tuned_run: Builder) ->
         dataclasses.replace(s, loss=2.0 if s.rank else 1.0, label_tokens=30 if s.rank else 10) for s in record.steps
     )
     assert observe(dataclasses.replace(record, steps=steps)).losses[0] == pytest.approx(1.75)
+
+
+def test_adapters_that_never_learn(tuned_spec: Builder, tuned_run: Builder, reference_of: Builder) -> None:
+    spec = tuned_spec()
+    learned = with_evidence(tuned_run(spec), {}, unmoved=(), final_frozen_digest="77aa")
+    assert failed(learned, reference_of(spec)) == []
+    still = with_evidence(tuned_run(spec), {}, unmoved=("layers.0.q.lora_B",), final_frozen_digest="77aa")
+    assert failed(still, reference_of(spec)) == ["adapters learn"]
+    spoiled = with_evidence(tuned_run(spec), {}, unmoved=(), final_frozen_digest="77ab")
+    assert failed(spoiled, reference_of(spec)) == ["adapters learn"]
