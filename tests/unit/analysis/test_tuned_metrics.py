@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline import adapters, models
-from paceline.analysis import metrics
+from paceline.analysis import metrics, thumb
 from paceline.analysis.compare import comparable_metrics, compare_cells, comparison, why_not_compared
 from paceline.analysis.metrics import Cell
 from paceline.analysis.observation import observe
@@ -19,6 +19,7 @@ from paceline.analysis.window import open_window
 from paceline.errors import RequestError
 from paceline.findings import Measurement
 from paceline.present import tuning
+from paceline.present.answer import answer
 from paceline.records import RunRecord
 from paceline.spec import Choice, Tuning
 
@@ -196,3 +197,23 @@ def test_the_table_shows_what_learns_and_every_rate(make_tuned: Builder) -> None
 def test_no_table_without_a_cell_that_fine_tunes(make_spec: Builder, make_record: Builder) -> None:
     measurements = tuple(m for cell in cells_of(make_record(make_spec())) for m in metrics.measure(cell))
     assert tuning.tables(dataclasses.replace(build([], title="test", created_at=0.0), measurements=measurements)) == ()
+
+
+# --- the answer ---
+
+
+def test_a_single_fine_tune_is_answered_by_its_rate(make_tuned: Builder, make_reference: Builder) -> None:
+    record = make_tuned()
+    report = build([make_reference(record.spec), record], title="test", created_at=0.0)
+    # The steps are made by hand and prove no work of a fine-tune: what they cannot pass is left out.
+    valid = tuple(
+        dataclasses.replace(c, checks=tuple(check for check in c.checks if check.ok)) for c in report.certificates
+    )
+    runs = tuple(dataclasses.replace(run, status="ok") for run in report.runs)
+    measurements = tuple(m for cell in cells_of(record) for m in metrics.measure(cell))
+    report = dataclasses.replace(report, certificates=valid, runs=runs, measurements=measurements)
+    assert answer(report)[0] == "Fine-tuning tiny-llama by lora: ddp on 2 processes 160 tokens/s."
+
+
+def test_no_rule_of_thumb_of_a_fine_tune(make_tuned: Builder) -> None:
+    assert thumb.rules([make_tuned(model="mistral-7b")]) == (), "16 bytes per weight is not its state"
