@@ -21,6 +21,7 @@ from paceline.findings import (
     WORSE,
     Comparison,
     Cost,
+    DesignOutcome,
     LeftOut,
     Measurement,
     Recommendation,
@@ -58,6 +59,12 @@ def recommend(compared: Sequence[Compared], runs: Sequence[RunFinding] = ()) -> 
     """One recommendation per group and category in which every pair of cells was compared."""
     found = (_recommendation(c.group, metric, c.comparisons, runs) for c in compared for metric in CATEGORIES)
     return [recommendation for recommendation in found if recommendation]
+
+
+def beside_designs(found: Iterable[Recommendation], designs: Iterable[DesignOutcome]) -> tuple[Recommendation, ...]:
+    """Without those between cells of one design: its effects say the same, all of them together and ranked."""
+    planned = [frozenset(design.names) for design in designs]
+    return tuple(r for r in found if not any({c for b in r.because for c in (b.cell, b.other)} <= p for p in planned))
 
 
 def _recommendation(

@@ -112,6 +112,7 @@ def _with_nodes(found: Report, sound: Sequence[RunRecord], baseline: nodes.Basel
 
 def _completed(found: Report, ordered: Sequence[RunRecord], cells: Sequence[Cell], costing: cost.Costing) -> Report:
     """With what rests on the findings before it: costs and what they decide, claims beside them."""
+    found = replace(found, recommendations=recommend.beside_designs(found.recommendations, found.effects))
     priced = cost.added_to(found, cells, costing)
     priced = replace(priced, recommendations=(*priced.recommendations, *recommend.by_cost(priced)))
     return claims.added_to(priced, ordered)
@@ -166,7 +167,7 @@ def _health(record: RunRecord, window: Window | None) -> tuple[str, ...]:
     if switches:
         found.append(f"debug switches: {', '.join(switches)}")
     if neighbours:
-        found.append(f"{neighbours} other processes on the GPU")
+        found.append(f"{neighbours} other process{'' if neighbours == 1 else 'es'} on the GPU")
     if window and window.throttling and window.throttling.steps:
         found.append(window.throttling.text)
     if window and not window.warmup.by_rule:

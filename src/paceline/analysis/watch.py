@@ -18,6 +18,9 @@ from paceline.records import GaugeSample, RunRecord
 # A trace of fewer readings shows nothing that the table does not.
 FEWEST_READINGS, MOST_READINGS = 5, 120
 MOST_TRACES = 6
+# A trace begins and ends this long before and after the measured steps, or as long as they took if that is longer: a
+# set-up of minutes would leave them a hair's width.
+LEAST_MARGIN_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,15 @@ class Watched:
     @property
     def measured(self) -> Sequence[GaugeSample]:
         return gauges.within(self.samples, self.window)
+
+    @property
+    def around(self) -> Sequence[GaugeSample]:
+        """Those of the measured steps and of a margin on both sides; all where no window is known."""
+        if self.window is None:
+            return self.samples
+        begin, end = self.window
+        margin = max(LEAST_MARGIN_S, end - begin)
+        return gauges.within(self.samples, (begin - margin, end + margin))
 
 
 def added_to(report: Report, records: Iterable[RunRecord], windows: Mapping[str, Window]) -> Report:
@@ -111,10 +123,13 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def traces(found: Sequence[Watched]) -> tuple[GaugeTrace, ...]:
-    """Of each cell the device that was held back most, else the one that drew most; the cells held back most first."""
+    """Of each cell the device that was held back most, else the one that drew most; the cells held back most first.
+
+    References prove work and are not measured: they have no trace.
+    """
     by_cell: dict[str, list[Watched]] = {}
     for one in found:
-        if len(one.samples) >= FEWEST_READINGS:
+        if len(one.around) >= FEWEST_READINGS and not one.record.is_reference:
             by_cell.setdefault(one.record.spec.cell, []).append(one)
     chosen = sorted((max(ours, key=_interest) for ours in by_cell.values()), key=_interest, reverse=True)
     return tuple(map(_trace, chosen[:MOST_TRACES]))
@@ -125,7 +140,7 @@ def _interest(one: Watched) -> tuple[int, float]:
 
 
 def _trace(one: Watched) -> GaugeTrace:
-    samples = [one.samples[i] for i in _spread(len(one.samples))]
+    samples = [one.around[i] for i in _spread(len(one.around))]
     start = one.window[0] if one.window else samples[0].at_s
     facts = _facts(one)
 
@@ -142,7 +157,7 @@ def _trace(one: Watched) -> GaugeTrace:
         temperature_c=column(lambda s: s.temperature_c),
         clock_hz=column(clock),
         busy_ratio=column(busy),
-        throttled=tuple((begin - start, end - start) for begin, end in gauges.throttled_spans(one.samples)),
+        throttled=tuple((begin - start, end - start) for begin, end in gauges.throttled_spans(one.around)),
         window=(0.0, one.window[1] - start) if one.window else None,
         power_cap_w=facts.get("power_limit_w"),
         clock_max_hz=facts.get("sm_clock_max_hz"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -43,6 +44,9 @@ CLEAR = {"facecolor": PAPER, "edgecolor": "none", "pad": 1.5}
 WIDTH_IN = 8.2
 LABEL_PITCH_PT = 12.5
 KEY_CHARACTERS = 96  # of a line of the key
+# Of a line over the axes, which labels push to the right: layout gives a longer one the room of the axes, until they
+# are gone.
+LINE_CHARACTERS, LINE_PT = 84, 13
 
 
 class End(NamedTuple):
@@ -79,12 +83,17 @@ def say(
 
 def entitle(axes: Axes, title: str, subtitle: str, heading: str = "") -> None:
     """The chart's title and what it shows; a heading stands close over the panel, as over the others below it."""
-    rise = 16 if heading and title else 0
+    above, below = _lines(subtitle), _lines(heading)
+    rise = 3 + LINE_PT * len(below) if below and title else 0
     if title:
-        axes.set_title(title, loc="left", pad=24 + rise)
-        say(axes, subtitle, (0, 1), (0, 8 + rise), "axes fraction", color=QUIET, va="bottom")
-    if heading:
-        say(axes, heading, (0, 1), (0, 5), "axes fraction", color=QUIET, fontsize=9, va="bottom")
+        axes.set_title(title, loc="left", pad=11 + LINE_PT * len(above) + rise)
+        say(axes, "\n".join(above), (0, 1), (0, 8 + rise), "axes fraction", color=QUIET, va="bottom")
+    if below:
+        say(axes, "\n".join(below), (0, 1), (0, 5), "axes fraction", color=QUIET, fontsize=9, va="bottom")
+
+
+def _lines(text: str) -> list[str]:
+    return textwrap.wrap(text, LINE_CHARACTERS)
 
 
 def name_ends(axes: Axes, ends: Sequence[End]) -> None:

@@ -11,7 +11,7 @@ from paceline.exporters._page_tables import about, folded, paragraph, render
 from paceline.findings import Certificate, Measurement, Recipe, Report, RunFinding
 from paceline.present import tables
 from paceline.present.quantity import format_parts, scale_of
-from paceline.present.standing import describe, varying_axes
+from paceline.present.standing import cell_name, varying_axes
 from paceline.present.tables import Cell, Column, Table
 
 COLUMNS = (Column("metric"), Column("value", True), Column("unit"))
@@ -30,14 +30,15 @@ def panels(report: Report) -> Iterator[str]:
     measured, certified = _by_cell(report.measurements), _by_cell(report.certificates)
     brief = len(report.certificates) > MOST_CERTIFICATES
     recipes = {recipe.cell: recipe for recipe in report.recipes}
-    for cell, ours in sorted(runs.items(), key=lambda item: describe(item[1][0].axes, named)):
+    names = {cell: cell_name(report, cell, ours[0].axes, named) for cell, ours in runs.items()}
+    for cell, ours in sorted(runs.items(), key=lambda item: names[item[0]]):
         inner = (
             _reasons(ours),
             _recipe(recipes.get(cell)),
             _measurements(measured.get(cell, ())),
             "".join(_certificate(c, brief) for c in certified.get(cell, ())),
         )
-        title = f"<b>{escape(describe(ours[0].axes, named))}</b>{_badge(ours)}"
+        title = f"<b>{escape(names[cell])}</b>{_badge(ours)}"
         opening = f'<details class="cell" id="cell-{escape(cell)}"{about((cell,))}>'
         yield f"{opening}<summary>{title}</summary>{''.join(inner)}</details>"
 

@@ -8,6 +8,8 @@ from html import escape
 from paceline.present.tables import Cell, Column, Table
 
 OPEN_NOTES = 2
+# Words no longer than this stay on one line.
+SHORT_WORDS = 24
 
 
 def paragraph(value: str, css: str = "") -> str:
@@ -42,19 +44,22 @@ def block(title: str, table: Table, linked: Container[str]) -> str:
 
 def render(table: Table, linked: Container[str] = ()) -> str:
     """Rows that speak of one linked cell lead there from their first words."""
-    head = "".join(f"<th{_kind(column)}>{_heading(column)}</th>" for column in table.columns)
+    kinds = [_kind(column, [row[i] for row in table.rows]) for i, column in enumerate(table.columns)]
+    head = "".join(f"<th{kind}>{_heading(column)}</th>" for kind, column in zip(kinds, table.columns, strict=True))
     cells: Sequence[tuple[str, ...]] = table.cells or [()] * len(table.rows)
-    rows = "".join(_row(table, row, about, linked) for row, about in zip(table.rows, cells, strict=True))
+    rows = "".join(_row(table, kinds, row, about, linked) for row, about in zip(table.rows, cells, strict=True))
     body = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
     return body + _notes(table.notes)
 
 
-def _row(table: Table, row: Sequence[Cell], cells: tuple[str, ...], linked: Container[str]) -> str:
+def _row(
+    table: Table, kinds: Sequence[str], row: Sequence[Cell], cells: tuple[str, ...], linked: Container[str]
+) -> str:
     target = cells[0] if len(cells) == 1 and cells[0] in linked else None
     words = next((i for i, column in enumerate(table.columns) if not column.numeric), None)
     shown = "".join(
-        f"<td{_kind(column)}>{_cell(cell, target if i == words else None)}</td>"
-        for i, (column, cell) in enumerate(zip(table.columns, row, strict=True))
+        f"<td{kind}>{_cell(cell, target if i == words else None)}</td>"
+        for i, (kind, cell) in enumerate(zip(kinds, row, strict=True))
     )
     return f"<tr{about(cells)}>{shown}</tr>"
 
@@ -69,8 +74,13 @@ def _heading(column: Column) -> str:
     return escape(column.name) + (f"<small>{escape(column.unit)}</small>" if column.unit else "")
 
 
-def _kind(column: Column) -> str:
-    return ' class="n"' if column.numeric else ' class="prose"' if column.prose else ""
+def _kind(column: Column, cells: Sequence[Cell]) -> str:
+    """Numbers, sentences, or words: those of a column of short ones are not broken, however narrow the screen."""
+    if column.numeric:
+        return ' class="n"'
+    if column.prose:
+        return ' class="prose"'
+    return ' class="w"' if all(len(cell.text) <= SHORT_WORDS for cell in cells) else ""
 
 
 def _cell(cell: Cell, target: str | None) -> str:

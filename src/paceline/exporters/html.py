@@ -17,10 +17,11 @@ from paceline.exporters import _page_cells, _page_data
 from paceline.exporters._page_tables import block, bullets, folded, paragraph, render
 from paceline.files import write_atomically
 from paceline.findings import Report
-from paceline.present import advice, claims, cost, effects, history, scaling, tables, tuning, verdicts
+from paceline.present import advice, claims, cost, effects, history, nodes, scaling, tables, tuning, verdicts
 from paceline.present.answer import answer, grounds
 from paceline.present.charts import Chart, charts
 from paceline.present.machine import machine_details, machine_tables
+from paceline.present.standing import groups
 from paceline.present.tables import Table
 
 SCRIPTS = ("vendor/d3.min.js", "vendor/plot.umd.min.js", "charts.js", "page.js")
@@ -141,7 +142,8 @@ def _chip(words: str) -> str:
 def _sections(report: Report, found: tuple[Chart, ...], linked: set[str]) -> Iterator[tuple[str, str, str]]:
     """Name, title and inside of each; what is empty is left out."""
     yield "effects", "Effects", _all(effects.tables(report), linked)
-    yield "ranking", "Ranking", _ranking(report, linked)
+    yield "nodes", "Nodes", _all(nodes.tables(report), linked)
+    yield "ranking", _ranking_title(report), _ranking(report, linked)
     yield "charts", "Charts", _charts(found)
     yield "scaling", "Scaling", _rendered(scaling.efficiency(report), linked)
     yield "loss", "Where the step time goes", _rendered(scaling.explanation(report), linked)
@@ -155,6 +157,12 @@ def _sections(report: Report, found: tuple[Chart, ...], linked: set[str]) -> Ite
     yield "advice", "Out of memory", _all(advice.tables(report), linked)
     yield "cells", "Every cell", _cells(report)
     yield "method", "How it was measured", _method(report, linked)
+
+
+def _ranking_title(report: Report) -> str:
+    """Cells of a design stand beside each other, not against each other."""
+    found = groups(report)
+    return "Cells of the design" if found and all(group.is_listed for group in found) else "Ranking"
 
 
 def _ranking(report: Report, linked: set[str]) -> str:
@@ -190,7 +198,8 @@ def _figure(chart: Chart) -> str:
 
 
 def _machine(report: Report, linked: set[str]) -> str:
-    return _all(machine_tables(report), linked) + "".join(
+    shown = nodes.tables(report)
+    return _all((table for table in machine_tables(report) if table not in shown), linked) + "".join(
         folded(table.title, table, linked) for table in machine_details(report)
     )
 

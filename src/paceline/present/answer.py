@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from paceline.findings import WORSE, Comparison, Recommendation, Report
 from paceline.findings.verdicts import UNDECIDED
-from paceline.present import ceilings, claims, effects, fabric, memory, nodes
+from paceline.present import ceilings, claims, effects, fabric, memory, nodes, tuning
 from paceline.present.standing import (
     THROUGHPUT,
     axes_of,
@@ -106,7 +106,15 @@ def spoken(name: str) -> str:
 def _decision(report: Report, found: Recommendation) -> str:
     if found.metric not in _MARGINS:
         return first_sentence(found.text)[0]
-    return _outcome(found, _where(report, found))
+    return " ".join(filter(None, (_outcome(found, _where(report, found)), _rates(report, found))))
+
+
+def _rates(report: Report, found: Recommendation) -> str:
+    """`DDP: 880 tokens/s.` of those chosen to fine-tune with: what a fine-tune takes follows from it."""
+    told = tuning.rates(report)
+    cells = {name: cell for c in found.because for name, cell in ((c.label, c.cell), (c.other_label, c.other))}
+    rates = [f"{spoken(name)}: {told[cells[name]]}" for name in found.choose if cells.get(name) in told]
+    return f"{'; '.join(rates)}." if rates else ""
 
 
 def _outcome(found: Recommendation, where: str = "") -> str:
@@ -185,10 +193,12 @@ def _held_back(report: Report, found: Recommendation) -> str:
     return f"{name} waits most for {kinds}; this data cannot say which."
 
 
-def _endings_of(report: Report) -> str:
-    """Of a report that decides nothing: what was measured all the same, and how the rest ended."""
+def _endings_of(report: Report, told: str) -> str:
+    """Of a report that decides nothing: what was measured all the same, unless that is told, and how the rest ended."""
     named = varying_axes(report)
-    measured = [_bracketed(describe(axes_of(report, cell) or {}, named)) for cell in ranked_cells(report)]
+    measured = (
+        [] if told else [_bracketed(describe(axes_of(report, cell) or {}, named)) for cell in ranked_cells(report)]
+    )
     left = [(u.status, _bracketed(u.label)) for u in unranked(report) if not u.label.startswith("reference: ")]
     ended = _endings(left)
     if not measured:
@@ -229,9 +239,10 @@ def _without_choice(report: Report) -> list[str]:
     machine = _about_the_machine(report)
     if machine and not trains(report):
         return machine
-    ended = [_endings_of(report)] if ranked_cells(report) or not machine else []
+    tuned = tuning.sentence(report)
+    ended = [_endings_of(report, tuned)] if ranked_cells(report) or not machine else []
     said = sorted((*ended, *machine), key=lambda sentence: not sentence.startswith(_URGENT))
-    return [NO_ANSWER, *filter(None, said)]
+    return [tuned or NO_ANSWER, *filter(None, said)]
 
 
 def _about_the_machine(report: Report) -> list[str]:

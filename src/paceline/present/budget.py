@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from paceline.findings import Measurement, Offer, Report, offers_of
 from paceline.present.quantity import MISSING, Scale, format_number, format_parts, short_count
-from paceline.present.standing import axis_text, describe, varying_axes
+from paceline.present.standing import axis_text, cell_name, describe, varying_axes
 from paceline.present.tables import Cell, Column, Table
 from paceline.prices import GIVEN
 
@@ -55,7 +55,9 @@ def _table(report: Report, ours: Sequence[Offer]) -> Table:
     )
     named = [name for name in varying_axes(report) if name != "nodes"]
     efficiencies = {m.cell: m for m in report.measurements if m.metric == EFFICIENCY}
-    rows = tuple(_row(offer, describe(offer.lead.axes, named), efficiencies.get(offer.lead.cell)) for offer in ours)
+    rows = tuple(
+        _row(o, cell_name(report, o.lead.cell, o.lead.axes, named), efficiencies.get(o.lead.cell)) for o in ours
+    )
     axes, count = lead.axes, short_count(lead.train_samples or 0)
     title = f"{count} samples of {axes.get('sequence_length')} tokens, {axes.get('data')}: time and cost"
     return Table(title, columns, rows, tuple(_notes(ours, efficiencies.values())), tuple((o.lead.cell,) for o in ours))

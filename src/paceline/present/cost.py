@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from paceline.findings import Cost, Measurement, Offer, Report, Saving, offers_of
 from paceline.present import budget
 from paceline.present.quantity import MISSING, TIMES, Scale, format_number, format_parts, places, short_count
-from paceline.present.standing import describe, varying_axes
+from paceline.present.standing import cell_name, varying_axes
 from paceline.present.tables import Cell, Column, Table
 from paceline.prices import GIVEN, Price
 
@@ -73,7 +73,8 @@ def _table(report: Report, offers: Sequence[Offer]) -> Table:
         columns += [Column(f"{size}, h", numeric=True), Column(f"{size} {kind}, USD", numeric=True)]
         columns += [Column(f"{size} spot, USD", numeric=True)] if spot else []
     # By name: an order by cost would be a ranking, which only comparisons make.
-    labelled = sorted(((describe(o.lead.axes, named), o) for o in offers), key=lambda pair: pair[0])
+    named_offers = ((cell_name(report, o.lead.cell, o.lead.axes, named), o) for o in offers)
+    labelled = sorted(named_offers, key=lambda pair: pair[0])
     rows = tuple(_row(offer, label) for label, offer in labelled)
     cells = {offer.lead.cell for offer in offers}
     leads = {offer.lead.cell: offer.lead for offer in offers}

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from paceline.findings import DeviceGauges, GaugeTrace, Report
 from paceline.present.quantity import MISSING, format_number
-from paceline.present.standing import axes_of, describe, varying_axes
+from paceline.present.standing import axes_of, cell_name, varying_axes
 from paceline.present.tables import Cell, Column, Table
 
 GIB, MHZ = 2.0**-30, 1e-6
@@ -111,8 +111,10 @@ def _share(
 
 
 def trace_title(report: Report, trace: GaugeTrace) -> str:
-    """The cell and the device."""
-    cell = describe(axes_of(report, trace.cell) or {}, varying_axes(report)) or trace.run
+    """The cell and the device; the device alone where there is one cell to draw."""
+    if len(drawn(report)) == 1:
+        return device_name(trace)
+    cell = cell_name(report, trace.cell, axes_of(report, trace.cell) or {}, varying_axes(report)) or trace.run
     return f"{cell}: {device_name(trace)}"
 
 

@@ -241,10 +241,18 @@ def _gathered(names: Mapping[str, str], found: Sequence[Group]) -> list[Group]:
     for group, row in zip(alone, rows, strict=True):
         for note in group.notes:
             said.setdefault(note, []).append(row.label)
-    notes = [n if len(who) == len(rows) else f"{'; '.join(who)}: {n}" for n, who in said.items()]
+    notes = [f"{start}{note}" for note, who in said.items() for start in (_true_of(who, [r.label for r in rows]),)]
     warnings = tuple(w for w in alone[0].warnings if all(w in g.warnings for g in alone))
     merged = Group(title, axes, rows, (DESIGNED, *notes), warnings, heading="cell of the design")
     return [g for g in found if g not in alone] + [merged]
+
+
+def _true_of(who: Sequence[str], everyone: Sequence[str]) -> str:
+    """Of whom a note speaks, by the shorter list; nothing where it is all."""
+    rest = [name for name in everyone if name not in who]
+    if not rest:
+        return ""
+    return f"all but {'; '.join(rest)}: " if len(rest) < len(who) - 1 else f"{'; '.join(who)}: "
 
 
 def cell_name(report: Report, cell: str, axes: Mapping[str, Scalar], named: Sequence[str]) -> str:

@@ -32,7 +32,7 @@ from paceline.present.standing import (
     Row,
     axes_of,
     axis_text,
-    describe,
+    cell_name,
     groups,
     unranked,
     varying_axes,
@@ -260,7 +260,7 @@ def certification(report: Report) -> Table | None:
         checks = Cell(str(max(len(c.checks) for c in found)))
         references = ", ".join(dict.fromkeys(c.reference or MISSING for c in found))
         failed = "; ".join(dict.fromkeys(reason for c in found for reason in c.reasons)) or "all agree"
-        name = Cell(describe(axes_of(report, cell) or {}, named) or cell)
+        name = Cell(cell_name(report, cell, axes_of(report, cell) or {}, named) or cell)
         tone = "good" if passed == len(found) else "bad"
         rows.append((name, badge._replace(tone=tone), checks, Cell(failed), Cell(references, "", "code")))
     columns = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from paceline.findings import Report
 from paceline.present import advice, claims, cost, effects, scaling, tables, tuning, verdicts
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
     from rich.text import Text
 
+# How wide a column of sentences may be, tried in this order; None is as wide as they are.
+WORDS = (None, 56, 48, 40, 34, 28, 24)
 _STYLES = {"good": "green", "bad": "red", "quiet": "dim", "code": "cyan"}
 
 
@@ -73,28 +75,36 @@ def drawn(found: Iterable[Table]) -> RenderableType:
 
 
 class Fitted:
-    """A table that leaves out its least important columns until it fits the console it is printed on."""
+    """A table that breaks its sentences into lines and then leaves out its least important columns until it fits the
+    console it is printed on."""
 
     def __init__(self, table: Table) -> None:
         self.table = table
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        from rich.measure import Measurement
         from rich.padding import Padding
         from rich.text import Text
 
         keep = list(range(len(self.table.columns)))
-        while True:
-            drawn = _draw(self.table, keep)
-            wide = Measurement.get(console, options.update(width=10_000), drawn).maximum > options.max_width
+        while (drawn := self._fitting(keep, console, options)) is None:
             spare = max(keep, key=lambda i: self.table.columns[i].priority)
-            if not wide or self.table.columns[spare].priority == 0:
+            if self.table.columns[spare].priority == 0:
                 break
             keep.remove(spare)
-        yield drawn
+        yield drawn or _draw(self.table, keep)
         for note in (*self.table.notes, *_left_out(self.table, keep)):
             yield Padding(Text(note, style="dim"), (0, 0, 0, 2))
         yield ""
+
+    def _fitting(self, keep: Sequence[int], console: Console, options: ConsoleOptions) -> rich.table.Table | None:
+        """These columns with sentences in the longest lines that fit; None where none does."""
+        from rich.measure import Measurement
+
+        for words in WORDS:
+            drawn = _draw(self.table, keep, words)
+            if Measurement.get(console, options.update(width=10_000), drawn).maximum <= options.max_width:
+                return drawn
+        return None
 
 
 def _left_out(table: Table, keep: Sequence[int]) -> tuple[str, ...]:
@@ -102,7 +112,8 @@ def _left_out(table: Table, keep: Sequence[int]) -> tuple[str, ...]:
     return (f"Too narrow to show: {', '.join(gone)}.",) if gone else ()
 
 
-def _draw(table: Table, keep: Sequence[int]) -> rich.table.Table:
+def _draw(table: Table, keep: Sequence[int], words: int | None = None) -> rich.table.Table:
+    """words is how wide a column of sentences may be; None for as wide as they are."""
     from rich import box
     from rich.table import Table as RichTable
     from rich.text import Text
@@ -112,7 +123,9 @@ def _draw(table: Table, keep: Sequence[int]) -> rich.table.Table:
     for i in keep:
         column = table.columns[i]
         heading = "\n".join(filter(None, (column.name, column.unit)))
-        drawn.add_column(Text(heading), justify="right" if column.numeric else "left", overflow="fold")
+        widest = words if column.prose else None
+        justify: Literal["left", "right"] = "right" if column.numeric else "left"
+        drawn.add_column(Text(heading), justify=justify, overflow="fold", max_width=widest)
     for row in table.rows:
         drawn.add_row(*(_text(row[i]) for i in keep))
     return drawn

@@ -42,7 +42,7 @@ def bottlenecks(report: Report) -> Table | None:
     kinds = [kind for kind in BOTTLENECKS if kind in known]
     columns = (
         Column("cell", prose=True),
-        Column("waits most for"),
+        Column("waits most for", prose=True),
         *(Column(f"{kind}, %", numeric=True, priority=i) for i, kind in enumerate(kinds, 1)),
     )
     rows = tuple((Cell(cell_name(report, b.cell, b.axes, named)), *_verdict(b, kinds)) for b in found)

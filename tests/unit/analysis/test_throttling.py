@@ -159,6 +159,21 @@ def test_the_table_tells_the_measured_steps_only(run_on_gpus: Builder) -> None:
     assert trace.seconds[0] == -11.0, "set-up is drawn"
 
 
+def test_a_trace_ends_a_margin_beyond_the_measured_steps(run_on_gpus: Builder) -> None:
+    early = [dataclasses.replace(s, at_s=s.at_s - 200) for s in stream(during(0, 0))]
+    record = run_on_gpus([*early, *stream(during(0, 0))])
+    window = open_window(record)
+    (trace,) = watch.traces(watch.watched([record], {window.run: window}))
+    assert trace.seconds[0] == -11.0, "what was read 200 s earlier is no part of it"
+
+
+def test_a_reference_has_no_trace(run_on_gpus: Builder, make_reference: Builder) -> None:
+    record = run_on_gpus(stream(during(0, 0)))
+    reference = dataclasses.replace(make_reference(record.spec), gauges=record.gauges)
+    found = report.build([reference, record], "t")
+    assert [trace.run for trace in found.gauge_traces] == [record.spec.run_id]
+
+
 def test_curves_are_shares_of_the_machines_limits_or_of_the_most_seen(run_on_gpus: Builder) -> None:
     record = run_on_gpus(stream(during(0, 0)))
     facts = {"host": "node-a", "gpus": [{"index": 0, "power_limit_w": 700.0}]}

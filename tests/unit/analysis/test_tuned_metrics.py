@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline import adapters, models
-from paceline.analysis import metrics
+from paceline.analysis import metrics, thumb
 from paceline.analysis.compare import comparable_metrics, compare_cells, comparison, why_not_compared
 from paceline.analysis.metrics import Cell
 from paceline.analysis.observation import observe
@@ -19,6 +19,7 @@ from paceline.analysis.window import open_window
 from paceline.errors import RequestError
 from paceline.findings import Measurement
 from paceline.present import tuning
+from paceline.present.answer import answer
 from paceline.records import RunRecord
 from paceline.spec import Choice, Tuning
 
@@ -180,13 +181,15 @@ def test_the_table_shows_what_learns_and_every_rate(make_tuned: Builder) -> None
     report = dataclasses.replace(build([], title="test", created_at=0.0), measurements=measurements)
     (table,) = tuning.tables(report)
     assert [c.heading for c in table.columns] == [
-        *("what", "method", "rank", "targets", "optimizer"),
-        *("tokens/s", "label tokens/s", "samples/s", "padding, %", "packing, %"),
+        *("what", "method", "rank", "optimizer"),
+        *("tokens/s", "samples/s", "padding, %", "label tokens/s", "packing, %"),
     ]
     rows = {row[1].text: [cell.text for cell in row] for row in table.rows}
-    assert rows["qlora"][2:5] == ["8", "q+k+v+o", "paged_adamw_8bit"]
-    assert rows["lora"][2:5] == ["16", "q+k+v+o", "adamw"]
-    assert rows["lora"][5:8] == ["160", "96.0", "5.00"]
+    assert rows["qlora"][2:4] == ["8", "paged_adamw_8bit"]
+    assert rows["lora"][2:4] == ["16", "adamw"]
+    assert [rows["lora"][i] for i in (4, 5, 7)] == ["160", "5.00", "96.0"]
+    assert table.notes[0] == "All rows: targets q+k+v+o, tiny-llama, 2 processes.", "what all share is said once"
+    assert not any("tiny-llama" in row[0].text for row in table.rows)
     assert rows["qlora"][-1].startswith("62.5")
     assert any("samples per second are not comparable" in note for note in table.notes)
 
@@ -194,3 +197,23 @@ def test_the_table_shows_what_learns_and_every_rate(make_tuned: Builder) -> None
 def test_no_table_without_a_cell_that_fine_tunes(make_spec: Builder, make_record: Builder) -> None:
     measurements = tuple(m for cell in cells_of(make_record(make_spec())) for m in metrics.measure(cell))
     assert tuning.tables(dataclasses.replace(build([], title="test", created_at=0.0), measurements=measurements)) == ()
+
+
+# --- the answer ---
+
+
+def test_a_single_fine_tune_is_answered_by_its_rate(make_tuned: Builder, make_reference: Builder) -> None:
+    record = make_tuned()
+    report = build([make_reference(record.spec), record], title="test", created_at=0.0)
+    # The steps are made by hand and prove no work of a fine-tune: what they cannot pass is left out.
+    valid = tuple(
+        dataclasses.replace(c, checks=tuple(check for check in c.checks if check.ok)) for c in report.certificates
+    )
+    runs = tuple(dataclasses.replace(run, status="ok") for run in report.runs)
+    measurements = tuple(m for cell in cells_of(record) for m in metrics.measure(cell))
+    report = dataclasses.replace(report, certificates=valid, runs=runs, measurements=measurements)
+    assert answer(report)[0] == "Fine-tuning tiny-llama by lora: ddp on 2 processes 160 tokens/s."
+
+
+def test_no_rule_of_thumb_of_a_fine_tune(make_tuned: Builder) -> None:
+    assert thumb.rules([make_tuned(model="mistral-7b")]) == (), "16 bytes per weight is not its state"

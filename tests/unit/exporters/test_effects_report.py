@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from paceline.analysis import recommend
 from paceline.exporters import csv as csv_exporter
 from paceline.exporters import html, markdown, plots
 from paceline.findings import DesignOutcome, Effect, LeftOut, Report, Response
@@ -172,3 +173,13 @@ def test_a_shown_run_tells_where_its_profiled_steps_went() -> None:
         old, products_s=0.8, attention_s=0.2, dequantisation_s=0.3, elementwise_s=0.2, copies_s=0.0
     )
     assert "products 40%, attention 10%, dequantisation 15%, elementwise 10%, copies 0%, exposed" in _profile(told)
+
+
+def test_cells_of_one_design_are_named_by_their_changes_and_not_chosen_between(designed: Report) -> None:
+    page = html.text(designed)
+    assert "<b>baseline</b>" in page
+    (first, *_) = designed.recommendations
+    cells = {cell: "point" for c in first.because for cell in (c.cell, c.other)}
+    planned = dataclasses.replace(designed.effects[0], names=cells)
+    assert first not in recommend.beside_designs(designed.recommendations, (planned,))
+    assert first in recommend.beside_designs(designed.recommendations, designed.effects), "one cell alone is no pair"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import struct
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from paceline.exporters import _cost_charts as cost
 from paceline.exporters import _time_charts as times
 from paceline.exporters import plots
 from paceline.exporters._arrangement import MOST_LANES, strategy_colours
-from paceline.exporters._canvas import End, canvas, name_ends
+from paceline.exporters._canvas import End, canvas, entitle, name_ends
 from paceline.findings import Measurement, Report
 
 
@@ -200,3 +201,11 @@ def test_matplotlib_is_not_imported_until_something_is_drawn() -> None:
     code = "import sys, paceline.present, paceline.exporters.html, paceline.exporters.plots as p; "
     code += "print([m for m in ('matplotlib', 'rich', 'numpy', 'torch') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_long_words_over_a_panel_leave_the_axes_their_room(recwarn: pytest.WarningsRecorder) -> None:
+    figure, (axes,) = canvas("", "", 2.9)
+    entitle(axes, "Title", "what it shows " * 10, "precision bf16, sequence length 1024, " * 5)
+    figure.savefig(io.BytesIO(), format="png")
+    assert not recwarn.list, "layout gives up where a text leaves the axes no room"
+    assert axes.get_position().width > 0.8

@@ -11,9 +11,10 @@ from rich.console import Console
 
 from paceline import present
 from paceline.findings import Report
-from paceline.present import standing, tables, words
+from paceline.present import standing, tables, terminal, words
 from paceline.present.facts import flatten
 from paceline.present.quantity import MISSING, format_duration, format_quantity
+from paceline.present.tables import Cell, Column, Table
 
 
 @pytest.mark.parametrize(
@@ -175,6 +176,16 @@ def test_the_terminal_never_overflows_and_names_what_it_left_out(report: Report,
     assert max(map(len, text.splitlines())) <= width
     assert "12,345" in text
     assert ("Too narrow to show" in text) == (width < 140)
+
+
+def test_the_terminal_breaks_sentences_before_it_leaves_out_a_column() -> None:
+    columns = (Column("what", prose=True), Column("tokens/s", numeric=True), Column("padding, %", True, priority=1))
+    table = Table("t", columns, ((Cell("a long name " * 6), Cell("9,548"), Cell("49")),))
+    text = printed(terminal.Fitted(table), 60)
+    assert "padding" in text
+    assert "Too narrow" not in text
+    assert max(map(len, text.splitlines())) <= 60
+    assert "Too narrow to show: padding." in printed(terminal.Fitted(table), 38)
 
 
 def test_the_terminal_lists_failures_and_scaling_only_where_there_are_some(

@@ -281,12 +281,14 @@ const Charts = (() => {
   }
 
   function lines(chart, points, room) {
+    const apart = chart.x.shared === false;
     const panels = d3.group(points, p => p.group ?? "");
     const ends = points.flatMap(p => [p.y, ...(p.drawn === "curve" ? [] : [p.low ?? p.y, p.high ?? p.y])]);
     const domains = { x: span(points.map(p => p.x), chart.x), y: span([...ends, ...(chart.rules ?? []).map(r => r.y)], chart.y, true) };
     if (panels.size === 1) return [curves(chart, points, room, domains, Math.min(320, Math.max(240, room * .55)))];
     const columns = Math.max(1, Math.floor((room + 24) / 264)), each = (room - 24 * (columns - 1)) / columns;
-    return [...panels].map(([name, ours]) => ({ ...curves(chart, ours, each, domains, 200), name }));
+    const within = ours => apart ? { ...domains, x: span(ours.map(p => p.x), chart.x) } : domains;
+    return [...panels].map(([name, ours]) => ({ ...curves(chart, ours, each, within(ours), 200), name }));
   }
 
   // --- matrix ---

@@ -1,6 +1,6 @@
 """Charts as data: what is drawn, in which unit, with which words; whoever draws decides nothing but pixels.
 
-chart < training, effects, money, time, gauges, memory, nodes, fabric, ceilings. A new chart is a function from the
+chart < training, effects, money, time, memory, nodes, fabric, ceilings, gauges. A new chart is a function from the
 report to charts and a line in BUILDERS.
 """
 
@@ -26,7 +26,6 @@ BUILDERS: tuple[Callable[[Report], Iterable[Chart]], ...] = (
     money.cost,
     money.budget,
     time.history,
-    gauges.traces,
     memory.components,
     memory.frontier,
     nodes.nodes,
@@ -35,6 +34,7 @@ BUILDERS: tuple[Callable[[Report], Iterable[Chart]], ...] = (
     ceilings.products,
     ceilings.copies,
     ceilings.attention,
+    gauges.traces,
 )
 
 

@@ -20,13 +20,15 @@ COLOURS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """scale is linear, log or log2; ticks is number or bytes; zero says whether the axis must begin there."""
+    """scale is linear, log or log2; ticks is number or bytes; zero says whether the axis must begin there, shared
+    whether all panels have its one range."""
 
     label: str
     unit: str = ""
     scale: str = LINEAR
     ticks: str = "number"
     zero: bool = True
+    shared: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from paceline.findings.effects import ALIASED, INTERACTION, NO_EFFECT, OPEN
 from paceline.present.charts.chart import SPANS, Axis, Chart, Point, Rule, Series, used
 from paceline.present.effects import MEMORY, SPEED, change, percent_up, plan, verdict
 
+MARKS = "Dots are effects, lines their 95 % intervals."
 MATTERS, OPEN_WORD = "matters", "undecided or not told apart"
 SERIES = (Series(name=MATTERS, colour=1), Series(name=OPEN_WORD, colour=5), Series(name=NO_EFFECT, colour=0))
 PANELS = {SPEED: "Non-pad tokens per second: right is faster", MEMORY: "Peak memory: left is less"}
@@ -21,7 +22,7 @@ def effects(report: Report) -> Iterator[Chart]:
         yield Chart(
             name="effects" if number == 1 else f"effects_{number}",
             title="What mattered, what did not",
-            subtitle=_words(outcome),
+            subtitle=_words(outcome, len(report.effects) > 1),
             kind=SPANS,
             y=Axis(label="change, %", unit="%", zero=False),
             points=tuple(points),
@@ -30,8 +31,9 @@ def effects(report: Report) -> Iterator[Chart]:
         )
 
 
-def _words(outcome: DesignOutcome) -> str:
-    return f"{plan(outcome)} Dots are effects, lines their 95 % intervals."
+def _words(outcome: DesignOutcome, several: bool) -> str:
+    """Which design, where there are several: one stands above the chart already."""
+    return f"{plan(outcome)} {MARKS}" if several else MARKS
 
 
 def _point(effect: Effect, metric: str) -> Point | None:

@@ -21,10 +21,10 @@ def traces(report: Report) -> Iterator[Chart]:
     yield Chart(
         name="gauges",
         title="Gauges over the run",
-        subtitle="One device of each cell, set-up included; 0 s is the first measured step. "
+        subtitle="One device of each cell, its measured steps and what went before; 0 s is the first of them. "
         "Shaded: throttled (power cap, heat or hardware slowdown).",
         kind=LINES,
-        x=Axis(label="s", zero=False),
+        x=Axis(label="s", zero=False, shared=False),
         y=Axis(label="% of the limit, or C"),
         points=tuple(points),
         series=used([Series(name=name, colour=colour) for name, colour in GAUGES.items()], points),
