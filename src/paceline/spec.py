@@ -269,7 +269,9 @@ class RunSpec:
     def run_id(self) -> str:
         workload = None if self.workload.name == "pretrain" else self.workload.name
         strategy = str(self.strategy) if self.strategy else None
-        model = None if self.workload.name == "collectives" else self.model.name
+        # Of a directory its last part tells enough: the digest tells the rest, and names of folders have an end.
+        name = self.model.name.rstrip("/").rpartition("/")[2][:40]
+        model = None if self.workload.name == "collectives" else name
         label = "-".join(filter(None, (workload, strategy, model, f"{self.topology.world_size}x")))
         slug = re.sub(r"[^A-Za-z0-9]+", "-", label).strip("-").lower()
         return f"{slug}-r{self.repeat}-{_digest(self._without('experiment', 'timeout_s', 'stall_s'))[:10]}"

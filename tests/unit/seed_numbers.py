@@ -7,11 +7,11 @@ import statistics
 from collections.abc import Iterable
 from pathlib import Path
 
-from paceline import models, prices
+from paceline import adapters, models, prices
 from paceline.analysis.cost import usd_per_1k_samples, usd_per_mtok
 from paceline.machine import gpu_row
 from paceline.models import Shape, wire_factor
-from paceline.spec import Choice
+from paceline.spec import Choice, Tuning
 
 FOLDER = Path(__file__).parents[2] / "docs" / "seed-qlora"
 NODES = ("1", "2", "4")
@@ -151,9 +151,9 @@ def utilisation() -> tuple[float, float]:
     """MFU and HFU of the one-node rate in per cent: LoRA's FLOPs, full checkpointing, the A10's dense 16-bit peak."""
     row = gpu_row("NVIDIA A10")
     assert row is not None
-    counted = adapter_parameters(MISTRAL, RANK, MISTRAL.kv_heads)
-    flops = models.lora_flops_per_token(MISTRAL, LENGTH, counted)
-    again = models.recomputed_flops_per_token(MISTRAL, LENGTH, "full")
+    tuning, keys = Tuning(rank=RANK), (LENGTH + 1) / 2
+    flops = adapters.flops_per_token(MISTRAL, tuning, keys)
+    again = adapters.recomputed_flops_per_token(MISTRAL, tuning, keys, "full")
     rate = S["000", "samples_per_s", "1"] * LENGTH
     peak = float(row["bf16"])
     return 100 * rate * flops / peak, 100 * rate * (flops + again) / peak

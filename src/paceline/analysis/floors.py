@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from paceline import models
 from paceline.analysis import ceilings, metrics
 from paceline.analysis.metrics import DTYPE_BYTES, Cell
 from paceline.errors import RequestError
@@ -15,9 +14,6 @@ from paceline.records import RunRecord
 
 # Adam reads and writes two fp32 moments and the fp32 weight; the gradient it also reads is counted by its dtype.
 ADAM_BYTES = 2 * (4 + 4 + 4)
-# Of the products of training (forward, backward by inputs, backward by weights) frozen weights do without the last. The
-# adapters' own are left out, so that it stays a floor.
-FROZEN_FLOPS_RATIO = 2 / 3
 # Strategies whose optimizer works on 1/n of the parameters, and those where it works on all.
 _SHARDED, _WHOLE = ("fsdp2", "zero"), ("single", "ddp")
 CEILINGS_FROM = "`paceline run compute` into the same results folder does"
@@ -51,17 +47,13 @@ def products(cell: Cell) -> Floor:
     """FLOPs of a step on one device, recomputed ones included, at the best product that was reached there."""
     peak, note = metrics.measured_peak(cell)
     tokens = cell.per("tokens")
-    dtype, training = cell.spec.training.precision.compute, cell.spec.training
+    dtype = cell.spec.training.precision.compute
     if peak is None or tokens is None:
         return Floor(None, _no_ceiling(cell, f"{dtype} products"))
     try:
-        shape = cell.windows[0].record.shape
+        flops = metrics.flops_per_token(cell, recomputed=True)
     except RequestError as error:
         return Floor(None, str(error))
-    tuning = cell.spec.tuning
-    flops: float = models.flops_per_token(shape, training.sequence_length)
-    flops *= FROZEN_FLOPS_RATIO if tuning and tuning.has_adapters else 1
-    flops += models.recomputed_flops_per_token(shape, training.sequence_length, training.checkpointing)
     seconds = flops * tokens.value / cell.spec.topology.world_size / peak
     text = f"its products need at least {milliseconds(seconds)} at {note.removeprefix('of ')}"
     return Floor(seconds, text, cell.achievable[dtype].runs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +34,7 @@ from paceline.analysis.certificate import certify_all
 from paceline.analysis.metrics import Cell
 from paceline.analysis.recipe import recipes
 from paceline.analysis.window import Window, first_and_last_loss, open_window, step_table
-from paceline.findings import SHARED_GPU, Certificate, Report, RunFinding
+from paceline.findings import SHARED_GPU, Certificate, Measurement, Report, RunFinding, ScalingPoint
 from paceline.records import RunRecord, Status
 
 LONGEST_DISTRIBUTION = 500
@@ -71,13 +71,7 @@ def build(
         paceline_version=__version__,
         machines=_machines(ordered),
         runs=runs,
-        measurements=(
-            *(m for cell in cells for m in metrics.measure(cell)),
-            *(p.efficiency for p in grown.points),
-            *network.measurements,
-            *held.measurements,
-            *peaks,
-        ),
+        measurements=(*_trained(cells, grown.points), *network.measurements, *held.measurements, *peaks),
         certificates=tuple(certificates.values()),
         comparisons=tuple(c for each in everything for c in each.comparisons),
         recommendations=tuple(recommend.recommend(everything, runs)),
@@ -103,6 +97,12 @@ def build(
     return _completed(
         watch.added_to(_with_nodes(found, sound, baseline), sound, windows), ordered, cells, costing or cost.Costing()
     )
+
+
+def _trained(cells: Sequence[Cell], points: Sequence[ScalingPoint]) -> Iterator[Measurement]:
+    for cell in cells:
+        yield from metrics.measure(cell)
+    yield from (point.efficiency for point in points)
 
 
 def _with_nodes(found: Report, sound: Sequence[RunRecord], baseline: nodes.Baseline | None) -> Report:

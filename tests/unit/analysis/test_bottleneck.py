@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline import models
+from paceline import adapters, models
 from paceline.analysis import bottleneck, floors
 from paceline.analysis.report import build
 from paceline.findings import Bottleneck, ShareOfStep
@@ -55,30 +55,45 @@ def verdict(make_spec: Builder, make_record: Builder, make_steps: Builder, make_
         for repeat in range(repeats):
             spec = make_spec(**{**SPEC, **more}, repeat=repeat)
             steps = make_steps(spec, STEP_S, data_wait_s=wait_s, optimizer_s=0.9)
-            runs.append(make_record(spec, gpus=gpus, steps=steps, traces=traces))
+            runs.append(as_tuned(make_record(spec, gpus=gpus, steps=steps, traces=traces)))
         first = runs[0]
         kernels = ceilings_of(first, products_s, optimizer_s)
         alone = make_spec(None, world_size=1, workload="compute", device=first.spec.topology.device)
         empty: dict[str, Any] = {"steps": (), "memory": (), "wire": (), "traces": ()}
         beside = [make_record(alone, gpus=gpus, kernels=kernels, **empty)] if kernels else []
-        reference = make_reference(first.spec, variants=(0.0, 1e-4, 2e-4, 3e-4), gpus=gpus)
+        reference = as_tuned(make_reference(first.spec, variants=(0.0, 1e-4, 2e-4, 3e-4), gpus=gpus))
         report = build([reference, *runs, *beside], "test")
+        assert report.bottlenecks, [c.reasons for c in report.certificates]
         (found,) = report.bottlenecks
         return found
 
     return make
 
 
+def as_tuned(record: RunRecord) -> RunRecord:
+    """With the evidence of a fine-tune, where the spec is one: adapters that learn over frozen weights in 4 bit."""
+    tuning = record.spec.tuning
+    if tuning is None:
+        return record
+    learned = adapters.trained_parameters(record.shape, tuning)
+    held = {"parameters": "fp32", "frozen_weights": "nf4", "optimizer_state": "8bit"}
+    outcomes = []
+    for outcome in record.outcomes:
+        assert outcome.evidence is not None
+        dtypes = {**outcome.evidence.dtypes, **held}
+        evidence = dataclasses.replace(outcome.evidence, parameters=learned, frozen_digest="77aa", dtypes=dtypes)
+        outcomes.append(dataclasses.replace(outcome, evidence=evidence))
+    steps = tuple(dataclasses.replace(step, label_tokens=step.tokens) for step in record.steps)
+    wire = tuple(dataclasses.replace(sample, payload_bytes=4 * learned) for sample in record.wire)
+    return dataclasses.replace(record, outcomes=tuple(outcomes), steps=steps, wire=wire)
+
+
 def ceilings_of(record: RunRecord, products_s: float | None, optimizer_s: float | None) -> list[KernelSample]:
     """Kernels so fast that the products, and the optimizer, of one step need these seconds."""
     usual: dict[str, Any] = {"rank": 0, "label": "x", "variant": "", "durations_s": (1.0,) * 9, "size": 1, "wrong": 0}
-    training, shape, world_size = record.spec.training, record.shape, record.spec.topology.world_size
+    shape, world_size = record.shape, record.spec.topology.world_size
     tokens = record.spec.tokens_per_step / world_size
-    frozen = record.spec.tuning is not None and record.spec.tuning.has_adapters
-    flops = (
-        models.flops_per_token(shape, training.sequence_length) * (2 / 3 if frozen else 1)
-        + models.recomputed_flops_per_token(shape, training.sequence_length, training.checkpointing)
-    ) * tokens
+    flops = training_flops(record) * tokens
     found = []
     if products_s is not None:
         work = {"flops": round(flops / products_s), "moved_bytes": None}
@@ -88,6 +103,17 @@ def ceilings_of(record: RunRecord, products_s: float | None, optimizer_s: float 
         work = {"flops": None, "moved_bytes": round(moved / optimizer_s)}
         found.append(KernelSample(kernel="copy", dtype="bytes", **usual | work))
     return found
+
+
+def training_flops(record: RunRecord) -> float:
+    """Of one token, recomputed ones included."""
+    training, shape, tuning = record.spec.training, record.shape, record.spec.tuning
+    length, mode = training.sequence_length, training.checkpointing
+    if tuning is None:
+        return models.flops_per_token(shape, length) + models.recomputed_flops_per_token(shape, length, mode)
+    keys = (length + 1) / 2
+    again = adapters.recomputed_flops_per_token(shape, tuning, keys, mode)
+    return adapters.flops_per_token(shape, tuning, keys) + again
 
 
 def shares(found: Bottleneck) -> dict[str, ShareOfStep]:
