@@ -210,7 +210,7 @@ def test_axes_are_flat(make_spec: Make) -> None:
     assert all(isinstance(value, str | int | float | bool | None) for value in axes.values())
 
 
-def test_a_long_path_to_a_model_makes_a_short_run_id(make_spec: Builder) -> None:
+def test_a_long_path_to_a_model_makes_a_short_run_id(make_spec: Callable[..., RunSpec]) -> None:
     deep = "/models/" + "x" * 300 + "/Mistral-7B/"
     spec = make_spec("ddp", model=deep)
     assert spec.run_id.startswith("ddp-mistral-7b-")
