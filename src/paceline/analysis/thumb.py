@@ -121,11 +121,11 @@ def _smallest(shape: Shape, strategy: str, gpu: str, memory_bytes: float, sequen
 
 
 def _trained(records: Iterable[RunRecord]) -> list[tuple[Shape, int]]:
-    """Each model that was trained from scratch, with its longest sequence: the arithmetic is that of 16 bytes of state
-    per weight, and says nothing about frozen or quantised ones."""
+    """Each model that was trained whole, with its longest sequence: the rules know no frozen weights."""
     found: dict[str, tuple[Shape, int]] = {}
     for record in records:
-        if record.status is not Status.OK or not record.spec.is_certified or record.spec.tuning is not None:
+        frozen = record.spec.tuning is not None and record.spec.tuning.has_adapters
+        if record.status is not Status.OK or not record.spec.is_certified or frozen:
             continue
         try:
             shape = record.shape
