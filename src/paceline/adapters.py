@@ -29,8 +29,20 @@ def adapter_parameters(shape: Shape, rank: int, targets: str) -> int:
     return shape.layers * sum(adapter_tensors(shape, rank, targets))
 
 
+def sharded_adapter_parameters(shape: Shape, tuning: Tuning, parts: int) -> int:
+    """A as FSDP2 sends it: it pads the rows of each matrix to a multiple of the parts, and one of the two of every
+    adapter has no more rows than its rank."""
+    matrices = adapter_matrices(shape, tuning.rank, tuning.targets)
+    return shape.layers * sum(-(-rows // parts) * parts * columns for rows, columns in matrices)
+
+
 def adapter_tensors(shape: Shape, rank: int, targets: str) -> tuple[int, ...]:
     """Elements of the two matrices of each adapter of one layer."""
+    return tuple(rows * columns for rows, columns in adapter_matrices(shape, rank, targets))
+
+
+def adapter_matrices(shape: Shape, rank: int, targets: str) -> tuple[tuple[int, int], ...]:
+    """Rows and columns of the two matrices of each adapter of one layer: (rank, inputs) and (outputs, rank)."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     ends = {
         "q": (shape.hidden, queries),
@@ -41,11 +53,12 @@ def adapter_tensors(shape: Shape, rank: int, targets: str) -> tuple[int, ...]:
         "down": (shape.ffn, shape.hidden),
         **({"gate": (shape.hidden, shape.ffn)} if shape.gated else {}),
     }
-    found: list[int] = []
+    found: list[tuple[int, int]] = []
     for target in targets.split("+"):
         require_field(target in ends, shape.name, "targets", target, f"one of {', '.join(ends)}")
         experts = shape.experts or 1 if target in ("gate", "up", "down") else 1
-        found += [rank * side for side in ends[target]] * experts
+        inputs, outputs = ends[target]
+        found += [(rank, inputs), (outputs, rank)] * experts
     return tuple(found)
 
 
@@ -159,13 +172,17 @@ def wire_bytes(
     """Predicted bytes each rank sends per optimizer step; None where we have no formula for the strategy.
 
     DDP and ZeRO-1/2 reduce and gather what is trained: P becomes A. FSDP2 and ZeRO-3 besides gather the frozen weights
-    as they are held (of quantised ones the codes), but reduce the adapters alone.
+    as they are held (of quantised ones the codes), but reduce the adapters alone. FSDP2 pads what it shards, which is
+    counted of the adapters: a frozen weight has too many rows for it to matter.
     """
     trained, size = trained_parameters(shape, tuning), ADAPTER_BYTES if tuning.has_adapters else DTYPE_BYTES[compute]
     reduced = trained * DTYPE_BYTES[reduce]
     if strategy.name == "fsdp2":
         root = models.root_parameters(shape) * DTYPE_BYTES[compute]
         blocks = sum(held for _, held in weight_tensors(shape, tuning, compute)) - root
+        if tuning.has_adapters:
+            padding = sharded_adapter_parameters(shape, tuning, group_size) - trained
+            blocks, reduced = blocks + padding * ADAPTER_BYTES, reduced + padding * DTYPE_BYTES[reduce]
         return _fsdp2(strategy, accumulation, root, blocks, reduced) * (group_size - 1) / group_size
     if strategy.name == "zero" and strategy.options.get("stage", 1) == 3:
         tensors = weight_tensors(shape, tuning, compute)

@@ -82,10 +82,13 @@ class Rehearsals:
 
 
 def _runs(alternative: Alternative) -> bool:
-    """Whether the strategy could run it at all."""
-    strategy = alternative.spec.strategy
+    """Whether its workload and its strategy could run it at all."""
+    spec = alternative.spec
+    if spec.strategy is None:
+        return False
+    plugins = (("workloads", spec.workload), ("strategies", spec.strategy))
     try:
-        return strategy is not None and load("strategies", strategy.name).check(alternative.spec) is None
+        return all(load(kind, choice.name).check(spec) is None for kind, choice in plugins)
     except RequestError:
         return False
 

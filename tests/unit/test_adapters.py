@@ -156,6 +156,18 @@ def test_the_formulas_are_what_two_real_ranks_sent() -> None:
         assert sent == payload / 2, strategy
 
 
+@pytest.mark.parametrize(
+    ("ranks", "padded"), [(2, TINY_ADAPTERS), (3, 123_648 // 4), (32, 2 * (4 * 32 * 128 + 16 * (2 * 128 + 2 * 64)))]
+)
+def test_fsdp2_pads_the_rows_of_every_adapter(ranks: int, padded: int) -> None:
+    """Three ranks reduced 123,648 bytes. Of 32 ranks half hold no row of the 16 x 128 matrices."""
+    assert adapters.sharded_adapter_parameters(TINY, QLORA, ranks) == padded
+    strategy, share = Choice("fsdp2"), (ranks - 1) / ranks
+    sent = adapters.wire_bytes(TINY, QLORA, strategy, ranks, 1, "fp32", "fp32")
+    frozen = 4 * models.root_parameters(TINY) + 2 * (2 * TINY_BLOCK / 2 + 4 * 2 * 2 * 128)
+    assert sent == pytest.approx((frozen + (2 + 1) * 4 * padded) * share)
+
+
 def test_tensors_hold_every_weight_once() -> None:
     for shape in (TINY, MISTRAL, models.load(Choice("tiny")), models.load(Choice("mixtral-8x7b"))):
         tensors = adapters.weight_tensors(shape, FULL, "bf16")

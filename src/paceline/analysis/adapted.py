@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from paceline import models
-from paceline.adapters import trained_parameters
+from paceline.adapters import sharded_adapter_parameters, trained_parameters
 from paceline.analysis.metrics import DTYPE_BYTES
 from paceline.analysis.observation import Observed, Standard, checked, silent_ranks
 from paceline.findings import Check
@@ -15,7 +15,7 @@ from paceline.spec import Tuning
 
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 GATHERS = ("all_gather", "broadcast")
-# Padding of shards and scalars such as the gradient norm; a frozen weight would be many times this.
+# Padding of buckets and scalars such as the gradient norm; a frozen weight would be many times this.
 BYTES_TOLERANCE = 0.01
 SCALAR_BYTES = 1024
 
@@ -72,7 +72,7 @@ def only_adapters(run: Observed, standard: Standard) -> Check | None:
     tuning, spec = run.spec.tuning, run.spec
     if tuning is None or not tuning.has_adapters or spec.topology.world_size == 1:
         return None
-    once = trained_count(run) * DTYPE_BYTES[spec.training.precision.reduce]
+    once = _reduced_count(run, tuning) * DTYPE_BYTES[spec.training.precision.reduce]
     times = reductions_per_step(run)
     reduced, gathered = _payload(run, REDUCTIONS), _payload(run, GATHERS)
     slack = BYTES_TOLERANCE * times * once + SCALAR_BYTES
@@ -81,6 +81,14 @@ def only_adapters(run: Observed, standard: Standard) -> Check | None:
     expected = f"{times * once:,} bytes of adapters' gradients reduced per step, within 1 %"
     seen = f"{max(reduced.values(), default=0):,} bytes reduced, {max(gathered.values(), default=0):,} gathered"
     return checked("only adapters reduced", expected, problems, seen)
+
+
+def _reduced_count(run: Observed, tuning: Tuning) -> int:
+    """FSDP2 reduces the padding of its shards with them."""
+    spec = run.spec
+    if spec.strategy is not None and spec.strategy.name == "fsdp2":
+        return sharded_adapter_parameters(run.record.shape, tuning, spec.topology.world_size)
+    return trained_count(run)
 
 
 def reductions_per_step(run: Observed) -> int:

@@ -45,8 +45,10 @@ LARGEST_NULL = 0.05
 # Chance that an effect of nothing passes interval and 2.8 widened standard errors: 0.5 % with many launches, 3.5 % with
 # two of each (Student's t with 1 degree of freedom beyond 18.2).
 FALSE_VERDICTS = 0.035
-# Fields in which cells of one design may differ without being a factor of it: they follow from others, or make no cell.
-_FOLLOWING = ("accumulation", "timeout_s", "stall_s", "reference_steps")
+# Fields in which cells of one design may differ without being a factor of it, because they make no cell.
+_NO_CELL = ("timeout_s", "stall_s", "reference_steps")
+# Factors that accumulation may follow, so that the global batch stays. Where none of them varies, it is a setting.
+_SHARES_OF_BATCH = ("micro_batch", "processes", "nodes")
 
 OTHER_WORK = (
     "The cells differ in their work on purpose: each was proved against a reference of its own, and what is compared "
@@ -79,7 +81,8 @@ def analyse(
 def _rest(spec: RunSpec, design: Design | None) -> str:
     """Equal for specs that agree in all that the design holds fixed; the design itself is part of it."""
     assert design is not None
-    held = {k: v for k, v in recipe.fields(spec).items() if k not in (*design.baseline, *_FOLLOWING)}
+    follows = ("accumulation",) if any(name in design.baseline for name in _SHARES_OF_BATCH) else ()
+    held = {k: v for k, v in recipe.fields(spec).items() if k not in (*design.baseline, *_NO_CELL, *follows)}
     plan = [design.kind, design.baseline, design.levels, design.combined, design.generators]
     return json.dumps([held, plan], sort_keys=True, default=str)
 

@@ -98,6 +98,8 @@ def between(samples: Sequence[GaugeSample], begin: float, end: float) -> WindowE
         if curve is None:
             continue
         at, joules = curve
+        if _clock_stepped_back(at, begin, end):
+            return _unknown("the clock of its readings was set back during the measured window")
         around = slice(max(np.searchsorted(at, begin, side="right") - 1, 0), np.searchsorted(at, end) + 1)
         if not at[0] <= begin < end <= at[-1]:
             return _unknown("gauges were not read from before the measured window to after it")
@@ -109,6 +111,15 @@ def between(samples: Sequence[GaugeSample], begin: float, end: float) -> WindowE
         return WindowEnergy(last[0] - first[0], end - begin, first[1] + last[1], 1, how)
     counted = any(sample.energy_j is not None for sample in samples)
     return _unknown("its counter was set back during the run" if counted else "neither energy nor power is told here")
+
+
+def _clock_stepped_back(at: Array, begin: float, end: float) -> bool:
+    """Whether any two readings that enclose a part of the window are out of order: then no moment of it is known.
+
+    Told without a search, which itself relies on the order.
+    """
+    earlier, later = np.minimum(at[:-1], at[1:]), np.maximum(at[:-1], at[1:])
+    return bool(((np.diff(at) <= 0) & (earlier <= end) & (later >= begin)).any())
 
 
 Curve = tuple[Array, Array]

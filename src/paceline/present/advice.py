@@ -67,8 +67,9 @@ def remedy(found: MemoryAdvice) -> str:
 
 
 def _peak(each: Alternative) -> str:
+    """Its size and all that qualifies it. The note of a prediction says how it was made; of none, why there is none."""
     words = [size(each.peak_bytes), *([ESTIMATED] if each.origin == ESTIMATED else [])]
-    return ", ".join([*words, *([] if each.keeps_work else [OTHER_WORK])])
+    return ", ".join([*words, *([each.note] if each.note else []), *([] if each.keeps_work else [OTHER_WORK])])
 
 
 def lines(found: MemoryAdvice) -> Iterator[str]:

@@ -18,25 +18,43 @@ BETAS = (0.9, 0.999)
 SMALLEST_8BIT = 4096
 
 
-def optimizer_of(spec: RunSpec, parameters: Iterable[Tensor], shards: int = 1) -> torch.optim.Optimizer:
+def optimizer_of(
+    spec: RunSpec, parameters: Iterable[Tensor], whole_sizes: Sequence[int] | None = None
+) -> torch.optim.Optimizer:
     """torch's fused AdamW, or bitsandbytes' with 8-bit moments where fine-tuning asks for it.
 
-    shards is the number of parts of each parameter, of which these are one: whether moments have 8 bit is decided by
-    the whole, so that sharding does not change the arithmetic.
+    whole_sizes has the elements of what each parameter is this rank's part of, where it is one: whether moments have
+    8 bit is decided by the whole, so that sharding does not change the arithmetic.
     """
     training, name = spec.training, spec.tuning.optimizer if spec.tuning else "adamw"
     if name == "adamw":
         return torch.optim.AdamW(
             parameters, lr=training.learning_rate, weight_decay=training.weight_decay, betas=BETAS, fused=True
         )
-    return package("bitsandbytes", f"the optimizer {name}").optim.AdamW8bit(  # type: ignore[no-any-return]
-        parameters,
+    held, bnb = list(parameters), package("bitsandbytes", f"the optimizer {name}")
+    optimizer = bnb.optim.AdamW8bit(
+        held,
         lr=training.learning_rate,
         weight_decay=training.weight_decay,
         betas=BETAS,
-        min_8bit_size=SMALLEST_8BIT // shards,
+        min_8bit_size=SMALLEST_8BIT,
         is_paged=name.startswith("paged"),
     )
+    if whole_sizes is not None:
+        optimizer.mng = _bits_by_whole(bnb, held, whole_sizes)
+    return optimizer  # type: ignore[no-any-return]
+
+
+def _bits_by_whole(bnb: Any, parts: Sequence[Tensor], whole_sizes: Sequence[int]) -> Any:
+    """What bitsandbytes asks for exceptions, of this optimizer alone: its global one knows tensors by `id`, which
+    another tensor may have later. Parts differ between ranks in size, so no one limit on parts is right on all."""
+    exceptions = bnb.optim.GlobalOptimManager.__new__(bnb.optim.GlobalOptimManager)
+    exceptions.initialize()
+    for part, size in zip(parts, whole_sizes, strict=True):
+        smallest = 0 if size >= SMALLEST_8BIT else part.numel() + 1
+        exceptions.override_config(part, "min_8bit_size", smallest)
+    exceptions.register_parameters(parts)
+    return exceptions
 
 
 def is_8bit(spec: RunSpec) -> bool:
@@ -103,6 +121,10 @@ class LocalShards:
     @property
     def parts(self) -> list[Tensor]:
         return [part for _, part in self.pairs]
+
+    @property
+    def whole_sizes(self) -> list[int]:
+        return [whole.numel() for whole, _ in self.pairs]
 
     def take_gradients(self) -> None:
         for whole, part in self.pairs:

@@ -115,8 +115,10 @@ class TorchTrainer:
         self.stepped: list[Any] = [*(self.masters.copies if self.masters else parameters)]
         sharded = hasattr(self.stepped[0], "to_local")
         self.shards = LocalShards(self.stepped) if sharded and is_8bit(spec) else None
-        parts = seat.world_size if sharded else 1
-        self.optimizer = optimizer_of(spec, self.shards.parts if self.shards else self.stepped, parts)
+        if self.shards:
+            self.optimizer = optimizer_of(spec, self.shards.parts, self.shards.whole_sizes)
+        else:
+            self.optimizer = optimizer_of(spec, self.stepped)
         self.scaler = torch.amp.GradScaler(
             seat.device, init_scale=INITIAL_LOSS_SCALE, enabled=training.precision.compute == "fp16"
         )

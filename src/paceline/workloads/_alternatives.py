@@ -134,7 +134,17 @@ def _tuned(spec: RunSpec) -> Iterator[Alternative]:
     for word in _SMALLER_OPTIMIZERS.get(spec.tuning.optimizer, ()):
         yield _retuned(spec, replace(spec.tuning, optimizer=word), f"optimizer {word}", f"optimizer={word}")
     for word in _SMALLER_METHODS.get(spec.tuning.method, ()):
-        yield _retuned(spec, replace(spec.tuning, method=word), f"method {word}", f"method={word}")
+        yield _adapted(spec, replace(spec.tuning, method=word))
+
+
+def _adapted(spec: RunSpec, tuning: Tuning) -> Alternative:
+    """Adapters are fp32 and so is their reduction, whatever that of the weights was."""
+    training, method = spec.training, tuning.method
+    precision = replace(training.precision, reduce="fp32")
+    settings = f"method={method}" + (" reduce_dtype=fp32" if precision != training.precision else "")
+    return _retuned(
+        replace(spec, training=replace(training, precision=precision)), tuning, f"method {method}", settings
+    )
 
 
 def _retuned(spec: RunSpec, tuning: Tuning, change: str, settings: str) -> Alternative:

@@ -148,6 +148,16 @@ def test_reduced_bytes(
     assert ("only adapters reduced" not in found) is sound
 
 
+def test_fsdp2_reduces_the_padding_of_its_shards(
+    tuned_spec: Builder, tuned_run: Builder, reference_of: Builder
+) -> None:
+    """Rank 16 on three processes, as counted; DDP pads nothing, so the same bytes are too many."""
+    for strategy, sound in (("fsdp2", True), ("ddp", False)):
+        spec = tuned_spec(strategy, world_size=3, tuning=dataclasses.replace(TUNING, rank=16))
+        found = failed(with_wire(tuned_run(spec), reduce_scatter=123_648), reference_of(spec))
+        assert ("only adapters reduced" not in found) is sound
+
+
 def test_moments_of_8_bit_follow_the_reference(tuned_spec: Builder, tuned_run: Builder, reference_of: Builder) -> None:
     spec = tuned_spec(tuning=dataclasses.replace(TUNING, optimizer="adamw_8bit"))
     same = {"optimizer_state": "8bit"}

@@ -105,6 +105,17 @@ def test_the_sentence_says_every_number() -> None:
     )
 
 
+def test_a_prediction_without_compilation_says_so_with_its_number() -> None:
+    note = "rehearsed without compilation"
+    fitting = advice.of(record(told("checkpointing full", "checkpointing=full", 40.0, note=note)))
+    assert fitting is not None
+    assert sentence(fitting).endswith(f"checkpointing full (40.0 GiB, {note})")
+    changed = told("sequence length 256", "sequence_length=256", 60.0, keeps_work=False, note=note)
+    nearest = advice.of(record(changed, room=30.0))
+    assert nearest is not None
+    assert f"the least is sequence length 256 (60.0 GiB, {note}, other work)" in sentence(nearest)
+
+
 def test_where_nothing_fits_the_nearest_is_named() -> None:
     found = advice.of(record(*TOLD, room=30.0))
     assert found is not None

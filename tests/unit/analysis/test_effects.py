@@ -153,6 +153,23 @@ def test_a_combined_point_is_judged_against_the_baseline_and_against_its_parts(o
     assert speed(apart).ratio == pytest.approx(1.5, rel=0.02)
 
 
+@pytest.mark.parametrize(("factor", "outcomes"), [("compile", 2), ("micro_batch", 1)])
+def test_accumulation_makes_a_design_of_its_own_unless_it_follows_a_factor(
+    factor: str, outcomes: int, make_cell: Builder
+) -> None:
+    """Equal designs at accumulation 1 and 8 are two; with the micro batch as a factor it may differ within one."""
+    design = planned(ONE_AT_A_TIME, factor)
+    alike: dict[str, Any] = {"world_size": 1, "strategy": "single", "steps": 10, "design": design}
+    records: list[RunRecord] = []
+    for point in design.points():
+        counts = (1, 8) if factor == "compile" else (4 // int(point["micro_batch"] or 1),)
+        for accumulation in counts:
+            records += make_cell(0.01 * accumulation, accumulation=accumulation, **alike, **point)
+    found = effects.analyse(metrics.gather(open_window(record) for record in records), records, ())
+    assert len(found) == outcomes
+    assert all(len(one.effects) == 1 and not one.left_out for one in found)
+
+
 # --- factorial ---
 
 

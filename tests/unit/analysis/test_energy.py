@@ -78,6 +78,15 @@ def test_what_cannot_be_told_says_why(samples: Sequence[GaugeSample], reason: st
     assert reason in str(found.reason)
 
 
+@pytest.mark.parametrize("gauge", ["energy_j", "power_w"])
+@pytest.mark.parametrize("times", [(0, 1, 2, 3, 2.5, 3.5, 4.5, 9), (0, 1, 2, 2, 3, 9), (0, 5, 6, 7, 0.5, 9)])
+def test_a_clock_that_was_set_back_leaves_the_energy_unknown(times: Sequence[float], gauge: str) -> None:
+    samples = [reading(at, **{gauge: 100.0 * i}) for i, at in enumerate(times)]
+    found = energy.between(samples, 1, 4)
+    assert found.joules is None
+    assert found.reason == "energy: the clock of its readings was set back during the measured window"
+
+
 # --- a run ---
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from paceline.spec import Choice, RunSpec, Topology, Training, Tuning
-from paceline.workloads._alternatives import combined_changes, single_changes
+from paceline import adviser
+from paceline.spec import Choice, Precision, RunSpec, Topology, Training, Tuning
+from paceline.workloads._alternatives import Alternative, combined_changes, single_changes
 
 
 def spec(strategy: str = "ddp", processes: int = 4, tuning: Tuning | None = None, **training: Any) -> RunSpec:
@@ -81,6 +83,32 @@ def test_a_fine_tune_may_take_a_smaller_optimizer_or_fewer_bits() -> None:
     assert found["method qlora"].spec.tuning == Tuning(method="qlora", optimizer="adamw")
     assert not found["method qlora"].keeps_work
     assert not any("method" in change for change in changes(spec(tuning=Tuning(method="qlora"))))
+
+
+@pytest.mark.parametrize(("reduce", "more"), [("bf16", " reduce_dtype=fp32"), ("fp32", "")])
+def test_adapters_are_reduced_in_fp32_and_the_settings_say_so(reduce: str, more: str) -> None:
+    asked = spec("single", 1, Tuning(method="full"), precision=Precision(compute=reduce, reduce=reduce))
+    found = {each.change: each for each in single_changes(asked) if each.change.startswith("method")}
+    assert {change: each.settings for change, each in found.items()} == {
+        "method lora": f"method=lora{more}",
+        "method qlora": f"method=qlora{more}",
+    }
+    for each in found.values():
+        assert each.spec.training.precision == Precision(compute=reduce, reduce="fp32")
+
+
+def test_every_change_of_a_full_fine_tune_is_one_that_fine_tuning_runs() -> None:
+    precision, data = Precision(compute="bf16", reduce="bf16"), Choice("instructions")
+    asked = spec("fsdp2", 2, Tuning(method="full"), precision=precision, data=data)
+    asked = replace(asked, workload=Choice("finetune"), model=Choice("tiny-llama"))
+    assert [each.change for each in single_changes(asked) if not adviser._runs(each)] == []
+
+
+def test_what_the_workload_refuses_is_not_rehearsed() -> None:
+    precision, data = Precision(compute="bf16", reduce="bf16"), Choice("instructions")
+    asked = spec("single", 1, Tuning(method="lora"), precision=precision, data=data)
+    asked = replace(asked, workload=Choice("finetune"), model=Choice("tiny-llama"))
+    assert not adviser._runs(Alternative(asked, ((8, 512),)))
 
 
 def test_combined_changes_keep_the_work_and_change_two_things_or_more() -> None:
