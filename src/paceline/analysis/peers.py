@@ -25,7 +25,7 @@ _DEVIATION_PER_MAD = 1.4826
 _SMALL_SAMPLE = {2: 1.196, 3: 1.495, 4: 1.363, 5: 1.206, 6: 1.200, 7: 1.140, 8: 1.129, 9: 1.107}
 # Standard error of a median over that of a mean, for normal noise: sqrt(pi / 2).
 _MEDIAN_ERROR = math.sqrt(math.pi / 2)
-# Why a standing is not `pass`: odd among peers; two nodes that differ; slower than the fastest, but in company.
+# Why a standing is not `pass`: odd among peers; two nodes that differ; behind a group of faster ones.
 ODD, PAIR, SPLIT = "odd", "pair", "split"
 
 
@@ -111,10 +111,29 @@ def _pair(effects: list[float], halves: list[float | None], band: Band) -> list[
 
 
 def _split(found: list[Standing], band: Band) -> list[Standing]:
-    """Peers in two groups have no odd one, yet the slower group may be ill: suspect where certainly far behind the
-    fastest. Only for repeated rates, whose band is open above."""
-    best = max(found, key=lambda s: s.effect)
-    if band.high is not None or band.low is None or best.half is None:
+    """Peers in groups have no odd one, yet the slower ones may be ill: suspect where certainly behind a group of
+    faster ones by more than the band. Only for repeated rates, whose band is open above.
+
+    One fast node is no group, nor are less than a quarter of all: the others are not slow because a few are fast.
+    """
+    if band.high is not None or band.low is None or any(s.half is None for s in found):
         return found
-    reached = best.effect - best.half + band.low
-    return [replace(s, verdict=SUSPECT, reason=SPLIT) if s.effect + (s.half or 0.0) < reached else s for s in found]
+    fewest = max(2, math.ceil(len(found) / 4))
+    fast = next((group for group in _groups(found, band.width) if len(group) >= fewest), found)
+    edge, pace = min(s.effect for s in fast), float(np.median([s.effect for s in fast]))
+    doubt = float(np.median([s.half or 0.0 for s in fast]))
+    slow = [s.effect < edge and s.effect + math.hypot(s.half or 0.0, doubt) < pace + band.low for s in found]
+    if sum(slow) < 2:
+        return found
+    return [replace(s, verdict=SUSPECT, reason=SPLIT) if late else s for s, late in zip(found, slow, strict=True)]
+
+
+def _groups(found: list[Standing], gap: float) -> list[list[Standing]]:
+    """Fastest first; between two groups lies more than the gap, between neighbours within one less."""
+    groups: list[list[Standing]] = []
+    for s in sorted(found, key=lambda s: s.effect, reverse=True):
+        if groups and groups[-1][-1].effect - s.effect <= gap:
+            groups[-1].append(s)
+        else:
+            groups.append([s])
+    return groups
