@@ -68,7 +68,7 @@ def among_peers(values: Array, band: Band) -> list[Standing]:
     middle = float(np.median(effects))
     spread = float(np.median([abs(e - middle) for e in effects]))
     found = [_standing(e - middle, half, spread, band) for e, half in zip(effects, halves, strict=True)]
-    return found if any(s.verdict != PASS for s in found) else _split(found, band)
+    return _split(found, band)
 
 
 def beside_baseline(values: Array, healthy: Array, band: Band) -> list[Standing]:
@@ -112,20 +112,22 @@ def _pair(effects: list[float], halves: list[float | None], band: Band) -> list[
 
 def _split(found: list[Standing], band: Band) -> list[Standing]:
     """Peers in groups have no odd one, yet the slower ones may be ill: suspect where certainly behind a group of
-    faster ones by more than the band. Only for repeated rates, whose band is open above.
+    faster ones by more than the band. Only for repeated rates, whose band is open above. Who is odd stays odd, and
+    belongs to no group.
 
     One fast node is no group, nor are less than a quarter of all: the others are not slow because a few are fast.
     """
     if band.high is not None or band.low is None or any(s.half is None for s in found):
         return found
-    fewest = max(2, math.ceil(len(found) / 4))
-    fast = next((group for group in _groups(found, band.width) if len(group) >= fewest), found)
+    rest = [s for s in found if s.reason != ODD]
+    fewest = max(2, math.ceil(len(rest) / 4))
+    fast = next((group for group in _groups(rest, band.width) if len(group) >= fewest), rest)
     edge, pace = min(s.effect for s in fast), float(np.median([s.effect for s in fast]))
     doubt = float(np.median([s.half or 0.0 for s in fast]))
-    slow = [s.effect < edge and s.effect + math.hypot(s.half or 0.0, doubt) < pace + band.low for s in found]
-    if sum(slow) < 2:
+    slow = [s for s in rest if s.effect < edge and s.effect + math.hypot(s.half or 0.0, doubt) < pace + band.low]
+    if len(slow) < 2:
         return found
-    return [replace(s, verdict=SUSPECT, reason=SPLIT) if late else s for s, late in zip(found, slow, strict=True)]
+    return [replace(s, verdict=SUSPECT, reason=SPLIT) if s in slow else s for s in found]
 
 
 def _groups(found: list[Standing], gap: float) -> list[list[Standing]]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paceline.analysis.peers import SPLIT, Band, among_peers
-from paceline.findings.nodes import PASS, SUSPECT
+from paceline.findings.nodes import FAIL, PASS, SUSPECT
 
 SPEED = Band(math.log(0.95), None)
 
@@ -41,6 +41,10 @@ def test_a_group_ahead_by_more_than_the_band_makes_the_others_suspect(fast: int,
 
 def test_one_fast_node_does_not_hide_two_groups() -> None:
     assert rated([1.2, 1.0, 1.0] + [0.86] * 5) == [PASS] * 3 + [SUSPECT] * 5
+
+
+def test_a_failed_node_does_not_hide_two_groups() -> None:
+    assert rated([1.0] * 4 + [0.86] * 3 + [0.3]) == [PASS] * 4 + [SUSPECT] * 3 + [FAIL]
 
 
 def test_parts_that_differ_by_chance_are_no_groups() -> None:
