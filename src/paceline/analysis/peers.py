@@ -2,7 +2,8 @@
 
 Two things make an outlier: a modified z beyond 3.5 (Iglewicz and Hoaglin, 1993), so that it is more than the spread of
 its peers, and a distance beyond the accepted band, so that it matters. It fails where its whole interval lies outside
-the band, and is suspect where the repeats leave room for doubt. Effects are differences: of logarithms for rates.
+the band, and is suspect where the repeats leave room for doubt or its peers are spread as far. Effects are differences:
+of logarithms for rates.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ _DEVIATION_PER_MAD = 1.4826
 _SMALL_SAMPLE = {2: 1.196, 3: 1.495, 4: 1.363, 5: 1.206, 6: 1.200, 7: 1.140, 8: 1.129, 9: 1.107}
 # Standard error of a median over that of a mean, for normal noise: sqrt(pi / 2).
 _MEDIAN_ERROR = math.sqrt(math.pi / 2)
-# Why a standing is not `pass`: odd among peers; two nodes that differ; behind a group of faster ones.
-ODD, PAIR, SPLIT = "odd", "pair", "split"
+# Why a standing is not `pass`: odd among peers; two nodes that differ; behind a group of faster ones;
+# outside the band among peers that are spread as far.
+ODD, PAIR, SPLIT, SPREAD = "odd", "pair", "split", "spread"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +98,13 @@ def _estimates(centred: Array) -> tuple[list[float], list[float | None]]:
 
 
 def _standing(effect: float, half: float | None, spread: float, band: Band) -> Standing:
+    """Peers that are spread widely make nobody odd, but they do not widen the band: who is certainly outside of it is
+    suspect."""
     z = 0.6745 * effect / max(spread, band.width / BAND_PER_MAD)
-    if not band.excludes(effect) or abs(z) <= OUTLIER_Z:
+    if abs(z) <= OUTLIER_Z:
+        outside = band.excludes(effect, half or 0.0)
+        return Standing(effect, half, z, SUSPECT, SPREAD) if outside else Standing(effect, half, z)
+    if not band.excludes(effect):
         return Standing(effect, half, z)
     certain = half is not None and band.excludes(effect, half)
     return Standing(effect, half, z, FAIL if certain else SUSPECT, ODD)

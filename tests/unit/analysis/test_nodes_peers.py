@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 
+import node_records as synthetic
 import numpy as np
 import pytest
 
-from paceline.analysis.peers import SPLIT, Band, among_peers
+from paceline.analysis import nodes
+from paceline.analysis.peers import SPLIT, SPREAD, Band, among_peers, beside_baseline
 from paceline.findings.nodes import FAIL, PASS, SUSPECT
 
 SPEED = Band(math.log(0.95), None)
@@ -65,3 +67,54 @@ def test_groups_are_found_in_noise() -> None:
         values = np.where(np.arange(8) < 4, math.log(0.88), 0.0)[:, None] + rng.normal(0, 0.01, (8, 5))
         found += [s.reason for s in among_peers(values, SPEED)] == [SPLIT] * 4 + [""] * 4
     assert found >= 95
+
+
+# --- peers that spread ---
+
+
+@pytest.mark.parametrize(
+    ("celsius", "outside"),
+    [
+        ([60, 75, 90], {60, 90}),
+        ([60, 60, 90, 90], {60, 90}),
+        ([55, 60, 65, 70, 75, 80, 85, 90], {55, 60, 85, 90}),
+        ([60, 65, 70, 75], set()),
+    ],
+)
+def test_a_temperature_outside_the_band_of_spread_peers_is_suspect(celsius: list[float], outside: set[float]) -> None:
+    standings = among_peers(np.array(celsius, dtype=np.float64)[:, None], Band(-10, 10))
+    expected = [(SUSPECT, SPREAD) if c in outside else (PASS, "") for c in celsius]
+    assert [(s.verdict, s.reason) for s in standings] == expected
+
+
+def test_memory_outside_the_band_of_spread_peers_is_suspect() -> None:
+    values = np.log(np.repeat(np.array([40.0, 40.0, 44.0, 44.0])[:, None], 5, axis=1))
+    standings = among_peers(values, Band(math.log(0.98), math.log(1.02)))
+    assert {(s.verdict, s.reason) for s in standings} == {(SUSPECT, SPREAD)}
+
+
+def test_a_rate_under_the_band_of_spread_peers_is_suspect_where_the_repeats_are_sure() -> None:
+    paces = [1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.82]
+    assert rated(paces) == [PASS] * 5 + [SUSPECT] * 2
+    scattered = (
+        np.log(np.array(paces))[:, None] + np.array([-0.15, -0.1, 0.0, 0.1, 0.15]) * (-1) ** np.arange(7)[:, None]
+    )
+    assert {s.verdict for s in among_peers(scattered, SPEED)} == {PASS}
+
+
+def test_a_device_outside_the_band_of_a_spread_baseline_is_suspect() -> None:
+    (standing,) = beside_baseline(np.array([[88.0]]), np.array([60.0, 70.0, 75.0, 80.0, 90.0]), Band(-10, 10))
+    assert (standing.verdict, standing.reason) == (SUSPECT, SPREAD)
+
+
+def test_the_evidence_says_that_peers_spread() -> None:
+    gauges = tuple(g for r, c in enumerate((60.0, 75.0, 90.0)) for g in synthetic.gauges(r, celsius=c - r % 3))
+    found = {v.node: v for v in nodes.judge(synthetic.healthy(3, gauges=gauges)).verdicts}
+    assert [v.verdict for v in found.values()] == [SUSPECT, PASS, SUSPECT]
+    assert (
+        found["node-2"]
+        .evidence[0]
+        .text.endswith(
+            "is 15 C over the median of 3 ranks; these are spread as far, so nobody is odd, but it is outside the band"
+        )
+    )
