@@ -84,34 +84,81 @@ def trajectory_evidence(record: RunRecord, alike: Mapping[int, str]) -> tuple[li
 
 
 def _of_group(samples: list[TrajectorySample]) -> tuple[list[Found], str | None]:
-    counts = Counter(Trajectory(s.losses, s.weights) for s in samples)
-    usual, often = counts.most_common(1)[0]
-    if len(counts) == 1:
-        return [], None
-    ranks = {s.rank for s in samples}
-    if 2 * often > len(samples):
-        odd = [s for s in samples if Trajectory(s.losses, s.weights) != usual]
-        firsts = {s.rank: s for s in reversed(odd)}
-        return [(rank, _odd(s, usual, len(ranks))) for rank, s in sorted(firsts.items())], None
-    steady = [rank for rank in ranks if len({(s.losses, s.weights) for s in samples if s.rank == rank}) == 1]
-    if len(ranks) == 2 and len(steady) == 2:
-        text = (
-            "two ranks compute different bits from the same seeded steps, each the same twice: which is right is open"
-        )
-        return [(rank, _evidence("other bits", SUSPECT, text, REPEAT)) for rank in sorted(ranks)], None
+    """Self-agreement comes first: one steady rank shows that kernels are deterministic here, so that another which does
+    not repeat itself is ill. Then steady ranks are compared with each other, one vote each."""
+    turns: defaultdict[int, list[TrajectorySample]] = defaultdict(list)
+    for sample in sorted(samples, key=lambda s: (s.rank, s.turn)):
+        turns[sample.rank].append(sample)
+    steady = {rank: _result(own[0]) for rank, own in turns.items() if len(set(map(_result, own))) == 1}
+    if not steady:
+        return _nobody_steady(turns)
+    usual, votes = Counter(steady.values()).most_common(1)[0]
+    if 2 * votes <= len(steady):
+        wavering = [
+            (rank, _wavering(own, len(steady), len(turns))) for rank, own in turns.items() if rank not in steady
+        ]
+        return [*_undecided(steady), *wavering], None
+    found = []
+    for rank, own in turns.items():
+        other = next((s for s in own if _result(s) != usual), None)
+        if other is not None:
+            known = rank in steady or votes > 1
+            evidence = _odd(other, usual, len(steady)) if known else _wavering(own, len(steady), len(turns))
+            found.append((rank, evidence))
+    return found, None
+
+
+def _result(sample: TrajectorySample) -> Trajectory:
+    return Trajectory(sample.losses, sample.weights)
+
+
+def _nobody_steady(turns: Mapping[int, list[TrajectorySample]]) -> tuple[list[Found], str | None]:
+    if len(turns) == 1:
+        return [(rank, _wavering(own, 0, 1)) for rank, own in turns.items()], None
+    different = len({_result(s) for own in turns.values() for s in own})
     return [], (
-        f"the seeded steps gave {len(counts)} different results on {len(ranks)} alike ranks, none of them in the "
-        "majority: kernels are not deterministic here, so silent corruption was looked for in known products only"
+        f"the seeded steps gave {different} different results on {len(turns)} alike ranks, none of which repeats its "
+        "own: kernels are not deterministic here, so silent corruption was looked for in known products only"
     )
 
 
-def _odd(sample: TrajectorySample, usual: Trajectory, ranks: int) -> NodeEvidence:
-    when = "before the timed work" if sample.turn == 0 else "after the timed work"
-    pairs = enumerate(zip(sample.losses, usual.losses, strict=False))
-    step = next(((i, a, b) for i, (a, b) in pairs if a != b), None)
-    what = f"the loss of step {step[0]} is {step[1]!r}, the majority's {step[2]!r}" if step else "weights differ"
-    text = f"rank {sample.rank} computes other bits than most of {ranks} alike ranks, {when}: {what}"
+def _undecided(steady: Mapping[int, Trajectory]) -> list[Found]:
+    text = (
+        f"{len(steady)} alike ranks compute {len(set(steady.values()))} different results from the same seeded steps, "
+        "each always its own, none in the majority: which is right is open"
+    )
+    return [(rank, _evidence("other bits", SUSPECT, text, REPEAT)) for rank in steady]
+
+
+def _wavering(own: list[TrajectorySample], steady: int, ranks: int) -> NodeEvidence:
+    """A rank that disagrees with itself, beside so many steady ones of all alike."""
+    first, other = own[0], next(s for s in own if _result(s) != _result(own[0]))
+    text = (
+        f"rank {first.rank} computes other bits after the timed work than before it, from the same seeded steps: "
+        f"{_difference(_result(other), _result(first), 'before it')}; "
+    )
+    if not steady:
+        text += "no alike rank tells whether kernels are deterministic here"
+        return _evidence("other bits", SUSPECT, text, REPEAT)
+    text += f"{steady} of {ranks} alike ranks repeat their own, so kernels are deterministic here"
     return _evidence("other bits", FAIL, text, DIAGNOSE)
+
+
+def _odd(sample: TrajectorySample, usual: Trajectory, steady: int) -> NodeEvidence:
+    when = "before the timed work" if sample.turn == 0 else "after the timed work"
+    what = _difference(_result(sample), usual, "the majority's")
+    text = (
+        f"rank {sample.rank} computes other bits than most of {steady} alike ranks that repeat theirs, {when}: {what}"
+    )
+    return _evidence("other bits", FAIL, text, DIAGNOSE)
+
+
+def _difference(found: Trajectory, expected: Trajectory, whose: str) -> str:
+    """The first step whose loss differs."""
+    for step, (loss, other) in enumerate(zip(found.losses, expected.losses, strict=False)):
+        if loss != other:
+            return f"the loss of step {step} is {loss!r}, {whose} {other!r}"
+    return "weights differ"
 
 
 def _evidence(kind: str, verdict: str, text: str, command: str) -> NodeEvidence:

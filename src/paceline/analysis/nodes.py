@@ -195,7 +195,8 @@ def _odd(case: _Case, measure: Measure, rank: int, standing: peers.Standing, aga
     words = {
         peers.ODD: "",
         peers.PAIR: "; of two ranks nobody is odd: a third one or --baseline tells which",
-        peers.SPLIT: "; others are as slow, so nobody is odd: --baseline tells which",
+        peers.SPLIT: "; a group of faster ranks stands apart, so nobody is odd: --baseline tells which is healthy",
+        peers.SPREAD: "; these are spread as far, so nobody is odd, but it is outside the band",
     }[standing.reason]
     text = f"{measure.name} of rank {rank} ({place.device}) is {_distance(measure, standing)} {against}{words}"
     command = _NEXT.get(measure.name.split()[0], "") if case.record.spec.topology.device == "cuda" else _NEXT_ON_CPU

@@ -2,7 +2,8 @@
 
 Two things make an outlier: a modified z beyond 3.5 (Iglewicz and Hoaglin, 1993), so that it is more than the spread of
 its peers, and a distance beyond the accepted band, so that it matters. It fails where its whole interval lies outside
-the band, and is suspect where the repeats leave room for doubt. Effects are differences: of logarithms for rates.
+the band, and is suspect where the repeats leave room for doubt or its peers are spread as far. Effects are differences:
+of logarithms for rates.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ _DEVIATION_PER_MAD = 1.4826
 _SMALL_SAMPLE = {2: 1.196, 3: 1.495, 4: 1.363, 5: 1.206, 6: 1.200, 7: 1.140, 8: 1.129, 9: 1.107}
 # Standard error of a median over that of a mean, for normal noise: sqrt(pi / 2).
 _MEDIAN_ERROR = math.sqrt(math.pi / 2)
-# Why a standing is not `pass`: odd among peers; two nodes that differ; slower than the fastest, but in company.
-ODD, PAIR, SPLIT = "odd", "pair", "split"
+# Why a standing is not `pass`: odd among peers; two nodes that differ; behind a group of faster ones;
+# outside the band among peers that are spread as far.
+ODD, PAIR, SPLIT, SPREAD = "odd", "pair", "split", "spread"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ def among_peers(values: Array, band: Band) -> list[Standing]:
     middle = float(np.median(effects))
     spread = float(np.median([abs(e - middle) for e in effects]))
     found = [_standing(e - middle, half, spread, band) for e, half in zip(effects, halves, strict=True)]
-    return found if any(s.verdict != PASS for s in found) else _split(found, band)
+    return _split(found, band)
 
 
 def beside_baseline(values: Array, healthy: Array, band: Band) -> list[Standing]:
@@ -96,8 +98,13 @@ def _estimates(centred: Array) -> tuple[list[float], list[float | None]]:
 
 
 def _standing(effect: float, half: float | None, spread: float, band: Band) -> Standing:
+    """Peers that are spread widely make nobody odd, but they do not widen the band: who is certainly outside of it is
+    suspect."""
     z = 0.6745 * effect / max(spread, band.width / BAND_PER_MAD)
-    if not band.excludes(effect) or abs(z) <= OUTLIER_Z:
+    if abs(z) <= OUTLIER_Z:
+        outside = band.excludes(effect, half or 0.0)
+        return Standing(effect, half, z, SUSPECT, SPREAD) if outside else Standing(effect, half, z)
+    if not band.excludes(effect):
         return Standing(effect, half, z)
     certain = half is not None and band.excludes(effect, half)
     return Standing(effect, half, z, FAIL if certain else SUSPECT, ODD)
@@ -111,10 +118,31 @@ def _pair(effects: list[float], halves: list[float | None], band: Band) -> list[
 
 
 def _split(found: list[Standing], band: Band) -> list[Standing]:
-    """Peers in two groups have no odd one, yet the slower group may be ill: suspect where certainly far behind the
-    fastest. Only for repeated rates, whose band is open above."""
-    best = max(found, key=lambda s: s.effect)
-    if band.high is not None or band.low is None or best.half is None:
+    """Peers in groups have no odd one, yet the slower ones may be ill: suspect where certainly behind a group of
+    faster ones by more than the band. Only for repeated rates, whose band is open above. Who is odd stays odd, and
+    belongs to no group.
+
+    One fast node is no group, nor are less than a quarter of all: the others are not slow because a few are fast.
+    """
+    if band.high is not None or band.low is None or any(s.half is None for s in found):
         return found
-    reached = best.effect - best.half + band.low
-    return [replace(s, verdict=SUSPECT, reason=SPLIT) if s.effect + (s.half or 0.0) < reached else s for s in found]
+    rest = [s for s in found if s.reason != ODD]
+    fewest = max(2, math.ceil(len(rest) / 4))
+    fast = next((group for group in _groups(rest, band.width) if len(group) >= fewest), rest)
+    edge, pace = min(s.effect for s in fast), float(np.median([s.effect for s in fast]))
+    doubt = float(np.median([s.half or 0.0 for s in fast]))
+    slow = [s for s in rest if s.effect < edge and s.effect + math.hypot(s.half or 0.0, doubt) < pace + band.low]
+    if len(slow) < 2:
+        return found
+    return [replace(s, verdict=SUSPECT, reason=SPLIT) if s in slow else s for s in found]
+
+
+def _groups(found: list[Standing], gap: float) -> list[list[Standing]]:
+    """Fastest first; between two groups lies more than the gap, between neighbours within one less."""
+    groups: list[list[Standing]] = []
+    for s in sorted(found, key=lambda s: s.effect, reverse=True):
+        if groups and groups[-1][-1].effect - s.effect <= gap:
+            groups[-1].append(s)
+        else:
+            groups.append([s])
+    return groups
