@@ -134,7 +134,7 @@ def build(spec: RunSpec, device: str, reseed: int = 0) -> Tuned:
     """The module of a spec, whole, on `device`, ready to train (see `decoder.fill` for `reseed`)."""
     assert spec.tuning is not None
     tuning, precision = spec.tuning, spec.training.precision
-    model, values, facts = _directory_model(spec) if "/" in spec.model.name else _seeded_model(spec, device, reseed)
+    model, values, facts = _open_model(spec, device, reseed)
     dtype = DTYPES[precision.compute]
     _fill(model, lambda name, parameter: values(name, parameter).to(device, dtype), tuning, dtype)
     model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config).to(device)
@@ -156,11 +156,18 @@ def package(name: str, needed_by: str) -> Any:
         raise MissingPackageError(error.name or name, needed_by, "'paceline[finetune]'") from None
 
 
-def _seeded_model(spec: RunSpec, device: str, reseed: int) -> tuple[Any, Values, dict[str, Any]]:
-    """A model of the named shape without memory, and its values. Re-seeding re-rounds what learns and nothing else."""
+def _open_model(spec: RunSpec, device: str, reseed: int) -> tuple[Any, Values, dict[str, Any]]:
+    """A model, its values and where they are from. Re-seeding re-rounds what learns and nothing else."""
     assert spec.tuning is not None
-    shape, compute = load_shape(spec.model), spec.training.precision.compute
     rounding = 0 if spec.tuning.has_adapters else reseed
+    if "/" in spec.model.name:
+        return _directory_model(spec, device, rounding)
+    return _seeded_model(spec, device, rounding)
+
+
+def _seeded_model(spec: RunSpec, device: str, rounding: int) -> tuple[Any, Values, dict[str, Any]]:
+    """A model of the named shape without memory, and its values."""
+    shape, compute = load_shape(spec.model), spec.training.precision.compute
 
     def values(name: str, parameter: Tensor) -> Tensor:
         value = initial_values(name, parameter.shape, shape.layers, spec.seed, torch.device(device))
@@ -195,7 +202,7 @@ def _architecture(shape: Shape) -> Any:
     return transformers.MistralForCausalLM(transformers.MistralConfig(sliding_window=None, **fields))
 
 
-def _directory_model(spec: RunSpec) -> tuple[Any, Values, dict[str, Any]]:
+def _directory_model(spec: RunSpec, device: str, rounding: int) -> tuple[Any, Values, dict[str, Any]]:
     """A model of Hugging Face's layout from a local directory; no code that lies beside its weights is run."""
     transformers = package("transformers", "fine-tuning")
     dtype = DTYPES[spec.training.precision.compute]
@@ -209,7 +216,12 @@ def _directory_model(spec: RunSpec) -> tuple[Any, Values, dict[str, Any]]:
     if window is not None and window < spec.training.sequence_length:
         length = spec.training.sequence_length
         raise UnsupportedError(f"{spec.model.name} attends to {window} tokens, fewer than the sequence length {length}")
-    return model, lambda _name, parameter: parameter.detach(), {"weights": "pretrained"}
+
+    def values(name: str, parameter: Tensor) -> Tensor:
+        value = parameter.detach().to(device, torch.float32)
+        return rounded(name, value, spec.training.precision.compute, rounding)
+
+    return model, values, {"weights": "pretrained"}
 
 
 def _fill(model: Any, values: Values, tuning: Tuning, dtype: torch.dtype) -> None:
