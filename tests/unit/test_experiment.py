@@ -480,3 +480,12 @@ def test_diagnose_is_the_suite_of_the_issue() -> None:
         ("finetune", "mistral-7b", "qlora")
     }
     assert len(specs) == 18
+
+
+@pytest.mark.parametrize("setting", ["method=lora", "rank=8", "optimizer=adamw"])
+def test_a_setting_of_tuning_is_refused_where_nothing_is_tuned(setting: str) -> None:
+    """Who gives it would believe to have measured it."""
+    name = setting.partition("=")[0]
+    with pytest.raises(RequestError, match=f"--set: '{name}' was given"):
+        experiment.load("quick", ["device=cpu", setting])
+    assert experiment.load("finetune", ["device=cpu", setting])

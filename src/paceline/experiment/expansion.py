@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,10 +16,12 @@ from paceline.errors import RequestError
 from paceline.experiment import design
 from paceline.experiment.fields import ALL, Cell, Experiment, build, devices, validate
 from paceline.experiment.reading import parse_yaml, read
-from paceline.spec import UNTRAINED, Choice, RunSpec, require
+from paceline.spec import TUNED, UNTRAINED, Choice, RunSpec, Tuning, require
 
 # `processes: doubling` is 1, 2, 4, ... up to one per device.
 DOUBLING = "doubling"
+# Fields that count only where something is fine-tuned: given elsewhere they would be believed to count.
+TUNING = {field.name for field in dataclasses.fields(Tuning)}
 # Fields that name a plugin or a row of a table, with options of its own.
 CHOICES = ("workload", "strategy", "launcher", "model", "data")
 # What `--benchmark` keeps of an experiment, by workload.
@@ -46,6 +49,10 @@ def load(
     repeats = given.pop("repeats", experiment.repeats)
     require(type(repeats) is int and repeats >= 1, "--set repeats", repeats, "a whole number from 1")
     cells = select(expand(experiment, given, device), benchmark)
+    idle = sorted(TUNING & given.keys()) if not any(spec.tuning for spec in cells) else []
+    require(
+        not idle, "--set", ", ".join(idle), f"fields of this experiment, which tunes nothing ({', '.join(TUNED)} does)"
+    )
     return order(counted(cells, counts or {}), repeats, experiment.order_seed)
 
 
