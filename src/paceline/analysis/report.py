@@ -224,7 +224,9 @@ def _notes(cells: Sequence[Cell], runs: Sequence[RunFinding], machines: Sequence
             f"the weights of {', '.join(map(str, shapes))} are random, of the named shape: no model was loaded"
         )
     if not cells and any(run.is_certified for run in measured):
-        notes.append("no run ended ok with a valid certificate: nothing is measured, compared or recommended")
+        sound = any(run.is_certified and run.status == Status.OK for run in measured)
+        why = "no run has a step beyond its warm-up" if sound else "no run ended ok with a valid certificate"
+        notes.append(f"{why}: nothing is measured, compared or recommended")
     if any(len(cell.windows) == 1 for cell in cells):
         notes.append("launches were not repeated in every cell: peak memory is compared only between repeated ones")
     if any(cell.shared_gpu for cell in cells):

@@ -91,8 +91,11 @@ def conclude(
     files = _write(found, exporters, directory)
     screen.print(f"Report: {' '.join(map(str, files))}", highlight=False, soft_wrap=True)
     bad = [*(r for r in found.runs if r.is_failure), *(node for node in found.nodes if node.fails)]
-    measured = any(r.status == "ok" and not r.is_reference for r in found.runs)
-    return OK if measured and not bad and not found.skipped else SOME_FAILED
+    ended_ok = [r for r in found.runs if r.status == "ok" and not r.is_reference]
+    known = {m.cell for m in found.measurements}
+    # A run whose warm-up left no step ended ok, and shows nothing.
+    blank = [r for r in ended_ok if r.is_certified and r.cell not in known]
+    return OK if ended_ok and not (bad or blank or found.skipped) else SOME_FAILED
 
 
 def _write(found: Report, exporters: Sequence[Exporter], source: Path) -> list[Path]:

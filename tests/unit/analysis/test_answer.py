@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paceline import store
+from paceline import cli, store
 from paceline.analysis.cost import Costing
 from paceline.analysis.recommend import by_cost
 from paceline.analysis.report import build
@@ -19,6 +19,7 @@ from paceline.present import recommendation_lines, standing, tables, verdicts
 from paceline.present.answer import answer, grounds, headline, spoken
 from paceline.prices import Price
 from paceline.records import RunRecord, Status
+from paceline.spec import WarmUp
 
 Builder = Callable[..., Any]
 
@@ -180,6 +181,20 @@ def keep(record: RunRecord, out: Path) -> None:
     for i, machine in enumerate(record.machines):
         store.write_json(run_dir / f"machine-{i}.json", machine)
     store.seal(run_dir, record.status, record.error, record.started_at, record.ended_at)
+
+
+def test_runs_without_a_step_beyond_their_warm_up_are_no_success(
+    make_spec: Builder,
+    make_record: Builder,
+    make_reference: Builder,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    spec = make_spec("ddp", steps=6, warmup=WarmUp(minimum=6, maximum=6))
+    for record in (make_reference(spec), make_record(spec)):
+        keep(record, tmp_path)
+    assert cli.main(["report", str(tmp_path / "test"), "--format", "json"]) == 1
+    assert "no run has a step beyond its warm-up" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
