@@ -11,6 +11,7 @@ import yaml
 
 from paceline import experiment, machine, plugins, recipe
 from paceline.errors import RequestError
+from paceline.present.progress import title
 from paceline.spec import RunSpec, WarmUp
 
 
@@ -489,3 +490,14 @@ def test_a_setting_of_tuning_is_refused_where_nothing_is_tuned(setting: str) -> 
     with pytest.raises(RequestError, match=f"--set: '{name}' was given"):
         experiment.load("quick", ["device=cpu", setting])
     assert experiment.load("finetune", ["device=cpu", setting])
+
+
+def test_the_points_of_a_design_are_told_apart_while_they_run() -> None:
+    titles = {title(spec) for spec in experiment.load("diagnose", ["device=cpu", "repeats=1"])}
+    assert titles == {
+        "single tiny-llama x1, baseline, repeat 1",
+        "single tiny-llama x1, optimizer adamw, repeat 1",
+        "single tiny-llama x1, rank 8, repeat 1",
+        "single tiny-llama x1, sequence length 64, repeat 1",
+        "single tiny-llama x1, sequence length 64 and micro batch 4, repeat 1",
+    }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from paceline.campaign import Pulse
+from paceline.designs import Design
 from paceline.present.quantity import format_duration
+from paceline.recipe import setting
 from paceline.spec import ACCEPTING, RunSpec
 
 GIB = 2**30
@@ -18,9 +20,18 @@ def title(spec: RunSpec) -> str:
         return f"{spec.workload.name} of {spec.strategy} {spec.model} x{spec.topology.world_size}, {batch}"
     if spec.workload.name in ACCEPTING:
         return f"{spec.workload.name} x{spec.topology.world_size} repeat {spec.repeat + 1}"
+    point = f", {_point(spec, spec.design)}" if spec.design else ""
+    turn = f"{',' if point else ''} repeat {spec.repeat + 1}"
     if spec.strategy is None:
-        return f"reference of {spec.model} (global batch {spec.global_batch})"
-    return f"{spec.strategy} {spec.model} x{spec.topology.world_size} repeat {spec.repeat + 1}"
+        return f"reference of {spec.model} (global batch {spec.global_batch}{point})"
+    return f"{spec.strategy} {spec.model} x{spec.topology.world_size}{point}{turn}"
+
+
+def _point(spec: RunSpec, design: Design) -> str:
+    """What a point of a design changes: "rank 8"; nothing is the baseline."""
+    now = {name: setting(spec, name) for name in design.baseline}
+    changed = [f"{name.replace('_', ' ')} {level}" for name, level in now.items() if level != design.baseline[name]]
+    return " and ".join(changed) or "baseline"
 
 
 def pulse_text(pulse: Pulse) -> str:
