@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from paceline.campaign import EndedRun, PlannedRun, Pulse, forecast_s, read_end, read_pulse
 from paceline.present.progress import left_text, pulse_text, title
 from paceline.records import Status
-from paceline.run import Observer
 from paceline.spec import PROBING, RunSpec
 from paceline.store import Progress
+from paceline.supervision import Observer
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -40,6 +40,7 @@ class Lines:
         self.run_began = self.looked = time.monotonic()
         self.run_dir: Path | None = None
         self.advised: str | None = None
+        self.waited_for: tuple[str, str] | None = None
 
     @property
     def total(self) -> int:
@@ -70,6 +71,13 @@ class Lines:
 
         where = f"{title(pulse.spec)}: {pulse_text(pulse)}; {left_text(self.left_s(pulse))}"
         self.console.print(f"  {self.done + 1:>3}/{self.total} {escape(where)}", highlight=False, soft_wrap=True)
+
+    def waiting(self, spec: RunSpec, reason: str, seconds: float) -> None:
+        """The engine's reason is told when it changes."""
+        if self.waited_for != (spec.run_id, reason):
+            self.waited_for = (spec.run_id, reason)
+            where = f"  {self.done + 1:>3}/{self.total} {title(spec)}: waiting: {reason}"
+            self.console.print(where, highlight=False, markup=False, soft_wrap=True)
 
     def advising(self, spec: RunSpec, seconds: float) -> None:
         """Said once: it lasts seconds for a small model, minutes for a large one."""
@@ -142,6 +150,9 @@ class Bars(Lines):
     def show(self, pulse: Pulse) -> None:
         self.below = f"{pulse_text(pulse)}; {left_text(self.left_s(pulse))}"
         self.progress.update(self.current, completed=pulse.step)
+
+    def waiting(self, spec: RunSpec, reason: str, seconds: float) -> None:
+        self.below = f"waiting for {seconds:.0f} s: {reason}"
 
     def advising(self, spec: RunSpec, seconds: float) -> None:
         self.below = f"{ADVISING}, {seconds:.0f} s"

@@ -5,6 +5,7 @@
     ├── StoreError           a run folder that cannot be read: reported and skipped
     ├── UnsupportedError     this strategy or machine cannot do what the spec asks: a record, status "unsupported"
     │   └── MissingPackageError   ... because a package is absent; the sentence holds the exact pip install
+    ├── LaunchError          an engine refused or lost the job: a record, status "failed"
     └── InvalidRunError      the run contradicts itself (a loss that is not a number): a record, status "invalid"
 
 A run that fails is a record in the store, not an exception: only the worker turns one into the other.
@@ -38,3 +39,7 @@ class MissingPackageError(UnsupportedError):
 
 class InvalidRunError(PacelineError):
     """The run finished but its numbers cannot be used."""
+
+
+class LaunchError(PacelineError):
+    """An engine did not take the job, or cannot be asked about it any more; says which command shows why."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from paceline.errors import RequestError
 from paceline.findings import Report
-from paceline.records import Evidence, Sample
+from paceline.records import Evidence, Sample, Status
 from paceline.spec import Choice, RunSpec
 
 if TYPE_CHECKING:
@@ -92,23 +92,46 @@ class Recorder(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What a launcher will start; `str(job)` is the dry run."""
+    """What a launcher will start; `str(job)` is the dry run: the command, then the files it needs.
+
+    name: what the engine shall call it, the same for the same run folder, so that it can be found again. settings: what
+    the launcher's own `submit` needs to know besides.
+    """
 
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
     log: str | None = None
+    name: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return " ".join([*(f"{k}={shlex.quote(v)}" for k, v in sorted(self.env.items())), shlex.join(self.argv)])
+        command = " ".join([*(f"{k}={shlex.quote(v)}" for k, v in sorted(self.env.items())), shlex.join(self.argv)])
+        return "\n".join(filter(None, (command.strip(), *self.files.values())))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobState:
-    """Our word for what the engine says. exit_code is None while the job runs."""
+    """Our word for what the engine says. exit_code is None while the job runs.
+
+    waiting: why it has not begun yet, in the engine's words. status and reason: how the engine says it ended, where it
+    knows what no rank could leave behind (pre-empted, evicted, out of its time); None where the ranks' word is enough.
+    """
 
     running: bool
     exit_code: int | None = None
+    waiting: str | None = None
+    status: Status | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """What a launcher has where an experiment says `device: auto`, `processes: all` or no number of nodes."""
+
+    device: str
+    processes: int
+    nodes: int = 1
 
 
 class Workload(Protocol):
@@ -126,6 +149,18 @@ class Strategy(Protocol):
 
 
 class Launcher(Protocol):
+    """`prepare` is pure: the same spec and folder give the same job. `poll` also moves what ranks have sent so far into
+    the run folder; an engine that is away for a moment is asked again. `cancel` ends the job, removes what it left
+    with the engine, and may be called after its end or twice. `submit`, `poll` and `collect` raise LaunchError with
+    one sentence when the engine refuses.
+
+    One on whose engine a job outlives the controller also has `adopt(job, handle) -> handle | None`: the job that an
+    earlier controller has submitted, whether or not it lived to write the handle down. One without a shared disk also
+    has `collect(handle, run_dir) -> str | None`, called after the end: brings home what is missing, and says what
+    could not be. One with machines of its own also has `offer(choice) -> Offer`. One whose ranks are processes of this
+    host has `HERE = True`.
+    """
+
     def check(self, spec: RunSpec) -> str | None: ...
     def prepare(self, spec: RunSpec, run_dir: Path) -> Job: ...
     def submit(self, job: Job) -> Mapping[str, Any]: ...

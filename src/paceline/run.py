@@ -10,19 +10,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
 
-from paceline import capsule, store
+from paceline import capsule, store, supervision
 from paceline.analysis import validity
 from paceline.analysis.certificate import certify
 from paceline.campaign import write_plan
-from paceline.errors import RequestError, StoreError
-from paceline.plugins import Job, JobState, Launcher, load
+from paceline.errors import LaunchError, RequestError, StoreError
+from paceline.plugins import Launcher, load
 from paceline.records import Outcome, RunRecord, Status
 from paceline.spec import PROBING, Choice, RunSpec, Topology, WarmUp
+from paceline.supervision import End, Observer
 
 POLL_S = 0.1
 # A large model takes some 15 s of one core for each of a dozen settings.
@@ -31,26 +31,6 @@ ADVICE_S = 300.0
 REFERENCE_VARIANTS = {"fp32": 1, "bf16": 4, "fp16": 4}
 # Tokens of a reference's micro batch at most: the uncompiled loss holds their logits in fp32, several times.
 REFERENCE_TOKENS = 8192
-
-
-class Observer(Protocol):
-    """Whoever watches a campaign: the terminal, a log, a test. begin is called again when runs were added,
-    advising while settings that would fit are looked for after a run out of memory."""
-
-    def begin(self, specs: Sequence[RunSpec]) -> None: ...
-    def started(self, spec: RunSpec, run_dir: Path) -> None: ...
-    def moved(self, spec: RunSpec, positions: Sequence[store.Progress]) -> None: ...
-    def advising(self, spec: RunSpec, seconds: float) -> None: ...
-    def ended(self, spec: RunSpec, status: Status, error: str | None, known: bool) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """How a job ended from outside: by itself, by a limit, or because no rank moved any more."""
-
-    state: JobState
-    limit: Status | None = None
-    text: str | None = None
 
 
 def references_of(specs: Sequence[RunSpec]) -> dict[str, RunSpec]:
@@ -83,12 +63,20 @@ def reference_of(spec: RunSpec) -> RunSpec:
         strategy=None,
         topology=Topology(device=spec.topology.device),
         training=training,
-        launcher=Choice("local", {k: v for k, v in spec.launcher.options.items() if k == "threads"}),
+        launcher=_reference_launcher(spec.launcher),
         steps=min(spec.reference_steps, spec.steps),
         timeout_s=spec.timeout_s * spec.topology.world_size * variants,
         warmup=WarmUp(),
         repeat=0,
     )
+
+
+def _reference_launcher(launcher: Choice) -> Choice:
+    """Where the runs are: a controller need not have their devices. On this host options that change the arithmetic
+    stay, those that change how ranks share it do not."""
+    if not getattr(load("launchers", launcher.name), "HERE", False):
+        return launcher
+    return Choice("local", {k: v for k, v in launcher.options.items() if k == "threads"})
 
 
 def _gentler(known: RunSpec, candidate: RunSpec) -> RunSpec:
@@ -157,17 +145,25 @@ def unsupported(spec: RunSpec) -> str | None:
 
 
 def execute(spec: RunSpec, out: Path, observer: Observer, reference: RunSpec | None) -> tuple[Status, str | None]:
-    """One run from an empty folder to its seal. Interrupted, it leaves a folder without a seal, which is run again."""
-    run_dir = store.create(out, spec)
-    started_at = time.time()
+    """One run from an empty folder to its seal, or from the job that a dead controller left. Interrupted, it leaves a
+    folder without a seal, which is run again."""
+    launcher: Launcher = load("launchers", spec.launcher.name)
+    run_dir = out / spec.experiment / spec.run_id
     reason = unsupported(spec)
+    launch = supervision.adopt(launcher, spec, run_dir) if reason is None else None
+    if launch is None:
+        store.create(out, spec)
+    started_at = time.time() if launch is None else launch.submitted_at
     if reason is not None:
         store.seal(run_dir, Status.UNSUPPORTED, reason, started_at, time.time())
         return Status.UNSUPPORTED, reason
-    launcher: Launcher = load("launchers", spec.launcher.name)
     observer.started(spec, run_dir)
-    end = supervise(launcher, launcher.prepare(spec, run_dir), spec, run_dir, observer)
-    status, error = judge(spec, run_dir, end)
+    try:
+        launch = launch or supervision.start(launcher, launcher.prepare(spec, run_dir), spec, run_dir)
+        end = supervision.follow(launcher, launch, spec, run_dir, observer)
+        status, error = judge(spec, run_dir, end)
+    except LaunchError as refusal:
+        status, error = Status.FAILED, str(refusal)
     ended_at = time.time()
     if status is Status.OOM and is_advised(spec):
         advise(spec, run_dir, observer)
@@ -204,85 +200,24 @@ def advise(spec: RunSpec, run_dir: Path, observer: Observer) -> None:
             child.wait()
 
 
-def supervise(launcher: Launcher, job: Job, spec: RunSpec, run_dir: Path, observer: Observer) -> End:
-    """Start the job and watch it to its end; whatever ends this function ends the job."""
-    handle = launcher.submit(job)
-    store.write_json(run_dir / "job.json", {"launcher": str(spec.launcher), "command": str(job), "handle": handle})
-    try:
-        return _wait(launcher, handle, spec, run_dir, observer)
-    finally:
-        launcher.cancel(handle)
-
-
-def _wait(launcher: Launcher, handle: Mapping[str, Any], spec: RunSpec, run_dir: Path, observer: Observer) -> End:
-    began = time.time()
-    while True:
-        state = launcher.poll(handle)
-        positions = store.read_progress(run_dir)
-        if not state.running:
-            return End(state)
-        observer.moved(spec, positions)
-        now = time.time()
-        if now - began > spec.timeout_s:
-            return End(
-                state, Status.TIMEOUT, f"did not end within {spec.timeout_s:g} s; {_whereabouts(positions, spec)}"
-            )
-        if now - max([began, *(p.beat for p in positions)]) > spec.stall_s:
-            dump_stacks(positions)
-            return End(state, Status.HANG, f"nothing moved for {spec.stall_s:g} s: {name_stalled(positions, spec)}")
-        time.sleep(POLL_S)
-
-
-def _whereabouts(positions: Sequence[store.Progress], spec: RunSpec) -> str:
-    seen = [f"rank {p.rank} was at step {p.step} in {p.phase}" for p in positions]
-    return "; ".join(seen[:4]) or "no rank had started"
-
-
-def name_stalled(positions: Sequence[store.Progress], spec: RunSpec) -> str:
-    """Which rank holds the others up: one that never came, one that is stopped, else the one furthest behind."""
-    missing = sorted(set(range(spec.topology.world_size)) - {p.rank for p in positions})
-    if missing:
-        return f"rank {missing[0]} never started"
-    stopped = [p for p in positions if _process_state(p.pid) == "stopped"]
-    if stopped:
-        p = stopped[0]
-        return f"rank {p.rank} stopped at step {p.step} in {p.phase} (its process {p.pid} is suspended)"
-    order = {phase: number for number, phase in enumerate(store.PHASES)}
-    behind = min(positions, key=lambda p: (p.step, order[p.phase], p.beat))
-    return (
-        f"rank {behind.rank} stopped at step {behind.step} in {behind.phase}; its stack is in stack-{behind.rank}.txt"
-    )
-
-
-def _process_state(pid: int) -> str | None:
-    import psutil
-
-    try:
-        return str(psutil.Process(pid).status())
-    except psutil.NoSuchProcess:
-        return None
-
-
-def dump_stacks(positions: Iterable[store.Progress]) -> None:
-    """Ask every rank on this host for its Python stacks before it is ended."""
-    for position in positions:
-        with contextlib.suppress(OSError):
-            os.kill(position.pid, signal.SIGUSR1)
-    time.sleep(0.5)
-
-
 def judge(spec: RunSpec, run_dir: Path, end: End) -> tuple[Status, str | None]:
     """The status of a run that has ended, from what the ranks left and how the job went."""
     outcomes = store.read_outcomes(run_dir)
     bad = sorted((o for o in outcomes if o.status is not Status.OK), key=lambda o: o.ended_at)
     if end.limit is not None and not bad:
         return end.limit, end.text
+    whole = len(outcomes) == spec.topology.world_size
+    if end.state.status is not None and (bad or not whole):
+        # The engine knows why ranks vanished; those that were left only noticed.
+        return end.state.status, end.state.reason or f"the engine calls the job {end.state.status}"
     log = _log_text(run_dir)
     deaths = _deaths(log, {o.rank for o in outcomes})
     if bad and not deaths:
         return bad[0].status, _blame(bad[0], spec)
-    if len(outcomes) == spec.topology.world_size:
+    if whole and end.missing is None:
         return Status.OK, None
+    if end.missing is not None and not deaths:
+        return Status.FAILED, f"results did not come home whole: {end.missing}"
     return Status.FAILED, _unexplained(run_dir, end, log, deaths)
 
 

@@ -55,17 +55,17 @@ class Choice:
     """A plugin by name with its options, written `zero:stage=2,overlap=false`."""
 
     name: str
-    options: Mapping[str, Scalar] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, text: str) -> Choice:
         """`name` or `name:key=value,key=value`; values read as JSON where they are, else as text."""
         name, _, rest = text.partition(":")
-        options: dict[str, Scalar] = {}
-        for part in filter(None, rest.split(",")):
+        options: dict[str, Any] = {}
+        for part in filter(None, _outer_parts(rest)):
             key, equals, value = part.partition("=")
             require(bool(equals and key.strip()), f"option of {name}", part, "key=value")
-            options[key.strip()] = _scalar(value.strip())
+            options[key.strip()] = _value(value.strip())
         require(bool(name.strip()), "name of a choice", text, "name or name:key=value,...")
         return cls(name.strip(), options)
 
@@ -76,12 +76,26 @@ class Choice:
         return ":".join(filter(None, (self.name, ",".join(parts))))
 
 
-def _scalar(text: str) -> Scalar:
+def _outer_parts(text: str) -> list[str]:
+    """Split at commas, but not at those within a JSON list, object or text."""
+    parts, depth, quoted, begin = [], 0, False, 0
+    for place, sign in enumerate(text):
+        if sign == '"' and (not place or text[place - 1] != "\\"):
+            quoted = not quoted
+        elif not quoted:
+            depth += (sign in "[{") - (sign in "]}")
+            if sign == "," and depth <= 0:
+                parts.append(text[begin:place])
+                begin = place + 1
+    return [*parts, text[begin:]]
+
+
+def _value(text: str) -> Any:
+    """JSON where it is, else text."""
     try:
-        value = json.loads(text)
+        return json.loads(text)
     except ValueError:
         return text
-    return value if isinstance(value, str | int | float | bool | None) else text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,6 +238,8 @@ class RunSpec:
     timeout_s: float = 1800.0
     stall_s: float = 300.0
     telemetry_hz: float = 2.0
+    max_restarts: int = 0
+    checkpoint_every: int | None = None
     design: Design | None = None
 
     def __post_init__(self) -> None:
@@ -235,6 +251,9 @@ class RunSpec:
         )
         require(self.steps >= 1, "steps", self.steps, "a whole number from 1")
         require(self.reference_steps >= 2, "reference_steps", self.reference_steps, "a whole number from 2")
+        require(self.max_restarts >= 0, "max_restarts", self.max_restarts, "a whole number from 0")
+        every = self.checkpoint_every
+        require(every is None or every >= 1, "checkpoint_every", every, "a number of steps from 1, or null for none")
         require(self.seed >= 0, "seed", self.seed, "a whole number from 0")
         for name in ("timeout_s", "stall_s"):
             require(0 < getattr(self, name) < math.inf, name, getattr(self, name), "a positive number of seconds")
@@ -353,9 +372,11 @@ class RunSpec:
         return cls(**values)
 
     def _without(self, *fields: str) -> dict[str, Any]:
-        """What makes an identity. A run that tunes nothing is what it was before there was tuning; the design it is a
-        point of, and how often gauges are read beside it, change nothing of it."""
-        absent = ("telemetry_hz", "design", *(() if self.tuning else ("tuning",)))
+        """What makes an identity. A run that tunes nothing is what it was before there was tuning, one without
+        checkpoints what it was before there were any; the design it is a point of, how often gauges are read beside
+        it and how often it may be restarted change nothing of it."""
+        absent = ("telemetry_hz", "design", "max_restarts", *(() if self.tuning else ("tuning",)))
+        absent += () if self.checkpoint_every else ("checkpoint_every",)
         return {key: value for key, value in dataclasses.asdict(self).items() if key not in (*fields, *absent)}
 
 

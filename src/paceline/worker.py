@@ -9,14 +9,13 @@ import gc
 import os
 import re
 import signal
-import socket
 import sys
 import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from paceline import store
+from paceline import places, store
 from paceline.capacity import room_bytes
 from paceline.errors import InvalidRunError, RequestError, UnsupportedError
 from paceline.machine import probe
@@ -90,7 +89,7 @@ def main(argv: list[str]) -> int:
         rank=rank,
         status=status,
         error=error,
-        host=socket.gethostname(),
+        host=places.node_name(os.environ),
         pid=os.getpid(),
         started_at=started_at,
         ended_at=time.time(),
@@ -107,7 +106,8 @@ def attempt(run_dir: Path, rank: int, recorder: FolderRecorder) -> tuple[Status,
         seat = take_seat(spec, rank)
         recorder.device = seat.device
         if seat.local_rank == 0:
-            store.write_json(run_dir / f"machine-{socket.gethostname()}.json", machine_facts(probe()))
+            facts = {**machine_facts(probe()), "host": places.node_name(os.environ)}
+            store.write_json(run_dir / f"machine-{facts['host']}.json", facts)
         with gauged(run_dir, spec, seat):
             join(spec, seat)
             load("workloads", spec.workload.name).run(spec, seat, recorder)
@@ -167,7 +167,7 @@ def gauged(run_dir: Path, spec: RunSpec, seat: Seat) -> Iterator[None]:
         yield
         return
     gpus = 0 if seat.device == "cpu" else 1 if shared else spec.topology.processes_per_node
-    host = socket.gethostname()
+    host = places.node_name(os.environ)
     with (run_dir / f"samples-gauges-{seat.rank}.jsonl").open("w", buffering=1) as file:
 
         def write(snapshot: Snapshot) -> None:

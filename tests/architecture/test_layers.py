@@ -16,10 +16,10 @@ ROOT = Path(paceline.__file__).parent
 
 # Each line may import only lines above it; names on one line do not see each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "environment", "neutral", "designs"),
+    ("errors", "environment", "neutral", "designs", "offspring", "parcel"),
     ("shapes",),
     ("checkpoints",),
-    ("spec", "models", "machine", "processes", "files"),
+    ("spec", "models", "machine", "processes", "files", "places", "reach"),
     ("prices", "rows", "adapters", "acceptance"),
     ("instructions", "dialogues", "records", "findings", "doctor", "recipe", "redaction"),
     ("series",),
@@ -29,7 +29,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("corpus", "timeline", "present", "claims", "capsule"),
     ("plugins", "tuned"),
     ("workloads", "strategies", "launchers", "exporters", "analysis", "experiment"),
-    ("run", "worker", "adviser"),
+    ("supervision",),
+    ("run", "worker", "adviser", "agent"),
     ("display", "watch", "monitor", "replay"),
     ("endpoint",),
     ("cli",),
@@ -260,10 +261,10 @@ def test_print_and_exit_live_in_the_command_line() -> None:
         for name, _ in calls(tree)
         if name in ("print", "sys.exit", "exit", "quit", "os._exit")
     }
-    assert found == {"cli: print", "cli: sys.exit", "worker: sys.exit"}
+    assert found == {"cli: print", "cli: sys.exit", "worker: sys.exit", "agent: sys.exit"}
 
 
-@pytest.mark.parametrize("module", ["cli.__main__", "worker"])
+@pytest.mark.parametrize("module", ["cli.__main__", "worker", "agent"])
 def test_exit_is_the_last_line_of_a_program(module: str) -> None:
     tree = TREES[module]
     last = tree.body[-1]

@@ -20,14 +20,14 @@ from pathlib import Path
 
 from paceline import store, worker
 from paceline.launchers import local
-from paceline.launchers.local import cancel, check, poll, submit
+from paceline.launchers.local import HERE, cancel, check, poll, submit
 from paceline.measure import collection_paused
 from paceline.plugins import Job, load
 from paceline.processes import end_with_parent
 from paceline.spec import RunSpec
 from paceline.strategies import zero
 
-__all__ = ["cancel", "check", "poll", "prepare", "submit"]
+__all__ = ["HERE", "cancel", "check", "poll", "prepare", "submit"]
 
 HOST = "127.0.0.1"
 

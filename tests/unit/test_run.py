@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
-from paceline import plugins, run, store
+from paceline import plugins, run, store, supervision
 from paceline.errors import RequestError
 from paceline.plugins import Job, JobState
 from paceline.records import MemorySample, Status
-from paceline.run import End, judge, name_stalled, reference_of, references_of
+from paceline.run import judge, reference_of, references_of
 from paceline.spec import Choice, RunSpec
 from paceline.store import Progress
+from paceline.supervision import End, name_stalled
 
 Make = Callable[..., Any]
 ENDED, FAILED = End(JobState(running=False, exit_code=0)), End(JobState(running=False, exit_code=1))
@@ -176,7 +177,7 @@ def test_a_suspended_process_is_named_wherever_it_is(spec: RunSpec) -> None:
     try:
         os.kill(child.pid, signal.SIGSTOP)
         end = time.monotonic() + 30
-        while run._process_state(child.pid) != "stopped" and time.monotonic() < end:
+        while supervision._process_state(child.pid) != "stopped" and time.monotonic() < end:
             time.sleep(0.01)
         text = name_stalled([at(0, 9, "optimizer", pid=child.pid), at(1, 3, "forward")], spec)
     finally:
@@ -269,6 +270,7 @@ class Watcher:
 
     def begin(self, specs: Sequence[RunSpec]) -> None: ...
     def started(self, spec: RunSpec, run_dir: Path) -> None: ...
+    def waiting(self, spec: RunSpec, reason: str, seconds: float) -> None: ...
     def moved(self, spec: RunSpec, positions: Sequence[Progress]) -> None: ...
     def advising(self, spec: RunSpec, seconds: float) -> None: ...
     def ended(self, spec: RunSpec, status: Status, error: str | None, known: bool) -> None:

@@ -34,8 +34,12 @@ def test_a_choice_forgives_spaces_and_empty_parts() -> None:
     assert Choice.parse(" zero : stage = 2 ,") == Choice("zero", {"stage": 2})
 
 
-def test_a_value_that_is_json_but_no_scalar_is_text() -> None:
-    assert Choice.parse("x:a=[1]").options == {"a": "[1]"}
+@pytest.mark.parametrize(
+    "options",
+    [{"a": [1, 2], "b": "x"}, {"hosts": [{"host": "a,b", "port": 22}], "n": 1}, {"quoted": {"k": 'he said "x, y"'}}],
+)
+def test_nested_options_survive_their_text(options: dict[str, Any]) -> None:
+    assert Choice.parse(str(Choice("x", options))).options == options
 
 
 @pytest.mark.parametrize("text", ["", ":stage=1", "zero:stage", "zero:=2"])

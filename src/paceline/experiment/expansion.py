@@ -11,11 +11,10 @@ from typing import Any, Literal
 
 import yaml
 
-from paceline import machine
 from paceline.errors import RequestError
 from paceline.experiment import design
-from paceline.experiment.fields import ALL, Cell, Experiment, build, devices, validate
-from paceline.experiment.reading import parse_yaml, read
+from paceline.experiment.fields import ALL, Cell, Experiment, build, offered, validate
+from paceline.experiment.reading import parse_yaml, read, read_launcher
 from paceline.spec import TUNED, UNTRAINED, Choice, RunSpec, Tuning, require
 
 # `processes: doubling` is 1, 2, 4, ... up to one per device.
@@ -41,11 +40,11 @@ def load(
     """
     raw = read(source)
     experiment = validate(Experiment, raw, source)
-    device = _device(experiment, settings)
-    experiment = validate(Experiment, _overlay(raw, experiment.devices.get(device, {})), source)
     given = dict(parse_setting(text) for text in settings)
     if launcher is not None:
-        given["launcher"] = launcher
+        given["launcher"] = given_launcher(launcher, experiment.base.get("launcher"))
+    device = _device(experiment, given)
+    experiment = validate(Experiment, _overlay(raw, experiment.devices.get(device, {})), source)
     repeats = given.pop("repeats", experiment.repeats)
     require(type(repeats) is int and repeats >= 1, "--set repeats", repeats, "a whole number from 1")
     cells = select(expand(experiment, given, device), benchmark)
@@ -76,15 +75,34 @@ def counted(cells: Sequence[RunSpec], counts: Mapping[str, int]) -> list[RunSpec
     return [spec if spec.is_trained else replace(spec, workload=_with_options(spec.workload, counts)) for spec in cells]
 
 
-def _with_options(choice: Choice, more: Mapping[str, int]) -> Choice:
+def _with_options(choice: Choice, more: Mapping[str, Any]) -> Choice:
     return Choice(choice.name, {**choice.options, **more})
 
 
-def _device(experiment: Experiment, settings: Sequence[str]) -> Literal["cpu", "cuda"]:
-    asked = dict(parse_setting(text) for text in settings).get("device", experiment.base.get("device", "auto"))
+def given_launcher(text: str, of_file: object) -> str:
+    """`--launcher`: a name with options, or a YAML file that holds them (`name: kubernetes`, then its options). The
+    bare name of the experiment's own launcher keeps the options that the experiment gives it."""
+    if text.endswith((".yaml", ".yml")):
+        return _choice_text(read_launcher(text))
+    own = _plain({"launcher": of_file}).get("launcher")
+    return own if isinstance(own, str) and Choice.parse(own).name == text else text
+
+
+def _device(experiment: Experiment, given: Mapping[str, Any]) -> Literal["cpu", "cuda"]:
+    asked = given.get("device", experiment.base.get("device", "auto"))
     require(asked in ("auto", "cpu", "cuda"), "device", asked, "auto, cpu or cuda")
-    found = machine.device_kind() if asked == "auto" else asked
-    return "cuda" if found == "cuda" else "cpu"
+    if asked == "auto":
+        asked = offered(_launcher({**experiment.base, **given})).device
+    return "cuda" if asked == "cuda" else "cpu"
+
+
+def _launcher(fields: Mapping[str, Any]) -> Choice:
+    """The launcher of these fields, with `launcher.OPTION` laid over its options; of several, the first."""
+    found = _plain(fields).get("launcher", "local")
+    text = found[0] if isinstance(found, list) and found else found
+    require(isinstance(text, str), "launcher", text, "text, or a mapping with a name")
+    options = {key.partition(".")[2]: value for key, value in fields.items() if key.startswith("launcher.")}
+    return _with_options(Choice.parse(text), options)
 
 
 def _overlay(raw: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,7 +145,8 @@ def expand(experiment: Experiment, given: Mapping[str, Any], device: str) -> lis
     block = design.asked(experiment.design, own, axes, fixed)
     specs = design.expand(block, make, keeps) if block else []
     if not block or experiment.matrix:
-        points = _points(experiment, base, fixed, {} if block else axes, device)
+        most = offered(_launcher({**base, **given}), device).processes
+        points = _points(experiment, base, fixed, {} if block else axes, most)
         specs += [make(point) for point in points if keeps(point)]
     if not specs:
         raise RequestError(f"{experiment.name}: the matrix and its exclusions leave no cell to run")
@@ -138,14 +157,14 @@ def expand(experiment: Experiment, given: Mapping[str, Any], device: str) -> lis
 
 
 def _points(
-    experiment: Experiment, base: Mapping[str, Any], fixed: Mapping[str, Any], axes: Mapping[str, Any], device: str
+    experiment: Experiment, base: Mapping[str, Any], fixed: Mapping[str, Any], axes: Mapping[str, Any], most: int
 ) -> Iterable[dict[str, Any]]:
-    """Every point of every matrix, as changes of the base."""
+    """Every point of every matrix, as changes of the base; most: processes of a node, where an axis doubles them."""
     matrices = experiment.matrix if isinstance(experiment.matrix, list) else [experiment.matrix]
     for matrix in matrices:
         kept = {key: values for key, values in matrix.items() if key not in fixed} | dict(axes)
         doubling = matrix.get("processes") == DOUBLING
-        yield from (p for p in _product(kept, device) if not doubling or _divides({**base, **p}))
+        yield from (p for p in _product(kept, most) if not doubling or _divides({**base, **p}))
 
 
 def _divides(fields: Mapping[str, Any]) -> bool:
@@ -181,14 +200,13 @@ def _optioned(fields: Mapping[str, Any], nested: Mapping[str, Any]) -> dict[str,
     return result
 
 
-def _product(matrix: Mapping[str, list[Any] | str], device: str) -> Iterable[dict[str, Any]]:
-    axes = {key: _values(key, values, device) for key, values in matrix.items()}
+def _product(matrix: Mapping[str, list[Any] | str], most: int) -> Iterable[dict[str, Any]]:
+    axes = {key: _values(key, values, most) for key, values in matrix.items()}
     return (dict(zip(axes, point, strict=True)) for point in itertools.product(*axes.values()))
 
 
-def _values(key: str, values: list[Any] | str, device: str) -> list[Any]:
+def _values(key: str, values: list[Any] | str, most: int) -> list[Any]:
     if key == "processes" and values == DOUBLING:
-        most = devices(device)
         return [2**k for k in range(most.bit_length()) if 2**k <= most]
     require(isinstance(values, list) and len(values) > 0, f"matrix.{key}", values, "a list of at least one value")
     return list(values)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from paceline import machine
 from paceline.errors import RequestError
+from paceline.plugins import Offer, load
 from paceline.spec import (
     ACCEPTING,
     TUNED,
@@ -49,7 +50,7 @@ class Cell(Strict):
     strategy: str = "ddp"
     launcher: str = "local"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    nodes: int = 1
+    nodes: int | None = None
     processes: int | Literal["all"] = ALL  # type: ignore[assignment]
     precision: str = "bf16"
     reduce_dtype: str = "fp32"
@@ -76,6 +77,8 @@ class Cell(Strict):
     timeout_s: float = 1800.0
     stall_s: float = 300.0
     telemetry_hz: float = 2.0
+    max_restarts: int = 0
+    checkpoint_every: int | None = None
 
 
 Matrix = dict[str, list[Any] | str]
@@ -121,8 +124,9 @@ def validate(model: type[Any], raw: Mapping[str, Any], where: str) -> Any:
 
 def build(name: str, cell: Cell, device: str) -> RunSpec:
     """A run spec from validated fields, with the accumulation that gives the asked global batch."""
-    processes = devices(device) if cell.processes == ALL else int(cell.processes)
-    topology = Topology(device=device, nodes=cell.nodes, processes_per_node=processes)
+    offer = offered(Choice.parse(cell.launcher), device)
+    processes = offer.processes if cell.processes == ALL else int(cell.processes)
+    topology = Topology(device=device, nodes=cell.nodes or offer.nodes, processes_per_node=processes)
     training = Training(
         sequence_length=cell.sequence_length,
         micro_batch=cell.micro_batch,
@@ -153,6 +157,8 @@ def build(name: str, cell: Cell, device: str) -> RunSpec:
         timeout_s=cell.timeout_s,
         stall_s=cell.stall_s,
         telemetry_hz=cell.telemetry_hz,
+        max_restarts=cell.max_restarts,
+        checkpoint_every=cell.checkpoint_every,
     )
 
 
@@ -183,9 +189,14 @@ def _accumulation(cell: Cell, world_size: int) -> int:
     return implied
 
 
-def devices(device: str) -> int:
-    """Processes that have a device of their own: GPUs, or cores."""
-    return max(1, machine.device_count() if device == "cuda" else _cores())
+def offered(launcher: Choice, device: str | None = None) -> Offer:
+    """What the launcher has of a device: on this machine one process per GPU or core, elsewhere what it says itself."""
+    plugin = load("launchers", launcher.name)
+    if hasattr(plugin, "offer"):
+        return cast(Offer, plugin.offer(launcher))
+    device = device or machine.device_kind()
+    count = machine.device_count() if device == "cuda" else _cores()
+    return Offer(device=device, processes=max(1, count))
 
 
 def _cores() -> int:

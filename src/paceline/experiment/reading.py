@@ -41,6 +41,17 @@ def read(source: str) -> dict[str, Any]:
     raise RequestError(f"experiment: {source!r} was given; accepted is a YAML file or one of the presets {known}")
 
 
+def read_launcher(path: str) -> dict[str, Any]:
+    """A launcher with its options: the mapping that `launcher:` of an experiment may hold, in a file of its own."""
+    where = f"--launcher {path}"
+    if not Path(path).is_file():
+        raise RequestError(f"{where} was given, which is no file; accepted is a YAML file, or a launcher's name")
+    found = _parse(_text_of(Path(path)), where)
+    if not isinstance(found.get("name"), str):
+        raise RequestError(f"{where}: name = {found.get('name')!r} was given; accepted is a launcher's name")
+    return found
+
+
 def _text_of(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -14,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from paceline import machine
+from paceline.launchers._start import rank_environment
+from paceline.offspring import end_all
 from paceline.plugins import Job, JobState, options
 from paceline.processes import end_with_parent
 from paceline.spec import RunSpec, require
 
-GRACE_S = 5.0
+# Ranks are processes of this host.
+HERE = True
 _children: dict[int, subprocess.Popen[bytes]] = {}
 
 
@@ -56,12 +58,7 @@ def prepare(spec: RunSpec, run_dir: Path) -> Job:
     no_logs = f"--log-dir={os.devnull}"
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", no_logs, processes)
     argv = (*torchrun, "-m", "paceline.worker", str(run_dir))
-    env = {
-        "OMP_NUM_THREADS": str(chosen.threads),
-        "PYTHONUNBUFFERED": "1",
-        # torch 2.13 warns at every collective that DeepSpeed still calls it by its older name.
-        "PYTHONWARNINGS": "ignore::FutureWarning",
-    }
+    env = rank_environment(chosen.threads)
     if sys.platform == "linux":
         # A host name that does not resolve would leave gloo without an address; one host needs only loopback.
         env["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
@@ -101,19 +98,7 @@ def poll(handle: Mapping[str, Any]) -> JobState:
 
 
 def cancel(handle: Mapping[str, Any]) -> None:
-    """End torchrun and every process below it; ones that do not listen, or are stopped, are killed."""
-    import psutil
-
+    """End torchrun and every process below it."""
     child = _children.get(int(handle["pid"]))
-    if child is None or child.poll() is not None:
-        return
-    family = psutil.Process(child.pid).children(recursive=True)
-    child.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        child.wait(GRACE_S)
-    for process in family:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    child.kill()
-    child.wait()
-    psutil.wait_procs(family, GRACE_S)
+    if child is not None and child.poll() is None:
+        end_all(child)

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from paceline import machine
+from paceline import machine, offspring
 from paceline.errors import RequestError
 from paceline.launchers import local
 from paceline.plugins import Job
@@ -80,7 +80,7 @@ time.sleep(600)
 
 @pytest.mark.parametrize("deaf", [False, True])
 def test_cancel_ends_the_whole_family(tmp_path: Path, deaf: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "GRACE_S", 0.5)
+    monkeypatch.setattr(offspring, "GRACE_S", 0.5)
     job = Job(argv=(sys.executable, "-c", FAMILY.format(deaf=deaf)), log=str(tmp_path / "log.txt"))
     handle = local.submit(job)
     while not (tmp_path / "log.txt").read_text().strip():

@@ -1,0 +1,37 @@
+"""What every launcher gives its processes: their environment, the name of their job, the command of a node."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import socket
+from pathlib import Path
+
+from paceline.spec import RunSpec
+
+# Names of pods and their labels end at 63 characters, of which an index and a suffix need some.
+LONGEST_NAME = 50
+AGENT = "paceline.agent"
+
+
+def rank_environment(threads: int) -> dict[str, str]:
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONUNBUFFERED": "1",
+        # torch 2.13 warns at every collective that DeepSpeed still calls it by its older name.
+        "PYTHONWARNINGS": "ignore::FutureWarning",
+    }
+
+
+def job_name(spec: RunSpec, run_dir: Path) -> str:
+    """A lower-case DNS label, the same for the same run folder of this host: two controllers never mean one job."""
+    place = f"{socket.gethostname()}:{run_dir.absolute()}"
+    mark = hashlib.sha256(f"{spec.run_id} {place}".encode()).hexdigest()[:8]
+    slug = re.sub(r"[^a-z0-9]+", "-", spec.run_id.lower()).strip("-")
+    return f"paceline-{slug[: LONGEST_NAME - 18].strip('-')}-{mark}"
+
+
+def spec_text(spec: RunSpec) -> str:
+    """The spec on one line, for engines that carry it in a variable."""
+    return json.dumps(spec.to_dict(), separators=(",", ":"))

@@ -1,0 +1,28 @@
+"""A process that was started here and everything below it, ended as one."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from typing import Any
+
+GRACE_S = 5.0
+
+
+def end_all(child: subprocess.Popen[Any]) -> None:
+    """End a child and every process below it; ones that do not listen, or are stopped, are killed."""
+    import psutil
+
+    try:
+        family = psutil.Process(child.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        family = []
+    child.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(GRACE_S)
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    child.kill()
+    child.wait()
+    psutil.wait_procs(family, GRACE_S)

@@ -1,0 +1,172 @@
+"""Watching one job: start it or find it again, follow it to its end, bring home what it left.
+
+How a job is started is the launcher's affair; when one counts as late, as hanging or as lost is decided here, the same
+for every engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from paceline import store
+from paceline.errors import StoreError
+from paceline.plugins import Job, JobState, Launcher
+from paceline.records import Status
+from paceline.spec import RunSpec
+
+POLL_S = 0.1
+JOB = "job.json"
+
+
+class Observer(Protocol):
+    """Whoever watches a campaign: the terminal, a log, a test. begin is called again when runs were added, waiting
+    while the engine has not started the job yet, advising while settings that would fit are looked for after a run out
+    of memory."""
+
+    def begin(self, specs: Sequence[RunSpec]) -> None: ...
+    def started(self, spec: RunSpec, run_dir: Path) -> None: ...
+    def waiting(self, spec: RunSpec, reason: str, seconds: float) -> None: ...
+    def moved(self, spec: RunSpec, positions: Sequence[store.Progress]) -> None: ...
+    def advising(self, spec: RunSpec, seconds: float) -> None: ...
+    def ended(self, spec: RunSpec, status: Status, error: str | None, known: bool) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a job ended from outside: by itself, by a limit, or because no rank moved any more. missing says which of
+    its results could not be brought home."""
+
+    state: JobState
+    limit: Status | None = None
+    text: str | None = None
+    missing: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A job under way, and when it was submitted."""
+
+    handle: Mapping[str, Any]
+    submitted_at: float
+
+
+def start(launcher: Launcher, job: Job, spec: RunSpec, run_dir: Path) -> Launch:
+    """Submit the job. What was about to be submitted is written down first: a controller that dies in between leaves
+    enough to find the job again, and to start nothing twice."""
+    submitted_at = time.time()
+    about = {"launcher": str(spec.launcher), "command": str(job), "submitted_at": submitted_at}
+    store.write_json(run_dir / JOB, {**about, "handle": None})
+    handle = launcher.submit(job)
+    store.write_json(run_dir / JOB, {**about, "handle": handle})
+    return Launch(handle, submitted_at)
+
+
+def adopt(launcher: Launcher, spec: RunSpec, run_dir: Path) -> Launch | None:
+    """The job that an earlier controller has started for this run and did not live to see the end of."""
+    find = getattr(launcher, "adopt", None)
+    if find is None or store.is_sealed(run_dir) or not (run_dir / JOB).is_file():
+        return None
+    try:
+        known = store.read_json(run_dir / JOB)
+    except StoreError:
+        return None
+    handle = find(launcher.prepare(spec, run_dir), known.get("handle"))
+    return None if handle is None else Launch(handle, float(known.get("submitted_at") or time.time()))
+
+
+def follow(launcher: Launcher, launch: Launch, spec: RunSpec, run_dir: Path, observer: Observer) -> End:
+    """Watch a job to its end and bring home what it left; whatever ends this function ends the job."""
+    try:
+        end = _wait(launcher, launch.handle, spec, run_dir, observer)
+        collect = getattr(launcher, "collect", None)
+        return end if collect is None else replace(end, missing=collect(launch.handle, run_dir))
+    finally:
+        launcher.cancel(launch.handle)
+
+
+@dataclass(slots=True)
+class Vigil:
+    """When something last moved, by this host's own clock: those of the nodes may be minutes off."""
+
+    beats: dict[int, float] = field(default_factory=dict)
+    moved_at: float = field(default_factory=time.monotonic)
+
+    def still_s(self, positions: Sequence[store.Progress]) -> float:
+        beats = {p.rank: p.beat for p in positions}
+        if beats != self.beats:
+            self.beats, self.moved_at = beats, time.monotonic()
+        return time.monotonic() - self.moved_at
+
+
+def _wait(launcher: Launcher, handle: Mapping[str, Any], spec: RunSpec, run_dir: Path, observer: Observer) -> End:
+    submitted = began = time.monotonic()
+    vigil = Vigil()
+    while True:
+        state = launcher.poll(handle)
+        positions = store.read_progress(run_dir)
+        if not state.running:
+            return End(state)
+        if state.waiting is not None:
+            # Time in a queue is no time of the run.
+            observer.waiting(spec, state.waiting, time.monotonic() - submitted)
+            began, vigil = time.monotonic(), Vigil()
+        else:
+            observer.moved(spec, positions)
+        if time.monotonic() - began > spec.timeout_s:
+            late = f"did not end within {spec.timeout_s:g} s; {_whereabouts(positions, spec)}"
+            return End(state, Status.TIMEOUT, late)
+        if vigil.still_s(positions) > spec.stall_s:
+            here = getattr(launcher, "HERE", False)
+            if here:
+                dump_stacks(positions)
+            who = name_stalled(positions, spec, here)
+            return End(state, Status.HANG, f"nothing moved for {spec.stall_s:g} s: {who}")
+        time.sleep(POLL_S)
+
+
+def _whereabouts(positions: Sequence[store.Progress], spec: RunSpec) -> str:
+    seen = [f"rank {p.rank} was at step {p.step} in {p.phase}" for p in positions]
+    return "; ".join(seen[:4]) or "no rank had started"
+
+
+def name_stalled(positions: Sequence[store.Progress], spec: RunSpec, here: bool = True) -> str:
+    """Which rank holds the others up: one that never came, one that is stopped, else the one furthest behind.
+
+    here: ranks are processes of this host; elsewhere a number of a process says nothing.
+    """
+    missing = sorted(set(range(spec.topology.world_size)) - {p.rank for p in positions})
+    if missing:
+        return f"rank {missing[0]} never started"
+    stopped = [p for p in positions if here and _process_state(p.pid) == "stopped"]
+    if stopped:
+        p = stopped[0]
+        return f"rank {p.rank} stopped at step {p.step} in {p.phase} (its process {p.pid} is suspended)"
+    order = {phase: number for number, phase in enumerate(store.PHASES)}
+    behind = min(positions, key=lambda p: (p.step, order[p.phase], p.beat))
+    return (
+        f"rank {behind.rank} stopped at step {behind.step} in {behind.phase}; its stack is in stack-{behind.rank}.txt"
+    )
+
+
+def _process_state(pid: int) -> str | None:
+    import psutil
+
+    try:
+        return str(psutil.Process(pid).status())
+    except psutil.NoSuchProcess:
+        return None
+
+
+def dump_stacks(positions: Iterable[store.Progress]) -> None:
+    """Ask every rank on this host for its Python stacks before it is ended."""
+    for position in positions:
+        with contextlib.suppress(OSError):
+            os.kill(position.pid, signal.SIGUSR1)
+    time.sleep(0.5)

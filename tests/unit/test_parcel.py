@@ -1,0 +1,123 @@
+"""Files that travel as lines arrive as they were, in every order of misfortune, or are known to be missing."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from paceline import parcel
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Path:
+    folder = tmp_path / "node"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    folder = tmp_path / "home"
+    folder.mkdir()
+    return folder
+
+
+def texts(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def lived(node: Path) -> list[str]:
+    """The lines of a node whose rank writes twice, ends, and is sent whole."""
+    sender = parcel.Sender(node, 0)
+    lines = [sender.hello({"host": "n1"})]
+    words = random.Random(1)
+    (node / "samples-0.jsonl").write_text("".join(f"{words.random()}\n" for _ in range(5000)))
+    (node / "progress-0").write_bytes(bytes(range(48)))
+    lines += sender.changes()
+    with (node / "samples-0.jsonl").open("a") as file:
+        file.write("more\n")
+    (node / "outcome-0.json").write_text("{}\n")
+    (node / "secret.txt").write_text("stays")
+    lines += sender.changes()
+    return [*lines, *sender.farewell(0)]
+
+
+def carried(node: Path) -> dict[str, bytes]:
+    return {name: data for name, data in texts(node).items() if name != "secret.txt"}
+
+
+def test_everything_arrives_and_what_ranks_print_is_given_back(node: Path, home: Path) -> None:
+    receiver = parcel.Receiver(home)
+    assert receiver.feed("loss is 3.2\n") == "loss is 3.2\n"
+    assert [receiver.feed(line + "\n") for line in lived(node)] == [None] * len(lived(node))
+    assert texts(home) == carried(node)
+    assert receiver.missing(1) is None
+    assert receiver.arrivals[0].exit_code == 0
+
+
+def test_no_line_is_longer_than_a_container_runtime_keeps_whole(node: Path) -> None:
+    assert max(map(len, lived(node))) < 16384
+
+
+def test_what_came_before_a_node_vanished_stays(node: Path, home: Path) -> None:
+    receiver = parcel.Receiver(home)
+    lines = [line for line in lived(node) if " whole " not in line and " end " not in line]
+    for line in lines:
+        receiver.feed(line)
+    assert texts(home) == carried(node)
+    assert receiver.missing(1) == "node 0 (n1): its log ends early"
+
+
+def test_the_end_of_a_rotated_log_is_enough(node: Path, home: Path) -> None:
+    receiver = parcel.Receiver(home)
+    for line in lived(node):
+        if " whole " in line or " end " in line:
+            receiver.feed(line)
+    assert receiver.missing(1) is None
+    assert texts(home) == carried(node)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_log_with_holes_is_whole_or_said_to_be_cut(node: Path, home: Path, seed: int) -> None:
+    lines = lived(node)
+    lost = random.Random(seed).randrange(len(lines))
+    receiver = parcel.Receiver(home)
+    for number, line in enumerate(lines):
+        if number != lost:
+            receiver.feed(line)
+    missing = receiver.missing(1)
+    assert (missing is None and texts(home) == carried(node)) or "cut, 1 gaps" in str(missing)
+
+
+def test_a_log_read_again_from_its_beginning_changes_nothing(node: Path, home: Path) -> None:
+    lines = lived(node)
+    first = parcel.Receiver(home)
+    for line in lines[: len(lines) // 2]:
+        first.feed(line)
+    again = parcel.Receiver(home)
+    for line in [*lines, *lines]:
+        again.feed(line)
+    assert again.missing(1) is None
+    assert texts(home) == carried(node)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "@paceline/1",
+        "@paceline/1 0 0 part ../../evil 0 00000000 eJwDAAAAAAE=",
+        "@paceline/1 0 0 part status.json 0 00000000 eJwDAAAAAAE=",
+        "@paceline/1 x y part samples-0.jsonl 0 00000000 eJwDAAAAAAE=",
+        "@paceline/1 0 0 part samples-0.jsonl 0 ffffffff eJwDAAAAAAE=",
+        "@paceline/1 0 0 part samples-0.jsonl 0 00000000 not-base64!",
+        "@paceline/1 0 0 whole 0/1 00 AAAA",
+        "@paceline/1 0 0 end soon",
+    ],
+)
+def test_damaged_and_hostile_lines_write_nothing(home: Path, line: str) -> None:
+    receiver = parcel.Receiver(home)
+    receiver.feed(line)
+    assert texts(home) == {}
+    assert receiver.missing(1) is not None
