@@ -12,7 +12,8 @@ from paceline.spec import RunSpec
 
 # Names of pods and their labels end at 63 characters, of which an index and a suffix need some.
 LONGEST_NAME = 50
-AGENT = "paceline.agent"
+# The module that starts the ranks of a node, where it is not torchrun: tests of engines need no torch.
+RUNNER: str | None = None
 
 
 def rank_environment(threads: int) -> dict[str, str]:
@@ -35,3 +36,13 @@ def job_name(spec: RunSpec, run_dir: Path) -> str:
 def spec_text(spec: RunSpec) -> str:
     """The spec on one line, for engines that carry it in a variable."""
     return json.dumps(spec.to_dict(), separators=(",", ":"))
+
+
+def agent_arguments(
+    *, port: int, shared: Path | None = None, rendezvous: str = "static", tether: bool = False
+) -> list[str]:
+    """`-m paceline.agent ...`, to stand behind a Python of the node. Without a shared folder files travel as lines."""
+    arguments = ["-m", "paceline.agent", f"--port={port}", f"--rendezvous={rendezvous}"]
+    arguments += [f"--run-dir={shared}"] if shared is not None else ["--relay"]
+    arguments += ["--tether"] if tether else []
+    return arguments + ([f"--runner={RUNNER}"] if RUNNER else [])
