@@ -1,0 +1,92 @@
+"""Clocks of the client: the kernel's receive times on the same axis as its own, and a timer that does not drift."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import struct
+import sys
+import time
+from dataclasses import dataclass
+
+# Linux: SO_TIMESTAMPNS makes recvmsg carry the time (CLOCK_REALTIME) at which the kernel had the data.
+SO_TIMESTAMPNS = 35
+_TIMESPEC = struct.Struct("@ll")
+ANCILLARY_BYTES = socket.CMSG_SPACE(_TIMESPEC.size) if hasattr(socket, "CMSG_SPACE") else 0
+_NS = 1_000_000_000
+_TFD_NONBLOCK = 0o4000
+_TFD_TIMER_ABSTIME = 1
+
+
+def stamp_in_kernel(sock: socket.socket) -> bool:
+    """Whether reads of this socket will carry the kernel's time."""
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
+    except OSError:
+        return False
+    return True
+
+
+def kernel_time(ancillary: list[tuple[int, int, bytes]]) -> int | None:
+    """Nanoseconds of CLOCK_REALTIME out of what came beside the data."""
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == SO_TIMESTAMPNS and len(data) >= _TIMESPEC.size:
+            seconds, nanoseconds = _TIMESPEC.unpack_from(data)
+            return int(seconds) * _NS + int(nanoseconds)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Bridge:
+    """What to take from a wall time to have a monotonic one, and how sure that is."""
+
+    offset_ns: int
+    doubt_ns: int
+
+    @classmethod
+    def measured(cls, tries: int = 20) -> Bridge:
+        """The tightest of a few readings of one clock between two of the other."""
+        best: Bridge | None = None
+        for _ in range(tries):
+            before, wall, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
+            found = cls(wall - (before + after) // 2, (after - before) // 2)
+            best = found if best is None or found.doubt_ns < best.doubt_ns else best
+        assert best is not None
+        return best
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class _Setting(ctypes.Structure):
+    _fields_ = (("interval", _Timespec), ("value", _Timespec))
+
+
+class Alarm:
+    """A descriptor that becomes readable at a moment of the monotonic clock (timerfd): a poll that waits for sockets
+    wakes for the schedule too, to the microsecond, where a poll's own time-out is rounded to milliseconds."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL(None, use_errno=True)
+        self.descriptor: int = self._library.timerfd_create(time.CLOCK_MONOTONIC, _TFD_NONBLOCK)
+        if self.descriptor < 0:
+            raise OSError(ctypes.get_errno(), "timerfd_create")
+
+    def set(self, at_ns: int) -> None:
+        """At a moment that has passed it rings at once; 0 would mean never."""
+        seconds, nanoseconds = divmod(max(at_ns, 1), _NS)
+        setting = _Setting(_Timespec(0, 0), _Timespec(seconds, nanoseconds))
+        self._library.timerfd_settime(self.descriptor, _TFD_TIMER_ABSTIME, ctypes.byref(setting), None)
+
+    def answer(self) -> None:
+        try:
+            os.read(self.descriptor, 8)
+        except BlockingIOError:
+            return
+
+    def close(self) -> None:
+        os.close(self.descriptor)

@@ -1,0 +1,140 @@
+"""One connection of the client: a socket that never blocks, with or without TLS, and the time of every read."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import ssl
+import time
+from collections.abc import Callable
+
+from paceline.loadgen import clocks
+from paceline.loadgen.orders import Handled, Target
+from paceline.loadgen.response import Response
+
+READ_BYTES = 65_536
+_UNDER_WAY = (errno.EINPROGRESS, errno.EWOULDBLOCK, 0)
+
+
+class Connection:
+    """States: connecting, idle (response is None), busy with one request."""
+
+    def __init__(self, target: Target, replica: int, address: tuple[int, tuple[object, ...]], offset_ns: int) -> None:
+        family, where = address
+        self.target, self.replica = target, replica
+        self.sock = socket.socket(family, socket.SOCK_STREAM)
+        self.sock.setblocking(False)
+        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.stamped = clocks.stamp_in_kernel(self.sock)
+        self._offset_ns = offset_ns
+        self.tls = _TlsPipe(target) if target.tls else None
+        self.connected = False
+        self.used = 0
+        self.handled: Handled | None = None
+        self.response: Response | None = None
+        self.index = -1
+        self.has_begun = False
+        self._payload: bytes | None = None
+        self.waiting = b""
+        code = self.sock.connect_ex(where)
+        if code not in _UNDER_WAY:
+            self.sock.close()
+            raise OSError(code, errno.errorcode.get(code, "connect"))
+
+    def fileno(self) -> int:
+        return self.sock.fileno()
+
+    def finish_connecting(self) -> None:
+        """Raises OSError when the other side refused."""
+        code = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            raise OSError(code, errno.errorcode.get(code, "connect"))
+        self.connected = True
+        if self.tls:
+            self.waiting += self.tls.greet()
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request may be written: TLS has to agree on keys first."""
+        return self.connected and (self.tls is None or self.tls.agreed)
+
+    def begin_when_ready(self, handled: Handled, payload: bytes) -> None:
+        self.handled, self.response = handled, Response()
+        self._payload, self.has_begun = payload, False
+        self.used += 1
+
+    def start_pending(self) -> None:
+        """Put the request that waits for this connection into what is to be sent."""
+        if self._payload is not None and self.ready:
+            self.waiting += self.tls.seal(self._payload) if self.tls else self._payload
+            self._payload, self.has_begun = None, True
+
+    def write(self) -> bool:
+        """Send what waits; False while the kernel takes no more."""
+        while self.waiting:
+            try:
+                taken = self.sock.send(self.waiting)
+            except BlockingIOError:
+                return False
+            self.waiting = self.waiting[taken:]
+        return True
+
+    def read(self) -> tuple[bytes, int, int]:
+        """Plain bytes (b"" at the end of the connection), the kernel's time and this process's, both monotonic."""
+        data, ancillary, _, _ = self.sock.recvmsg(READ_BYTES, clocks.ANCILLARY_BYTES)
+        now = time.monotonic_ns()
+        stamp = clocks.kernel_time(ancillary) if self.stamped else None
+        return data, now if stamp is None else stamp - self._offset_ns, now
+
+    def plain(self, data: bytes) -> bytes:
+        """What was read, out of TLS where there is one; what that wants to answer waits to be sent."""
+        if self.tls is None:
+            return data
+        found, reply = self.tls.open(data)
+        self.waiting += reply
+        return found
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.sock.close()
+
+
+class _TlsPipe:
+    """TLS over memory, so that reading and writing stay this module's, with their times."""
+
+    def __init__(self, target: Target) -> None:
+        context = ssl.create_default_context(cafile=target.certificates)
+        self._coming, self._going = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._object = context.wrap_bio(self._coming, self._going, server_hostname=target.host)
+        self.agreed = False
+
+    def greet(self) -> bytes:
+        self._agree()
+        return self._going.read()
+
+    def open(self, data: bytes) -> tuple[bytes, bytes]:
+        """What the data mean, and what has to be answered; ssl.SSLError where the other side cannot be trusted."""
+        self._coming.write(data)
+        if not self.agreed:
+            self._agree()
+        plain = self._drain(self._object.read) if self.agreed else b""
+        return plain, self._going.read()
+
+    def seal(self, data: bytes) -> bytes:
+        self._object.write(data)
+        return self._going.read()
+
+    def _agree(self) -> None:
+        try:
+            self._object.do_handshake()
+            self.agreed = True
+        except ssl.SSLWantReadError:
+            return
+
+    def _drain(self, read: Callable[[int], bytes]) -> bytes:
+        pieces = []
+        with contextlib.suppress(ssl.SSLWantReadError, ssl.SSLZeroReturnError):
+            while piece := read(READ_BYTES):
+                pieces.append(piece)
+        return b"".join(pieces)

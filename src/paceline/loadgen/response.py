@@ -1,0 +1,215 @@
+"""One HTTP/1.1 response as it came: bytes with the time of each read, understood when it has ended.
+
+While a response streams only its end is looked for; frames, events and JSON are taken apart afterwards, where the time
+that takes moves no stamp of another request. The kernel's receive time of the read that completed an event is the time
+of that event; a read that completed several carries the last segment's, so those are marked.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+END_OF_HEAD = b"\r\n\r\n"
+END_OF_CHUNKS = b"0\r\n\r\n"
+_EMPTY_LINE = re.compile(rb"\r?\n\r?\n")
+LARGEST_HEAD = 65_536
+LARGEST_BODY = 32 << 20
+
+
+class BrokenResponse(Exception):
+    """A response that is no HTTP, ended early, or never seems to end; the text is the error class of its request."""
+
+
+@dataclass(slots=True)
+class Response:
+    """Feed what was read, in order, until `feed` says that it is whole."""
+
+    largest_body: int = LARGEST_BODY
+    data: bytearray = field(default_factory=bytearray)
+    # For each read: where its bytes end, when the kernel had them, when this process had them.
+    ends: list[int] = field(default_factory=list)
+    kernel_ns: list[int] = field(default_factory=list)
+    user_ns: list[int] = field(default_factory=list)
+    status: int = 0
+    body_at: int = 0
+    length: int | None = None
+    chunked: bool = False
+    keeps_alive: bool = True
+    headers: dict[bytes, bytes] = field(default_factory=dict)
+
+    def feed(self, piece: bytes, kernel_ns: int, user_ns: int) -> bool:
+        self.data += piece
+        self.ends.append(len(self.data))
+        self.kernel_ns.append(kernel_ns)
+        self.user_ns.append(user_ns)
+        if not self.body_at and not self._read_head():
+            return False
+        if len(self.data) - self.body_at > self.largest_body:
+            raise BrokenResponse("too_large")
+        if self.length is not None:
+            return len(self.data) - self.body_at >= self.length
+        # Content may end like the last chunk does: only then is the body looked through.
+        return self.chunked and self.data.endswith(END_OF_CHUNKS) and _dechunk(self.data, self.body_at)[1]
+
+    def close(self) -> None:
+        """The other side has closed the connection: the end of a body without a length, too early for any other."""
+        self.keeps_alive = False
+        if not self.body_at or self.chunked or self.length is not None:
+            raise BrokenResponse("truncated" if self.data else "closed")
+
+    def _read_head(self) -> bool:
+        end = self.data.find(END_OF_HEAD)
+        if end < 0:
+            if len(self.data) > LARGEST_HEAD:
+                raise BrokenResponse("malformed")
+            return False
+        first, *lines = bytes(self.data[:end]).split(b"\r\n")
+        version, _, rest = first.partition(b" ")
+        if not version.startswith(b"HTTP/1.") or not rest[:3].isdigit():
+            raise BrokenResponse("malformed")
+        self.status = int(rest[:3])
+        for line in lines:
+            name, _, value = line.partition(b":")
+            self.headers[name.strip().lower()] = value.strip()
+        self.body_at = end + len(END_OF_HEAD)
+        self.chunked = b"chunked" in self.headers.get(b"transfer-encoding", b"").lower()
+        told = self.headers.get(b"content-length")
+        if told is not None and not self.chunked:
+            if not told.isdigit():
+                raise BrokenResponse("malformed")
+            self.length = int(told)
+            if self.length > self.largest_body:
+                raise BrokenResponse("too_large")
+        closes = self.headers.get(b"connection", b"").lower() == b"close" or version == b"HTTP/1.0"
+        self.keeps_alive = not closes and (self.chunked or self.length is not None)
+        return True
+
+    def body(self) -> bytes:
+        if not self.chunked:
+            return bytes(self.data[self.body_at :])
+        return b"".join(bytes(self.data[begin:end]) for begin, end in _dechunk(self.data, self.body_at)[0])
+
+    def events(self) -> list[Event]:
+        """Server-sent events of the body, each with the read that completed it."""
+        pieces = _dechunk(self.data, self.body_at)[0] if self.chunked else [(self.body_at, len(self.data))]
+        return _events(self.data, pieces, self.ends)
+
+
+def _dechunk(data: bytearray, at: int) -> tuple[list[tuple[int, int]], bool]:
+    """Where the content of each chunk lies, and whether the last one was there."""
+    found: list[tuple[int, int]] = []
+    while True:
+        line_end = data.find(b"\r\n", at)
+        if line_end < 0:
+            return found, False
+        try:
+            size = int(bytes(data[at:line_end]).split(b";")[0], 16)
+        except ValueError:
+            raise BrokenResponse("malformed") from None
+        begin = line_end + 2
+        if size == 0:
+            return found, data.find(b"\r\n", begin) >= 0
+        if begin + size > len(data):
+            found.append((begin, len(data)))
+            return found, False
+        found.append((begin, begin + size))
+        at = begin + size + 2
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """data of one event, and the number of the read that brought its last byte."""
+
+    data: bytes
+    read: int
+
+
+def _events(data: bytearray, pieces: list[tuple[int, int]], ends: list[int]) -> list[Event]:
+    """Events end with an empty line, wherever frames and reads were cut. Comments (keep-alive) are no events."""
+    found: list[Event] = []
+    kept, read = b"", 0
+    for begin, end in pieces:
+        carried = len(kept)
+        kept += data[begin:end]
+        last = 0
+        for gap in _EMPTY_LINE.finditer(kept):
+            # Where the event ends in the response itself: what was carried lies before this piece.
+            while read < len(ends) - 1 and ends[read] < begin + gap.end() - carried:
+                read += 1
+            lines = [line[5:].strip() for line in kept[last : gap.start()].split(b"\n") if line.startswith(b"data:")]
+            if lines:
+                found.append(Event(b"\n".join(lines), read))
+            last = gap.end()
+        kept = kept[last:]
+    return found
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a streamed completion said. Reads are numbers of reads of its response; content is kept where it is asked
+    for. tokens_told is the server's own count, pieces the number of events with content."""
+
+    first_read: int | None = None
+    first_reasoning_read: int | None = None
+    last_read: int | None = None
+    pieces: int = 0
+    coalesced: int = 0
+    reads: list[int] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    prompt_tokens: int | None = None
+    tokens_told: int | None = None
+    finish: str | None = None
+    error: str | None = None
+    damaged: int = 0
+
+
+def understand(events: list[Event]) -> Answer:
+    """Both kinds of OpenAI-compatible streams, completions and chat. A chunk without content is no token."""
+    answer = Answer()
+    for event in events:
+        if event.data == b"[DONE]":
+            continue
+        try:
+            chunk = json.loads(event.data)
+        except ValueError:
+            answer.damaged += 1
+            continue
+        if isinstance(chunk, dict):
+            _take(answer, chunk, event.read)
+        else:
+            answer.damaged += 1
+    return answer
+
+
+def _take(answer: Answer, chunk: dict[str, Any], read: int) -> None:
+    if chunk.get("error"):
+        answer.error = str(chunk["error"])[:300]
+    usage = chunk.get("usage")
+    if isinstance(usage, dict):
+        answer.prompt_tokens = _count(usage.get("prompt_tokens"), answer.prompt_tokens)
+        answer.tokens_told = _count(usage.get("completion_tokens"), answer.tokens_told)
+    for choice in chunk.get("choices") or ():
+        if not isinstance(choice, dict):
+            continue
+        told = choice.get("delta")
+        delta = told if isinstance(told, dict) else {}
+        answer.finish = choice.get("finish_reason") or answer.finish
+        reasoning = delta.get("reasoning_content") or delta.get("reasoning")
+        text = choice.get("text") or delta.get("content")
+        if reasoning and answer.first_reasoning_read is None:
+            answer.first_reasoning_read = read
+        if text and answer.first_read is None:
+            answer.first_read = read
+        if text or reasoning:
+            answer.coalesced += bool(answer.reads) and answer.reads[-1] == read
+            answer.last_read = read
+            answer.reads.append(read)
+            answer.pieces += 1
+            answer.text.append(str(text or reasoning))
+
+
+def _count(value: object, before: int | None) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else before

@@ -1,0 +1,124 @@
+"""Responses cut at every byte mean the same, and every event has the time of the read that completed it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from paceline.loadgen.response import BrokenResponse, Response, understand
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def chunk(data: bytes) -> bytes:
+    return f"{len(data):x}\r\n".encode() + data + b"\r\n"
+
+
+def event(**fields: object) -> bytes:
+    return b"data: " + json.dumps(fields, ensure_ascii=False).encode() + b"\n\n"
+
+
+def token(text: str) -> bytes:
+    return event(choices=[{"delta": {"content": text}}])
+
+
+ROLE = event(choices=[{"delta": {"role": "assistant", "content": ""}}])
+USAGE = event(choices=[], usage={"prompt_tokens": 7, "completion_tokens": 3})
+DONE = b"data: [DONE]\n\n"
+STREAM = [ROLE, b": keep-alive\n\n", token("Zür"), token("ich "), token("0\r\n\r\n"), USAGE, DONE]
+WHOLE = HEAD + b"".join(map(chunk, STREAM)) + b"0\r\n\r\n"
+
+
+def fed(pieces: list[bytes]) -> tuple[Response, list[bool]]:
+    response = Response()
+    return response, [response.feed(piece, 10 * n, 10 * n + 1) for n, piece in enumerate(pieces)]
+
+
+def test_one_read_per_frame() -> None:
+    response, whole = fed([HEAD, *map(chunk, STREAM), b"0\r\n\r\n"])
+    assert whole == [False] * 8 + [True]
+    answer = understand(response.events())
+    assert (answer.first_read, answer.last_read, answer.reads) == (3, 5, [3, 4, 5])
+    assert "".join(answer.text) == "Zürich 0\r\n\r\n"
+    assert (answer.pieces, answer.tokens_told, answer.prompt_tokens, answer.coalesced) == (3, 3, 7, 0)
+
+
+@pytest.mark.parametrize("cut", range(1, len(WHOLE)))
+def test_cut_at_every_byte(cut: int) -> None:
+    response, whole = fed([WHOLE[:cut], WHOLE[cut:]])
+    assert whole == [False, True]
+    answer = understand(response.events())
+    assert "".join(answer.text) == "Zürich 0\r\n\r\n"
+    assert answer.damaged == 0
+    first = WHOLE.index(b"Z") < cut and WHOLE.index(b"\n\n", WHOLE.index("ür".encode())) + 2 <= cut
+    assert answer.first_read == (0 if first else 1)
+
+
+def test_byte_by_byte() -> None:
+    response, whole = fed([WHOLE[n : n + 1] for n in range(len(WHOLE))])
+    assert whole == [False] * (len(WHOLE) - 1) + [True]
+    assert understand(response.events()).pieces == 3
+
+
+def test_events_of_one_read_are_marked() -> None:
+    answer = understand(fed([WHOLE])[0].events())
+    assert (answer.pieces, answer.coalesced) == (3, 2)
+
+
+def test_events_over_several_frames_and_several_in_one() -> None:
+    body = b"".join(STREAM)
+    response, whole = fed([HEAD, chunk(body[:50]), chunk(body[50:120]), chunk(body[120:]), b"0\r\n\r\n"])
+    assert whole[-1]
+    assert "".join(understand(response.events()).text) == "Zürich 0\r\n\r\n"
+
+
+def test_completions_reasoning_and_errors() -> None:
+    events = [
+        event(choices=[{"delta": {"reasoning_content": "hm"}}]),
+        event(choices=[{"text": "a", "finish_reason": "length"}]),
+        event(error={"message": "out of pages"}),
+        b"data: {broken\n\n",
+    ]
+    answer = understand(fed([HEAD, *map(chunk, events), b"0\r\n\r\n"])[0].events())
+    assert (answer.first_reasoning_read, answer.first_read, answer.finish) == (1, 2, "length")
+    assert answer.damaged == 1
+    assert "out of pages" in str(answer.error)
+
+
+def test_a_length_and_a_refusal() -> None:
+    response, whole = fed([b"HTTP/1.1 429 Too Many\r\nRetry-After: 2\r\nContent-Length: 4\r\n\r\nbu", b"sy"])
+    assert whole == [False, True]
+    assert (response.status, response.headers[b"retry-after"], response.body()) == (429, b"2", b"busy")
+
+
+def test_a_body_without_length_ends_with_its_connection() -> None:
+    response, whole = fed([b"HTTP/1.0 200 OK\r\n\r\n" + token("x")])
+    assert whole == [False]
+    response.close()
+    assert not response.keeps_alive
+    assert understand(response.events()).pieces == 1
+
+
+@pytest.mark.parametrize(
+    ("pieces", "word"),
+    [
+        ([b"SSH-2.0-server\r\n\r\n"], "malformed"),
+        ([b"x" * 70_000], "malformed"),
+        ([HEAD + b"zz\r\n" + b"0\r\n\r\n"], "malformed"),
+        ([b"HTTP/1.1 200 OK\r\nContent-Length: 999999999\r\n\r\n"], "too_large"),
+        ([HEAD] + [chunk(b"y" * 65_536)] * 600, "too_large"),
+    ],
+)
+def test_hostile_responses(pieces: list[bytes], word: str) -> None:
+    with pytest.raises(BrokenResponse, match=word):
+        fed(pieces)
+
+
+@pytest.mark.parametrize(("sent", "word"), [(b"", "closed"), (HEAD, "truncated"), (WHOLE[:-1], "truncated")])
+def test_closed_early(sent: bytes, word: str) -> None:
+    response = Response()
+    if sent:
+        response.feed(sent, 0, 0)
+    with pytest.raises(BrokenResponse, match=word):
+        response.close()
