@@ -18,6 +18,7 @@ import struct
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any
 
 from paceline.loadgen.clocks import Alarm
@@ -78,7 +79,7 @@ class Client:
     received: bytearray = field(default_factory=bytearray)
     waiting: bytearray = field(default_factory=bytearray)
     stream: Stream | None = None
-    served: int = 0
+    watched: int = select.EPOLLIN
     open: bool = True
 
 
@@ -171,13 +172,18 @@ class MockReplica:
             try:
                 del client.waiting[: client.sock.send(client.waiting)]
             except BlockingIOError:
-                self._epoll.modify(client.sock.fileno(), select.EPOLLIN | select.EPOLLOUT)
+                self._watch(client, select.EPOLLIN | select.EPOLLOUT)
                 return
             except OSError:
                 self._drop(client)
                 return
         if client.open:
-            self._epoll.modify(client.sock.fileno(), select.EPOLLIN)
+            self._watch(client, select.EPOLLIN)
+
+    def _watch(self, client: Client, what: int) -> None:
+        if client.watched != what:
+            client.watched = what
+            self._epoll.modify(client.sock.fileno(), what)
 
     # --- requests ---
 
@@ -269,7 +275,7 @@ class MockReplica:
             return
         client = stream.connection
         if self.law.mode == "role":
-            opening = _event(stream, "", role="assistant") + _event(stream, "")
+            opening = _event(stream.chat, "", role="assistant") + _event(stream.chat, "")
             self._put(client, head + _frame(opening))
         elif self.law.mode == "flood":
             filler = b": " + b"x" * 65_534 + b"\n\n"
@@ -278,7 +284,7 @@ class MockReplica:
             client.waiting += head
 
     def _put_token(self, stream: Stream, words: str) -> None:
-        event = _event(stream, words)
+        event = _event(stream.chat, words)
         if self.law.mode == "comments":
             event = b": alive\n\n" + event
         if self.law.mode == "split":
@@ -318,9 +324,10 @@ def _whole_request(received: bytearray) -> tuple[str, bytes, int] | None:
     return (words[1] if len(words) > 1 else "/"), bytes(received[head_end + 4 : size]), size
 
 
-def _event(stream: Stream, text: str, role: str | None = None) -> bytes:
+@cache
+def _event(chat: bool, text: str, role: str | None = None) -> bytes:
     delta = {"role": role, "content": text} if role else {"content": text}
-    choice: dict[str, Any] = {"index": 0, "delta": delta} if stream.chat else {"index": 0, "text": text}
+    choice: dict[str, Any] = {"index": 0, "delta": delta} if chat else {"index": 0, "text": text}
     chunk = json.dumps({"id": "mock", "choices": [choice]}, ensure_ascii=False)
     return b"data: " + chunk.encode() + b"\n\n"
 

@@ -34,6 +34,7 @@ class Connection:
         self.handled: Handled | None = None
         self.response: Response | None = None
         self.index = -1
+        self.watched = 0
         self.has_begun = False
         self._payload: bytes | None = None
         self.waiting = b""

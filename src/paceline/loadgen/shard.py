@@ -23,6 +23,8 @@ from paceline.loadgen.response import BrokenResponse, Response, understand
 # Connections that are being made at one time: more at once overflow a server's queue of new ones.
 CONNECTING_AT_ONCE = 128
 CONNECT_S = 10.0
+# Of a burst only so many are read before the schedule is looked at again.
+EVENTS_AT_ONCE = 64
 # How often requests are looked at for their time-out.
 LOOK_NS = NS // 10
 _IN, _OUT = select.EPOLLIN | select.EPOLLRDHUP, select.EPOLLOUT
@@ -51,7 +53,7 @@ class Shard:
         self._addresses = [_address(target.host, target.port) for target in orders.targets]
         self._connections: dict[int, Connection] = {}
         self._free: list[list[Connection]] = [[] for _ in orders.targets]
-        self._in_flight: deque[Connection] = deque()
+        self._in_flight: deque[tuple[Connection, Handled]] = deque()
         self._busy = 0
         self._next = 0
         self._start_ns = 0
@@ -77,7 +79,8 @@ class Shard:
         except OSError:
             return None
         self._connections[made.fileno()] = made
-        self._epoll.register(made.fileno(), _IN | _OUT)
+        made.watched = _IN | _OUT
+        self._epoll.register(made.fileno(), made.watched)
         return made
 
     # --- the work ---
@@ -133,7 +136,7 @@ class Shard:
             return
         connection.index = index
         connection.begin_when_ready(handled, self.orders.payloads[index])
-        self._in_flight.append(connection)
+        self._in_flight.append((connection, handled))
         if connection.ready:
             self._write(connection)
 
@@ -148,12 +151,17 @@ class Shard:
         if handled is not None and handled.sent_ns is None and connection.has_begun:
             handled.sent_ns = time.monotonic_ns()
             self.audit.schedule_lag_ns.append(handled.sent_ns - handled.due_ns)
-        self._epoll.modify(connection.fileno(), _IN if done else _IN | _OUT)
+        self._watch(connection, _IN if done else _IN | _OUT)
+
+    def _watch(self, connection: Connection, what: int) -> None:
+        if connection.watched != what:
+            connection.watched = what
+            self._epoll.modify(connection.fileno(), what)
 
     # --- what happens ---
 
     def _turn(self, patience_s: float) -> None:
-        for descriptor, what in self._epoll.poll(patience_s):
+        for descriptor, what in self._epoll.poll(patience_s, EVENTS_AT_ONCE):
             if descriptor == self._alarm.descriptor:
                 self._alarm.answer()
                 continue
@@ -289,15 +297,14 @@ class Shard:
             return
         self._looked_ns = now
         limit = now - int(self.orders.timeout_s * NS)
-        for _ in range(len(self._in_flight)):
-            connection = self._in_flight.popleft()
-            handled = connection.handled
-            if handled is None:
-                continue
-            if handled.due_ns < limit:
+        while self._in_flight:
+            connection, handled = self._in_flight[0]
+            ended = connection.handled is not handled
+            if not ended and handled.due_ns >= limit:
+                return
+            self._in_flight.popleft()
+            if not ended:
                 self._lose(connection, "timeout")
-            else:
-                self._in_flight.append(connection)
 
     def _shift(self, start_ns: int, cpu_s: float) -> Shift:
         after = Bridge.measured()

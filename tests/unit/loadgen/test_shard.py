@@ -1,0 +1,160 @@
+"""The client against a server of known law and against servers that misbehave: every request ends once, by its name."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from testbed.requests import request
+
+from paceline.loadgen import arrivals
+from paceline.loadgen.orders import Shift
+from paceline.mock_replica import MODES, WORDS, MockReplica
+
+Send = Callable[..., Shift]
+Make = Callable[..., MockReplica]
+TEXT = "".join(WORDS)
+
+
+def errors(shift: Shift) -> dict[str | None, int]:
+    return dict(Counter(h.error for h in shift.handled))
+
+
+def test_every_request_is_answered_once_and_by_the_law(replica: Make, send: Send) -> None:
+    shift = send(replica(ttft_s=0.05, itl_s=0.01).port, 20)
+    assert sorted(h.number for h in shift.handled) == list(range(20))
+    assert errors(shift) == {None: 20}
+    for handled in shift.handled:
+        assert handled.sent_ns is not None
+        assert handled.first_ns is not None
+        assert handled.last_ns is not None
+        # The law is a lower bound on any machine; how close a quiet one comes is a benchmark's to say.
+        assert handled.first_ns - handled.sent_ns >= 49_000_000
+        assert handled.last_ns - handled.first_ns >= 0
+        assert handled.due_ns <= handled.sent_ns <= handled.first_ns <= handled.last_ns <= (handled.ended_ns or 0)
+        assert (handled.tokens_told, handled.pieces, handled.text) == (8, 8, TEXT)
+        assert handled.stamped
+
+
+def test_a_closed_loop_keeps_its_number_in_flight(replica: Make, send: Send) -> None:
+    shift = send(replica().port, 30, due_ns=arrivals.closed_loop(30), concurrency=4, connections=4)
+    assert errors(shift) == {None: 30}
+    assert shift.most_in_flight == 4
+
+
+def test_a_cap_makes_requests_wait_and_says_so(replica: Make, send: Send) -> None:
+    shift = send(replica().port, 20, due_ns=arrivals.at_once(20), cap=2)
+    assert errors(shift) == {None: 20}
+    assert shift.most_in_flight == 2
+    assert shift.waited_for_cap > 0
+    assert max(shift.schedule_lag_ns) >= 9 * 20_000_000, "what waits in the client is late"
+
+
+def test_several_replicas_each_get_their_own(replica: Make, send: Send) -> None:
+    ports = [replica(model="mock").port, replica(model="mock").port]
+    shift = send(0, 20, ports=ports)
+    assert errors(shift) == {None: 20}
+    assert Counter(h.replica for h in shift.handled) == {0: 10, 1: 10}
+
+
+EXPECTED: dict[str, dict[str | None, int]] = {
+    **{mode: {None: 6} for mode in MODES},
+    "reset": {"reset": 6},
+    "stall": {"timeout": 6},
+    "endless": {"timeout": 6},
+    "refuse": {None: 3, "http_429": 3},
+    "fail": {None: 3, "http_500": 3},
+    "error": {"in_stream": 6},
+    "flood": {"too_large": 6},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes(mode: str, replica: Make, send: Send) -> None:
+    timeout = 1.0 if mode in ("stall", "endless") else 20.0
+    shift = send(replica(mode=mode).port, 6, timeout_s=timeout)
+    assert errors(shift) == EXPECTED[mode]
+    for handled in shift.handled:
+        if handled.error is None:
+            assert handled.text == TEXT
+            assert handled.tokens_told == (None if mode == "untold" else 8)
+            assert handled.pieces == (4 if mode == "double" else 8)
+
+
+def test_chat(replica: Make, send: Send) -> None:
+    shift = send(replica(mode="role").port, 4, request(path="/v1/chat/completions"))
+    assert {h.text for h in shift.handled} == {TEXT}
+
+
+def test_a_model_that_does_not_exist(replica: Make, send: Send) -> None:
+    shift = send(replica().port, 3, request(model="other"))
+    assert errors(shift) == {"http_404": 3}
+    assert "'other' does not exist" in str(shift.handled[0].detail)
+
+
+def test_nobody_listens(send: Send) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    assert errors(send(port, 5)) == {"connect": 5}
+
+
+def test_a_kept_connection_that_was_closed_is_asked_again(send: Send) -> None:
+    """The server answers one request per connection and closes it when the next one comes."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    asked: list[int] = []
+
+    def serve() -> None:
+        for _ in range(4):
+            peer, _ = listener.accept()
+            peer.recv(65536)
+            asked.append(1)
+            peer.sendall(b'HTTP/1.1 200 OK\r\nContent-Length: 37\r\n\r\ndata: {"choices": [{"text": "a"}]} \n\n')
+            peer.recv(65536)
+            peer.close()
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    shift = send(listener.getsockname()[1], 4, due_ns=arrivals.closed_loop(4), concurrency=1)
+    assert errors(shift) == {None: 4}
+    assert [h.retried for h in shift.handled] == [False, True, True, True]
+    assert len(asked) == 4
+
+
+def test_a_certificate_that_nobody_signed(send: Send, tmp_path: Any) -> None:
+    import ssl
+    import subprocess
+
+    from paceline.loadgen.orders import Target
+
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    names = ["-addext", "subjectAltName=DNS:localhost"]
+    subprocess.run([*command, *names, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        while True:
+            try:
+                peer, _ = listener.accept()
+                with context.wrap_socket(peer, server_side=True) as tls:
+                    while tls.recv(65536):
+                        body = b'data: {"choices": [{"text": "a"}]}\n\n'
+                        tls.sendall(f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+            except ssl.SSLError:
+                continue
+            except OSError:
+                return
+
+    threading.Thread(target=serve, daemon=True).start()
+    port = listener.getsockname()[1]
+    trusted = [Target(host="localhost", port=port, tls=True, certificates=str(certificate))]
+    assert errors(send(port, 3, targets=trusted, due_ns=arrivals.closed_loop(3), concurrency=1)) == {None: 3}
+    doubted = [Target(host="localhost", port=port, tls=True)]
+    assert errors(send(port, 3, targets=doubted, due_ns=arrivals.closed_loop(3), concurrency=1)) == {"tls": 3}
+    listener.close()
