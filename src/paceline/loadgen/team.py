@@ -1,0 +1,90 @@
+"""The processes of the client: each has its share of the schedule from the beginning, and they meet again at the end.
+
+Nothing is handed out while the clock runs: no queue, no lock, no message per request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import resource
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from paceline.errors import UnsupportedError
+from paceline.loadgen.arrivals import NS
+from paceline.loadgen.orders import Orders, Shift
+from paceline.loadgen.shard import Shard
+from paceline.processes import end_with_parent
+
+# From the word to start to the start: long enough for every process to hear it.
+LEAD_NS = NS // 10
+# Descriptors of a process besides its connections.
+RESERVED_FILES = 64
+
+
+def run(shares: Sequence[Orders]) -> list[Shift]:
+    """Every share by a process of its own, from one common start; UnsupportedError names a process that died."""
+    require_files(max(max(share.connections, share.concurrency) for share in shares))
+    context = multiprocessing.get_context("fork")
+    members = []
+    for share in shares:
+        here, there = context.Pipe()
+        process = context.Process(target=_work, args=(share, there), daemon=True)
+        process.start()
+        there.close()
+        members.append((process, here))
+    try:
+        pipes = [pipe for _, pipe in members]
+        for pipe in pipes:
+            _receive(pipe)
+        start_ns = time.monotonic_ns() + LEAD_NS
+        for pipe in pipes:
+            pipe.send(start_ns)
+        return _gather(pipes)
+    finally:
+        for process, pipe in members:
+            pipe.close()
+            process.terminate()
+            process.join()
+
+
+def _gather(pipes: Sequence[Connection[Any, Any]]) -> list[Shift]:
+    found: dict[int, Shift] = {}
+    left = {pipe: number for number, pipe in enumerate(pipes)}
+    while left:
+        for ready in wait(list(left)):
+            assert isinstance(ready, type(pipes[0]))
+            found[left.pop(ready)] = _receive(ready)
+    return [found[number] for number in range(len(pipes))]
+
+
+def _receive(pipe: Connection[Any, Any]) -> Any:
+    try:
+        return pipe.recv()
+    except EOFError:
+        raise UnsupportedError("a process of the client died; see what it printed above") from None
+
+
+def _work(orders: Orders, pipe: Connection[Any, Any]) -> None:
+    end_with_parent()
+    shard = Shard(orders)
+    shard.connect()
+    pipe.send("connected")
+    with contextlib.suppress(EOFError):
+        pipe.send(shard.work(pipe.recv()))
+
+
+def require_files(connections: int) -> None:
+    """Every connection is an open file: ask the system for as many before anything is sent."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + RESERVED_FILES
+    if soft >= wanted:
+        return
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        raise UnsupportedError(
+            f"{connections} connections need {wanted} open files, this system allows {hard}: run `ulimit -n {wanted}`"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,0 +1,97 @@
+"""Several processes send one schedule; the audit believes none that was late."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from testbed.requests import request
+
+from paceline.errors import UnsupportedError
+from paceline.loadgen import arrivals, audit, plan, team
+from paceline.loadgen.orders import Handled, Shift, Target
+from paceline.mock_replica import Law, serve_until_told
+
+
+@pytest.fixture
+def ports() -> Iterator[list[int]]:
+    context = multiprocessing.get_context("fork")
+    found, servers = context.Queue(), []
+    for _ in range(2):
+        law = Law(ttft_s=0.02, itl_s=0.005)
+        servers.append(context.Process(target=serve_until_told, args=(law, "127.0.0.1", 0, found.put), daemon=True))
+        servers[-1].start()
+    yield [found.get(timeout=60) for _ in servers]
+    for server in servers:
+        server.terminate()
+        server.join()
+
+
+def test_two_processes_send_each_request_once(ports: list[int]) -> None:
+    whole = plan.Plan(
+        due_ns=arrivals.poisson(300.0, 120, 1), samples=plan.permuted(120, 120, 1), replicas=plan.spread(120, 2)
+    )
+    targets = [Target(host="127.0.0.1", port=port) for port in ports]
+    payloads = [request(tokens=4)] * 120
+    shares = [plan.orders_of(whole, share, payloads, targets, connections=8) for share in whole.shares(2)]
+    shifts = team.run(shares)
+    assert len(shifts) == 2
+    handled = [each for shift in shifts for each in shift.handled]
+    assert sorted(each.number for each in handled) == list(range(120))
+    assert {each.error for each in handled} == {None}
+    assert all(each.replica == each.number % 2 for each in handled)
+    verdict = audit.judge(shifts)
+    assert verdict.unstamped == 0
+    assert verdict.schedule_lag_p99_s is not None
+
+
+def test_more_connections_than_the_system_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(team.resource, "getrlimit", lambda _: (1024, 2048))
+    with pytest.raises(UnsupportedError, match="5000 connections need 5064 open files, this system allows 2048"):
+        team.require_files(5000)
+
+
+GOOD = Shift(
+    handled=[Handled(number=0, replica=0, due_ns=0, first_ns=100_000_000, first_byte_ns=1, pieces=4, stamped=True)],
+    schedule_lag_ns=[50_000] * 100,
+    read_lag_ns=[30_000] * 100,
+    reads=100,
+    cpu_s=0.2,
+    wall_s=1.0,
+    most_in_flight=1,
+    waited_for_cap=0,
+    clock_doubt_ns=100,
+    clock_drift_ns=10,
+)
+
+
+def test_a_client_in_time_is_believed() -> None:
+    assert audit.judge([GOOD]).is_valid
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"schedule_lag_ns": [50_000] * 98 + [2_000_000] * 2}, "left within"),
+        ({"read_lag_ns": [50_000] * 98 + [6_000_000] * 2}, "kernel's time"),
+        ({"cpu_s": 0.9}, "90% of a core"),
+        ({"clock_drift_ns": -3_000_000}, "clocks moved 3.00 ms"),
+    ],
+)
+def test_one_that_was_late_is_not(change: dict[str, object], word: str) -> None:
+    (reason,) = (
+        audit.judge([GOOD, replace(GOOD, **change)]).reasons
+        if "cpu_s" in change
+        else audit.judge([replace(GOOD, **change)]).reasons
+    )
+    assert word in reason
+
+
+def test_slow_servers_leave_more_room_for_lag() -> None:
+    """One percent of a median of 1 s is 10 ms."""
+    late = replace(GOOD, schedule_lag_ns=[5_000_000] * 100)
+    slow = [replace(GOOD.handled[0], first_ns=1_000_000_000)]
+    assert not audit.judge([late]).is_valid
+    assert audit.judge([replace(late, handled=slow)]).is_valid
