@@ -1,0 +1,113 @@
+"""Prompts by law and by file: the same for the same seed, of the stated lengths, or refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from paceline.errors import RequestError
+from paceline.prompts import Prompt, open_prompts
+from paceline.spec import Choice
+
+
+def prompts(data: str, count: int | None = None, **more: int) -> list[Prompt]:
+    return open_prompts(Choice.parse(data), **{"count": count, "seed": 1, "vocab": 1000, "max_tokens": 64, **more})
+
+
+def sizes(found: list[Prompt]) -> list[int]:
+    return [len(prompt.token_ids or ()) for prompt in found]
+
+
+def test_the_same_seed_gives_the_same_prompts() -> None:
+    assert prompts("synthetic", 20) == prompts("synthetic", 20)
+    assert prompts("synthetic", 20) != prompts("synthetic", 20, seed=2)
+
+
+def test_laws_of_length() -> None:
+    fixed = prompts("synthetic:prompt=fixed,prompt_mean=100,answer_mean=30", 50)
+    assert set(sizes(fixed)) == {100}
+    assert {prompt.max_tokens for prompt in fixed} == {30}
+    even = sizes(prompts("synthetic:prompt=uniform,prompt_mean=100,prompt_spread=0.5", 2000))
+    assert min(even) >= 50
+    assert max(even) <= 150
+    assert fmean(even) == pytest.approx(100, rel=0.02)
+    drawn = sizes(prompts("synthetic:prompt=lognormal,prompt_mean=200,prompt_spread=0.6", 5000))
+    assert fmean(drawn) == pytest.approx(200, rel=0.03)
+    assert max(drawn) > 600
+
+
+def test_prefixes_are_shared_and_dialogues_grow() -> None:
+    found = prompts("synthetic:prompt=fixed,prompt_mean=10,answer_mean=5,shared_prefix=50,prefixes=2,turns=3", 12)
+    assert sizes(found) == [60, 75, 90] * 4
+    heads = [(prompt.token_ids or ())[:50] for prompt in found]
+    assert heads[0] == heads[1] == heads[6] != heads[3]
+    assert (found[1].token_ids or ())[:60] == found[0].token_ids
+
+
+def write(path: Path, value: object) -> Path:
+    path.write_text(value if isinstance(value, str) else json.dumps(value))
+    return path
+
+
+def test_files(tmp_path: Path) -> None:
+    lines = [{"prompt": "hi", "max_tokens": 3}, {"token_ids": [1, 2], "reference": "r"}]
+    lines += [{"messages": [{"role": "user", "content": "x"}]}]
+    file = write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, lines)))
+    text, tokens, chat = prompts(f"jsonl:path={file}")
+    assert (text.text, text.max_tokens, tokens.token_ids, tokens.reference) == ("hi", 3, (1, 2), "r")
+    assert chat.messages == ({"role": "user", "content": "x"},)
+    said = [
+        {"conversations": [{"from": "gpt", "value": "no"}, {"from": "human", "value": "why"}]},
+        {"conversations": []},
+    ]
+    assert [p.text for p in prompts(f"sharegpt:path={write(tmp_path / 's.json', said)}")] == ["why"]
+    summaries = [{"tok_input": [5, 6], "output": "short"}, {"input": "long text", "output": "s"}]
+    found = prompts(f"summaries:path={write(tmp_path / 'c.json', summaries)}")
+    assert [(p.token_ids, p.text, p.reference) for p in found] == [((5, 6), None, "short"), (None, "long text", "s")]
+
+
+def test_a_trace_keeps_its_times(tmp_path: Path) -> None:
+    lines = [
+        '{"timestamp": 500, "input_length": 7, "output_length": 3}',
+        '{"timestamp_s": 2.5, "input_length": 1, "output_length": 1}',
+    ]
+    found = prompts(f"trace:path={write(tmp_path / 't.jsonl', chr(10).join(lines))}")
+    assert [(p.due_s, len(p.token_ids or ()), p.max_tokens) for p in found] == [(0.5, 7, 3), (2.5, 1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ("synthetic:prompt=normal", "data prompt: 'normal' was given"),
+        ("synthetic:prompt_mean=0", "data prompt_mean: 0 was given"),
+        ("synthetic:turns=0", "data turns: 0 was given"),
+        ("synthetic:size=3", "data: 'synthetic:size=3' was given"),
+        ("books", "data: 'books' was given; accepted is synthetic, jsonl"),
+        ("jsonl:path=/nowhere", "cannot be read"),
+        ("jsonl", "accepted is jsonl:path=FILE"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(data: str, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        prompts(data, 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "words"),
+    [
+        ("jsonl", "{}", "line 1: nothing was given"),
+        ("jsonl", '{"prompt": "x"}\n[1]', "line 2: a list was given"),
+        ("jsonl", '{"token_ids": [1000]}', "token_ids"),
+        ("jsonl", '{"prompt": "x", "max_tokens": 0}', "max_tokens: 0 was given"),
+        ("jsonl", "", "at least one prompt"),
+        ("sharegpt", "{}", "a list of objects"),
+        ("summaries", '[{"input": "x"}]', "entry 0: output: None was given"),
+        ("trace", '{"timestamp": -1, "input_length": 1, "output_length": 1}', "timestamp: -0.001 was given"),
+    ],
+)
+def test_files_that_cannot_be(tmp_path: Path, kind: str, text: str, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        prompts(f"{kind}:path={write(tmp_path / 'f', text)}")
