@@ -14,7 +14,8 @@ import importlib
 import inspect
 import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib import metadata, resources
 from types import ModuleType
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-KINDS = ("workloads", "strategies", "launchers", "exporters")
+KINDS = ("workloads", "strategies", "launchers", "engines", "exporters")
 # What each kind's module must define, and the arguments it is called with: the contract tests read this table.
 CONTRACT: dict[str, dict[str, tuple[str, ...]]] = {
     "workloads": {"check": ("spec",), "run": ("spec", "seat", "recorder")},
@@ -42,6 +43,7 @@ CONTRACT: dict[str, dict[str, tuple[str, ...]]] = {
         "poll": ("handle",),
         "cancel": ("handle",),
     },
+    "engines": {"check": ("spec",), "open": ("spec", "seat")},
     "exporters": {"export": ("report", "directory")},
 }
 
@@ -146,6 +148,25 @@ class Workload(Protocol):
 class Strategy(Protocol):
     def check(self, spec: RunSpec) -> str | None: ...
     def wrap(self, spec: RunSpec, seat: Seat) -> Trainer: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """One replica that answers. secret is what it wants to be shown; it is sent, and never written down."""
+
+    url: str
+    model: str
+    secret: str | None = field(default=None, repr=False)
+    certificates: str | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Engine(Protocol):
+    """`open` gives the replicas of this rank for as long as its block lasts, and leaves nothing running after it. Every
+    engine answers over HTTP as OpenAI's does, so that all are asked by the same client."""
+
+    def check(self, spec: RunSpec) -> str | None: ...
+    def open(self, spec: RunSpec, seat: Seat) -> AbstractContextManager[Sequence[Endpoint]]: ...
 
 
 class Launcher(Protocol):

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, get_args
 from paceline.acceptance import HealthSample, ProductSample, TrajectorySample
 from paceline.models import Shape
 from paceline.models import load as load_shape
+from paceline.serving import ClientSample, RequestSample
 from paceline.spec import PROBING, RunSpec, Scalar
 
 SCHEMA = 1
@@ -291,6 +292,8 @@ Sample = (
     | ProductSample
     | TrajectorySample
     | HealthSample
+    | RequestSample
+    | ClientSample
 )
 SAMPLE_TYPES: dict[str, type[Sample]] = {t.kind: t for t in get_args(Sample)}
 
@@ -362,6 +365,8 @@ class RunRecord:
     products: tuple[ProductSample, ...] = ()
     trajectories: tuple[TrajectorySample, ...] = ()
     health: tuple[HealthSample, ...] = ()
+    requests: tuple[RequestSample, ...] = ()
+    clients: tuple[ClientSample, ...] = ()
 
     @property
     def evidence(self) -> Evidence | None:

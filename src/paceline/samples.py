@@ -21,9 +21,18 @@ from paceline.records import (
     StepSample,
 )
 from paceline.series import StepSeries
+from paceline.serving import RequestSample
 
 # Samples that hold a tuple, which JSON knows as a list.
-_WITH_SERIES = (CollectiveSample, OverlapSample, KernelSample, GaugeSample, ProductSample, TrajectorySample)
+_WITH_SERIES = (
+    CollectiveSample,
+    OverlapSample,
+    KernelSample,
+    GaugeSample,
+    ProductSample,
+    TrajectorySample,
+    RequestSample,
+)
 
 
 def read_samples(path: Path) -> Iterator[Sample]:

@@ -18,13 +18,16 @@ from typing import Any
 
 from paceline.designs import Design
 from paceline.errors import RequestError
+from paceline.serving import Serving
 
 SCHEMA = 1
 DTYPES = ("fp32", "bf16", "fp16")
 CHECKPOINTING = ("none", "full", "selective")
 DEVICES = ("cpu", "cuda")
+# Workloads that ask a served model: their specs say how.
+SERVED = ("inference",)
 # Workloads that train nothing: no strategy, and the fields of training neither make their cell nor name their runs.
-UNTRAINED = ("collectives", "compute")
+UNTRAINED = ("collectives", "compute", *SERVED)
 # Workloads that test nodes one by one: no strategy joins their processes, and a wrong result is an answer of theirs.
 ACCEPTING = ("nodes",)
 # Workloads whose runs are not ranked against each other by speed, so need no proof of equal work.
@@ -230,6 +233,8 @@ class RunSpec:
     steps: int
     strategy: Choice | None = None
     tuning: Tuning | None = None
+    serving: Serving | None = None
+    engine: Choice | None = None
     launcher: Choice = field(default_factory=lambda: Choice("local"))
     warmup: WarmUp = field(default_factory=WarmUp)
     repeat: int = 0
@@ -281,7 +286,10 @@ class RunSpec:
     @cached_property
     def cell(self) -> str:
         """Same for all repeats of one configuration, whatever the experiment is called and however long it may take."""
-        unused = () if self.is_trained else ("training", "warmup", "steps")
+        unused: tuple[str, ...] = () if self.is_trained else ("training", "warmup", "steps")
+        if self.serving:
+            # Data and precision stand among the fields of training.
+            unused = ("warmup", "steps")
         return _digest(self._without("experiment", "repeat", "timeout_s", "stall_s", "reference_steps", *unused))
 
     @cached_property
@@ -325,6 +333,8 @@ class RunSpec:
             "nodes": self.topology.nodes,
             "world_size": self.topology.world_size,
         }
+        if self.serving:
+            return {**places, **self._serving_axes(), "seed": self.seed}
         if not self.is_trained:
             return {**places, "seed": self.seed}
         return {
@@ -342,6 +352,20 @@ class RunSpec:
             **self._tuning_axes(),
             "seed": self.seed,
             "steps": self.steps,
+        }
+
+    def _serving_axes(self) -> dict[str, Scalar]:
+        assert self.serving is not None
+        s = self.serving
+        asked: dict[str, Scalar] = {"rate_per_s": s.rate_per_s, "concurrency": s.concurrency, "requests": s.requests}
+        return {
+            "engine": str(self.engine),
+            "scenario": s.scenario,
+            **asked,
+            "max_tokens": s.max_tokens,
+            "partition": s.partition,
+            "precision": self.training.precision.compute,
+            "data": str(self.training.data),
         }
 
     def _tuning_axes(self) -> dict[str, Scalar]:
@@ -365,9 +389,10 @@ class RunSpec:
             "warmup": WarmUp(**values["warmup"]),
             "training": Training(**training),
             "tuning": Tuning(**values["tuning"]) if values.get("tuning") else None,
+            "serving": Serving(**values["serving"]) if values.get("serving") else None,
             "design": Design.from_dict(values["design"]) if values.get("design") else None,
         }
-        for key in ("workload", "model", "strategy", "launcher"):
+        for key in ("workload", "model", "strategy", "launcher", "engine"):
             values[key] = Choice(**values[key]) if values.get(key) else None
         return cls(**values)
 
@@ -377,6 +402,7 @@ class RunSpec:
         it and how often it may be restarted change nothing of it."""
         absent = ("telemetry_hz", "design", "max_restarts", *(() if self.tuning else ("tuning",)))
         absent += () if self.checkpoint_every else ("checkpoint_every",)
+        absent += () if self.serving else ("serving", "engine")
         return {key: value for key, value in dataclasses.asdict(self).items() if key not in (*fields, *absent)}
 
 

@@ -212,6 +212,8 @@ _FIELDS = {
     "products": "product",
     "trajectories": "trajectory",
     "health": "health",
+    "requests": "request",
+    "clients": "client",
 }
 
 

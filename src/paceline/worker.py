@@ -109,9 +109,13 @@ def attempt(run_dir: Path, rank: int, recorder: FolderRecorder) -> tuple[Status,
             facts = {**machine_facts(probe()), "host": places.node_name(os.environ)}
             store.write_json(run_dir / f"machine-{facts['host']}.json", facts)
         with gauged(run_dir, spec, seat):
-            join(spec, seat)
+            # A client of endpoints meets nobody, and needs no torch.
+            alone = spec.serving is not None and seat.world_size == 1
+            if not alone:
+                join(spec, seat)
             load("workloads", spec.workload.name).run(spec, seat, recorder)
-            leave()
+            if not alone:
+                leave()
         recorder.progress(spec.steps, "done")
         return Status.OK, None
     except (UnsupportedError, RequestError) as error:

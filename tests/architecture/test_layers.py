@@ -16,11 +16,11 @@ ROOT = Path(paceline.__file__).parent
 
 # Each line may import only lines above it; names on one line do not see each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "environment", "neutral", "designs", "offspring", "parcel"),
+    ("errors", "environment", "neutral", "designs", "offspring", "parcel", "serving"),
     ("shapes",),
     ("checkpoints",),
     ("spec", "models", "machine", "processes", "files", "places", "reach"),
-    ("prices", "rows", "adapters", "acceptance"),
+    ("prices", "rows", "adapters", "acceptance", "prompts"),
     ("instructions", "dialogues", "records", "findings", "doctor", "recipe", "redaction"),
     ("series",),
     ("samples",),
@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("campaign", "health"),
     ("corpus", "timeline", "present", "claims", "capsule"),
     ("plugins", "tuned"),
-    ("workloads", "strategies", "launchers", "exporters", "analysis", "experiment"),
+    ("workloads", "strategies", "launchers", "exporters", "analysis", "experiment", "engines", "loadgen"),
     ("supervision",),
     ("run", "worker", "adviser", "agent"),
     ("display", "watch", "monitor", "replay"),

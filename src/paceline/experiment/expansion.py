@@ -22,7 +22,7 @@ DOUBLING = "doubling"
 # Fields that count only where something is fine-tuned: given elsewhere they would be believed to count.
 TUNING = {field.name for field in dataclasses.fields(Tuning)}
 # Fields that name a plugin or a row of a table, with options of its own.
-CHOICES = ("workload", "strategy", "launcher", "model", "data")
+CHOICES = ("workload", "strategy", "launcher", "model", "data", "engine")
 # What `--benchmark` keeps of an experiment, by workload.
 BENCHMARKS = {"comm": ("collectives",), "training": ("pretrain", "finetune"), "memory": ("memory", "frontier")}
 

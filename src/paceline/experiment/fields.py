@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from typing import Any, Literal, cast
@@ -11,8 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from paceline import machine
 from paceline.errors import RequestError
 from paceline.plugins import Offer, load
+from paceline.serving import Serving
 from paceline.spec import (
     ACCEPTING,
+    SERVED,
     TUNED,
     UNTRAINED,
     Choice,
@@ -77,6 +80,20 @@ class Cell(Strict):
     timeout_s: float = 1800.0
     stall_s: float = 300.0
     telemetry_hz: float = 2.0
+    engine: str = "openai"
+    scenario: str = "offline"
+    requests: int | None = None
+    rate_per_s: float | None = None
+    concurrency: int | None = None
+    max_tokens: int = 128
+    api: str = "completions"
+    partition: str = "static"
+    ttft_limit_s: float | None = None
+    tpot_limit_s: float | None = None
+    latency_limit_s: float | None = None
+    request_timeout_s: float = 600.0
+    warmup_requests: int = 4
+    keeps_text: bool = False
     max_restarts: int = 0
     checkpoint_every: int | None = None
 
@@ -150,6 +167,8 @@ def build(name: str, cell: Cell, device: str) -> RunSpec:
         topology=topology,
         training=training,
         tuning=_tuning(cell) if _tunes(workload) else None,
+        serving=_serving(cell) if workload.name in SERVED else None,
+        engine=Choice.parse(cell.engine) if workload.name in SERVED else None,
         warmup=WarmUp(**cell.warmup.model_dump(exclude_none=True)),
         steps=cell.steps,
         seed=cell.seed,
@@ -170,6 +189,10 @@ def _tunes(workload: Choice) -> bool:
 
 def _tuning(cell: Cell) -> Tuning:
     return Tuning(method=cell.method, rank=cell.rank, alpha=cell.alpha, targets=cell.targets, optimizer=cell.optimizer)
+
+
+def _serving(cell: Cell) -> Serving:
+    return Serving(**{field.name: getattr(cell, field.name) for field in dataclasses.fields(Serving)})
 
 
 def _accumulation(cell: Cell, world_size: int) -> int:

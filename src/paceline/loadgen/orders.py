@@ -71,6 +71,7 @@ class Shift:
     """What one process did: its requests, and what it can say against itself."""
 
     handled: list[Handled]
+    start_ns: int
     schedule_lag_ns: list[int]
     read_lag_ns: list[int]
     reads: int

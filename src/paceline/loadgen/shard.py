@@ -315,6 +315,7 @@ class Shard:
         audit = self.audit
         return Shift(
             handled=self.handled,
+            start_ns=start_ns,
             schedule_lag_ns=audit.schedule_lag_ns,
             read_lag_ns=audit.read_lag_ns,
             reads=audit.reads,

@@ -55,6 +55,7 @@ def test_more_connections_than_the_system_allows(monkeypatch: pytest.MonkeyPatch
 
 GOOD = Shift(
     handled=[Handled(number=0, replica=0, due_ns=0, first_ns=100_000_000, first_byte_ns=1, pieces=4, stamped=True)],
+    start_ns=0,
     schedule_lag_ns=[50_000] * 100,
     read_lag_ns=[30_000] * 100,
     reads=100,

@@ -1,0 +1,132 @@
+"""Served models: what is asked of one (part of a run spec), and what a client observed (part of a record)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from paceline.errors import RequestError
+
+# open: requests are due by a schedule, whatever the server does; closed: when one before them has ended.
+SCENARIOS = ("offline", "server", "interactive", "single_stream", "concurrency", "constant", "trace")
+PARTITIONS = ("static", "dynamic")
+APIS = ("completions", "chat")
+# p99 limits of the two scenarios that have them, seconds: first token, each further token.
+LIMITS = {"server": (2.0, 0.1), "interactive": (0.5, 0.03)}
+PERCENTILE = 0.99
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """How a served model is asked, and what counts as in time.
+
+    requests: None is all samples of a file. rate_per_s is of all replicas together, for open scenarios; concurrency is
+    of all replicas together, for closed ones and as the cap of `offline`. least_s: the run goes on, with samples used
+    again, until it has lasted so long. Limits that are None are those of the scenario, or none.
+    """
+
+    scenario: str = "offline"
+    requests: int | None = None
+    rate_per_s: float | None = None
+    concurrency: int | None = None
+    max_tokens: int = 128
+    api: str = "completions"
+    partition: str = "static"
+    ttft_limit_s: float | None = None
+    tpot_limit_s: float | None = None
+    latency_limit_s: float | None = None
+    request_timeout_s: float = 600.0
+    warmup_requests: int = 4
+    keeps_text: bool = False
+
+    def __post_init__(self) -> None:
+        _require(self.scenario in SCENARIOS, "scenario", self.scenario, ", ".join(SCENARIOS))
+        _require(self.api in APIS, "api", self.api, " or ".join(APIS))
+        _require(self.partition in PARTITIONS, "partition", self.partition, " or ".join(PARTITIONS))
+        for name in ("requests", "concurrency", "max_tokens"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, name, value, "a whole number from 1")
+        _require(self.warmup_requests >= 0, "warmup_requests", self.warmup_requests, "a whole number from 0")
+        for name in ("rate_per_s", "ttft_limit_s", "tpot_limit_s", "latency_limit_s", "request_timeout_s"):
+            value = getattr(self, name)
+            _require(value is None or 0 < value < math.inf, name, value, "a positive number")
+        needs_rate = self.scenario in ("server", "interactive", "constant")
+        _require(not needs_rate or self.rate_per_s is not None, "rate_per_s", None, f"a rate with {self.scenario}")
+        closed = self.scenario == "concurrency"
+        _require(not closed or self.concurrency is not None, "concurrency", None, f"a number with {self.scenario}")
+
+    @property
+    def limits(self) -> dict[str, float | None]:
+        """What a request must keep to be in time: given, else the scenario's own."""
+        ttft, tpot = LIMITS.get(self.scenario, (None, None))
+        return {
+            "ttft_s": self.ttft_limit_s if self.ttft_limit_s is not None else ttft,
+            "tpot_s": self.tpot_limit_s if self.tpot_limit_s is not None else tpot,
+            "latency_s": self.latency_limit_s,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSample:
+    """One request as the client saw it. Times are nanoseconds from the common start of the run on the client's
+    monotonic clock: when it was due, when it was sent, and when the kernel had the first byte, the first token (of an
+    answer, of reasoning before it), the last one and the end. token_ns are the times of all events with content, as
+    gaps from the one before; coalesced counts those that shared a read with the one before, so have its time.
+
+    tokens is the server's own count (None where it gives none), pieces the events with content. error is a class
+    (timeout, reset, http_500, ...), None for an answer that came whole. attempt counts how often the sample was given
+    to a replica before.
+    """
+
+    kind: ClassVar[str] = "request"
+    rank: int
+    number: int
+    sample: int
+    replica: int
+    due_ns: int
+    sent_ns: int | None
+    first_byte_ns: int | None
+    first_ns: int | None
+    last_ns: int | None
+    ended_ns: int | None
+    pieces: int
+    tokens: int | None
+    prompt_tokens: int | None
+    asked_tokens: int
+    coalesced: int
+    stamped: bool
+    error: str | None = None
+    detail: str | None = None
+    first_reasoning_ns: int | None = None
+    finish: str | None = None
+    attempt: int = 0
+    token_ns: tuple[int, ...] = ()
+    text: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientSample:
+    """One process of the client, about itself: what it was late by, over all its requests and reads."""
+
+    kind: ClassVar[str] = "client"
+    rank: int
+    shard: int
+    requests: int
+    reads: int
+    schedule_lag_p50_ns: float | None
+    schedule_lag_p99_ns: float | None
+    read_lag_p50_ns: float | None
+    read_lag_p99_ns: float | None
+    cpu_s: float
+    wall_s: float
+    most_in_flight: int
+    waited_for_cap: int
+    clock_doubt_ns: int
+    clock_drift_ns: int
+    plan: str
+
+
+def _require(condition: bool, where: str, given: object, accepted: str) -> None:
+    if not condition:
+        raise RequestError(f"{where}: {given!r} was given; accepted is {accepted}")
