@@ -16,7 +16,7 @@ ROOT = Path(paceline.__file__).parent
 
 # Each line may import only lines above it; names on one line do not see each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "environment", "neutral", "designs", "offspring", "parcel", "serving"),
+    ("errors", "environment", "neutral", "designs", "offspring", "parcel", "serving", "stopping"),
     ("shapes",),
     ("checkpoints",),
     ("spec", "models", "machine", "processes", "files", "places", "reach"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.loadgen import stopping
+from paceline import stopping
 
 P99 = {0: 459, 1: 662, 2: 838, 5: 1307, 10: 2010, 20: 3304, 50: 6898, 100: 12571}
 P90 = {0: 44, 1: 64, 5: 127, 10: 197}
