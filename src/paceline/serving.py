@@ -8,8 +8,9 @@ from typing import ClassVar
 
 from paceline.errors import RequestError
 
-# open: requests are due by a schedule, whatever the server does; closed: when one before them has ended.
 SCENARIOS = ("offline", "server", "interactive", "single_stream", "concurrency", "constant", "trace")
+# Requests of these are due by a schedule, so that sending one late is the client's own fault.
+OPEN = ("server", "interactive", "constant", "trace")
 PARTITIONS = ("static", "dynamic")
 APIS = ("completions", "chat")
 # p99 limits of the two scenarios that have them, seconds: first token, each further token.

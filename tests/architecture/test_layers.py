@@ -32,7 +32,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("supervision",),
     ("run", "worker", "adviser", "agent"),
     ("display", "watch", "monitor", "replay"),
-    ("endpoint",),
+    ("endpoint", "mock_replica"),
+    ("selftest",),
     ("cli",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

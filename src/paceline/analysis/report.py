@@ -26,6 +26,7 @@ from paceline.analysis import (
     nodes,
     recommend,
     scaling,
+    served,
     thumb,
     validity,
     watch,
@@ -71,7 +72,13 @@ def build(
         paceline_version=__version__,
         machines=_machines(ordered),
         runs=runs,
-        measurements=(*_trained(cells, grown.points), *network.measurements, *held.measurements, *peaks),
+        measurements=(
+            *_trained(cells, grown.points),
+            *network.measurements,
+            *held.measurements,
+            *peaks,
+            *_served(sound),
+        ),
         certificates=tuple(certificates.values()),
         comparisons=tuple(c for each in everything for c in each.comparisons),
         recommendations=tuple(recommend.recommend(everything, runs)),
@@ -103,6 +110,11 @@ def _trained(cells: Sequence[Cell], points: Sequence[ScalingPoint]) -> Iterator[
     for cell in cells:
         yield from metrics.measure(cell)
     yield from (point.efficiency for point in points)
+
+
+def _served(sound: Sequence[RunRecord]) -> Iterator[Measurement]:
+    for cell in served.gather(sound):
+        yield from served.measure(cell)
 
 
 def _with_nodes(found: Report, sound: Sequence[RunRecord], baseline: nodes.Baseline | None) -> Report:

@@ -17,7 +17,7 @@ import numpy as np
 from paceline import stopping
 from paceline.findings import HIGHER, LOWER, Measurement
 from paceline.records import RunRecord
-from paceline.serving import PERCENTILE, ClientSample, RequestSample
+from paceline.serving import OPEN, PERCENTILE, ClientSample, RequestSample
 
 NS = 1e9
 PERCENTILES = (50, 90, 95, 99)
@@ -204,16 +204,15 @@ def _measurement(
 # --- may it be believed ---
 
 
-def client_problems(clients: Sequence[ClientSample], requests: Sequence[RequestSample]) -> list[str]:
-    """Why the client itself may have been what was measured."""
+def client_problems(clients: Sequence[ClientSample], requests: Sequence[RequestSample], scenario: str) -> list[str]:
+    """Why the client itself may have been what was measured. Of a closed loop nothing is due before it is sent."""
     first = [value for request in requests if (value := ttft_s(request)) is not None]
     bound = max(MOST_SCHEDULE_LAG_S, MOST_SCHEDULE_LAG_OF_TTFT * float(np.median(first)) if first else 0.0)
-    open_loop = any(request.due_ns > 0 for request in requests)
     found = []
     for client in clients:
         late, read = (client.schedule_lag_p99_ns or 0) / NS, (client.read_lag_p99_ns or 0) / NS
         cpu = client.cpu_s / client.wall_s if client.wall_s > 0 else 0.0
-        if open_loop and late > bound:
+        if scenario in OPEN and late > bound:
             found.append(f"sent up to {late * 1e3:.1f} ms late (p99; at most {bound * 1e3:.1f} ms)")
         if read > MOST_READ_LAG_S:
             found.append(f"read up to {read * 1e3:.1f} ms late (p99; at most {MOST_READ_LAG_S * 1e3:.0f} ms)")
@@ -241,3 +240,15 @@ def exactly_once(record: RunRecord) -> list[str]:
     answered = Counter(request.number for request in record.requests if request.error is None)
     twice = sorted(number for number, count in answered.items() if count > 1)
     return [f"requests {', '.join(map(str, twice[:5]))} were answered more than once"] if twice else []
+
+
+def problems(record: RunRecord) -> list[str]:
+    """Why a run of this workload must not be believed. Limits that were not kept are its answer, not a problem."""
+    if not record.requests:
+        return ["nothing was recorded"]
+    if not any(request.error is None for request in record.requests):
+        classes = Counter(str(request.error) for request in record.requests)
+        return [f"no request was answered: {', '.join(f'{name} {count} times' for name, count in classes.items())}"]
+    assert record.spec.serving is not None
+    scenario = record.spec.serving.scenario
+    return [*exactly_once(record), *client_problems(record.clients, record.requests, scenario)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from paceline.analysis import served
 from paceline.findings import Certificate
 from paceline.records import RunRecord, Status
 from paceline.spec import ACCEPTING
@@ -26,6 +27,8 @@ def problems(record: RunRecord) -> list[str]:
     A test of nodes that finds a wrong result has done what it is for."""
     if record.spec.workload.name in ACCEPTING and record.kernels:
         return []
+    if record.spec.serving:
+        return served.problems(record)
     wrong = [s for s in record.collectives if s.wrong]
     found = [
         f"{s.operation} of {s.size_bytes} bytes in {s.dtype}: {s.wrong} wrong elements on rank {s.rank}"

@@ -144,7 +144,7 @@ def test_a_client_that_was_the_bottleneck_says_so(change: dict[str, float], word
     import dataclasses
 
     requests = [request(0), request(1, due_ns=MS)]
-    found = served.client_problems([dataclasses.replace(CLIENT, **change)], requests)
+    found = served.client_problems([dataclasses.replace(CLIENT, **change)], requests, "server")
     assert found == ([] if words is None else [words])
 
 
