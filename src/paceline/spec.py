@@ -205,7 +205,8 @@ class Tuning:
 class RunSpec:
     """One launch. Everything that decides what is computed stands here; nothing else reaches the worker.
 
-    design is the plan this run was made for. It decides nothing that is computed, so no identity holds it.
+    design is the plan this run was made for. It decides nothing that is computed, so no identity holds it. contents are
+    digests of what `model` and `data` name on the disk, so that other data under the same path is other work.
     """
 
     experiment: str
@@ -225,6 +226,7 @@ class RunSpec:
     stall_s: float = 300.0
     telemetry_hz: float = 2.0
     design: Design | None = None
+    contents: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require(
@@ -291,8 +293,18 @@ class RunSpec:
                 "data": str(t.data),
                 "optimizer": [t.learning_rate, t.weight_decay, t.clip_norm],
                 **({"tuning": dataclasses.asdict(self.tuning)} if self.tuning else {}),
+                **({"contents": dict(self.contents)} if self.contents else {}),
             }
         )
+
+    @property
+    def model_text(self) -> str:
+        """The model as tables name it: of a directory its last part, and what is in it."""
+        return _told(self.model, self.contents.get("model"))
+
+    @property
+    def data_text(self) -> str:
+        return _told(self.training.data, self.contents.get("data"))
 
     def axes(self) -> dict[str, Scalar]:
         """The flat words by which people tell runs apart, in tables, filters and plots."""
@@ -300,7 +312,7 @@ class RunSpec:
         places: dict[str, Scalar] = {
             "workload": str(self.workload),
             "strategy": str(self.strategy) if self.strategy else None,
-            "model": None if self.workload.name == "collectives" else str(self.model),
+            "model": None if self.workload.name == "collectives" else self.model_text,
             "launcher": self.launcher.name,
             "device": self.topology.device,
             "nodes": self.topology.nodes,
@@ -319,7 +331,7 @@ class RunSpec:
             "checkpointing": t.checkpointing,
             "compile": t.compile,
             "bucket_mb": t.bucket_mb,
-            "data": str(t.data),
+            "data": self.data_text,
             **self._tuning_axes(),
             "seed": self.seed,
             "steps": self.steps,
@@ -353,10 +365,28 @@ class RunSpec:
         return cls(**values)
 
     def _without(self, *fields: str) -> dict[str, Any]:
-        """What makes an identity. A run that tunes nothing is what it was before there was tuning; the design it is a
-        point of, and how often gauges are read beside it, change nothing of it."""
-        absent = ("telemetry_hz", "design", *(() if self.tuning else ("tuning",)))
+        """What makes an identity. A run that tunes nothing or reads no file is what it was before there was either;
+        the design it is a point of, and how often gauges are read beside it, change nothing of it."""
+        empty = (name for name in ("tuning", "contents") if not getattr(self, name))
+        absent = ("telemetry_hz", "design", *empty)
         return {key: value for key, value in dataclasses.asdict(self).items() if key not in (*fields, *absent)}
+
+
+def _told(choice: Choice, contents: str | None) -> str:
+    """A choice without the folders of its paths, which are nobody's business in a table; a digest tells them apart."""
+    paths = [text for text in (choice.name, *choice.options.values()) if isinstance(text, str) and "/" in text]
+    if not paths and contents is None:
+        return str(choice)
+    mark = f"@{(contents or _digest(paths))[:8]}"
+    last = {key: _last_part(value) for key, value in choice.options.items()}
+    if "path" in last:
+        last["path"] = f"{last['path']}{mark}"
+        return str(Choice(choice.name, last))
+    return str(Choice(f"{_last_part(choice.name)}{mark}", last))
+
+
+def _last_part(value: Scalar) -> Scalar:
+    return value.rstrip("/").rpartition("/")[2] if isinstance(value, str) else value
 
 
 def _digest(value: object) -> str:
