@@ -17,10 +17,10 @@ ROOT = Path(paceline.__file__).parent
 # Each line may import only lines above it; names on one line do not see each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "environment", "neutral", "designs", "offspring", "parcel"),
-    ("shapes",),
+    ("shapes", "choices"),
     ("checkpoints",),
     ("spec", "models", "machine", "processes", "files", "places", "reach"),
-    ("prices", "rows", "adapters", "acceptance"),
+    ("prices", "rows", "adapters", "acceptance", "contents"),
     ("instructions", "dialogues", "records", "findings", "doctor", "recipe", "redaction"),
     ("series",),
     ("samples",),
@@ -42,6 +42,7 @@ STANDARD_LIBRARY_ONLY = (
     "neutral",
     "designs",
     "shapes",
+    "choices",
     "checkpoints",
     "spec",
     "models",
@@ -49,6 +50,7 @@ STANDARD_LIBRARY_ONLY = (
     "processes",
     "files",
     "acceptance",
+    "contents",
     "records",
     "findings",
     "doctor",

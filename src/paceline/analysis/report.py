@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline import __version__, machine
+from paceline import __version__, machine, models
 from paceline.analysis import (
     advice,
     bottleneck,
@@ -34,8 +35,10 @@ from paceline.analysis.certificate import certify_all
 from paceline.analysis.metrics import Cell
 from paceline.analysis.recipe import recipes
 from paceline.analysis.window import Window, first_and_last_loss, open_window, step_table
+from paceline.errors import RequestError
 from paceline.findings import SHARED_GPU, Certificate, Measurement, Report, RunFinding, ScalingPoint
 from paceline.records import RunRecord, Status
+from paceline.spec import RunSpec
 
 LONGEST_DISTRIBUTION = 500
 
@@ -216,6 +219,13 @@ def _is_random(cell: Cell) -> bool:
     return evidence is not None and evidence.settings.get("weights") == "random"
 
 
+def _beyond_context(spec: RunSpec) -> str | None:
+    """None also where the directory of the model is not on this machine."""
+    with contextlib.suppress(RequestError):
+        return models.beyond_context(models.load(spec.model), spec.model_text, spec.training.sequence_length)
+    return None
+
+
 def _notes(cells: Sequence[Cell], runs: Sequence[RunFinding], machines: Sequence[Mapping[str, Any]]) -> list[str]:
     measured = [run for run in runs if not run.is_reference]
     notes = []
@@ -223,6 +233,7 @@ def _notes(cells: Sequence[Cell], runs: Sequence[RunFinding], machines: Sequence
         notes.append(
             f"the weights of {', '.join(map(str, shapes))} are random, of the named shape: no model was loaded"
         )
+    notes += sorted({note for cell in cells if (note := _beyond_context(cell.spec))})
     if not cells and any(run.is_certified for run in measured):
         sound = any(run.is_certified and run.status == Status.OK for run in measured)
         why = "no run has a step beyond its warm-up" if sound else "no run ended ok with a valid certificate"

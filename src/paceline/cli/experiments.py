@@ -83,6 +83,8 @@ def plan(arguments: argparse.Namespace) -> int:
         note += "; more follow" if leads_on(spec) and not reason else ""
         print_hanging(screen, f"{number:>3} {spec.run_id}  [{note}]", 6)
         print_hanging(screen, f"    {_describe(spec, models)}", 6)
+        if remark := _remark(spec, models):
+            print_hanging(screen, f"    {remark}", 6)
         for line in _advised(run_dir):
             print_hanging(screen, f"    {line}", 6)
         job = load("launchers", spec.launcher.name).prepare(spec, run_dir)
@@ -93,6 +95,13 @@ def plan(arguments: argparse.Namespace) -> int:
         screen, f"{cells} cells, {len(specs)} runs and {len(runs) - len(specs)} references in {arguments.out}", 2
     )
     return OK
+
+
+def _remark(spec: RunSpec, models: Any) -> str | None:
+    if not spec.is_trained:
+        return None
+    found: str | None = models.beyond_context(models.load(spec.model), spec.model_text, spec.training.sequence_length)
+    return found
 
 
 def _advised(run_dir: Path) -> Iterator[str]:
