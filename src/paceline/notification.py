@@ -6,13 +6,13 @@ to tell never changes how the run ended; it is a sentence in the history.
 
 from __future__ import annotations
 
+import http.client
 import json
 import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from urllib.parse import urlsplit
 
 from paceline.agenda import Schedule
 
@@ -66,7 +66,7 @@ def _by_webhook(variable: str, headers: Mapping[str, str], notice: Notice, envir
     if absent:
         return f"the webhook was not called: {', '.join(absent)} is not set where the timer runs (see --env-file)"
     address = environ[variable].strip()
-    if urlsplit(address).scheme not in ("http", "https"):
+    if not address.lower().startswith(("http://", "https://")):
         return f"the webhook was not called: {variable} holds no http or https address"
     given = {name: environ[value].strip() for name, value in headers.items()}
     try:
@@ -81,7 +81,7 @@ def _by_webhook(variable: str, headers: Mapping[str, str], notice: Notice, envir
     except urllib.error.HTTPError as error:
         error.close()
         return f"the webhook answered {error.code}"
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         # Errors of urllib may quote the address, which may be the secret itself.
         return f"the webhook could not be reached ({type(error).__name__})"
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,38 +149,36 @@ def definition_in(folder: Path) -> Schedule:
 
 def _put(document: dict[str, Any]) -> None:
     """Create the object, or replace the one of an earlier schedule of that name."""
-    from kubernetes.client.exceptions import ApiException
-
     create, replace, _ = _calls(document["kind"])
-    name, namespace = document["metadata"]["name"], document["metadata"]["namespace"]
-    try:
-        try:
-            create(namespace, document)
-        except ApiException as error:
-            if error.status != 409:
-                raise
-            replace(name, namespace, document)
-    except ApiException as error:
-        raise _refusal(error, "create", document["kind"], namespace) from None
+    kind, name, namespace = document["kind"], document["metadata"]["name"], document["metadata"]["namespace"]
+    if not _done(lambda: create(namespace, document), "create", kind, namespace, unless=409):
+        _done(lambda: replace(name, namespace, document), "update", kind, namespace)
 
 
 def _delete(kind: str, name: str, namespace: str) -> None:
+    delete = _calls(kind)[2]
+    _done(lambda: delete(name, namespace), "delete", kind, namespace, unless=404)
+
+
+def _done(call: Callable[[], Any], verb: str, kind: str, namespace: str, unless: int | None = None) -> bool:
+    """Whether the cluster did it; False where it answered with the status that is expected instead."""
+    import urllib3
     from kubernetes.client.exceptions import ApiException
 
-    try:
-        _calls(kind)[2](name, namespace)
-    except ApiException as error:
-        if error.status != 404:
-            raise _refusal(error, "delete", kind, namespace) from None
-
-
-def _refusal(error: Any, verb: str, kind: str, namespace: str) -> RequestError:
     resource = f"{kind.lower()}s"
-    hint = f"; try: kubectl auth can-i {verb} {resource} -n {namespace}" if error.status == 403 else ""
-    return RequestError(
-        f"--apply: the cluster refused to {verb} {resource} in the namespace {namespace} "
-        f"({error.status} {error.reason}){hint}"
-    )
+    try:
+        call()
+    except ApiException as error:
+        if error.status == unless:
+            return False
+        hint = f"; try: kubectl auth can-i {verb} {resource} -n {namespace}" if error.status == 403 else ""
+        raise RequestError(
+            f"--apply: the cluster refused to {verb} {resource} in the namespace {namespace} "
+            f"({error.status} {error.reason}){hint}"
+        ) from None
+    except urllib3.exceptions.HTTPError:
+        raise RequestError("--apply: the cluster cannot be reached; try: kubectl cluster-info") from None
+    return True
 
 
 def _calls(kind: str) -> tuple[Any, Any, Any]:
@@ -188,7 +188,10 @@ def _calls(kind: str) -> tuple[Any, Any, Any]:
     except ImportError:
         raise RequestError("--apply needs the package kubernetes: run `pip install 'paceline[kubernetes]'`") from None
     try:
-        config.load_config()  # type: ignore[no-untyped-call]
+        if os.environ.get("KUBERNETES_SERVICE_HOST") and "KUBECONFIG" not in os.environ:
+            config.load_incluster_config()  # type: ignore[no-untyped-call]
+        else:
+            config.load_kube_config(os.environ.get("KUBECONFIG"))  # type: ignore[no-untyped-call]
     except (config.ConfigException, OSError) as error:
         raise RequestError(f"--apply: no cluster is configured here ({error}); try: kubectl config view") from None
     api = client.BatchV1Api() if kind == "CronJob" else client.CoreV1Api()
