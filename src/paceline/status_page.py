@@ -23,6 +23,7 @@ from paceline.exporters.html import asset
 from paceline.files import write_atomically
 from paceline.present import agenda as present
 from paceline.present.progress import left_text, pulse_text, title
+from paceline.present.quantity import MISSING
 from paceline.present.tables import Cell, Column, Table
 from paceline.records import Status
 from paceline.spec import RunSpec
@@ -109,8 +110,7 @@ def _name(now: Standing, view: CampaignView) -> str:
 def _running(now: Standing) -> Table | None:
     columns = (Column("experiment"), Column("ended", True), Column("now", prose=True), Column("left"))
     rows = tuple(
-        (Cell(_name(now, view)), Cell(_count(view)), Cell(_doing(view)), Cell(left_text(view.left_s)))
-        for view in now.running
+        (Cell(_name(now, view)), Cell(_count(view)), Cell(_doing(view)), Cell(_left(view))) for view in now.running
     )
     return Table("Running", columns, rows) if rows else None
 
@@ -118,6 +118,11 @@ def _running(now: Standing) -> Table | None:
 def _count(view: CampaignView) -> str:
     ended = sum(view.ended.values())
     return str(ended) if view.planned is None else f"{ended} of {view.planned}"
+
+
+def _left(view: CampaignView) -> str:
+    """The column says that it is time left."""
+    return MISSING if view.left_s is None else left_text(view.left_s).removesuffix(" left")
 
 
 def _doing(view: CampaignView) -> str:
@@ -171,7 +176,7 @@ def markdown_text(now: Standing) -> str:
 
 
 def _made(now: Standing) -> str:
-    return f"Paceline {__version__}, {now.at:%Y-%m-%d %H:%M:%S} UTC. `paceline status` tells the same at any moment."
+    return f"Paceline {__version__}, {now.at:%Y-%m-%d %H:%M:%S} UTC. The command paceline status tells the same at any moment."
 
 
 class Page:

@@ -14,6 +14,8 @@ from paceline.present.tables import Cell, Column, Table
 # Of each schedule the newest are told; its history holds all.
 MOST_SHOWN = 5
 MOST_RAN = 30
+# A start is called late from here on.
+LATE_S = 120
 MISSED = "no start is recorded: the host was off, or its timer is gone"
 _TONES = {"ok": "good", "running": "", "skipped": "quiet"}
 
@@ -25,7 +27,7 @@ def lines(view: ScheduleView, most: int = MOST_SHOWN) -> Iterator[str]:
     when = f"{schedule.cron.expression} {schedule.cron.timezone}"
     yield f"schedule {schedule.name}: {when} ({schedule.backend}){following}"
     for occasion in view.occasions[-most:]:
-        yield f"  {_verb(occasion)} {began(view, occasion)}: {_end(occasion)}"
+        yield f"  {_verb(occasion)} {' '.join(filter(None, began(view, occasion)))}: {_end(occasion)}"
     if view.missed is None:
         yield f"  its history is kept on the claim {schedule.place.get('claim')}, not here"
         return
@@ -41,14 +43,14 @@ def _verb(occasion: Occasion) -> str:
     return {"running": "running since", "skipped": "skipped"}.get(occasion.outcome, "ran")
 
 
-def began(view: ScheduleView, occasion: Occasion) -> str:
-    """By the time it was due, and how late it began where that is worth a word."""
+def began(view: ScheduleView, occasion: Occasion) -> tuple[str, str]:
+    """The time it was due, and how late it began where that is worth a word."""
     start = wall(moment(occasion.began_at), view.schedule.cron.zone)
     if occasion.due_at is None:
-        return f"{start} by hand"
+        return start, "by hand"
     late = occasion.began_at - occasion.due_at
     shown = wall(moment(occasion.due_at), view.schedule.cron.zone)
-    return f"{shown}, {format_duration(late)} late" if late >= 120 else shown
+    return shown, f"{format_duration(late)} late" if late >= LATE_S else ""
 
 
 def _end(occasion: Occasion) -> str:
@@ -74,7 +76,7 @@ def schedules(views: Sequence[ScheduleView]) -> Table | None:
 
 def _schedule_row(view: ScheduleView) -> tuple[Cell, ...]:
     schedule, last = view.schedule, view.last
-    ran = Cell(MISSING) if last is None else Cell(last.outcome, began(view, last), _tone(last.outcome))
+    ran = Cell(MISSING) if last is None else Cell(last.outcome, began(view, last)[0], _tone(last.outcome))
     count = MISSING if view.missed is None else str(len(view.missed))
     return (
         Cell(schedule.name, f"{schedule.source}, by {schedule.backend}"),
@@ -100,7 +102,7 @@ def _ran_row(view: ScheduleView, occasion: Occasion) -> tuple[Cell, ...]:
     said = occasion.sentence or ("report" if link else MISSING)
     return (
         Cell(view.schedule.name),
-        Cell(began(view, occasion)),
+        Cell(*began(view, occasion)),
         Cell(occasion.outcome, tone=_tone(occasion.outcome)),
         Cell(_took(occasion) or MISSING),
         Cell(said, occasion.told or "", link=link),
@@ -115,14 +117,14 @@ def report_link(occasion: Occasion) -> str:
 
 
 def missed(views: Sequence[ScheduleView]) -> Table | None:
-    columns = (Column("schedule"), Column("should have begun"), Column("why", prose=True))
+    columns = (Column("schedule"), Column("should have begun"))
     found = [(view, due) for view in views for due in (view.missed or ())[-MOST_SHOWN:]]
     rows = tuple(
-        (Cell(view.schedule.name), Cell(wall(due, view.schedule.cron.zone), tone="bad"), Cell(MISSED))
-        for view, due in found
+        (Cell(view.schedule.name), Cell(wall(due, view.schedule.cron.zone), tone="bad")) for view, due in found
     )
     left = sum(len(view.missed or ()) for view in views) - len(rows)
-    return Table("Missed", columns, rows, (f"{left} more before.",) if left else ()) if rows else None
+    notes = (f"{MISSED[0].upper()}{MISSED[1:]}.", *([f"{left} more before."] if left else ()))
+    return Table("Missed", columns, rows, notes) if rows else None
 
 
 def _tone(outcome: str) -> str:

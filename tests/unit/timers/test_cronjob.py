@@ -162,8 +162,9 @@ def test_applied_replaced_and_removed(cluster: type[Cluster], out: Path) -> None
 
 def test_a_refusal_names_verb_resource_and_the_next_command(cluster: type[Cluster], out: Path) -> None:
     cluster.forbidden = True
-    with pytest.raises(RequestError, match="refused to create configmaps in the namespace bench .403 Forbidden"):
+    with pytest.raises(RequestError, match="refused to create configmaps in the namespace bench") as refused:
         kubernetes.install(out, schedule_of(apply=True, namespace="bench"))
+    assert "(403 Forbidden); try: kubectl auth can-i create configmaps -n bench" in str(refused.value)
 
 
 def test_no_cluster_is_one_sentence(cluster: type[Cluster], out: Path, tmp_path: Path) -> None:

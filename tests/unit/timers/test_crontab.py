@@ -41,8 +41,8 @@ def tab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     programs.mkdir()
     script = programs / "crontab"
     script.write_text(
-        f'#!/bin/sh\nif [ "$1" = -l ]; then [ -f {kept} ] && cat {kept} || {{ echo "no crontab for me" >&2; exit 1; }}\n'
-        f"else cat > {kept}; fi\n"
+        f'#!/bin/sh\nif [ "$1" != -l ]; then cat > {kept}; elif [ -f {kept} ]; then cat {kept}\n'
+        'else echo "no crontab for me" >&2; exit 1; fi\n'
     )
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
@@ -87,7 +87,7 @@ def test_without_cron_the_sentence_says_so(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_hostile_folder_stays_one_word(tmp_path: Path) -> None:
-    """What cron makes of the line (the first unescaped % ends it, an escaped one loses its backslash), then the shell."""
+    """What cron makes of the line (an unescaped % ends it, an escaped one loses its backslash), then the shell."""
     out = Path('/tmp/it\'s $(touch x) `y` "50%" %n;&|')
     *_, line, _ = crontab.block(out, schedule_of(), ZoneInfo("UTC"), NOW).splitlines()
     when, command = line.split(" ", 5)[:5], line.split(" ", 5)[5]
