@@ -176,7 +176,8 @@ def markdown_text(now: Standing) -> str:
 
 
 def _made(now: Standing) -> str:
-    return f"Paceline {__version__}, {now.at:%Y-%m-%d %H:%M:%S} UTC. The command paceline status tells the same at any moment."
+    made = f"Paceline {__version__}, {now.at:%Y-%m-%d %H:%M:%S} UTC."
+    return f"{made} The command paceline status tells the same at any moment."
 
 
 class Page:

@@ -20,7 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("shapes",),
     ("checkpoints",),
     ("spec", "models", "machine", "processes", "files", "places", "reach", "cron"),
-    ("prices", "rows", "adapters", "acceptance"),
+    ("prices", "rows", "adapters", "acceptance", "profiles"),
     ("instructions", "dialogues", "records", "findings", "doctor", "recipe", "redaction"),
     ("series",),
     ("samples",),
@@ -54,6 +54,7 @@ STANDARD_LIBRARY_ONLY = (
     "records",
     "findings",
     "doctor",
+    "profiles",
     "health",
 )
 
