@@ -109,8 +109,15 @@ def _pod(schedule: Schedule, place: Place) -> dict[str, Any]:
         "volumeMounts": [
             {"name": "results", "mountPath": RESULTS},
             {"name": "asked", "mountPath": ASKED, "readOnly": True},
+            {"name": "tmp", "mountPath": "/tmp"},
         ],
-        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        # The controller only: devices belong to the jobs that its launcher starts.
+        "resources": {"requests": {"cpu": "1", "memory": "2Gi"}, "limits": {"memory": "4Gi"}},
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
     }
     if place.secret:
         container["envFrom"] = [{"secretRef": {"name": place.secret}}]
@@ -127,6 +134,7 @@ def _pod(schedule: Schedule, place: Place) -> dict[str, Any]:
         "volumes": [
             {"name": "results", "persistentVolumeClaim": {"claimName": place.claim}},
             {"name": "asked", "configMap": {"name": name_of(schedule)}},
+            {"name": "tmp", "emptyDir": {}},
         ],
     }
     return {"metadata": {"labels": _labels(schedule)}, "spec": spec}
