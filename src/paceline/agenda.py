@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import json
 import os
@@ -187,14 +188,15 @@ def _locked(handle: int, how: int = fcntl.LOCK_EX) -> bool:
 
 
 def record(out: Path, name: str, event: str, occasion: str, **facts: Any) -> None:
-    """Append one event. A line is written at once: readers see it whole, and a full disk is the writer's to notice."""
+    """Append one event; OSError where the disk is full. What a full disk cut short stays a line of its own."""
     about = {"event": event, "occasion": occasion, "host": socket.gethostname(), "pid": os.getpid(), **facts}
-    line = json.dumps(about, allow_nan=False) + "\n"
-    handle = os.open(folder_of(out, name) / HISTORY, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        os.write(handle, line.encode())
-    finally:
-        os.close(handle)
+    line = json.dumps(about, allow_nan=False).encode() + b"\n"
+    with (folder_of(out, name) / HISTORY).open("a+b", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(size - 1, 0))
+        whole = (b"\n" if file.read(1) not in (b"", b"\n") else b"") + line
+        if file.write(whole) != len(whole):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def occasions(out: Path, name: str) -> list[Occasion]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from paceline import agenda, notification, redaction, status_page
 from paceline.agenda import Occasion, Schedule
@@ -90,7 +90,7 @@ def _hold(
     environ = _environment(schedule)
     result = _measure(out, schedule, folder, past, environ)
     facts = {key: getattr(result, key) for key in ("outcome", "exit_code", "sentence", "report", "compared_with")}
-    agenda.record(out, schedule.name, "ended", occasion, at=time.time(), **facts)
+    _note(out, schedule, say, "ended", occasion, **facts)
     say(f"{schedule.name}: {result.outcome}" + (f": {result.sentence}" if result.sentence else ""))
     report = str((out / result.report).absolute()) if result.report else None
     notice = Notice(
@@ -102,10 +102,18 @@ def _hold(
         sentence=result.sentence,
     )
     for sentence in notification.tell(schedule, notice, environ):
-        agenda.record(out, schedule.name, "notified", occasion, at=time.time(), sentence=sentence)
+        _note(out, schedule, say, "notified", occasion, sentence=sentence)
         say(f"{schedule.name}: {sentence}")
     status_page.Page(out).write()
     return result.exit_code
+
+
+def _note(out: Path, schedule: Schedule, say: Callable[[str], None], event: str, occasion: str, **facts: Any) -> None:
+    """Write it down if that is possible: whoever is to be told is told even when the disk is full."""
+    try:
+        agenda.record(out, schedule.name, event, occasion, at=time.time(), **facts)
+    except OSError as error:
+        say(f"{schedule.name}: the history cannot be written ({error.strerror})")
 
 
 def _stamp(due: datetime | None) -> float | None:

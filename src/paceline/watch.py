@@ -29,11 +29,13 @@ def folder_lines(out: Path) -> tuple[list[str], bool]:
 
 
 def campaigns(out: Path, planned: Sequence[agenda.ScheduleView]) -> list[CampaignView]:
-    """Every experiment of the folder; of those that schedules have left only the ones under way, as each day adds one
-    and the schedule's history tells how they ended."""
-    kept = out / agenda.FOLDER
-    ours = [view for view in read_views(out) if not view.experiment.is_relative_to(kept)]
-    return ours + [view for folder in schedules.running_folders(out, planned) for view in read_views(folder)]
+    """Every experiment of the folder; of those that schedules have left only the ones under way. Each day adds one, the
+    schedule's history tells how they ended, and to read them all would take longer than a look may."""
+    folders = [out]
+    if (out / agenda.FOLDER).is_dir():
+        folders = sorted(path for path in out.iterdir() if path.is_dir() and path.name != agenda.FOLDER)
+    folders += schedules.running_folders(out, planned)
+    return [view for folder in folders for view in read_views(folder)]
 
 
 def view_lines(view: CampaignView) -> Iterator[str]:

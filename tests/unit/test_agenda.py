@@ -128,6 +128,8 @@ def test_a_damaged_history_costs_only_the_damaged_lines(out: Path) -> None:
         file.write('[1]\n{"event": "began"}\n{"event": "ended", "occasion": "x"}\n{"event": "beg')
     (found,) = agenda.occasions(out, "nightly")
     assert (found.outcome, found.sentence) == ("ok", "a\ufffd[31mb")
+    began(out, at(14), outcome="failed")
+    assert [o.outcome for o in agenda.occasions(out, "nightly")] == ["ok", "failed"], "the cut line spoils no other"
 
 
 def test_a_schedule_that_cannot_be_read_is_named_and_hides_no_other(out: Path) -> None:

@@ -252,3 +252,22 @@ def test_a_refused_timer_leaves_everything_as_it_was(tmp_path: Path, monkeypatch
         schedule.add(tmp_path, schedule_of(backend="crontab", source="other"), source, None, replace=True)
     assert agenda.read(tmp_path, "nightly").source == "quick"
     assert not (agenda.folder_of(tmp_path, "nightly") / agenda.EXPERIMENT).exists()
+
+
+def test_a_full_disk_at_the_end_does_not_keep_anybody_from_being_told(
+    out: Path, told: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = agenda.record
+
+    def full(folder: Path, name: str, event: str, occasion: str, **facts: Any) -> None:
+        if event != "began":
+            raise OSError(28, os.strerror(28))
+        real(folder, name, event, occasion, **facts)
+
+    agenda.write(out, schedule_of(command=f"touch {out.parent / 'was-told'}"))
+    monkeypatch.setattr(agenda, "record", full)
+    code, said = run(out)
+    assert code == 0
+    assert (out.parent / "was-told").exists()
+    assert "nightly: the history cannot be written (No space left on device)" in said
+    assert last(out).outcome == "interrupted", "what could not be written is not made up"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
+import sys
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -75,6 +76,8 @@ def add(arguments: argparse.Namespace) -> int:
 
     made = _schedule(arguments)
     said = schedule.add(arguments.out, made, _file(arguments.experiment), _launcher_file(arguments), arguments.replace)
+    if made.env_file is not None and Path(made.env_file).stat().st_mode & 0o077:
+        print(f"note: others may read {made.env_file}; run `chmod 600` on it", file=sys.stderr)
     due = next(made.cron.after(datetime.now(UTC)), None)
     when = f"next {cron.wall(due, made.cron.zone)}" if due else "never due"
     print(f"schedule {made.name}: {when}; {said}", flush=True)
@@ -223,9 +226,20 @@ def remove(arguments: argparse.Namespace) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from paceline import neutral, schedule
+    from paceline import schedule
 
     if arguments.definition is not None:
         schedule.adopt(arguments.out, arguments.name, arguments.definition)
     within = None if arguments.due_within is None else timedelta(seconds=arguments.due_within)
-    return schedule.run(arguments.out, arguments.name, within, lambda text: print(neutral.text(text), flush=True))
+    try:
+        return schedule.run(arguments.out, arguments.name, within, _say)
+    except OSError as error:
+        raise RequestError(
+            f"--out: {arguments.out} cannot be written ({error.strerror}); nothing was started"
+        ) from None
+
+
+def _say(text: str) -> None:
+    from paceline import neutral
+
+    print(neutral.text(text), flush=True)

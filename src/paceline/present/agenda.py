@@ -133,7 +133,8 @@ def _tone(outcome: str) -> str:
 
 def running_folders(out: Path, views: Sequence[ScheduleView]) -> list[Path]:
     """Where scheduled campaigns write at this moment."""
-    return [out / FOLDER / view.schedule.name / view.running.id for view in views if view.running]
+    running = [(view.schedule.name, view.running.id) for view in views if view.running]
+    return [out / FOLDER / name / occasion for name, occasion in running if "/" not in occasion]
 
 
 def due_text(view: ScheduleView, due: datetime) -> str:

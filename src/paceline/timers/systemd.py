@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -18,12 +19,12 @@ def install(out: Path, schedule: Schedule) -> str:
     name = mark(out, schedule)
     for suffix, text in units(out, schedule).items():
         write_atomically(_folder() / f"{name}.{suffix}", text)
-    for asked in (["daemon-reload"], ["enable", "--now", f"{name}.timer"]):
-        done = answer(["systemctl", "--user", *asked])
-        if done.returncode != 0:
-            remove(out, schedule)
-            why = " ".join(done.stderr.split())
-            raise RequestError(f"--backend systemd: `systemctl --user {' '.join(asked)}` failed ({why})")
+    try:
+        _ask("daemon-reload")
+        _ask("enable", "--now", f"{name}.timer")
+    except RequestError:
+        _forget(name)
+        raise
     return (
         f"the user timer {name}.timer starts it (`systemctl --user list-timers`); so that it also does while you are "
         "not logged in, run `loginctl enable-linger` once"
@@ -32,10 +33,24 @@ def install(out: Path, schedule: Schedule) -> str:
 
 def remove(out: Path, schedule: Schedule) -> None:
     name = mark(out, schedule)
-    answer(["systemctl", "--user", "disable", "--now", f"{name}.timer"])
+    # One that is not there is disabled already.
+    with contextlib.suppress(RequestError):
+        _ask("disable", "--now", f"{name}.timer")
+    _forget(name)
+    with contextlib.suppress(RequestError):
+        _ask("daemon-reload")
+
+
+def _ask(*words: str) -> None:
+    done = answer(["systemctl", "--user", *words])
+    if done.returncode != 0:
+        why = " ".join(done.stderr.split())
+        raise RequestError(f"--backend systemd: `systemctl --user {' '.join(words)}` failed ({why})")
+
+
+def _forget(name: str) -> None:
     for suffix in ("service", "timer"):
         (_folder() / f"{name}.{suffix}").unlink(missing_ok=True)
-    answer(["systemctl", "--user", "daemon-reload"])
 
 
 def is_installed(out: Path, schedule: Schedule) -> bool:

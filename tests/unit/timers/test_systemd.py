@@ -63,7 +63,15 @@ def test_a_refusal_leaves_no_unit(asked: Path, tmp_path: Path) -> None:
     (tmp_path / "refuse").touch()
     with pytest.raises(RequestError, match="no bus"):
         systemd.install(tmp_path, schedule_of())
-    assert not systemd.is_installed(tmp_path, schedule_of())
+    assert list((tmp_path / "config" / "systemd" / "user").iterdir()) == []
+
+
+def test_a_host_without_systemd_is_left_without_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    with pytest.raises(RequestError, match="'systemctl' is not on this host"):
+        systemd.install(tmp_path, schedule_of())
+    assert list((tmp_path / "config" / "systemd" / "user").iterdir()) == []
 
 
 @pytest.mark.parametrize(
