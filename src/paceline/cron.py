@@ -155,6 +155,8 @@ def _shifts(zone: tzinfo, host: tzinfo, now: datetime) -> set[int]:
 
 def _check_zone(name: str) -> None:
     known = zoneinfo.available_timezones()
+    if not known:
+        raise RequestError("--timezone: this host has no time zone database: run `pip install tzdata`")
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1)
         hint = f" (did you mean {close[0]}?)" if close else ""

@@ -86,7 +86,7 @@ def _hold(
     occasion = (due or began).astimezone(schedule.cron.zone).strftime("%Y-%m-%dT%H%M%S%z")
     folder = agenda.folder_of(out, schedule.name) / occasion
     agenda.record(out, schedule.name, "began", occasion, at=began.timestamp(), due_at=_stamp(due))
-    say(f"{schedule.name}: began {occasion}")
+    say(f"{schedule.name}: began {occasion}; see {folder / LOG}")
     environ = _environment(schedule)
     result = _measure(out, schedule, folder, past, environ)
     facts = {key: getattr(result, key) for key in ("outcome", "exit_code", "sentence", "report", "compared_with")}

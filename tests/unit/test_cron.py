@@ -101,6 +101,12 @@ def test_what_cannot_be_is_one_sentence(expression: str, zone: str, part: str) -
     assert "\n" not in str(refused.value)
 
 
+def test_a_host_without_time_zones_is_told_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zoneinfo.available_timezones", set)
+    with pytest.raises(RequestError, match="pip install tzdata"):
+        Cron("0 19 * * *", "Asia/Seoul")
+
+
 @pytest.mark.parametrize(
     ("expression", "numbers"),
     [

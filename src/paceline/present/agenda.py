@@ -89,7 +89,7 @@ def _schedule_row(view: ScheduleView) -> tuple[Cell, ...]:
 
 def ran(views: Sequence[ScheduleView]) -> Table | None:
     """The newest starts of all schedules, and those that were skipped."""
-    columns = (Column("schedule"), Column("due"), Column("ended"), Column("took", True), Column("result", prose=True))
+    columns = (Column("schedule"), Column("due"), Column("ended"), Column("report"), Column("result", prose=True))
     found = sorted(((o.began_at, view, o) for view in views for o in view.occasions), key=lambda each: -each[0])
     rows = tuple(_ran_row(view, occasion) for _, view, occasion in found[:MOST_RAN])
     left = len(found) - len(rows)
@@ -99,13 +99,12 @@ def ran(views: Sequence[ScheduleView]) -> Table | None:
 
 def _ran_row(view: ScheduleView, occasion: Occasion) -> tuple[Cell, ...]:
     link = report_link(occasion)
-    said = occasion.sentence or ("report" if link else MISSING)
     return (
         Cell(view.schedule.name),
         Cell(*began(view, occasion)),
-        Cell(occasion.outcome, tone=_tone(occasion.outcome)),
-        Cell(_took(occasion) or MISSING),
-        Cell(said, occasion.told or "", link=link),
+        Cell(occasion.outcome, _took(occasion), _tone(occasion.outcome)),
+        Cell("report" if link else MISSING, link=link),
+        Cell(occasion.sentence or MISSING, occasion.told or ""),
     )
 
 
