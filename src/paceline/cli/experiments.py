@@ -54,18 +54,22 @@ def _specs(arguments: argparse.Namespace) -> list[RunSpec]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from paceline import display
+    from paceline import display, status_page
     from paceline.run import campaign, interruptible
 
     specs, costing, baseline = _specs(arguments), costing_of(arguments), baseline_of(arguments)
     exporters_of(arguments.format)
     screen = console()
     observer = display.observer_for(screen)
+    paged = status_page.Paged(observer, arguments.out)
     try:
-        interruptible(lambda: campaign(specs, arguments.out, observer, retry=arguments.resume))
+        interruptible(lambda: campaign(specs, arguments.out, paged, retry=arguments.resume))
     finally:
         observer.close()
-    return conclude(screen, arguments.out / specs[0].experiment, arguments.format, costing, baseline)
+        paged.page.write()
+    code = conclude(screen, arguments.out / specs[0].experiment, arguments.format, costing, baseline)
+    paged.page.write()
+    return code
 
 
 def plan(arguments: argparse.Namespace) -> int:
