@@ -17,6 +17,8 @@ from paceline.errors import RequestError
 # One of many ports that no service is known by; every launcher lets the user choose another.
 RENDEZVOUS_PORT = 29507
 _NODE = "PACELINE_NODE"
+# Different for each attempt at the same run, where the engine says one: nodes of two attempts never meet.
+ATTEMPT = "PACELINE_ATTEMPT"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
