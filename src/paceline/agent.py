@@ -4,8 +4,9 @@ Engines start this once per node, by whatever means; what follows is the same on
 folder, in the variable PACELINE_SPEC or the first line of standard input; without a shared run folder what ranks leave
 travels as lines of this process's output (see `parcel`).
 
-However the node ends, its ranks end with it and its scratch folder is gone; only a kill of this very process leaves the
-folder. What kept ranks from starting is told as the outcome of the node's first rank.
+However the node ends, its ranks end with it and its scratch folder is gone; the folder that a kill of this very process
+leaves is removed by the next agent of this host. What kept ranks from starting is told as the outcome of the node's
+first rank.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import dataclasses
 import errno
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -31,6 +31,7 @@ from paceline.errors import PacelineError, RequestError
 from paceline.offspring import end_all
 from paceline.processes import end_with_parent
 from paceline.records import Outcome, Status
+from paceline.scratch import own_folder
 from paceline.spec import RunSpec
 from paceline.tether import Tether, first_line
 from paceline.voice import Voice
@@ -126,12 +127,9 @@ def folder(shared: Path | None, scratch: Path | None, spec_text: str) -> Iterato
     if shared is not None:
         yield shared
         return
-    own = Path(tempfile.mkdtemp(prefix="paceline-", dir=scratch))
-    try:
+    with own_folder(scratch) as own:
         (own / "spec.json").write_text(spec_text)
         yield own
-    finally:
-        shutil.rmtree(own, ignore_errors=True)
 
 
 class Node:

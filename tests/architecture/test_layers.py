@@ -16,7 +16,7 @@ ROOT = Path(paceline.__file__).parent
 
 # Each line may import only lines above it; names on one line do not see each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "environment", "neutral", "designs", "offspring", "clocks", "tether"),
+    ("errors", "environment", "neutral", "designs", "offspring", "clocks", "tether", "scratch"),
     ("shapes", "parcel"),
     ("voice",),
     ("checkpoints",),

@@ -72,7 +72,7 @@ def live(spec: RunSpec, run_dir: Path, rank: int) -> int:
     what, _, whom = os.environ.get("LIGHT_FAULT", "").partition(":")
     fault = what if whom and int(whom) == rank else ""
     host = places.node_name(os.environ)
-    store.write_json(run_dir / f"machine-{host}.json", {"host": host})
+    store.write_json(run_dir / f"machine-{host}.json", {"host": host, "cpu": None, "gpus": [], "versions": {}})
     position, began = store.ProgressFile(run_dir, rank), time.time()
     pause = float(os.environ.get("LIGHT_S", "0.5")) / spec.steps
     error = None
