@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping
 from paceline.errors import LaunchError
 
 CONNECT_S = 5.0
-# What container engines and hypervisors put between a host and its guests: no other host comes in that way.
-_INNER = ("lo", "docker", "br-", "cni", "virbr", "podman", "lxcbr", "lxdbr", "flannel", "cali", "veth")
 _NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 # Interfaces by name, each with its addresses.
 Interfaces = Mapping[str, list[str]]
@@ -105,17 +103,13 @@ def interface_of(address: str, interfaces: Callable[[], Interfaces] | None = Non
     return "lo" if found.is_loopback else None
 
 
-def is_inner(interface: str) -> bool:
-    """Whether an interface leads only to this host and its own guests, by its name."""
-    return interface.startswith(_INNER)
-
-
 def check_interfaces(environ: Mapping[str, str], names: tuple[str, ...], interfaces: Interfaces | None = None) -> None:
     """LaunchError where a variable names interfaces of which this host has none with an address."""
     present = {name for name, found in (all_interfaces() if interfaces is None else interfaces).items() if found}
     for variable in names:
         given = environ.get(variable, "")
-        if given and not _chosen(given, present):
+        found = _chosen(given, present) if variable.startswith("NCCL") else present & set(given.split(","))
+        if given and not found:
             raise LaunchError(
                 f"{variable} is {given!r}, and no such interface of this host has an address; it has "
                 f"{', '.join(sorted(present)) or 'none'}; try: ip -brief address"
@@ -123,9 +117,9 @@ def check_interfaces(environ: Mapping[str, str], names: tuple[str, ...], interfa
 
 
 def _chosen(given: str, present: set[str]) -> set[str]:
-    """What a value means to NCCL: names or beginnings of names, `=` for whole names, `^` for all but these. gloo takes
-    whole names only, which are beginnings of themselves."""
-    exact, but = given[:1] in ("=",) or given[:2] == "^=", given.startswith("^")
+    """What a value means to NCCL: beginnings of names, after `=` whole names, after `^` all but these. gloo takes whole
+    names only."""
+    exact, but = given.startswith(("=", "^=")), given.startswith("^")
     words = [word for word in given.lstrip("^=").split(",") if word]
     found = {name for name in present for word in words if name == word or (not exact and name.startswith(word))}
     return present - found if but else found

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline import redaction
+from paceline.errors import RequestError
 from paceline.places import RENDEZVOUS_PORT
 from paceline.spec import require
 
@@ -151,8 +152,7 @@ class Options:
         require(1 <= self.patience_s <= 3600, "ssh.patience_s", self.patience_s, "seconds from 1 to 3600")
         require(1024 <= self.port <= 65535, "ssh.port", self.port, "a whole number from 1024 to 65535")
         require(self.threads >= 1, "ssh.threads", self.threads, "a whole number from 1")
-        require(self.jump is None or isinstance(self.jump, str), "ssh.jump", self.jump, "user@host:port")
-        _ = [read_host(hop) for hop in (self.jump or "").split(",") if self.jump]
+        require(self.jump is None or _is_way(self.jump), "ssh.jump", self.jump, "user@host:port, several by commas")
         self._check_variables()
 
     def _check_variables(self) -> None:
@@ -173,6 +173,13 @@ class Options:
     @property
     def machines(self) -> tuple[Host, ...]:
         return tuple(read_host(written) for written in self.hosts)
+
+
+def _is_way(written: object) -> bool:
+    try:
+        return isinstance(written, str) and bool([read_host(hop) for hop in written.split(",")])
+    except RequestError:
+        return False
 
 
 def labels(hosts: tuple[Host, ...]) -> list[str]:

@@ -8,6 +8,7 @@ import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from paceline import __version__, clocks
@@ -40,6 +41,10 @@ class Answer:
 
 def ask(chosen: Options, hosts: Sequence[Host]) -> list[Answer]:
     """All hosts at once. LaunchError says of each one that does not answer why, and what to try."""
+    for path in filter(None, {chosen.ssh_config, chosen.key, *(host.key for host in hosts)}):
+        # Without it ssh would go on with keys that nobody meant.
+        if not Path(path).expanduser().exists():
+            raise LaunchError(f"{path} was given for ssh, and this host has no such file")
     questions = [
         Connection(ssh_command(chosen, host, [host.python or chosen.python, "-m", "paceline.agent", "--facts"]))
         for host in hosts
