@@ -82,6 +82,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=places.RENDEZVOUS_PORT, help="where ranks meet on node 0")
     parser.add_argument("--rendezvous", choices=("static", "c10d"), default="static")
     parser.add_argument("--patience", type=float, default=PATIENCE_S, help="seconds to wait for the other nodes")
+    parser.add_argument("--per-rank", action="store_true", help="for one rank alone: places count ranks, not nodes")
     parser.add_argument("--runner", default=TORCHRUN, help="module that starts the ranks of a node")
     parser.add_argument("--facts", action="store_true", help="tell versions, GPUs and the time, and end")
     return parser.parse_args(argv[1:])
@@ -113,7 +114,11 @@ def _spec_text(arguments: argparse.Namespace) -> str:
     if arguments.spec_stdin:
         given = json.loads(first_line(sys.stdin.fileno()))
         os.environ.update(given["env"])
-        return json.dumps(given["spec"])
+        text = json.dumps(given["spec"])
+        if arguments.run_dir is None:
+            # By this ranks tell that their run folder is this node's own and ends with it.
+            os.environ[SPEC] = text
+        return text
     if arguments.run_dir is not None:
         return Path(arguments.run_dir, "spec.json").read_text()
     if SPEC not in os.environ:
@@ -178,8 +183,9 @@ class Node:
     def meet(self) -> dict[str, str]:
         """Return when all nodes are there: the interface by which they came, for the ranks to use."""
         place, spec = self.place, self.spec
-        if place.nodes != spec.topology.nodes:
-            raise RequestError(f"{place.nodes} nodes were started for a spec of {spec.topology.nodes}")
+        wanted = spec.topology.world_size if self.arguments.per_rank else spec.topology.nodes
+        if place.nodes != wanted:
+            raise RequestError(f"{place.nodes} nodes were started for a spec of {wanted}")
         names = ("GLOO_SOCKET_IFNAME", *(("NCCL_SOCKET_IFNAME",) if spec.topology.device == "cuda" else ()))
         reach.check_interfaces(os.environ, names)
         if place.nodes == 1:
@@ -236,7 +242,7 @@ class Node:
         """In the place of ranks that were never started: the first of this node says why."""
         now = time.time()
         outcome = Outcome(
-            rank=self.place.node * self.spec.topology.processes_per_node,
+            rank=self.place.node * (1 if self.arguments.per_rank else self.spec.topology.processes_per_node),
             status=Status.FAILED,
             error=sentence,
             host=self.host,

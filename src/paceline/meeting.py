@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import json
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,10 +60,20 @@ def _host(gathering: Gathering, patience_s: float) -> str:
                 raise _dismissed(here, _absent(gathering, here, patience_s)) from None
             if refusal := _admit(gathering, guest, here):
                 raise _dismissed(here, refusal)
-        own = reach.plain(next(iter(here.values())).getsockname()[0])
+        own = _outer([reach.plain(guest.getsockname()[0]) for guest in here.values()])
         for guest in here.values():
-            _tell(guest, {"go": True})
+            _tell(guest, {"go": own})
         return own
+
+
+def _outer(addresses: Iterable[str]) -> str:
+    """Of the addresses by which guests came the one that all can use: one of them may have come from this very host."""
+    found = list(addresses)
+    return next((address for address in found if not _is_inner(address)), found[0])
+
+
+def _is_inner(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
 
 
 @contextlib.contextmanager
@@ -141,16 +152,18 @@ def _attend(gathering: Gathering, patience_s: float) -> str:
         if connection is not None:
             with connection:
                 own = reach.plain(connection.getsockname()[0])
-                problem = _wait_for_word(gathering, connection, own, patience_s)
-                if problem is None:
-                    return own
+                word = _wait_for_word(gathering, connection, own, patience_s)
+                if "go" in word:
+                    # A guest that came by loopback is on node 0's own host, and known to others as node 0 is.
+                    return str(word["go"]) if _is_inner(own) else own
+                problem = _misunderstanding(gathering, word)
         if time.monotonic() > deadline:
             raise LaunchError(f"{problem} (tried for {patience_s:g} s)")
         time.sleep(RETRY_S)
 
 
-def _wait_for_word(gathering: Gathering, connection: socket.socket, own: str, patience_s: float) -> str | None:
-    """None at node 0's word to go on; else why there was none. Word of a failure ends the waiting at once.
+def _wait_for_word(gathering: Gathering, connection: socket.socket, own: str, patience_s: float) -> dict[str, Any]:
+    """What node 0 says when all have come, or nothing. Word of a failure ends the waiting at once.
 
     Node 0 may have begun later than this node: from here on its patience counts.
     """
@@ -159,10 +172,12 @@ def _wait_for_word(gathering: Gathering, connection: socket.socket, own: str, pa
         _tell(connection, me)
         connection.settimeout(patience_s + 2 * COURTESY_S)
         word = _hear(connection)
-    if "go" in word:
-        return None
     if "failed" in word:
         raise LaunchError(f"node 0 gave up: {word['failed']}")
+    return word
+
+
+def _misunderstanding(gathering: Gathering, word: dict[str, Any]) -> str:
     where = f"{gathering.master} port {gathering.port}"
     if "stranger" in word:
         return f"at {where} another run's node 0 answers; choose another port for the launcher"

@@ -20,7 +20,7 @@ import json
 import re
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,10 +41,11 @@ _GROWING = ("samples-", "stack-")
 
 
 class Sender:
-    """One node's side. `changes` is called now and then, `farewell` once, after the last rank has ended."""
+    """One node's side. `changes` is called now and then, `farewell` once, after the last rank has ended. own: which
+    files to send, where the folder holds those of other nodes too."""
 
-    def __init__(self, run_dir: Path | None, node: int) -> None:
-        self.run_dir, self._node = run_dir, node
+    def __init__(self, run_dir: Path | None, node: int, own: Callable[[str], bool] | None = None) -> None:
+        self.run_dir, self._node, self.own = run_dir, node, own
         self._number = 0
         self._sent: dict[str, int] = {}
         self._digests: dict[str, int] = {}
@@ -74,7 +75,7 @@ class Sender:
                     yield self._part(name, 0, content)
 
     def _files(self) -> Iterator[tuple[str, bytes]]:
-        for path in carried(self.run_dir) if self.run_dir else ():
+        for path in carried(self.run_dir, self.own) if self.run_dir else ():
             with contextlib.suppress(FileNotFoundError):
                 yield path.name, path.read_bytes()
         yield from self._unwritten.items()
@@ -97,8 +98,9 @@ class Sender:
         return line
 
 
-def carried(run_dir: Path) -> list[Path]:
-    return sorted(path for path in run_dir.iterdir() if CARRIED.fullmatch(path.name) and path.is_file())
+def carried(run_dir: Path, own: Callable[[str], bool] | None = None) -> list[Path]:
+    found = (path for path in run_dir.iterdir() if CARRIED.fullmatch(path.name) and path.is_file())
+    return sorted(path for path in found if own is None or own(path.name))
 
 
 @dataclass(slots=True)

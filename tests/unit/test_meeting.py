@@ -51,8 +51,13 @@ def knock(port: int) -> socket.socket:
 def test_all_come_and_know_their_own_address(port: int) -> None:
     found = met(*(gathering(port, node) for node in (2, 0, 1)))
     assert [future.result() for future in found] == ["127.0.0.1"] * 3
-    with socket.create_server(("127.0.0.1", port)):
-        pass  # The port is free for the ranks.
+    # The port is free for the ranks.
+    socket.create_server(("127.0.0.1", port)).close()
+
+
+def test_one_address_for_all_where_some_came_from_node_0s_own_host() -> None:
+    assert meeting._outer(["127.0.1.1", "10.0.0.1"]) == "10.0.0.1"
+    assert meeting._outer(["::1", "127.0.0.1"]) == "::1"
 
 
 def test_who_never_came_is_named_to_all(port: int) -> None:
