@@ -8,6 +8,7 @@ DIR/<experiment>/<run_id>/
   samples-gauges-<rank>.jsonl   GPUs and host beside the run (first rank of a host)
   samples-advice.jsonl    after a run out of memory: what was predicted of other settings (adviser)
   log.txt             everything the processes printed
+  clocks.json         how far the clocks of other hosts are off, where some took part
   status.json         how it ended (controller, last): its existence means complete
   attempts/<n>/       files of earlier attempts that were interrupted
 """
@@ -219,7 +220,12 @@ def read_spec(run_dir: Path) -> RunSpec:
     return RunSpec.from_dict(_current(read_json(run_dir / "spec.json"), run_dir))
 
 
-def _current(raw: Mapping[str, Any], run_dir: Path) -> Mapping[str, Any]:
+def spec_of(text: str) -> RunSpec:
+    """A spec that came without a folder."""
+    return RunSpec.from_dict(_current(json.loads(text), "the spec"))
+
+
+def _current(raw: Mapping[str, Any], run_dir: Path | str) -> Mapping[str, Any]:
     """Bring an older schema up to date; schema 1 is the first, so nothing has to be moved yet."""
     schema = raw.get("schema")
     if schema != SCHEMA:

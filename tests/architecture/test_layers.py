@@ -16,11 +16,12 @@ ROOT = Path(paceline.__file__).parent
 
 # Each line may import only lines above it; names on one line do not see each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "environment", "neutral", "designs", "offspring", "parcel"),
-    ("shapes", "choices"),
+    ("errors", "environment", "neutral", "designs", "offspring", "clocks", "tether", "scratch"),
+    ("shapes", "choices", "parcel"),
+    ("voice",),
     ("checkpoints",),
     ("spec", "models", "machine", "processes", "files", "places", "reach", "cron"),
-    ("prices", "rows", "adapters", "acceptance", "contents", "profiles"),
+    ("prices", "rows", "adapters", "acceptance", "contents", "profiles", "meeting"),
     ("instructions", "dialogues", "records", "findings", "doctor", "recipe", "redaction"),
     ("series",),
     ("samples",),
