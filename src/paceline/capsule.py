@@ -43,7 +43,9 @@ _CHUNK = 1 << 20
 # tar fills its last record of this many bytes with zeros.
 _MOST_PADDING = 10_240
 
-_KEPT = re.compile(r"(spec|status)\.json|samples-((gauges-)?\d+|advice)\.jsonl|outcome-\d+\.json|machine-.+\.json")
+_KEPT = re.compile(
+    r"(spec|status)\.json|samples-((gauges-)?\d+(\.\d+)?|advice|attempts)\.jsonl|outcome-\d+\.json|machine-.+\.json"
+)
 _LOGS = re.compile(r"log\.txt|job\.json|stack-\d+\.txt")
 
 

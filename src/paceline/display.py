@@ -79,6 +79,10 @@ class Lines:
             where = f"  {self.done + 1:>3}/{self.total} {title(spec)}: waiting: {reason}"
             self.console.print(where, highlight=False, markup=False, soft_wrap=True)
 
+    def restarting(self, spec: RunSpec, reason: str, left: int) -> None:
+        where = f"  {self.done + 1:>3}/{self.total} {title(spec)}: restarting: {reason} ({_left(left)})"
+        self.console.print(where, highlight=False, markup=False, soft_wrap=True)
+
     def advising(self, spec: RunSpec, seconds: float) -> None:
         """Said once: it lasts seconds for a small model, minutes for a large one."""
         if self.advised != spec.run_id:
@@ -165,6 +169,10 @@ class Bars(Lines):
 
     def close(self) -> None:
         self.live.stop()
+
+
+def _left(restarts: int) -> str:
+    return f"{restarts} more restart{'' if restarts == 1 else 's'} allowed"
 
 
 def observer_for(console: Console) -> Lines:

@@ -219,7 +219,8 @@ class Tuning:
 class RunSpec:
     """One launch. Everything that decides what is computed stands here; nothing else reaches the worker.
 
-    design is the plan this run was made for. It decides nothing that is computed, so no identity holds it.
+    design is the plan this run was made for. It decides nothing that is computed, so no identity holds it. Nor is
+    lineage part of any: the controller's mark of one launch, by which its attempts know their own checkpoints.
     """
 
     experiment: str
@@ -241,6 +242,7 @@ class RunSpec:
     max_restarts: int = 0
     checkpoint_every: int | None = None
     design: Design | None = None
+    lineage: str | None = None
 
     def __post_init__(self) -> None:
         require(
@@ -375,7 +377,7 @@ class RunSpec:
         """What makes an identity. A run that tunes nothing is what it was before there was tuning, one without
         checkpoints what it was before there were any; the design it is a point of, how often gauges are read beside
         it and how often it may be restarted change nothing of it."""
-        absent = ("telemetry_hz", "design", "max_restarts", *(() if self.tuning else ("tuning",)))
+        absent = ("telemetry_hz", "design", "max_restarts", "lineage", *(() if self.tuning else ("tuning",)))
         absent += () if self.checkpoint_every else ("checkpoint_every",)
         return {key: value for key, value in dataclasses.asdict(self).items() if key not in (*fields, *absent)}
 

@@ -25,7 +25,8 @@ from paceline.errors import RequestError
 from paceline.findings import HIGHER, LOWER, SHARED_GPU, Measurement
 from paceline.spec import Choice, RunSpec, Scalar
 
-_REPEAT_FIELDS = ("experiment", "repeat", "timeout_s", "stall_s", "reference_steps", "telemetry_hz", "design")
+_LIMITS = ("timeout_s", "stall_s", "max_restarts", "lineage")
+_REPEAT_FIELDS = ("experiment", "repeat", *_LIMITS, "reference_steps", "telemetry_hz", "design")
 
 
 # --- one cell ---
