@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline import samples
-from paceline.interruptions import CheckpointSample, StartSample
+from paceline.interruptions import AttemptSample, CheckpointSample, StartSample
 from paceline.records import GaugeSample, Sample
 from paceline.series import StepSeries
 
@@ -48,23 +48,26 @@ def read(paths: Iterable[Path]) -> Joined:
         attempt = attempts.setdefault(number_of(path), Attempt([], []))
         samples.collect(path, attempt.steps, attempt.others)
     last = attempts.pop(None)
-    if not attempts:
+    earlier = {number: attempt for number, attempt in attempts.items() if number is not None}
+    # One that left no file is counted by the controller alone.
+    told = [sample.attempt for sample in last.others if isinstance(sample, AttemptSample)]
+    if not earlier and not told:
         return Joined(last.steps, [], last.others)
-    earlier = [attempts[number] for number in sorted(number for number in attempts if number is not None)]
-    return join([*earlier, last])
+    return join({**dict(sorted(earlier.items())), max([*told, *(number + 1 for number in earlier)]): last})
 
 
-def join(attempts: Sequence[Attempt]) -> Joined:
-    """Backwards: what a later attempt began again is no longer an earlier one's."""
+def join(attempts: Mapping[int, Attempt]) -> Joined:
+    """Attempts by number, in order. Backwards: what a later one began again is no longer an earlier one's."""
     steps: list[Sequence[Any]] = []
     redone: list[Sequence[Any]] = []
     others: list[Sample] = []
     again_from = None
-    for number, attempt in reversed(list(enumerate(attempts, 1))):
+    last = max(attempts)
+    for number, attempt in reversed(attempts.items()):
         kept = [row for row in attempt.steps if again_from is None or row[_STEP] < again_from]
         redone += [row for row in attempt.steps if again_from is not None and row[_STEP] >= again_from]
         steps = kept + steps
-        others = [*_lasting(attempt.others, number, number == len(attempts)), *others]
+        others = [*_lasting(attempt.others, number, number == last), *others]
         began = min((row[_STEP] for row in attempt.steps), default=None)
         if began is not None:
             again_from = began if again_from is None else min(again_from, began)

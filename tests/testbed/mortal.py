@@ -1,5 +1,5 @@
-"""Ranks that are killed at a step: MORTAL_AT is `RANK:STEP`; MORTAL_ONCE a file that tells that it has happened, without
-which it happens at every attempt."""
+"""Ranks that are killed at a step: MORTAL_AT is `RANK:STEP`; MORTAL_ONCE a file that tells that it has happened. Without
+it, it happens at every attempt."""
 
 from __future__ import annotations
 
