@@ -20,7 +20,7 @@ from paceline.campaign import write_plan
 from paceline.errors import RequestError, StoreError
 from paceline.plugins import Launcher, load
 from paceline.records import RunRecord, Status
-from paceline.spec import PROBING, Choice, RunSpec, Topology, WarmUp
+from paceline.spec import PROBING, Choice, RunSpec, Topology, WarmUp, require
 from paceline.supervision import Launch, Observer
 
 POLL_S = 0.1
@@ -139,6 +139,9 @@ def _sealed_status(run_dir: Path, retry: bool) -> tuple[Status, str | None] | No
 
 def unsupported(spec: RunSpec) -> str | None:
     """The first reason why this spec cannot run, by arithmetic alone; wrong options raise RequestError."""
+    trains = spec.is_certified or spec.checkpoint_every is None
+    accepted = f"null with the workload {spec.workload.name}, which has no trajectory to go on with"
+    require(trains, "checkpoint_every", spec.checkpoint_every, accepted)
     plugins = [("workloads", spec.workload), ("strategies", spec.strategy), ("launchers", spec.launcher)]
     reasons = (load(kind, choice.name).check(spec) for kind, choice in plugins if choice is not None)
     return next((str(reason) for reason in reasons if reason), None)

@@ -81,7 +81,7 @@ def fork(body: Callable[[], int]) -> int:
 def as_rank(rank: int, run_dir: Path, meeting: socket.socket) -> int:
     meeting.close()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    mortal.arm(rank)
+    mortal.arm(rank, run_dir)
     return worker.main(["paceline.worker", str(run_dir)])
 
 
