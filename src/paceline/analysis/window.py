@@ -164,7 +164,8 @@ def _settled(seconds: Array, steps: Sequence[int], record: RunRecord) -> tuple[N
     for begin, end in zip(bounds, ends, strict=False):
         chosen[begin : begin + end.excluded] = False
     again = sum(end.excluded for end in ends[1:])
-    text = ends[0].text + (f"; {again} more after {len(ends) - 1} restarts" if len(ends) > 1 else "")
+    later = len(ends) - 1
+    text = ends[0].text + (f"; {again} more after {later} restart{'' if later == 1 else 's'}" if later else "")
     return chosen, statistics.WarmUpEnd(ends[0].excluded + again, ends[0].by_rule, text)
 
 

@@ -17,7 +17,7 @@ import shutil
 import sys
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,26 +63,25 @@ class Keeper:
         _share(self.home, self.seat)
         for name in _agreed(sorted(_complete(self.home), reverse=True)):
             folder = self.home / name
-            marker = self._own(folder)
-            if not _all_true(_is_whole(folder, marker, self.seat), self.seat):
+            marker = _marker(folder)
+            if marker:
+                self._require_own(folder, marker)
+            if not _all_true(bool(marker) and _is_whole(folder, marker, self.seat), self.seat):
                 _say(f"{folder} is damaged; going on from the one before it")
                 continue
             self._load(folder)
             return int(marker["step"])
         return 0
 
-    def _own(self, folder: Path) -> dict[str, Any]:
-        """The marker of a checkpoint of this run; another's would give other weights under this run's name."""
-        marker: dict[str, Any] = json.loads((folder / MARKER).read_text())
+    def _require_own(self, folder: Path, marker: Mapping[str, Any]) -> None:
+        """A checkpoint of another run would give other weights under this run's name."""
         mine = {"run": self.spec.run_id, "lineage": self.spec.lineage, "world_size": self.seat.world_size}
         theirs = {key: marker.get(key) for key in mine}
         if theirs != mine:
             raise RequestError(f"{folder}: the checkpoint is of {theirs}; accepted is one of {mine}")
-        if marker["initial"] != self.initial.digest:
-            raise InvalidRunError(
-                f"the run began with weights of hash {marker['initial']}, and this attempt built {self.initial.digest}"
-            )
-        return marker
+        began, built = marker.get("initial"), self.initial.digest
+        if began != built:
+            raise InvalidRunError(f"the run began with weights of hash {began}, and this attempt built {built}")
 
     def _load(self, folder: Path) -> None:
         self.trainer.load(folder)  # type: ignore[attr-defined]
@@ -173,6 +172,14 @@ def _complete(home: Path) -> list[str]:
     return [path.name for path in found if _NAME.fullmatch(path.name) and (path / MARKER).is_file()]
 
 
+def _marker(folder: Path) -> dict[str, Any]:
+    """Empty where it cannot be read."""
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads((folder / MARKER).read_text())
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
 def _files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
@@ -191,7 +198,7 @@ def _stamp(path: Path) -> list[int]:
     return [size, checksum]
 
 
-def _is_whole(folder: Path, marker: dict[str, Any], seat: Seat) -> bool:
+def _is_whole(folder: Path, marker: Mapping[str, Any], seat: Seat) -> bool:
     try:
         return all(_stamp(folder / name) == marker["files"][name] for name in _share_of(sorted(marker["files"]), seat))
     except OSError:

@@ -120,8 +120,9 @@ def test_checkpoints_are_due_between_steps_alone(keep: Make) -> None:
         lambda folder: (folder / "state").write_text("66"),
         lambda folder: (folder / "state").unlink(),
         lambda folder: (folder / MARKER).unlink(),
+        lambda folder: (folder / MARKER).write_text("{"),
     ],
-    ids=["changed", "longer", "missing", "unfinished"],
+    ids=["changed", "longer", "missing", "unfinished", "marker"],
 )
 def test_of_a_damaged_one_the_one_before_is_used(
     keep: Make, damage: Callable[[Path], None], capfd: pytest.CaptureFixture[str]
@@ -198,7 +199,7 @@ def trained(trainer: Any, steps: range) -> list[float]:
         tokens = torch.randint(0, 256, (1, 17), generator=torch.Generator().manual_seed(step))
         loss = trainer.forward(tokens[:, :-1], tokens[:, 1:], torch.tensor(16.0), True)
         trainer.backward(loss, True)
-        losses += [float(loss), float(trainer.update())]
+        losses += [float(loss.detach()), float(trainer.update())]
     return losses
 
 
