@@ -82,7 +82,7 @@ class Lines:
             self.console.print(where, highlight=False, markup=False, soft_wrap=True)
 
     def restarting(self, spec: RunSpec, reason: str, left: int) -> None:
-        where = f"  {self.done + 1:>3}/{self.total} {title(spec)}: restarting: {reason} ({_left(left)})"
+        where = f"  {self.done + 1:>3}/{self.total} {title(spec)}: restarting: {reason}; {_left(left)}"
         self.console.print(where, highlight=False, markup=False, soft_wrap=True)
 
     def advising(self, spec: RunSpec, seconds: float) -> None:
@@ -159,6 +159,10 @@ class Bars(Lines):
 
     def waiting(self, spec: RunSpec, reason: str, seconds: float) -> None:
         self.below = f"waiting for {seconds:.0f} s: {reason}"
+
+    def restarting(self, spec: RunSpec, reason: str, left: int) -> None:
+        super().restarting(spec, reason, left)
+        self.below = "restarting"
 
     def advising(self, spec: RunSpec, seconds: float) -> None:
         self.below = f"{ADVISING}, {seconds:.0f} s"

@@ -63,7 +63,7 @@ def join(attempts: Mapping[int, Attempt]) -> Joined:
     others: list[Sample] = []
     again_from = None
     last = max(attempts)
-    for number, attempt in reversed(attempts.items()):
+    for number, attempt in reversed(list(attempts.items())):
         kept = [row for row in attempt.steps if again_from is None or row[_STEP] < again_from]
         redone += [row for row in attempt.steps if again_from is not None and row[_STEP] >= again_from]
         steps = kept + steps

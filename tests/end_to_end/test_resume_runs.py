@@ -17,7 +17,8 @@ pytestmark = pytest.mark.slow
 # One of each way to hold state; PACELINE_EXHAUSTIVE=1 tries them all.
 FEW = ("ddp", "fsdp2", "zero:stage=3")
 ALL = (*FEW, "zero:stage=1", "zero:stage=2")
-STRATEGIES = ALL if os.environ.get("PACELINE_EXHAUSTIVE") else FEW
+EXHAUSTIVE = bool(os.environ.get("PACELINE_EXHAUSTIVE"))
+STRATEGIES = ALL if EXHAUSTIVE else FEW
 EVERY, KILLED_AT, STEPS = 3, 5, 8
 
 
@@ -39,6 +40,10 @@ def pair(found: Any, strategy: str) -> tuple[RunRecord, RunRecord]:
     return whole, broken
 
 
+def trajectory(record: RunRecord) -> dict[tuple[int, int], Any]:
+    return {(s.rank, s.step): (s.loss, s.grad_norm, s.data_digest, s.updates) for s in record.steps}
+
+
 def test_every_killed_run_went_on_and_is_certified(killed: Any) -> None:
     assert killed.code == 0, killed.stdout + killed.stderr
     assert killed.stdout.count("restarting: ") == len(STRATEGIES)
@@ -49,10 +54,6 @@ def test_every_killed_run_went_on_and_is_certified(killed: Any) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_run_that_went_on_computed_what_an_uninterrupted_one_did(killed: Any, strategy: str) -> None:
     whole, broken = pair(killed, strategy)
-
-    def trajectory(record: RunRecord) -> dict[tuple[int, int], Any]:
-        return {(s.rank, s.step): (s.loss, s.grad_norm, s.data_digest, s.updates) for s in record.steps}
-
     assert trajectory(broken) == trajectory(whole), "to the last bit"
     assert len(broken.steps) == 2 * STEPS
     assert {(s.attempt, s.step) for s in broken.starts} == {(1, 0), (2, EVERY)}
@@ -86,3 +87,24 @@ def test_show_tells_the_attempts(killed: Any, paceline: Any) -> None:
     shown = paceline("show", broken.path).stdout
     assert "attempt 1: failed after" in shown
     assert "restarted 1 time; " in shown
+
+
+@pytest.mark.skipif(not EXHAUSTIVE, reason="PACELINE_EXHAUSTIVE is not set: fine-tuning takes minutes")
+def test_adapters_with_8bit_moments_go_on_too(campaign: Callable[..., Any], smaller: dict[str, Any]) -> None:
+    strategies = ("ddp", "fsdp2", "zero:stage=2")
+    found = campaign(
+        "tuned-on",
+        {"strategy": list(strategies), "checkpoint_every": [None, EVERY]},
+        {"MORTAL_AT": f"1:{KILLED_AT}"},
+        formats=("json",),
+        workload="finetune",
+        method="qlora",
+        rank=64,
+        data="instructions:mean=8,packed=true",
+        **smaller | {"model": "tiny-llama:layers=1,hidden=64", "steps": STEPS, "max_restarts": 1},
+    )
+    assert found.code == 0, found.stdout + found.stderr
+    for strategy in strategies:
+        whole, broken = pair(found, strategy)
+        assert trajectory(broken) == trajectory(whole)
+        assert goodput(broken) is not None

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from paceline import attempts, plugins, restarts, run, store
+from paceline import attempts, plugins, recipe, restarts, run, store
 from paceline.ending import judge
-from paceline.errors import LaunchError
+from paceline.errors import LaunchError, RequestError
 from paceline.plugins import Job, JobState
 from paceline.records import Status
 from paceline.run import reference_of
@@ -372,3 +372,43 @@ def test_an_engine_without_exit_codes_is_quoted_without_one(tmp_path: Path, make
     assert judge(spec, run_dir, End(JobState(running=False)))[1] == (
         "the job ended without an exit code: it printed nothing"
     )
+
+
+# --- what a request says ---
+
+
+@pytest.mark.parametrize("workload", ["collectives", "compute", "memory", "nodes"])
+def test_checkpoints_of_what_has_no_trajectory_are_refused(make_spec: Make, workload: str) -> None:
+    spec = make_spec("ddp" if workload == "memory" else None, 2, workload=workload, checkpoint_every=5)
+    with pytest.raises(
+        RequestError, match=f"checkpoint_every: 5 was given; accepted is null with the workload {workload}"
+    ):
+        run.unsupported(spec)
+    assert run.unsupported(make_spec("ddp", 2, checkpoint_every=5)) is None
+
+
+def test_a_reference_writes_no_checkpoints_but_may_be_restarted(make_spec: Make) -> None:
+    found = reference_of(make_spec("ddp", 2, checkpoint_every=5, max_restarts=2))
+    assert (found.checkpoint_every, found.max_restarts) == (None, 2)
+    assert found.run_id == reference_of(make_spec("ddp", 2)).run_id, "one reference serves both"
+
+
+def test_ctrl_c_cancels_the_job_and_says_so(spec: RunSpec, execute: Make, leave: Make) -> None:
+    launcher = Scripted(leave(state=JobState(running=True)))
+
+    def interrupt(handle: Mapping[str, Any]) -> JobState:
+        raise KeyboardInterrupt
+
+    launcher.poll = interrupt  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt, match="the job under way was cancelled"):
+        execute(spec, launcher)
+    assert launcher.cancelled >= 1
+
+
+def test_what_is_recreated_from_a_spec_is_the_same_run(make_spec: Make) -> None:
+    spec = make_spec("ddp", 2, checkpoint_every=5, max_restarts=2, lineage="a1")
+    fields = recipe.fields(spec)
+    assert (fields["checkpoint_every"], fields["max_restarts"]) == (5, 2)
+    assert "lineage" not in fields
+    assert spec.run_id == make_spec("ddp", 2, checkpoint_every=5).run_id
+    assert spec.run_id != make_spec("ddp", 2).run_id

@@ -68,7 +68,8 @@ def _between(attempts: Sequence[AttemptSample], last: int) -> float:
 
 def _duration(steps: Sequence[StepSample]) -> float:
     series = StepSeries.of(steps)
-    return _longest(zip(series.column("rank"), series.column("duration_s"), strict=True))
+    ranks = (int(rank) for rank in series.column("rank"))
+    return _longest(zip(ranks, series.column("duration_s"), strict=True))
 
 
 def _longest(durations: Iterable[tuple[int, float]]) -> float:
