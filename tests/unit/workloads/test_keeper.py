@@ -22,6 +22,7 @@ from paceline.measure import Weights  # noqa: E402
 from paceline.plugins import Seat  # noqa: E402
 from paceline.spec import RunSpec  # noqa: E402
 from paceline.strategies import single  # noqa: E402
+from paceline.workloads import _checkpoints  # noqa: E402
 from paceline.workloads._checkpoints import MARKER, Keeper  # noqa: E402
 
 Make = Callable[..., Any]
@@ -185,6 +186,14 @@ def test_a_run_that_ended_leaves_none(keep: Make, tmp_path: Path) -> None:
     keeper = saved(keep(), 2, 4)
     keeper.remove()
     assert not keeper.home.exists()
+
+
+def test_a_folder_that_another_node_does_not_see_is_refused(keep: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_checkpoints, "_appears", lambda path: False)
+    keeper = keep()
+    with pytest.raises(UnsupportedError, match=r"rank 0 does not see the folder .* PACELINE_CHECKPOINTS"):
+        keeper.resume()
+    assert list(keeper.home.iterdir()) == [], "nothing is left of the question"
 
 
 def test_a_strategy_without_save_is_refused(keep: Make) -> None:
