@@ -12,7 +12,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from paceline import samples, store
+from paceline import redaction, samples, store
 from paceline.errors import RequestError, StoreError
 from paceline.interruptions import AttemptSample
 from paceline.spec import RunSpec
@@ -102,7 +102,7 @@ def _note(run_dir: Path, number: int, status: str, reason: str | None) -> None:
         began_at=began_at,
         ended_at=now,
         status=status,
-        reason=reason,
+        reason=reason and redaction.clean_text(reason),
     )
     with (run_dir / FILE).open("a") as file:
         file.write(store.sample_line(line))

@@ -216,6 +216,13 @@ def test_a_refusal_between_attempts_counts_as_one_of_them(spec: RunSpec, execute
     assert [a.began_at is None for a in record.attempts] == [False, True, False]
 
 
+def test_no_secret_of_a_lost_attempt_is_written_down(spec: RunSpec, execute: Make, leave: Make) -> None:
+    gone = JobState(running=False, status=Status.PREEMPTED, reason="token hf_abcdefghijklmnopqrstuvwxyz012345 expired")
+    launcher = Scripted(leave(state=gone), leave(Status.OK, steps=range(2), state=JobState(running=False, exit_code=0)))
+    _, run_dir, _ = execute(spec, launcher)
+    assert "hf_" not in (run_dir / attempts.FILE).read_text()
+
+
 def test_without_restarts_nothing_is_written_about_attempts(spec: RunSpec, execute: Make, leave: Make) -> None:
     launcher = Scripted(leave(steps=range(2), log=KILLED))
     (_, error), run_dir, _ = execute(replace(spec, max_restarts=0), launcher)
