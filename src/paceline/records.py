@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Any, ClassVar, get_args
 
 from paceline.acceptance import HealthSample, ProductSample, TrajectorySample
+from paceline.interruptions import AttemptSample, CheckpointSample, StartSample
 from paceline.models import Shape
 from paceline.models import load as load_shape
 from paceline.spec import PROBING, RunSpec, Scalar
@@ -291,6 +292,9 @@ Sample = (
     | ProductSample
     | TrajectorySample
     | HealthSample
+    | StartSample
+    | CheckpointSample
+    | AttemptSample
 )
 SAMPLE_TYPES: dict[str, type[Sample]] = {t.kind: t for t in get_args(Sample)}
 
@@ -338,7 +342,8 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """One sealed run folder, read back."""
+    """One sealed run folder, read back. Of a run that was restarted, steps hold each step's last measurement and
+    redone those that a later attempt did again; attempts is empty where there was one alone."""
 
     spec: RunSpec
     status: Status
@@ -362,6 +367,10 @@ class RunRecord:
     products: tuple[ProductSample, ...] = ()
     trajectories: tuple[TrajectorySample, ...] = ()
     health: tuple[HealthSample, ...] = ()
+    starts: tuple[StartSample, ...] = ()
+    checkpoints: tuple[CheckpointSample, ...] = ()
+    attempts: tuple[AttemptSample, ...] = ()
+    redone: Sequence[StepSample] = ()
 
     @property
     def evidence(self) -> Evidence | None:

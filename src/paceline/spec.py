@@ -165,8 +165,9 @@ class Tuning:
 class RunSpec:
     """One launch. Everything that decides what is computed stands here; nothing else reaches the worker.
 
-    design is the plan this run was made for. It decides nothing that is computed, so no identity holds it. contents are
-    digests of what `model` and `data` name on the disk, so that other data under the same path is other work.
+    design is the plan this run was made for. It decides nothing that is computed, so no identity holds it. Nor is
+    lineage part of any: the controller's mark of one launch, by which its attempts know their own checkpoints. contents
+    are digests of what `model` and `data` name on the disk, so that other data under the same path is other work.
     """
 
     experiment: str
@@ -189,6 +190,7 @@ class RunSpec:
     checkpoint_every: int | None = None
     design: Design | None = None
     contents: Mapping[str, str] = field(default_factory=dict)
+    lineage: str | None = None
 
     def __post_init__(self) -> None:
         require(
@@ -334,7 +336,7 @@ class RunSpec:
         there was such a thing; the design it is a point of, how often gauges are read beside it and how often it may be
         restarted change nothing of it."""
         empty = (name for name in ("tuning", "contents", "checkpoint_every") if not getattr(self, name))
-        absent = ("telemetry_hz", "design", "max_restarts", *empty)
+        absent = ("telemetry_hz", "design", "max_restarts", "lineage", *empty)
         return {key: value for key, value in dataclasses.asdict(self).items() if key not in (*fields, *absent)}
 
 

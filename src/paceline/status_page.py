@@ -224,6 +224,10 @@ class Paged:
         self.observer.moved(spec, positions)
         self.page.refresh()
 
+    def restarting(self, spec: RunSpec, reason: str, left: int) -> None:
+        self.observer.restarting(spec, reason, left)
+        self.page.refresh()
+
     def advising(self, spec: RunSpec, seconds: float) -> None:
         self.observer.advising(spec, seconds)
         self.page.refresh()

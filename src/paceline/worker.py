@@ -127,7 +127,7 @@ def attempt(run_dir: Path, rank: int, recorder: FolderRecorder) -> tuple[Status,
     """Run the workload; whatever it raises becomes a status and one sentence. The only broad except of the package."""
     try:
         spec = store.read_spec(run_dir)
-        seat = take_seat(spec, rank)
+        seat = replace(take_seat(spec, rank), checkpoints=checkpoint_folder(spec, run_dir))
         recorder.device = seat.device
         if seat.local_rank == 0:
             facts = {**machine_facts(probe()), "host": places.node_name(os.environ)}
@@ -176,6 +176,17 @@ def take_seat(spec: RunSpec, rank: int) -> Seat:
         os.environ |= {"NCCL_HOSTID": f"paceline-rank-{rank}", "LOCAL_RANK": "0"}
         local_rank = 0
     return Seat(rank=rank, local_rank=local_rank, world_size=world_size, device=spec.topology.device)
+
+
+def checkpoint_folder(spec: RunSpec, run_dir: Path) -> str:
+    """Where the launcher says, or in the run folder, unless that is a node's own and ends with it."""
+    named = os.environ.get("PACELINE_CHECKPOINTS")
+    if spec.checkpoint_every is not None and named is None and "PACELINE_SPEC" in os.environ:
+        raise UnsupportedError(
+            "checkpoint_every was given, but this node's run folder ends with its job; accepted is a folder that all "
+            "nodes share, which the variable PACELINE_CHECKPOINTS names"
+        )
+    return named or str(run_dir / store.CHECKPOINTS)
 
 
 @contextlib.contextmanager

@@ -152,6 +152,7 @@ def _finding(record: RunRecord, certificates: Mapping[str, Certificate], windows
         warmup=window.warmup if window else None,
         throttled_steps=window.throttling.steps if window and window.throttling else None,
         device_name=ceilings.device_names(record.spec.topology.device, record.machines) if record.machines else None,
+        goodput=window.goodput if window else None,
     )
 
 
@@ -175,8 +176,10 @@ def _health(record: RunRecord, window: Window | None) -> tuple[str, ...]:
         found.append(window.throttling.text)
     if window and not window.warmup.by_rule:
         found.append(f"warm-up: {window.warmup.text}")
+    if window and window.goodput:
+        found.append(window.goodput.text)
     proved = min(record.spec.reference_steps, record.spec.steps)
-    if window and window.warmup.excluded_steps >= proved:
+    if window and (window.measured[0] if window.measured else window.warmup.excluded_steps) >= proved:
         found.append(f"the trajectory was proved on the first {proved} steps only, all of them warm-up")
     return tuple(found)
 

@@ -24,10 +24,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # It may quote a file, and one that could not be read was not made harmless.
         print(f"paceline: {neutral.text(str(error))}", file=sys.stderr)
         return WRONG_REQUEST
-    except KeyboardInterrupt:
-        print(
-            "paceline: interrupted; what was measured is kept, and the same command goes on from here", file=sys.stderr
-        )
+    except KeyboardInterrupt as stop:
+        done = f"{stop}; " if str(stop) else ""
+        kept = "what was measured is kept, and the same command goes on from here"
+        print(f"paceline: interrupted; {done}{kept}", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         sys.stderr.close()

@@ -131,8 +131,18 @@ def _describe(spec: RunSpec, models: Any) -> str:
         f"{_parameters(spec, models)}, {t.precision.compute}, {spec.topology.world_size} x {spec.topology.device}, "
         f"{bound}{spec.tokens_per_step:,} tokens per step "
         f"({t.micro_batch} x {t.accumulation} x {t.sequence_length} each), "
-        f"{spec.steps} steps{memory}"
+        f"{spec.steps} steps{memory}{_restarts(spec)}"
     )
+
+
+def _restarts(spec: RunSpec) -> str:
+    """What happens when a rank or a node is lost."""
+    every = spec.checkpoint_every
+    written = f", a checkpoint every {every} steps" if every else ""
+    if not spec.max_restarts:
+        return written
+    times = f"{spec.max_restarts} restart{'' if spec.max_restarts == 1 else 's'}"
+    return f"{written}, at most {times} from {'the last checkpoint' if every else 'step 0: it writes no checkpoint'}"
 
 
 def _parameters(spec: RunSpec, models: Any) -> str:

@@ -137,6 +137,7 @@ def show(arguments: argparse.Namespace) -> int:
     from paceline import clocks, neutral, store
     from paceline.analysis import advice
     from paceline.analysis.certificate import certify_all
+    from paceline.analysis.goodput import goodput
     from paceline.present import advice as present
     from paceline.present.record import record_lines
 
@@ -155,6 +156,8 @@ def show(arguments: argparse.Namespace) -> int:
         print(neutral.text(line))
     for warning in filter(None, map(clocks.warning, clocks.read(arguments.run))):
         print(neutral.text(f"  warning: {warning}"))
+    if held := goodput(record):
+        print(f"  {held.text}")
     found = advice.of(record)
     for line in present.lines(found) if found else ():
         print(neutral.text(f"  {line}"))
