@@ -103,9 +103,10 @@ class Run:
                 reason = f"the queue has taken the job {self.name} back: {state.waiting}"
                 return JobState(running=False, status=Status.PREEMPTED, reason=reason)
             return state
-        if state.waiting is None:
+        if state.waiting is None or self.has_begun:
+            # Pods that go once all have begun are the end of a job, which its own condition will tell.
             self.has_begun = True
-            return state
+            return replace(state, waiting=None)
         limit = float(self.handle["pending_s"])
         limit = min(limit, STUCK_S) if watch.is_stuck(sight) else limit
         if time.monotonic() - self.waiting_since > limit:
@@ -120,7 +121,7 @@ class Run:
                 self.cluster.delete(self.resource, self.name)
         self.logs.drain(DRAIN_S)
         missing = self.logs.receiver.missing(int(self.handle["nodes"]))
-        if missing is None or self.handle.get("reader") is None:
+        if missing is None or self.handle.get("reader") is None or not self.has_begun:
             return missing
         return self._read_claim(run_dir, missing)
 
