@@ -147,6 +147,19 @@ def test_pods_that_wait_too_long_end_the_run_with_the_reason(cluster: KnownClust
     kubernetes.cancel(handle)
 
 
+def test_pods_that_never_came_are_the_reason_and_not_those_that_waited_for_them(
+    cluster: KnownCluster, job: Job
+) -> None:
+    handle = kubernetes.submit(job)
+    cluster.start(handle["name"], {"terminated": {"exitCode": 1}}, nodes=1)
+    cluster.told = [{"type": "Warning", "reason": "FailedCreate", "message": "exceeded quota: gpus"}]
+    assert kubernetes.poll(handle).waiting == "1 of 2 pods have started: FailedCreate: exceeded quota: gpus"
+    cluster.say(handle["name"], "Failed", reason="BackoffLimitExceeded")
+    state = kubernetes.poll(handle)
+    assert state.status is Status.FAILED
+    assert state.reason == "it ended while 1 of 2 pods have started: FailedCreate: exceeded quota: gpus"
+
+
 def test_an_image_that_does_not_come_is_not_waited_for_as_long(
     cluster: KnownCluster, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
