@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from paceline import __version__, machine, meeting, parcel, places, reach, store
+from paceline import __version__, depot, machine, meeting, parcel, places, reach, store
 from paceline.errors import PacelineError, RequestError
 from paceline.offspring import end_all
 from paceline.processes import end_with_parent
@@ -57,6 +57,8 @@ def main(argv: list[str]) -> int:
     arguments = _parse(argv)
     if arguments.facts:
         return tell_facts()
+    if arguments.handover:
+        return hand_over(arguments.run_dir)
     end_with_parent(signal.SIGTERM)
     for number in _ENDS:
         signal.signal(number, _end)
@@ -76,12 +78,14 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--run-dir", type=Path, help="a folder that all nodes share; without it each has its own")
     parser.add_argument("--scratch", type=Path, help="where to make that one; else where temporary files are")
     parser.add_argument("--relay", action="store_true", help="print what ranks leave as lines")
+    parser.add_argument("--handover", action="store_true", help="only print what a run folder holds, as lines")
     parser.add_argument("--spec-stdin", action="store_true", help="the first line of input holds spec and variables")
     silence = "end when standard input is closed, or silent for SECONDS"
     parser.add_argument("--tether", nargs="?", type=float, const=0.0, metavar="SECONDS", help=silence)
     parser.add_argument("--port", type=int, default=places.RENDEZVOUS_PORT, help="where ranks meet on node 0")
     parser.add_argument("--rendezvous", choices=("static", "c10d"), default="static")
-    parser.add_argument("--patience", type=float, default=PATIENCE_S, help="seconds to wait for the other nodes")
+    parser.add_argument("--patience", type=float, help=f"seconds to wait for the other nodes (default: {PATIENCE_S:g})")
+    parser.set_defaults(brought=False)
     parser.add_argument("--per-rank", action="store_true", help="for one rank alone: places count ranks, not nodes")
     parser.add_argument("--runner", default=TORCHRUN, help="module that starts the ranks of a node")
     parser.add_argument("--facts", action="store_true", help="tell versions, GPUs and the time, and end")
@@ -93,6 +97,14 @@ def _end(number: int, frame: FrameType | None) -> None:
     for each in _ENDS:
         signal.signal(each, signal.SIG_IGN)
     raise Ended
+
+
+def hand_over(run_dir: Path) -> int:
+    """What a run left on a disk that the controller does not reach, as lines."""
+    for line in depot.hand_over(run_dir, {"host": places.node_name(os.environ), "version": __version__}):
+        sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+    return 0
 
 
 def tell_facts() -> int:
@@ -120,7 +132,13 @@ def _spec_text(arguments: argparse.Namespace) -> str:
             os.environ[SPEC] = text
         return text
     if arguments.run_dir is not None:
-        return Path(arguments.run_dir, "spec.json").read_text()
+        brought = os.environ.pop(SPEC, None)
+        if brought is None:
+            return Path(arguments.run_dir, "spec.json").read_text()
+        # A disk that only the nodes reach: no controller has laid the spec there.
+        depot.enter(arguments.run_dir, brought)
+        arguments.brought = True
+        return brought
     if SPEC not in os.environ:
         raise RequestError(f"environment: {SPEC} is not set; accepted is it, --run-dir or --spec-stdin")
     return os.environ[SPEC]
@@ -168,6 +186,11 @@ class Node:
 
     def work(self, run_dir: Path) -> int:
         """Meet the other nodes and run the ranks; what prevents it is left as the word of the first of them."""
+        if self.arguments.brought:
+            own = depot.own_files(self.spec, self.place.node, self.host)
+            depot.clear(run_dir, own)
+            if self.sender:
+                self.sender.own = own
         if self.sender:
             self.sender.run_dir = run_dir
         try:
@@ -198,8 +221,9 @@ class Node:
             port=self.arguments.port,
             host=self.host,
         )
-        # A controller takes a run in which nothing moves for stall_s to hang: who knows more must speak before.
-        own = meeting.meet(gathering, min(self.arguments.patience, 0.8 * spec.stall_s))
+        # A controller takes a run in which nothing moves for stall_s to hang: who knows more must speak before. A
+        # launcher that says how long to wait knows of nodes that are still to come.
+        own = meeting.meet(gathering, self.arguments.patience or min(PATIENCE_S, 0.8 * spec.stall_s))
         interface = reach.interface_of(own)
         return {} if interface is None else {name: interface for name in names if name not in os.environ}
 

@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("voice",),
     ("checkpoints",),
     ("spec", "models", "machine", "processes", "files", "places", "reach", "cron"),
-    ("prices", "rows", "adapters", "acceptance", "contents", "profiles", "meeting", "interruptions"),
+    ("prices", "rows", "adapters", "acceptance", "contents", "profiles", "meeting", "interruptions", "depot"),
     ("instructions", "dialogues", "records", "findings", "doctor", "recipe", "redaction"),
     ("series",),
     ("samples",),

@@ -21,7 +21,7 @@ SHIPPED = [
     (kind, name) for kind in plugins.KINDS for name, text in plugins.names(kind).items() if not text.startswith("from ")
 ]
 # Options without which a plugin has nothing to work with.
-NEEDED = {"ssh": {"hosts": ["gpu1"]}}
+NEEDED = {"kubernetes": {"image": "paceline"}, "ssh": {"hosts": ["gpu1"]}}
 IDS = [f"{kind}.{name}" for kind, name in SHIPPED]
 
 

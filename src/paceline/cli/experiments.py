@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,12 @@ def add_verbs(verbs: Any) -> None:
     add_format_option(verb)
     add_cost_options(verb)
     add_baseline_option(verb)
-    _experiment_verb(verbs, "plan", plan, "show what would run: cells, commands, state memory; nothing is started")
+    verb = _experiment_verb(
+        verbs, "plan", plan, "show what would run: cells, commands, state memory; nothing is started"
+    )
+    verb.add_argument(
+        "--manifests", action="store_true", help="print only the files that a launcher hands its engine, for a pipe"
+    )
 
 
 def _experiment_verb(verbs: Any, name: str, call: Callable[[argparse.Namespace], int], text: str) -> Parser:
@@ -78,8 +84,10 @@ def plan(arguments: argparse.Namespace) -> int:
     from paceline.run import leads_on, references_of, unsupported
 
     specs = _specs(arguments)
-    screen = console()
     runs = [*references_of(specs).values(), *specs]
+    if arguments.manifests:
+        return _print_files(runs, arguments.out)
+    screen = console()
     for number, spec in enumerate(runs, 1):
         run_dir = arguments.out / spec.experiment / spec.run_id
         reason = unsupported(spec)
@@ -106,6 +114,23 @@ def _remark(spec: RunSpec, models: Any) -> str | None:
         return None
     found: str | None = models.beyond_context(models.load(spec.model), spec.model_text, spec.training.sequence_length)
     return found
+
+
+def _print_files(runs: list[RunSpec], out: Path) -> int:
+    """Byte for byte as the engine would get them: no console that wraps or marks up."""
+    from paceline.plugins import load
+    from paceline.run import unsupported
+    from paceline.spec import require
+
+    for spec in runs:
+        reason = unsupported(spec)
+        if reason is not None:
+            print(f"paceline: {spec.run_id} is left out: {reason}", file=sys.stderr)
+            continue
+        job = load("launchers", spec.launcher.name).prepare(spec, out / spec.experiment / spec.run_id)
+        require(bool(job.files), "--manifests", spec.launcher.name, "a launcher that writes files, as kubernetes")
+        print("".join(job.files.values()), end="")
+    return OK
 
 
 def _advised(run_dir: Path) -> Iterator[str]:
