@@ -48,7 +48,8 @@ def here(environ: Mapping[str, str]) -> Place:
     for engine, names in _ENGINES.items():
         node, nodes, master = (environ.get(name, "").strip() for name in names)
         if node.isdigit() and nodes.isdigit() and master:
-            first = first_host(master) if engine == "slurm" else master
+            # Names of Slurm's nodes need not resolve: its batch script says an address.
+            first = environ.get("PACELINE_MASTER") or first_host(master) if engine == "slurm" else master
             return _checked(Place(node=int(node), nodes=int(nodes), master=first, engine=engine))
     return Place(node=0, nodes=1, master="127.0.0.1", engine="none")
 
