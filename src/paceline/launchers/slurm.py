@@ -218,25 +218,30 @@ def collect(handle: Mapping[str, Any], run_dir: Path) -> str | None:
 
 def cancel(handle: Mapping[str, Any]) -> None:
     """End the job and wait until it has left its nodes; then remove the output it left elsewhere."""
-    job_id, began = str(handle["job_id"]), time.monotonic()
-    watch = _watches.get(job_id)
-    gone = False
-    while not gone and time.monotonic() - began < LEAVING_S:
-        try:
-            seen = _slurm_states.look(job_id)
-            gone = seen is None or seen.meaning.phase is Phase.ENDED
-            if not gone and (seen is None or seen.state != "COMPLETING"):
-                _slurm_states.call("scancel", job_id)
-        except Away:
-            if time.monotonic() - began > CANCEL_S:
-                break
-        if not gone:
-            time.sleep(min(RETRY_S, handle["poll_s"]))
-    if not gone:
+    job_id = str(handle["job_id"])
+    if not _end(job_id, handle["poll_s"]):
         _note(handle, f"job {job_id} could not be ended: try scancel {job_id}")
+    watch = _watches.pop(job_id, None)
     if watch is not None and watch.lines is not None:
         watch.lines.remove()
-    _watches.pop(job_id, None)
+
+
+def _end(job_id: str, poll_s: float) -> bool:
+    """Whether the job is gone. It is asked to end once: whoever clears up must not be interrupted by being asked again,
+    and Slurm itself ends those that do not listen."""
+    began, asked = time.monotonic(), False
+    while time.monotonic() - began < LEAVING_S:
+        try:
+            seen = _slurm_states.look(job_id)
+            if seen is None or seen.meaning.phase is Phase.ENDED:
+                return True
+            if not asked and seen.state != "COMPLETING":
+                asked = _slurm_states.call("scancel", job_id).returncode == 0
+        except Away:
+            if time.monotonic() - began > CANCEL_S:
+                return False
+        time.sleep(min(RETRY_S, poll_s))
+    return False
 
 
 def _note(handle: Mapping[str, Any], sentence: str) -> None:
