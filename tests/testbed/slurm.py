@@ -176,8 +176,9 @@ class Cluster:
         return dict(line.split() for line in lines)
 
     def jobs(self) -> list[str]:
-        """Numbers of jobs that wait or run."""
-        return self.command("squeue", "--noheader", "-o", "%i").split()
+        """Numbers of Paceline's jobs that wait or run."""
+        lines = self.command("squeue", "--noheader", "-o", "%i %j").splitlines()
+        return [line.split()[0] for line in lines if " paceline-" in line]
 
     def _await(self, condition: object, what: str) -> None:
         assert callable(condition)
@@ -190,7 +191,7 @@ class Cluster:
     def stop(self) -> None:
         self.command("scancel", "--user=root")
         with contextlib.suppress(RuntimeError):
-            self._await(lambda: not self.jobs(), "empty queue")
+            self._await(lambda: not self.command("squeue", "--noheader"), "empty queue")
         for name in [*NODES, "slurmctld", "munged"]:
             if name in self._daemons:
                 self.end(name)

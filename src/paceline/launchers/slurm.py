@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from paceline.errors import LaunchError
 from paceline.launchers import _slurm_script, _slurm_states
@@ -24,6 +25,8 @@ RETRY_S = 1.0
 LEAVING_S = 180.0
 # How long `cancel` tries to reach slurmctld: somebody has pressed Ctrl-C and waits.
 CANCEL_S = 30.0
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(slots=True)
@@ -83,27 +86,38 @@ def _limits(chosen: Options) -> list[str]:
 
 
 def submit(job: Job) -> Mapping[str, Any]:
-    """LaunchError with Slurm's own sentence when it refuses. A slurmctld that is away is waited for; one that may have
-    taken the job before it fell silent is asked for it by its name, so that nothing is submitted twice."""
+    """LaunchError with Slurm's own sentence when it refuses. A slurmctld that may have taken the job before it fell
+    silent is asked for it by its name, so that nothing is submitted twice."""
     for path, text in job.files.items():
         Path(path).write_text(text)
-    away_since, asked = None, False
-    while True:
-        try:
-            taken = _slurm_states.named(str(job.name)) if asked else []
-            if taken:
-                return _handle(job, taken[0])
-            asked = True
-            done = _slurm_states.call(*job.argv)
-            break
-        except Away as silence:
-            away_since = away_since or time.monotonic()
-            if time.monotonic() - away_since > job.settings["patience_s"]:
-                raise LaunchError(f"slurmctld cannot be reached: {silence}; try: scontrol ping") from None
-            time.sleep(RETRY_S)
+    tried = False
+
+    def hand_over() -> str:
+        nonlocal tried
+        taken = _slurm_states.named(str(job.name)) if tried else []
+        tried = True
+        return taken[0] if taken else _accepted(_slurm_states.call(*job.argv))
+
+    return _handle(job, _patiently(hand_over, job.settings["patience_s"]))
+
+
+def _accepted(done: subprocess.CompletedProcess[str]) -> str:
+    """The number of the job; a cluster of a federation says its own name besides."""
     if done.returncode:
         raise LaunchError(f"Slurm did not take the job: {_slurm_states.said(done)}")
-    return _handle(job, done.stdout.strip().partition(";")[0])
+    return done.stdout.strip().partition(";")[0]
+
+
+def _patiently(ask: Callable[[], Answer], patience_s: float) -> Answer:
+    """Ask until slurmctld answers, or patience ends."""
+    began = time.monotonic()
+    while True:
+        try:
+            return ask()
+        except Away as silence:
+            if time.monotonic() - began > patience_s:
+                raise LaunchError(f"slurmctld cannot be reached: {silence}; try: scontrol ping") from None
+        time.sleep(RETRY_S)
 
 
 def _handle(job: Job, job_id: str) -> dict[str, Any]:
@@ -112,17 +126,16 @@ def _handle(job: Job, job_id: str) -> dict[str, Any]:
 
 def adopt(job: Job, handle: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """The job of an earlier controller, under way or ended by itself. One that was cancelled is none: whoever asks for
-    the run again wants another."""
-    try:
-        job_id = str(handle["job_id"]) if handle else _left(job) or next(iter(_slurm_states.named(str(job.name))), None)
-        if job_id is None:
-            return None
-        known = handle or _handle(job, job_id)
-        seen = _slurm_states.look(job_id) or _remembered(known)
-    except Away as silence:
-        raise LaunchError(
-            f"slurmctld cannot be reached to find the job of this run again: {silence}; try: scontrol ping"
-        ) from None
+    the run again wants another. Nothing is started anew while nobody can say whether it runs."""
+    return _patiently(lambda: _found(job, handle), job.settings["patience_s"])
+
+
+def _found(job: Job, handle: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    job_id = str(handle["job_id"]) if handle else _left(job) or next(iter(_slurm_states.named(str(job.name))), None)
+    if job_id is None:
+        return None
+    known = handle or _handle(job, job_id)
+    seen = _slurm_states.look(job_id) or _remembered(known)
     return None if seen is None or seen.state.startswith("CANCELLED") else known
 
 

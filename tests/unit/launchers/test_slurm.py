@@ -396,8 +396,12 @@ def test_nothing_is_started_anew_while_nobody_can_say_whether_it_runs(
     monkeypatch: pytest.MonkeyPatch, make_spec: Make, tmp_path: Path
 ) -> None:
     answer(monkeypatch, squeue=[Away("gone")])
-    with pytest.raises(LaunchError, match="to find the job of this run again"):
-        slurm.adopt(slurm.prepare(with_options(make_spec()), tmp_path), None)
+    with pytest.raises(LaunchError, match="slurmctld cannot be reached"):
+        slurm.adopt(slurm.prepare(with_options(make_spec(), patience_s=0.05), tmp_path), None)
+    answer(monkeypatch, squeue=[Away("gone"), (0, "9\n", ""), (0, row("RUNNING"), "")])
+    found = slurm.adopt(slurm.prepare(with_options(make_spec(), patience_s=60.0), tmp_path), None)
+    assert found is not None
+    assert found["job_id"] == "9"
 
 
 def test_cancelling_without_slurmctld_says_what_is_left_to_do(
