@@ -197,8 +197,24 @@ def _state(handle: Mapping[str, Any], seen: Seen | None) -> JobState:
         hint = _slurm_states.REASONS.get(seen.reason.split(",")[0])
         why = f"Slurm job {job_id} is {seen.state.lower()}: {seen.reason}{f' ({hint})' if hint else ''}"
         return _still_waiting(handle, why)
-    reason = f"Slurm job {job_id} {meaning.text} ({seen.state})" if meaning.status else None
-    return JobState(running=False, exit_code=seen.exit_code, status=meaning.status, reason=reason)
+    if meaning.status is not None:
+        reason = f"Slurm job {job_id} {meaning.text} ({seen.state})"
+        return JobState(running=False, exit_code=seen.exit_code, status=meaning.status, reason=reason)
+    word = _last_word(Path(handle["run_dir"])) if seen.exit_code else None
+    if word is None:
+        return JobState(running=False, exit_code=seen.exit_code)
+    reason = f"Slurm job {job_id} ended with exit code {seen.exit_code} before any rank had a word: {word}"
+    return JobState(running=False, exit_code=seen.exit_code, status=Status.FAILED, reason=reason)
+
+
+def _last_word(run_dir: Path) -> str | None:
+    """Why no rank began (no such Python, a module that is not there): srun's own last lines only repeat the exit code.
+    None where a rank or torchrun has told more."""
+    log = run_dir / "log.txt"
+    text = log.read_text(errors="replace") if log.is_file() else ""
+    told = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("srun: ")]
+    known = any(run_dir.glob("outcome-*")) or any(run_dir.glob("progress-*")) or "Root Cause" in text
+    return None if known or not told else told[-1][:300]
 
 
 def _still_waiting(handle: Mapping[str, Any], why: str) -> JobState:

@@ -260,6 +260,19 @@ def test_an_end_the_ranks_know_better_is_left_to_them(
     assert (state.running, state.exit_code, state.status) == (False, code, None)
 
 
+def test_a_job_that_started_no_rank_is_explained_by_its_log(
+    monkeypatch: pytest.MonkeyPatch, handle: dict[str, Any], tmp_path: Path
+) -> None:
+    answer(monkeypatch, squeue=[(0, row("FAILED", 512), "")])
+    why = "slurmstepd-n1: error: execve(): /nowhere/python: No such file or directory"
+    (tmp_path / "log.txt").write_text(f"{why}\nsrun: error: n1: task 0: Exited with exit code 2\n")
+    state = slurm.poll(handle)
+    assert state.status is Status.FAILED
+    assert state.reason == f"Slurm job 7 ended with exit code 2 before any rank had a word: {why}"
+    (tmp_path / "outcome-0.json").write_text("{}")
+    assert slurm.poll(handle).status is None, "a rank's own word counts more"
+
+
 def test_every_state_of_the_table_is_a_whole_sentence() -> None:
     for name, meaning in _slurm_states.STATES.items():
         assert (meaning.status is None) == (not meaning.text), name
