@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
-import importlib.util
 import os
 import signal
 import socket
@@ -52,9 +51,11 @@ def main(argv: list[str]) -> int:
 def meet(port: int, others: int) -> socket.socket:
     """As torchrun does: ranks begin when every node has come, or one that begins late would find nobody. Agents that
     have met before (`paceline.meeting`) knock no more."""
+    from importlib.util import find_spec
+
     server = socket.create_server(("", port))
     server.settimeout(30)
-    have_met = importlib.util.find_spec("paceline.meeting") is not None
+    have_met = find_spec("paceline.meeting") is not None
     with contextlib.suppress(TimeoutError):
         for _ in range(0 if have_met else others):
             server.accept()[0].close()
