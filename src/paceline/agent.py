@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import select
 import shutil
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -44,9 +45,17 @@ def main(argv: list[str]) -> int:
     end_with_parent(signal.SIGTERM)
     signal.signal(signal.SIGTERM, _end)
     place = places.here(os.environ)
+    if arguments.handover:
+        return hand_over(arguments.run_dir)
     with folder(arguments.run_dir) as run_dir:
         spec = store.read_spec(run_dir)
-        sender = parcel.Sender(run_dir, place.node) if arguments.relay else None
+        # Where nodes share a folder, each sends what is its own.
+        own = own_files(spec, place.node) if arguments.run_dir is not None else None
+        if own is not None and SPEC in os.environ:
+            # Nobody else has set aside what an earlier attempt left on a disk that only the nodes reach.
+            for stale in parcel.carried(run_dir, own):
+                stale.unlink()
+        sender = parcel.Sender(run_dir, place.node, own) if arguments.relay else None
         if sender:
             _say(sender.hello({"host": places.node_name(os.environ), "version": __version__}))
         code = 1
@@ -66,6 +75,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="paceline.agent", description=__doc__)
     parser.add_argument("--run-dir", type=Path, help="a folder that all nodes share; without it each has its own")
     parser.add_argument("--relay", action="store_true", help="print what ranks leave as lines")
+    parser.add_argument("--handover", action="store_true", help="only print what a run folder holds, as lines")
     parser.add_argument("--tether", action="store_true", help="end when standard input is closed")
     parser.add_argument("--port", type=int, default=places.RENDEZVOUS_PORT, help="where ranks meet on node 0")
     parser.add_argument("--rendezvous", choices=("static", "c10d"), default="static")
@@ -87,6 +97,10 @@ def _say(line: str) -> None:
 def folder(shared: Path | None) -> Iterator[Path]:
     """The shared run folder, or one of this node's own that is gone afterwards."""
     if shared is not None:
+        if SPEC in os.environ:
+            # A disk that only the nodes reach: whoever comes first brings the spec, and all bring the same.
+            shared.mkdir(parents=True, exist_ok=True)
+            store.write_json(shared / "spec.json", json.loads(os.environ[SPEC]))
         yield shared
         return
     own = Path(tempfile.mkdtemp(prefix="paceline-"))
@@ -95,6 +109,28 @@ def folder(shared: Path | None) -> Iterator[Path]:
         yield own
     finally:
         shutil.rmtree(own, ignore_errors=True)
+
+
+def own_files(spec: RunSpec, node: int) -> Callable[[str], bool]:
+    """Which files of a shared run folder this node's ranks write: those that end in one of their numbers, and what the
+    node says about its machine."""
+    count = spec.topology.processes_per_node
+    ranks = range(node * count, (node + 1) * count)
+    machine = f"machine-{places.node_name(os.environ)}.json"
+
+    def is_own(name: str) -> bool:
+        number = name.partition(".")[0].rpartition("-")[2]
+        return name == machine or (not name.startswith("machine-") and number.isdigit() and int(number) in ranks)
+
+    return is_own
+
+
+def hand_over(run_dir: Path) -> int:
+    """Print everything that a run left in a folder, for a controller that does not reach it."""
+    sender = parcel.Sender(run_dir, 0)
+    for line in (sender.hello({"host": places.node_name(os.environ), "version": __version__}), *sender.farewell(0)):
+        _say(line)
+    return 0
 
 
 def run_ranks(

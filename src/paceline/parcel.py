@@ -19,7 +19,7 @@ import json
 import re
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,10 +35,11 @@ _GROWING = ("samples-", "stack-")
 
 
 class Sender:
-    """One node's side. `changes` is called now and then, `farewell` once, after the last rank has ended."""
+    """One node's side. `changes` is called now and then, `farewell` once, after the last rank has ended. own: which
+    files to send, where the folder holds those of other nodes too."""
 
-    def __init__(self, run_dir: Path, node: int) -> None:
-        self._run_dir, self._node = run_dir, node
+    def __init__(self, run_dir: Path, node: int, own: Callable[[str], bool] | None = None) -> None:
+        self._run_dir, self._node, self._own = run_dir, node, own
         self._number = 0
         self._sent: dict[str, int] = {}
         self._digests: dict[str, int] = {}
@@ -48,7 +49,7 @@ class Sender:
 
     def changes(self) -> Iterator[str]:
         """What is new since the last call: the end of growing files, small files as they are."""
-        for path in carried(self._run_dir):
+        for path in carried(self._run_dir, self._own):
             data, offset = path.read_bytes(), 0
             if path.name.startswith(_GROWING):
                 offset = self._sent.get(path.name, 0)
@@ -64,7 +65,7 @@ class Sender:
                 yield self._line("part", path.name, str(offset + begin), f"{zlib.crc32(piece):08x}", _packed(piece))
 
     def farewell(self, exit_code: int) -> Iterator[str]:
-        files = {path.name: base64.b64encode(path.read_bytes()).decode() for path in carried(self._run_dir)}
+        files = {path.name: base64.b64encode(path.read_bytes()).decode() for path in carried(self._run_dir, self._own)}
         data = _packed(json.dumps(files).encode())
         digest = hashlib.sha256(data.encode()).hexdigest()
         pieces = [data[begin : begin + LONGEST_DATA] for begin in range(0, len(data), LONGEST_DATA)]
@@ -78,8 +79,9 @@ class Sender:
         return line
 
 
-def carried(run_dir: Path) -> list[Path]:
-    return sorted(path for path in run_dir.iterdir() if CARRIED.fullmatch(path.name) and path.is_file())
+def carried(run_dir: Path, own: Callable[[str], bool] | None = None) -> list[Path]:
+    found = (path for path in run_dir.iterdir() if CARRIED.fullmatch(path.name) and path.is_file())
+    return sorted(path for path in found if own is None or own(path.name))
 
 
 @dataclass(slots=True)

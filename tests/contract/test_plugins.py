@@ -71,7 +71,8 @@ for name in plugins.names({kind!r}):
                    strategy=Choice("ddp"), topology=Topology(device="cpu"), tuning=Tuning() if name in TUNED else None,
                    training=Training(sequence_length=8, micro_batch=1))
     field = {{"workloads": "workload", "strategies": "strategy", "launchers": "launcher"}}[{kind!r}]
-    reason = plugins.load({kind!r}, name).check(dataclasses.replace(spec, **{{field: Choice(name)}}))
+    needed = {{"kubernetes": {{"image": "paceline"}}}}.get(name, {{}})
+    reason = plugins.load({kind!r}, name).check(dataclasses.replace(spec, **{{field: Choice(name, needed)}}))
     assert reason is None, (name, reason)
     assert "torch" not in sys.modules, name
 """

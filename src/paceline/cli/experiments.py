@@ -22,7 +22,12 @@ def add_verbs(verbs: Any) -> None:
     add_format_option(verb)
     add_cost_options(verb)
     add_baseline_option(verb)
-    _experiment_verb(verbs, "plan", plan, "show what would run: cells, commands, state memory; nothing is started")
+    verb = _experiment_verb(
+        verbs, "plan", plan, "show what would run: cells, commands, state memory; nothing is started"
+    )
+    verb.add_argument(
+        "--manifests", action="store_true", help="print only the files that a launcher hands its engine, for a pipe"
+    )
 
 
 def _experiment_verb(verbs: Any, name: str, call: Callable[[argparse.Namespace], int], text: str) -> Parser:
@@ -74,8 +79,10 @@ def plan(arguments: argparse.Namespace) -> int:
     from paceline.run import leads_on, references_of, unsupported
 
     specs = _specs(arguments)
-    screen = console()
     runs = [*references_of(specs).values(), *specs]
+    if arguments.manifests:
+        return _print_files(runs, arguments.out)
+    screen = console()
     for number, spec in enumerate(runs, 1):
         run_dir = arguments.out / spec.experiment / spec.run_id
         reason = unsupported(spec)
@@ -92,6 +99,20 @@ def plan(arguments: argparse.Namespace) -> int:
     print_hanging(
         screen, f"{cells} cells, {len(specs)} runs and {len(runs) - len(specs)} references in {arguments.out}", 2
     )
+    return OK
+
+
+def _print_files(runs: list[RunSpec], out: Path) -> int:
+    """Byte for byte as the engine would get them: no console that wraps or marks up."""
+    from paceline.plugins import load
+    from paceline.run import unsupported
+    from paceline.spec import require
+
+    for spec in runs:
+        if unsupported(spec) is None:
+            job = load("launchers", spec.launcher.name).prepare(spec, out / spec.experiment / spec.run_id)
+            require(bool(job.files), "--manifests", spec.launcher.name, "a launcher that writes files, as kubernetes")
+            print("".join(job.files.values()), end="")
     return OK
 
 
