@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import select
 import shutil
@@ -18,11 +17,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from paceline import __version__, parcel, places, reach, store
+from paceline import __version__, depot, parcel, places, reach, store
 from paceline.errors import PacelineError
 from paceline.offspring import end_all
 from paceline.processes import end_with_parent
@@ -44,17 +43,17 @@ def main(argv: list[str]) -> int:
     arguments = _parse(argv)
     end_with_parent(signal.SIGTERM)
     signal.signal(signal.SIGTERM, _end)
-    place = places.here(os.environ)
     if arguments.handover:
-        return hand_over(arguments.run_dir)
+        for line in depot.hand_over(arguments.run_dir, {"host": places.node_name(os.environ), "version": __version__}):
+            _say(line)
+        return 0
+    place = places.here(os.environ)
     with folder(arguments.run_dir) as run_dir:
         spec = store.read_spec(run_dir)
-        # Where nodes share a folder, each sends what is its own.
-        own = own_files(spec, place.node) if arguments.run_dir is not None else None
-        if own is not None and SPEC in os.environ:
-            # Nobody else has set aside what an earlier attempt left on a disk that only the nodes reach.
-            for stale in parcel.carried(run_dir, own):
-                stale.unlink()
+        own = None
+        if arguments.run_dir is not None and SPEC in os.environ:
+            own = depot.own_files(spec, place.node, places.node_name(os.environ))
+            depot.clear(run_dir, own)
         sender = parcel.Sender(run_dir, place.node, own) if arguments.relay else None
         if sender:
             _say(sender.hello({"host": places.node_name(os.environ), "version": __version__}))
@@ -98,9 +97,7 @@ def folder(shared: Path | None) -> Iterator[Path]:
     """The shared run folder, or one of this node's own that is gone afterwards."""
     if shared is not None:
         if SPEC in os.environ:
-            # A disk that only the nodes reach: whoever comes first brings the spec, and all bring the same.
-            shared.mkdir(parents=True, exist_ok=True)
-            store.write_json(shared / "spec.json", json.loads(os.environ[SPEC]))
+            depot.enter(shared, os.environ[SPEC])
         yield shared
         return
     own = Path(tempfile.mkdtemp(prefix="paceline-"))
@@ -109,28 +106,6 @@ def folder(shared: Path | None) -> Iterator[Path]:
         yield own
     finally:
         shutil.rmtree(own, ignore_errors=True)
-
-
-def own_files(spec: RunSpec, node: int) -> Callable[[str], bool]:
-    """Which files of a shared run folder this node's ranks write: those that end in one of their numbers, and what the
-    node says about its machine."""
-    count = spec.topology.processes_per_node
-    ranks = range(node * count, (node + 1) * count)
-    machine = f"machine-{places.node_name(os.environ)}.json"
-
-    def is_own(name: str) -> bool:
-        number = name.partition(".")[0].rpartition("-")[2]
-        return name == machine or (not name.startswith("machine-") and number.isdigit() and int(number) in ranks)
-
-    return is_own
-
-
-def hand_over(run_dir: Path) -> int:
-    """Print everything that a run left in a folder, for a controller that does not reach it."""
-    sender = parcel.Sender(run_dir, 0)
-    for line in (sender.hello({"host": places.node_name(os.environ), "version": __version__}), *sender.farewell(0)):
-        _say(line)
-    return 0
 
 
 def run_ranks(
@@ -183,7 +158,11 @@ def network(place: places.Place) -> dict[str, str]:
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     if place.nodes == 1 or all(name in os.environ for name in names):
         return {}
-    found = reach.interface_towards(place.master)
+    try:
+        found = reach.interface_towards(place.master)
+    except OSError:
+        # A cluster's DNS may learn the name only after its pod has started: ranks ask again, as it must be.
+        return {}
     # On its own node the way to the master is loopback, by which no other node comes.
     if found is None or found[0] == "lo":
         return {}

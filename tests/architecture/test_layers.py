@@ -20,7 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("shapes",),
     ("checkpoints",),
     ("spec", "models", "machine", "processes", "files", "places", "reach"),
-    ("prices", "rows", "adapters", "acceptance"),
+    ("prices", "rows", "adapters", "acceptance", "depot"),
     ("instructions", "dialogues", "records", "findings", "doctor", "recipe", "redaction"),
     ("series",),
     ("samples",),

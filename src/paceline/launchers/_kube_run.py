@@ -42,6 +42,7 @@ class Run:
     looked_at: float = float("-inf")
     waiting_since: float = field(default_factory=time.monotonic)
     has_begun: bool = False
+    is_over: bool = False
     _events: tuple[float, list[Object]] = (float("-inf"), [])
 
     @property
@@ -59,7 +60,7 @@ class Run:
         if self.state.running and time.monotonic() - self.looked_at >= LOOK_S:
             sight = self._look()
             self.logs.follow(pod["metadata"]["name"] for pod in sight.pods if watch.is_begun(pod))
-            self.state = self._judged(sight)
+            self.state, self.is_over = self._judged(sight), watch.is_over(sight)
             self.looked_at = time.monotonic()
         return self.state
 
@@ -113,6 +114,10 @@ class Run:
 
     def collect(self, run_dir: Path) -> str | None:
         """Bring home what is missing; says what could not be."""
+        if not self.is_over:
+            # It was given up: agents that are told to end send what there is, and where their ranks stood.
+            with contextlib.suppress(LaunchError):
+                self.cluster.delete(self.resource, self.name)
         self.logs.drain(DRAIN_S)
         missing = self.logs.receiver.missing(int(self.handle["nodes"]))
         if missing is None or self.handle.get("reader") is None:
@@ -162,9 +167,12 @@ class Run:
             self.logs.stop()
 
     def _await_pods(self, cluster: Cluster) -> None:
-        """Their GPUs are free for the next run when they are gone. A node that is gone never says so."""
+        """Their GPUs are free for the next run when they are gone. One that was taken away may be on a node that will
+        never say so."""
         deadline = time.monotonic() + REMOVAL_S
-        while time.monotonic() < deadline and cluster.pods(f"{RUN_LABEL}={self.name}"):
+        while time.monotonic() < deadline:
+            if all(watch.condition(pod, watch.DISRUPTED) for pod in cluster.pods(f"{RUN_LABEL}={self.name}")):
+                return
             time.sleep(LOOK_S / 4)
 
 
@@ -204,7 +212,7 @@ def _create_main(cluster: Cluster, manifest: Object, name: str, kind: str) -> Ob
                 f"{resource.plural} {name} is there already, in namespace {cluster.namespace}, and belongs to {folder}"
             )
         if known is not None and not known["metadata"].get("deletionTimestamp"):
-            if not _is_over(known, resource.done):
+            if not watch.has_ended(known, resource.done):
                 return known
             # Of an earlier attempt, whose end was seen but whose removal was not.
             cluster.delete(resource, name)
@@ -217,10 +225,6 @@ def is_ours(known: Object, manifest: Object) -> bool:
     """Created for the same run folder of the same host."""
     there, here = (obj["metadata"].get("annotations") or {} for obj in (known, manifest))
     return all(there.get(key) == here[key] for key in (CONTROLLER, RUN_FOLDER))
-
-
-def _is_over(known: Object, done: str) -> bool:
-    return bool(watch.condition(known, done) or watch.condition(known, "Failed"))
 
 
 def _owner(pod: Object) -> str | None:

@@ -40,6 +40,7 @@ _SAID = {
     Status.TIMEOUT: "ran out of its time",
     Status.FAILED: "could not run",
 }
+DISRUPTED = "DisruptionTarget"
 # The kubelet tries again, but what it would need is not going to come by itself.
 STUCK = (
     "ErrImagePull",
@@ -72,12 +73,19 @@ def state_of(sight: Sight) -> JobState:
         return _ended(sight, Status.FAILED, f"the job {sight.name} {gone}: somebody else deleted it")
     if condition(sight.main, sight.done):
         return JobState(running=False, exit_code=0)
-    # FailureTarget comes first: a pod on a node that is gone may never be seen to end.
-    failed = condition(sight.main, "Failed") or condition(sight.job, "FailureTarget") or condition(sight.job, "Failed")
-    if failed:
-        return _failure(sight, failed)
-    waiting = why_waiting(sight)
-    return JobState(running=True, waiting=waiting)
+    failed = condition(sight.main, "Failed") or next(_failures(sight.job), None)
+    # A pod on a node that does not answer is never seen to end, and its Job waits for that.
+    failed = failed or next(filter(None, (condition(pod, DISRUPTED) for pod in sight.pods)), None)
+    return _failure(sight, failed) if failed else JobState(running=True, waiting=why_waiting(sight))
+
+
+def is_over(sight: Sight) -> bool:
+    """Whether the cluster itself has ended the job, so that nothing of it is left running for long."""
+    return sight.main is None or has_ended(sight.main, sight.done) or any(_failures(sight.job))
+
+
+def has_ended(obj: Object, done: str) -> bool:
+    return bool(condition(obj, done) or condition(obj, "Failed"))
 
 
 def is_suspended(sight: Sight) -> bool:
@@ -154,12 +162,13 @@ def _failure(sight: Sight, failed: Object) -> JobState:
     if own is not None:
         status = ENDS[own["reason"]]
         return _ended(sight, status, f"the job {sight.name} {_SAID[status]}: {_words(own)}")
-    if any("DisruptionTarget" in c.get("message", "") for c in (failed, *_failures(sight.job))):
+    if any(DISRUPTED in c.get("message", "") for c in (failed, *_failures(sight.job))):
         return _ended(sight, Status.PREEMPTED, f"a pod of {sight.name} was taken away: {_words(failed)}")
     return _ended(sight, None, None)
 
 
 def _failures(job: Object | None) -> Iterator[Object]:
+    """FailureTarget comes first: the other waits for the last pod."""
     for kind in ("FailureTarget", "Failed"):
         if found := condition(job, kind):
             yield found
@@ -174,7 +183,7 @@ def _causes(pods: Sequence[Object]) -> Iterator[tuple[Object, str]]:
         node = pod.get("spec", {}).get("nodeName")
         subject = f"pod {pod['metadata']['name']}" + (f" on {node}" if node else "")
         terminated = (_container_of(pod).get("state") or {}).get("terminated") or {}
-        for rank, cause in enumerate((condition(pod, "DisruptionTarget"), status, terminated)):
+        for rank, cause in enumerate((condition(pod, DISRUPTED), status, terminated)):
             if cause and cause.get("reason") in ENDS:
                 # A container's own end carries the kubelet's message only sometimes.
                 message = cause.get("message") or status.get("message") or ""
