@@ -22,6 +22,8 @@ from paceline import places, store
 from paceline.records import Outcome, Status, StepSample
 from paceline.spec import RunSpec
 
+OTHERS_S = 300.0
+
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser()
@@ -33,7 +35,12 @@ def main(argv: list[str]) -> int:
     spec, place = store.read_spec(run_dir), places.here(os.environ)
     port = known.master_port or int(known.rdzv_endpoint.rpartition(":")[2])
     # Where ranks would meet: the other nodes look whether somebody answers.
-    _kept = socket.create_server(("", port)) if port and place.node == 0 else None
+    kept = socket.create_server(("", port)) if port and place.node == 0 else None
+    if kept is not None:
+        # As torchrun does: the first node does not go on, nor end, before the others have come.
+        kept.settimeout(OTHERS_S)
+        for _ in range(place.nodes - 1):
+            kept.accept()
     first = place.node * known.nproc_per_node
     ranks = {fork(spec, run_dir, first + local): first + local for local in range(known.nproc_per_node)}
     while ranks:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +16,7 @@ from typing import Any
 import yaml
 
 from testbed.kube_api.access import ADMIN_TOKEN, Access
+from testbed.kube_api.admission import admit
 from testbed.kube_api.faults import Accidents
 from testbed.kube_api.garbage import Garbage
 from testbed.kube_api.jobs import JobController
@@ -22,12 +24,13 @@ from testbed.kube_api.jobsets import JobSetController, TrainJobController
 from testbed.kube_api.kubelet import Image, Kubelet
 from testbed.kube_api.logs import ROTATED_AT
 from testbed.kube_api.requests import Api
-from testbed.kube_api.resources import EVENTS, NAMESPACES, NODES, Object
+from testbed.kube_api.resources import BY_KIND, NAMESPACES, NODES, Object
 from testbed.kube_api.scheduler import Scheduler
 from testbed.kube_api.server import Listener
 from testbed.kube_api.state import State, now
 
 TICK_S = 0.05
+LIMITS_S = 0.3
 TESTS = Path(__file__).parents[2]
 
 
@@ -80,7 +83,7 @@ class Cluster(Accidents):
         self.kubelet = Kubelet(self.state, folder, _image(), rotated_at)
         self.listener = Listener(Api(self.state, self.access, self.kubelet))
         parts = (JobController, JobSetController, TrainJobController, Scheduler, Garbage)
-        self._parts: list[Any] = [*(part(self.state) for part in parts), self.kubelet]
+        self._parts: list[Any] = [part(self.state) for part in parts]
         self._ending = threading.Event()
         self._loop = threading.Thread(target=self._run, daemon=True)
         for name in ("default", "kube-system"):
@@ -103,8 +106,12 @@ class Cluster(Accidents):
 
     def _run(self) -> None:
         """The controllers, one after the other, until the end: a mistake in one is printed and does not stop them."""
+        seen, looked_at = 0, 0.0
         while not self._ending.is_set():
-            for part in self._parts:
+            # Kubelets look at processes; the others have work when something changed, or when time has passed.
+            due = self.state.version != seen or time.monotonic() - looked_at > LIMITS_S
+            seen, looked_at = (self.state.version, time.monotonic()) if due else (seen, looked_at)
+            for part in [*(self._parts if due else ()), self.kubelet]:
                 try:
                     part.sync()
                 except Exception:
@@ -123,32 +130,43 @@ class Cluster(Accidents):
         self.state.create(NODES, "", node.manifest())
 
     def kubeconfig(self, path: Path, *, token: str = ADMIN_TOKEN, namespace: str | None = None) -> Path:
-        """As a user has it; plain HTTP, so that no certificate is needed."""
-        place = {"cluster": "double", "user": "tester"} | ({"namespace": namespace} if namespace else {})
-        text = yaml.safe_dump(
-            {
-                "apiVersion": "v1",
-                "kind": "Config",
-                "clusters": [{"name": "double", "cluster": {"server": self.url}}],
-                "users": [{"name": "tester", "user": {"token": token}}],
-                "contexts": [{"name": "double", "context": place}],
-                "current-context": "double",
-            }
-        )
-        path.write_text(text)
+        """As a user has it."""
+        return self.contexts(path, {"double": (token, namespace)})
+
+    def contexts(self, path: Path, users: Mapping[str, tuple[str, str | None]]) -> Path:
+        """A kubeconfig with a context for each name, of a token and a namespace; the first is the current one. Plain
+        HTTP, so that no certificate is needed."""
+        places = [
+            {"name": n, "context": {"cluster": "double", "user": n} | ({"namespace": space} if space else {})}
+            for n, (_, space) in users.items()
+        ]
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [{"name": "double", "cluster": {"server": self.url}}],
+            "users": [{"name": n, "user": {"token": token}} for n, (token, _) in users.items()],
+            "contexts": places,
+            "current-context": next(iter(users)),
+        }
+        path.write_text(yaml.safe_dump(config))
         return path
+
+    def apply(self, manifests: Iterable[Object]) -> None:
+        """As `kubectl apply` of an administrator, for what is not there yet."""
+        for manifest in manifests:
+            resource = BY_KIND[manifest["kind"]]
+            namespace = manifest["metadata"].get("namespace", "")
+            self.state.create(resource, namespace, admit(self.state, resource, namespace, dict(manifest)))
 
     def leftovers(self, namespace: str) -> list[str]:
         """Names of everything in a namespace that some run has made; events are told for an hour by the real one."""
         made = ("Job", "Pod", "Service", "ConfigMap", "JobSet", "TrainJob", "TrainingRuntime", "Secret")
         found = [
             f"{obj['kind']}/{obj['metadata']['name']}"
-            for resource, obj in self.state.everything()
-            if resource != EVENTS and obj["metadata"].get("namespace") == namespace and obj["kind"] in made
+            for _, obj in self.state.everything()
+            if obj["metadata"].get("namespace") == namespace and obj["kind"] in made
         ]
-        pods = self.folder / "pods"
-        found += [f"folder {path.name}" for path in pods.iterdir()] if pods.is_dir() else []
-        return sorted(found)
+        return sorted([*found, *self.kubelet.traces(namespace)])
 
 
 def _image() -> Image:

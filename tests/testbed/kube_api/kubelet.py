@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import re
 import secrets
 import shutil
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -55,8 +57,12 @@ class Kubelet:
         self.missing_images: set[str] = set()
         # Nodes that nobody hears of any more: what runs there is gone, what is written about it stays.
         self.silent: set[str] = set()
+        # Which lines of a pod's log are lost, where a test wants some to be: as a full disk or a fast rotation does.
+        self.lossy: Callable[[Object], re.Pattern[bytes] | None] = lambda pod: None
         self.containers: dict[str, dict[str, Running]] = {}
+        self._namespaces: dict[str, str] = {}
         self._seen: dict[str, float] = {}
+        self._named_at = 0
         self._network, self._addresses = secrets.randbelow(200) + 20, itertools.count(2)
 
     def sync(self) -> None:
@@ -64,7 +70,9 @@ class Kubelet:
         for uid in [uid for uid in self.containers if uid not in pods]:
             self._forget(uid)
         nodes = {n["metadata"]["name"] for n in self._state.list(NODES)} - self.silent
-        self._write_names([p for p in pods.values() if p["metadata"]["uid"] in self.containers])
+        if self._state.version != self._named_at:
+            self._named_at = self._state.version
+            self._write_names([p for p in pods.values() if p["metadata"]["uid"] in self.containers])
         for uid, pod in pods.items():
             if pod["spec"].get("nodeName") not in nodes:
                 continue
@@ -152,7 +160,7 @@ class Kubelet:
                 workdir=container.get("workingDir") or "/",
             )
         )
-        log = ContainerLog(rotated_at=self.rotated_at)
+        log = ContainerLog(rotated_at=self.rotated_at, lost=self.lossy(pod))
         assert process.stdout is not None
         pump = threading.Thread(target=log.pump, args=(process.stdout,), daemon=True)
         pump.start()
@@ -160,6 +168,7 @@ class Kubelet:
 
     def _folder_of(self, pod: Object) -> Path:
         folder = self._folder / "pods" / str(pod["metadata"]["uid"])
+        self._namespaces[folder.name] = pod["metadata"]["namespace"]
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
@@ -262,6 +271,17 @@ class Kubelet:
         for each in self.containers.get(uid, {}).values():
             each.is_oom = oom
             sandbox.end_now(each.process)
+
+    def traces(self, namespace: str) -> list[str]:
+        """Processes and folders that pods of a namespace have on this host."""
+        here = [uid for uid, space in self._namespaces.items() if space == namespace]
+        alive = [
+            f"process {r.process.pid}"
+            for uid in here
+            for r in self.containers.get(uid, {}).values()
+            if r.process.poll() is None
+        ]
+        return alive + [f"folder {uid}" for uid in here if (self._folder / "pods" / uid).exists()]
 
     def stop(self) -> None:
         for uid in list(self.containers):

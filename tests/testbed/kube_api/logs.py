@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ class ContainerLog:
     rotated away."""
 
     rotated_at: int = ROTATED_AT
+    lost: re.Pattern[bytes] | None = None
     lines: list[tuple[float, bytes]] = field(default_factory=list)
     begin: int = 0
     is_closed: bool = False
@@ -38,6 +40,8 @@ class ContainerLog:
     def pump(self, stream: IO[bytes]) -> None:
         """Take over what the container prints until its end."""
         for line in stream:
+            if self.lost is not None and self.lost.search(line):
+                continue
             with self.changed:
                 if self._size + len(line) > self.rotated_at:
                     self.begin, self._size = len(self.lines), 0

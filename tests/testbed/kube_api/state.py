@@ -6,7 +6,6 @@ copies. Whoever waits for a change waits on `changed`.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import secrets
 import threading
@@ -16,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from testbed.kube_api import refusals
 from testbed.kube_api.refusals import Refusal
@@ -26,6 +26,13 @@ _LETTERS = "bcdfghjklmnpqrstvwxz2456789"
 FOREGROUND = "foregroundDeletion"
 # Kinds whose DELETE answers with the object instead of a Status.
 _RETURNED = ("pods", "services", "persistentvolumeclaims", "serviceaccounts", "resourcequotas")
+
+
+def clone(value: Any) -> Any:
+    """A copy of plain data, several times faster than the general one."""
+    if isinstance(value, dict):
+        return {key: clone(each) for key, each in value.items()}
+    return [clone(each) for each in value] if isinstance(value, list) else value
 
 
 def now() -> str:
@@ -64,7 +71,7 @@ class State:
 
     def find(self, resource: Resource, namespace: str, name: str) -> Object | None:
         with self.changed:
-            return copy.deepcopy(self._objects.get((resource, namespace, name)))
+            return clone(self._objects.get((resource, namespace, name)))
 
     def get(self, resource: Resource, namespace: str, name: str) -> Object:
         found = self.find(resource, namespace, name)
@@ -76,15 +83,16 @@ class State:
         """In the order of their names; None: of all namespaces."""
         with self.changed:
             keys = [k for k in self._objects if k[0] == resource and namespace in (None, k[1])]
-            return [copy.deepcopy(self._objects[key]) for key in sorted(keys, key=lambda k: k[1:])]
+            return [clone(self._objects[key]) for key in sorted(keys, key=lambda k: k[1:])]
 
     def everything(self) -> Iterator[tuple[Resource, Object]]:
+        """Except events, which are many and owned by nobody."""
         with self.changed:
-            found = [(key[0], copy.deepcopy(obj)) for key, obj in self._objects.items()]
+            found = [(key[0], clone(obj)) for key, obj in self._objects.items() if key[0] != EVENTS]
         yield from found
 
     def create(self, resource: Resource, namespace: str, given: Object, *, dry: bool = False) -> Object:
-        obj = copy.deepcopy(given)
+        obj = clone(given)
         meta = obj.setdefault("metadata", {})
         if not meta.get("name") and meta.get("generateName"):
             meta["name"] = meta["generateName"] + suffix()
@@ -99,7 +107,7 @@ class State:
             meta |= {"namespace": namespace} if resource.namespaced else {}
             if not dry:
                 self._write("ADDED", key, obj)
-            return copy.deepcopy(obj)
+            return clone(obj)
 
     def update(self, resource: Resource, namespace: str, given: Object, *, dry: bool = False) -> Object:
         """PUT: refused when the object was changed since it was read."""
@@ -108,7 +116,7 @@ class State:
             old = self.get(resource, namespace, name)
             if meta.get("resourceVersion") not in (None, "", old["metadata"]["resourceVersion"]):
                 raise refusals.conflict(resource, name)
-            obj = copy.deepcopy(given)
+            obj = clone(given)
             for kept in ("uid", "creationTimestamp", "namespace", "deletionTimestamp"):
                 if kept in old["metadata"]:
                     obj["metadata"][kept] = old["metadata"][kept]
@@ -117,7 +125,7 @@ class State:
             if not dry:
                 self._write("MODIFIED", (resource, namespace, name), obj)
                 self._drop_if_done(resource, namespace, name)
-            return copy.deepcopy(obj)
+            return clone(obj)
 
     def modify(self, resource: Resource, obj: Object, change: Callable[[Object], None]) -> Object | None:
         """A controller's write: applied to what is there now; nothing when it is gone or stays the same."""
@@ -126,7 +134,7 @@ class State:
             old = self.find(resource, namespace, name)
             if old is None or old["metadata"]["uid"] != obj["metadata"]["uid"]:
                 return None
-            new = copy.deepcopy(old)
+            new = clone(old)
             change(new)
             return old if new == old else self.update(resource, namespace, new)
 
@@ -175,9 +183,11 @@ class State:
         """Recorded once more where the same was said before."""
         meta = about["metadata"]
         namespace = meta.get("namespace") or "default"
-        for known in self.list(EVENTS, namespace):
-            same = known["involvedObject"]["uid"] == meta["uid"] and known["reason"] == reason
-            if same and known["message"] == message:
+        with self.changed:
+            told = [o for key, o in self._objects.items() if key[:2] == (EVENTS, namespace)]
+            told = [o for o in told if (o["involvedObject"]["uid"], o["reason"]) == (meta["uid"], reason)]
+        for known in told:
+            if known["message"] == message:
                 self.modify(EVENTS, known, lambda e: e.update(count=e["count"] + 1, lastTimestamp=now()))
                 return
         whom = {"kind": about["kind"], "namespace": namespace, "name": meta["name"], "uid": meta["uid"]}
@@ -213,8 +223,8 @@ class State:
     def _write(self, how: str, key: Key, obj: Object) -> None:
         self.version += 1
         obj["metadata"]["resourceVersion"] = str(self.version)
-        self._objects[key] = copy.deepcopy(obj)
-        self.history.append(Change(self.version, how, key[0], copy.deepcopy(obj)))
+        self._objects[key] = clone(obj)
+        self.history.append(Change(self.version, how, key[0], clone(obj)))
         self.changed.notify_all()
 
     def _remove(self, key: Key) -> None:
