@@ -6,6 +6,7 @@ The cluster is the double of `testbed.kube_api`, whose pods are real processes; 
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import signal
@@ -20,16 +21,14 @@ from typing import Any
 
 import pytest
 import yaml
-from testbed.kube_api import Cluster, Node
-from testbed.kube_api.resources import BY_KIND, CLAIMS
+from testbed.kube_api import Cluster
+from testbed.kube_api.resources import CLAIMS, JOBS, SECRETS
 from testbed.kube_api.sandbox import why_not
-from testbed.kube_bed import OWN, Bed
+from testbed.kube_bed import OWN, Bed, free_port, light
 
 from paceline import store
-from paceline.launchers import _kube_run, _start
 from paceline.launchers._kube_cluster import CONTROLLER_ACCOUNT
 from paceline.spec import RunSpec
-from paceline.workloads import reference
 
 pytestmark = [
     pytest.mark.slow,
@@ -183,15 +182,9 @@ def bed(tmp_path_factory: pytest.TempPathFactory, make_spec: Callable[..., RunSp
     with Cluster(folder / "cluster", nodes=()) as cluster, pytest.MonkeyPatch.context() as patch:
         found = Bed(cluster, folder, spec)
         cluster.kubelet.lossy = lost_lines
-        patch.setattr(_start, "RUNNER", "testbed.light")
-        # The only workload whose verdict needs no torch is meant for one process; light ranks do not mind.
-        patch.setattr(reference, "check", lambda spec: None)
+        light(patch.setattr)
         # The client reads the variable KUBECONFIG once, when it is imported.
         patch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(found.kubeconfig))
-        patch.setattr(_kube_run, "LOOK_S", 0.25)
-        patch.setattr(_kube_run, "EVENTS_S", 0.5)
-        # A pod on a node that answers no more never goes; nobody waits for it for long here.
-        patch.setattr(_kube_run, "REMOVAL_S", 5.0)
         cluster.contexts(found.kubeconfig, found.users)
         yield found
 
@@ -236,3 +229,126 @@ def test_a_run_ends_with_the_right_word_and_leaves_nothing(
         # Only its node could confirm its end, or somebody who deletes the node.
         bed.cluster.lose_node(bed.cluster.pods(name)[0]["spec"]["nodeName"])
     until(lambda: not bed.cluster.leftovers(name), f"the end of {bed.cluster.leftovers(name)}")
+
+
+def created_jobs(bed: Bed, name: str) -> list[str]:
+    """Of every Job that ever was in a namespace."""
+    told = [c for c in bed.cluster.state.history if c.resource == JOBS and c.how == "ADDED"]
+    return [c.object["metadata"]["name"] for c in told if c.object["metadata"]["namespace"] == name]
+
+
+def test_an_api_server_that_restarts_costs_nothing(bed: Bed) -> None:
+    name = "restarted"
+    bed.prepare(name)
+    spec = bed.spec_of(name, env={"LIGHT_S": "3"})
+    with ThreadPoolExecutor(1) as aside:
+        running = aside.submit(bed.run, spec)
+        moving(bed, name, spec)
+        bed.cluster.stop_api_server()
+        time.sleep(1.5)
+        bed.cluster.start_api_server()
+        record = running.result()
+    assert (record.status, record.error) == ("ok", None)
+    assert len(record.steps) == 2 * spec.steps
+    assert len(created_jobs(bed, name)) == 1
+    until(lambda: not bed.cluster.leftovers(name), "the end of everything")
+
+
+@pytest.fixture
+def controller(bed: Bed, environment: Callable[..., dict[str, str]]) -> Iterator[Callable[[RunSpec], Any]]:
+    """A controller in a process of its own; one that is left over is killed."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(spec: RunSpec) -> subprocess.Popen[str]:
+        file = bed.folder / f"{spec.experiment}.json"
+        file.write_text(json.dumps(spec.to_dict()))
+        child = subprocess.Popen(
+            [sys.executable, "-m", "testbed.kube_bed", str(bed.folder / "out"), str(file)],
+            env=environment(KUBECONFIG=str(bed.kubeconfig)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # type: ignore[arg-type,return-value]
+        )
+        started.append(child)
+        return child
+
+    yield start
+    for child in started:
+        if child.poll() is None:
+            child.kill()
+        child.communicate()
+
+
+def test_a_controller_that_was_killed_finds_its_job_again(bed: Bed, controller: Callable[[RunSpec], Any]) -> None:
+    name = "orphaned"
+    bed.prepare(name)
+    spec = bed.spec_of(name, env={"LIGHT_S": "8"})
+    child = controller(spec)
+    before = {pod["metadata"]["uid"] for pod in moving(bed, name, spec)}
+    child.kill()
+    child.wait()
+    assert {pod["metadata"]["uid"] for pod in bed.pods(name)} == before, "the job outlives its controller"
+    record = bed.run(spec)
+    assert (record.status, record.error) == ("ok", None)
+    assert {sample.rank for sample in record.steps} == {0, 1}
+    assert len(record.steps) == 2 * spec.steps
+    assert len(created_jobs(bed, name)) == 1, "nothing is started twice"
+    until(lambda: not bed.cluster.leftovers(name), "the end of everything")
+
+
+def test_ctrl_c_removes_everything_and_keeps_what_was_measured(bed: Bed, controller: Callable[[RunSpec], Any]) -> None:
+    name = "stopped"
+    bed.prepare(name)
+    spec = bed.spec_of(name, env=LONG)
+    child = controller(spec)
+    moving(bed, name, spec)
+    child.send_signal(signal.SIGINT)
+    said, _ = child.communicate(timeout=WAIT_S)
+    assert child.returncode == 130, said
+    assert not store.is_sealed(bed.run_dir(spec))
+    assert bed.cluster.pods(name) == []
+    until(lambda: not bed.cluster.leftovers(name), "the end of everything")
+
+
+def test_a_certified_campaign_on_two_pods_ends_with_a_report(
+    bed: Bed, experiment_file: Callable[..., Path], paceline: Any, smaller: dict[str, Any]
+) -> None:
+    """Real ranks, started by torchrun in two pods that find each other by name; a secret that must stay one."""
+    name, secret = "certified", "hf_abcdefghijklmnopqrstuvwxyz012345"
+    bed.prepare(name)
+    bed.cluster.state.create(SECRETS, name, {"metadata": {"name": "hub"}, "data": {"token": b64(secret)}})
+    launcher = {
+        "name": "kubernetes",
+        "image": "paceline",
+        "context": name,
+        "node_selector": {OWN: name},
+        "port": free_port(),
+        "secret_env": {"HF_TOKEN": {"secret": "hub", "key": "token"}},
+        "env": {"HOSTILE": "'\"; echo $(HOME) $(touch /tmp/x) #\n"},
+    }
+    out = bed.folder / "campaign"
+    out.mkdir()
+    (out / "where.yaml").write_text(yaml.safe_dump(launcher))
+    file = experiment_file(out, name, {"strategy": ["ddp"]}, **smaller, nodes=2, processes=1)
+    words = ["run", str(file), "--launcher", str(out / "where.yaml"), "--out", str(out), "--format", "json"]
+    done = paceline(*words, env={"KUBECONFIG": str(bed.kubeconfig)})
+    assert done.returncode == 0, done.stdout + done.stderr
+    records, skipped = store.read_runs(out / name)
+    assert not skipped
+    assert {(r.strategy_name if hasattr(r, "strategy_name") else str(r.spec.strategy), r.status) for r in records} == {
+        ("None", "ok"),
+        ("ddp", "ok"),
+    }
+    trained = next(r for r in records if r.spec.strategy is not None)
+    assert {outcome.host for outcome in trained.outcomes} == {"certified-a", "certified-b"}
+    report = json.loads((out / name / "report.json").read_text())
+    assert all(run["certificate"]["valid"] for run in report["runs"] if run.get("certificate"))
+    for path in out.rglob("*"):
+        assert not path.is_file() or secret.encode() not in path.read_bytes(), path
+    until(lambda: not bed.cluster.leftovers(name) or bed.cluster.leftovers(name) == ["Secret/hub"], "the end")
+
+
+def b64(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()

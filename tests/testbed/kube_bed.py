@@ -5,7 +5,9 @@ Ranks need no torch (see `light`). Runs of different names do not touch each oth
 
 from __future__ import annotations
 
+import json
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -13,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from paceline import run, store
+from paceline.launchers import _kube_run, _start
 from paceline.launchers._kube_cluster import CONTROLLER_ACCOUNT, cluster_manifests
 from paceline.launchers._kube_options import KINDS
 from paceline.records import RunRecord
 from paceline.spec import Choice, RunSpec
+from paceline.workloads import reference
 from testbed.kube_api import Cluster, Node
 from testbed.kube_api.access import ADMIN_TOKEN
 from testbed.kube_api.resources import JOBS, Object
@@ -79,4 +83,27 @@ class Bed:
         return self.cluster.state.list(JOBS, name)
 
 
-Meanwhile = Callable[[Bed, str, RunSpec], None]
+def main(argv: list[str]) -> int:
+    """`python -m testbed.kube_bed OUT SPEC.json`: a controller of its own, which can be killed."""
+    light()
+    spec = RunSpec.from_dict(json.loads(Path(argv[2]).read_text()))
+    try:
+        run.interruptible(lambda: [run.execute(spec, Path(argv[1]), Unseen(), None)[0]])
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def light(replace: Callable[[object, str, object], None] = setattr) -> None:
+    """Have ranks without torch started, and polls often. The only workload whose verdict needs no torch is meant for
+    one process, which these ranks do not mind."""
+    replace(_start, "RUNNER", "testbed.light")
+    replace(reference, "check", lambda spec: None)
+    replace(_kube_run, "LOOK_S", 0.25)
+    replace(_kube_run, "EVENTS_S", 0.5)
+    # A pod on a node that answers no more never goes; nobody waits for it for long here.
+    replace(_kube_run, "REMOVAL_S", 5.0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -10,6 +10,7 @@ A spec whose workload is `reference` ends ok with them: its verdict needs finite
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import os
 import signal
@@ -22,8 +23,6 @@ from paceline import places, store
 from paceline.records import Outcome, Status, StepSample
 from paceline.spec import RunSpec
 
-OTHERS_S = 300.0
-
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser()
@@ -35,12 +34,7 @@ def main(argv: list[str]) -> int:
     spec, place = store.read_spec(run_dir), places.here(os.environ)
     port = known.master_port or int(known.rdzv_endpoint.rpartition(":")[2])
     # Where ranks would meet: the other nodes look whether somebody answers.
-    kept = socket.create_server(("", port)) if port and place.node == 0 else None
-    if kept is not None:
-        # As torchrun does: the first node does not go on, nor end, before the others have come.
-        kept.settimeout(OTHERS_S)
-        for _ in range(place.nodes - 1):
-            kept.accept()
+    _kept = meet(port, place.nodes - 1) if port and place.node == 0 else None
     first = place.node * known.nproc_per_node
     ranks = {fork(spec, run_dir, first + local): first + local for local in range(known.nproc_per_node)}
     while ranks:
@@ -52,6 +46,16 @@ def main(argv: list[str]) -> int:
                 os.kill(other, signal.SIGKILL)
             return 1
     return 0
+
+
+def meet(port: int, others: int) -> socket.socket:
+    """As torchrun does: ranks begin when every node has come, or one that begins late would find nobody."""
+    server = socket.create_server(("", port))
+    server.settimeout(30)
+    with contextlib.suppress(TimeoutError):
+        for _ in range(others):
+            server.accept()[0].close()
+    return server
 
 
 def fork(spec: RunSpec, run_dir: Path, rank: int) -> int:

@@ -148,8 +148,10 @@ class Cluster(Accidents):
             "contexts": places,
             "current-context": next(iter(users)),
         }
-        path.write_text(yaml.safe_dump(config))
-        return path
+        # Somebody may be reading the one before.
+        fresh = path.with_suffix(".new")
+        fresh.write_text(yaml.safe_dump(config))
+        return fresh.rename(path)
 
     def apply(self, manifests: Iterable[Object]) -> None:
         """As `kubectl apply` of an administrator, for what is not there yet."""
