@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,10 +110,13 @@ def _print_files(runs: list[RunSpec], out: Path) -> int:
     from paceline.spec import require
 
     for spec in runs:
-        if unsupported(spec) is None:
-            job = load("launchers", spec.launcher.name).prepare(spec, out / spec.experiment / spec.run_id)
-            require(bool(job.files), "--manifests", spec.launcher.name, "a launcher that writes files, as kubernetes")
-            print("".join(job.files.values()), end="")
+        reason = unsupported(spec)
+        if reason is not None:
+            print(f"paceline: {spec.run_id} is left out: {reason}", file=sys.stderr)
+            continue
+        job = load("launchers", spec.launcher.name).prepare(spec, out / spec.experiment / spec.run_id)
+        require(bool(job.files), "--manifests", spec.launcher.name, "a launcher that writes files, as kubernetes")
+        print("".join(job.files.values()), end="")
     return OK
 
 

@@ -69,11 +69,13 @@ class Logs:
         """Read a log once as far as it goes; true when there is nothing more to come."""
         known = self._cluster.pod(pod)
         ended = known is None or exit_code(known) is not None
-        with contextlib.suppress(Away, Gone, NotYet):
-            self.read(pod, follow=not ended)
-            # Only one that was read after its end is known to be complete.
-            return ended
-        return known is None
+        try:
+            with contextlib.suppress(Gone):
+                self.read(pod, follow=not ended)
+        except (Away, NotYet):
+            return False
+        # Only one that was read after its end is known to be complete.
+        return ended
 
     def read(self, pod: str, follow: bool) -> None:
         rest, passed = b"", 0

@@ -39,7 +39,8 @@ def run_folder(name: str) -> str:
 
 def template(spec: RunSpec, chosen: Options, name: str, master: str) -> Manifest:
     """Labels and pod of one node; `master` is the name by which node 0 is found."""
-    arguments = agent_arguments(port=chosen.port)
+    # A node that is there waits for the others as long as they may wait for a place.
+    arguments = [*agent_arguments(port=chosen.port), f"--patience={chosen.pending_s:g}"]
     if chosen.results_claim:
         arguments.append(f"--run-dir={run_folder(name)}")
     container = {

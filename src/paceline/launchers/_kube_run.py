@@ -94,23 +94,31 @@ class Run:
 
     def _judged(self, sight: watch.Sight) -> JobState:
         """What is seen, and how long it has been so."""
-        state = watch.state_of(sight)
+        state, waiting = watch.state_of(sight), watch.why_waiting(sight)
+        self.has_begun = self.has_begun or waiting is None
         if not state.running:
-            return state
+            return state if self.has_begun else self._explained(state)
         if watch.is_suspended(sight):
             self.waiting_since = time.monotonic()
             if self.has_begun:
                 reason = f"the queue has taken the job {self.name} back: {state.waiting}"
                 return JobState(running=False, status=Status.PREEMPTED, reason=reason)
             return state
-        if state.waiting is None:
-            self.has_begun = True
-            return state
+        if self.has_begun:
+            # Pods that go once all have begun are the end of a job, which its own condition will tell.
+            return replace(state, waiting=None)
         limit = float(self.handle["pending_s"])
         limit = min(limit, STUCK_S) if watch.is_stuck(sight) else limit
         if time.monotonic() - self.waiting_since > limit:
             return JobState(running=False, status=Status.FAILED, reason=f"after {limit:g} s {state.waiting}")
         return state
+
+    def _explained(self, state: JobState) -> JobState:
+        """Of a job that ended because some of its pods never came, the others only know that they waited in vain."""
+        obstacle = self.state.waiting or ""
+        if state.status is not None or state.exit_code == 0 or ": " not in obstacle:
+            return state
+        return replace(state, status=Status.FAILED, reason=f"it ended while {obstacle}")
 
     def collect(self, run_dir: Path) -> str | None:
         """Bring home what is missing; says what could not be."""
@@ -120,7 +128,7 @@ class Run:
                 self.cluster.delete(self.resource, self.name)
         self.logs.drain(DRAIN_S)
         missing = self.logs.receiver.missing(int(self.handle["nodes"]))
-        if missing is None or self.handle.get("reader") is None:
+        if missing is None or self.handle.get("reader") is None or not self.has_begun:
             return missing
         return self._read_claim(run_dir, missing)
 

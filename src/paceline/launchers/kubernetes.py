@@ -47,7 +47,7 @@ def prepare(spec: RunSpec, run_dir: Path) -> Job:
 
     chosen, name = options(Options, spec.launcher), job_name(spec, run_dir)
     made = manifests(spec, chosen, name, run_dir)
-    text = yaml.safe_dump_all(made, sort_keys=False, explicit_start=True, width=120)
+    text = yaml.safe_dump_all(made, sort_keys=False, explicit_start=True, width=float("inf"))
     context = ("--context", chosen.context) if chosen.context else ()
     settings = {
         "kind": chosen.kind,
