@@ -19,10 +19,10 @@ _RBAC = "rbac.authorization.k8s.io"
 _OURS = {"app.kubernetes.io/managed-by": "paceline"}
 # (group, resource) -> verbs: what the launcher asks of the API server, no more.
 _RIGHTS: dict[tuple[str, str], tuple[str, ...]] = {
-    ("batch", "jobs"): ("create", "get", "list", "watch", "delete"),
-    ("", "pods"): ("get", "list", "watch"),
+    ("batch", "jobs"): ("create", "get", "delete"),
+    ("", "pods"): ("get", "list"),
     ("", "pods/log"): ("get",),
-    ("", "services"): ("create", "get", "delete"),
+    ("", "services"): ("create", "delete"),
     ("", "events"): ("list",),
 }
 _MORE_RIGHTS: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
