@@ -162,8 +162,9 @@ def _failure(sight: Sight, failed: Object) -> JobState:
     if own is not None:
         status = ENDS[own["reason"]]
         return _ended(sight, status, f"the job {sight.name} {_SAID[status]}: {_words(own)}")
-    if any(DISRUPTED in c.get("message", "") for c in (failed, *_failures(sight.job))):
-        return _ended(sight, Status.PREEMPTED, f"a pod of {sight.name} was taken away: {_words(failed)}")
+    taken = next((c for c in (failed, *_failures(sight.job)) if DISRUPTED in c.get("message", "")), None)
+    if taken is not None:
+        return _ended(sight, Status.PREEMPTED, f"a pod of {sight.name} was taken away: {_words(taken)}")
     return _ended(sight, None, None)
 
 

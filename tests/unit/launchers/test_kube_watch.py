@@ -151,6 +151,9 @@ def test_a_jobset_fails_by_the_job_within_it() -> None:
     main = job({"type": "Failed", "reason": "FailedJobs", "message": "jobset failed due to one or more job failures"})
     seen = Sight(main=main, job=late, pods=(), done="Completed", nodes=2, name=NAME)
     assert state_of(seen).status is Status.TIMEOUT
+    taken = state_of(Sight(main=main, job=job(POLICY), pods=(), done="Completed", nodes=2, name=NAME))
+    assert taken.status is Status.PREEMPTED
+    assert POLICY["message"] in str(taken.reason), "the Job says more than the JobSet"
 
 
 UNSCHEDULABLE = [
