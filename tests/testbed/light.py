@@ -11,7 +11,6 @@ A spec whose workload is `reference` ends ok with them: its verdict needs finite
 from __future__ import annotations
 
 import argparse
-import contextlib
 import errno
 import faulthandler
 import os
@@ -36,8 +35,8 @@ def main(argv: list[str]) -> int:
     run_dir = Path(rest[-1])
     spec, place = store.read_spec(run_dir), places.here(os.environ)
     port = known.master_port or int(known.rdzv_endpoint.rpartition(":")[2])
-    # Where ranks would meet: the other nodes look whether somebody answers.
-    _kept = meet(port, place.nodes - 1) if port and place.node == 0 else None
+    # Where ranks would meet; agents have met before.
+    _kept = socket.create_server(("", port)) if port and place.node == 0 else None
     first = place.node * known.nproc_per_node
     ranks = {fork(spec, run_dir, first + local): first + local for local in range(known.nproc_per_node)}
     while ranks:
@@ -53,20 +52,6 @@ def main(argv: list[str]) -> int:
                 os.kill(other, signal.SIGKILL)
             return 1
     return 0
-
-
-def meet(port: int, others: int) -> socket.socket:
-    """As torchrun does: ranks begin when every node has come, or one that begins late would find nobody. Agents that
-    have met before (`paceline.meeting`) knock no more."""
-    from importlib.util import find_spec
-
-    server = socket.create_server(("", port))
-    server.settimeout(30)
-    have_met = find_spec("paceline.meeting") is not None
-    with contextlib.suppress(TimeoutError):
-        for _ in range(0 if have_met else others):
-            server.accept()[0].close()
-    return server
 
 
 def fork(spec: RunSpec, run_dir: Path, rank: int) -> int:

@@ -151,6 +151,13 @@ class Cluster:
         finally:
             response.release_conn()
 
+    def call(self, verb: str, plural: str, api: str, method: str, *arguments: Any, **more: Any) -> Object:
+        """Any other method of the official client, with the same answers and refusals."""
+        from kubernetes import client
+
+        method_of = getattr(getattr(client, api)(self.client), method)
+        return self._ask(verb, _named(plural), lambda: method_of(*arguments, **more, **_RAW))
+
     def _ask(self, verb: str, resource: Resource, call: Callable[[], Any]) -> Object:
         """The answer as data; a server that is away is asked again until the patience is at its end."""
         deadline = time.monotonic() + self.patience_s
