@@ -89,7 +89,6 @@ def follow(launcher: Launcher, launch: Launch, spec: RunSpec, run_dir: Path, obs
         collect = getattr(launcher, "collect", None)
         return end if collect is None else replace(end, missing=collect(launch.handle, run_dir))
     except KeyboardInterrupt:
-        launcher.cancel(launch.handle)
         raise KeyboardInterrupt("the job under way was cancelled") from None
     finally:
         launcher.cancel(launch.handle)
