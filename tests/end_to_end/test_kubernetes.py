@@ -159,7 +159,10 @@ SCENARIOS = {
     "late": Scenario("timeout", r"did not end within 3 s; rank 0 was at step", LONG, fields={"timeout_s": 3.0}),
     "full": Scenario("failed", r"rank 0 on full-.: OSError: No space left on device", env={"LIGHT_FAULT": "full:0"}),
     "hung": Scenario(
-        "hang", r"nothing moved for 2 s: rank", {**LONG, "LIGHT_FAULT": "hang:0"}, fields={"stall_s": 2.0}
+        "hang",
+        r"nothing moved for 10 s: rank 0 stopped at step 3 in forward",
+        {"LIGHT_S": "1", "LIGHT_FAULT": "hang:0"},
+        fields={"stall_s": 10.0},
     ),
     "cut": Scenario("failed", r"results did not come home whole: node \d \(cut-.\): its log was cut"),
     "cut-kept": Scenario("ok", options={"results_claim": "kept"}, before=add_claim),
