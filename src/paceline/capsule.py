@@ -43,7 +43,9 @@ _CHUNK = 1 << 20
 # tar fills its last record of this many bytes with zeros.
 _MOST_PADDING = 10_240
 
-_KEPT = re.compile(r"(spec|status)\.json|samples-((gauges-)?\d+|advice)\.jsonl|outcome-\d+\.json|machine-.+\.json")
+_KEPT = re.compile(
+    r"(spec|status)\.json|samples-((gauges-)?\d+(\.\d+)?|advice|attempts)\.jsonl|outcome-\d+\.json|machine-.+\.json"
+)
 _LOGS = re.compile(r"log\.txt|job\.json|stack-\d+\.txt")
 
 
@@ -372,6 +374,7 @@ runs/EXPERIMENT/RUN/        one folder per run:
   samples-RANK.jsonl        one JSON object per line. "kind": "step" is one optimizer step of one rank: duration_s, its
                             phases, tokens, loss, grad_norm. A step takes as long as its slowest rank
   samples-gauges-RANK.jsonl "kind": "gauge" is a GPU, or a host (device null), at one moment; read by that rank
+  samples-RANK.N.jsonl      of a run that was restarted, what its N-th attempt left; of every step the last counts
   outcome-RANK.json         how the rank ended, and the evidence that equal work was done
   status.json               how the run ended: ok, oom, failed, ...; times are Unix seconds
   log.txt, job.json         what was printed and how it was started; only where they were asked for

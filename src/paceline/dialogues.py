@@ -74,10 +74,16 @@ def open_dialogues(data: Choice, vocab: int, length: int, seed: int) -> Dialogue
 
 
 def check_dialogues(data: Choice) -> None:
-    """Refuse a file or tokenizer that is not there, and what the first lines already show."""
+    """Refuse a file or tokenizer that is not there, what the first lines already show, and a file without a response:
+    every document has an end to learn, so that the run would go through and teach that alone."""
     path, _ = _options(data)
-    for _ in _lines(path, _plain, CHECKED_LINES):
-        pass
+    answered = False
+    for number, pieces in enumerate(_lines(path, _plain), start=1):
+        answered = answered or any(learned and text.strip() for text, learned in pieces)
+        if answered and number >= CHECKED_LINES:
+            return
+    if not answered:
+        raise RequestError(f"data: every response in {path} is empty; accepted is a file with something to learn")
 
 
 def _options(data: Choice) -> tuple[Path, Path | None]:
@@ -101,14 +107,12 @@ def _options(data: Choice) -> tuple[Path, Path | None]:
 # --- lines ---
 
 
-def _lines(path: Path, render: Callable[[Any], Pieces], most: int | None = None) -> Iterator[Pieces]:
+def _lines(path: Path, render: Callable[[Any], Pieces]) -> Iterator[Pieces]:
     """Pieces of every line that is not blank; a line that is none of the accepted forms is one sentence."""
     found = False
     with path.open(encoding="utf-8") as lines:
         try:
             for number, line in enumerate(lines, start=1):
-                if most is not None and number > most:
-                    return
                 if line.strip():
                     found = True
                     yield _pieces(line, f"data: {path} line {number}", render)

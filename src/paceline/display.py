@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,7 +41,7 @@ class Lines:
         self.run_began = self.looked = time.monotonic()
         self.run_dir: Path | None = None
         self.advised: str | None = None
-        self.waited_for: tuple[str, str] | None = None
+        self.waited_for: set[tuple[str, str]] = set()
 
     @property
     def total(self) -> int:
@@ -73,11 +74,16 @@ class Lines:
         self.console.print(f"  {self.done + 1:>3}/{self.total} {escape(where)}", highlight=False, soft_wrap=True)
 
     def waiting(self, spec: RunSpec, reason: str, seconds: float) -> None:
-        """The engine's reason is told when it changes."""
-        if self.waited_for != (spec.run_id, reason):
-            self.waited_for = (spec.run_id, reason)
+        """Each of the engine's reasons is told once, whatever it counts in it."""
+        told = (spec.run_id, re.sub(r"\d+", "#", reason))
+        if told not in self.waited_for:
+            self.waited_for.add(told)
             where = f"  {self.done + 1:>3}/{self.total} {title(spec)}: waiting: {reason}"
             self.console.print(where, highlight=False, markup=False, soft_wrap=True)
+
+    def restarting(self, spec: RunSpec, reason: str, left: int) -> None:
+        where = f"  {self.done + 1:>3}/{self.total} {title(spec)}: restarting: {reason}; {_left(left)}"
+        self.console.print(where, highlight=False, markup=False, soft_wrap=True)
 
     def advising(self, spec: RunSpec, seconds: float) -> None:
         """Said once: it lasts seconds for a small model, minutes for a large one."""
@@ -154,6 +160,10 @@ class Bars(Lines):
     def waiting(self, spec: RunSpec, reason: str, seconds: float) -> None:
         self.below = f"waiting for {seconds:.0f} s: {reason}"
 
+    def restarting(self, spec: RunSpec, reason: str, left: int) -> None:
+        super().restarting(spec, reason, left)
+        self.below = "restarting"
+
     def advising(self, spec: RunSpec, seconds: float) -> None:
         self.below = f"{ADVISING}, {seconds:.0f} s"
 
@@ -165,6 +175,10 @@ class Bars(Lines):
 
     def close(self) -> None:
         self.live.stop()
+
+
+def _left(restarts: int) -> str:
+    return f"{restarts} more restart{'' if restarts == 1 else 's'} allowed"
 
 
 def observer_for(console: Console) -> Lines:

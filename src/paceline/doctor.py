@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline import machine
+from paceline import machine, profiles
 
 GIB = 2**30
 PYTHON_NEEDED = (3, 11)
@@ -38,6 +38,7 @@ def checks(results: Path | str = "results", environ: Mapping[str, str] = os.envi
         _torch(machine.version("torch")),
         _deepspeed(machine.version("deepspeed")),
         *_gpu_checks(environ),
+        *_network_checks(environ),
         _switches(environ),
         _threads(environ),
         _compiler(environ),
@@ -86,6 +87,36 @@ def _gpu_checks(environ: Mapping[str, str]) -> Iterator[Diagnosis]:
     if library is not None and visible:
         yield _driver(machine.probe())
         yield _neighbours([machine.neighbours(index) for index in range(len(visible))])
+
+
+def _network_checks(environ: Mapping[str, str], root: Path = Path("/")) -> Iterator[Diagnosis]:
+    """The interfaces that variables name, and what is recommended for the GPUs here against what this host has."""
+    host, known = machine.probe(), profiles.interconnect(root)
+    yield _interfaces(profiles.unmatched(environ, known.interfaces), known)
+    names = dict.fromkeys(gpu.name for gpu in host.gpus if gpu.name)
+    for profile in dict.fromkeys(filter(None, map(profiles.of, names))):
+        yield from (_recommended(profile, profiles.fit(setting, known)) for setting in profile.settings)
+
+
+def _interfaces(unmatched: Mapping[str, str], known: profiles.Interconnect) -> Diagnosis:
+    here = ", ".join(known.interfaces) or "none that the kernel lists"
+    if not unmatched:
+        return Diagnosis(name="interfaces", ok=True, text=here)
+    named = ", ".join(f"{name}={value}" for name, value in unmatched.items())
+    return Diagnosis(
+        name="interfaces",
+        ok=False,
+        text=f"{named} names no interface of this host ({here}): ranks would not meet",
+        fix=f"run `unset {' '.join(unmatched)}`" + (f", or name {known.default}" if known.default else ""),
+    )
+
+
+def _recommended(profile: profiles.Profile, found: profiles.Fit) -> Diagnosis:
+    """Never bad: it is advice, and runs do without it."""
+    mind = f"; mind: {found.setting.mind}" if found.setting.mind else ""
+    text = f"{found.setting} is recommended for {profile.name}: {found.text}{mind}"
+    fits = True if found.fits and not found.setting.mind else None
+    return Diagnosis(name="profile", ok=fits, text=text, fix=found.fix)
 
 
 def _gpu(on_host: int, visible: int, selection: str | None, torch: str) -> Diagnosis:

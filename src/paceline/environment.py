@@ -37,6 +37,12 @@ def recorded_environment(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def is_secret(name: str, value: str) -> bool:
+    """Whether a variable is named or shaped like a secret; a short value ("false") is none, whatever its name."""
+    named = _SECRET_NAME.search(name) is not None and len(value.strip()) >= SHORTEST_SECRET
+    return named or SECRET_VALUE.search(value) is not None
+
+
 def _looks_random(value: str) -> bool:
     """Names of GPUs (UUIDs), lists of interfaces and paths do not."""
     pieces = _SEPARATOR.split(_UUID.sub("", value))

@@ -5,6 +5,7 @@
     ├── StoreError           a run folder that cannot be read: reported and skipped
     ├── UnsupportedError     this strategy or machine cannot do what the spec asks: a record, status "unsupported"
     │   └── MissingPackageError   ... because a package is absent; the sentence holds the exact pip install
+    ├── CheckpointError      a checkpoint could not be written or read: a record, status "failed"
     ├── LaunchError          an engine refused or lost the job: a record, status "failed"
     └── InvalidRunError      the run contradicts itself (a loss that is not a number): a record, status "invalid"
 
@@ -39,6 +40,10 @@ class MissingPackageError(UnsupportedError):
 
 class InvalidRunError(PacelineError):
     """The run finished but its numbers cannot be used."""
+
+
+class CheckpointError(PacelineError):
+    """A checkpoint could not be written or read; says where, and what is left to go on from."""
 
 
 class LaunchError(PacelineError):

@@ -61,6 +61,14 @@ def load(choice: Named) -> Shape:
     return Shape(name=choice.name, **_completed(choice.name, row))
 
 
+def beyond_context(shape: Shape, name: str, length: int) -> str | None:
+    """The remark that a sequence is longer than the model was made for: rotary positions compute it all the same,
+    learned ones refuse it."""
+    if length <= shape.context or shape.positions == "learned":
+        return None
+    return f"the sequence length {length} is beyond the {shape.context} positions that {name} was made for"
+
+
 def _completed(name: str, row: Mapping[str, Any]) -> dict[str, Any]:
     """The row with what its family implies; an option on heads or hidden moves what follows from them."""
     require_field(row["family"] in FAMILIES, name, "family", row["family"], " or ".join(FAMILIES))

@@ -14,19 +14,25 @@ lost its beginning. DATA is zlib in base64, short enough for every engine's long
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import re
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline import clocks
+
 MARK = "@paceline/1"
 # Container runtimes split lines from 16 KiB on.
 LONGEST_DATA = 8192
+LONGEST_LINE = 15 * 1024
+# How a rank hands its agent a file for which the disk has no room: one short line of its output.
+SPOKEN = "@paceline/file"
 # Of one node's files: far above any run, far below what would fill a controller's memory.
 LARGEST_WHOLE = 1 << 30
 # The names that ranks give their files; anything else of a foreign log is not written anywhere.
@@ -35,36 +41,50 @@ _GROWING = ("samples-", "stack-")
 
 
 class Sender:
-    """One node's side. `changes` is called now and then, `farewell` once, after the last rank has ended."""
+    """One node's side. `changes` is called now and then, `farewell` once, after the last rank has ended. own: which
+    files to send, where the folder holds those of other nodes too."""
 
-    def __init__(self, run_dir: Path, node: int) -> None:
-        self._run_dir, self._node = run_dir, node
+    def __init__(self, run_dir: Path | None, node: int, own: Callable[[str], bool] | None = None) -> None:
+        self.run_dir, self._node, self.own = run_dir, node, own
         self._number = 0
         self._sent: dict[str, int] = {}
         self._digests: dict[str, int] = {}
+        self._unwritten: dict[str, bytes] = {}
+
+    def keep(self, name: str, data: bytes) -> None:
+        """A file for which the node's disk has no room travels all the same."""
+        self._unwritten[name] = data
 
     def hello(self, facts: Mapping[str, Any]) -> str:
         return self._line("hello", json.dumps({"wall_s": time.time(), **facts}, separators=(",", ":")))
 
     def changes(self) -> Iterator[str]:
         """What is new since the last call: the end of growing files, small files as they are."""
-        for path in carried(self._run_dir):
-            data, offset = path.read_bytes(), 0
-            if path.name.startswith(_GROWING):
-                offset = self._sent.get(path.name, 0)
+        for name, content in self._files():
+            if name.startswith(_GROWING):
+                offset = self._sent.get(name, 0)
                 # Only whole lines: a rank may be at the middle of one.
-                data = data[offset : data.rfind(b"\n") + 1]
-                self._sent[path.name] = offset + len(data)
-            elif self._digests.get(path.name) == zlib.crc32(data):
-                continue
-            self._digests[path.name] = zlib.crc32(data)
-            step = LONGEST_DATA if offset or path.name.startswith(_GROWING) else max(len(data), 1)
-            for begin in range(0, len(data), step):
-                piece = data[begin : begin + step]
-                yield self._line("part", path.name, str(offset + begin), f"{zlib.crc32(piece):08x}", _packed(piece))
+                gained = content[offset : content.rfind(b"\n") + 1]
+                self._sent[name] = offset + len(gained)
+                for begin in range(0, len(gained), LONGEST_DATA):
+                    yield self._part(name, offset + begin, gained[begin : begin + LONGEST_DATA])
+            elif self._digests.get(name) != zlib.crc32(content):
+                self._digests[name] = zlib.crc32(content)
+                # One too long for a line comes with the whole.
+                if len(_packed(content)) <= LONGEST_LINE:
+                    yield self._part(name, 0, content)
+
+    def _files(self) -> Iterator[tuple[str, bytes]]:
+        for path in carried(self.run_dir, self.own) if self.run_dir else ():
+            with contextlib.suppress(FileNotFoundError):
+                yield path.name, path.read_bytes()
+        yield from self._unwritten.items()
+
+    def _part(self, name: str, offset: int, piece: bytes) -> str:
+        return self._line("part", name, str(offset), f"{zlib.crc32(piece):08x}", _packed(piece))
 
     def farewell(self, exit_code: int) -> Iterator[str]:
-        files = {path.name: base64.b64encode(path.read_bytes()).decode() for path in carried(self._run_dir)}
+        files = {name: base64.b64encode(content).decode() for name, content in self._files()}
         data = _packed(json.dumps(files).encode())
         digest = hashlib.sha256(data.encode()).hexdigest()
         pieces = [data[begin : begin + LONGEST_DATA] for begin in range(0, len(data), LONGEST_DATA)]
@@ -78,8 +98,9 @@ class Sender:
         return line
 
 
-def carried(run_dir: Path) -> list[Path]:
-    return sorted(path for path in run_dir.iterdir() if CARRIED.fullmatch(path.name) and path.is_file())
+def carried(run_dir: Path, own: Callable[[str], bool] | None = None) -> list[Path]:
+    found = (path for path in run_dir.iterdir() if CARRIED.fullmatch(path.name) and path.is_file())
+    return sorted(path for path in found if own is None or own(path.name))
 
 
 @dataclass(slots=True)
@@ -116,21 +137,30 @@ class Receiver:
                 return None
             arrival.gaps += int(number) > arrival.next_number
             arrival.next_number = int(number) + 1
-            self._take(arrival, kind, words[0] if words else "")
-        except (ValueError, KeyError, zlib.error):
+            self._take(int(node), arrival, kind, words[0] if words else "")
+        except (ValueError, KeyError, TypeError, zlib.error):
             # A number that cannot be trusted is not counted on: the next line shows the gap.
             pass
         return None
 
-    def _take(self, arrival: Arrival, kind: str, rest: str) -> None:
+    def _take(self, node: int, arrival: Arrival, kind: str, rest: str) -> None:
         if kind == "hello":
             arrival.facts, arrival.received_wall_s = json.loads(rest), time.time()
+            self._note_clock(node, arrival)
         elif kind == "part":
             self._take_part(*rest.split(" "))
         elif kind == "whole":
             self._take_piece(arrival, *rest.split(" "))
         elif kind == "end":
             arrival.exit_code = int(rest)
+
+    def _note_clock(self, node: int, arrival: Arrival) -> None:
+        """The node spoke after the controller wrote the spec and before its line was read."""
+        spec = self._run_dir / "spec.json"
+        if spec.exists() and arrival.received_wall_s is not None:
+            host, said_s = str(arrival.facts.get("host")), float(arrival.facts["wall_s"])
+            heard = clocks.heard(node, host, said_s, spec.stat().st_mtime, arrival.received_wall_s)
+            clocks.note(self._run_dir, [heard])
 
     def _take_part(self, name: str, offset: str, checksum: str, data: str) -> None:
         piece = _unpacked(data)
@@ -169,6 +199,23 @@ class Receiver:
                 ended = "its log ends early" if arrival.exit_code is None else "its log was cut"
                 partial.append(f"node {node} ({arrival.facts.get('host', 'unknown')}): {ended}{lost}")
         return "; ".join(partial) or None
+
+
+def spoken(name: str, data: bytes) -> str:
+    """A small file as a line of a rank's own output, for the agent to keep."""
+    return f"{SPOKEN} {name} {zlib.crc32(data):08x} {_packed(data)}"
+
+
+def understood(line: str) -> tuple[str, bytes] | None:
+    """The file that a rank's line carries; None for every other line, and for one that was torn."""
+    words = line.split()
+    if len(words) != 4 or words[0] != SPOKEN or not CARRIED.fullmatch(words[1]):
+        return None
+    try:
+        data = _unpacked(words[3])
+    except (ValueError, zlib.error):
+        return None
+    return (words[1], data) if f"{zlib.crc32(data):08x}" == words[2] else None
 
 
 def _packed(data: bytes) -> str:

@@ -17,6 +17,8 @@ from paceline.errors import RequestError
 # One of many ports that no service is known by; every launcher lets the user choose another.
 RENDEZVOUS_PORT = 29507
 _NODE = "PACELINE_NODE"
+# Different for each attempt at the same run, where the engine says one: nodes of two attempts never meet.
+ATTEMPT = "PACELINE_ATTEMPT"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +50,8 @@ def here(environ: Mapping[str, str]) -> Place:
     for engine, names in _ENGINES.items():
         node, nodes, master = (environ.get(name, "").strip() for name in names)
         if node.isdigit() and nodes.isdigit() and master:
-            first = first_host(master) if engine == "slurm" else master
+            # Names of Slurm's nodes need not resolve: its batch script says an address.
+            first = environ.get("PACELINE_MASTER") or first_host(master) if engine == "slurm" else master
             return _checked(Place(node=int(node), nodes=int(nodes), master=first, engine=engine))
     return Place(node=0, nodes=1, master="127.0.0.1", engine="none")
 

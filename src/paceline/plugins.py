@@ -14,6 +14,7 @@ import importlib
 import inspect
 import json
 import shlex
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -50,12 +51,15 @@ CONTRACT: dict[str, dict[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """Where one rank sits: which of how many, and the device it drives."""
+    """Where one rank sits: which of how many, the device it drives, since when (`time.monotonic`), and the folder of
+    its run's checkpoints."""
 
     rank: int
     local_rank: int
     world_size: int
     device: str
+    taken_at_s: float = field(default_factory=time.monotonic, compare=False)
+    checkpoints: str | None = None
 
     @property
     def torch_device(self) -> str:
@@ -63,7 +67,11 @@ class Seat:
 
 
 class Trainer(Protocol):
-    """A model under one strategy. Losses arrive undivided: dividing by the accumulation is its own affair."""
+    """A model under one strategy. Losses arrive undivided: dividing by the accumulation is its own affair.
+
+    One that can be continued also has `save(folder)` and `load(folder)`, called on every rank between two steps: what
+    has learned and the optimizer's state, as this rank and its peers hold it, to the last bit.
+    """
 
     @property
     def updates(self) -> int:

@@ -61,6 +61,8 @@ def fields(spec: RunSpec) -> dict[str, Any]:
         "timeout_s": spec.timeout_s,
         "stall_s": spec.stall_s,
         "telemetry_hz": spec.telemetry_hz,
+        **({"max_restarts": spec.max_restarts} if spec.max_restarts else {}),
+        **({"checkpoint_every": spec.checkpoint_every} if spec.checkpoint_every else {}),
     }
 
 

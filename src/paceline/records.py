@@ -11,8 +11,12 @@ from enum import StrEnum
 from typing import Any, ClassVar, get_args
 
 from paceline.acceptance import HealthSample, ProductSample, TrajectorySample
+from paceline.interruptions import AttemptSample, CheckpointSample, StartSample
 from paceline.models import Shape
 from paceline.models import load as load_shape
+from paceline.probes import CollectiveSample as CollectiveSample
+from paceline.probes import KernelSample as KernelSample
+from paceline.probes import OverlapSample as OverlapSample
 from paceline.serving import ClientSample, RequestSample
 from paceline.spec import PROBING, RunSpec, Scalar
 
@@ -136,75 +140,6 @@ class TraceSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CollectiveSample:
-    """One row of a sweep on one rank: every timed iteration of one operation at one size.
-
-    size_bytes is nccl-tests' S, count its elements. mode: `single` times each launch, `batch` and `graph` time `batch`
-    launches at once, so a duration covers that many. wrong counts elements that differ from what all ranks' payloads
-    give. status is ok, oom or unsupported; the last two have no durations. peer and turn are of the pair tournament.
-    """
-
-    kind: ClassVar[str] = "collective"
-    rank: int
-    operation: str
-    dtype: str
-    size_bytes: int
-    count: int
-    group_size: int
-    in_place: bool
-    mode: str
-    batch: int
-    durations_s: tuple[float, ...]
-    wrong: int | None
-    status: str = "ok"
-    error: str | None = None
-    peer: int | None = None
-    turn: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OverlapSample:
-    """A collective beside matrix products on one rank: each alone, then both at once, iteration by iteration."""
-
-    kind: ClassVar[str] = "overlap"
-    rank: int
-    operation: str
-    dtype: str
-    size_bytes: int
-    group_size: int
-    collective_s: tuple[float, ...]
-    compute_s: tuple[float, ...]
-    together_s: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelSample:
-    """One kernel or copy on one device, every timed iteration. Work is stated, rates are computed afterwards.
-
-    kernel: matmul, attention_forward, attention_backward, copy, h2d, d2h. label says which shape, variant which way
-    (pinned, pageable, a kernel's name), size what the sweep varies (side, bytes, sequence length; None for a model's
-    own product). flops and moved_bytes are of one iteration. wrong counts checked elements that differ from the exact
-    result. status is ok, oom, unsupported, skipped (it would take too long) or failed; only ok has durations. repeat
-    counts how often the same row was measured before, where it is measured more than once.
-    """
-
-    kind: ClassVar[str] = "kernel"
-    rank: int
-    kernel: str
-    dtype: str
-    label: str
-    variant: str
-    flops: int | None
-    moved_bytes: int | None
-    durations_s: tuple[float, ...]
-    status: str = "ok"
-    error: str | None = None
-    size: int | None = None
-    wrong: int | None = None
-    repeat: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ComponentSample:
     """Bytes of one part of a rank's memory. source: `held` was read from the trainer's own tensors (parameters,
     optimizer, gradients, standing_gradients) or is a limit (capacity; room: what the process had to itself when it ran
@@ -294,6 +229,9 @@ Sample = (
     | HealthSample
     | RequestSample
     | ClientSample
+    | StartSample
+    | CheckpointSample
+    | AttemptSample
 )
 SAMPLE_TYPES: dict[str, type[Sample]] = {t.kind: t for t in get_args(Sample)}
 
@@ -341,7 +279,8 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """One sealed run folder, read back."""
+    """One sealed run folder, read back. Of a run that was restarted, steps hold each step's last measurement and
+    redone those that a later attempt did again; attempts is empty where there was one alone."""
 
     spec: RunSpec
     status: Status
@@ -367,6 +306,10 @@ class RunRecord:
     health: tuple[HealthSample, ...] = ()
     requests: tuple[RequestSample, ...] = ()
     clients: tuple[ClientSample, ...] = ()
+    starts: tuple[StartSample, ...] = ()
+    checkpoints: tuple[CheckpointSample, ...] = ()
+    attempts: tuple[AttemptSample, ...] = ()
+    redone: Sequence[StepSample] = ()
 
     @property
     def evidence(self) -> Evidence | None:

@@ -5,24 +5,23 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from paceline import capsule, store, supervision
+from paceline import attempts, capsule, restarts, store, supervision
 from paceline.analysis import validity
 from paceline.analysis.certificate import certify
 from paceline.campaign import write_plan
-from paceline.errors import LaunchError, RequestError, StoreError
+from paceline.errors import RequestError, StoreError
 from paceline.plugins import Launcher, load
-from paceline.records import Outcome, RunRecord, Status
-from paceline.spec import PROBING, Choice, RunSpec, Topology, WarmUp
-from paceline.supervision import End, Observer
+from paceline.records import RunRecord, Status
+from paceline.spec import PROBING, Choice, RunSpec, Topology, WarmUp, require
+from paceline.supervision import Launch, Observer
 
 POLL_S = 0.1
 # A large model takes some 15 s of one core for each of a dozen settings.
@@ -68,6 +67,7 @@ def reference_of(spec: RunSpec) -> RunSpec:
         timeout_s=spec.timeout_s * spec.topology.world_size * variants,
         warmup=WarmUp(),
         repeat=0,
+        checkpoint_every=None,
     )
 
 
@@ -139,32 +139,28 @@ def _sealed_status(run_dir: Path, retry: bool) -> tuple[Status, str | None] | No
 
 def unsupported(spec: RunSpec) -> str | None:
     """The first reason why this spec cannot run, by arithmetic alone; wrong options raise RequestError."""
+    trains = spec.is_certified or spec.checkpoint_every is None
+    accepted = f"null with the workload {spec.workload.name}, which has no trajectory to go on with"
+    require(trains, "checkpoint_every", spec.checkpoint_every, accepted)
     plugins = [("workloads", spec.workload), ("strategies", spec.strategy), ("launchers", spec.launcher)]
     reasons = (load(kind, choice.name).check(spec) for kind, choice in plugins if choice is not None)
     return next((str(reason) for reason in reasons if reason), None)
 
 
 def execute(spec: RunSpec, out: Path, observer: Observer, reference: RunSpec | None) -> tuple[Status, str | None]:
-    """One run from an empty folder to its seal, or from the job that a dead controller left. Interrupted, it leaves a
-    folder without a seal, which is run again."""
-    launcher: Launcher = load("launchers", spec.launcher.name)
+    """One run from an empty folder to its seal, or from where a dead controller left it. Interrupted, it leaves a
+    folder without a seal, which is run again, or gone on with where it writes checkpoints."""
     run_dir = out / spec.experiment / spec.run_id
-    reason = unsupported(spec)
-    launch = supervision.adopt(launcher, spec, run_dir) if reason is None else None
-    if launch is None:
+    if (reason := unsupported(spec)) is not None:
         store.create(out, spec)
-    started_at = time.time() if launch is None else launch.submitted_at
-    if reason is not None:
-        store.seal(run_dir, Status.UNSUPPORTED, reason, started_at, time.time())
+        store.seal(run_dir, Status.UNSUPPORTED, reason, time.time(), time.time())
         return Status.UNSUPPORTED, reason
+    launcher: Launcher = load("launchers", spec.launcher.name)
+    spec, launch = _take_up(launcher, spec, out)
     observer.started(spec, run_dir)
-    try:
-        launch = launch or supervision.start(launcher, launcher.prepare(spec, run_dir), spec, run_dir)
-        end = supervision.follow(launcher, launch, spec, run_dir, observer)
-        status, error = judge(spec, run_dir, end)
-    except LaunchError as refusal:
-        status, error = Status.FAILED, str(refusal)
-    ended_at = time.time()
+    asked_at = time.time()
+    status, error = restarts.see_through(launcher, launch, spec, run_dir, observer)
+    started_at, ended_at = attempts.started_at(run_dir) or asked_at, time.time()
     if status is Status.OOM and is_advised(spec):
         advise(spec, run_dir, observer)
     if status is Status.OK:
@@ -172,6 +168,16 @@ def execute(spec: RunSpec, out: Path, observer: Observer, reference: RunSpec | N
         status, error = verdict(record, None if reference is None else out / spec.experiment / reference.run_id)
     store.seal(run_dir, status, error, started_at, ended_at)
     return status, error
+
+
+def _take_up(launcher: Launcher, spec: RunSpec, out: Path) -> tuple[RunSpec, Launch | None]:
+    """The job that an earlier controller started; else a folder for the next attempt, or for the first one."""
+    run_dir = out / spec.experiment / spec.run_id
+    known = attempts.standing(run_dir, spec)
+    launch = supervision.adopt(launcher, known, run_dir)
+    if launch is not None:
+        return known, launch
+    return known if attempts.goes_on(run_dir, known) else attempts.begin(out, spec), None
 
 
 def is_advised(spec: RunSpec) -> bool:
@@ -198,66 +204,6 @@ def advise(spec: RunSpec, run_dir: Path, observer: Observer) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
-
-
-def judge(spec: RunSpec, run_dir: Path, end: End) -> tuple[Status, str | None]:
-    """The status of a run that has ended, from what the ranks left and how the job went."""
-    outcomes = store.read_outcomes(run_dir)
-    bad = sorted((o for o in outcomes if o.status is not Status.OK), key=lambda o: o.ended_at)
-    if end.limit is not None and not bad:
-        return end.limit, end.text
-    whole = len(outcomes) == spec.topology.world_size
-    if end.state.status is not None and (bad or not whole):
-        # The engine knows why ranks vanished; those that were left only noticed.
-        return end.state.status, end.state.reason or f"the engine calls the job {end.state.status}"
-    log = _log_text(run_dir)
-    deaths = _deaths(log, {o.rank for o in outcomes})
-    if bad and not deaths:
-        return bad[0].status, _blame(bad[0], spec)
-    if whole and end.missing is None:
-        return Status.OK, None
-    if end.missing is not None and not deaths:
-        return Status.FAILED, f"results did not come home whole: {end.missing}"
-    return Status.FAILED, _unexplained(run_dir, end, log, deaths)
-
-
-def _log_text(run_dir: Path) -> str:
-    path = run_dir / "log.txt"
-    return path.read_text(errors="replace") if path.exists() else ""
-
-
-def _blame(outcome: Outcome, spec: RunSpec) -> str:
-    if spec.topology.world_size == 1 or outcome.status is Status.UNSUPPORTED:
-        return outcome.error or "no reason was left"
-    return f"rank {outcome.rank} on {outcome.host}: {outcome.error}"
-
-
-_DEATH = re.compile(r"rank\s*:\s*(\d+) \(local_rank.*?exitcode\s*:\s*(-?\d+)", re.DOTALL)
-
-
-def _deaths(log: str, spoke: Collection[int]) -> dict[int, int]:
-    """Exit codes of ranks that died without an outcome, by torchrun's log: its root cause, and the others that it did
-    not end itself. Such a rank is to blame: its peers only noticed that it was gone, and said so."""
-    others, _, cause = log.rpartition("Root Cause")
-    found = [(int(rank), int(code)) for rank, code in _DEATH.findall(others)]
-    found = [death for death in found if death[1] != -signal.SIGTERM]
-    found += [(int(rank), int(code)) for rank, code in _DEATH.findall(cause)]
-    return {rank: code for rank, code in found if rank not in spoke}
-
-
-def _unexplained(run_dir: Path, end: End, log: str, deaths: Mapping[int, int]) -> str:
-    """A rank that left no outcome was killed, or ended itself without a word."""
-    if not deaths:
-        lines = [line for line in log.strip().splitlines() if line.strip()]
-        return (
-            f"the job ended with exit code {end.state.exit_code}: {lines[-1][:300] if lines else 'it printed nothing'}"
-        )
-    rank, code = min(deaths.items())
-    if code == -signal.SIGKILL:
-        return f"rank {rank} was killed by signal 9 (by hand, or because the host ran out of memory)"
-    if code < 0:
-        return f"rank {rank} was ended by signal {-code} ({signal.Signals(-code).name})"
-    return f"rank {rank} ended with exit code {code} and left no outcome; see {run_dir / 'log.txt'}"
 
 
 def verdict(record: RunRecord, reference_dir: Path | None) -> tuple[Status, str | None]:

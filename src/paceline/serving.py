@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from paceline.errors import RequestError
+from paceline.choices import require
 
 SCENARIOS = ("offline", "server", "interactive", "single_stream", "concurrency", "constant", "trace")
 # Requests of these are due by a schedule, so that sending one late is the client's own fault.
@@ -42,20 +42,20 @@ class Serving:
     keeps_text: bool = False
 
     def __post_init__(self) -> None:
-        _require(self.scenario in SCENARIOS, "scenario", self.scenario, ", ".join(SCENARIOS))
-        _require(self.api in APIS, "api", self.api, " or ".join(APIS))
-        _require(self.partition in PARTITIONS, "partition", self.partition, " or ".join(PARTITIONS))
+        require(self.scenario in SCENARIOS, "scenario", self.scenario, ", ".join(SCENARIOS))
+        require(self.api in APIS, "api", self.api, " or ".join(APIS))
+        require(self.partition in PARTITIONS, "partition", self.partition, " or ".join(PARTITIONS))
         for name in ("requests", "concurrency", "max_tokens"):
             value = getattr(self, name)
-            _require(value is None or value >= 1, name, value, "a whole number from 1")
-        _require(self.warmup_requests >= 0, "warmup_requests", self.warmup_requests, "a whole number from 0")
+            require(value is None or value >= 1, name, value, "a whole number from 1")
+        require(self.warmup_requests >= 0, "warmup_requests", self.warmup_requests, "a whole number from 0")
         for name in ("rate_per_s", "ttft_limit_s", "tpot_limit_s", "latency_limit_s", "request_timeout_s"):
             value = getattr(self, name)
-            _require(value is None or 0 < value < math.inf, name, value, "a positive number")
+            require(value is None or 0 < value < math.inf, name, value, "a positive number")
         needs_rate = self.scenario in ("server", "interactive", "constant")
-        _require(not needs_rate or self.rate_per_s is not None, "rate_per_s", None, f"a rate with {self.scenario}")
+        require(not needs_rate or self.rate_per_s is not None, "rate_per_s", None, f"a rate with {self.scenario}")
         closed = self.scenario == "concurrency"
-        _require(not closed or self.concurrency is not None, "concurrency", None, f"a number with {self.scenario}")
+        require(not closed or self.concurrency is not None, "concurrency", None, f"a number with {self.scenario}")
 
     @property
     def limits(self) -> dict[str, float | None]:
@@ -126,8 +126,3 @@ class ClientSample:
     clock_doubt_ns: int
     clock_drift_ns: int
     plan: str
-
-
-def _require(condition: bool, where: str, given: object, accepted: str) -> None:
-    if not condition:
-        raise RequestError(f"{where}: {given!r} was given; accepted is {accepted}")

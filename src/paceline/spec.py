@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from paceline.choices import Choice as Choice
+from paceline.choices import Scalar as Scalar
+from paceline.choices import require as require
 from paceline.designs import Design
-from paceline.errors import RequestError
 from paceline.serving import Serving
 
 SCHEMA = 1
@@ -43,62 +45,6 @@ PROBING = ("frontier",)
 
 # One reading takes the driver a few milliseconds.
 FASTEST_TELEMETRY_HZ = 50.0
-
-Scalar = str | int | float | bool | None
-
-
-def require(condition: bool, where: str, given: object, accepted: str) -> None:
-    """Refuse a value with the one sentence every user error has: where, what was given, what is accepted."""
-    if not condition:
-        raise RequestError(f"{where}: {given!r} was given; accepted is {accepted}")
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A plugin by name with its options, written `zero:stage=2,overlap=false`."""
-
-    name: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def parse(cls, text: str) -> Choice:
-        """`name` or `name:key=value,key=value`; values read as JSON where they are, else as text."""
-        name, _, rest = text.partition(":")
-        options: dict[str, Any] = {}
-        for part in filter(None, _outer_parts(rest)):
-            key, equals, value = part.partition("=")
-            require(bool(equals and key.strip()), f"option of {name}", part, "key=value")
-            options[key.strip()] = _value(value.strip())
-        require(bool(name.strip()), "name of a choice", text, "name or name:key=value,...")
-        return cls(name.strip(), options)
-
-    def __str__(self) -> str:
-        parts = (
-            f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in self.options.items()
-        )
-        return ":".join(filter(None, (self.name, ",".join(parts))))
-
-
-def _outer_parts(text: str) -> list[str]:
-    """Split at commas, but not at those within a JSON list, object or text."""
-    parts, depth, quoted, begin = [], 0, False, 0
-    for place, sign in enumerate(text):
-        if sign == '"' and (not place or text[place - 1] != "\\"):
-            quoted = not quoted
-        elif not quoted:
-            depth += (sign in "[{") - (sign in "]}")
-            if sign == "," and depth <= 0:
-                parts.append(text[begin:place])
-                begin = place + 1
-    return [*parts, text[begin:]]
-
-
-def _value(text: str) -> Any:
-    """JSON where it is, else text."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +168,9 @@ class Tuning:
 class RunSpec:
     """One launch. Everything that decides what is computed stands here; nothing else reaches the worker.
 
-    design is the plan this run was made for. It decides nothing that is computed, so no identity holds it.
+    design is the plan this run was made for. It decides nothing that is computed, so no identity holds it. Nor is
+    lineage part of any: the controller's mark of one launch, by which its attempts know their own checkpoints. contents
+    are digests of what `model` and `data` name on the disk, so that other data under the same path is other work.
     """
 
     experiment: str
@@ -246,6 +194,8 @@ class RunSpec:
     max_restarts: int = 0
     checkpoint_every: int | None = None
     design: Design | None = None
+    contents: Mapping[str, str] = field(default_factory=dict)
+    lineage: str | None = None
 
     def __post_init__(self) -> None:
         require(
@@ -318,8 +268,18 @@ class RunSpec:
                 "data": str(t.data),
                 "optimizer": [t.learning_rate, t.weight_decay, t.clip_norm],
                 **({"tuning": dataclasses.asdict(self.tuning)} if self.tuning else {}),
+                **({"contents": dict(self.contents)} if self.contents else {}),
             }
         )
+
+    @property
+    def model_text(self) -> str:
+        """The model as tables name it: of a directory its last part, and what is in it."""
+        return _told(self.model, self.contents.get("model"))
+
+    @property
+    def data_text(self) -> str:
+        return _told(self.training.data, self.contents.get("data"))
 
     def axes(self) -> dict[str, Scalar]:
         """The flat words by which people tell runs apart, in tables, filters and plots."""
@@ -327,7 +287,7 @@ class RunSpec:
         places: dict[str, Scalar] = {
             "workload": str(self.workload),
             "strategy": str(self.strategy) if self.strategy else None,
-            "model": None if self.workload.name == "collectives" else str(self.model),
+            "model": None if self.workload.name == "collectives" else self.model_text,
             "launcher": self.launcher.name,
             "device": self.topology.device,
             "nodes": self.topology.nodes,
@@ -348,7 +308,7 @@ class RunSpec:
             "checkpointing": t.checkpointing,
             "compile": t.compile,
             "bucket_mb": t.bucket_mb,
-            "data": str(t.data),
+            "data": self.data_text,
             **self._tuning_axes(),
             "seed": self.seed,
             "steps": self.steps,
@@ -397,13 +357,30 @@ class RunSpec:
         return cls(**values)
 
     def _without(self, *fields: str) -> dict[str, Any]:
-        """What makes an identity. A run that tunes nothing is what it was before there was tuning, one without
-        checkpoints what it was before there were any; the design it is a point of, how often gauges are read beside
-        it and how often it may be restarted change nothing of it."""
-        absent = ("telemetry_hz", "design", "max_restarts", *(() if self.tuning else ("tuning",)))
-        absent += () if self.checkpoint_every else ("checkpoint_every",)
-        absent += () if self.serving else ("serving", "engine")
+        """What makes an identity. A run that tunes or serves nothing, makes no checkpoint or reads no file is what it
+        was before there was such a thing; the design it is a point of, how often gauges are read beside it and how
+        often it may be restarted change nothing of it."""
+        unasked = ("tuning", "contents", "checkpoint_every", "serving", "engine")
+        empty = (name for name in unasked if not getattr(self, name))
+        absent = ("telemetry_hz", "design", "max_restarts", "lineage", *empty)
         return {key: value for key, value in dataclasses.asdict(self).items() if key not in (*fields, *absent)}
+
+
+def _told(choice: Choice, contents: str | None) -> str:
+    """A choice without the folders of its paths, which are nobody's business in a table; a digest tells them apart."""
+    paths = [text for text in (choice.name, *choice.options.values()) if isinstance(text, str) and "/" in text]
+    if not paths and contents is None:
+        return str(choice)
+    mark = f"@{(contents or _digest(paths))[:8]}"
+    last = {key: _last_part(value) for key, value in choice.options.items()}
+    if "path" in last:
+        last["path"] = f"{last['path']}{mark}"
+        return str(Choice(choice.name, last))
+    return str(Choice(f"{_last_part(choice.name)}{mark}", last))
+
+
+def _last_part(value: Scalar) -> Scalar:
+    return value.rstrip("/").rpartition("/")[2] if isinstance(value, str) else value
 
 
 def _digest(value: object) -> str:

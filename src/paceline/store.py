@@ -8,7 +8,10 @@ DIR/<experiment>/<run_id>/
   samples-gauges-<rank>.jsonl   GPUs and host beside the run (first rank of a host)
   samples-advice.jsonl    after a run out of memory: what was predicted of other settings (adviser)
   log.txt             everything the processes printed
+  clocks.json         how far the clocks of other hosts are off, where some took part
   status.json         how it ended (controller, last): its existence means complete
+  checkpoints/        of a run that writes them, the last two; gone when it ended ok
+  samples-<rank>.<n>.jsonl, samples-attempts.jsonl, restarts/<n>/    of lost attempts that this launch made up for
   attempts/<n>/       files of earlier attempts that were interrupted
 """
 
@@ -22,6 +25,7 @@ import math
 import mmap
 import multiprocessing
 import os
+import shutil
 import signal
 import struct
 import sys
@@ -32,7 +36,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline import neutral, redaction, samples
+from paceline import neutral, redaction, trajectory
 from paceline.errors import RequestError, StoreError
 from paceline.files import write_atomically
 from paceline.processes import end_with_parent
@@ -47,8 +51,21 @@ from paceline.records import (
 from paceline.series import StepSeries
 from paceline.spec import RunSpec
 
-PHASES = ("start", "setup", "data", "forward", "backward", "optimizer", "warmup", "timing", "verify", "done")
+PHASES = (
+    "start",
+    "setup",
+    "data",
+    "forward",
+    "backward",
+    "optimizer",
+    "checkpoint",
+    "warmup",
+    "timing",
+    "verify",
+    "done",
+)
 _PROGRESS = struct.Struct("<qqqddd")
+CHECKPOINTS = "checkpoints"
 
 
 # --- writing -------------------------------------------------------------------------------------------------------
@@ -72,6 +89,8 @@ def create(out: Path, spec: RunSpec) -> Path:
 
 
 def _set_aside(run_dir: Path) -> None:
+    # Nothing goes on from the checkpoints of a launch that is set aside, and they are large.
+    shutil.rmtree(run_dir / CHECKPOINTS, ignore_errors=True)
     left = [path for path in run_dir.iterdir() if path.name != "attempts"]
     if not left:
         return
@@ -180,10 +199,7 @@ def read_unsealed(run_dir: Path, ended_at: float, started_at: float) -> RunRecor
 
 
 def _assemble(run_dir: Path, status: Status, error: str | None, started_at: float, ended_at: float) -> RunRecord:
-    steps: list[Sequence[Any]] = []
-    found: list[Sample] = []
-    for path in sorted(run_dir.glob("samples-*.jsonl")):
-        samples.collect(path, steps, found)
+    found = trajectory.read(sorted(run_dir.glob("samples-*.jsonl")))
     return RunRecord(
         spec=read_spec(run_dir),
         status=status,
@@ -193,8 +209,9 @@ def _assemble(run_dir: Path, status: Status, error: str | None, started_at: floa
         path=str(run_dir),
         outcomes=read_outcomes(run_dir),
         machines=read_machines(run_dir),
-        steps=StepSeries(steps),
-        **{field: tuple(s for s in found if s.kind == kind) for field, kind in _FIELDS.items()},  # type: ignore[arg-type]
+        steps=StepSeries(found.steps),
+        redone=StepSeries(found.redone) if found.redone else (),
+        **{field: tuple(s for s in found.others if s.kind == kind) for field, kind in _FIELDS.items()},  # type: ignore[arg-type]
     )
 
 
@@ -214,6 +231,9 @@ _FIELDS = {
     "health": "health",
     "requests": "request",
     "clients": "client",
+    "starts": "start",
+    "checkpoints": "checkpoint",
+    "attempts": "attempt",
 }
 
 
@@ -221,7 +241,12 @@ def read_spec(run_dir: Path) -> RunSpec:
     return RunSpec.from_dict(_current(read_json(run_dir / "spec.json"), run_dir))
 
 
-def _current(raw: Mapping[str, Any], run_dir: Path) -> Mapping[str, Any]:
+def spec_of(text: str) -> RunSpec:
+    """A spec that came without a folder."""
+    return RunSpec.from_dict(_current(json.loads(text), "the spec"))
+
+
+def _current(raw: Mapping[str, Any], run_dir: Path | str) -> Mapping[str, Any]:
     """Bring an older schema up to date; schema 1 is the first, so nothing has to be moved yet."""
     schema = raw.get("schema")
     if schema != SCHEMA:

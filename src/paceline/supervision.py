@@ -16,24 +16,25 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline import store
+from paceline.attempts import JOB
 from paceline.errors import StoreError
 from paceline.plugins import Job, JobState, Launcher
 from paceline.records import Status
 from paceline.spec import RunSpec
 
 POLL_S = 0.1
-JOB = "job.json"
 
 
 class Observer(Protocol):
     """Whoever watches a campaign: the terminal, a log, a test. begin is called again when runs were added, waiting
-    while the engine has not started the job yet, advising while settings that would fit are looked for after a run out
-    of memory."""
+    while the engine has not started the job yet, restarting when an attempt was lost and the next one follows (left:
+    how many more may), advising while settings that would fit are looked for after a run out of memory."""
 
     def begin(self, specs: Sequence[RunSpec]) -> None: ...
     def started(self, spec: RunSpec, run_dir: Path) -> None: ...
     def waiting(self, spec: RunSpec, reason: str, seconds: float) -> None: ...
     def moved(self, spec: RunSpec, positions: Sequence[store.Progress]) -> None: ...
+    def restarting(self, spec: RunSpec, reason: str, left: int) -> None: ...
     def advising(self, spec: RunSpec, seconds: float) -> None: ...
     def ended(self, spec: RunSpec, status: Status, error: str | None, known: bool) -> None: ...
 
@@ -84,9 +85,11 @@ def adopt(launcher: Launcher, spec: RunSpec, run_dir: Path) -> Launch | None:
 def follow(launcher: Launcher, launch: Launch, spec: RunSpec, run_dir: Path, observer: Observer) -> End:
     """Watch a job to its end and bring home what it left; whatever ends this function ends the job."""
     try:
-        end = _wait(launcher, launch.handle, spec, run_dir, observer)
+        end = _wait(launcher, launch, spec, run_dir, observer)
         collect = getattr(launcher, "collect", None)
         return end if collect is None else replace(end, missing=collect(launch.handle, run_dir))
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("the job under way was cancelled") from None
     finally:
         launcher.cancel(launch.handle)
 
@@ -105,12 +108,15 @@ class Vigil:
         return time.monotonic() - self.moved_at
 
 
-def _wait(launcher: Launcher, handle: Mapping[str, Any], spec: RunSpec, run_dir: Path, observer: Observer) -> End:
+def _wait(launcher: Launcher, launch: Launch, spec: RunSpec, run_dir: Path, observer: Observer) -> End:
     submitted = began = time.monotonic()
-    vigil = Vigil()
+    vigil, seen = Vigil(), False
     while True:
-        state = launcher.poll(handle)
+        state = launcher.poll(launch.handle)
         positions = store.read_progress(run_dir)
+        if positions and not seen:
+            seen = True
+            _note_begin(run_dir)
         if not state.running:
             return End(state)
         if state.waiting is not None:
@@ -129,6 +135,14 @@ def _wait(launcher: Launcher, handle: Mapping[str, Any], spec: RunSpec, run_dir:
             who = name_stalled(positions, spec, here)
             return End(state, Status.HANG, f"nothing moved for {spec.stall_s:g} s: {who}")
         time.sleep(POLL_S)
+
+
+def _note_begin(run_dir: Path) -> None:
+    """When the first rank was seen, for a later controller too: what a restart cost is counted from here."""
+    with contextlib.suppress(StoreError):
+        known = store.read_json(run_dir / JOB)
+        if known.get("began_at") is None:
+            store.write_json(run_dir / JOB, {**known, "began_at": time.time()})
 
 
 def _whereabouts(positions: Sequence[store.Progress], spec: RunSpec) -> str:

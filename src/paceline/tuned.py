@@ -98,6 +98,14 @@ class Tuned(nn.Module):
                 parts |= {"absmax2": state.state2.absmax, "code2": state.state2.code}
                 yield from ((f"{name}.weight.{part}", value) for part, value in parts.items())
 
+    def hold_codes_as_floats(self) -> frozenset[str]:
+        """Keep 4-bit weights as bf16 numbers of the same bits, and tell their names: FSDP2 of torch 2.11 shards no
+        whole numbers. Copies and gathers within one dtype move bits, whatever number they make."""
+        found = {name: part for name, part in self.named_modules() if getattr(part, "quant_state", None) is not None}
+        for part in found.values():
+            part.weight = nn.Parameter(part.weight.data.flatten().view(torch.bfloat16), requires_grad=False)
+        return frozenset(f"{name}.weight" for name in found)
+
 
 def document_mask(positions: Tensor) -> Tensor:
     """(b, 1, L, L), true where a place may look: at itself and before, within its own document."""
@@ -259,6 +267,11 @@ def _quantised(linear: nn.Linear, path: str, values: Values, dtype: torch.dtype)
     return module  # type: ignore[no-any-return]
 
 
+def codes_of(held: Tensor) -> Tensor:
+    """The column of bytes, two codes each, that bitsandbytes packed, however its bits are held."""
+    return held.view(torch.uint8).view(-1, 1)
+
+
 @functools.cache
 def _product_4bit() -> Any:
     """The class, once bitsandbytes is known to be there."""
@@ -280,7 +293,8 @@ def _product_4bit() -> Any:
             )
 
         def forward(self, x: Tensor) -> Tensor:
-            return bnb.matmul_4bit(x.to(self.compute_dtype), self.weight, self.quant_state, bias=self.bias)  # type: ignore[no-any-return]
+            codes = self.weight if self.weight.dtype == torch.uint8 else codes_of(self.weight)
+            return bnb.matmul_4bit(x.to(self.compute_dtype), codes, self.quant_state, bias=self.bias)  # type: ignore[no-any-return]
 
     return Product4bit
 

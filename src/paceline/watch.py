@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline import agenda, neutral
 from paceline.campaign import CampaignView, read_views
+from paceline.present import agenda as schedules
 from paceline.present.progress import left_text, pulse_text, title
 
 if TYPE_CHECKING:
@@ -17,14 +20,26 @@ REFRESH_S = 2.0
 
 
 def folder_lines(out: Path) -> tuple[list[str], bool]:
-    """A line per experiment and per unfinished run, and whether anything is running."""
-    views = read_views(out)
+    """A line per experiment and per unfinished run, then what is scheduled, and whether anything is running."""
+    planned, unreadable = agenda.views(out, datetime.now(UTC))
+    views = campaigns(out, planned)
     lines = [line for view in views for line in view_lines(view)]
+    lines += [neutral.text(line) for schedule in planned for line in schedules.lines(schedule)] + unreadable
     return lines or [f"{out}: no run yet"], any(view.running for view in views)
 
 
+def campaigns(out: Path, planned: Sequence[agenda.ScheduleView]) -> list[CampaignView]:
+    """Every experiment of the folder; of those that schedules have left only the ones under way. Each day adds one, the
+    schedule's history tells how they ended, and to read them all would take longer than a look may."""
+    folders = [out]
+    if (out / agenda.FOLDER).is_dir():
+        folders = sorted(path for path in out.iterdir() if path.is_dir() and path.name != agenda.FOLDER)
+    folders += schedules.running_folders(out, planned)
+    return [view for folder in folders for view in read_views(folder)]
+
+
 def view_lines(view: CampaignView) -> Iterator[str]:
-    yield f"{view.experiment}: {_counts(view)}{_standing(view)}"
+    yield f"{view.experiment}: {standing_text(view)}"
     for pulse in view.pulses:
         yield f"  running: {title(pulse.spec)}: {pulse_text(pulse)}"
     for run in view.starting:
@@ -33,6 +48,11 @@ def view_lines(view: CampaignView) -> Iterator[str]:
         yield f"  interrupted: {run}"
     if len(view.interrupted) > MOST_NAMED:
         yield f"  and {len(view.interrupted) - MOST_NAMED} more interrupted"
+
+
+def standing_text(view: CampaignView) -> str:
+    """How its runs ended, and what a reader would do next."""
+    return f"{_counts(view)}{_standing(view)}"
 
 
 def _counts(view: CampaignView) -> str:
@@ -57,8 +77,11 @@ def screen(out: Path) -> tuple[RenderableType, bool]:
     from rich.console import Group
     from rich.text import Text
 
-    views = read_views(out)
+    planned, unreadable = agenda.views(out, datetime.now(UTC))
+    views = campaigns(out, planned)
     parts = [part for view in views for part in _panel(view)]
+    told = (*(line for schedule in planned for line in schedules.lines(schedule)), *unreadable)
+    parts += [Text(neutral.text(line), no_wrap=True, overflow="ellipsis") for line in told]
     return Group(*parts) if parts else Text(f"{out}: no run yet"), any(view.running for view in views)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import faulthandler
 import gc
+import json
 import os
 import re
 import signal
@@ -13,9 +14,10 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from paceline import places, store
+from paceline import parcel, places, store
 from paceline.capacity import room_bytes
 from paceline.errors import InvalidRunError, RequestError, UnsupportedError
 from paceline.machine import probe
@@ -84,7 +86,11 @@ def main(argv: list[str]) -> int:
         status, error = attempt(run_dir, rank, recorder)
         if status is Status.OOM:
             note_room(run_dir, rank, recorder)
-        recorder.close()
+        try:
+            recorder.close()
+        except OSError as full:
+            # What was still to be written found no room.
+            status, error = (Status.FAILED, f"OSError: {full}") if status is Status.OK else (status, error)
     outcome = Outcome(
         rank=rank,
         status=status,
@@ -95,15 +101,33 @@ def main(argv: list[str]) -> int:
         ended_at=time.time(),
         evidence=recorder.evidence,
     )
-    store.write_outcome(run_dir, outcome)
-    return 0 if status is Status.OK else 1
+    return 0 if leave_outcome(run_dir, outcome) is Status.OK else 1
+
+
+def leave_outcome(run_dir: Path, outcome: Outcome) -> Status:
+    """Write the outcome; where the disk takes none it is printed, for the agent of this node to hand on. Returns the
+    status that was told: without its evidence no run is ok."""
+    try:
+        store.write_outcome(run_dir, outcome)
+        return outcome.status
+    except OSError as full:
+        sentence = outcome.error or f"the outcome could not be written: {full}"
+    short = replace(outcome, status=_unless_ok(outcome.status), error=sentence, evidence=None)
+    content = json.dumps(asdict(short)).encode()
+    sys.stdout.write(f"{parcel.spoken(f'outcome-{outcome.rank}.json', content)}\n")
+    sys.stdout.flush()
+    return short.status
+
+
+def _unless_ok(status: Status) -> Status:
+    return Status.FAILED if status is Status.OK else status
 
 
 def attempt(run_dir: Path, rank: int, recorder: FolderRecorder) -> tuple[Status, str | None]:
     """Run the workload; whatever it raises becomes a status and one sentence. The only broad except of the package."""
     try:
         spec = store.read_spec(run_dir)
-        seat = take_seat(spec, rank)
+        seat = replace(take_seat(spec, rank), checkpoints=checkpoint_folder(spec, run_dir))
         recorder.device = seat.device
         if seat.local_rank == 0:
             facts = {**machine_facts(probe()), "host": places.node_name(os.environ)}
@@ -156,6 +180,17 @@ def take_seat(spec: RunSpec, rank: int) -> Seat:
         os.environ |= {"NCCL_HOSTID": f"paceline-rank-{rank}", "LOCAL_RANK": "0"}
         local_rank = 0
     return Seat(rank=rank, local_rank=local_rank, world_size=world_size, device=spec.topology.device)
+
+
+def checkpoint_folder(spec: RunSpec, run_dir: Path) -> str:
+    """Where the launcher says, or in the run folder, unless that is a node's own and ends with it."""
+    named = os.environ.get("PACELINE_CHECKPOINTS")
+    if spec.checkpoint_every is not None and named is None and "PACELINE_SPEC" in os.environ:
+        raise UnsupportedError(
+            "checkpoint_every was given, but this node's run folder ends with its job; accepted is a folder that all "
+            "nodes share, which the variable PACELINE_CHECKPOINTS names"
+        )
+    return named or str(run_dir / store.CHECKPOINTS)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,12 @@ from paceline.spec import Choice, RunSpec
 SHIPPED = [
     (kind, name) for kind in plugins.KINDS for name, text in plugins.names(kind).items() if not text.startswith("from ")
 ]
+# Options without which a plugin has nothing to work with.
+NEEDED = {
+    "kubernetes": {"image": "paceline"},
+    "ssh": {"hosts": ["gpu1"]},
+    "openai": {"url": "http://localhost:8000"},
+}
 IDS = [f"{kind}.{name}" for kind, name in SHIPPED]
 
 
@@ -59,19 +65,25 @@ def test_importing_every_plugin_imports_no_torch() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("kind", ["workloads", "strategies", "launchers"])
+@pytest.mark.parametrize("kind", ["workloads", "strategies", "launchers", "engines"])
 def test_check_is_arithmetic_on_the_controller(kind: str) -> None:
-    """`check` answers without torch, for every plugin of the kind."""
+    """`check` answers without torch, for every plugin of the kind, given what it cannot do without."""
     code = f"""
 import sys
 from paceline import plugins
 from paceline.spec import *
+from paceline.serving import Serving
 for name in plugins.names({kind!r}):
     spec = RunSpec(experiment="x", workload=Choice("pretrain"), model=Choice("tiny-llama"), steps=1,
                    strategy=Choice("ddp"), topology=Topology(device="cpu"), tuning=Tuning() if name in TUNED else None,
                    training=Training(sequence_length=8, micro_batch=1))
-    field = {{"workloads": "workload", "strategies": "strategy", "launchers": "launcher"}}[{kind!r}]
-    reason = plugins.load({kind!r}, name).check(dataclasses.replace(spec, **{{field: Choice(name)}}))
+    if name in SERVED or {kind!r} == "engines":
+        engine = Choice("openai", {NEEDED}["openai"])
+        spec = dataclasses.replace(spec, workload=Choice("inference"), serving=Serving(), engine=engine)
+    fields = {{"workloads": "workload", "strategies": "strategy", "launchers": "launcher", "engines": "engine"}}
+    field = fields[{kind!r}]
+    chosen = Choice(name, {NEEDED}.get(name, {{}}))
+    reason = plugins.load({kind!r}, name).check(dataclasses.replace(spec, **{{field: chosen}}))
     assert reason is None, (name, reason)
     assert "torch" not in sys.modules, name
 """

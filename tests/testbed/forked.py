@@ -26,6 +26,7 @@ from paceline.plugins import Job, load
 from paceline.processes import end_with_parent
 from paceline.spec import RunSpec
 from paceline.strategies import zero
+from testbed import mortal
 
 __all__ = ["HERE", "cancel", "check", "poll", "prepare", "submit"]
 
@@ -80,6 +81,7 @@ def fork(body: Callable[[], int]) -> int:
 def as_rank(rank: int, run_dir: Path, meeting: socket.socket) -> int:
     meeting.close()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    mortal.arm(rank, run_dir)
     return worker.main(["paceline.worker", str(run_dir)])
 
 

@@ -2,7 +2,8 @@
 
 They write what real ranks write, where they write it: position, samples, machine, outcome. What goes wrong is told by
 the variable LIGHT_FAULT, `WHAT:RANK`: die (killed by signal 9), fail (a sentence as its outcome), hang (moves no more),
-mute (ends without an outcome), full (no room on the disk). LIGHT_S is how long a rank lives.
+mute (ends without an outcome), full (no room on the disk), fill (takes all the room there is, then finds none). LIGHT_S
+is how long a rank lives. Deaths are told in torchrun's words.
 
 A spec whose workload is `reference` ends ok with them: its verdict needs finite losses only.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import faulthandler
 import os
 import signal
 import socket
@@ -19,6 +21,7 @@ import time
 from pathlib import Path
 
 from paceline import places, store
+from paceline.processes import end_with_parent
 from paceline.records import Outcome, Status, StepSample
 from paceline.spec import RunSpec
 
@@ -32,15 +35,19 @@ def main(argv: list[str]) -> int:
     run_dir = Path(rest[-1])
     spec, place = store.read_spec(run_dir), places.here(os.environ)
     port = known.master_port or int(known.rdzv_endpoint.rpartition(":")[2])
-    # Where ranks would meet: the other nodes look whether somebody answers.
+    # Where ranks would meet; agents have met before.
     _kept = socket.create_server(("", port)) if port and place.node == 0 else None
     first = place.node * known.nproc_per_node
     ranks = {fork(spec, run_dir, first + local): first + local for local in range(known.nproc_per_node)}
     while ranks:
         pid, status = os.wait()
-        code = os.waitstatus_to_exitcode(status)
-        ranks.pop(pid)
+        code, rank = os.waitstatus_to_exitcode(status), ranks.pop(pid)
         if code:
+            told = (
+                f"Root Cause:\n  rank      : {rank} (local_rank: {rank - first})\n  exitcode  : {code} (pid: {pid})\n"
+            )
+            sys.stdout.write(told)
+            sys.stdout.flush()
             for other in ranks:
                 os.kill(other, signal.SIGKILL)
             return 1
@@ -51,8 +58,11 @@ def fork(spec: RunSpec, run_dir: Path, rank: int) -> int:
     pid = os.fork()
     if pid == 0:
         code = 1
+        end_with_parent()
         try:
-            code = live(spec, run_dir, rank)
+            with (run_dir / f"stack-{rank}.txt").open("w") as stacks:
+                faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+                code = live(spec, run_dir, rank)
         finally:
             os._exit(code)
     return pid
@@ -62,7 +72,7 @@ def live(spec: RunSpec, run_dir: Path, rank: int) -> int:
     what, _, whom = os.environ.get("LIGHT_FAULT", "").partition(":")
     fault = what if whom and int(whom) == rank else ""
     host = places.node_name(os.environ)
-    store.write_json(run_dir / f"machine-{host}.json", {"host": host})
+    store.write_json(run_dir / f"machine-{host}.json", {"host": host, "cpu": None, "gpus": [], "versions": {}})
     position, began = store.ProgressFile(run_dir, rank), time.time()
     pause = float(os.environ.get("LIGHT_S", "0.5")) / spec.steps
     error = None
@@ -70,7 +80,7 @@ def live(spec: RunSpec, run_dir: Path, rank: int) -> int:
         for step in range(spec.steps):
             time.sleep(pause)
             if step == spec.steps // 2:
-                error = suffer(fault)
+                error = suffer(fault, run_dir)
             if error:
                 break
             position.mark(step, "forward")
@@ -87,17 +97,29 @@ def live(spec: RunSpec, run_dir: Path, rank: int) -> int:
         started_at=began,
         ended_at=time.time(),
     )
-    store.write_outcome(run_dir, outcome)
+    if fault == "fill":
+        from paceline.worker import leave_outcome
+
+        leave_outcome(run_dir, outcome)
+    else:
+        store.write_outcome(run_dir, outcome)
     return 1 if error else 0
 
 
-def suffer(fault: str) -> str | None:
+def suffer(fault: str, run_dir: Path) -> str | None:
     if fault == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "hang":
         time.sleep(3600)
     if fault == "full":
         return f"OSError: {os.strerror(errno.ENOSPC)}"
+    if fault == "fill":
+        try:
+            with (run_dir / "ballast").open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
+        except OSError as error:
+            return f"OSError: {error}"
     return "ValueError: asked to fail" if fault == "fail" else None
 
 

@@ -158,6 +158,14 @@ def test_plan_shows_every_run_and_starts_nothing(here: Path, capsys: pytest.Capt
     assert text.count("--nproc-per-node=1") == 1
 
 
+def test_plan_remarks_a_sequence_beyond_the_context(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = "the sequence length 257 is beyond the 256 positions that tiny-llama was made for"
+    settings = ["--set", "model=tiny-llama", "--set", "strategy=ddp", "--set"]
+    for length, said in ((256, 0), (257, 2)):
+        assert cli.main(["plan", "mine.yaml", *settings, f"sequence_length={length}"]) == 0
+        assert capsys.readouterr().out.count(told) == said, "of the run and of its reference"
+
+
 def test_plan_knows_what_is_sealed_and_what_cannot_be(
     here: Path, make_run: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:

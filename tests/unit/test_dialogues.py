@@ -126,6 +126,18 @@ def test_what_cannot_be_opened_is_refused_before_the_run(tmp_path: Path) -> None
             check_data(Choice("jsonl", options), 32, rows=True)
 
 
+@pytest.mark.parametrize("answer", ["", " \n"])
+def test_a_file_without_a_response_is_refused_before_the_run(tmp_path: Path, answer: str) -> None:
+    """Each document has an end to learn, so that a run on such a file would go through."""
+    silent: list[Any] = [{"prompt": "a", "response": answer}, {"instruction": "a", "output": answer}]
+    silent.append({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]})
+    path = write(tmp_path / "a.jsonl", *silent * 50)
+    with pytest.raises(RequestError, match=r"every response in .* is empty"):
+        check_data(Choice("jsonl", {"path": str(path)}), 32, rows=True)
+    write(path, *silent * 50, {"prompt": "a", "response": "b"})
+    check_data(Choice("jsonl", {"path": str(path)}), 32, rows=True)
+
+
 def test_tokens_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"prompt": "z", "response": "z"})
     with pytest.raises(UnsupportedError, match="up to 122, but the model's vocabulary has 100"):

@@ -118,3 +118,30 @@ def test_a_terminal_shows_the_campaign_the_run_and_where_it_is(
     finally:
         bars.close()
     assert "✓   1/2 ddp tiny x2 repeat 1 ok" in text(screen)
+
+
+def test_a_restart_is_told_with_its_reason_and_how_many_are_left(make_spec: Make) -> None:
+    for terminal in (False, True):
+        screen, spec = console(terminal=terminal), make_spec("ddp")
+        lines = display.observer_for(screen)
+        lines.begin([spec])
+        try:
+            lines.restarting(spec, "the node was [taken]", 1)
+            lines.restarting(spec, "the node was [taken]", 0)
+        finally:
+            lines.close()
+        shown = text(screen)
+        assert "1/1 ddp tiny x2 repeat 1: restarting: the node was [taken]; 1 more restart allowed" in shown
+        assert "; 0 more restarts allowed" in shown
+
+
+def test_a_reason_to_wait_is_told_once_whatever_it_counts(make_spec: Make) -> None:
+    screen, spec = console(), make_spec("ddp")
+    lines = display.Lines(screen)
+    lines.begin([spec])
+    for reason in ("0 of 3 nodes are free", "1 of 3 nodes are free", "pulling the image", "2 of 3 nodes are free"):
+        lines.waiting(spec, reason, 1.0)
+    assert [line.partition("waiting: ")[2] for line in text(screen).splitlines()] == [
+        "0 of 3 nodes are free",
+        "pulling the image",
+    ]

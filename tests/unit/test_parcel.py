@@ -121,3 +121,25 @@ def test_damaged_and_hostile_lines_write_nothing(home: Path, line: str) -> None:
     receiver.feed(line)
     assert texts(home) == {}
     assert receiver.missing(1) is not None
+
+
+def test_what_the_disk_did_not_take_arrives_all_the_same(home: Path) -> None:
+    sender = parcel.Sender(None, 0)
+    sender.keep("outcome-0.json", b"no room")
+    receiver = parcel.Receiver(home)
+    for line in [*sender.changes(), *sender.farewell(1)]:
+        receiver.feed(line)
+    assert texts(home) == {"outcome-0.json": b"no room"}
+    assert receiver.missing(1) is None
+
+
+def test_a_file_too_long_for_a_line_comes_with_the_whole(node: Path, home: Path) -> None:
+    (node / "outcome-0.json").write_bytes(random.Random(2).randbytes(40_000))
+    sender = parcel.Sender(node, 0)
+    assert list(sender.changes()) == []
+    receiver = parcel.Receiver(home)
+    for line in sender.farewell(0):
+        assert len(line) < 16384
+        receiver.feed(line)
+    assert receiver.arrivals[0].gaps == 0
+    assert texts(home) == texts(node)

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from paceline import plugins, run, store, supervision
+from paceline.ending import judge
 from paceline.errors import RequestError
 from paceline.plugins import Job, JobState
 from paceline.records import MemorySample, Status
-from paceline.run import judge, reference_of, references_of
+from paceline.run import reference_of, references_of
 from paceline.spec import Choice, RunSpec
 from paceline.store import Progress
 from paceline.supervision import End, name_stalled
@@ -272,6 +273,7 @@ class Watcher:
     def started(self, spec: RunSpec, run_dir: Path) -> None: ...
     def waiting(self, spec: RunSpec, reason: str, seconds: float) -> None: ...
     def moved(self, spec: RunSpec, positions: Sequence[Progress]) -> None: ...
+    def restarting(self, spec: RunSpec, reason: str, left: int) -> None: ...
     def advising(self, spec: RunSpec, seconds: float) -> None: ...
     def ended(self, spec: RunSpec, status: Status, error: str | None, known: bool) -> None:
         self.known.append(known)

@@ -107,6 +107,21 @@ def test_4bit_weights_are_not_the_16_bit_ones() -> None:
     assert products[0].numel() == 128 * 128 // 2
 
 
+def test_codes_held_as_floats_are_the_same_bits() -> None:
+    """FSDP2 of torch 2.11 refuses a parameter of whole numbers, even one that does not learn."""
+    module, plain = tuned.build(spec(), "cpu"), tuned.build(spec(), "cpu")
+    names = module.hold_codes_as_floats()
+    weights, wanted = dict(module.named_parameters()), dict(plain.named_parameters())
+    assert all(weight.is_floating_point() for weight in weights.values())
+    assert names == {name for name, weight in wanted.items() if not weight.is_floating_point()}
+    assert all(torch.equal(tuned.codes_of(weights[name]), wanted[name]) for name in names)
+    teach(module), teach(plain)
+    loss, gradients = loss_and_gradients(module)
+    expected_loss, expected = loss_and_gradients(plain)
+    assert loss == expected_loss
+    assert all(torch.equal(gradients[name], expected[name]) for name in expected)
+
+
 def test_loss_is_the_mean_over_learned_labels() -> None:
     module = tuned.build(spec(), "cpu")
     inputs, labels = rows()

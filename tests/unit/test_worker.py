@@ -204,3 +204,18 @@ def test_ranks_that_share_a_gpu_read_it_once(
     assert gauges_of(tmp_path) == ["samples-gauges-0.jsonl"]
     assert {s.device for s in read_samples(tmp_path / "samples-gauges-0.jsonl")} == {None, 0}
     assert fake_nvml.opened == 0
+
+
+def test_checkpoints_stand_in_the_run_folder_or_where_the_launcher_says(
+    make_spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PACELINE_CHECKPOINTS", raising=False)
+    monkeypatch.delenv("PACELINE_SPEC", raising=False)
+    plain, kept = make_spec("ddp"), make_spec("ddp", checkpoint_every=2)
+    assert worker.checkpoint_folder(kept, tmp_path) == str(tmp_path / "checkpoints")
+    monkeypatch.setenv("PACELINE_SPEC", "{}")
+    assert worker.checkpoint_folder(plain, tmp_path) == str(tmp_path / "checkpoints"), "nothing is written there"
+    with pytest.raises(UnsupportedError, match=r"this node's run folder ends with its job; .* PACELINE_CHECKPOINTS"):
+        worker.checkpoint_folder(kept, tmp_path)
+    monkeypatch.setenv("PACELINE_CHECKPOINTS", "/volume")
+    assert worker.checkpoint_folder(kept, tmp_path) == "/volume"

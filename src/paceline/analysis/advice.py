@@ -19,14 +19,16 @@ def of(record: RunRecord) -> MemoryAdvice | None:
     room = room_bytes(record.components)
     if record.status is not Status.OOM or room is None or not record.alternatives:
         return None
-    own = next((s.bytes for s in record.alternatives if not s.change), None)
-    goal = goal_bytes(room, own)
+    own = next((s for s in record.alternatives if not s.change), None)
+    own_peak = own.bytes if own else None
+    goal = goal_bytes(room, own_peak)
     return MemoryAdvice(
         run=record.spec.run_id,
         cell=record.spec.cell,
         axes=record.spec.axes(),
         room_bytes=room,
-        own_peak_bytes=own,
+        own_peak_bytes=own_peak,
+        own_note=own.note if own else None,
         goal_bytes=goal,
         alternatives=tuple(_alternative(s, goal) for s in record.alternatives if s.change),
     )

@@ -174,8 +174,8 @@ def _measurement(
     unit, better = METRICS[metric]
     low, high = rate.interval
     bounds = sorted(map(formula, (low, high))) if low is not None and high is not None and low > 0 else (None, None)
-    training = cell.spec.training
-    samples = f"samples of {training.sequence_length} tokens ({training.data})" if metric in PER_SAMPLE else None
+    spec = cell.spec
+    samples = f"samples of {spec.training.sequence_length} tokens ({spec.data_text})" if metric in PER_SAMPLE else None
     notes = (price.origin if price else None, samples, launches_note(len(cell.windows)))
     return Measurement(
         metric=metric,

@@ -46,7 +46,7 @@ LARGEST_NULL = 0.05
 # two of each (Student's t with 1 degree of freedom beyond 18.2).
 FALSE_VERDICTS = 0.035
 # Fields in which cells of one design may differ without being a factor of it, because they make no cell.
-_NO_CELL = ("timeout_s", "stall_s", "reference_steps")
+_NO_CELL = ("timeout_s", "stall_s", "reference_steps", "max_restarts")
 # Factors that accumulation may follow, so that the global batch stays. Where none of them varies, it is a setting.
 _SHARES_OF_BATCH = ("micro_batch", "processes", "nodes")
 

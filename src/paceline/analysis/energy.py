@@ -60,11 +60,20 @@ def window_energy(record: RunRecord, measured: Sequence[int]) -> WindowEnergy:
         return _unknown(f"{len(ours)} of {expected} {'GPUs' if cuda else 'hosts'} were read")
     found = []
     for source, samples in ours.items():
-        window = gauges.window_of(record, source.rank, measured)
-        if window is None:
+        windows = gauges.stretches(record, source.rank, measured)
+        if not windows:
             return _unknown("when the measured steps ran was not recorded")
-        found.append(between(samples, *window))
+        found.append(_joined([between(samples, *window) for window in windows]))
     return _sum(found)
+
+
+def _joined(parts: Sequence[WindowEnergy]) -> WindowEnergy:
+    """One device over stretches between which it did something else; unknown as soon as one of them is."""
+    unknown = next((part for part in parts if part.joules is None), None)
+    if unknown or len(parts) == 1:
+        return unknown or parts[0]
+    joules, seconds = sum(p.joules or 0.0 for p in parts), sum(p.seconds or 0.0 for p in parts)
+    return WindowEnergy(joules, seconds, sum(p.margin_j for p in parts), 1, parts[0].how)
 
 
 def _not_alone(record: RunRecord) -> str | None:

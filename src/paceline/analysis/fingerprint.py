@@ -12,7 +12,10 @@ from paceline.records import RunRecord
 from paceline.spec import Choice
 
 # Fields of a spec that leave the work as it is: launches that differ in them alone may meet, with the difference told.
-CIRCUMSTANCES = ("launcher", "steps", "warmup", "reference_steps", "timeout_s", "stall_s", "telemetry_hz")
+CIRCUMSTANCES = (
+    *("launcher", "steps", "warmup", "reference_steps", "timeout_s", "stall_s", "telemetry_hz"),
+    *("max_restarts", "checkpoint_every"),
+)
 # What explains a change most often stands first.
 _ORDER = ("gpus.name", "driver", "cuda", "versions", "gpus", "switches", "settings", "environment", "launcher")
 _INDEX = re.compile(r"\.\d+(?=\.|$)")

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.analysis import statistics
+from paceline.analysis.goodput import standing_starts
 from paceline.analysis.statistics import Array
 from paceline.records import GaugeSample, RunRecord
 from paceline.series import StepSeries
@@ -26,10 +27,12 @@ class Source(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """Steps of one rank by its host's clock: steps[k] ran from edges[k] to edges[k + 1]."""
+    """Steps of one rank by its host's clock: steps[k] ran from begins[k] to ends[k]. Checkpoints and lost attempts lie
+    between them."""
 
     steps: tuple[int, ...]
-    edges: Array
+    begins: Array
+    ends: Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,25 +65,54 @@ def sources(record: RunRecord) -> dict[Source, tuple[GaugeSample, ...]]:
 
 def timeline(record: RunRecord, rank: int) -> Timeline | None:
     """None where the rank did not record when its window began, or no step."""
-    evidence = (o.evidence for o in record.outcomes if o.rank == rank and o.evidence)
-    began = next((e.window_began_at_s for e in evidence), None)
     series = StepSeries.of(record.steps)
     own = (np.asarray(series.column("rank")) == rank) & (np.asarray(series.column("variant")) == 0)
-    if began is None or not own.any():
+    anchors = _anchors(record, rank)
+    if not anchors or not own.any():
         return None
     steps = np.asarray(series.column("step"))[own]
     order = np.argsort(steps, kind="stable")
-    seconds = np.asarray(series.column("duration_s"), dtype=np.float64)[own][order]
-    return Timeline(tuple(steps[order].tolist()), began + np.concatenate([[0.0], np.cumsum(seconds)]))
+    steps, seconds = steps[order], np.asarray(series.column("duration_s"), dtype=np.float64)[own][order]
+    pauses = {c.step - 1: c.duration_s for c in record.checkpoints if c.rank == rank}
+    paused = np.array([pauses.get(step, 0.0) for step in steps.tolist()]) if pauses else np.zeros(len(steps))
+    edges = anchors[0][1] + np.concatenate([[0.0], np.cumsum(seconds + paused)])
+    begins, ends = edges[:-1].copy(), edges[1:] - paused
+    for step, at_s in anchors[1:]:
+        first = int(np.searchsorted(steps, step))
+        if first < len(steps):
+            shift = at_s - begins[first]
+            begins[first:] += shift
+            ends[first:] += shift
+    return Timeline(tuple(steps.tolist()), begins, ends)
 
 
-def window_of(record: RunRecord, rank: int, measured: Sequence[int]) -> tuple[float, float] | None:
-    """Begin and end of the measured steps, which follow each other, by the rank's clock."""
+def _anchors(record: RunRecord, rank: int) -> list[tuple[int, float]]:
+    """Steps at which an attempt began whose steps stand, and when; records without restarts tell of the first alone."""
+    starts = [(s.step, s.at_s) for s in sorted(record.starts, key=lambda s: s.attempt) if s.rank == rank]
+    if starts:
+        return standing_starts(starts)
+    evidence = (o.evidence for o in record.outcomes if o.rank == rank and o.evidence)
+    began = next((e.window_began_at_s for e in evidence), None)
+    return [] if began is None else [(0, began)]
+
+
+def stretches(record: RunRecord, rank: int, measured: Sequence[int]) -> list[tuple[float, float]] | None:
+    """Begin and end of the measured steps by the rank's clock, one pair for each stretch that nothing interrupts."""
     found = timeline(record, rank)
     if found is None or not measured or not {measured[0], measured[-1]} <= set(found.steps):
         return None
-    first, last = found.steps.index(measured[0]), found.steps.index(measured[-1])
-    return float(found.edges[first]), float(found.edges[last + 1])
+    inside = np.flatnonzero(np.isin(found.steps, measured))
+    begins, ends = found.begins[inside], found.ends[inside]
+    # Steps that follow each other meet, up to what is lost by adding to a large number.
+    breaks = np.flatnonzero(begins[1:] - ends[:-1] > 1e-5)
+    firsts, lasts = [0, *(breaks + 1).tolist()], [*breaks.tolist(), len(inside) - 1]
+    return [(float(begins[a]), float(ends[b])) for a, b in zip(firsts, lasts, strict=True)]
+
+
+def window_of(record: RunRecord, rank: int, measured: Sequence[int]) -> tuple[float, float] | None:
+    """From the begin of the first measured step to the end of the last, by the rank's clock."""
+    found = stretches(record, rank, measured)
+    return (found[0][0], found[-1][1]) if found else None
 
 
 def spoken_for(samples: Sequence[GaugeSample]) -> tuple[Array, Array]:
@@ -133,15 +165,15 @@ def _overlapping(when: Timeline, spans: Sequence[tuple[float, float]]) -> NDArra
     if not spans:
         return np.zeros(len(when.steps), dtype=np.bool_)
     begins, ends = (np.array(side) for side in zip(*spans, strict=True))
-    first = np.searchsorted(ends, when.edges[:-1], side="right")
+    first = np.searchsorted(ends, when.begins, side="right")
     inside = first < len(spans)
-    return np.asarray(inside & (begins[np.minimum(first, len(spans) - 1)] < when.edges[1:]))
+    return np.asarray(inside & (begins[np.minimum(first, len(spans) - 1)] < when.ends))
 
 
 def _reasons_within(samples: Sequence[GaugeSample], when: Timeline, wanted: NDArray[np.bool_]) -> Iterable[str]:
     """Why, by the samples that stand for a part of the wanted steps."""
     begins, ends = spoken_for(samples)
-    low, high = when.edges[:-1][wanted].min(), when.edges[1:][wanted].max()
+    low, high = when.begins[wanted].min(), when.ends[wanted].max()
     for sample, begin, end in zip(samples, begins, ends, strict=True):
         if begin < high and end > low:
             yield from slowing(sample)

@@ -171,7 +171,7 @@ def _series(spec: RunSpec) -> str:
     limit: Scalar = spec.workload.options.get("limit_gib")
     words: Mapping[str, bool] = {
         str(spec.strategy): True,
-        str(spec.model): True,
+        spec.model_text: True,
         f"{spec.topology.world_size} {unit}{plural}": True,
         t.precision.compute: True,
         f"checkpointing {t.checkpointing}": t.checkpointing != "none",

@@ -25,7 +25,8 @@ from paceline.errors import RequestError
 from paceline.findings import HIGHER, LOWER, SHARED_GPU, Measurement
 from paceline.spec import Choice, RunSpec, Scalar
 
-_REPEAT_FIELDS = ("experiment", "repeat", "timeout_s", "stall_s", "reference_steps", "telemetry_hz", "design")
+_LIMITS = ("timeout_s", "stall_s", "max_restarts", "lineage")
+_REPEAT_FIELDS = ("experiment", "repeat", *_LIMITS, "reference_steps", "telemetry_hz", "design")
 
 
 # --- one cell ---
@@ -344,7 +345,14 @@ METRICS: tuple[Metric, ...] = (
     Metric("loss_first", "nat", LOWER, _per_launch("first")),
     Metric("loss_last", "nat", LOWER, _per_launch("last")),
 )
-BY_NAME = {metric.name: metric for metric in METRICS}
+# Of cells with a launch that was restarted or wrote checkpoints; others have nothing to tell there.
+INTERRUPTED_METRICS: tuple[Metric, ...] = (
+    Metric("goodput_ratio", "ratio", HIGHER, lambda cell: Estimate(cell.mean("counted_s", "span_s"))),
+    Metric("redone_s", "s", LOWER, _per_launch("redone_s")),
+    Metric("checkpoint_s", "s", LOWER, _per_launch("checkpoint_s")),
+    Metric("down_s", "s", LOWER, _per_launch("down_s")),
+)
+BY_NAME = {metric.name: metric for metric in (*METRICS, *INTERRUPTED_METRICS)}
 
 
 def estimate(cell: Cell, metric: str) -> Resampled | None:
@@ -353,7 +361,8 @@ def estimate(cell: Cell, metric: str) -> Resampled | None:
 
 def measure(cell: Cell) -> list[Measurement]:
     """One measurement per row of METRICS, missing ones included: their value is None."""
-    return [_measurement(cell, metric) for metric in METRICS]
+    interrupted = INTERRUPTED_METRICS if any(w.goodput for w in cell.windows) else ()
+    return [_measurement(cell, metric) for metric in (*METRICS, *interrupted)]
 
 
 def _measurement(cell: Cell, metric: Metric) -> Measurement:

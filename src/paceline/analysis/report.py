@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline import __version__, machine
+from paceline import __version__, machine, models
 from paceline.analysis import (
     advice,
     bottleneck,
@@ -35,8 +36,10 @@ from paceline.analysis.certificate import certify_all
 from paceline.analysis.metrics import Cell
 from paceline.analysis.recipe import recipes
 from paceline.analysis.window import Window, first_and_last_loss, open_window, step_table
+from paceline.errors import RequestError
 from paceline.findings import SHARED_GPU, Certificate, Measurement, Report, RunFinding, ScalingPoint
 from paceline.records import RunRecord, Status
+from paceline.spec import RunSpec
 
 LONGEST_DISTRIBUTION = 500
 
@@ -72,13 +75,7 @@ def build(
         paceline_version=__version__,
         machines=_machines(ordered),
         runs=runs,
-        measurements=(
-            *_trained(cells, grown.points),
-            *network.measurements,
-            *held.measurements,
-            *peaks,
-            *_served(sound),
-        ),
+        measurements=(*_measured(cells, grown.points, sound), *network.measurements, *held.measurements, *peaks),
         certificates=tuple(certificates.values()),
         comparisons=tuple(c for each in everything for c in each.comparisons),
         recommendations=tuple(recommend.recommend(everything, runs)),
@@ -106,15 +103,15 @@ def build(
     )
 
 
-def _trained(cells: Sequence[Cell], points: Sequence[ScalingPoint]) -> Iterator[Measurement]:
+def _measured(
+    cells: Sequence[Cell], points: Sequence[ScalingPoint], sound: Sequence[RunRecord]
+) -> Iterator[Measurement]:
+    """Of what was trained, how it scales, and what was served."""
     for cell in cells:
         yield from metrics.measure(cell)
     yield from (point.efficiency for point in points)
-
-
-def _served(sound: Sequence[RunRecord]) -> Iterator[Measurement]:
-    for cell in served.gather(sound):
-        yield from served.measure(cell)
+    for asked in served.gather(sound):
+        yield from served.measure(asked)
 
 
 def _with_nodes(found: Report, sound: Sequence[RunRecord], baseline: nodes.Baseline | None) -> Report:
@@ -161,6 +158,7 @@ def _finding(record: RunRecord, certificates: Mapping[str, Certificate], windows
         warmup=window.warmup if window else None,
         throttled_steps=window.throttling.steps if window and window.throttling else None,
         device_name=ceilings.device_names(record.spec.topology.device, record.machines) if record.machines else None,
+        goodput=window.goodput if window else None,
     )
 
 
@@ -184,8 +182,10 @@ def _health(record: RunRecord, window: Window | None) -> tuple[str, ...]:
         found.append(window.throttling.text)
     if window and not window.warmup.by_rule:
         found.append(f"warm-up: {window.warmup.text}")
+    if window and window.goodput:
+        found.append(window.goodput.text)
     proved = min(record.spec.reference_steps, record.spec.steps)
-    if window and window.warmup.excluded_steps >= proved:
+    if window and (window.measured[0] if window.measured else window.warmup.excluded_steps) >= proved:
         found.append(f"the trajectory was proved on the first {proved} steps only, all of them warm-up")
     return tuple(found)
 
@@ -228,6 +228,13 @@ def _is_random(cell: Cell) -> bool:
     return evidence is not None and evidence.settings.get("weights") == "random"
 
 
+def _beyond_context(spec: RunSpec) -> str | None:
+    """None also where the directory of the model is not on this machine."""
+    with contextlib.suppress(RequestError):
+        return models.beyond_context(models.load(spec.model), spec.model_text, spec.training.sequence_length)
+    return None
+
+
 def _notes(cells: Sequence[Cell], runs: Sequence[RunFinding], machines: Sequence[Mapping[str, Any]]) -> list[str]:
     measured = [run for run in runs if not run.is_reference]
     notes = []
@@ -235,6 +242,7 @@ def _notes(cells: Sequence[Cell], runs: Sequence[RunFinding], machines: Sequence
         notes.append(
             f"the weights of {', '.join(map(str, shapes))} are random, of the named shape: no model was loaded"
         )
+    notes += sorted({note for cell in cells if (note := _beyond_context(cell.spec))})
     if not cells and any(run.is_certified for run in measured):
         sound = any(run.is_certified and run.status == Status.OK for run in measured)
         why = "no run has a step beyond its warm-up" if sound else "no run ended ok with a valid certificate"

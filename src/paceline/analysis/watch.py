@@ -66,9 +66,7 @@ def watched(records: Iterable[RunRecord], windows: Mapping[str, Window]) -> list
 
 def _span(opened: Window, rank: int) -> tuple[float, float] | None:
     """Begin and end of the measured steps by the rank's clock."""
-    when = gauges.timeline(opened.record, rank)
-    first = opened.warmup.excluded_steps
-    return (float(when.edges[first]), float(when.edges[-1])) if when and first < len(when.steps) else None
+    return gauges.window_of(opened.record, rank, opened.measured)
 
 
 # --- usual state ---

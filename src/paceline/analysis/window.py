@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 
 from paceline import models
 from paceline.analysis import energy, gauges, statistics
+from paceline.analysis.goodput import goodput, resumed_at
 from paceline.analysis.statistics import Array
 from paceline.errors import RequestError
-from paceline.findings import WarmUpOutcome
+from paceline.findings import Goodput, WarmUpOutcome
 from paceline.records import RunRecord
 from paceline.series import StepSeries
 
@@ -31,12 +32,15 @@ PHASES = ("data_wait_s", "h2d_s", "forward_s", "backward_s", "optimizer_s")
 AMOUNTS = ("tokens", "samples", "positions", "label_tokens", "attended_keys")
 STEP_COLUMNS = ("seconds", "steps", *AMOUNTS, "padding", *PHASES, "wall")
 _ONCE = ("exposed", "wire", "first", "last", "h2d_bytes", "h2d_seconds", "joules", "energy_s", "energy_tokens")
-LAUNCH_COLUMNS = ("launches", "allocated", "reserved", "device", "resident", *_ONCE)
+_SPENT = ("counted_s", "span_s", "redone_s", "checkpoint_s", "down_s")
+LAUNCH_COLUMNS = ("launches", "allocated", "reserved", "device", "resident", *_ONCE, *_SPENT)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Window:
-    """One run after warm-up: a row per step (STEP_COLUMNS), a row for the launch (LAUNCH_COLUMNS); NaN is missing."""
+    """One run after warm-up: a row per step (STEP_COLUMNS), a row for the launch (LAUNCH_COLUMNS); NaN is missing.
+
+    measured are the steps of the rows: those after warm-up, and after every restart those after its own."""
 
     run: str
     record: RunRecord
@@ -46,6 +50,8 @@ class Window:
     outliers: int
     energy: energy.WindowEnergy | None = None
     throttling: gauges.Throttling | None = None
+    measured: tuple[int, ...] = ()
+    goodput: Goodput | None = None
 
     @property
     def seconds(self) -> Array:
@@ -132,9 +138,9 @@ def open_window(record: RunRecord) -> Window:
     """Applies the warm-up rule to the slowest rank of every step and keeps what follows."""
     table = step_table(record)
     rows = _step_rows(table)
-    end = statistics.warm_up(rows[:, 0], record.spec.warmup)
-    wall = _wall(table, end.excluded)
-    steps = np.column_stack([rows[end.excluded :], wall])
+    chosen, end = _settled(rows[:, 0], table.steps, record)
+    measured = tuple(itertools.compress(table.steps, chosen))
+    steps = np.column_stack([rows[chosen], _wall(table, chosen)])
     run = record.spec.run_id
     outcome = WarmUpOutcome(
         run=run,
@@ -143,11 +149,24 @@ def open_window(record: RunRecord) -> Window:
         by_rule=end.by_rule,
         text=end.text,
     )
-    measured = table.steps[end.excluded :]
-    used = energy.window_energy(record, measured)
-    launch = np.array([[*_launch_row(record, table, end.excluded), *_energy_row(used, steps)]])
+    used, held = energy.window_energy(record, measured), goodput(record)
+    once = [*_launch_row(record, table, measured), *_energy_row(used, steps), *_goodput_row(held)]
     outliers = int(statistics.outliers(steps[:, 0]).sum())
-    return Window(run, record, outcome, steps, launch, outliers, used, gauges.throttling(record, measured))
+    slowed = gauges.throttling(record, measured)
+    return Window(run, record, outcome, steps, np.array([once]), outliers, used, slowed, measured, held)
+
+
+def _settled(seconds: Array, steps: Sequence[int], record: RunRecord) -> tuple[NDArray[np.bool_], statistics.WarmUpEnd]:
+    """Which steps are measured: caches are cold again after a restart, so the rule is asked of every stretch."""
+    bounds = [0, *(bisect_left(steps, step) for step in resumed_at(record)), len(steps)]
+    ends = [statistics.warm_up(seconds[a:b], record.spec.warmup) for a, b in itertools.pairwise(bounds)]
+    chosen = np.ones(len(steps), dtype=np.bool_)
+    for begin, end in zip(bounds, ends, strict=False):
+        chosen[begin : begin + end.excluded] = False
+    again = sum(end.excluded for end in ends[1:])
+    later = len(ends) - 1
+    text = ends[0].text + (f"; {again} more after {later} restart{'' if later == 1 else 's'}" if later else "")
+    return chosen, statistics.WarmUpEnd(ends[0].excluded + again, ends[0].by_rule, text)
 
 
 def _step_rows(table: StepTable) -> Array:
@@ -163,29 +182,30 @@ def _step_rows(table: StepTable) -> Array:
     return np.column_stack([seconds, np.ones(len(starts)), amounts, padding, phases])
 
 
-def _wall(table: StepTable, excluded: int) -> Array:
+def _wall(table: StepTable, chosen: NDArray[np.bool_]) -> Array:
     """Step times of the rank whose window lasted longest: they add up to wall time, as maxima over ranks do not."""
-    bounds = np.asarray(table.bounds[excluded:])
-    ranks, seconds = table.values("rank")[bounds[0] :], table.values("duration_s")[bounds[0] :]
+    counts = np.diff(table.bounds)
+    inside = np.repeat(chosen, counts)
+    ranks, seconds = np.asarray(table.values("rank"))[inside], np.asarray(table.values("duration_s"))[inside]
     totals: defaultdict[int, float] = defaultdict(float)
-    for rank, duration in zip(ranks, seconds, strict=True):
+    for rank, duration in zip(ranks.tolist(), seconds.tolist(), strict=True):
         totals[rank] += duration
     longest = max(totals, key=lambda rank: totals[rank], default=0)
-    wall = np.full(len(bounds) - 1, math.nan)
+    wall = np.full(int(chosen.sum()), math.nan)
     # Backwards, so that of a rank's samples of one step the first stays.
-    own = np.flatnonzero(np.asarray(ranks) == longest)[::-1]
-    step_of_row = np.repeat(np.arange(len(wall)), np.diff(bounds))
-    wall[step_of_row[own]] = np.asarray(seconds)[own]
+    own = np.flatnonzero(ranks == longest)[::-1]
+    step_of_row = np.repeat(np.arange(len(wall)), counts[chosen])
+    wall[step_of_row[own]] = seconds[own]
     return wall
 
 
-def _launch_row(record: RunRecord, table: StepTable, excluded: int) -> list[float]:
+def _launch_row(record: RunRecord, table: StepTable, measured: Sequence[int]) -> list[float]:
     peaks = [m for m in record.memory if m.moment == "steps"]
     return [
         1.0,
         *(_reduce(max, (getattr(m, f"{k}_bytes") for m in peaks)) for k in LAUNCH_COLUMNS[1:5]),
         _exposed_ratio(record),
-        _wire_bytes(record, table.steps[excluded:]),
+        _wire_bytes(record, measured),
         *first_and_last_loss(table),
         _reduce(sum, (t.h2d_bytes for t in record.traces)),
         _reduce(sum, (t.h2d_s for t in record.traces)),
@@ -197,6 +217,13 @@ def _energy_row(used: energy.WindowEnergy, steps: Array) -> list[float]:
     if used.joules is None or used.seconds is None:
         return [math.nan] * 3
     return [used.joules, used.seconds, float(steps[:, STEP_COLUMNS.index("tokens")].sum())]
+
+
+def _goodput_row(held: Goodput | None) -> list[float]:
+    """In the order of LAUNCH_COLUMNS; seconds of launches add up before anything is divided."""
+    if held is None:
+        return [math.nan] * 5
+    return [held.counted_s, held.span_s, held.redone_s, held.checkpoint_s, held.down_s]
 
 
 def _reduce(reduction: Callable[[Iterable[float]], float], values: Iterable[float | None]) -> float:

@@ -7,7 +7,18 @@ import sys
 from collections.abc import Callable, Sequence
 
 from paceline import __version__, neutral
-from paceline.cli import advice, capsules, comparisons, experiments, imports, machines, results, serving
+from paceline.cli import (
+    advice,
+    capsules,
+    cluster,
+    comparisons,
+    experiments,
+    imports,
+    machines,
+    results,
+    schedules,
+    serving,
+)
 from paceline.cli.verbs import INTERRUPTED, OK, SOME_FAILED, WRONG_REQUEST, Parser
 from paceline.errors import PacelineError
 
@@ -24,10 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # It may quote a file, and one that could not be read was not made harmless.
         print(f"paceline: {neutral.text(str(error))}", file=sys.stderr)
         return WRONG_REQUEST
-    except KeyboardInterrupt:
-        print(
-            "paceline: interrupted; what was measured is kept, and the same command goes on from here", file=sys.stderr
-        )
+    except KeyboardInterrupt as stop:
+        done = f"{stop}; " if str(stop) else ""
+        kept = "what was measured is kept, and the same command goes on from here"
+        print(f"paceline: interrupted; {done}{kept}", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         sys.stderr.close()
@@ -38,6 +49,7 @@ def parser() -> Parser:
     root = Parser(prog="paceline", description="Compare ways of training language models on work proved equal.")
     root.add_argument("--version", action="version", version=f"paceline {__version__}")
     verbs = root.add_subparsers(metavar="VERB", required=True, parser_class=Parser)
-    for module in (experiments, results, comparisons, advice, capsules, imports, machines, serving):
+    lasting = (cluster, schedules, serving)
+    for module in (experiments, results, comparisons, advice, capsules, imports, machines, *lasting):
         module.add_verbs(verbs)
     return root

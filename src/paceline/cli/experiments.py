@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,12 @@ def add_verbs(verbs: Any) -> None:
     add_format_option(verb)
     add_cost_options(verb)
     add_baseline_option(verb)
-    _experiment_verb(verbs, "plan", plan, "show what would run: cells, commands, state memory; nothing is started")
+    verb = _experiment_verb(
+        verbs, "plan", plan, "show what would run: cells, commands, state memory; nothing is started"
+    )
+    verb.add_argument(
+        "--manifests", action="store_true", help="print only the files that a launcher hands its engine, for a pipe"
+    )
 
 
 def _experiment_verb(verbs: Any, name: str, call: Callable[[argparse.Namespace], int], text: str) -> Parser:
@@ -54,18 +60,22 @@ def _specs(arguments: argparse.Namespace) -> list[RunSpec]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from paceline import display
+    from paceline import display, status_page
     from paceline.run import campaign, interruptible
 
     specs, costing, baseline = _specs(arguments), costing_of(arguments), baseline_of(arguments)
     exporters_of(arguments.format)
     screen = console()
     observer = display.observer_for(screen)
+    paged = status_page.Paged(observer, arguments.out)
     try:
-        interruptible(lambda: campaign(specs, arguments.out, observer, retry=arguments.resume))
+        interruptible(lambda: campaign(specs, arguments.out, paged, retry=arguments.resume))
     finally:
         observer.close()
-    return conclude(screen, arguments.out / specs[0].experiment, arguments.format, costing, baseline)
+        paged.page.write()
+    code = conclude(screen, arguments.out / specs[0].experiment, arguments.format, costing, baseline)
+    paged.page.write()
+    return code
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -74,8 +84,10 @@ def plan(arguments: argparse.Namespace) -> int:
     from paceline.run import leads_on, references_of, unsupported
 
     specs = _specs(arguments)
-    screen = console()
     runs = [*references_of(specs).values(), *specs]
+    if arguments.manifests:
+        return _print_files(runs, arguments.out)
+    screen = console()
     for number, spec in enumerate(runs, 1):
         run_dir = arguments.out / spec.experiment / spec.run_id
         reason = unsupported(spec)
@@ -83,6 +95,8 @@ def plan(arguments: argparse.Namespace) -> int:
         note += "; more follow" if leads_on(spec) and not reason else ""
         print_hanging(screen, f"{number:>3} {spec.run_id}  [{note}]", 6)
         print_hanging(screen, f"    {_describe(spec, models)}", 6)
+        if remark := _remark(spec, models):
+            print_hanging(screen, f"    {remark}", 6)
         for line in _advised(run_dir):
             print_hanging(screen, f"    {line}", 6)
         job = load("launchers", spec.launcher.name).prepare(spec, run_dir)
@@ -92,6 +106,30 @@ def plan(arguments: argparse.Namespace) -> int:
     print_hanging(
         screen, f"{cells} cells, {len(specs)} runs and {len(runs) - len(specs)} references in {arguments.out}", 2
     )
+    return OK
+
+
+def _remark(spec: RunSpec, models: Any) -> str | None:
+    if not spec.is_trained:
+        return None
+    found: str | None = models.beyond_context(models.load(spec.model), spec.model_text, spec.training.sequence_length)
+    return found
+
+
+def _print_files(runs: list[RunSpec], out: Path) -> int:
+    """Byte for byte as the engine would get them: no console that wraps or marks up."""
+    from paceline.plugins import load
+    from paceline.run import unsupported
+    from paceline.spec import require
+
+    for spec in runs:
+        reason = unsupported(spec)
+        if reason is not None:
+            print(f"paceline: {spec.run_id} is left out: {reason}", file=sys.stderr)
+            continue
+        job = load("launchers", spec.launcher.name).prepare(spec, out / spec.experiment / spec.run_id)
+        require(bool(job.files), "--manifests", spec.launcher.name, "a launcher that writes files, as kubernetes")
+        print("".join(job.files.values()), end="")
     return OK
 
 
@@ -118,8 +156,18 @@ def _describe(spec: RunSpec, models: Any) -> str:
         f"{_parameters(spec, models)}, {t.precision.compute}, {spec.topology.world_size} x {spec.topology.device}, "
         f"{bound}{spec.tokens_per_step:,} tokens per step "
         f"({t.micro_batch} x {t.accumulation} x {t.sequence_length} each), "
-        f"{spec.steps} steps{memory}"
+        f"{spec.steps} steps{memory}{_restarts(spec)}"
     )
+
+
+def _restarts(spec: RunSpec) -> str:
+    """What happens when a rank or a node is lost."""
+    every = spec.checkpoint_every
+    written = f", a checkpoint every {every} steps" if every else ""
+    if not spec.max_restarts:
+        return written
+    times = f"{spec.max_restarts} restart{'' if spec.max_restarts == 1 else 's'}"
+    return f"{written}, at most {times} from {'the last checkpoint' if every else 'step 0: it writes no checkpoint'}"
 
 
 def _parameters(spec: RunSpec, models: Any) -> str:

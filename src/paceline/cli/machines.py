@@ -69,7 +69,7 @@ def _listing(kind: str) -> dict[str, str]:
     if kind == "presets":
         return experiment.presets()
     if kind == "gpus":
-        return machine.gpu_summaries()
+        return {name: _with_profile(name, text) for name, text in machine.gpu_summaries().items()}
     if kind == "prices":
         return prices.summaries()
     if kind == "metrics":
@@ -78,6 +78,14 @@ def _listing(kind: str) -> dict[str, str]:
         known |= {name: (unit, "higher") for name, unit in ceilings.METRICS.values()}
         return {name: f"{unit}, {better} is better" for name, (unit, better) in known.items()}
     return plugins.names(kind)
+
+
+def _with_profile(name: str, text: str) -> str:
+    """The peaks of a GPU, and what others recommend to start with."""
+    from paceline import profiles
+
+    profile = profiles.of(name)
+    return f"{text}; {profile}" if profile else text
 
 
 def doctor(arguments: argparse.Namespace) -> int:

@@ -134,9 +134,10 @@ def _print_report(screen: Console, found: Report) -> None:
 
 
 def show(arguments: argparse.Namespace) -> int:
-    from paceline import neutral, store
+    from paceline import clocks, neutral, store
     from paceline.analysis import advice
     from paceline.analysis.certificate import certify_all
+    from paceline.analysis.goodput import goodput
     from paceline.present import advice as present
     from paceline.present.record import record_lines
 
@@ -153,6 +154,10 @@ def show(arguments: argparse.Namespace) -> int:
     group = [run for run in store.read_runs(arguments.run.resolve().parent)[0] if run.spec.work == record.spec.work]
     for line in record_lines(record, certify_all(group).get(record.spec.run_id)):
         print(neutral.text(line))
+    for warning in filter(None, map(clocks.warning, clocks.read(arguments.run))):
+        print(neutral.text(f"  warning: {warning}"))
+    if held := goodput(record):
+        print(f"  {held.text}")
     found = advice.of(record)
     for line in present.lines(found) if found else ():
         print(neutral.text(f"  {line}"))

@@ -13,7 +13,7 @@ from paceline.spec import RunSpec, require
 
 PREFIX = "design."
 # Fields that make no cell: two levels of them would be the same run.
-NO_FACTORS = ("device", "warmup", "reference_steps", "timeout_s", "stall_s")
+NO_FACTORS = ("device", "warmup", "reference_steps", "timeout_s", "stall_s", "max_restarts")
 FACTORS = tuple(name for name in Cell.model_fields if name not in NO_FACTORS)
 
 Fields = Mapping[str, Any]

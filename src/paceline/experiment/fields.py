@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from paceline import machine
+from paceline.contents import digests
 from paceline.errors import RequestError
 from paceline.plugins import Offer, load
 from paceline.serving import Serving
@@ -21,6 +23,7 @@ from paceline.spec import (
     Choice,
     Precision,
     RunSpec,
+    Scalar,
     Topology,
     Training,
     Tuning,
@@ -155,15 +158,16 @@ def build(name: str, cell: Cell, device: str) -> RunSpec:
         learning_rate=cell.learning_rate,
         weight_decay=cell.weight_decay,
         clip_norm=cell.clip_norm,
-        data=Choice.parse(cell.data),
+        data=_at_home(Choice.parse(cell.data)),
     )
+    model = _at_home(Choice.parse(cell.model))
     workload = Choice.parse(cell.workload)
     return RunSpec(
         experiment=name,
         workload=workload,
         strategy=None if workload.name in (*UNTRAINED, *ACCEPTING) else Choice.parse(cell.strategy),
         launcher=Choice.parse(cell.launcher),
-        model=Choice.parse(cell.model),
+        model=model,
         topology=topology,
         training=training,
         tuning=_tuning(cell) if _tunes(workload) else None,
@@ -178,7 +182,17 @@ def build(name: str, cell: Cell, device: str) -> RunSpec:
         telemetry_hz=cell.telemetry_hz,
         max_restarts=cell.max_restarts,
         checkpoint_every=cell.checkpoint_every,
+        contents=digests(model, training.data),
     )
+
+
+def _at_home(choice: Choice) -> Choice:
+    """`~/model` and `path=~/train.jsonl` as a shell would take them, which does not look inside a setting."""
+
+    def full(value: Scalar) -> Scalar:
+        return str(Path(value).expanduser()) if isinstance(value, str) and value.startswith("~/") else value
+
+    return Choice(str(full(choice.name)), {key: full(value) for key, value in choice.options.items()})
 
 
 def _tunes(workload: Choice) -> bool:

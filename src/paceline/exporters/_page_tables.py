@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
 from html import escape
+from urllib.parse import quote
 
 from paceline.present.tables import Cell, Column, Table
 
@@ -87,6 +88,9 @@ def _cell(cell: Cell, target: str | None) -> str:
     shown = escape(cell.text)
     if target is not None:
         shown = f'<a href="#cell-{escape(target)}">{shown}</a>'
+    elif cell.link:
+        # Quoted, a colon is no longer one: no link leads anywhere but to a file.
+        shown = f'<a href="{quote(cell.link)}">{shown}</a>'
     elif cell.tone == "code":
         shown = f"<code>{shown}</code>"
     elif cell.tone:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 from paceline.exporters import plots
 from paceline.files import write_atomically
@@ -129,6 +130,7 @@ class Page:
     def _cell(self, cell: Cell) -> str:
         short = self._short(cell.text)
         shown = _code(short) if cell.tone == "code" else escape(short)
+        shown = f"[{shown}]({quote(cell.link)})" if cell.link else shown
         return f"{shown} {escape(cell.detail)}" if cell.detail else shown
 
     def _short(self, value: str) -> str:

@@ -76,7 +76,8 @@ class MemoryAdvice:
     """One run out of memory: the room that it had, what it was predicted to hold, and what was found that fits.
 
     room_bytes is of the process with the least. Alternatives stand in the order in which they were looked for: what
-    keeps the work first, then what changes it. goal_bytes is what a peak may be at most to be called fitting.
+    keeps the work first, then what changes it. goal_bytes is what a peak may be at most to be called fitting. own_note
+    says how its own peak was predicted, where that is not as it ran, or why it was not.
     """
 
     run: str
@@ -86,6 +87,7 @@ class MemoryAdvice:
     own_peak_bytes: int | None
     goal_bytes: int
     alternatives: tuple[Alternative, ...]
+    own_note: str | None = None
 
     @property
     def fitting(self) -> tuple[Alternative, ...]:

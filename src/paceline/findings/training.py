@@ -139,11 +139,46 @@ class WarmUpOutcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Goodput:
+    """Where the time of a run went that was restarted or wrote checkpoints, in seconds from when its first rank was
+    seen to the end of its last step: span = start + counted + redone + checkpoint + down.
+
+    counted are the steps of the trajectory, redone those that a later attempt did again, start the first attempt's way
+    to its first step, down everything between attempts: noticing, waiting for the engine, starting, loading.
+    """
+
+    span_s: float
+    start_s: float
+    counted_s: float
+    redone_s: float
+    checkpoint_s: float
+    down_s: float
+    restarts: int
+    checkpoints: int
+
+    @property
+    def ratio(self) -> float:
+        return self.counted_s / self.span_s if self.span_s > 0 else 0.0
+
+    @property
+    def text(self) -> str:
+        times = f"restarted {_times(self.restarts)}" if self.restarts else "not restarted"
+        written = f"{self.checkpoint_s:.3g} s checkpoints ({_times(self.checkpoints)})"
+        lost = f"{self.redone_s:.3g} s redone, {written}, {self.down_s:.3g} s down"
+        return f"{times}; {self.ratio:.0%} goodput; {lost}: speeds are of its undisturbed steps"
+
+
+def _times(count: int) -> str:
+    return f"{count} time{'' if count == 1 else 's'}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunFinding:
     """One run as the report lists it: its end, and everything a reader should know before trusting it.
 
     device_name is the kind of GPU, or of processor, it ran on; None where no machine was recorded. throttled_steps are
-    measured steps during which a GPU was held back; None where no GPU told.
+    measured steps during which a GPU was held back; None where no GPU told. goodput is None for a run that went through
+    in one piece and wrote no checkpoint.
     """
 
     run: str
@@ -162,6 +197,7 @@ class RunFinding:
     warmup: WarmUpOutcome | None = None
     device_name: str | None = None
     throttled_steps: int | None = None
+    goodput: Goodput | None = None
 
     @property
     def workload(self) -> str:

@@ -47,7 +47,8 @@ def _unpredicted(report: Report) -> Iterator[str]:
 
 def sentence(found: MemoryAdvice) -> str:
     """`out of memory at micro batch 8; predicted to fit in 79.1 GiB: micro batch 4 with accumulation 2 (61.2 GiB)`."""
-    own = f", where it was predicted to hold {size(found.own_peak_bytes)}" if found.own_peak_bytes else ""
+    note = f" ({found.own_note})" if found.own_note else ""
+    own = f", where it was predicted to hold {size(found.own_peak_bytes)}{note}" if found.own_peak_bytes else ""
     return f"out of memory at {batch_text(found)}{own}; predicted to fit in {size(found.room_bytes)}: {remedy(found)}"
 
 

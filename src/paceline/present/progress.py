@@ -17,14 +17,14 @@ def title(spec: RunSpec) -> str:
         return f"{spec.workload.name} x{spec.topology.world_size} repeat {spec.repeat + 1}"
     if spec.workload.name in ("memory", "frontier"):
         batch = f"micro batch {spec.training.micro_batch} x {spec.training.sequence_length}"
-        return f"{spec.workload.name} of {spec.strategy} {spec.model} x{spec.topology.world_size}, {batch}"
+        return f"{spec.workload.name} of {spec.strategy} {spec.model_text} x{spec.topology.world_size}, {batch}"
     if spec.workload.name in ACCEPTING:
         return f"{spec.workload.name} x{spec.topology.world_size} repeat {spec.repeat + 1}"
     point = f", {_point(spec, spec.design)}" if spec.design else ""
     turn = f"{',' if point else ''} repeat {spec.repeat + 1}"
     if spec.strategy is None:
-        return f"reference of {spec.model} (global batch {spec.global_batch}{point})"
-    return f"{spec.strategy} {spec.model} x{spec.topology.world_size}{point}{turn}"
+        return f"reference of {spec.model_text} (global batch {spec.global_batch}{point})"
+    return f"{spec.strategy} {spec.model_text} x{spec.topology.world_size}{point}{turn}"
 
 
 def _point(spec: RunSpec, design: Design) -> str:

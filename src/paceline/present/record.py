@@ -21,6 +21,7 @@ def record_lines(record: RunRecord, certificate: Certificate | None) -> Iterator
     yield "  asked: " + ", ".join(f"{name} {value}" for name, value in spec.axes().items() if value is not None)
     yield from _machines(record)
     yield from _ranks(record)
+    yield from _attempts(record)
     yield from map(_profile, record.traces)
     for check in certificate.checks if certificate else ():
         yield f"  {'equal' if check.ok else 'UNEQUAL'} {check.name}: {check.observed}"
@@ -31,6 +32,14 @@ def _machines(record: RunRecord) -> Iterator[str]:
         gpus = ", ".join(str(gpu["name"]) for gpu in machine["gpus"]) or "no GPU"
         versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
         yield f"  on {machine['host']}: {machine['cpu']}, {gpus}; {versions}"
+
+
+def _attempts(record: RunRecord) -> Iterator[str]:
+    """How those before the last one ended."""
+    for attempt in record.attempts:
+        reason = f" ({attempt.reason})" if attempt.reason else ""
+        lasted = format_duration(attempt.ended_at - attempt.submitted_at)
+        yield f"  attempt {attempt.attempt}: {attempt.status} after {lasted}{reason}"
 
 
 def _profile(trace: TraceSample) -> str:

@@ -44,11 +44,13 @@ _TONES = {BETTER: "good", WORSE: "bad", TIE: "quiet"}
 
 
 class Cell(NamedTuple):
-    """One table cell. detail is the smaller print (an interval); tone is good, bad, quiet or code."""
+    """One table cell. detail is the smaller print (an interval); tone is good, bad, quiet or code; link is the relative
+    path of a file beside the page."""
 
     text: str
     detail: str = ""
     tone: str = ""
+    link: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from paceline.decoder import DTYPES
+from paceline.errors import CheckpointError
 from paceline.spec import RunSpec
 from paceline.tuned import package
 
@@ -133,3 +135,42 @@ class LocalShards:
     def clear_gradients(self) -> None:
         for whole, part in self.pairs:
             whole.grad = part.grad = None
+
+
+def with_state(optimizer: torch.optim.Optimizer, stepped: Iterable[Tensor]) -> None:
+    """Have the optimizer make its state, which exists once it has stepped; whatever that did to weights and moments is
+    overwritten by what is loaded."""
+    for tensor in stepped:
+        tensor.grad = torch.zeros_like(tensor)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def save_tensors(state: Mapping[str, Tensor], folder: Path) -> None:
+    """Every rank writes its part, of what all hold one of them; called on every rank."""
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    try:
+        save(dict(state), storage_writer=FileSystemWriter(folder))
+    except CheckpointException as error:
+        raise CheckpointError(_first_failure(error)) from None
+
+
+def load_tensors(state: dict[str, Tensor], folder: Path) -> None:
+    """Fill the tensors of `state` in place; called on every rank."""
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    try:
+        load(state, storage_reader=FileSystemReader(folder))
+    except CheckpointException as error:
+        raise CheckpointError(_first_failure(error)) from None
+
+
+def _first_failure(error: Any) -> str:
+    """torch's own exception is no Exception, and its text a page: the first rank's sentence is enough."""
+    rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
+    return f"rank {rank}: {type(cause).__name__}: {str(cause).partition(chr(10))[0]}"

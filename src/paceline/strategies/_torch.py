@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -17,9 +18,12 @@ from paceline.strategies._optimizers import (
     LocalShards,
     Masters,
     is_8bit,
+    load_tensors,
     optimizer_facts,
     optimizer_of,
+    save_tensors,
     state_dtypes,
+    with_state,
 )
 
 INITIAL_LOSS_SCALE = 2.0**16
@@ -108,7 +112,7 @@ class TorchTrainer:
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         training = spec.training
-        self.module, self.training, self.sync = module, training, sync
+        self.module, self.training, self.sync, self.rank = module, training, sync, seat.rank
         self.full_parameters, self.settings = full_parameters, dict(settings or {})
         parameters = learning(module)
         self.masters = Masters(parameters) if parameters[0].dtype != torch.float32 else None
@@ -150,6 +154,43 @@ class TorchTrainer:
         if self.masters:
             self.masters.give_weights()
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+    def save(self, folder: Path) -> None:
+        save_tensors(self._state(), folder)
+
+    def load(self, folder: Path) -> None:
+        with_state(self.optimizer, self.shards.parts if self.shards else self.stepped)
+        state = self._state()
+        load_tensors(state, folder)
+        self._take(state)
+
+    def _state(self) -> dict[str, Tensor]:
+        """What has learned and what it will learn by: tensors that loading fills in place, numbers as tensors."""
+        state = {f"weights.{i}": tensor.detach() for i, tensor in enumerate(self.stepped)}
+        # Parts of 8-bit moments are plain tensors that differ between ranks, so each rank names its own.
+        own = f"rank.{self.rank}." if self.shards else ""
+        for i, parameter in enumerate(self.optimizer.param_groups[0]["params"]):
+            for key, value in self.optimizer.state[parameter].items():
+                held = value if isinstance(value, Tensor) else torch.tensor(value)
+                state[f"{own}optimizer.{i}.{key}"] = held
+        scale = self.scaler.state_dict()
+        numbers = [self.updates, scale.get("scale", 0.0), scale.get("_growth_tracker", 0)]
+        return state | {"numbers": torch.tensor(numbers, dtype=torch.float64)}
+
+    def _take(self, state: Mapping[str, Tensor]) -> None:
+        """What loading could not fill in place."""
+        own = f"rank.{self.rank}." if self.shards else ""
+        for i, parameter in enumerate(self.optimizer.param_groups[0]["params"]):
+            held = self.optimizer.state[parameter]
+            numbers = {key: type(v) for key, v in held.items() if isinstance(v, int | float)}
+            held |= {key: kind(state[f"{own}optimizer.{i}.{key}"].item()) for key, kind in numbers.items()}
+        updates, scale, growth = state["numbers"].tolist()
+        self.updates = int(updates)
+        if self.scaler.is_enabled():
+            known = self.scaler.state_dict()
+            self.scaler.load_state_dict(known | {"scale": scale, "_growth_tracker": int(growth)})
+        if self.masters:
+            self.masters.give_weights()
 
     def declare(self) -> tuple[dict[str, str], dict[str, Any], dict[str, Any]]:
         precision = self.training.precision

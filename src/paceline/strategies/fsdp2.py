@@ -43,10 +43,12 @@ def wrap(spec: RunSpec, seat: Seat) -> Trainer:
     from torch.distributed.fsdp import fully_shard
 
     from paceline.strategies._torch import TorchTrainer, compile_parts, whole_subject
+    from paceline.tuned import Tuned
 
     assert spec.strategy is not None
     chosen = options(Options, spec.strategy)
     subject = whole_subject(spec, seat, "fp32") if spec.tuning else empty_decoder(spec)
+    codes = subject.hold_codes_as_floats() if isinstance(subject, Tuned) else frozenset[str]()
     if spec.training.compile:
         compile_parts(subject)
     policy, mesh = mixed_precision(spec), init_device_mesh(seat.device, (seat.world_size,))
@@ -65,7 +67,7 @@ def wrap(spec: RunSpec, seat: Seat) -> Trainer:
     gathered = "as held" if spec.tuning else spec.training.precision.compute
     settings = {**asdict(chosen), "units": len(units) + 1, "gathered_dtype": gathered}
     return TorchTrainer(
-        subject, spec, seat, full_parameters=lambda: full_parameters(subject), sync=sync, settings=settings
+        subject, spec, seat, full_parameters=lambda: full_parameters(subject, codes), sync=sync, settings=settings
     )
 
 
@@ -120,9 +122,12 @@ def place_shards(decoder: Decoder, spec: RunSpec, seat: Seat) -> None:
     fill(decoder, decoder.shape.layers, spec.seed, spec.training.precision.compute, place)
 
 
-def full_parameters(subject: Subject) -> Iterator[tuple[str, Tensor]]:
+def full_parameters(subject: Subject, codes: frozenset[str]) -> Iterator[tuple[str, Tensor]]:
+    """`codes` names the 4-bit weights, whose bits are told as bitsandbytes packed them."""
     from paceline.strategies._torch import scales_of
+    from paceline.tuned import codes_of
 
     for name, parameter in subject.named_parameters():
-        yield name, cast(Any, parameter).full_tensor()
+        whole = cast(Any, parameter).full_tensor()
+        yield name, codes_of(whole) if name in codes else whole
     yield from scales_of(subject)

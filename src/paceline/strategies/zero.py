@@ -7,10 +7,11 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
-from paceline.errors import MissingPackageError
+from paceline.errors import CheckpointError, MissingPackageError
 from paceline.measure import collection_paused
 from paceline.plugins import Seat, Trainer, options
 from paceline.spec import RunSpec, require
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from paceline.strategies._torch import Subject
+
+# The folder within a checkpoint; any word will do.
+TAG = "zero"
 
 
 @dataclass(frozen=True)
@@ -166,6 +170,19 @@ class ZeroTrainer:
             with deepspeed.zero.GatheredParameters([parameter], enabled=self.chosen.stage == 3):
                 yield name, parameter.detach()
         yield from scales_of(self.subject)
+
+    def save(self, folder: Path) -> None:
+        # Frozen weights are what they were, and large: whoever loads has made them again.
+        self.engine.save_checkpoint(
+            str(folder), tag=TAG, save_latest=False, exclude_frozen_parameters=has_adapters(self.spec)
+        )
+
+    def load(self, folder: Path) -> None:
+        found, _ = self.engine.load_checkpoint(
+            str(folder), tag=TAG, load_module_strict=not has_adapters(self.spec), load_lr_scheduler_states=False
+        )
+        if found is None:
+            raise CheckpointError(f"DeepSpeed found no checkpoint in {folder}")
 
     def declare(self) -> tuple[dict[str, str], dict[str, Any], dict[str, Any]]:
         from paceline.strategies._optimizers import DTYPE_NAMES, optimizer_facts, state_dtypes

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,9 @@ from paceline.measure import Clock, Stopwatch, reset_peak
 from paceline.plugins import Recorder, Seat, Trainer
 from paceline.records import StepSample
 from paceline.rows import RowCorpus
+
+if TYPE_CHECKING:
+    from paceline.workloads._checkpoints import Keeper
 
 # The host may queue this many steps before it waits: enough to never starve the device, little enough to lose little.
 STEPS_AHEAD = 8
@@ -59,23 +62,35 @@ class Loop:
         self.normaliser: tuple[float, Tensor] | None = None
         self.window_began_at_s: float | None = None
 
-    def window(self, steps: range, reset_at: int | None = None) -> float:
-        """Run and record `steps`, fenced by barriers; returns the host's wall time of the whole window."""
+    def window(self, steps: range, reset_at: int | None = None, keeper: Keeper | None = None) -> float:
+        """Run and record `steps`, fenced by barriers; returns the host's wall time of the whole window.
+
+        keeper: told where the window begins, and asked for checkpoints between steps, whose time is in no step.
+        """
         batches = prefetch(self.corpus, self.partition, steps)
         dist.barrier()
         self.clock.drain()
         begin, self.window_began_at_s = time.perf_counter(), time.time()
+        if keeper:
+            keeper.begin(steps.start)
         for step in steps:
             if step == reset_at:
                 reset_peak(self.seat.device)
             self._step(step, batches)
+            if keeper and keeper.is_due(step + 1):
+                keeper.save(step + 1, self._close())
             self._hand_over(self.clock)
-        last = self.clock.mark()
-        self.clock.drain()
-        wall_s = time.perf_counter() - begin
-        self._hand_over(self.clock, last)
+        wall_s = self._close() - begin
         dist.barrier()
         return wall_s
+
+    def _close(self) -> float:
+        """Let the device end the steps under way and record them all; when that was."""
+        last = self.clock.mark()
+        self.clock.drain()
+        ended_s = time.perf_counter()
+        self._hand_over(self.clock, last)
+        return ended_s
 
     def unrecorded(self, steps: range) -> None:
         """Run steps that are watched by other means (bytes, profile) and never timed."""

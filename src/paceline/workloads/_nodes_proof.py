@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -57,6 +58,11 @@ def prove_product(seat: Seat, repeat: int, side: int, dtype: str, seed: int) -> 
     return replace(sample, place=(row, column), found=values[0], expected=values[1])
 
 
+def lacks_kernel(error: RuntimeError) -> bool:
+    """Whether torch refused to compute because no kernel has one order of sums."""
+    return "deterministic" in str(error)
+
+
 @contextlib.contextmanager
 def whole_sums() -> Iterator[None]:
     """Partial sums stay in fp32: cuBLAS may otherwise hold those of a split sum in 16 bit, where they would round."""
@@ -69,13 +75,22 @@ def whole_sums() -> Iterator[None]:
         matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction = before
 
 
+def prepare_products() -> None:
+    """Before the first product of the process: cuBLAS keeps to one order of sums only with a workspace that is told.
+    This one is torch's own size on Hopper."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
 @contextlib.contextmanager
-def deterministic() -> Iterator[None]:
-    """Kernels whose sums have one order. What has no such kernel warns and goes on: `analysis.nodes` sees it, as then
-    no node agrees with itself."""
+def deterministic(strict: bool = True) -> Iterator[None]:
+    """Kernels whose sums have one order. Where one has none, torch raises an error; not strict, it goes on, and
+    `analysis.nodes` sees that no node agrees with itself.
+
+    Strict comes first, because otherwise torch's fused attention takes its usual backward, whose sums have none.
+    """
     import warnings
 
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True, warn_only=not strict)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)

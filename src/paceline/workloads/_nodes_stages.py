@@ -20,7 +20,7 @@ from paceline.workloads._collectives_ensemble import Ensemble
 from paceline.workloads._collectives_tournament import Tournament
 from paceline.workloads._kernels import Bench
 from paceline.workloads._loop import Loop
-from paceline.workloads._nodes_proof import deterministic, prove_product
+from paceline.workloads._nodes_proof import deterministic, lacks_kernel, prepare_products, prove_product
 from paceline.workloads.compute import Row
 from paceline.workloads.nodes import SIDES, Options, alone, plan
 from paceline.workloads.pretrain import attention_backends
@@ -33,6 +33,7 @@ class Acceptance:
     """Everything one rank does, in an order that is the same on all of them."""
 
     def __init__(self, spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
+        prepare_products()
         self.spec, self.seat, self.recorder = spec, seat, recorder
         self.chosen = options(Options, spec.workload)
         self.side = self.chosen.side or SIDES[seat.device]
@@ -89,8 +90,20 @@ class Acceptance:
         if not self.trains:
             return None
         self._meet("setup")
+        return self._strictly_proved(turn) or self._new_training(turn, strict=False)
+
+    def _strictly_proved(self, turn: int) -> OwnTraining | None:
+        """None where a kernel is lacking. All alike ranks lack it, so that they go on together."""
+        try:
+            return self._new_training(turn, strict=True)
+        except RuntimeError as error:
+            if not lacks_kernel(error):
+                raise
+        return None
+
+    def _new_training(self, turn: int, strict: bool) -> OwnTraining:
         training = OwnTraining(self.spec, self.seat, self.recorder, self.chosen)
-        training.prove(turn)
+        training.prove(turn, strict)
         return training
 
     # --- condition ---
@@ -129,9 +142,9 @@ class OwnTraining:
         self.loop = Loop(self.trainer, corpus, Partition.of(own, 0), seat, clock, recorder, steps)
         self.is_warm = False
 
-    def prove(self, turn: int) -> None:
+    def prove(self, turn: int, strict: bool) -> None:
         steps = self.chosen.proof_steps
-        with attention_backends(self.seat.device), deterministic():
+        with attention_backends(self.seat.device), deterministic(strict):
             self.loop.unrecorded(range(steps))
             self.loop.clock.drain()
             weights = digest_parameters(self.trainer.full_parameters())

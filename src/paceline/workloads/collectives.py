@@ -80,16 +80,16 @@ class Options:
 
     @property
     def least_bytes(self) -> int:
-        return _bytes("min_bytes", self.min_bytes) or SMALLEST_BYTES
+        return read_bytes("collectives.min_bytes", self.min_bytes) or SMALLEST_BYTES
 
     @property
     def most_bytes(self) -> int | None:
         """As asked; None lets the free memory decide."""
-        return _bytes("max_bytes", self.max_bytes)
+        return read_bytes("collectives.max_bytes", self.max_bytes)
 
     @property
     def exchanged_bytes(self) -> int:
-        return _bytes("pair_bytes", self.pair_bytes) or EXCHANGED_BYTES
+        return read_bytes("collectives.pair_bytes", self.pair_bytes) or EXCHANGED_BYTES
 
     @property
     def launches_per_duration(self) -> int:
@@ -148,17 +148,17 @@ def _words(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(word for word in known if word in asked)
 
 
-def _bytes(option: str, given: int | str | None) -> int | None:
+def read_bytes(where: str, given: int | str | None) -> int | None:
     """A size in bytes from a number or a text such as 64MiB; None stays None."""
     if given is None:
         return None
     accepted = "a positive number of bytes such as 8, 64KiB, 16MiB or 1GiB"
     match = _SIZE.fullmatch(str(given).strip())
     known = match is not None and match[2].lower() in _UNITS and not isinstance(given, bool)
-    require(known, f"collectives.{option}", given, accepted)
+    require(known, where, given, accepted)
     assert match is not None
     size = float(match[1]) * _UNITS[match[2].lower()] if len(match[1]) < 20 else float("nan")
-    require(size >= 1 and size == int(size), f"collectives.{option}", given, accepted)
+    require(size >= 1 and size == int(size), where, given, accepted)
     return int(size)
 
 

@@ -14,6 +14,7 @@ from paceline.models import load as load_shape
 from paceline.plugins import Recorder, Seat, load, options
 from paceline.spec import Choice, RunSpec, Topology, require
 from paceline.workloads import compute
+from paceline.workloads.collectives import read_bytes
 from paceline.workloads.compute import Row
 
 NODES = ("host", "process")
@@ -55,6 +56,7 @@ class Options:
         for name in ("side", "copy_bytes"):
             given, accepted = getattr(self, name), "a whole number from 1, or null for the device's default"
             require(given is None or (type(given) is int and given >= 1), f"nodes.{name}", given, accepted)
+        read_bytes("nodes.pair_bytes", self.pair_bytes)
         for name in ("speed_ratio", "memory_ratio"):
             require(0 < getattr(self, name) < 1, f"nodes.{name}", getattr(self, name), "a number between 0 and 1")
         require(0 < self.temperature_c < 1000, "nodes.temperature_c", self.temperature_c, "degrees above 0")

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from paceline.measure import Weights
+    from paceline.workloads._checkpoints import Keeper
     from paceline.workloads._loop import Loop
 
 AUDITED_STEPS = 1
@@ -78,11 +79,25 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
             recorder.add(read_memory(seat.rank, "setup", seat.device, peak=False))
             partition = Partition.of(spec, seat.rank)
             loop = Loop(trainer, corpus, partition, seat, clock_for(seat.device), recorder, spec.steps)
-            wall_s = loop.window(range(spec.steps), reset_at=min(spec.warmup.minimum, spec.steps - 1))
+            keeper = keeper_of(spec, seat, trainer, recorder, start)
+            first = keeper.resume() if keeper else 0
+            reset_at = min(first + spec.warmup.minimum, spec.steps - 1)
+            wall_s = loop.window(range(first, spec.steps), reset_at, keeper)
             recorder.add(read_memory(seat.rank, "steps", seat.device, peak=True))
             found = evidence(spec, seat, trainer, start, wall_s, facts_of(corpus), loop.window_began_at_s)
             recorder.conclude(_with_end(found, start, read_standing(spec, trainer) if start.frozen else None))
         watch_after_window(spec, seat, loop, recorder)
+    if keeper:
+        keeper.remove()
+
+
+def keeper_of(spec: RunSpec, seat: Seat, trainer: Trainer, recorder: Recorder, start: Standing) -> Keeper | None:
+    """None for a run that goes through in one piece or not at all."""
+    if not spec.max_restarts and spec.checkpoint_every is None:
+        return None
+    from paceline.workloads._checkpoints import Keeper
+
+    return Keeper(spec, seat, trainer, recorder, start.learned)
 
 
 @contextlib.contextmanager

@@ -82,6 +82,17 @@ def test_a_run_that_was_predicted_to_fit_asks_for_less_than_its_own_peak() -> No
     assert not found.fitting
 
 
+def test_how_its_own_peak_was_predicted_is_said() -> None:
+    note = "rehearsed without compilation"
+    found = advice.of(record(told("", "", 70.0, note=note), told("checkpointing full", "checkpointing=full", 40.0)))
+    assert found is not None
+    assert found.own_note == note
+    assert f"predicted to hold 70.0 GiB ({note});" in sentence(found)
+    plain = advice.of(record())
+    assert plain is not None
+    assert plain.own_note is None
+
+
 def test_the_smallest_limit_counts() -> None:
     assert room_bytes([held("room", 20), held("capacity", 8), held("parameters", 1)]) == 8 * GIB
     assert room_bytes([held("parameters", 1)]) is None

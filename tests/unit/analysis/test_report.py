@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from paceline import models
 from paceline.analysis.report import build
 from paceline.records import RunRecord, Status
+from paceline.shapes import Shape
+from paceline.spec import Choice
 
 Builder = Callable[..., Any]
 
@@ -140,6 +143,18 @@ def test_health_names_what_a_reader_should_know(campaign: list[RunRecord], make_
 def test_empty() -> None:
     report = build([], "nothing")
     assert (report.runs, report.created_at) == ((), 0.0)
+
+
+def test_a_sequence_beyond_the_context_is_noted(campaign: list[RunRecord], monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, load = campaign[1].spec, models.load
+    length = spec.training.sequence_length
+
+    def shorter(choice: Choice) -> Shape:
+        return dataclasses.replace(load(choice), context=length - 1, positions="rope")
+
+    monkeypatch.setattr(models, "load", shorter)
+    told = f"the sequence length {length} is beyond the {length - 1} positions that {spec.model} was made for"
+    assert build(campaign, "quick").notes == (told,)
 
 
 def test_a_host_that_changed_between_repeats_is_noted(make_spec: Builder, make_record: Builder) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -12,7 +13,7 @@ torch = pytest.importorskip("torch")
 from paceline.errors import RequestError  # noqa: E402
 from paceline.plugins import Seat, options  # noqa: E402
 from paceline.spec import Choice, RunSpec  # noqa: E402
-from paceline.workloads import _nodes_proof, nodes  # noqa: E402
+from paceline.workloads import _nodes_proof, _nodes_stages, nodes  # noqa: E402
 
 SEAT = Seat(rank=2, local_rank=0, world_size=4, device="cpu")
 DTYPES = {"fp32": torch.int32, "bf16": torch.int16, "fp16": torch.int16}
@@ -55,9 +56,46 @@ def test_settings_are_put_back() -> None:
     before = matmul.allow_bf16_reduced_precision_reduction
     with _nodes_proof.whole_sums(), _nodes_proof.deterministic():
         assert torch.are_deterministic_algorithms_enabled()
+        # Else fused attention keeps its backward whose sums have no order.
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
         assert not matmul.allow_bf16_reduced_precision_reduction
     assert matmul.allow_bf16_reduced_precision_reduction == before
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+class Proved:
+    """A training of which a kernel has no order of sums, or which fails for another reason."""
+
+    error = "cumsum_cuda_kernel does not have a deterministic implementation, but you set ..."
+
+    def __init__(self, *_: Any) -> None:
+        self.strict: bool | None = None
+
+    def prove(self, turn: int, strict: bool) -> None:
+        if strict:
+            raise RuntimeError(self.error)
+        self.strict = strict
+
+
+@pytest.fixture
+def acceptance(monkeypatch: pytest.MonkeyPatch, make_spec: Callable[..., RunSpec]) -> _nodes_stages.Acceptance:
+    monkeypatch.setattr(_nodes_stages, "OwnTraining", Proved)
+    monkeypatch.setattr(_nodes_stages.Acceptance, "_meet", lambda *_: None)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    spec = make_spec(None, workload="nodes")
+    return _nodes_stages.Acceptance(spec, SEAT, Mock())
+
+
+def test_where_a_kernel_is_lacking_the_steps_are_taken_without_it(acceptance: _nodes_stages.Acceptance) -> None:
+    proved = acceptance._proved_training(turn=0)
+    assert proved is not None
+    assert proved.strict is False  # type: ignore[attr-defined]
+
+
+def test_another_error_is_not_hidden(acceptance: _nodes_stages.Acceptance, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Proved, "error", "CUDA error: an illegal memory access was encountered")
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        acceptance._proved_training(turn=0)
 
 
 # --- what is asked ---
@@ -72,6 +110,7 @@ def test_settings_are_put_back() -> None:
         ("side=0", "a whole number from 1, or null"),
         ("speed_ratio=1.5", "between 0 and 1"),
         ("temperature_c=0", "degrees above 0"),
+        ("pair_bytes=many", "nodes.pair_bytes: .* a positive number of bytes"),
         ("speed=0.1", "accepted is node, repeats"),
     ],
 )

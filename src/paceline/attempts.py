@@ -1,0 +1,116 @@
+"""The attempts of one launch, kept by the controller in its run folder.
+
+A launch that may be restarted is one folder: when an attempt is lost, what its ranks left is renamed so that the next
+one writes into the same place. `trajectory` joins them again when the run is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from paceline import redaction, samples, store
+from paceline.errors import RequestError, StoreError
+from paceline.interruptions import AttemptSample
+from paceline.spec import RunSpec
+from paceline.trajectory import number_of
+
+FILE = "samples-attempts.jsonl"
+JOB = "job.json"
+INTERRUPTED = "interrupted"
+# What a lost attempt leaves besides samples: kept for whoever looks for the cause, read by nobody.
+_SET_ASIDE = ("outcome-*.json", "stack-*.txt", "log.txt", JOB)
+
+
+def begin(out: Path, spec: RunSpec) -> RunSpec:
+    """A folder for a fresh launch; one that writes checkpoints gets a mark by which it knows its own."""
+    marked = replace(spec, lineage=secrets.token_hex(8) if spec.checkpoint_every else None)
+    store.create(out, marked)
+    return marked
+
+
+def standing(run_dir: Path, spec: RunSpec) -> RunSpec:
+    """The spec with the mark of the launch that stands in its folder unsealed, where there is one."""
+    if store.is_sealed(run_dir):
+        return spec
+    with contextlib.suppress(StoreError, RequestError, KeyError, TypeError, ValueError):
+        known = store.read_spec(run_dir)
+        return replace(spec, lineage=known.lineage) if known.run_id == spec.run_id else spec
+    return spec
+
+
+def goes_on(run_dir: Path, spec: RunSpec) -> bool:
+    """Whether a launch that nobody follows any more may have left something to go on from; what it had under way is
+    closed then. Without checkpoints there is nothing, and it starts over."""
+    if spec.lineage is None or store.is_sealed(run_dir):
+        return False
+    if (run_dir / JOB).is_file():
+        close(run_dir, INTERRUPTED, "the controller ended before the run")
+    return True
+
+
+def ended(run_dir: Path) -> list[AttemptSample]:
+    """Those that are over, in order."""
+    path = run_dir / FILE
+    found = samples.read_samples(path) if path.is_file() else iter(())
+    return [sample for sample in found if isinstance(sample, AttemptSample)]
+
+
+def restarts(run_dir: Path) -> int:
+    """How often this launch was started again by itself: being told to go on by a new controller does not count."""
+    return sum(attempt.status != INTERRUPTED for attempt in ended(run_dir))
+
+
+def close(run_dir: Path, status: str, reason: str | None) -> None:
+    """Write down how the attempt ended and make room for the next one."""
+    number = len(ended(run_dir)) + 1
+    _note(run_dir, number, status, reason)
+    for path in sorted(run_dir.glob("samples-*[0-9].jsonl")):
+        if number_of(path) is None:
+            path.rename(path.with_name(f"{path.stem}.{number}.jsonl"))
+    aside = run_dir / "restarts" / str(number)
+    aside.mkdir(parents=True, exist_ok=True)
+    for pattern in _SET_ASIDE:
+        for path in run_dir.glob(pattern):
+            path.rename(aside / path.name)
+    for path in run_dir.glob("progress-*"):
+        path.unlink()
+
+
+def conclude(run_dir: Path, status: str, reason: str | None) -> None:
+    """Write down the last of several attempts; a launch of one needs no line."""
+    if known := ended(run_dir):
+        _note(run_dir, len(known) + 1, status, reason)
+
+
+def started_at(run_dir: Path) -> float | None:
+    """When the first attempt was handed to the engine."""
+    known = ended(run_dir)
+    return known[0].submitted_at if known else _job_times(run_dir)[0]
+
+
+def _note(run_dir: Path, number: int, status: str, reason: str | None) -> None:
+    now = time.time()
+    submitted_at, began_at = _job_times(run_dir)
+    line = AttemptSample(
+        rank=0,
+        attempt=number,
+        submitted_at=now if submitted_at is None else submitted_at,
+        began_at=began_at,
+        ended_at=now,
+        status=status,
+        reason=reason and redaction.clean_text(reason),
+    )
+    with (run_dir / FILE).open("a") as file:
+        file.write(store.sample_line(line))
+
+
+def _job_times(run_dir: Path) -> tuple[float | None, float | None]:
+    try:
+        job = store.read_json(run_dir / JOB)
+    except StoreError:
+        return None, None
+    return job.get("submitted_at"), job.get("began_at")

@@ -1,0 +1,101 @@
+"""The logs of a run's pods, followed while they are written: what ranks sent goes into the run folder.
+
+A stream that breaks is read again from its beginning. What was taken already is not taken twice; what a rotated log
+has lost shows as a gap (see `parcel`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from paceline.errors import LaunchError
+from paceline.launchers._kube_client import Away, Cluster, Gone, NotYet
+from paceline.launchers._kube_pod import CONTAINER
+from paceline.launchers._kube_watch import exit_code
+from paceline.parcel import Receiver
+
+RETRY_S = 0.5
+
+
+class Logs:
+    """One thread for each pod. `trouble` is the refusal that one of them met, if any."""
+
+    def __init__(self, cluster: Cluster, run_dir: Path) -> None:
+        self._cluster = cluster
+        self.receiver = Receiver(run_dir)
+        self.trouble: LaunchError | None = None
+        self._log = run_dir / "log.txt"
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._threads: dict[str, threading.Thread] = {}
+        self._printed: dict[str, int] = {}
+
+    def follow(self, pods: Iterable[str]) -> None:
+        """Follow those that are not followed yet."""
+        for pod in pods:
+            if not self._threads:
+                # A controller that has taken the job over reads everything again.
+                self._log.write_text("")
+            if pod not in self._threads:
+                thread = threading.Thread(target=self._follow, args=(pod,), name=f"log of {pod}", daemon=True)
+                self._threads[pod] = thread
+                thread.start()
+
+    def drain(self, limit_s: float) -> None:
+        """Wait for what ended pods have still to say."""
+        deadline = time.monotonic() + limit_s
+        for thread in self._threads.values():
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def note(self, sentence: str) -> None:
+        with self._lock, self._log.open("a") as log:
+            log.write(f"paceline: {sentence}\n")
+
+    def _follow(self, pod: str) -> None:
+        try:
+            while not self._stop.is_set() and not self._pass(pod):
+                self._stop.wait(RETRY_S)
+        except LaunchError as refusal:
+            self.trouble = self.trouble or refusal
+
+    def _pass(self, pod: str) -> bool:
+        """Read a log once as far as it goes; true when there is nothing more to come."""
+        known = self._cluster.pod(pod)
+        ended = known is None or exit_code(known) is not None
+        try:
+            with contextlib.suppress(Gone):
+                self.read(pod, follow=not ended)
+        except (Away, NotYet):
+            return False
+        # Only one that was read after its end is known to be complete.
+        return ended
+
+    def read(self, pod: str, follow: bool) -> None:
+        rest, passed = b"", 0
+        for chunk in self._cluster.log(pod, CONTAINER, follow):
+            *lines, rest = (rest + chunk).split(b"\n")
+            passed = self._take(pod, lines, passed)
+            if self._stop.is_set():
+                return
+        if rest:
+            self._take(pod, [rest], passed)
+
+    def _take(self, pod: str, lines: list[bytes], passed: int) -> int:
+        """A chunk at a time: what one pod prints together stays together. passed: lines of its own output that this
+        reading has seen; those that an earlier one saw are not written again."""
+        with self._lock, self._log.open("ab") as log:
+            for line in lines:
+                if self.receiver.feed(line.decode(errors="replace")) is None:
+                    continue
+                passed += 1
+                if passed > self._printed.get(pod, 0):
+                    self._printed[pod] = passed
+                    log.write(line + b"\n")
+        return passed

@@ -1,0 +1,240 @@
+"""One run on a cluster, from its submission to the removal of everything it left there."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import LaunchError
+from paceline.launchers import _kube_watch as watch
+from paceline.launchers._kube_client import Cluster, Object, Taken
+from paceline.launchers._kube_logs import Logs
+from paceline.launchers._kube_manifests import CONTROLLER, RESOURCES, RUN_FOLDER, RUNTIME, carrier
+from paceline.launchers._kube_pod import CONTAINER, RUN_LABEL
+from paceline.parcel import Receiver
+from paceline.plugins import JobState
+from paceline.records import Status
+
+LOOK_S = 1.0
+EVENTS_S = 5.0
+# What cannot come by itself is not waited for as long as a free node is.
+STUCK_S = 60.0
+# Pods that are told to end have 30 s for it; agents need a few.
+DRAIN_S = 20.0
+REMOVAL_S = 40.0
+REMOVAL_PATIENCE_S = 10.0
+READER_S = 300.0
+_JOB = RESOURCES["job"]
+
+
+@dataclass
+class Run:
+    """What a handle stands for, with what this process has seen of it so far."""
+
+    handle: Mapping[str, Any]
+    cluster: Cluster
+    logs: Logs
+    state: JobState = field(default_factory=lambda: JobState(running=True, waiting="submitted"))
+    looked_at: float = float("-inf")
+    waiting_since: float = field(default_factory=time.monotonic)
+    has_begun: bool = False
+    is_over: bool = False
+    _events: tuple[float, list[Object]] = (float("-inf"), [])
+
+    @property
+    def name(self) -> str:
+        return str(self.handle["name"])
+
+    @property
+    def resource(self) -> Any:
+        return RESOURCES[self.handle["kind"]]
+
+    def poll(self) -> JobState:
+        """How it stands, by a look at most once a second; the last word stays the last."""
+        if self.logs.trouble is not None:
+            raise self.logs.trouble
+        if self.state.running and time.monotonic() - self.looked_at >= LOOK_S:
+            sight = self._look()
+            self.logs.follow(pod["metadata"]["name"] for pod in sight.pods if watch.is_begun(pod))
+            self.state, self.is_over = self._judged(sight), watch.is_over(sight)
+            self.looked_at = time.monotonic()
+        return self.state
+
+    def _look(self) -> watch.Sight:
+        main = self.cluster.read(self.resource, self.name)
+        child = self.resource.child.format(name=self.name)
+        job = main if self.resource is _JOB else self.cluster.read(_JOB, child)
+        pods = self.cluster.pods(f"{RUN_LABEL}={self.name}")
+        if job is not None:
+            # A job of the same name may have been removed a moment ago, whose pods are still ending.
+            pods = [pod for pod in pods if _owner(pod) in (None, job["metadata"]["uid"])]
+        sight = watch.Sight(
+            main=main, job=job, pods=pods, done=self.resource.done, nodes=int(self.handle["nodes"]), name=self.name
+        )
+        if watch.why_waiting(sight) is None:
+            return sight
+        return replace(sight, events=self._warnings(sight))
+
+    def _warnings(self, sight: watch.Sight) -> list[Object]:
+        """What the cluster says about a run that waits. Not being allowed to read it is no reason to end."""
+        asked_at, known = self._events
+        if time.monotonic() - asked_at < EVENTS_S:
+            return known
+        found: list[Object] = []
+        about = [sight.main, sight.job, *(pod for pod in sight.pods if not watch.is_begun(pod))]
+        with contextlib.suppress(LaunchError):
+            for uid in dict.fromkeys(obj["metadata"]["uid"] for obj in about if obj is not None):
+                found += self.cluster.events(uid)
+        self._events = (time.monotonic(), found)
+        return found
+
+    def _judged(self, sight: watch.Sight) -> JobState:
+        """What is seen, and how long it has been so."""
+        state, waiting = watch.state_of(sight), watch.why_waiting(sight)
+        self.has_begun = self.has_begun or waiting is None
+        if not state.running:
+            return state if self.has_begun else self._explained(state)
+        if watch.is_suspended(sight):
+            self.waiting_since = time.monotonic()
+            if self.has_begun:
+                reason = f"the queue has taken the job {self.name} back: {state.waiting}"
+                return JobState(running=False, status=Status.PREEMPTED, reason=reason)
+            return state
+        if self.has_begun:
+            # Pods that go once all have begun are the end of a job, which its own condition will tell.
+            return replace(state, waiting=None)
+        limit = float(self.handle["pending_s"])
+        limit = min(limit, STUCK_S) if watch.is_stuck(sight) else limit
+        if time.monotonic() - self.waiting_since > limit:
+            return JobState(running=False, status=Status.FAILED, reason=f"after {limit:g} s {state.waiting}")
+        return state
+
+    def _explained(self, state: JobState) -> JobState:
+        """Of a job that ended because some of its pods never came, the others only know that they waited in vain."""
+        obstacle = self.state.waiting or ""
+        if state.status is not None or state.exit_code == 0 or ": " not in obstacle:
+            return state
+        return replace(state, status=Status.FAILED, reason=f"it ended while {obstacle}")
+
+    def collect(self, run_dir: Path) -> str | None:
+        """Bring home what is missing; says what could not be."""
+        if not self.is_over:
+            # It was given up: agents that are told to end send what there is, and where their ranks stood.
+            with contextlib.suppress(LaunchError):
+                self.cluster.delete(self.resource, self.name)
+        self.logs.drain(DRAIN_S)
+        missing = self.logs.receiver.missing(int(self.handle["nodes"]))
+        if missing is None or self.handle.get("reader") is None or not self.has_begun:
+            return missing
+        return self._read_claim(run_dir, missing)
+
+    def _read_claim(self, run_dir: Path, missing: str) -> str | None:
+        """Have a pod print what is on the claim; it is asked only when the logs did not do."""
+        manifest = self.handle["reader"]
+        name = manifest["metadata"]["name"]
+        receiver = Receiver(run_dir)
+        try:
+            with contextlib.suppress(Taken):
+                self.cluster.create(_JOB, manifest)
+            deadline = time.monotonic() + READER_S
+            while time.monotonic() < deadline:
+                job = self.cluster.read(_JOB, name)
+                if watch.condition(job, "Complete") or watch.condition(job, "Failed"):
+                    break
+                time.sleep(LOOK_S)
+            for pod in self.cluster.pods(f"{RUN_LABEL}={name}"):
+                text = b"".join(self.cluster.log(pod["metadata"]["name"], CONTAINER, follow=False))
+                for line in text.decode(errors="replace").splitlines():
+                    receiver.feed(line)
+        except LaunchError as refusal:
+            return f"{missing}; and the claim could not be read: {refusal}"
+        finally:
+            with contextlib.suppress(LaunchError):
+                self.cluster.delete(_JOB, name)
+        return None if receiver.missing(1) is None else f"{missing}; and the claim did not hold it whole"
+
+    def remove(self) -> None:
+        """Everything that was created, and its pods. An engine that cannot be asked now keeps its own limits: the
+        job's deadline and its time to live; the log says so."""
+        cluster = Cluster(self.cluster.context, self.cluster.namespace, REMOVAL_PATIENCE_S, self.cluster.client)
+        try:
+            cluster.delete(self.resource, self.name)
+            if self.handle["kind"] == "job":
+                cluster.delete_service(self.name)
+            if self.handle["kind"] == "trainjob":
+                cluster.delete(RUNTIME, self.name)
+            self._await_pods(cluster)
+        except LaunchError as refusal:
+            command = f"kubectl delete {self.resource.plural} {self.name} --namespace {cluster.namespace}"
+            self.logs.note(f"{refusal}; the job may be there still: {command}")
+        finally:
+            self.logs.stop()
+
+    def _await_pods(self, cluster: Cluster) -> None:
+        """Their GPUs are free for the next run when they are gone. One that was taken away may be on a node that will
+        never say so."""
+        deadline = time.monotonic() + REMOVAL_S
+        while time.monotonic() < deadline:
+            if all(watch.condition(pod, watch.DISRUPTED) for pod in cluster.pods(f"{RUN_LABEL}={self.name}")):
+                return
+            time.sleep(LOOK_S / 4)
+
+
+def submit(cluster: Cluster, manifests: list[Object], name: str, kind: str) -> None:
+    """Create everything, or take over what this controller has created for the same run before."""
+    main = carrier(manifests)
+    owner = None
+    for manifest in manifests:
+        if manifest is main:
+            owner = _create_main(cluster, manifest, name, kind)
+        elif manifest["kind"] == "Service":
+            assert owner is not None, "a Service comes after the Job that owns it"
+            create_service(cluster, manifest, owner)
+        else:
+            with contextlib.suppress(Taken):
+                cluster.create(RUNTIME, manifest)
+
+
+def create_service(cluster: Cluster, manifest: Object, owner: Object) -> None:
+    """Owned by the Job: whoever removes that one removes the Service along."""
+    reference = {"apiVersion": "batch/v1", "kind": "Job", "name": owner["metadata"]["name"]}
+    reference["uid"] = owner["metadata"]["uid"]
+    cluster.create_service({**manifest, "metadata": {**manifest["metadata"], "ownerReferences": [reference]}})
+
+
+def _create_main(cluster: Cluster, manifest: Object, name: str, kind: str) -> Object:
+    resource = RESOURCES[kind]
+    deadline = time.monotonic() + REMOVAL_S
+    while True:
+        try:
+            return cluster.create(resource, manifest)
+        except Taken:
+            known = cluster.read(resource, name)
+        if known is not None and not is_ours(known, manifest):
+            folder = known["metadata"].get("annotations", {}).get(RUN_FOLDER, "another program")
+            raise LaunchError(
+                f"{resource.plural} {name} is there already, in namespace {cluster.namespace}, and belongs to {folder}"
+            )
+        if known is not None and not known["metadata"].get("deletionTimestamp"):
+            if not watch.has_ended(known, resource.done):
+                return known
+            # Of an earlier attempt, whose end was seen but whose removal was not.
+            cluster.delete(resource, name)
+        if time.monotonic() > deadline:
+            raise LaunchError(f"{resource.plural} {name} of an earlier attempt did not go within {REMOVAL_S:g} s")
+        time.sleep(LOOK_S)
+
+
+def is_ours(known: Object, manifest: Object) -> bool:
+    """Created for the same run folder of the same host."""
+    there, here = (obj["metadata"].get("annotations") or {} for obj in (known, manifest))
+    return all(there.get(key) == here[key] for key in (CONTROLLER, RUN_FOLDER))
+
+
+def _owner(pod: Object) -> str | None:
+    owners = pod["metadata"].get("ownerReferences") or ()
+    return owners[0].get("uid") if owners else None

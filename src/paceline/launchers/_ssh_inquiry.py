@@ -1,0 +1,170 @@
+"""What hosts say before a job is started: that they can be reached, what is installed, which GPUs, what time it is."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline import __version__, clocks
+from paceline.errors import LaunchError
+from paceline.launchers._ssh_connections import Connection
+from paceline.launchers._ssh_hosts import Host, Options, hint, ssh_command
+from paceline.spec import Topology
+
+# A first import from a slow disk takes its time.
+ANSWER_S = 60.0
+EXCHANGES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What one host said of itself, and its clock: minus this host's, between low_s and high_s."""
+
+    facts: Mapping[str, Any]
+    clock: tuple[float, float] | None
+
+    @property
+    def gpus(self) -> list[str]:
+        return [str(gpu.get("name")) for gpu in self.facts.get("gpus") or ()]
+
+    @property
+    def torch(self) -> str | None:
+        found = (self.facts.get("versions") or {}).get("torch")
+        return None if found is None else str(found)
+
+
+def ask(chosen: Options, hosts: Sequence[Host]) -> list[Answer]:
+    """All hosts at once. LaunchError says of each one that does not answer why, and what to try."""
+    for path in filter(None, {chosen.ssh_config, chosen.key, *(host.key for host in hosts)}):
+        # Without it ssh would go on with keys that nobody meant.
+        if not Path(path).expanduser().exists():
+            raise LaunchError(f"{path} was given for ssh, and this host has no such file")
+    questions = [
+        Connection(ssh_command(chosen, host, [host.python or chosen.python, "-m", "paceline.agent", "--facts"]))
+        for host in hosts
+    ]
+    deadline = time.monotonic() + chosen.connect_s + ANSWER_S
+    answers: list[Answer] = []
+    refusals: list[tuple[Host, str, str]] = []
+    try:
+        for host, question in zip(hosts, questions, strict=True):
+            answer = _heard(question, deadline)
+            if answer is None:
+                refusals.append((host, *_refusal(chosen, host, question)))
+            else:
+                answers.append(answer)
+    finally:
+        for question in questions:
+            question.end(0.0 if refusals else 5.0)
+    if refusals:
+        first, meaning, remedy = refusals[0]
+        others = "".join(f"; {host} {other}" for host, other, _ in refusals[1:4])
+        more = f"; and {len(refusals) - 4} more" if len(refusals) > 4 else ""
+        raise LaunchError(f"{first} {meaning}{others}{more}; {remedy}")
+    return answers
+
+
+def _heard(question: Connection, deadline: float) -> Answer | None:
+    """The line of facts among what a login may print before it."""
+    while (line := question.await_line(deadline)) is not None:
+        try:
+            facts = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(facts, dict) and "paceline" in facts:
+            return Answer(facts=facts, clock=_clock(question))
+    return None
+
+
+def _clock(question: Connection) -> tuple[float, float] | None:
+    """The narrowest of a few exchanges: the far side answered some time between question and answer."""
+    found = []
+    for _ in range(EXCHANGES):
+        asked = time.time()
+        question.send(b"\n")
+        line = question.await_line(time.monotonic() + 5.0)
+        try:
+            said = float(line or "")
+        except ValueError:
+            break
+        found.append((said - time.time(), said - asked))
+    return min(found, key=lambda interval: interval[1] - interval[0], default=None)
+
+
+# ssh's own words, in any release of it -> what they mean, and the command that shows more (`{}`: to the host).
+_MEANINGS: tuple[tuple[str, str, str], ...] = (
+    (
+        r"HOST IDENTIFICATION HAS CHANGED",
+        "has another host key than the known one",
+        "ask its administrator, then: ssh-keygen -R {name}",
+    ),
+    (r"Host key verification failed", "has a host key that is not known here", "compare its fingerprint in: {ssh}"),
+    (r"Permission denied", "refuses the key (or the user)", "try: {ssh}"),
+    (r"Could not resolve hostname", "has a name that does not resolve here", "try: getent hosts {name}"),
+    (r"Connection refused", "refuses the connection: no ssh server listens there", "try: {ssh}"),
+    (r"timed out|No route to host|unreachable", "does not answer", "try: {ssh}"),
+    (r"No module named '?paceline", "has no Paceline in its Python", "try: {pip}"),
+    (r"unrecognized arguments", "has another version of Paceline", "try: {pip}"),
+)
+
+
+def _refusal(chosen: Options, host: Host, question: Connection) -> tuple[str, str]:
+    """What is wrong with the host, and what to do about it."""
+    code, said = question.end(0.5), " ".join(question.complaints)
+    python = host.python or chosen.python
+    ways = {
+        "name": f"[{host.host}]:{host.port}" if host.port else host.host,
+        "ssh": hint(chosen, host, "true"),
+        "pip": hint(chosen, host, shlex.join([python, "-m", "pip", "install", f"paceline=={__version__}"])),
+    }
+    for pattern, meaning, remedy in _MEANINGS:
+        if re.search(pattern, said):
+            return meaning, _filled(remedy, ways)
+    if code in (126, 127):
+        return f"has no Python at {python!r}", f"set `python`; try: {hint(chosen, host, 'command -v python3')}"
+    last = question.complaints[-1] if question.complaints else "it said nothing"
+    return f"could not be asked (exit code {code}: {last[:200]})", f"try: {ways['ssh']}"
+
+
+def _filled(remedy: str, ways: Mapping[str, str]) -> str:
+    return re.sub(r"{(\w+)}", lambda found: ways[found[1]], remedy)
+
+
+def compare(hosts: Sequence[Host], answers: Sequence[Answer], topology: Topology) -> list[str]:
+    """LaunchError where the hosts cannot do one run together; else what differs and may, in sentences."""
+    for host, answer in zip(hosts, answers, strict=True):
+        theirs = answer.facts["paceline"]
+        if theirs != __version__:
+            raise LaunchError(f"{host} has paceline {theirs}, this host {__version__}: they must be the same")
+        if answer.torch is None:
+            raise LaunchError(f"{host} has no torch in its Python")
+        wanted = topology.processes_per_node if topology.device == "cuda" else 0
+        if wanted > len(answer.gpus):
+            raise LaunchError(f"{host} shows {len(answer.gpus) or 'no'} GPUs, and {wanted} processes need one each")
+    if difference := _difference(hosts, answers, lambda answer: f"torch {answer.torch}"):
+        raise LaunchError(f"{difference}: hosts of one run must have the same")
+    told = [
+        _difference(hosts, answers, lambda answer: f"{len(answer.gpus)} GPUs ({', '.join(sorted(set(answer.gpus)))})"),
+        _difference(hosts, answers, lambda answer: f"driver {answer.facts.get('driver')}"),
+    ]
+    return [sentence for sentence in told if sentence]
+
+
+def _difference(hosts: Sequence[Host], answers: Sequence[Answer], read: Callable[[Answer], str]) -> str | None:
+    found = [read(answer) for answer in answers]
+    other = next((number for number, text in enumerate(found) if text != found[0]), None)
+    return None if other is None else f"{hosts[0]} has {found[0]}, {hosts[other]} {found[other]}"
+
+
+def read_clocks(names: Sequence[str], answers: Sequence[Answer]) -> list[clocks.Clock]:
+    return [
+        clocks.Clock(node=node, host=names[node], low_s=answer.clock[0], high_s=answer.clock[1])
+        for node, answer in enumerate(answers)
+        if answer.clock is not None
+    ]

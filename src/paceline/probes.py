@@ -1,0 +1,75 @@
+"""Observed of the machine itself: collectives, overlap, kernels and copies, every timed iteration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveSample:
+    """One row of a sweep on one rank: every timed iteration of one operation at one size.
+
+    size_bytes is nccl-tests' S, count its elements. mode: `single` times each launch, `batch` and `graph` time `batch`
+    launches at once, so a duration covers that many. wrong counts elements that differ from what all ranks' payloads
+    give. status is ok, oom or unsupported; the last two have no durations. peer and turn are of the pair tournament.
+    """
+
+    kind: ClassVar[str] = "collective"
+    rank: int
+    operation: str
+    dtype: str
+    size_bytes: int
+    count: int
+    group_size: int
+    in_place: bool
+    mode: str
+    batch: int
+    durations_s: tuple[float, ...]
+    wrong: int | None
+    status: str = "ok"
+    error: str | None = None
+    peer: int | None = None
+    turn: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlapSample:
+    """A collective beside matrix products on one rank: each alone, then both at once, iteration by iteration."""
+
+    kind: ClassVar[str] = "overlap"
+    rank: int
+    operation: str
+    dtype: str
+    size_bytes: int
+    group_size: int
+    collective_s: tuple[float, ...]
+    compute_s: tuple[float, ...]
+    together_s: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelSample:
+    """One kernel or copy on one device, every timed iteration. Work is stated, rates are computed afterwards.
+
+    kernel: matmul, attention_forward, attention_backward, copy, h2d, d2h. label says which shape, variant which way
+    (pinned, pageable, a kernel's name), size what the sweep varies (side, bytes, sequence length; None for a model's
+    own product). flops and moved_bytes are of one iteration. wrong counts checked elements that differ from the exact
+    result. status is ok, oom, unsupported, skipped (it would take too long) or failed; only ok has durations. repeat
+    counts how often the same row was measured before, where it is measured more than once.
+    """
+
+    kind: ClassVar[str] = "kernel"
+    rank: int
+    kernel: str
+    dtype: str
+    label: str
+    variant: str
+    flops: int | None
+    moved_bytes: int | None
+    durations_s: tuple[float, ...]
+    status: str = "ok"
+    error: str | None = None
+    size: int | None = None
+    wrong: int | None = None
+    repeat: int = 0

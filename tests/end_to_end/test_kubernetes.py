@@ -1,0 +1,354 @@
+"""Runs on Kubernetes to their end, good or bad: each sealed with the right status and sentence, nothing left behind.
+
+The cluster is the double of `testbed.kube_api`, whose pods are real processes; the controller has the rights of
+`paceline cluster init` and no others. Runs with faults have ranks without torch and go on at the same time.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from testbed.kube_api import Cluster
+from testbed.kube_api.resources import CLAIMS, JOBS, SECRETS
+from testbed.kube_api.sandbox import why_not
+from testbed.kube_bed import OWN, Bed, free_port, light
+
+from paceline import store
+from paceline.launchers._kube_cluster import CONTROLLER_ACCOUNT
+from paceline.spec import RunSpec
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+]
+
+WAIT_S = 180.0
+# So many runs at a time: each has a handful of processes.
+AT_ONCE = 6
+LONG = {"LIGHT_S": "120"}
+
+
+def until(condition: Callable[[], Any], what: str) -> Any:
+    end = time.monotonic() + WAIT_S
+    while time.monotonic() < end:
+        if found := condition():
+            return found
+        time.sleep(0.05)
+    raise TimeoutError(f"{what} did not happen within {WAIT_S:g} s")
+
+
+def moving(bed: Bed, name: str, spec: RunSpec) -> Any:
+    """Both pods, once the controller has heard of both ranks."""
+    run_dir = bed.run_dir(spec)
+    seen = until(
+        lambda: store.is_sealed(run_dir) or len(store.read_progress(run_dir)) == 2, f"progress of both ranks of {name}"
+    )
+    assert not store.is_sealed(run_dir), f"{seen}: the run ended before anything could befall it"
+    return bed.pods(name)
+
+
+def evict(bed: Bed, name: str, spec: RunSpec) -> None:
+    bed.cluster.evict(moving(bed, name, spec)[1])
+
+
+def preempt(bed: Bed, name: str, spec: RunSpec) -> None:
+    bed.cluster.preempt(moving(bed, name, spec)[1])
+
+
+def lose_node(bed: Bed, name: str, spec: RunSpec) -> None:
+    bed.cluster.lose_node(moving(bed, name, spec)[1]["spec"]["nodeName"])
+
+
+def silence_node(bed: Bed, name: str, spec: RunSpec) -> None:
+    bed.cluster.silence_node(moving(bed, name, spec)[1]["spec"]["nodeName"])
+
+
+def fill_memory(bed: Bed, name: str, spec: RunSpec) -> None:
+    bed.cluster.run_out_of_memory(moving(bed, name, spec)[1])
+
+
+def delete_job(bed: Bed, name: str, spec: RunSpec) -> None:
+    moving(bed, name, spec)
+    bed.cluster.delete_job(name, bed.jobs(name)[0]["metadata"]["name"])
+
+
+def forbid_jobs(bed: Bed, name: str) -> None:
+    bed.cluster.forbid(name, CONTROLLER_ACCOUNT, "jobs", "create")
+
+
+def forbid_logs(bed: Bed, name: str) -> None:
+    bed.cluster.forbid(name, CONTROLLER_ACCOUNT, "pods/log", "get")
+
+
+def hide_namespace(bed: Bed, name: str) -> None:
+    bed.users[name] = (bed.users["admin"][0], "absent")
+    bed.cluster.contexts(bed.kubeconfig, bed.users)
+
+
+def take_image_away(bed: Bed, name: str) -> None:
+    bed.cluster.kubelet.missing_images.add("registry.example/none:1")
+
+
+def set_clock_back(bed: Bed, name: str) -> None:
+    bed.cluster.kubelet.clock_offset_s[f"{name}-b"] = -7200.0
+
+
+def add_claim(bed: Bed, name: str) -> None:
+    spec = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}
+    bed.cluster.state.create(CLAIMS, name, {"metadata": {"name": "kept"}, "spec": spec, "status": {"phase": "Bound"}})
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is asked for, what goes wrong, and how it must end. sentence: a pattern of the record's error."""
+
+    status: str
+    sentence: str | None = None
+    env: dict[str, str] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict)
+    before: Callable[[Bed, str], None] | None = None
+    meanwhile: Callable[[Bed, str, RunSpec], None] | None = None
+
+
+SCENARIOS = {
+    "plain": Scenario("ok"),
+    "jobset": Scenario("ok", options={"kind": "jobset"}),
+    "trainjob": Scenario("ok", options={"kind": "trainjob"}),
+    "claimed": Scenario("ok", options={"results_claim": "kept"}, before=add_claim),
+    "killed": Scenario("failed", r"exit code|signal 9", env={"LIGHT_FAULT": "die:1"}),
+    "evicted": Scenario("preempted", r"pod .* on evicted-. was taken away: .*low on resource", LONG, meanwhile=evict),
+    "preempted": Scenario("preempted", r"PreemptionByScheduler|DisruptionTarget", LONG, meanwhile=preempt),
+    "lost": Scenario("preempted", r"DeletionByPodGC|DisruptionTarget", LONG, meanwhile=lose_node),
+    "silent": Scenario("preempted", r"DeletionByTaintManager|DisruptionTarget", LONG, meanwhile=silence_node),
+    "memory": Scenario(
+        "oom", r"pod .* on memory-. ran out of its memory limit: OOMKilled", LONG, meanwhile=fill_memory
+    ),
+    "deleted": Scenario("failed", r"the job paceline-.* is gone: somebody else deleted it", LONG, meanwhile=delete_job),
+    "greedy": Scenario(
+        "failed",
+        r"after 4 s 0 of 2 pods have started: Unschedulable: 0/\d+ nodes are available: .*2 Insufficient cpu",
+        options={"pending_s": 4.0, "cpu_request": 900.0, "cpu_limit": 900.0},
+    ),
+    "imageless": Scenario(
+        "failed",
+        r"after 4 s 0 of 2 pods have started: (ErrImagePull|ImagePullBackOff|Failed): .*none:1: not found",
+        options={"pending_s": 4.0, "image": "registry.example/none:1"},
+        before=take_image_away,
+    ),
+    "nowhere": Scenario("failed", r'in namespace absent \(namespaces "absent" not found\)', before=hide_namespace),
+    "unable": Scenario(
+        "failed",
+        r"not permitted to create jobs in namespace unable .*kubectl auth can-i create jobs",
+        before=forbid_jobs,
+    ),
+    "deaf": Scenario("failed", r"not permitted to get pods/log in namespace deaf", LONG, before=forbid_logs),
+    "late": Scenario("timeout", r"did not end within 3 s; rank 0 was at step", LONG, fields={"timeout_s": 3.0}),
+    "full": Scenario("failed", r"rank 0 on full-.: OSError: No space left on device", env={"LIGHT_FAULT": "full:0"}),
+    "hung": Scenario(
+        "hang",
+        r"nothing moved for 10 s: rank 0 stopped at step 3 in forward",
+        {"LIGHT_S": "1", "LIGHT_FAULT": "hang:0"},
+        fields={"stall_s": 10.0},
+    ),
+    "cut": Scenario("failed", r"results did not come home whole: node \d \(cut-.\): its log was cut"),
+    "cut-kept": Scenario("ok", options={"results_claim": "kept"}, before=add_claim),
+    "skewed": Scenario("ok", env={"LIGHT_S": "3"}, fields={"stall_s": 30.0}, before=set_clock_back),
+}
+
+
+def lost_lines(pod: dict[str, Any]) -> re.Pattern[bytes] | None:
+    """Of the runs that are to lose some, those with all files; a pod that reads them from the claim loses nothing."""
+    cut = pod["metadata"]["namespace"].startswith("cut") and "-read" not in pod["metadata"]["name"]
+    return re.compile(rb"^@paceline/1 \d+ \d+ (whole|part) ") if cut else None
+
+
+@pytest.fixture(scope="module")
+def bed(tmp_path_factory: pytest.TempPathFactory, make_spec: Callable[..., RunSpec]) -> Iterator[Bed]:
+    from kubernetes.config import kube_config
+
+    folder = tmp_path_factory.mktemp("kubernetes")
+    spec = make_spec(None, processes=1, nodes=2, workload="reference", steps=8, timeout_s=300.0, stall_s=200.0)
+    with Cluster(folder / "cluster", nodes=()) as cluster, pytest.MonkeyPatch.context() as patch:
+        found = Bed(cluster, folder, spec)
+        cluster.kubelet.lossy = lost_lines
+        light(patch.setattr)
+        # The client reads the variable KUBECONFIG once, when it is imported.
+        patch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(found.kubeconfig))
+        cluster.contexts(found.kubeconfig, found.users)
+        yield found
+
+
+def play(bed: Bed, name: str) -> Any:
+    """One scenario to its seal; the record."""
+    scenario = SCENARIOS[name]
+    bed.prepare(name)
+    if scenario.before is not None:
+        scenario.before(bed, name)
+    spec = bed.spec_of(name, fields=scenario.fields, env={"LIGHT_S": "0.5", **scenario.env}, **scenario.options)
+    with ThreadPoolExecutor(1) as aside:
+        other = aside.submit(scenario.meanwhile, bed, name, spec) if scenario.meanwhile else None
+        record = bed.run(spec)
+        if other is not None:
+            other.result()
+    return record
+
+
+@pytest.fixture(scope="module")
+def records(bed: Bed) -> Iterator[dict[str, Future[Any]]]:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        yield {name: pool.submit(play, bed, name) for name in SCENARIOS}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_run_ends_with_the_right_word_and_leaves_nothing(
+    name: str, bed: Bed, records: dict[str, Future[Any]]
+) -> None:
+    record, scenario = records[name].result(), SCENARIOS[name]
+    assert (record.status, record.error) == (scenario.status, record.error)
+    if scenario.sentence is None:
+        assert record.error is None
+        assert {sample.rank for sample in record.steps} == {0, 1}
+        assert len(record.steps) == 2 * record.spec.steps
+    else:
+        assert re.search(scenario.sentence, record.error), record.error
+        assert "\n" not in record.error
+    if name == "silent":
+        left = until(lambda: len(bed.cluster.leftovers(name)) <= 2 and bed.cluster.leftovers(name), "one pod left")
+        assert [word.partition("/")[0].partition(" ")[0] for word in left] == ["Pod", "folder"], left
+        # Only its node could confirm its end, or somebody who deletes the node.
+        bed.cluster.lose_node(bed.cluster.pods(name)[0]["spec"]["nodeName"])
+    until(lambda: not bed.cluster.leftovers(name), f"the end of {bed.cluster.leftovers(name)}")
+
+
+def created_jobs(bed: Bed, name: str) -> list[str]:
+    """Of every Job that ever was in a namespace."""
+    told = [c for c in bed.cluster.state.history if c.resource == JOBS and c.how == "ADDED"]
+    return [c.object["metadata"]["name"] for c in told if c.object["metadata"]["namespace"] == name]
+
+
+def test_an_api_server_that_restarts_costs_nothing(bed: Bed) -> None:
+    name = "restarted"
+    bed.prepare(name)
+    spec = bed.spec_of(name, env={"LIGHT_S": "3"})
+    with ThreadPoolExecutor(1) as aside:
+        running = aside.submit(bed.run, spec)
+        moving(bed, name, spec)
+        bed.cluster.stop_api_server()
+        time.sleep(1.5)
+        bed.cluster.start_api_server()
+        record = running.result()
+    assert (record.status, record.error) == ("ok", None)
+    assert len(record.steps) == 2 * spec.steps
+    assert len(created_jobs(bed, name)) == 1
+    until(lambda: not bed.cluster.leftovers(name), "the end of everything")
+
+
+@pytest.fixture
+def controller(bed: Bed, environment: Callable[..., dict[str, str]]) -> Iterator[Callable[[RunSpec], Any]]:
+    """A controller in a process of its own; one that is left over is killed."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(spec: RunSpec) -> subprocess.Popen[str]:
+        file = bed.folder / f"{spec.experiment}.json"
+        file.write_text(json.dumps(spec.to_dict()))
+        child = subprocess.Popen(
+            [sys.executable, "-m", "testbed.kube_bed", str(bed.folder / "out"), str(file)],
+            env=environment(KUBECONFIG=str(bed.kubeconfig)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # type: ignore[arg-type,return-value]
+        )
+        started.append(child)
+        return child
+
+    yield start
+    for child in started:
+        if child.poll() is None:
+            child.kill()
+        child.communicate()
+
+
+def test_a_controller_that_was_killed_finds_its_job_again(bed: Bed, controller: Callable[[RunSpec], Any]) -> None:
+    name = "orphaned"
+    bed.prepare(name)
+    spec = bed.spec_of(name, env={"LIGHT_S": "8"})
+    child = controller(spec)
+    before = {pod["metadata"]["uid"] for pod in moving(bed, name, spec)}
+    child.kill()
+    child.wait()
+    assert {pod["metadata"]["uid"] for pod in bed.pods(name)} == before, "the job outlives its controller"
+    record = bed.run(spec)
+    assert (record.status, record.error) == ("ok", None)
+    assert {sample.rank for sample in record.steps} == {0, 1}
+    assert len(record.steps) == 2 * spec.steps
+    assert len(created_jobs(bed, name)) == 1, "nothing is started twice"
+    until(lambda: not bed.cluster.leftovers(name), "the end of everything")
+
+
+def test_ctrl_c_removes_everything_and_keeps_what_was_measured(bed: Bed, controller: Callable[[RunSpec], Any]) -> None:
+    name = "stopped"
+    bed.prepare(name)
+    spec = bed.spec_of(name, env=LONG)
+    child = controller(spec)
+    moving(bed, name, spec)
+    child.send_signal(signal.SIGINT)
+    said, _ = child.communicate(timeout=WAIT_S)
+    assert child.returncode == 130, said
+    assert not store.is_sealed(bed.run_dir(spec))
+    assert bed.cluster.pods(name) == []
+    until(lambda: not bed.cluster.leftovers(name), "the end of everything")
+
+
+def test_a_certified_campaign_on_two_pods_ends_with_a_report(
+    bed: Bed, experiment_file: Callable[..., Path], paceline: Any, smaller: dict[str, Any]
+) -> None:
+    """Real ranks, started by torchrun in two pods that find each other by name; a secret that must stay one."""
+    name, secret = "certified", "hf_abcdefghijklmnopqrstuvwxyz012345"
+    bed.prepare(name)
+    bed.cluster.state.create(SECRETS, name, {"metadata": {"name": "hub"}, "data": {"token": b64(secret)}})
+    launcher = {
+        "name": "kubernetes",
+        "image": "paceline",
+        "context": name,
+        "node_selector": {OWN: name},
+        "port": free_port(),
+        "secret_env": {"HF_TOKEN": {"secret": "hub", "key": "token"}},
+        "env": {"HOSTILE": "'\"; echo $(HOME) $(touch /tmp/x) #\n"},
+    }
+    out = bed.folder / "campaign"
+    out.mkdir()
+    (out / "where.yaml").write_text(yaml.safe_dump(launcher))
+    file = experiment_file(out, name, {"strategy": ["ddp"]}, **smaller, nodes=2, processes=1)
+    words = ["run", str(file), "--launcher", str(out / "where.yaml"), "--out", str(out), "--format", "json"]
+    done = paceline(*words, env={"KUBECONFIG": str(bed.kubeconfig)})
+    assert done.returncode == 0, done.stdout + done.stderr
+    records, skipped = store.read_runs(out / name)
+    assert not skipped
+    assert {(str(r.spec.strategy), r.status) for r in records} == {("None", "ok"), ("ddp", "ok")}
+    trained = next(r for r in records if r.spec.strategy is not None)
+    assert {outcome.host for outcome in trained.outcomes} == {"certified-a", "certified-b"}
+    report = json.loads((out / name / "report.json").read_text())
+    assert all(run["certificate"]["valid"] for run in report["runs"] if run.get("certificate"))
+    for path in out.rglob("*"):
+        assert not path.is_file() or secret.encode() not in path.read_bytes(), path
+    until(lambda: not bed.cluster.leftovers(name) or bed.cluster.leftovers(name) == ["Secret/hub"], "the end")
+
+
+def b64(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()

@@ -1,0 +1,204 @@
+"""Two hosts of network namespaces, joined by veth to a bridge: agents meet over the interface that leads there, or say
+within their patience why they do not. Needs root and iproute2."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from paceline import parcel, places, store
+from paceline.launchers._start import spec_text
+from paceline.records import Status
+from paceline.spec import RunSpec
+
+MASTER = "10.78.0.1"
+# In a network of its own each agent has its ports to itself.
+PORT = places.RENDEZVOUS_PORT
+
+
+def _why_not() -> str | None:
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "network namespaces need root on Linux"
+    if shutil.which("ip") is None:
+        return "not installed: iproute2"
+    name = f"plprobe{os.getpid()}"
+    if subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode:
+        return "this kernel or container allows no network namespaces"
+    subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+    return None
+
+
+WHY_NOT = _why_not()
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
+
+
+@dataclass
+class Network:
+    """Hosts at 10.78.0.1 and 10.78.0.2; the bridge in a namespace of its own, out of the host firewall's reach."""
+
+    bridge: str
+    hosts: tuple[str, str]
+
+    def build(self) -> None:
+        for name in (self.bridge, *self.hosts):
+            call("ip", "netns", "add", name)
+        self.inside(self.bridge, "ip", "link", "add", "bridge0", "type", "bridge")
+        self.inside(self.bridge, "ip", "link", "set", "bridge0", "up")
+        for number, host in enumerate(self.hosts):
+            ends = ("type", "veth", "peer", "name", "eth0", "netns", host)
+            self.inside(self.bridge, "ip", "link", "add", f"port{number}", *ends)
+            self.inside(self.bridge, "ip", "link", "set", f"port{number}", "master", "bridge0", "up")
+            self.inside(host, "ip", "addr", "add", f"10.78.0.{number + 1}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                self.inside(host, "ip", "link", "set", device, "up")
+        # From the second host: an address whose packets are lost, and one to which no way leads.
+        silent = ("ip", "neigh", "add", "10.78.0.9", "lladdr", "02:00:00:00:00:99", "dev", "eth0")
+        self.inside(self.hosts[1], *silent)
+        self.inside(self.hosts[1], "ip", "route", "add", "unreachable", "10.79.0.1")
+
+    def inside(self, namespace: str, *command: str) -> None:
+        call("ip", "netns", "exec", namespace, *command)
+
+    def destroy(self) -> None:
+        for name in (*self.hosts, self.bridge):
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+def call(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
+    pid = os.getpid()
+    network = Network(f"plmeet{pid}", (f"plnode{pid}-0", f"plnode{pid}-1"))
+    try:
+        network.build()
+        yield network
+    finally:
+        network.destroy()
+
+
+@dataclass(frozen=True)
+class Agent:
+    """One under way; `end` gives what it left."""
+
+    process: subprocess.Popen[str]
+    home: Path
+
+    def end(self, patience_s: float = 200.0) -> tuple[parcel.Receiver, str]:
+        try:
+            told, _ = self.process.communicate(timeout=patience_s)
+        finally:
+            self.process.kill()
+            self.process.wait()
+        receiver = parcel.Receiver(self.home)
+        return receiver, "\n".join(line for line in told.splitlines() if receiver.feed(line) is not None)
+
+
+Start = Callable[..., Agent]
+
+
+@pytest.fixture(scope="module")
+def start(
+    network: Network,
+    tmp_path_factory: pytest.TempPathFactory,
+    environment: Callable[..., dict[str, str]],
+) -> Start:
+    """An agent on one of the hosts, as any engine starts it; `home` is where its files arrive."""
+
+    def begin(
+        spec: RunSpec, node: int, *words: str, master: str = MASTER, home: Path | None = None, **more: str
+    ) -> Agent:
+        place = {"PACELINE_NODE_RANK": str(node), "PACELINE_NODES": "2", "PACELINE_MASTER": master}
+        place |= {"PACELINE_SPEC": spec_text(spec), "PACELINE_NODE": f"node{node}", "OMP_NUM_THREADS": "1"}
+        command = [
+            "ip",
+            "netns",
+            "exec",
+            network.hosts[node],
+            sys.executable,
+            "-m",
+            "paceline.agent",
+            "--relay",
+            *words,
+        ]
+        process = subprocess.Popen(
+            command,
+            env=environment(**place, **more),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        return Agent(process, home or tmp_path_factory.mktemp("home"))
+
+    return begin
+
+
+def test_ranks_meet_over_the_interface_that_leads_to_the_other_host(
+    start: Start, make_spec: Callable[..., RunSpec], tmp_path: Path
+) -> None:
+    """By torchrun, with nothing said about interfaces: gloo would look up the host's name and find loopback."""
+    workload = "collectives:dtypes=fp32,warmup=1,iters=2,operations=all_reduce,tournament=false,overlap=false"
+    workload += ",min_bytes=1KiB,max_bytes=1KiB"
+    spec = make_spec(None, processes=1, nodes=2, workload=workload, timeout_s=150.0, telemetry_hz=0.0)
+    home = store.create(tmp_path, spec)
+    agents = [start(spec, node, home=home) for node in (0, 1)]
+    for node, agent in enumerate(agents):
+        receiver, told = agent.end()
+        assert receiver.arrivals[node].is_whole, told
+        assert receiver.arrivals[node].exit_code == 0, told
+    outcomes = store.read_outcomes(home)
+    assert [(o.rank, o.host, o.status) for o in outcomes] == [(0, "node0", Status.OK), (1, "node1", Status.OK)]
+    chosen = {machine["environment"].get("GLOO_SOCKET_IFNAME") for machine in store.read_machines(home)}
+    assert chosen == {"eth0"}
+
+
+LOST = {
+    "silent": (1, {"master": "10.78.0.9"}, "node 0 at 10.78.0.9 port {port} does not answer: a firewall"),
+    "no way": (1, {"master": "10.79.0.1"}, "node 0 at 10.79.0.1 port {port} cannot be reached (No route to host)"),
+    "other family": (
+        1,
+        {"master": "fd00::1"},
+        "node 0 was found at the IPv6 address fd00::1, and this host has only IPv4",
+    ),
+    "nobody there": (1, {}, f"node 0 at {MASTER} port {{port}} refuses: nobody listens there"),
+    "itself": (1, {"master": "10.78.0.2"}, "node 0 at 10.78.0.2 port {port} is an address of this host itself"),
+    "alone": (0, {}, f"node 1 never came to node 0 (node0) at {MASTER} port {{port}} within 1 s"),
+    "interface": (0, {"GLOO_SOCKET_IFNAME": "eth7"}, "GLOO_SOCKET_IFNAME is 'eth7', and no such interface"),
+}
+
+
+@pytest.fixture(scope="module")
+def lost(start: Start, make_spec: Callable[..., RunSpec]) -> dict[str, str]:
+    """What each of the agents said that could not meet: all at once, as they mostly wait, each at a port of its own."""
+    spec = make_spec(None, processes=1, nodes=2, workload="reference")
+    words = ("--patience=1", "--runner=testbed.light")
+    agents = {
+        name: start(spec, node, *words, f"--port={PORT + 1 + number}", **more)
+        for number, (name, (node, more, _)) in enumerate(LOST.items())
+    }
+    said = {}
+    for name, agent in agents.items():
+        agent.end()
+        (outcome,) = store.read_outcomes(agent.home)
+        assert outcome.status is Status.FAILED
+        said[name] = str(outcome.error)
+    return said
+
+
+@pytest.mark.parametrize("name", list(LOST))
+def test_an_agent_that_cannot_meet_says_why_and_what_to_try(lost: dict[str, str], name: str) -> None:
+    number = list(LOST).index(name)
+    assert lost[name].startswith(LOST[name][2].format(port=PORT + 1 + number))
+    assert "; try" in lost[name]

@@ -1,0 +1,109 @@
+"""Runs on the Kubernetes double: each in a namespace of its own, on two nodes of its own, with the least rights.
+
+Ranks need no torch (see `light`). Runs of different names do not touch each other, so that many go on at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from paceline import run, store
+from paceline.launchers import _kube_run, _start
+from paceline.launchers._kube_cluster import CONTROLLER_ACCOUNT, cluster_manifests
+from paceline.launchers._kube_options import KINDS
+from paceline.records import RunRecord
+from paceline.spec import Choice, RunSpec
+from paceline.workloads import reference
+from testbed.kube_api import Cluster, Node
+from testbed.kube_api.access import ADMIN_TOKEN
+from testbed.kube_api.resources import JOBS, Object
+from testbed.observers import Unseen
+
+OWN = "tests/bed"
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("", 0))
+        return int(found.getsockname()[1])
+
+
+@dataclass
+class Bed:
+    """A cluster with a kubeconfig that has a context for every name that was asked for."""
+
+    cluster: Cluster
+    folder: Path
+    spec: RunSpec
+    users: dict[str, tuple[str, str | None]] = field(default_factory=lambda: {"admin": (ADMIN_TOKEN, None)})
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def kubeconfig(self) -> Path:
+        return self.folder / "kubeconfig"
+
+    def prepare(self, name: str) -> None:
+        """Namespace, rights and nodes of one run."""
+        with self._lock:
+            for made in cluster_manifests(name, KINDS).values():
+                self.cluster.apply(made)
+            for letter in "ab":
+                self.cluster.add_node(Node(name=f"{name}-{letter}", labels={OWN: name}))
+            self.users[name] = (self.cluster.access.token_for(name, CONTROLLER_ACCOUNT), name)
+            self.cluster.contexts(self.kubeconfig, self.users)
+
+    def spec_of(self, name: str, *, fields: dict[str, Any] | None = None, **options: Any) -> RunSpec:
+        """Two nodes with a rank each; `env` has the wishes of `light`."""
+        usual = {"context": name, "image": "paceline", "node_selector": {OWN: name}, "port": free_port()}
+        choice = Choice(
+            "kubernetes", {**usual, "patience_s": 60.0, "cpu_request": 1.0, "memory_request": "1Gi", **options}
+        )
+        return replace(self.spec, experiment=name, launcher=choice, **fields or {})
+
+    def run(self, spec: RunSpec) -> RunRecord:
+        """To its seal, in this thread."""
+        out = self.folder / "out"
+        run.execute(spec, out, Unseen(), None)
+        return store.read_run(out / spec.experiment / spec.run_id)
+
+    def run_dir(self, spec: RunSpec) -> Path:
+        return self.folder / "out" / spec.experiment / spec.run_id
+
+    def pods(self, name: str, phase: str = "Running") -> list[Object]:
+        return [p for p in self.cluster.pods(name) if p["status"].get("phase") == phase]
+
+    def jobs(self, name: str) -> list[Object]:
+        return self.cluster.state.list(JOBS, name)
+
+
+def main(argv: list[str]) -> int:
+    """`python -m testbed.kube_bed OUT SPEC.json`: a controller of its own, which can be killed."""
+    light()
+    spec = RunSpec.from_dict(json.loads(Path(argv[2]).read_text()))
+    try:
+        run.interruptible(lambda: [run.execute(spec, Path(argv[1]), Unseen(), None)[0]])
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def light(replace: Callable[[object, str, object], None] = setattr) -> None:
+    """Have ranks without torch started, and polls often. The only workload whose verdict needs no torch is meant for
+    one process, which these ranks do not mind."""
+    replace(_start, "RUNNER", "testbed.light")
+    replace(reference, "check", lambda spec: None)
+    replace(_kube_run, "LOOK_S", 0.25)
+    replace(_kube_run, "EVENTS_S", 0.5)
+    # A pod on a node that answers no more never goes; nobody waits for it for long here.
+    replace(_kube_run, "REMOVAL_S", 5.0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,26 @@
+"""Ranks of runs with checkpoints that are killed once: MORTAL_AT is `RANK:STEP`."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from paceline import store, worker
+
+
+def arm(rank: int, run_dir: Path) -> None:
+    """Let this process die by signal 9 in the forward pass of its step, at the first attempt of its run."""
+    whom, _, step = os.environ.get("MORTAL_AT", "").partition(":")
+    mark = run_dir / "died"
+    if not step or int(whom) != rank or mark.exists() or not store.read_spec(run_dir).checkpoint_every:
+        return
+
+    class Mortal(worker.FolderRecorder):
+        def progress(self, now: int, phase: str) -> None:
+            super().progress(now, phase)
+            if now == int(step) and phase == "forward":
+                mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    worker.FolderRecorder = Mortal  # type: ignore[misc]

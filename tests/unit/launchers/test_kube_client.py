@@ -1,0 +1,215 @@
+"""The official client against a server of known answers: which refusal becomes which sentence, what is asked again."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+import yaml
+
+from paceline.errors import LaunchError
+from paceline.launchers import _kube_client
+from paceline.launchers._kube_client import Cluster, Gone, Taken
+from paceline.launchers._kube_manifests import RESOURCES
+
+JOBS = RESOURCES["job"]
+MANIFEST = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "j"}, "spec": {"newField": [1, {"a": "b"}]}}
+
+
+class Answers:
+    """What the server says next, and what it was asked."""
+
+    def __init__(self) -> None:
+        self.next: list[tuple[int, Any]] = []
+        self.asked: list[tuple[str, str, Any]] = []
+
+
+@pytest.fixture
+def answers() -> Answers:
+    return Answers()
+
+
+@pytest.fixture
+def server(answers: Answers) -> Iterator[str]:
+    class Endpoint(BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            length = int(self.headers.get("Content-Length") or 0)
+            body = json.loads(self.rfile.read(length)) if length else None
+            answers.asked.append((self.command, self.path, body))
+            status, said = answers.next.pop(0) if len(answers.next) > 1 else answers.next[0]
+            data = said if isinstance(said, bytes) else json.dumps(said).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_GET = do_POST = do_DELETE = answer
+
+        def log_message(self, *_: Any) -> None:
+            return
+
+    listening = ThreadingHTTPServer(("127.0.0.1", 0), Endpoint)
+    thread = threading.Thread(target=listening.serve_forever, args=(0.05,))
+    thread.start()
+    yield f"http://127.0.0.1:{listening.server_port}"
+    listening.shutdown()
+    listening.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def kubeconfig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    def write(url: str) -> None:
+        contexts = [("one", {"cluster": "c", "user": "u"}), ("two", {"cluster": "c", "user": "u", "namespace": "own"})]
+        path = tmp_path / "kubeconfig"
+        content = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [{"name": "c", "cluster": {"server": url}}],
+            "users": [{"name": "u", "user": {"token": "t"}}],
+            "contexts": [{"name": name, "context": context} for name, context in contexts],
+            "current-context": "one",
+        }
+        path.write_text(yaml.safe_dump(content))
+        from kubernetes.config import kube_config
+
+        # Read by the client when it is imported, which another test may have done.
+        monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(path))
+
+    return write
+
+
+@pytest.fixture
+def cluster(server: str, kubeconfig: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    monkeypatch.setattr(_kube_client, "RETRY_S", 0.01)
+    kubeconfig(server)
+    return Cluster.reach(None, "bench", 30.0)
+
+
+def status(code: int, message: str) -> tuple[int, Any]:
+    return code, {"kind": "Status", "message": message, "code": code}
+
+
+def test_what_is_sent_is_what_was_made(cluster: Cluster, answers: Answers) -> None:
+    answers.next = [(201, {**MANIFEST, "status": {}})]
+    assert cluster.create(JOBS, MANIFEST)["spec"] == MANIFEST["spec"], "a field the client does not know included"
+    cluster.create_service({"apiVersion": "v1", "kind": "Service", "metadata": {"name": "s"}})
+    cluster.delete(JOBS, "j")
+    cluster.read(RESOURCES["trainjob"], "t")
+    assert [(verb, path) for verb, path, _ in answers.asked] == [
+        ("POST", "/apis/batch/v1/namespaces/bench/jobs"),
+        ("POST", "/api/v1/namespaces/bench/services"),
+        ("DELETE", "/apis/batch/v1/namespaces/bench/jobs/j?propagationPolicy=Background"),
+        ("GET", "/apis/trainer.kubeflow.org/v1alpha1/namespaces/bench/trainjobs/t"),
+    ]
+    assert answers.asked[0][2] == MANIFEST
+
+
+def test_lists_are_asked_for_by_selector(cluster: Cluster, answers: Answers) -> None:
+    answers.next = [(200, {"items": [{"metadata": {"name": "p"}}]})]
+    assert cluster.pods("paceline.dev/run=j") == [{"metadata": {"name": "p"}}]
+    assert cluster.events("u-1") == [{"metadata": {"name": "p"}}]
+    paths = [unquote(path) for _, path, _ in answers.asked]
+    assert "labelSelector=paceline.dev/run=j" in paths[0]
+    assert "fieldSelector=involvedObject.uid=u-1" in paths[1]
+
+
+REFUSALS: dict[str, tuple[tuple[int, Any], type[LaunchError], str]] = {
+    "no permission": (
+        status(403, 'jobs.batch is forbidden: User "u" cannot create resource "jobs"'),
+        LaunchError,
+        "not permitted to create jobs in namespace bench (jobs.batch is forbidden: User \"u\" cannot create resource "
+        '"jobs"); try: kubectl auth can-i create jobs --namespace bench',
+    ),
+    "no such namespace": (
+        status(404, 'namespaces "bench" not found'),
+        Gone,
+        'cannot create jobs in namespace bench (namespaces "bench" not found); try: kubectl get namespaces',
+    ),
+    "no such kind": (
+        (404, b"404 page not found\n"),
+        Gone,
+        "the cluster knows no jobs of batch/v1",
+    ),
+    "taken": (status(409, 'jobs.batch "j" already exists'), Taken, "already exists"),
+    "invalid": (
+        status(422, "Job.batch is invalid: spec.x:\nInvalid value"),
+        LaunchError,
+        "refuses to create jobs in namespace bench (422: Job.batch is invalid: spec.x: Invalid value)",
+    ),
+    "a page of a proxy": ((200, b"<html>"), LaunchError, "could not create jobs"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_a_refusal_is_one_sentence(case: str, cluster: Cluster, answers: Answers) -> None:
+    answer, kind, sentence = REFUSALS[case]
+    answers.next = [answer]
+    with pytest.raises(kind) as caught:
+        cluster.create(JOBS, MANIFEST)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(answers.asked) == 1, "asking again would not help"
+
+
+def test_what_is_not_there_is_none_and_may_be_deleted(cluster: Cluster, answers: Answers) -> None:
+    answers.next = [status(404, 'jobs.batch "j" not found')]
+    assert cluster.read(JOBS, "j") is None
+    assert cluster.pod("p") is None
+    cluster.delete(JOBS, "j")
+
+
+@pytest.mark.parametrize("code", [429, 500, 503])
+def test_a_server_that_is_away_for_a_moment_is_asked_again(code: int, cluster: Cluster, answers: Answers) -> None:
+    answers.next = [status(code, "starting"), status(code, "starting"), (200, {"items": []})]
+    assert cluster.pods("a=b") == []
+    assert len(answers.asked) == 3
+
+
+def test_patience_has_an_end(cluster: Cluster, answers: Answers) -> None:
+    answers.next = [status(503, "starting")]
+    cluster.patience_s = 0.05
+    with pytest.raises(LaunchError, match=r"could not list pods \(503: starting\) \(tried for 0\.05 s\)"):
+        cluster.pods("a=b")
+    assert len(answers.asked) > 1
+
+
+def test_nobody_listening_is_said(kubeconfig: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_kube_client, "RETRY_S", 0.01)
+    # Port 9 is the discard service, which nobody runs.
+    kubeconfig("http://127.0.0.1:9")
+    with pytest.raises(LaunchError, match=r"the API server http://127\.0\.0\.1:9 does not answer"):
+        Cluster.reach(None, None, 0.05).pods("a=b")
+
+
+def test_a_log_comes_as_it_is(cluster: Cluster, answers: Answers) -> None:
+    answers.next = [(200, b"one\ntwo")]
+    assert b"".join(cluster.log("p", "node", follow=True)) == b"one\ntwo"
+    assert "follow=true" in answers.asked[0][1].lower()
+    answers.next = [status(400, 'container "node" in pod "p" is waiting to start: ContainerCreating')]
+    with pytest.raises(_kube_client.NotYet):
+        next(cluster.log("p", "node", follow=True))
+
+
+def test_the_namespace_is_the_users_else_the_contexts_else_ours(kubeconfig: Callable[[str], None]) -> None:
+    kubeconfig("http://127.0.0.1:9")
+    assert Cluster.reach(None, None, 1.0).namespace == "paceline"
+    assert Cluster.reach("two", None, 1.0).namespace == "own"
+    assert Cluster.reach("two", "mine", 1.0).namespace == "mine"
+    with pytest.raises(LaunchError, match="context 'three' is not in the kubeconfig"):
+        Cluster.reach("three", None, 1.0)
+
+
+def test_no_cluster_at_all_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kubernetes.config import kube_config
+
+    monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "none"))
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with pytest.raises(LaunchError, match="no cluster is known here"):
+        Cluster.reach(None, None, 1.0)

@@ -1,0 +1,160 @@
+"""Nodes on threads of one process meet at a port, or every one of them says why not."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from paceline import meeting
+from paceline.errors import LaunchError
+from paceline.meeting import Gathering
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@pytest.fixture(autouse=True)
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "COURTESY_S", 0.2)
+    monkeypatch.setattr(meeting, "RETRY_S", 0.05)
+
+
+def gathering(port: int, node: int, nodes: int = 3, key: str = "run") -> Gathering:
+    return Gathering(key=key, node=node, nodes=nodes, master="127.0.0.1", port=port, host=f"host{node}")
+
+
+def met(*gatherings: Gathering, patience_s: float = 30.0) -> list[Future[str]]:
+    with ThreadPoolExecutor(len(gatherings)) as pool:
+        return [pool.submit(meeting.meet, one, patience_s) for one in gatherings]
+
+
+HELLO = {"key": "run", "node": 1, "host": "host1", "address": "127.0.0.1"}
+
+
+def knock(port: int) -> socket.socket:
+    """A connection, as soon as somebody listens there."""
+    for _ in range(600):
+        with contextlib.suppress(ConnectionRefusedError):
+            return socket.create_connection(("127.0.0.1", port), timeout=30)
+        threading.Event().wait(0.05)
+    pytest.fail("nobody listens")
+
+
+def test_all_come_and_know_their_own_address(port: int) -> None:
+    found = met(*(gathering(port, node) for node in (2, 0, 1)))
+    assert [future.result() for future in found] == ["127.0.0.1"] * 3
+    # The port is free for the ranks.
+    socket.create_server(("127.0.0.1", port)).close()
+
+
+def test_one_address_for_all_where_some_came_from_node_0s_own_host() -> None:
+    assert meeting._outer(["127.0.1.1", "10.0.0.1"]) == "10.0.0.1"
+    assert meeting._outer(["::1", "127.0.0.1"]) == "::1"
+
+
+def test_who_never_came_is_named_to_all(port: int) -> None:
+    first, second = met(gathering(port, 0, nodes=4), gathering(port, 2, nodes=4), patience_s=1.0)
+    with pytest.raises(
+        LaunchError, match=r"nodes 1, 3 never came to node 0 \(host0\) at 127.0.0.1 port .*; try on them"
+    ):
+        first.result()
+    with pytest.raises(LaunchError, match="node 0 gave up: nodes 1, 3 never came"):
+        second.result()
+
+
+def test_a_port_that_is_taken_is_told(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "PORT_WAIT_S", 0.1)
+    with socket.create_server(("127.0.0.1", port)):
+        (first,) = met(gathering(port, 0), patience_s=0.2)
+    with pytest.raises(LaunchError, match=rf"port {port} of node 0 \(host0\) cannot be opened .*; try: ss -ltnp"):
+        first.result()
+
+
+def test_a_port_that_gets_free_in_time_is_used(port: int) -> None:
+    server = socket.create_server(("127.0.0.1", port))
+    threading.Timer(0.3, server.close).start()
+    found = met(gathering(port, 0, nodes=2), gathering(port, 1, nodes=2))
+    assert [future.result() for future in found] == ["127.0.0.1"] * 2
+
+
+def test_a_node_of_another_attempt_is_not_taken_for_ours(port: int) -> None:
+    ours = (gathering(port, 0, nodes=2), gathering(port, 1, nodes=2, key="run, an earlier attempt"))
+    first, other = met(*ours, patience_s=0.5)
+    with pytest.raises(LaunchError, match="node 1 never came"):
+        first.result()
+    with pytest.raises(LaunchError, match=r"another run's node 0 answers|nobody listens"):
+        other.result()
+
+
+def test_another_program_at_the_port_is_told_from_node_0(port: int) -> None:
+    stop = threading.Event()
+
+    def shut_every_door(server: socket.socket) -> None:
+        while not stop.is_set():
+            with contextlib.suppress(TimeoutError):
+                server.accept()[0].close()
+
+    with socket.create_server(("127.0.0.1", port)) as server:
+        server.settimeout(0.05)
+        thread = threading.Thread(target=shut_every_door, args=(server,))
+        thread.start()
+        (guest,) = met(gathering(port, 1, nodes=2), patience_s=0.3)
+        stop.set()
+        thread.join()
+    with pytest.raises(LaunchError, match="is not node 0 of this run: another program listens there"):
+        guest.result()
+
+
+@pytest.mark.parametrize(
+    "said", [b"", b"GET / HTTP/1.0\r\n\r\n", b"[1]\n", b'{"key": "run", "node": 9}\n', b"\xff" * 9000]
+)
+def test_strangers_at_the_door_change_nothing(port: int, said: bytes) -> None:
+    def intrude() -> None:
+        with knock(port) as stranger:
+            stranger.sendall(said)
+
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(meeting.meet, gathering(port, 0, nodes=2), 30.0)
+        pool.submit(intrude).result()
+        second = pool.submit(meeting.meet, gathering(port, 1, nodes=2), 30.0)
+        assert (first.result(), second.result()) == ("127.0.0.1", "127.0.0.1")
+
+
+def test_a_node_that_cannot_be_called_back_is_named(port: int) -> None:
+    """Its own ports are closed to node 0, as behind a firewall that lets only the rendezvous through."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        shut = closed.getsockname()[1]
+
+    def come() -> bytes:
+        with knock(port) as guest:
+            guest.sendall(json.dumps(HELLO | {"port": shut}).encode() + b"\n")
+            return guest.recv(4096)
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(meeting.meet, gathering(port, 0, nodes=2), 30.0)
+        word = pool.submit(come).result()
+    with pytest.raises(LaunchError, match=rf"node 0 does not reach it at 127.0.0.1 port {shut} .*ports of their own"):
+        first.result()
+    assert b"failed" in word
+
+
+def test_two_that_say_they_are_one(port: int) -> None:
+    """The later one counts: the earlier may be its own dead connection."""
+    with ThreadPoolExecutor(3) as pool, socket.create_server(("127.0.0.1", 0)) as bell:
+        first = pool.submit(meeting.meet, gathering(port, 0), 30.0)
+        earlier = knock(port)
+        earlier.sendall(json.dumps(HELLO | {"port": bell.getsockname()[1]}).encode() + b"\n")
+        bell.accept()[0].close()
+        second = pool.submit(meeting.meet, gathering(port, 1), 30.0)
+        assert earlier.recv(4096) == b""
+        third = pool.submit(meeting.meet, gathering(port, 2), 30.0)
+        assert [future.result() for future in (first, second, third)] == ["127.0.0.1"] * 3
+    earlier.close()

@@ -1,0 +1,421 @@
+"""Attempts of one run, with a launcher whose ranks leave what each test says: what is tried again, how often, and what
+a controller that comes later finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import attempts, plugins, recipe, restarts, run, store
+from paceline.ending import judge
+from paceline.errors import LaunchError, RequestError
+from paceline.plugins import Job, JobState
+from paceline.records import Status
+from paceline.run import reference_of
+from paceline.spec import RunSpec
+from paceline.store import Progress
+from paceline.supervision import End
+
+Make = Callable[..., Any]
+Leave = Callable[[Path], JobState]
+DEATH = "  rank      : {rank} (local_rank: {rank})\n  exitcode  : -9 (pid: 7)\n"
+
+
+class Scripted:
+    """A launcher whose n-th job does what the n-th function says; the last one's is repeated."""
+
+    def __init__(self, *script: Leave) -> None:
+        self.script, self.submitted, self.cancelled = script, 0, 0
+        self.specs: list[RunSpec] = []
+        self.state = JobState(running=True)
+
+    def check(self, spec: RunSpec) -> str | None:
+        return None
+
+    def prepare(self, spec: RunSpec, run_dir: Path) -> Job:
+        self.specs.append(spec)
+        return Job(argv=("true", str(run_dir)))
+
+    def submit(self, job: Job) -> Mapping[str, Any]:
+        self.submitted += 1
+        self.state = self.script[min(self.submitted, len(self.script)) - 1](Path(job.argv[1]))
+        return {"number": self.submitted}
+
+    def poll(self, handle: Mapping[str, Any]) -> JobState:
+        return self.state
+
+    def cancel(self, handle: Mapping[str, Any]) -> None:
+        self.cancelled += 1
+
+
+class Watcher:
+    """An observer that remembers restarts."""
+
+    def __init__(self) -> None:
+        self.restarts: list[tuple[str, int]] = []
+
+    def begin(self, specs: Sequence[RunSpec]) -> None: ...
+    def started(self, spec: RunSpec, run_dir: Path) -> None: ...
+    def waiting(self, spec: RunSpec, reason: str, seconds: float) -> None: ...
+    def moved(self, spec: RunSpec, positions: Sequence[Progress]) -> None: ...
+    def advising(self, spec: RunSpec, seconds: float) -> None: ...
+    def ended(self, spec: RunSpec, status: Status, error: str | None, known: bool) -> None: ...
+    def restarting(self, spec: RunSpec, reason: str, left: int) -> None:
+        self.restarts.append((reason, left))
+
+
+@pytest.fixture
+def spec(make_spec: Make) -> RunSpec:
+    """A reference, whose verdict needs finite losses only."""
+    return replace(reference_of(make_spec("ddp", 1)), max_restarts=2)
+
+
+@pytest.fixture(autouse=True)
+def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarts, "FIRST_PAUSE_S", 0.0)
+
+
+@pytest.fixture
+def execute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    load = plugins.load
+
+    def call(spec: RunSpec, launcher: Any) -> tuple[Any, Path, Watcher]:
+        watcher = Watcher()
+        monkeypatch.setattr(run, "load", lambda kind, name: launcher if kind == "launchers" else load(kind, name))
+        found = run.execute(spec, tmp_path, watcher, None)
+        return found, tmp_path / spec.experiment / spec.run_id, watcher
+
+    return call
+
+
+@pytest.fixture
+def leave(make_outcome: Make, make_step: Make) -> Callable[..., Leave]:
+    """What the one rank of a job leaves: steps, a position where it lived, an outcome where it spoke, a log."""
+
+    def script(
+        status: Status | None = None,
+        error: str | None = None,
+        steps: range = range(0),
+        lived: bool = True,
+        log: str = "",
+        state: JobState = JobState(running=False, exit_code=1),  # noqa: B008
+    ) -> Leave:
+        def act(run_dir: Path) -> JobState:
+            if lived:
+                store.ProgressFile(run_dir, 0).mark(steps.stop, "forward")
+            lines = [store.sample_line(make_step(0, step)) for step in steps]
+            (run_dir / "samples-0.jsonl").write_text("".join(lines))
+            (run_dir / "log.txt").write_text(log)
+            if status is not None:
+                store.write_outcome(run_dir, make_outcome(0, status, error))
+            return state
+
+        return act
+
+    return script
+
+
+KILLED = DEATH.format(rank=0)
+
+
+def test_a_killed_rank_is_started_again_and_the_run_is_one_trajectory(
+    spec: RunSpec, execute: Make, leave: Make
+) -> None:
+    launcher = Scripted(
+        leave(steps=range(5), log=KILLED),
+        leave(Status.OK, steps=range(3, 8), state=JobState(running=False, exit_code=0)),
+    )
+    (status, error), run_dir, watcher = execute(spec, launcher)
+    assert (status, error) == (Status.OK, None)
+    assert watcher.restarts == [("rank 0 was killed by signal 9 (by hand, or because the host ran out of memory)", 1)]
+    assert (launcher.submitted, launcher.cancelled) == (2, 2), "what an attempt left with the engine is removed"
+    record = store.read_run(run_dir)
+    assert [s.step for s in record.steps] == list(range(8)), "each step once"
+    assert [s.step for s in record.redone] == [3, 4]
+    assert [(a.attempt, a.status) for a in record.attempts] == [(1, "failed"), (2, "ok")]
+    assert (run_dir / "restarts" / "1" / "log.txt").read_text() == KILLED, "the cause is kept"
+
+
+def test_a_run_that_is_killed_always_fails_after_as_many_restarts_as_asked(
+    spec: RunSpec, execute: Make, leave: Make
+) -> None:
+    launcher = Scripted(leave(steps=range(2), log=KILLED))
+    (status, error), run_dir, watcher = execute(spec, launcher)
+    assert status is Status.FAILED
+    assert error.startswith("rank 0 was killed by signal 9")
+    assert error.endswith("; restarted 2 times, as often as max_restarts allows")
+    assert [left for _, left in watcher.restarts] == [1, 0]
+    assert launcher.submitted == 3
+    assert len(store.read_run(run_dir).attempts) == 3
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        (Status.OOM, "CUDA out of memory"),
+        (Status.UNSUPPORTED, "no GPU"),
+        (Status.INVALID, "the loss is nan"),
+        (Status.FAILED, "ValueError: wrong"),
+        (Status.FAILED, "CheckpointError: the checkpoint could not be written (No space left on device)"),
+    ],
+)
+def test_what_would_come_again_is_not_tried_again(
+    spec: RunSpec, execute: Make, leave: Make, monkeypatch: pytest.MonkeyPatch, status: Status, error: str
+) -> None:
+    monkeypatch.setattr(run, "advise", lambda *_: None)
+    launcher = Scripted(leave(status, error))
+    assert execute(spec, launcher)[0] == (status, error)
+    assert launcher.submitted == 1
+
+
+@pytest.mark.parametrize("status", [Status.PREEMPTED, Status.HANG])
+def test_what_the_engine_took_away_is_tried_again(spec: RunSpec, execute: Make, leave: Make, status: Status) -> None:
+    """Whether or not a rank had begun: the engine knows better."""
+    gone = JobState(running=False, status=status, reason="the node was taken")
+    launcher = Scripted(
+        leave(lived=False, state=gone), leave(Status.OK, steps=range(2), state=JobState(running=False, exit_code=0))
+    )
+    found, _, watcher = execute(spec, launcher)
+    assert found[0] is Status.OK
+    assert watcher.restarts == [("the node was taken", 1)]
+
+
+def test_a_job_of_which_no_rank_began_is_not_tried_again(spec: RunSpec, execute: Make, leave: Make) -> None:
+    launcher = Scripted(leave(lived=False, log="No module named torch"))
+    assert execute(spec, launcher)[0] == (Status.FAILED, "the job ended with exit code 1: No module named torch")
+    assert launcher.submitted == 1
+
+
+def refuse(run_dir: Path) -> JobState:
+    raise LaunchError("the engine is away")
+
+
+def test_an_engine_that_refuses_is_asked_again_only_for_a_job_it_has_taken_before(
+    spec: RunSpec, execute: Make, leave: Make
+) -> None:
+    never = Scripted(refuse)
+    assert execute(spec, never)[0] == (Status.FAILED, "the engine is away")
+    assert never.submitted == 1
+
+
+def test_a_refusal_between_attempts_counts_as_one_of_them(spec: RunSpec, execute: Make, leave: Make) -> None:
+    ok = JobState(running=False, exit_code=0)
+    launcher = Scripted(leave(steps=range(2), log=KILLED), refuse, leave(Status.OK, steps=range(4), state=ok))
+    found, run_dir, watcher = execute(spec, launcher)
+    assert found[0] is Status.OK
+    assert [reason.partition(" (")[0] for reason, _ in watcher.restarts] == [
+        "rank 0 was killed by signal 9",
+        "the engine is away",
+    ]
+    record = store.read_run(run_dir)
+    assert [s.step for s in record.steps] == [0, 1, 2, 3]
+    assert [a.began_at is None for a in record.attempts] == [False, True, False]
+
+
+def test_no_secret_of_a_lost_attempt_is_written_down(spec: RunSpec, execute: Make, leave: Make) -> None:
+    gone = JobState(running=False, status=Status.PREEMPTED, reason="token hf_abcdefghijklmnopqrstuvwxyz012345 expired")
+    launcher = Scripted(leave(state=gone), leave(Status.OK, steps=range(2), state=JobState(running=False, exit_code=0)))
+    _, run_dir, _ = execute(spec, launcher)
+    assert "hf_" not in (run_dir / attempts.FILE).read_text()
+
+
+def test_without_restarts_nothing_is_written_about_attempts(spec: RunSpec, execute: Make, leave: Make) -> None:
+    launcher = Scripted(leave(steps=range(2), log=KILLED))
+    (_, error), run_dir, _ = execute(replace(spec, max_restarts=0), launcher)
+    assert "restarted" not in error
+    assert launcher.submitted == 1
+    assert not (run_dir / attempts.FILE).exists()
+
+
+# --- the controller itself goes away ---
+
+
+class Stopped(BaseException):
+    """The end of a controller."""
+
+
+def die(run_dir: Path) -> JobState:
+    raise Stopped
+
+
+@pytest.fixture
+def checkpointed(make_spec: Make, monkeypatch: pytest.MonkeyPatch) -> RunSpec:
+    """A run that writes checkpoints; its verdict is not what is tested."""
+    monkeypatch.setattr(run, "verdict", lambda record, reference: (Status.OK, None))
+    found: RunSpec = replace(make_spec("ddp", 1, steps=6), max_restarts=1, checkpoint_every=2)
+    return found
+
+
+def test_a_run_with_checkpoints_is_gone_on_with_by_the_next_controller(
+    checkpointed: RunSpec, execute: Make, leave: Make
+) -> None:
+    ok = JobState(running=False, exit_code=0)
+
+    def interrupted(run_dir: Path) -> JobState:
+        leave(steps=range(4))(run_dir)
+        (run_dir / "checkpoints").mkdir()
+        raise Stopped
+
+    first = Scripted(interrupted)
+    with pytest.raises(Stopped):
+        execute(checkpointed, first)
+    second = Scripted(leave(steps=range(4, 5), log=KILLED), leave(Status.OK, steps=range(4, 6), state=ok))
+    found, run_dir, _ = execute(checkpointed, second)
+    assert found[0] is Status.OK, "an interruption is no restart, so one restart was left"
+    record = store.read_run(run_dir)
+    assert [s.step for s in record.steps] == list(range(6))
+    assert [a.status for a in record.attempts] == ["interrupted", "failed", "ok"]
+    marks = {spec.lineage for spec in (*first.specs, *second.specs)}
+    assert len(marks) == 1, "attempts of one launch know each other's checkpoints"
+    assert marks != {None}
+    assert record.started_at == record.attempts[0].submitted_at
+
+
+def test_a_controller_killed_between_two_attempts_loses_none(checkpointed: RunSpec, execute: Make, leave: Make) -> None:
+    with pytest.raises(Stopped):
+        execute(checkpointed, Scripted(leave(steps=range(3), log=KILLED), die))
+    ok = JobState(running=False, exit_code=0)
+    found, run_dir, _ = execute(checkpointed, Scripted(leave(Status.OK, steps=range(2, 6), state=ok)))
+    assert found[0] is Status.OK
+    assert [s.step for s in store.read_run(run_dir).steps] == list(range(6))
+
+
+class Lasting(Scripted):
+    """Its job outlives the controller, and ends while nobody looks as the first function says."""
+
+    def adopt(self, job: Job, handle: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        self.state = self.script[0](Path(job.argv[1]))
+        return {"number": 9}
+
+
+def test_a_job_that_outlived_its_controller_is_adopted_in_the_middle_of_its_attempts(
+    checkpointed: RunSpec, execute: Make, leave: Make
+) -> None:
+    with pytest.raises(Stopped):
+        execute(checkpointed, Scripted(leave(steps=range(3), log=KILLED), die))
+    second = Lasting(leave(Status.OK, steps=range(2, 6), state=JobState(running=False, exit_code=0)))
+    found, run_dir, _ = execute(checkpointed, second)
+    assert found[0] is Status.OK
+    assert second.submitted == 0, "nothing is started twice"
+    assert second.cancelled == 1
+    assert [a.status for a in store.read_run(run_dir).attempts] == ["failed", "ok"]
+
+
+def test_a_sealed_run_that_is_repeated_starts_over_under_another_mark(
+    checkpointed: RunSpec, execute: Make, leave: Make
+) -> None:
+    failed = leave(Status.FAILED, "ValueError: wrong", steps=range(2))
+    first, second = Scripted(failed), Scripted(failed)
+    _, run_dir, _ = execute(checkpointed, first)
+    (run_dir / "checkpoints").mkdir()
+    execute(checkpointed, second)
+    assert first.specs[0].lineage != second.specs[0].lineage
+    assert not (run_dir / "checkpoints").exists(), "nobody goes on from them"
+    assert not (run_dir / "attempts" / "1" / "checkpoints").exists()
+
+
+# --- whom a merged log blames ---
+
+
+def merged(*lines: str) -> str:
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        merged(
+            "Failures:",
+            "  <NO_OTHER_FAILURES>",
+            "Root Cause (first observed failure):",
+            "  rank      : 3 (local_rank: 1)",
+            "  exitcode  : -9 (pid: 7)",
+            "Failures:",
+            "Root Cause (first observed failure):",
+            "  rank      : 0 (local_rank: 0)",
+            "  exitcode  : -15 (pid: 9)",
+        ),
+        merged(
+            "0: Root Cause (first observed failure):",
+            "1: Failures:",
+            "1:   rank      : 2 (local_rank: 0)",
+            "0:   rank      : 0 (local_rank: 0)",
+            "1:   exitcode  : -15 (pid: 8)",
+            "0:   exitcode  : -15 (pid: 9)",
+            "1: Root Cause (first observed failure):",
+            "1:   rank      : 3 (local_rank: 1)",
+            "1:   exitcode  : -9 (pid: 7)",
+        ),
+        merged(
+            "[pod-1] Root Cause (first observed failure):",
+            "[pod-0] Root Cause (first observed failure):",
+            "[pod-1]   rank      : 3 (local_rank: 1)",
+            "[pod-0]   rank      : 1 (local_rank: 1)",
+            "[pod-1]   exitcode  : -9 (pid: 7)",
+            "[pod-0]   exitcode  : 1 (pid: 9)",
+        ),
+    ],
+    ids=["one after the other", "labelled and mixed", "the other node noticed"],
+)
+def test_of_several_nodes_logs_the_rank_that_died_is_blamed(
+    tmp_path: Path, make_spec: Make, make_run: Make, make_outcome: Make, log: str
+) -> None:
+    spec = make_spec("ddp", 4)
+    noticed = make_outcome(1, Status.FAILED, "RuntimeError: Connection closed by peer")
+    run_dir = make_run(tmp_path, spec, None, outcomes=[noticed])
+    (run_dir / "log.txt").write_text(log)
+    _, error = judge(spec, run_dir, End(JobState(running=False)))
+    assert error is not None
+    assert error.startswith("rank 3 was killed by signal 9")
+
+
+def test_an_engine_without_exit_codes_is_quoted_without_one(tmp_path: Path, make_spec: Make, make_run: Make) -> None:
+    spec = make_spec("ddp", 2)
+    run_dir = make_run(tmp_path, spec, None, outcomes=())
+    assert judge(spec, run_dir, End(JobState(running=False)))[1] == (
+        "the job ended without an exit code: it printed nothing"
+    )
+
+
+# --- what a request says ---
+
+
+@pytest.mark.parametrize("workload", ["collectives", "compute", "memory", "nodes"])
+def test_checkpoints_of_what_has_no_trajectory_are_refused(make_spec: Make, workload: str) -> None:
+    spec = make_spec("ddp" if workload == "memory" else None, 2, workload=workload, checkpoint_every=5)
+    with pytest.raises(
+        RequestError, match=f"checkpoint_every: 5 was given; accepted is null with the workload {workload}"
+    ):
+        run.unsupported(spec)
+    assert run.unsupported(make_spec("ddp", 2, checkpoint_every=5)) is None
+
+
+def test_a_reference_writes_no_checkpoints_but_may_be_restarted(make_spec: Make) -> None:
+    found = reference_of(make_spec("ddp", 2, checkpoint_every=5, max_restarts=2))
+    assert (found.checkpoint_every, found.max_restarts) == (None, 2)
+    assert found.run_id == reference_of(make_spec("ddp", 2)).run_id, "one reference serves both"
+
+
+def test_ctrl_c_cancels_the_job_and_says_so(spec: RunSpec, execute: Make, leave: Make) -> None:
+    launcher = Scripted(leave(state=JobState(running=True)))
+
+    def interrupt(handle: Mapping[str, Any]) -> JobState:
+        raise KeyboardInterrupt
+
+    launcher.poll = interrupt  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt, match="the job under way was cancelled"):
+        execute(spec, launcher)
+    assert launcher.cancelled >= 1
+
+
+def test_what_is_recreated_from_a_spec_is_the_same_run(make_spec: Make) -> None:
+    spec = make_spec("ddp", 2, checkpoint_every=5, max_restarts=2, lineage="a1")
+    fields = recipe.fields(spec)
+    assert (fields["checkpoint_every"], fields["max_restarts"]) == (5, 2)
+    assert "lineage" not in fields
+    assert spec.run_id == make_spec("ddp", 2, checkpoint_every=5).run_id
+    assert spec.run_id != make_spec("ddp", 2).run_id

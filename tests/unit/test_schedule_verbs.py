@@ -1,0 +1,98 @@
+"""`paceline schedule` on the command line: what is refused and how, what is printed, what never is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from paceline import agenda
+from paceline.cli import main
+
+DAILY = ["--cron", "0 19 * * *", "--timezone", "Asia/Seoul"]
+CLUSTER = ["--backend", "kubernetes", "--image", "registry/paceline:1", "--claim", "results"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A place without crontab or systemctl: what gets so far is refused there, and nothing of this user is touched."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    (tmp_path / "file.yaml").write_text("name: My_Nightly\nbase: {model: tiny, device: cpu, precision: fp32}\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["file.yaml"], "--cron"),
+        (["file.yaml", "--cron", "0 25 * * *"], "Bad hour"),
+        (["file.yaml", "--cron", "0 19 * * *", "--timezone", "Mars/Olympus"], "tz database"),
+        (["nothing.yaml", *DAILY], "accepted is a YAML file"),
+        (["file.yaml", *DAILY, "--set", "model=nonsense"], "nonsense"),
+        (["file.yaml", *DAILY, "--name", "a b"], "lower-case"),
+        (["file.yaml", *DAILY, "--fail-on-regression", "200"], "percent"),
+        (["file.yaml", *DAILY, "--env-file", "nowhere"], "which is no file"),
+        (["file.yaml", *DAILY, "--webhook-header", "Authorization"], "NAME=VARIABLE"),
+        (["file.yaml", *DAILY, "--image", "x"], "no option of kubernetes"),
+        (["file.yaml", *DAILY, "--backend", "kubernetes"], "--image IMAGE and --claim CLAIM"),
+        (["file.yaml", *DAILY, "--backend", "at"], "invalid choice"),
+        (["file.yaml", *DAILY], "'crontab' is not on this host"),
+    ],
+)
+def test_a_wrong_request_is_one_sentence_and_leaves_nothing(
+    arguments: list[str], part: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["schedule", "add", *arguments]) == 2
+    told = capsys.readouterr().err
+    assert part in told
+    assert told.count("\n") == 1
+    assert agenda.names(folder / "results") == []
+
+
+def test_the_address_of_a_hook_is_not_repeated_anywhere(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", "add", "file.yaml", *DAILY, "--webhook", "https://hooks.example/hunter2"]) == 2
+    assert "hunter2" not in "".join(capsys.readouterr())
+    assert not [path for path in folder.rglob("*") if path.is_file() and "hunter2" in path.read_text()]
+
+
+def test_a_manifest_is_printed_and_nothing_is_applied(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", "add", "file.yaml", *DAILY, *CLUSTER, "--set", "seed=7"]) == 0
+    said, _, text = capsys.readouterr().out.partition("---\n")
+    assert said.startswith("schedule my-nightly: next ")
+    config, job = yaml.safe_load_all(text)
+    assert (config["kind"], job["kind"]) == ("ConfigMap", "CronJob")
+    assert config["data"]["experiment.yaml"] == (folder / "file.yaml").read_text()
+    (container,) = job["spec"]["jobTemplate"]["spec"]["template"]["spec"]["containers"]
+    assert container["command"][:6] == ["python", "-m", "paceline.cli", "schedule", "run", "my-nightly"]
+
+
+def test_a_schedule_is_listed_shown_and_removed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["schedule", "add", "file.yaml", *DAILY, *CLUSTER])
+    main(["schedule", "add", "quick", "--cron", "30 4 * * 1", *CLUSTER])
+    assert main(["schedule", "add", "quick", *DAILY, *CLUSTER]) == 2
+    assert main(["schedule", "add", "quick", *DAILY, *CLUSTER, "--replace"]) == 0
+    capsys.readouterr()
+    assert main(["schedule", "list"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("my-nightly  0 19 * * * Asia/Seoul  kubernetes  next ")
+    assert second.startswith("quick  0 19 * * * Asia/Seoul")
+    assert main(["schedule", "show", "quick", "--count", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("  due ") == 2
+    assert "runs quick" in shown
+    assert main(["schedule", "next", "--count", "4"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 4
+    assert main(["schedule", "remove", "quick"]) == 0
+    assert main(["schedule", "remove", "quick"]) == 2
+    assert "known in results are: my-nightly" in capsys.readouterr().err
+    assert main(["status"]) == 0
+    assert "schedule my-nightly" in capsys.readouterr().out
+
+
+def test_an_empty_folder_says_how_to_begin(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", "list"]) == 0
+    assert "no schedule yet" in capsys.readouterr().out
+    assert main(["schedule", "next", "--count", "0"]) == 2
+    assert main(["schedule", "run", "nightly"]) == 2

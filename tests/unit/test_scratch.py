@@ -1,0 +1,44 @@
+"""A node's own folder is gone after it, at the latest when the next one comes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.scratch import PREFIX, own_folder, sweep
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from paceline.scratch import own_folder
+with own_folder(Path(sys.argv[1])) as own:
+    (own / "samples-0.jsonl").write_text("left")
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_gone_afterwards_however_it_ends(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), own_folder(tmp_path) as own:
+        (own / "file").write_text(str(1 / 0))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_node_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
+    (left,) = tmp_path.iterdir()
+    with own_folder(tmp_path) as own:
+        assert not left.exists()
+        assert own.exists()
+
+
+def test_what_is_held_or_somebody_elses_stays(tmp_path: Path) -> None:
+    stranger = tmp_path / f"{PREFIX}stranger"
+    stranger.mkdir()
+    (tmp_path / f"{PREFIX}link").symlink_to(stranger)
+    with own_folder(tmp_path) as own:
+        sweep(tmp_path)
+        assert own.exists()
+    assert {path.name for path in tmp_path.iterdir()} == {f"{PREFIX}stranger", f"{PREFIX}link"}

@@ -1,0 +1,134 @@
+"""The crontab block: one's own lines stay, hostile paths stay paths, the real cron accepts it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from zoneinfo import ZoneInfo
+
+import pytest
+
+from paceline.agenda import Schedule
+from paceline.cron import Cron
+from paceline.errors import RequestError
+from paceline.timers import crontab
+
+NOW = datetime(2026, 11, 16, tzinfo=UTC)
+OTHERS = 'MAILTO=me\n# mine\n5 4 * * * echo "100\\%"\n@reboot true\n'
+
+
+def schedule_of(name: str = "nightly", zone: str = "Asia/Seoul") -> Schedule:
+    return Schedule(
+        name=name,
+        cron=Cron("0 19 * * *", zone),
+        backend="crontab",
+        experiment="quick",
+        source="quick",
+        added_at=0.0,
+        directory="/",
+    )
+
+
+@pytest.fixture
+def tab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A `crontab` that keeps what it is given in a file."""
+    kept, programs = tmp_path / "tab", tmp_path / "bin"
+    programs.mkdir()
+    script = programs / "crontab"
+    script.write_text(
+        f'#!/bin/sh\nif [ "$1" != -l ]; then cat > {kept}; elif [ -f {kept} ]; then cat {kept}\n'
+        'else echo "no crontab for me" >&2; exit 1; fi\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    return kept
+
+
+def test_other_lines_are_left_as_they_are(tab: Path, tmp_path: Path) -> None:
+    tab.write_text(OTHERS)
+    crontab.install(tmp_path, schedule_of())
+    crontab.install(tmp_path, schedule_of("weekly"))
+    crontab.install(tmp_path, schedule_of())
+    written = tab.read_text()
+    assert written.startswith(OTHERS)
+    assert written.count("# begin paceline-nightly-") == written.count("# begin paceline-weekly-") == 1
+    assert crontab.is_installed(tmp_path, schedule_of())
+    crontab.remove(tmp_path, schedule_of())
+    crontab.remove(tmp_path, schedule_of())
+    assert not crontab.is_installed(tmp_path, schedule_of())
+    crontab.remove(tmp_path, schedule_of("weekly"))
+    assert tab.read_text() == OTHERS
+
+
+def test_the_same_name_in_two_folders_is_two_blocks(tab: Path, tmp_path: Path) -> None:
+    crontab.install(tmp_path / "a", schedule_of())
+    crontab.install(tmp_path / "b", schedule_of())
+    crontab.remove(tmp_path / "a", schedule_of())
+    assert str(tmp_path / "b") in tab.read_text()
+    assert str(tmp_path / "a") not in tab.read_text()
+
+
+def test_a_crontab_that_cannot_be_read_is_not_replaced(tab: Path, tmp_path: Path) -> None:
+    (tab.parent / "bin" / "crontab").write_text('#!/bin/sh\necho "you may not use this" >&2; exit 1\n')
+    with pytest.raises(RequestError, match="you may not use this"):
+        crontab.install(tmp_path, schedule_of())
+    assert not tab.exists()
+
+
+def test_without_cron_the_sentence_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RequestError, match="'crontab' is not on this host"):
+        crontab.install(tmp_path, schedule_of())
+
+
+def test_a_hostile_folder_stays_one_word(tmp_path: Path) -> None:
+    """What cron makes of the line (an unescaped % ends it, an escaped one loses its backslash), then the shell."""
+    out = Path('/tmp/it\'s $(touch x) `y` "50%" %n;&|')
+    *_, line, _ = crontab.block(out, schedule_of(), ZoneInfo("UTC"), NOW).splitlines()
+    when, command = line.split(" ", 5)[:5], line.split(" ", 5)[5]
+    assert when == ["0", "10", "*", "*", "*"]
+    assert "%" not in command.replace("\\%", "")
+    words = shlex.split(command.replace("\\%", "%"))
+    assert words[: words.index("--out") + 2][-1] == str(out)
+    assert words[0] == sys.executable
+
+
+def test_a_line_break_in_a_folder_is_refused() -> None:
+    with pytest.raises(RequestError, match="without line breaks"):
+        crontab.block(Path("/tmp/a\n* * * * * evil"), schedule_of(), ZoneInfo("UTC"), NOW)
+
+
+def _private_spool() -> str | None:
+    """Why the real crontab cannot be tried on a spool of its own."""
+    if shutil.which("crontab") is None:
+        return "crontab is not installed"
+    if os.geteuid() != 0:
+        return "only root can mount a private spool"
+    probe = subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, check=False)
+    return None if probe.returncode == 0 else "no mount namespace can be made here"
+
+
+def test_the_real_crontab_takes_and_gives_back_the_block(tmp_path: Path) -> None:
+    """In a mount namespace with an empty spool: this host's crontabs are not seen and not touched."""
+    if (reason := _private_spool()) is not None:
+        pytest.skip(reason)
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from pathlib import Path\nfrom test_crontab import OTHERS, schedule_of\nfrom paceline.timers import crontab\n"
+        "crontab._write(OTHERS)\n"
+        'out = Path("/tmp/it\'s 50% $(x)")\n'
+        "crontab.install(out, schedule_of()); print(crontab._read())\n"
+        "crontab.remove(out, schedule_of()); assert crontab._read() == OTHERS, crontab._read()\n"
+    )
+    inside = 'mount -t tmpfs none /var/spool/cron/crontabs && exec "$@"'
+    command = ["unshare", "-m", "sh", "-c", inside, "sh", sys.executable, str(program), str(Path(__file__).parent)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "# begin paceline-nightly-" in done.stdout
+    assert done.stdout.startswith(OTHERS)
