@@ -1,0 +1,109 @@
+"""Endpoints asked from the command line to a report, against a server of known law in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import store
+from paceline.mock_replica import Law, serve_until_told
+
+Start = Callable[..., str]
+FILE = """
+name: asked
+base: {workload: inference, engine: openai, device: cpu, processes: 1, model: tiny, requests: 24, max_tokens: 8,
+       data: "synthetic:prompt=fixed,prompt_mean=6,answer_mean=8", request_timeout_s: 30, warmup_requests: 2}
+matrix:
+  - scenario: [offline]
+  - {scenario: [server], rate_per_s: [100]}
+"""
+# Both lines of the matrix made one cell.
+OFFLINE = ("scenario=offline", "rate_per_s=100")
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """A replica of the law given; its URL."""
+    context = multiprocessing.get_context("fork")
+    servers: list[Any] = []
+
+    def make(**law: Any) -> str:
+        ports = context.Queue()
+        made = Law(**{"ttft_s": 0.02, "itl_s": 0.002, **law})
+        servers.append(context.Process(target=serve_until_told, args=(made, "127.0.0.1", 0, ports.put), daemon=True))
+        servers[-1].start()
+        return f"http://127.0.0.1:{ports.get(timeout=60)}"
+
+    yield make
+    for server in servers:
+        server.terminate()
+        server.join()
+
+
+@pytest.fixture
+def asked(tmp_path: Path, paceline: Any) -> Callable[..., Any]:
+    def run(*settings: str) -> Any:
+        (tmp_path / "asked.yaml").write_text(FILE)
+        given = [word for setting in settings for word in ("--set", setting)]
+        return paceline("run", str(tmp_path / "asked.yaml"), "--out", str(tmp_path), *given, "--format", "json")
+
+    return run
+
+
+def test_two_replicas_answer_every_sample_once(start: Start, asked: Any, tmp_path: Path) -> None:
+    asked(f"engine.urls=[{start()}, {start()}]")
+    records, skipped = store.read_runs(tmp_path / "asked")
+    assert not skipped
+    assert len(records) == 2
+    for record in records:
+        assert sorted(request.sample for request in record.requests) == list(range(24))
+        assert {request.error for request in record.requests} == {None}
+        assert {request.replica for request in record.requests} == {0, 1}
+        assert {(request.tokens, request.pieces) for request in record.requests} == {(8, 8)}
+        assert all(request.first_ns is not None and request.first_ns > 0 for request in record.requests)
+        assert len({client.plan for client in record.clients}) == 1
+    report = json.loads((tmp_path / "asked" / "report.json").read_text())
+    # On a busy machine the client may say against itself that it was late: then nothing is measured, and it says why.
+    for run in report["runs"]:
+        assert run["status"] == "ok" or "client: " in run["reason"]
+    measured = {m["cell"] for m in report["measurements"] if m["metric"] == "ttft_p50_s"}
+    assert measured == {run["cell"] for run in report["runs"] if run["status"] == "ok"}
+
+
+def test_a_replica_that_fails_half_of_the_time_is_told(start: Start, asked: Any, tmp_path: Path) -> None:
+    asked(f"engine.url={start(mode='fail')}", *OFFLINE, "warmup_requests=0")
+    (record,) = store.read_runs(tmp_path / "asked")[0]
+    assert sum(request.error == "http_500" for request in record.requests) == 12
+    assert len({request.number for request in record.requests}) == 24
+
+
+def test_nobody_there_and_another_model(start: Start, asked: Any, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    done = asked(f"engine.url=http://127.0.0.1:{port}", *OFFLINE)
+    assert done.returncode == 1
+    assert f"http://127.0.0.1:{port} does not answer" in done.stdout
+    done = asked(f"engine.url={start()}", "engine.model=other", *OFFLINE)
+    assert "has no model 'other'; it has mock" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("engine.url=ftp://x", "openai.url: 'ftp://x' was given"),
+        ("engine.url=http://user:secret@x", "accepted is http://HOST:PORT"),
+        ("scenario=fast", "scenario: 'fast' was given; accepted is offline"),
+        ("engine=vllm2", "engines: 'vllm2' was given"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(asked: Any, setting: str, words: str) -> None:
+    done = asked(setting)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
