@@ -37,6 +37,11 @@ def recorded_environment(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def is_secret(name: str, value: str) -> bool:
+    """Whether a variable is named or shaped like a secret: what a user writes into an experiment is recorded."""
+    return bool(_SECRET_NAME.search(name) or SECRET_VALUE.search(value) or _looks_random(value))
+
+
 def _looks_random(value: str) -> bool:
     """Names of GPUs (UUIDs), lists of interfaces and paths do not."""
     pieces = _SEPARATOR.split(_UUID.sub("", value))

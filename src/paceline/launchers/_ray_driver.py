@@ -1,0 +1,313 @@
+"""The driver of one job on Ray (`python -m paceline.launchers._ray_driver`): a request comes in, its state goes out.
+
+The request is the first line of standard input; the job ends when that is closed. Each line of standard output is the
+state of the job: {"waiting": why}, {"running": true}, {"refused": sentence}, or {"ended": exit_code, ...}. What ranks
+leave is written into the run folder as it comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+from paceline import parcel
+from paceline.errors import LaunchError
+from paceline.launchers import _ray_actor, _ray_cluster
+from paceline.launchers._ray_request import Request
+from paceline.launchers._start import agent_arguments
+from paceline.processes import end_with_parent
+from paceline.records import Status
+
+READ_S = 0.25
+# What the ranks that are left have to say when one of them has ended badly: most notice at once.
+AFTERMATH_S = 3.0
+GRACE_S = 10.0
+
+
+class Ended(Exception):
+    """Nobody waits for this job any more."""
+
+
+@dataclass(slots=True)
+class Member:
+    """One rank of the job as the driver knows it. lost: why Ray has no actor for it any more."""
+
+    rank: int
+    node: int
+    actor: Any
+    receiver: parcel.Receiver
+    facts: dict[str, Any] = field(default_factory=dict)
+    name: str = ""
+    code: int | None = None
+    lost: tuple[Status, str] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.code is not None or self.lost is not None
+
+    @property
+    def arrival(self) -> parcel.Arrival | None:
+        return self.receiver.arrivals.get(self.node)
+
+
+def main() -> None:
+    end_with_parent(signal.SIGTERM)
+    # Ray and its libraries print what they like; the launcher reads nothing but states.
+    with os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1) as channel:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        request = Request(**json.loads(sys.stdin.readline()))
+        with contextlib.suppress(Ended, BrokenPipeError):
+            try:
+                state = drive(request, lambda state: _say(channel, state))
+            except LaunchError as error:
+                state = {"refused": str(error)}
+            _say(channel, state)
+
+
+def _say(channel: IO[str], state: dict[str, Any]) -> None:
+    channel.write(json.dumps(state) + "\n")
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise Ended
+
+
+def _left() -> None:
+    """Raise when the launcher has closed its end; it never sends more than the request."""
+    readable, _, _ = select.select([sys.stdin.fileno()], [], [], 0)
+    if readable:
+        raise Ended
+
+
+def drive(request: Request, tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """The whole job; whatever ends this function ends the ranks and gives back what they held."""
+    import ray
+
+    _ray_cluster.connect(request.address)
+    # Ray puts a handler of its own in its place.
+    signal.signal(signal.SIGTERM, _end)
+    run_dir = Path(request.run_dir)
+    try:
+        with (
+            _ray_cluster.reserved(request, lambda why: tell({"waiting": why}), _left) as group,
+            (run_dir / "log.txt").open("a") as log,
+        ):
+            with crew(request, group, log) as members:
+                tell({"running": True})
+                follow(members, log)
+            return conclusion(members, run_dir)
+    finally:
+        ray.shutdown()
+
+
+@contextlib.contextmanager
+def crew(request: Request, group: Any, log: IO[str]) -> Iterator[list[Member]]:
+    """All ranks, started; at the end none runs any more, and their last words are in the run folder."""
+    members = [
+        Member(rank, rank // request.processes_per_node, actor, parcel.Receiver(Path(request.run_dir)))
+        for rank, actor in enumerate(_actors(request, group))
+    ]
+    try:
+        _introduce(request, members)
+        for member, variables in zip(members, seats(request, members), strict=True):
+            arguments = agent_arguments(port=int(variables["MASTER_PORT"]), tether=True)
+            arguments = [each for each in arguments if not each.startswith("--runner")]
+            member.actor.start.remote([*arguments, f"--runner={request.runner}"], variables)
+        yield members
+    finally:
+        _dismiss([member for member in members if not member.is_over], log)
+
+
+def _actors(request: Request, group: Any) -> list[Any]:
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    ray.cloudpickle.register_pickle_by_value(_ray_actor)
+    each = dict(request.each)
+    kind = ray.remote(
+        num_cpus=each.pop("CPU"), num_gpus=each.pop("GPU", 0), resources=each, max_restarts=0, max_task_retries=0
+    )(_ray_actor.RankActor)
+    return [
+        kind.options(
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement_group=group, placement_group_bundle_index=rank // request.processes_per_node
+            )
+        ).remote()
+        for rank in range(request.world_size)
+    ]
+
+
+def _introduce(request: Request, members: list[Member]) -> None:
+    """Learn where Ray has put each rank; nodes that cannot do its work are refused before anything starts."""
+    import ray
+
+    asked = [member.actor.facts.remote(request.scratch) for member in members]
+    while len(ray.wait(asked, num_returns=len(asked), timeout=READ_S)[0]) < len(asked):
+        _left()
+    names = {node["NodeID"]: _ray_cluster.node_name(node) for node in ray.nodes()}
+    for member, answer in zip(members, asked, strict=True):
+        try:
+            member.facts = ray.get(answer)
+        except ray.exceptions.RayError as error:
+            raise LaunchError(f"Ray started no actor for rank {member.rank}: {_first_line(error)}") from None
+        member.name = names.get(member.facts["node_id"], member.facts["address"])
+        if (problem := unfit(request, member)) is not None:
+            raise LaunchError(problem)
+
+
+def unfit(request: Request, member: Member) -> str | None:
+    version = member.facts["version"]
+    if version is None:
+        return f"the Ray node {member.name} has no Paceline: install paceline {request.version} there"
+    if version != request.version:
+        return f"the Ray node {member.name} has Paceline {version}, this controller {request.version}"
+    if not member.facts["has_scratch"]:
+        return f"the Ray node {member.name} has no folder {request.scratch!r} that Ray may write to (launcher.scratch)"
+    return None
+
+
+def seats(request: Request, members: list[Member]) -> Iterator[dict[str, str]]:
+    """The variables of each rank: its place, where all meet, and the GPUs of its node, as torchrun would show them.
+
+    Ray shows an actor its own GPU only; ranks that see those of their node number them as everywhere else.
+    """
+    first = members[0].facts
+    port = str(request.port or first["port"])
+    spec = (Path(request.run_dir) / "spec.json").read_text()
+    for member in members:
+        mates = [other for other in members if other.node == member.node]
+        variables = {
+            "RANK": str(member.rank),
+            "LOCAL_RANK": str(mates.index(member)),
+            "WORLD_SIZE": str(request.world_size),
+            "LOCAL_WORLD_SIZE": str(request.processes_per_node),
+            "MASTER_ADDR": first["address"],
+            "MASTER_PORT": port,
+            "PACELINE_NODE_RANK": str(member.node),
+            "PACELINE_NODES": str(request.nodes),
+            "PACELINE_MASTER": first["address"],
+            "PACELINE_NODE": member.name,
+            "PACELINE_SPEC": spec,
+        }
+        if member.facts["gpus"]:
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpu for mate in mates for gpu in mate.facts["gpus"])
+        if member.facts["interface"]:
+            variables |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), member.facts["interface"])
+        if request.scratch:
+            variables["TMPDIR"] = request.scratch
+        yield {**variables, **request.env}
+
+
+def follow(members: list[Member], log: IO[str]) -> None:
+    """Take in what ranks print until all have ended, or the rest is only waiting for one that ended badly."""
+    import ray
+
+    asked = {member.actor.read.remote(): member for member in members}
+    hopeless_at = None
+    while asked:
+        _left()
+        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=READ_S)
+        for answer in answered:
+            member = asked.pop(answer)
+            _take(member, answer, log)
+            if not member.is_over:
+                asked[member.actor.read.remote()] = member
+        if hopeless_at is None and any(member.lost or member.code for member in members):
+            hopeless_at = time.monotonic() + AFTERMATH_S
+        if hopeless_at is not None and time.monotonic() > hopeless_at:
+            return
+        time.sleep(READ_S)
+
+
+def _take(member: Member, answer: Any, log: IO[str]) -> None:
+    import ray
+
+    try:
+        lines, code = ray.get(answer)
+    except ray.exceptions.RayActorError as error:
+        member.lost = _loss(member, error)
+        return
+    _feed(member, lines, log)
+    if code is not None:
+        told = member.arrival.exit_code if member.arrival else None
+        member.code = code if told is None else told
+
+
+def _feed(member: Member, lines: list[str], log: IO[str]) -> None:
+    for line in lines:
+        if (printed := member.receiver.feed(line)) is not None:
+            log.write(printed if printed.endswith("\n") else printed + "\n")
+    log.flush()
+
+
+def _loss(member: Member, error: Any) -> tuple[Status, str]:
+    """Why an actor is gone: its node was taken away, has died, or its process was ended."""
+    import ray
+
+    who = f"rank {member.rank} on {member.name}"
+    if error.preempted:
+        return Status.PREEMPTED, f"{who}: its Ray node was pre-empted"
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    if "node has died" in str(error) or member.facts["node_id"] not in alive:
+        return Status.FAILED, f"{who}: its node has left the Ray cluster"
+    return Status.FAILED, f"{who}: Ray lost its actor ({_first_line(error)})"
+
+
+def _first_line(error: Exception) -> str:
+    """The last line says why; those before it are numbers of Ray's own."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1][:300] if lines else type(error).__name__
+
+
+def _dismiss(members: list[Member], log: IO[str]) -> None:
+    """End what still runs, all at once, and keep its last words."""
+    import ray
+
+    asked = {member.actor.end.remote(GRACE_S): member for member in members}
+    if not asked:
+        return
+    answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=GRACE_S * 1.5)
+    for answer in answered:
+        with contextlib.suppress(ray.exceptions.RayError):
+            _feed(asked[answer], ray.get(answer), log)
+
+
+def conclusion(members: list[Member], run_dir: Path) -> dict[str, Any]:
+    """The state that ends the job. A rank that vanished is to blame: the others, which noticed, left a word."""
+    lost = [member.lost for member in members if member.lost is not None]
+    silent = [m for m in members if m.code and not (run_dir / f"outcome-{m.rank}.json").is_file()]
+    status, reason = None, None
+    if lost:
+        status, reason = lost[0]
+    elif silent:
+        status, reason = Status.FAILED, _silence(silent[0], run_dir)
+    code = next((member.code for member in members if member.code), 1 if lost else 0)
+    return {"ended": code, "status": status, "reason": reason, "missing": _missing(members)}
+
+
+def _silence(member: Member, run_dir: Path) -> str:
+    who, code = f"rank {member.rank} on {member.name}", member.code or 0
+    if code == -signal.SIGKILL:
+        return f"{who} was killed by signal 9 (by hand, or because the host ran out of memory)"
+    if code < 0:
+        return f"{who} was ended by signal {-code} ({signal.Signals(-code).name})"
+    return f"{who} ended with exit code {code} and left no outcome; see {run_dir / 'log.txt'}"
+
+
+def _missing(members: list[Member]) -> str | None:
+    partial = [m for m in members if m.arrival is None or not m.arrival.is_whole]
+    return "; ".join(f"the files of rank {m.rank} on {m.name} are not whole" for m in partial) or None
+
+
+if __name__ == "__main__":
+    main()
