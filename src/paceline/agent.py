@@ -53,7 +53,8 @@ def main(argv: list[str]) -> int:
         try:
             code = run_ranks(spec, run_dir, place, arguments, sender)
         except PacelineError as error:
-            _leave_word(spec, run_dir, place, str(error))
+            first = place.node * (1 if arguments.per_rank else spec.topology.processes_per_node)
+            _leave_word(first, run_dir, str(error))
         except (Ended, KeyboardInterrupt):
             code = 128 + signal.SIGTERM
         if sender:
@@ -70,11 +71,14 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=places.RENDEZVOUS_PORT, help="where ranks meet on node 0")
     parser.add_argument("--rendezvous", choices=("static", "c10d"), default="static")
     parser.add_argument("--patience", type=float, default=reach.PATIENCE_S, help="seconds to wait for node 0")
+    parser.add_argument("--per-rank", action="store_true", help="for one rank alone: places count ranks, not nodes")
     parser.add_argument("--runner", default=TORCHRUN, help="module that starts the ranks of a node")
     return parser.parse_args(argv[1:])
 
 
 def _end(number: int, frame: FrameType | None) -> None:
+    """Once: whoever asks again must not interrupt the clearing up."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise Ended
 
 
@@ -101,8 +105,9 @@ def run_ranks(
     spec: RunSpec, run_dir: Path, place: places.Place, arguments: argparse.Namespace, sender: parcel.Sender | None
 ) -> int:
     """Start this node's ranks and stay until they have ended; whatever ends this function ends them."""
-    if place.nodes != spec.topology.nodes:
-        raise PacelineError(f"{place.nodes} nodes were started for a spec of {spec.topology.nodes}")
+    wanted = spec.topology.world_size if arguments.per_rank else spec.topology.nodes
+    if place.nodes != wanted:
+        raise PacelineError(f"{place.nodes} nodes were started for a spec of {wanted}")
     if place.node > 0:
         reach.await_master(place.master, arguments.port, arguments.patience)
     child = subprocess.Popen(
@@ -154,11 +159,11 @@ def network(place: places.Place) -> dict[str, str]:
     return {name: found[0] for name in names if name not in os.environ}
 
 
-def _leave_word(spec: RunSpec, run_dir: Path, place: places.Place, sentence: str) -> None:
+def _leave_word(first_rank: int, run_dir: Path, sentence: str) -> None:
     """In the place of ranks that were never started: the first of this node says why."""
     now = time.time()
     outcome = Outcome(
-        rank=place.node * spec.topology.processes_per_node,
+        rank=first_rank,
         status=Status.FAILED,
         error=sentence,
         host=places.node_name(os.environ),

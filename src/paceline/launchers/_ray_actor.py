@@ -77,9 +77,12 @@ class RankActor:
         if self._child is None or self._reader is None:
             return []
         assert self._child.stdin is not None
+        # By its parent's death the agent is told to end. A closed input would say that nobody hears it any more.
+        self._child.kill()
+        self._reader.join(grace_s)
         with contextlib.suppress(OSError):
             self._child.stdin.close()
-        self._reader.join(grace_s)
+        self._reader.join(grace_s / 4)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._child.pid, signal.SIGKILL)
         self._child.wait()

@@ -14,7 +14,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -45,7 +45,6 @@ class Member:
     rank: int
     node: int
     actor: Any
-    receiver: parcel.Receiver
     facts: dict[str, Any] = field(default_factory=dict)
     name: str = ""
     code: int | None = None
@@ -55,9 +54,24 @@ class Member:
     def is_over(self) -> bool:
         return self.code is not None or self.lost is not None
 
-    @property
-    def arrival(self) -> parcel.Arrival | None:
-        return self.receiver.arrivals.get(self.node)
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where what ranks send arrives: their files in the run folder, what else they print in its log."""
+
+    receiver: parcel.Receiver
+    log: IO[str]
+
+    def take(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            if (printed := self.receiver.feed(line)) is not None:
+                self.log.write(printed if printed.endswith("\n") else printed + "\n")
+        self.log.flush()
+
+    def exit_code(self, rank: int) -> int | None:
+        """As the rank's agent told it: that of the rank itself, where a shell would show 1 or 137."""
+        arrival = self.receiver.arrivals.get(rank)
+        return None if arrival is None else arrival.exit_code
 
 
 def main() -> None:
@@ -102,30 +116,29 @@ def drive(request: Request, tell: Callable[[dict[str, Any]], None]) -> dict[str,
             _ray_cluster.reserved(request, lambda why: tell({"waiting": why}), _left) as group,
             (run_dir / "log.txt").open("a") as log,
         ):
-            with crew(request, group, log) as members:
+            home = Home(parcel.Receiver(run_dir), log)
+            with crew(request, group, home) as members:
                 tell({"running": True})
-                follow(members, log)
-            return conclusion(members, run_dir)
+                follow(members, home)
+            return conclusion(members, run_dir, home.receiver.missing(request.world_size))
     finally:
         ray.shutdown()
 
 
 @contextlib.contextmanager
-def crew(request: Request, group: Any, log: IO[str]) -> Iterator[list[Member]]:
+def crew(request: Request, group: Any, home: Home) -> Iterator[list[Member]]:
     """All ranks, started; at the end none runs any more, and their last words are in the run folder."""
     members = [
-        Member(rank, rank // request.processes_per_node, actor, parcel.Receiver(Path(request.run_dir)))
-        for rank, actor in enumerate(_actors(request, group))
+        Member(rank, rank // request.processes_per_node, actor) for rank, actor in enumerate(_actors(request, group))
     ]
     try:
         _introduce(request, members)
         for member, variables in zip(members, seats(request, members), strict=True):
             arguments = agent_arguments(port=int(variables["MASTER_PORT"]), tether=True)
-            arguments = [each for each in arguments if not each.startswith("--runner")]
-            member.actor.start.remote([*arguments, f"--runner={request.runner}"], variables)
+            member.actor.start.remote([*arguments, "--per-rank", f"--runner={request.runner}"], variables)
         yield members
     finally:
-        _dismiss([member for member in members if not member.is_over], log)
+        _dismiss([member for member in members if not member.is_over], home)
 
 
 def _actors(request: Request, group: Any) -> list[Any]:
@@ -193,8 +206,9 @@ def seats(request: Request, members: list[Member]) -> Iterator[dict[str, str]]:
             "LOCAL_WORLD_SIZE": str(request.processes_per_node),
             "MASTER_ADDR": first["address"],
             "MASTER_PORT": port,
-            "PACELINE_NODE_RANK": str(member.node),
-            "PACELINE_NODES": str(request.nodes),
+            # Every rank has an agent of its own, which meets those of all others.
+            "PACELINE_NODE_RANK": str(member.rank),
+            "PACELINE_NODES": str(request.world_size),
             "PACELINE_MASTER": first["address"],
             "PACELINE_NODE": member.name,
             "PACELINE_SPEC": spec,
@@ -208,7 +222,7 @@ def seats(request: Request, members: list[Member]) -> Iterator[dict[str, str]]:
         yield {**variables, **request.env}
 
 
-def follow(members: list[Member], log: IO[str]) -> None:
+def follow(members: list[Member], home: Home) -> None:
     """Take in what ranks print until all have ended, or the rest is only waiting for one that ended badly."""
     import ray
 
@@ -219,7 +233,7 @@ def follow(members: list[Member], log: IO[str]) -> None:
         answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=READ_S)
         for answer in answered:
             member = asked.pop(answer)
-            _take(member, answer, log)
+            _take(member, answer, home)
             if not member.is_over:
                 asked[member.actor.read.remote()] = member
         if hopeless_at is None and any(member.lost or member.code for member in members):
@@ -229,7 +243,7 @@ def follow(members: list[Member], log: IO[str]) -> None:
         time.sleep(READ_S)
 
 
-def _take(member: Member, answer: Any, log: IO[str]) -> None:
+def _take(member: Member, answer: Any, home: Home) -> None:
     import ray
 
     try:
@@ -237,17 +251,10 @@ def _take(member: Member, answer: Any, log: IO[str]) -> None:
     except ray.exceptions.RayActorError as error:
         member.lost = _loss(member, error)
         return
-    _feed(member, lines, log)
+    home.take(lines)
     if code is not None:
-        told = member.arrival.exit_code if member.arrival else None
+        told = home.exit_code(member.rank)
         member.code = code if told is None else told
-
-
-def _feed(member: Member, lines: list[str], log: IO[str]) -> None:
-    for line in lines:
-        if (printed := member.receiver.feed(line)) is not None:
-            log.write(printed if printed.endswith("\n") else printed + "\n")
-    log.flush()
 
 
 def _loss(member: Member, error: Any) -> tuple[Status, str]:
@@ -269,20 +276,20 @@ def _first_line(error: Exception) -> str:
     return lines[-1][:300] if lines else type(error).__name__
 
 
-def _dismiss(members: list[Member], log: IO[str]) -> None:
+def _dismiss(members: list[Member], home: Home) -> None:
     """End what still runs, all at once, and keep its last words."""
     import ray
 
-    asked = {member.actor.end.remote(GRACE_S): member for member in members}
+    asked = [member.actor.end.remote(GRACE_S) for member in members]
     if not asked:
         return
-    answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=GRACE_S * 1.5)
+    answered, _ = ray.wait(asked, num_returns=len(asked), timeout=GRACE_S * 1.5)
     for answer in answered:
         with contextlib.suppress(ray.exceptions.RayError):
-            _feed(asked[answer], ray.get(answer), log)
+            home.take(ray.get(answer))
 
 
-def conclusion(members: list[Member], run_dir: Path) -> dict[str, Any]:
+def conclusion(members: list[Member], run_dir: Path, missing: str | None) -> dict[str, Any]:
     """The state that ends the job. A rank that vanished is to blame: the others, which noticed, left a word."""
     lost = [member.lost for member in members if member.lost is not None]
     silent = [m for m in members if m.code and not (run_dir / f"outcome-{m.rank}.json").is_file()]
@@ -292,7 +299,7 @@ def conclusion(members: list[Member], run_dir: Path) -> dict[str, Any]:
     elif silent:
         status, reason = Status.FAILED, _silence(silent[0], run_dir)
     code = next((member.code for member in members if member.code), 1 if lost else 0)
-    return {"ended": code, "status": status, "reason": reason, "missing": _missing(members)}
+    return {"ended": code, "status": status, "reason": reason, "missing": missing}
 
 
 def _silence(member: Member, run_dir: Path) -> str:
@@ -302,11 +309,6 @@ def _silence(member: Member, run_dir: Path) -> str:
     if code < 0:
         return f"{who} was ended by signal {-code} ({signal.Signals(-code).name})"
     return f"{who} ended with exit code {code} and left no outcome; see {run_dir / 'log.txt'}"
-
-
-def _missing(members: list[Member]) -> str | None:
-    partial = [m for m in members if m.arrival is None or not m.arrival.is_whole]
-    return "; ".join(f"the files of rank {m.rank} on {m.name} are not whole" for m in partial) or None
 
 
 if __name__ == "__main__":
