@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("checkpoints",),
     ("spec", "models", "machine", "processes", "files", "places", "reach"),
     ("prices", "rows", "adapters", "acceptance"),
-    ("instructions", "dialogues", "records", "findings", "doctor", "recipe", "redaction"),
+    ("instructions", "dialogues", "records", "findings", "doctor", "recipe", "redaction", "image"),
     ("series",),
     ("samples",),
     ("store", "measure", "telemetry", "decoder", "ledger", "footprint", "capacity"),
@@ -34,6 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("display", "watch", "monitor", "replay"),
     ("endpoint",),
     ("cli",),
+    ("entry",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 STANDARD_LIBRARY_ONLY = (

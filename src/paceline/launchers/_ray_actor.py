@@ -27,6 +27,7 @@ class RankActor:
         self._child: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
         self._lines: list[str] = []
+        self._taken = 0
 
     def facts(self, scratch: str) -> dict[str, Any]:
         import ray
@@ -64,15 +65,18 @@ class RankActor:
         for line in self._child.stdout:
             self._lines.append(line)
 
-    def read(self) -> tuple[list[str], int | None]:
-        """The lines since the last call, and the exit code once there will be no more."""
+    def read(self, taken: int) -> tuple[list[str], int | None]:
+        """The lines after the first `taken`, and the exit code once there will be no more. What is read stays here
+        until the next call says that it has come."""
         assert self._child is not None
         assert self._reader is not None
         over = not self._reader.is_alive() and self._child.poll() is not None
-        lines, self._lines = self._lines, []
-        return lines, self._child.returncode if over else None
+        # In place: the reader appends to it meanwhile.
+        del self._lines[: taken - self._taken]
+        self._taken = taken
+        return list(self._lines), self._child.returncode if over else None
 
-    def end(self, grace_s: float) -> list[str]:
+    def end(self, taken: int, grace_s: float) -> list[str]:
         """End the rank and return its last lines; an agent that does not listen is killed with all it started."""
         if self._child is None or self._reader is None:
             return []
@@ -86,7 +90,7 @@ class RankActor:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._child.pid, signal.SIGKILL)
         self._child.wait()
-        return self.read()[0]
+        return self.read(taken)[0]
 
 
 def _paceline_version() -> str | None:

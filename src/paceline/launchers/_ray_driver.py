@@ -32,6 +32,8 @@ READ_S = 0.25
 # What the ranks that are left have to say when one of them has ended badly: most notice at once.
 AFTERMATH_S = 3.0
 GRACE_S = 10.0
+# How long an actor may be out of Ray's reach before it counts as lost.
+AWAY_S = 60.0
 
 
 class Ended(Exception):
@@ -40,13 +42,16 @@ class Ended(Exception):
 
 @dataclass(slots=True)
 class Member:
-    """One rank of the job as the driver knows it. lost: why Ray has no actor for it any more."""
+    """One rank of the job as the driver knows it. taken: lines of it that have come. away_since: when Ray last failed
+    to reach its actor. lost: why Ray has no actor for it any more."""
 
     rank: int
     node: int
     actor: Any
     facts: dict[str, Any] = field(default_factory=dict)
     name: str = ""
+    taken: int = 0
+    away_since: float | None = None
     code: int | None = None
     lost: tuple[Status, str] | None = None
 
@@ -226,7 +231,7 @@ def follow(members: list[Member], home: Home) -> None:
     """Take in what ranks print until all have ended, or the rest is only waiting for one that ended badly."""
     import ray
 
-    asked = {member.actor.read.remote(): member for member in members}
+    asked = {member.actor.read.remote(member.taken): member for member in members}
     hopeless_at = None
     while asked:
         _left()
@@ -235,7 +240,7 @@ def follow(members: list[Member], home: Home) -> None:
             member = asked.pop(answer)
             _take(member, answer, home)
             if not member.is_over:
-                asked[member.actor.read.remote()] = member
+                asked[member.actor.read.remote(member.taken)] = member
         if hopeless_at is None and any(member.lost or member.code for member in members):
             hopeless_at = time.monotonic() + AFTERMATH_S
         if hopeless_at is not None and time.monotonic() > hopeless_at:
@@ -244,13 +249,21 @@ def follow(members: list[Member], home: Home) -> None:
 
 
 def _take(member: Member, answer: Any, home: Home) -> None:
+    """What a rank has sent. A call that did not get through is made again: Ray may not yet know that a node died."""
     import ray
 
     try:
         lines, code = ray.get(answer)
+    except ray.exceptions.ActorUnavailableError as error:
+        member.away_since = member.away_since or time.monotonic()
+        if time.monotonic() - member.away_since > AWAY_S:
+            member.lost = _loss(member, error)
+        return
     except ray.exceptions.RayActorError as error:
         member.lost = _loss(member, error)
         return
+    member.away_since = None
+    member.taken += len(lines)
     home.take(lines)
     if code is not None:
         told = home.exit_code(member.rank)
@@ -280,7 +293,7 @@ def _dismiss(members: list[Member], home: Home) -> None:
     """End what still runs, all at once, and keep its last words."""
     import ray
 
-    asked = [member.actor.end.remote(GRACE_S) for member in members]
+    asked = [member.actor.end.remote(member.taken, GRACE_S) for member in members]
     if not asked:
         return
     answered, _ = ray.wait(asked, num_returns=len(asked), timeout=GRACE_S * 1.5)
