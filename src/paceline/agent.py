@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     end_with_parent(signal.SIGTERM)
     signal.signal(signal.SIGTERM, _end)
     place = places.here(os.environ)
-    with folder(arguments.run_dir) as run_dir:
+    with folder(arguments.run_dir, arguments.scratch) as run_dir:
         spec = store.read_spec(run_dir)
         sender = parcel.Sender(run_dir, place.node) if arguments.relay else None
         if sender:
@@ -66,6 +66,7 @@ def main(argv: list[str]) -> int:
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="paceline.agent", description=__doc__)
     parser.add_argument("--run-dir", type=Path, help="a folder that all nodes share; without it each has its own")
+    parser.add_argument("--scratch", type=Path, help="where to make that one; else where temporary files are")
     parser.add_argument("--relay", action="store_true", help="print what ranks leave as lines")
     parser.add_argument("--tether", action="store_true", help="end when standard input is closed")
     parser.add_argument("--port", type=int, default=places.RENDEZVOUS_PORT, help="where ranks meet on node 0")
@@ -88,12 +89,12 @@ def _say(line: str) -> None:
 
 
 @contextlib.contextmanager
-def folder(shared: Path | None) -> Iterator[Path]:
+def folder(shared: Path | None, scratch: Path | None = None) -> Iterator[Path]:
     """The shared run folder, or one of this node's own that is gone afterwards."""
     if shared is not None:
         yield shared
         return
-    own = Path(tempfile.mkdtemp(prefix="paceline-"))
+    own = Path(tempfile.mkdtemp(prefix="paceline-", dir=scratch))
     try:
         (own / "spec.json").write_text(os.environ[SPEC])
         yield own

@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -67,6 +66,8 @@ def start(environ: Mapping[str, str]) -> Iterator[RayCluster]:
         "RAY_TMPDIR": folder,
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_raylet_start_wait_time_s": "180",
+        # Else each node starts a worker per CPU for the first job, which needs two.
+        "RAY_prestart_worker_first_driver": "0",
         # A machine with little room left on its disk is no matter of these tests.
         "RAY_local_fs_capacity_threshold": "1",
     }
@@ -95,13 +96,11 @@ def start(environ: Mapping[str, str]) -> Iterator[RayCluster]:
 
 
 def main() -> None:
-    import ray
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(shutdown_at_exit=True)
     sizes = {"num_cpus": CPUS, "object_store_memory": 100 << 20, "include_dashboard": False}
     nodes = {name: cluster.add_node(node_name=name, **sizes) for name in NODES}
-    ray.init(address=cluster.address, log_to_driver=False)
     say({"address": cluster.address})
     for line in sys.stdin:
         question = json.loads(line)
@@ -109,18 +108,15 @@ def main() -> None:
             cluster.remove_node(nodes.pop(question["node"]), allow_graceful=False)
             say({})
         else:
-            say(held())
-    ray.shutdown()
+            say(held(cluster.global_state))
     cluster.shutdown()
 
 
-def held() -> dict[str, Any]:
-    import ray
-
-    groups = ray.util.placement_group_table().values()
+def held(state: Any) -> dict[str, Any]:
+    groups = state.placement_group_table().values()
     standing = [group["name"] for group in groups if group["state"] != "REMOVED"]
-    cpus = ray.cluster_resources().get("CPU", 0) - ray.available_resources().get("CPU", 0)
-    return {"groups": standing, "cpus": cpus, "at": time.time()}
+    cpus = state.cluster_resources().get("CPU", 0) - state.available_resources().get("CPU", 0)
+    return {"groups": standing, "cpus": cpus}
 
 
 def say(answer: dict[str, Any]) -> None:

@@ -140,6 +140,7 @@ def crew(request: Request, group: Any, home: Home) -> Iterator[list[Member]]:
         _introduce(request, members)
         for member, variables in zip(members, seats(request, members), strict=True):
             arguments = agent_arguments(port=int(variables["MASTER_PORT"]), tether=True)
+            arguments += [f"--scratch={request.scratch}"] if request.scratch else []
             member.actor.start.remote([*arguments, "--per-rank", f"--runner={request.runner}"], variables)
         yield members
     finally:
@@ -222,8 +223,6 @@ def seats(request: Request, members: list[Member]) -> Iterator[dict[str, str]]:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpu for mate in mates for gpu in mate.facts["gpus"])
         if member.facts["interface"]:
             variables |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), member.facts["interface"])
-        if request.scratch:
-            variables["TMPDIR"] = request.scratch
         yield {**variables, **request.env}
 
 
