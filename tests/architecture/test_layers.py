@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("checkpoints",),
     ("spec", "models", "machine", "processes", "files", "places", "reach", "cron"),
     ("prices", "rows", "adapters", "acceptance", "contents", "profiles", "meeting", "interruptions", "depot"),
-    ("instructions", "dialogues", "records", "findings", "doctor", "recipe", "redaction"),
+    ("instructions", "dialogues", "records", "findings", "doctor", "recipe", "redaction", "image"),
     ("series",),
     ("samples",),
     ("trajectory",),
@@ -40,6 +40,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("endpoint", "status_page"),
     ("schedule",),
     ("cli",),
+    ("entry",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 STANDARD_LIBRARY_ONLY = (

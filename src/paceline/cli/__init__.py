@@ -7,7 +7,18 @@ import sys
 from collections.abc import Callable, Sequence
 
 from paceline import __version__, neutral
-from paceline.cli import advice, capsules, cluster, comparisons, experiments, imports, machines, results, schedules
+from paceline.cli import (
+    advice,
+    capsules,
+    cluster,
+    comparisons,
+    experiments,
+    images,
+    imports,
+    machines,
+    results,
+    schedules,
+)
 from paceline.cli.verbs import INTERRUPTED, OK, SOME_FAILED, WRONG_REQUEST, Parser
 from paceline.errors import PacelineError
 
@@ -38,6 +49,7 @@ def parser() -> Parser:
     root = Parser(prog="paceline", description="Compare ways of training language models on work proved equal.")
     root.add_argument("--version", action="version", version=f"paceline {__version__}")
     verbs = root.add_subparsers(metavar="VERB", required=True, parser_class=Parser)
-    for module in (experiments, results, comparisons, advice, capsules, imports, machines, cluster, schedules):
+    clusters = (cluster, images, schedules)
+    for module in (experiments, results, comparisons, advice, capsules, imports, machines, *clusters):
         module.add_verbs(verbs)
     return root
