@@ -40,7 +40,7 @@ def recorded_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 def is_secret(name: str, value: str) -> bool:
     """Whether a variable is named or shaped like a secret, or looks drawn at random; a switch or a number is none,
-    whatever its name (TOKENIZERS_PARALLELISM). What a user writes into an experiment is recorded, so it must be none."""
+    whatever its name (TOKENIZERS_PARALLELISM). What a user writes into an experiment is recorded: none may be there."""
     named = _SECRET_NAME.search(name) is not None and not _SWITCH.fullmatch(value.strip())
     return named or SECRET_VALUE.search(value) is not None or _looks_random(value)
 
