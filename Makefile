@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # A Python that already has torch (a GPU host brings its own build) is used as it is; otherwise constraints.txt decides.
 HAS_TORCH := $(shell $(PYTHON) -c "import torch" 2>/dev/null && echo yes)
 
-.PHONY: demo test lint gpu-test overhead setup clean
+.PHONY: demo test lint gpu-test overhead wheelhouse setup clean
 
 demo: setup
 	$(BIN)/paceline run quick
@@ -26,6 +26,10 @@ gpu-test:
 overhead: setup
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/report.py
+
+# Every wheel that Paceline needs, with hashes: what a host or an image build without a network installs from.
+wheelhouse: setup
+	$(BIN)/python deploy/wheelhouse.py fill wheelhouse
 
 setup: $(VENV)/.ready
 

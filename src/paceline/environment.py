@@ -15,6 +15,7 @@ SECRET_VALUE = re.compile(
 )
 # A shorter value of a secret variable ("1", "true", "default") may stand in any other by chance.
 SHORTEST_SECRET = 8
+_SWITCH = re.compile(r"true|false|yes|no|on|off|\d*", re.IGNORECASE)
 _UUID = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 # A word no one types, or in one piece of base64: paths are judged by their words only.
 _RANDOM_WORD = re.compile(r"(?=[A-Za-z]*\d)[A-Za-z0-9]{32,}")
@@ -38,9 +39,10 @@ def recorded_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Whether a variable is named or shaped like a secret; a short value ("false") is none, whatever its name."""
-    named = _SECRET_NAME.search(name) is not None and len(value.strip()) >= SHORTEST_SECRET
-    return named or SECRET_VALUE.search(value) is not None
+    """Whether a variable is named or shaped like a secret, or looks drawn at random; a switch or a number is none,
+    whatever its name (TOKENIZERS_PARALLELISM). What a user writes into an experiment is recorded: none may be there."""
+    named = _SECRET_NAME.search(name) is not None and not _SWITCH.fullmatch(value.strip())
+    return named or SECRET_VALUE.search(value) is not None or _looks_random(value)
 
 
 def _looks_random(value: str) -> bool:

@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("prices", "rows", "adapters", "acceptance", "contents", "profiles", "meeting", "interruptions", "depot"),
         *("prompts", "loadgen"),
     ),
-    ("instructions", "dialogues", "records", "findings", "doctor", "recipe", "redaction"),
+    ("instructions", "dialogues", "records", "findings", "doctor", "recipe", "redaction", "image"),
     ("series",),
     ("samples",),
     ("trajectory",),
@@ -43,6 +43,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("endpoint", "status_page", "mock_replica"),
     ("schedule", "selftest"),
     ("cli",),
+    ("entry",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 STANDARD_LIBRARY_ONLY = (

@@ -13,6 +13,7 @@ from paceline.cli import (
     cluster,
     comparisons,
     experiments,
+    images,
     imports,
     machines,
     results,
@@ -49,7 +50,7 @@ def parser() -> Parser:
     root = Parser(prog="paceline", description="Compare ways of training language models on work proved equal.")
     root.add_argument("--version", action="version", version=f"paceline {__version__}")
     verbs = root.add_subparsers(metavar="VERB", required=True, parser_class=Parser)
-    lasting = (cluster, schedules, serving)
-    for module in (experiments, results, comparisons, advice, capsules, imports, machines, *lasting):
+    beyond = (cluster, images, schedules, serving)
+    for module in (experiments, results, comparisons, advice, capsules, imports, machines, *beyond):
         module.add_verbs(verbs)
     return root

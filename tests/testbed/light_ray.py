@@ -1,0 +1,48 @@
+"""The launcher ray with ranks that need no torch (see `light`): `launcher: testbed.light_ray`, options as of ray.
+
+LIGHT_RAY_NET names a network namespace (a file) where the driver shall run: a cluster under test has one of its own.
+The rank's variable LIGHT_RAY_VERSION makes the driver one of another version of Ray. The same module is what an agent
+starts in the place of the rank: one process, which is the rank itself.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from paceline import store
+from paceline.launchers import _start, ray
+from paceline.launchers.ray import cancel, check, collect, offer, poll, submit
+from paceline.plugins import Job
+from paceline.spec import RunSpec
+from testbed import light
+
+__all__ = ["cancel", "check", "collect", "offer", "poll", "prepare", "submit"]
+
+_OTHER = "import sys, ray; ray.__version__ = sys.argv[1]; from paceline.launchers._ray_driver import main; main()"
+
+
+def prepare(spec: RunSpec, run_dir: Path) -> Job:
+    _start.RUNNER = "testbed.light_ray"
+    try:
+        job = ray.prepare(spec, run_dir)
+    finally:
+        _start.RUNNER = None
+    version = (spec.launcher.options.get("env") or {}).get("LIGHT_RAY_VERSION")
+    argv = (sys.executable, "-c", _OTHER, version) if version else job.argv
+    place = os.environ.get("LIGHT_RAY_NET")
+    return replace(job, argv=("nsenter", f"--net={place}", *argv) if place else argv)
+
+
+def main(argv: list[str]) -> int:
+    run_dir, rank = Path(argv[-1]), int(os.environ["RANK"])
+    # Where ranks would meet: the agents of other nodes look whether somebody answers.
+    _kept = socket.create_server(("", int(os.environ["MASTER_PORT"]))) if rank == 0 else None
+    return light.live(store.read_spec(run_dir), run_dir, rank)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

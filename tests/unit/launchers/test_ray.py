@@ -1,0 +1,306 @@
+"""The launcher ray without a cluster: its request, its options, and what its driver concludes from what Ray says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import environment
+from paceline.errors import LaunchError, RequestError
+from paceline.launchers import _ray_cluster, _ray_driver, ray
+from paceline.launchers._ray_request import Request
+from paceline.plugins import Job, Offer
+from paceline.records import Status
+from paceline.spec import Choice, RunSpec
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "launchers" / "ray.txt"
+Make = Callable[..., RunSpec]
+HOSTILE = "a'b\"c\n$(touch x)`id`"
+
+
+def with_options(spec: RunSpec, **options: Any) -> RunSpec:
+    import dataclasses
+
+    return dataclasses.replace(spec, launcher=Choice("ray", options))
+
+
+def request(spec: RunSpec, run_dir: Path = Path("RUN_DIR")) -> Request:
+    return Request(**json.loads(ray.prepare(spec, run_dir).files["request.json"]))
+
+
+# --- the request ---
+
+
+def test_the_text_of_a_job_is_the_golden_one(make_spec: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "host")
+    monkeypatch.setattr(Path, "absolute", lambda self: Path("/results") / self)
+    specs = {
+        "two CPU nodes": with_options(make_spec("ddp", 1, nodes=2)),
+        "two nodes of eight GPUs, from outside": with_options(
+            make_spec("fsdp2", 8, nodes=2, device="cuda"),
+            address="ray://head:10001",
+            cpus=4,
+            resources={"rack": 0.5},
+            env={"NCCL_DEBUG": "WARN"},
+        ),
+    }
+    jobs = {name: str(ray.prepare(spec, Path("RUN_DIR"))) for name, spec in specs.items()}
+    texts = "".join(f"# {name}\n{job.replace(sys.executable, 'PYTHON')}\n" for name, job in jobs.items())
+    if os.environ.get("PACELINE_UPDATE_GOLDEN") == "1":
+        GOLDEN.write_text(texts)
+    assert texts == GOLDEN.read_text(), "set PACELINE_UPDATE_GOLDEN=1 if the change is meant"
+
+
+def test_a_bundle_is_a_node(make_spec: Make) -> None:
+    asked = request(with_options(make_spec("ddp", 8, nodes=2, device="cuda"), cpus=2))
+    assert asked.bundle == {"CPU": 16, "GPU": 8}
+    assert asked.world_size == 16
+
+
+def test_preparing_changes_nothing(make_spec: Make, tmp_path: Path) -> None:
+    spec = with_options(make_spec())
+    assert ray.prepare(spec, tmp_path / "run") == ray.prepare(spec, tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_hostile_text_stays_data(make_spec: Make) -> None:
+    asked = request(with_options(make_spec(), env={"X": HOSTILE}, scratch=f"/{HOSTILE}"))
+    assert asked.env["X"] == HOSTILE
+    assert asked.scratch == f"/{HOSTILE}"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"address": "head"}, "accepted is auto, HOST:PORT or ray://HOST:PORT"),
+        ({"address": "http://head:1"}, "accepted is auto, HOST:PORT"),
+        ({"placement": "spread"}, "STRICT_SPREAD, SPREAD, PACK, STRICT_PACK"),
+        ({"cpus": 0}, "a whole number from 1"),
+        ({"gpus": -1}, "a whole number from 0"),
+        ({"threads": 0}, "a whole number from 1"),
+        ({"port": 70000}, "a port, or 0"),
+        ({"pending_s": 0}, "a positive number of seconds"),
+        ({"scratch": "here"}, "an absolute path"),
+        ({"resources": ["rack"]}, "a mapping of Ray's names"),
+        ({"resources": {"GPU": 1}}, "without CPU and GPU"),
+        ({"resources": {"rack": "one"}}, "positive numbers"),
+        ({"env": "A=1"}, "a mapping of names to text"),
+        ({"env": {"A B": "1"}}, "letters, digits and underscores"),
+        ({"env": {"A": [1]}}, "text or a number"),
+        ({"where": "x"}, "accepted is address, placement"),
+    ],
+)
+def test_a_wrong_option_is_one_sentence(make_spec: Make, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        ray.check(with_options(make_spec(), **options))
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("HF_TOKEN", "abc"), ("X", "hf_abcdefghijklmnop"), ("X", "aB3" * 12), ("MY_PASSWORD", "x")]
+)
+def test_a_secret_is_refused_and_not_repeated(make_spec: Make, name: str, value: str) -> None:
+    with pytest.raises(RequestError, match="no secret") as caught:
+        ray.check(with_options(make_spec(), env={name: value}))
+    assert repr(value) not in str(caught.value)
+    assert not environment.is_secret("NCCL_SOCKET_IFNAME", "eth0")
+
+
+def test_the_offer_is_what_the_options_say() -> None:
+    assert ray.offer(Choice("ray")) == Offer(device="cuda", processes=1)
+    assert ray.offer(Choice("ray", {"gpus": 8})) == Offer(device="cuda", processes=8)
+    assert ray.offer(Choice("ray", {"gpus": 0})) == Offer(device="cpu", processes=1)
+
+
+def test_a_missing_package_names_its_installation(make_spec: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install 'paceline[ray]'" in (ray.check(with_options(make_spec())) or "")
+
+
+# --- the driver, as a process that is none ---
+
+
+def driver_that_says(tmp_path: Path, *lines: str, then: str = "sys.stdin.read()") -> Any:
+    said = "".join(line + "\n" for line in lines)
+    program = f"import sys; sys.stdin.readline(); sys.stdout.write({said!r}); sys.stdout.flush(); {then}"
+    job = Job(argv=(sys.executable, "-c", program), files={"request.json": "{}"}, log=str(tmp_path / "log.txt"))
+    return ray.submit(job)
+
+
+def polled(handle: Any, until: Callable[[Any], bool]) -> Any:
+    import time
+
+    for _ in range(600):
+        state = ray.poll(handle)
+        if until(state):
+            return state
+        time.sleep(0.05)
+    raise AssertionError(state)
+
+
+def test_states_of_a_driver_are_states_of_the_job(tmp_path: Path) -> None:
+    handle = driver_that_says(tmp_path, '{"waiting": "no room"}')
+    assert polled(handle, lambda s: s.waiting == "no room").running
+    ray.cancel(handle)
+    handle = driver_that_says(tmp_path, '{"waiting": "no room"}', '{"running": true}')
+    assert polled(handle, lambda s: s.waiting is None).running
+    ray.cancel(handle)
+    ray.cancel(handle)
+    assert not ray.poll(handle).running, "gone, and asked again"
+
+
+def test_an_end_carries_status_and_what_is_missing(tmp_path: Path) -> None:
+    end = {"ended": 1, "status": "preempted", "reason": "taken away", "missing": "node 1 sent nothing"}
+    handle = driver_that_says(tmp_path, json.dumps(end), then="pass")
+    state = polled(handle, lambda s: not s.running)
+    assert (state.exit_code, state.status, state.reason) == (1, Status.PREEMPTED, "taken away")
+    assert ray.collect(handle, tmp_path) == "node 1 sent nothing"
+    ray.cancel(handle)
+
+
+def test_a_refusal_is_raised(tmp_path: Path) -> None:
+    handle = driver_that_says(tmp_path, '{"refused": "no Ray here"}', then="pass")
+    with pytest.raises(LaunchError, match="no Ray here"):
+        polled(handle, lambda s: False)
+    ray.cancel(handle)
+
+
+def test_a_driver_that_dies_is_a_failure_with_its_log(tmp_path: Path) -> None:
+    handle = driver_that_says(tmp_path, then="sys.exit(3)")
+    state = polled(handle, lambda s: not s.running)
+    assert state.status is Status.FAILED
+    assert f"exit code 3; see {tmp_path / 'log.txt'}" in (state.reason or "")
+    ray.cancel(handle)
+
+
+def test_the_launcher_never_imports_ray() -> None:
+    code = "import sys; from paceline import plugins; plugins.load('launchers', 'ray'); print('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
+
+
+# --- what Ray says ---
+
+NODES = [
+    {"Alive": True, "NodeName": "a", "NodeManagerAddress": "10.0.0.1", "Resources": {"CPU": 8.0, "memory": 1e9}},
+    {"Alive": True, "NodeName": "b", "NodeManagerAddress": "10.0.0.2", "Resources": {"CPU": 8.0, "GPU": 4.0}},
+    {"Alive": False, "NodeName": "c", "NodeManagerAddress": "10.0.0.3", "Resources": {"CPU": 8.0, "GPU": 4.0}},
+]
+
+
+def test_what_can_never_be_placed_names_what_is_there(make_spec: Make) -> None:
+    asked = request(with_options(make_spec("ddp", 4, nodes=2, device="cuda")))
+    assert _ray_cluster.shortage(asked, NODES, {}) == (
+        "2 x 4 CPU + 4 GPU under STRICT_SPREAD was asked for, which the cluster cannot hold (it has a: 8 CPU; b: 8 CPU "
+        "+ 4 GPU)"
+    )
+
+
+def test_what_others_use_now_is_another_sentence(make_spec: Make) -> None:
+    asked = request(with_options(make_spec("ddp", 4, nodes=2)))
+    said = _ray_cluster.shortage(asked, NODES, {"CPU": 3.0, "node:10.0.0.1": 1.0})
+    assert said.endswith("2 nodes could hold one, and free is 3 CPU in all")
+
+
+def test_the_name_of_a_node() -> None:
+    named = {"NodeName": "gpu-7", "NodeManagerAddress": "10.0.0.1", "NodeManagerHostname": "pod-x"}
+    assert _ray_cluster.node_name(named) == "gpu-7"
+    assert _ray_cluster.node_name({**named, "NodeName": "10.0.0.1"}) == "pod-x"
+
+
+MISMATCH = """Version mismatch: The cluster was started with:
+    Ray: 2.60.0
+    Python: 3.12.3
+This process on node 10.0.0.1 was started with:
+    Ray: 2.40.0
+    Python: 3.11.9
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (MISMATCH, "has Ray 2.60.0 on Python 3.12.3, this controller Ray 2.40.0 on Python 3.11.9"),
+        ("Could not find any running Ray instance. Please", "no Ray runs on this host and RAY_ADDRESS is not set"),
+        ("Can't find a `node_ip_address.json`\n of the raylet", "this host is no node of the Ray cluster at h:1"),
+        ("something\n else", "Ray at h:1 refused: something else"),
+    ],
+)
+def test_each_refusal_is_one_sentence(words: str, sentence: str) -> None:
+    said = _ray_cluster.refusal("h:1", words)
+    assert sentence in said
+    assert "\n" not in said
+
+
+# --- what the driver concludes ---
+
+
+def member(rank: int, **more: Any) -> _ray_driver.Member:
+    facts = {
+        "version": "0.1.0",
+        "has_scratch": True,
+        "address": "10.0.0.1",
+        "port": 4000,
+        "gpus": [],
+        "interface": None,
+    }
+    found = _ray_driver.Member(rank, rank // 2, actor=None, name=f"n{rank // 2}")
+    found.facts = facts | more.pop("facts", {})
+    for key, value in more.items():
+        setattr(found, key, value)
+    return found
+
+
+def test_ranks_see_the_gpus_of_their_node_in_order(make_spec: Make, tmp_path: Path) -> None:
+    (tmp_path / "spec.json").write_text("{}")
+    asked = request(with_options(make_spec("ddp", 2, nodes=2, device="cuda")), tmp_path)
+    gpus = [["3"], ["1"], ["0"], ["2"]]
+    crew = [member(rank, facts={"gpus": gpus[rank], "interface": "eth1"}) for rank in range(4)]
+    seats = list(_ray_driver.seats(asked, crew))
+    assert [seat["CUDA_VISIBLE_DEVICES"] for seat in seats] == ["3,1", "3,1", "0,2", "0,2"]
+    assert [seat["LOCAL_RANK"] for seat in seats] == ["0", "1", "0", "1"]
+    assert {seat["MASTER_PORT"] for seat in seats} == {"4000"}
+    assert {seat["GLOO_SOCKET_IFNAME"] for seat in seats} == {"eth1"}
+
+
+def test_what_the_user_sets_wins(make_spec: Make, tmp_path: Path) -> None:
+    (tmp_path / "spec.json").write_text("{}")
+    spec = with_options(make_spec("ddp", 1), env={"NCCL_SOCKET_IFNAME": "ib0"}, port=7777)
+    (seat,) = _ray_driver.seats(request(spec, tmp_path), [member(0, facts={"interface": "eth1"})])
+    assert seat["NCCL_SOCKET_IFNAME"] == "ib0"
+    assert seat["MASTER_PORT"] == "7777"
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"version": None}, "the Ray node n0 has no Paceline"),
+        ({"version": "0.0.9"}, "the Ray node n0 has Paceline 0.0.9, this controller"),
+        ({"has_scratch": False}, "has no folder '/data'"),
+        ({}, None),
+    ],
+)
+def test_a_node_that_cannot_do_the_work_is_refused(make_spec: Make, facts: dict[str, Any], words: str | None) -> None:
+    asked = request(with_options(make_spec(), scratch="/data"))
+    said = _ray_driver.unfit(asked, member(0, facts={"version": asked.version} | facts))
+    assert said is None if words is None else words in (said or "")
+
+
+def test_who_is_to_blame(tmp_path: Path) -> None:
+    (tmp_path / "outcome-0.json").write_text("{}")
+    noticed, killed = member(0, code=1), member(1, code=-9)
+    end = _ray_driver.conclusion([noticed, killed], tmp_path, None)
+    assert end["status"] is Status.FAILED
+    assert "rank 1 on n0 was killed by signal 9" in end["reason"]
+    lost = member(1, lost=(Status.PREEMPTED, "its Ray node was pre-empted"))
+    assert _ray_driver.conclusion([noticed, lost], tmp_path, None)["status"] is Status.PREEMPTED
+    spoken = _ray_driver.conclusion([noticed, member(1, code=0)], tmp_path, None)
+    assert (spoken["ended"], spoken["status"]) == (1, None), "the rank's own word is enough"
+    assert _ray_driver.conclusion([member(0, code=0)], tmp_path, "half")["missing"] == "half"
