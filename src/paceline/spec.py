@@ -40,6 +40,8 @@ TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 # Workloads that look for the limit: a run that is out of memory has given its answer.
 PROBING = ("frontier",)
 
+# Options of launchers that say how long to wait for an engine: what is measured does not depend on them.
+PATIENCE = ("connect_s", "keep_s", "patience_s", "pending_s", "poll_s")
 # One reading takes the driver a few milliseconds.
 FASTEST_TELEMETRY_HZ = 50.0
 
@@ -337,7 +339,11 @@ class RunSpec:
         restarted change nothing of it."""
         empty = (name for name in ("tuning", "contents", "checkpoint_every") if not getattr(self, name))
         absent = ("telemetry_hz", "design", "max_restarts", "lineage", *empty)
-        return {key: value for key, value in dataclasses.asdict(self).items() if key not in (*fields, *absent)}
+        found = {key: value for key, value in dataclasses.asdict(self).items() if key not in (*fields, *absent)}
+        if "launcher" in found:
+            options = found["launcher"]["options"].items()
+            found["launcher"]["options"] = {key: value for key, value in options if key not in PATIENCE}
+        return found
 
 
 def _told(choice: Choice, contents: str | None) -> str:
