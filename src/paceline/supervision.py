@@ -19,7 +19,7 @@ from paceline import store
 from paceline.attempts import JOB
 from paceline.errors import StoreError
 from paceline.plugins import Job, JobState, Launcher
-from paceline.records import Status
+from paceline.records import Outcome, Status
 from paceline.spec import RunSpec
 
 POLL_S = 0.1
@@ -40,14 +40,32 @@ class Observer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Words:
+    """What ranks and their starters had said of the end of a job: outcomes, and the text of its log."""
+
+    outcomes: Sequence[Outcome]
+    log: str
+
+    @classmethod
+    def read(cls, run_dir: Path) -> Words:
+        path = run_dir / "log.txt"
+        return cls(store.read_outcomes(run_dir), path.read_text(errors="replace") if path.exists() else "")
+
+
+@dataclass(frozen=True, slots=True)
 class End:
     """How a job ended from outside: by itself, by a limit, or because no rank moved any more. missing says which of
-    its results could not be brought home."""
+    its results could not be brought home.
+
+    before: what had been said when a limit was reached. Nodes are then ended one after another, and ranks of the later
+    ones complain of the peers they lost: such words tell nothing of the cause. None where the job ended by itself.
+    """
 
     state: JobState
     limit: Status | None = None
     text: str | None = None
     missing: str | None = None
+    before: Words | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +145,14 @@ def _wait(launcher: Launcher, launch: Launch, spec: RunSpec, run_dir: Path, obse
             observer.moved(spec, positions)
         if time.monotonic() - began > spec.timeout_s:
             late = f"did not end within {spec.timeout_s:g} s; {_whereabouts(positions, spec)}"
-            return End(state, Status.TIMEOUT, late)
+            return End(state, Status.TIMEOUT, late, before=Words.read(run_dir))
         if vigil.still_s(positions) > spec.stall_s:
             here = getattr(launcher, "HERE", False)
+            before = Words.read(run_dir)
             if here:
                 dump_stacks(positions)
             who = name_stalled(positions, spec, here)
-            return End(state, Status.HANG, f"nothing moved for {spec.stall_s:g} s: {who}")
+            return End(state, Status.HANG, f"nothing moved for {spec.stall_s:g} s: {who}", before=before)
         time.sleep(POLL_S)
 
 

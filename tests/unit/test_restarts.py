@@ -231,6 +231,44 @@ def test_without_restarts_nothing_is_written_about_attempts(spec: RunSpec, execu
     assert not (run_dir / attempts.FILE).exists()
 
 
+class Ending(Scripted):
+    """Whose job never ends; being told to, a rank complains of the peer that was ended before it."""
+
+    def __init__(self, complain: Leave, *script: Leave) -> None:
+        super().__init__(*script)
+        self.complain = complain
+
+    def collect(self, handle: Mapping[str, Any], run_dir: Path) -> str | None:
+        self.complain(run_dir)
+        return None
+
+
+@pytest.mark.parametrize("log", ["", DEATH.format(rank=1)], ids=["a peer is lost", "a rank is killed"])
+@pytest.mark.parametrize(("limit", "submitted"), [("timeout_s", 1), ("stall_s", 3)])
+def test_what_ranks_say_when_they_are_ended_is_not_why_the_run_ended(
+    make_spec: Make, execute: Make, leave: Make, limit: str, submitted: int, log: str
+) -> None:
+    complaint = leave(Status.FAILED, "RuntimeError: Connection reset by peer", steps=range(2), log=log)
+    launcher = Ending(complaint, leave(steps=range(2), state=JobState(running=True)))
+    spec = replace(make_spec("ddp", 2), max_restarts=2)
+    (status, error), _, _ = execute(replace(spec, **{limit: 0.05}), launcher)
+    assert status is {"timeout_s": Status.TIMEOUT, "stall_s": Status.HANG}[limit]
+    assert "Connection reset" not in error
+    assert launcher.submitted == submitted, "a timeout is never tried again, a hang is"
+
+
+def test_what_a_rank_said_before_the_limit_counts(make_spec: Make, execute: Make, leave: Make) -> None:
+    """Its peer, which was ended afterwards, is not to blame."""
+    running = JobState(running=True)
+    complaint = leave(Status.FAILED, "ValueError: wrong", steps=range(2), log=DEATH.format(rank=1))
+    launcher = Ending(complaint, leave(Status.FAILED, "ValueError: wrong", steps=range(2), state=running))
+    spec = replace(make_spec("ddp", 2), max_restarts=2)
+    (status, error), _, _ = execute(replace(spec, timeout_s=0.05), launcher)
+    assert status is Status.FAILED
+    assert error.endswith("ValueError: wrong")
+    assert launcher.submitted == 1
+
+
 # --- the controller itself goes away ---
 
 
