@@ -159,8 +159,8 @@ class Strategy(Protocol):
 class Launcher(Protocol):
     """`prepare` is pure: the same spec and folder give the same job. `poll` also moves what ranks have sent so far into
     the run folder; an engine that is away for a moment is asked again. `cancel` ends the job, removes what it left
-    with the engine, and may be called after its end or twice. `submit`, `poll` and `collect` raise LaunchError with
-    one sentence when the engine refuses.
+    with the engine, and may be called after its end or twice; False says that the job may still be there. `submit`,
+    `poll` and `collect` raise LaunchError with one sentence when the engine refuses.
 
     One on whose engine a job outlives the controller also has `adopt(job, handle) -> handle | None`: the job that an
     earlier controller has submitted, whether or not it lived to write the handle down. One without a shared disk also
@@ -173,7 +173,7 @@ class Launcher(Protocol):
     def prepare(self, spec: RunSpec, run_dir: Path) -> Job: ...
     def submit(self, job: Job) -> Mapping[str, Any]: ...
     def poll(self, handle: Mapping[str, Any]) -> JobState: ...
-    def cancel(self, handle: Mapping[str, Any]) -> None: ...
+    def cancel(self, handle: Mapping[str, Any]) -> bool | None: ...
 
 
 class Exporter(Protocol):

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from paceline import store
 from paceline.attempts import JOB
-from paceline.errors import StoreError
+from paceline.errors import LaunchError, StoreError, StrayJobError
 from paceline.plugins import Job, JobState, Launcher
 from paceline.records import Outcome, Status
 from paceline.spec import RunSpec
@@ -59,6 +59,7 @@ class End:
 
     before: what had been said when a limit was reached. Nodes are then ended one after another, and ranks of the later
     ones complain of the peers they lost: such words tell nothing of the cause. None where the job ended by itself.
+    gone: whether the engine has let go of the job. One that is still there may write into the run folder.
     """
 
     state: JobState
@@ -66,6 +67,7 @@ class End:
     text: str | None = None
     missing: str | None = None
     before: Words | None = None
+    gone: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,12 @@ def start(launcher: Launcher, job: Job, spec: RunSpec, run_dir: Path) -> Launch:
     about = {"launcher": str(spec.launcher), "command": str(job), "submitted_at": submitted_at}
     store.write_json(run_dir / JOB, {**about, "handle": None})
     handle = launcher.submit(job)
-    store.write_json(run_dir / JOB, {**about, "handle": handle})
+    try:
+        store.write_json(run_dir / JOB, {**about, "handle": handle})
+    except BaseException:
+        # Nobody would follow it.
+        launcher.cancel(handle)
+        raise
     return Launch(handle, submitted_at)
 
 
@@ -105,11 +112,23 @@ def follow(launcher: Launcher, launch: Launch, spec: RunSpec, run_dir: Path, obs
     try:
         end = _wait(launcher, launch, spec, run_dir, observer)
         collect = getattr(launcher, "collect", None)
-        return end if collect is None else replace(end, missing=collect(launch.handle, run_dir))
+        end = end if collect is None else replace(end, missing=collect(launch.handle, run_dir))
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("the job under way was cancelled") from None
-    finally:
+        how = "was cancelled" if _is_gone(launcher, launch) else "could not be cancelled; see log.txt of its run"
+        raise KeyboardInterrupt(f"the job under way {how}") from None
+    except LaunchError as refusal:
+        if _is_gone(launcher, launch):
+            raise
+        raise StrayJobError(str(refusal)) from None
+    except BaseException:
         launcher.cancel(launch.handle)
+        raise
+    return replace(end, gone=_is_gone(launcher, launch))
+
+
+def _is_gone(launcher: Launcher, launch: Launch) -> bool:
+    """End the job. A launcher that says nothing has ended it."""
+    return launcher.cancel(launch.handle) is not False
 
 
 @dataclass(slots=True)
