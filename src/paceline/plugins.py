@@ -21,6 +21,7 @@ from importlib import metadata, resources
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
+from paceline import redaction
 from paceline.errors import RequestError
 from paceline.findings import Report
 from paceline.records import Evidence, Sample, Status
@@ -249,7 +250,29 @@ def options(cls: type[Options], choice: Choice) -> Options:
         if default is not None and not _fits(value, default):
             accepted = _WORDS[type(default)]
             raise RequestError(f"{choice.name}.{key}: {json.dumps(value)} was given; accepted is {accepted}")
-    return cls(**choice.options)
+    chosen = cls(**choice.options)
+    _refuse_secrets(choice)
+    return chosen
+
+
+def _refuse_secrets(choice: Choice) -> None:
+    """Options are recorded, and written where engines show them; the text itself is not repeated."""
+    for key, value in choice.options.items():
+        if any(redaction.SECRET.search(text) for text in _texts(value)):
+            accepted = "no secret: let the nodes read it from a file or from their own environment"
+            raise RequestError(f"{choice.name}.{key}: what looks like a secret was given; accepted is {accepted}")
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Every text of an option, however deep; names too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in (*value, *value.values()):
+            yield from _texts(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _texts(each)
 
 
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
