@@ -168,7 +168,7 @@ class RunSpec:
     """One launch. Everything that decides what is computed stands here; nothing else reaches the worker.
 
     design is the plan this run was made for. It decides nothing that is computed, so no identity holds it. Nor is
-    lineage part of any: the controller's mark of one launch, by which its attempts know their own checkpoints. contents
+    lineage part of any: the controller's mark of one launch, by which its job and checkpoints are known again. contents
     are digests of what `model` and `data` name on the disk, so that other data under the same path is other work.
     """
 
