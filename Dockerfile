@@ -35,9 +35,10 @@ RUN if [ -f /wheelhouse/requirements.txt ]; then \
       DS_BUILD_OPS=0 /opt/paceline/bin/pip install --no-cache-dir --constraint constraints.txt \
         '.[zero,finetune,kubernetes,ray]'; \
     fi
-# Nothing is installed into the finished image: pip and what builds wheels stay here.
+# Nothing is installed or built in the finished image. DeepSpeed asks for ninja only to compile its operators; torch
+# imports setuptools.
 RUN /opt/paceline/bin/python -m compileall -q -j 0 -x '/tests?/' /opt/paceline/lib || true; \
-    /opt/paceline/bin/pip uninstall --yes pip setuptools wheel 2>/dev/null || true
+    /opt/paceline/bin/pip uninstall --yes wheel ninja pip
 
 FROM ${BASE_IMAGE} AS final
 ARG PACELINE_VERSION=unknown

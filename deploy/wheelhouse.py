@@ -84,7 +84,9 @@ def check(folder: Path) -> None:
         venv.create(scratch, with_pip=True)
         python = str(Path(scratch) / "bin" / "python")
         install = [python, "-m", "pip", "install", "--quiet", "--no-index", f"--find-links={folder}"]
-        env = {**os.environ, "PYTHONPATH": "", "PIP_CONFIG_FILE": os.devnull}
+        # What this host's pip is told elsewhere would be found beside the folder.
+        env = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON"))}
+        env["PIP_CONFIG_FILE"] = os.devnull
         locked = str(folder / "requirements.txt")
         subprocess.run([*install, "--require-hashes", "--requirement", locked], env=env, check=True)
         subprocess.run([*install, "--no-deps", "paceline"], env=env, check=True)

@@ -307,7 +307,8 @@ def command(spec: RunSpec, run_dir: Path, place: places.Place, arguments: argpar
     starter = [sys.executable, "-m", arguments.runner, f"--log-dir={os.devnull}"]
     starter += [f"--nproc-per-node={spec.topology.processes_per_node}"]
     if place.nodes == 1:
-        starter += ["--standalone"]
+        # By its own name torchrun would wait for itself for minutes, where that name does not resolve.
+        starter += ["--standalone", "--local-addr=127.0.0.1"]
     elif arguments.rendezvous == "c10d":
         first = "true" if place.node == 0 else "false"
         meeting_point = f"{place.master}:{arguments.port}"

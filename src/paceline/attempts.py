@@ -21,13 +21,15 @@ from paceline.trajectory import number_of
 FILE = "samples-attempts.jsonl"
 JOB = "job.json"
 INTERRUPTED = "interrupted"
-# What a lost attempt leaves besides samples: kept for whoever looks for the cause, read by nobody.
-_SET_ASIDE = ("outcome-*.json", "stack-*.txt", "log.txt", JOB)
+# What a lost attempt leaves besides samples: kept for whoever looks for the cause, read by nobody. Left where it is,
+# what an engine wrote of its job would be taken for the next one's.
+_SET_ASIDE = ("outcome-*.json", "stack-*.txt", "log.txt", "exit.txt", "home.txt", "job.sh", JOB)
 
 
 def begin(out: Path, spec: RunSpec) -> RunSpec:
-    """A folder for a fresh launch; one that writes checkpoints gets a mark by which it knows its own."""
-    marked = replace(spec, lineage=secrets.token_hex(8) if spec.checkpoint_every else None)
+    """A folder for a fresh launch, with a mark by which it knows its own: its checkpoints, and its job with the
+    engine, from whichever host and path a later controller looks."""
+    marked = replace(spec, lineage=secrets.token_hex(8))
     store.create(out, marked)
     return marked
 
@@ -45,7 +47,7 @@ def standing(run_dir: Path, spec: RunSpec) -> RunSpec:
 def goes_on(run_dir: Path, spec: RunSpec) -> bool:
     """Whether a launch that nobody follows any more may have left something to go on from; what it had under way is
     closed then. Without checkpoints there is nothing, and it starts over."""
-    if spec.lineage is None or store.is_sealed(run_dir):
+    if not spec.checkpoint_every or spec.lineage is None or store.is_sealed(run_dir):
         return False
     if (run_dir / JOB).is_file():
         close(run_dir, INTERRUPTED, "the controller ended before the run")
@@ -93,7 +95,8 @@ def started_at(run_dir: Path) -> float | None:
 
 
 def _note(run_dir: Path, number: int, status: str, reason: str | None) -> None:
-    now = time.time()
+    # An attempt that nobody followed ended long before somebody says so.
+    now = _last_sign(run_dir) if status == INTERRUPTED else time.time()
     submitted_at, began_at = _job_times(run_dir)
     line = AttemptSample(
         rank=0,
@@ -106,6 +109,13 @@ def _note(run_dir: Path, number: int, status: str, reason: str | None) -> None:
     )
     with (run_dir / FILE).open("a") as file:
         file.write(store.sample_line(line))
+
+
+def _last_sign(run_dir: Path) -> float:
+    """When the attempt under way, or its controller, last wrote something."""
+    own = [path for path in run_dir.glob("samples-*[0-9].jsonl") if number_of(path) is None]
+    signs = [path.stat().st_mtime for path in (*own, *run_dir.glob("progress-*"), run_dir / JOB)]
+    return min(max(signs), time.time())
 
 
 def _job_times(run_dir: Path) -> tuple[float | None, float | None]:

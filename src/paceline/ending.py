@@ -4,34 +4,33 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from paceline import store
 from paceline.records import Outcome, Status
 from paceline.spec import RunSpec
-from paceline.supervision import End
+from paceline.supervision import End, Words
 
 
 def judge(spec: RunSpec, run_dir: Path, end: End) -> tuple[Status, str | None]:
     """The status of a run that has ended, from what the ranks left and how the job went."""
-    outcomes = store.read_outcomes(run_dir)
-    bad = sorted((o for o in outcomes if o.status is not Status.OK), key=lambda o: o.ended_at)
+    words = end.before or Words.read(run_dir)
+    outcomes, bad = words.outcomes, _bad(words)
     if end.limit is not None and not bad:
         return end.limit, end.text
     whole = len(outcomes) == spec.topology.world_size
     if end.state.status is not None and (bad or not whole):
         # The engine knows why ranks vanished; those that were left only noticed.
         return end.state.status, end.state.reason or f"the engine calls the job {end.state.status}"
-    log = _log_text(run_dir)
-    deaths = _deaths(log, {o.rank for o in outcomes})
+    deaths = _deaths(words)
     if bad and not deaths:
         return bad[0].status, _blame(bad[0], spec)
     if whole and end.missing is None:
         return Status.OK, None
     if end.missing is not None and not deaths:
         return Status.FAILED, f"results did not come home whole: {end.missing}"
-    return Status.FAILED, _unexplained(run_dir, end, log, deaths)
+    return Status.FAILED, _unexplained(run_dir, end, words.log, deaths)
 
 
 # What ranks say when a peer is gone: torch's, gloo's and NCCL's words.
@@ -50,19 +49,19 @@ def may_pass(status: Status, spec: RunSpec, run_dir: Path, end: End) -> bool:
     lived = store.read_progress(run_dir)
     if status is not Status.FAILED or not lived:
         return False
-    outcomes = store.read_outcomes(run_dir)
-    if _deaths(_log_text(run_dir), {o.rank for o in outcomes}):
+    words = end.before or Words.read(run_dir)
+    if _deaths(words):
         return True
-    bad = sorted((o for o in outcomes if o.status is not Status.OK), key=lambda o: o.ended_at)
+    bad = _bad(words)
     if not bad:
-        return len(outcomes) < spec.topology.world_size
+        return len(words.outcomes) < spec.topology.world_size
     stepped = any(position.phase not in ("start", "setup") for position in lived)
     return stepped and spec.topology.world_size > 1 and _LOST_PEER.search(bad[0].error or "") is not None
 
 
-def _log_text(run_dir: Path) -> str:
-    path = run_dir / "log.txt"
-    return path.read_text(errors="replace") if path.exists() else ""
+def _bad(words: Words) -> list[Outcome]:
+    """Of ranks that did not end well, the first one first."""
+    return sorted((o for o in words.outcomes if o.status is not Status.OK), key=lambda o: o.ended_at)
 
 
 def _blame(outcome: Outcome, spec: RunSpec) -> str:
@@ -78,14 +77,15 @@ _EXIT = re.compile(r"^(.*?)\s*\bexitcode\s*:\s*(-?\d+)\b")
 _SECTION = re.compile(r"^(.*?)\s*\b(Failures:|Root Cause\b)")
 
 
-def _deaths(log: str, spoke: Collection[int]) -> dict[int, int]:
+def _deaths(words: Words) -> dict[int, int]:
     """Exit codes of ranks that died without an outcome, by torchrun's log, the likeliest cause first: every node's root
     cause, and the others that torchrun did not end itself. Such a rank is to blame: its peers only noticed that it was
     gone, and said so. One that was told to end comes last: somebody's end was the reason."""
+    spoke = {outcome.rank for outcome in words.outcomes}
     found: dict[int, int] = {}
     rank_of: dict[str, int] = {}
     in_root: dict[str, bool] = {}
-    for line in log.splitlines():
+    for line in words.log.splitlines():
         if section := _SECTION.match(line):
             in_root[section[1]] = section[2] != "Failures:"
         elif named := _RANK.match(line):

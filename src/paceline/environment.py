@@ -12,6 +12,8 @@ _RECORDED = re.compile(
 _SECRET_NAME = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
 SECRET_VALUE = re.compile(
     r"\b(hf_|sk-|gh[opsu]_|github_pat_|glpat-|xox[abprs]-|AKIA|AIza|eyJ)[\w-]{8,}|://[^/@\s]+:[^/@\s]+@"
+    r"|\bBearer\s+[\w.~+/-]{8,}"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(-----END [A-Z ]*PRIVATE KEY-----|\Z)"
 )
 # A shorter value of a secret variable ("1", "true", "default") may stand in any other by chance.
 SHORTEST_SECRET = 8

@@ -7,6 +7,7 @@
     │   └── MissingPackageError   ... because a package is absent; the sentence holds the exact pip install
     ├── CheckpointError      a checkpoint could not be written or read: a record, status "failed"
     ├── LaunchError          an engine refused or lost the job: a record, status "failed"
+    │   └── StrayJobError    ... and the job could not be ended either, so that none may follow it
     └── InvalidRunError      the run contradicts itself (a loss that is not a number): a record, status "invalid"
 
 A run that fails is a record in the store, not an exception: only the worker turns one into the other.
@@ -48,3 +49,7 @@ class CheckpointError(PacelineError):
 
 class LaunchError(PacelineError):
     """An engine did not take the job, or cannot be asked about it any more; says which command shows why."""
+
+
+class StrayJobError(LaunchError):
+    """The engine was lost with the job in it: it may still be running."""

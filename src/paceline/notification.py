@@ -61,6 +61,13 @@ def _by_command(command: str, notice: Notice, environ: Mapping[str, str], direct
     return "the notify command was run" if done.returncode == 0 else f"the notify command ended with {done.returncode}"
 
 
+class _Stay(urllib.request.HTTPRedirectHandler):
+    """Headers are meant for the address that was given: nobody else gets them. The 3xx is then told as it is."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
 def _by_webhook(variable: str, headers: Mapping[str, str], notice: Notice, environ: Mapping[str, str]) -> str:
     absent = [name for name in (variable, *headers.values()) if not environ.get(name)]
     if absent:
@@ -76,7 +83,7 @@ def _by_webhook(variable: str, headers: Mapping[str, str], notice: Notice, envir
             headers={"Content-Type": "application/json", "User-Agent": "paceline", **given},
             method="POST",
         )
-        with urllib.request.urlopen(request, timeout=WEBHOOK_S) as response:
+        with urllib.request.build_opener(_Stay).open(request, timeout=WEBHOOK_S) as response:
             return f"the webhook answered {response.status}"
     except urllib.error.HTTPError as error:
         error.close()

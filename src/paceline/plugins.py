@@ -22,6 +22,7 @@ from importlib import metadata, resources
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
+from paceline import redaction
 from paceline.errors import RequestError
 from paceline.findings import Report
 from paceline.records import Evidence, Sample, Status
@@ -180,8 +181,8 @@ class Engine(Protocol):
 class Launcher(Protocol):
     """`prepare` is pure: the same spec and folder give the same job. `poll` also moves what ranks have sent so far into
     the run folder; an engine that is away for a moment is asked again. `cancel` ends the job, removes what it left
-    with the engine, and may be called after its end or twice. `submit`, `poll` and `collect` raise LaunchError with
-    one sentence when the engine refuses.
+    with the engine, and may be called after its end or twice; False says that the job may still be there. `submit`,
+    `poll` and `collect` raise LaunchError with one sentence when the engine refuses.
 
     One on whose engine a job outlives the controller also has `adopt(job, handle) -> handle | None`: the job that an
     earlier controller has submitted, whether or not it lived to write the handle down. One without a shared disk also
@@ -194,7 +195,7 @@ class Launcher(Protocol):
     def prepare(self, spec: RunSpec, run_dir: Path) -> Job: ...
     def submit(self, job: Job) -> Mapping[str, Any]: ...
     def poll(self, handle: Mapping[str, Any]) -> JobState: ...
-    def cancel(self, handle: Mapping[str, Any]) -> None: ...
+    def cancel(self, handle: Mapping[str, Any]) -> bool | None: ...
 
 
 class Exporter(Protocol):
@@ -270,7 +271,29 @@ def options(cls: type[Options], choice: Choice) -> Options:
         if default is not None and not _fits(value, default):
             accepted = _WORDS[type(default)]
             raise RequestError(f"{choice.name}.{key}: {json.dumps(value)} was given; accepted is {accepted}")
-    return cls(**choice.options)
+    chosen = cls(**choice.options)
+    _refuse_secrets(choice)
+    return chosen
+
+
+def _refuse_secrets(choice: Choice) -> None:
+    """Options are recorded, and written where engines show them; the text itself is not repeated."""
+    for key, value in choice.options.items():
+        if any(redaction.SECRET.search(text) for text in _texts(value)):
+            accepted = "no secret: let the nodes read it from a file or from their own environment"
+            raise RequestError(f"{choice.name}.{key}: what looks like a secret was given; accepted is {accepted}")
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Every text of an option, however deep; names too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in (*value, *value.values()):
+            yield from _texts(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _texts(each)
 
 
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}

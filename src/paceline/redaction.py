@@ -11,16 +11,12 @@ from paceline.environment import SECRET_VALUE, recorded_environment
 from paceline.errors import RequestError
 
 MARK = "[redacted]"
-# By its shape, or by the name it is given (`HF_TOKEN=...`, `password: ...`), or a header or key file that was printed.
+# By its shape, or by the name it is given (`HF_TOKEN=...`, `password: ...`).
 _NAME = (
     r"\b(?:[A-Z][A-Z0-9_]*_)?(?:API)?(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL)S?(?:_[A-Z0-9_]+)?"
     r"|\b(?i:password|passwd|secret|api_key|access_token)"
 )
-_NAMED = (
-    rf"(?:{_NAME})[\"']?\s*[=:]\s*[\"']?[^\s\"',;]{{6,}}"
-    r"|\bBearer\s+[\w.~+/-]{8,}"
-    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(-----END [A-Z ]*PRIVATE KEY-----|\Z)"
-)
+_NAMED = rf"(?:{_NAME})[\"']?\s*[=:]\s*[\"']?[^\s\"',;]{{6,}}"
 _ESCAPE = re.compile(r"\\[nrtbf]")
 _SECRET_FIELD = re.compile(_NAME)
 SECRET = re.compile(f"{SECRET_VALUE.pattern}|{_NAMED}")

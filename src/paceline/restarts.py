@@ -11,7 +11,7 @@ from pathlib import Path
 
 from paceline import attempts, store, supervision
 from paceline.ending import judge, may_pass
-from paceline.errors import LaunchError
+from paceline.errors import LaunchError, StrayJobError
 from paceline.plugins import Launcher
 from paceline.records import Status
 from paceline.spec import RunSpec
@@ -26,9 +26,13 @@ Ended = tuple[Status, str | None]
 def see_through(launcher: Launcher, launch: Launch | None, spec: RunSpec, run_dir: Path, observer: Observer) -> Ended:
     """Follow the attempt under way, or start one, and those after it; `max_restarts` bounds how many follow."""
     while True:
-        status, error, passing = _attempt(launcher, launch, spec, run_dir, observer)
+        status, error, passing, gone = _attempt(launcher, launch, spec, run_dir, observer)
         done = attempts.restarts(run_dir)
         if not passing or done >= spec.max_restarts:
+            break
+        if not gone:
+            # Two jobs would write into one folder.
+            passing, error = False, f"{error}; not restarted: its job could not be ended, and may still be running"
             break
         began = bool(store.read_progress(run_dir))
         attempts.close(run_dir, status, error)
@@ -42,17 +46,17 @@ def see_through(launcher: Launcher, launch: Launch | None, spec: RunSpec, run_di
 
 def _attempt(
     launcher: Launcher, launch: Launch | None, spec: RunSpec, run_dir: Path, observer: Observer
-) -> tuple[Status, str | None, bool]:
-    """How it ended, and whether another one may end otherwise."""
+) -> tuple[Status, str | None, bool, bool]:
+    """How it ended, whether another one may end otherwise, and whether the engine has let go of its job."""
     try:
         if launch is None:
             launch = supervision.start(launcher, launcher.prepare(spec, run_dir), spec, run_dir)
         end = supervision.follow(launcher, launch, spec, run_dir, observer)
     except LaunchError as refusal:
         # An engine that has taken this job before may take it again.
-        return Status.FAILED, str(refusal), bool(attempts.ended(run_dir))
+        return Status.FAILED, str(refusal), bool(attempts.ended(run_dir)), not isinstance(refusal, StrayJobError)
     status, error = judge(spec, run_dir, end)
-    return status, error, may_pass(status, spec, run_dir, end)
+    return status, error, may_pass(status, spec, run_dir, end), end.gone
 
 
 def _tried(restarts: int) -> str:

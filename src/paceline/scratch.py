@@ -23,13 +23,17 @@ def own_folder(parent: Path | None) -> Iterator[Path]:
     """A new folder below parent, or where temporary files are; gone afterwards."""
     place = Path(parent or tempfile.gettempdir())
     sweep(place)
-    own = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
+    # Until it is locked it has a name that no sweep looks at: its lock would be free, as a dead node's is.
+    made = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=place))
+    own = made.with_name(made.name[1:])
     try:
-        with (own / _LOCK).open("w") as held:
+        with (made / _LOCK).open("w") as held:
             fcntl.flock(held, fcntl.LOCK_EX)
+            made.rename(own)
             yield own
     finally:
-        shutil.rmtree(own, ignore_errors=True)
+        for folder in (made, own):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def sweep(place: Path) -> None:

@@ -43,6 +43,8 @@ TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 # Workloads that look for the limit: a run that is out of memory has given its answer.
 PROBING = ("frontier",)
 
+# Options of launchers that say how long to wait for an engine: what is measured does not depend on them.
+PATIENCE = ("connect_s", "keep_s", "patience_s", "pending_s", "poll_s")
 # One reading takes the driver a few milliseconds.
 FASTEST_TELEMETRY_HZ = 50.0
 
@@ -169,7 +171,7 @@ class RunSpec:
     """One launch. Everything that decides what is computed stands here; nothing else reaches the worker.
 
     design is the plan this run was made for. It decides nothing that is computed, so no identity holds it. Nor is
-    lineage part of any: the controller's mark of one launch, by which its attempts know their own checkpoints. contents
+    lineage part of any: the controller's mark of one launch, by which its job and checkpoints are known again. contents
     are digests of what `model` and `data` name on the disk, so that other data under the same path is other work.
     """
 
@@ -363,7 +365,11 @@ class RunSpec:
         unasked = ("tuning", "contents", "checkpoint_every", "serving", "engine")
         empty = (name for name in unasked if not getattr(self, name))
         absent = ("telemetry_hz", "design", "max_restarts", "lineage", *empty)
-        return {key: value for key, value in dataclasses.asdict(self).items() if key not in (*fields, *absent)}
+        found = {key: value for key, value in dataclasses.asdict(self).items() if key not in (*fields, *absent)}
+        if "launcher" in found:
+            options = found["launcher"]["options"].items()
+            found["launcher"]["options"] = {key: value for key, value in options if key not in PATIENCE}
+        return found
 
 
 def _told(choice: Choice, contents: str | None) -> str:

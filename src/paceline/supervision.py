@@ -17,9 +17,9 @@ from typing import Any, Protocol
 
 from paceline import store
 from paceline.attempts import JOB
-from paceline.errors import StoreError
+from paceline.errors import LaunchError, StoreError, StrayJobError
 from paceline.plugins import Job, JobState, Launcher
-from paceline.records import Status
+from paceline.records import Outcome, Status
 from paceline.spec import RunSpec
 
 POLL_S = 0.1
@@ -40,14 +40,34 @@ class Observer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Words:
+    """What ranks and their starters had said of the end of a job: outcomes, and the text of its log."""
+
+    outcomes: Sequence[Outcome]
+    log: str
+
+    @classmethod
+    def read(cls, run_dir: Path) -> Words:
+        path = run_dir / "log.txt"
+        return cls(store.read_outcomes(run_dir), path.read_text(errors="replace") if path.exists() else "")
+
+
+@dataclass(frozen=True, slots=True)
 class End:
     """How a job ended from outside: by itself, by a limit, or because no rank moved any more. missing says which of
-    its results could not be brought home."""
+    its results could not be brought home.
+
+    before: what had been said when a limit was reached. Nodes are then ended one after another, and ranks of the later
+    ones complain of the peers they lost: such words tell nothing of the cause. None where the job ended by itself.
+    gone: whether the engine has let go of the job. One that is still there may write into the run folder.
+    """
 
     state: JobState
     limit: Status | None = None
     text: str | None = None
     missing: str | None = None
+    before: Words | None = None
+    gone: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +85,12 @@ def start(launcher: Launcher, job: Job, spec: RunSpec, run_dir: Path) -> Launch:
     about = {"launcher": str(spec.launcher), "command": str(job), "submitted_at": submitted_at}
     store.write_json(run_dir / JOB, {**about, "handle": None})
     handle = launcher.submit(job)
-    store.write_json(run_dir / JOB, {**about, "handle": handle})
+    try:
+        store.write_json(run_dir / JOB, {**about, "handle": handle})
+    except BaseException:
+        # Nobody would follow it.
+        launcher.cancel(handle)
+        raise
     return Launch(handle, submitted_at)
 
 
@@ -87,11 +112,23 @@ def follow(launcher: Launcher, launch: Launch, spec: RunSpec, run_dir: Path, obs
     try:
         end = _wait(launcher, launch, spec, run_dir, observer)
         collect = getattr(launcher, "collect", None)
-        return end if collect is None else replace(end, missing=collect(launch.handle, run_dir))
+        end = end if collect is None else replace(end, missing=collect(launch.handle, run_dir))
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("the job under way was cancelled") from None
-    finally:
+        how = "was cancelled" if _is_gone(launcher, launch) else "could not be cancelled; see log.txt of its run"
+        raise KeyboardInterrupt(f"the job under way {how}") from None
+    except LaunchError as refusal:
+        if _is_gone(launcher, launch):
+            raise
+        raise StrayJobError(str(refusal)) from None
+    except BaseException:
         launcher.cancel(launch.handle)
+        raise
+    return replace(end, gone=_is_gone(launcher, launch))
+
+
+def _is_gone(launcher: Launcher, launch: Launch) -> bool:
+    """End the job. A launcher that says nothing has ended it."""
+    return launcher.cancel(launch.handle) is not False
 
 
 @dataclass(slots=True)
@@ -127,13 +164,14 @@ def _wait(launcher: Launcher, launch: Launch, spec: RunSpec, run_dir: Path, obse
             observer.moved(spec, positions)
         if time.monotonic() - began > spec.timeout_s:
             late = f"did not end within {spec.timeout_s:g} s; {_whereabouts(positions, spec)}"
-            return End(state, Status.TIMEOUT, late)
+            return End(state, Status.TIMEOUT, late, before=Words.read(run_dir))
         if vigil.still_s(positions) > spec.stall_s:
             here = getattr(launcher, "HERE", False)
+            before = Words.read(run_dir)
             if here:
                 dump_stacks(positions)
             who = name_stalled(positions, spec, here)
-            return End(state, Status.HANG, f"nothing moved for {spec.stall_s:g} s: {who}")
+            return End(state, Status.HANG, f"nothing moved for {spec.stall_s:g} s: {who}", before=before)
         time.sleep(POLL_S)
 
 

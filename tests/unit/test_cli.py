@@ -389,3 +389,24 @@ def test_a_wrong_exporter_is_refused_before_anything_is_measured(
     assert cli.main(["run", "mine.yaml", "--format", "pdf"]) == 2
     assert "exporters: 'pdf' was given" in capsys.readouterr().err
     assert not (here / "results").exists()
+
+
+def test_the_exit_code_is_of_the_runs_that_were_asked_for(tmp_path: Path, make_spec: Any, make_run: Any) -> None:
+    """What an earlier command left in the folder is shown, and is no failure of this one."""
+    from paceline.analysis.cost import Costing
+    from paceline.cli.results import conclude
+    from paceline.cli.verbs import console
+    from paceline.records import MemorySample, Status
+
+    sample = MemorySample(
+        rank=0, moment="setup", allocated_bytes=1, reserved_bytes=1, device_bytes=None, resident_bytes=1
+    )
+    good = make_spec("ddp", 1, workload="memory")
+    make_run(tmp_path, good, samples=[sample])
+    bad = make_spec("ddp", 1, workload="memory", seed=7)
+    make_run(tmp_path, bad, Status.FAILED, "no such partition", samples=[])
+    codes = [
+        conclude(console(), tmp_path / good.experiment, ["json"], Costing(), asked=asked)
+        for asked in (None, {good.run_id}, {bad.run_id})
+    ]
+    assert codes == [1, 0, 1]

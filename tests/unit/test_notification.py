@@ -43,10 +43,14 @@ class Hook(BaseHTTPRequestHandler):
     status = 204
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
         self.received.append((dict(self.headers), body))
         self.send_response(self.status)
+        if self.status // 100 == 3:
+            self.send_header("Location", "/elsewhere")
         self.end_headers()
+
+    do_GET = do_POST
 
     def log_message(self, *_: object) -> None:
         """Quiet."""
@@ -85,6 +89,16 @@ def test_a_refusal_is_told_by_its_number(hook: tuple[type[Hook], str]) -> None:
     kind, address = hook
     kind.status = 500
     assert notification.tell(schedule_of(webhook="HOOK"), NOTICE, {"HOOK": address}) == ["the webhook answered 500"]
+
+
+@pytest.mark.parametrize("status", [301, 302, 303])
+def test_headers_are_not_carried_elsewhere(hook: tuple[type[Hook], str], status: int) -> None:
+    kind, address = hook
+    kind.status = status
+    schedule = schedule_of(webhook="HOOK", headers={"Authorization": "HOOK_AUTH"})
+    told = notification.tell(schedule, NOTICE, {"HOOK": address, "HOOK_AUTH": "Bearer abcdefgh"})
+    assert told == [f"the webhook answered {status}"]
+    assert len(kind.received) == 1
 
 
 @pytest.mark.parametrize(

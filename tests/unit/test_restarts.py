@@ -3,6 +3,7 @@ a controller that comes later finds."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from paceline import attempts, plugins, recipe, restarts, run, store
 from paceline.ending import judge
 from paceline.errors import LaunchError, RequestError
+from paceline.launchers._start import job_name
 from paceline.plugins import Job, JobState
 from paceline.records import Status
 from paceline.run import reference_of
@@ -231,7 +233,133 @@ def test_without_restarts_nothing_is_written_about_attempts(spec: RunSpec, execu
     assert not (run_dir / attempts.FILE).exists()
 
 
+class Ending(Scripted):
+    """Whose job never ends; being told to, a rank complains of the peer that was ended before it."""
+
+    def __init__(self, complain: Leave, *script: Leave) -> None:
+        super().__init__(*script)
+        self.complain = complain
+
+    def collect(self, handle: Mapping[str, Any], run_dir: Path) -> str | None:
+        self.complain(run_dir)
+        return None
+
+
+@pytest.mark.parametrize("log", ["", DEATH.format(rank=1)], ids=["a peer is lost", "a rank is killed"])
+@pytest.mark.parametrize(("limit", "submitted"), [("timeout_s", 1), ("stall_s", 3)])
+def test_what_ranks_say_when_they_are_ended_is_not_why_the_run_ended(
+    make_spec: Make, execute: Make, leave: Make, limit: str, submitted: int, log: str
+) -> None:
+    complaint = leave(Status.FAILED, "RuntimeError: Connection reset by peer", steps=range(2), log=log)
+    launcher = Ending(complaint, leave(steps=range(2), state=JobState(running=True)))
+    spec = replace(make_spec("ddp", 2), max_restarts=2)
+    (status, error), _, _ = execute(replace(spec, **{limit: 0.05}), launcher)
+    assert status is {"timeout_s": Status.TIMEOUT, "stall_s": Status.HANG}[limit]
+    assert "Connection reset" not in error
+    assert launcher.submitted == submitted, "a timeout is never tried again, a hang is"
+
+
+def test_what_a_rank_said_before_the_limit_counts(make_spec: Make, execute: Make, leave: Make) -> None:
+    """Its peer, which was ended afterwards, is not to blame."""
+    running = JobState(running=True)
+    complaint = leave(Status.FAILED, "ValueError: wrong", steps=range(2), log=DEATH.format(rank=1))
+    launcher = Ending(complaint, leave(Status.FAILED, "ValueError: wrong", steps=range(2), state=running))
+    spec = replace(make_spec("ddp", 2), max_restarts=2)
+    (status, error), _, _ = execute(replace(spec, timeout_s=0.05), launcher)
+    assert status is Status.FAILED
+    assert error.endswith("ValueError: wrong")
+    assert launcher.submitted == 1
+
+
+class Stuck(Scripted):
+    """Whose engine does not let go of a job."""
+
+    def cancel(self, handle: Mapping[str, Any]) -> bool:  # type: ignore[override]
+        return False
+
+
+def test_nothing_follows_a_job_that_could_not_be_ended(spec: RunSpec, execute: Make, leave: Make) -> None:
+    launcher = Stuck(leave(steps=range(2), log=KILLED))
+    (status, error), _, _ = execute(spec, launcher)
+    assert status is Status.FAILED
+    assert error.endswith("not restarted: its job could not be ended, and may still be running")
+    assert launcher.submitted == 1
+
+
+def test_nothing_follows_a_job_that_was_lost_with_its_engine(spec: RunSpec, execute: Make, leave: Make) -> None:
+    class Lost(Scripted):
+        def poll(self, handle: Mapping[str, Any]) -> JobState:
+            if self.submitted == 2:
+                raise LaunchError("the engine is away")
+            return self.state
+
+        def cancel(self, handle: Mapping[str, Any]) -> bool:  # type: ignore[override]
+            return self.submitted == 1
+
+    launcher = Lost(leave(steps=range(2), log=KILLED))
+    (status, error), _, _ = execute(spec, launcher)
+    assert status is Status.FAILED
+    assert error.startswith("the engine is away; not restarted")
+    assert launcher.submitted == 2
+
+
+def test_a_job_that_could_not_be_written_down_is_ended(
+    spec: RunSpec, execute: Make, leave: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_json = store.write_json
+
+    def full(path: Path, body: Mapping[str, Any]) -> None:
+        if body.get("handle"):
+            raise OSError("No space left on device")
+        write_json(path, body)
+
+    monkeypatch.setattr(store, "write_json", full)
+    launcher = Scripted(leave())
+    with pytest.raises(OSError, match="No space"):
+        execute(spec, launcher)
+    assert launcher.cancelled == 1
+
+
 # --- the controller itself goes away ---
+
+
+@pytest.mark.parametrize("checkpoint_every", [None, 2])
+def test_a_controller_elsewhere_finds_the_job_by_the_same_name(
+    checkpointed: RunSpec,
+    execute: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    leave: Make,
+    checkpoint_every: int | None,
+) -> None:
+    spec = replace(checkpointed, checkpoint_every=checkpoint_every)
+    first = Scripted(die)
+    with pytest.raises(Stopped):
+        execute(spec, first)
+    monkeypatch.setattr("socket.gethostname", lambda: "another-host")
+    second = Lasting(leave(Status.OK, steps=range(6), state=JobState(running=False, exit_code=0)))
+    execute(spec, second)
+    assert second.submitted == 0
+    here, there = job_name(first.specs[0], tmp_path), job_name(second.specs[0], tmp_path / "other")
+    assert here == there
+    plain = replace(spec, lineage=None)
+    assert job_name(plain, tmp_path) != job_name(plain, tmp_path / "other"), "a plan has the path only"
+
+
+def test_what_an_engine_wrote_of_a_lost_attempt_is_not_read_by_the_next(tmp_path: Path) -> None:
+    for name in ("exit.txt", "home.txt", "job.sh", attempts.JOB):
+        (tmp_path / name).write_text("{}")
+    attempts.close(tmp_path, "failed", None)
+    assert {path.name for path in tmp_path.iterdir()} == {attempts.FILE, "restarts"}
+
+
+def test_an_interrupted_attempt_ended_when_it_last_wrote(tmp_path: Path) -> None:
+    store.write_json(tmp_path / attempts.JOB, {"submitted_at": 1000.0, "began_at": 1010.0})
+    (tmp_path / "samples-0.jsonl").write_text("")
+    for name, when in ((attempts.JOB, 1010.0), ("samples-0.jsonl", 1200.0)):
+        os.utime(tmp_path / name, (when, when))
+    attempts.close(tmp_path, attempts.INTERRUPTED, None)
+    assert attempts.ended(tmp_path)[0].ended_at == 1200.0
 
 
 class Stopped(BaseException):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline import scratch
 from paceline.scratch import PREFIX, own_folder, sweep
 
 KILLED = """
@@ -42,3 +43,17 @@ def test_what_is_held_or_somebody_elses_stays(tmp_path: Path) -> None:
         sweep(tmp_path)
         assert own.exists()
     assert {path.name for path in tmp_path.iterdir()} == {f"{PREFIX}stranger", f"{PREFIX}link"}
+
+
+def test_a_folder_that_is_not_locked_yet_is_not_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = scratch.fcntl.flock
+
+    def meanwhile(file: object, how: int) -> None:
+        monkeypatch.setattr(scratch.fcntl, "flock", lock)
+        sweep(tmp_path)
+        lock(file, how)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(scratch.fcntl, "flock", meanwhile)
+    with own_folder(tmp_path) as own:
+        assert own.exists()
+        assert own.name.startswith(PREFIX), "a later sweep finds it"

@@ -219,3 +219,12 @@ def test_a_long_path_to_a_model_makes_a_short_run_id(make_spec: Callable[..., Ru
     spec = make_spec("ddp", model=deep)
     assert spec.run_id.startswith("ddp-mistral-7b-")
     assert len(make_spec("ddp", model="/" + "y" * 300).run_id) < 100
+
+
+def test_how_long_to_wait_for_an_engine_makes_no_other_run(make_spec: Any) -> None:
+    plain, patient, other = (
+        make_spec(launcher=f"slurm:{options}") for options in ("gpus=1", "gpus=1,poll_s=9,pending_s=60", "gpus=2")
+    )
+    assert plain.run_id == patient.run_id
+    assert plain.cell == patient.cell
+    assert plain.run_id != other.run_id

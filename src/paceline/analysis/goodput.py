@@ -6,9 +6,11 @@ method.md, section 4.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
+from paceline.attempts import INTERRUPTED
 from paceline.findings import Goodput
 from paceline.interruptions import AttemptSample
 from paceline.records import RunRecord, StepSample
@@ -53,17 +55,23 @@ def goodput(record: RunRecord) -> Goodput | None:
         checkpoint_s=checkpoint_s,
         # The controller looks ten times a second: what it saw may be a little less than what ranks did.
         down_s=max(span_s - start_s - counted_s - redone_s - checkpoint_s, 0.0),
-        restarts=max(len(record.attempts) - 1, 0),
+        restarts=sum(attempt.status != INTERRUPTED for attempt in record.attempts[:-1]),
         checkpoints=len({(c.attempt, c.step) for c in record.checkpoints}),
     )
 
 
 def _between(attempts: Sequence[AttemptSample], last: int) -> float:
-    """From when the first attempt's ranks were seen to when those of the last one were; 0 where there was one alone."""
+    """From when the first attempt's ranks were seen to when those of the last one were; 0 where there was one alone.
+    Left out is the time in which no controller was there: it is as long as its user stays away."""
     if not attempts:
         return 0.0
     began = {a.attempt: a.submitted_at if a.began_at is None else a.began_at for a in attempts}
-    return began.get(last, attempts[-1].ended_at) - began[min(began)]
+    away_s = sum(
+        max(following.submitted_at - attempt.ended_at, 0.0)
+        for attempt, following in itertools.pairwise(attempts)
+        if attempt.status == INTERRUPTED and following.attempt <= last
+    )
+    return began.get(last, attempts[-1].ended_at) - began[min(began)] - away_s
 
 
 def _duration(steps: Sequence[StepSample]) -> float:

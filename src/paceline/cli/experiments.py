@@ -61,6 +61,7 @@ def _specs(arguments: argparse.Namespace) -> list[RunSpec]:
 
 def run(arguments: argparse.Namespace) -> int:
     from paceline import display, status_page
+    from paceline.campaign import read_plan
     from paceline.run import campaign, interruptible
 
     specs, costing, baseline = _specs(arguments), costing_of(arguments), baseline_of(arguments)
@@ -73,7 +74,10 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         observer.close()
         paged.page.write()
-    code = conclude(screen, arguments.out / specs[0].experiment, arguments.format, costing, baseline)
+    directory = arguments.out / specs[0].experiment
+    made = read_plan(directory)
+    asked = {run.run for run in made.runs} if made else None
+    code = conclude(screen, directory, arguments.format, costing, baseline, asked)
     paged.page.write()
     return code
 

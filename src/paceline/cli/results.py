@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,8 +72,10 @@ def conclude(
     formats: Sequence[str] | None,
     costing: Costing,
     baseline: Baseline | None = None,
+    asked: Collection[str] | None = None,
 ) -> int:
-    """Build the report of a folder, print it, write its files; the exit code says whether all is well."""
+    """Build the report of a folder, print it, write its files; the exit code says whether all is well, of the runs that
+    were asked for where there is more in the folder."""
     from paceline import neutral, store
     from paceline.analysis.report import build
     from paceline.run import read_launches
@@ -90,8 +92,9 @@ def conclude(
     _print_report(screen, found)
     files = _write(found, exporters, directory)
     screen.print(f"Report: {' '.join(map(str, files))}", highlight=False, soft_wrap=True)
-    bad = [*(r for r in found.runs if r.is_failure), *(node for node in found.nodes if node.fails)]
-    ended_ok = [r for r in found.runs if r.status == "ok" and not r.is_reference]
+    runs = [r for r in found.runs if asked is None or r.run in asked]
+    bad = [*(r for r in runs if r.is_failure), *(node for node in found.nodes if node.fails)]
+    ended_ok = [r for r in runs if r.status == "ok" and not r.is_reference]
     known = {m.cell for m in found.measurements}
     # A run whose warm-up left no step ended ok, and shows nothing.
     blank = [r for r in ended_ok if r.is_certified and r.cell not in known]

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.environment import SECRET_VALUE
+from paceline.environment import is_secret
 from paceline.spec import require
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_SECRET_NAME = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
 # Minutes, minutes:seconds, hours:minutes:seconds, or any of them after days and a hyphen; or no limit.
 _TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}|infinite|UNLIMITED", re.IGNORECASE)
 _GPUS = re.compile(r"(?:^|,)gpu(?::[^:,()]+)?(?::(\d+))?(?=$|[,(])")
@@ -147,7 +146,11 @@ def _require_variables(env: object) -> None:
         require(named, "slurm.env", name, "a name of letters, digits and _")
         where = f"slurm.env.{name}"
         # The value is not repeated: it may be what must not be shown.
-        open_name = not _SECRET_NAME.search(name) and not SECRET_VALUE.search(str(value))
-        require(open_name, where, "a secret", "a variable without one: export it where paceline is started")
+        require(
+            not is_secret(name, str(value)),
+            where,
+            "a secret",
+            "a variable without one: export it where paceline is started",
+        )
         scalar = isinstance(value, str | int | float) and not isinstance(value, bool)
         require(scalar and "\0" not in str(value), where, value, "text or a number")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from paceline import redaction
+from paceline.environment import is_secret
 from paceline.errors import RequestError
 from paceline.places import RENDEZVOUS_PORT
 from paceline.spec import require
@@ -161,7 +161,7 @@ class Options:
         for name, value in env.items():
             require(bool(_VARIABLE.fullmatch(str(name))), "ssh.env", name, "the name of a variable")
             require(isinstance(value, str | int | float), f"ssh.env: {name}", "another value", "text or a number")
-            secret = redaction.SECRET.search(f"{name}={value}") is not None
+            secret = is_secret(str(name), str(value))
             # The value is not repeated: sentences are kept.
             require(
                 not secret, f"ssh.env: {name}", "what looks like a secret", "its name in `forward`, set on this host"

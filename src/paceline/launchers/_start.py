@@ -26,9 +26,10 @@ def rank_environment(threads: int) -> dict[str, str]:
 
 
 def job_name(spec: RunSpec, run_dir: Path) -> str:
-    """A lower-case DNS label, the same for the same run folder of this host: two controllers never mean one job."""
-    place = f"{socket.gethostname()}:{run_dir.absolute()}"
-    mark = hashlib.sha256(f"{spec.run_id} {place}".encode()).hexdigest()[:8]
+    """A lower-case DNS label, which a controller on another host or path finds too: it comes from the mark that stands
+    in the run folder before anything is submitted. Only a plan, which submits nothing, has no mark."""
+    launch = spec.lineage or f"{socket.gethostname()}:{run_dir.absolute()}"
+    mark = hashlib.sha256(f"{spec.run_id} {launch}".encode()).hexdigest()[:8]
     slug = re.sub(r"[^a-z0-9]+", "-", spec.run_id.lower()).strip("-")
     return f"paceline-{slug[: LONGEST_NAME - 18].strip('-')}-{mark}"
 

@@ -56,7 +56,9 @@ def prepare(spec: RunSpec, run_dir: Path) -> Job:
     processes = f"--nproc-per-node={spec.topology.processes_per_node}"
     # What the ranks print is in log.txt; without this torchrun leaves an empty folder among the temporary files.
     no_logs = f"--log-dir={os.devnull}"
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", no_logs, processes)
+    # By its own name torchrun would wait for itself for minutes, where that name does not resolve.
+    alone = ("--standalone", "--local-addr=127.0.0.1")
+    torchrun = (sys.executable, "-m", "torch.distributed.run", *alone, no_logs, processes)
     argv = (*torchrun, "-m", "paceline.worker", str(run_dir))
     env = rank_environment(chosen.threads)
     if sys.platform == "linux":

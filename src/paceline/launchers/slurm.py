@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -49,6 +50,8 @@ def check(spec: RunSpec) -> str | None:
         return f"{processes} processes on a node need as many GPUs; the launcher slurm was given {gpus}"
     if chosen.requeue and spec.max_restarts:
         return "launcher.requeue begins anew where max_restarts would go on: one of the two, not both"
+    if chosen.requeue and spec.checkpoint_every:
+        return "launcher.requeue begins anew where checkpoint_every would go on: one of the two, not both"
     return None
 
 
@@ -87,18 +90,33 @@ def _limits(chosen: Options) -> list[str]:
 
 def submit(job: Job) -> Mapping[str, Any]:
     """LaunchError with Slurm's own sentence when it refuses. A slurmctld that may have taken the job before it fell
-    silent is asked for it by its name, so that nothing is submitted twice."""
+    silent is asked for it by its name, so that nothing is submitted twice; one that was taken while this was being
+    interrupted is ended."""
     for path, text in job.files.items():
         Path(path).write_text(text)
     tried = False
 
     def hand_over() -> str:
         nonlocal tried
-        taken = _slurm_states.named(str(job.name)) if tried else []
+        taken = _slurm_states.named(str(job.name))
+        if taken and not tried:
+            raise LaunchError(f"Slurm still has job {taken[0]} of this run: try scancel {taken[0]}")
         tried = True
         return taken[0] if taken else _accepted(_slurm_states.call(*job.argv))
 
-    return _handle(job, _patiently(hand_over, job.settings["patience_s"]))
+    try:
+        return _handle(job, _patiently(hand_over, job.settings["patience_s"]))
+    except BaseException:
+        if tried:
+            _withdraw(str(job.name))
+        raise
+
+
+def _withdraw(name: str) -> None:
+    """One try: a slurmctld that is away now is asked for the name again by the next controller."""
+    with contextlib.suppress(Away, LaunchError):
+        for job_id in _slurm_states.named(name):
+            _slurm_states.call("scancel", job_id)
 
 
 def _accepted(done: subprocess.CompletedProcess[str]) -> str:
@@ -131,7 +149,8 @@ def adopt(job: Job, handle: Mapping[str, Any] | None) -> Mapping[str, Any] | Non
 
 
 def _found(job: Job, handle: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    job_id = str(handle["job_id"]) if handle else _left(job) or next(iter(_slurm_states.named(str(job.name))), None)
+    # What is under way comes first: the file may be of an attempt before it.
+    job_id = str(handle["job_id"]) if handle else next(iter(_slurm_states.named(str(job.name))), None) or _left(job)
     if job_id is None:
         return None
     known = handle or _handle(job, job_id)
@@ -245,14 +264,16 @@ def collect(handle: Mapping[str, Any], run_dir: Path) -> str | None:
     return watch.lines.last(watch.seen.nodes if watch.seen else "")
 
 
-def cancel(handle: Mapping[str, Any]) -> None:
+def cancel(handle: Mapping[str, Any]) -> bool:
     """End the job and wait until it has left its nodes; then remove the output it left elsewhere."""
     job_id = str(handle["job_id"])
-    if not _end(job_id, handle["poll_s"]):
+    gone = _end(job_id, handle["poll_s"])
+    if not gone:
         _note(handle, f"job {job_id} could not be ended: try scancel {job_id}")
     watch = _watches.pop(job_id, None)
     if watch is not None and watch.lines is not None:
         watch.lines.remove()
+    return gone
 
 
 def _end(job_id: str, poll_s: float) -> bool:

@@ -186,3 +186,19 @@ def test_goodput_of_launches_is_the_ratio_of_their_sums(restarted: RunRecord, sp
     found = {m.metric: m.value for m in metrics.measure(cell)}
     assert found["goodput_ratio"] == pytest.approx(10 / 55)
     assert (found["redone_s"], found["checkpoint_s"], found["down_s"]) == (2.0, 4.0, 34.0)
+
+
+def test_the_time_without_a_controller_is_nobodys_loss(restarted: RunRecord) -> None:
+    """Interrupted at 1020, gone on with three days later: the run was down from 1020 to 1050 without the three days."""
+    first, second = restarted.attempts
+    known = goodput(replace(restarted, attempts=(replace(first, ended_at=1020.0), second)))
+    days = 3 * 86400.0
+    absent = (
+        replace(first, ended_at=1020.0, status="interrupted"),
+        replace(second, submitted_at=1020.0 + days, began_at=1040.0 + days, ended_at=1100.0 + days),
+    )
+    found = goodput(replace(restarted, attempts=absent))
+    assert known is not None
+    assert found is not None
+    assert found.span_s == known.span_s - 10.0, "what it waited between 1020 and 1030 is absence too"
+    assert (known.restarts, found.restarts) == (1, 0)

@@ -188,6 +188,11 @@ def test_variables_of_an_allocation_around_the_controller_are_not_handed_on(monk
 # --- Slurm's answers
 
 
+def test_a_requeued_job_does_not_go_on_from_its_checkpoints(make_spec: Make) -> None:
+    spec = with_options(make_spec("ddp", 2, checkpoint_every=5), requeue=True)
+    assert "checkpoint_every" in (slurm.check(spec) or "")
+
+
 class Answers:
     """Slurm's commands, each with a list of answers; the last one is repeated."""
 
@@ -199,7 +204,7 @@ class Answers:
         self.asked.append(argv[0])
         rest = self.answers[argv[0]]
         answer = rest.pop(0) if len(rest) > 1 else rest[0]
-        if isinstance(answer, Exception):
+        if isinstance(answer, BaseException):
             raise answer
         code, out, err = answer
         return subprocess.CompletedProcess(argv, code, out, err)
@@ -346,7 +351,7 @@ def test_without_accounting_the_file_it_left_says_how_it_ended(
 
 def test_slurms_own_sentence_is_the_refusal(monkeypatch: pytest.MonkeyPatch, make_spec: Make, tmp_path: Path) -> None:
     refusal = "sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified\n"
-    answer(monkeypatch, sbatch=[(1, "", refusal)])
+    answer(monkeypatch, sbatch=[(1, "", refusal)], squeue=[(0, "", "")])
     with pytest.raises(LaunchError, match="Slurm did not take the job: Batch job submission failed: Invalid account"):
         slurm.submit(slurm.prepare(with_options(make_spec()), tmp_path))
 
@@ -355,17 +360,36 @@ def test_a_slurmctld_that_fell_silent_after_taking_the_job_is_not_given_another(
     monkeypatch: pytest.MonkeyPatch, make_spec: Make, tmp_path: Path
 ) -> None:
     job = slurm.prepare(with_options(make_spec()), tmp_path)
-    found = answer(monkeypatch, sbatch=[Away("timed out")], squeue=[Away("away"), (0, "41\n42\n", "")])
+    found = answer(monkeypatch, sbatch=[Away("timed out")], squeue=[(0, "", ""), Away("away"), (0, "41\n42\n", "")])
     assert slurm.submit(job)["job_id"] == "42"
-    assert found.asked == ["sbatch", "squeue", "squeue"]
+    assert found.asked == ["squeue", "sbatch", "squeue", "squeue"]
     found = answer(monkeypatch, sbatch=[Away("timed out"), (0, "43;cluster\n", "")], squeue=[(0, "", "")])
     assert slurm.submit(job)["job_id"] == "43"
 
 
 def test_submitting_has_patience_with_an_end(monkeypatch: pytest.MonkeyPatch, make_spec: Make, tmp_path: Path) -> None:
-    answer(monkeypatch, sbatch=[Away("nobody")], squeue=[Away("nobody")])
+    answer(monkeypatch, sbatch=[Away("nobody")], squeue=[(0, "", ""), Away("nobody")])
     with pytest.raises(LaunchError, match="scontrol ping"):
         slurm.submit(slurm.prepare(with_options(make_spec(), patience_s=0.05), tmp_path))
+
+
+def test_a_job_that_is_still_there_is_neither_taken_for_a_new_one_nor_joined_by_one(
+    monkeypatch: pytest.MonkeyPatch, make_spec: Make, tmp_path: Path
+) -> None:
+    found = answer(monkeypatch, squeue=[(0, "41\n", "")])
+    with pytest.raises(LaunchError, match="Slurm still has job 41 of this run: try scancel 41"):
+        slurm.submit(slurm.prepare(with_options(make_spec()), tmp_path))
+    assert found.asked == ["squeue"]
+
+
+def test_a_job_taken_while_submitting_was_interrupted_is_ended(
+    monkeypatch: pytest.MonkeyPatch, make_spec: Make, tmp_path: Path
+) -> None:
+    stop: Any = KeyboardInterrupt()
+    found = answer(monkeypatch, sbatch=[stop], squeue=[(0, "", ""), (0, "42\n", "")], scancel=[(0, "", "")])
+    with pytest.raises(KeyboardInterrupt):
+        slurm.submit(slurm.prepare(with_options(make_spec()), tmp_path))
+    assert found.asked == ["squeue", "sbatch", "squeue", "scancel"]
 
 
 def test_a_host_without_slurm_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,8 +408,9 @@ def test_a_host_without_slurm_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         (True, "7 0\n", [FORGOTTEN], "7"),
         (False, "", [(0, "9\n", ""), (0, row("RUNNING"), "")], "9"),
         (False, "", [(0, "", "")], None),
-        (False, "8 0\n", [FORGOTTEN], "8"),
-        (False, "8 0", [FORGOTTEN], "8"),
+        (False, "8 0\n", [(0, "", ""), FORGOTTEN], "8"),
+        (False, "8 0", [(0, "", ""), FORGOTTEN], "8"),
+        (False, "8 0\n", [(0, "9\n", ""), (0, row("RUNNING"), "")], "9"),
     ],
 )
 def test_a_job_is_found_again_and_a_cancelled_one_is_none(
@@ -422,7 +447,7 @@ def test_cancelling_without_slurmctld_says_what_is_left_to_do(
 ) -> None:
     monkeypatch.setattr(slurm, "CANCEL_S", 0.0)
     answer(monkeypatch, squeue=[Away("gone")])
-    slurm.cancel(handle)
+    assert slurm.cancel(handle) is False
     assert "try scancel 7" in (tmp_path / "log.txt").read_text()
 
 
