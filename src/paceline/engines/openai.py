@@ -18,11 +18,13 @@ from paceline.plugins import Endpoint, Seat, options
 from paceline.spec import RunSpec, require
 
 LOOK_S = 10.0
+# Where most servers listen that were started without a word about it.
+HERE = "http://127.0.0.1:8000"
 
 
 @dataclass(frozen=True)
 class Options:
-    """url: `http://host:port`, with or without /v1; urls: a list of them, one for each replica.
+    """url: `http://host:port`, with or without /v1 (default: port 8000 of this host); urls: a list, one for each replica.
 
     model: the name that is asked for (default: the first one the endpoint lists). key_env: the variable that holds the
     key the endpoint wants. certificates: a file of authorities to trust instead of the system's.
@@ -36,13 +38,13 @@ class Options:
 
     def __post_init__(self) -> None:
         require(self.urls is None or isinstance(self.urls, list | tuple), "openai.urls", self.urls, "a list of URLs")
-        require(bool(self.url) != bool(self.urls), "openai.url", self.url or self.urls, "one url, or urls")
+        require(not (self.url and self.urls), "openai.url", [self.url, self.urls], "one url, or urls")
         for each in self.all_urls:
             require(_is_address(each), "openai.url", each, "http://HOST:PORT or https://HOST")
 
     @property
     def all_urls(self) -> tuple[str, ...]:
-        given = tuple(self.urls) if self.urls else (self.url,)
+        given = tuple(self.urls) if self.urls else (self.url or HERE,)
         return tuple(str(each).rstrip("/").removesuffix("/v1") for each in given)
 
 
