@@ -119,7 +119,8 @@ class Arrival:
 class Receiver:
     """The controller's side: what was carried is written into the run folder, whatever else was printed is given back.
 
-    A log may be fed again from its beginning: what is known is not written twice. Damaged lines count as gaps.
+    A log may be fed again from its beginning: what is known is not written twice. Damaged lines count as gaps, unless
+    they come once more and whole.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -135,11 +136,11 @@ class Receiver:
             arrival = self.arrivals.setdefault(int(node), Arrival())
             if int(number) < arrival.next_number:
                 return None
+            self._take(int(node), arrival, kind, words[0] if words else "")
             arrival.gaps += int(number) > arrival.next_number
             arrival.next_number = int(number) + 1
-            self._take(int(node), arrival, kind, words[0] if words else "")
         except (ValueError, KeyError, TypeError, zlib.error):
-            # A number that cannot be trusted is not counted on: the next line shows the gap.
+            # Not known yet: the next reading may bring it whole; else the line after it shows the gap.
             pass
         return None
 
@@ -164,7 +165,9 @@ class Receiver:
 
     def _take_part(self, name: str, offset: str, checksum: str, data: str) -> None:
         piece = _unpacked(data)
-        if not CARRIED.fullmatch(name) or f"{zlib.crc32(piece):08x}" != checksum:
+        if f"{zlib.crc32(piece):08x}" != checksum:
+            raise ValueError("a torn part")
+        if not CARRIED.fullmatch(name):
             return
         path, begin = self._run_dir / name, int(offset)
         if not name.startswith(_GROWING):
@@ -176,12 +179,14 @@ class Receiver:
 
     def _take_piece(self, arrival: Arrival, position: str, digest: str, data: str) -> None:
         index, count = map(int, position.split("/"))
+        if index < count - 1 and len(data) != LONGEST_DATA:
+            raise ValueError("a torn piece")
         arrival.pieces[index] = data
         if len(arrival.pieces) < count:
             return
         text = "".join(arrival.pieces[i] for i in range(count))
         if hashlib.sha256(text.encode()).hexdigest() != digest:
-            return
+            raise ValueError("a torn last piece")
         for name, content in json.loads(_unpacked(text)).items():
             if CARRIED.fullmatch(name):
                 (self._run_dir / name).write_bytes(base64.b64decode(content))

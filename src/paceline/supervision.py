@@ -85,12 +85,11 @@ def start(launcher: Launcher, job: Job, spec: RunSpec, run_dir: Path) -> Launch:
     about = {"launcher": str(spec.launcher), "command": str(job), "submitted_at": submitted_at}
     store.write_json(run_dir / JOB, {**about, "handle": None})
     handle = launcher.submit(job)
-    try:
+    with contextlib.ExitStack() as undo:
+        # Nobody would follow a job that could not be written down.
+        undo.callback(launcher.cancel, handle)
         store.write_json(run_dir / JOB, {**about, "handle": handle})
-    except BaseException:
-        # Nobody would follow it.
-        launcher.cancel(handle)
-        raise
+        undo.pop_all()
     return Launch(handle, submitted_at)
 
 
@@ -109,26 +108,23 @@ def adopt(launcher: Launcher, spec: RunSpec, run_dir: Path) -> Launch | None:
 
 def follow(launcher: Launcher, launch: Launch, spec: RunSpec, run_dir: Path, observer: Observer) -> End:
     """Watch a job to its end and bring home what it left; whatever ends this function ends the job."""
+    gone = False
     try:
-        end = _wait(launcher, launch, spec, run_dir, observer)
-        collect = getattr(launcher, "collect", None)
-        end = end if collect is None else replace(end, missing=collect(launch.handle, run_dir))
+        try:
+            end = _wait(launcher, launch, spec, run_dir, observer)
+            collect = getattr(launcher, "collect", None)
+            end = end if collect is None else replace(end, missing=collect(launch.handle, run_dir))
+        finally:
+            # A launcher that says nothing has ended it.
+            gone = launcher.cancel(launch.handle) is not False
     except KeyboardInterrupt:
-        how = "was cancelled" if _is_gone(launcher, launch) else "could not be cancelled; see log.txt of its run"
+        how = "was cancelled" if gone else "could not be cancelled; see log.txt of its run"
         raise KeyboardInterrupt(f"the job under way {how}") from None
     except LaunchError as refusal:
-        if _is_gone(launcher, launch):
+        if gone:
             raise
         raise StrayJobError(str(refusal)) from None
-    except BaseException:
-        launcher.cancel(launch.handle)
-        raise
-    return replace(end, gone=_is_gone(launcher, launch))
-
-
-def _is_gone(launcher: Launcher, launch: Launch) -> bool:
-    """End the job. A launcher that says nothing has ended it."""
-    return launcher.cancel(launch.handle) is not False
+    return replace(end, gone=gone)
 
 
 @dataclass(slots=True)

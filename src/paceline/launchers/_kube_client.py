@@ -134,7 +134,7 @@ class Cluster:
         return list(found.get("items", ()))
 
     def log(self, pod: str, container: str, follow: bool) -> Iterator[bytes]:
-        """A pod's output from its beginning, as it comes. Ends without a word when the connection breaks."""
+        """A pod's output from its beginning, as it comes. Away when the connection breaks: it is not all then."""
         import urllib3
 
         response = self._attempt(
@@ -146,8 +146,8 @@ class Cluster:
         )
         try:
             yield from response.stream(1 << 16, decode_content=False)
-        except urllib3.exceptions.HTTPError:
-            return
+        except urllib3.exceptions.HTTPError as error:
+            raise Away(f"the log of pod {pod} broke off ({type(error).__name__})") from None
         finally:
             response.release_conn()
 

@@ -19,6 +19,8 @@ from paceline.launchers._kube_watch import exit_code
 from paceline.parcel import Receiver
 
 RETRY_S = 0.5
+# For threads that end at once; one that waits for a silent node is left to itself, and writes nothing any more.
+JOIN_S = 1.0
 
 
 class Logs:
@@ -52,7 +54,10 @@ class Logs:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def stop(self) -> None:
-        self._stop.set()
+        """Nothing is written any more after this: the folder may be sealed, or belong to the next attempt."""
+        with self._lock:
+            self._stop.set()
+        self.drain(JOIN_S)
 
     def note(self, sentence: str) -> None:
         with self._lock, self._log.open("a") as log:
@@ -84,13 +89,18 @@ class Logs:
             passed = self._take(pod, lines, passed)
             if self._stop.is_set():
                 return
-        if rest:
+        # The rest of a stream that was followed may be half a line; that of a pod that ended is its last one.
+        if rest and not follow:
             self._take(pod, [rest], passed)
 
     def _take(self, pod: str, lines: list[bytes], passed: int) -> int:
         """A chunk at a time: what one pod prints together stays together. passed: lines of its own output that this
         reading has seen; those that an earlier one saw are not written again."""
-        with self._lock, self._log.open("ab") as log:
+        with self._lock:
+            return passed if self._stop.is_set() else self._keep(pod, lines, passed)
+
+    def _keep(self, pod: str, lines: list[bytes], passed: int) -> int:
+        with self._log.open("ab") as log:
             for line in lines:
                 if self.receiver.feed(line.decode(errors="replace")) is None:
                     continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import socket
 from dataclasses import dataclass
@@ -12,6 +13,9 @@ from paceline.launchers._kube_options import Options
 from paceline.launchers._kube_pod import GRACE_S, Manifest, labels, reader, template
 from paceline.spec import RunSpec
 
+OWNER = "paceline.dev/owner"
+ATTEMPT = "paceline.dev/attempt"
+# For people who meet the job: where it was submitted. A controller that goes on may be elsewhere.
 CONTROLLER = "paceline.dev/controller"
 RUN_FOLDER = "paceline.dev/run-folder"
 # Of the one job within a JobSet; the TrainJob controller looks for this name.
@@ -44,11 +48,13 @@ RESOURCES = {
 RUNTIME = Resource("trainer.kubeflow.org/v1alpha1", "trainingruntimes", "")
 
 
-def manifests(spec: RunSpec, chosen: Options, name: str, run_dir: Path) -> list[Manifest]:
+def manifests(spec: RunSpec, chosen: Options, name: str, run_dir: Path, attempt: str) -> list[Manifest]:
     """In the order in which they are created; the one that carries the pods is found by `carrier`."""
     made = {"job": _job_and_service, "jobset": _jobset, "trainjob": _trainjob}[chosen.kind](spec, chosen, name)
+    place = {"namespace": chosen.namespace} if chosen.namespace else {}
+    about = {"name": name, **place, "labels": labels(chosen, name), "annotations": _notes(name, run_dir, attempt)}
     whole = [
-        {key: each[key] for key in ("apiVersion", "kind")} | _metadata(chosen, name, run_dir) | each for each in made
+        {key: each[key] for key in ("apiVersion", "kind")} | {"metadata": copy.deepcopy(about)} | each for each in made
     ]
     if chosen.queue:
         # Kueue lets a job start by setting `suspend` back.
@@ -58,11 +64,11 @@ def manifests(spec: RunSpec, chosen: Options, name: str, run_dir: Path) -> list[
     return whole
 
 
-def _metadata(chosen: Options, name: str, run_dir: Path) -> Manifest:
-    """Whose it is: a job of this name that another controller or another run folder has created is not touched."""
-    notes = {CONTROLLER: socket.gethostname(), RUN_FOLDER: str(run_dir.absolute())}
-    place = {"namespace": chosen.namespace} if chosen.namespace else {}
-    return {"metadata": {"name": name, **place, "labels": labels(chosen, name), "annotations": notes}}
+def _notes(name: str, run_dir: Path, attempt: str) -> dict[str, str]:
+    """Whose it is: a job of this name that somebody else has created is not touched, and one of an earlier attempt is
+    not taken for the next one."""
+    where = {CONTROLLER: socket.gethostname(), RUN_FOLDER: str(run_dir.absolute())}
+    return {OWNER: name, ATTEMPT: attempt, **where}
 
 
 def carrier(made: list[Manifest]) -> Manifest:

@@ -148,6 +148,18 @@ class Options:
 
 
 _POLICIES = ", ".join(PULL_POLICIES)
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5, "E": 6}
+
+
+def quantity(text: str) -> float:
+    """`32Gi`, `500m`, `8` as a number; of a form that is not known, 0."""
+    found = re.fullmatch(r"([0-9.]+)(m|[kKMGTPE]?i?)", text)
+    if found is None:
+        return 0.0
+    if found[2] == "m":
+        return float(found[1]) / 1000
+    scale = 1024.0 if found[2].endswith("i") else 1000.0
+    return float(found[1]) * scale ** _POWERS[found[2].removesuffix("i").upper()]
 
 
 def _require(condition: bool, field: str, given: object, accepted: str) -> None:

@@ -7,12 +7,16 @@ from typing import Any
 
 from paceline.launchers._kube_options import Options
 from paceline.launchers._start import agent_arguments, rank_environment, spec_text
+from paceline.places import ATTEMPT
 from paceline.spec import RunSpec
 
 CONTAINER = "node"
 RUN_LABEL = "paceline.dev/run"
 RESULTS = "/results"
 GRACE_S = 30
+SMALL = "1Gi"
+# Of the Job that made the pod, so of one attempt.
+_JOB_UID = "metadata.labels['batch.kubernetes.io/controller-uid']"
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 # Caches go where something may be written; a user without a name in the image has none to look up.
 _HOME = {
@@ -57,11 +61,11 @@ def template(spec: RunSpec, chosen: Options, name: str, master: str) -> Manifest
 def reader(chosen: Options, name: str) -> Manifest:
     """A pod that prints what a run left on the claim, wherever the log of its own pods was cut."""
     arguments = ["-m", "paceline.agent", "--handover", f"--run-dir={run_folder(name)}"]
-    small = {"cpu": "1", "memory": "1Gi"}
+    small = {"cpu": "1", "memory": SMALL}
     container = {
         **_container(chosen, arguments),
         "env": [_variable(key, value) for key, value in _HOME.items()],
-        "resources": {"requests": small, "limits": small},
+        "resources": {"requests": small, "limits": dict(small)},
     }
     # The label of the run would count it among the run's own pods.
     tags = {**labels(chosen, name), RUN_LABEL: f"{name}-read"}
@@ -176,7 +180,7 @@ def _environment(spec: RunSpec, chosen: Options, master: str) -> list[Manifest]:
         "PACELINE_MASTER": master,
         "PACELINE_SPEC": spec_text(spec),
     }
-    fields = {"PACELINE_NODE_RANK": _INDEX, "PACELINE_NODE": "spec.nodeName"}
+    fields = {"PACELINE_NODE_RANK": _INDEX, "PACELINE_NODE": "spec.nodeName", ATTEMPT: _JOB_UID}
     return [
         *(_variable(name, value) for name, value in plain.items()),
         *({"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in fields.items()),

@@ -14,8 +14,8 @@ from paceline.errors import LaunchError
 from paceline.launchers import _kube_watch as watch
 from paceline.launchers._kube_client import Cluster
 from paceline.launchers._kube_manifests import RESOURCES
-from paceline.launchers._kube_options import Options
-from paceline.launchers._kube_pod import CONTAINER, RUN_LABEL, reader
+from paceline.launchers._kube_options import Options, quantity
+from paceline.launchers._kube_pod import CONTAINER, RUN_LABEL, SMALL, reader
 
 PODS = 2
 LOOK_S = 0.5
@@ -85,6 +85,9 @@ def _job(chosen: Options, name: str, limit_s: float) -> dict[str, Any]:
         {"name": "JOB", "value": name},
         {"name": "LINGER_S", "value": f"{LINGER_S:g}"},
     ]
+    # A disk of memory is no larger than the pod's limit: with a small one it would not be that of a run.
+    container["resources"]["limits"]["memory"] = chosen.memory_limit
+    container["resources"]["requests"]["memory"] = min(SMALL, chosen.memory_request, key=quantity)
     if chosen.gpus:
         container["env"].append({"name": "GPUS", "value": "1"})
         container["resources"]["limits"] |= {chosen.gpu_resource: "1"}

@@ -11,9 +11,9 @@ from typing import Any
 
 from paceline.errors import LaunchError
 from paceline.launchers import _kube_watch as watch
-from paceline.launchers._kube_client import Cluster, Object, Taken
+from paceline.launchers._kube_client import Away, Cluster, Object, Taken
 from paceline.launchers._kube_logs import Logs
-from paceline.launchers._kube_manifests import CONTROLLER, RESOURCES, RUN_FOLDER, RUNTIME, carrier
+from paceline.launchers._kube_manifests import ATTEMPT, OWNER, RESOURCES, RUN_FOLDER, RUNTIME, Resource, carrier
 from paceline.launchers._kube_pod import CONTAINER, RUN_LABEL
 from paceline.parcel import Receiver
 from paceline.plugins import JobState
@@ -42,6 +42,7 @@ class Run:
     looked_at: float = float("-inf")
     waiting_since: float = field(default_factory=time.monotonic)
     has_begun: bool = False
+    has_ended: bool = False
     is_over: bool = False
     _events: tuple[float, list[Object]] = (float("-inf"), [])
 
@@ -61,6 +62,7 @@ class Run:
             sight = self._look()
             self.logs.follow(pod["metadata"]["name"] for pod in sight.pods if watch.is_begun(pod))
             self.state, self.is_over = self._judged(sight), watch.is_over(sight)
+            self.has_ended = sight.main is not None and watch.has_ended(sight.main, sight.done)
             self.looked_at = time.monotonic()
         return self.state
 
@@ -128,8 +130,12 @@ class Run:
                 self.cluster.delete(self.resource, self.name)
         self.logs.drain(DRAIN_S)
         missing = self.logs.receiver.missing(int(self.handle["nodes"]))
-        if missing is None or self.handle.get("reader") is None or not self.has_begun:
+        # Of a job that ended while nobody looked, the pods may be gone: it may have begun all the same.
+        may_have_left = self.has_begun or self.has_ended
+        if missing is None or self.handle.get("reader") is None or not may_have_left:
             return missing
+        # What a log still says would be written over by what the claim holds, or the other way round.
+        self.logs.stop()
         return self._read_claim(run_dir, missing)
 
     def _read_claim(self, run_dir: Path, missing: str) -> str | None:
@@ -147,8 +153,7 @@ class Run:
                     break
                 time.sleep(LOOK_S)
             for pod in self.cluster.pods(f"{RUN_LABEL}={name}"):
-                text = b"".join(self.cluster.log(pod["metadata"]["name"], CONTAINER, follow=False))
-                for line in text.decode(errors="replace").splitlines():
+                for line in self._printed(pod["metadata"]["name"], deadline).decode(errors="replace").splitlines():
                     receiver.feed(line)
         except LaunchError as refusal:
             return f"{missing}; and the claim could not be read: {refusal}"
@@ -157,40 +162,98 @@ class Run:
                 self.cluster.delete(_JOB, name)
         return None if receiver.missing(1) is None else f"{missing}; and the claim did not hold it whole"
 
-    def remove(self) -> None:
-        """Everything that was created, and its pods. An engine that cannot be asked now keeps its own limits: the
-        job's deadline and its time to live; the log says so."""
-        cluster = Cluster(self.cluster.context, self.cluster.namespace, REMOVAL_PATIENCE_S, self.cluster.client)
+    def _printed(self, pod: str, deadline: float) -> bytes:
+        """The whole log of a pod that has ended; one that breaks off is asked for again."""
+        while True:
+            try:
+                return b"".join(self.cluster.log(pod, CONTAINER, follow=False))
+            except Away:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(LOOK_S)
+
+    def remove(self) -> bool:
+        """Everything that was created, and its pods; whether they are gone. An engine that cannot be asked now keeps
+        its own limits: the job's deadline and its time to live; the log says so."""
+        cluster = _briefly(self.cluster)
+        command = f"kubectl delete {self.resource.plural} {self.name} --namespace {cluster.namespace}"
         try:
-            cluster.delete(self.resource, self.name)
-            if self.handle["kind"] == "job":
-                cluster.delete_service(self.name)
-            if self.handle["kind"] == "trainjob":
-                cluster.delete(RUNTIME, self.name)
-            self._await_pods(cluster)
+            _delete(cluster, self.resource, self.name)
+            if self._await_pods(cluster):
+                return True
+            self.logs.note(f"its pods did not go within {REMOVAL_S:g} s; the job may be there still: {command}")
         except LaunchError as refusal:
-            command = f"kubectl delete {self.resource.plural} {self.name} --namespace {cluster.namespace}"
             self.logs.note(f"{refusal}; the job may be there still: {command}")
         finally:
             self.logs.stop()
+        return False
 
-    def _await_pods(self, cluster: Cluster) -> None:
-        """Their GPUs are free for the next run when they are gone. One that was taken away may be on a node that will
-        never say so."""
+    def _await_pods(self, cluster: Cluster) -> bool:
+        """Their GPUs are free for the next run when they are gone."""
         deadline = time.monotonic() + REMOVAL_S
-        while time.monotonic() < deadline:
-            if all(watch.condition(pod, watch.DISRUPTED) for pod in cluster.pods(f"{RUN_LABEL}={self.name}")):
-                return
+        while not _is_empty(cluster, self.name):
+            if time.monotonic() > deadline:
+                return False
             time.sleep(LOOK_S / 4)
+        return True
+
+
+def _delete(cluster: Cluster, resource: Resource, name: str) -> None:
+    """A job and what was created along with it. The Job would take its Service along, but perhaps not before the next
+    attempt needs its name."""
+    cluster.delete(resource, name)
+    if resource is _JOB:
+        cluster.delete_service(name)
+    if resource is RESOURCES["trainjob"]:
+        cluster.delete(RUNTIME, name)
+
+
+def _is_empty(cluster: Cluster, name: str) -> bool:
+    """Whether no pod of that job can do anything any more. One that was taken away may be on a node that will never
+    say so."""
+    return all(watch.condition(pod, watch.DISRUPTED) for pod in cluster.pods(f"{RUN_LABEL}={name}"))
+
+
+def _briefly(cluster: Cluster) -> Cluster:
+    """The same one, for what is not worth waiting for long."""
+    return Cluster(cluster.context, cluster.namespace, REMOVAL_PATIENCE_S, cluster.client)
 
 
 def submit(cluster: Cluster, manifests: list[Object], name: str, kind: str) -> None:
-    """Create everything, or take over what this controller has created for the same run before."""
-    main = carrier(manifests)
+    """Create everything, or take over what was created for the same attempt before. Whatever ends this halfway removes
+    what is there by then: nobody would follow it."""
+    resource, main = RESOURCES[kind], carrier(manifests)
+    # Somebody else's job is met here, before there is anything to remove.
+    _make_room(cluster, main, resource)
+
+    def undo(kind: type[BaseException] | None, stop: BaseException | None, _: object) -> None:
+        left = None if stop is None else _withdrawn(_briefly(cluster), name, resource)
+        if left and isinstance(stop, LaunchError):
+            raise LaunchError(f"{stop}; {left}") from None
+
+    with contextlib.ExitStack() as stack:
+        stack.push(undo)
+        _create(cluster, manifests, main, resource)
+
+
+def _withdrawn(cluster: Cluster, name: str, resource: Resource) -> str | None:
+    """Remove a job that was created in part; what could not be, as a sentence."""
+    try:
+        known = cluster.read(resource, name)
+        if known is not None and not is_ours(known, name):
+            return None
+        _delete(cluster, resource, name)
+    except LaunchError as refusal:
+        command = f"kubectl delete {resource.plural} {name} --namespace {cluster.namespace}"
+        return f"{refusal}; the job may be there still: {command}"
+    return None
+
+
+def _create(cluster: Cluster, manifests: list[Object], main: Object, resource: Resource) -> None:
     owner = None
     for manifest in manifests:
         if manifest is main:
-            owner = _create_main(cluster, manifest, name, kind)
+            owner = _create_main(cluster, manifest, resource)
         elif manifest["kind"] == "Service":
             assert owner is not None, "a Service comes after the Job that owns it"
             create_service(cluster, manifest, owner)
@@ -206,33 +269,60 @@ def create_service(cluster: Cluster, manifest: Object, owner: Object) -> None:
     cluster.create_service({**manifest, "metadata": {**manifest["metadata"], "ownerReferences": [reference]}})
 
 
-def _create_main(cluster: Cluster, manifest: Object, name: str, kind: str) -> Object:
-    resource = RESOURCES[kind]
-    deadline = time.monotonic() + REMOVAL_S
+def _create_main(cluster: Cluster, manifest: Object, resource: Resource) -> Object:
     while True:
-        try:
+        if known := _make_room(cluster, manifest, resource):
+            return known
+        # A request that was sent twice, because its answer got lost, finds what it has created.
+        with contextlib.suppress(Taken):
             return cluster.create(resource, manifest)
-        except Taken:
-            known = cluster.read(resource, name)
-        if known is not None and not is_ours(known, manifest):
-            folder = known["metadata"].get("annotations", {}).get(RUN_FOLDER, "another program")
-            raise LaunchError(
-                f"{resource.plural} {name} is there already, in namespace {cluster.namespace}, and belongs to {folder}"
-            )
-        if known is not None and not known["metadata"].get("deletionTimestamp"):
-            if not watch.has_ended(known, resource.done):
+
+
+def _make_room(cluster: Cluster, manifest: Object, resource: Resource) -> Object | None:
+    """The job of this attempt, where it is under way; else none, once those of earlier attempts and their pods are
+    gone: two of them would write into one folder."""
+    name, deadline = manifest["metadata"]["name"], time.monotonic() + REMOVAL_S
+    while True:
+        known = cluster.read(resource, name)
+        if known is None and _is_empty(cluster, name):
+            return None
+        if known is not None:
+            _require_ours(known, name, resource, cluster.namespace)
+            if _is_under_way(known, manifest, resource):
                 return known
-            # Of an earlier attempt, whose end was seen but whose removal was not.
-            cluster.delete(resource, name)
+            if not known["metadata"].get("deletionTimestamp"):
+                # Of an earlier attempt, whose removal was not seen.
+                _delete(cluster, resource, name)
         if time.monotonic() > deadline:
             raise LaunchError(f"{resource.plural} {name} of an earlier attempt did not go within {REMOVAL_S:g} s")
         time.sleep(LOOK_S)
 
 
-def is_ours(known: Object, manifest: Object) -> bool:
-    """Created for the same run folder of the same host."""
-    there, here = (obj["metadata"].get("annotations") or {} for obj in (known, manifest))
-    return all(there.get(key) == here[key] for key in (CONTROLLER, RUN_FOLDER))
+def _is_under_way(known: Object, manifest: Object, resource: Resource) -> bool:
+    is_going = known["metadata"].get("deletionTimestamp") or watch.has_ended(known, resource.done)
+    return not is_going and is_of_attempt(known, manifest["metadata"]["annotations"][ATTEMPT])
+
+
+def _require_ours(known: Object, name: str, resource: Resource, namespace: str) -> None:
+    if not is_ours(known, name):
+        folder = _notes(known).get(RUN_FOLDER, "another program")
+        raise LaunchError(
+            f"{resource.plural} {name} is there already, in namespace {namespace}, and belongs to {folder}"
+        )
+
+
+def is_ours(known: Object, name: str) -> bool:
+    """Created under this name by us. The name holds the mark of the run's launch, which is the same wherever its
+    controller runs."""
+    return _notes(known).get(OWNER) == name
+
+
+def is_of_attempt(known: Object, attempt: str) -> bool:
+    return _notes(known).get(ATTEMPT) == attempt
+
+
+def _notes(known: Object) -> Mapping[str, str]:
+    return known["metadata"].get("annotations") or {}
 
 
 def _owner(pod: Object) -> str | None:

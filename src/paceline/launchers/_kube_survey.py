@@ -11,12 +11,12 @@ from paceline.doctor import Diagnosis
 from paceline.errors import LaunchError
 from paceline.launchers._kube_client import Cluster, Gone
 from paceline.launchers._kube_cluster import rights, smoke_job
-from paceline.launchers._kube_options import Options
+from paceline.launchers._kube_options import Options, quantity
 from paceline.launchers._kube_probe import PODS, Finding, probe
 
 OLDEST = (1, 29)
 GIB = 2**30
-_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5, "E": 6}
+_SHM_FIX = "kubernetes.memory_limit caps it, or the node does; or kubernetes.pod_patch takes the volume shm away"
 _PRODUCT, _DRIVER = "nvidia.com/gpu.product", "nvidia.com/cuda.driver-version.full"
 
 Object = Mapping[str, Any]
@@ -197,20 +197,9 @@ def _image(said: Iterable[Object], chosen: Options) -> Diagnosis:
 
 def _shared_memory(said: Iterable[Object], chosen: Options) -> Diagnosis:
     smallest, wanted = min(int(each["shm_bytes"]) for each in said), quantity(chosen.shm)
-    fix = None if smallest >= 0.99 * wanted else "kubernetes.pod_patch takes the volume shm away, or the node caps it"
+    fix = None if smallest >= 0.99 * wanted else _SHM_FIX
     text = f"/dev/shm has {smallest / GIB:.2f} GiB of {wanted / GIB:.2f} asked for"
     return Diagnosis(name="shared memory", ok=fix is None, text=text, fix=fix)
-
-
-def quantity(text: str) -> float:
-    """`32Gi`, `500m`, `8` as a number; of a form that is not known, 0."""
-    found = re.fullmatch(r"([0-9.]+)(m|[kKMGTPE]?i?)", text)
-    if found is None:
-        return 0.0
-    if found[2] == "m":
-        return float(found[1]) / 1000
-    scale = 1024.0 if found[2].endswith("i") else 1000.0
-    return float(found[1]) * scale ** _POWERS[found[2].removesuffix("i").upper()]
 
 
 def _labels(node: Object) -> dict[str, str]:

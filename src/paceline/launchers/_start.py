@@ -10,8 +10,8 @@ from pathlib import Path
 
 from paceline.spec import RunSpec
 
-# Names of pods and their labels end at 63 characters, of which an index and a suffix need some.
-LONGEST_NAME = 50
+# Names of pods end at 63 characters; those of a JobSet append `-node-0-999-abcde`.
+LONGEST_NAME = 46
 # The module that starts the ranks of a node, where it is not torchrun: tests of engines need no torch.
 RUNNER: str | None = None
 

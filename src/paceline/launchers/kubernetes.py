@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline import attempts
 from paceline.launchers import _kube_run as run
 from paceline.launchers._kube_client import Cluster
 from paceline.launchers._kube_logs import Logs
-from paceline.launchers._kube_manifests import RESOURCES, carrier, manifests, reader_manifest
+from paceline.launchers._kube_manifests import RESOURCES, manifests, reader_manifest
 from paceline.launchers._kube_options import Options
 from paceline.launchers._start import job_name
 from paceline.plugins import Job, JobState, Offer, options
@@ -46,12 +47,14 @@ def prepare(spec: RunSpec, run_dir: Path) -> Job:
     import yaml
 
     chosen, name = options(Options, spec.launcher), job_name(spec, run_dir)
-    made = manifests(spec, chosen, name, run_dir)
+    attempt = str(len(attempts.ended(run_dir)) + 1)
+    made = manifests(spec, chosen, name, run_dir, attempt)
     text = yaml.safe_dump_all(made, sort_keys=False, explicit_start=True, width=float("inf"))
     context = ("--context", chosen.context) if chosen.context else ()
     settings = {
         "kind": chosen.kind,
         "name": name,
+        "attempt": attempt,
         "namespace": chosen.namespace,
         "context": chosen.context,
         "patience_s": chosen.patience_s,
@@ -69,20 +72,23 @@ def prepare(spec: RunSpec, run_dir: Path) -> Job:
 def submit(job: Job) -> Mapping[str, Any]:
     cluster = _reach(job.settings)
     run.submit(cluster, list(job.settings["manifests"]), job.settings["name"], job.settings["kind"])
-    return _handle(job, cluster)
+    return _handle(job.settings, cluster)
 
 
 def adopt(job: Job, handle: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """The job of this run, wherever an earlier controller was when it died; none when it is gone."""
-    cluster = _reach(handle or job.settings)
-    made = list(job.settings["manifests"])
-    known = cluster.read(RESOURCES[job.settings["kind"]], job.settings["name"])
-    if known is None or known["metadata"].get("deletionTimestamp") or not run.is_ours(known, carrier(made)):
+    # What was written down counts: the same run may be named otherwise by a controller elsewhere.
+    about = {**job.settings, **(handle or {}), "run_dir": job.settings["run_dir"]}
+    cluster, name = _reach(about), about["name"]
+    known = cluster.read(RESOURCES[about["kind"]], name)
+    if known is None or known["metadata"].get("deletionTimestamp"):
         return None
-    for manifest in made:
-        if manifest["kind"] == "Service":
+    if not run.is_ours(known, name) or not run.is_of_attempt(known, about["attempt"]):
+        return None
+    for manifest in job.settings["manifests"]:
+        if manifest["kind"] == "Service" and manifest["metadata"]["name"] == name:
             run.create_service(cluster, manifest, known)
-    return _handle(job, cluster)
+    return _handle(about, cluster)
 
 
 def poll(handle: Mapping[str, Any]) -> JobState:
@@ -93,13 +99,15 @@ def collect(handle: Mapping[str, Any], run_dir: Path) -> str | None:
     return _run_of(handle).collect(run_dir)
 
 
-def cancel(handle: Mapping[str, Any]) -> None:
-    _run_of(handle).remove()
+def cancel(handle: Mapping[str, Any]) -> bool:
+    """Whether the job is gone, and all its pods."""
+    is_gone = _run_of(handle).remove()
     _runs.pop((handle["namespace"], handle["name"]), None)
+    return is_gone
 
 
-def _handle(job: Job, cluster: Cluster) -> dict[str, Any]:
-    kept = {key: value for key, value in job.settings.items() if key != "manifests"}
+def _handle(settings: Mapping[str, Any], cluster: Cluster) -> dict[str, Any]:
+    kept = {key: value for key, value in settings.items() if key != "manifests"}
     return {**kept, "namespace": cluster.namespace}
 
 

@@ -104,12 +104,11 @@ def submit(job: Job) -> Mapping[str, Any]:
         tried = True
         return taken[0] if taken else _accepted(_slurm_states.call(*job.argv))
 
-    try:
-        return _handle(job, _patiently(hand_over, job.settings["patience_s"]))
-    except BaseException:
-        if tried:
-            _withdraw(str(job.name))
-        raise
+    with contextlib.ExitStack() as undo:
+        undo.callback(lambda: _withdraw(str(job.name)) if tried else None)
+        handle = _handle(job, _patiently(hand_over, job.settings["patience_s"]))
+        undo.pop_all()
+    return handle
 
 
 def _withdraw(name: str) -> None:

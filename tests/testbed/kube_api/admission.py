@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from testbed.kube_api import refusals
-from testbed.kube_api.resources import JOBS, NAMESPACES, PODS, Object, Resource
+from testbed.kube_api.resources import JOB_SETS, JOBS, NAMESPACES, PODS, Object, Resource
 from testbed.kube_api.state import State
 
 VERSION = "1.33"
@@ -33,6 +33,8 @@ def admit(state: State, resource: Resource, namespace: str, obj: Object) -> Obje
         obj["status"] = {"phase": "Active"}
     if resource == JOBS:
         _check_job(obj)
+    if resource == JOB_SETS:
+        check_jobset_names(obj["metadata"]["name"], obj["spec"])
     if resource == PODS:
         wrong = security_violations(state, namespace, obj)
         if wrong:
@@ -113,6 +115,20 @@ def _check_job(job: Object) -> None:
         raise refusals.internal("this double runs plain Jobs of one pod only; use completionMode Indexed")
     if causes:
         raise refusals.invalid(JOBS, meta["name"], causes)
+
+
+def check_jobset_names(name: str, spec: Object) -> None:
+    """What JobSet's webhook says: the longest name of a pod that its controller would make must be a DNS label."""
+    causes = []
+    for group in spec["replicatedJobs"]:
+        job = f"{name}-{group['name']}-{group.get('replicas', 1) - 1}"
+        inner = group["template"]["spec"]
+        pod = f"{job}-{inner.get('completions', 1) - 1}-abcde"
+        if len(pod) > 63 or not _LABEL.fullmatch(pod):
+            text = f'Invalid value: "{pod}": pod names generated for this JobSet are longer than 63 characters'
+            causes.append(("metadata.name", "FieldValueInvalid", text))
+    if causes:
+        raise refusals.invalid(JOB_SETS, name, causes)
 
 
 def give_job_defaults(job: Object) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 
-from testbed.kube_api.admission import give_job_defaults
+from testbed.kube_api.admission import check_jobset_names, give_job_defaults
 from testbed.kube_api.jobs import condition, set_condition
+from testbed.kube_api.refusals import Refusal
 from testbed.kube_api.resources import BY_PLURAL, JOB_SETS, JOBS, SERVICES, TRAIN_JOBS, Object
 from testbed.kube_api.state import State, owner_reference
 
@@ -131,6 +132,13 @@ class TrainJobController:
                 _train(group["template"]["spec"], meta["name"], nodes, trainer, policy)
         spec["suspend"] = bool(job["spec"].get("suspend"))
         about = {"name": meta["name"], "ownerReferences": [owner_reference(job)], "labels": meta.get("labels") or {}}
+        try:
+            check_jobset_names(meta["name"], spec)
+        except Refusal as refusal:
+            # The real controller tries again for ever; a test need not wait for that.
+            said = ("JobsCreationFailed", str(refusal))
+            self._state.modify(TRAIN_JOBS, job, lambda j: set_condition(_with_status(j), "Failed", *said))
+            return
         self._state.create(JOB_SETS, meta["namespace"], {"metadata": about, "spec": spec})
 
     def _conclude(self, job: Object, jobset: Object) -> None:

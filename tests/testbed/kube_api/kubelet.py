@@ -181,7 +181,7 @@ class Kubelet:
             claim = volume.get("persistentVolumeClaim")
             empty = volume.get("emptyDir")
             if empty is not None and empty.get("medium") == "Memory":
-                memory[path] = int(quantity(empty.get("sizeLimit") or "1Gi"))
+                memory[path] = int(min(quantity(empty.get("sizeLimit") or "1Gi"), memory_limit(pod)))
                 continue
             if claim is None and empty is None:
                 raise ConfigError(f"the double mounts emptyDir and claims only, not {sorted(volume)}")
@@ -296,6 +296,12 @@ def _restarts(pod: Object, code: int) -> bool:
 def _ended(each: Running, code: int) -> Object:
     reason = "OOMKilled" if each.is_oom else "Error" if code else "Completed"
     return {"exitCode": code, "reason": reason, "startedAt": each.started_at, "finishedAt": now()}
+
+
+def memory_limit(pod: Object) -> float:
+    """Of all containers together, where each has one; a disk of memory is no larger."""
+    limits = [((c.get("resources") or {}).get("limits") or {}).get("memory") for c in pod["spec"]["containers"]]
+    return sum(map(quantity, limits)) if all(limits) else float("inf")
 
 
 def _status(container: Object, state: Object, restarts: int, *, ready: bool) -> Object:

@@ -16,8 +16,7 @@ from paceline import cli
 from paceline.cli import cluster as cluster_verbs
 from paceline.launchers import _kube_probe
 from paceline.launchers._kube_cluster import CONTROLLER_ACCOUNT, cluster_manifests, rights, smoke_job
-from paceline.launchers._kube_options import KINDS, Options
-from paceline.launchers._kube_survey import quantity
+from paceline.launchers._kube_options import KINDS, Options, quantity
 
 VERSIONS = ("1.29", "1.31", "1.33", "1.35", "1.37")
 
@@ -81,6 +80,17 @@ def test_a_wrong_request_is_one_sentence(words: list[str], sentence: str, capsys
 )
 def test_quantities(text: str, number: float) -> None:
     assert quantity(text) == number
+
+
+@pytest.mark.parametrize(("request_", "small"), [("32Gi", "1Gi"), ("512Mi", "512Mi")])
+def test_a_probe_has_the_memory_limit_of_a_run_and_asks_for_little(request_: str, small: str) -> None:
+    """A memory disk is no larger than the limit of its pod: a small one would show less than runs have."""
+    chosen = Options(image="paceline:1", memory_request=request_, memory_limit="48Gi", gpus=1)
+    pod = _kube_probe._job(chosen, "probe", 60.0)["spec"]["template"]["spec"]
+    assert pod["containers"][0]["resources"] == {
+        "requests": {"cpu": "1", "memory": small},
+        "limits": {"cpu": "1", "memory": "48Gi", "nvidia.com/gpu": "1"},
+    }
 
 
 LABELS = {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3", "nvidia.com/cuda.driver-version.full": "580.65.06"}

@@ -12,6 +12,8 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
+from testbed.kube_api.admission import check_jobset_names
+from testbed.kube_api.refusals import Refusal
 
 from paceline import cli
 from paceline.errors import RequestError
@@ -168,6 +170,15 @@ def test_every_pod_knows_its_place(kind: str, spec_with: Callable[..., RunSpec])
     assert found["PACELINE_NODE"] == {"fieldRef": {"fieldPath": "spec.nodeName"}}
     assert expanded(found["PACELINE_SPEC"]) == _start.spec_text(spec)
     assert len(first) <= 63, "a host name is a DNS label"
+
+
+@pytest.mark.parametrize("nodes", [2, 10, 1000])
+def test_names_leave_room_for_what_a_jobset_appends(nodes: int, spec_with: Callable[..., RunSpec]) -> None:
+    made = documents(spec_with({"kind": "jobset"}, nodes=nodes, model="gpt2-124m"))[0]
+    assert len(made["metadata"]["name"]) >= _start.LONGEST_NAME - 1, "a name that was cut"
+    check_jobset_names(made["metadata"]["name"], made["spec"])
+    with pytest.raises(Refusal, match="longer than 63 characters"):
+        check_jobset_names(made["metadata"]["name"] + "-long", made["spec"])
 
 
 HOSTILE = ["it's", 'say "hi"', "two\nlines", "$(HOME)", "$$(HOME)", "$(rm -rf /)", "- a: b", "{}", "#", "é\u202e"]

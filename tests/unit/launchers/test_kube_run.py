@@ -9,79 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from testbed.known_cluster import DONE, RUNNING, KnownCluster, parcel_of
 
-from paceline import depot, parcel, store
+from paceline import attempts, depot, store
 from paceline.errors import LaunchError
-from paceline.launchers import _kube_run, kubernetes
-from paceline.launchers._kube_client import Away, Cluster, Gone, Taken
-from paceline.launchers._kube_logs import Logs
+from paceline.launchers import _kube_run, _start, kubernetes
+from paceline.launchers._kube_client import Away, Cluster
 from paceline.launchers._kube_manifests import Resource
 from paceline.plugins import Job
 from paceline.records import Status
 from paceline.spec import Choice, RunSpec
 
 Make = Callable[..., RunSpec]
-RUNNING = {"running": {}}
-DONE = {"terminated": {"exitCode": 0, "reason": "Completed"}}
-
-
-class KnownCluster(Cluster):
-    """Objects in a dictionary, pods in a list, a log for each."""
-
-    def __init__(self) -> None:
-        super().__init__(context=None, namespace="bench", patience_s=1.0)
-        self.objects: dict[tuple[str, str], dict[str, Any]] = {}
-        self.running: list[dict[str, Any]] = []
-        self.logs: dict[str, list[list[bytes]]] = {}
-        self.deleted: list[tuple[str, str]] = []
-        self.told: list[dict[str, Any]] = []
-        self.refusal: LaunchError | None = None
-
-    def create(self, resource: Resource, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        key = (resource.plural, manifest["metadata"]["name"])
-        if key in self.objects:
-            raise Taken("there already")
-        kept = json.loads(json.dumps(manifest))
-        kept["metadata"]["uid"] = f"uid-{len(self.objects)}"
-        self.objects[key] = kept
-        return kept
-
-    def read(self, resource: Resource, name: str) -> dict[str, Any] | None:
-        return self.objects.get((resource.plural, name))
-
-    def delete(self, resource: Resource, name: str) -> None:
-        if self.refusal:
-            raise self.refusal
-        self.deleted.append((resource.plural, name))
-        self.objects.pop((resource.plural, name), None)
-        self.running = []
-
-    def pods(self, selector: str) -> list[dict[str, Any]]:
-        wanted = selector.partition("=")[2]
-        return [pod for pod in self.running if pod["metadata"]["labels"] == wanted]
-
-    def pod(self, name: str) -> dict[str, Any] | None:
-        return next((pod for pod in self.running if pod["metadata"]["name"] == name), None)
-
-    def events(self, uid: str) -> list[dict[str, Any]]:
-        return self.told
-
-    def log(self, pod: str, container: str, follow: bool) -> Iterator[bytes]:
-        """Each reading in its turn; the last one again and again."""
-        readings = self.logs.get(pod)
-        if not readings:
-            raise Gone("no such pod")
-        yield from readings.pop(0) if len(readings) > 1 else readings[0]
-
-    def start(self, job: str, state: Mapping[str, Any], nodes: int = 2, **status: Any) -> None:
-        uid = self.objects["jobs", job]["metadata"]["uid"]
-        for index in range(nodes):
-            about = {"name": f"{job}-{index}-x", "labels": job, "uid": f"p{index}", "ownerReferences": [{"uid": uid}]}
-            containers = [{"name": "node", "state": state}]
-            self.running.append({"metadata": about, "status": {"containerStatuses": containers, **status}})
-
-    def say(self, job: str, kind: str, **more: str) -> None:
-        self.objects["jobs", job]["status"] = {"conditions": [{"type": kind, "status": "True", **more}]}
 
 
 @pytest.fixture
@@ -100,16 +39,6 @@ def job(make_spec: Make, tmp_path: Path, request: pytest.FixtureRequest) -> Job:
     options = {"image": "paceline:1", "pending_s": 3600, **getattr(request, "param", {})}
     spec = dataclasses.replace(make_spec("ddp", 1, nodes=2), launcher=Choice("kubernetes", options))
     return kubernetes.prepare(spec, tmp_path)
-
-
-def parcel_of(folder: Path, node: int) -> bytes:
-    """The log of a node whose rank has ended well."""
-    folder.mkdir()
-    (folder / f"outcome-{node}.json").write_text("{}")
-    (folder / f"samples-{node}.jsonl").write_text("{}\n" * 100)
-    sender = parcel.Sender(folder, node)
-    lines = [sender.hello({"host": f"n{node}"}), "a line of its own", *sender.changes(), *sender.farewell(0)]
-    return "".join(f"{line}\n" for line in lines).encode()
 
 
 def test_a_run_from_submission_to_removal(cluster: KnownCluster, job: Job, tmp_path: Path) -> None:
@@ -203,7 +132,7 @@ def test_a_job_of_the_same_run_folder_is_taken_over_and_nothing_starts_twice(clu
 def test_a_job_of_somebody_else_is_not_touched(cluster: KnownCluster, job: Job) -> None:
     kubernetes.submit(job)
     known = cluster.objects["jobs", str(job.name)]
-    known["metadata"]["annotations"]["paceline.dev/run-folder"] = "/elsewhere"
+    known["metadata"]["annotations"] = {"paceline.dev/run-folder": "/elsewhere"}
     assert kubernetes.adopt(job, None) is None
     with pytest.raises(LaunchError, match="belongs to /elsewhere"):
         kubernetes.submit(job)
@@ -218,6 +147,104 @@ def test_a_finished_job_of_an_earlier_attempt_makes_room(cluster: KnownCluster, 
     assert ("jobs", str(job.name)) in cluster.deleted
     assert cluster.objects["jobs", str(job.name)].get("status") is None
     assert uid
+
+
+def test_a_controller_elsewhere_finds_the_job_by_what_was_written_down(
+    cluster: KnownCluster, job: Job, make_spec: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = kubernetes.submit(job)
+    monkeypatch.setattr(_start.socket, "gethostname", lambda: "another-host")
+    monkeypatch.setattr(kubernetes, "job_name", lambda *_: "paceline-named-otherwise")
+    spec = dataclasses.replace(make_spec("ddp", 1, nodes=2), launcher=Choice("kubernetes", {"image": "paceline:1"}))
+    elsewhere = kubernetes.prepare(spec, tmp_path / "mounted")
+    assert kubernetes.adopt(elsewhere, first) == {**first, "run_dir": str(tmp_path / "mounted")}
+    assert list(cluster.objects) == [("jobs", first["name"]), ("services", first["name"])], "nothing was created"
+
+
+def test_whose_a_job_is_does_not_depend_on_where_its_controller_runs(
+    cluster: KnownCluster, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = kubernetes.submit(job)
+    notes = cluster.objects["jobs", first["name"]]["metadata"]["annotations"]
+    notes |= {"paceline.dev/run-folder": "/another/path", "paceline.dev/controller": "another-host"}
+    assert kubernetes.adopt(job, None) == first
+
+
+def test_the_job_of_an_earlier_attempt_is_not_taken_for_the_next_one(
+    cluster: KnownCluster, job: Job, make_spec: Make, tmp_path: Path
+) -> None:
+    kubernetes.submit(job)
+    attempts.close(tmp_path, "preempted", "a node was lost")
+    options = {"image": "paceline:1", "pending_s": 3600}
+    spec = dataclasses.replace(make_spec("ddp", 1, nodes=2), launcher=Choice("kubernetes", options))
+    following = kubernetes.prepare(spec, tmp_path)
+    assert following.name == job.name
+    assert kubernetes.adopt(following, None) is None
+    kubernetes.submit(following)
+    assert ("jobs", str(job.name)) in cluster.deleted
+    assert cluster.objects["jobs", str(job.name)]["metadata"]["annotations"]["paceline.dev/attempt"] == "2"
+
+
+def test_no_attempt_starts_beside_pods_of_an_earlier_one(
+    cluster: KnownCluster, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_kube_run, "REMOVAL_S", 0.0)
+    kubernetes.submit(job)
+    cluster.start(str(job.name), RUNNING)
+    cluster.objects.clear()
+    with pytest.raises(LaunchError, match="of an earlier attempt did not go within"):
+        kubernetes.submit(job)
+    assert not cluster.objects
+
+
+@pytest.mark.parametrize("stop", [LaunchError("not permitted to create"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    ("job", "plural"),
+    [({"kind": "job"}, "services"), ({"kind": "trainjob"}, "trainjobs"), ({"kind": "job"}, "jobs")],
+    indirect=["job"],
+)
+def test_a_submission_that_fails_halfway_leaves_nothing(
+    cluster: KnownCluster, job: Job, plural: str, stop: BaseException
+) -> None:
+    create = cluster.create
+
+    def refuse(resource: Resource, manifest: Mapping[str, Any]) -> dict[str, Any]:
+        if resource.plural == plural:
+            if isinstance(stop, KeyboardInterrupt):
+                # The server has done it, and only its answer was not waited for.
+                create(resource, manifest)
+            raise stop
+        return create(resource, manifest)
+
+    cluster.create = refuse  # type: ignore[method-assign]
+    with pytest.raises(type(stop)):
+        kubernetes.submit(job)
+    assert not cluster.objects
+
+
+def test_what_a_failed_submission_could_not_remove_is_said(cluster: KnownCluster, job: Job) -> None:
+    def refuse(*_: Any) -> None:
+        cluster.refusal = Away("the API server does not answer")
+        raise LaunchError("not permitted to create services")
+
+    cluster.create_service = refuse  # type: ignore[method-assign]
+    with pytest.raises(LaunchError, match=r"create services; .* does not answer; the job may be there still: kubectl"):
+        kubernetes.submit(job)
+
+
+def test_a_removal_says_whether_everything_is_gone(
+    cluster: KnownCluster, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_kube_run, "REMOVAL_S", 0.0)
+    handle = kubernetes.submit(job)
+    stuck = [{"metadata": {"name": "p", "labels": handle["name"]}, "status": {}}]
+    monkeypatch.setattr(cluster, "pods", lambda _: stuck)
+    assert kubernetes.cancel(handle) is False
+    assert "its pods did not go within 0 s" in (tmp_path / "log.txt").read_text()
+    stuck[0]["status"] = {"conditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    assert kubernetes.cancel(handle) is True, "one on a lost node never says that it is gone"
+    cluster.refusal = Away("the API server does not answer")
+    assert kubernetes.cancel(handle) is False
 
 
 def test_pods_of_an_earlier_job_of_the_same_name_do_not_count(cluster: KnownCluster, job: Job) -> None:
@@ -257,41 +284,11 @@ def test_a_job_that_is_given_up_is_told_to_end_before_its_logs_are_closed(cluste
     assert ("jobs", handle["name"]) in cluster.deleted
 
 
-def broken(text: bytes, at: int) -> list[bytes]:
-    """The beginning of a log, in pieces that end anywhere, until the connection breaks."""
-    return [text[begin : begin + 7] for begin in range(0, at, 7)]
-
-
-def test_a_stream_that_breaks_is_read_again_and_nothing_is_written_twice(cluster: KnownCluster, tmp_path: Path) -> None:
-    text = parcel_of(tmp_path / "n0", 0)
-    home = tmp_path / "home"
-    home.mkdir()
-    logs = Logs(cluster, home)
-    cluster.logs["p"] = [broken(text, len(text) // 2), broken(text, 20), [text]]
-    for _ in range(3):
-        logs.read("p", follow=True)
-    assert logs.receiver.missing(1) is None
-    assert (home / "samples-0.jsonl").read_text() == "{}\n" * 100
-    assert (home / "log.txt").read_text() == "a line of its own\n"
-
-
-def test_a_rotated_log_is_known_and_its_end_is_enough(cluster: KnownCluster, tmp_path: Path) -> None:
-    text = parcel_of(tmp_path / "n0", 0)
-    home = tmp_path / "home"
-    home.mkdir()
-    logs = Logs(cluster, home)
-    cluster.logs["p"] = [[text[: text.index(b" whole ") - 20]]]
-    logs.read("p", follow=False)
-    assert "its log ends early" in str(logs.receiver.missing(1))
-    cluster.logs["p"] = [[text[text.index(b" part ") + 10 :]]]
-    logs = Logs(cluster, home)
-    logs.read("p", follow=False)
-    assert logs.receiver.arrivals[0].gaps == 1
-    assert logs.receiver.missing(1) is None, "all files came once more after the end"
-
-
+@pytest.mark.parametrize("seen", [True, False], ids=["followed", "adopted when its pods were gone"])
 @pytest.mark.parametrize("job", [{"results_claim": "results"}], indirect=True)
-def test_what_a_log_lost_comes_from_the_claim(cluster: KnownCluster, job: Job, tmp_path: Path, make_spec: Make) -> None:
+def test_what_a_log_lost_comes_from_the_claim(
+    cluster: KnownCluster, job: Job, tmp_path: Path, make_spec: Make, seen: bool
+) -> None:
     claim = tmp_path / "claim"
     claim.mkdir()
     spec = make_spec("ddp", 1, nodes=2)
@@ -300,8 +297,9 @@ def test_what_a_log_lost_comes_from_the_claim(cluster: KnownCluster, job: Job, t
     for node in range(2):
         (claim / f"outcome-{node}.json").write_text('{"of": "the claim"}')
     handle = kubernetes.submit(job)
-    cluster.start(handle["name"], DONE)
-    kubernetes.poll(handle)
+    if seen:
+        cluster.start(handle["name"], DONE)
+        kubernetes.poll(handle)
     reader = handle["reader"]["metadata"]["name"]
     printed = ["".join(f"{line}\n" for line in depot.hand_over(claim, {"host": "n"})).encode()]
     create = cluster.create
