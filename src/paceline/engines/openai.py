@@ -24,7 +24,7 @@ HERE = "http://127.0.0.1:8000"
 
 @dataclass(frozen=True)
 class Options:
-    """url: `http://host:port`, with or without /v1 (default: port 8000 of this host); urls: a list, one for each replica.
+    """url: `http://host:port`, with or without /v1 (default: port 8000 here); urls: a list, one for each replica.
 
     model: the name that is asked for (default: the first one the endpoint lists). key_env: the variable that holds the
     key the endpoint wants. certificates: a file of authorities to trust instead of the system's.
