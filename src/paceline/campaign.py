@@ -6,6 +6,7 @@ watches: results are the run folders alone, and a folder without it is read as w
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -13,15 +14,17 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from paceline import neutral, store
+from paceline.attempts import JOB
 from paceline.errors import PacelineError
+from paceline.plugins import load
 from paceline.records import Status
-from paceline.spec import RunSpec
+from paceline.spec import Choice, RunSpec
 
 PLAN = "campaign.json"
 # On another host a process cannot be asked for: whoever has not moved for this long is not called running.
@@ -224,7 +227,8 @@ def _expected_s(run: PlannedRun, seen: Sequence[tuple[PlannedRun, EndedRun]]) ->
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CampaignView:
     """One experiment at this moment. planned is None where the folder does not tell; ended counts runs by status, of
-    the plan where there is one. interrupted are runs that began and will not end by themselves."""
+    the plan where there is one. interrupted are runs that began and nobody watches to their end; left_jobs says of
+    those whose job may outlive its controller where that is."""
 
     experiment: Path
     planned: int | None
@@ -234,6 +238,7 @@ class CampaignView:
     interrupted: tuple[str, ...]
     running: bool
     left_s: float | None
+    left_jobs: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_views(out: Path) -> tuple[CampaignView, ...]:
@@ -253,22 +258,23 @@ def read_view(experiment: Path) -> CampaignView:
     pulses = tuple(pulse for path in alive if (pulse := unsealed[path]) is not None)
     complete = plan is not None and len(ended) == len(plan.runs)
     running = bool(pulses) or (bool(driven) and not complete)
+    left = [path for path in unsealed if path not in alive]
     return CampaignView(
         experiment=Path(neutral.text(str(experiment))),
         planned=len(plan.runs) if plan else None,
         ended=dict(sorted(Counter(end.status for end in ended.values()).items())),
         pulses=pulses,
         starting=tuple(neutral.text(path.name) for path in alive if unsealed[path] is None),
-        interrupted=tuple(neutral.text(path.name) for path in unsealed if path not in alive),
+        interrupted=tuple(neutral.text(path.name) for path in left),
         running=running,
         left_s=forecast_s(plan.runs, ended, next(iter(pulses), None)) if plan and running else None,
+        left_jobs={neutral.text(path.name): job for path in left if (job := _left_job(path)) is not None},
     )
 
 
 def _is_under_way(run_dir: Path, pulse: Pulse | None, plan: Plan | None, driven: bool | None) -> bool:
-    """Begun by the process that is at work now; where that cannot be asked, by how lately the run moved."""
-    began_at = (run_dir / "spec.json").stat().st_mtime
-    if plan is not None and began_at < plan.began_at - CLOCK_S:
+    """Moved since the process began that is at work now; where that cannot be asked, by how lately the run moved."""
+    if plan is not None and _touched_at(run_dir) < plan.began_at - CLOCK_S:
         return False  # left by an earlier campaign; the present one will come to it
     if driven is not None:
         return driven
@@ -276,6 +282,32 @@ def _is_under_way(run_dir: Path, pulse: Pulse | None, plan: Plan | None, driven:
         return False
     ours = plan is None and not any(_process_began_at(p.pid) for p in store.read_progress(run_dir))
     return not ours
+
+
+def _touched_at(run_dir: Path) -> float:
+    """When a run last was begun, started again or heard of. A run that goes on keeps the spec.json of its first start,
+    and one that is adopted its job.json too. Times of files, as beats are by the clocks of nodes."""
+    found = [run_dir / "spec.json", run_dir / JOB, *run_dir.glob("progress-*"), *run_dir.glob("samples-*.jsonl")]
+    times = [0.0]
+    for path in found:
+        with contextlib.suppress(FileNotFoundError):  # a restart sets files aside meanwhile
+            times.append(path.stat().st_mtime)
+    return max(times)
+
+
+def _left_job(run_dir: Path) -> str | None:
+    """`job NAME may still run on slurm`; None where a job ends with its controller, as those of local, ssh and ray."""
+    try:
+        job = store.read_json(run_dir / JOB)
+        engine = Choice.parse(str(job["launcher"])).name
+        if not hasattr(load("launchers", engine), "adopt"):
+            return None
+    except (PacelineError, KeyError, TypeError):
+        return None
+    handle = job.get("handle")
+    name = handle.get("job_id") or handle.get("name") if isinstance(handle, Mapping) else None
+    # Without a handle the controller died while it handed the job over.
+    return neutral.text(f"its job{f' {name}' if name else ''} may still run on {engine}")
 
 
 def read_end(run_dir: Path) -> EndedRun | None:

@@ -26,6 +26,8 @@ _WEEKDAYS = ("Sun", "Mon", "Tue", "Wed", "Thu", "Fri", "Sat")
 _YEAR = timedelta(days=370)
 _GRAIN = timedelta(hours=3)
 DAY_MINUTES = 24 * 60
+_ABBREVIATION = re.compile(r"[A-Z]{2,5}")
+MOST_MEANT = 3
 
 
 @dataclass(frozen=True)
@@ -158,11 +160,25 @@ def _check_zone(name: str) -> None:
     if not known:
         raise RequestError("--timezone: this host has no time zone database: run `pip install tzdata`")
     if name not in known:
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f" (did you mean {close[0]}?)" if close else ""
+        close = (
+            _abbreviated(name, known) if _ABBREVIATION.fullmatch(name) else difflib.get_close_matches(name, known, 1)
+        )
+        hint = f" (did you mean {' or '.join(close)}?)" if close else ""
         raise RequestError(
             f"--timezone: {name!r} was given{hint}; accepted is a name of the tz database, such as Asia/Seoul or UTC"
         )
+
+
+def _abbreviated(name: str, known: Collection[str]) -> list[str]:
+    """Zones whose clocks show these letters; none where many do, and never letters that merely look alike."""
+    year = datetime.now(UTC).year
+    seasons = [datetime(year, month, 1, tzinfo=UTC) for month in (1, 7)]
+
+    def shown(zone: str) -> set[str | None]:
+        return {season.astimezone(zoneinfo.ZoneInfo(zone)).tzname() for season in seasons}
+
+    found = sorted(zone for zone in known if "/" in zone and name in shown(zone))
+    return found if len(found) <= MOST_MEANT else []
 
 
 def wall(moment: datetime, zone: tzinfo) -> str:

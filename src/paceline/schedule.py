@@ -33,6 +33,8 @@ POLL_S = 0.2
 # Between asking a campaign to end and ending it: it has jobs to cancel elsewhere.
 PATIENCE_S = 120.0
 OUTCOMES = {0: "ok", 1: "failed", 2: "refused", 130: "interrupted"}
+# A campaign says that the same command goes on; a schedule's next one has a folder of its own.
+CUT_SHORT = "it was asked to end; what was measured is kept, and the next occasion starts anew"
 # What a run of an interrupted or refused experiment leaves is nothing to compare.
 COMPARED = ("ok", "failed")
 
@@ -149,7 +151,7 @@ def _measure(
         return Result(outcome=outcome, exit_code=1, sentence=_ended_by(-code, folder))
     found = sorted(folder.glob("*/report.html"))
     report = str(found[0].relative_to(out)) if found else None
-    sentence = None if outcome == "ok" else _last_words(folder / LOG)
+    sentence = {"ok": None, "interrupted": CUT_SHORT}.get(outcome, _last_words(folder / LOG))
     result = Result(outcome=outcome, exit_code=code, sentence=sentence, report=report)
     return _compare(out, schedule, folder, past, result) if outcome in COMPARED and report else result
 
@@ -286,7 +288,9 @@ def add(out: Path, schedule: Schedule, experiment: Path | None, launcher: Path |
         agenda.write(out, schedule)
         said = str(timers.backend(schedule.backend).install(out, schedule))
     if before is not None and before.backend != schedule.backend:
-        timers.backend(before.backend).remove(out, before)
+        left = timers.backend(before.backend).remove(out, before)
+        said = "\n".join(filter(None, (said, left)))
+    status_page.Page(out).write()
     return said
 
 
@@ -316,13 +320,15 @@ def _copy(source: Path | None, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def remove(out: Path, name: str) -> None:
-    """The timer and the definition go; results and history stay."""
+def remove(out: Path, name: str) -> str | None:
+    """The timer and the definition go; results and history stay. Returns what is left to do by hand, if anything."""
     from paceline import timers
 
     schedule = agenda.read(out, name)
-    timers.backend(schedule.backend).remove(out, schedule)
+    left: str | None = timers.backend(schedule.backend).remove(out, schedule)
     (agenda.folder_of(out, name) / agenda.DEFINITION).unlink(missing_ok=True)
+    status_page.Page(out).write()
+    return left
 
 
 def adopt(out: Path, name: str, asked: Path) -> None:

@@ -133,7 +133,10 @@ def _doing(view: CampaignView) -> str:
 def _experiments(now: Standing) -> Table | None:
     columns = (Column("experiment"), Column("standing", prose=True))
     rows = tuple(
-        (Cell(_name(now, view), link=_report(now, view)), Cell(watch.standing_text(view), tone=_tone(view)))
+        (
+            Cell(_name(now, view), link=_report(now, view)),
+            Cell(watch.standing_text(view), watch.left_jobs_text(view), _tone(view)),
+        )
         for view in now.campaigns
         if not view.running
     )

@@ -45,9 +45,20 @@ def view_lines(view: CampaignView) -> Iterator[str]:
     for run in view.starting:
         yield f"  starting: {run}"
     for run in view.interrupted[:MOST_NAMED]:
-        yield f"  interrupted: {run}"
+        yield f"  interrupted: {run}{_left_job(view, run)}"
     if len(view.interrupted) > MOST_NAMED:
         yield f"  and {len(view.interrupted) - MOST_NAMED} more interrupted"
+
+
+def left_jobs_text(view: CampaignView) -> str:
+    """Every job that may still run without a controller; nothing where there is none."""
+    return "; ".join(f"{run}: {job}" for run, job in view.left_jobs.items())
+
+
+def _left_job(view: CampaignView, run: str) -> str:
+    job = view.left_jobs.get(run)
+    who = "this campaign" if view.running else "the same command"
+    return f" ({job}; {who} takes it up again)" if job else ""
 
 
 def standing_text(view: CampaignView) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from paceline import campaign, store
+from paceline import campaign, status_page, store
 from paceline.campaign import EndedRun, PlannedRun, forecast_s
 from paceline.present.progress import left_text, pulse_text
 from paceline.records import Status
@@ -41,6 +41,14 @@ def begin(out: Path, spec: RunSpec, make_step: Make, steps: int = 3) -> store.Pr
     position.loss, position.peak_bytes = 5.5, 3 * 2**30
     position.mark(steps, "backward")
     return position
+
+
+def age(run_dir: Path) -> None:
+    """Every file of the run is older than this process."""
+    began_at = campaign._process_began_at(os.getpid())
+    assert began_at is not None
+    for path in run_dir.iterdir():
+        os.utime(path, (began_at - 60,) * 2)
 
 
 # --- the forecast ---
@@ -168,11 +176,61 @@ def test_what_an_earlier_campaign_left_open_is_not_called_running(
     specs = repeats(make_spec)
     begin(tmp_path, specs[0], make_step)
     campaign.write_plan(tmp_path / "test", specs)
-    plan = campaign.read_plan(tmp_path / "test")
-    assert plan is not None
-    os.utime(tmp_path / "test" / specs[0].run_id / "spec.json", (plan.began_at - 60,) * 2)
+    age(tmp_path / "test" / specs[0].run_id)
     view = campaign.read_view(tmp_path / "test")
     assert (view.pulses, view.interrupted, view.running) == ((), (specs[0].run_id,), True)
+
+
+@pytest.mark.parametrize("touched", ["job.json", "progress-0", "samples-0.jsonl"])
+def test_a_run_that_goes_on_or_is_taken_up_again_is_running(
+    touched: str, tmp_path: Path, make_spec: Make, make_step: Make
+) -> None:
+    """Its spec.json is that of its first start, under an earlier controller."""
+    specs = repeats(make_spec)
+    begin(tmp_path, specs[0], make_step)
+    campaign.write_plan(tmp_path / "test", specs)
+    run_dir = tmp_path / "test" / specs[0].run_id
+    store.write_json(run_dir / "job.json", {"launcher": "slurm", "handle": {"job_id": "17"}})
+    age(run_dir)
+    (run_dir / touched).touch()
+    view = campaign.read_view(tmp_path / "test")
+    assert ([pulse.spec.run_id for pulse in view.pulses], view.interrupted) == ([specs[0].run_id], ())
+    assert view.left_jobs == {}
+
+
+@pytest.mark.parametrize(
+    ("job", "told"),
+    [
+        (
+            {"launcher": "slurm:partition=a", "handle": {"job_id": "17", "name": "x"}},
+            "its job 17 may still run on slurm",
+        ),
+        (
+            {"launcher": "kubernetes", "handle": {"name": "paceline-x"}},
+            "its job paceline-x may still run on kubernetes",
+        ),
+        ({"launcher": "slurm", "handle": None}, "its job may still run on slurm"),
+        ({"launcher": "local", "handle": {"pid": 1}}, None),
+        ({"launcher": "ray", "handle": {"pid": 1, "name": "x"}}, None),
+        ({"launcher": "of-another-host", "handle": {"name": "x"}}, None),
+        ({"launcher": "slurm", "handle": {"job_id": "\x1b[2J"}}, "its job \ufffd[2J may still run on slurm"),
+        ({}, None),
+    ],
+)
+def test_a_dead_controllers_job_that_may_still_run_is_named(
+    job: dict[str, Any], told: str | None, tmp_path: Path, make_spec: Make, make_step: Make
+) -> None:
+    specs = repeats(make_spec)
+    begin(tmp_path, specs[0], make_step)
+    store.write_json(tmp_path / "test" / specs[0].run_id / "job.json", job)
+    campaign.write_plan(tmp_path / "test", specs)
+    plan = store.read_json(tmp_path / "test" / campaign.PLAN)
+    store.write_json(tmp_path / "test" / campaign.PLAN, plan | {"began_at": plan["began_at"] - 3600})
+    lines, _ = folder_lines(tmp_path)
+    more = f" ({told}; the same command takes it up again)" if told else ""
+    assert lines[1:] == [f"  interrupted: {specs[0].run_id}{more}"]
+    status_page.Page(tmp_path).write()
+    assert ("may still run" in (tmp_path / "status.md").read_text()) is bool(told)
 
 
 def test_another_hosts_run_is_judged_by_when_it_moved(

@@ -90,6 +90,7 @@ def test_the_last_due_moment_of_a_rare_schedule() -> None:
         ("0 0 */2 * MON", "UTC", "engines disagree"),
         ("$(reboot) * * * *", "UTC", "Bad minute"),
         ("0 19 * * *", "Asia/Soul", "did you mean Asia/Seoul?"),
+        ("0 19 * * *", "KST", r"did you mean Asia/Pyongyang or Asia/Seoul?"),
         ("0 19 * * *", "../../etc/passwd", "tz database"),
         ("0 19 * * *", "", "tz database"),
     ],
@@ -99,6 +100,13 @@ def test_what_cannot_be_is_one_sentence(expression: str, zone: str, part: str) -
         Cron(expression, zone)
     assert "accepted is" in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("zone", ["PST", "XST"])
+def test_letters_that_many_or_no_zones_show_are_not_guessed_at(zone: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        Cron("0 19 * * *", zone)
+    assert "did you mean" not in str(refused.value)
 
 
 def test_a_host_without_time_zones_is_told_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:

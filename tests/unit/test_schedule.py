@@ -19,6 +19,7 @@ import pytest
 from paceline import agenda, schedule
 from paceline.cron import Cron
 from paceline.errors import RequestError
+from paceline.present import agenda as present
 
 STAND_IN = """
 import json, os, pathlib, sys, time
@@ -40,6 +41,9 @@ print(json.dumps({"answer": told.get("answer", "B and A tie.")}) if rest[-1] == 
 print(told.get("gate", ""), file=sys.stderr)
 sys.exit(told.get("compare", 0))
 """
+
+
+WORDS = "paceline: interrupted; what was measured is kept, and the same command goes on from here"
 
 
 def schedule_of(**more: Any) -> agenda.Schedule:
@@ -135,7 +139,7 @@ def test_a_second_start_is_skipped_and_says_why(out: Path, told: Callable[..., N
     [
         ({"code": 1, "says": "✗ 2/3 ddp failed: rank 1 was killed"}, "failed", 1, "rank 1 was killed"),
         ({"code": 2, "says": "paceline: model: 'x' was given", "report": False}, "refused", 2, "model: 'x' was given"),
-        ({"code": 130, "says": "paceline: interrupted", "report": False}, "interrupted", 130, "interrupted"),
+        ({"code": 130, "says": WORDS, "report": False}, "interrupted", 130, "the next occasion starts anew"),
         ({"signal": 9, "report": False}, "failed", 1, "ended by SIGKILL"),
         ({"code": 1, "says": "HF_TOKEN=hf_abcdefghijklmnop"}, "failed", 1, "[redacted]"),
     ],
@@ -149,6 +153,14 @@ def test_every_end_is_recorded_with_one_sentence(
     assert (found.outcome, found.exit_code) == (outcome, code)
     assert part in str(found.sentence)
     assert "hf_abcd" not in (agenda.folder_of(out, "nightly") / agenda.HISTORY).read_text()
+
+
+def test_an_interrupted_run_is_told_once_and_promises_nothing_of_the_next(out: Path, told: Callable[..., None]) -> None:
+    told(code=130, says=WORDS, report=False)
+    run(out)
+    (shown,) = [line for line in present.lines(agenda.view(out, "nightly", datetime.now(UTC))) if "  ran " in line]
+    assert shown.count("interrupted") == 1
+    assert "the same command" not in shown
 
 
 def test_the_next_run_is_compared_with_the_last_good_one(out: Path, told: Callable[..., None]) -> None:

@@ -35,7 +35,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["file.yaml", *DAILY, "--fail-on-regression", "200"], "percent"),
         (["file.yaml", *DAILY, "--env-file", "nowhere"], "which is no file"),
         (["file.yaml", *DAILY, "--webhook-header", "Authorization"], "NAME=VARIABLE"),
-        (["file.yaml", *DAILY, "--image", "x"], "no option of kubernetes"),
+        (["file.yaml", *DAILY, "--image", "x"], "--image: was given with --backend crontab"),
+        (["file.yaml", *DAILY, "--service-account", "x", "--apply"], "--service-account, --apply: was given"),
         (["file.yaml", *DAILY, "--backend", "kubernetes"], "--image IMAGE and --claim CLAIM"),
         (["file.yaml", *DAILY, "--backend", "at"], "invalid choice"),
         (["file.yaml", *DAILY], "'crontab' is not on this host"),
@@ -59,9 +60,9 @@ def test_the_address_of_a_hook_is_not_repeated_anywhere(folder: Path, capsys: py
 
 def test_a_manifest_is_printed_and_nothing_is_applied(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schedule", "add", "file.yaml", *DAILY, *CLUSTER, "--set", "seed=7"]) == 0
-    said, _, text = capsys.readouterr().out.partition("---\n")
-    assert said.startswith("schedule my-nightly: next ")
-    config, job = yaml.safe_load_all(text)
+    told = capsys.readouterr()
+    assert told.err.startswith("schedule my-nightly: next ")
+    config, job = yaml.safe_load_all(told.out)
     assert (config["kind"], job["kind"]) == ("ConfigMap", "CronJob")
     assert config["data"]["experiment.yaml"] == (folder / "file.yaml").read_text()
     (container,) = job["spec"]["jobTemplate"]["spec"]["template"]["spec"]["containers"]
@@ -84,15 +85,42 @@ def test_a_schedule_is_listed_shown_and_removed(folder: Path, capsys: pytest.Cap
     assert "runs quick" in shown
     assert main(["schedule", "next", "--count", "4"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 4
+    assert "quick" in (folder / "results" / "status.md").read_text()
     assert main(["schedule", "remove", "quick"]) == 0
+    removed = capsys.readouterr().out
+    assert "nothing was deleted on the cluster" in removed
+    assert removed.endswith("\nkubectl delete cronjob,configmap paceline-quick -n default\n")
+    for page in ("status.md", "status.html"):
+        assert "my-nightly" in (folder / "results" / page).read_text()
+        assert "quick" not in (folder / "results" / page).read_text()
     assert main(["schedule", "remove", "quick"]) == 2
     assert "known in results are: my-nightly" in capsys.readouterr().err
     assert main(["status"]) == 0
     assert "schedule my-nightly" in capsys.readouterr().out
 
 
+def test_the_next_times_of_two_schedules_have_each_their_own_name_and_zone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    main(["schedule", "add", "file.yaml", *DAILY, *CLUSTER])
+    main(["schedule", "add", "quick", "--cron", "0 4 * * *", *CLUSTER])
+    capsys.readouterr()
+    assert main(["schedule", "next", "--count", "4"]) == 0
+    told = sorted(line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines())
+    assert told == ["04:00 UTC  quick"] * 2 + ["19:00 KST  my-nightly"] * 2
+
+
+@pytest.mark.parametrize("action", ["list", "next"])
+@pytest.mark.parametrize("given", ["file.yaml", "mistyped"])
+def test_what_is_no_folder_is_refused(action: str, given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", action, "--out", given]) == 2
+    assert f"'{given}' was given, which is no folder" in capsys.readouterr().err
+
+
 def test_an_empty_folder_says_how_to_begin(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schedule", "list"]) == 0
     assert "no schedule yet" in capsys.readouterr().out
+    assert main(["schedule", "next"]) == 0
+    assert capsys.readouterr().out == "results: no schedule yet; `paceline schedule add --help`\n"
     assert main(["schedule", "next", "--count", "0"]) == 2
     assert main(["schedule", "run", "nightly"]) == 2

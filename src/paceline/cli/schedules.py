@@ -16,7 +16,7 @@ from paceline.cli.verbs import DEFAULT_OUT, OK, Parser, add_verb
 from paceline.errors import RequestError
 
 if TYPE_CHECKING:
-    from paceline.agenda import Schedule
+    from paceline.agenda import Schedule, ScheduleView
 
 BACKENDS = ("crontab", "systemd", "kubernetes")
 MOST_NEXT = 1000
@@ -80,9 +80,11 @@ def add(arguments: argparse.Namespace) -> int:
         print(f"note: others may read {made.env_file}; run `chmod 600` on it", file=sys.stderr)
     due = next(made.cron.after(datetime.now(UTC)), None)
     when = f"next {cron.wall(due, made.cron.zone)}" if due else "never due"
-    print(f"schedule {made.name}: {when}; {said}", flush=True)
-    if made.backend == "kubernetes" and not arguments.apply:
-        print(f"---\n{timers.backend('kubernetes').manifest(arguments.out, made)}", end="")
+    printed = made.backend == "kubernetes" and not arguments.apply
+    # What is piped into kubectl is the manifest alone.
+    print(f"schedule {made.name}: {when}; {said}", flush=True, file=sys.stderr if printed else sys.stdout)
+    if printed:
+        print(timers.backend("kubernetes").manifest(arguments.out, made), end="")
     return OK
 
 
@@ -148,9 +150,11 @@ def _place(arguments: argparse.Namespace) -> dict[str, Any]:
     words["secret"] = "secret"
     given = {field: value for option, field in words.items() if (value := getattr(arguments, option)) is not None}
     if arguments.backend != "kubernetes":
-        if given or arguments.apply:
+        options = [option for option in (*words, "apply") if getattr(arguments, option) not in (None, False)]
+        if options:
+            named = ", ".join(f"--{option.replace('_', '-')}" for option in options)
             raise RequestError(
-                f"--backend {arguments.backend}: takes no option of kubernetes; accepted is none of them"
+                f"{named}: was given with --backend {arguments.backend}; accepted is it with --backend kubernetes only"
             )
         return {}
     if "image" not in given or "claim" not in given:
@@ -160,12 +164,21 @@ def _place(arguments: argparse.Namespace) -> dict[str, Any]:
     return dataclasses.asdict(Place(**given, apply=arguments.apply))
 
 
-def show_all(arguments: argparse.Namespace) -> int:
-    from paceline import agenda, cron, neutral
+def _views(out: Path, now: datetime) -> tuple[list[ScheduleView], list[str]]:
+    """All schedules of a folder; where there are none, a sentence that says how to begin."""
+    from paceline import agenda
 
-    views, unreadable = agenda.views(arguments.out, datetime.now(UTC))
-    if not views and not unreadable:
-        print(f"{arguments.out}: no schedule yet; `paceline schedule add --help`")
+    # The usual folder is made by the first run; any other that is not there was mistyped.
+    if not out.is_dir() and (out.exists() or out != Path(DEFAULT_OUT)):
+        raise RequestError(f"--out: {str(out)!r} was given, which is no folder; accepted is a results folder")
+    views, unreadable = agenda.views(out, now)
+    return views, unreadable if views or unreadable else [f"{out}: no schedule yet; `paceline schedule add --help`"]
+
+
+def show_all(arguments: argparse.Namespace) -> int:
+    from paceline import cron, neutral
+
+    views, sentences = _views(arguments.out, datetime.now(UTC))
     for view in views:
         zone = view.schedule.cron.zone
         last = f"last {view.last.outcome}" if view.last else "not run yet"
@@ -173,7 +186,7 @@ def show_all(arguments: argparse.Namespace) -> int:
         lost = f", {len(view.missed)} missed" if view.missed else ""
         when = f"{view.schedule.cron.expression} {view.schedule.cron.timezone}"
         print(neutral.text(f"{view.schedule.name}  {when}  {view.schedule.backend}  {following}  {last}{lost}"))
-    for sentence in unreadable:
+    for sentence in sentences:
         print(sentence)
     return OK
 
@@ -206,22 +219,26 @@ def show_next(arguments: argparse.Namespace) -> int:
     import heapq
     import itertools
 
-    from paceline import agenda
     from paceline.present import agenda as present
 
-    now = datetime.now(UTC)
-    views, _ = agenda.views(arguments.out, now)
-    streams = [((due, number) for due in view.schedule.cron.after(now)) for number, view in enumerate(views)]
-    for due, number in itertools.islice(heapq.merge(*streams), _counted(arguments.count)):
+    now, count = datetime.now(UTC), _counted(arguments.count)
+    views, sentences = _views(arguments.out, now)
+    # zip and repeat bind each number at once; a generator would read the loop's last one.
+    streams = [zip(view.schedule.cron.after(now), itertools.repeat(number)) for number, view in enumerate(views)]
+    for due, number in itertools.islice(heapq.merge(*streams), count):
         print(present.due_text(views[number], due))
+    for sentence in sentences:
+        print(sentence)
     return OK
 
 
 def remove(arguments: argparse.Namespace) -> int:
     from paceline import agenda, schedule
 
-    schedule.remove(arguments.out, arguments.name)
+    left = schedule.remove(arguments.out, arguments.name)
     print(f"schedule {arguments.name}: removed; its results stay in {agenda.folder_of(arguments.out, arguments.name)}")
+    if left is not None:
+        print(left)
     return OK
 
 

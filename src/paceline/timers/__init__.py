@@ -1,7 +1,8 @@
 """Whoever wakes a schedule up: the user's crontab, a systemd user timer, a CronJob of Kubernetes.
 
 Each module has `install(out, schedule)`, which returns what was done in one sentence, and `remove(out, schedule)`,
-which may be called twice. All of them start the same command, which itself decides whether the schedule is due.
+which may be called twice and returns what is left to do by hand, or None. All of them start the same command, which
+itself decides whether the schedule is due.
 """
 
 from __future__ import annotations

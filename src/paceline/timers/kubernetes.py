@@ -55,11 +55,16 @@ def install(out: Path, schedule: Schedule) -> str:
     return f"the CronJob {name_of(schedule)} of the namespace {place.namespace} starts it"
 
 
-def remove(out: Path, schedule: Schedule) -> None:
+def remove(out: Path, schedule: Schedule) -> str | None:
     place = Place(**schedule.place)
-    if place.apply:
-        for kind in ("CronJob", "ConfigMap"):
-            _delete(kind, name_of(schedule), place.namespace)
+    if not place.apply:
+        return (
+            "nothing was deleted on the cluster, as its manifest was only printed; if it was applied, this ends it:\n"
+            f"kubectl delete cronjob,configmap {name_of(schedule)} -n {place.namespace}"
+        )
+    for kind in ("CronJob", "ConfigMap"):
+        _delete(kind, name_of(schedule), place.namespace)
+    return None
 
 
 def name_of(schedule: Schedule) -> str:
