@@ -207,7 +207,9 @@ def test_the_namespace_is_the_users_else_the_contexts_else_ours(kubeconfig: Call
     assert Cluster.reach(None, None, 1.0).namespace == "paceline"
     assert Cluster.reach("two", None, 1.0).namespace == "own"
     assert Cluster.reach("two", "mine", 1.0).namespace == "mine"
-    with pytest.raises(LaunchError, match=r"context 'three' is not in the kubeconfig .*; try: kubectl config get-contexts"):
+    with pytest.raises(
+        LaunchError, match=r"context 'three' is not in the kubeconfig .*; try: kubectl config get-contexts"
+    ):
         Cluster.reach("three", None, 1.0)
 
 
