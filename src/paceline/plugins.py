@@ -15,7 +15,7 @@ import inspect
 import json
 import shlex
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib import metadata, resources
@@ -251,10 +251,14 @@ def _import(kind: str, name: str) -> ModuleType:
             return importlib.import_module(name)
         except ImportError as error:
             raise RequestError(f"{kind}: {name!r} was given, which cannot be imported ({error})") from None
-    close = difflib.get_close_matches(name, names(kind), n=1)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
-    accepted = ", ".join(names(kind))
-    raise RequestError(f"{kind}: {name!r} was given; accepted is {accepted} or a dotted module name{hint}")
+    known = names(kind)
+    accepted = f"{', '.join(known)} or a dotted module name{_did_you_mean(name, known)}"
+    raise RequestError(f"{kind}: {name!r} was given; accepted is {accepted}")
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 Options = TypeVar("Options")
@@ -266,7 +270,8 @@ def options(cls: type[Options], choice: Choice) -> Options:
     for key, value in choice.options.items():
         if key not in fields:
             accepted = ", ".join(fields) or "no option"
-            raise RequestError(f"option of {choice.name}: {key!r} was given; accepted is {accepted}")
+            hint = _did_you_mean(str(key), fields)
+            raise RequestError(f"option of {choice.name}: {key!r} was given; accepted is {accepted}{hint}")
         default = fields[key].default
         if default is not None and not _fits(value, default):
             accepted = _WORDS[type(default)]

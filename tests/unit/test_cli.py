@@ -54,6 +54,22 @@ WRONG = {
     "unknown model": (["run", "mine.yaml", "--set", "model=gpt5"], "model: 'gpt5' was given"),
     "unknown model option": (["run", "mine.yaml", "--set", "model=tiny:depth=3"], "'depth'"),
     "unknown launcher": (["run", "mine.yaml", "--launcher", "loca"], "did you mean 'local'?"),
+    "unknown launcher option": (
+        ["run", "mine.yaml", "--launcher", "kubernetes:imag=x"],
+        "option of kubernetes: 'imag' was given; accepted is kind, ",
+    ),
+    "unknown launcher option, guessed": (
+        ["run", "mine.yaml", "--launcher", "kubernetes:imag=x"],
+        "(did you mean 'image'?)",
+    ),
+    "empty launcher file": (
+        ["run", "mine.yaml", "--launcher", "empty.yaml"],
+        "--launcher empty.yaml: nothing was given; accepted is a mapping with name and the launcher's options",
+    ),
+    "list as a launcher file": (["run", "mine.yaml", "--launcher", "list.yaml"], "list.yaml: a list was given"),
+    "binary launcher file": (["run", "mine.yaml", "--launcher", "binary.yaml"], ": --launcher binary.yaml cannot be"),
+    "nameless launcher file": (["run", "mine.yaml", "--launcher", "nameless.yaml"], "yaml: no name was given"),
+    "empty experiment": (["run", "empty.yaml"], "nothing was given; accepted is a mapping with name, base and matrix"),
     "unknown workload": (["run", "mine.yaml", "--set", "workload=pretrian"], "did you mean 'pretrain'?"),
     "unknown module": (["run", "mine.yaml", "--set", "strategy=no.such"], "cannot be imported"),
     "unknown data": (["run", "mine.yaml", "--set", "device=tpu"], "auto, cpu or cuda"),
@@ -104,6 +120,9 @@ def test_a_wrong_request_is_one_line_exit_code_2_and_nothing_on_disk(
 ) -> None:
     arguments, words = WRONG[case]
     (here / "binary.yaml").write_bytes(b"\x80\xff\x00")
+    (here / "empty.yaml").write_text("")
+    (here / "list.yaml").write_text("- kubernetes")
+    (here / "nameless.yaml").write_text("image: x")
     (here / "nested.yaml").write_text("[" * 10_000)
     before = files(here)
     assert cli.main(arguments) == 2

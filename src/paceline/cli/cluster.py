@@ -48,7 +48,11 @@ def init(arguments: argparse.Namespace) -> int:
     wrong = [kind for kind in kinds if kind not in KINDS]
     if wrong:
         raise RequestError(f"--kind: {wrong[0]!r} was given; accepted is {', '.join(KINDS)}")
-    chosen = Options(namespace=arguments.namespace, image=arguments.image)
+    try:
+        chosen = Options(namespace=arguments.namespace, image=arguments.image)
+    except RequestError as wrong:
+        # The options of the launcher are checked there; here the user has written them as words of this verb.
+        raise RequestError(f"--{str(wrong).removeprefix('kubernetes.')}") from None
     files = cluster_manifests(arguments.namespace, kinds, _quota(arguments.quota))
     if arguments.apply:
         from paceline.launchers._kube_apply import apply
@@ -71,8 +75,12 @@ def _hand_out(files: dict[str, list[dict[str, Any]]], out: Path | None) -> None:
         if out is None:
             print(text, end="")
             continue
-        (out / name).parent.mkdir(parents=True, exist_ok=True)
-        (out / name).write_text(text)
+        try:
+            (out / name).parent.mkdir(parents=True, exist_ok=True)
+            (out / name).write_text(text)
+        except OSError as error:
+            why = error.strerror or type(error).__name__
+            raise RequestError(f"--out: {out} cannot be written to ({why}); accepted is a folder") from None
         print(out / name)
 
 

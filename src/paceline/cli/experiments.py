@@ -27,7 +27,9 @@ def add_verbs(verbs: Any) -> None:
         verbs, "plan", plan, "show what would run: cells, commands, state memory; nothing is started"
     )
     verb.add_argument(
-        "--manifests", action="store_true", help="print only the files that a launcher hands its engine, for a pipe"
+        "--manifests",
+        action="store_true",
+        help="print only the YAML that the launcher kubernetes would apply for runs that are not sealed, for a pipe",
     )
 
 
@@ -37,7 +39,12 @@ def _experiment_verb(verbs: Any, name: str, call: Callable[[argparse.Namespace],
     verb.add_argument(
         "--out", "--output-dir", type=Path, default=Path(DEFAULT_OUT), help="results folder (default: %(default)s)"
     )
-    verb.add_argument("--launcher", metavar="NAME", help="where to run; `paceline list launchers`")
+    verb.add_argument(
+        "--launcher",
+        metavar="NAME|FILE",
+        help="where to run: a name of `paceline list launchers`, with options as NAME:OPTION=VALUE,..., or a YAML file "
+        "with name and options",
+    )
     verb.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="set a field; a list makes an axis"
     )
@@ -121,19 +128,26 @@ def _remark(spec: RunSpec, models: Any) -> str | None:
 
 
 def _print_files(runs: list[RunSpec], out: Path) -> int:
-    """Byte for byte as the engine would get them: no console that wraps or marks up."""
+    """Byte for byte as the engine would get them: no console that wraps or marks up. Nothing is printed of a request
+    that cannot be met as a whole."""
+    from paceline import store
     from paceline.plugins import load
     from paceline.run import unsupported
     from paceline.spec import require
 
+    wanted = []
     for spec in runs:
-        reason = unsupported(spec)
+        run_dir = out / spec.experiment / spec.run_id
+        reason = unsupported(spec) or ("it is sealed" if store.is_sealed(run_dir) else None)
         if reason is not None:
             print(f"paceline: {spec.run_id} is left out: {reason}", file=sys.stderr)
             continue
-        job = load("launchers", spec.launcher.name).prepare(spec, out / spec.experiment / spec.run_id)
-        require(bool(job.files), "--manifests", spec.launcher.name, "a launcher that writes files, as kubernetes")
-        print("".join(job.files.values()), end="")
+        files = load("launchers", spec.launcher.name).prepare(spec, run_dir).files
+        # Scripts and requests of other engines, one after the other, would be a file of no kind.
+        is_yaml = bool(files) and all(name.endswith((".yaml", ".yml")) for name in files)
+        require(is_yaml, "--manifests", spec.launcher.name, "a launcher that writes YAML manifests: kubernetes")
+        wanted += files.values()
+    print("".join(wanted), end="")
     return OK
 
 

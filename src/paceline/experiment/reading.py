@@ -36,7 +36,7 @@ def read(source: str) -> dict[str, Any]:
     if "/" not in source and not path.suffix and shipped.is_file():
         return _parse(shipped.read_text(), source)
     if path.is_file():
-        return _parse(_text_of(path), source)
+        return _parse(_text_of(path, f"experiment: {source!r}"), source)
     known = ", ".join(sorted(presets()))
     raise RequestError(f"experiment: {source!r} was given; accepted is a YAML file or one of the presets {known}")
 
@@ -46,30 +46,34 @@ def read_launcher(path: str) -> dict[str, Any]:
     where = f"--launcher {path}"
     if not Path(path).is_file():
         raise RequestError(f"{where} was given, which is no file; accepted is a YAML file, or a launcher's name")
-    found = _parse(_text_of(Path(path)), where)
+    found = _parse(_text_of(Path(path), where), where, "name and the launcher's options")
     if not isinstance(found.get("name"), str):
-        raise RequestError(f"{where}: name = {found.get('name')!r} was given; accepted is a launcher's name")
+        given = f"name = {found['name']!r}" if found.get("name") is not None else "no name"
+        raise RequestError(f"{where}: {given} was given; accepted is a launcher's name, as in `name: kubernetes`")
     return found
 
 
-def _text_of(path: Path) -> str:
+def _text_of(path: Path, where: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"experiment: {str(path)!r} cannot be read ({error}); accepted is a YAML file") from None
+        raise RequestError(f"{where} cannot be read ({error}); accepted is a YAML file") from None
+
+
+# What a file may hold in the place of a mapping, in the words of one who wrote it.
+_WORDS = {type(None): "nothing", list: "a list", str: "text"}
 
 
 def parse_yaml(text: str) -> Any:
     return yaml.load(text, Loader)  # noqa: S506 (Loader is a SafeLoader)
 
 
-def _parse(text: str, where: str) -> dict[str, Any]:
+def _parse(text: str, where: str, content: str = "name, base and matrix") -> dict[str, Any]:
     try:
         value = parse_yaml(text)
     except (yaml.YAMLError, RecursionError) as error:
         raise RequestError(f"{where}: not valid YAML ({' '.join(str(error).split())})") from None
     if not isinstance(value, dict):
-        raise RequestError(
-            f"{where}: {type(value).__name__} was given; accepted is a mapping with name, base and matrix"
-        )
+        given = _WORDS.get(type(value), "one value")
+        raise RequestError(f"{where}: {given} was given; accepted is a mapping with {content}")
     return value

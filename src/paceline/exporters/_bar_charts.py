@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.exporters._arrangement import Arrangement, Family, Lane, Mark, arrange, metric
-from paceline.exporters._canvas import CLEAR, INK, PAPER, QUIET, WIDTH_IN, canvas, entitle, key, say, thousands
+from paceline.exporters._canvas import CLEAR, INK, PAPER, QUIET, WIDTH_IN, brief, canvas, entitle, key, say, thousands
 from paceline.findings import Measurement, Report
 from paceline.present.quantity import MISSING, Scale, format_brief, format_number, format_parts, scale_of
 from paceline.present.standing import WIRE, WIRE_FORMULA
@@ -100,7 +100,7 @@ def _name_sizes(axes: Axes, family: Family, unit: str) -> None:
 def _name_lanes(axes: Axes, lanes: Iterable[Lane], unit: str) -> None:
     lanes = list(lanes)
     cells = [lane for lane in lanes if lane.mark]
-    axes.set_yticks([lane.y for lane in cells], [lane.label for lane in cells])
+    axes.set_yticks([lane.y for lane in cells], [brief(lane.label) for lane in cells])
     for lane in lanes:
         if lane.mark is None:
             say(axes, lane.label, (0, lane.y), (0, -3), "side", color=QUIET, fontsize=9, bbox=CLEAR)

@@ -47,6 +47,9 @@ KEY_CHARACTERS = 96  # of a line of the key
 # Of a line over the axes, which labels push to the right: layout gives a longer one the room of the axes, until they
 # are gone.
 LINE_CHARACTERS, LINE_PT = 84, 13
+# A launcher may have a page of options: as a heading it would push its panel out of the figure.
+MOST_LINES = 4
+NAME_CHARACTERS = 51
 
 
 class End(NamedTuple):
@@ -93,7 +96,16 @@ def entitle(axes: Axes, title: str, subtitle: str, heading: str = "") -> None:
 
 
 def _lines(text: str) -> list[str]:
-    return textwrap.wrap(text, LINE_CHARACTERS)
+    return textwrap.wrap(text, LINE_CHARACTERS, max_lines=MOST_LINES, placeholder=" ...")
+
+
+def brief(name: str) -> str:
+    """A name beside the axes, without its middle where it would take their room: what tells names apart stands at
+    either end, and the tables have all of it."""
+    if len(name) <= NAME_CHARACTERS:
+        return name
+    half = (NAME_CHARACTERS - 3) // 2
+    return f"{name[:half]}...{name[-half:]}"
 
 
 def name_ends(axes: Axes, ends: Sequence[End]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from paceline.exporters._canvas import INK, PALETTE, QUIET, canvas, entitle, key, say, thousands
+from paceline.exporters._canvas import INK, PALETTE, QUIET, brief, canvas, entitle, key, say, thousands
 from paceline.findings import Report
 from paceline.present.charts.chart import Chart, Point
 from paceline.present.charts.effects import effects
@@ -53,7 +53,7 @@ def _lanes(axes: Axes, points: Sequence[Point], colours: dict[str, str]) -> None
             axes.errorbar([point.y], [y], xerr=reach, fmt="none", ecolor=colour, elinewidth=1.6, capsize=4)
         axes.plot([point.y], [y], "o", color=colour, markersize=4.5)
         say(axes, point.text, (1, y), (6, 0), "side", color=INK)
-    axes.set_yticks(places, [point.label for point in points])
+    axes.set_yticks(places, [brief(point.label) for point in points])
     axes.set_ylim(places[-1] - 0.6, 0.6)
     axes.margins(x=0.06)
     axes.grid(axis="x")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from paceline.exporters._canvas import CLEAR, GRID, PALETTE, QUIET, WIDTH_IN, canvas, key, say, thousands
+from paceline.exporters._canvas import CLEAR, GRID, PALETTE, QUIET, WIDTH_IN, brief, canvas, key, say, thousands
 from paceline.findings import CollectiveFit, CollectiveRow, Pair, Report, ScalingExplanation
 from paceline.present.links import fabric_name, format_size
 from paceline.present.quantity import format_number, places, scale_of
@@ -240,7 +240,7 @@ def draw_scaling_loss(report: Report, found: Sequence[ScalingExplanation]) -> Fi
     used = set()
     for y, e in enumerate(shown):
         used |= _loss_bar(axes, -y, e, dict(named))
-    axes.set_yticks([-y for y in range(len(shown))], [_point_name(e) for e in shown])
+    axes.set_yticks([-y for y in range(len(shown))], [brief(_point_name(e)) for e in shown])
     axes.set_ylim(-len(shown) + 0.4, 0.6)
     axes.set_xlim(0, max(max(e.step_s, e.ideal_s) for e in shown) * 1e3 * 1.3)
     axes.set_xlabel("ms per optimizer step")

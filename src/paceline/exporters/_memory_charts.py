@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from paceline.exporters._canvas import INK, PALETTE, QUIET, End, canvas, key, name_ends, say
+from paceline.exporters._canvas import INK, PALETTE, QUIET, End, brief, canvas, key, name_ends, say
 from paceline.findings import FrontierPoint, MemoryRow, Report
 from paceline.footprint import COMPONENTS
 from paceline.present.memory import labels, scale
@@ -43,7 +43,7 @@ def draw_components(report: Report, rows: Sequence[MemoryRow]) -> Figure:
         if row.predicted.get("peak"):
             ends.append(_stack(axes, y - (BAR + GAP) / 2, row.predicted, unit, hatched=True))
         say(axes, _numbers(row, unit), (max(ends), y), (7, 0), fontsize=9)
-    axes.set_yticks([-i * PITCH for i in range(len(rows))], [_name(row, names[row.cell]) for row in rows])
+    axes.set_yticks([-i * PITCH for i in range(len(rows))], [brief(_name(row, names[row.cell])) for row in rows])
     axes.set_ylim(-(len(rows) - 1) * PITCH - 0.6, 0.6)
     _reach(axes, rows, unit)
     axes.grid(axis="x")

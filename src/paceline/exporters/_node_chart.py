@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from paceline.exporters._canvas import GRID, PALETTE, QUIET, canvas, entitle, say
+from paceline.exporters._canvas import GRID, PALETTE, QUIET, brief, canvas, entitle, say
 from paceline.findings import NodeMeasure, Report
 from paceline.findings.nodes import FAIL, PASS, SUSPECT
 from paceline.present.nodes import furthest, measure_names, shown
@@ -55,7 +55,7 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
     axes.axvspan(left if low is None else low, right if high is None else high, color=GRID, alpha=0.5, linewidth=0)
     for y, (value, (_, m)) in enumerate(zip(values, panel.lanes, strict=True)):
         _draw_lane(axes, -y, value, m)
-    axes.set_yticks([-y for y in range(len(panel.lanes))], [node for node, _ in panel.lanes])
+    axes.set_yticks([-y for y in range(len(panel.lanes))], [brief(node) for node, _ in panel.lanes])
     axes.set_ylim(-len(panel.lanes) + 0.4, 0.6)
     axes.set_xlim(left, right)
     axes.set_xlabel("C above the median" if first.unit == "C" else "% of the median")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,7 +58,9 @@ def _saved(draw: Draw, report: Report, found: Any, forms: tuple[str, ...]) -> di
 
     style: Any = STYLE
     images = {}
-    with matplotlib.rc_context(style):
+    with matplotlib.rc_context(style), warnings.catch_warnings():
+        # A chart without room is drawn as well as it can be; its reader can do nothing about a size that is ours.
+        warnings.filterwarnings("ignore", message="constrained_layout not applied")
         figure = draw(report, found)
         for form in forms:
             buffer = io.BytesIO()

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from paceline.errors import LaunchError, MissingPackageError
 from paceline.launchers._kube_manifests import Resource
@@ -27,6 +30,7 @@ _AWAY = (429, 500, 502, 503, 504)
 _SERVICE = Resource("v1", "services", "")
 
 Object = dict[str, Any]
+_TRY = "; try: "
 
 
 class Gone(LaunchError):
@@ -167,7 +171,9 @@ class Cluster:
                 return answer
             except Away as trouble:
                 if time.monotonic() > deadline:
-                    raise LaunchError(f"{trouble} (tried for {self.patience_s:g} s)") from None
+                    what, command = parted(trouble)
+                    tried = f"{what} (tried for {self.patience_s:g} s)"
+                    raise LaunchError(f"{tried}{_TRY}{command}" if command else tried) from None
             time.sleep(RETRY_S)
 
     def _attempt(self, verb: str, resource: Resource, call: Callable[[], Any]) -> Any:
@@ -180,9 +186,7 @@ class Cluster:
             raise self._refused(verb, resource, int(refusal.status or 0), _message(refusal)) from None
         except urllib3.exceptions.HTTPError as error:
             host = self.client.configuration.host
-            raise Away(
-                f"the API server {host} does not answer ({type(error).__name__}); try: kubectl version"
-            ) from None
+            raise Away(f"the API server {host} does not answer ({type(error).__name__}){_TRY}kubectl version") from None
         except ValueError as error:
             # Newer clients look at what is sent before they send it; a proxy may answer with a page.
             sentence = neutral(str(error)).split("\n")[0]
@@ -192,19 +196,31 @@ class Cluster:
         where = f"in namespace {self.namespace}"
         if status in _AWAY:
             return Away(f"the API server could not {verb} {resource.plural} ({status}: {message})")
-        if status in (401, 403):
+        if status == 401:
+            # Nobody was recognised, so there is no right to ask for: `auth can-i` would be refused as well.
+            renew = "log in again, or renew the token or certificate of this context"
+            shown = f"kubectl config view --minify{self._by_context}"
+            return LaunchError(f"the cluster does not know these credentials ({message}): {renew}{_TRY}{shown}")
+        if status == 403:
             allowed = f"kubectl auth can-i {verb} {resource.plural} --namespace {self.namespace}"
-            return LaunchError(f"not permitted to {verb} {resource.plural} {where} ({message}); try: {allowed}")
-        if status == 404 and verb == "create" and "namespaces" not in message:
+            return LaunchError(f"not permitted to {verb} {resource.plural} {where} ({message}){_TRY}{allowed}")
+        if status == 404 and verb == "create" and "namespaces" in message:
+            made = f"paceline cluster init --namespace {self.namespace} --apply{self._by_context}"
+            return Gone(f"cannot {verb} {resource.plural} {where} ({message}){_TRY}{made}")
+        if status == 404 and verb == "create":
             known = f"kubectl api-resources --api-group={resource.group_and_version[0]}"
-            return Gone(f"the cluster knows no {resource.plural} of {resource.api} ({message}); try: {known}")
+            return Gone(f"the cluster knows no {resource.plural} of {resource.api} ({message}){_TRY}{known}")
         if status == 404:
-            return Gone(f"cannot {verb} {resource.plural} {where} ({message}); try: kubectl get namespaces")
+            return Gone(f"cannot {verb} {resource.plural} {where} ({message}){_TRY}kubectl get namespaces")
         if status == 400 and resource.plural == "pods/log":
             return NotYet(message)
         if status == 409:
             return Taken(f"{resource.plural} {where}: {message}")
         return LaunchError(f"the API server refuses to {verb} {resource.plural} {where} ({status}: {message})")
+
+    @property
+    def _by_context(self) -> str:
+        return f" --context {self.context}" if self.context else ""
 
     @property
     def _core(self) -> Any:
@@ -226,6 +242,12 @@ class Away(LaunchError):
 _RAW: dict[str, Any] = {"_preload_content": False, "_request_timeout": REQUEST_S}
 
 
+def parted(trouble: LaunchError) -> tuple[str, str]:
+    """What is wrong, and the command that its sentence ends with, where it has one."""
+    what, _, command = str(trouble).partition(_TRY)
+    return what, command
+
+
 def _named(plural: str) -> Resource:
     return Resource("v1", plural, "")
 
@@ -244,6 +266,7 @@ def _connect(context: str | None) -> tuple[Any, str | None]:
     own = client.Configuration()
     # Asking again is done here, where it can be counted against the patience.
     own.retries = False
+    _check_files(config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION)
     try:
         config.load_kube_config(context=context, client_configuration=own)
         contexts, current = config.list_kube_config_contexts()
@@ -252,8 +275,36 @@ def _connect(context: str | None) -> tuple[Any, str | None]:
         return client.ApiClient(own), chosen["context"].get("namespace")
     except config.ConfigException as missing:
         if context is not None:
-            raise LaunchError(f"context {context!r} is not in the kubeconfig ({missing})") from None
+            known_by = "kubectl config get-contexts"
+            raise LaunchError(f"context {context!r} is not in the kubeconfig ({missing}){_TRY}{known_by}") from None
         return _connect_from_pod(own, str(missing))
+    except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+        # The client takes the shape of the file for granted, and fails wherever it is another.
+        place = config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION
+        why = type(error).__name__
+        raise LaunchError(f"the kubeconfig {place} cannot be used ({why}){_TRY}kubectl config view") from None
+
+
+def _check_files(location: str) -> None:
+    """Every file of the kubeconfig holds a mapping, or nothing: the client answers anything else with a traceback."""
+    for path in (Path(part).expanduser() for part in location.split(os.pathsep) if part):
+        if not path.exists():
+            continue
+        try:
+            found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except yaml.YAMLError as error:
+            raise LaunchError(f"the kubeconfig {path} is not valid YAML{_spot(error)}") from None
+        except (OSError, UnicodeDecodeError, RecursionError) as error:
+            why = getattr(error, "strerror", None) or type(error).__name__
+            raise LaunchError(f"the kubeconfig {path} cannot be read ({why})") from None
+        if not isinstance(found, dict | None):
+            raise LaunchError(f"the kubeconfig {path} holds no mapping{_TRY}kubectl config view")
+
+
+def _spot(error: yaml.YAMLError) -> str:
+    """Where, never what: the whole message quotes lines of the file, and a token may be in them."""
+    mark = getattr(error, "problem_mark", None)
+    return f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
 
 
 def _connect_from_pod(own: Any, missing: str) -> tuple[Any, str | None]:
@@ -261,7 +312,7 @@ def _connect_from_pod(own: Any, missing: str) -> tuple[Any, str | None]:
     try:
         config.load_incluster_config(client_configuration=own)
     except config.ConfigException:
-        raise LaunchError(f"no cluster is known here ({missing}); try: kubectl config get-contexts") from None
+        raise LaunchError(f"no cluster is known here ({missing}){_TRY}kubectl config get-contexts") from None
     namespace = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
     return client.ApiClient(own), namespace.read_text().strip() if namespace.is_file() else None
 

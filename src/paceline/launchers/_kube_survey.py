@@ -9,7 +9,7 @@ from typing import Any
 from paceline import __version__
 from paceline.doctor import Diagnosis
 from paceline.errors import LaunchError
-from paceline.launchers._kube_client import Cluster, Gone
+from paceline.launchers._kube_client import Cluster, Gone, parted
 from paceline.launchers._kube_cluster import rights, smoke_job
 from paceline.launchers._kube_options import Options, quantity
 from paceline.launchers._kube_probe import PODS, Finding, probe
@@ -46,7 +46,9 @@ def _version(cluster: Cluster) -> Diagnosis:
     try:
         found = cluster.call("get", "version", "VersionApi", "get_code")
     except LaunchError as trouble:
-        return Diagnosis(name="api server", ok=False, text=str(trouble), fix="try: kubectl cluster-info")
+        # One command: the one that the refusal itself ends with, where it has one.
+        text, command = parted(trouble)
+        return Diagnosis(name="api server", ok=False, text=text, fix=f"try: {command or 'kubectl cluster-info'}")
     number = tuple(int(re.sub(r"\D.*", "", found[key]) or 0) for key in ("major", "minor"))
     text = f"{found.get('gitVersion', 'unknown')} at {host}"
     fix = None if number >= OLDEST else "use a cluster of Kubernetes 1.29 or newer"

@@ -41,10 +41,11 @@ class Answer:
 
 def ask(chosen: Options, hosts: Sequence[Host]) -> list[Answer]:
     """All hosts at once. LaunchError says of each one that does not answer why, and what to try."""
-    for path in filter(None, {chosen.ssh_config, chosen.key, *(host.key for host in hosts)}):
+    named = [("ssh.ssh_config", chosen.ssh_config), ("ssh.key", chosen.key)]
+    for option, path in [*named, *((f"ssh.hosts: key of {host}", host.key) for host in hosts)]:
         # Without it ssh would go on with keys that nobody meant.
-        if not Path(path).expanduser().exists():
-            raise LaunchError(f"{path} was given for ssh, and this host has no such file")
+        if path and not Path(path).expanduser().exists():
+            raise LaunchError(f"{option}: {path} was given; accepted is a file of this host, which has none there")
     questions = [
         Connection(ssh_command(chosen, host, [host.python or chosen.python, "-m", "paceline.agent", "--facts"]))
         for host in hosts

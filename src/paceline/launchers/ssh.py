@@ -28,6 +28,8 @@ from paceline.spec import Choice, RunSpec
 
 # How long agents may take to end their ranks after the connection was cut.
 GRACE_S = 15.0
+# Where ranks keep checkpoints, if not in the run folder.
+CHECKPOINTS = "PACELINE_CHECKPOINTS"
 _crews: dict[str, Crew] = {}
 
 
@@ -39,7 +41,17 @@ def check(spec: RunSpec) -> str | None:
     for host in hosts[: topology.nodes]:
         if topology.device == "cuda" and host.gpus is not None and topology.processes_per_node > host.gpus:
             return f"{topology.processes_per_node} processes need as many GPUs; {host} has {host.gpus}"
+    if spec.checkpoint_every is not None and not _keeps_checkpoints(chosen):
+        # A rank would say so too, but only once all hosts have started theirs.
+        return (
+            "checkpoint_every needs a folder that all hosts share: name it by ssh.shared, or by "
+            f"ssh.env: {{{CHECKPOINTS}: /a/shared/folder}}"
+        )
     return None
+
+
+def _keeps_checkpoints(chosen: Options) -> bool:
+    return chosen.shared is not None or CHECKPOINTS in (chosen.env or ()) or CHECKPOINTS in (chosen.forward or ())
 
 
 def offer(choice: Choice) -> Offer:

@@ -196,6 +196,8 @@ def _done(call: Callable[[], Any], verb: str, kind: str, namespace: str, unless:
 
 def _calls(kind: str) -> tuple[Any, Any, Any]:
     """create, replace and delete of a kind, by the cluster that kubectl would ask."""
+    import yaml
+
     try:
         from kubernetes import client, config
     except ImportError:
@@ -207,6 +209,10 @@ def _calls(kind: str) -> tuple[Any, Any, Any]:
             config.load_kube_config(os.environ.get("KUBECONFIG"))  # type: ignore[no-untyped-call]
     except (config.ConfigException, OSError) as error:
         raise RequestError(f"--apply: no cluster is configured here ({error}); try: kubectl config view") from None
+    except (yaml.YAMLError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # The client takes a sound file for granted. Its error may quote lines of the file, where tokens stand.
+        place, why = os.environ.get("KUBECONFIG") or "~/.kube/config", type(error).__name__
+        raise RequestError(f"--apply: {place} is not a usable kubeconfig ({why}); try: kubectl config view") from None
     api = client.BatchV1Api() if kind == "CronJob" else client.CoreV1Api()
     word = "cron_job" if kind == "CronJob" else "config_map"
     create, replace, delete = (getattr(api, f"{verb}_namespaced_{word}") for verb in ("create", "replace", "delete"))

@@ -5,6 +5,7 @@ import io
 import struct
 import subprocess
 import sys
+import warnings
 from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
@@ -209,3 +210,41 @@ def test_long_words_over_a_panel_leave_the_axes_their_room(recwarn: pytest.Warni
     figure.savefig(io.BytesIO(), format="png")
     assert not recwarn.list, "layout gives up where a text leaves the axes no room"
     assert axes.get_position().width > 0.8
+
+
+LONG = ",".join(f"option{i}=some value of it" for i in range(60))
+
+
+@pytest.mark.parametrize("axis", ["strategy", "launcher"])
+def test_axes_keep_their_room_beside_a_page_of_options(report: Report, axis: str) -> None:
+    measurements = tuple(
+        dataclasses.replace(m, axes={**m.axes, axis: f"{m.axes['strategy']}:{LONG}"}) for m in report.measurements
+    )
+    changed = dataclasses.replace(report, measurements=measurements)
+    for name in plots.available(changed):
+        collect, draw = plots.CHARTS[name]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="constrained_layout not applied")
+            draw(changed, collect(changed)).draw_without_rendering()
+
+
+def test_the_layout_of_a_chart_is_no_matter_of_the_terminal(
+    report: Report, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    def crowded(_: Report, __: object) -> object:
+        figure, axes = canvas("", "", 1.0)
+        axes[0].set_yticks([0], ["x" * 500])
+        return figure
+
+    monkeypatch.setitem(plots.CHARTS, "throughput", (lambda _: True, crowded))
+    assert plots.image(report, "throughput", "png").startswith(b"\x89PNG")
+    assert not recwarn.list
+
+
+def test_a_heading_leaves_room_for_its_panel() -> None:
+    figure, axes = canvas("", "", 2.0)
+    entitle(axes[0], "", "", LONG)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        figure.draw_without_rendering()
+    assert axes[0].get_position().height > 0.3

@@ -13,6 +13,8 @@ from urllib.parse import unquote
 import pytest
 import yaml
 
+from paceline import cli
+from paceline.cli import cluster as cluster_verbs
 from paceline.errors import LaunchError
 from paceline.launchers import _kube_client
 from paceline.launchers._kube_client import Cluster, Gone, Taken
@@ -120,6 +122,7 @@ def test_lists_are_asked_for_by_selector(cluster: Cluster, answers: Answers) -> 
     assert "fieldSelector=involvedObject.uid=u-1" in paths[1]
 
 
+UNKNOWN = "the cluster does not know these credentials (Unauthorized): log in again, or renew"
 REFUSALS: dict[str, tuple[tuple[int, Any], type[LaunchError], str]] = {
     "no permission": (
         status(403, 'jobs.batch is forbidden: User "u" cannot create resource "jobs"'),
@@ -127,10 +130,12 @@ REFUSALS: dict[str, tuple[tuple[int, Any], type[LaunchError], str]] = {
         "not permitted to create jobs in namespace bench (jobs.batch is forbidden: User \"u\" cannot create resource "
         '"jobs"); try: kubectl auth can-i create jobs --namespace bench',
     ),
+    "no credentials": (status(401, "Unauthorized"), LaunchError, UNKNOWN),
     "no such namespace": (
         status(404, 'namespaces "bench" not found'),
         Gone,
-        'cannot create jobs in namespace bench (namespaces "bench" not found); try: kubectl get namespaces',
+        'cannot create jobs in namespace bench (namespaces "bench" not found); try: '
+        "paceline cluster init --namespace bench --apply",
     ),
     "no such kind": (
         (404, b"404 page not found\n"),
@@ -202,7 +207,9 @@ def test_the_namespace_is_the_users_else_the_contexts_else_ours(kubeconfig: Call
     assert Cluster.reach(None, None, 1.0).namespace == "paceline"
     assert Cluster.reach("two", None, 1.0).namespace == "own"
     assert Cluster.reach("two", "mine", 1.0).namespace == "mine"
-    with pytest.raises(LaunchError, match="context 'three' is not in the kubeconfig"):
+    with pytest.raises(
+        LaunchError, match=r"context 'three' is not in the kubeconfig .*; try: kubectl config get-contexts"
+    ):
         Cluster.reach("three", None, 1.0)
 
 
@@ -213,3 +220,51 @@ def test_no_cluster_at_all_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     with pytest.raises(LaunchError, match="no cluster is known here"):
         Cluster.reach(None, None, 1.0)
+
+
+def test_who_is_not_known_is_told_where_to_look_and_not_to_ask_for_rights(
+    cluster: Cluster, answers: Answers, kubeconfig: Callable[[str], None]
+) -> None:
+    answers.next = [status(401, "Unauthorized")]
+    with pytest.raises(LaunchError) as refusal:
+        Cluster.reach("two", "bench", 1.0).create(JOBS, MANIFEST)
+    assert str(refusal.value).endswith("; try: kubectl config view --minify --context two")
+
+
+SECRET = "s3cret-t0ken"
+UNREADABLE = {
+    "not YAML": (f"users: [token: {SECRET}, {{]".encode(), r"is not valid YAML \(line 1, column \d+\)$"),
+    "a list": (b"- one", "holds no mapping; try: kubectl config view$"),
+    "bytes": (b"\xff\xfe\x00\x80", r"cannot be read \(UnicodeDecodeError\)$"),
+    "another shape": (b"contexts: 3\nclusters: {a: 1}", r"cannot be used \(TypeError\); try: kubectl config view$"),
+}
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_a_kubeconfig_that_is_none_is_one_sentence(
+    case: str, tmp_path: Path, kubeconfig: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    content, sentence = UNREADABLE[case]
+    kubeconfig("http://127.0.0.1:1")
+    (tmp_path / "kubeconfig").write_bytes(content)
+    with pytest.raises(LaunchError, match=sentence) as refusal:
+        Cluster.reach(None, "bench", 1.0)
+    assert str(tmp_path / "kubeconfig") in str(refusal.value)
+    assert cli.main(["cluster", "check"]) == 2
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1
+    assert SECRET not in said
+
+
+def test_a_check_of_a_server_that_is_away_names_one_command(
+    kubeconfig: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cluster_verbs, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(_kube_client, "RETRY_S", 0.01)
+    kubeconfig("http://127.0.0.1:1")
+    assert cli.main(["cluster", "check"]) == 1
+    said = capsys.readouterr().out
+    assert "does not answer" in said
+    assert "(tried for 0 s)\n" in said
+    assert said.count("try: kubectl") == 1
+    assert said.endswith("fix: try: kubectl version\n")

@@ -60,7 +60,10 @@ def test_init_prints_or_writes_what_kubectl_takes(tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["init", "--namespace", "A b"], "kubernetes.namespace"),
+        (["init", "--namespace", "Bad_NS"], "paceline: --namespace: 'Bad_NS' was given"),
+        (["init", "--image", "a b"], "paceline: --image: 'a b' was given"),
+        (["init", "--out", __file__], f"--out: {__file__} cannot be written to ("),
+        (["init", "--out", "/dev/null/x"], "--out: /dev/null/x cannot be written to ("),
         (["init", "--kind", "pod"], "--kind: 'pod' was given"),
         (["init", "--quota", "pods"], "--quota: 'pods' was given"),
         (["init", "--apply", "--out", "x"], "not allowed with"),

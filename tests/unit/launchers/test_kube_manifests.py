@@ -15,7 +15,7 @@ import yaml
 from testbed.kube_api.admission import check_jobset_names
 from testbed.kube_api.refusals import Refusal
 
-from paceline import cli
+from paceline import cli, store
 from paceline.errors import RequestError
 from paceline.launchers import _start, kubernetes
 from paceline.launchers._kube_manifests import reader_manifest
@@ -299,5 +299,15 @@ def test_a_plan_is_what_kubectl_would_be_given(
     assert [manifest["kind"] for manifest in found] == ["Job", "Service"] * 2, "the reference, then the run"
     assert cli.main(["plan", str(file), "--manifests", "--launcher", "local", "--set", "nodes=1"]) == 2
     assert "--manifests: 'local' was given; accepted is" in capsys.readouterr().err
+    for other in ("slurm", "ray", 'ssh:hosts=["a","b"]'):
+        assert cli.main(["plan", str(file), "--manifests", "--launcher", other]) == 2
+        said = capsys.readouterr()
+        assert said.out == "", "no script of another engine"
+        assert "accepted is a launcher that writes YAML manifests: kubernetes" in said.err
     assert cli.main(["plan", str(file)]) == 0
     assert "kubectl apply -f -" in capsys.readouterr().out
+    monkeypatch.setattr(store, "is_sealed", lambda run_dir: "ddp" not in run_dir.name)
+    assert cli.main(["plan", str(file), "--manifests"]) == 0
+    said = capsys.readouterr()
+    assert len(list(yaml.safe_load_all(said.out))) == 2, "the run alone"
+    assert "is left out: it is sealed" in said.err

@@ -200,7 +200,36 @@ def test_names_of_hosts_are_names_of_files() -> None:
     assert _ssh_hosts.labels(hosts) == ["fd00-1", "gpu1-1", "gpu1-2"]
 
 
+def test_a_checkpoint_needs_a_place_that_hosts_share(make_spec: Make) -> None:
+    def refusal(**options: Any) -> str | None:
+        return ssh.check(replace(asked(make_spec, hosts=["a"], **options), checkpoint_every=2))
+
+    said = refusal()
+    assert said is not None
+    assert "ssh.shared" in said
+    assert "ssh.env: {PACELINE_CHECKPOINTS: /a/shared/folder}" in said
+    assert refusal(env={"OTHER": "1"}) == said
+    assert refusal(shared="/mnt/results") is None
+    assert refusal(env={"PACELINE_CHECKPOINTS": "/mnt/c"}) is None
+    assert refusal(forward=["PACELINE_CHECKPOINTS"]) is None
+    assert ssh.check(asked(make_spec, hosts=["a"])) is None
+
+
 # --- answers ---
+
+
+@pytest.mark.parametrize(
+    ("options", "option"),
+    [
+        ({"hosts": ["a"], "key": "/no/key"}, "ssh.key: /no/key was given"),
+        ({"hosts": ["a"], "ssh_config": "/no/config"}, "ssh.ssh_config: /no/config was given"),
+        ({"hosts": ["a", {"host": "b", "key": "/no/key"}]}, "ssh.hosts: key of b: /no/key was given"),
+    ],
+)
+def test_a_file_that_is_absent_is_told_by_its_option(options: dict[str, Any], option: str) -> None:
+    chosen = Options(**options)
+    with pytest.raises(LaunchError, match=option):
+        _ssh_inquiry.ask(chosen, chosen.machines)
 
 
 def answer(torch: str | None = "2.13.0", version: str | None = None, gpus: int = 0, name: str = "H100") -> Any:

@@ -172,3 +172,15 @@ def test_no_cluster_is_one_sentence(cluster: type[Cluster], out: Path, tmp_path:
     config.write_text(config.read_text().replace("127.0.0.1:", "127.0.0.1:1 #"))
     with pytest.raises(RequestError, match="cannot be reached"):
         kubernetes.install(out, schedule_of(apply=True))
+
+
+@pytest.mark.parametrize("content", ["users: [token: s3cret, {]", "contexts: 3"])
+def test_a_kubeconfig_that_is_none_is_one_sentence(
+    content: str, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "broken"
+    path.write_text(content)
+    monkeypatch.setenv("KUBECONFIG", str(path))
+    with pytest.raises(RequestError, match=f"--apply: {path} is not a usable kubeconfig") as refusal:
+        kubernetes.install(out, schedule_of(apply=True, namespace="bench"))
+    assert "s3cret" not in str(refusal.value)
