@@ -41,7 +41,7 @@ def test_every_launcher_file_makes_manifests_that_the_schemas_accept(
         spec = make_spec("ddp", processes, nodes=2, device=device)
         spec = dataclasses.replace(spec, launcher=Choice("kubernetes", given))
         assert kubernetes.check(spec) is None
-        for manifest in manifests(spec, chosen, "paceline-x", Path("/runs/one")):
+        for manifest in manifests(spec, chosen, "paceline-x", Path("/runs/one"), "1"):
             kubernetes_validate.validate(manifest, "1.36", strict=True)
 
 
