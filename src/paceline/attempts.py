@@ -19,7 +19,7 @@ from paceline.spec import RunSpec
 from paceline.trajectory import number_of
 
 FILE = "samples-attempts.jsonl"
-JOB = "job.json"
+JOB = store.JOB
 INTERRUPTED = "interrupted"
 # What a lost attempt leaves besides samples: kept for whoever looks for the cause, read by nobody. Left where it is,
 # what an engine wrote of its job would be taken for the next one's.

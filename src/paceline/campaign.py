@@ -20,9 +20,7 @@ from statistics import fmean
 from typing import Any
 
 from paceline import neutral, store
-from paceline.attempts import JOB
 from paceline.errors import PacelineError
-from paceline.plugins import load
 from paceline.records import Status
 from paceline.spec import Choice, RunSpec
 
@@ -287,7 +285,7 @@ def _is_under_way(run_dir: Path, pulse: Pulse | None, plan: Plan | None, driven:
 def _touched_at(run_dir: Path) -> float:
     """When a run last was begun, started again or heard of. A run that goes on keeps the spec.json of its first start,
     and one that is adopted its job.json too. Times of files, as beats are by the clocks of nodes."""
-    found = [run_dir / "spec.json", run_dir / JOB, *run_dir.glob("progress-*"), *run_dir.glob("samples-*.jsonl")]
+    found = [run_dir / "spec.json", run_dir / store.JOB, *run_dir.glob("progress-*"), *run_dir.glob("samples-*.jsonl")]
     times = [0.0]
     for path in found:
         with contextlib.suppress(FileNotFoundError):  # a restart sets files aside meanwhile
@@ -298,9 +296,9 @@ def _touched_at(run_dir: Path) -> float:
 def _left_job(run_dir: Path) -> str | None:
     """`job NAME may still run on slurm`; None where a job ends with its controller, as those of local, ssh and ray."""
     try:
-        job = store.read_json(run_dir / JOB)
+        job = store.read_json(run_dir / store.JOB)
         engine = Choice.parse(str(job["launcher"])).name
-        if not hasattr(load("launchers", engine), "adopt"):
+        if not job.get("outlives_controller"):
             return None
     except (PacelineError, KeyError, TypeError):
         return None

@@ -64,6 +64,7 @@ PHASES = (
     "verify",
     "done",
 )
+JOB = "job.json"
 _PROGRESS = struct.Struct("<qqqddd")
 CHECKPOINTS = "checkpoints"
 

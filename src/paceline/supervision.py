@@ -83,6 +83,7 @@ def start(launcher: Launcher, job: Job, spec: RunSpec, run_dir: Path) -> Launch:
     enough to find the job again, and to start nothing twice."""
     submitted_at = time.time()
     about = {"launcher": str(spec.launcher), "command": str(job), "submitted_at": submitted_at}
+    about["outlives_controller"] = hasattr(launcher, "adopt")
     store.write_json(run_dir / JOB, {**about, "handle": None})
     handle = launcher.submit(job)
     with contextlib.ExitStack() as undo:

@@ -190,7 +190,9 @@ def test_a_run_that_goes_on_or_is_taken_up_again_is_running(
     begin(tmp_path, specs[0], make_step)
     campaign.write_plan(tmp_path / "test", specs)
     run_dir = tmp_path / "test" / specs[0].run_id
-    store.write_json(run_dir / "job.json", {"launcher": "slurm", "handle": {"job_id": "17"}})
+    store.write_json(
+        run_dir / "job.json", {"outlives_controller": True, "launcher": "slurm", "handle": {"job_id": "17"}}
+    )
     age(run_dir)
     (run_dir / touched).touch()
     view = campaign.read_view(tmp_path / "test")
@@ -202,18 +204,21 @@ def test_a_run_that_goes_on_or_is_taken_up_again_is_running(
     ("job", "told"),
     [
         (
-            {"launcher": "slurm:partition=a", "handle": {"job_id": "17", "name": "x"}},
+            {"outlives_controller": True, "launcher": "slurm:partition=a", "handle": {"job_id": "17", "name": "x"}},
             "its job 17 may still run on slurm",
         ),
         (
-            {"launcher": "kubernetes", "handle": {"name": "paceline-x"}},
+            {"outlives_controller": True, "launcher": "kubernetes", "handle": {"name": "paceline-x"}},
             "its job paceline-x may still run on kubernetes",
         ),
-        ({"launcher": "slurm", "handle": None}, "its job may still run on slurm"),
+        ({"outlives_controller": True, "launcher": "slurm", "handle": None}, "its job may still run on slurm"),
         ({"launcher": "local", "handle": {"pid": 1}}, None),
         ({"launcher": "ray", "handle": {"pid": 1, "name": "x"}}, None),
         ({"launcher": "of-another-host", "handle": {"name": "x"}}, None),
-        ({"launcher": "slurm", "handle": {"job_id": "\x1b[2J"}}, "its job \ufffd[2J may still run on slurm"),
+        (
+            {"outlives_controller": True, "launcher": "slurm", "handle": {"job_id": "\x1b[2J"}},
+            "its job \ufffd[2J may still run on slurm",
+        ),
         ({}, None),
     ],
 )
