@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -15,6 +16,10 @@ import pytest
 from paceline import store
 from paceline.records import Evidence, Outcome, Sample, Status, StepSample
 from paceline.spec import Choice, Precision, RunSpec, Topology, Training, WarmUp
+
+# A shell starts what it runs in the background with Ctrl-C ignored, and children inherit that; those of tests are sent it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TESTS = Path(__file__).parent
 GENEROUS_S = 240.0
