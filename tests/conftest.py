@@ -17,7 +17,7 @@ from paceline import store
 from paceline.records import Evidence, Outcome, Sample, Status, StepSample
 from paceline.spec import Choice, Precision, RunSpec, Topology, Training, WarmUp
 
-# A shell starts what it runs in the background with Ctrl-C ignored, and children inherit that; those of tests are sent it.
+# A shell starts what it runs in the background deaf to Ctrl-C, which children inherit; those of tests are sent it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
