@@ -16,4 +16,4 @@ class Unseen:
 
     def begin(self, *_: Any) -> None: ...
 
-    started = moved = advising = ended = begin
+    started = moved = restarting = advising = ended = begin
