@@ -131,7 +131,7 @@ SCENARIOS = {
     "claimed": Scenario("ok", options={"results_claim": "kept"}, before=add_claim),
     "killed": Scenario("failed", r"exit code|signal 9", env={"LIGHT_FAULT": "die:1"}),
     "evicted": Scenario("preempted", r"pod .* on evicted-. was taken away: .*low on resource", LONG, meanwhile=evict),
-    "restarted": Scenario(
+    "again": Scenario(
         "ok",
         env={"LIGHT_S": "8"},
         options={"results_claim": "kept"},
