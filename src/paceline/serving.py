@@ -16,6 +16,11 @@ APIS = ("completions", "chat")
 # p99 limits of the two scenarios that have them, seconds: first token, each further token.
 LIMITS = {"server": (2.0, 0.1), "interactive": (0.5, 0.03)}
 PERCENTILE = 0.99
+# Bounds of a client that is believed: sending later than planned, reading later than the kernel had it, time to spare.
+MOST_SCHEDULE_LAG_S = 1e-3
+MOST_SCHEDULE_LAG_OF_TTFT = 0.01
+MOST_READ_LAG_S = 5e-3
+MOST_CPU_RATIO = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

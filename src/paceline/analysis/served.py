@@ -17,16 +17,20 @@ import numpy as np
 from paceline import stopping
 from paceline.findings import HIGHER, LOWER, Measurement
 from paceline.records import RunRecord
-from paceline.serving import OPEN, PERCENTILE, ClientSample, RequestSample
+from paceline.serving import (
+    MOST_CPU_RATIO,
+    MOST_READ_LAG_S,
+    MOST_SCHEDULE_LAG_OF_TTFT,
+    MOST_SCHEDULE_LAG_S,
+    OPEN,
+    PERCENTILE,
+    ClientSample,
+    RequestSample,
+)
 
 NS = 1e9
 PERCENTILES = (50, 90, 95, 99)
 Z_95 = 1.959964
-# A client is believed within these: see `loadgen.audit`, which says the same while a run goes on.
-MOST_SCHEDULE_LAG_S = 1e-3
-MOST_SCHEDULE_LAG_OF_TTFT = 0.01
-MOST_READ_LAG_S = 5e-3
-MOST_CPU_RATIO = 0.8
 
 
 # --- one request ---

@@ -8,12 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from paceline.loadgen.orders import Shift
+from paceline.serving import MOST_CPU_RATIO, MOST_READ_LAG_S, MOST_SCHEDULE_LAG_OF_TTFT, MOST_SCHEDULE_LAG_S
 
-# Bounds of a client that is believed: sending later than planned, reading later than the kernel had it, time to spare.
-MOST_SCHEDULE_LAG_S = 1e-3
-MOST_SCHEDULE_LAG_OF_TTFT = 0.01
-MOST_READ_LAG_S = 5e-3
-MOST_CPU_RATIO = 0.8
 MOST_CLOCK_DRIFT_S = 1e-3
 
 
