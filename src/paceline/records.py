@@ -17,7 +17,7 @@ from paceline.models import load as load_shape
 from paceline.probes import CollectiveSample as CollectiveSample
 from paceline.probes import KernelSample as KernelSample
 from paceline.probes import OverlapSample as OverlapSample
-from paceline.serving import ClientSample, RequestSample
+from paceline.serving import AnswerSample, ClientSample, ReplicaSample, RequestSample, StageSample
 from paceline.spec import PROBING, RunSpec, Scalar
 
 SCHEMA = 1
@@ -229,6 +229,9 @@ Sample = (
     | HealthSample
     | RequestSample
     | ClientSample
+    | StageSample
+    | ReplicaSample
+    | AnswerSample
     | StartSample
     | CheckpointSample
     | AttemptSample
@@ -306,6 +309,9 @@ class RunRecord:
     health: tuple[HealthSample, ...] = ()
     requests: tuple[RequestSample, ...] = ()
     clients: tuple[ClientSample, ...] = ()
+    stages: tuple[StageSample, ...] = ()
+    replicas: tuple[ReplicaSample, ...] = ()
+    answers: tuple[AnswerSample, ...] = ()
     starts: tuple[StartSample, ...] = ()
     checkpoints: tuple[CheckpointSample, ...] = ()
     attempts: tuple[AttemptSample, ...] = ()

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from paceline.choices import require
 
-SCENARIOS = ("offline", "server", "interactive", "single_stream", "concurrency", "constant", "trace")
+# Those of one load, and those that go through several while the replicas stay up.
+PLAIN_SCENARIOS = ("offline", "server", "interactive", "single_stream", "concurrency", "constant", "trace")
+STAGED_SCENARIOS = ("sweep", "search")
+SCENARIOS = (*PLAIN_SCENARIOS, *STAGED_SCENARIOS)
 # Requests of these are due by a schedule, so that sending one late is the client's own fault.
 OPEN = ("server", "interactive", "constant", "trace")
-PARTITIONS = ("static", "dynamic")
+# static: the plan says which replica has a sample. dynamic: the one that is free takes it. paired: every replica has
+# every sample, one after the other, there and back again (A B B A), so that replicas can be compared.
+PARTITIONS = ("static", "dynamic", "paired")
+LOADGENS = ("own", "mlcommons")
 APIS = ("completions", "chat")
 # p99 limits of the two scenarios that have them, seconds: first token, each further token.
 LIMITS = {"server": (2.0, 0.1), "interactive": (0.5, 0.03)}
@@ -28,8 +35,10 @@ class Serving:
     """How a served model is asked, and what counts as in time.
 
     requests: None is all samples of a file. rate_per_s is of all replicas together, for open scenarios; concurrency is
-    of all replicas together, for closed ones and as the cap of `offline`. least_s: the run goes on, with samples used
-    again, until it has lasted so long. Limits that are None are those of the scenario, or none.
+    of all replicas together, for closed ones and as the cap of `offline`. least_s: a load goes on, with samples used
+    again, until it has lasted so long. loads: those of a sweep ("1+2+4+8"), as concurrency, or as rates where
+    rate_per_s says where to begin a search or a sweep without them. full_set: samples of the whole set, for which the
+    time is told from those that were asked. Limits that are None are those of the scenario, or none.
     """
 
     scenario: str = "offline"
@@ -45,12 +54,18 @@ class Serving:
     request_timeout_s: float = 600.0
     warmup_requests: int = 4
     keeps_text: bool = False
+    least_s: float = 0.0
+    loads: str | None = None
+    full_set: int | None = None
+    loadgen: str = "own"
 
     def __post_init__(self) -> None:
         require(self.scenario in SCENARIOS, "scenario", self.scenario, ", ".join(SCENARIOS))
         require(self.api in APIS, "api", self.api, " or ".join(APIS))
         require(self.partition in PARTITIONS, "partition", self.partition, " or ".join(PARTITIONS))
-        for name in ("requests", "concurrency", "max_tokens"):
+        require(self.loadgen in LOADGENS, "loadgen", self.loadgen, " or ".join(LOADGENS))
+        require(0 <= self.least_s < math.inf, "least_s", self.least_s, "a number from 0")
+        for name in ("requests", "concurrency", "max_tokens", "full_set"):
             value = getattr(self, name)
             require(value is None or value >= 1, name, value, "a whole number from 1")
         require(self.warmup_requests >= 0, "warmup_requests", self.warmup_requests, "a whole number from 0")
@@ -109,6 +124,64 @@ class RequestSample:
     attempt: int = 0
     token_ns: tuple[int, ...] = ()
     text: str | None = None
+    reference: str | None = None
+    stage: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSample:
+    """One load of a run, in the order they were put on: a run of a plain scenario has one. Times are nanoseconds from
+    the common start of the run, like those of requests; began_at_s is `time.time()` of the client's host. replica is
+    the only one that was asked, None where all were. planned counts its requests; capped says that some waited for
+    others to end."""
+
+    kind: ClassVar[str] = "stage"
+    rank: int
+    stage: int
+    scenario: str
+    rate_per_s: float | None
+    concurrency: int | None
+    replica: int | None
+    planned: int
+    started_ns: int
+    ended_ns: int
+    began_at_s: float
+    capped: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSample:
+    """One replica as its engine started or found it: where, of which version, over how many devices, and what it was
+    told. died_ns: when the client found it gone, None where it stayed; reassigned counts its samples that others
+    took."""
+
+    kind: ClassVar[str] = "replica"
+    rank: int
+    replica: int
+    host: str
+    engine: str
+    model: str
+    version: str | None = None
+    devices: int | None = None
+    tensor_parallel: int = 1
+    ready_s: float | None = None
+    died_ns: int | None = None
+    reassigned: int = 0
+    settings: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerSample:
+    """What a replica answered outside the timed load, to a question that all replicas were asked: replicas of one model
+    that answer greedily must agree."""
+
+    kind: ClassVar[str] = "answer"
+    rank: int
+    replica: int
+    sample: int
+    tokens: int | None
+    text: str
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

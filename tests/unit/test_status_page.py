@@ -25,7 +25,7 @@ def schedule_of(**more: Any) -> agenda.Schedule:
         "backend": "crontab",
         "experiment": "quick",
         "source": f"{EVIL}.yaml",
-        "added_at": time.time() - 3 * 86400,
+        "added_at": time.time() - 4 * 86400,
         "directory": "/",
     }
     return agenda.Schedule(**usual | more)
@@ -33,13 +33,13 @@ def schedule_of(**more: Any) -> agenda.Schedule:
 
 @pytest.fixture
 def out(tmp_path: Path, make_spec: Callable[..., RunSpec], make_run: Callable[..., Path]) -> Path:
-    """One ended experiment, one schedule with a run that went wrong and two times missed."""
+    """One ended experiment, one schedule with a run that went wrong and two or three times missed."""
     spec = make_spec()
     make_run(tmp_path, spec)
     campaign.write_plan(tmp_path / spec.experiment, [spec])
     (tmp_path / spec.experiment / "report.html").write_text("<p>")
     agenda.write(tmp_path, schedule_of())
-    first, *_ = schedule_of().cron.between(datetime.now(UTC) - timedelta(days=3), datetime.now(UTC))
+    first, *_ = schedule_of().cron.between(datetime.now(UTC) - timedelta(days=4), datetime.now(UTC))
     agenda.record(tmp_path, "nightly", "began", "day", at=first.timestamp(), due_at=first.timestamp())
     end = {"outcome": "regression", "exit_code": 1, "sentence": f"{EVIL} | slower", "report": None}
     agenda.record(tmp_path, "nightly", "ended", "day", at=first.timestamp() + 90, **end)

@@ -97,6 +97,10 @@ class Cell(Strict):
     request_timeout_s: float = 600.0
     warmup_requests: int = 4
     keeps_text: bool = False
+    least_s: float = 0.0
+    loads: str | None = None
+    full_set: int | None = None
+    loadgen: str = "own"
     max_restarts: int = 0
     checkpoint_every: int | None = None
 
