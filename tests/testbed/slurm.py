@@ -160,8 +160,10 @@ class Cluster:
         for process in psutil.process_iter(["pid"]):
             with contextlib.suppress(psutil.Error):
                 environ = process.environ()
-                ours = environ.get("SLURM_CONF") == str(self.configuration) and "SLURM_JOB_ID" in environ
-                if ours and node in (None, environ.get("SLURMD_NODENAME")):
+                ours = environ.get("SLURM_CONF") == str(self.configuration)
+                # The one that keeps a step lives until Slurm has heard of its end.
+                works = "SLURM_JOB_ID" in environ or process.name() == "slurmstepd"
+                if ours and works and node in (None, environ.get("SLURMD_NODENAME")):
                     found.append(process)
         return found
 
