@@ -7,6 +7,7 @@ DIR/<experiment>/<run_id>/
   samples-<rank>.jsonl, outcome-<rank>.json, machine-<host>.json    written by ranks
   samples-gauges-<rank>.jsonl   GPUs and host beside the run (first rank of a host)
   samples-advice.jsonl    after a run out of memory: what was predicted of other settings (adviser)
+  loadgen-*-<rank>.*  LoadGen's own logs, where it asked too
   log.txt             everything the processes printed
   clocks.json         how far the clocks of other hosts are off, where some took part
   status.json         how it ended (controller, last): its existence means complete
@@ -235,6 +236,7 @@ _FIELDS = {
     "stages": "stage",
     "replicas": "replica",
     "answers": "answer",
+    "loadgens": "loadgen",
     "starts": "start",
     "checkpoints": "checkpoint",
     "attempts": "attempt",

@@ -41,6 +41,7 @@ class FolderRecorder:
     """Implements `plugins.Recorder` in the run folder. Each line is handed to the system at once: a kill loses none."""
 
     def __init__(self, run_dir: Path, rank: int) -> None:
+        self._run_dir = run_dir
         self._file = (run_dir / f"samples-{rank}.jsonl").open("w", buffering=1)
         self._position = store.ProgressFile(run_dir, rank)
         self.evidence: Evidence | None = None
@@ -69,6 +70,9 @@ class FolderRecorder:
 
     def conclude(self, evidence: Evidence) -> None:
         self.evidence = evidence
+
+    def keep(self, name: str, content: bytes) -> None:
+        (self._run_dir / name).write_bytes(content)
 
     def close(self) -> None:
         self._file.close()

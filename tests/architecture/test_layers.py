@@ -90,6 +90,7 @@ HEAVY = {
     "mlflow",
     "sqlalchemy",
     "alembic",
+    "mlperf_loadgen",
     "wandb",
     "prometheus_client",
 }

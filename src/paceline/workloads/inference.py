@@ -20,6 +20,7 @@ from paceline.prompts import Prompt
 from paceline.records import Evidence
 from paceline.serving import ClientSample, RequestSample
 from paceline.spec import RunSpec, require
+from paceline.workloads import _inference_loadgen
 
 # In flight at most when everything is asked at once: more connections make no server faster.
 OFFLINE_CAP = 512
@@ -40,6 +41,7 @@ def check(spec: RunSpec) -> str | None:
     assert spec.engine is not None
     options(Options, spec.workload)
     load_shape(spec.model)
+    _inference_loadgen.check(spec)
     reason = load("engines", spec.engine.name).check(spec)
     return str(reason) if reason else None
 
@@ -54,11 +56,22 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
         warm_up(spec, asked, endpoints)
         recorder.progress(0, "timing")
         shifts = team.run(shares_of(spec, seat, asked, whole, endpoints))
+        if _inference_loadgen.is_asked(spec) and seat.rank == 0:
+            ask_by_loadgen(spec, recorder, asked, endpoints, shifts)
     for shard, shift in enumerate(shifts):
         for handled in shift.handled:
             recorder.add(request_sample(handled, seat.rank, int(whole.samples[handled.number]), asked, shift))
         recorder.add(client_sample(shift, seat.rank, shard, whole.digest))
     recorder.conclude(evidence(spec, asked, endpoints))
+
+
+def ask_by_loadgen(
+    spec: RunSpec, recorder: Recorder, asked: Sequence[Prompt], endpoints: Sequence[Endpoint], shifts: Sequence[Shift]
+) -> None:
+    """The same prompts to the same replicas, by the schedule of LoadGen."""
+    payloads = [[payload(spec, prompt, endpoint) for endpoint in endpoints] for prompt in asked]
+    pace = sum(len(shift.handled) for shift in shifts) / max(shift.wall_s for shift in shifts)
+    _inference_loadgen.ask(spec, recorder, payloads, [target_of(endpoint) for endpoint in endpoints], pace)
 
 
 # --- the load ---
