@@ -39,8 +39,10 @@ class Options:
 
 def check(spec: RunSpec) -> str | None:
     assert spec.engine is not None
+    assert spec.serving is not None
     options(Options, spec.workload)
     load_shape(spec.model)
+    prompts.check(spec.training.data, spec.serving.scenario)
     _inference_loadgen.check(spec)
     reason = load("engines", spec.engine.name).check(spec)
     return str(reason) if reason else None
@@ -82,7 +84,12 @@ def prompts_of(spec: RunSpec) -> list[Prompt]:
     vocab = load_shape(spec.model).vocab
     asked = spec.serving
     return prompts.open_prompts(
-        spec.training.data, count=asked.requests, seed=spec.seed, vocab=vocab, max_tokens=asked.max_tokens
+        spec.training.data,
+        count=asked.requests,
+        seed=spec.seed,
+        vocab=vocab,
+        max_tokens=asked.max_tokens,
+        api=asked.api,
     )
 
 
