@@ -13,15 +13,12 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 from urllib.parse import urlsplit
 
 from paceline.errors import UnsupportedError
 from paceline.plugins import Seat
 from paceline.workloads._inference_requests import Replica
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 LOOK_S = 1.0
 CONNECT_S = 5.0
@@ -30,6 +27,15 @@ REFUSALS = 3
 # How long the others have to say that they heard of the end.
 FAREWELL_S = 30.0
 _ENDED = "paceline/ended"
+
+
+class Store(Protocol):
+    """What is used of torch.distributed's; RuntimeError when it is gone, or what is waited for does not come."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def wait(self, keys: list[str], timeout: datetime.timedelta, /) -> None: ...
 
 
 class Circle:
@@ -41,7 +47,7 @@ class Circle:
     @classmethod
     def met(cls, seat: Seat, patience_s: float) -> Circle:
         """By the variables that torchrun gives its ranks."""
-        from torch.distributed import rendezvous
+        from torch.distributed.rendezvous import rendezvous
 
         store, _, _ = next(rendezvous("env://", timeout=datetime.timedelta(seconds=patience_s)))
         return cls(store, seat, patience_s)
@@ -118,8 +124,8 @@ def require_reachable(replica: Replica) -> None:
         _connect(replica)
     except OSError as error:
         raise UnsupportedError(
-            f"the replica of rank {replica.rank} on {replica.host} does not answer at {replica.endpoint.url} ({error}): "
-            f"rank 0 asks all replicas and must reach them; try on its host: curl -i {replica.endpoint.url}/v1/models"
+            f"rank 0 asks all replicas, but that of rank {replica.rank} on {replica.host} does not answer it at "
+            f"{replica.endpoint.url} ({error}); try on both hosts: curl -i {replica.endpoint.url}/v1/models"
         ) from None
 
 

@@ -18,7 +18,7 @@ from paceline.loadgen import arrivals, plan, team
 from paceline.loadgen.arrivals import NS
 from paceline.loadgen.orders import Limits, Orders, Shift
 from paceline.loadgen.tally import Tally
-from paceline.plugins import Recorder, Seat
+from paceline.plugins import Recorder
 from paceline.prompts import Prompt
 from paceline.serving import PERCENTILE, AnswerSample, ReplicaSample, Serving, StageSample
 from paceline.workloads._inference_loads import BOUNDED, Load, Outcome, plan_of
@@ -213,8 +213,8 @@ class Session:
     def farewell(self) -> None:
         """Every replica, with when it was found gone: by the client, or by its own rank where nobody asked it then."""
         now_ns = time.monotonic_ns() - (self._origin_ns or time.monotonic_ns())
-        for replica in self._gone():
-            self._died_ns.setdefault(replica, now_ns)
+        for gone in self._gone():
+            self._died_ns.setdefault(gone, now_ns)
         for number, replica in enumerate(self.replicas):
             self.recorder.add(self._replica_sample(number, replica))
 

@@ -106,7 +106,7 @@ def test_a_sweep_of_rates_ends_where_the_replicas_do_not_keep_up() -> None:
 
 @pytest.mark.parametrize("text", ["", "1+", "a", "0+1", "1.5", "inf", "nan", "-1"])
 def test_loads_that_are_none_are_one_sentence(text: str) -> None:
-    with pytest.raises(RequestError, match="loads: .* was given; accepted is whole numbers"):
+    with pytest.raises(RequestError, match=r"loads: .* was given; accepted is whole numbers"):
         next(loads(scenario="sweep", loads=text))
 
 
