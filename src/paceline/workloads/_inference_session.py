@@ -170,7 +170,9 @@ class Session:
             self._bury(shift, replicas, origin_ns)
         ended_ns = max((h.ended_ns for h in handled if h.ended_ns is not None), default=start_ns)
         capped = any(shift.waited_for_cap for shift in shifts)
-        self.recorder.add(self._stage_sample(load, len(handled), start_ns, ended_ns, capped))
+        # Of a load that may end by time those never given out are no requests.
+        planned = len(handled) if load.least_s and load.scenario in BOUNDED else len(whole)
+        self.recorder.add(self._stage_sample(load, planned, start_ns, ended_ns, capped))
         self._stage += 1
         self._number += len(whole)
         late = sum(is_late(each, self._limits) for each in handled)
