@@ -13,6 +13,8 @@ GIB = 2**30
 
 def title(spec: RunSpec) -> str:
     """One run in the words of its axes that vary."""
+    if spec.serving:
+        return f"{spec.workload.name} {spec.serving.scenario} x{spec.topology.world_size} repeat {spec.repeat + 1}"
     if not spec.is_trained:
         return f"{spec.workload.name} x{spec.topology.world_size} repeat {spec.repeat + 1}"
     if spec.workload.name in ("memory", "frontier"):
