@@ -150,7 +150,8 @@ class Offer:
 class Workload(Protocol):
     """A workload that searches also has `follow(spec, records) -> RunSpec | None`: given the spec that was asked for
     and the sealed records of its series so far, the next run to make, or None at the end. It is called on the
-    controller, again from the start when a search is resumed, so it must answer by the records alone."""
+    controller, again from the start when a search is resumed, so it must answer by the records alone. One whose size
+    is not told by steps also has `outline(spec) -> str`, for `paceline plan`."""
 
     def check(self, spec: RunSpec) -> str | None: ...
     def run(self, spec: RunSpec, seat: Seat, recorder: Recorder) -> None: ...

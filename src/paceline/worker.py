@@ -137,12 +137,12 @@ def attempt(run_dir: Path, rank: int, recorder: FolderRecorder) -> tuple[Status,
             facts = {**machine_facts(probe()), "host": places.node_name(os.environ)}
             store.write_json(run_dir / f"machine-{facts['host']}.json", facts)
         with gauged(run_dir, spec, seat):
-            # A client of endpoints meets nobody, and needs no torch.
-            alone = spec.serving is not None and seat.world_size == 1
-            if not alone:
+            # Replicas compute nothing together: their ranks meet by the launch's store, and leave devices to engines.
+            joins = spec.serving is None
+            if joins:
                 join(spec, seat)
             load("workloads", spec.workload.name).run(spec, seat, recorder)
-            if not alone:
+            if joins:
                 leave()
         recorder.progress(spec.steps, "done")
         return Status.OK, None

@@ -151,7 +151,7 @@ async def _read(reader: asyncio.StreamReader, response: Response, first: Callabl
         now = time.monotonic_ns()
         whole = response.feed(piece, now, now)
         # Looked at only until the first token: an event before it is short.
-        if not told and response.status == 200 and understand(response.events()).first_read is not None:
+        if not told and response.status == 200 and understand(response.events()).pieces:
             told = True
             first()
         if whole:

@@ -14,13 +14,12 @@ from pathlib import Path
 
 from paceline.errors import RequestError
 from paceline.loadgen import mlcommons
-from paceline.loadgen.orders import Target
-from paceline.plugins import Recorder, load
+from paceline.plugins import Endpoint, Recorder, load
+from paceline.prompts import Prompt
 from paceline.serving import LoadgenSample
 from paceline.spec import RunSpec, require
-
-# In flight at most when everything is asked at once, as for this client's own load.
-OFFLINE_CAP = 512
+from paceline.workloads._inference_loads import OFFLINE_CAP
+from paceline.workloads._inference_requests import body, head, target_of
 
 
 def is_asked(spec: RunSpec) -> bool:
@@ -68,13 +67,18 @@ def terms_of(spec: RunSpec, samples: int, pace_per_s: float) -> mlcommons.Terms:
 def ask(
     spec: RunSpec,
     recorder: Recorder,
-    payloads: Sequence[Sequence[bytes]],
-    targets: Sequence[Target],
+    prompts: Sequence[Prompt],
+    endpoints: Sequence[Endpoint],
     pace_per_s: float,
 ) -> None:
-    """One whole test of LoadGen, its logs and what it concluded. Payloads are of each sample for each replica; the
-    pace is what this client's own load reached, requests a second."""
-    terms = terms_of(spec, len(payloads), pace_per_s)
+    """One whole test of LoadGen, its logs and what it concluded: the same prompts to the same replicas. The pace is
+    what this client's own load reached, requests a second."""
+    assert spec.serving is not None
+    api = spec.serving.api
+    heads = [head(endpoint, api) for endpoint in endpoints]
+    payloads = [[heads[n] + body(prompt, each, api) for n, each in enumerate(endpoints)] for prompt in prompts]
+    targets = [target_of(endpoint, api) for endpoint in endpoints]
+    terms = terms_of(spec, len(prompts), pace_per_s)
     with tempfile.TemporaryDirectory(prefix="paceline-loadgen-") as folder:
         told = mlcommons.drive(terms, payloads, targets, Path(folder), lambda: recorder.progress(0, "timing"))
         for name in mlcommons.LOGS:

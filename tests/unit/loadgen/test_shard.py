@@ -69,7 +69,7 @@ EXPECTED: dict[str, dict[str | None, int]] = {
     "refuse": {None: 3, "http_429": 3},
     "fail": {None: 3, "http_500": 3},
     "error": {"in_stream": 6},
-    "flood": {"too_large": 6},
+    "flood": {"too_long": 6},
 }
 
 
