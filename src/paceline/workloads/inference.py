@@ -41,8 +41,8 @@ def check(spec: RunSpec) -> str | None:
     assert spec.serving is not None
     options(Options, spec.workload)
     load_shape(spec.model)
-    prompts.check(spec.training.data, spec.serving.scenario)
     _require_fitting(spec.serving)
+    prompts.check(spec.training.data, spec.serving.scenario)
     loadgen.check(spec)
     lasting = lasting_s(spec.serving)
     if lasting is not None and lasting >= spec.timeout_s:

@@ -277,7 +277,6 @@ def test_where_a_load_is_in_words(asked: dict[str, Any], tally: tuple[int, int, 
         ({"scenario": "trace", "least_s": 5.0}, "least_s: 5.0 was given; accepted is 0 with trace"),
         ({"loads": "1+2"}, r"loads: '1\+2' was given; accepted is nothing without scenario sweep"),
         ({"scenario": "sweep", "loads": "x"}, "loads: 'x' was given"),
-        ({"api": "chat"}, "api: 'chat' was given; accepted is completions for prompts of token ids"),
     ],
 )
 def test_what_does_not_fit_is_one_sentence(start: Start, ask: Ask, asked: dict[str, Any], words: str) -> None:
