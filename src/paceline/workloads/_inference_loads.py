@@ -44,7 +44,8 @@ HASTE = 4
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     """One load. scenario is a plain one; requests are asked at least, and for at least least_s; concurrency is the most
-    in flight over all replicas that are asked (None: no bound); replica is the only one asked, None for all."""
+    in flight over all replicas that are asked (None: no bound); replica is the only one asked, None for all. A trial
+    ends as soon as its limits are surely not kept."""
 
     scenario: str
     requests: int
@@ -53,12 +54,15 @@ class Load:
     concurrency: int | None = None
     replica: int | None = None
     least_s: float = 0.0
+    is_trial: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of a load: requests that were asked, those of them too late or failed, and the time it took."""
+    """What became of a load: requests planned, those that were asked, those of them too late or failed, and the time
+    it took."""
 
+    planned: int
     requests: int
     late: int
     wall_s: float
@@ -70,8 +74,16 @@ class Outcome:
     @property
     def passes(self) -> bool | None:
         """Whether the limits were kept at the 99th percentile, by early stopping; None where nothing can be said."""
-        allowed = stopping.late_allowed(self.requests, PERCENTILE)
-        return None if allowed is None else self.late <= allowed
+        allowed = stopping.late_allowed(self.planned, PERCENTILE)
+        if allowed is None or (self.late <= allowed and self.requests < self.planned):
+            return None
+        return self.late <= allowed
+
+
+def is_lost(planned: int, ended: int, late: int) -> bool:
+    """Whether a trial need not go on: more are late than its plan allows, and than chance would make of kept limits."""
+    allowed = stopping.late_allowed(planned, PERCENTILE)
+    return allowed is not None and late > allowed and stopping.too_many_late(ended, late, PERCENTILE)
 
 
 Loads = Generator[Load, Outcome, None]
@@ -156,7 +168,7 @@ def search(asked: Serving, samples: int, replicas: int, seed: int, left_s: Calla
         rate, stage = max((yield guess).requests_per_s / 2, 1e-3), 1
     bracket = Bracket(begin=rate)
     while (rate := bracket.next_rate()) is not None and max(requests / rate, asked.least_s) < left_s():
-        load = Load(scenario="server", requests=requests, seed=seed_of(seed, stage), rate_per_s=rate)
+        load = Load(scenario="server", requests=requests, seed=seed_of(seed, stage), rate_per_s=rate, is_trial=True)
         outcome = yield replace(load, least_s=asked.least_s)
         if not bracket.learn(rate, outcome.passes):
             return

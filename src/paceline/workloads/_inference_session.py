@@ -17,16 +17,16 @@ from paceline.errors import InvalidRunError
 from paceline.loadgen import arrivals, plan, team
 from paceline.loadgen.arrivals import NS
 from paceline.loadgen.orders import Limits, Orders, Shift
+from paceline.loadgen.reading import is_late
 from paceline.loadgen.tally import Tally
 from paceline.plugins import Recorder
 from paceline.prompts import Prompt
 from paceline.serving import PERCENTILE, AnswerSample, ReplicaSample, Serving, StageSample
-from paceline.workloads._inference_loads import BOUNDED, Load, Outcome, plan_of
+from paceline.workloads._inference_loads import BOUNDED, Load, Outcome, is_lost, plan_of
 from paceline.workloads._inference_requests import (
     Bodies,
     Replica,
     client_sample,
-    is_late,
     request_sample,
     target_of,
 )
@@ -115,7 +115,7 @@ class Session:
         if not replicas:
             raise InvalidRunError(f"no replica is left for load {self._stage + 1}: {self._obituary()}")
         whole = plan_of(load, self.prompts, range(len(replicas)), self.asked.partition, self._fastest_s)
-        shifts = team.run(self._shares(load, whole, replicas), watch=_Countdown(self, load))
+        shifts = team.run(self._shares(load, whole, replicas), watch=_Countdown(self, load, len(whole)))
         return self._write_down(load, whole, replicas, shifts)
 
     def _shares(self, load: Load, whole: plan.Plan, replicas: Sequence[int]) -> list[Orders]:
@@ -170,13 +170,15 @@ class Session:
             self._bury(shift, replicas, origin_ns)
         ended_ns = max((h.ended_ns for h in handled if h.ended_ns is not None), default=start_ns)
         capped = any(shift.waited_for_cap for shift in shifts)
-        # Of a load that may end by time those never given out are no requests.
-        planned = len(handled) if load.least_s and load.scenario in BOUNDED else len(whole)
+        # Of a load that may end before its plan does, those never given out are no requests.
+        ends_early = load.is_trial or (load.least_s > 0 and load.scenario in BOUNDED)
+        planned = len(handled) if ends_early else len(whole)
         self.recorder.add(self._stage_sample(load, planned, start_ns, ended_ns, capped))
         self._stage += 1
         self._number += len(whole)
-        late = sum(is_late(each, self._limits) for each in handled)
-        return Outcome(requests=len(handled), late=late, wall_s=(ended_ns - start_ns) / NS)
+        late = sum(each.error is not None or is_late(each, self._limits) for each in handled)
+        wall_s = (ended_ns - start_ns) / NS
+        return Outcome(planned=len(whole), requests=len(handled), late=late, wall_s=wall_s)
 
     def _stage_sample(self, load: Load, planned: int, start_ns: int, ended_ns: int, capped: bool) -> StageSample:
         assert self._origin_ns is not None
@@ -244,16 +246,17 @@ class Session:
 
 
 class _Countdown:
-    """Hands on the tally of a load whenever it has changed."""
+    """Hands on the tally of a load whenever it has changed; True where a trial need not go on."""
 
-    def __init__(self, session: Session, load: Load) -> None:
-        self._session, self._load = session, load
+    def __init__(self, session: Session, load: Load, planned: int) -> None:
+        self._session, self._load, self._planned = session, load, planned
         self._last: Tally | None = None
 
-    def __call__(self, tally: Tally) -> None:
+    def __call__(self, tally: Tally) -> bool:
         if tally != self._last:
             self._last = tally
             self._session.note(self._load, tally)
+        return self._load.is_trial and is_lost(self._planned, tally.ended, tally.late + tally.failed)
 
 
 def standing(load: Load, stage: int, asked: Serving, tally: Tally) -> str:

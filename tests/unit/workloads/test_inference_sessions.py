@@ -73,7 +73,9 @@ Ask = Callable[..., Notebook]
 def ask(make_spec: Callable[..., RunSpec]) -> Ask:
     """A run of this workload in this process, over the replicas given."""
 
-    def run(*replicas: bed.Replica, notebook: Notebook | None = None, **asked: Any) -> Notebook:
+    def run(
+        *replicas: bed.Replica, notebook: Notebook | None = None, timeout_s: float = 120.0, **asked: Any
+    ) -> Notebook:
         usual: dict[str, Any] = {"requests": SAMPLES, "max_tokens": 8, "warmup_requests": 1, "request_timeout_s": 30.0}
         spec = make_spec(
             None,
@@ -82,7 +84,7 @@ def ask(make_spec: Callable[..., RunSpec]) -> Ask:
             engine=Choice("openai", {"urls": [replica.url for replica in replicas]}),
             serving=Serving(**{**usual, **asked}),
             data=Choice.parse("synthetic:prompt=fixed,prompt_mean=4,answer_mean=8"),
-            timeout_s=120.0,
+            timeout_s=timeout_s,
         )
         assert inference.check(spec) is None
         found = notebook or Notebook()
@@ -228,6 +230,14 @@ def test_a_search_never_passes_what_the_law_of_the_server_forbids(
         assert not (passed and forbidden.sum() > (stopping.late_allowed(len(ours), 0.9) or 0))
     assert len(rates[False]) >= 1
     assert max(rates[True], default=0.0) < min(rates[False])
+
+
+def test_a_trial_ends_when_it_is_lost(start: Start, ask: Ask) -> None:
+    """At a rate at which it would go on for two minutes, with an answer to every request that comes too late."""
+    found = ask(start(ttft_s=0.05), scenario="search", rate_per_s=8.0, ttft_limit_s=0.001, timeout_s=65.0)
+    (stage,) = found.of(StageSample)
+    assert 1 <= stage.planned == len(found.requests) < 459
+    assert {request.error for request in found.requests} == {None}
 
 
 def _waits(due_ns: list[int], service_s: float) -> Any:
