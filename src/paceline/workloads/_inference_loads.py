@@ -86,7 +86,8 @@ def is_lost(planned: int, ended: int, late: int) -> bool:
     return allowed is not None and late > allowed and stopping.too_many_late(ended, late, PERCENTILE)
 
 
-Loads = Generator[Load, Outcome, None]
+# What is returned is why a search came to its end; nothing where the loads were known beforehand.
+Loads = Generator[Load, Outcome, str | None]
 
 
 def loads_of(asked: Serving, samples: int, replicas: int, seed: int, left_s: Callable[[], float]) -> Loads:
@@ -114,12 +115,14 @@ def plain(asked: Serving, samples: int, seed: int) -> Load:
 
 def once(load: Load) -> Loads:
     yield load
+    return None
 
 
 def paired(load: Load, replicas: int) -> Loads:
     """A B .. B A, the same requests in the same order each time: what drifts over the run meets all replicas alike."""
     for replica in (*range(replicas), *reversed(range(replicas))):
         yield replace(load, replica=replica)
+    return None
 
 
 def sweep(asked: Serving, samples: int, seed: int) -> Loads:
@@ -131,7 +134,8 @@ def sweep(asked: Serving, samples: int, seed: int) -> Loads:
             continue
         outcome = yield replace(load, scenario="server", rate_per_s=size)
         if asked.loads is None and outcome.requests_per_s < KEPT_UP * size:
-            return
+            break
+    return None
 
 
 def swept(asked: Serving) -> list[float]:
@@ -167,12 +171,16 @@ def search(asked: Serving, samples: int, replicas: int, seed: int, left_s: Calla
         # In a closed loop the replicas are never idle: within limits they can do less.
         rate, stage = max((yield guess).requests_per_s / 2, 1e-3), 1
     bracket = Bracket(begin=rate)
-    while (rate := bracket.next_rate()) is not None and max(requests / rate, asked.least_s) < left_s():
+    while (rate := bracket.next_rate()) is not None:
+        lasting_s = max(requests / rate, asked.least_s)
+        if lasting_s >= left_s():
+            return f"a load at {rate:.4g} a second lasts {lasting_s:.0f} s, longer than is left of timeout_s"
         load = Load(scenario="server", requests=requests, seed=seed_of(seed, stage), rate_per_s=rate, is_trial=True)
         outcome = yield replace(load, least_s=asked.least_s)
         if not bracket.learn(rate, outcome.passes):
-            return
+            return f"{outcome.requests} of {outcome.planned} requests at {rate:.4g} a second tell nothing"
         stage += 1
+    return "the rate is known closely enough" if bracket.passed is not None else "no rate passed"
 
 
 @dataclass(slots=True, kw_only=True)

@@ -95,20 +95,22 @@ def ask(
         sequence = loads.loads_of(
             spec.serving, len(asked), len(replicas), spec.seed, lambda: until_s - time.monotonic()
         )
-        put_on_all(session, sequence)
+        ended_by = put_on_all(session, sequence)
     finally:
         session.farewell()
     endpoints = [replica.endpoint for replica in replicas]
-    recorder.conclude(evidence(endpoints, samples=len(asked), served=endpoints[0].model))
+    told = {"search_ended_by": ended_by} if ended_by else {}
+    recorder.conclude(evidence(endpoints, samples=len(asked), served=endpoints[0].model, **told))
 
 
-def put_on_all(session: Session, sequence: loads.Loads) -> None:
+def put_on_all(session: Session, sequence: loads.Loads) -> str | None:
+    """One load after the other, each chosen by what became of those before; why a search came to its end."""
     try:
         load = next(sequence)
         while True:
             load = sequence.send(session.put_on(load))
-    except StopIteration:
-        return
+    except StopIteration as end:
+        return end.value if isinstance(end.value, str) else None
 
 
 def prompts_of(spec: RunSpec) -> list[Prompt]:

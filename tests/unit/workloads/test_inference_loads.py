@@ -125,6 +125,24 @@ def test_a_search_comes_within_a_twentieth_of_what_the_replicas_can_do(capacity:
     assert {load.requests for load, _ in rated} == {459}
 
 
+def end_of(sequence: Loads, rule: Rule) -> str | None:
+    try:
+        load = next(sequence)
+        while True:
+            load = sequence.send(rule(load))
+    except StopIteration as end:
+        return str(end.value)
+
+
+def test_a_search_says_why_it_ended() -> None:
+    def why(rule: Rule, left_s: float = math.inf) -> str | None:
+        return end_of(loads(scenario="search", rate_per_s=2.0, left_s=lambda: left_s), rule)
+
+    assert why(able_to(5.0)) == "the rate is known closely enough"
+    assert why(able_to(1e-9)) == "no rate passed"
+    assert why(able_to(1.1), 300.0) == "a load at 1 a second lasts 459 s, longer than is left of timeout_s"
+
+
 def test_a_search_ends_where_nothing_passes_or_time_does_not_suffice() -> None:
     hopeless = drive(loads(scenario="search", rate_per_s=64.0), able_to(1e-9))
     assert len(hopeless) == 11

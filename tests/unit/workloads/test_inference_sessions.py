@@ -238,6 +238,8 @@ def test_a_trial_ends_when_it_is_lost(start: Start, ask: Ask) -> None:
     (stage,) = found.of(StageSample)
     assert 1 <= stage.planned == len(found.requests) < 459
     assert {request.error for request in found.requests} == {None}
+    assert found.evidence is not None
+    assert "longer than is left of timeout_s" in str(found.evidence.settings["search_ended_by"])
 
 
 def _waits(due_ns: list[int], service_s: float) -> Any:
