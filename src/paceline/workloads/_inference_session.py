@@ -33,6 +33,8 @@ from paceline.workloads._inference_requests import (
 
 # Connections made beforehand for an open loop, whose requests in flight nobody knows.
 OPEN_CONNECTIONS = 64
+# Beyond so many late ones n(t) takes the client's host longer to compute than it is worth.
+MOST_COUNTED = 1000
 Gone = Callable[[], Sequence[int]]
 
 
@@ -75,7 +77,8 @@ class Session:
         if count == 0:
             return
         self.recorder.progress(0, "warmup")
-        shifts = team.run([self._questions(replica, count) for replica in range(len(self.replicas))], watch=self._beat)
+        moved = _Changes(lambda tally: self.recorder.progress(tally.ended, "warmup"))
+        shifts = team.run([self._questions(replica, count) for replica in range(len(self.replicas))], watch=moved)
         answers = [handled for shift in shifts for handled in shift.handled]
         for handled in sorted(answers, key=lambda handled: handled.number):
             replica, sample = divmod(handled.number, count)
@@ -104,9 +107,6 @@ class Session:
             keeps_text=True,
         )
 
-    def _beat(self, tally: Tally) -> None:
-        self.recorder.progress(tally.ended, "warmup")
-
     # --- a load ---
 
     def put_on(self, load: Load) -> Outcome:
@@ -115,8 +115,24 @@ class Session:
         if not replicas:
             raise InvalidRunError(f"no replica is left for load {self._stage + 1}: {self._obituary()}")
         whole = plan_of(load, self.prompts, range(len(replicas)), self.asked.partition, self._fastest_s)
-        shifts = team.run(self._shares(load, whole, replicas), watch=_Countdown(self, load, len(whole)))
+        shifts = team.run(self._shares(load, whole, replicas), watch=self._watch(load, len(whole)))
         return self._write_down(load, whole, replicas, shifts)
+
+    def _watch(self, load: Load, planned: int) -> Callable[[Tally], bool]:
+        """Tells whoever looks where the load is; True where a trial need not go on."""
+
+        def note(tally: Tally) -> None:
+            self.recorder.progress(
+                self._number + tally.ended, f"timing: {standing(load, self._stage, self.asked, tally)}"
+            )
+
+        changes = _Changes(note)
+
+        def look(tally: Tally) -> bool:
+            changes(tally)
+            return load.is_trial and is_lost(planned, tally.ended, tally.late + tally.failed)
+
+        return look
 
     def _shares(self, load: Load, whole: plan.Plan, replicas: Sequence[int]) -> list[Orders]:
         """What each process of the client shall do: request k of the schedule is that of process k mod processes."""
@@ -240,36 +256,37 @@ class Session:
             **known,  # type: ignore[arg-type]
         )
 
-    def note(self, load: Load, tally: Tally) -> None:
-        """Where the load is, for whoever watches: moved only while something moves, so that a hang shows."""
-        self.recorder.progress(self._number + tally.ended, f"timing: {standing(load, self._stage, self.asked, tally)}")
 
+class _Changes:
+    """Hands on a tally that is not the one before: a position is marked only while something moves, so a hang shows."""
 
-class _Countdown:
-    """Hands on the tally of a load whenever it has changed; True where a trial need not go on."""
-
-    def __init__(self, session: Session, load: Load, planned: int) -> None:
-        self._session, self._load, self._planned = session, load, planned
+    def __init__(self, tell: Callable[[Tally], None]) -> None:
+        self._tell = tell
         self._last: Tally | None = None
 
-    def __call__(self, tally: Tally) -> bool:
+    def __call__(self, tally: Tally) -> None:
         if tally != self._last:
             self._last = tally
-            self._session.note(self._load, tally)
-        return self._load.is_trial and is_lost(self._planned, tally.ended, tally.late + tally.failed)
+            self._tell(tally)
 
 
 def standing(load: Load, stage: int, asked: Serving, tally: Tally) -> str:
     """`load 3 (8.5 a second): 412 of 662 needed, 1 late`: counted down by n(t) where there are limits."""
     if any(limit is not None for limit in asked.limits.values()):
-        needed = stopping.requests_needed(tally.late + tally.failed, PERCENTILE)
-        done = f"{tally.ended:,} of {needed:,} needed, {tally.late:,} late"
+        done = f"{_counted_down(tally)}, {tally.late:,} late"
     elif load.least_s:
         done = f"{tally.ended:,} requests"
     else:
         done = f"{tally.ended:,} of {tally.planned:,} requests"
     failed = f", {tally.failed:,} failed" if tally.failed else ""
     return f"{_which(load, stage, asked)}{done}{failed}"
+
+
+def _counted_down(tally: Tally) -> str:
+    bad = tally.late + tally.failed
+    if bad > MOST_COUNTED:
+        return f"{tally.ended:,} requests"
+    return f"{tally.ended:,} of {stopping.requests_needed(bad, PERCENTILE):,} needed"
 
 
 def _which(load: Load, stage: int, asked: Serving) -> str:
