@@ -13,8 +13,7 @@ from paceline.loadgen import clocks
 from paceline.loadgen.orders import Handled, Target
 from paceline.loadgen.response import END_OF_CHUNKS, Response
 
-# Events are some hundred bytes: a larger buffer is made and cut for every read, a smaller one needs more reads.
-READ_BYTES = 16_384
+READ_BYTES = 65_536
 _UNDER_WAY = (errno.EINPROGRESS, errno.EWOULDBLOCK, 0)
 
 

@@ -89,6 +89,11 @@ def is_installed() -> bool:
     return importlib.util.find_spec(PACKAGE) is not None
 
 
+def require_installed() -> None:
+    if not is_installed():
+        raise MissingPackageError("mlcommons-loadgen", "loadgen=mlcommons", INSTALL)
+
+
 def drive(
     terms: Terms,
     payloads: Sequence[Sequence[bytes]],
@@ -97,8 +102,7 @@ def drive(
     beat: Callable[[], None] = lambda: None,
 ) -> Told:
     """A whole test; its logs are in the folder afterwards. payloads are those of each sample for each replica."""
-    if not is_installed():
-        raise MissingPackageError("mlcommons-loadgen", "loadgen=mlcommons", INSTALL)
+    require_installed()
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe()
     process = context.Process(target=_work, args=(terms, payloads, targets, folder, there), daemon=True)

@@ -55,7 +55,7 @@ class Reading:
         if answer.first_reasoning_read is not None:
             handled.first_reasoning_ns = times[answer.first_reasoning_read]
         handled.last_ns = None if answer.last_read is None else times[answer.last_read]
-        handled.token_ns.extend(times[read] for read in answer.reads)
+        handled.token_ns.extend(map(times.__getitem__, answer.reads))
         handled.pieces, handled.coalesced, handled.finish = answer.pieces, answer.coalesced, answer.finish
         handled.tokens_told, handled.prompt_tokens = answer.tokens_told, answer.prompt_tokens
         if keeps_text:

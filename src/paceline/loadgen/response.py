@@ -12,13 +12,16 @@ import re
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.loadgen.orders import LONGEST_BODY, stamps
 
 END_OF_HEAD = b"\r\n\r\n"
 END_OF_CHUNKS = b"0\r\n\r\n"
 _EMPTY_LINE = re.compile(rb"\r?\n\r?\n")
+# What json.loads does besides takes longer than the decoding itself, for values as short as an event's.
+_decode = json.JSONDecoder().raw_decode
+_HEX = re.compile(rb"[0-9a-fA-F]+")
 LARGEST_HEAD = 65_536
 
 
@@ -44,6 +47,8 @@ class Response:
     # Of head and body: where an answer that streams is ended.
     longest: int = LARGEST_HEAD
     headers: dict[bytes, bytes] = field(default_factory=dict)
+    # Where the content of the body lies, once it is known to be whole.
+    contents: list[tuple[int, int]] = field(default_factory=list)
 
     def feed(self, piece: bytes, kernel_ns: int, user_ns: int) -> bool:
         self.data += piece
@@ -62,7 +67,8 @@ class Response:
         return self.chunked and self.data.endswith(END_OF_CHUNKS) and self._has_last_chunk()
 
     def _has_last_chunk(self) -> bool:
-        return any(begin == end for begin, end in _chunks(self.data, self.body_at))
+        self.contents = list(_chunks(self.data, self.body_at))
+        return bool(self.contents) and self.contents[-1][0] == self.contents[-1][1]
 
     def close(self) -> None:
         """The other side has closed the connection: the end of a body without a length, too early for any other."""
@@ -106,44 +112,65 @@ class Response:
         return _events(self.data, self._contents(), self.ends)
 
     def _contents(self) -> Iterable[tuple[int, int]]:
-        return _chunks(self.data, self.body_at) if self.chunked else [(self.body_at, len(self.data))]
+        if not self.chunked:
+            return [(self.body_at, len(self.data))]
+        return self.contents or _chunks(self.data, self.body_at)
 
 
 def _chunks(data: bytearray, at: int) -> Iterator[tuple[int, int]]:
     """Where the content of each chunk lies, as far as it is there; only the last chunk of a body is empty."""
-    while (line_end := data.find(b"\r\n", at)) >= 0:
-        try:
-            size = int(bytes(data[at:line_end]).split(b";")[0], 16)
-        except ValueError:
-            raise BrokenResponse("malformed") from None
+    find, length = data.find, len(data)
+    while (line_end := find(b"\r\n", at)) >= 0:
+        size = _size(data[at:line_end])
         begin = line_end + 2
         if size == 0:
-            if data.find(b"\r\n", begin) >= 0:
+            if find(b"\r\n", begin) >= 0:
                 yield begin, begin
             return
-        if begin < len(data):
-            yield begin, min(begin + size, len(data))
-        at = begin + size + 2
+        end = begin + size
+        if begin < length:
+            yield begin, end if end < length else length
+        at = end + 2
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+def _size(told: bytearray) -> int:
+    try:
+        size = int(told, 16)
+    except ValueError:
+        digits = told.partition(b";")[0].strip()
+        if not _HEX.fullmatch(digits):
+            raise BrokenResponse("malformed") from None
+        size = int(digits, 16)
+    if size < 0:
+        raise BrokenResponse("malformed")
+    return size
+
+
+class Event(NamedTuple):
     """data of one event, and the number of the read that brought its last byte."""
 
-    data: bytes
+    data: bytes | bytearray
     read: int
 
 
 def _events(data: bytearray, pieces: Iterable[tuple[int, int]], ends: array[int]) -> Iterator[Event]:
     """Events end with an empty line, wherever frames and reads were cut. Comments (keep-alive) are no events."""
-    kept, read = b"", 0
+    kept, read, last_read = b"", 0, len(ends) - 1
     for begin, end in pieces:
+        piece = data[begin:end]
+        if not kept and piece.find(b"\n") == end - begin - 2 and piece.endswith(b"\n\n"):
+            # One line, then an empty one: nearly every chunk of nearly every server.
+            while read < last_read and ends[read] < end:
+                read += 1
+            if piece.startswith(b"data:"):
+                yield Event(piece[5:].strip(), read)
+            continue
         carried = len(kept)
-        kept += data[begin:end]
+        kept += piece
         last = 0
         for gap in _EMPTY_LINE.finditer(kept):
             # Where the event ends in the response itself: what was carried lies before this piece.
-            while read < len(ends) - 1 and ends[read] < begin + gap.end() - carried:
+            while read < last_read and ends[read] < begin + gap.end() - carried:
                 read += 1
             lines = [line[5:].strip() for line in kept[last : gap.start()].split(b"\n") if line.startswith(b"data:")]
             if lines:
@@ -181,11 +208,12 @@ def understand(events: Iterable[Event], answer: Answer | None = None) -> Answer:
         if event.data == b"[DONE]":
             continue
         try:
-            chunk = json.loads(event.data)
+            text = event.data.decode()
+            chunk, end = _decode(text)
         except ValueError:
             answer.damaged += 1
             continue
-        if isinstance(chunk, dict):
+        if isinstance(chunk, dict) and end == len(text):
             _take(answer, chunk, event.read)
         else:
             answer.damaged += 1
@@ -193,30 +221,34 @@ def understand(events: Iterable[Event], answer: Answer | None = None) -> Answer:
 
 
 def _take(answer: Answer, chunk: dict[str, Any], read: int) -> None:
-    if chunk.get("error"):
-        answer.error = str(chunk["error"])[:300]
-    usage = chunk.get("usage")
-    if isinstance(usage, dict):
+    if error := chunk.get("error"):
+        answer.error = str(error)[:300]
+    if isinstance(usage := chunk.get("usage"), dict):
         answer.prompt_tokens = _count(usage.get("prompt_tokens"), answer.prompt_tokens)
         answer.tokens_told = _count(usage.get("completion_tokens"), answer.tokens_told)
     for choice in chunk.get("choices") or ():
-        if not isinstance(choice, dict):
-            continue
-        told = choice.get("delta")
-        delta = told if isinstance(told, dict) else {}
-        answer.finish = choice.get("finish_reason") or answer.finish
+        if isinstance(choice, dict):
+            _take_choice(answer, choice, read)
+
+
+def _take_choice(answer: Answer, choice: dict[str, Any], read: int) -> None:
+    text, reasoning = choice.get("text"), None
+    delta = choice.get("delta")
+    if isinstance(delta, dict):
         reasoning = delta.get("reasoning_content") or delta.get("reasoning")
-        text = choice.get("text") or delta.get("content")
-        if reasoning and answer.first_reasoning_read is None:
-            answer.first_reasoning_read = read
-        if text and answer.first_read is None:
-            answer.first_read = read
-        if text or reasoning:
-            answer.coalesced += bool(answer.reads) and answer.reads[-1] == read
-            answer.last_read = read
-            answer.reads.append(read)
-            answer.pieces += 1
-            answer.text.append(str(text or reasoning))
+        text = text or delta.get("content")
+    if finish := choice.get("finish_reason"):
+        answer.finish = finish
+    if reasoning and answer.first_reasoning_read is None:
+        answer.first_reasoning_read = read
+    if text and answer.first_read is None:
+        answer.first_read = read
+    if text or reasoning:
+        answer.coalesced += answer.last_read == read
+        answer.last_read = read
+        answer.reads.append(read)
+        answer.pieces += 1
+        answer.text.append(str(text or reasoning))
 
 
 def _count(value: object, before: int | None) -> int | None:

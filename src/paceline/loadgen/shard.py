@@ -135,6 +135,8 @@ class Shard:
 
     def _is_enough(self, since_ns: int) -> bool:
         asked = self.orders
+        if self._slot[tally.STOP]:
+            return True
         bounded = asked.least_ns > 0 or asked.least_requests > 0
         return bounded and since_ns >= asked.least_ns and self._given >= asked.least_requests
 

@@ -1,7 +1,7 @@
 """How far a load has come, while it runs: counters in shared memory, each written by one process only.
 
 A slot has one writer and numbers of eight bytes, so that no lock is needed; a reader may see a request as sent a moment
-before it sees another as ended.
+before it sees another as ended. STOP alone is written from outside: once it is set no more requests are given out.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import mmap
 from dataclasses import dataclass
 
-_FIELDS = 5
-PLANNED, SENT, ENDED, LATE, FAILED = range(_FIELDS)
+_FIELDS = 6
+PLANNED, SENT, ENDED, LATE, FAILED, STOP = range(_FIELDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,5 +35,9 @@ class Board:
         return self._cells[number * _FIELDS : (number + 1) * _FIELDS]
 
     def total(self) -> Tally:
-        planned, sent, ended, late, failed = (sum(self._cells[field::_FIELDS]) for field in range(_FIELDS))
+        planned, sent, ended, late, failed = (sum(self._cells[field::_FIELDS]) for field in range(STOP))
         return Tally(planned=planned, sent=sent, ended=ended, late=late, failed=failed)
+
+    def stop(self) -> None:
+        for cell in range(STOP, len(self._cells), _FIELDS):
+            self._cells[cell] = 1

@@ -29,11 +29,11 @@ RESERVED_FILES = 64
 
 
 def run(
-    shares: Sequence[Orders], watch: Callable[[Tally], None] | None = None, start_ns: int | None = None
+    shares: Sequence[Orders], watch: Callable[[Tally], bool | None] | None = None, start_ns: int | None = None
 ) -> list[Shift]:
     """Every share by a process of its own, from one common start: start_ns of the monotonic clock, or when all are
     connected where that is later. UnsupportedError names a process that died. `watch` is called about twice a second
-    and at the end."""
+    and at the end; True is its word that no more requests shall be given out."""
     require_files(max(max(share.connections, share.concurrency) for share in shares))
     context = multiprocessing.get_context("fork")
     board = Board(len(shares))
@@ -51,12 +51,17 @@ def run(
         start_ns = max(start_ns or 0, time.monotonic_ns() + LEAD_NS)
         for pipe in pipes:
             pipe.send(start_ns)
-        return _gather(pipes, lambda: watch(board.total()) if watch else None)
+        return _gather(pipes, lambda: _look(board, watch))
     finally:
         for process, pipe in members:
             pipe.close()
             process.terminate()
             process.join()
+
+
+def _look(board: Board, watch: Callable[[Tally], bool | None] | None) -> None:
+    if watch and watch(board.total()):
+        board.stop()
 
 
 def _gather(pipes: Sequence[Connection[Any, Any]], look: Callable[[], None]) -> list[Shift]:

@@ -21,6 +21,8 @@ from paceline.spec import RunSpec, require
 from paceline.workloads._inference_loads import OFFLINE_CAP
 from paceline.workloads._inference_requests import body, head, target_of
 
+PHASE = "timing: LoadGen asks"
+
 
 def is_asked(spec: RunSpec) -> bool:
     return spec.serving is not None and spec.serving.loadgen == "mlcommons"
@@ -41,6 +43,12 @@ def check(spec: RunSpec) -> None:
             "loadgen: 'mlcommons' was given, which needs the package mlcommons-loadgen: "
             f"run `pip install {mlcommons.INSTALL}`"
         )
+
+
+def require_installed(spec: RunSpec) -> None:
+    """On the host of the client, before anything is asked: not after the first load has taken its time."""
+    if is_asked(spec):
+        mlcommons.require_installed()
 
 
 def terms_of(spec: RunSpec, samples: int, pace_per_s: float) -> mlcommons.Terms:
@@ -80,7 +88,7 @@ def ask(
     targets = [target_of(endpoint, api) for endpoint in endpoints]
     terms = terms_of(spec, len(prompts), pace_per_s)
     with tempfile.TemporaryDirectory(prefix="paceline-loadgen-") as folder:
-        told = mlcommons.drive(terms, payloads, targets, Path(folder), lambda: recorder.progress(0, "timing"))
+        told = mlcommons.drive(terms, payloads, targets, Path(folder), lambda: recorder.progress(0, PHASE))
         for name in mlcommons.LOGS:
             if (path := Path(folder, name)).is_file():
                 recorder.keep(name, path.read_bytes())

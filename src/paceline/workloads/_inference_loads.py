@@ -44,7 +44,8 @@ HASTE = 4
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     """One load. scenario is a plain one; requests are asked at least, and for at least least_s; concurrency is the most
-    in flight over all replicas that are asked (None: no bound); replica is the only one asked, None for all."""
+    in flight over all replicas that are asked (None: no bound); replica is the only one asked, None for all. A trial
+    ends as soon as its limits are surely not kept."""
 
     scenario: str
     requests: int
@@ -53,12 +54,15 @@ class Load:
     concurrency: int | None = None
     replica: int | None = None
     least_s: float = 0.0
+    is_trial: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of a load: requests that were asked, those of them too late or failed, and the time it took."""
+    """What became of a load: requests planned, those that were asked, those of them too late or failed, and the time
+    it took."""
 
+    planned: int
     requests: int
     late: int
     wall_s: float
@@ -70,11 +74,20 @@ class Outcome:
     @property
     def passes(self) -> bool | None:
         """Whether the limits were kept at the 99th percentile, by early stopping; None where nothing can be said."""
-        allowed = stopping.late_allowed(self.requests, PERCENTILE)
-        return None if allowed is None else self.late <= allowed
+        allowed = stopping.late_allowed(self.planned, PERCENTILE)
+        if allowed is None or (self.late <= allowed and self.requests < self.planned):
+            return None
+        return self.late <= allowed
 
 
-Loads = Generator[Load, Outcome, None]
+def is_lost(planned: int, ended: int, late: int) -> bool:
+    """Whether a trial need not go on: more are late than its plan allows, and than chance would make of kept limits."""
+    allowed = stopping.late_allowed(planned, PERCENTILE)
+    return allowed is not None and late > allowed and stopping.too_many_late(ended, late, PERCENTILE)
+
+
+# What is returned is why a search came to its end; nothing where the loads were known beforehand.
+Loads = Generator[Load, Outcome, str | None]
 
 
 def loads_of(asked: Serving, samples: int, replicas: int, seed: int, left_s: Callable[[], float]) -> Loads:
@@ -102,12 +115,14 @@ def plain(asked: Serving, samples: int, seed: int) -> Load:
 
 def once(load: Load) -> Loads:
     yield load
+    return None
 
 
 def paired(load: Load, replicas: int) -> Loads:
     """A B .. B A, the same requests in the same order each time: what drifts over the run meets all replicas alike."""
     for replica in (*range(replicas), *reversed(range(replicas))):
         yield replace(load, replica=replica)
+    return None
 
 
 def sweep(asked: Serving, samples: int, seed: int) -> Loads:
@@ -119,7 +134,8 @@ def sweep(asked: Serving, samples: int, seed: int) -> Loads:
             continue
         outcome = yield replace(load, scenario="server", rate_per_s=size)
         if asked.loads is None and outcome.requests_per_s < KEPT_UP * size:
-            return
+            break
+    return None
 
 
 def swept(asked: Serving) -> list[float]:
@@ -155,12 +171,16 @@ def search(asked: Serving, samples: int, replicas: int, seed: int, left_s: Calla
         # In a closed loop the replicas are never idle: within limits they can do less.
         rate, stage = max((yield guess).requests_per_s / 2, 1e-3), 1
     bracket = Bracket(begin=rate)
-    while (rate := bracket.next_rate()) is not None and max(requests / rate, asked.least_s) < left_s():
-        load = Load(scenario="server", requests=requests, seed=seed_of(seed, stage), rate_per_s=rate)
+    while (rate := bracket.next_rate()) is not None:
+        lasting_s = max(requests / rate, asked.least_s)
+        if lasting_s >= left_s():
+            return f"a load at {rate:.4g} a second lasts {lasting_s:.0f} s, longer than is left of timeout_s"
+        load = Load(scenario="server", requests=requests, seed=seed_of(seed, stage), rate_per_s=rate, is_trial=True)
         outcome = yield replace(load, least_s=asked.least_s)
         if not bracket.learn(rate, outcome.passes):
-            return
+            return f"{outcome.requests} of {outcome.planned} requests at {rate:.4g} a second tell nothing"
         stage += 1
+    return "the rate is known closely enough" if bracket.passed is not None else "no rate passed"
 
 
 @dataclass(slots=True, kw_only=True)

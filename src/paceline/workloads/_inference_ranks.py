@@ -20,7 +20,7 @@ from paceline.errors import UnsupportedError
 from paceline.plugins import Seat
 from paceline.workloads._inference_requests import Replica
 
-LOOK_S = 1.0
+LOOK_S = 2.0
 CONNECT_S = 5.0
 # Times in a row that a replica may refuse its own rank: it may be busy for a moment.
 REFUSALS = 3

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from paceline.loadgen.orders import Handled, Limits, Shift, Target
+from paceline.loadgen.orders import Handled, Shift, Target
 from paceline.plugins import Endpoint
 from paceline.prompts import Prompt
 from paceline.serving import ClientSample, RequestSample
@@ -85,24 +85,6 @@ def target_of(endpoint: Endpoint, api: str) -> Target:
 
 
 # --- what was seen ---
-
-
-def is_late(handled: Handled, limits: Limits) -> bool:
-    """Failed, or beyond a limit that there is."""
-    if handled.error is not None or handled.ended_ns is None:
-        return True
-    due, first, last = handled.due_ns, handled.first_ns, handled.last_ns
-    tokens = handled.pieces if handled.tokens_told is None else handled.tokens_told
-    if _beyond(handled.ended_ns - due, limits.latency_ns):
-        return True
-    if first is None or last is None:
-        return False
-    each = (last - first) / (tokens - 1) if tokens > 1 else 0.0
-    return _beyond(first - due, limits.ttft_ns) or _beyond(each, limits.tpot_ns)
-
-
-def _beyond(value_ns: float, limit_ns: int | None) -> bool:
-    return limit_ns is not None and value_ns > limit_ns
 
 
 def request_sample(handled: Handled, origin_ns: int, prompt: Prompt, **told: Any) -> RequestSample:

@@ -17,22 +17,24 @@ from paceline.errors import InvalidRunError
 from paceline.loadgen import arrivals, plan, team
 from paceline.loadgen.arrivals import NS
 from paceline.loadgen.orders import Limits, Orders, Shift
+from paceline.loadgen.reading import is_late
 from paceline.loadgen.tally import Tally
 from paceline.plugins import Recorder
 from paceline.prompts import Prompt
 from paceline.serving import PERCENTILE, AnswerSample, ReplicaSample, Serving, StageSample
-from paceline.workloads._inference_loads import BOUNDED, Load, Outcome, plan_of
+from paceline.workloads._inference_loads import BOUNDED, Load, Outcome, is_lost, plan_of
 from paceline.workloads._inference_requests import (
     Bodies,
     Replica,
     client_sample,
-    is_late,
     request_sample,
     target_of,
 )
 
 # Connections made beforehand for an open loop, whose requests in flight nobody knows.
 OPEN_CONNECTIONS = 64
+# Beyond so many late ones n(t) takes the client's host longer to compute than it is worth.
+MOST_COUNTED = 1000
 Gone = Callable[[], Sequence[int]]
 
 
@@ -57,6 +59,8 @@ class Session:
         self._targets = [target_of(endpoint, asked.api) for endpoint in endpoints]
         self._bodies = Bodies(prompts, endpoints, asked.api)
         self._limits = limits_of(asked)
+        # Of the last load: requests a second.
+        self.pace_per_s = 0.0
         self._origin_ns: int | None = None
         self._fastest_s: float | None = None
         self._stage = self._number = 0
@@ -75,7 +79,8 @@ class Session:
         if count == 0:
             return
         self.recorder.progress(0, "warmup")
-        shifts = team.run([self._questions(replica, count) for replica in range(len(self.replicas))], watch=self._beat)
+        moved = _Changes(lambda tally: self.recorder.progress(tally.ended, "warmup"))
+        shifts = team.run([self._questions(replica, count) for replica in range(len(self.replicas))], watch=moved)
         answers = [handled for shift in shifts for handled in shift.handled]
         for handled in sorted(answers, key=lambda handled: handled.number):
             replica, sample = divmod(handled.number, count)
@@ -104,9 +109,6 @@ class Session:
             keeps_text=True,
         )
 
-    def _beat(self, tally: Tally) -> None:
-        self.recorder.progress(tally.ended, "warmup")
-
     # --- a load ---
 
     def put_on(self, load: Load) -> Outcome:
@@ -115,8 +117,26 @@ class Session:
         if not replicas:
             raise InvalidRunError(f"no replica is left for load {self._stage + 1}: {self._obituary()}")
         whole = plan_of(load, self.prompts, range(len(replicas)), self.asked.partition, self._fastest_s)
-        shifts = team.run(self._shares(load, whole, replicas), watch=_Countdown(self, load))
-        return self._write_down(load, whole, replicas, shifts)
+        shifts = team.run(self._shares(load, whole, replicas), watch=self._watch(load, len(whole)))
+        outcome = self._write_down(load, whole, replicas, shifts)
+        self.pace_per_s = outcome.requests_per_s
+        return outcome
+
+    def _watch(self, load: Load, planned: int) -> Callable[[Tally], bool]:
+        """Tells whoever looks where the load is; True where a trial need not go on."""
+
+        def note(tally: Tally) -> None:
+            self.recorder.progress(
+                self._number + tally.ended, f"timing: {standing(load, self._stage, self.asked, tally)}"
+            )
+
+        changes = _Changes(note)
+
+        def look(tally: Tally) -> bool:
+            changes(tally)
+            return load.is_trial and is_lost(planned, tally.ended, tally.late + tally.failed)
+
+        return look
 
     def _shares(self, load: Load, whole: plan.Plan, replicas: Sequence[int]) -> list[Orders]:
         """What each process of the client shall do: request k of the schedule is that of process k mod processes."""
@@ -170,13 +190,15 @@ class Session:
             self._bury(shift, replicas, origin_ns)
         ended_ns = max((h.ended_ns for h in handled if h.ended_ns is not None), default=start_ns)
         capped = any(shift.waited_for_cap for shift in shifts)
-        # Of a load that may end by time those never given out are no requests.
-        planned = len(handled) if load.least_s and load.scenario in BOUNDED else len(whole)
+        # Of a load that may end before its plan does, those never given out are no requests.
+        ends_early = load.is_trial or (load.least_s > 0 and load.scenario in BOUNDED)
+        planned = len(handled) if ends_early else len(whole)
         self.recorder.add(self._stage_sample(load, planned, start_ns, ended_ns, capped))
         self._stage += 1
         self._number += len(whole)
-        late = sum(is_late(each, self._limits) for each in handled)
-        return Outcome(requests=len(handled), late=late, wall_s=(ended_ns - start_ns) / NS)
+        late = sum(each.error is not None or is_late(each, self._limits) for each in handled)
+        wall_s = (ended_ns - start_ns) / NS
+        return Outcome(planned=len(whole), requests=len(handled), late=late, wall_s=wall_s)
 
     def _stage_sample(self, load: Load, planned: int, start_ns: int, ended_ns: int, capped: bool) -> StageSample:
         assert self._origin_ns is not None
@@ -238,35 +260,37 @@ class Session:
             **known,  # type: ignore[arg-type]
         )
 
-    def note(self, load: Load, tally: Tally) -> None:
-        """Where the load is, for whoever watches: moved only while something moves, so that a hang shows."""
-        self.recorder.progress(self._number + tally.ended, f"timing: {standing(load, self._stage, self.asked, tally)}")
 
+class _Changes:
+    """Hands on a tally that is not the one before: a position is marked only while something moves, so a hang shows."""
 
-class _Countdown:
-    """Hands on the tally of a load whenever it has changed."""
-
-    def __init__(self, session: Session, load: Load) -> None:
-        self._session, self._load = session, load
+    def __init__(self, tell: Callable[[Tally], None]) -> None:
+        self._tell = tell
         self._last: Tally | None = None
 
     def __call__(self, tally: Tally) -> None:
         if tally != self._last:
             self._last = tally
-            self._session.note(self._load, tally)
+            self._tell(tally)
 
 
 def standing(load: Load, stage: int, asked: Serving, tally: Tally) -> str:
     """`load 3 (8.5 a second): 412 of 662 needed, 1 late`: counted down by n(t) where there are limits."""
     if any(limit is not None for limit in asked.limits.values()):
-        needed = stopping.requests_needed(tally.late + tally.failed, PERCENTILE)
-        done = f"{tally.ended:,} of {needed:,} needed, {tally.late:,} late"
+        done = f"{_counted_down(tally)}, {tally.late:,} late"
     elif load.least_s:
         done = f"{tally.ended:,} requests"
     else:
         done = f"{tally.ended:,} of {tally.planned:,} requests"
     failed = f", {tally.failed:,} failed" if tally.failed else ""
     return f"{_which(load, stage, asked)}{done}{failed}"
+
+
+def _counted_down(tally: Tally) -> str:
+    bad = tally.late + tally.failed
+    if bad > MOST_COUNTED:
+        return f"{tally.ended:,} requests"
+    return f"{tally.ended:,} of {stopping.requests_needed(bad, PERCENTILE):,} needed"
 
 
 def _which(load: Load, stage: int, asked: Serving) -> str:

@@ -89,6 +89,7 @@ def ask(
     assert spec.engine is not None
     if spec.serving.partition == "paired" and len(replicas) < 2:
         raise UnsupportedError("a paired run compares replicas, and there is one alone")
+    loadgen.require_installed(spec)
     asked = prompts_of(spec)
     shards = options(Options, spec.workload).shards
     session = Session(spec.serving, asked, replicas, recorder, engine=spec.engine.name, shards=shards, gone=gone)
@@ -98,25 +99,25 @@ def ask(
         sequence = loads.loads_of(
             spec.serving, len(asked), len(replicas), spec.seed, lambda: until_s - time.monotonic()
         )
-        last = put_on_all(session, sequence)
+        ended_by = put_on_all(session, sequence)
         if loadgen.is_asked(spec):
             alive = [replicas[number].endpoint for number in session.alive]
-            loadgen.ask(spec, recorder, asked, alive, last.requests_per_s)
+            loadgen.ask(spec, recorder, asked, alive, session.pace_per_s)
     finally:
         session.farewell()
     endpoints = [replica.endpoint for replica in replicas]
-    recorder.conclude(evidence(endpoints, samples=len(asked), served=endpoints[0].model))
+    told = {"search_ended_by": ended_by} if ended_by else {}
+    recorder.conclude(evidence(endpoints, samples=len(asked), served=endpoints[0].model, **told))
 
 
-def put_on_all(session: Session, sequence: loads.Loads) -> loads.Outcome:
-    """One after the other; what became of the last."""
-    load = next(sequence)
-    while True:
-        outcome = session.put_on(load)
-        try:
-            load = sequence.send(outcome)
-        except StopIteration:
-            return outcome
+def put_on_all(session: Session, sequence: loads.Loads) -> str | None:
+    """One load after the other, each chosen by what became of those before; why a search came to its end."""
+    try:
+        load = next(sequence)
+        while True:
+            load = sequence.send(session.put_on(load))
+    except StopIteration as end:
+        return end.value if isinstance(end.value, str) else None
 
 
 def prompts_of(spec: RunSpec) -> list[Prompt]:
@@ -157,12 +158,14 @@ def evidence(endpoints: Sequence[Endpoint], **told: str | int) -> Evidence:
 def lasting_s(asked: Serving) -> float | None:
     """How long the loads last by their own schedule; None where the replicas alone decide."""
     rate, requests = asked.rate_per_s, asked.requests or 0
+    # LoadGen asks after this client, for as long.
+    twice = 2 if asked.loadgen != "own" else 1
     if asked.scenario in loads.BOUNDED or rate is None or asked.scenario == "trace":
-        return asked.least_s or None
+        return twice * asked.least_s or None
     if asked.scenario == "search":
         requests = max(requests, loads.LEAST_SEARCHED)
     rates = loads.swept(asked) if asked.scenario == "sweep" and asked.loads is not None else [rate]
-    return sum(max(requests / each, asked.least_s) for each in rates) or None
+    return twice * sum(max(requests / each, asked.least_s) for each in rates) or None
 
 
 def outline(spec: RunSpec) -> str:
@@ -177,5 +180,5 @@ def outline(spec: RunSpec) -> str:
     lasting = lasting_s(asked)
     each = " for the first load" if asked.scenario == "search" else ""
     time_s = "as long as the replicas take" if lasting is None else f"about {format_duration(lasting)}{each} at least"
-    where = f"{replicas} replica{'s' if replicas > 1 else ''}"
+    where = f"{replicas} replica{'s' if replicas > 1 else ''}{', then by LoadGen' if loadgen.is_asked(spec) else ''}"
     return f"{spec.engine.name}, {asked.scenario}{rate}: {count}, {where}, {asked.partition} partition, {time_s}"

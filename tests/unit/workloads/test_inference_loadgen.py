@@ -59,6 +59,14 @@ def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> N
         inference.check(spec())
 
 
+def test_it_asks_for_as_long_again() -> None:
+    alone = spec(engine="openai", least_s=60.0, requests=10)
+    both = spec(least_s=60.0, requests=10)
+    assert [inference.lasting_s(each.serving) for each in (alone, both) if each.serving] == [60.0, 120.0]
+    assert ", then by LoadGen" in inference.outline(both)
+    assert "LoadGen" not in inference.outline(alone)
+
+
 def test_the_same_set_up_in_its_words() -> None:
     told = second.terms_of(spec(least_s=60.0, requests=700, partition="dynamic"), 500, 12.5)
     assert (told.ttft_s, told.tpot_s, told.rate_per_s, told.least_s) == (2.0, 0.1, 5.0, 60.0)

@@ -20,6 +20,7 @@ from paceline.workloads._inference_loads import (
     Load,
     Loads,
     Outcome,
+    is_lost,
     loads_of,
     most_in,
     plan_of,
@@ -45,7 +46,7 @@ def drive(sequence: Loads, rule: Rule) -> list[tuple[Load, Outcome]]:
 
 
 def in_time(load: Load) -> Outcome:
-    return Outcome(requests=load.requests, late=0, wall_s=1.0)
+    return Outcome(planned=load.requests, requests=load.requests, late=0, wall_s=1.0)
 
 
 def able_to(rate: float) -> Rule:
@@ -54,9 +55,8 @@ def able_to(rate: float) -> Rule:
     def rule(load: Load) -> Outcome:
         asked = load.rate_per_s if load.rate_per_s is not None else math.inf
         served = min(asked, rate)
-        return Outcome(
-            requests=load.requests, late=0 if asked <= rate else load.requests, wall_s=load.requests / served
-        )
+        late = 0 if asked <= rate else load.requests
+        return Outcome(planned=load.requests, requests=load.requests, late=late, wall_s=load.requests / served)
 
     return rule
 
@@ -125,6 +125,24 @@ def test_a_search_comes_within_a_twentieth_of_what_the_replicas_can_do(capacity:
     assert {load.requests for load, _ in rated} == {459}
 
 
+def end_of(sequence: Loads, rule: Rule) -> str | None:
+    try:
+        load = next(sequence)
+        while True:
+            load = sequence.send(rule(load))
+    except StopIteration as end:
+        return str(end.value)
+
+
+def test_a_search_says_why_it_ended() -> None:
+    def why(rule: Rule, left_s: float = math.inf) -> str | None:
+        return end_of(loads(scenario="search", rate_per_s=2.0, left_s=lambda: left_s), rule)
+
+    assert why(able_to(5.0)) == "the rate is known closely enough"
+    assert why(able_to(1e-9)) == "no rate passed"
+    assert why(able_to(1.1), 300.0) == "a load at 1 a second lasts 459 s, longer than is left of timeout_s"
+
+
 def test_a_search_ends_where_nothing_passes_or_time_does_not_suffice() -> None:
     hopeless = drive(loads(scenario="search", rate_per_s=64.0), able_to(1e-9))
     assert len(hopeless) == 11
@@ -137,7 +155,7 @@ def test_a_search_ends_where_nothing_passes_or_time_does_not_suffice() -> None:
 
 def test_a_load_that_tells_nothing_ends_a_search() -> None:
     def cut_short(load: Load) -> Outcome:
-        return Outcome(requests=100, late=0, wall_s=1.0)
+        return Outcome(planned=load.requests, requests=100, late=0, wall_s=1.0)
 
     assert len(drive(loads(scenario="search", rate_per_s=2.0), cut_short)) == 1
 
@@ -146,8 +164,21 @@ def test_a_load_that_tells_nothing_ends_a_search() -> None:
     ("requests", "late", "passes"), [(458, 0, None), (459, 0, True), (661, 1, False), (662, 1, True)]
 )
 def test_a_load_passes_by_early_stopping(requests: int, late: int, passes: bool | None) -> None:
-    assert Outcome(requests=requests, late=late, wall_s=1.0).passes is passes
+    assert Outcome(planned=requests, requests=requests, late=late, wall_s=1.0).passes is passes
     assert stopping.requests_needed(1, 0.99) == 662
+
+
+def test_a_trial_is_lost_once_its_plan_and_chance_say_so() -> None:
+    # One late of the first ten is more than a plan of 459 allows, but nothing rare.
+    assert not is_lost(459, 10, 1)
+    assert is_lost(459, 10, 4)
+    # A plan of 13,368 allows 107.
+    assert not is_lost(13_368, 300, 40)
+    assert is_lost(13_368, 300, 108)
+    assert not is_lost(100, 100, 100)
+    # What ended early has failed; what was cut short for another reason says nothing.
+    assert Outcome(planned=459, requests=10, late=4, wall_s=1.0).passes is False
+    assert Outcome(planned=459, requests=300, late=0, wall_s=1.0).passes is None
 
 
 # --- plans ---

@@ -73,16 +73,22 @@ Ask = Callable[..., Notebook]
 def ask(make_spec: Callable[..., RunSpec]) -> Ask:
     """A run of this workload in this process, over the replicas given."""
 
-    def run(*replicas: bed.Replica, notebook: Notebook | None = None, **asked: Any) -> Notebook:
+    def run(
+        *replicas: bed.Replica,
+        notebook: Notebook | None = None,
+        timeout_s: float = 120.0,
+        workload: str = "inference",
+        **asked: Any,
+    ) -> Notebook:
         usual: dict[str, Any] = {"requests": SAMPLES, "max_tokens": 8, "warmup_requests": 1, "request_timeout_s": 30.0}
         spec = make_spec(
             None,
             processes=1,
-            workload="inference",
+            workload=workload,
             engine=Choice("openai", {"urls": [replica.url for replica in replicas]}),
             serving=Serving(**{**usual, **asked}),
             data=Choice.parse("synthetic:prompt=fixed,prompt_mean=4,answer_mean=8"),
-            timeout_s=120.0,
+            timeout_s=timeout_s,
         )
         assert inference.check(spec) is None
         found = notebook or Notebook()
@@ -121,6 +127,29 @@ def test_a_replica_that_fails_is_not_given_up_and_its_failures_are_listed(start:
     assert {(request.replica, request.error, request.attempt) for request in failed} == {(1, "http_500", 0)}
     assert len(failed) == SAMPLES // 4
     assert [replica.died_ns for replica in found.of(ReplicaSample)] == [None, None]
+
+
+def test_a_replica_that_never_ends_costs_its_own_samples_only(start: Start, ask: Ask) -> None:
+    """Not to answer is no sign of death: whoever is asked again would be asked twice."""
+    found = ask(start(), start(mode="stall"), concurrency=4, requests=8, warmup_requests=0, request_timeout_s=0.5)
+    assert_exactly_once(found, 8)
+    assert Counter((r.replica, r.error, r.attempt) for r in found.requests if r.replica == 1) == {(1, "timeout", 0): 4}
+    assert [replica.died_ns for replica in found.of(ReplicaSample)] == [None, None]
+
+
+def test_replicas_of_different_models_are_each_asked_for_their_own(start: Start, ask: Ask) -> None:
+    found = ask(start(model="one"), start(model="two"), concurrency=4, requests=8)
+    assert_exactly_once(found, 8)
+    assert {request.error for request in found.requests} == {None}
+    assert [replica.model for replica in found.of(ReplicaSample)] == ["one", "two"]
+
+
+def test_several_processes_of_a_client_share_one_plan(start: Start, ask: Ask) -> None:
+    found = ask(start(), start(), concurrency=6, workload="inference:shards=2")
+    assert_exactly_once(found)
+    clients = found.of(ClientSample)
+    assert [(client.shard, client.requests) for client in clients] == [(0, SAMPLES // 2), (1, SAMPLES // 2)]
+    assert len({client.plan for client in clients}) == 1
 
 
 def test_the_faster_replica_takes_more_where_whoever_is_free_may(start: Start, ask: Ask) -> None:
@@ -230,6 +259,16 @@ def test_a_search_never_passes_what_the_law_of_the_server_forbids(
     assert max(rates[True], default=0.0) < min(rates[False])
 
 
+def test_a_trial_ends_when_it_is_lost(start: Start, ask: Ask) -> None:
+    """At a rate at which it would go on for two minutes, with an answer to every request that comes too late."""
+    found = ask(start(ttft_s=0.05), scenario="search", rate_per_s=8.0, ttft_limit_s=0.001, timeout_s=65.0)
+    (stage,) = found.of(StageSample)
+    assert 1 <= stage.planned == len(found.requests) < 459
+    assert {request.error for request in found.requests} == {None}
+    assert found.evidence is not None
+    assert "longer than is left of timeout_s" in str(found.evidence.settings["search_ended_by"])
+
+
 def _waits(due_ns: list[int], service_s: float) -> Any:
     """Nanoseconds from each arrival to its answer, in a queue of one."""
     free, waits = 0.0, []
@@ -254,6 +293,7 @@ def test_whoever_watches_sees_requests_end_and_how_many_are_needed(start: Start,
         ({"scenario": "server", "rate_per_s": 1.0}, (412, 1, 0), "412 of 662 needed, 1 late"),
         ({"scenario": "server", "rate_per_s": 1.0}, (412, 1, 1), "412 of 838 needed, 1 late, 1 failed"),
         ({}, (1412, 0, 2), "1,412 of 2,000 requests, 2 failed"),
+        ({"scenario": "server", "rate_per_s": 1.0}, (9000, 8000, 0), "9,000 requests, 8,000 late"),
         ({"least_s": 5.0}, (1412, 0, 0), "1,412 requests"),
         ({"scenario": "search"}, (40, 0, 0), "load 3 (1.5 a second): 40 of 459 needed, 0 late"),
     ],
