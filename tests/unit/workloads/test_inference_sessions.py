@@ -138,10 +138,13 @@ def test_a_replica_that_never_ends_costs_its_own_samples_only(start: Start, ask:
 
 
 def test_replicas_of_different_models_are_each_asked_for_their_own(start: Start, ask: Ask) -> None:
-    found = ask(start(model="one"), start(model="two"), concurrency=4, requests=8)
+    one, two = start(model="one"), start(model="two")
+    found = ask(one, two, concurrency=4, requests=8)
     assert_exactly_once(found, 8)
     assert {request.error for request in found.requests} == {None}
-    assert [replica.model for replica in found.of(ReplicaSample)] == ["one", "two"]
+    # On one host they are told apart by their ports.
+    told = [(replica.model, f"http://{replica.host}") for replica in found.of(ReplicaSample)]
+    assert told == [("one", one.url), ("two", two.url)]
 
 
 def test_several_processes_of_a_client_share_one_plan(start: Start, ask: Ask) -> None:
