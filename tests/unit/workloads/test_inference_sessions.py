@@ -269,7 +269,9 @@ def test_a_trial_ends_when_it_is_lost(start: Start, ask: Ask) -> None:
     assert 1 <= stage.planned == len(found.requests) < 459
     assert {request.error for request in found.requests} == {None}
     assert found.evidence is not None
-    assert "longer than is left of timeout_s" in str(found.evidence.settings["search_ended_by"])
+    # On a busy machine the client may say against itself that it was late.
+    why = str(found.evidence.settings["search_ended_by"])
+    assert "longer than is left of timeout_s" in why or "the client itself was late" in why
 
 
 def _waits(due_ns: list[int], service_s: float) -> Any:
