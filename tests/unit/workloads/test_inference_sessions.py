@@ -175,6 +175,15 @@ def test_nobody_left_is_told_and_every_sample_is_listed(start: Start, ask: Ask) 
     assert [replica.died_ns is not None for replica in notebook.of(ReplicaSample)] == [True]
 
 
+def test_all_die_while_whoever_is_free_is_asked(start: Start, ask: Ask) -> None:
+    found = ask(start(dies_after=5), start(dies_after=9), partition="dynamic", concurrency=4)
+    assert_exactly_once(found)
+    answered = [request.replica for request in found.requests if request.error is None]
+    assert len(answered) <= 4 + 8
+    assert set(answered) <= {0, 1}
+    assert all(replica.died_ns is not None for replica in found.of(ReplicaSample))
+
+
 def test_a_sweep_has_a_plan_a_client_and_a_row_for_each_load(start: Start, ask: Ask) -> None:
     found = ask(start(), start(), scenario="sweep", loads="1+3", requests=12)
     stages = found.of(StageSample)
