@@ -27,11 +27,13 @@ def requests_needed(late: int, percentile: float, confidence: float = CONFIDENCE
     return low
 
 
+@cache
 def late_allowed(requests: int, percentile: float, confidence: float = CONFIDENCE) -> int | None:
     """How many of this many requests may be late; None where even none would be too few to tell."""
     if requests_needed(0, percentile, confidence) > requests:
         return None
-    low, high = 0, requests
+    # Of more late ones than are to be expected nobody would believe it; to try them all takes seconds.
+    low, high = 0, requests if confidence < 0.5 else min(requests, math.ceil(requests * (1 - percentile)) + 1)
     while low < high:
         middle = (low + high + 1) // 2
         if requests_needed(middle, percentile, confidence) <= requests:
@@ -44,6 +46,12 @@ def late_allowed(requests: int, percentile: float, confidence: float = CONFIDENC
 def requests_missing(requests: int, late: int, percentile: float, confidence: float = CONFIDENCE) -> int:
     """How many more requests in time would make the statement true: what a run counts down while it goes on."""
     return max(0, requests_needed(late, percentile, confidence) - requests)
+
+
+def too_many_late(requests: int, late: int, percentile: float, confidence: float = CONFIDENCE) -> bool:
+    """Whether so many late ones would be rarer than 1 - confidence if the share were as allowed: the limit is not kept.
+    Between this and `requests_needed` nothing can be told."""
+    return late > 0 and 1 - _at_most(late - 1, requests, 1 - percentile) < 1 - confidence
 
 
 def _believed(late: int, requests: int, percentile: float, confidence: float) -> bool:

@@ -16,7 +16,8 @@ from testbed.networks import network as built_network
 from paceline import parcel, places, store
 from paceline.launchers._start import spec_text
 from paceline.records import Status
-from paceline.spec import RunSpec
+from paceline.serving import Serving
+from paceline.spec import Choice, RunSpec
 
 MASTER = "10.78.0.1"
 # In a network of its own each agent has its ports to itself.
@@ -111,6 +112,33 @@ def test_ranks_meet_over_the_interface_that_leads_to_the_other_host(
     assert [(o.rank, o.host, o.status) for o in outcomes] == [(0, "node0", Status.OK), (1, "node1", Status.OK)]
     chosen = {machine["environment"].get("GLOO_SOCKET_IFNAME") for machine in store.read_machines(home)}
     assert chosen == {"eth0"}
+
+
+def test_replicas_of_both_hosts_are_asked_from_the_first(
+    start: Start, make_spec: Callable[..., RunSpec], tmp_path: Path
+) -> None:
+    """Each rank starts its own where the other host reaches it; rank 0 asks both, and every sample once."""
+    spec = make_spec(
+        None,
+        processes=1,
+        nodes=2,
+        workload="inference",
+        engine=Choice("testbed.replicas"),
+        serving=Serving(requests=20, max_tokens=4, concurrency=4, warmup_requests=1, request_timeout_s=60.0),
+        data=Choice.parse("synthetic:prompt=fixed,prompt_mean=4,answer_mean=4"),
+        timeout_s=150.0,
+        telemetry_hz=0.0,
+    )
+    home = store.create(tmp_path, spec)
+    agents = [start(spec, node, "--runner=testbed.bare", home=home) for node in (0, 1)]
+    for node, agent in enumerate(agents):
+        receiver, told = agent.end()
+        assert receiver.arrivals[node].exit_code == 0, told
+    record = store.read_unsealed(home, 0.0, 0.0)
+    assert [(replica.rank, replica.host) for replica in record.replicas] == [(0, "node0"), (1, "node1")]
+    assert sorted(request.sample for request in record.requests) == list(range(20))
+    assert {(request.replica, request.error) for request in record.requests} == {(0, None), (1, None)}
+    assert {answer.replica for answer in record.answers} == {0, 1}
 
 
 LOST = {

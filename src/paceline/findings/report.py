@@ -12,6 +12,7 @@ from paceline.findings.effects import DesignOutcome
 from paceline.findings.fabric import CollectiveFit, CollectiveRow, Overlap, Pair, Suspect
 from paceline.findings.gauges import DeviceGauges, GaugeTrace
 from paceline.findings.history import HistorySeries
+from paceline.findings.loadgen import LoadgenVerdict
 from paceline.findings.memory import FrontierPoint, MemoryAdvice, MemoryRow
 from paceline.findings.nodes import NodeVerdict
 from paceline.findings.recipe import Recipe
@@ -65,6 +66,7 @@ class Report:
     distributions: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     recipes: tuple[Recipe, ...] = ()
     nodes: tuple[NodeVerdict, ...] = ()
+    loadgen: tuple[LoadgenVerdict, ...] = ()
     notes: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
     schema: int = SCHEMA
