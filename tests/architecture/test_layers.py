@@ -92,6 +92,8 @@ HEAVY = {
     "alembic",
     "wandb",
     "prometheus_client",
+    "rouge_score",
+    "nltk",
 }
 EAGER = {
     "decoder": {"torch"},

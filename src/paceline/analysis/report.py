@@ -13,6 +13,7 @@ import numpy as np
 from paceline import __version__, machine, models
 from paceline.analysis import (
     advice,
+    beside_speed,
     bottleneck,
     ceilings,
     claims,
@@ -98,9 +99,9 @@ def build(
         notes=(*_notes(cells, runs, _machines(ordered)), *_superseded(earlier), *network.notes),
         skipped=tuple(skipped),
     )
-    return _completed(
-        watch.added_to(_with_nodes(found, sound, baseline), sound, windows), ordered, cells, costing or cost.Costing()
-    )
+    costing = costing or cost.Costing()
+    found = beside_speed.added_to(_with_nodes(found, sound, baseline), sound, costing)
+    return _completed(watch.added_to(found, sound, windows), ordered, cells, costing)
 
 
 def _measured(

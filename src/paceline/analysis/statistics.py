@@ -23,6 +23,8 @@ Z_95 = 1.959964
 # Two-sided 5 % at 80 % power: 1.96 + 0.84.
 DETECTABLE_ERRORS = 2.8
 OUTLIER_Z = 3.5
+# A percentile with fewer values beyond it is told by single ones of them, and drawing them again shows no more.
+FEWEST_BEYOND = 5
 
 # Student's t, 97.5 %, for 1 to 30 degrees of freedom (Abramowitz and Stegun, table 26.10); then the normal's value.
 _T_975 = (
@@ -138,13 +140,46 @@ def ratio_of_sums(launches: Sequence[Array], sums: Array, numerator: int, denomi
     units = len(launches) if len(launches) > 1 else _blocks(steps)
     if units < 2:
         return Resampled(top / bottom, None, math.inf, len(launches), top > 0)
-    return _from_replicates(top / bottom, sums[:, numerator] / sums[:, denominator], units, len(launches))
+    return from_replicates(top / bottom, sums[:, numerator] / sums[:, denominator], units, len(launches))
 
 
-def _from_replicates(value: float, replicates: Array, units: int, launches: int) -> Resampled:
+def from_replicates(value: float, replicates: Array, units: int, launches: int) -> Resampled:
     logarithmic = value > 0 and bool((replicates > 0).all())
     deviations = np.log(replicates) - math.log(value) if logarithmic else replicates - value
     return Resampled(value, deviations * math.sqrt(units / (units - 1)), units - 1, launches, logarithmic)
+
+
+def resampled_percentile(launches: Sequence[Array], percent: float, seed: int) -> Resampled | None:
+    """numpy's percentile of all values together, each launch's in the order of time: neighbours wait for each other, so
+    blocks of them are drawn as for sums. None unless FEWEST_BEYOND values lie beyond it on either side."""
+    values = np.concatenate(launches) if launches else np.empty(0)
+    if len(values) * min(percent, 100 - percent) / 100 < FEWEST_BEYOND:
+        return None
+    order = np.argsort(values, kind="stable")
+    ascending, rng = values[order], np.random.default_rng(seed)
+    drawn = (_drawn_counts([len(x) for x in launches], rng)[order] for _ in range(RESAMPLES))
+    replicates = np.array([_percentile_of(ascending, counts, percent) for counts in drawn])
+    units = len(launches) if len(launches) > 1 else _blocks(len(values))
+    return from_replicates(float(np.percentile(values, percent)), replicates, units, len(launches))
+
+
+def _drawn_counts(lengths: Sequence[int], rng: np.random.Generator) -> NDArray[np.int64]:
+    """How often one resample holds each value: launches first where there are several, then blocks inside each."""
+    found = [np.zeros(n, dtype=np.int64) for n in lengths]
+    for index in rng.integers(len(lengths), size=len(lengths)) if len(lengths) > 1 else (0,):
+        n, length = lengths[index], block_length(lengths[index])
+        starts = rng.integers(0, n, size=_blocks(n))
+        places = ((starts[:, None] + np.arange(length)) % n).ravel()[:n]
+        found[index] += np.bincount(places, minlength=n)
+    return np.concatenate(found)
+
+
+def _percentile_of(ascending: Array, counts: NDArray[np.int64], percent: float) -> float:
+    """Of values that each occur so often, without writing them out."""
+    ends = np.cumsum(counts)
+    place = percent / 100 * float(ends[-1] - 1)
+    low, high = ascending[np.searchsorted(ends, (math.floor(place), math.ceil(place)), side="right")]
+    return float(low + (high - low) * (place - math.floor(place)))
 
 
 class Ratio(NamedTuple):
