@@ -168,6 +168,16 @@ def estimate(load: Load, metric: str) -> Resampled | None:
     return statistics.resampled_percentile([x for x in values if len(x)], percent, seed)
 
 
+def value(load: Load, metric: str) -> float | None:
+    """The same without its spread."""
+    if metric == TOKENS_PER_S:
+        seconds = sum(launch.seconds for launch in load.launches)
+        return load.output_tokens() / seconds if seconds > 0 else None
+    quantity, percent = LATENCIES[metric]
+    values = np.concatenate([_known(launch, quantity) for launch in load.launches])
+    return statistics.percentile(values, percent)
+
+
 def _known(launch: Launch, quantity: Callable[[RequestSample], float | None]) -> Array:
     return np.array([value for request in launch.answered if (value := quantity(request)) is not None])
 
@@ -228,9 +238,4 @@ def at_limits(found: Sequence[Load]) -> tuple[Load, Kept] | None:
     if len(judged) == 1:
         return judged[0]
     standing = [each for each in judged if each[1].ok is not False]
-    return max(standing, key=lambda each: _plain_rate(each[0]), default=None)
-
-
-def _plain_rate(load: Load) -> float:
-    seconds = sum(launch.seconds for launch in load.launches)
-    return load.output_tokens() / seconds if seconds > 0 else 0.0
+    return max(standing, key=lambda each: value(each[0], TOKENS_PER_S) or 0.0, default=None)

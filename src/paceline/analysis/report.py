@@ -38,7 +38,7 @@ from paceline.analysis.metrics import Cell
 from paceline.analysis.recipe import recipes
 from paceline.analysis.window import Window, first_and_last_loss, open_window, step_table
 from paceline.errors import RequestError
-from paceline.findings import SHARED_GPU, Certificate, Measurement, Report, RunFinding, ScalingPoint
+from paceline.findings import SHARED_GPU, Certificate, HistorySeries, Measurement, Report, RunFinding, ScalingPoint
 from paceline.records import RunRecord, Status
 from paceline.spec import RunSpec
 
@@ -90,7 +90,7 @@ def build(
         memory=held.rows,
         frontier=held.frontier,
         memory_advice=advice.analyse(ordered),
-        histories=history.analyse((*history.trusted_windows(earlier, records), *trusted)),
+        histories=_histories(history.judge(earlier, records), trusted, sound),
         bottlenecks=bottleneck.judge(cells, sound, peaks),
         effects=effects.analyse(cells, ordered, runs),
         rules_of_thumb=thumb.rules(sound),
@@ -113,6 +113,13 @@ def _measured(
     yield from (point.efficiency for point in points)
     for asked in served.gather(sound):
         yield from served.measure(asked)
+
+
+def _histories(
+    earlier: history.Launches, trusted: Sequence[Window], sound: Sequence[RunRecord]
+) -> tuple[HistorySeries, ...]:
+    asked = (record for record in sound if record.requests)
+    return history.analyse((*earlier.windows, *trusted), asked=(*earlier.asked, *asked))
 
 
 def _with_nodes(found: Report, sound: Sequence[RunRecord], baseline: nodes.Baseline | None) -> Report:
