@@ -221,12 +221,16 @@ def _text(value: object) -> str | None:
 
 def _conditions(record: RunRecord, hosts: tuple[str, str]) -> Iterator[Differing]:
     """Medians of what gauges read on each host; told only where they lie apart."""
-    for name, unit, apart in (("temperature_c", "C", TEMPERATURE_APART_C), ("sm_clock_hz", "Hz", None)):
+    for name, label, unit, factor in (
+        ("temperature_c", "temperature", "C", 1.0),
+        ("sm_clock_hz", "SM clock", "MHz", 1e-6),
+    ):
         values = [
             gauges.known(getattr(s, name) for s in record.gauges if s.host == host and s.device is not None)
             for host in hosts
         ]
         if all(values):
             a, b = (float(np.median(found)) for found in values)
-            if abs(a - b) > (apart if apart is not None else CLOCK_APART * max(a, b)):
-                yield Differing(path=f"gauges.{name}", first=f"{a:g} {unit}", second=f"{b:g} {unit}")
+            if abs(a - b) > (TEMPERATURE_APART_C if unit == "C" else CLOCK_APART * max(a, b)):
+                told = (f"{factor * value:.0f} {unit}" for value in (a, b))
+                yield Differing(path=label, first=next(told), second=next(told))

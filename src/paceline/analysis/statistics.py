@@ -25,6 +25,8 @@ DETECTABLE_ERRORS = 2.8
 OUTLIER_Z = 3.5
 # A percentile with fewer values beyond it is told by single ones of them, and drawing them again shows no more.
 FEWEST_BEYOND = 5
+# Values drawn at once, so that memory stays small however many there are.
+MOST_DRAWN = 1 << 20
 
 # Student's t, 97.5 %, for 1 to 30 degrees of freedom (Abramowitz and Stegun, table 26.10); then the normal's value.
 _T_975 = (
@@ -156,30 +158,34 @@ def resampled_percentile(launches: Sequence[Array], percent: float, seed: int) -
     if len(values) * min(percent, 100 - percent) / 100 < FEWEST_BEYOND:
         return None
     order = np.argsort(values, kind="stable")
-    ascending, rng = values[order], np.random.default_rng(seed)
-    drawn = (_drawn_counts([len(x) for x in launches], rng)[order] for _ in range(RESAMPLES))
-    replicates = np.array([_percentile_of(ascending, counts, percent) for counts in drawn])
+    rng = np.random.default_rng(seed)
+    lengths, at_once = [len(x) for x in launches], max(1, MOST_DRAWN // len(values))
+    parts = (min(at_once, RESAMPLES - done) for done in range(0, RESAMPLES, at_once))
+    counts = (_drawn_counts(lengths, draws, rng)[:, order] for draws in parts)
+    replicates = [_percentiles_of(values[order], each, percent) for each in counts]
     units = len(launches) if len(launches) > 1 else _blocks(len(values))
-    return from_replicates(float(np.percentile(values, percent)), replicates, units, len(launches))
+    return from_replicates(float(np.percentile(values, percent)), np.concatenate(replicates), units, len(launches))
 
 
-def _drawn_counts(lengths: Sequence[int], rng: np.random.Generator) -> NDArray[np.int64]:
-    """How often one resample holds each value: launches first where there are several, then blocks inside each."""
-    found = [np.zeros(n, dtype=np.int64) for n in lengths]
-    for index in rng.integers(len(lengths), size=len(lengths)) if len(lengths) > 1 else (0,):
-        n, length = lengths[index], block_length(lengths[index])
-        starts = rng.integers(0, n, size=_blocks(n))
-        places = ((starts[:, None] + np.arange(length)) % n).ravel()[:n]
-        found[index] += np.bincount(places, minlength=n)
-    return np.concatenate(found)
+def _drawn_counts(lengths: Sequence[int], draws: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    """How often each resample (row) holds each value: launches first where there are several, then blocks in each."""
+    drawn = rng.integers(len(lengths), size=(draws, len(lengths))) if len(lengths) > 1 else np.zeros((draws, 1))
+    found = []
+    for index, n in enumerate(lengths):
+        rows = np.nonzero(drawn == index)[0]
+        starts = rng.integers(0, n, size=(len(rows), _blocks(n)))
+        blocks = (starts[:, :, None] + np.arange(block_length(n))) % n
+        places = rows[:, None] * n + blocks.reshape(len(rows), -1)[:, :n]
+        found.append(np.bincount(places.ravel(), minlength=draws * n).reshape(draws, n))
+    return np.concatenate(found, axis=1)
 
 
-def _percentile_of(ascending: Array, counts: NDArray[np.int64], percent: float) -> float:
-    """Of values that each occur so often, without writing them out."""
-    ends = np.cumsum(counts)
-    place = percent / 100 * float(ends[-1] - 1)
-    low, high = ascending[np.searchsorted(ends, (math.floor(place), math.ceil(place)), side="right")]
-    return float(low + (high - low) * (place - math.floor(place)))
+def _percentiles_of(ascending: Array, counts: NDArray[np.int64], percent: float) -> Array:
+    """Of values that each occur so often, row by row, without writing them out."""
+    ends = np.cumsum(counts, axis=1)
+    place = percent / 100 * (ends[:, -1:] - 1)
+    below, above = (ascending[(ends <= edge).sum(axis=1)] for edge in (np.floor(place), np.ceil(place)))
+    return np.asarray(below + (above - below) * (place - np.floor(place))[:, 0])
 
 
 class Ratio(NamedTuple):
