@@ -23,8 +23,8 @@ from paceline.serving import PERCENTILE, RequestSample, StageSample
 from paceline.spec import RunSpec, Scalar
 
 NS = 1e9
-# A load is cut into so many slices of time, from the fewest that tell a spread to the most that tell more of it.
-FEWEST_SLICES, MOST_SLICES = 8, 64
+# A load is cut into slices of time of two answers each: from the fewest that tell a spread to the most that tell more.
+ANSWERS_PER_SLICE, FEWEST_SLICES, MOST_SLICES = 2, 8, 256
 TOKENS_PER_S, JOULES = "output_tokens_per_s", "joules_per_output_token"
 LATENCIES: Mapping[str, tuple[Callable[[RequestSample], float | None], float]] = {
     "ttft_p50_s": (served.ttft_s, 50),
@@ -190,7 +190,7 @@ def _slices(launch: Launch) -> Array:
     tokens = np.array([served.tokens_of(request) for request in answered], dtype=np.float64)
     last = np.array([request.last_ns or request.ended_ns or 0 for request in answered], dtype=np.float64)
     first = np.array([request.first_ns or request.ended_ns or 0 for request in answered], dtype=np.float64)
-    count = int(np.clip(round(len(answered) ** 0.5), FEWEST_SLICES, MOST_SLICES))
+    count = min(max(len(answered) // ANSWERS_PER_SLICE, FEWEST_SLICES), MOST_SLICES)
     rows = []
     for start, end in launch.spans:
         edges = np.linspace(start, end, count + 1)
