@@ -12,6 +12,7 @@ from paceline.present.standing import cell_name, varying_axes
 from paceline.present.tables import Cell, Column, Table
 from paceline.prices import GIVEN, SPOT
 
+ENERGY = "joules_per_output_token"
 SPLIT = (
     "Prompts and answers are computed in the same batches and no clock divides them: per output token the whole cost "
     "lies on answered tokens, per token on asked and answered ones alike."
@@ -19,9 +20,19 @@ SPLIT = (
 
 
 def tables(report: Report) -> tuple[Table, ...]:
-    """Each cell at its lowest price that is not spot; other prices are in metrics.csv and are proportional."""
+    """Each cell at its lowest price that is not spot; other prices are in metrics.csv and are proportional. Then what
+    energy tokens took, where it is known."""
     rows = _leads(report.served_costs)
-    return (_table(report, rows),) if rows else ()
+    energy = [m for m in report.measurements if m.metric == ENERGY and m.value is not None]
+    return (*((_table(report, rows),) if rows else ()), *((_energy(report, energy),) if energy else ()))
+
+
+def _energy(report: Report, found: Sequence[Measurement]) -> Table:
+    named = varying_axes(report)
+    columns = (Column("what", prose=True), Column("per output token, J", numeric=True), Column("how", prose=True))
+    rows = tuple((Cell(cell_name(report, m.cell, m.axes, named)), _number(m), Cell(m.note or "")) for m in found)
+    note = "Of all devices of all replicas while the load was on, idle ones too, over the tokens it answered."
+    return Table("Energy of served tokens", columns, rows, (note,), tuple((m.cell,) for m in found))
 
 
 def _leads(costs: Sequence[ServedCost]) -> list[ServedCost]:
@@ -58,7 +69,7 @@ def _row(label: str, row: ServedCost) -> tuple[Cell, ...]:
         Cell(words, row.kept if row.is_kept is not None else "", tone),
         Cell(format_parts(row.usd_per_hour, None, None)[0], devices),
         *(
-            _usd(m)
+            _number(m)
             for m in (
                 row.usd_per_output_mtok,
                 row.usd_per_mtok,
@@ -69,7 +80,7 @@ def _row(label: str, row: ServedCost) -> tuple[Cell, ...]:
     )
 
 
-def _usd(m: Measurement | None) -> Cell:
+def _number(m: Measurement | None) -> Cell:
     return Cell(MISSING) if m is None else Cell(*format_parts(m.value, m.low, m.high))
 
 

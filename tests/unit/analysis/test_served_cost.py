@@ -107,6 +107,8 @@ def test_joules_of_all_hosts_over_the_tokens_of_the_load() -> None:
     found = joules(powered())
     assert found.value == pytest.approx(8.0)
     assert "hosts' clocks are taken as one" in (found.note or "")
+    (table,) = present.tables(build([powered()], "test"))
+    assert table.rows[0][1].text == "8.00"
 
 
 @pytest.mark.parametrize(
