@@ -6,7 +6,7 @@ import dataclasses
 import sys
 
 import pytest
-from served_records import build_answer, build_record, build_replica, build_spec, one_by_one
+from answered_records import build_answer, build_record, build_replica, build_spec, one_by_one
 
 from paceline.analysis import accuracy
 from paceline.analysis.report import build

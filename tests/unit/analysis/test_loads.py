@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from served_records import build_record, build_request, build_spec, in_stages, one_by_one
+from answered_records import build_record, build_request, build_spec, in_stages, one_by_one
 
 from paceline.analysis import loads, statistics
 from paceline.records import RunRecord

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from served_records import build_answer, build_record, build_replica, build_spec, in_stages, one_by_one
+from answered_records import build_answer, build_record, build_replica, build_spec, in_stages, one_by_one
 
 from paceline.analysis import paired
 from paceline.analysis.report import build

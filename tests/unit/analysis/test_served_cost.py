@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from served_records import build_record, build_replica, build_spec, build_stage, in_stages, one_by_one
+from answered_records import build_record, build_replica, build_spec, build_stage, in_stages, one_by_one
 
 from paceline.analysis import served_cost
 from paceline.analysis.cost import Costing

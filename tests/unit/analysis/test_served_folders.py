@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served_records import build_answer, build_record, build_replica, build_spec, one_by_one
+from answered_records import build_answer, build_record, build_replica, build_spec, one_by_one
 
 from paceline import cli, store
 from paceline.records import Outcome, RunRecord, Status
