@@ -3,31 +3,14 @@
 from __future__ import annotations
 
 from paceline.findings import Report
-from paceline.present import (
-    accuracy,
-    ceilings,
-    fabric,
-    gauges,
-    memory,
-    nodes,
-    paired,
-    served,
-    served_cost,
-    served_work,
-)
+from paceline.present import beside_speed, ceilings, fabric, gauges, memory, nodes, served
 from paceline.present.tables import Table
 
 
 def machine_tables(report: Report) -> tuple[Table, ...]:
     """In reading order: served models, nodes, network, memory, compute; empty for a report about training alone."""
     found = (*nodes.tables(report), *fabric.tables(report), *memory.tables(report), *ceilings.tables(report))
-    return (*served.tables(report), *_beside_speed(report), *found)
-
-
-def _beside_speed(report: Report) -> tuple[Table, ...]:
-    """Of served models: how good, who is faster at equal work, at what cost."""
-    about = (accuracy, paired, served_work, served_cost)
-    return tuple(table for subject in about for table in subject.tables(report))
+    return (*served.tables(report), *beside_speed.tables(report), *found)
 
 
 def machine_details(report: Report) -> tuple[Table, ...]:
