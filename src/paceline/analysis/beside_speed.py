@@ -38,6 +38,8 @@ def _notes(records: Sequence[RunRecord], costs: Sequence[object], costing: Costi
         return []
     if any(record.shares_gpu for record in records):
         return ["replicas share a GPU, so no cost of served tokens is stated"]
+    if all(stage.replica is not None for record in records for stage in record.stages) and records[0].stages:
+        return ["replicas took turns to be compared, so no cost of served tokens is stated"]
     return [
         "--price: no load kept its limits on a device that the price holds for, so no cost of served tokens is stated"
     ]

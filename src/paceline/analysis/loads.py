@@ -210,10 +210,12 @@ def _made_until(moment: float, tokens: Array, first: Array, last: Array) -> floa
 
 
 class Kept(NamedTuple):
-    """Whether a load kept its limits, and by what this is known; ok is None where it has none."""
+    """Whether a load kept its limits, and by what this is known; ok is None where it has none. proved: requests were
+    enough to tell it of the 99th percentile."""
 
     ok: bool | None
     text: str
+    proved: bool = False
 
 
 def kept(load: Load) -> Kept:
@@ -226,7 +228,7 @@ def kept(load: Load) -> Kept:
     late, count = sum(not served.in_time(request, serving.limits) for request in requests), len(requests)
     allowed = stopping.late_allowed(count, PERCENTILE)
     if allowed is not None:
-        return Kept(late <= allowed, f"{late} of {count} requests were late or failed, {allowed} may be")
+        return Kept(late <= allowed, f"{late} of {count} requests were late or failed, {allowed} may be", True)
     few = f"{late} of {count} requests were late or failed; so few prove nothing about the 99th percentile"
     return Kept(late <= (1 - PERCENTILE) * count, few)
 

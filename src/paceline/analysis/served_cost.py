@@ -70,6 +70,7 @@ def _costs(found: Sequence[Load], costing: Costing) -> Iterator[ServedCost]:
             load=load.name,
             kept=limits.text,
             is_kept=limits.ok,
+            is_proved=limits.proved,
             busy_hours=costing.busy_hours,
             usd_per_output_mtok=output,
             reserved_usd_per_output_mtok=reserved_output,

@@ -60,8 +60,8 @@ def _table(report: Report, rows: Sequence[ServedCost]) -> Table:
 
 
 def _row(label: str, row: ServedCost) -> tuple[Cell, ...]:
-    words = {True: "kept", False: "not kept", None: "none set"}[row.is_kept]
-    tone = {True: "good", False: "bad", None: "quiet"}[row.is_kept]
+    words = {True: "kept" if row.is_proved else "kept, not proved", False: "not kept", None: "none set"}[row.is_kept]
+    tone = {True: "good" if row.is_proved else "quiet", False: "bad", None: "quiet"}[row.is_kept]
     devices = f"{row.devices} device{'' if row.devices == 1 else 's'}"
     return (
         Cell(label),

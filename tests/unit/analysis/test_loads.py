@@ -85,6 +85,7 @@ def test_the_load_at_the_limits_is_the_fastest_that_kept_them() -> None:
     assert chosen is not None
     assert chosen[0].name == "concurrency 4"
     assert chosen[1].ok is True
+    assert not chosen[1].proved
     strict = loads.gather([sweep(0.1, 0.05, ttft_limit_s=0.005)])
     assert loads.at_limits(strict) is None
     broken = loads.at_limits(loads.gather([build_record(build_spec(ttft_limit_s=0.005), one_by_one(0.1))]))
@@ -97,6 +98,6 @@ def test_enough_requests_are_judged_by_early_stopping() -> None:
     late = [build_request(n, 0.0, 1.0 if n == 0 else 0.1) for n in range(661)]
     spec = build_spec(ttft_limit_s=0.05)
     (load,) = loads.gather([build_record(spec, late)])
-    assert loads.kept(load) == (False, "1 of 661 requests were late or failed, 0 may be")
+    assert loads.kept(load) == (False, "1 of 661 requests were late or failed, 0 may be", True)
     (more,) = loads.gather([build_record(spec, [*late, build_request(661, 0.0, 0.1)])])
     assert loads.kept(more).ok is True

@@ -59,6 +59,8 @@ def test_of_a_sweep_the_load_at_its_limits_is_priced() -> None:
     found = costs([record])
     assert found.load == "concurrency 2"
     assert found.is_kept is True
+    (table,) = present.tables(build([record], "test", costing=Costing((OWN,))))
+    assert (table.rows[0][1].text, table.rows[0][2].text) == ("concurrency 2", "kept, not proved")
     assert found.usd_per_output_mtok.value == pytest.approx(20)
 
 
@@ -66,6 +68,13 @@ def test_gpus_that_are_shared_and_endpoints_elsewhere_have_no_listed_price() -> 
     assert served_cost.analyse([run()], Costing()) == ()
     report = build([run()], "test", costing=Costing((dataclasses.replace(OWN, gpu="NVIDIA H200"),)))
     assert any("no cost of served tokens is stated" in note for note in report.notes)
+
+
+def test_replicas_that_took_turns_have_no_cost() -> None:
+    record = in_stages(build_spec(partition="paired"), [one_by_one(0.1), one_by_one(0.1, 100, 10.0)], replica=[0, 1])
+    report = build([record], "test", costing=Costing((OWN,)))
+    assert report.served_costs == ()
+    assert any("replicas took turns to be compared" in note for note in report.notes)
 
 
 def test_the_table_states_its_assumptions() -> None:
