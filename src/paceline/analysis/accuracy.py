@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paceline.analysis import loads, rouge, served, statistics
+from paceline.analysis.served_work import BEGINNING
 from paceline.analysis.statistics import Array
 from paceline.errors import MissingPackageError
 from paceline.findings import HIGHER, Measurement
@@ -31,7 +32,7 @@ from paceline.findings.accuracy import (
     ReplicaAnswers,
 )
 from paceline.records import RunRecord
-from paceline.serving import AnswerSample, RequestSample
+from paceline.serving import RequestSample
 from paceline.spec import Scalar
 
 METRICS = dict.fromkeys(("rouge1_score", "rouge2_score", "rouge_l_score", "rouge_lsum_score"), ("score", HIGHER))
@@ -56,7 +57,7 @@ def analyse(records: Sequence[RunRecord]) -> tuple[Accuracy, ...]:
 
 def _accuracy(records: Sequence[RunRecord]) -> Accuracy | None:
     requests = [request for record in records for request in record.requests]
-    agreements = _agreements([answer for record in records for answer in record.answers])
+    agreements = _agreements(records)
     if not any(map(_is_scored, requests)) and len(agreements) < 2:
         return None
     try:
@@ -177,33 +178,48 @@ def _targets(scored: Sequence[Scored]) -> Iterator[AccuracyTarget]:
 
 # --- replicas ---
 
-Agreement = tuple[str, int, int]
+Question = Mapping[int, str | None]
 
 
-def _agreements(answers: Sequence[AnswerSample]) -> dict[int, Agreement]:
-    """Replica -> how it stands to the others, questions asked, questions it answered otherwise than most."""
-    by_question: defaultdict[int, dict[int, str | None]] = defaultdict(dict)
-    for answer in answers:
-        by_question[answer.sample][answer.replica] = None if answer.error else answer.text
-    replicas = sorted({answer.replica for answer in answers})
-    return {replica: _agreement(replica, list(by_question.values())) for replica in replicas}
+class Agreement(NamedTuple):
+    """How a replica stands to the others: of so many questions how many it answered otherwise than most (or that have
+    no majority), and whether all those answers begin alike, as they do where rounding alone parts them."""
+
+    verdict: str | None = None
+    asked: int = 0
+    odd: int = 0
+    begins_alike: bool = False
 
 
-def _agreement(replica: int, questions: Sequence[Mapping[int, str | None]]) -> Agreement:
+def _agreements(records: Sequence[RunRecord]) -> dict[int, Agreement]:
+    """By replica. The same question in another launch is another question."""
+    questions: defaultdict[tuple[int, int], dict[int, str | None]] = defaultdict(dict)
+    for launch, record in enumerate(records):
+        for answer in record.answers:
+            questions[launch, answer.sample][answer.replica] = None if answer.error else answer.text
+    replicas = sorted({answer.replica for record in records for answer in record.answers})
+    return {replica: _agreement(replica, list(questions.values())) for replica in replicas}
+
+
+def _agreement(replica: int, questions: Sequence[Question]) -> Agreement:
     ours = [texts for texts in questions if replica in texts]
     if not any(texts[replica] for texts in ours):
-        return SILENT, len(ours), len(ours)
-    usual = [_majority(texts) for texts in ours]
-    odd = sum(texts[replica] != most for texts, most in zip(ours, usual, strict=True) if most is not None)
-    if odd:
-        return DIFFERS, len(ours), odd
-    return (UNDECIDED if None in usual else AGREES), len(ours), usual.count(None)
+        return Agreement(SILENT, len(ours), len(ours))
+    usual = [(texts, _majority(texts)) for texts in ours]
+    odd = [texts for texts, most in usual if most is not None and texts[replica] != most]
+    split = [texts for texts, most in usual if most is None]
+    verdict = DIFFERS if odd else UNDECIDED if split else AGREES
+    return Agreement(verdict, len(ours), len(odd or split), all(map(_begin_alike, odd or split)))
 
 
-def _majority(texts: Mapping[int, str | None]) -> str | None:
+def _majority(texts: Question) -> str | None:
     """What more than half of the replicas answered."""
     text, often = Counter(texts.values()).most_common(1)[0]
     return text if 2 * often > len(texts) else None
+
+
+def _begin_alike(texts: Question) -> bool:
+    return len({None if text is None else text[:BEGINNING] for text in texts.values()}) == 1
 
 
 def _replicas(
@@ -216,16 +232,16 @@ def _replicas(
     for replica in everyone if len(everyone) > 1 else ():
         own = _measured(records, [one for one in scored if one.replica == replica], replica)
         others = _measured(records, [one for one in scored if one.replica != replica])
-        verdict, asked, odd = agreements.get(replica, (None, 0, 0))
+        standing = agreements.get(replica, Agreement())
         yield ReplicaAnswers(
             replica=replica,
             host=hosts.get(replica),
-            agreement=verdict,
-            asked=asked,
-            odd=odd,
+            agreement=standing.verdict,
+            asked=standing.asked,
+            odd=standing.odd,
             tokens_per_s=rates.get(replica),
             scores=tuple(own),
-            flag=_flag(verdict, asked, odd) or _scores_less(own, others),
+            flag=_flag(standing) or _scores_less(own, others),
         )
 
 
@@ -243,12 +259,17 @@ def _rates(records: Sequence[RunRecord]) -> dict[int, float]:
     return {replica: tokens[replica] / time for replica, time in seconds.items() if time > 0}
 
 
-def _flag(verdict: str | None, asked: int, odd: int) -> str | None:
-    if verdict == SILENT:
-        return f"answered none of {asked} questions that every replica was asked"
-    if verdict == UNDECIDED:
-        return f"replicas answered {odd} of {asked} questions differently, and none has a majority"
-    return f"answered {odd} of {asked} questions otherwise than most replicas" if verdict == DIFFERS else None
+def _flag(found: Agreement) -> str | None:
+    late = ", all of which begin alike, as where rounding alone parts them" if found.begins_alike else ""
+    if found.verdict == SILENT:
+        return f"answered none of {found.asked} questions that every replica was asked"
+    if found.verdict == UNDECIDED:
+        return (
+            f"is one of those that answered {found.odd} of {found.asked} questions differently without a majority{late}"
+        )
+    if found.verdict == DIFFERS:
+        return f"answered {found.odd} of {found.asked} questions otherwise than most replicas{late}"
+    return None
 
 
 def _scores_less(own: Sequence[Measurement], others: Sequence[Measurement]) -> str | None:

@@ -110,9 +110,22 @@ def test_a_replica_that_differs_from_most_is_flagged_beside_its_speed() -> None:
 def test_two_that_differ_have_no_majority_and_a_silent_one_is_told() -> None:
     two = only([asked(["a", "b"], ["a", "x"])])
     assert [r.agreement for r in two.replicas] == [UNDECIDED, UNDECIDED]
-    assert set(two.flags.values()) == {"replicas answered 1 of 2 questions differently, and none has a majority"}
+    told = "is one of those that answered 1 of 2 questions differently without a majority"
+    assert set(two.flags.values()) == {told}
     silent = only([asked(["a"], ["a"], [""])])
     assert silent.replicas[2].agreement == SILENT
+
+
+def test_answers_that_part_late_are_flagged_with_that() -> None:
+    long = "the same words at the beginning"
+    found = only([asked([f"{long} a"], [f"{long} b"], [f"{long} a"])])
+    assert found.flags[1].endswith("all of which begin alike, as where rounding alone parts them")
+
+
+def test_an_odd_answer_of_an_earlier_launch_is_not_forgotten() -> None:
+    first, second = asked(["a"], ["x"], ["a"]), asked(["a"], ["a"], ["a"])
+    again = dataclasses.replace(second, spec=dataclasses.replace(second.spec, repeat=1))
+    assert only([first, again]).flags == {1: "answered 1 of 2 questions otherwise than most replicas"}
 
 
 def test_one_replica_alone_agrees_with_nobody() -> None:
