@@ -154,14 +154,14 @@ def test_answers_that_are_no_success_stay_where_they_are(mode: str, error: str, 
 
 
 def test_the_faster_of_two_takes_more(replica: Make, send: Send) -> None:
-    ports = [replica(ttft_s=0.005, itl_s=0.001).port, replica(ttft_s=0.05, itl_s=0.02).port]
-    closed = {"due_ns": arrivals.closed_loop(60), "concurrency": 4, "per_replica": 2}
-    shift = send(0, 60, ports=ports, replicas=[ANY] * 60, **closed)
-    assert once(shift, 60)
+    ports = [replica(ttft_s=0.005, itl_s=0.001).port, replica(ttft_s=0.03, itl_s=0.005).port]
+    closed = {"due_ns": arrivals.closed_loop(40), "concurrency": 4, "per_replica": 2}
+    shift = send(0, 40, ports=ports, replicas=[ANY] * 40, **closed)
+    assert once(shift, 40)
     share = Counter(h.replica for h in shift.handled)
     assert share[0] > share[1] > 0
-    shift = send(0, 60, ports=ports, **closed)
-    assert Counter(h.replica for h in shift.handled) == {0: 30, 1: 30}
+    shift = send(0, 40, ports=ports, **closed)
+    assert Counter(h.replica for h in shift.handled) == {0: 20, 1: 20}
 
 
 def test_each_replica_has_no_more_than_asked(replica: Make, send: Send) -> None:
