@@ -60,6 +60,7 @@ def test_what_the_server_knows_better_is_told(worse: dict[str, int], word: str) 
     found = rung([answer(n, **worse) for n in range(100)])
     assert not found.is_valid
     assert word in found.text
+    assert f"INVALID({'client' if 'stamp_error_ns' in worse else 'server'})" in found.text
 
 
 def test_a_tail_is_held_to_five_percent() -> None:
@@ -76,6 +77,18 @@ def test_failures_and_the_clients_own_word_count() -> None:
     nothing = rung([lost])
     assert nothing.events_per_s == 0.0
     assert "TTFT p50 is unknown" in nothing.text
+
+
+def test_the_climb_ends_with_the_first_that_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[float, int]] = []
+
+    def one(events_per_s: float, streams: int, seconds: float, shards: int) -> selftest.Rung:
+        asked.append((events_per_s, streams))
+        return rung([answer(0)], cpu_s=0.9 if len(asked) == 3 else 0.1)
+
+    monkeypatch.setattr(selftest, "one", one)
+    assert [each.is_valid for each in selftest.climb(700, 4.0, 1)] == [True, True, False]
+    assert asked == [(1000.0, 500), (1600.0, 700), (2560.0, 700)]
 
 
 def test_one_real_try_stamps_every_token() -> None:

@@ -176,7 +176,9 @@ class Shard:
             self._write(connection)
 
     def _write(self, connection: Connection) -> None:
-        handled = connection.handled
+        """A request is sent when its sending begins, and late by when it has been handed over: this process may be held
+        up in between, and neither the server's time nor the client's own lateness shall look shorter for it."""
+        handled, before = connection.handled, time.monotonic_ns()
         try:
             connection.start_pending()
             done = connection.write()
@@ -184,9 +186,9 @@ class Shard:
             self._lose(connection, "reset", str(error))
             return
         if handled is not None and handled.sent_ns is None and connection.has_begun:
-            handled.sent_ns = time.monotonic_ns()
+            handled.sent_ns = before
             if not handled.retried and handled.attempt == 0:
-                self._audit.schedule_lag_ns.append(handled.sent_ns - handled.due_ns)
+                self._audit.schedule_lag_ns.append(time.monotonic_ns() - handled.due_ns)
         self._pool.watch(connection, READABLE if done else READABLE | WRITABLE)
 
     # --- what happens ---
