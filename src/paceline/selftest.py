@@ -57,11 +57,16 @@ class Rung:
     def streams(self) -> int:
         return sum(shift.most_in_flight for shift in self.shifts)
 
-    @property
+    @cached_property
     def events_per_s(self) -> float:
-        """While answers came: from the first token of all to the last."""
-        times = np.concatenate([np.asarray(each.token_ns) for each in self.answered] or [np.zeros(0)])
-        return float(len(times) / (np.ptp(times) / 1e9)) if len(times) > 1 and np.ptp(times) > 0 else 0.0
+        """Over the second half of the arrivals: an answer lasts as long as the first, so that from then on as many end
+        as begin."""
+        due = [each.due_ns for each in self.answered]
+        if not due or max(due) == min(due):
+            return 0.0
+        begin, end = (min(due) + max(due)) // 2, max(due)
+        times = np.concatenate([np.asarray(each.token_ns, dtype=np.int64) for each in self.answered])
+        return float(np.count_nonzero((times >= begin) & (times <= end)) / ((end - begin) / 1e9))
 
     @cached_property
     def stamp_errors_s(self) -> NDArray[np.float64]:
