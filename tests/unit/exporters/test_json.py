@@ -36,6 +36,7 @@ KEYS = [
         "distributions",
         "recipes",
         "nodes",
+        "loadgen",
         "notes",
         "skipped",
     ),
