@@ -208,6 +208,8 @@ class MockReplica:
             self._put(
                 client, wire.json_answer(200, {"object": "list", "data": [{"id": self.law.model, "object": "model"}]})
             )
+        elif path == "/health":
+            self._put(client, wire.json_answer(200, {}))
         elif path == "/law":
             self._put(client, wire.json_answer(200, self.told()))
         elif path not in ("/v1/completions", "/v1/chat/completions"):

@@ -80,8 +80,15 @@ def _found(url: str, chosen: Options) -> Endpoint:
         raise UnsupportedError(f"{url} lists no model: give openai.model")
     if listed and model not in listed:
         raise UnsupportedError(f"{url} has no model {model!r}; it has {', '.join(listed[:5])}")
-    facts = {"host": str(urlsplit(url).hostname), "version": _version(url, secret, chosen.certificates or None)}
+    facts = {"host": _host(url, chosen.all_urls), "version": _version(url, secret, chosen.certificates or None)}
     return Endpoint(url=url, model=model, secret=secret, certificates=chosen.certificates or None, facts=facts)
+
+
+def _host(url: str, urls: Sequence[str]) -> str:
+    """Its name; with the port where another replica has the same one."""
+    name = str(urlsplit(url).hostname)
+    alike = [each for each in urls if urlsplit(each).hostname == name]
+    return name if len(alike) == 1 else urlsplit(url).netloc
 
 
 def _version(url: str, secret: str | None, certificates: str | None) -> str | None:

@@ -60,12 +60,13 @@ class Load:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """What became of a load: requests planned, those that were asked, those of them too late or failed, and the time
-    it took."""
+    it took. doubt is what the client says against itself: requests that it made late say nothing about replicas."""
 
     planned: int
     requests: int
     late: int
     wall_s: float
+    doubt: str | None = None
 
     @property
     def requests_per_s(self) -> float:
@@ -177,6 +178,8 @@ def search(asked: Serving, samples: int, replicas: int, seed: int, left_s: Calla
             return f"a load at {rate:.4g} a second lasts {lasting_s:.0f} s, longer than is left of timeout_s"
         load = Load(scenario="server", requests=requests, seed=seed_of(seed, stage), rate_per_s=rate, is_trial=True)
         outcome = yield replace(load, least_s=asked.least_s)
+        if outcome.doubt is not None and not outcome.passes:
+            return f"at {rate:.4g} a second the client itself was late: {outcome.doubt}"
         if not bracket.learn(rate, outcome.passes):
             return f"{outcome.requests} of {outcome.planned} requests at {rate:.4g} a second tell nothing"
         stage += 1

@@ -14,7 +14,7 @@ import numpy as np
 
 from paceline import stopping
 from paceline.errors import InvalidRunError
-from paceline.loadgen import arrivals, plan, team
+from paceline.loadgen import arrivals, audit, plan, team
 from paceline.loadgen.arrivals import NS
 from paceline.loadgen.orders import Limits, Orders, Shift
 from paceline.loadgen.reading import is_late
@@ -198,7 +198,8 @@ class Session:
         self._number += len(whole)
         late = sum(each.error is not None or is_late(each, self._limits) for each in handled)
         wall_s = (ended_ns - start_ns) / NS
-        return Outcome(planned=len(whole), requests=len(handled), late=late, wall_s=wall_s)
+        doubt = next(iter(audit.judge(shifts).reasons), None)
+        return Outcome(planned=len(whole), requests=len(handled), late=late, wall_s=wall_s, doubt=doubt)
 
     def _stage_sample(self, load: Load, planned: int, start_ns: int, ended_ns: int, capped: bool) -> StageSample:
         assert self._origin_ns is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -134,12 +135,22 @@ def end_of(sequence: Loads, rule: Rule) -> str | None:
         return str(end.value)
 
 
+def late_client(load: Load) -> Outcome:
+    return dataclasses.replace(able_to(5.0)(load), doubt="at lunch")
+
+
+def test_a_client_that_was_late_in_a_load_that_passed_makes_no_difference() -> None:
+    seen = drive(loads(scenario="search", rate_per_s=2.0), late_client)
+    assert [load.rate_per_s for load, _ in seen] == [2, 4, 8]
+
+
 def test_a_search_says_why_it_ended() -> None:
     def why(rule: Rule, left_s: float = math.inf) -> str | None:
         return end_of(loads(scenario="search", rate_per_s=2.0, left_s=lambda: left_s), rule)
 
     assert why(able_to(5.0)) == "the rate is known closely enough"
     assert why(able_to(1e-9)) == "no rate passed"
+    assert "the client itself was late: at lunch" in str(why(late_client))
     assert why(able_to(1.1), 300.0) == "a load at 1 a second lasts 459 s, longer than is left of timeout_s"
 
 

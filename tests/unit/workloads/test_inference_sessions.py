@@ -138,10 +138,13 @@ def test_a_replica_that_never_ends_costs_its_own_samples_only(start: Start, ask:
 
 
 def test_replicas_of_different_models_are_each_asked_for_their_own(start: Start, ask: Ask) -> None:
-    found = ask(start(model="one"), start(model="two"), concurrency=4, requests=8)
+    one, two = start(model="one"), start(model="two")
+    found = ask(one, two, concurrency=4, requests=8)
     assert_exactly_once(found, 8)
     assert {request.error for request in found.requests} == {None}
-    assert [replica.model for replica in found.of(ReplicaSample)] == ["one", "two"]
+    # On one host they are told apart by their ports.
+    told = [(replica.model, f"http://{replica.host}") for replica in found.of(ReplicaSample)]
+    assert told == [("one", one.url), ("two", two.url)]
 
 
 def test_several_processes_of_a_client_share_one_plan(start: Start, ask: Ask) -> None:
@@ -170,6 +173,15 @@ def test_nobody_left_is_told_and_every_sample_is_listed(start: Start, ask: Ask) 
     assert Counter(request.error is None for request in notebook.requests)[True] <= 4
     # Also of a run that ends so the replicas are told of.
     assert [replica.died_ns is not None for replica in notebook.of(ReplicaSample)] == [True]
+
+
+def test_all_die_while_whoever_is_free_is_asked(start: Start, ask: Ask) -> None:
+    found = ask(start(dies_after=5), start(dies_after=9), partition="dynamic", concurrency=4)
+    assert_exactly_once(found)
+    answered = [request.replica for request in found.requests if request.error is None]
+    assert len(answered) <= 4 + 8
+    assert set(answered) <= {0, 1}
+    assert all(replica.died_ns is not None for replica in found.of(ReplicaSample))
 
 
 def test_a_sweep_has_a_plan_a_client_and_a_row_for_each_load(start: Start, ask: Ask) -> None:
@@ -266,7 +278,9 @@ def test_a_trial_ends_when_it_is_lost(start: Start, ask: Ask) -> None:
     assert 1 <= stage.planned == len(found.requests) < 459
     assert {request.error for request in found.requests} == {None}
     assert found.evidence is not None
-    assert "longer than is left of timeout_s" in str(found.evidence.settings["search_ended_by"])
+    # On a busy machine the client may say against itself that it was late.
+    why = str(found.evidence.settings["search_ended_by"])
+    assert "longer than is left of timeout_s" in why or "the client itself was late" in why
 
 
 def _waits(due_ns: list[int], service_s: float) -> Any:
