@@ -28,6 +28,7 @@ from paceline.analysis import (
     recommend,
     scaling,
     served,
+    served_shapes,
     thumb,
     validity,
     watch,
@@ -124,7 +125,7 @@ def _completed(found: Report, ordered: Sequence[RunRecord], cells: Sequence[Cell
     found = replace(found, recommendations=recommend.beside_designs(found.recommendations, found.effects))
     priced = cost.added_to(found, cells, costing)
     priced = replace(priced, recommendations=(*priced.recommendations, *recommend.by_cost(priced)))
-    return claims.added_to(priced, ordered)
+    return served_shapes.added_to(claims.added_to(priced, ordered), ordered)
 
 
 def _wrong(ordered: Sequence[RunRecord], runs: Sequence[RunFinding]) -> list[RunRecord]:

@@ -11,6 +11,14 @@ from paceline.findings.memory import Alternative, FrontierPoint, MemoryAdvice, M
 from paceline.findings.nodes import NodeEvidence, NodeMeasure, NodeVerdict
 from paceline.findings.recipe import Recipe
 from paceline.findings.report import SCHEMA, Report
+from paceline.findings.served_shapes import (
+    ClientAudit,
+    LatencySpread,
+    ReplicaTrace,
+    ServedLoad,
+    ServedShapes,
+    ServedTrace,
+)
 from paceline.findings.training import (
     BETTER,
     HIGHER,
@@ -50,6 +58,7 @@ __all__ = [
     "Claim",
     "ClaimedTransfer",
     "ClaimedTransfers",
+    "ClientAudit",
     "CollectiveFit",
     "CollectiveRow",
     "Comparison",
@@ -63,6 +72,7 @@ __all__ = [
     "Goodput",
     "HistoryPoint",
     "HistorySeries",
+    "LatencySpread",
     "LeftOut",
     "Lost",
     "Measurement",
@@ -78,6 +88,7 @@ __all__ = [
     "Recipe",
     "Recommendation",
     "Regression",
+    "ReplicaTrace",
     "Report",
     "Response",
     "RuleOfThumb",
@@ -85,6 +96,9 @@ __all__ = [
     "Saving",
     "ScalingExplanation",
     "ScalingPoint",
+    "ServedLoad",
+    "ServedShapes",
+    "ServedTrace",
     "ShareOfStep",
     "Suspect",
     "Traffic",

@@ -36,6 +36,7 @@ KEYS = [
         "distributions",
         "recipes",
         "nodes",
+        "served_shapes",
         "notes",
         "skipped",
     ),
