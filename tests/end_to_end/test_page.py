@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import served_records as made
 
 from paceline.analysis.report import build
 from paceline.exporters import html
@@ -257,3 +258,61 @@ def test_without_javascript_the_tables_are_there_and_the_charts_are_named(chromi
     assert "385,800" in text
     assert "plots/" in text
     assert "Data (CSV)" not in text
+
+
+# --- a served model ---
+
+
+@pytest.fixture(scope="module")
+def served_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Loads beside each other, one over a schedule that lost a node whose name is a script, and a sweep."""
+    lost = (made.Replica("node-a"), made.Replica(EVIL, died_s=2.0))
+    asked = {"scenario": "server", "rate_per_s": 25.0, "ttft_limit_s": 0.2, "tpot_limit_s": 0.04}
+    late = made.record(made.asked(150, lost, rate_per_s=25), lost, **asked)
+    records = [*made.closed_loops((1, 4, 16), requests=120), late, made.sweep((4.0, 32.0), requests=60)]
+    (path,) = html.export(build(records, title="served"), tmp_path_factory.mktemp("served"))
+    return path
+
+
+@pytest.fixture
+def served(chromium: Any, served_page: Path) -> Iterator[Any]:
+    media(chromium, "screen", "light")
+    chromium.get(served_page.as_uri())
+    wait_for(lambda: len(all_of(chromium, "#served figure svg")) >= 6)
+    yield chromium
+    assert [entry["message"] for entry in chromium.get_log("browser")] == []
+
+
+def chart_text(browser: Any, name: str) -> str:
+    return str(browser.find_element("css selector", f'figure[data-chart="{name}"]').text).replace("\n", " ")
+
+
+def test_a_served_model_is_drawn(served: Any) -> None:
+    assert len(all_of(served, 'figure[data-chart="served_in_flight"] g[aria-label="area"] path')) >= 8
+    assert "limit of server 200 ms" in chart_text(served, "served_curve")
+    assert f"{EVIL} gone" in chart_text(served, "served_in_flight")
+    assert "99" in chart_text(served, "served_distributions")
+
+
+def test_served_charts_fit_a_phone(served: Any) -> None:
+    size = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+    served.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        wait_for(
+            lambda: (
+                served.execute_script(
+                    "return Math.max(...[...document.querySelectorAll('#served svg')].map(s => s.clientWidth))"
+                )
+                <= 390
+            )
+        )
+        assert served.execute_script("return document.documentElement.scrollWidth <= innerWidth")
+    finally:
+        served.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_points_of_an_area_are_told(served: Any) -> None:
+    svg = served.find_element("css selector", 'figure[data-chart="served_in_flight"] svg')
+    click(served, svg)
+    svg.send_keys("\ue014")  # the right arrow
+    assert " in flight at " in served.find_element("css selector", "#tip").text

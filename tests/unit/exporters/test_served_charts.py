@@ -14,6 +14,7 @@ from served_records import TWO, Replica
 from paceline.analysis.report import build
 from paceline.exporters import html, plots
 from paceline.findings import Report
+from paceline.present import strips
 from paceline.present.charts import Chart, charts
 from paceline.present.charts.chart import AREA, CURVE, LONE
 
@@ -155,3 +156,19 @@ def test_the_smallest_run_is_drawn(tmp_path: Path) -> None:
     lone = build([made.record(made.asked(1, in_flight=1), scenario="single_stream")], title="one")
     assert [chart.name for chart in charts(lone)] == ["served_in_flight", "served_client"]
     assert len(plots.export(lone, tmp_path)) == 4
+
+
+def test_a_strip_is_as_high_as_what_it_stands_for() -> None:
+    assert strips.strip([0.0, 1.0, 4.0, 8.0], top=8.0, width=4) == " ▂▅█"
+    assert strips.strip([2.0, 6.0, 0.001, 0.0], top=8.0, width=2) == "▅▁"
+    assert strips.strip([1.0, 2.0], top=2.0, width=30) == "▅█"
+    assert strips.strip([], top=1.0) == strips.strip([0.0], top=0.0) == ""
+
+
+def test_the_terminal_shows_each_replica_over_the_run(served: Report, report: Report) -> None:
+    (table,) = strips.tables(served)
+    lost = next(row for row in table.rows if row[1].detail)
+    assert (lost[1].text, lost[1].detail) == ("node-b", "gone after 2 s")
+    assert lost[2].text[-1] == " "
+    assert len(table.cells) == len(table.rows) <= strips.MOST_ROWS
+    assert strips.tables(report) == ()
