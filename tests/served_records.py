@@ -31,8 +31,8 @@ TWO = (Replica("node-a"), Replica("node-b", slowness=1.6))
 def client(**more: Any) -> ClientSample:
     values: dict[str, Any] = {"requests": 1, "reads": 1, "schedule_lag_p50_ns": 5e4, "schedule_lag_p99_ns": 3e5}
     values |= {"read_lag_p50_ns": 1e4, "read_lag_p99_ns": 8e5, "cpu_s": 1.2, "wall_s": 10.0, "most_in_flight": 8}
-    values |= {"waited_for_cap": 0, "clock_doubt_ns": 10, "clock_drift_ns": 10, "plan": "abc"}
-    return ClientSample(rank=0, shard=0, **{**values, **more})
+    values |= {"waited_for_cap": 0, "clock_doubt_ns": 10, "clock_drift_ns": 10, "plan": "abc", "shard": 0}
+    return ClientSample(rank=0, **{**values, **more})
 
 
 def spec_of(repeat: int = 0, engine: str = "openai", **serving: Any) -> RunSpec:

@@ -33,8 +33,10 @@ from paceline.serving import (
     MOST_SCHEDULE_LAG_S,
     OPEN,
     SCENARIOS,
+    STAGED_SCENARIOS,
     ClientSample,
     RequestSample,
+    Serving,
     StageSample,
 )
 
@@ -43,6 +45,10 @@ QUANTITIES: dict[str, Callable[[RequestSample], float | None]] = {
     TPOT: served.tpot_s,
     LATENCY: served.latency_s,
 }
+
+
+# All launches of one cell.
+Launches = Sequence[RunRecord]
 
 
 def added_to(report: Report, records: Sequence[RunRecord]) -> Report:
@@ -62,16 +68,23 @@ def added_to(report: Report, records: Sequence[RunRecord]) -> Report:
     return replace(report, served_shapes=shapes)
 
 
-def _in_order(records: Sequence[RunRecord]) -> list[served.Served]:
+def _in_order(records: Sequence[RunRecord]) -> list[Launches]:
     """Cells by scenario, the smallest load first: runs are shuffled."""
 
-    def place(cell: served.Served) -> tuple[int, float, str]:
-        asked = cell.records[0].spec.serving
-        assert asked is not None
+    def place(cell: Launches) -> tuple[int, float, str]:
+        asked = _asked(cell[0])
         load = asked.rate_per_s if asked.rate_per_s is not None else asked.concurrency or 0
-        return SCENARIOS.index(asked.scenario), load, cell.records[0].spec.cell
+        return SCENARIOS.index(asked.scenario), load, cell[0].spec.cell
 
-    return sorted(served.gather(records), key=place)
+    by_cell: dict[str, list[RunRecord]] = {}
+    for record in sorted(records, key=lambda record: record.spec.repeat):
+        by_cell.setdefault(record.spec.cell, []).append(record)
+    return sorted(by_cell.values(), key=place)
+
+
+def _asked(record: RunRecord) -> Serving:
+    assert record.spec.serving is not None
+    return record.spec.serving
 
 
 # --- loads ---
@@ -93,10 +106,10 @@ class _Part(NamedTuple):
     wall_s: float
 
 
-def _loads(cell: served.Served) -> list[ServedLoad]:
+def _loads(cell: Launches) -> list[ServedLoad]:
     """In the order of their size."""
     found: dict[_Load, list[_Part]] = {}
-    for record in cell.records:
+    for record in cell:
         for load, part in _parts(record):
             found.setdefault(load, []).append(part)
     order = sorted(found, key=lambda load: (load.rate_per_s or 0.0, load.concurrency or 0, load.replica or 0))
@@ -104,19 +117,21 @@ def _loads(cell: served.Served) -> list[ServedLoad]:
 
 
 def _parts(record: RunRecord) -> Iterable[tuple[_Load, _Part]]:
-    """The stages of a launch with their own requests; a record without stages is one."""
-    assert record.spec.serving is not None
-    asked, run = record.spec.serving, record.spec.run_id
+    """The stages of a launch with their own requests; a record without stages is one. Of a plain scenario the load is
+    what was asked for, not the cap that the client put on it."""
+    asked, run = _asked(record), record.spec.run_id
+    plain = _Load(asked.rate_per_s, asked.concurrency, None)
     if not record.stages:
         wall = max((r.ended_ns or 0 for r in record.requests), default=0) / NS
-        yield _Load(asked.rate_per_s, asked.concurrency, None), _Part(run, record.requests, wall)
+        yield plain, _Part(run, record.requests, wall)
         return
     by_stage: dict[int, list[RequestSample]] = {}
     for request in record.requests:
         by_stage.setdefault(request.stage, []).append(request)
     for stage in record.stages:
         if ours := by_stage.get(stage.stage):
-            yield _Load(stage.rate_per_s, stage.concurrency, stage.replica), _Part(run, ours, _wall_s(stage, ours))
+            own = _Load(stage.rate_per_s, stage.concurrency, None) if asked.scenario in STAGED_SCENARIOS else plain
+            yield own._replace(replica=stage.replica), _Part(run, ours, _wall_s(stage, ours))
 
 
 def _wall_s(stage: StageSample, requests: Sequence[RequestSample]) -> float:
@@ -125,18 +140,17 @@ def _wall_s(stage: StageSample, requests: Sequence[RequestSample]) -> float:
     return max(0.0, (last - stage.started_ns) / NS)
 
 
-def _served_load(cell: served.Served, load: _Load, parts: Sequence[_Part]) -> ServedLoad:
+def _served_load(cell: Launches, load: _Load, parts: Sequence[_Part]) -> ServedLoad:
     requests = [request for part in parts for request in part.requests]
     answered = [request for request in requests if request.error is None]
     wall = sum(part.wall_s for part in parts)
-    spec, limits = cell.records[0].spec, cell.limits
-    assert spec.serving is not None
+    spec, limits = cell[0].spec, _asked(cell[0]).limits
     limited = any(limit is not None for limit in limits.values())
     return ServedLoad(
         cell=spec.cell,
         axes=spec.axes(),
         runs=tuple(dict.fromkeys(part.run for part in parts)),
-        scenario=spec.serving.scenario,
+        scenario=_asked(cell[0]).scenario,
         rate_per_s=load.rate_per_s,
         concurrency=load.concurrency,
         replica=load.replica,
@@ -159,23 +173,27 @@ def _spreads(answered: Sequence[RequestSample], limits: dict[str, float | None])
 # --- the client ---
 
 
-def _audit(cell: served.Served) -> ClientAudit:
+def _audit(cell: Launches) -> ClientAudit:
     """The bounds are those by which a run is judged; that of the schedule is the tightest of the launches."""
-    spec = cell.records[0].spec
-    assert spec.serving is not None
-    clients = [client for record in cell.records for client in record.clients]
+    spec = cell[0].spec
+    clients = [client for record in cell for client in record.clients]
     return ClientAudit(
         cell=spec.cell,
         axes=spec.axes(),
-        runs=tuple(record.spec.run_id for record in cell.records),
-        processes=max(len(record.clients) for record in cell.records),
-        schedule_lag_s=_worst(c.schedule_lag_p99_ns for c in clients) if spec.serving.scenario in OPEN else None,
-        schedule_bound_s=min(map(_schedule_bound_s, cell.records)),
+        runs=tuple(record.spec.run_id for record in cell),
+        processes=len({(client.rank, client.shard) for client in clients}),
+        schedule_lag_s=_worst(c.schedule_lag_p99_ns for c in clients) if any(map(_is_open, cell)) else None,
+        schedule_bound_s=min(map(_schedule_bound_s, cell)),
         read_lag_s=_worst(c.read_lag_p99_ns for c in clients),
         read_bound_s=MOST_READ_LAG_S,
         cpu_ratio=max((ratio for c in clients if (ratio := _cpu_ratio(c)) is not None), default=None),
         cpu_bound_ratio=MOST_CPU_RATIO,
     )
+
+
+def _is_open(record: RunRecord) -> bool:
+    """Whether its requests were due by a schedule."""
+    return _asked(record).scenario in OPEN or any(stage.rate_per_s is not None for stage in record.stages)
 
 
 def _schedule_bound_s(record: RunRecord) -> float:

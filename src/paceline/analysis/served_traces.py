@@ -23,9 +23,9 @@ MOST_TRACES = 6
 Seconds = NDArray[np.float64]
 
 
-def traces(cells: Sequence[served.Served]) -> tuple[ServedTrace, ...]:
+def traces(cells: Sequence[Sequence[RunRecord]]) -> tuple[ServedTrace, ...]:
     """In the order of the cells; of several launches the one in which most went wrong."""
-    found = [max(map(_trace, cell.records), key=_trouble) for cell in cells]
+    found = [max(map(_trace, cell), key=_trouble) for cell in cells]
     told = sorted(range(len(found)), key=lambda i: _trouble(found[i]), reverse=True)[:MOST_TRACES]
     return tuple(found[i] for i in sorted(told))
 
@@ -39,7 +39,9 @@ def _trouble(trace: ServedTrace) -> tuple[int, int, float]:
 def _trace(record: RunRecord) -> ServedTrace:
     assert record.spec.serving is not None
     wall = max((r.ended_ns or 0 for r in record.requests), default=0) / NS
-    replicas = sorted({r.replica for r in record.requests} | {r.replica for r in record.replicas})
+    # A request that no replica was left for has the number that stands for any.
+    asked = {r.replica for r in record.requests if r.replica >= 0}
+    replicas = sorted(asked | {r.replica for r in record.replicas})
     paces = len(record.requests) // (REQUESTS_PER_PACE * max(1, len(replicas)))
     edges, pace_edges = _edges(wall, MOMENTS), _edges(wall, min(MOST_PACES, max(FEWEST_PACES, paces)))
     limits = record.spec.serving.limits
@@ -54,7 +56,7 @@ def _trace(record: RunRecord) -> ServedTrace:
         replicas=tuple(_replica(record, replica, edges, pace_edges) for replica in replicas),
         late=_late(record.requests, limits, edges),
         limited=any(limit is not None for limit in limits.values()),
-        stages=tuple((s.started_ns / NS, s.rate_per_s, s.concurrency) for s in record.stages),
+        stages=tuple((s.started_ns / NS, s.rate_per_s, s.concurrency, s.replica) for s in record.stages),
     )
 
 

@@ -20,7 +20,7 @@ from paceline.findings import Report
 from paceline.present import advice, claims, cost, effects, history, nodes, scaling, served, tables, tuning, verdicts
 from paceline.present.answer import answer, grounds
 from paceline.present.charts import EVERYWHERE, SERVED, Chart, charts
-from paceline.present.machine import machine_details, machine_tables
+from paceline.present.machine import machine_details, machine_tables, served_tables
 from paceline.present.standing import groups
 from paceline.present.tables import Table
 
@@ -185,7 +185,7 @@ def _all(found: Iterable[Table], linked: set[str]) -> str:
 
 def _served(report: Report, found: tuple[Chart, ...], linked: set[str]) -> str:
     """What was found, its first table, the charts, and the evidence behind them."""
-    first, *rest = served.tables(report) or (None,)
+    first, *rest = served_tables(report) or (None,)
     words = paragraph(served.sentence(report))
     return words + _rendered(first, linked) + _charts(found, SERVED) + _all(filter(None, rest), linked)
 
@@ -207,7 +207,7 @@ def _figure(chart: Chart) -> str:
 
 
 def _machine(report: Report, linked: set[str]) -> str:
-    shown = (*nodes.tables(report), *served.tables(report))
+    shown = (*nodes.tables(report), *served_tables(report))
     return _all((table for table in machine_tables(report) if table not in shown), linked) + "".join(
         folded(table.title, table, linked) for table in machine_details(report)
     )

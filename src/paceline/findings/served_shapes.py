@@ -69,7 +69,8 @@ class ReplicaTrace:
 class ServedTrace:
     """One launch of a cell over its time, from its start. seconds are the middles of equal moments for what is in
     flight, pace_seconds those of longer ones for rates. late counts by moment the requests that ended beyond a limit or
-    failed. stages are the loads by when they began, with their rate or concurrency."""
+    failed. stages are the loads by when they began, with their rate, their concurrency, and the only replica that was
+    asked."""
 
     run: str
     cell: str
@@ -81,7 +82,7 @@ class ServedTrace:
     replicas: tuple[ReplicaTrace, ...]
     late: tuple[int, ...]
     limited: bool
-    stages: tuple[tuple[float, float | None, int | None], ...] = ()
+    stages: tuple[tuple[float, float | None, int | None, int | None], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

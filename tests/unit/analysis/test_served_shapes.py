@@ -15,6 +15,7 @@ from paceline.analysis.report import build
 from paceline.analysis.served_spread import spread
 from paceline.findings import ServedShapes
 from paceline.records import RunRecord
+from paceline.serving import StageSample
 
 
 def shapes_of(*records: RunRecord) -> ServedShapes:
@@ -82,6 +83,38 @@ def test_stages_of_a_sweep_are_loads_of_their_own() -> None:
 def test_loads_stand_in_order_whatever_the_order_of_the_runs() -> None:
     records = made.closed_loops((16, 1, 4), requests=20)
     assert [load.concurrency for load in shapes_of(*records).loads] == [1, 4, 16]
+
+
+def stage(number: int, started_ns: int, **more: Any) -> StageSample:
+    values: dict[str, Any] = {"scenario": "offline", "rate_per_s": None, "concurrency": 512, "replica": None}
+    values |= {"planned": 20, "ended_ns": started_ns, "began_at_s": 0.0}
+    return StageSample(rank=0, stage=number, started_ns=started_ns, **{**values, **more})
+
+
+def test_the_load_of_a_plain_scenario_is_what_was_asked_for_not_the_cap() -> None:
+    (load,) = shapes_of(made.record(made.asked(20), stages=[stage(0, 0)], scenario="offline")).loads
+    assert load.concurrency is None
+
+
+def test_replicas_that_were_asked_one_after_the_other_are_loads_of_their_own() -> None:
+    """A B B A: the same load twice is one."""
+    requests, stages, start = [], [], 0
+    for number, replica in enumerate((0, 1, 1, 0)):
+        ours = made.asked(20, in_flight=2, start_ns=start, stage=number)
+        requests += [replace(r, replica=replica) for r in ours]
+        stages.append(stage(number, start, replica=replica))
+        start = max(r.ended_ns or 0 for r in ours) + NS
+    found = shapes_of(made.record(requests, TWO, stages=stages, scenario="offline", partition="paired"))
+    assert [(load.replica, load.requests) for load in found.loads] == [(0, 40), (1, 40)]
+    assert [replica for *_, replica in found.traces[0].stages] == [0, 1, 1, 0]
+
+
+def test_a_request_that_no_replica_was_left_for_belongs_to_none() -> None:
+    requests = made.asked(20, in_flight=2)
+    requests[19] = replace(requests[19], replica=-1, sent_ns=None, first_ns=None, last_ns=None, error="no_replica")
+    found = shapes_of(made.record(requests, scenario="concurrency", concurrency=2))
+    assert [r.replica for r in found.traces[0].replicas] == [0]
+    assert found.loads[0].failed == sum(found.traces[0].late) == 1
 
 
 def test_failed_requests_are_counted_and_have_no_latency() -> None:
@@ -158,7 +191,7 @@ def test_no_report_grows_with_the_number_of_requests() -> None:
 def test_the_audit_holds_the_worst_process_of_all_launches_even_of_runs_that_are_not_believed() -> None:
     requests = made.asked(20, rate_per_s=10)
     asked: dict[str, Any] = {"scenario": "server", "rate_per_s": 10.0}
-    good = made.record(requests, clients=[made.client(), made.client(read_lag_p99_ns=2e6)], **asked)
+    good = made.record(requests, clients=[made.client(), made.client(shard=1, read_lag_p99_ns=2e6)], **asked)
     late = made.record(requests, repeat=1, clients=[made.client(schedule_lag_p99_ns=9e6)], **asked)
     found = shapes_of(good, late)
     (audit,) = found.audits

@@ -132,8 +132,10 @@ def _late_points(group: str, trace: ServedTrace, heights: Sequence[float]) -> It
 def _stages(group: str, trace: ServedTrace) -> Iterator[Rule]:
     """Where a load began, of runs that went through several."""
     if len(trace.stages) > 1:
-        for start, rate, concurrency in trace.stages:
-            yield Rule(y=start, label=load_words(rate, concurrency), group=group, upright=True)
+        names = _names(trace)
+        for start, rate, concurrency, replica in trace.stages:
+            label = load_words(rate, concurrency) if replica is None else names.get(replica, f"replica {replica}")
+            yield Rule(y=start, label=label, group=group, upright=True)
 
 
 def _deaths(group: str, trace: ServedTrace) -> Iterator[Rule]:
