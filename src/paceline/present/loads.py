@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from paceline.findings import ReplicaTrace, ServedLoad, ServedShapes, ServedTrace
 from paceline.present.standing import axis_text
@@ -10,6 +10,10 @@ from paceline.spec import Scalar
 
 # Axes that may tell two cells of one load apart, in the order in which they are told.
 _BESIDE = ("model", "engine", "partition", "nodes", "world_size", "precision", "data", "max_tokens", "requests")
+
+
+# Axes to name, by scenario.
+Beside = Mapping[Scalar, tuple[str, ...]]
 
 
 def load_words(rate_per_s: float | None, concurrency: int | None) -> str:
@@ -24,18 +28,21 @@ def short_load(rate_per_s: float | None, concurrency: int | None) -> str:
     return load_words(rate_per_s, concurrency).removesuffix(" in flight")
 
 
-def beside(found: ServedShapes) -> tuple[str, ...]:
-    """Axes other than the load in which cells of the same scenario and load differ."""
+def beside(found: ServedShapes) -> Beside:
+    """By scenario the axes other than the load in which its cells of one load differ."""
     cells = {one.cell: one.axes for one in found.loads} | {one.cell: one.axes for one in found.audits}
-    groups: dict[tuple[Scalar, ...], list[Mapping[str, Scalar]]] = {}
+    by_load: dict[tuple[Scalar, ...], list[Mapping[str, Scalar]]] = {}
     for axes in cells.values():
-        groups.setdefault(tuple(axes.get(n) for n in ("scenario", "rate_per_s", "concurrency")), []).append(axes)
-    return tuple(
-        name for name in _BESIDE if any(len({str(axes.get(name)) for axes in ours}) > 1 for ours in groups.values())
-    )
+        by_load.setdefault(tuple(axes.get(name) for name in ("scenario", "rate_per_s", "concurrency")), []).append(axes)
+    named: dict[Scalar, tuple[str, ...]] = {}
+    for (scenario, *_), ours in by_load.items():
+        differing = {name for name in _BESIDE if len({str(axes.get(name)) for axes in ours}) > 1}
+        told = differing.union(named.get(scenario, ()))
+        named[scenario] = tuple(name for name in _BESIDE if name in told)
+    return named
 
 
-def cell_words(axes: Mapping[str, Scalar], named: Sequence[str]) -> str:
+def cell_words(axes: Mapping[str, Scalar], named: Beside) -> str:
     """`server, 4/s`; `concurrency, 8 in flight, partition dynamic`."""
     rate, concurrency = axes.get("rate_per_s"), axes.get("concurrency")
     load = load_words(
@@ -47,12 +54,12 @@ def cell_words(axes: Mapping[str, Scalar], named: Sequence[str]) -> str:
     return ", ".join(filter(None, (*_scenario(scenario, shown), *_named(axes, named))))
 
 
-def family_words(load: ServedLoad, named: Sequence[str]) -> str:
+def family_words(load: ServedLoad, named: Beside) -> str:
     """Without its load: what all points of one curve share."""
     return ", ".join((load.scenario, *_named(load.axes, named)))
 
 
-def served_words(load: ServedLoad, named: Sequence[str]) -> str:
+def served_words(load: ServedLoad, named: Beside) -> str:
     """A load of a cell; of one replica alone where it was asked alone."""
     alone = "" if load.replica is None else f"replica {load.replica} alone"
     own = load_words(load.rate_per_s, load.concurrency)
@@ -64,8 +71,9 @@ def _scenario(scenario: str, load: str) -> tuple[str, ...]:
     return (load,) if scenario == "concurrency" and load else (scenario, load)
 
 
-def _named(axes: Mapping[str, Scalar], named: Sequence[str]) -> tuple[str, ...]:
-    return tuple(axis_text(name, axes) for name in named if axes.get(name) is not None)
+def _named(axes: Mapping[str, Scalar], named: Beside) -> tuple[str, ...]:
+    names = named.get(axes.get("scenario"), ())
+    return tuple(axis_text(name, axes) for name in names if axes.get(name) is not None)
 
 
 def replica_words(replica: ReplicaTrace, trace: ServedTrace) -> str:

@@ -12,13 +12,13 @@ from paceline.present.served import MS
 from paceline.present.tables import Cell, Column, Table
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-WIDTH = 30
+WIDTH = 20
 # Loads beyond so many rows are looked at on the page.
 MOST_ROWS = 16
 _COLUMNS = (
-    Column("load"),
+    Column("load", prose=True),
     Column("replica"),
-    Column("requests in flight over the run"),
+    Column("in flight over the run"),
     Column("at most", numeric=True, priority=1),
     Column("TTFT p50, ms", numeric=True),
     Column("TTFT p99, ms", numeric=True, priority=1),

@@ -99,6 +99,17 @@ def test_a_client_beyond_its_bounds_is_shown_although_its_run_is_not(served: Rep
     assert not any("constant" in p.label for p in named(served, "served_distributions").points)
 
 
+def test_only_what_tells_cells_apart_is_named() -> None:
+    both = [
+        made.record(made.asked(20, TWO, in_flight=4), TWO, scenario="concurrency", concurrency=4, partition=partition)
+        for partition in ("static", "dynamic")
+    ]
+    alone = made.record(made.asked(20, TWO, rate_per_s=9), TWO, scenario="server", rate_per_s=9.0)
+    found = named(build([*both, alone], title="t"), "served_distributions")
+    names = {one.name for one in found.series}
+    assert names == {"server, 9/s", "4 in flight, partition static", "4 in flight, partition dynamic"}
+
+
 def test_replicas_of_one_host_are_told_apart() -> None:
     twins = (Replica("node-a"), Replica("node-a"))
     report = build([made.record(made.asked(30, twins, in_flight=4), twins, scenario="concurrency", concurrency=4)], "t")

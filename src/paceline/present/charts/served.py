@@ -23,7 +23,7 @@ from paceline.present.charts.chart import (
     numbered,
     used,
 )
-from paceline.present.loads import beside, cell_words, family_words, served_words, short_load
+from paceline.present.loads import Beside, beside, cell_words, family_words, served_words, short_load
 from paceline.present.quantity import MISSING, format_number, format_parts, places
 from paceline.present.served import MS
 
@@ -84,7 +84,7 @@ def _is_on_curve(load: ServedLoad) -> bool:
     return load.scenario != "offline" and bool(load.output_tokens_per_s) and bool(load.spreads)
 
 
-def _curve_points(load: ServedLoad, spread: LatencySpread, named: Sequence[str], families: int) -> Iterator[Point]:
+def _curve_points(load: ServedLoad, spread: LatencySpread, named: Beside, families: int) -> Iterator[Point]:
     if spread.quantity == LATENCY:
         return
     for name, (value, low, high) in (("p99", spread.p99), ("p50", spread.p50)):
