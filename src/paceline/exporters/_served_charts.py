@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from paceline.exporters._canvas import CLEAR, INK, PALETTE, QUIET, brief, canvas, entitle, key, say, thousands
@@ -15,6 +18,8 @@ if TYPE_CHECKING:
 
 PANEL_IN, TITLE_IN, LANE_IN = 2.3, 0.9, 0.3
 MOST_PANELS = 6
+# Shares of a panel that the name of a point takes.
+TEXT_ACROSS, TEXT_UP = 0.035, 0.09
 PERCENTILES = (0.0, 50.0, 90.0, 99.0, 99.9, 99.99, 99.999)
 
 
@@ -40,6 +45,7 @@ def draw_lines(report: Report, chart: Chart) -> Figure:
         entitle(panel, "" if i else chart.title, chart.subtitle, group)
         _panel(panel, chart, points, colours, dashed)
         _rules(panel, [rule for rule in chart.rules if rule.group in ("", group)])
+        _texts(panel, points)
     axes[-1].set_xlabel(chart.x.label if chart.x else "")
     words = [(_key_word(one.name), PALETTE[one.colour]) for one in chart.series if not one.dashed]
     key(figure, words if len(words) > 1 else [])
@@ -69,20 +75,39 @@ def _line(axes: Axes, ours: Sequence[Point], x: Sequence[float], drawn: str, col
     elif drawn == LONE:
         axes.plot(x, y, "o", color=colour, markersize=3.2, zorder=4)
     elif drawn in (CURVE, TRAIL):
-        axes.plot(x, y, color=colour, linewidth=1.4)
+        for part in _stretches(x) if drawn == TRAIL else [slice(None)]:
+            axes.plot(x[part], y[part], color=colour, linewidth=1.4)
     else:
         assert drawn == JOINED, drawn
         axes.plot(x, y, color=colour, linewidth=1.6, marker="o", markersize=4, linestyle="--" if dashed else "-")
         for at, point in zip(x, ours, strict=True):
             if point.low is not None and point.high is not None:
                 axes.plot((at, at), (point.low, point.high), color=colour, linewidth=1.1)
-            if point.text:
-                say(axes, point.text, (at, point.y), (0, 9), color=QUIET, fontsize=8, ha="center", in_layout=False)
+
+
+def _stretches(x: Sequence[float]) -> list[slice]:
+    """Where nothing was seen for a while, a line ends and the next one begins."""
+    gaps = [b - a for a, b in pairwise(x)]
+    usual = statistics.median(gaps) if gaps else 0.0
+    cuts = [0, *(i + 1 for i, gap in enumerate(gaps) if gap > 1.6 * usual), len(x)]
+    return [slice(a, b) for a, b in pairwise(cuts)]
+
+
+def _texts(axes: Axes, points: Sequence[Point]) -> None:
+    """Names of points where they do not touch one before them; call it when the limits of the axes are final."""
+    to_axes = axes.transData + axes.transAxes.inverted()
+    taken: list[tuple[float, float]] = []
+    for point in points:
+        if not point.text:
+            continue
+        across, up = to_axes.transform((float(point.x or 0.0), point.y))
+        if all(abs(across - x) > TEXT_ACROSS or abs(up - y) > TEXT_UP for x, y in taken):
+            taken.append((across, up))
+            at = (float(point.x or 0.0), point.y)
+            say(axes, point.text, at, (0, 9), color=QUIET, fontsize=8, ha="center", in_layout=False)
 
 
 def _nines(percent: float) -> float:
-    import math
-
     return -math.log10(1 - percent / 100)
 
 
@@ -115,16 +140,32 @@ def _scales(axes: Axes, x: Axis, y: Axis, points: Sequence[Point]) -> None:
 
 
 def _rules(axes: Axes, rules: Sequence[Rule]) -> None:
+    """Moments by dotted lines, limits by dashed ones that are named one beside the other: two may be close."""
+    level = [rule for rule in rules if not rule.upright]
+    how = {"fontsize": 8, "bbox": CLEAR | {"alpha": 0.7}, "in_layout": False}
     for rule in rules:
         if rule.upright:
             axes.axvline(rule.y, color=INK, linewidth=0.9, linestyle=":")
-            how = {"fontsize": 8, "va": "top", "bbox": CLEAR, "in_layout": False}
-            say(axes, rule.label, (rule.y, 1), (3, -3), "foot", **how)
-        else:
-            low, high = axes.get_ylim()
-            axes.set_ylim(min(low, rule.y / 1.25), max(high, rule.y * 1.25))
-            axes.axhline(rule.y, color=INK, linewidth=1.0, linestyle=(0, (4, 3)))
-            say(axes, rule.label, (0, rule.y), (4, 6), "side", fontsize=8, bbox=CLEAR, in_layout=False)
+    for rule in _apart(axes, [rule for rule in rules if rule.upright]):
+        say(axes, rule.label, (rule.y, 1), (3, -3), "foot", va="top", **how)
+    for i, rule in enumerate(level):
+        low, high = axes.get_ylim()
+        axes.set_ylim(min(low, rule.y / 1.25), max(high, rule.y * 1.4))
+        axes.axhline(rule.y, color=INK, linewidth=1.0, linestyle=(0, (4, 3)))
+        say(axes, rule.label, (0.24 * i, rule.y), (4, 6), "side", **how)
+
+
+def _apart(axes: Axes, rules: Sequence[Rule]) -> list[Rule]:
+    """Those whose names do not run into another's; the first ones have the right of way."""
+    whole = axes.get_xlim()[1]
+    kept: list[tuple[float, float]] = []
+    found = []
+    for rule in rules:
+        start, end = rule.y / whole, rule.y / whole + 0.01 * len(rule.label)
+        if all(start > b or end < a for a, b in kept):
+            kept.append((start, end))
+            found.append(rule)
+    return found
 
 
 # --- the client ---

@@ -56,14 +56,17 @@ def cell_words(axes: Mapping[str, Scalar], named: Beside) -> str:
 
 def family_words(load: ServedLoad, named: Beside) -> str:
     """Without its load: what all points of one curve share."""
-    return ", ".join((load.scenario, *_named(load.axes, named)))
+    return ", ".join(filter(None, (load.scenario, *_named(load.axes, named), _alone(load))))
 
 
 def served_words(load: ServedLoad, named: Beside) -> str:
     """A load of a cell; of one replica alone where it was asked alone."""
-    alone = "" if load.replica is None else f"replica {load.replica} alone"
     own = load_words(load.rate_per_s, load.concurrency)
-    return ", ".join(filter(None, (*_scenario(load.scenario, own), *_named(load.axes, named), alone)))
+    return ", ".join(filter(None, (*_scenario(load.scenario, own), *_named(load.axes, named), _alone(load))))
+
+
+def _alone(load: ServedLoad) -> str:
+    return "" if load.replica is None else f"replica {load.replica} alone"
 
 
 def _scenario(scenario: str, load: str) -> tuple[str, ...]:

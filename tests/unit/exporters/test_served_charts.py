@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -17,6 +18,7 @@ from paceline.findings import Report
 from paceline.present import strips
 from paceline.present.charts import Chart, charts
 from paceline.present.charts.chart import AREA, CURVE, LONE
+from paceline.serving import StageSample
 
 LOST = (Replica("node-a"), Replica("node-b", slowness=1.4, died_s=2.0), Replica("node-c"))
 NAMES = [
@@ -97,6 +99,34 @@ def test_a_client_beyond_its_bounds_is_shown_although_its_run_is_not(served: Rep
     assert slow.series == "beyond a bound"
     assert slow.text == "260 %, sending"
     assert not any("constant" in p.label for p in named(served, "served_distributions").points)
+
+
+def test_what_took_no_time_does_not_spoil_a_logarithm() -> None:
+    """Answers that came in one read have a time per token of 0: one of them must not empty the panel of all."""
+    requests = made.asked(40, in_flight=2)
+    requests[:5] = [replace(r, last_ns=r.first_ns, token_ns=(0,) * (made.TOKENS - 1)) for r in requests[:5]]
+    report = build([made.record(requests, scenario="concurrency", concurrency=2)], title="t")
+    drawn = [p.y for p in named(report, "served_distributions").points if p.group == "Time per further token"]
+    assert len(drawn) > 20
+    assert min(drawn) > 0
+
+
+def test_replicas_that_were_asked_alone_are_curves_of_their_own() -> None:
+    values: dict[str, Any] = {"rank": 0, "scenario": "concurrency", "rate_per_s": None, "concurrency": 2, "planned": 20}
+    requests, stages = [], []
+    for number in range(2):
+        ours = made.asked(20, in_flight=2, start_ns=number * 30 * made.NS, stage=number)
+        requests += [replace(r, replica=number) for r in ours]
+        place = {"stage": number, "replica": number, "started_ns": number * 30 * made.NS}
+        stages.append(StageSample(**values, **place, ended_ns=0, began_at_s=0.0))
+    paired: dict[str, Any] = {"scenario": "concurrency", "concurrency": 2, "partition": "paired"}
+    report = build([made.record(requests, TWO, stages=stages, **paired)], title="t")
+    curve = named(report, "served_curve")
+    assert {p.series for p in curve.points} == {
+        f"concurrency, replica {n} alone, {p}" for n in (0, 1) for p in ("p50", "p99")
+    }
+    labels = [rule.label for rule in named(report, "served_in_flight").rules]
+    assert labels == ["node-a", "node-b"]
 
 
 def test_only_what_tells_cells_apart_is_named() -> None:

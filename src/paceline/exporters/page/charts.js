@@ -265,18 +265,32 @@ const Charts = (() => {
     return kept.map(k => k.p);
   }
 
-  /** Lines at moments, each named at its top where the next one leaves room for it. */
+  /** Lines at moments, each named at its top where no earlier one stands in the way. */
   function uprights(rules, [low, high], room) {
-    const pixels = v => (v - low) / (high - low) * room;
-    const order = [...rules].sort((a, b) => a.y - b.y);
-    const fits = order.filter((r, i) => pixels(order[i + 1]?.y ?? high) - pixels(r.y) > width(r.label) + 6 || i === order.length - 1);
+    const places = [];
+    for (const r of rules) {
+      const at = (r.y - low) / (high - low) * room, long = width(r.label) + 6, turned = at + long > room;
+      const from = turned ? at - long : at;
+      if (places.every(p => from > p.from + p.long || from + long < p.from)) places.push({ r, from, long, turned });
+    }
     const text = { x: "y", frameAnchor: "top", dy: 2, text: "label", fill: "var(--ink)", stroke: "var(--paper)", strokeWidth: 4 };
-    const turned = r => pixels(r.y) + width(r.label) + 6 > room;
+    const named = turned => places.filter(p => p.turned === turned).map(p => p.r);
     return [
-      Plot.ruleX(order, { x: "y", stroke: "var(--ink)", strokeDasharray: "2 3" }),
-      Plot.text(fits.filter(r => !turned(r)), { ...text, textAnchor: "start", dx: 4 }),
-      Plot.text(fits.filter(turned), { ...text, textAnchor: "end", dx: -4 }),
+      Plot.ruleX(rules, { x: "y", stroke: "var(--ink)", strokeDasharray: "2 3" }),
+      Plot.text(named(false), { ...text, textAnchor: "start", dx: 4 }),
+      Plot.text(named(true), { ...text, textAnchor: "end", dx: -4 }),
     ];
+  }
+
+  /** The name of each stretch of a curve: where nothing was seen for a while, the next one begins. */
+  function stretches(points) {
+    const found = new Map();
+    for (const ours of d3.group(points, p => p.series).values()) {
+      const usual = d3.median(d3.pairs(ours, (a, b) => b.x - a.x)) ?? 0;
+      let stretch = 0;
+      ours.forEach((p, i) => { if (i && p.x - ours[i - 1].x > 1.6 * usual) stretch += 1; found.set(p, `${stretch} ${p.series}`); });
+    }
+    return found;
   }
 
   function curves(chart, points, room, domains, height) {
@@ -287,7 +301,7 @@ const Charts = (() => {
     const scale = axis => ({ type: axis.scale === "linear" || axis.scale === "nines" ? "linear" : "log", ...(axis.scale === "log2" ? { base: 2 } : {}) });
     const tick = axis => axis.ticks === "bytes" ? bytes : spoken;
     const rules = (chart.rules ?? []).filter(r => !r.group || r.group === (points[0].group ?? ""));
-    const levels = rules.filter(r => !r.upright);
+    const levels = rules.filter(r => !r.upright), trails = kind("trail"), stretch = stretches(trails);
     const line = { x, y: "y", z: "series", stroke: p => stroke.get(p.series), strokeWidth: 1.8 };
     const texts = joined.filter(p => p.text), crowded = chart.section === "served";
     const numbers = crowded ? apart(texts, p => pixelsOf(p, x, chart, domains, room - 60, height - 64))
@@ -311,14 +325,14 @@ const Charts = (() => {
         Plot.line(joined.filter(p => !dashed.has(p.series)), line),
         Plot.line(joined.filter(p => dashed.has(p.series)), { ...line, strokeDasharray: "4 3" }),
         Plot.line(kind("curve"), { ...line, strokeWidth: 1.3 }),
-        Plot.line(kind("trail"), { ...line, strokeWidth: 1.5 }),
+        Plot.line(trails, { ...line, z: p => stretch.get(p), strokeWidth: 1.5 }),
         Plot.ruleX(wide, { x, y1: "low", y2: "high", stroke: p => stroke.get(p.series), strokeWidth: 1.3 }),
         Plot.dot(joined, { x, y: "y", r: 3.2, fill: p => stroke.get(p.series) }),
         Plot.dot(kind("lone"), { x, y: "y", r: 2.4, fill: p => stroke.get(p.series), fillOpacity: .8 }),
         Plot.dot(kind("ring"), { x, y: "y", r: 6, stroke: p => stroke.get(p.series), strokeWidth: 1.5 }),
         Plot.text(numbers, { x, y: "y", text: "text", dy: crowded ? -11 : 15, fill: "var(--ink)", stroke: "var(--paper)", strokeWidth: 3 }),
-        Plot.text(levels, { y: "y", ...(crowded ? { frameAnchor: "left", textAnchor: "start", dx: 4 } : { frameAnchor: "right", textAnchor: "end" }),
-          text: "label", dy: -8, stroke: "var(--paper)", strokeWidth: 3, fill: "var(--ink)" }),
+        ...levels.map((r, i) => Plot.text([r], { y: "y", ...(crowded ? { frameAnchor: "left", textAnchor: "start", dx: 4 + d3.sum(levels.slice(0, i), l => width(l.label) + 10) }
+          : { frameAnchor: "right", textAnchor: "end" }), text: "label", dy: -8, stroke: "var(--paper)", strokeWidth: 3, fill: "var(--ink)" })),
       ],
     });
     const marks = points.filter(p => p.drawn !== "curve").map(p => hit(p, svg, x(p), p.y, null, svg.scale("y").apply(p.y)));

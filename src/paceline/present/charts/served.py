@@ -88,12 +88,14 @@ def _curve_points(load: ServedLoad, spread: LatencySpread, named: Beside, famili
     if spread.quantity == LATENCY:
         return
     for name, (value, low, high) in (("p99", spread.p99), ("p50", spread.p50)):
+        if value <= 0:
+            continue  # all of an answer in one read has no time per token that a logarithm could show
         shown, interval = format_parts(value, low, high, MS)
         rate = f"{load.output_tokens_per_s:,.4g} tokens/s, {load.requests_per_s:,.4g} requests/s"
         yield Point(
             x=load.output_tokens_per_s,
             y=value * 1e3,
-            low=MS.apply(low),
+            low=MS.apply(low) if low else None,
             high=MS.apply(high),
             group=WORDS[spread.quantity],
             series=_series(family_words(load, named), name, families),
@@ -189,9 +191,10 @@ def spread_points(spread: LatencySpread, group: str, series: str, cell: str, run
     if spread.n < FEWEST_REQUESTS:
         return
     for share, seconds in zip(spread.shares, spread.seconds, strict=True):
-        yield Point(x=100 * share, y=seconds * 1e3, group=group, series=series, drawn=CURVE, cells=(cell,))
+        if seconds > 0:
+            yield Point(x=100 * share, y=seconds * 1e3, group=group, series=series, drawn=CURVE, cells=(cell,))
     for name, (value, low, high) in (("p50", spread.p50), ("p90", spread.p90), ("p99", spread.p99)):
-        if PERCENTILES[name] <= 100 * spread.shares[-1]:
+        if PERCENTILES[name] <= 100 * spread.shares[-1] and value > 0:
             shown, interval = format_parts(value, low, high, MS)
             yield Point(
                 x=PERCENTILES[name],

@@ -49,7 +49,7 @@ def in_flight(report: Report) -> Iterator[Chart]:
         y=Axis(label="in flight", shared=False),
         points=tuple(points),
         series=used(_series(traces.values()), points),
-        rules=tuple(rule for name, trace in traces.items() for rule in (*_stages(name, trace), *_deaths(name, trace))),
+        rules=tuple(rule for name, trace in traces.items() for rule in (*_deaths(name, trace), *_stages(name, trace))),
         section=SERVED,
         panel_px=least,
     )
