@@ -124,7 +124,7 @@ def _scales(axes: Axes, x: Axis, y: Axis, points: Sequence[Point]) -> None:
         axes.minorticks_off()
     else:
         axes.set_ylim(0, max(max(p.y for p in points) * 1.08, 1e-9))
-        axes.yaxis.set_major_locator(MaxNLocator(4))
+        axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
     if x.scale == NINES:
         last = max(float(p.x or 0.0) for p in points)
         ticks = [percent for percent in PERCENTILES if percent <= last + 1e-9]
