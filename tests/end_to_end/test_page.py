@@ -20,7 +20,7 @@ from paceline.run import read_experiment
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 
-MEASURED = Path(__file__).parents[2] / "docs" / "measured" / "h200" / "runs.tar.gz"
+KEPT = Path(__file__).parents[2] / "docs" / "measured"
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
 EVIL = "<script>document.title='owned'</script>"
@@ -31,13 +31,18 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+def kept(name: str, folder: Path) -> Report:
+    """The report of runs that are kept as they were measured."""
+    with tarfile.open(KEPT / name / "runs.tar.gz") as archive:
+        archive.extractall(folder, filter="data")
+    (experiment,) = folder.iterdir()
+    records, skipped = read_experiment(experiment)
+    return build(records, title=name, skipped=skipped)
+
+
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    folder = tmp_path_factory.mktemp("measured")
-    with tarfile.open(MEASURED) as archive:
-        archive.extractall(folder, filter="data")
-    records, skipped = read_experiment(folder / "h200")
-    return build(records, title="h200", skipped=skipped)
+    return kept("h200", tmp_path_factory.mktemp("measured"))
 
 
 def hostile(report: Report) -> Report:
@@ -291,7 +296,8 @@ def test_a_served_model_is_drawn(served: Any) -> None:
     assert len(all_of(served, 'figure[data-chart="served_in_flight"] g[aria-label="area"] path')) >= 8
     assert "limit of server 200 ms" in chart_text(served, "served_curve")
     assert f"{EVIL} gone" in chart_text(served, "served_in_flight")
-    assert "99" in chart_text(served, "served_distributions")
+    assert "0 50 90 99" in chart_text(served, "served_distributions")
+    assert "NaN" not in served.find_element("id", "served").text
 
 
 def test_served_charts_fit_a_phone(served: Any) -> None:
@@ -316,3 +322,12 @@ def test_points_of_an_area_are_told(served: Any) -> None:
     click(served, svg)
     svg.send_keys("\ue014")  # the right arrow
     assert " in flight at " in served.find_element("css selector", "#tip").text
+
+
+def test_sizes_are_read_in_bytes(chromium: Any, tmp_path: Path) -> None:
+    (path,) = html.export(kept("h200-fabric", tmp_path / "kept"), tmp_path)
+    chromium.get(path.as_uri())
+    wait_for(lambda: len(all_of(chromium, "#charts figure svg")) >= 8)
+    text = chromium.find_element("id", "charts").text
+    assert "KiB" in text
+    assert "NaN" not in text

@@ -15,7 +15,7 @@ from paceline.analysis.report import build
 from paceline.analysis.served_spread import spread
 from paceline.findings import ServedShapes
 from paceline.records import RunRecord
-from paceline.serving import StageSample
+from paceline.serving import RequestSample, StageSample
 
 
 def shapes_of(*records: RunRecord) -> ServedShapes:
@@ -150,9 +150,18 @@ def test_a_trace_loses_no_token() -> None:
 
 def test_tokens_without_times_of_their_own_are_spread_evenly() -> None:
     untimed = [replace(r, token_ns=()) for r in made.asked(30, in_flight=2)]
-    (trace,) = shapes_of(made.record(untimed, scenario="concurrency", concurrency=2)).traces
-    each = trace.wall_s / len(trace.pace_seconds)
-    assert sum(trace.replicas[0].tokens_per_s) * each == pytest.approx(30 * made.TOKENS, rel=1e-4)
+    assert tokens_traced(untimed) == pytest.approx(30 * made.TOKENS, rel=1e-4)
+
+
+def test_an_event_of_several_tokens_counts_for_all_of_them() -> None:
+    gap = (made.asked(1)[0].token_ns[0] * 2,) * (made.TOKENS // 2 - 1)
+    paired = [replace(r, token_ns=gap, pieces=made.TOKENS // 2) for r in made.asked(30, in_flight=2)]
+    assert tokens_traced(paired) == pytest.approx(30 * made.TOKENS, rel=1e-4)
+
+
+def tokens_traced(requests: list[RequestSample]) -> float:
+    (trace,) = shapes_of(made.record(requests, scenario="concurrency", concurrency=2)).traces
+    return sum(trace.replicas[0].tokens_per_s) * trace.wall_s / len(trace.pace_seconds)
 
 
 def test_a_lost_replica_and_late_requests_are_marked() -> None:

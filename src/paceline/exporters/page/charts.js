@@ -209,6 +209,7 @@ const Charts = (() => {
 
   /** Percent as the number of nines: 90, 99 and 99.9 are equally far apart. */
   const nines = percent => -Math.log10(1 - percent / 100);
+  const percent = nines => +(100 - 100 * 10 ** -nines).toFixed(4);
 
   function span(values, axis, whole = false) {
     const [low, high] = d3.extent(values);
@@ -299,7 +300,7 @@ const Charts = (() => {
     const joined = kind("joined"), wide = joined.filter(p => p.low != null && p.high > p.low);
     const place = chart.x.scale === "nines" ? nines : v => v, x = p => place(p.x);
     const scale = axis => ({ type: axis.scale === "linear" || axis.scale === "nines" ? "linear" : "log", ...(axis.scale === "log2" ? { base: 2 } : {}) });
-    const tick = axis => axis.ticks === "bytes" ? bytes : spoken;
+    const tick = axis => axis.scale === "nines" ? v => spoken(percent(v)) : axis.ticks === "bytes" ? bytes : spoken;
     const rules = (chart.rules ?? []).filter(r => !r.group || r.group === (points[0].group ?? ""));
     const levels = rules.filter(r => !r.upright), trails = kind("trail"), stretch = stretches(trails);
     const line = { x, y: "y", z: "series", stroke: p => stroke.get(p.series), strokeWidth: 1.8 };
@@ -313,7 +314,7 @@ const Charts = (() => {
       marks: [
         Plot.gridY({ ticks: yTicks, stroke: "var(--line)", strokeOpacity: 1 }),
         Plot.axisY({ ticks: yTicks, tickSize: 0, label: null, tickFormat: spoken, color: "var(--quiet)" }),
-        Plot.axisX(ticks.map(place), { tickSize: 4, label: null, tickFormat: (_, i) => tick(chart.x)(ticks[i]), color: "var(--quiet)" }),
+        Plot.axisX({ ticks: ticks.map(place), tickSize: 4, label: null, tickFormat: tick(chart.x), color: "var(--quiet)" }),
         Plot.text([chart.x.label], { frameAnchor: "bottom-right", text: d => d, dy: 33, textAnchor: "end", fill: "var(--quiet)" }),
         Plot.text([chart.y.label], { frameAnchor: "top-left", text: d => d, dy: -20, dx: -40, textAnchor: "start", fill: "var(--quiet)" }),
         Plot.areaY(kind("area"), { x, y1: "low", y2: "high", z: "series", fill: p => stroke.get(p.series), fillOpacity: .75 }),
