@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import served_records as made
+import simulated_serving as made
 
 from paceline.analysis.report import build
 from paceline.exporters import html

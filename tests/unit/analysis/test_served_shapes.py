@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import served_records as made
-from served_records import NS, TWO, Replica
+import simulated_serving as made
+from simulated_serving import NS, TWO, Replica
 
 from paceline.analysis import served, served_traces
 from paceline.analysis.report import build

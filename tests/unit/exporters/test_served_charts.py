@@ -9,8 +9,8 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-import served_records as made
-from served_records import TWO, Replica
+import simulated_serving as made
+from simulated_serving import TWO, Replica
 
 from paceline.analysis.report import build
 from paceline.exporters import html, plots
