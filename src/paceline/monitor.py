@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING
 
 from paceline.errors import RequestError
 from paceline.present.quantity import MISSING, format_si
+from paceline.present.strips import BLOCKS
 from paceline.telemetry import DeviceSample, HostSample, Snapshot
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 GIB = 2**30
-BLOCKS = "▁▂▃▄▅▆▇█"
 # More cores than this are drawn, not counted out.
 MOST_NUMBERED_CORES = 16
 FORMATS = (".jsonl", ".csv")

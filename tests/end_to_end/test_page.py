@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import simulated_serving as made
 
 from paceline.analysis.report import build
 from paceline.exporters import html
@@ -19,7 +20,7 @@ from paceline.run import read_experiment
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 
-MEASURED = Path(__file__).parents[2] / "docs" / "measured" / "h200" / "runs.tar.gz"
+KEPT = Path(__file__).parents[2] / "docs" / "measured"
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
 EVIL = "<script>document.title='owned'</script>"
@@ -30,13 +31,18 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+def kept(name: str, folder: Path) -> Report:
+    """The report of runs that are kept as they were measured."""
+    with tarfile.open(KEPT / name / "runs.tar.gz") as archive:
+        archive.extractall(folder, filter="data")
+    (experiment,) = folder.iterdir()
+    records, skipped = read_experiment(experiment)
+    return build(records, title=name, skipped=skipped)
+
+
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    folder = tmp_path_factory.mktemp("measured")
-    with tarfile.open(MEASURED) as archive:
-        archive.extractall(folder, filter="data")
-    records, skipped = read_experiment(folder / "h200")
-    return build(records, title="h200", skipped=skipped)
+    return kept("h200", tmp_path_factory.mktemp("measured"))
 
 
 def hostile(report: Report) -> Report:
@@ -257,3 +263,71 @@ def test_without_javascript_the_tables_are_there_and_the_charts_are_named(chromi
     assert "385,800" in text
     assert "plots/" in text
     assert "Data (CSV)" not in text
+
+
+# --- a served model ---
+
+
+@pytest.fixture(scope="module")
+def served_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Loads beside each other, one over a schedule that lost a node whose name is a script, and a sweep."""
+    lost = (made.Replica("node-a"), made.Replica(EVIL, died_s=2.0))
+    asked = {"scenario": "server", "rate_per_s": 25.0, "ttft_limit_s": 0.2, "tpot_limit_s": 0.04}
+    late = made.record(made.asked(150, lost, rate_per_s=25), lost, **asked)
+    records = [*made.closed_loops((1, 4, 16), requests=120), late, made.sweep((4.0, 32.0), requests=60)]
+    (path,) = html.export(build(records, title="served"), tmp_path_factory.mktemp("served"))
+    return path
+
+
+@pytest.fixture
+def served(chromium: Any, served_page: Path) -> Iterator[Any]:
+    media(chromium, "screen", "light")
+    chromium.get(served_page.as_uri())
+    wait_for(lambda: len(all_of(chromium, "#served figure svg")) >= 6)
+    yield chromium
+    assert [entry["message"] for entry in chromium.get_log("browser")] == []
+
+
+def chart_text(browser: Any, name: str) -> str:
+    return str(browser.find_element("css selector", f'figure[data-chart="{name}"]').text).replace("\n", " ")
+
+
+def test_a_served_model_is_drawn(served: Any) -> None:
+    assert len(all_of(served, 'figure[data-chart="served_in_flight"] g[aria-label="area"] path')) >= 8
+    assert "limit of server 200 ms" in chart_text(served, "served_curve")
+    assert f"{EVIL} gone" in chart_text(served, "served_in_flight")
+    assert "0 50 90 99" in chart_text(served, "served_distributions")
+    assert "NaN" not in served.find_element("id", "served").text
+
+
+def test_served_charts_fit_a_phone(served: Any) -> None:
+    size = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+    served.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        wait_for(
+            lambda: (
+                served.execute_script(
+                    "return Math.max(...[...document.querySelectorAll('#served svg')].map(s => s.clientWidth))"
+                )
+                <= 390
+            )
+        )
+        assert served.execute_script("return document.documentElement.scrollWidth <= innerWidth")
+    finally:
+        served.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_points_of_an_area_are_told(served: Any) -> None:
+    svg = served.find_element("css selector", 'figure[data-chart="served_in_flight"] svg')
+    click(served, svg)
+    svg.send_keys("\ue014")  # the right arrow
+    assert " in flight at " in served.find_element("css selector", "#tip").text
+
+
+def test_sizes_are_read_in_bytes(chromium: Any, tmp_path: Path) -> None:
+    (path,) = html.export(kept("h200-fabric", tmp_path / "kept"), tmp_path)
+    chromium.get(path.as_uri())
+    wait_for(lambda: len(all_of(chromium, "#charts figure svg")) >= 8)
+    text = chromium.find_element("id", "charts").text
+    assert "KiB" in text
+    assert "NaN" not in text

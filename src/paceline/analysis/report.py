@@ -30,6 +30,7 @@ from paceline.analysis import (
     recommend,
     scaling,
     served,
+    served_shapes,
     thumb,
     validity,
     watch,
@@ -134,7 +135,7 @@ def _completed(found: Report, ordered: Sequence[RunRecord], cells: Sequence[Cell
     priced = cost.added_to(found, cells, costing)
     priced = replace(priced, recommendations=(*priced.recommendations, *recommend.by_cost(priced)))
     priced = replace(priced, loadgen=loadgen.verdicts(ordered))
-    return claims.added_to(priced, ordered)
+    return served_shapes.added_to(claims.added_to(priced, ordered), ordered)
 
 
 def _wrong(ordered: Sequence[RunRecord], runs: Sequence[RunFinding]) -> list[RunRecord]:

@@ -17,18 +17,19 @@ from paceline.exporters import _page_cells, _page_data
 from paceline.exporters._page_tables import block, bullets, folded, paragraph, render
 from paceline.files import write_atomically
 from paceline.findings import Report
-from paceline.present import advice, claims, cost, effects, history, nodes, scaling, tables, tuning, verdicts
+from paceline.present import advice, claims, cost, effects, history, nodes, scaling, served, tables, tuning, verdicts
 from paceline.present.answer import answer, grounds
-from paceline.present.charts import Chart, charts
-from paceline.present.machine import machine_details, machine_tables
+from paceline.present.charts import EVERYWHERE, SERVED, Chart, charts
+from paceline.present.machine import machine_details, machine_tables, served_tables
 from paceline.present.standing import groups
 from paceline.present.tables import Table
 
 SCRIPTS = ("vendor/d3.min.js", "vendor/plot.umd.min.js", "charts.js", "page.js")
 # More pairs than this make the page heavy before they make anyone wiser; report.json holds all.
 MOST_COMPARISONS = 1000
-# Charts with panels, or with long lanes, take the whole width.
+# Charts with many panels or wide ones, or with long lanes, take the whole width.
 PANELLED = 2
+WIDE_PX = 500
 
 PAGE = Template("""<!doctype html>
 <html lang="en" class="no-js">
@@ -141,10 +142,11 @@ def _chip(words: str) -> str:
 
 def _sections(report: Report, found: tuple[Chart, ...], linked: set[str]) -> Iterator[tuple[str, str, str]]:
     """Name, title and inside of each; what is empty is left out."""
+    yield "served", "Served model", _served(report, found, linked)
     yield "effects", "Effects", _all(effects.tables(report), linked)
     yield "nodes", "Nodes", _all(nodes.tables(report), linked)
     yield "ranking", _ranking_title(report), _ranking(report, linked)
-    yield "charts", "Charts", _charts(found)
+    yield "charts", "Charts", _charts(found, EVERYWHERE)
     yield "scaling", "Scaling", _rendered(scaling.efficiency(report), linked)
     yield "loss", "Where the step time goes", _rendered(scaling.explanation(report), linked)
     yield "tuning", "Fine-tuning", _all(tuning.tables(report), linked)
@@ -181,15 +183,22 @@ def _all(found: Iterable[Table], linked: set[str]) -> str:
     return "".join(block(table.title, table, linked) for table in found)
 
 
-def _charts(found: tuple[Chart, ...]) -> str:
-    drawn = "".join(map(_figure, found))
+def _served(report: Report, found: tuple[Chart, ...], linked: set[str]) -> str:
+    """What was found, its first table, the charts, and the evidence behind them."""
+    first, *rest = served_tables(report) or (None,)
+    words = paragraph(served.sentence(report))
+    return words + _rendered(first, linked) + _charts(found, SERVED) + _all(filter(None, rest), linked)
+
+
+def _charts(found: tuple[Chart, ...], section: str) -> str:
+    drawn = "".join(_figure(chart) for chart in found if chart.section == section)
     without = f"<noscript>{paragraph(NO_CHARTS)}</noscript>"
     return f'{without}<div class="charts scripted">{drawn}</div>' if drawn else ""
 
 
 def _figure(chart: Chart) -> str:
-    panelled = len({point.group for point in chart.points}) > PANELLED and chart.kind == "lines"
-    wide = panelled or chart.kind == "spans"
+    panels = len({point.group for point in chart.points}) if chart.kind == "lines" else 1
+    wide = panels > PANELLED or chart.kind == "spans" or chart.panel_px * panels > WIDE_PX
     return (
         f'<figure data-chart="{escape(chart.name)}"{" class=wide" if wide else ""}><figcaption>'
         f"<h3>{escape(chart.title)}</h3>{paragraph(chart.subtitle, 'quiet')}</figcaption>"
@@ -198,7 +207,7 @@ def _figure(chart: Chart) -> str:
 
 
 def _machine(report: Report, linked: set[str]) -> str:
-    shown = nodes.tables(report)
+    shown = (*nodes.tables(report), *served_tables(report))
     return _all((table for table in machine_tables(report) if table not in shown), linked) + "".join(
         folded(table.title, table, linked) for table in machine_details(report)
     )

@@ -1,4 +1,4 @@
-"""plots/*.png and *.svg for documents: speed, time, scaling, memory, bytes moved, cost and what the machine can do."""
+"""plots/*.png and *.svg for documents: speed, time, scaling, memory, cost, served models and the machine itself."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ from paceline.exporters import _history_chart as history
 from paceline.exporters import _memory_charts as memory
 from paceline.exporters import _node_chart as nodes
 from paceline.exporters import _scaling_charts as scaling
+from paceline.exporters import _served_charts as served
 from paceline.exporters import _time_charts as times
 from paceline.exporters._canvas import STYLE
 from paceline.files import write_atomically
 from paceline.findings import Report
+from paceline.present.charts import served as asked
+from paceline.present.charts import served_time as timed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -73,6 +76,12 @@ def _saved(draw: Draw, report: Report, found: Any, forms: tuple[str, ...]) -> di
 
 CHARTS: dict[str, tuple[Callable[[Report], Any], Draw]] = {
     "effects": (effects.charted, effects.draw_effects),
+    "served_curve": (served.only(asked.curve), served.draw_lines),
+    "served_distributions": (served.only(asked.distributions), served.draw_lines),
+    "served_in_flight": (served.only(timed.in_flight), served.draw_lines),
+    "served_replicas": (served.only(timed.replicas), served.draw_lines),
+    "served_replica_ttft": (served.only(timed.replica_ttft), served.draw_lines),
+    "served_client": (served.only(asked.client), served.draw_client),
     "throughput": (bars.throughput, bars.draw_throughput),
     "step_time": (times.steps, times.draw_steps),
     "phases": (times.phases, times.draw_phases),

@@ -12,6 +12,14 @@ from paceline.findings.memory import Alternative, FrontierPoint, MemoryAdvice, M
 from paceline.findings.nodes import NodeEvidence, NodeMeasure, NodeVerdict
 from paceline.findings.recipe import Recipe
 from paceline.findings.report import SCHEMA, Report
+from paceline.findings.served_shapes import (
+    ClientAudit,
+    LatencySpread,
+    ReplicaTrace,
+    ServedLoad,
+    ServedShapes,
+    ServedTrace,
+)
 from paceline.findings.training import (
     BETTER,
     HIGHER,
@@ -54,6 +62,7 @@ __all__ = [
     "Claim",
     "ClaimedTransfer",
     "ClaimedTransfers",
+    "ClientAudit",
     "CollectiveFit",
     "CollectiveRow",
     "Comparison",
@@ -67,6 +76,7 @@ __all__ = [
     "Goodput",
     "HistoryPoint",
     "HistorySeries",
+    "LatencySpread",
     "LeftOut",
     "LoadgenVerdict",
     "Lost",
@@ -84,6 +94,7 @@ __all__ = [
     "Recipe",
     "Recommendation",
     "Regression",
+    "ReplicaTrace",
     "Report",
     "Response",
     "RuleOfThumb",
@@ -91,6 +102,9 @@ __all__ = [
     "Saving",
     "ScalingExplanation",
     "ScalingPoint",
+    "ServedLoad",
+    "ServedShapes",
+    "ServedTrace",
     "ShareOfStep",
     "Suspect",
     "Traffic",

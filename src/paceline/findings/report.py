@@ -19,6 +19,7 @@ from paceline.findings.nodes import NodeVerdict
 from paceline.findings.paired import PairedReplicas
 from paceline.findings.recipe import Recipe
 from paceline.findings.served_cost import ServedCost
+from paceline.findings.served_shapes import ServedShapes
 from paceline.findings.served_work import ServedPair
 from paceline.findings.training import (
     Certificate,
@@ -75,6 +76,7 @@ class Report:
     paired: tuple[PairedReplicas, ...] = ()
     served_pairs: tuple[ServedPair, ...] = ()
     served_costs: tuple[ServedCost, ...] = ()
+    served_shapes: ServedShapes | None = None
     notes: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
     schema: int = SCHEMA

@@ -10,7 +10,12 @@ from paceline.present.tables import Table
 def machine_tables(report: Report) -> tuple[Table, ...]:
     """In reading order: served models, nodes, network, memory, compute; empty for a report about training alone."""
     found = (*nodes.tables(report), *fabric.tables(report), *memory.tables(report), *ceilings.tables(report))
-    return (*served.tables(report), *beside_speed.tables(report), *loadgen.tables(report), *found)
+    return (*served_tables(report), *found)
+
+
+def served_tables(report: Report) -> tuple[Table, ...]:
+    """Of served models, the one to begin with first: a section of their own on the page."""
+    return (*served.tables(report), *beside_speed.tables(report), *loadgen.tables(report))
 
 
 def machine_details(report: Report) -> tuple[Table, ...]:

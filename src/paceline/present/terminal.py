@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from paceline.findings import Report
-from paceline.present import advice, claims, cost, effects, scaling, tables, tuning, verdicts
+from paceline.present import advice, claims, cost, effects, scaling, strips, tables, tuning, verdicts
 from paceline.present.machine import machine_tables
 from paceline.present.tables import Cell, Table
 
@@ -51,7 +51,7 @@ def machine_group(report: Report) -> RenderableType | None:
     """What the machine's fabric, memory and devices can do; None where only training was measured."""
     from rich.console import Group
 
-    found = [Fitted(table) for table in machine_tables(report)]
+    found = [Fitted(table) for table in (*machine_tables(report), *strips.tables(report))]
     return Group(*found) if found else None
 
 

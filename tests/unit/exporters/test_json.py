@@ -41,6 +41,7 @@ KEYS = [
         "paired",
         "served_pairs",
         "served_costs",
+        "served_shapes",
         "notes",
         "skipped",
     ),

@@ -207,10 +207,15 @@ const Charts = (() => {
 
   // --- curves ---
 
+  /** Percent as the number of nines: 90, 99 and 99.9 are equally far apart. */
+  const nines = percent => -Math.log10(1 - percent / 100);
+  const percent = nines => +(100 - 100 * 10 ** -nines).toFixed(4);
+
   function span(values, axis, whole = false) {
     const [low, high] = d3.extent(values);
     if (whole && axis.scale === "log2") // whole powers, so that there are marks to read from
       return [2 ** Math.floor(Math.log2(low / 1.05)), 2 ** Math.ceil(Math.log2(high * 1.05))];
+    if (axis.scale === "nines") return [0, nines(high)];
     if (axis.scale !== "linear") return [low / 1.2, high * 1.2];
     return axis.zero === false ? [low, high] : [Math.min(0, low), high * 1.06 || 1];
   }
@@ -221,13 +226,16 @@ const Charts = (() => {
     const within = values => values.filter(v => v >= low && v <= high);
     if (axis.scale === "log2") return within(d3.range(0, 40).map(k => 2 ** k));
     const powers = d3.range(-12, 16).map(k => 10 ** k), whole = within(powers);
-    if (whole.length < 3) return within(powers.flatMap(v => [v, 2 * v, 5 * v]));
+    const finer = within(powers.flatMap(v => [v, 2 * v, 5 * v]));
+    if (finer.length < 2) return d3.ticks(low, high, 4);
+    if (whole.length < 3) return finer;
     const every = Math.ceil(whole.length / 6);
     return whole.filter((_, i) => i % every === 0);
   }
 
   function xTicks(values, axis, room) {
     const all = [...new Set(values)].sort(d3.ascending);
+    if (axis.scale === "nines") return [0, 50, 90, 99, 99.9, 99.99, 99.999].filter(v => v <= all.at(-1) + 1e-9);
     const most = Math.max(2, Math.floor(room / (axis.ticks === "bytes" ? 62 : 46)));
     if (axis.ticks === "bytes" && all.length > most) {
       const [low, high] = d3.extent(all, v => Math.log2(v));
@@ -236,59 +244,115 @@ const Charts = (() => {
         if (kept.length <= most) return kept;
       }
     }
+    if (axis.ticks === "round") return d3.ticks(Math.min(0, all[0]), all.at(-1), Math.min(most, 6));
     if (axis.scale === "linear" && all.length > most) return d3.ticks(all[0], all.at(-1), Math.min(most, 6));
     const every = Math.ceil(all.length / most);
     return all.filter((_, i) => i % every === 0);
+  }
+
+  /** Where a point will stand, in pixels of its panel. */
+  function pixelsOf(p, x, chart, domains, width, height) {
+    const share = (v, [low, high], axis) => axis.scale.startsWith("log") ? Math.log(v / low) / Math.log(high / low) : (v - low) / (high - low);
+    return [share(x(p), domains.x, chart.x) * width, (1 - share(p.y, domains.y, chart.y)) * height];
+  }
+
+  /** Points whose texts do not touch that of one before them. */
+  function apart(points, pixels) {
+    const kept = [];
+    for (const p of points) {
+      const [x, y] = pixels(p), half = width(p.text) / 2 + 3;
+      if (kept.every(k => Math.abs(k.x - x) > k.half + half || Math.abs(k.y - y) > 14)) kept.push({ p, x, y, half });
+    }
+    return kept.map(k => k.p);
+  }
+
+  /** Lines at moments, each named at its top where no earlier one stands in the way. */
+  function uprights(rules, [low, high], room) {
+    const places = [];
+    for (const r of rules) {
+      const at = (r.y - low) / (high - low) * room, long = width(r.label) + 6, turned = at + long > room;
+      const from = turned ? at - long : at;
+      if (places.every(p => from > p.from + p.long || from + long < p.from)) places.push({ r, from, long, turned });
+    }
+    const text = { x: "y", frameAnchor: "top", dy: 2, text: "label", fill: "var(--ink)", stroke: "var(--paper)", strokeWidth: 4 };
+    const named = turned => places.filter(p => p.turned === turned).map(p => p.r);
+    return [
+      Plot.ruleX(rules, { x: "y", stroke: "var(--ink)", strokeDasharray: "2 3" }),
+      Plot.text(named(false), { ...text, textAnchor: "start", dx: 4 }),
+      Plot.text(named(true), { ...text, textAnchor: "end", dx: -4 }),
+    ];
+  }
+
+  /** The name of each stretch of a curve: where nothing was seen for a while, the next one begins. */
+  function stretches(points) {
+    const found = new Map();
+    for (const ours of d3.group(points, p => p.series).values()) {
+      const usual = d3.median(d3.pairs(ours, (a, b) => b.x - a.x)) ?? 0;
+      let stretch = 0;
+      ours.forEach((p, i) => { if (i && p.x - ours[i - 1].x > 1.6 * usual) stretch += 1; found.set(p, `${stretch} ${p.series}`); });
+    }
+    return found;
   }
 
   function curves(chart, points, room, domains, height) {
     const stroke = colours(chart), dashed = new Set(chart.series.filter(s => s.dashed).map(s => s.name));
     const kind = name => points.filter(p => (p.drawn ?? "joined") === name);
     const joined = kind("joined"), wide = joined.filter(p => p.low != null && p.high > p.low);
-    const scale = axis => ({ type: axis.scale === "linear" ? "linear" : "log", ...(axis.scale === "log2" ? { base: 2 } : {}) });
-    const tick = axis => axis.ticks === "bytes" ? bytes : spoken;
-    const line = { x: "x", y: "y", z: "series", stroke: p => stroke.get(p.series), strokeWidth: 1.8 };
-    const numbers = joined.filter(p => p.text).length <= MOST_NUMBERED ? joined : [];
-    const yTicks = marksOf(chart.y, domains.y);
+    const place = chart.x.scale === "nines" ? nines : v => v, x = p => place(p.x);
+    const scale = axis => ({ type: axis.scale === "linear" || axis.scale === "nines" ? "linear" : "log", ...(axis.scale === "log2" ? { base: 2 } : {}) });
+    const tick = axis => axis.scale === "nines" ? v => spoken(percent(v)) : axis.ticks === "bytes" ? bytes : spoken;
+    const rules = (chart.rules ?? []).filter(r => !r.group || r.group === (points[0].group ?? ""));
+    const levels = rules.filter(r => !r.upright), trails = kind("trail"), stretch = stretches(trails);
+    const line = { x, y: "y", z: "series", stroke: p => stroke.get(p.series), strokeWidth: 1.8 };
+    const texts = joined.filter(p => p.text), crowded = chart.section === "served";
+    const numbers = crowded ? apart(texts, p => pixelsOf(p, x, chart, domains, room - 60, height - 64))
+      : texts.length <= MOST_NUMBERED ? joined : [];
+    const yTicks = marksOf(chart.y, domains.y), ticks = xTicks(points.map(p => p.x), chart.x, room - 60);
     const svg = Plot.plot({
       width: room, height, style, marginLeft: 46, marginBottom: 40, marginTop: 24, marginRight: 14,
       x: { ...scale(chart.x), domain: domains.x, axis: null }, y: { ...scale(chart.y), domain: domains.y, axis: null },
       marks: [
         Plot.gridY({ ticks: yTicks, stroke: "var(--line)", strokeOpacity: 1 }),
         Plot.axisY({ ticks: yTicks, tickSize: 0, label: null, tickFormat: spoken, color: "var(--quiet)" }),
-        Plot.axisX({ ticks: xTicks(points.map(p => p.x), chart.x, room - 60), tickSize: 4, label: null, tickFormat: tick(chart.x), color: "var(--quiet)" }),
+        Plot.axisX({ ticks: ticks.map(place), tickSize: 4, label: null, tickFormat: tick(chart.x), color: "var(--quiet)" }),
         Plot.text([chart.x.label], { frameAnchor: "bottom-right", text: d => d, dy: 33, textAnchor: "end", fill: "var(--quiet)" }),
         Plot.text([chart.y.label], { frameAnchor: "top-left", text: d => d, dy: -20, dx: -40, textAnchor: "start", fill: "var(--quiet)" }),
-        ...(chart.rules ?? []).flatMap(r => [
-          Plot.ruleY([r.y], { stroke: "var(--ink)", strokeDasharray: "4 3" }),
-          Plot.text([r], { y: "y", frameAnchor: "right", text: "label", textAnchor: "end", dy: -8 }),
-        ]),
+        Plot.areaY(kind("area"), { x, y1: "low", y2: "high", z: "series", fill: p => stroke.get(p.series), fillOpacity: .75 }),
+        ...uprights(rules.filter(r => r.upright), domains.x, room - 60),
+        Plot.ruleY(levels, { y: "y", stroke: "var(--ink)", strokeDasharray: "4 3" }),
         Plot.rect((chart.spans ?? []).filter(s => s.group === (points[0].group ?? "")), {
           x1: s => Math.max(s.start, domains.x[0]), x2: s => Math.min(s.end, domains.x[1]), y1: domains.y[0], y2: domains.y[1],
           fill: "var(--s1)", fillOpacity: .18 }),
         Plot.line(joined.filter(p => !dashed.has(p.series)), line),
         Plot.line(joined.filter(p => dashed.has(p.series)), { ...line, strokeDasharray: "4 3" }),
         Plot.line(kind("curve"), { ...line, strokeWidth: 1.3 }),
-        Plot.ruleX(wide, { x: "x", y1: "low", y2: "high", stroke: p => stroke.get(p.series), strokeWidth: 1.3 }),
-        Plot.dot(joined, { x: "x", y: "y", r: 3.2, fill: p => stroke.get(p.series) }),
-        Plot.dot(kind("lone"), { x: "x", y: "y", r: 2.4, fill: p => stroke.get(p.series), fillOpacity: .8 }),
-        Plot.dot(kind("ring"), { x: "x", y: "y", r: 6, stroke: p => stroke.get(p.series), strokeWidth: 1.5 }),
-        Plot.text(numbers, { x: "x", y: "y", text: "text", dy: 15, fill: "var(--ink)", stroke: "var(--paper)", strokeWidth: 3 }),
+        Plot.line(trails, { ...line, z: p => stretch.get(p), strokeWidth: 1.5 }),
+        Plot.ruleX(wide, { x, y1: "low", y2: "high", stroke: p => stroke.get(p.series), strokeWidth: 1.3 }),
+        Plot.dot(joined, { x, y: "y", r: 3.2, fill: p => stroke.get(p.series) }),
+        Plot.dot(kind("lone"), { x, y: "y", r: 2.4, fill: p => stroke.get(p.series), fillOpacity: .8 }),
+        Plot.dot(kind("ring"), { x, y: "y", r: 6, stroke: p => stroke.get(p.series), strokeWidth: 1.5 }),
+        Plot.text(numbers, { x, y: "y", text: "text", dy: crowded ? -11 : 15, fill: "var(--ink)", stroke: "var(--paper)", strokeWidth: 3 }),
+        ...levels.map((r, i) => Plot.text([r], { y: "y", ...(crowded ? { frameAnchor: "left", textAnchor: "start", dx: 4 + d3.sum(levels.slice(0, i), l => width(l.label) + 10) }
+          : { frameAnchor: "right", textAnchor: "end" }), text: "label", dy: -8, stroke: "var(--paper)", strokeWidth: 3, fill: "var(--ink)" })),
       ],
     });
-    const marks = points.filter(p => p.drawn !== "curve").map(p => hit(p, svg, p.x, p.y, null, svg.scale("y").apply(p.y)));
+    const marks = points.filter(p => p.drawn !== "curve").map(p => hit(p, svg, x(p), p.y, null, svg.scale("y").apply(p.y)));
     return drawn(svg, marks, {});
   }
 
   function lines(chart, points, room) {
     const apart = chart.x.shared === false;
     const panels = d3.group(points, p => p.group ?? "");
-    const ends = points.flatMap(p => [p.y, ...(p.drawn === "curve" ? [] : [p.low ?? p.y, p.high ?? p.y])]);
-    const domains = { x: span(points.map(p => p.x), chart.x), y: span([...ends, ...(chart.rules ?? []).map(r => r.y)], chart.y, true) };
+    const level = (chart.rules ?? []).filter(r => !r.upright);
+    const heights = ours => ours.flatMap(p => [p.y, ...(p.drawn === "curve" ? [] : [p.low ?? p.y, p.high ?? p.y])]);
+    const domains = { x: span(points.map(p => p.x), chart.x), y: span([...heights(points), ...level.map(r => r.y)], chart.y, true) };
+    const tall = (ours, name) => chart.y.shared !== false ? domains.y
+      : span([...heights(ours), ...level.filter(r => !r.group || r.group === name).map(r => r.y)], chart.y, true);
     if (panels.size === 1) return [curves(chart, points, room, domains, Math.min(320, Math.max(240, room * .55)))];
-    const columns = Math.max(1, Math.floor((room + 24) / 264)), each = (room - 24 * (columns - 1)) / columns;
-    const within = ours => apart ? { ...domains, x: span(ours.map(p => p.x), chart.x) } : domains;
-    return [...panels].map(([name, ours]) => ({ ...curves(chart, ours, each, within(ours), 200), name }));
+    const columns = Math.max(1, Math.floor((room + 24) / ((chart.panel_px ?? 240) + 24))), each = (room - 24 * (columns - 1)) / columns;
+    const within = (ours, name) => ({ x: apart ? span(ours.map(p => p.x), chart.x) : domains.x, y: tall(ours, name) });
+    const high = chart.panel_px ? Math.min(280, Math.max(200, each * .48)) : 200;
+    return [...panels].map(([name, ours]) => ({ ...curves(chart, ours, each, within(ours, name), high), name }));
   }
 
   // --- matrix ---

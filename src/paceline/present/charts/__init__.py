@@ -1,7 +1,7 @@
 """Charts as data: what is drawn, in which unit, with which words; whoever draws decides nothing but pixels.
 
-chart < training, effects, money, time, memory, nodes, fabric, ceilings, gauges. A new chart is a function from the
-report to charts and a line in BUILDERS.
+chart < training, effects, money, time, memory, nodes, fabric, ceilings, gauges, served < served_time. A new chart is a
+function from the report to charts and a line in BUILDERS.
 """
 
 from __future__ import annotations
@@ -9,13 +9,31 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from paceline.findings import Report
-from paceline.present.charts import ceilings, effects, fabric, gauges, memory, money, nodes, time, training
-from paceline.present.charts.chart import Axis, Chart, Point, Rule, Series, Span
+from paceline.present.charts import (
+    ceilings,
+    effects,
+    fabric,
+    gauges,
+    memory,
+    money,
+    nodes,
+    served,
+    served_time,
+    time,
+    training,
+)
+from paceline.present.charts.chart import EVERYWHERE, SERVED, Axis, Chart, Point, Rule, Series, Span
 
-__all__ = ["BUILDERS", "Axis", "Chart", "Point", "Rule", "Series", "Span", "charts"]
+__all__ = ["BUILDERS", "EVERYWHERE", "SERVED", "Axis", "Chart", "Point", "Rule", "Series", "Span", "charts"]
 
 # In reading order.
 BUILDERS: tuple[Callable[[Report], Iterable[Chart]], ...] = (
+    served.curve,
+    served.distributions,
+    served_time.in_flight,
+    served_time.replicas,
+    served_time.replica_ttft,
+    served.client,
     effects.effects,
     training.throughput,
     training.step_time,

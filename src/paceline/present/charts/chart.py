@@ -12,16 +12,20 @@ from paceline.present.standing import describe, groups
 # How a chart is drawn: lanes of bars, of parts on top of each other, of single samples, of intervals on both sides of
 # a rule; curves; a matrix.
 BARS, STACK, DOTS, SPANS, LINES, HEAT = "bars", "stack", "dots", "spans", "lines", "heat"
-# How a point of a curve is drawn: joined dots, a curve without dots (a fit), dots alone, a ring (a prediction).
-JOINED, CURVE, LONE, RING = "joined", "curve", "lone", "ring"
-LINEAR, LOG, LOG2 = "linear", "log", "log2"
+# How a point of a curve is drawn: joined dots, a curve without dots (a fit), dots alone, a ring (a prediction), a curve
+# without dots whose points are told on demand, an area between low and high.
+JOINED, CURVE, LONE, RING, TRAIL, AREA = "joined", "curve", "lone", "ring", "trail", "area"
+# nines: percent on which 90, 99 and 99.9 are equally far apart.
+LINEAR, LOG, LOG2, NINES = "linear", "log", "log2", "nines"
+# Where a chart stands on the page.
+EVERYWHERE, SERVED = "charts", "served"
 COLOURS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """scale is linear, log or log2; ticks is number or bytes; zero says whether the axis must begin there, shared
-    whether all panels have its one range."""
+    """scale is linear, log, log2 or nines; ticks are the points' own places as number or bytes, or round numbers; zero
+    says whether the axis must begin there, shared whether all panels have its one range."""
 
     label: str
     unit: str = ""
@@ -66,10 +70,13 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """A line across the chart at one value of y: a capacity, an ideal."""
+    """A line across the chart at one value of y: a capacity, an ideal. Upright it stands at that value of x; group is
+    the only panel that has it, empty for all."""
 
     y: float
     label: str
+    group: str = ""
+    upright: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +90,8 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """x is None where lanes take its place."""
+    """x is None where lanes take its place. section is the part of the page it belongs to, panel_px the least width of
+    one of its panels."""
 
     name: str
     title: str
@@ -95,6 +103,8 @@ class Chart:
     x: Axis | None = None
     rules: tuple[Rule, ...] = ()
     spans: tuple[Span, ...] = ()
+    section: str = EVERYWHERE
+    panel_px: int = 240
 
 
 def numbered(names: Iterable[str]) -> tuple[Series, ...]:

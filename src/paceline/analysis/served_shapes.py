@@ -1,0 +1,209 @@
+"""Served models as curves, from the raw requests: spreads of latency, loads beside each other, replicas over a run.
+
+Every curve is of a fixed number of points at most: a run of a million requests makes no larger report.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from paceline.analysis import served, served_traces
+from paceline.analysis.served import NS
+from paceline.analysis.served_spread import spread
+from paceline.findings import Report
+from paceline.findings.served_shapes import (
+    LATENCY,
+    TPOT,
+    TTFT,
+    ClientAudit,
+    LatencySpread,
+    ServedLoad,
+    ServedShapes,
+)
+from paceline.records import RunRecord, Status
+from paceline.serving import (
+    MOST_CPU_RATIO,
+    MOST_READ_LAG_S,
+    MOST_SCHEDULE_LAG_OF_TTFT,
+    MOST_SCHEDULE_LAG_S,
+    OPEN,
+    SCENARIOS,
+    STAGED_SCENARIOS,
+    ClientSample,
+    RequestSample,
+    Serving,
+    StageSample,
+)
+
+QUANTITIES: dict[str, Callable[[RequestSample], float | None]] = {
+    TTFT: served.ttft_s,
+    TPOT: served.tpot_s,
+    LATENCY: served.latency_s,
+}
+
+
+# All launches of one cell.
+Launches = Sequence[RunRecord]
+
+
+def added_to(report: Report, records: Sequence[RunRecord]) -> Report:
+    """The report with the shapes of its served runs; the same report where none was served."""
+    ended = {run.run: run.status for run in report.runs}
+    asked = [record for record in records if record.requests]
+    sound = [record for record in asked if ended.get(record.spec.run_id) == Status.OK]
+    judged = [record for record in asked if record.clients]
+    if not asked:
+        return report
+    cells = _in_order(sound)
+    shapes = ServedShapes(
+        loads=tuple(itertools.chain.from_iterable(map(_loads, cells))),
+        traces=served_traces.traces(cells),
+        audits=tuple(map(_audit, _in_order(judged))),
+    )
+    return replace(report, served_shapes=shapes)
+
+
+def _in_order(records: Sequence[RunRecord]) -> list[Launches]:
+    """Cells by scenario, the smallest load first: runs are shuffled."""
+
+    def place(cell: Launches) -> tuple[int, float, str]:
+        asked = _asked(cell[0])
+        load = asked.rate_per_s if asked.rate_per_s is not None else asked.concurrency or 0
+        return SCENARIOS.index(asked.scenario), load, cell[0].spec.cell
+
+    by_cell: dict[str, list[RunRecord]] = {}
+    for record in sorted(records, key=lambda record: record.spec.repeat):
+        by_cell.setdefault(record.spec.cell, []).append(record)
+    return sorted(by_cell.values(), key=place)
+
+
+def _asked(record: RunRecord) -> Serving:
+    assert record.spec.serving is not None
+    return record.spec.serving
+
+
+# --- loads ---
+
+
+class _Load(NamedTuple):
+    """What tells one load of a cell from another. Loads that were put on twice are one."""
+
+    rate_per_s: float | None
+    concurrency: int | None
+    replica: int | None
+
+
+class _Part(NamedTuple):
+    """Requests of one stage of one launch, and how long it took."""
+
+    run: str
+    requests: Sequence[RequestSample]
+    wall_s: float
+
+
+def _loads(cell: Launches) -> list[ServedLoad]:
+    """In the order of their size."""
+    found: dict[_Load, list[_Part]] = {}
+    for record in cell:
+        for load, part in _parts(record):
+            found.setdefault(load, []).append(part)
+    order = sorted(found, key=lambda load: (load.rate_per_s or 0.0, load.concurrency or 0, load.replica or 0))
+    return [_served_load(cell, load, found[load]) for load in order]
+
+
+def _parts(record: RunRecord) -> Iterable[tuple[_Load, _Part]]:
+    """The stages of a launch with their own requests; a record without stages is one. Of a plain scenario the load is
+    what was asked for, not the cap that the client put on it."""
+    asked, run = _asked(record), record.spec.run_id
+    plain = _Load(asked.rate_per_s, asked.concurrency, None)
+    if not record.stages:
+        wall = max((r.ended_ns or 0 for r in record.requests), default=0) / NS
+        yield plain, _Part(run, record.requests, wall)
+        return
+    by_stage: dict[int, list[RequestSample]] = {}
+    for request in record.requests:
+        by_stage.setdefault(request.stage, []).append(request)
+    for stage in record.stages:
+        if ours := by_stage.get(stage.stage):
+            own = _Load(stage.rate_per_s, stage.concurrency, None) if asked.scenario in STAGED_SCENARIOS else plain
+            yield own._replace(replica=stage.replica), _Part(run, ours, _wall_s(stage, ours))
+
+
+def _wall_s(stage: StageSample, requests: Sequence[RequestSample]) -> float:
+    """From its start to the end of its last request: what came after was waiting for the next stage."""
+    last = max((request.ended_ns or 0 for request in requests), default=stage.ended_ns)
+    return max(0.0, (last - stage.started_ns) / NS)
+
+
+def _served_load(cell: Launches, load: _Load, parts: Sequence[_Part]) -> ServedLoad:
+    requests = [request for part in parts for request in part.requests]
+    answered = [request for request in requests if request.error is None]
+    wall = sum(part.wall_s for part in parts)
+    spec, limits = cell[0].spec, _asked(cell[0]).limits
+    limited = any(limit is not None for limit in limits.values())
+    return ServedLoad(
+        cell=spec.cell,
+        axes=spec.axes(),
+        runs=tuple(dict.fromkeys(part.run for part in parts)),
+        scenario=_asked(cell[0]).scenario,
+        rate_per_s=load.rate_per_s,
+        concurrency=load.concurrency,
+        replica=load.replica,
+        requests=len(requests),
+        failed=len(requests) - len(answered),
+        late=sum(not served.in_time(request, limits) for request in answered) if limited else None,
+        output_tokens_per_s=sum(map(served.tokens_of, answered)) / wall if wall > 0 else None,
+        requests_per_s=len(answered) / wall if wall > 0 else None,
+        spreads=tuple(_spreads(answered, limits)),
+    )
+
+
+def _spreads(answered: Sequence[RequestSample], limits: dict[str, float | None]) -> Iterable[LatencySpread]:
+    for name, quantity in QUANTITIES.items():
+        values = [value for request in answered if (value := quantity(request)) is not None]
+        if (found := spread(name, values, limits.get(f"{name}_s"))) is not None:
+            yield found
+
+
+# --- the client ---
+
+
+def _audit(cell: Launches) -> ClientAudit:
+    """The bounds are those by which a run is judged; that of the schedule is the tightest of the launches."""
+    spec = cell[0].spec
+    clients = [client for record in cell for client in record.clients]
+    return ClientAudit(
+        cell=spec.cell,
+        axes=spec.axes(),
+        runs=tuple(record.spec.run_id for record in cell),
+        processes=len({(client.rank, client.shard) for client in clients}),
+        schedule_lag_s=_worst(c.schedule_lag_p99_ns for c in clients) if any(map(_is_open, cell)) else None,
+        schedule_bound_s=min(map(_schedule_bound_s, cell)),
+        read_lag_s=_worst(c.read_lag_p99_ns for c in clients),
+        read_bound_s=MOST_READ_LAG_S,
+        cpu_ratio=max((ratio for c in clients if (ratio := _cpu_ratio(c)) is not None), default=None),
+        cpu_bound_ratio=MOST_CPU_RATIO,
+    )
+
+
+def _is_open(record: RunRecord) -> bool:
+    """Whether its requests were due by a schedule."""
+    return _asked(record).scenario in OPEN or any(stage.rate_per_s is not None for stage in record.stages)
+
+
+def _schedule_bound_s(record: RunRecord) -> float:
+    first = [value for request in record.requests if (value := served.ttft_s(request)) is not None]
+    return max(MOST_SCHEDULE_LAG_S, MOST_SCHEDULE_LAG_OF_TTFT * float(np.median(first)) if first else 0.0)
+
+
+def _worst(lags_ns: Iterable[float | None]) -> float | None:
+    return max((lag / NS for lag in lags_ns if lag is not None), default=None)
+
+
+def _cpu_ratio(client: ClientSample) -> float | None:
+    return client.cpu_s / client.wall_s if client.wall_s > 0 else None
