@@ -46,6 +46,12 @@ def requests_missing(requests: int, late: int, percentile: float, confidence: fl
     return max(0, requests_needed(late, percentile, confidence) - requests)
 
 
+def too_many_late(requests: int, late: int, percentile: float, confidence: float = CONFIDENCE) -> bool:
+    """Whether so many late ones would be rarer than 1 - confidence if the share were as allowed: the limit is not kept.
+    Between this and `requests_needed` nothing can be told."""
+    return late > 0 and 1 - _at_most(late - 1, requests, 1 - percentile) < 1 - confidence
+
+
 def _believed(late: int, requests: int, percentile: float, confidence: float) -> bool:
     return _at_most(late, requests, 1 - percentile) < 1 - confidence
 

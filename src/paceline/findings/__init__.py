@@ -11,6 +11,7 @@ from paceline.findings.memory import Alternative, FrontierPoint, MemoryAdvice, M
 from paceline.findings.nodes import NodeEvidence, NodeMeasure, NodeVerdict
 from paceline.findings.recipe import Recipe
 from paceline.findings.report import SCHEMA, Report
+from paceline.findings.served_verdicts import Fleet, FullSet, PartitionGain, ReplicaShare, Rule, ServedVerdict
 from paceline.findings.training import (
     BETTER,
     HIGHER,
@@ -58,7 +59,9 @@ __all__ = [
     "DeviceGauges",
     "Differing",
     "Effect",
+    "Fleet",
     "FrontierPoint",
+    "FullSet",
     "GaugeTrace",
     "Goodput",
     "HistoryPoint",
@@ -74,17 +77,21 @@ __all__ = [
     "Offer",
     "Overlap",
     "Pair",
+    "PartitionGain",
     "Probe",
     "Recipe",
     "Recommendation",
     "Regression",
+    "ReplicaShare",
     "Report",
     "Response",
+    "Rule",
     "RuleOfThumb",
     "RunFinding",
     "Saving",
     "ScalingExplanation",
     "ScalingPoint",
+    "ServedVerdict",
     "ShareOfStep",
     "Suspect",
     "Traffic",

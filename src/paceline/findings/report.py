@@ -15,6 +15,7 @@ from paceline.findings.history import HistorySeries
 from paceline.findings.memory import FrontierPoint, MemoryAdvice, MemoryRow
 from paceline.findings.nodes import NodeVerdict
 from paceline.findings.recipe import Recipe
+from paceline.findings.served_verdicts import Fleet, FullSet, PartitionGain, ServedVerdict
 from paceline.findings.training import (
     Certificate,
     Comparison,
@@ -65,6 +66,10 @@ class Report:
     distributions: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     recipes: tuple[Recipe, ...] = ()
     nodes: tuple[NodeVerdict, ...] = ()
+    served: tuple[ServedVerdict, ...] = ()
+    fleets: tuple[Fleet, ...] = ()
+    partition_gains: tuple[PartitionGain, ...] = ()
+    full_sets: tuple[FullSet, ...] = ()
     notes: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
     schema: int = SCHEMA
