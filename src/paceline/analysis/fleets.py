@@ -227,7 +227,8 @@ def _sentences(
     yield f"{len(shares)} replicas served {combined.value or 0.0:,.0f} tokens/s together{beside}; {launches}."
     if straggler_s is not None and wall_s > 0 and straggler_s / wall_s >= 0.01:
         last = max(shares, key=lambda share: share.finished_s)
-        yield f"Replica {last.replica} worked alone for {straggler_s / wall_s:.0%} of the time, after the others."
+        time = f"{straggler_s / wall_s:.0%} of the time"
+        yield f"Replica {last.replica} worked alone for {time}, when the others had ended."
     for share in shares:
         if share.died_s is not None:
             gone = f"Failed: replica {share.replica} was gone after {share.died_s:.1f} s"

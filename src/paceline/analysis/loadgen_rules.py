@@ -149,7 +149,11 @@ def _requests_asked(served: Served) -> Iterator[Rule]:
         yield _rule("prompts", "token ids, no chat template", "chat", False)
         return
     form = prompt_form(served)
-    yield _rule("prompts", "token ids, no chat template", form or "not recorded", form == "token_ids" if form else None)
+    yield _rule("prompts", "token ids, no chat template", _spoken(form), form == "token_ids" if form else None)
+
+
+def _spoken(form: str | None) -> str:
+    return form.replace("_", " ") if form else "not recorded"
 
 
 def prompt_form(served: Served) -> str | None:

@@ -37,7 +37,8 @@ def max_rate(loads: Sequence[Served]) -> Measurement | None:
     rated = [load for load in loads if load.rate_per_s is not None and load.has_limits]
     if not rated or rated[0].serving.scenario not in STAGED_SCENARIOS:
         return None
-    by_outcome = {outcome: [load for load in rated if outcome_of(load) is outcome] for outcome in Outcome}
+    outcomes = [outcome_of(load) for load in rated]
+    by_outcome = {o: [load for load, of in zip(rated, outcomes, strict=True) if of is o] for o in Outcome}
     failed = min(by_outcome[Outcome.FAILED], key=_rate, default=None)
     below = [load for load in by_outcome[Outcome.PASSED] if failed is None or _rate(load) < _rate(failed)]
     passed = max(below, key=_rate, default=None)

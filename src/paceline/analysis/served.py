@@ -24,6 +24,7 @@ from paceline.analysis.served_loads import latency_s as latency_s
 from paceline.analysis.served_loads import service_ttft_s as service_ttft_s
 from paceline.analysis.served_loads import tpot_s as tpot_s
 from paceline.analysis.served_loads import ttft_s as ttft_s
+from paceline.analysis.statistics import Array
 from paceline.analysis.token_times import Steady, gaps_between_tokens, steady
 from paceline.analysis.token_times import tokens_of as tokens_of
 from paceline.findings import HIGHER, LOWER, Measurement
@@ -49,7 +50,7 @@ Z_95 = 1.959964
 # --- measured ---
 
 
-def percentile_bounds(values: Sequence[float], percent: float) -> tuple[float, float | None, float | None]:
+def percentile_bounds(values: Sequence[float] | Array, percent: float) -> tuple[float, float | None, float | None]:
     """The percentile and its 95 % bounds: the order statistics whose ranks a binomial count would not leave."""
     ordered = np.sort(np.asarray(values, dtype=np.float64))
     n, share = len(ordered), percent / 100
@@ -110,7 +111,7 @@ def measure(served: Served) -> Iterator[Measurement]:
     for name, quantity in (LATENCIES | OF_REASONING if reasons else LATENCIES).items():
         yield from _percentiles(served, name, [v for r in served.answered if (v := quantity(r)) is not None])
     gaps = gaps_between_tokens(served.answered)
-    yield from _percentiles(served, "itl", gaps.seconds.tolist())
+    yield from _percentiles(served, "itl", gaps.seconds)
     split = gaps.split / len(gaps.seconds) if len(gaps.seconds) else None
     yield measurement(served, "itl_split_ratio", (split, None, None), n=len(gaps.seconds))
     yield from _rates(served)
@@ -121,9 +122,10 @@ def measure(served: Served) -> Iterator[Measurement]:
     yield measurement(served, "token_count_mismatch_ratio", (share, None, None), n=counted, note=told)
 
 
-def _percentiles(served: Served, name: str, values: Sequence[float]) -> Iterator[Measurement]:
+def _percentiles(served: Served, name: str, values: Sequence[float] | Array) -> Iterator[Measurement]:
+    ordered = np.sort(np.asarray(values, dtype=np.float64))
     for percent in PERCENTILES:
-        found = percentile_bounds(values, percent) if values else (None, None, None)
+        found = percentile_bounds(ordered, percent) if len(ordered) else (None, None, None)
         yield measurement(served, f"{name}_p{percent}_s", found, n=len(values))
 
 
@@ -269,9 +271,13 @@ def exactly_once(record: RunRecord) -> list[str]:
 
 
 def _samples_again(record: RunRecord) -> list[str]:
-    """Only a load that goes on until a time has passed, or looks for a rate, uses samples again."""
+    """Only a load that goes on until a time has passed, looks for a rate, or asks for more than there are, uses samples
+    again."""
     serving = record.spec.serving
     if serving is None or serving.least_s or serving.scenario not in PLAIN_SCENARIOS:
+        return []
+    available = record.evidence.settings.get("samples") if record.evidence else None
+    if isinstance(available, int) and any(stage.planned > available for stage in record.stages):
         return []
     numbers: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
     for request in record.requests:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from paceline.analysis.token_times import first_token_ns, tokens_of
 from paceline.records import RunRecord
-from paceline.serving import LIMITS, OPEN, PLAIN_SCENARIOS, RequestSample, Serving, StageSample
+from paceline.serving import LIMITS, OPEN, PLAIN_SCENARIOS, STAGED_SCENARIOS, RequestSample, Serving, StageSample
 from paceline.spec import Scalar
 
 NS = 1e9
@@ -162,7 +162,8 @@ class Served:
     @property
     def planned_in_flight(self) -> int | None:
         """None where nothing says how many there shall be: offline counts by the most that was reached."""
-        told = self.load.concurrency if self.load else self.serving.concurrency
+        stage = self.stretches[0].stage if self.stretches else None
+        told = stage.concurrency if stage else self.serving.concurrency
         return 1 if self.scenario == "single_stream" else None if self.scenario == "offline" else told
 
     def wall_s(self) -> float:
@@ -205,7 +206,7 @@ def _stretches(record: RunRecord, load: Load | None) -> Iterator[Stretch]:
 
 
 def gather(records: Sequence[RunRecord]) -> list[Served]:
-    """Launches by cell, and of a cell with several loads by load: a search may come to one in another order."""
+    """Launches by cell, and of a sweep, a search or a paired run by load: a search comes to one in any order."""
     by_cell: defaultdict[str, list[RunRecord]] = defaultdict(list)
     for record in records:
         if record.requests:
@@ -220,6 +221,7 @@ def _repeat(record: RunRecord) -> int:
 def _by_load(records: tuple[RunRecord, ...]) -> list[Served]:
     stages = sorted((stage for record in records for stage in record.stages), key=lambda stage: stage.stage)
     loads = dict.fromkeys(map(Load.of, stages))
-    if len(loads) < 2:
+    serving = records[0].spec.serving
+    if len(loads) < 2 and not (loads and serving and serving.scenario in STAGED_SCENARIOS):
         return [Served(records)]
     return [served for load in loads if (served := Served(records, load)).requests]

@@ -13,7 +13,7 @@ from paceline.analysis import fleets, full_set, loadgen_rules, rate_search
 from paceline.analysis import served as measured
 from paceline.analysis.served_loads import Served, gather
 from paceline.findings import Measurement, Report
-from paceline.findings.served_verdicts import Fleet, Rule, ServedVerdict
+from paceline.findings.served_verdicts import CLIENT, INVALID, INVALID_CLIENT, VALID, Fleet, Rule, ServedVerdict
 from paceline.records import RunRecord, Status
 from paceline.serving import PERCENTILE
 
@@ -71,11 +71,13 @@ def verdicts(ours: Sequence[tuple[RunRecord, str]], accuracy: Accuracy) -> Itera
 
 def verdict_of(served: Served, accuracy: Rule | None = None, left_out: tuple[str, ...] = ()) -> ServedVerdict:
     doubts = dict.fromkeys(problem for record in served.records for problem in measured.problems(record))
+    reasons = (*doubts, *measured.rule_problems(served), *measured.duration_problems(served))
     label, count = loadgen_rules.label_of(served), len(served.requests)
     return ServedVerdict(
         cell=served.cell,
         axes=served.axes(),
-        reasons=(*doubts, *measured.rule_problems(served), *measured.duration_problems(served)),
+        verdict=_word(reasons),
+        reasons=reasons,
         requests=count,
         failed=count - len(served.answered),
         late=measured.late_of(served) if served.has_limits else None,
@@ -86,3 +88,8 @@ def verdict_of(served: Served, accuracy: Rule | None = None, left_out: tuple[str
         accuracy=accuracy,
         left_out=left_out,
     )
+
+
+def _word(reasons: Sequence[str]) -> str:
+    by_client = [reason.startswith(f"{CLIENT}: ") for reason in reasons]
+    return VALID if not reasons else INVALID_CLIENT if all(by_client) else INVALID

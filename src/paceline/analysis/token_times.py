@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,19 +32,32 @@ def tokens_of(request: RequestSample) -> int:
     return request.pieces if request.tokens is None else request.tokens
 
 
-def arrivals(request: RequestSample) -> tuple[Array, Array] | None:
-    """Times of arrivals in nanoseconds, ascending, and the tokens of each; their sum is the answer's, where the server
-    counts no fewer than there were events. None where the times of events were not kept."""
-    first = first_token_ns(request)
-    if not request.pieces:
-        return np.zeros(0), np.zeros(0)
-    if first is None or len(request.token_ns) != request.pieces - 1:
-        return None
-    gaps = np.fromiter(request.token_ns, dtype=np.float64, count=len(request.token_ns))
-    times = first + np.concatenate(([0.0], np.cumsum(gaps)))
-    each = max(1.0, tokens_of(request) / request.pieces)
-    distinct, events = np.unique(times, return_counts=True)
-    return distinct, events.astype(np.float64) * each
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """Tokens of answers in the order of requests: when each arrival came in nanoseconds, how many tokens it held, and
+    whether it was the first of its answer. unknown counts answers the times of whose events were not kept."""
+
+    times: Array
+    tokens: Array
+    first: NDArray[np.bool_]
+    unknown: int
+
+
+def arrivals(requests: Sequence[RequestSample]) -> Arrivals:
+    """The tokens of an answer sum up to its own count, where the server counts no fewer than there were events."""
+    streamed = [(r, first) for r in requests if r.pieces and (first := first_token_ns(r)) is not None]
+    known = [(r, first) for r, first in streamed if len(r.token_ns) == r.pieces - 1]
+    sizes = np.array([r.pieces for r, _ in known], dtype=np.int64)
+    gaps = np.fromiter(chain.from_iterable((0, *r.token_ns) for r, _ in known), np.int64, count=int(sizes.sum()))
+    starts = np.cumsum(sizes) - sizes
+    elapsed = np.cumsum(gaps)
+    times = elapsed + np.repeat(np.array([first for _, first in known], dtype=np.int64) - elapsed[starts], sizes)
+    each = np.repeat([max(1.0, tokens_of(r) / r.pieces) for r, _ in known], sizes)
+    begins = np.zeros(len(gaps), dtype=np.bool_)
+    begins[starts] = True
+    at = np.flatnonzero(begins | (gaps > 0))
+    held = np.add.reduceat(each, at) if len(at) else np.zeros(0)
+    return Arrivals(times[at].astype(np.float64), held, begins[at], len(streamed) - len(known))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +71,12 @@ class Gaps:
 
 def gaps_between_tokens(requests: Sequence[RequestSample]) -> Gaps:
     """A gap at whose end k tokens came is k gaps of its k-th part. Tokens that came with the first have no gap."""
-    found, split = [np.zeros(0)], 0
-    for known in map(arrivals, requests):
-        if known is not None:
-            times, tokens = known
-            times_each = np.rint(tokens[1:]).astype(int)
-            found.append(np.repeat(np.diff(times) / tokens[1:], times_each) / NS)
-            split += int(times_each[times_each > 1].sum())
-    return Gaps(np.concatenate(found), split)
+    found = arrivals(requests)
+    within = ~found.first[1:]
+    tokens = found.tokens[1:][within]
+    parts = np.rint(tokens).astype(np.int64)
+    seconds = np.repeat(np.diff(found.times)[within] / tokens, parts) / NS
+    return Gaps(seconds, int(parts[parts > 1].sum()))
 
 
 # --- in flight ---
@@ -158,13 +170,11 @@ def steady(requests: Sequence[RequestSample], planned: int | None) -> Steady:
     spans = spans_of_at_least(requests, level)
     if spans.seconds <= 0:
         return Steady(level, reason=f"{level} requests were never in flight at once, {STEADY_RATIO:.0%} of {whole}")
-    known = [arrivals(request) for request in requests if request.error is None]
-    if any(each is None for each in known):
-        return Steady(level, reason="the times of single tokens were not kept")
-    times = np.concatenate([np.zeros(0), *(each[0] for each in known if each)])
-    tokens = np.concatenate([np.zeros(0), *(each[1] for each in known if each)])
-    inside = spans.contain(times)
+    found = arrivals([request for request in requests if request.error is None])
+    if found.unknown:
+        return Steady(level, reason=f"the times of the tokens of {found.unknown} answers were not kept")
+    inside = spans.contain(found.times)
     if not inside.any():
         return Steady(level, reason=f"no token came while {level} requests were in flight")
-    elapsed = spans.elapsed_before(times[inside]) / NS
-    return Steady(level, spans.seconds, elapsed, tokens[inside])
+    elapsed = spans.elapsed_before(found.times[inside]) / NS
+    return Steady(level, spans.seconds, elapsed, found.tokens[inside])

@@ -11,6 +11,7 @@ from paceline.spec import Scalar
 LOADGEN_LABEL = "LoadGen-rule run, not an MLPerf(R) result"
 KEPT, NOT_KEPT, UNTOLD = "kept", "not kept", "cannot be told"
 CLIENT = "client"
+VALID, INVALID, INVALID_CLIENT = "VALID", "INVALID", f"INVALID({CLIENT})"
 UNDECIDED_GAIN = "no verdict"
 
 
@@ -26,8 +27,8 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedVerdict:
-    """Whether one load of one cell counts: VALID, or INVALID for each of the reasons; INVALID(client) where it was the
-    client that could not be believed.
+    """Whether one load of one cell counts: verdict is VALID, or INVALID for each of the reasons; INVALID(client) where
+    it was the client alone that could not be believed.
 
     late and allowed are of the limits at the 99th percentile, None where there are none; allowed is None too where the
     requests are too few to tell. label and rules are of runs by LoadGen's rules only; accuracy is their rule about
@@ -36,6 +37,7 @@ class ServedVerdict:
 
     cell: str
     axes: Mapping[str, Scalar]
+    verdict: str
     reasons: tuple[str, ...]
     requests: int
     failed: int
@@ -50,13 +52,6 @@ class ServedVerdict:
     @property
     def is_valid(self) -> bool:
         return not self.reasons
-
-    @property
-    def word(self) -> str:
-        if self.is_valid:
-            return "VALID"
-        client = all(reason.startswith(f"{CLIENT}: ") for reason in self.reasons)
-        return f"INVALID({CLIENT})" if client else "INVALID"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

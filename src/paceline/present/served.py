@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from paceline.findings import Fleet, Measurement, Report, ServedVerdict
+from paceline.findings.served_verdicts import NOT_KEPT, UNTOLD
 from paceline.present.quantity import MISSING, Scale, format_brief, format_duration, format_parts
 from paceline.present.standing import axis_text
 from paceline.present.tables import Cell, Column, Table
@@ -48,12 +49,15 @@ def tables(report: Report) -> tuple[Table, ...]:
 
 
 def sentence(report: Report) -> str:
-    """The most tokens a second first, then what was searched, lost and told ahead."""
+    """What was searched for, or the most tokens a second; then what was lost, gained and told ahead."""
     found = {key: m for key, m in loads_of(report).items() if m["output_tokens_per_s"].value is not None}
     if not found:
-        return ""
-    best = max(found, key=lambda key: found[key]["output_tokens_per_s"].value or 0.0)
-    return " ".join(filter(None, (_first(report, found, best), *_further(report))))
+        return next((f"{v.verdict}: {v.reasons[0]}." for v in report.served if v.reasons), "")
+    counted = {_key(v.cell, v.axes) for v in report.served if v.is_valid}
+    known = [key for key in found if key in counted] or list(found)
+    best = max(known, key=lambda key: found[key]["output_tokens_per_s"].value or 0.0)
+    searched = (_searched(m) for m in report.measurements if m.metric == "max_rate_per_s")
+    return " ".join(filter(None, (*searched, _first(report, found, best), *_further(report, best))))
 
 
 def _first(report: Report, found: Loads, best: Key) -> str:
@@ -77,17 +81,21 @@ def _beside_best(fleet: Fleet | None) -> str:
     return f"{format_brief(fleet.speedup, Scale(''))} times the best one alone"
 
 
-def _further(report: Report) -> Iterator[str]:
-    """What a reader asks next. A fleet's own first sentence is said already."""
+def _further(report: Report, best: Key) -> Iterator[str]:
+    """What a reader asks next: of the best fleet all but its first sentence, which is said already; of others what
+    failed."""
     for fleet in report.fleets:
-        yield fleet.text.partition(". ")[2]
-    for m in report.measurements:
-        if m.metric == "max_rate_per_s":
-            yield _searched(m)
+        rest = fleet.text.split(". ")[1:]
+        own = _key(fleet.cell, fleet.axes) == best
+        yield from (f"{text.rstrip('.')}." for text in rest if own or text.startswith("Failed"))
     yield from (gain.text for gain in report.partition_gains)
-    for each in report.full_sets:
-        if each.time is not None and each.time.value is not None:
-            yield f"The whole set of {each.samples:,} samples would take {span(each.time)}, told from {each.asked:,}."
+    yield from (f"{rules_text(v)}." for v in report.served if v.label)
+    told = [each for each in report.full_sets if each.time is not None and each.time.value is not None]
+    soonest = min(told, key=lambda each: each.time.value if each.time and each.time.value else 0.0, default=None)
+    if soonest is not None and soonest.time is not None:
+        how = "" if len(told) == 1 else f" ({soonest.axes.get('partition')} partition)"
+        samples, asked = f"{soonest.samples:,} samples", f"told from {soonest.asked:,}"
+        yield f"The whole set of {samples} would take {span(soonest.time)}, {asked}{how}."
 
 
 def _searched(m: Measurement) -> str:
@@ -95,6 +103,13 @@ def _searched(m: Measurement) -> str:
         return f"No rate is known to keep the limits: {m.note}."
     end = f", {m.high:g} did not" if m.high is not None else ", and no higher one was seen to fail"
     return f"Up to {m.value:g} requests/s kept the limits{end}."
+
+
+def rules_text(verdict: ServedVerdict) -> str:
+    """Of a run by LoadGen's rules: what it is, whether it counts, and how many rules it did not keep."""
+    broken, untold = (sum(rule.outcome == outcome for rule in verdict.rules) for outcome in (NOT_KEPT, UNTOLD))
+    count = f"{broken} of {len(verdict.rules)} rules not kept, {untold} cannot be told"
+    return f"{verdict.label}: {verdict.axes.get('scenario')}, {verdict.verdict}; {count}"
 
 
 def span(m: Measurement) -> str:
@@ -124,10 +139,10 @@ def loads_of(report: Report) -> dict[Key, dict[str, Measurement]]:
     return dict(sorted(whole.items(), key=lambda each: _place(each[1]["output_tokens_per_s"].axes, order)))
 
 
-def _place(axes: Mapping[str, Scalar], order: tuple[str, ...]) -> tuple[int, str, float]:
+def _place(axes: Mapping[str, Scalar], order: tuple[str, ...]) -> tuple[int, str, float, float]:
     scenario = str(axes.get("scenario"))
     known = order.index(scenario) if scenario in order else len(order)
-    return known, scenario, float(axes.get("concurrency") or axes.get("rate_per_s") or 0)
+    return known, scenario, float(axes.get("rate_per_s") or 0), float(axes.get("concurrency") or 0)
 
 
 def load_text(measured: Mapping[str, Measurement], loads: Loads) -> str:
@@ -156,7 +171,7 @@ def _cell(m: Measurement | None, scale: Scale) -> Cell:
 def _verdict(verdict: ServedVerdict | None) -> Cell:
     if verdict is None:
         return Cell(MISSING, tone="quiet")
-    return Cell(verdict.word, "", "good" if verdict.is_valid else "bad")
+    return Cell(verdict.verdict, "", "good" if verdict.is_valid else "bad")
 
 
 def _reasons(report: Report, loads: Loads) -> Iterator[str]:
@@ -164,7 +179,7 @@ def _reasons(report: Report, loads: Loads) -> Iterator[str]:
     told = [v for v in report.served if v.reasons and _key(v.cell, v.axes) in loads]
     for verdict in told[:MOST_REASONS]:
         load = load_text(loads[_key(verdict.cell, verdict.axes)], loads)
-        yield f"{load}: {verdict.word}: {'; '.join(verdict.reasons)}."
+        yield f"{load}: {verdict.verdict}: {'; '.join(verdict.reasons)}."
     if len(told) > MOST_REASONS:
         yield f"{len(told) - MOST_REASONS} more are INVALID: report.json has their reasons."
     yield from dict.fromkeys(f"Left out: {why}." for verdict in report.served for why in verdict.left_out)

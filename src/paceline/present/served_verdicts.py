@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from paceline.findings import Fleet, PartitionGain, ReplicaShare, Report, Rule, ServedVerdict
 from paceline.findings.served_verdicts import KEPT, NOT_KEPT
 from paceline.findings.training import BETTER, WORSE
-from paceline.present.quantity import MISSING, Scale, format_duration, format_number, format_parts, places
-from paceline.present.served import load_text, loads_of, span
+from paceline.present.quantity import MISSING, Scale, format_brief, format_duration, format_number, format_parts, places
+from paceline.present.served import load_text, loads_of, rules_text, span
 from paceline.present.tables import Cell, Column, Table
+from paceline.present.words import listed
 
 _TONES = {KEPT: "good", NOT_KEPT: "bad"}
 _GAIN_TONES = {BETTER: "good", WORSE: "bad"}
@@ -78,13 +79,10 @@ def _notes(fleet: Fleet) -> Iterator[str]:
     """The sentences of the fleet, then how well it is used."""
     yield fleet.text
     if fleet.efficiency is not None and fleet.efficiency.value is not None:
-        value, interval = format_parts(
-            fleet.efficiency.value, fleet.efficiency.low, fleet.efficiency.high, Scale("%", 100.0)
-        )
-        count = len(fleet.replicas)
-        yield f"{value} % {interval}".strip() + f" of {count} times the best one ({fleet.efficiency.note})."
+        share = format_brief(fleet.efficiency, Scale("%", 100.0))
+        yield f"That is {share} % of {len(fleet.replicas)} times the best one ({fleet.efficiency.note})."
     if fleet.uneven_ratio is not None:
-        yield f"Not all replicas had a request for {fleet.uneven_ratio:.0%} of the time."
+        yield f"For {fleet.uneven_ratio:.0%} of the time not every replica had a request."
 
 
 # --- dynamic over static, and the whole set ---
@@ -145,12 +143,8 @@ def _rules(verdict: ServedVerdict) -> Table | None:
         Column("outcome"),
     )
     rows = tuple(map(_rule, verdict.rules))
-    kept = sum(rule.outcome == KEPT for rule in verdict.rules)
-    broken = sum(rule.outcome == NOT_KEPT for rule in verdict.rules)
-    rest = len(verdict.rules) - kept - broken
-    count = f"{kept} rules kept, {broken} not kept, {rest} cannot be told; {len(verdict.runs)} runs."
-    title = f"{verdict.label}: {verdict.axes.get('scenario')}, {verdict.word}"
-    return Table(title, columns, rows, (count,), ((verdict.cell,),) * len(rows))
+    runs = f"Of {listed(verdict.runs)}."
+    return Table(rules_text(verdict), columns, rows, (runs,), ((verdict.cell,),) * len(rows))
 
 
 def _rule(rule: Rule) -> tuple[Cell, ...]:

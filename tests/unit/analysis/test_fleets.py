@@ -58,7 +58,7 @@ def test_speedup_is_over_the_best_one_and_efficiency_over_as_many_of_it() -> Non
 def test_the_last_replica_alone_is_the_straggler() -> None:
     found = fleet_of(static())
     assert (found.straggler_s, found.straggler_ratio, found.uneven_ratio) == (6, 0.5, 0.5)
-    assert "Replica 1 worked alone for 50% of the time, after the others." in found.text
+    assert "Replica 1 worked alone for 50% of the time, when the others had ended." in found.text
     even = fleet_of(dynamic())
     assert (even.straggler_s, even.uneven_ratio) == (0, 0)
     assert "alone for" not in even.text

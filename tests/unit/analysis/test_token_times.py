@@ -10,16 +10,19 @@ from paceline.analysis import served, token_times
 
 
 def test_an_arrival_holds_all_tokens_of_its_time() -> None:
-    """Four events, the second and third in one read, of a server that counts eight tokens."""
-    times, tokens = token_times.arrivals(request(tokens=8, token_ns=(10 * MS, 0, 10 * MS))) or ([], [])
-    assert list(times) == [102 * MS, 112 * MS, 122 * MS]
-    assert list(tokens) == [2, 4, 2]
+    """Four events, the second and third in one read, of eight tokens by the server's count; then four of four."""
+    pairs = request(tokens=8, token_ns=(10 * MS, 0, 10 * MS))
+    found = token_times.arrivals([pairs, request(first_ns=5 * MS)])
+    assert (found.times / MS).tolist() == [102, 112, 122, 5, 15, 25, 35]
+    assert found.tokens.tolist() == [2, 4, 2, 1, 1, 1, 1]
+    assert np.flatnonzero(found.first).tolist() == [0, 3]
 
 
 def test_times_that_were_not_kept_are_not_made_up() -> None:
-    assert token_times.arrivals(request(token_ns=())) is None
+    assert token_times.arrivals([request(token_ns=()), request(pieces=0, token_ns=())]).unknown == 1
     whole = token_times.steady([request(token_ns=())], 1)
-    assert whole.reason == "the times of single tokens were not kept"
+    assert whole.reason == "the times of the tokens of 1 answers were not kept"
+    assert len(token_times.gaps_between_tokens([]).seconds) == 0
 
 
 def test_gaps_of_one_read_are_shares_of_the_gap_before_it() -> None:
