@@ -23,6 +23,8 @@ from paceline.records import RunRecord
 from paceline.serving import ReplicaSample
 
 NS = 1e9
+# What a speed-up is over.
+PAIRED, OWN_TIME = "over the best replica alone, from a paired run", "over the best replica's own rate in this run"
 Alone = Mapping[int, Resampled]
 
 
@@ -123,6 +125,7 @@ def fleet_of(served: Served, alone: Alone) -> Fleet | None:
         uneven_ratio=uneven,
         text=" ".join(_sentences(shares, combined, speedup, best, straggler_s, wall)),
         runs=served.runs,
+        is_paired=bool(alone),
     )
 
 
@@ -157,11 +160,11 @@ def _speedup(served: Served, best: ReplicaShare, alone: Alone) -> Measurement | 
     if best.alone_tokens_per_s is not None:
         together = _rate(served)
         found = _over(together, alone[best.replica]) if together else (None, None, None)
-        note = "over the best replica alone, from a paired run"
+        note = PAIRED
     else:
         rows = [_beside(Served((record,), served.load), best.replica) for record in served.records]
         ratio = over_launches(rows, lambda s: s[..., 0] / s[..., 1] / (s[..., 2] / s[..., 3]), served.cell, "speedup")
-        found, note = bounded(ratio), "over the best replica's own time in this run"
+        found, note = bounded(ratio), OWN_TIME
     return measured.measurement(served, "replicas_speedup_ratio", found, note=note) if found[0] is not None else None
 
 
@@ -222,7 +225,8 @@ def _sentences(
     beside = ""
     if speedup is not None and speedup.value is not None and best is not None:
         own = f"replica {best.replica}, {_by_itself(best):,.0f} tokens/s"
-        beside = f", {speedup.value:.2f} times the best one alone ({own})"
+        what = "the best one alone" if speedup.note == PAIRED else "the best one's own rate"
+        beside = f", {speedup.value:.2f} times {what} ({own})"
     launches = f"{combined.launches} launch{'' if combined.launches == 1 else 'es'}"
     yield f"{len(shares)} replicas served {combined.value or 0.0:,.0f} tokens/s together{beside}; {launches}."
     if straggler_s is not None and wall_s > 0 and straggler_s / wall_s >= 0.01:

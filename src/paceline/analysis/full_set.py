@@ -3,9 +3,9 @@
     T(N) = T(n) + (N - n) x tokens per request / steady tokens per second
 
 T(n) is the whole time of the n requests that were asked, with its ramp and its end; only what is added goes at the
-steady rate. Of a static partition each replica has its share of the N, and the slowest one ends last. The interval is
-of the tokens of requests and of the steady rate, both drawn again: blocks of one launch, launches first where there are
-several.
+steady rate. Of a static partition each replica has its share of the N and its own part of that rate, and the slowest
+one ends last. The interval is of the tokens of requests and of the steady rate, both drawn again: blocks of one launch,
+launches first where there are several.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def full_set(served: Served) -> FullSet | None:
     if samples is None or samples <= asked or served.load is not None:
         return None
     static = served.serving.partition == "static" and len(replicas_of(served)) > 1
-    groups = _by_replica(served) if static else [[_portion(stretch, stretch.requests) for stretch in served.stretches]]
+    groups = _by_replica(served) if static else [[_portion(each, each.requests) for each in served.stretches]]
     reason = _why_not(served, groups)
     slowest = None if reason else max((_time(each, samples / asked, served.cell) for each in groups), key=_value)
     law = LAW_OF_STATIC if static else LAW
@@ -89,7 +89,7 @@ def _by_replica(served: Served) -> list[list[Portion]]:
 
 def _portion(stretch: Stretch, requests: tuple[RequestSample, ...]) -> Portion:
     ends = [r.ended_ns - stretch.started_ns for r in requests if r.ended_ns is not None]
-    return Portion(requests, max(ends, default=0) / measured.NS, steady(requests, None))
+    return Portion(requests, max(ends, default=0) / measured.NS, steady(stretch.requests, None, requests))
 
 
 def _why_not(served: Served, groups: Sequence[Sequence[Portion]]) -> str | None:
@@ -100,17 +100,25 @@ def _why_not(served: Served, groups: Sequence[Sequence[Portion]]) -> str | None:
         return f"{failed} requests failed"
     if any(replica.died_ns is not None for record in served.records for replica in record.replicas):
         return "a replica died"
-    for portion in (each for group in groups for each in group):
-        most = most_in_flight(portion.requests)
-        if len(portion.requests) < LEAST_TURNS * most:
-            least = f"{LEAST_TURNS} times as many are needed"
-            return f"{len(portion.requests)} requests with {most} in flight are one burst; {least}"
-        if portion.steady.reason:
-            return f"no steady rate: {portion.steady.reason}"
-        if portion.steady.seconds < LEAST_STEADY_RATIO * portion.seconds:
-            share = portion.steady.seconds / portion.seconds
-            return f"the load was full for {share:.0%} of the time; {LEAST_STEADY_RATIO:.0%} are needed"
-    return None
+    found = (*map(_one_burst, served.stretches), *map(_unsteady, zip(*groups, strict=True)))
+    return next((reason for reason in found if reason), None)
+
+
+def _one_burst(stretch: Stretch) -> str | None:
+    count, most = len(stretch.requests), most_in_flight(stretch.requests)
+    least = f"{LEAST_TURNS} times as many are needed"
+    return f"{count} requests with {most} in flight are one burst; {least}" if count < LEAST_TURNS * most else None
+
+
+def _unsteady(portions: Sequence[Portion]) -> str | None:
+    """Of one launch: a static partition is full until the first replica has ended."""
+    reason = next((portion.steady.reason for portion in portions if portion.steady.reason), None)
+    if reason:
+        return f"no steady rate: {reason}"
+    whole = min(portion.seconds for portion in portions)
+    share = portions[0].steady.seconds / whole if whole > 0 else 0.0
+    needed = f"{LEAST_STEADY_RATIO:.0%} are needed"
+    return f"the load was full for {share:.0%} of the time; {needed}" if share < LEAST_STEADY_RATIO else None
 
 
 def _time(launches: Sequence[Portion], times: float, cell: str) -> Resampled:

@@ -163,14 +163,15 @@ class Steady:
         return np.column_stack((held, np.full(count, self.seconds / count)))
 
 
-def steady(requests: Sequence[RequestSample], planned: int | None) -> Steady:
-    """At least 95 % of the planned concurrency; of a load without one, of the most that was reached."""
+def steady(requests: Sequence[RequestSample], planned: int | None, of: Sequence[RequestSample] | None = None) -> Steady:
+    """At least 95 % of the planned concurrency; of a load without one, of the most that was reached. Tokens are those
+    of some of the requests where they are given, else of all."""
     whole = planned or most_in_flight(requests)
     level = max(1, math.ceil(STEADY_RATIO * whole - 1e-9))
     spans = spans_of_at_least(requests, level)
     if spans.seconds <= 0:
         return Steady(level, reason=f"{level} requests were never in flight at once, {STEADY_RATIO:.0%} of {whole}")
-    found = arrivals([request for request in requests if request.error is None])
+    found = arrivals([request for request in (requests if of is None else of) if request.error is None])
     if found.unknown:
         return Steady(level, reason=f"the times of the tokens of {found.unknown} answers were not kept")
     inside = spans.contain(found.times)

@@ -75,8 +75,9 @@ class ReplicaShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """Several replicas under one load. speedup is the combined rate over that of the best replica by itself, efficiency
-    the same over as many of the best as there are; both are None for a load that comes by a schedule, which serves what
+    """Several replicas under one load. speedup is the combined rate over that of the best replica: alone where a paired
+    run tells it (is_paired), else its own in this run, where the load may have held it back. efficiency is the same
+    over as many of the best as there are; both are None for a load that comes by a schedule, which serves what
     it is asked. straggler_s is how long the last replica worked alone, straggler_ratio its share of the time; uneven
     the share in which not all had a request. text says it in sentences."""
 
@@ -92,6 +93,7 @@ class Fleet:
     uneven_ratio: float | None
     text: str
     runs: tuple[str, ...]
+    is_paired: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,7 +78,8 @@ def _first(report: Report, found: Loads, best: Key) -> str:
 def _beside_best(fleet: Fleet | None) -> str:
     if fleet is None or fleet.speedup is None:
         return ""
-    return f"{format_brief(fleet.speedup, Scale(''))} times the best one alone"
+    what = "the best one alone" if fleet.is_paired else "the best one's own rate"
+    return f"{format_brief(fleet.speedup, Scale(''))} times {what}"
 
 
 def _further(report: Report, best: Key) -> Iterator[str]:

@@ -52,7 +52,7 @@ def test_speedup_is_over_the_best_one_and_efficiency_over_as_many_of_it() -> Non
     assert quick.efficiency
     assert (slow.best, slow.speedup.value, slow.efficiency.value) == (0, pytest.approx(1), pytest.approx(0.5))
     assert (quick.best, quick.speedup.value, quick.efficiency.value) == (0, pytest.approx(1.5), pytest.approx(0.75))
-    assert quick.speedup.note == "over the best replica's own time in this run"
+    assert quick.speedup.note == "over the best replica's own rate in this run"
 
 
 def test_the_last_replica_alone_is_the_straggler() -> None:

@@ -128,7 +128,7 @@ def test_the_answer_comes_first() -> None:
     report = build(*both())
     first, second = answer(report)
     assert first.startswith(
-        "2 replicas served 15.0 tokens/s at most (1.50 times the best one alone; offline, partition"
+        "2 replicas served 15.0 tokens/s at most (1.50 times the best one's own rate; offline, partition"
     )
     assert second.startswith("The dynamic partition served 1.50 times the tokens/s of the static one")
     assert "The whole set of 120 samples would take 1 min 20 s" in grounds(report)
