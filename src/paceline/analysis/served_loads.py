@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from paceline.analysis.token_times import first_token_ns, tokens_of
 from paceline.records import RunRecord
-from paceline.serving import LIMITS, OPEN, PLAIN_SCENARIOS, STAGED_SCENARIOS, RequestSample, Serving, StageSample
+from paceline.serving import OPEN, PLAIN_SCENARIOS, STAGED_SCENARIOS, RequestSample, Serving, StageSample
 from paceline.spec import Scalar
 
 NS = 1e9
@@ -139,12 +139,10 @@ class Served:
 
     @property
     def limits(self) -> dict[str, float | None]:
-        """As asked for; of a search or a sweep that names none, those of the scenario of its loads."""
+        """As asked for. The closed loop by which a search guesses where to begin has none to keep."""
         asked = self.serving.limits
-        if all(limit is None for limit in asked.values()) and self.scenario in LIMITS:
-            ttft, tpot = LIMITS[self.scenario]
-            return {**asked, "ttft_s": ttft, "tpot_s": tpot}
-        return asked
+        guesses = self.serving.scenario == "search" and self.rate_per_s is None
+        return dict.fromkeys(asked) if guesses else asked
 
     @property
     def has_limits(self) -> bool:

@@ -135,6 +135,13 @@ def test_launches_of_a_search_are_merged_by_rate_not_by_place() -> None:
     assert [load.limits["ttft_s"] for load in loads] == [2.0, 2.0]
 
 
+def test_the_guess_of_a_search_has_no_limits_to_keep() -> None:
+    stages = (stage(0, concurrency=4), stage(1, scenario="server", concurrency=None, rate_per_s=2.0))
+    asked = [request(0), request(1, stage=1)]
+    guess, trial = served.gather([record(asked, stages=stages, scenario="search")])
+    assert (guess.has_limits, trial.has_limits) == (False, True)
+
+
 def test_records_of_before_there_were_loads_are_one() -> None:
     (load,) = served.gather([record([request(0)])])
     assert load.load is None
