@@ -279,8 +279,8 @@ def _gain(dynamic: Served, static: Served) -> PartitionGain | None:
         return None
     ratio = ratio_between([over], [under])
     low, high = (ratio.low, ratio.high) if ratio else (None, None)
-    alone = "launches were not repeated, so that nothing bounds the ratio"
-    verdict, reason = verdict_of(ratio, HIGHER) if ratio else (UNDECIDED_GAIN, alone)
+    single = "one of them has a single launch, so that nothing bounds the ratio"
+    verdict, reason = verdict_of(ratio, HIGHER) if ratio else (UNDECIDED_GAIN, single)
     value = over.value / under.value
     interval = f" (95 % interval {ratio.low:.2f} to {ratio.high:.2f})" if ratio else ""
     said = f"The dynamic partition served {value:.2f} times the tokens/s of the static one{interval}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -225,17 +225,20 @@ def client_problems(clients: Sequence[ClientSample], requests: Sequence[RequestS
     """Why the client itself may have been what was measured. Of a closed loop nothing is due before it is sent."""
     first = [value for request in requests if (value := ttft_s(request)) is not None]
     bound = max(MOST_SCHEDULE_LAG_S, MOST_SCHEDULE_LAG_OF_TTFT * float(np.median(first)) if first else 0.0)
-    found = []
-    for client in clients:
-        late, read = (client.schedule_lag_p99_ns or 0) / NS, (client.read_lag_p99_ns or 0) / NS
-        cpu = client.cpu_s / client.wall_s if client.wall_s > 0 else 0.0
-        if scenario in OPEN and late > bound:
-            found.append(f"sent up to {late * 1e3:.1f} ms late (p99; at most {bound * 1e3:.1f} ms)")
-        if read > MOST_READ_LAG_S:
-            found.append(f"read up to {read * 1e3:.1f} ms late (p99; at most {MOST_READ_LAG_S * 1e3:.0f} ms)")
-        if cpu > MOST_CPU_RATIO:
-            found.append(f"used {cpu:.0%} of a core (at most {MOST_CPU_RATIO:.0%})")
-    return [f"client: {text}" for text in dict.fromkeys(found)]
+    late = _worst(client.schedule_lag_p99_ns for client in clients) if scenario in OPEN else 0.0
+    read = _worst(client.read_lag_p99_ns for client in clients)
+    cpu = max((client.cpu_s / client.wall_s for client in clients if client.wall_s > 0), default=0.0)
+    told = {
+        f"sent up to {late * 1e3:.1f} ms late (p99; at most {bound * 1e3:.1f} ms)": late > bound,
+        f"read up to {read * 1e3:.1f} ms late (p99; at most {MOST_READ_LAG_S * 1e3:.0f} ms)": read > MOST_READ_LAG_S,
+        f"used {cpu:.0%} of a core (at most {MOST_CPU_RATIO:.0%})": cpu > MOST_CPU_RATIO,
+    }
+    return [f"client: {text}" for text, holds in told.items() if holds]
+
+
+def _worst(lags_ns: Iterable[float | None]) -> float:
+    """Of all processes of the client, in seconds."""
+    return max((lag or 0.0 for lag in lags_ns), default=0.0) / NS
 
 
 def rule_problems(served: Served) -> list[str]:

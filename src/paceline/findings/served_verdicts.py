@@ -99,8 +99,8 @@ class Fleet:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionGain:
     """Tokens a second of the dynamic partition over those of the static one, of cells that differ in nothing else.
-    verdict speaks about dynamic: better, worse, tie, or UNDECIDED_GAIN where launches were not repeated, so that low
-    and high are None."""
+    verdict speaks about dynamic: better, worse, tie, or UNDECIDED_GAIN where one of them has a single launch, so that
+    low and high are None."""
 
     cell: str
     other: str

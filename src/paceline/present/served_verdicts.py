@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from paceline.findings import Fleet, PartitionGain, ReplicaShare, Report, Rule, ServedVerdict
 from paceline.findings.served_verdicts import KEPT, NOT_KEPT
 from paceline.findings.training import BETTER, WORSE
 from paceline.present.quantity import MISSING, Scale, format_brief, format_duration, format_number, format_parts, places
 from paceline.present.served import load_text, loads_of, rules_text, span
+from paceline.present.standing import axis_text
 from paceline.present.tables import Cell, Column, Table
 from paceline.present.words import listed
+from paceline.spec import Scalar
 
 _TONES = {KEPT: "good", NOT_KEPT: "bad"}
 _GAIN_TONES = {BETTER: "good", WORSE: "bad"}
@@ -18,11 +20,28 @@ _GAIN_TONES = {BETTER: "good", WORSE: "bad"}
 
 def tables(report: Report) -> tuple[Table, ...]:
     """In reading order; empty where the report holds no such runs."""
-    found = (*map(_replicas, report.fleets), _gains(report), _full_sets(report), *map(_rules, report.served))
+    fleets = map(_replicas, _shown(report.fleets))
+    found = (*fleets, _gains(report), _full_sets(report), *map(_rules, report.served))
     return tuple(table for table in found if table is not None)
 
 
 # --- replicas ---
+
+
+def _shown(fleets: Sequence[Fleet]) -> list[Fleet]:
+    """One of each cell: of a sweep or a search the load that served most, as the loads themselves have rows already."""
+    best: dict[str, Fleet] = {}
+    for fleet in fleets:
+        known = best.get(fleet.cell)
+        if known is None or (fleet.combined.value or 0.0) > (known.combined.value or 0.0):
+            best[fleet.cell] = fleet
+    return list(best.values())
+
+
+def _load_words(axes: Mapping[str, Scalar]) -> str:
+    """`sweep, concurrency 4`: what a load is called where no other stands beside it."""
+    named = [axis_text(name, axes) for name in ("rate_per_s", "concurrency") if axes.get(name) is not None]
+    return ", ".join((str(axes.get("scenario")), *named))
 
 
 def _replicas(fleet: Fleet) -> Table:
@@ -37,7 +56,7 @@ def _replicas(fleet: Fleet) -> Table:
         Column("state", priority=1),
     )
     rows = tuple(_replica(share, share.replica == fleet.best) for share in fleet.replicas)
-    title = f"Replicas ({fleet.axes.get('scenario')}, {fleet.axes.get('partition')} partition)"
+    title = f"Replicas ({_load_words(fleet.axes)}, {fleet.axes.get('partition')} partition)"
     return Table(title, columns, (*rows, _together(fleet)), tuple(_notes(fleet)), ((fleet.cell,),) * (len(rows) + 1))
 
 
@@ -103,9 +122,7 @@ def _gains(report: Report) -> Table | None:
 def _gain(gain: PartitionGain) -> tuple[Cell, ...]:
     value, interval = format_parts(gain.ratio, gain.low, gain.high)
     tone = _GAIN_TONES.get(gain.verdict, "quiet")
-    load = [str(gain.axes.get("scenario"))]
-    load += [f"concurrency {gain.axes['concurrency']}"] if gain.axes.get("concurrency") else []
-    return Cell(", ".join(load)), Cell(value, interval), Cell(gain.verdict, "", tone), Cell(gain.reason)
+    return Cell(_load_words(gain.axes)), Cell(value, interval), Cell(gain.verdict, "", tone), Cell(gain.reason)
 
 
 def _full_sets(report: Report) -> Table | None:

@@ -101,6 +101,13 @@ def test_a_client_that_was_the_bottleneck_says_so(change: dict[str, float], word
     assert found == ([] if words is None else [words])
 
 
+def test_of_several_processes_the_worst_is_told_once() -> None:
+    clients = [replace(CLIENT, read_lag_p99_ns=lag) for lag in (6e6, 9e6, None)]
+    assert served.client_problems(clients, [request()], "offline") == [
+        "client: read up to 9.0 ms late (p99; at most 5 ms)"
+    ]
+
+
 def test_a_sample_answered_twice_is_found() -> None:
     assert served.exactly_once(record([request(0), request(1)])) == []
     assert served.exactly_once(record([request(0), request(0)])) == ["requests 0 were answered more than once"]

@@ -151,6 +151,17 @@ def test_tables_of_replicas_gain_and_the_whole_set() -> None:
     }
 
 
+def test_of_a_sweep_the_replicas_of_the_load_that_served_most_are_shown() -> None:
+    def asked(number: int, seconds: float) -> list[RequestSample]:
+        return [*in_turns(0, 3, seconds, stage=number), *in_turns(1, 3, seconds, first=3, stage=number)]
+
+    stages = [stage(number, concurrency=number + 2) for number in (0, 1)]
+    report = build(record([*asked(0, 1.0), *asked(1, 0.5)], stages=stages, replicas=TWO, scenario="sweep"))
+    assert len(report.fleets) == 2
+    titles = [table.title for table in machine_tables(report)]
+    assert titles == ["Served model", "Replicas (sweep, concurrency 3, static partition)"]
+
+
 def test_measurements_over_replicas_are_told_apart_by_their_axes() -> None:
     report = build(record([*in_turns(0, 6, 1.0), *in_turns(1, 6, 2.0, first=6)], replicas=TWO))
     rates = {m.axes["host"]: m.value for m in report.measurements if m.metric == "replica_output_tokens_per_s"}
