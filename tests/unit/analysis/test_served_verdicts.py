@@ -175,3 +175,27 @@ def test_a_replica_that_died_stands_in_the_answer() -> None:
     report = build(record(asked, replicas=lost))
     assert answer(report)[1] == "Failed: replica 1 was gone after 3.0 s; others took 5 of its samples."
     assert cells(report, "Replicas")[1][-1] == "gone after 3.0 s"
+
+
+# --- records that hold little ---
+
+
+@pytest.mark.parametrize("scenario", ["offline", "server", "single_stream", "concurrency", "sweep", "search"])
+@pytest.mark.parametrize("change", ["refused", "silent", "timeless"])
+def test_what_is_missing_breaks_no_report(scenario: str, change: str) -> None:
+    """Nothing sent; answers without a token; answers without the times of their tokens."""
+    nothing: dict[str, Any] = dict.fromkeys(("first_byte_ns", "first_ns", "last_ns", "tokens"))
+    nothing |= {"pieces": 0, "token_ns": ()}
+    changes: dict[str, dict[str, Any]] = {
+        "refused": {**nothing, "sent_ns": None, "ended_ns": None, "prompt_tokens": None, "error": "refused"},
+        "silent": nothing,
+        "timeless": {"token_ns": ()},
+    }
+    asked = [request(n, replica=n % 2, **changes[change]) for n in range(4)]
+    told = {"scenario": scenario, "rate_per_s": 1.0, "concurrency": 2, "least_s": 600.0, "full_set": 10}
+    report = build(record(asked, stages=(stage(planned=4),), replicas=TWO, **told))
+    (verdict,) = report.served
+    assert not verdict.is_valid
+    assert verdict.failed == (4 if change == "refused" else 0)
+    assert markdown.text(report)
+    assert json.dumps(json_exporter.document(report), allow_nan=False)
