@@ -107,7 +107,8 @@ class Pulse:
     """A run under way: the rank furthest behind, the last steps of rank 0, the most memory any rank has held.
 
     step counts from 0; steps is None for workloads without optimizer steps. Rates are of the last few steps, without
-    any warm-up rule: a look, not a measurement.
+    any warm-up rule: a look, not a measurement. note is what the workload says in words of its own. Of a served model
+    rank 0 speaks, which asks; the others only hold their replicas.
     """
 
     spec: RunSpec
@@ -119,6 +120,7 @@ class Pulse:
     step_s: float | None
     loss: float | None
     peak_bytes: int | None
+    note: str = ""
 
     @property
     def steps(self) -> int | None:
@@ -138,7 +140,7 @@ def read_pulse(run_dir: Path, spec: RunSpec, positions: Sequence[store.Progress]
     """None before any rank has started."""
     if not positions:
         return None
-    behind = min(positions, key=lambda p: (p.step, p.beat))
+    behind = min(positions, key=lambda p: p.rank if spec.serving else (p.step, p.beat))
     recent = _recent_steps(run_dir / "samples-0.jsonl")
     seconds = [float(step["duration_s"]) for step in recent]
     losses = [p.loss for p in positions if p.rank == 0 and math.isfinite(p.loss)]
@@ -146,13 +148,14 @@ def read_pulse(run_dir: Path, spec: RunSpec, positions: Sequence[store.Progress]
         spec=spec,
         began_at=(run_dir / "spec.json").stat().st_mtime,
         rank=behind.rank,
-        # After the window come steps that are watched by other means.
-        step=min(behind.step, spec.steps),
+        # After the window come steps that are watched by other means; requests are no steps.
+        step=behind.step if spec.serving else min(behind.step, spec.steps),
         phase=behind.phase,
         beat=max(p.beat for p in positions),
         step_s=fmean(seconds) if seconds else None,
         loss=losses[0] if losses else None,
         peak_bytes=max((p.peak_bytes for p in positions if p.peak_bytes is not None), default=None),
+        note=behind.note,
     )
 
 

@@ -1,8 +1,8 @@
 """A server of known law: an OpenAI-compatible endpoint whose times are decided beforehand, for testing clients.
 
 Token k of a request is due at arrival + ttft + k * itl, whatever was late before it: the law holds over the whole
-answer. What the server itself was late by is counted and told at /law. Modes are the ways in which real servers
-surprise clients.
+answer. Arrival is when the kernel had the request. What the server itself was late by is counted and told at /law.
+Modes are the ways in which real servers surprise clients.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ import signal
 import socket
 import struct
 import time
+from array import array
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from typing import Any
 
-from paceline.loadgen.clocks import Alarm
+from paceline import mock_wire as wire
+from paceline.loadgen.clocks import ANCILLARY_BYTES, Alarm, Bridge, kernel_time, stamp_in_kernel
 
 NS = 1_000_000_000
 # How each mode surprises; `plain` does not.
 MODES = {
     "plain": "one token per event",
+    "clock": "one token per event, its text the server's monotonic clock just before it is sent",
     "role": "a role chunk and an empty one before the first token",
     "double": "two tokens per event",
     "split": "characters and frames cut in the middle",
@@ -42,7 +44,11 @@ MODES = {
     "error": "an error object in the stream",
     "flood": "a body of 100 MB",
 }
-WORDS = ("pace", "line", "über", "node", "rank", "wire", "clock", "tie ")
+# Written without a look at anything else: the modes in which how many streams are held is measured.
+STRAIGHT = ("plain", "clock")
+RECEIVE_BYTES = 1 << 18
+# Tokens that are sent before requests are looked for again: one that is late must not make others wait for ever.
+SENDS_AT_ONCE = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,17 +66,13 @@ class Law:
 
 @dataclass(slots=True)
 class Stream:
-    """One answer under way: which event comes next and when."""
+    """One answer under way: how many tokens were sent, and when the first one is due."""
 
     connection: Client
-    arrived_ns: int
+    first_due_ns: int
     total: int
     chat: bool
-    ttft_ns: int
     sent: int = 0
-
-    def due_ns(self, itl_ns: int) -> int:
-        return self.arrived_ns + self.ttft_ns + self.sent * itl_ns
 
 
 @dataclass(slots=True)
@@ -78,7 +80,6 @@ class Client:
     sock: socket.socket
     received: bytearray = field(default_factory=bytearray)
     waiting: bytearray = field(default_factory=bytearray)
-    stream: Stream | None = None
     watched: int = select.EPOLLIN
     open: bool = True
 
@@ -100,7 +101,9 @@ class MockReplica:
         self._order = 0
         self._requests = 0
         self._draws = random.Random(law.seed)
-        self._lags: list[int] = []
+        self._lags = array("q")
+        self._itl_ns = round(law.itl_s * NS)
+        self._offset_ns = Bridge.measured().offset_ns
 
     def serve(self, stop: Callable[[], bool]) -> None:
         while not stop():
@@ -137,24 +140,27 @@ class MockReplica:
                 sock, _ = self._listener.accept()
                 sock.setblocking(False)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                stamp_in_kernel(sock)
                 self._clients[sock.fileno()] = Client(sock)
                 self._epoll.register(sock.fileno(), select.EPOLLIN)
 
     def _receive(self, client: Client) -> None:
         try:
-            data = client.sock.recv(1 << 20)
+            data, ancillary, _, _ = client.sock.recvmsg(RECEIVE_BYTES, ANCILLARY_BYTES)
         except BlockingIOError:
             return
         except OSError:
-            data = b""
+            data, ancillary = b"", []
         if not data:
             self._drop(client)
             return
+        stamp = kernel_time(ancillary)
+        now = time.monotonic_ns() if stamp is None else stamp - self._offset_ns
         client.received += data
-        while (request := _whole_request(client.received)) is not None:
+        while (request := wire.whole_request(client.received)) is not None:
             path, body, size = request
             del client.received[:size]
-            self._serve_one(client, path, body, time.monotonic_ns())
+            self._serve_one(client, path, body, now)
 
     def _drop(self, client: Client) -> None:
         client.open = False
@@ -164,6 +170,16 @@ class MockReplica:
         client.sock.close()
 
     def _put(self, client: Client, data: bytes) -> None:
+        if not client.waiting:
+            try:
+                data = data[client.sock.send(data) :]
+            except BlockingIOError:
+                pass
+            except OSError:
+                self._drop(client)
+                return
+            if not data:
+                return
         client.waiting += data
         self._flush(client)
 
@@ -189,11 +205,15 @@ class MockReplica:
 
     def _serve_one(self, client: Client, path: str, body: bytes, now: int) -> None:
         if path == "/v1/models":
-            self._put(client, _json(200, {"object": "list", "data": [{"id": self.law.model, "object": "model"}]}))
+            self._put(
+                client, wire.json_answer(200, {"object": "list", "data": [{"id": self.law.model, "object": "model"}]})
+            )
+        elif path == "/health":
+            self._put(client, wire.json_answer(200, {}))
         elif path == "/law":
-            self._put(client, _json(200, self.told()))
+            self._put(client, wire.json_answer(200, self.told()))
         elif path not in ("/v1/completions", "/v1/chat/completions"):
-            self._put(client, _json(404, {"error": {"message": f"no such path: {path}"}}))
+            self._put(client, wire.json_answer(404, {"error": {"message": f"no such path: {path}"}}))
         else:
             self._complete(client, path, body, now)
 
@@ -210,136 +230,111 @@ class MockReplica:
         except ValueError:
             asked = None
         if not isinstance(asked, dict):
-            self._put(client, _json(400, {"error": {"message": "the body is no JSON object"}}))
+            self._put(client, wire.json_answer(400, {"error": {"message": "the body is no JSON object"}}))
             return
         if asked.get("model", self.law.model) != self.law.model:
-            self._put(client, _json(404, {"error": {"message": f"the model {asked['model']!r} does not exist"}}))
+            self._put(
+                client, wire.json_answer(404, {"error": {"message": f"the model {asked['model']!r} does not exist"}})
+            )
             return
-        odd = self._requests % 2 == 0
-        if self.law.mode == "refuse" and odd:
-            self._put(client, _json(429, {"error": {"message": "busy"}}, "Retry-After: 1\r\n"))
-        elif self.law.mode == "fail" and odd:
-            self._put(client, _json(500, {"error": {"message": "broken"}}))
+        every_other = self._requests % 2 == 0
+        if self.law.mode == "refuse" and every_other:
+            self._put(client, wire.json_answer(429, {"error": {"message": "busy"}}, "Retry-After: 1\r\n"))
+        elif self.law.mode == "fail" and every_other:
+            self._put(client, wire.json_answer(500, {"error": {"message": "broken"}}))
         else:
             self._begin(client, asked, path.endswith("chat/completions"), now)
 
     def _begin(self, client: Client, asked: dict[str, Any], chat: bool, now: int) -> None:
         factor = self._draws.lognormvariate(0.0, self.law.spread) if self.law.spread else 1.0
         total = asked.get("max_tokens") or asked.get("max_completion_tokens") or self.law.tokens
-        stream = Stream(client, now, int(total), chat, round(self.law.ttft_s * factor * NS))
-        client.stream = stream
-        self._schedule(stream)
-
-    def _schedule(self, stream: Stream) -> None:
+        due = now + round(self.law.ttft_s * factor * NS)
         self._order += 1
-        heapq.heappush(self._due, (stream.due_ns(round(self.law.itl_s * NS)), self._order, stream))
+        heapq.heappush(self._due, (due, self._order, Stream(client, due, int(total), chat)))
 
     def _send_due(self) -> None:
-        now = time.monotonic_ns()
-        while self._due and self._due[0][0] <= now:
-            due, _, stream = heapq.heappop(self._due)
-            if stream.connection.open:
-                self._send_event(stream)
-                self._lags.append(time.monotonic_ns() - due)
+        due, straight, now = self._due, self.law.mode in STRAIGHT, time.monotonic_ns()
+        for _ in range(SENDS_AT_ONCE):
+            if not due or due[0][0] > now:
+                return
+            at, order, stream = due[0]
+            if not stream.connection.open:
+                heapq.heappop(due)
+                continue
+            goes_on = self._send_straight(stream) if straight else self._send_event(stream)
+            if goes_on:
+                heapq.heapreplace(due, (stream.first_due_ns + stream.sent * self._itl_ns, order, stream))
+            else:
+                heapq.heappop(due)
             now = time.monotonic_ns()
+            self._lags.append(now - at)
 
-    def _send_event(self, stream: Stream) -> None:
+    def _send_straight(self, stream: Stream) -> bool:
+        """One token with one write, its head before the first and its farewell after the last; whether more follow."""
+        sent, word = stream.sent, wire.WORDS[stream.sent % len(wire.WORDS)]
+        data = wire.timed_token(stream.chat) if self.law.mode == "clock" else wire.token(stream.chat, word)
+        if sent == 0:
+            data = wire.HEAD + data
+        stream.sent = sent = sent + 1
+        if sent >= stream.total:
+            data += self._farewell(stream)
+        self._put(stream.connection, data)
+        return sent < stream.total
+
+    def _send_event(self, stream: Stream) -> bool:
+        """In the way of the mode; whether more follow."""
         client, mode = stream.connection, self.law.mode
         first = stream.sent == 0
         if first:
             self._put_head(stream)
         step = 2 if mode == "double" else 1
-        words = "".join(WORDS[(stream.sent + n) % len(WORDS)] for n in range(step))
+        words = "".join(wire.WORDS[(stream.sent + n) % len(wire.WORDS)] for n in range(step))
         stream.sent += step
         half = stream.sent > stream.total // 2
         if mode == "reset" and half:
             client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self._drop(client)
-            return
+            return False
         if mode == "stall" and half:
-            return
+            return False
         if mode == "error" and half:
-            self._put(client, _frame(b'data: {"error": {"message": "out of pages", "code": 500}}\n\n') + _END)
-            return
+            self._put(client, wire.frame(b'data: {"error": {"message": "out of pages", "code": 500}}\n\n') + wire.END)
+            return False
         self._put_token(stream, words)
         if stream.sent < stream.total or mode == "endless":
-            self._schedule(stream)
-        else:
-            self._put(client, self._farewell(stream))
+            return True
+        self._put(client, self._farewell(stream))
+        return False
 
     def _put_head(self, stream: Stream) -> None:
-        head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
-        if self.law.mode == "slow-head":
-            for place in range(len(head)):
-                self._put(stream.connection, head[place : place + 1])
-            return
         client = stream.connection
+        if self.law.mode == "slow-head":
+            for place in range(len(wire.HEAD)):
+                self._put(client, wire.HEAD[place : place + 1])
+            return
         if self.law.mode == "role":
-            opening = _event(stream.chat, "", role="assistant") + _event(stream.chat, "")
-            self._put(client, head + _frame(opening))
+            opening = wire.event(stream.chat, "", role="assistant") + wire.event(stream.chat, "")
+            self._put(client, wire.HEAD + wire.frame(opening))
         elif self.law.mode == "flood":
             filler = b": " + b"x" * 65_534 + b"\n\n"
-            self._put(client, head + _frame(filler) * 1600)
+            self._put(client, wire.HEAD + wire.frame(filler) * 1600)
         else:
-            client.waiting += head
+            client.waiting += wire.HEAD
 
     def _put_token(self, stream: Stream, words: str) -> None:
-        event = _event(stream.chat, words)
+        event = wire.event(stream.chat, words)
         if self.law.mode == "comments":
             event = b": alive\n\n" + event
         if self.law.mode == "split":
             middle = event.find("ü".encode()) + 1 or len(event) // 2
-            frame = _frame(event[:middle]) + _frame(event[middle:])
+            frame = wire.frame(event[:middle]) + wire.frame(event[middle:])
             self._put(stream.connection, frame[: len(frame) - 9])
             self._put(stream.connection, frame[len(frame) - 9 :])
             return
-        self._put(stream.connection, _frame(event))
+        self._put(stream.connection, wire.frame(event))
 
     def _farewell(self, stream: Stream) -> bytes:
-        if self.law.mode == "untold":
-            return _END
-        usage = {"prompt_tokens": 1, "completion_tokens": stream.sent, "total_tokens": stream.sent + 1}
-        told = json.dumps({"id": "mock", "choices": [], "usage": usage}).encode()
-        return _frame(b"data: " + told + b"\n\n" + b"data: [DONE]\n\n") + _END
-
-
-_END = b"0\r\n\r\n"
-
-
-def _whole_request(received: bytearray) -> tuple[str, bytes, int] | None:
-    """Path, body and size of the request at the beginning; None while it is not whole."""
-    head_end = received.find(b"\r\n\r\n")
-    if head_end < 0:
-        return None
-    head = bytes(received[:head_end]).decode("latin-1")
-    length = 0
-    for line in head.split("\r\n")[1:]:
-        name, _, value = line.partition(":")
-        if name.strip().lower() == "content-length" and value.strip().isdigit():
-            length = int(value)
-    size = head_end + 4 + length
-    if len(received) < size:
-        return None
-    words = head.split(" ", 2)
-    return (words[1] if len(words) > 1 else "/"), bytes(received[head_end + 4 : size]), size
-
-
-@cache
-def _event(chat: bool, text: str, role: str | None = None) -> bytes:
-    delta = {"role": role, "content": text} if role else {"content": text}
-    choice: dict[str, Any] = {"index": 0, "delta": delta} if chat else {"index": 0, "text": text}
-    chunk = json.dumps({"id": "mock", "choices": [choice]}, ensure_ascii=False)
-    return b"data: " + chunk.encode() + b"\n\n"
-
-
-def _frame(data: bytes) -> bytes:
-    return f"{len(data):x}\r\n".encode() + data + b"\r\n"
-
-
-def _json(status: int, value: object, headers: str = "") -> bytes:
-    body = json.dumps(value).encode()
-    head = f"HTTP/1.1 {status} -\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n{headers}\r\n"
-    return head.encode() + body
+        return wire.END if self.law.mode == "untold" else wire.goodbye(stream.sent)
 
 
 def serve_until_told(law: Law, host: str, port: int, ready: Callable[[int], None]) -> None:

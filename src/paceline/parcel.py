@@ -36,7 +36,7 @@ SPOKEN = "@paceline/file"
 # Of one node's files: far above any run, far below what would fill a controller's memory.
 LARGEST_WHOLE = 1 << 30
 # The names that ranks give their files; anything else of a foreign log is not written anywhere.
-CARRIED = re.compile(r"(samples|outcome|machine|stack|progress)-[A-Za-z0-9._-]+")
+CARRIED = re.compile(r"(samples|outcome|machine|stack|progress|loadgen)-[A-Za-z0-9._-]+")
 _GROWING = ("samples-", "stack-")
 
 

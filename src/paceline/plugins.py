@@ -99,6 +99,8 @@ class Recorder(Protocol):
     def add(self, sample: Sample) -> None: ...
     def progress(self, step: int, phase: str) -> None: ...
     def conclude(self, evidence: Evidence) -> None: ...
+    def keep(self, name: str, content: bytes) -> None:
+        """A file that another program wrote, as it is; the name begins with what `parcel` carries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +150,8 @@ class Offer:
 class Workload(Protocol):
     """A workload that searches also has `follow(spec, records) -> RunSpec | None`: given the spec that was asked for
     and the sealed records of its series so far, the next run to make, or None at the end. It is called on the
-    controller, again from the start when a search is resumed, so it must answer by the records alone."""
+    controller, again from the start when a search is resumed, so it must answer by the records alone. One whose size
+    is not told by steps also has `outline(spec) -> str`, for `paceline plan`."""
 
     def check(self, spec: RunSpec) -> str | None: ...
     def run(self, spec: RunSpec, seat: Seat, recorder: Recorder) -> None: ...

@@ -17,7 +17,7 @@ from paceline.models import load as load_shape
 from paceline.probes import CollectiveSample as CollectiveSample
 from paceline.probes import KernelSample as KernelSample
 from paceline.probes import OverlapSample as OverlapSample
-from paceline.serving import AnswerSample, ClientSample, ReplicaSample, RequestSample, StageSample
+from paceline.serving import AnswerSample, ClientSample, LoadgenSample, ReplicaSample, RequestSample, StageSample
 from paceline.spec import PROBING, RunSpec, Scalar
 
 SCHEMA = 1
@@ -232,6 +232,7 @@ Sample = (
     | StageSample
     | ReplicaSample
     | AnswerSample
+    | LoadgenSample
     | StartSample
     | CheckpointSample
     | AttemptSample
@@ -312,6 +313,7 @@ class RunRecord:
     stages: tuple[StageSample, ...] = ()
     replicas: tuple[ReplicaSample, ...] = ()
     answers: tuple[AnswerSample, ...] = ()
+    loadgens: tuple[LoadgenSample, ...] = ()
     starts: tuple[StartSample, ...] = ()
     checkpoints: tuple[CheckpointSample, ...] = ()
     attempts: tuple[AttemptSample, ...] = ()

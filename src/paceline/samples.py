@@ -21,7 +21,7 @@ from paceline.records import (
     StepSample,
 )
 from paceline.series import StepSeries
-from paceline.serving import RequestSample
+from paceline.serving import LoadgenSample, RequestSample
 
 # Samples that hold a tuple, which JSON knows as a list.
 _WITH_SERIES = (
@@ -32,6 +32,7 @@ _WITH_SERIES = (
     ProductSample,
     TrajectorySample,
     RequestSample,
+    LoadgenSample,
 )
 
 

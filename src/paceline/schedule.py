@@ -151,7 +151,9 @@ def _measure(
         return Result(outcome=outcome, exit_code=1, sentence=_ended_by(-code, folder))
     found = sorted(folder.glob("*/report.html"))
     report = str(found[0].relative_to(out)) if found else None
-    sentence = {"ok": None, "interrupted": CUT_SHORT}.get(outcome, _last_words(folder / LOG))
+    sentence = {"ok": None, "interrupted": CUT_SHORT}.get(
+        outcome, _what_went_wrong(folder / LOG, out / report if report else None)
+    )
     result = Result(outcome=outcome, exit_code=code, sentence=sentence, report=report)
     return _compare(out, schedule, folder, past, result) if outcome in COMPARED and report else result
 
@@ -211,13 +213,25 @@ def _ended_by(number: int, folder: Path) -> str:
     return f"the campaign was ended by {name} (by hand, or because the host ran out of memory); see {folder / LOG}"
 
 
-def _last_words(log: Path) -> str | None:
-    """The last line that a campaign printed about what went wrong: its own sentence first."""
+def _what_went_wrong(log: Path, report: Path | None) -> str | None:
+    """The campaign's own sentence; else what its report says of the last run that is not ok, as the log may have cut it
+    to the width of a screen; else its last words."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     ours = [line.removeprefix("paceline: ") for line in lines if line.startswith("paceline: ")]
+    told = _last_reason(report.with_suffix(".json")) if report is not None and not ours else None
     failed = [line for line in lines if line.startswith(("\u2717", "\u2260"))]
-    found = (ours or failed or lines)[-1:]
+    found = [told] if told else (ours or failed or lines)[-1:]
     return redaction.clean_text(found[0])[:500] if found else None
+
+
+def _last_reason(report: Path) -> str | None:
+    """None where the report was not written as JSON, or no run of it has a reason."""
+    try:
+        runs = json.loads(report.read_text())["runs"]
+        wrong = [run for run in runs if run["status"] != "ok" and run["reason"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return f"{wrong[-1]['status']} ({len(wrong)} of {len(runs)} runs): {wrong[-1]['reason']}" if wrong else None
 
 
 # --- comparing ---

@@ -1,19 +1,23 @@
 """How much load this host's client can be believed at: steps up until it cannot, against a server of known law.
 
-Client and server share the host here, so the ceiling is no higher than it would be with the server elsewhere.
+The server writes into every token when it sent it, on the clock that both share, so that each stamp of the client is
+held against the truth. Client and server share the host here: the ceiling is no higher than with the server elsewhere.
 """
 
 from __future__ import annotations
 
 import json
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.loadgen import arrivals, audit, plan, team
-from paceline.loadgen.orders import Shift, Target
+from paceline.loadgen.orders import Handled, Orders, Shift, Target
 from paceline.mock_replica import Law, serve_until_told
 
 TTFT_S = 0.1
@@ -21,32 +25,93 @@ FIRST_EVENTS_PER_S = 1000.0
 FACTOR = 1.6
 MOST_EVENTS_PER_S = 200_000.0
 START_S = 60.0
+# How far a believed client may be off: stamps against the server's own times, medians and 99th percentiles against
+# its law.
+MOST_STAMP_ERROR_S = 1e-3
+MOST_ERROR_P50, MOST_ERROR_P99 = 0.01, 0.05
+# Longer than the server holds a connection's first token back at worst.
+TIMEOUT_S = 120.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True)
 class Rung:
-    """One try. asked is the load that was planned; events_per_s what arrived while it lasted."""
+    """One try. asked is the load that was planned; what was seen is computed from every request."""
 
     asked_events_per_s: float
-    events_per_s: float
-    streams: int
-    failed: int
-    ttft_error_ratio: float | None
-    verdict: audit.Verdict
+    law: Law
+    shifts: Sequence[Shift]
+
+    @cached_property
+    def answered(self) -> list[Handled]:
+        return [each for shift in self.shifts for each in shift.handled if each.error is None]
+
+    @cached_property
+    def verdict(self) -> audit.Verdict:
+        return audit.judge(self.shifts)
+
+    @property
+    def failed(self) -> int:
+        return sum(len(shift.handled) for shift in self.shifts) - len(self.answered)
+
+    @property
+    def streams(self) -> int:
+        return sum(shift.most_in_flight for shift in self.shifts)
+
+    @property
+    def events_per_s(self) -> float:
+        """While answers came: from the first token of all to the last."""
+        times = np.concatenate([np.asarray(each.token_ns) for each in self.answered] or [np.zeros(0)])
+        return float(len(times) / (np.ptp(times) / 1e9)) if len(times) > 1 and np.ptp(times) > 0 else 0.0
+
+    @cached_property
+    def stamp_errors_s(self) -> NDArray[np.float64]:
+        """The kernel's time of every token after the server's of sending it."""
+        told = [np.array(str(each.text).split(), dtype=np.int64) for each in self.answered]
+        seen = [np.asarray(each.token_ns, dtype=np.int64) for each in self.answered]
+        pairs = [(s, t) for s, t in zip(seen, told, strict=True) if len(s) == len(t)]
+        return np.concatenate([(s - t) / 1e9 for s, t in pairs]) if pairs else np.zeros(0)
+
+    @cached_property
+    def off(self) -> dict[str, float | None]:
+        """How far medians and 99th percentiles are from the law, as a share of it."""
+        first = [(h.first_ns - h.sent_ns) / 1e9 for h in self.answered if h.first_ns and h.sent_ns]
+        each = [
+            (h.last_ns - h.first_ns) / 1e9 / (h.pieces - 1)
+            for h in self.answered
+            if h.first_ns and h.last_ns and h.pieces > 1
+        ]
+        laws = (("TTFT", first, self.law.ttft_s), ("TPOT", each, self.law.itl_s))
+        return {f"{name} p{p}": _off(seen, p, law) for name, seen, law in laws for p in (50, 99)}
+
+    @cached_property
+    def reasons(self) -> tuple[str, ...]:
+        """Why this load is not believed: the client's own word, then what the server knows better."""
+        found = list(self.verdict.reasons)
+        if self.failed:
+            found.append(f"{self.failed} requests failed")
+        if (error := _percentile(self.stamp_errors_s, 99)) is None or error > MOST_STAMP_ERROR_S:
+            found.append(f"stamps are {_ms(error)} off (p99), more than {_ms(MOST_STAMP_ERROR_S)}")
+        for name, off in self.off.items():
+            most = MOST_ERROR_P50 if name.endswith("p50") else MOST_ERROR_P99
+            if off is None or off > most:
+                found.append(
+                    f"{name} is {'unknown' if off is None else f'{off:.1%} off the law'}, more than {most:.0%}"
+                )
+        return tuple(found)
 
     @property
     def is_valid(self) -> bool:
-        return self.verdict.is_valid and self.failed == 0
+        return not self.reasons
 
     @property
     def text(self) -> str:
-        lags = [self.verdict.schedule_lag_p99_s, self.verdict.read_lag_p99_s]
-        late, read = (f"{lag * 1e3:.2f} ms" if lag is not None else "unknown" for lag in lags)
-        off = f", TTFT off by {self.ttft_error_ratio:.1%} (p50)" if self.ttft_error_ratio is not None else ""
-        said = "VALID" if self.is_valid else f"INVALID(client): {'; '.join(self.verdict.reasons) or 'requests failed'}"
+        late, read = _ms(self.verdict.schedule_lag_p99_s), _ms(self.verdict.read_lag_p99_s)
+        off = ", ".join(f"{name} {'unknown' if off is None else f'{off:.2%}'}" for name, off in self.off.items())
+        said = "VALID" if self.is_valid else f"INVALID: {'; '.join(self.reasons)}"
         return (
             f"{self.asked_events_per_s:>9,.0f} events/s asked, {self.events_per_s:,.0f} seen over {self.streams:,} "
-            f"streams: sent {late} late, read {read} late (p99), {self.verdict.cpu_ratio:.0%} of a core{off}: {said}"
+            f"streams: sent {late} late, read {read} late, stamped {_ms(_percentile(self.stamp_errors_s, 99))} off "
+            f"(p99), {self.verdict.cpu_ratio:.0%} of a core, off the law by {off}: {said}"
         )
 
 
@@ -62,55 +127,56 @@ def climb(streams: int, seconds: float, shards: int) -> Iterator[Rung]:
 
 
 def one(events_per_s: float, streams: int, seconds: float, shards: int) -> Rung:
-    itl_s = streams / events_per_s
-    tokens = max(2, round(seconds / 2 / itl_s))
-    law = Law(ttft_s=TTFT_S, itl_s=itl_s, tokens=tokens)
-    shifts = drive(law, streams, seconds, shards)
-    handled = [each for shift in shifts for each in shift.handled]
-    answered = [each for each in handled if each.error is None]
-    first = [(h.first_ns - h.sent_ns) / 1e9 for h in answered if h.first_ns is not None and h.sent_ns is not None]
-    wall = max(shift.wall_s for shift in shifts)
-    return Rung(
-        asked_events_per_s=events_per_s,
-        events_per_s=sum(each.pieces for each in answered) / wall,
-        streams=sum(shift.most_in_flight for shift in shifts),
-        failed=len(handled) - len(answered),
-        ttft_error_ratio=abs(float(np.median(first)) / law.ttft_s - 1) if first else None,
-        verdict=audit.judge(shifts),
-    )
-
-
-def drive(law: Law, streams: int, seconds: float, shards: int) -> list[Shift]:
     """Poisson arrivals that keep so many answers under way, for so long."""
+    itl_s = streams / events_per_s
+    law = Law(ttft_s=TTFT_S, itl_s=itl_s, tokens=max(2, round(seconds / 2 / itl_s)), mode="clock")
     team.require_files(2 * streams)
+    with served(law) as port:
+        return Rung(events_per_s, law, team.run(poisson_load(law, port, streams, seconds, shards)))
+
+
+@contextmanager
+def served(law: Law) -> Iterator[int]:
+    """The port of a replica in a process of its own."""
     context = multiprocessing.get_context("fork")
     ports = context.Queue()
     server = context.Process(target=serve_until_told, args=(law, "127.0.0.1", 0, ports.put), daemon=True)
     server.start()
     try:
-        port = int(ports.get(timeout=START_S))
-        rate = streams / (law.ttft_s + law.itl_s * law.tokens)
-        count = max(1, int(rate * seconds))
-        whole = plan.Plan(
-            due_ns=arrivals.poisson(rate, count, seed=1),
-            samples=np.zeros(count, dtype=np.int64),
-            replicas=plan.spread(count, 1),
-        )
-        room = min(count, round(streams * 1.2 / shards) + 1)
-        targets = [Target(host="127.0.0.1", port=port)]
-        return team.run(
-            [
-                plan.orders_of(whole, part, [_request(law.tokens, port)], targets, connections=room, timeout_s=120.0)
-                for part in whole.shares(shards)
-                if len(part)
-            ]
-        )
+        yield int(ports.get(timeout=START_S))
     finally:
         server.terminate()
         server.join()
 
 
-def _request(tokens: int, port: int) -> bytes:
+def poisson_load(law: Law, port: int, streams: int, seconds: float, shards: int) -> list[Orders]:
+    rate = streams / (law.ttft_s + law.itl_s * law.tokens)
+    count = max(1, int(rate * seconds))
+    whole = plan.Plan(
+        due_ns=arrivals.poisson(rate, count, seed=1),
+        samples=np.zeros(count, dtype=np.int64),
+        replicas=plan.spread(count, 1),
+    )
+    more = {"connections": min(count, round(streams * 1.2 / shards) + 1), "timeout_s": TIMEOUT_S, "keeps_text": True}
+    targets, payloads = [Target(host="127.0.0.1", port=port)], [completion(law.tokens, port)]
+    return [plan.orders_of(whole, part, payloads, targets, **more) for part in whole.shares(shards) if len(part)]
+
+
+def completion(tokens: int, port: int) -> bytes:
+    """A whole HTTP request for so many tokens."""
     body = json.dumps({"model": "mock", "prompt": "x", "max_tokens": tokens, "stream": True}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
+
+
+def _off(seen: Sequence[float], percentile: int, law: float) -> float | None:
+    found = _percentile(seen, percentile)
+    return None if found is None else abs(found / law - 1)
+
+
+def _percentile(values: Sequence[float] | NDArray[np.float64], percentile: int) -> float | None:
+    return float(np.percentile(values, percentile)) if len(values) else None
+
+
+def _ms(seconds: float | None) -> str:
+    return "unknown" if seconds is None else f"{seconds * 1e3:.2f} ms"

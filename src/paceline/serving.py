@@ -185,8 +185,26 @@ class AnswerSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoadgenSample:
+    """What LoadGen concluded of its own test over the same replicas, after the load of this client had ended: its
+    words, its units, its rates. It is a statement of another program, like its logs beside this record, and no number
+    of ours is made from it. errors counts the requests it caused that failed, by class: it knows none of them."""
+
+    kind: ClassVar[str] = "loadgen"
+    rank: int
+    version: str
+    scenario: str
+    verdict: str
+    reasons: tuple[str, ...]
+    asked: int
+    errors: Mapping[str, int]
+    settings: Mapping[str, str | int | float | bool | None]
+    numbers: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClientSample:
-    """One process of the client, about itself: what it was late by, over all its requests and reads."""
+    """One process of the client during one load, about itself: what it was late by, over all its requests and reads."""
 
     kind: ClassVar[str] = "client"
     rank: int
@@ -204,3 +222,4 @@ class ClientSample:
     clock_doubt_ns: int
     clock_drift_ns: int
     plan: str
+    stage: int = 0

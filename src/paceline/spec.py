@@ -327,7 +327,7 @@ class RunSpec:
             "max_tokens": s.max_tokens,
             "partition": s.partition,
             "precision": self.training.precision.compute,
-            "data": str(self.training.data),
+            "data": self.data_text,
         }
 
     def _tuning_axes(self) -> dict[str, Scalar]:

@@ -27,11 +27,13 @@ def requests_needed(late: int, percentile: float, confidence: float = CONFIDENCE
     return low
 
 
+@cache
 def late_allowed(requests: int, percentile: float, confidence: float = CONFIDENCE) -> int | None:
     """How many of this many requests may be late; None where even none would be too few to tell."""
     if requests_needed(0, percentile, confidence) > requests:
         return None
-    low, high = 0, requests
+    # Of more late ones than are to be expected nobody would believe it; to try them all takes seconds.
+    low, high = 0, requests if confidence < 0.5 else min(requests, math.ceil(requests * (1 - percentile)) + 1)
     while low < high:
         middle = (low + high + 1) // 2
         if requests_needed(middle, percentile, confidence) <= requests:

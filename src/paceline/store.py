@@ -7,6 +7,7 @@ DIR/<experiment>/<run_id>/
   samples-<rank>.jsonl, outcome-<rank>.json, machine-<host>.json    written by ranks
   samples-gauges-<rank>.jsonl   GPUs and host beside the run (first rank of a host)
   samples-advice.jsonl    after a run out of memory: what was predicted of other settings (adviser)
+  loadgen-*-<rank>.*  LoadGen's own logs, where it asked too
   log.txt             everything the processes printed
   clocks.json         how far the clocks of other hosts are off, where some took part
   status.json         how it ended (controller, last): its existence means complete
@@ -65,7 +66,8 @@ PHASES = (
     "done",
 )
 JOB = "job.json"
-_PROGRESS = struct.Struct("<qqqddd")
+# The last part is a note: what a workload says of itself in its own words.
+_PROGRESS = struct.Struct("<qqqddd120s")
 CHECKPOINTS = "checkpoints"
 
 
@@ -138,7 +140,7 @@ def exclusive(experiment_dir: Path) -> Iterator[None]:
 @dataclass(frozen=True, slots=True)
 class Progress:
     """Where a rank was last seen; `beat` is the wall time of that mark, `loss` the last one recorded, `peak_bytes` the
-    most memory the rank has told of so far."""
+    most memory the rank has told of so far, `note` what it says in words of its own."""
 
     rank: int
     pid: int
@@ -147,6 +149,7 @@ class Progress:
     beat: float
     loss: float
     peak_bytes: int | None = None
+    note: str = ""
 
 
 class ProgressFile:
@@ -157,13 +160,15 @@ class ProgressFile:
         self._pid = os.getpid()
         # Not a number is not known yet: the file has no room for None.
         self.loss = self.peak_bytes = math.nan
-        path.write_bytes(_PROGRESS.pack(self._pid, 0, 0, time.time(), self.loss, self.peak_bytes))
+        path.write_bytes(_PROGRESS.pack(self._pid, 0, 0, time.time(), self.loss, self.peak_bytes, b""))
         with path.open("r+b") as handle:
             self._map = mmap.mmap(handle.fileno(), _PROGRESS.size)
 
     def mark(self, step: int, phase: str) -> None:
-        number = PHASES.index(phase) if phase in PHASES else 1
-        _PROGRESS.pack_into(self._map, 0, self._pid, step, number, time.time(), self.loss, self.peak_bytes)
+        """`timing`, or `timing: 412 of 662 needed`: a phase of the list, and words of the workload's own."""
+        name, _, words = (phase, "", "") if phase in PHASES else phase.partition(": ")
+        number, note = PHASES.index(name) if name in PHASES else 1, words.encode()
+        _PROGRESS.pack_into(self._map, 0, self._pid, step, number, time.time(), self.loss, self.peak_bytes, note)
 
 
 def read_progress(run_dir: Path) -> tuple[Progress, ...]:
@@ -172,9 +177,10 @@ def read_progress(run_dir: Path) -> tuple[Progress, ...]:
     for path in run_dir.glob("progress-*"):
         raw = path.read_bytes()
         if len(raw) == _PROGRESS.size:
-            pid, step, phase, beat, loss, peak = _PROGRESS.unpack(raw)
+            pid, step, phase, beat, loss, peak, note = _PROGRESS.unpack(raw)
             rank, held = int(path.name.rpartition("-")[2]), None if math.isnan(peak) else int(peak)
-            found.append(Progress(rank, pid, step, PHASES[phase], beat, loss, held))
+            words = note.rstrip(b"\0").decode(errors="ignore")
+            found.append(Progress(rank, pid, step, PHASES[phase], beat, loss, held, words))
     return tuple(sorted(found, key=lambda p: p.rank))
 
 
@@ -235,6 +241,7 @@ _FIELDS = {
     "stages": "stage",
     "replicas": "replica",
     "answers": "answer",
+    "loadgens": "loadgen",
     "starts": "start",
     "checkpoints": "checkpoint",
     "attempts": "attempt",

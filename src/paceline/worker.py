@@ -41,6 +41,7 @@ class FolderRecorder:
     """Implements `plugins.Recorder` in the run folder. Each line is handed to the system at once: a kill loses none."""
 
     def __init__(self, run_dir: Path, rank: int) -> None:
+        self._run_dir = run_dir
         self._file = (run_dir / f"samples-{rank}.jsonl").open("w", buffering=1)
         self._position = store.ProgressFile(run_dir, rank)
         self.evidence: Evidence | None = None
@@ -69,6 +70,9 @@ class FolderRecorder:
 
     def conclude(self, evidence: Evidence) -> None:
         self.evidence = evidence
+
+    def keep(self, name: str, content: bytes) -> None:
+        (self._run_dir / name).write_bytes(content)
 
     def close(self) -> None:
         self._file.close()
@@ -133,12 +137,12 @@ def attempt(run_dir: Path, rank: int, recorder: FolderRecorder) -> tuple[Status,
             facts = {**machine_facts(probe()), "host": places.node_name(os.environ)}
             store.write_json(run_dir / f"machine-{facts['host']}.json", facts)
         with gauged(run_dir, spec, seat):
-            # A client of endpoints meets nobody, and needs no torch.
-            alone = spec.serving is not None and seat.world_size == 1
-            if not alone:
+            # Replicas compute nothing together: their ranks meet by the launch's store, and leave devices to engines.
+            joins = spec.serving is None
+            if joins:
                 join(spec, seat)
             load("workloads", spec.workload.name).run(spec, seat, recorder)
-            if not alone:
+            if joins:
                 leave()
         recorder.progress(spec.steps, "done")
         return Status.OK, None

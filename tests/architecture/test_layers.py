@@ -39,7 +39,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ending",),
     ("restarts",),
     ("run", "worker", "adviser", "agent"),
-    ("display", "watch", "monitor", "replay"),
+    ("display", "watch", "monitor", "replay", "mock_wire"),
     ("endpoint", "status_page", "mock_replica"),
     ("schedule", "selftest"),
     ("cli",),
@@ -90,6 +90,7 @@ HEAVY = {
     "mlflow",
     "sqlalchemy",
     "alembic",
+    "mlperf_loadgen",
     "wandb",
     "prometheus_client",
 }

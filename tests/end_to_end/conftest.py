@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,6 +95,15 @@ def write_experiment(path: Path, name: str, matrix: Any, **base: Any) -> Path:
 @pytest.fixture(scope="session")
 def experiment_file() -> Callable[..., Path]:
     return write_experiment
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nursery() -> Iterator[None]:
+    """Where forked ranks come from, for as long as this process lives; names of sockets must be short."""
+    with tempfile.TemporaryDirectory(prefix="nursery-") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NURSERY", folder)
+        patch.setenv("NURSERY_OWNER", str(os.getpid()))
+        yield
 
 
 @pytest.fixture(scope="session")

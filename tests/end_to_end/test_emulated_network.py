@@ -6,8 +6,6 @@ own, so that verdicts can name the node. Needs root and iproute2.
 
 from __future__ import annotations
 
-import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -17,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from testbed.networks import Network, why_not
+from testbed.networks import network as built_network
 
 from paceline import models, store
 from paceline.analysis import fabric
@@ -29,74 +29,23 @@ BURST_KB = {100: 64, 1000: 256}
 SLOW_HOST = 2
 
 
-def _why_not() -> str | None:
-    if sys.platform != "linux" or os.geteuid() != 0:
-        return "network namespaces need root on Linux"
-    missing = [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]
-    if missing:
-        return f"not installed: {', '.join(missing)}"
-    name = f"plprobe{os.getpid()}"
-    if subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode:
-        return "this kernel or container allows no network namespaces"
-    subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
-    return None
-
-
-WHY_NOT = _why_not()
+WHY_NOT = why_not("tc", "unshare")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
 
 
-class Network:
-    """Hosts 10.77.0.1 ... in namespaces of their own; the bridge in another, out of the host firewall's reach."""
-
-    def __init__(self) -> None:
-        self.bridge = f"plbridge{os.getpid()}"
-        self.hosts = [f"plhost{os.getpid()}-{number}" for number in range(HOSTS)]
-
-    def build(self) -> None:
-        for name in (self.bridge, *self.hosts):
-            call("ip", "netns", "add", name)
-        self.inside(self.bridge, "ip", "link", "add", "bridge0", "type", "bridge")
-        self.inside(self.bridge, "ip", "link", "set", "bridge0", "up")
-        for number, host in enumerate(self.hosts):
-            port = f"port{number}"
-            ends = ("type", "veth", "peer", "name", "eth0", "netns", host)
-            self.inside(self.bridge, "ip", "link", "add", port, *ends)
-            self.inside(self.bridge, "ip", "link", "set", port, "master", "bridge0", "up")
-            self.inside(host, "ip", "addr", "add", f"10.77.0.{number + 1}/24", "dev", "eth0")
-            for device in ("lo", "eth0"):
-                self.inside(host, "ip", "link", "set", device, "up")
-
-    def limit(self, number: int, mbit: int) -> None:
-        shape = ("tbf", "rate", f"{mbit}mbit", "burst", f"{BURST_KB[mbit]}kb", "latency", "100ms")
-        self.shape(number, *shape)
-
-    def shape(self, number: int, *discipline: str) -> None:
-        for namespace, device in ((self.hosts[number], "eth0"), (self.bridge, f"port{number}")):
-            self.inside(namespace, "tc", "qdisc", "replace", "dev", device, "root", *discipline)
-
-    def inside(self, namespace: str, *command: str) -> None:
-        call("ip", "netns", "exec", namespace, *command)
-
-    def destroy(self) -> None:
-        for name in (*self.hosts, self.bridge):
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+def limit(network: Network, number: int, mbit: int) -> None:
+    shape(network, number, "tbf", "rate", f"{mbit}mbit", "burst", f"{BURST_KB[mbit]}kb", "latency", "100ms")
 
 
-def call(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+def shape(network: Network, number: int, *discipline: str) -> None:
+    for namespace, device in ((network.hosts[number], "eth0"), (network.bridge, f"port{number}")):
+        network.inside(namespace, "tc", "qdisc", "replace", "dev", device, "root", *discipline)
 
 
 @pytest.fixture(scope="module")
 def network() -> Iterator[Network]:
-    network = Network()
-    try:
-        network.build()
-        yield network
-    finally:
-        network.destroy()
+    with built_network("10.77.0", HOSTS) as built:
+        yield built
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +112,7 @@ def slowest_s(record: RunRecord, operation: str) -> dict[int, float]:
 @pytest.fixture(scope="module")
 def tournament(network: Network, measured: Callable[..., RunRecord]) -> RunRecord:
     for number in range(HOSTS):
-        network.limit(number, 100 if number == SLOW_HOST else 1000)
+        limit(network, number, 100 if number == SLOW_HOST else 1000)
     return measured("operations=pairs,overlap=false,pair_bytes=1MiB,pair_iters=6")
 
 
@@ -199,7 +148,7 @@ def sweep(
 ) -> tuple[int, RunRecord]:
     mbit = request.param
     for number in range(HOSTS):
-        network.limit(number, mbit)
+        limit(network, number, mbit)
     sizes = {100: "min_bytes=256KiB,max_bytes=2MiB", 1000: "min_bytes=1MiB,max_bytes=16MiB"}[mbit]
     return mbit, measured(f"operations=all_reduce,tournament=false,overlap=false,budget_s=2,{sizes}")
 
@@ -232,7 +181,7 @@ def test_added_delay_is_seen(network: Network, measured: Callable[..., RunRecord
     for delay_ms in (10, 20):
         try:
             for number in range(HOSTS):
-                network.shape(number, "netem", "delay", f"{delay_ms / 2:g}ms")
+                shape(network, number, "netem", "delay", f"{delay_ms / 2:g}ms")
         except OSError as error:
             pytest.skip(f"no netem in this kernel, so no delay can be added ({error})")
         options = "operations=ring,tournament=false,overlap=false,min_bytes=1KiB,max_bytes=1KiB"

@@ -24,7 +24,8 @@ import yaml
 from testbed.kube_api import Cluster
 from testbed.kube_api.resources import CLAIMS, JOBS, SECRETS
 from testbed.kube_api.sandbox import why_not
-from testbed.kube_bed import OWN, Bed, free_port, light
+from testbed.kube_bed import OWN, Bed, light
+from testbed.ports import free_port
 
 from paceline import store
 from paceline.launchers._kube_cluster import CONTROLLER_ACCOUNT

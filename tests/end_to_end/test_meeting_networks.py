@@ -3,8 +3,6 @@ within their patience why they do not. Needs root and iproute2."""
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,80 +10,32 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from testbed.networks import Network, why_not
+from testbed.networks import network as built_network
 
 from paceline import parcel, places, store
 from paceline.launchers._start import spec_text
 from paceline.records import Status
-from paceline.spec import RunSpec
+from paceline.serving import Serving
+from paceline.spec import Choice, RunSpec
 
 MASTER = "10.78.0.1"
 # In a network of its own each agent has its ports to itself.
 PORT = places.RENDEZVOUS_PORT
 
 
-def _why_not() -> str | None:
-    if sys.platform != "linux" or os.geteuid() != 0:
-        return "network namespaces need root on Linux"
-    if shutil.which("ip") is None:
-        return "not installed: iproute2"
-    name = f"plprobe{os.getpid()}"
-    if subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode:
-        return "this kernel or container allows no network namespaces"
-    subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
-    return None
-
-
-WHY_NOT = _why_not()
+WHY_NOT = why_not()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
-
-
-@dataclass
-class Network:
-    """Hosts at 10.78.0.1 and 10.78.0.2; the bridge in a namespace of its own, out of the host firewall's reach."""
-
-    bridge: str
-    hosts: tuple[str, str]
-
-    def build(self) -> None:
-        for name in (self.bridge, *self.hosts):
-            call("ip", "netns", "add", name)
-        self.inside(self.bridge, "ip", "link", "add", "bridge0", "type", "bridge")
-        self.inside(self.bridge, "ip", "link", "set", "bridge0", "up")
-        for number, host in enumerate(self.hosts):
-            ends = ("type", "veth", "peer", "name", "eth0", "netns", host)
-            self.inside(self.bridge, "ip", "link", "add", f"port{number}", *ends)
-            self.inside(self.bridge, "ip", "link", "set", f"port{number}", "master", "bridge0", "up")
-            self.inside(host, "ip", "addr", "add", f"10.78.0.{number + 1}/24", "dev", "eth0")
-            for device in ("lo", "eth0"):
-                self.inside(host, "ip", "link", "set", device, "up")
-        # From the second host: an address whose packets are lost, and one to which no way leads.
-        silent = ("ip", "neigh", "add", "10.78.0.9", "lladdr", "02:00:00:00:00:99", "dev", "eth0")
-        self.inside(self.hosts[1], *silent)
-        self.inside(self.hosts[1], "ip", "route", "add", "unreachable", "10.79.0.1")
-
-    def inside(self, namespace: str, *command: str) -> None:
-        call("ip", "netns", "exec", namespace, *command)
-
-    def destroy(self) -> None:
-        for name in (*self.hosts, self.bridge):
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
-
-
-def call(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
 
 
 @pytest.fixture(scope="module")
 def network() -> Iterator[Network]:
-    pid = os.getpid()
-    network = Network(f"plmeet{pid}", (f"plnode{pid}-0", f"plnode{pid}-1"))
-    try:
-        network.build()
-        yield network
-    finally:
-        network.destroy()
+    with built_network(MASTER.rpartition(".")[0], 2) as built:
+        # From the second host: an address whose packets are lost, and one to which no way leads.
+        silent = ("ip", "neigh", "add", "10.78.0.9", "lladdr", "02:00:00:00:00:99", "dev", "eth0")
+        built.inside(built.hosts[1], *silent)
+        built.inside(built.hosts[1], "ip", "route", "add", "unreachable", "10.79.0.1")
+        yield built
 
 
 @dataclass(frozen=True)
@@ -162,6 +112,33 @@ def test_ranks_meet_over_the_interface_that_leads_to_the_other_host(
     assert [(o.rank, o.host, o.status) for o in outcomes] == [(0, "node0", Status.OK), (1, "node1", Status.OK)]
     chosen = {machine["environment"].get("GLOO_SOCKET_IFNAME") for machine in store.read_machines(home)}
     assert chosen == {"eth0"}
+
+
+def test_replicas_of_both_hosts_are_asked_from_the_first(
+    start: Start, make_spec: Callable[..., RunSpec], tmp_path: Path
+) -> None:
+    """Each rank starts its own where the other host reaches it; rank 0 asks both, and every sample once."""
+    spec = make_spec(
+        None,
+        processes=1,
+        nodes=2,
+        workload="inference",
+        engine=Choice("testbed.replicas"),
+        serving=Serving(requests=20, max_tokens=4, concurrency=4, warmup_requests=1, request_timeout_s=60.0),
+        data=Choice.parse("synthetic:prompt=fixed,prompt_mean=4,answer_mean=4"),
+        timeout_s=150.0,
+        telemetry_hz=0.0,
+    )
+    home = store.create(tmp_path, spec)
+    agents = [start(spec, node, "--runner=testbed.bare", home=home) for node in (0, 1)]
+    for node, agent in enumerate(agents):
+        receiver, told = agent.end()
+        assert receiver.arrivals[node].exit_code == 0, told
+    record = store.read_unsealed(home, 0.0, 0.0)
+    assert [(replica.rank, replica.host) for replica in record.replicas] == [(0, "node0"), (1, "node1")]
+    assert sorted(request.sample for request in record.requests) == list(range(20))
+    assert {(request.replica, request.error) for request in record.requests} == {(0, None), (1, None)}
+    assert {answer.replica for answer in record.answers} == {0, 1}
 
 
 LOST = {

@@ -6,7 +6,6 @@ Ranks need no torch (see `light`). Runs of different names do not touch each oth
 from __future__ import annotations
 
 import json
-import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -25,14 +24,9 @@ from testbed.kube_api import Cluster, Node
 from testbed.kube_api.access import ADMIN_TOKEN
 from testbed.kube_api.resources import JOBS, Object
 from testbed.observers import Unseen
+from testbed.ports import free_port
 
 OWN = "tests/bed"
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("", 0))
-        return int(found.getsockname()[1])
 
 
 @dataclass

@@ -1,9 +1,10 @@
-"""Ranks of runs with checkpoints that are killed once: MORTAL_AT is `RANK:STEP`."""
+"""Ranks of runs with checkpoints that are killed once: MORTAL_AT is `RANK:STEP`. Run as a module it is the worker."""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 from paceline import store, worker
@@ -24,3 +25,8 @@ def arm(rank: int, run_dir: Path) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     worker.FolderRecorder = Mortal  # type: ignore[misc]
+
+
+if __name__ == "__main__":
+    arm(int(os.environ["RANK"]), Path(sys.argv[1]))
+    sys.exit(worker.main(sys.argv))

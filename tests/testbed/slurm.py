@@ -20,6 +20,7 @@ from pathlib import Path
 import psutil
 
 from paceline.processes import end_with_parent
+from testbed.ports import free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol")
 NODES = {
@@ -109,7 +110,7 @@ class Cluster:
 
     def _configure(self) -> None:
         host = socket.gethostname().partition(".")[0]
-        ports = free_ports(len(NODES) + 1)
+        ports = [free_port() for _ in range(len(NODES) + 1)]
         text = CONFIGURATION.format(root=self.root, host=host, port=ports.pop())
         for node, kind in NODES.items():
             address = f"NodeHostname={host} NodeAddr=127.0.0.1 Port={ports.pop()}"
@@ -160,8 +161,10 @@ class Cluster:
         for process in psutil.process_iter(["pid"]):
             with contextlib.suppress(psutil.Error):
                 environ = process.environ()
-                ours = environ.get("SLURM_CONF") == str(self.configuration) and "SLURM_JOB_ID" in environ
-                if ours and node in (None, environ.get("SLURMD_NODENAME")):
+                ours = environ.get("SLURM_CONF") == str(self.configuration)
+                # The one that keeps a step lives until Slurm has heard of its end.
+                works = "SLURM_JOB_ID" in environ or process.name() == "slurmstepd"
+                if ours and works and node in (None, environ.get("SLURMD_NODENAME")):
                     found.append(process)
         return found
 
@@ -198,14 +201,6 @@ class Cluster:
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as open_sockets:
-        found = [open_sockets.enter_context(socket.socket()) for _ in range(count)]
-        for each in found:
-            each.bind(("127.0.0.1", 0))
-        return [int(each.getsockname()[1]) for each in found]
 
 
 @contextlib.contextmanager

@@ -18,6 +18,8 @@ from typing import Any
 
 import psutil
 
+from testbed.ports import free_port
+
 ADDRESSES = ("127.0.0.1", "127.0.0.2")
 READY_S = 60.0
 _CONFIG = """
@@ -49,7 +51,7 @@ class Hosts:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.key, self.known_hosts = folder, folder / "key", folder / "known_hosts"
-        self.port = _free_port()
+        self.port = free_port()
         self._servers: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self) -> None:
@@ -114,7 +116,7 @@ class Hosts:
             "known_hosts": str(self.known_hosts),
             "ssh_config": os.devnull,
             "python": sys.executable,
-            "port": _free_port(),
+            "port": free_port(),
             "scratch": str(self.folder),
             **more,
         }
@@ -124,14 +126,6 @@ def _is_alive(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     return False
-
-
-def _free_port() -> int:
-    """Below those that the system gives out itself: nobody else is likely to take it before we do."""
-    for candidate in range(20000 + os.getpid() % 9000, 32000):
-        with contextlib.suppress(OSError), socket.create_server(("", candidate)):
-            return candidate
-    raise OSError("no port is free")
 
 
 def _answers(address: str, port: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from paceline.records import RunRecord, Status
+from paceline.records import Evidence, Outcome, RunRecord, Status
 from paceline.serving import ClientSample, ReplicaSample, RequestSample, Serving, StageSample
 from paceline.spec import Choice, RunSpec, Topology, Training
 
@@ -78,6 +78,7 @@ def record(
     replicas: Sequence[ReplicaSample] = (),
     clients: Sequence[ClientSample] = (),
     data: str = "synthetic",
+    form: str | None = "token_ids",
     **serving: Any,
 ) -> RunRecord:
     spec = RunSpec(
@@ -91,10 +92,25 @@ def record(
         engine=Choice("openai", {"url": "http://x"}),
         serving=Serving(**serving),
     )
+    settings = {"prompts": form} if form else {}
+    facts = Evidence(
+        init_digest="",
+        parameters=0,
+        dtypes={},
+        optimizer={},
+        settings=settings,
+        switches={},
+        neighbours=None,
+        window_wall_s=None,
+    )
+    ended = Outcome(
+        rank=0, status=Status.OK, error=None, host="client", pid=1, started_at=0.0, ended_at=1.0, evidence=facts
+    )
     return RunRecord(
         spec=spec,
         status=Status.OK,
         error=None,
+        outcomes=(ended,),
         started_at=float(repeat),
         ended_at=repeat + 1.0,
         path="x",

@@ -16,9 +16,10 @@ import pytest
 
 from paceline import campaign, status_page, store
 from paceline.campaign import EndedRun, PlannedRun, forecast_s
-from paceline.present.progress import left_text, pulse_text
+from paceline.present.progress import left_text, pulse_text, title
 from paceline.records import Status
-from paceline.spec import RunSpec
+from paceline.serving import Serving
+from paceline.spec import Choice, RunSpec
 from paceline.watch import folder_lines
 
 Make = Callable[..., Any]
@@ -274,3 +275,16 @@ def test_a_complete_campaign_says_so(tmp_path: Path, make_spec: Make, make_run: 
 
 def test_an_empty_folder_has_no_run_yet(tmp_path: Path) -> None:
     assert folder_lines(tmp_path) == ([f"{tmp_path}: no run yet"], False)
+
+
+def test_of_a_served_model_rank_0_tells_how_many_requests_are_needed(tmp_path: Path, make_spec: Make) -> None:
+    serving = Serving(scenario="server", rate_per_s=2.0)
+    spec = make_spec(None, workload="inference", serving=serving, engine=Choice("openai"), steps=4)
+    run_dir = store.create(tmp_path, spec)
+    store.ProgressFile(run_dir, 0).mark(412, "timing: 412 of 662 needed, 1 late")
+    # It holds its replica, and never moves.
+    store.ProgressFile(run_dir, 1).mark(0, "setup")
+    pulse = campaign.read_pulse(run_dir, spec, store.read_progress(run_dir))
+    assert pulse is not None
+    assert (pulse.rank, pulse.step, pulse.steps) == (0, 412, None)
+    assert f"{title(spec)}: {pulse_text(pulse)}" == "inference server x2 repeat 1: 412 of 662 needed, 1 late"

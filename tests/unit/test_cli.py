@@ -177,6 +177,16 @@ def test_plan_shows_every_run_and_starts_nothing(here: Path, capsys: pytest.Capt
     assert text.count("--nproc-per-node=1") == 1
 
 
+def test_plan_tells_the_size_of_a_load(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["scenario=search", "rate_per_s=2", "engine.urls=[http://a:1, http://b:1]", "processes=1"]
+    words = [word for setting in asked for word in ("--set", setting)]
+    assert cli.main(["plan", "inference", *words]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "openai, search at 2 a second: " in text
+    assert "2 replicas, static partition, about " in text
+    assert "for the first load at least" in text
+
+
 def test_plan_remarks_a_sequence_beyond_the_context(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = "the sequence length 257 is beyond the 256 positions that tiny-llama was made for"
     settings = ["--set", "model=tiny-llama", "--set", "strategy=ddp", "--set"]

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 
 from paceline.errors import RequestError
-from paceline.prompts import Prompt, open_prompts
+from paceline.prompts import SYNTHETIC_COUNT, Prompt, check, form_of, open_prompts
 from paceline.spec import Choice
 
 
-def prompts(data: str, count: int | None = None, **more: int) -> list[Prompt]:
+def prompts(data: str, count: int | None = None, **more: Any) -> list[Prompt]:
     return open_prompts(Choice.parse(data), **{"count": count, "seed": 1, "vocab": 1000, "max_tokens": 64, **more})
 
 
@@ -47,6 +48,23 @@ def test_prefixes_are_shared_and_dialogues_grow() -> None:
     assert (found[1].token_ids or ())[:60] == found[0].token_ids
 
 
+def test_what_is_made_of_tokens_can_be_words() -> None:
+    """As many words as tokens, each prompt its own; a chat has the turns of its dialogue."""
+    law = "prompt=fixed,prompt_mean=10,answer_mean=5,shared_prefix=3,turns=2"
+    first, second = prompts(f"synthetic:{law},form=text", 2)
+    assert len((first.text or "").split()) == 13
+    assert (second.text or "").startswith(f"{first.text} ")
+    opening, reply = prompts(f"synthetic:{law}", 2, api="chat")
+    assert [said["role"] for said in reply.messages or ()] == ["system", "user", "assistant", "user"]
+    assert [len(said["content"].split()) for said in reply.messages or ()] == [3, 10, 5, 10]
+    assert (reply.messages or ())[:2] == opening.messages
+    assert opening.token_ids is opening.text is None
+
+
+def test_synthetic_prompts_have_a_number_without_one() -> None:
+    assert len(prompts("synthetic:prompt=fixed,prompt_mean=1")) == SYNTHETIC_COUNT
+
+
 def write(path: Path, value: object) -> Path:
     path.write_text(value if isinstance(value, str) else json.dumps(value))
     return path
@@ -69,6 +87,21 @@ def test_files(tmp_path: Path) -> None:
     assert [(p.token_ids, p.text, p.reference) for p in found] == [((5, 6), None, "short"), (None, "long text", "s")]
 
 
+def test_likes_of_sharegpt(tmp_path: Path) -> None:
+    lines = [{"id": 1, "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "why"}]}]
+    lines += [
+        {"conversation": [{"from": "human", "value": "how"}]},
+        {"conversations": [{"from": "human", "value": " "}]},
+    ]
+    file = write(tmp_path / "s.jsonl", "\ufeff" + "\n".join(map(json.dumps, lines)))
+    assert [p.text for p in prompts(f"sharegpt:path={file}")] == ["why", "how"]
+
+
+def test_only_line_feeds_end_a_line(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", '{"prompt": "a\u2028b"}\r\n{"prompt": "c"}\r\n')
+    assert [p.text for p in prompts(f"jsonl:path={file}")] == ["a\u2028b", "c"]
+
+
 def test_a_trace_keeps_its_times(tmp_path: Path) -> None:
     lines = [
         '{"timestamp": 500, "input_length": 7, "output_length": 3}',
@@ -76,6 +109,10 @@ def test_a_trace_keeps_its_times(tmp_path: Path) -> None:
     ]
     found = prompts(f"trace:path={write(tmp_path / 't.jsonl', chr(10).join(lines))}")
     assert [(p.due_s, len(p.token_ids or ()), p.max_tokens) for p in found] == [(0.5, 7, 3), (2.5, 1, 1)]
+    (first, _) = prompts(f"trace:path={tmp_path / 't.jsonl'},form=text")
+    assert (len((first.text or "").split()), first.due_s) == (7, 0.5)
+    (first, _) = prompts(f"trace:path={tmp_path / 't.jsonl'}", api="chat")
+    assert len((first.messages or ())[0]["content"].split()) == 7
 
 
 @pytest.mark.parametrize(
@@ -88,6 +125,8 @@ def test_a_trace_keeps_its_times(tmp_path: Path) -> None:
         ("books", "data: 'books' was given; accepted is synthetic, jsonl"),
         ("jsonl:path=/nowhere", "cannot be read"),
         ("jsonl", "accepted is jsonl:path=FILE"),
+        ("jsonl:path=/x,form=text", "accepted is jsonl:path=FILE"),
+        ("synthetic:form=chat", "data form: 'chat' was given; accepted is ids or text"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(data: str, words: str) -> None:
@@ -103,6 +142,19 @@ def test_what_cannot_be_is_one_sentence(data: str, words: str) -> None:
         ("jsonl", '{"token_ids": [1000]}', "token_ids"),
         ("jsonl", '{"prompt": "x", "max_tokens": 0}', "max_tokens: 0 was given"),
         ("jsonl", "", "at least one prompt"),
+        ("jsonl", '{"prompt": ""}', "line 1: prompt was given"),
+        ("jsonl", '{"prompt": "x"}\n\n{"prompt": "y", "reference": 5}', "line 3: reference: 5 was given"),
+        ("jsonl", '{"prompt": "x", "max_tokens": true}', "max_tokens: True was given"),
+        ("jsonl", '{"prompt": "x"}\n{"prompt": ', "line 2: no JSON was given"),
+        ("sharegpt", '[{"conversations": [{"from": "human"}]}]', "entry 0: value: None was given"),
+        ("sharegpt", '[{"id": 1}]', "entry 0: conversations: None was given"),
+        ("sharegpt", '{"conversations": []}\n[]', "line 2: a list was given"),
+        (
+            "summaries",
+            '[{"tok_input": [1, 2000], "input": "x", "output": "y"}]',
+            "tok_input: 2000 was given; accepted is",
+        ),
+        ("summaries", "[", "no JSON was given"),
         ("sharegpt", "{}", "a list of objects"),
         ("summaries", '[{"input": "x"}]', "entry 0: output: None was given"),
         ("trace", '{"timestamp": -1, "input_length": 1, "output_length": 1}', "timestamp: -0.001 was given"),
@@ -111,3 +163,20 @@ def test_what_cannot_be_is_one_sentence(data: str, words: str) -> None:
 def test_files_that_cannot_be(tmp_path: Path, kind: str, text: str, words: str) -> None:
     with pytest.raises(RequestError, match=words):
         prompts(f"{kind}:path={write(tmp_path / 'f', text)}")
+
+
+def test_a_trace_scenario_needs_the_times_of_a_trace() -> None:
+    check(Choice.parse("trace:path=t.jsonl"), "trace")
+    check(Choice.parse("trace:path=t.jsonl"), "offline")
+    with pytest.raises(
+        RequestError, match="data: 'synthetic' was given; accepted is trace:path=FILE with scenario trace"
+    ):
+        check(Choice.parse("synthetic"), "trace")
+
+
+def test_the_form_of_prompts_is_told() -> None:
+    ids, words = Prompt(token_ids=(1,), max_tokens=1), Prompt(text="x", max_tokens=1)
+    assert form_of([ids, ids]) == "token_ids"
+    assert form_of([words]) == "text"
+    assert form_of([ids, words]) == "mixed"
+    assert form_of([Prompt(messages=({"role": "user", "content": "x"},), max_tokens=1)]) == "messages"

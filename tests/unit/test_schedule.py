@@ -283,3 +283,16 @@ def test_a_full_disk_at_the_end_does_not_keep_anybody_from_being_told(
     assert (out.parent / "was-told").exists()
     assert "nightly: the history cannot be written (No space left on device)" in said
     assert last(out).outcome == "interrupted", "what could not be written is not made up"
+
+
+def test_the_reason_of_a_run_is_told_whole_though_the_log_broke_its_line(tmp_path: Path) -> None:
+    log, report = tmp_path / "log.txt", tmp_path / "report.html"
+    log.write_text("≠ 2/2 inference invalid (20.9 s): client: read up to\n5.5 ms late\nReport: report.html\n")
+    runs = [{"status": "ok", "reason": None}, {"status": "invalid", "reason": "client: read up to 5.5 ms late"}]
+    report.with_suffix(".json").write_text(json.dumps({"runs": runs}))
+    words = "invalid (1 of 2 runs): client: read up to 5.5 ms late"
+    assert schedule._what_went_wrong(log, report) == words
+    report.with_suffix(".json").write_text("{")
+    assert str(schedule._what_went_wrong(log, report)).startswith("≠ 2/2 inference invalid")
+    log.write_text("paceline: model: 'x' was given\n")
+    assert schedule._what_went_wrong(log, report) == "model: 'x' was given"

@@ -353,4 +353,12 @@ def test_progress_is_read_while_it_moves(tmp_path: Path) -> None:
     a, b = store.read_progress(tmp_path)
     assert (a.rank, a.step, a.phase, a.loss) == (0, 7, "backward", 3.5)
     assert (b.rank, b.step, b.phase) == (1, 6, "setup")
+    first.mark(412, "timing: 412 of 662 needed, 1 late, " + "ü" * 100)
+    a, _ = store.read_progress(tmp_path)
+    assert (a.step, a.phase) == (412, "timing")
+    # What is too long for its place is cut, in the middle of a character too.
+    assert a.note.startswith("412 of 662 needed, 1 late, üüü")
+    assert len(a.note.encode()) <= 120
+    first.mark(413, "timing")
+    assert store.read_progress(tmp_path)[0].note == ""
     assert before <= a.beat <= time.time()

@@ -157,9 +157,7 @@ def _spoken(form: str | None) -> str:
 
 
 def prompt_form(served: Served) -> str | None:
-    """token_ids, text or messages, as the run recorded it; prompts that are made by law are always token ids."""
-    if served.records[0].spec.training.data.name == "synthetic":
-        return "token_ids"
+    """token_ids, text or messages, as the run recorded it; None where it did not."""
     told = {str(e.settings["prompts"]) for r in served.records if (e := r.evidence) and e.settings.get("prompts")}
     return told.pop() if len(told) == 1 else None
 
@@ -196,5 +194,4 @@ def _client(served: Served) -> Rule:
 
 
 def client_reasons(served: Served) -> Sequence[str]:
-    found = [problem for record in served.records for problem in measured.problems(record)]
-    return [problem.removeprefix(f"{CLIENT}: ") for problem in found if problem.startswith(f"{CLIENT}: ")]
+    return [problem.removeprefix(f"{CLIENT}: ") for problem in measured.doubts_of(served)]

@@ -22,6 +22,7 @@ from paceline.analysis import (
     explain,
     fabric,
     history,
+    loadgen,
     memory,
     metrics,
     nodes,
@@ -126,6 +127,7 @@ def _completed(found: Report, ordered: Sequence[RunRecord], cells: Sequence[Cell
     found = served_verdicts.added_to(found, ordered)
     priced = cost.added_to(found, cells, costing)
     priced = replace(priced, recommendations=(*priced.recommendations, *recommend.by_cost(priced)))
+    priced = replace(priced, loadgen=loadgen.verdicts(ordered))
     return claims.added_to(priced, ordered)
 
 

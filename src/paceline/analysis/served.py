@@ -37,6 +37,7 @@ from paceline.serving import (
     OPEN,
     PERCENTILE,
     PLAIN_SCENARIOS,
+    STAGED_SCENARIOS,
     ClientSample,
     RequestSample,
 )
@@ -107,6 +108,9 @@ TOKEN_AUDIT = (
 
 
 def measure(served: Served) -> Iterator[Measurement]:
+    """Nothing of a load whose client cannot be believed."""
+    if doubts_of(served):
+        return
     reasons = any(request.first_reasoning_ns is not None for request in served.answered)
     for name, quantity in (LATENCIES | OF_REASONING if reasons else LATENCIES).items():
         yield from _percentiles(served, name, [v for r in served.answered if (v := quantity(r)) is not None])
@@ -311,7 +315,30 @@ def problems(record: RunRecord) -> list[str]:
     if not any(request.error is None for request in record.requests):
         classes = Counter(str(request.error) for request in record.requests)
         return [f"no request was answered: {', '.join(f'{name} {count} times' for name, count in classes.items())}"]
+    doubts = client_doubts(record)
+    loads = {request.stage for request in record.requests}
+    # A search goes on until the client itself is late: what it was asked before that can be believed.
+    believed = (
+        record.spec.serving is not None and record.spec.serving.scenario in STAGED_SCENARIOS and loads - set(doubts)
+    )
+    worst = () if believed else dict.fromkeys(problem for found in doubts.values() for problem in found)
+    return [*exactly_once(record), *worst]
+
+
+def client_doubts(record: RunRecord) -> dict[int, list[str]]:
+    """What the client says against itself, by load; empty where it can be believed in all."""
     assert record.spec.serving is not None
-    scheduled = any(is_scheduled(stage.scenario, stage.rate_per_s) for stage in record.stages)
-    scenario = OPEN[0] if scheduled else record.spec.serving.scenario
-    return [*exactly_once(record), *client_problems(record.clients, record.requests, scenario)]
+    rates = {stage.stage: (stage.scenario, stage.rate_per_s) for stage in record.stages}
+    found = {}
+    for number in sorted({client.stage for client in record.clients}):
+        clients = [client for client in record.clients if client.stage == number]
+        scheduled = number in rates and is_scheduled(*rates[number])
+        scenario = OPEN[0] if scheduled else record.spec.serving.scenario
+        found[number] = client_problems(clients, [r for r in record.requests if r.stage == number], scenario)
+    return {number: problems for number, problems in found.items() if problems}
+
+
+def doubts_of(served: Served) -> list[str]:
+    """What speaks against the client in any launch of this load."""
+    known = [(client_doubts(s.record), s.stage.stage if s.stage else 0) for s in served.stretches]
+    return list(dict.fromkeys(problem for doubts, number in known for problem in doubts.get(number, ())))

@@ -27,7 +27,8 @@ def added_to(report: Report, records: Sequence[RunRecord], accuracy: Accuracy | 
     ours = [(record, status) for record, status in statuses if record.spec.serving and record.requests]
     if not ours:
         return report
-    loads = gather([record for record, status in ours if status == Status.OK])
+    sound = gather([record for record, status in ours if status == Status.OK])
+    loads = [load for load in sound if not measured.doubts_of(load)]
     alone = fleets.alone_rates(loads)
     found = [(load, fleets.fleet_of(load, alone.get(fleets.unpartitioned(load.records[0]), {}))) for load in loads]
     together = [(load, fleet) for load, fleet in found if fleet is not None]
@@ -70,7 +71,8 @@ def verdicts(ours: Sequence[tuple[RunRecord, str]], accuracy: Accuracy) -> Itera
 
 
 def verdict_of(served: Served, accuracy: Rule | None = None, left_out: tuple[str, ...] = ()) -> ServedVerdict:
-    doubts = dict.fromkeys(problem for record in served.records for problem in measured.problems(record))
+    found = [problem for record in served.records for problem in measured.problems(record)]
+    doubts = dict.fromkeys((*found, *measured.doubts_of(served)))
     reasons = (*doubts, *measured.rule_problems(served), *measured.duration_problems(served))
     label, count = loadgen_rules.label_of(served), len(served.requests)
     return ServedVerdict(

@@ -164,6 +164,11 @@ def _advised(run_dir: Path) -> Iterator[str]:
 
 
 def _describe(spec: RunSpec, models: Any) -> str:
+    from paceline.plugins import load
+
+    outline = getattr(load("workloads", spec.workload.name), "outline", None)
+    if outline is not None:
+        return str(outline(spec))
     if not spec.is_trained:
         return f"{spec.workload}, {spec.topology.world_size} x {spec.topology.device}"
     t = spec.training

@@ -18,6 +18,8 @@ from paceline.plugins import Endpoint, Seat, options
 from paceline.spec import RunSpec, require
 
 LOOK_S = 10.0
+# Of what a server says about itself.
+MOST_BYTES = 1 << 20
 # Where most servers listen that were started without a word about it.
 HERE = "http://127.0.0.1:8000"
 
@@ -78,16 +80,38 @@ def _found(url: str, chosen: Options) -> Endpoint:
         raise UnsupportedError(f"{url} lists no model: give openai.model")
     if listed and model not in listed:
         raise UnsupportedError(f"{url} has no model {model!r}; it has {', '.join(listed[:5])}")
-    return Endpoint(url=url, model=model, secret=secret, certificates=chosen.certificates or None)
+    facts = {"host": _host(url, chosen.all_urls), "version": _version(url, secret, chosen.certificates or None)}
+    return Endpoint(url=url, model=model, secret=secret, certificates=chosen.certificates or None, facts=facts)
+
+
+def _host(url: str, urls: Sequence[str]) -> str:
+    """Its name; with the port where another replica has the same one."""
+    name = str(urlsplit(url).hostname)
+    alike = [each for each in urls if urlsplit(each).hostname == name]
+    return name if len(alike) == 1 else urlsplit(url).netloc
+
+
+def _version(url: str, secret: str | None, certificates: str | None) -> str | None:
+    """As vLLM and others tell it at /version; most servers do not."""
+    try:
+        told = _get(f"{url}/version", secret, certificates)
+    except (OSError, ValueError):
+        return None
+    version = told.get("version") if isinstance(told, dict) else None
+    return version[:80] if isinstance(version, str) else None
+
+
+def _get(url: str, secret: str | None, certificates: str | None) -> Any:
+    headers = {"Authorization": f"Bearer {secret}"} if secret else {}
+    request = urllib.request.Request(url, headers=headers)
+    context = ssl.create_default_context(cafile=certificates) if url.startswith("https") else None
+    with urllib.request.urlopen(request, timeout=LOOK_S, context=context) as answer:
+        return json.loads(answer.read(MOST_BYTES))
 
 
 def _models(url: str, secret: str | None, certificates: str | None) -> list[str]:
-    headers = {"Authorization": f"Bearer {secret}"} if secret else {}
-    request = urllib.request.Request(f"{url}/v1/models", headers=headers)
-    context = ssl.create_default_context(cafile=certificates) if url.startswith("https") else None
     try:
-        with urllib.request.urlopen(request, timeout=LOOK_S, context=context) as answer:
-            told: Any = json.load(answer)
+        told = _get(f"{url}/v1/models", secret, certificates)
     except urllib.error.HTTPError as error:
         if error.code in (404, 405):
             return []

@@ -176,7 +176,7 @@ def build(name: str, cell: Cell, device: str) -> RunSpec:
         training=training,
         tuning=_tuning(cell) if _tunes(workload) else None,
         serving=_serving(cell) if workload.name in SERVED else None,
-        engine=Choice.parse(cell.engine) if workload.name in SERVED else None,
+        engine=_engine(cell)[0] if workload.name in SERVED else None,
         warmup=WarmUp(**cell.warmup.model_dump(exclude_none=True)),
         steps=cell.steps,
         seed=cell.seed,
@@ -210,7 +210,15 @@ def _tuning(cell: Cell) -> Tuning:
 
 
 def _serving(cell: Cell) -> Serving:
-    return Serving(**{field.name: getattr(cell, field.name) for field in dataclasses.fields(Serving)})
+    given = {field.name: getattr(cell, field.name) for field in dataclasses.fields(Serving)}
+    return Serving(**{**given, "loadgen": _engine(cell)[1]})
+
+
+def _engine(cell: Cell) -> tuple[Choice, str]:
+    """The engine, and who asks it: `engine.loadgen` says the same as the field, and is no option of any engine."""
+    whole = Choice.parse(cell.engine)
+    options = {key: value for key, value in whole.options.items() if key != "loadgen"}
+    return Choice(whole.name, options), str(whole.options.get("loadgen", cell.loadgen))
 
 
 def _accumulation(cell: Cell, world_size: int) -> int:

@@ -12,6 +12,7 @@ from paceline.findings.effects import DesignOutcome
 from paceline.findings.fabric import CollectiveFit, CollectiveRow, Overlap, Pair, Suspect
 from paceline.findings.gauges import DeviceGauges, GaugeTrace
 from paceline.findings.history import HistorySeries
+from paceline.findings.loadgen import LoadgenVerdict
 from paceline.findings.memory import FrontierPoint, MemoryAdvice, MemoryRow
 from paceline.findings.nodes import NodeVerdict
 from paceline.findings.recipe import Recipe
@@ -70,6 +71,7 @@ class Report:
     fleets: tuple[Fleet, ...] = ()
     partition_gains: tuple[PartitionGain, ...] = ()
     full_sets: tuple[FullSet, ...] = ()
+    loadgen: tuple[LoadgenVerdict, ...] = ()
     notes: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
     schema: int = SCHEMA

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 # Linux: SO_TIMESTAMPNS makes recvmsg carry the time (CLOCK_REALTIME) at which the kernel had the data.
 SO_TIMESTAMPNS = 35
-_TIMESPEC = struct.Struct("@ll")
-ANCILLARY_BYTES = socket.CMSG_SPACE(_TIMESPEC.size) if hasattr(socket, "CMSG_SPACE") else 0
+TIMESPEC = struct.Struct("@ll")
+ANCILLARY_BYTES = socket.CMSG_SPACE(TIMESPEC.size) if hasattr(socket, "CMSG_SPACE") else 0
 _NS = 1_000_000_000
 _TFD_NONBLOCK = 0o4000
 _TFD_TIMER_ABSTIME = 1
@@ -33,8 +33,8 @@ def stamp_in_kernel(sock: socket.socket) -> bool:
 def kernel_time(ancillary: list[tuple[int, int, bytes]]) -> int | None:
     """Nanoseconds of CLOCK_REALTIME out of what came beside the data."""
     for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == SO_TIMESTAMPNS and len(data) >= _TIMESPEC.size:
-            seconds, nanoseconds = _TIMESPEC.unpack_from(data)
+        if level == socket.SOL_SOCKET and kind == SO_TIMESTAMPNS and len(data) >= TIMESPEC.size:
+            seconds, nanoseconds = TIMESPEC.unpack_from(data)
             return int(seconds) * _NS + int(nanoseconds)
     return None
 
@@ -75,14 +75,22 @@ class Alarm:
         self.descriptor: int = self._library.timerfd_create(time.CLOCK_MONOTONIC, _TFD_NONBLOCK)
         if self.descriptor < 0:
             raise OSError(ctypes.get_errno(), "timerfd_create")
+        self._at_ns = 0
+        self._setting = _Setting()
+        self._given = ctypes.byref(self._setting)
 
     def set(self, at_ns: int) -> None:
-        """At a moment that has passed it rings at once; 0 would mean never."""
-        seconds, nanoseconds = divmod(max(at_ns, 1), _NS)
-        setting = _Setting(_Timespec(0, 0), _Timespec(seconds, nanoseconds))
-        self._library.timerfd_settime(self.descriptor, _TFD_TIMER_ABSTIME, ctypes.byref(setting), None)
+        """At a moment that has passed it rings at once; 0 would mean never. Set again to the same moment it costs
+        nothing."""
+        if at_ns == self._at_ns:
+            return
+        self._at_ns = at_ns
+        value = self._setting.value
+        value.seconds, value.nanoseconds = divmod(max(at_ns, 1), _NS)
+        self._library.timerfd_settime(self.descriptor, _TFD_TIMER_ABSTIME, self._given, None)
 
     def answer(self) -> None:
+        self._at_ns = 0
         try:
             os.read(self.descriptor, 8)
         except BlockingIOError:

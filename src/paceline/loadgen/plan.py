@@ -10,10 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.loadgen.arrivals import Times
+from paceline.loadgen.orders import ANY_REPLICA as ANY_REPLICA
 from paceline.loadgen.orders import Orders, Target
-
-# A replica that is chosen when the request is due, by which one is free.
-ANY_REPLICA = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

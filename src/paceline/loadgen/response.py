@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import json
 import re
+from array import array
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+from paceline.loadgen.orders import LONGEST_BODY, stamps
 
 END_OF_HEAD = b"\r\n\r\n"
 END_OF_CHUNKS = b"0\r\n\r\n"
 _EMPTY_LINE = re.compile(rb"\r?\n\r?\n")
+# What json.loads does besides takes longer than the decoding itself, for values as short as an event's.
+_decode = json.JSONDecoder().raw_decode
+_HEX = re.compile(rb"[0-9a-fA-F]+")
 LARGEST_HEAD = 65_536
-LARGEST_BODY = 32 << 20
 
 
 class BrokenResponse(Exception):
@@ -27,32 +33,42 @@ class BrokenResponse(Exception):
 class Response:
     """Feed what was read, in order, until `feed` says that it is whole."""
 
-    largest_body: int = LARGEST_BODY
+    longest_body: int = LONGEST_BODY
     data: bytearray = field(default_factory=bytearray)
-    # For each read: where its bytes end, when the kernel had them, when this process had them.
-    ends: list[int] = field(default_factory=list)
-    kernel_ns: list[int] = field(default_factory=list)
-    user_ns: list[int] = field(default_factory=list)
+    # For each read: where its bytes end, when the kernel had them, and how much later this process did.
+    ends: array[int] = field(default_factory=stamps)
+    kernel_ns: array[int] = field(default_factory=stamps)
+    lag_ns: array[int] = field(default_factory=stamps)
     status: int = 0
     body_at: int = 0
     length: int | None = None
     chunked: bool = False
     keeps_alive: bool = True
+    # Of head and body: where an answer that streams is ended.
+    longest: int = LARGEST_HEAD
     headers: dict[bytes, bytes] = field(default_factory=dict)
+    # Where the content of the body lies, once it is known to be whole.
+    contents: list[tuple[int, int]] = field(default_factory=list)
 
     def feed(self, piece: bytes, kernel_ns: int, user_ns: int) -> bool:
         self.data += piece
         self.ends.append(len(self.data))
         self.kernel_ns.append(kernel_ns)
-        self.user_ns.append(user_ns)
-        if not self.body_at and not self._read_head():
-            return False
-        if len(self.data) - self.body_at > self.largest_body:
-            raise BrokenResponse("too_large")
+        self.lag_ns.append(user_ns - kernel_ns)
+        return (self.body_at > 0 or self._read_head()) and self.is_whole()
+
+    def is_whole(self) -> bool:
+        """After the head was read."""
+        if len(self.data) > self.longest:
+            raise BrokenResponse("too_long")
         if self.length is not None:
             return len(self.data) - self.body_at >= self.length
         # Content may end like the last chunk does: only then is the body looked through.
-        return self.chunked and self.data.endswith(END_OF_CHUNKS) and _dechunk(self.data, self.body_at)[1]
+        return self.chunked and self.data.endswith(END_OF_CHUNKS) and self._has_last_chunk()
+
+    def _has_last_chunk(self) -> bool:
+        self.contents = list(_chunks(self.data, self.body_at))
+        return bool(self.contents) and self.contents[-1][0] == self.contents[-1][1]
 
     def close(self) -> None:
         """The other side has closed the connection: the end of a body without a length, too early for any other."""
@@ -75,76 +91,92 @@ class Response:
             name, _, value = line.partition(b":")
             self.headers[name.strip().lower()] = value.strip()
         self.body_at = end + len(END_OF_HEAD)
+        self.longest = self.body_at + self.longest_body
         self.chunked = b"chunked" in self.headers.get(b"transfer-encoding", b"").lower()
         told = self.headers.get(b"content-length")
         if told is not None and not self.chunked:
             if not told.isdigit():
                 raise BrokenResponse("malformed")
             self.length = int(told)
-            if self.length > self.largest_body:
-                raise BrokenResponse("too_large")
+            if self.length > self.longest_body:
+                raise BrokenResponse("too_long")
         closes = self.headers.get(b"connection", b"").lower() == b"close" or version == b"HTTP/1.0"
         self.keeps_alive = not closes and (self.chunked or self.length is not None)
         return True
 
     def body(self) -> bytes:
-        if not self.chunked:
-            return bytes(self.data[self.body_at :])
-        return b"".join(bytes(self.data[begin:end]) for begin, end in _dechunk(self.data, self.body_at)[0])
+        return b"".join(bytes(self.data[begin:end]) for begin, end in self._contents())
 
-    def events(self) -> list[Event]:
+    def events(self) -> Iterator[Event]:
         """Server-sent events of the body, each with the read that completed it."""
-        pieces = _dechunk(self.data, self.body_at)[0] if self.chunked else [(self.body_at, len(self.data))]
-        return _events(self.data, pieces, self.ends)
+        return _events(self.data, self._contents(), self.ends)
+
+    def _contents(self) -> Iterable[tuple[int, int]]:
+        if not self.chunked:
+            return [(self.body_at, len(self.data))]
+        return self.contents or _chunks(self.data, self.body_at)
 
 
-def _dechunk(data: bytearray, at: int) -> tuple[list[tuple[int, int]], bool]:
-    """Where the content of each chunk lies, and whether the last one was there."""
-    found: list[tuple[int, int]] = []
-    while True:
-        line_end = data.find(b"\r\n", at)
-        if line_end < 0:
-            return found, False
-        try:
-            size = int(bytes(data[at:line_end]).split(b";")[0], 16)
-        except ValueError:
-            raise BrokenResponse("malformed") from None
+def _chunks(data: bytearray, at: int) -> Iterator[tuple[int, int]]:
+    """Where the content of each chunk lies, as far as it is there; only the last chunk of a body is empty."""
+    find, length = data.find, len(data)
+    while (line_end := find(b"\r\n", at)) >= 0:
+        size = _size(data[at:line_end])
         begin = line_end + 2
         if size == 0:
-            return found, data.find(b"\r\n", begin) >= 0
-        if begin + size > len(data):
-            found.append((begin, len(data)))
-            return found, False
-        found.append((begin, begin + size))
-        at = begin + size + 2
+            if find(b"\r\n", begin) >= 0:
+                yield begin, begin
+            return
+        end = begin + size
+        if begin < length:
+            yield begin, end if end < length else length
+        at = end + 2
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+def _size(told: bytearray) -> int:
+    try:
+        size = int(told, 16)
+    except ValueError:
+        digits = told.partition(b";")[0].strip()
+        if not _HEX.fullmatch(digits):
+            raise BrokenResponse("malformed") from None
+        size = int(digits, 16)
+    if size < 0:
+        raise BrokenResponse("malformed")
+    return size
+
+
+class Event(NamedTuple):
     """data of one event, and the number of the read that brought its last byte."""
 
-    data: bytes
+    data: bytes | bytearray
     read: int
 
 
-def _events(data: bytearray, pieces: list[tuple[int, int]], ends: list[int]) -> list[Event]:
+def _events(data: bytearray, pieces: Iterable[tuple[int, int]], ends: array[int]) -> Iterator[Event]:
     """Events end with an empty line, wherever frames and reads were cut. Comments (keep-alive) are no events."""
-    found: list[Event] = []
-    kept, read = b"", 0
+    kept, read, last_read = b"", 0, len(ends) - 1
     for begin, end in pieces:
+        piece = data[begin:end]
+        if not kept and piece.find(b"\n") == end - begin - 2 and piece.endswith(b"\n\n"):
+            # One line, then an empty one: nearly every chunk of nearly every server.
+            while read < last_read and ends[read] < end:
+                read += 1
+            if piece.startswith(b"data:"):
+                yield Event(piece[5:].strip(), read)
+            continue
         carried = len(kept)
-        kept += data[begin:end]
+        kept += piece
         last = 0
         for gap in _EMPTY_LINE.finditer(kept):
             # Where the event ends in the response itself: what was carried lies before this piece.
-            while read < len(ends) - 1 and ends[read] < begin + gap.end() - carried:
+            while read < last_read and ends[read] < begin + gap.end() - carried:
                 read += 1
             lines = [line[5:].strip() for line in kept[last : gap.start()].split(b"\n") if line.startswith(b"data:")]
             if lines:
-                found.append(Event(b"\n".join(lines), read))
+                yield Event(b"\n".join(lines), read)
             last = gap.end()
         kept = kept[last:]
-    return found
 
 
 @dataclass(slots=True)
@@ -164,20 +196,24 @@ class Answer:
     finish: str | None = None
     error: str | None = None
     damaged: int = 0
+    events: int = 0
 
 
-def understand(events: list[Event]) -> Answer:
-    """Both kinds of OpenAI-compatible streams, completions and chat. A chunk without content is no token."""
-    answer = Answer()
+def understand(events: Iterable[Event], answer: Answer | None = None) -> Answer:
+    """Both kinds of OpenAI-compatible streams, completions and chat. A chunk without content is no token. Added to
+    `answer` where its first events were understood before."""
+    answer = answer or Answer()
     for event in events:
+        answer.events += 1
         if event.data == b"[DONE]":
             continue
         try:
-            chunk = json.loads(event.data)
+            text = event.data.decode()
+            chunk, end = _decode(text)
         except ValueError:
             answer.damaged += 1
             continue
-        if isinstance(chunk, dict):
+        if isinstance(chunk, dict) and end == len(text):
             _take(answer, chunk, event.read)
         else:
             answer.damaged += 1
@@ -185,30 +221,34 @@ def understand(events: list[Event]) -> Answer:
 
 
 def _take(answer: Answer, chunk: dict[str, Any], read: int) -> None:
-    if chunk.get("error"):
-        answer.error = str(chunk["error"])[:300]
-    usage = chunk.get("usage")
-    if isinstance(usage, dict):
+    if error := chunk.get("error"):
+        answer.error = str(error)[:300]
+    if isinstance(usage := chunk.get("usage"), dict):
         answer.prompt_tokens = _count(usage.get("prompt_tokens"), answer.prompt_tokens)
         answer.tokens_told = _count(usage.get("completion_tokens"), answer.tokens_told)
     for choice in chunk.get("choices") or ():
-        if not isinstance(choice, dict):
-            continue
-        told = choice.get("delta")
-        delta = told if isinstance(told, dict) else {}
-        answer.finish = choice.get("finish_reason") or answer.finish
+        if isinstance(choice, dict):
+            _take_choice(answer, choice, read)
+
+
+def _take_choice(answer: Answer, choice: dict[str, Any], read: int) -> None:
+    text, reasoning = choice.get("text"), None
+    delta = choice.get("delta")
+    if isinstance(delta, dict):
         reasoning = delta.get("reasoning_content") or delta.get("reasoning")
-        text = choice.get("text") or delta.get("content")
-        if reasoning and answer.first_reasoning_read is None:
-            answer.first_reasoning_read = read
-        if text and answer.first_read is None:
-            answer.first_read = read
-        if text or reasoning:
-            answer.coalesced += bool(answer.reads) and answer.reads[-1] == read
-            answer.last_read = read
-            answer.reads.append(read)
-            answer.pieces += 1
-            answer.text.append(str(text or reasoning))
+        text = text or delta.get("content")
+    if finish := choice.get("finish_reason"):
+        answer.finish = finish
+    if reasoning and answer.first_reasoning_read is None:
+        answer.first_reasoning_read = read
+    if text and answer.first_read is None:
+        answer.first_read = read
+    if text or reasoning:
+        answer.coalesced += answer.last_read == read
+        answer.last_read = read
+        answer.reads.append(read)
+        answer.pieces += 1
+        answer.text.append(str(text or reasoning))
 
 
 def _count(value: object, before: int | None) -> int | None:

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import gc
 import select
-import socket
 import ssl
 import time
+from array import array
 from collections import deque
 from dataclasses import dataclass, field
 
+from paceline.loadgen import tally
 from paceline.loadgen.arrivals import NS, WHEN_FREE
 from paceline.loadgen.clocks import Alarm, Bridge
 from paceline.loadgen.connection import Connection
-from paceline.loadgen.orders import Handled, Orders, Shift
-from paceline.loadgen.response import BrokenResponse, Response, understand
+from paceline.loadgen.fleet import Fleet, Lanes
+from paceline.loadgen.orders import ANY_REPLICA, Handled, Orders, Shift, stamps
+from paceline.loadgen.pool import READABLE, WRITABLE, Pool
+from paceline.loadgen.reading import Results
+from paceline.loadgen.response import BrokenResponse, Response
 
 # Connections that are being made at one time: more at once overflow a server's queue of new ones.
 CONNECTING_AT_ONCE = 128
@@ -27,39 +31,45 @@ CONNECT_S = 10.0
 EVENTS_AT_ONCE = 64
 # How often requests are looked at for their time-out.
 LOOK_NS = NS // 10
-_IN, _OUT = select.EPOLLIN | select.EPOLLRDHUP, select.EPOLLOUT
+# Answers are read off when fewer sockets than this were ready, or when so many answers wait.
+QUIET_EVENTS = EVENTS_AT_ONCE // 2
+MOST_UNREAD = 4096
+# A replica is gone by these: it refused, broke or closed the connection. Answers that are late or refused are answers.
+GONE = ("connect", "reset", "closed", "truncated")
+_HAS_NEWS = READABLE | select.EPOLLHUP | select.EPOLLERR
 
 
 @dataclass(slots=True)
 class Audit:
     """What the loop can say against itself, collected as it goes."""
 
-    schedule_lag_ns: list[int] = field(default_factory=list)
-    read_lag_ns: list[int] = field(default_factory=list)
-    reads: int = 0
+    schedule_lag_ns: array[int] = field(default_factory=stamps)
     most_in_flight: int = 0
     waited_for_cap: int = 0
 
 
 class Shard:
-    """Run once: `connect`, then `work` from the common start on."""
+    """Run once: `connect`, then `work` from the common start on. `slot` is where it tells how far it has come."""
 
-    def __init__(self, orders: Orders) -> None:
+    def __init__(self, orders: Orders, slot: memoryview[int] | None = None) -> None:
         self.orders = orders
+        self._slot = tally.Board(1).slot(0) if slot is None else slot
+        self._slot[tally.PLANNED] = len(orders.numbers)
         self._bridge = Bridge.measured()
-        self._epoll = select.epoll()
+        self._pool = Pool(orders.targets, self._bridge.offset_ns)
         self._alarm = Alarm()
-        self._epoll.register(self._alarm.descriptor, select.EPOLLIN)
-        self._addresses = [_address(target.host, target.port) for target in orders.targets]
-        self._connections: dict[int, Connection] = {}
-        self._free: list[list[Connection]] = [[] for _ in orders.targets]
-        self._in_flight: deque[tuple[Connection, Handled]] = deque()
-        self._busy = 0
-        self._next = 0
-        self._start_ns = 0
-        self._looked_ns = 0
-        self.handled: list[Handled] = []
-        self.audit = Audit()
+        self._pool.epoll.register(self._alarm.descriptor, select.EPOLLIN)
+        self._fleet = Fleet(len(orders.targets), orders.per_replica)
+        self._lanes = Lanes(len(orders.targets))
+        self._in_flight: deque[tuple[int, Connection, Handled]] = deque()
+        self._again: dict[int, Handled] = {}
+        self._due_ns: list[int] = orders.due_ns.tolist()
+        self._is_closed = WHEN_FREE in self._due_ns[:1]
+        self._most = orders.concurrency if self._is_closed else orders.cap
+        self._busy = self._next = self._given = 0
+        self._start_ns = self._looked_ns = 0
+        self._results = Results(orders, self._slot)
+        self._audit = Audit()
 
     # --- before the clock runs ---
 
@@ -67,21 +77,10 @@ class Shard:
         """Connections for the requests that will be in flight, made beforehand; ones that fail are made when needed."""
         wanted = deque(n % len(self.orders.targets) for n in range(self.orders.connections))
         deadline = time.monotonic() + CONNECT_S
-        while (wanted or any(not c.ready for c in self._connections.values())) and time.monotonic() < deadline:
-            opening = sum(not c.ready for c in self._connections.values())
-            while wanted and opening < CONNECTING_AT_ONCE:
-                opening += self._open(wanted.popleft()) is not None
+        while (wanted or self._pool.connecting) and time.monotonic() < deadline:
+            while wanted and self._pool.connecting < CONNECTING_AT_ONCE:
+                self._pool.open(wanted.popleft())
             self._turn(0.05)
-
-    def _open(self, replica: int) -> Connection | None:
-        try:
-            made = Connection(self.orders.targets[replica], replica, self._addresses[replica], self._bridge.offset_ns)
-        except OSError:
-            return None
-        self._connections[made.fileno()] = made
-        made.watched = _IN | _OUT
-        self._epoll.register(made.fileno(), made.watched)
-        return made
 
     # --- the work ---
 
@@ -90,53 +89,85 @@ class Shard:
         gc.freeze()
         gc.disable()
         self._start_ns, began_cpu = start_ns, time.process_time()
+        unread = self._results.unread
         try:
-            while self._next < len(self.orders.numbers) or self._busy:
-                self._send_what_is_due()
-                self._turn(self._patience_s())
-                self._end_late_ones()
+            while self._next < len(self._due_ns) or self._lanes.waiting or self._busy or unread:
+                now = time.monotonic_ns()
+                self._give_out(now)
+                happened = self._turn(0.0 if unread else 0.1)
+                if unread and (happened < QUIET_EVENTS or len(unread) > MOST_UNREAD):
+                    self._results.read_off()
+                if now - self._looked_ns >= LOOK_NS:
+                    self._end_late_ones(now)
         finally:
             gc.enable()
         return self._shift(start_ns, time.process_time() - began_cpu)
 
-    def _send_what_is_due(self) -> None:
-        while self._next < len(self.orders.numbers):
-            due = int(self.orders.due_ns[self._next])
-            now = time.monotonic_ns()
-            if due == WHEN_FREE:
-                if self._busy >= self.orders.concurrency or now < self._start_ns:
-                    self._alarm.set(max(self._start_ns, 1) if now < self._start_ns else now + NS)
-                    return
-                due = now - self._start_ns
-            elif now < self._start_ns + due:
-                self._alarm.set(self._start_ns + due)
-                return
-            elif self.orders.cap is not None and self._busy >= self.orders.cap:
-                self.audit.waited_for_cap += 1
-                return
-            self._send(self._next, self._start_ns + due)
+    def _give_out(self, now: int) -> None:
+        """Everything that is due and has room."""
+        since = now - self._start_ns
+        if since < 0:
+            self._alarm.set(self._start_ns)
+            return
+        seen = self._next
+        due, count = self._due_ns, len(self._due_ns)
+        while self._next < count and due[self._next] <= since:
+            self._join(self._next)
             self._next += 1
+        if self._next < count:
+            self._alarm.set(self._start_ns + due[self._next])
+        if self._lanes.waiting and self._is_enough(since):
+            self._next = count
+            self._lanes.forget(kept=self._again)
+        while self._lanes.waiting and (not self._most or self._busy < self._most):
+            found = self._lanes.take(self._fleet)
+            if found is None:
+                return
+            self._audit.waited_for_cap += found[0] < seen and not self._is_closed
+            self._send(*found)
 
-    def _patience_s(self) -> float:
-        return 0.1 if self._busy or self._next < len(self.orders.numbers) else 0.0
-
-    def _send(self, index: int, due_ns: int) -> None:
+    def _join(self, index: int) -> None:
         replica = self.orders.replicas[index]
-        handled = Handled(number=self.orders.numbers[index], replica=replica, due_ns=due_ns)
+        if replica in self._fleet.died_ns and self.orders.reassigns and self._fleet.alive():
+            self._fleet.taken_from(replica)
+            replica = ANY_REPLICA
+        self._lanes.join(index, replica)
+
+    def _is_enough(self, since_ns: int) -> bool:
+        asked = self.orders
+        if self._slot[tally.STOP]:
+            return True
+        bounded = asked.least_ns > 0 or asked.least_requests > 0
+        return bounded and since_ns >= asked.least_ns and self._given >= asked.least_requests
+
+    def _send(self, index: int, replica: int | None) -> None:
+        handled = self._again.pop(index, None)
+        if handled is None:
+            due = time.monotonic_ns() if self._due_ns[index] == WHEN_FREE else self._start_ns + self._due_ns[index]
+            planned = self.orders.replicas[index]
+            handled = Handled(number=self.orders.numbers[index], replica=planned, due_ns=due)
+            self._given += 1
+            self._slot[tally.SENT] += 1
         self._busy += 1
-        self.audit.most_in_flight = max(self.audit.most_in_flight, self._busy)
+        self._audit.most_in_flight = max(self._audit.most_in_flight, self._busy)
+        if replica is None:
+            self._finish(handled, handled.error or "connect", handled.detail or "no replica is left to ask")
+            return
+        handled.replica, handled.error, handled.detail = replica, None, None
+        self._fleet.give(replica)
         self._hand_over(handled, index)
 
     def _hand_over(self, handled: Handled, index: int) -> None:
-        free = self._free[handled.replica]
-        # The one used last is the one least likely to have been closed for being idle.
-        connection = free.pop() if free else self._open(handled.replica)
+        connection = self._pool.free_one(handled.replica) or self._pool.open(handled.replica)
         if connection is None:
-            self._finish(handled, "connect")
+            self._fleet.in_flight[handled.replica] -= 1
+            self._refused(handled.replica)
+            self._end(handled, index, "connect")
             return
         connection.index = index
-        connection.begin_when_ready(handled, self.orders.payloads[index])
-        self._in_flight.append((connection, handled))
+        payload = self.orders.payload(index, handled.replica)
+        connection.begin_when_ready(handled, payload, self.orders.longest_body)
+        self._in_flight.append((time.monotonic_ns(), connection, handled))
         if connection.ready:
             self._write(connection)
 
@@ -150,44 +181,66 @@ class Shard:
             return
         if handled is not None and handled.sent_ns is None and connection.has_begun:
             handled.sent_ns = time.monotonic_ns()
-            self.audit.schedule_lag_ns.append(handled.sent_ns - handled.due_ns)
-        self._watch(connection, _IN if done else _IN | _OUT)
-
-    def _watch(self, connection: Connection, what: int) -> None:
-        if connection.watched != what:
-            connection.watched = what
-            self._epoll.modify(connection.fileno(), what)
+            if not handled.retried and handled.attempt == 0:
+                self._audit.schedule_lag_ns.append(handled.sent_ns - handled.due_ns)
+        self._pool.watch(connection, READABLE if done else READABLE | WRITABLE)
 
     # --- what happens ---
 
-    def _turn(self, patience_s: float) -> None:
-        for descriptor, what in self._epoll.poll(patience_s, EVENTS_AT_ONCE):
-            if descriptor == self._alarm.descriptor:
-                self._alarm.answer()
-                continue
-            connection = self._connections.get(descriptor)
+    def _turn(self, patience_s: float) -> int:
+        """Wait, then see to every socket that is ready; how many were."""
+        ready = self._pool.epoll.poll(patience_s, EVENTS_AT_ONCE)
+        connections = self._pool.by_descriptor
+        for descriptor, what in ready:
+            connection = connections.get(descriptor)
             if connection is None:
-                continue
-            if not connection.connected:
-                self._connected(connection)
-            elif what & select.EPOLLOUT:
-                self._write(connection)
-            if what & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR | select.EPOLLRDHUP):
-                self._read(connection)
+                if descriptor == self._alarm.descriptor:
+                    self._alarm.answer()
+            elif what == select.EPOLLIN and connection.streams:
+                self._read_on(connection)
+            else:
+                self._see_to(connection, what)
+        return len(ready)
+
+    def _read_on(self, connection: Connection) -> None:
+        response = connection.response
+        assert response is not None
+        try:
+            may_have_ended = connection.read_on(response)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._lose(connection, "reset", str(error))
+            return
+        if may_have_ended:
+            self._look_for_end(connection, response)
+
+    def _see_to(self, connection: Connection, what: int) -> None:
+        if not connection.connected:
+            self._connected(connection)
+        elif what & select.EPOLLOUT:
+            self._write(connection)
+        if what & _HAS_NEWS and self._pool.holds(connection):
+            self._read(connection)
 
     def _connected(self, connection: Connection) -> None:
         try:
             connection.finish_connecting()
         except OSError as error:
+            self._refused(connection.replica)
             self._lose(connection, "connect", str(error))
             return
-        if connection.handled is None and connection.ready:
-            self._free[connection.replica].append(connection)
+        self._fleet.accepted(connection.replica)
+        if connection.ready:
+            self._pool.settle(connection)
         self._write(connection)
 
+    def _refused(self, replica: int) -> None:
+        if self._fleet.refused(replica, time.monotonic_ns()) and self.orders.reassigns:
+            self._lanes.release(replica, self._fleet)
+
     def _read(self, connection: Connection) -> None:
-        if self._connections.get(connection.fileno()) is not connection:
-            return
+        was_ready = connection.ready
         try:
             data, kernel_ns, user_ns = connection.read()
             plain = connection.plain(data) if data else b""
@@ -199,108 +252,107 @@ class Shard:
         except OSError as error:
             self._lose(connection, "reset", str(error))
             return
-        self.audit.reads += 1
         if connection.tls and data:
-            self._after_tls(connection)
-        if connection.response is None:
+            # The other side's answer may have completed the keys, or ask for one.
+            if connection.ready and not was_ready:
+                self._pool.settle(connection)
+            self._write(connection)
+        response = connection.response
+        if response is None:
             if not data:
-                self._drop(connection)
-            return
-        if plain:
-            self._take(connection, plain, kernel_ns, user_ns)
+                self._pool.drop(connection)
+        elif plain:
+            self._take(connection, response, plain, kernel_ns, user_ns)
         elif not data:
-            self._closed(connection, user_ns)
+            self._closed(connection, response)
 
-    def _after_tls(self, connection: Connection) -> None:
-        """The other side's answer may have completed the keys, or ask for one."""
-        if connection.ready and connection.handled is None and connection not in self._free[connection.replica]:
-            self._free[connection.replica].append(connection)
-        self._write(connection)
-
-    def _take(self, connection: Connection, plain: bytes, kernel_ns: int, user_ns: int) -> None:
-        response, handled = connection.response, connection.handled
-        assert response is not None
-        assert handled is not None
-        lag = user_ns - kernel_ns
-        self.audit.read_lag_ns.append(lag)
-        if handled.worst_lag_ns is None or lag > handled.worst_lag_ns:
-            handled.worst_lag_ns = lag
+    def _take(self, connection: Connection, response: Response, plain: bytes, kernel_ns: int, user_ns: int) -> None:
         try:
             whole = response.feed(plain, kernel_ns, user_ns)
         except BrokenResponse as error:
             self._lose(connection, str(error))
             return
         if whole:
-            self._complete(connection, response, handled)
+            self._complete(connection, response)
+        else:
+            connection.streams = response.chunked and connection.stamped and connection.tls is None
 
-    def _closed(self, connection: Connection, user_ns: int) -> None:
-        response, handled = connection.response, connection.handled
-        assert response is not None
-        assert handled is not None
+    def _look_for_end(self, connection: Connection, response: Response) -> None:
+        try:
+            whole = response.is_whole()
+        except BrokenResponse as error:
+            self._lose(connection, str(error))
+            return
+        if whole:
+            self._complete(connection, response)
+
+    def _closed(self, connection: Connection, response: Response) -> None:
         try:
             response.close()
         except BrokenResponse as error:
-            if str(error) == "closed" and connection.used > 1 and not handled.retried:
-                self._retry(connection, handled)
-            else:
-                self._lose(connection, str(error))
+            self._lose(connection, str(error))
             return
-        self._complete(connection, response, handled)
-
-    def _retry(self, connection: Connection, handled: Handled) -> None:
-        """A server may close a kept connection just when it is used again: nothing was asked of it yet."""
-        index = connection.index
-        self._drop(connection)
-        handled.retried, handled.sent_ns = True, None
-        self._hand_over(handled, index)
+        self._complete(connection, response)
 
     # --- ends ---
 
-    def _complete(self, connection: Connection, response: Response, handled: Handled) -> None:
+    def _complete(self, connection: Connection, response: Response) -> None:
+        """Everything is there; what it says is read off when there is time."""
+        handled = connection.handled
+        assert handled is not None
         connection.handled = connection.response = None
-        _read_off(handled, response, connection.stamped, self.orders.keeps_text)
-        if response.keeps_alive:
-            self._free[connection.replica].append(connection)
-        else:
-            self._drop(connection)
-        self._finish(handled, handled.error)
-
-    def _finish(self, handled: Handled, error: str | None, detail: str | None = None) -> None:
+        connection.streams = False
+        self._fleet.in_flight[connection.replica] -= 1
         self._busy -= 1
-        handled.error = error
-        handled.detail = detail or handled.detail
-        if handled.ended_ns is None:
-            handled.ended_ns = time.monotonic_ns()
-        self.handled.append(handled)
+        self._results.answered(handled, response, connection.stamped)
+        if response.keeps_alive:
+            self._pool.park(connection)
+        else:
+            self._pool.drop(connection)
+
+    def _finish(self, handled: Handled, error: str, detail: str | None = None) -> None:
+        """Without an answer."""
+        self._busy -= 1
+        handled.error, handled.detail = error, detail
+        handled.ended_ns = time.monotonic_ns()
+        self._results.keep(handled)
 
     def _lose(self, connection: Connection, error: str, detail: str | None = None) -> None:
         handled, response = connection.handled, connection.response
         connection.handled = connection.response = None
-        self._drop(connection)
-        if handled is not None:
-            if response is not None and response.status:
-                handled.status = response.status
+        self._pool.drop(connection)
+        if handled is None or response is None:
+            return
+        if error in ("closed", "reset") and not response.data and connection.used > 1 and not handled.retried:
+            # A server may close a kept connection just when it is used again: nothing was answered yet.
+            handled.retried, handled.sent_ns = True, None
+            self._hand_over(handled, connection.index)
+            return
+        self._fleet.in_flight[connection.replica] -= 1
+        self._results.read_lag_ns += response.lag_ns
+        handled.status = response.status or None
+        self._end(handled, connection.index, error, detail)
+
+    def _end(self, handled: Handled, index: int, error: str, detail: str | None = None) -> None:
+        """Of an attempt: the request is another replica's where this one is gone, else it has failed."""
+        if error in GONE and self.orders.reassigns and self._lanes.join_again(index, handled.replica, self._fleet):
+            self._busy -= 1
+            handled.attempt += 1
+            handled.error, handled.detail = error, detail
+            handled.sent_ns = handled.status = None
+            handled.retried = False
+            self._again[index] = handled
+        else:
             self._finish(handled, error, detail)
 
-    def _drop(self, connection: Connection) -> None:
-        self._connections.pop(connection.fileno(), None)
-        free = self._free[connection.replica]
-        if connection in free:
-            free.remove(connection)
-        self._epoll.unregister(connection.fileno())
-        connection.close()
-
-    def _end_late_ones(self) -> None:
+    def _end_late_ones(self, now: int) -> None:
         """All requests have one time-out, so those sent first are the first to have it."""
-        now = time.monotonic_ns()
-        if now - self._looked_ns < LOOK_NS:
-            return
         self._looked_ns = now
         limit = now - int(self.orders.timeout_s * NS)
         while self._in_flight:
-            connection, handled = self._in_flight[0]
+            began_ns, connection, handled = self._in_flight[0]
             ended = connection.handled is not handled
-            if not ended and handled.due_ns >= limit:
+            if not ended and began_ns >= limit:
                 return
             self._in_flight.popleft()
             if not ended:
@@ -308,58 +360,22 @@ class Shard:
 
     def _shift(self, start_ns: int, cpu_s: float) -> Shift:
         after = Bridge.measured()
-        for connection in list(self._connections.values()):
-            self._drop(connection)
+        wall_s = (time.monotonic_ns() - start_ns) / NS
+        self._pool.close()
         self._alarm.close()
-        self._epoll.close()
-        audit = self.audit
+        audit, lags = self._audit, self._results.read_lag_ns
         return Shift(
-            handled=self.handled,
+            handled=self._results.handled,
             start_ns=start_ns,
             schedule_lag_ns=audit.schedule_lag_ns,
-            read_lag_ns=audit.read_lag_ns,
-            reads=audit.reads,
+            read_lag_ns=lags,
+            reads=len(lags),
             cpu_s=cpu_s,
-            wall_s=(time.monotonic_ns() - start_ns) / NS,
+            wall_s=wall_s,
             most_in_flight=audit.most_in_flight,
             waited_for_cap=audit.waited_for_cap,
             clock_doubt_ns=self._bridge.doubt_ns,
             clock_drift_ns=after.offset_ns - self._bridge.offset_ns,
+            died_ns=self._fleet.died_ns,
+            reassigned=self._fleet.reassigned,
         )
-
-
-def _read_off(handled: Handled, response: Response, stamped: bool, keeps_text: bool) -> None:
-    """Times and counts of a whole response; an answer that is no success is an error by its number."""
-    times = response.kernel_ns
-    handled.status, handled.stamped = response.status, stamped
-    handled.first_byte_ns, handled.ended_ns = times[0], times[-1]
-    if response.status != 200:
-        handled.error = f"http_{response.status}"
-        handled.detail = response.body()[:300].decode(errors="replace")
-        return
-    try:
-        answer = understand(response.events())
-    except BrokenResponse as error:
-        handled.error = str(error)
-        return
-    handled.first_ns = None if answer.first_read is None else times[answer.first_read]
-    if answer.first_reasoning_read is not None:
-        handled.first_reasoning_ns = times[answer.first_reasoning_read]
-    handled.last_ns = None if answer.last_read is None else times[answer.last_read]
-    handled.token_ns = [times[read] for read in answer.reads]
-    handled.pieces, handled.coalesced = answer.pieces, answer.coalesced
-    handled.tokens_told, handled.prompt_tokens, handled.finish = answer.tokens_told, answer.prompt_tokens, answer.finish
-    if keeps_text:
-        handled.text = "".join(answer.text)
-    if answer.error is not None:
-        handled.error, handled.detail = "in_stream", answer.error
-    elif answer.damaged:
-        handled.error = "malformed"
-    elif answer.pieces == 0:
-        handled.error = "empty"
-
-
-def _address(host: str, port: int) -> tuple[int, tuple[object, ...]]:
-    """Looked up once, before the clock runs."""
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    return family, address

@@ -9,7 +9,7 @@ import contextlib
 import multiprocessing
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -17,22 +17,30 @@ from paceline.errors import UnsupportedError
 from paceline.loadgen.arrivals import NS
 from paceline.loadgen.orders import Orders, Shift
 from paceline.loadgen.shard import Shard
+from paceline.loadgen.tally import Board, Tally
 from paceline.processes import end_with_parent
 
 # From the word to start to the start: long enough for every process to hear it.
 LEAD_NS = NS // 10
+# How long between two looks at how far the load has come.
+LOOK_S = 0.5
 # Descriptors of a process besides its connections.
 RESERVED_FILES = 64
 
 
-def run(shares: Sequence[Orders]) -> list[Shift]:
-    """Every share by a process of its own, from one common start; UnsupportedError names a process that died."""
+def run(
+    shares: Sequence[Orders], watch: Callable[[Tally], bool | None] | None = None, start_ns: int | None = None
+) -> list[Shift]:
+    """Every share by a process of its own, from one common start: start_ns of the monotonic clock, or when all are
+    connected where that is later. UnsupportedError names a process that died. `watch` is called about twice a second
+    and at the end; True is its word that no more requests shall be given out."""
     require_files(max(max(share.connections, share.concurrency) for share in shares))
     context = multiprocessing.get_context("fork")
+    board = Board(len(shares))
     members = []
-    for share in shares:
+    for number, share in enumerate(shares):
         here, there = context.Pipe()
-        process = context.Process(target=_work, args=(share, there), daemon=True)
+        process = context.Process(target=_work, args=(share, board.slot(number), there), daemon=True)
         process.start()
         there.close()
         members.append((process, here))
@@ -40,10 +48,10 @@ def run(shares: Sequence[Orders]) -> list[Shift]:
         pipes = [pipe for _, pipe in members]
         for pipe in pipes:
             _receive(pipe)
-        start_ns = time.monotonic_ns() + LEAD_NS
+        start_ns = max(start_ns or 0, time.monotonic_ns() + LEAD_NS)
         for pipe in pipes:
             pipe.send(start_ns)
-        return _gather(pipes)
+        return _gather(pipes, lambda: _look(board, watch))
     finally:
         for process, pipe in members:
             pipe.close()
@@ -51,13 +59,19 @@ def run(shares: Sequence[Orders]) -> list[Shift]:
             process.join()
 
 
-def _gather(pipes: Sequence[Connection[Any, Any]]) -> list[Shift]:
+def _look(board: Board, watch: Callable[[Tally], bool | None] | None) -> None:
+    if watch and watch(board.total()):
+        board.stop()
+
+
+def _gather(pipes: Sequence[Connection[Any, Any]], look: Callable[[], None]) -> list[Shift]:
     found: dict[int, Shift] = {}
     left = {pipe: number for number, pipe in enumerate(pipes)}
     while left:
-        for ready in wait(list(left)):
+        for ready in wait(list(left), timeout=LOOK_S):
             assert isinstance(ready, type(pipes[0]))
             found[left.pop(ready)] = _receive(ready)
+        look()
     return [found[number] for number in range(len(pipes))]
 
 
@@ -68,9 +82,9 @@ def _receive(pipe: Connection[Any, Any]) -> Any:
         raise UnsupportedError("a process of the client died; see what it printed above") from None
 
 
-def _work(orders: Orders, pipe: Connection[Any, Any]) -> None:
+def _work(orders: Orders, slot: memoryview[int], pipe: Connection[Any, Any]) -> None:
     end_with_parent()
-    shard = Shard(orders)
+    shard = Shard(orders, slot)
     shard.connect()
     pipe.send("connected")
     with contextlib.suppress(EOFError):

@@ -13,6 +13,8 @@ GIB = 2**30
 
 def title(spec: RunSpec) -> str:
     """One run in the words of its axes that vary."""
+    if spec.serving:
+        return f"{spec.workload.name} {spec.serving.scenario} x{spec.topology.world_size} repeat {spec.repeat + 1}"
     if not spec.is_trained:
         return f"{spec.workload.name} x{spec.topology.world_size} repeat {spec.repeat + 1}"
     if spec.workload.name in ("memory", "frontier"):
@@ -35,12 +37,13 @@ def _point(spec: RunSpec, design: Design) -> str:
 
 
 def pulse_text(pulse: Pulse) -> str:
-    """`step 12 of 40, backward, 12,345 tokens/s, peak 1.20 GiB, loss 5.123`; what is not known is not said."""
+    """`step 12 of 40, backward, 12,345 tokens/s, peak 1.20 GiB, loss 5.123`, or what the workload says itself (`412 of
+    662 needed, 1 late`); what is not known is not said."""
     step = f"step {min(pulse.step + 1, pulse.steps)} of {pulse.steps}" if pulse.steps else None
     rate = pulse.tokens_per_s
     found = (
         step,
-        pulse.phase,
+        pulse.note or pulse.phase,
         None if rate is None else f"{rate:,.0f} tokens/s",
         None if pulse.peak_bytes is None else f"peak {pulse.peak_bytes / GIB:.2f} GiB",
         None if pulse.loss is None else f"loss {pulse.loss:.3f}",

@@ -117,7 +117,8 @@ def test_prefix_caching_is_what_every_replica_says(settings: list[dict[str, bool
 
 def test_how_it_was_asked() -> None:
     assert outcomes([at(0, 0)], api="chat")["prompts"] == NOT_KEPT
-    assert outcomes([at(0, 0)], data="summaries")["prompts"] == UNTOLD
+    assert outcomes([at(0, 0)], form=None)["prompts"] == UNTOLD
+    assert outcomes([at(0, 0)], form="text")["prompts"] == NOT_KEPT
     assert outcomes([at(0, 0, asked_tokens=129)])["tokens of an answer"] == NOT_KEPT
     assert outcomes([at(0, 0, error="reset")])["each request answered once"] == NOT_KEPT
 

@@ -234,3 +234,16 @@ def test_a_client_is_held_to_the_schedule_of_a_search_too() -> None:
     stages = (stage(scenario="server", rate_per_s=2.0),)
     found = served.problems(record([request()], stages=stages, clients=(late,), scenario="search", rate_per_s=2.0))
     assert found == ["client: sent up to 5.0 ms late (p99; at most 1.0 ms)"]
+
+
+def test_a_search_is_believed_until_its_client_was_late() -> None:
+    """The second load is the client's own limit: the first one stands."""
+    late = replace(CLIENT, stage=1, schedule_lag_p99_ns=5e6)
+    stages = [stage(n, scenario="server", rate_per_s=2.0 + n) for n in (0, 1)]
+    asked = [request(0), request(1, stage=1)]
+    searched = record(asked, stages=stages, clients=(CLIENT, late), scenario="search", rate_per_s=2.0)
+    assert served.problems(searched) == []
+    first, second = served.gather([searched])
+    assert list(served.measure(first))
+    assert not list(served.measure(second))
+    assert served.doubts_of(second) == ["client: sent up to 5.0 ms late (p99; at most 1.0 ms)"]

@@ -40,6 +40,7 @@ KEYS = [
         "fleets",
         "partition_gains",
         "full_sets",
+        "loadgen",
         "notes",
         "skipped",
     ),

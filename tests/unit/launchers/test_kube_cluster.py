@@ -46,6 +46,14 @@ def test_no_right_is_a_wildcard_and_pods_have_none() -> None:
     assert {r for rule in plain for r in rule["resources"]} == {"jobs", "pods", "pods/log", "services", "events"}
 
 
+def test_pods_of_a_run_reach_each_other_at_every_port() -> None:
+    """Ranks and the servers of replicas listen at ports that nobody knows beforehand."""
+    (policy,) = (m for m in everything() if m["kind"] == "NetworkPolicy")
+    ours = policy["spec"]["podSelector"]
+    assert policy["spec"]["ingress"] == [{"from": [{"podSelector": ours}]}]
+    assert {"to": [{"podSelector": ours}]} in policy["spec"]["egress"]
+
+
 def test_init_prints_or_writes_what_kubectl_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["cluster", "init", "--namespace", "bench", "--quota", "pods=8"]) == 0
     printed = list(yaml.safe_load_all(capsys.readouterr().out))

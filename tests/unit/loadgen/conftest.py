@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from testbed.requests import request
 from paceline.loadgen import arrivals
 from paceline.loadgen.orders import Orders, Shift, Target
 from paceline.loadgen.shard import Shard
-from paceline.mock_replica import Law, MockReplica
+from paceline.mock_replica import Law, MockReplica, serve_until_told
 
 
 @pytest.fixture
@@ -52,3 +53,22 @@ def send() -> Callable[..., Shift]:
         return shard.work(time.monotonic_ns() + 10_000_000)
 
     return run
+
+
+@pytest.fixture
+def server() -> Iterator[Callable[..., tuple[int, Any]]]:
+    """A replica in a process of its own, that can be killed: its port and its process."""
+    context = multiprocessing.get_context("fork")
+    servers: list[Any] = []
+
+    def make(**law: Any) -> tuple[int, Any]:
+        ports = context.Queue()
+        made = Law(**{"ttft_s": 0.01, "itl_s": 0.002, **law})
+        servers.append(context.Process(target=serve_until_told, args=(made, "127.0.0.1", 0, ports.put), daemon=True))
+        servers[-1].start()
+        return ports.get(timeout=60), servers[-1]
+
+    yield make
+    for process in servers:
+        process.kill()
+        process.join()

@@ -106,8 +106,8 @@ def test_a_body_without_length_ends_with_its_connection() -> None:
         ([b"SSH-2.0-server\r\n\r\n"], "malformed"),
         ([b"x" * 70_000], "malformed"),
         ([HEAD + b"zz\r\n" + b"0\r\n\r\n"], "malformed"),
-        ([b"HTTP/1.1 200 OK\r\nContent-Length: 999999999\r\n\r\n"], "too_large"),
-        ([HEAD] + [chunk(b"y" * 65_536)] * 600, "too_large"),
+        ([b"HTTP/1.1 200 OK\r\nContent-Length: 999999999\r\n\r\n"], "too_long"),
+        ([HEAD] + [chunk(b"y" * 65_536)] * 600, "too_long"),
     ],
 )
 def test_hostile_responses(pieces: list[bytes], word: str) -> None:

@@ -13,7 +13,8 @@ from testbed.requests import request
 
 from paceline.loadgen import arrivals
 from paceline.loadgen.orders import Shift
-from paceline.mock_replica import MODES, WORDS, MockReplica
+from paceline.mock_replica import MODES, MockReplica
+from paceline.mock_wire import WORDS
 
 Send = Callable[..., Shift]
 Make = Callable[..., MockReplica]
@@ -69,7 +70,7 @@ EXPECTED: dict[str, dict[str | None, int]] = {
     "refuse": {None: 3, "http_429": 3},
     "fail": {None: 3, "http_500": 3},
     "error": {"in_stream": 6},
-    "flood": {"too_large": 6},
+    "flood": {"too_long": 6},
 }
 
 
@@ -80,9 +81,20 @@ def test_modes(mode: str, replica: Make, send: Send) -> None:
     assert errors(shift) == EXPECTED[mode]
     for handled in shift.handled:
         if handled.error is None:
-            assert handled.text == TEXT
+            assert handled.text == TEXT or mode == "clock"
             assert handled.tokens_told == (None if mode == "untold" else 8)
             assert handled.pieces == (4 if mode == "double" else 8)
+
+
+def test_the_kernel_had_a_token_after_the_server_sent_it(replica: Make, send: Send) -> None:
+    """Both on one clock: a stamp before the sending would come from another event, or from a wrong bridge of clocks."""
+    shift = send(replica(mode="clock").port, 20)
+    assert errors(shift) == {None: 20}
+    for handled in shift.handled:
+        told = [int(word) for word in str(handled.text).split()]
+        assert len(told) == len(handled.token_ns) == 8
+        # A hundred microseconds for the bridge between the two clocks.
+        assert all(stamp > sent - 100_000 for sent, stamp in zip(told, handled.token_ns, strict=True))
 
 
 def test_chat(replica: Make, send: Send) -> None:

@@ -1,0 +1,96 @@
+"""LoadGen's verdict beside this client's, of the same run: what each says, and whether they agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from paceline.analysis import served
+from paceline.findings import INVALID, VALID, LoadgenVerdict, Opinion
+from paceline.records import RunRecord
+from paceline.serving import LoadgenSample, RequestSample
+
+NS = 1e9
+# Where its log has each figure. Of tokens it tells `completed_tokens_per_second`, or in `Offline` tokens_per_second:
+# what it calls token_throughput is off by orders of magnitude.
+_TTFT = "first_token_99.00_percentile_latency_ns"
+_TPOT = "time_per_output_token_99.00_percentile_ns"
+_LATENCY = "99.00_percentile_latency_ns"
+_TOKENS = ("completed_tokens_per_second", "tokens_per_second")
+
+
+def verdicts(records: Iterable[RunRecord]) -> tuple[LoadgenVerdict, ...]:
+    """One for each run in which LoadGen asked too."""
+    return tuple(_verdict(record, told) for record in records if record.requests for told in record.loadgens)
+
+
+def _verdict(record: RunRecord, told: LoadgenSample) -> LoadgenVerdict:
+    theirs, ours = _theirs(told), _ours(record)
+    agrees = theirs.verdict == ours.verdict
+    return LoadgenVerdict(
+        run=record.spec.run_id,
+        cell=record.spec.cell,
+        scenario=told.scenario,
+        version=told.version,
+        theirs=theirs,
+        ours=ours,
+        agrees=agrees,
+        text=_text(theirs, ours, agrees),
+        axes=record.spec.axes(),
+    )
+
+
+def _theirs(told: LoadgenSample) -> Opinion:
+    """Its own words. Where requests failed its verdict does not count: it takes a failed one for a fast one."""
+    failed = sum(told.errors.values())
+    classes = ", ".join(f"{name} {count} times" for name, count in sorted(told.errors.items()))
+    unseen = (f"{failed} of {told.asked} requests failed ({classes}), which LoadGen cannot know",) if failed else ()
+    tokens = next((told.numbers[key] for key in _TOKENS if told.numbers.get(key)), None)
+    return Opinion(
+        source=f"LoadGen {told.version}",
+        verdict=INVALID if failed else told.verdict,
+        reasons=(*unseen, *told.reasons),
+        requests=told.asked,
+        failed=failed,
+        output_tokens_per_s=tokens,
+        # An answer without a token makes nonsense of the times of all.
+        ttft_p99_s=None if failed else _seconds(told, _TTFT),
+        tpot_p99_s=None if failed else _seconds(told, _TPOT),
+        latency_p99_s=None if failed else _seconds(told, _LATENCY),
+    )
+
+
+def _seconds(told: LoadgenSample, key: str) -> float | None:
+    """None where it tells none, or a time that cannot be: of answers of one token it divides by nothing."""
+    value = told.numbers.get(key)
+    return value / NS if value is not None and value > 0 else None
+
+
+def _ours(record: RunRecord) -> Opinion:
+    whole = served.gather([record])[0]
+    against = [*served.problems(record), *served.rule_problems(whole)]
+    answered, wall = whole.answered, whole.wall_s()
+    return Opinion(
+        source="Paceline",
+        verdict=INVALID if against else VALID,
+        reasons=tuple(against),
+        requests=len(whole.requests),
+        failed=len(whole.requests) - len(answered),
+        output_tokens_per_s=sum(map(served.tokens_of, answered)) / wall if wall > 0 else None,
+        ttft_p99_s=_p99(answered, served.ttft_s),
+        tpot_p99_s=_p99(answered, served.tpot_s),
+        latency_p99_s=_p99(answered, served.latency_s),
+    )
+
+
+def _p99(requests: Sequence[RequestSample], quantity: Callable[[RequestSample], float | None]) -> float | None:
+    values = [value for request in requests if (value := quantity(request)) is not None]
+    return float(np.percentile(values, 99)) if values else None
+
+
+def _text(theirs: Opinion, ours: Opinion, agrees: bool) -> str:
+    if agrees:
+        return f"both say {ours.verdict}"
+    blamed = theirs if theirs.verdict == INVALID else ours
+    return f"{theirs.source} says {theirs.verdict}, Paceline {ours.verdict}: {'; '.join(blamed.reasons)}"

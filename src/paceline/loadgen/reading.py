@@ -1,0 +1,111 @@
+"""Whole answers turned into results, a few events at a time, between two looks at the schedule."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from itertools import islice
+
+from paceline.loadgen import tally
+from paceline.loadgen.orders import Handled, Limits, Orders, stamps
+from paceline.loadgen.response import Answer, BrokenResponse, Response, understand
+
+# Less than a hundred microseconds: an answer of a thousand tokens, understood at once, would make other requests late.
+EVENTS_AT_ONCE = 16
+DETAIL_BYTES = 300
+
+
+class Reading:
+    """`go_on` until it says that everything stands in `handled`; an answer that is no success is an error by its
+    number."""
+
+    def __init__(self, handled: Handled, response: Response, stamped: bool) -> None:
+        self.handled, self.response = handled, response
+        handled.status, handled.stamped = response.status, stamped
+        handled.first_byte_ns, handled.ended_ns = response.kernel_ns[0], response.kernel_ns[-1]
+        self._events = response.events()
+        self._answer = Answer()
+
+    def go_on(self, keeps_text: bool) -> bool:
+        if self.response.status != 200:
+            self._refused()
+            return True
+        before = self._answer.events
+        try:
+            understand(islice(self._events, EVENTS_AT_ONCE), self._answer)
+        except BrokenResponse as error:
+            self.handled.error = str(error)
+            return True
+        if self._answer.events - before == EVENTS_AT_ONCE:
+            return False
+        self._answered(keeps_text)
+        return True
+
+    def _refused(self) -> None:
+        """What the server says of it; when to come again is told, not obeyed: a second try would be another load."""
+        response, handled = self.response, self.handled
+        handled.error = f"http_{response.status}"
+        later = response.headers.get(b"retry-after")
+        wish = f"Retry-After: {later[:40].decode(errors='replace')}; " if later else ""
+        handled.detail = wish + response.body()[:DETAIL_BYTES].decode(errors="replace")
+
+    def _answered(self, keeps_text: bool) -> None:
+        handled, answer, times = self.handled, self._answer, self.response.kernel_ns
+        handled.first_ns = None if answer.first_read is None else times[answer.first_read]
+        if answer.first_reasoning_read is not None:
+            handled.first_reasoning_ns = times[answer.first_reasoning_read]
+        handled.last_ns = None if answer.last_read is None else times[answer.last_read]
+        handled.token_ns.extend(map(times.__getitem__, answer.reads))
+        handled.pieces, handled.coalesced, handled.finish = answer.pieces, answer.coalesced, answer.finish
+        handled.tokens_told, handled.prompt_tokens = answer.tokens_told, answer.prompt_tokens
+        if keeps_text:
+            handled.text = "".join(answer.text)
+        if answer.error is not None:
+            handled.error, handled.detail = "in_stream", answer.error
+        elif answer.damaged:
+            handled.error = "malformed"
+        elif answer.pieces == 0:
+            handled.error = "empty"
+
+
+def is_late(handled: Handled, limits: Limits) -> bool:
+    """Whether an answer came later than a limit allows; from when it was due, as all latencies are."""
+    first, last, ended = handled.first_ns, handled.last_ns, handled.ended_ns
+    if first is None or last is None or ended is None:
+        return False
+    tokens = handled.pieces if handled.tokens_told is None else handled.tokens_told
+    spans = (
+        (first - handled.due_ns, limits.ttft_ns),
+        ((last - first) / (tokens - 1) if tokens > 1 else 0, limits.tpot_ns),
+        (ended - handled.due_ns, limits.latency_ns),
+    )
+    return any(limit is not None and span > limit for span, limit in spans)
+
+
+class Results:
+    """What has ended. Answers wait in `unread`, whole, until there is time for them; `slot` tells others the counts."""
+
+    def __init__(self, orders: Orders, slot: memoryview[int]) -> None:
+        self._keeps_text, self._limits, self._slot = orders.keeps_text, orders.limits, slot
+        self.handled: list[Handled] = []
+        self.read_lag_ns: array[int] = stamps()
+        self.unread: deque[Reading] = deque()
+
+    def answered(self, handled: Handled, response: Response, stamped: bool) -> None:
+        self.unread.append(Reading(handled, response, stamped))
+
+    def read_off(self) -> None:
+        """A few events of the answer that has waited longest."""
+        reading = self.unread[0]
+        if reading.go_on(self._keeps_text):
+            self.unread.popleft()
+            self.read_lag_ns += reading.response.lag_ns
+            self.keep(reading.handled)
+
+    def keep(self, handled: Handled) -> None:
+        self.handled.append(handled)
+        self._slot[tally.ENDED] += 1
+        if handled.error is not None:
+            self._slot[tally.FAILED] += 1
+        elif is_late(handled, self._limits):
+            self._slot[tally.LATE] += 1

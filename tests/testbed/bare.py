@@ -1,0 +1,28 @@
+"""One rank a node in this very process, in the place of torchrun (`paceline.agent --runner testbed.bare`).
+
+Without torchrun's own process torch is imported once a node instead of twice, and the store of the launch is that of
+rank 0, which ends with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from paceline import places, worker
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--master-addr", required=True)
+    parser.add_argument("--master-port", required=True)
+    known, rest = parser.parse_known_args(argv[1:])
+    place = places.here(os.environ)
+    os.environ |= {"MASTER_ADDR": known.master_addr, "MASTER_PORT": known.master_port}
+    os.environ |= {"RANK": str(place.node), "WORLD_SIZE": str(place.nodes), "LOCAL_RANK": "0"}
+    return worker.main(["paceline.worker", rest[-1]])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

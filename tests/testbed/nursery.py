@@ -1,0 +1,115 @@
+"""A process that has imported torch and forks the ranks of one run after another: what importing costs is paid once.
+
+One for each set of imports, started by the first run that needs it and gone with the process NURSERY_OWNER names (a
+worker of pytest). A run reaches it through a socket in NURSERY, hands over its output and its environment, and waits;
+when it goes away, its ranks are ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+# Importing takes seconds, on a busy machine many of them.
+PATIENCE_S = 240.0
+
+
+def answered(kind: str, run_dir: Path) -> int:
+    """The exit code of a run that the nursery of this kind has brought up; it is started where there is none."""
+    path = Path(os.environ["NURSERY"]) / f"{kind}.sock"
+    with _connected(path, kind) as link:
+        request = {"run_dir": str(run_dir), "cwd": str(Path.cwd()), "env": dict(os.environ)}
+        socket.send_fds(link, [json.dumps(request).encode() + b"\n"], [sys.stdout.fileno(), sys.stderr.fileno()])
+        said = link.makefile().readline()
+    return int(said or 1)
+
+
+def _connected(path: Path, kind: str) -> socket.socket:
+    deadline, started = time.monotonic() + PATIENCE_S, False
+    while time.monotonic() < deadline:
+        link = socket.socket(socket.AF_UNIX)
+        with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
+            link.connect(str(path))
+            return link
+        link.close()
+        if not started:
+            command = [sys.executable, "-m", "testbed.nursery", "serve", kind, str(path)]
+            with path.with_suffix(".log").open("ab") as log:
+                subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+            started = True
+        time.sleep(0.05)
+    raise TimeoutError(f"no nursery at {path}: see its log beside it")
+
+
+def serve(path: Path, owner: int, bring_up: Callable[[Path, socket.socket], int]) -> None:
+    """Fork a process for every run that asks, until the owner is gone."""
+    listening = socket.socket(socket.AF_UNIX)
+    try:
+        listening.bind(str(path))
+    except OSError:
+        return  # another one was quicker
+    listening.listen()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    watched = os.pidfd_open(owner)
+    while True:
+        ready, _, _ = select.select([listening, watched], [], [])
+        if watched in ready:
+            return
+        link, _ = listening.accept()
+        if os.fork() == 0:
+            listening.close()
+            _live(link, bring_up)
+        link.close()
+
+
+def _live(link: socket.socket, bring_up: Callable[[Path, socket.socket], int]) -> None:
+    """One run, from its request to its exit code. Never returns."""
+    code = 1
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        text, files, _, _ = socket.recv_fds(link, 1 << 20, 2)
+        while not text.endswith(b"\n"):
+            text += link.recv(1 << 20)
+        request = json.loads(text)
+        for number, file in zip((1, 2), files, strict=True):
+            os.dup2(file, number)
+            os.close(file)
+        os.environ.clear()
+        os.environ.update(request["env"])
+        os.chdir(request["cwd"])
+        code = bring_up(Path(request["run_dir"]), link)
+        sys.stdout.flush()
+        link.sendall(f"{code}\n".encode())
+    finally:
+        os._exit(code)
+
+
+def is_alone(link: socket.socket) -> bool:
+    """Whether nobody waits for this run any more."""
+    ready, _, _ = select.select([link], [], [], 0)
+    return bool(ready) and not link.recv(1)
+
+
+def main(verb: str, kind: str, path: Path) -> int:
+    if verb == "run":
+        return answered(kind, path)
+    # Only here: whoever asks for a run shall not import it all.
+    from testbed import forked
+
+    forked.import_for(kind)
+    serve(path, int(os.environ["NURSERY_OWNER"]), forked.bring_up)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2], Path(sys.argv[3])))

@@ -1,0 +1,213 @@
+"""Several replicas, some of them gone, slow or failing: every request is answered once or listed as failed."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from testbed.requests import request
+
+from paceline.loadgen import arrivals, plan, team
+from paceline.loadgen.fleet import REFUSALS, Fleet, Lanes
+from paceline.loadgen.orders import Limits, Orders, Shift, Target
+from paceline.loadgen.tally import Tally
+from paceline.mock_replica import MockReplica
+
+Send = Callable[..., Shift]
+Make = Callable[..., MockReplica]
+Serve = Callable[..., tuple[int, Any]]
+ANY = plan.ANY_REPLICA
+
+
+def errors(shift: Shift) -> dict[str | None, int]:
+    return dict(Counter(h.error for h in shift.handled))
+
+
+def once(shift: Shift, count: int) -> bool:
+    return sorted(h.number for h in shift.handled) == list(range(count))
+
+
+@pytest.fixture
+def closed_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+def lanes(replicas: list[int], targets: int) -> Lanes:
+    made = Lanes(targets)
+    for number, replica in enumerate(replicas):
+        made.join(number, replica)
+    return made
+
+
+def test_the_freest_living_replica_is_chosen() -> None:
+    fleet = Fleet(3, most=2)
+    for replica in (0, 0, 1):
+        fleet.give(replica)
+    assert fleet.freest() == 2
+    fleet.give(2)
+    # Of 1 and 2, with one each, the one that was given less so far; they are equal, so the first.
+    assert fleet.freest() == 1
+    for _ in range(REFUSALS):
+        fleet.refused(1, 5)
+    assert (fleet.freest(), fleet.died_ns) == (2, {1: 5})
+    fleet.give(2)
+    assert fleet.freest() is None
+
+
+def test_refusals_count_in_a_row_only() -> None:
+    fleet = Fleet(1, None)
+    for _ in range(REFUSALS - 1):
+        assert not fleet.refused(0, 1)
+    fleet.accepted(0)
+    assert [fleet.refused(0, 2) for _ in range(REFUSALS + 1)] == [False] * (REFUSALS - 1) + [True, False]
+
+
+def test_a_full_replica_holds_up_nobody_else() -> None:
+    fleet, waiting = Fleet(2, most=1), lanes([0, 0, 1, ANY], 2)
+    order = []
+    while (found := waiting.take(fleet)) is not None:
+        order.append(found)
+        fleet.give(found[1] or 0)
+    assert order == [(0, 0), (2, 1)]
+    fleet.in_flight[1] = 0
+    assert waiting.take(fleet) == (3, 1)
+
+
+def test_what_a_dead_replica_has_left_goes_to_any() -> None:
+    fleet, waiting = Fleet(2, None), lanes([0, 1, 0, 1], 2)
+    fleet.died_ns[0] = 1
+    waiting.release(0, fleet)
+    assert [waiting.take(fleet) for _ in range(4)] == [(0, 1), (1, 1), (2, 1), (3, 1)]
+    assert fleet.reassigned == {0: 2}
+
+
+def test_a_request_is_given_to_each_replica_once() -> None:
+    fleet, waiting = Fleet(2, None), Lanes(2)
+    assert waiting.join_again(7, 0, fleet)
+    assert waiting.take(fleet) == (7, 1)
+    assert not waiting.join_again(7, 1, fleet)
+    assert waiting.waiting == 0
+
+
+def test_a_replica_killed_while_it_answers(server: Serve, send: Send) -> None:
+    """Static partition over three; the second dies with requests in flight, waiting, and still to come."""
+    made = [server(ttft_s=0.05, itl_s=0.02) for _ in range(3)]
+    threading.Timer(0.3, made[1][1].kill).start()
+    # Two thirds of a second of load.
+    shift = send(0, 120, ports=[port for port, _ in made], due_ns=arrivals.constant(180, 120), reassigns=True)
+    assert once(shift, 120)
+    assert errors(shift) == {None: 120}
+    assert list(shift.died_ns) == [1]
+    moved = [h for h in shift.handled if h.number % 3 == 1 and h.replica != 1]
+    assert shift.reassigned[1] >= len(moved) > 0
+    tried = [h for h in shift.handled if h.attempt]
+    assert tried, "some were in flight on it"
+    # Late by what the dead replica cost: the due time is the schedule's.
+    assert all(h.sent_ns is not None and h.sent_ns > h.due_ns for h in tried)
+    assert {(h.tokens_told, h.pieces) for h in shift.handled} == {(8, 8)}
+
+
+def test_without_reassigning_they_are_listed_as_failed(server: Serve, send: Send) -> None:
+    (kept, _), (lost, process) = server(), server(ttft_s=0.05, itl_s=0.02)
+    threading.Timer(0.2, process.kill).start()
+    shift = send(0, 80, ports=[kept, lost], due_ns=arrivals.constant(200, 80))
+    assert once(shift, 80)
+    found = errors(shift)
+    assert set(found) <= {None, "connect", "reset", "truncated", "closed"}
+    assert found[None] < 80
+    assert all(h.error is None for h in shift.handled if h.replica == 0)
+    assert shift.reassigned == {}
+
+
+def test_nobody_is_left(closed_port: int, send: Send) -> None:
+    shift = send(0, 9, ports=[closed_port] * 2, replicas=[ANY] * 9, reassigns=True)
+    assert once(shift, 9)
+    assert errors(shift) == {"connect": 9}
+    assert sorted(shift.died_ns) == [0, 1]
+
+
+def test_resets_are_tried_elsewhere_and_everywhere_once(replica: Make, send: Send) -> None:
+    breaking, whole = replica(mode="reset").port, replica().port
+    shift = send(0, 12, ports=[breaking, whole], reassigns=True)
+    assert once(shift, 12)
+    assert errors(shift) == {None: 12}
+    assert {h.attempt for h in shift.handled if h.number % 2 == 0} == {1}
+    assert shift.died_ns == {}, "it accepts connections"
+    shift = send(0, 6, ports=[breaking, breaking], reassigns=True)
+    assert (errors(shift), {h.attempt for h in shift.handled}) == ({"reset": 6}, {1})
+
+
+@pytest.mark.parametrize(("mode", "error"), [("fail", "http_500"), ("refuse", "http_429"), ("stall", "timeout")])
+def test_answers_that_are_no_success_stay_where_they_are(mode: str, error: str, replica: Make, send: Send) -> None:
+    ports = [replica(mode=mode).port, replica().port]
+    shift = send(0, 8, ports=ports, reassigns=True, timeout_s=1.0 if mode == "stall" else 20.0)
+    assert once(shift, 8)
+    failed = [h for h in shift.handled if h.error]
+    assert {(h.error, h.replica, h.attempt) for h in failed} == {(error, 0, 0)}
+    if mode == "refuse":
+        assert {str(h.detail)[:16] for h in failed} == {"Retry-After: 1; "}
+
+
+def test_the_faster_of_two_takes_more(replica: Make, send: Send) -> None:
+    ports = [replica(ttft_s=0.005, itl_s=0.001).port, replica(ttft_s=0.05, itl_s=0.02).port]
+    closed = {"due_ns": arrivals.closed_loop(60), "concurrency": 4, "per_replica": 2}
+    shift = send(0, 60, ports=ports, replicas=[ANY] * 60, **closed)
+    assert once(shift, 60)
+    share = Counter(h.replica for h in shift.handled)
+    assert share[0] > share[1] > 0
+    shift = send(0, 60, ports=ports, **closed)
+    assert Counter(h.replica for h in shift.handled) == {0: 30, 1: 30}
+
+
+def test_each_replica_has_no_more_than_asked(replica: Make, send: Send) -> None:
+    ports = [replica().port, replica().port]
+    shift = send(0, 30, ports=ports, replicas=[ANY] * 30, due_ns=arrivals.at_once(30), per_replica=3)
+    assert errors(shift) == {None: 30}
+    assert shift.most_in_flight == 6
+    assert shift.waited_for_cap == 24
+
+
+def test_enough_is_enough(replica: Make, send: Send) -> None:
+    """Both must be reached; what was never given out is no result."""
+    port = replica().port
+    loop = {"due_ns": arrivals.closed_loop(500), "concurrency": 2}
+    shift = send(port, 500, least_ns=1, least_requests=20, **loop)
+    assert once(shift, 20)
+    shift = send(port, 500, least_ns=300_000_000, **loop)
+    assert once(shift, len(shift.handled))
+    assert 2 <= len(shift.handled) < 500
+    assert max(h.ended_ns or 0 for h in shift.handled) - shift.start_ns >= 300_000_000
+
+
+def test_a_payload_for_each_replica_and_a_head_of_its_own(replica: Make, send: Send) -> None:
+    ports = [replica(model="one").port, replica(model="two").port]
+    both = (request(model="one"), request(model="two"))
+    shift = send(0, 8, ports=ports, payloads=[both] * 8, replicas=[ANY] * 8)
+    assert errors(shift) == {None: 8}
+    line, rest = request(model="one").split(b"\r\n", 1)
+    target = Target(host="127.0.0.1", port=ports[0], head=line + b"\r\n")
+    assert errors(send(0, 2, targets=[target], ports=[0], payloads=[rest] * 2)) == {None: 2}
+
+
+def test_counts_are_told_while_it_runs(server: Serve) -> None:
+    port, _ = server(ttft_s=0.2, itl_s=0.01)
+    broken, _ = server(mode="fail")
+    whole = plan.Plan(due_ns=arrivals.constant(40, 60), samples=plan.permuted(60, 60, 1), replicas=plan.spread(60, 3))
+    targets = [Target(host="127.0.0.1", port=each) for each in (port, broken, broken)]
+    shares: list[Orders] = [
+        plan.orders_of(whole, part, [request(tokens=4)] * 60, targets, limits=Limits(ttft_ns=200_000_000))
+        for part in whole.shares(2)
+    ]
+    seen: list[Tally] = []
+    shifts = team.run(shares, watch=seen.append)
+    handled = [each for shift in shifts for each in shift.handled]
+    failed = sum(each.error is not None for each in handled)
+    assert seen[-1] == Tally(planned=60, sent=60, ended=60, late=20, failed=failed)
+    assert 0 < failed < 40
+    assert len(seen) >= 2
+    assert [each.ended for each in seen] == sorted(each.ended for each in seen)

@@ -1,0 +1,85 @@
+"""What the self-test says of the client, from requests whose times are known."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from paceline import selftest
+from paceline.loadgen.orders import Handled, Shift
+from paceline.mock_replica import Law
+
+MS = 1_000_000
+LAW = Law(ttft_s=0.1, itl_s=0.02, tokens=5, mode="clock")
+
+
+def answer(number: int, stamp_error_ns: int = 20_000, ttft_ns: int = 100 * MS, itl_ns: int = 20 * MS) -> Handled:
+    """Sent by the server as told, stamped so much later."""
+    told = [10 * MS + ttft_ns + k * itl_ns for k in range(5)]
+    stamps = [each + stamp_error_ns for each in told]
+    made = Handled(number=number, replica=0, due_ns=10 * MS, sent_ns=10 * MS, first_ns=stamps[0], last_ns=stamps[-1])
+    return replace(
+        made, pieces=5, token_ns=array("q", stamps), text=" ".join(map(str, told)), first_byte_ns=1, stamped=True
+    )
+
+
+def rung(handled: list[Handled], **more: Any) -> selftest.Rung:
+    values = {"schedule_lag_ns": [1000], "read_lag_ns": [1000], "reads": 5, "cpu_s": 0.1, "wall_s": 1.0}
+    values |= {
+        "start_ns": 0,
+        "most_in_flight": 3,
+        "waited_for_cap": 0,
+        "clock_doubt_ns": 1,
+        "clock_drift_ns": 1,
+        **more,
+    }
+    return selftest.Rung(250.0, LAW, [Shift(handled=handled, **values)])
+
+
+def test_a_client_that_is_right_is_believed() -> None:
+    good = rung([answer(n) for n in range(100)])
+    assert good.reasons == ()
+    assert good.stamp_errors_s.tolist() == pytest.approx([2e-5] * 500)
+    assert good.off == pytest.approx({"TTFT p50": 2e-4, "TTFT p99": 2e-4, "TPOT p50": 0, "TPOT p99": 0}, abs=1e-9)
+    assert good.events_per_s == pytest.approx(500 / 0.08)
+    assert "VALID" in good.text
+
+
+@pytest.mark.parametrize(
+    ("worse", "word"),
+    [
+        ({"stamp_error_ns": 2 * MS}, "stamps are 2.00 ms off"),
+        ({"ttft_ns": 102 * MS}, "TTFT p50 is 2.0% off the law"),
+        ({"itl_ns": 21 * MS}, "TPOT p50 is 5.0% off the law"),
+    ],
+)
+def test_what_the_server_knows_better_is_told(worse: dict[str, int], word: str) -> None:
+    found = rung([answer(n, **worse) for n in range(100)])
+    assert not found.is_valid
+    assert word in found.text
+
+
+def test_a_tail_is_held_to_five_percent() -> None:
+    """Three of a hundred are 6 % late: the median keeps the law, the 99th percentile does not."""
+    found = rung([answer(n, ttft_ns=106 * MS if n < 3 else 100 * MS) for n in range(100)])
+    assert [reason[:8] for reason in found.reasons] == ["TTFT p99"]
+
+
+def test_failures_and_the_clients_own_word_count() -> None:
+    lost = Handled(number=9, replica=0, due_ns=0, error="reset")
+    assert rung([answer(0), lost]).reasons == ("1 requests failed",)
+    (reason,) = rung([answer(0)], cpu_s=0.9).reasons
+    assert "90% of a core" in reason
+    nothing = rung([lost])
+    assert nothing.events_per_s == 0.0
+    assert "TTFT p50 is unknown" in nothing.text
+
+
+def test_one_real_try_stamps_every_token() -> None:
+    found = selftest.one(400, 20, 1.0, 1)
+    assert found.failed == 0
+    assert len(found.stamp_errors_s) == sum(each.pieces for each in found.answered) > 0
+    assert found.stamp_errors_s.min() > -1e-4

@@ -1,0 +1,244 @@
+"""Which loads a run puts on, against replicas that are a rule: what passes, what fails, when it ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline import stopping
+from paceline.errors import RequestError
+from paceline.loadgen.arrivals import NS, WHEN_FREE
+from paceline.loadgen.plan import ANY_REPLICA
+from paceline.prompts import Prompt
+from paceline.serving import Serving
+from paceline.workloads._inference_loads import (
+    OFFLINE_CAP,
+    Load,
+    Loads,
+    Outcome,
+    is_lost,
+    loads_of,
+    most_in,
+    plan_of,
+    seed_of,
+)
+
+Rule = Callable[[Load], Outcome]
+
+
+def ample() -> float:
+    return math.inf
+
+
+def drive(sequence: Loads, rule: Rule) -> list[tuple[Load, Outcome]]:
+    seen: list[tuple[Load, Outcome]] = []
+    try:
+        load = next(sequence)
+        while True:
+            seen.append((load, rule(load)))
+            load = sequence.send(seen[-1][1])
+    except StopIteration:
+        return seen
+
+
+def in_time(load: Load) -> Outcome:
+    return Outcome(planned=load.requests, requests=load.requests, late=0, wall_s=1.0)
+
+
+def able_to(rate: float) -> Rule:
+    """Replicas that keep the limits up to a rate, and none of them beyond it."""
+
+    def rule(load: Load) -> Outcome:
+        asked = load.rate_per_s if load.rate_per_s is not None else math.inf
+        served = min(asked, rate)
+        late = 0 if asked <= rate else load.requests
+        return Outcome(planned=load.requests, requests=load.requests, late=late, wall_s=load.requests / served)
+
+    return rule
+
+
+def loads(samples: int = 10, replicas: int = 2, left_s: Callable[[], float] = ample, **asked: Any) -> Loads:
+    return loads_of(Serving(**asked), samples, replicas, 7, left_s)
+
+
+def test_plain_scenarios_are_one_load() -> None:
+    ((offline, _),) = drive(loads(), in_time)
+    assert (offline.scenario, offline.concurrency, offline.rate_per_s) == ("offline", OFFLINE_CAP, None)
+    ((single, _),) = drive(loads(scenario="single_stream", concurrency=9), in_time)
+    assert single.concurrency == 1
+    ((server, _),) = drive(loads(scenario="server", rate_per_s=4.0, least_s=600.0), in_time)
+    assert (server.rate_per_s, server.concurrency, server.least_s) == (4.0, None, 600.0)
+
+
+def test_a_paired_run_goes_there_and_back_with_the_same_requests() -> None:
+    seen = [load for load, _ in drive(loads(replicas=3, partition="paired"), in_time)]
+    assert [load.replica for load in seen] == [0, 1, 2, 2, 1, 0]
+    assert len({load.seed for load in seen}) == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "sizes"),
+    [
+        ({"loads": "1+2+16"}, [1, 2, 16]),
+        ({"concurrency": 6}, [1, 2, 4, 6]),
+        ({"concurrency": 8}, [1, 2, 4, 8]),
+        ({}, [1, 2, 4, 8, 16, 32, 64]),
+    ],
+)
+def test_a_sweep_goes_through_what_is_given_or_doubles(asked: dict[str, Any], sizes: list[int]) -> None:
+    seen = [load for load, _ in drive(loads(scenario="sweep", **asked), in_time)]
+    assert [load.concurrency for load in seen] == sizes
+    assert {load.scenario for load in seen} == {"concurrency"}
+    # Each load has its own plan.
+    assert len({load.seed for load in seen}) == len(seen)
+
+
+def test_a_sweep_of_rates_ends_where_the_replicas_do_not_keep_up() -> None:
+    seen = drive(loads(scenario="sweep", rate_per_s=1.0), able_to(5.0))
+    assert [load.rate_per_s for load, _ in seen] == [1, 2, 4, 8]
+    given = drive(loads(scenario="sweep", rate_per_s=1.0, loads="0.5+20+40"), able_to(5.0))
+    assert [load.rate_per_s for load, _ in given] == [0.5, 20, 40]
+
+
+@pytest.mark.parametrize("text", ["", "1+", "a", "0+1", "1.5", "inf", "nan", "-1"])
+def test_loads_that_are_none_are_one_sentence(text: str) -> None:
+    with pytest.raises(RequestError, match=r"loads: .* was given; accepted is whole numbers"):
+        next(loads(scenario="sweep", loads=text))
+
+
+@pytest.mark.parametrize("capacity", [0.05, 1.0, 3.3, 7.9, 250.0])
+@pytest.mark.parametrize("begin", [None, 1.0, 40.0])
+def test_a_search_comes_within_a_twentieth_of_what_the_replicas_can_do(capacity: float, begin: float | None) -> None:
+    seen = drive(loads(scenario="search", rate_per_s=begin), able_to(capacity))
+    rated = [(load, outcome) for load, outcome in seen if load.rate_per_s is not None]
+    passed = max(load.rate_per_s or 0.0 for load, outcome in rated if outcome.passes)
+    failed = min(load.rate_per_s or 0.0 for load, outcome in rated if not outcome.passes)
+    assert passed <= capacity < failed
+    assert failed / passed <= 1.05
+    # Whoever gives no rate has one guessed first, by a closed loop.
+    assert (seen[0][0].scenario == "concurrency") == (begin is None)
+    # Ten samples tell nothing about the 99th percentile: they are used again.
+    assert {load.requests for load, _ in rated} == {459}
+
+
+def end_of(sequence: Loads, rule: Rule) -> str | None:
+    try:
+        load = next(sequence)
+        while True:
+            load = sequence.send(rule(load))
+    except StopIteration as end:
+        return str(end.value)
+
+
+def late_client(load: Load) -> Outcome:
+    return dataclasses.replace(able_to(5.0)(load), doubt="at lunch")
+
+
+def test_a_client_that_was_late_in_a_load_that_passed_makes_no_difference() -> None:
+    seen = drive(loads(scenario="search", rate_per_s=2.0), late_client)
+    assert [load.rate_per_s for load, _ in seen] == [2, 4, 8]
+
+
+def test_a_search_says_why_it_ended() -> None:
+    def why(rule: Rule, left_s: float = math.inf) -> str | None:
+        return end_of(loads(scenario="search", rate_per_s=2.0, left_s=lambda: left_s), rule)
+
+    assert why(able_to(5.0)) == "the rate is known closely enough"
+    assert why(able_to(1e-9)) == "no rate passed"
+    assert "the client itself was late: at lunch" in str(why(late_client))
+    assert why(able_to(1.1), 300.0) == "a load at 1 a second lasts 459 s, longer than is left of timeout_s"
+
+
+def test_a_search_ends_where_nothing_passes_or_time_does_not_suffice() -> None:
+    hopeless = drive(loads(scenario="search", rate_per_s=64.0), able_to(1e-9))
+    assert len(hopeless) == 11
+    hurried = drive(loads(scenario="search", rate_per_s=1.0, left_s=lambda: 300.0), able_to(100.0))
+    # 459 requests at 2 a second take 230 s, at 1 a second too long.
+    assert hurried == []
+    begun = drive(loads(scenario="search", rate_per_s=2.0, left_s=lambda: 300.0), able_to(3.0))
+    assert [load.rate_per_s for load, _ in begun][:2] == [2.0, 4.0]
+
+
+def test_a_load_that_tells_nothing_ends_a_search() -> None:
+    def cut_short(load: Load) -> Outcome:
+        return Outcome(planned=load.requests, requests=100, late=0, wall_s=1.0)
+
+    assert len(drive(loads(scenario="search", rate_per_s=2.0), cut_short)) == 1
+
+
+@pytest.mark.parametrize(
+    ("requests", "late", "passes"), [(458, 0, None), (459, 0, True), (661, 1, False), (662, 1, True)]
+)
+def test_a_load_passes_by_early_stopping(requests: int, late: int, passes: bool | None) -> None:
+    assert Outcome(planned=requests, requests=requests, late=late, wall_s=1.0).passes is passes
+    assert stopping.requests_needed(1, 0.99) == 662
+
+
+def test_a_trial_is_lost_once_its_plan_and_chance_say_so() -> None:
+    # One late of the first ten is more than a plan of 459 allows, but nothing rare.
+    assert not is_lost(459, 10, 1)
+    assert is_lost(459, 10, 4)
+    # A plan of 13,368 allows 107.
+    assert not is_lost(13_368, 300, 40)
+    assert is_lost(13_368, 300, 108)
+    assert not is_lost(100, 100, 100)
+    # What ended early has failed; what was cut short for another reason says nothing.
+    assert Outcome(planned=459, requests=10, late=4, wall_s=1.0).passes is False
+    assert Outcome(planned=459, requests=300, late=0, wall_s=1.0).passes is None
+
+
+# --- plans ---
+
+PROMPTS = [Prompt(token_ids=(number,), max_tokens=4) for number in range(12)]
+
+
+def plan_with(partition: str = "static", replicas: int = 3, fastest_s: float | None = None, **load: Any) -> Any:
+    made = Load(**{"scenario": "offline", "requests": len(PROMPTS), "seed": 3, **load})
+    return plan_of(made, PROMPTS, range(replicas), partition, fastest_s)
+
+
+def test_every_sample_once_over_all_replicas_by_plan_or_by_whoever_is_free() -> None:
+    static, dynamic = plan_with(), plan_with("dynamic")
+    assert sorted(static.samples) == sorted(dynamic.samples) == list(range(12))
+    assert np.bincount(static.replicas).tolist() == [4, 4, 4]
+    assert set(dynamic.replicas) == {ANY_REPLICA}
+    # One replica alone is not chosen, but known.
+    assert set(plan_with("dynamic", replicas=1).replicas) == {0}
+
+
+@pytest.mark.parametrize("scenario", ["server", "constant"])
+def test_an_open_load_lasts_as_long_as_asked_in_whole_rounds_of_samples(scenario: str) -> None:
+    plan = plan_with(scenario=scenario, rate_per_s=10.0, least_s=20.0)
+    assert plan.due_ns[-1] >= 20 * NS
+    assert plan.due_ns[-2] < 20 * NS
+    first, second = plan.samples[:12], plan.samples[12:24]
+    assert sorted(first) == sorted(second) == list(range(12))
+    assert list(first) != list(second)
+    short = plan_with(scenario=scenario, rate_per_s=10.0, least_s=0.1)
+    assert len(short) == 12
+    # The same seed gives the same arrivals, however many are needed.
+    assert (short.due_ns == plan.due_ns[:12]).all()
+
+
+def test_a_closed_load_is_planned_beyond_what_it_can_reach() -> None:
+    plan = plan_with(scenario="concurrency", concurrency=4, least_s=2.0, fastest_s=0.1)
+    assert set(plan.due_ns) == {WHEN_FREE}
+    assert len(plan) >= 2.0 * 4 / 0.1
+    assert most_in(Load(scenario="concurrency", requests=5, seed=0, concurrency=4), None) == 5
+
+
+def test_a_trace_keeps_its_own_order() -> None:
+    prompts = [Prompt(token_ids=(1,), max_tokens=1, due_s=due) for due in (3.0, 1.0, 2.0)]
+    plan = plan_of(Load(scenario="trace", requests=3, seed=0), prompts, range(2), "static", None)
+    assert plan.samples.tolist() == [1, 2, 0]
+    assert plan.due_ns.tolist() == [0, NS, 2 * NS]
+
+
+def test_the_first_load_has_the_seed_itself() -> None:
+    assert seed_of(7, 0) == 7
+    assert len({seed_of(7, stage) for stage in range(50)}) == 50

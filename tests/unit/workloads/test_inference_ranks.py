@@ -1,0 +1,156 @@
+"""How ranks of a served model find each other and part, over a store in memory."""
+
+from __future__ import annotations
+
+import datetime
+import socket
+import threading
+
+import pytest
+
+from paceline.errors import UnsupportedError
+from paceline.plugins import Endpoint, Seat
+from paceline.workloads import _inference_ranks as ranks
+from paceline.workloads._inference_requests import Replica
+
+
+class MemoryStore:
+    """As torch's, within one process; `lost` is a launch that is gone."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.lost = False
+        self._changed = threading.Condition()
+
+    def set(self, key: str, value: str, /) -> None:
+        self._look()
+        with self._changed:
+            self.values[key] = value
+            self._changed.notify_all()
+
+    def get(self, key: str, /) -> bytes:
+        return self.values[key].encode()
+
+    def check(self, keys: list[str], /) -> bool:
+        self._look()
+        return all(key in self.values for key in keys)
+
+    def wait(self, keys: list[str], timeout: datetime.timedelta, /) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.check(keys), timeout.total_seconds()):
+                raise RuntimeError("wait timeout")
+
+    def _look(self) -> None:
+        if self.lost:
+            raise RuntimeError("connection was closed by the store")
+
+
+def circle(store: MemoryStore, rank: int, size: int = 2, patience_s: float = 60.0) -> ranks.Circle:
+    return ranks.Circle(store, Seat(rank=rank, local_rank=0, world_size=size, device="cpu"), patience_s)
+
+
+def replica(rank: int, port: int = 1, **facts: object) -> Replica:
+    endpoint = Endpoint(url=f"http://127.0.0.1:{port}", model="m", secret="s", facts=facts)
+    return Replica(rank=rank, host=f"host{rank}", endpoint=endpoint)
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "LOOK_S", 0.001)
+
+
+def test_rank_0_has_the_replicas_of_all_in_their_order() -> None:
+    store = MemoryStore()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        own = [[replica(0, port)], [replica(1, port, devices=2, settings={"max_batch": 8}), replica(1, port)]]
+        for rank, found in enumerate(own):
+            circle(store, rank).tell(found)
+        assert circle(store, 0).gathered() == [*own[0], *own[1]]
+
+
+def test_a_replica_that_rank_0_cannot_reach_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    store = MemoryStore()
+    circle(store, 0, size=1).tell([replica(0, port)])
+    with pytest.raises(
+        UnsupportedError, match=rf"that of rank 0 on host0 does not answer it at http://127.0.0.1:{port}"
+    ):
+        circle(store, 0, size=1).gathered()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_others_stay_until_rank_0_has_ended_however_it_ends(fails: bool) -> None:
+    store, left = MemoryStore(), threading.Event()
+
+    def attend() -> None:
+        circle(store, 1).attend([replica(1)], lambda _: True)
+        left.set()
+
+    other = threading.Thread(target=attend)
+    other.start()
+
+    def work() -> None:
+        with circle(store, 0).asking():
+            assert not left.wait(0.05)
+            if fails:
+                raise ValueError("of the client")
+
+    if fails:
+        with pytest.raises(ValueError, match="of the client"):
+            work()
+    else:
+        work()
+    # It was given the time to hear of it.
+    assert "paceline/heard/1" in store.values
+    other.join(60)
+    assert left.is_set()
+
+
+def test_a_rank_whose_replica_died_says_so_once_and_stays(capsys: pytest.CaptureFixture[str]) -> None:
+    store, looks = MemoryStore(), [0, 0]
+    for rank in (0, 1):
+        circle(store, rank).tell([replica(rank, port=1), replica(rank, port=2)])
+
+    def answers(asked: Replica) -> bool:
+        place = int(asked.endpoint.url[-1]) - 1
+        looks[place] += 1
+        if sum(looks) > 40:
+            store.set("paceline/ended", "1")
+        # The second misses two looks and comes back: that is no death.
+        return looks[place] < 3 if place == 0 else looks[place] not in (4, 5)
+
+    assert circle(store, 1).attend([replica(1, port=1), replica(1, port=2)], answers) == [0]
+    assert circle(store, 0).gone() == [2]
+    assert capsys.readouterr().err.count("http://127.0.0.1:1 answers no more") == 1
+
+
+def test_a_launch_that_is_gone_ends_the_waiting() -> None:
+    store = MemoryStore()
+
+    def answers(_: Replica) -> bool:
+        store.lost = True
+        return True
+
+    assert circle(store, 1).attend([replica(1)], answers) == []
+
+
+def test_whoever_does_not_say_that_it_heard_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "FAREWELL_S", 0.01)
+    store = MemoryStore()
+    with circle(store, 0).asking():
+        pass
+    assert store.values == {"paceline/ended": "1"}
+
+
+def test_a_key_does_not_show_and_arrives() -> None:
+    assert "'s'" not in repr(replica(0))
+    assert Replica.from_dict(replica(0).to_dict()) == replica(0)
+
+
+def test_whether_somebody_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        assert ranks.accepts(replica(0, port))
+    assert not ranks.accepts(replica(0, port))

@@ -1,0 +1,353 @@
+"""One client over replicas of known law in processes of their own: killed, slow, failing, compared, searched."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from testbed import replicas as bed
+
+from paceline import stopping
+from paceline.errors import InvalidRunError, RequestError, UnsupportedError
+from paceline.loadgen.tally import Tally
+from paceline.plugins import Seat
+from paceline.records import Evidence, Sample
+from paceline.serving import AnswerSample, ClientSample, ReplicaSample, RequestSample, Serving, StageSample
+from paceline.spec import Choice, RunSpec
+from paceline.workloads import _inference_loads as loads
+from paceline.workloads import inference
+from paceline.workloads._inference_session import standing
+
+Start = Callable[..., bed.Replica]
+SAMPLES = 40
+
+
+class Notebook:
+    """A recorder that keeps everything, and tells somebody of every move."""
+
+    def __init__(self, moved: Callable[[int, str], None] | None = None) -> None:
+        self.samples: list[Sample] = []
+        self.moves: list[tuple[int, str]] = []
+        self.evidence: Evidence | None = None
+        self._moved = moved
+
+    def add(self, sample: Sample) -> None:
+        self.samples.append(sample)
+
+    def progress(self, step: int, phase: str) -> None:
+        self.moves.append((step, phase))
+        if self._moved:
+            self._moved(step, phase)
+
+    def conclude(self, evidence: Evidence) -> None:
+        self.evidence = evidence
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        return [sample for sample in self.samples if isinstance(sample, kind)]
+
+    @property
+    def requests(self) -> list[RequestSample]:
+        return self.of(RequestSample)
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    started: list[bed.Replica] = []
+
+    def begin(**law: Any) -> bed.Replica:
+        started.append(bed.start(**law))
+        return started[-1]
+
+    yield begin
+    for replica in started:
+        replica.end()
+
+
+Ask = Callable[..., Notebook]
+
+
+@pytest.fixture
+def ask(make_spec: Callable[..., RunSpec]) -> Ask:
+    """A run of this workload in this process, over the replicas given."""
+
+    def run(
+        *replicas: bed.Replica,
+        notebook: Notebook | None = None,
+        timeout_s: float = 120.0,
+        workload: str = "inference",
+        **asked: Any,
+    ) -> Notebook:
+        usual: dict[str, Any] = {"requests": SAMPLES, "max_tokens": 8, "warmup_requests": 1, "request_timeout_s": 30.0}
+        spec = make_spec(
+            None,
+            processes=1,
+            workload=workload,
+            engine=Choice("openai", {"urls": [replica.url for replica in replicas]}),
+            serving=Serving(**{**usual, **asked}),
+            data=Choice.parse("synthetic:prompt=fixed,prompt_mean=4,answer_mean=8"),
+            timeout_s=timeout_s,
+        )
+        assert inference.check(spec) is None
+        found = notebook or Notebook()
+        inference.run(spec, Seat(rank=0, local_rank=0, world_size=1, device="cpu"), found)
+        return found
+
+    return run
+
+
+def assert_exactly_once(notebook: Notebook, samples: int = SAMPLES) -> None:
+    assert sorted(request.sample for request in notebook.requests) == list(range(samples))
+    assert len({request.number for request in notebook.requests}) == samples
+
+
+def test_what_a_killed_replica_leaves_others_answer(start: Start, ask: Ask) -> None:
+    found = ask(start(), start(dies_after=6), start(), concurrency=6)
+    assert_exactly_once(found)
+    assert {request.error for request in found.requests} == {None}
+    by_replica = Counter(request.replica for request in found.requests)
+    assert sum(by_replica.values()) == SAMPLES
+    # One of its requests was the question beforehand.
+    assert by_replica[1] <= 5
+    again = [request for request in found.requests if request.attempt]
+    assert again
+    assert all(request.replica != 1 for request in again)
+    first, second, third = found.of(ReplicaSample)
+    assert second.died_ns > 0
+    assert second.reassigned >= len(again)
+    assert (first.died_ns, third.died_ns, first.reassigned) == (None, None, 0)
+
+
+def test_a_replica_that_fails_is_not_given_up_and_its_failures_are_listed(start: Start, ask: Ask) -> None:
+    found = ask(start(), start(mode="fail"), concurrency=4, warmup_requests=0)
+    assert_exactly_once(found)
+    failed = [request for request in found.requests if request.error is not None]
+    assert {(request.replica, request.error, request.attempt) for request in failed} == {(1, "http_500", 0)}
+    assert len(failed) == SAMPLES // 4
+    assert [replica.died_ns for replica in found.of(ReplicaSample)] == [None, None]
+
+
+def test_a_replica_that_never_ends_costs_its_own_samples_only(start: Start, ask: Ask) -> None:
+    """Not to answer is no sign of death: whoever is asked again would be asked twice."""
+    found = ask(start(), start(mode="stall"), concurrency=4, requests=8, warmup_requests=0, request_timeout_s=0.5)
+    assert_exactly_once(found, 8)
+    assert Counter((r.replica, r.error, r.attempt) for r in found.requests if r.replica == 1) == {(1, "timeout", 0): 4}
+    assert [replica.died_ns for replica in found.of(ReplicaSample)] == [None, None]
+
+
+def test_replicas_of_different_models_are_each_asked_for_their_own(start: Start, ask: Ask) -> None:
+    one, two = start(model="one"), start(model="two")
+    found = ask(one, two, concurrency=4, requests=8)
+    assert_exactly_once(found, 8)
+    assert {request.error for request in found.requests} == {None}
+    # On one host they are told apart by their ports.
+    told = [(replica.model, f"http://{replica.host}") for replica in found.of(ReplicaSample)]
+    assert told == [("one", one.url), ("two", two.url)]
+
+
+def test_several_processes_of_a_client_share_one_plan(start: Start, ask: Ask) -> None:
+    found = ask(start(), start(), concurrency=6, workload="inference:shards=2")
+    assert_exactly_once(found)
+    clients = found.of(ClientSample)
+    assert [(client.shard, client.requests) for client in clients] == [(0, SAMPLES // 2), (1, SAMPLES // 2)]
+    assert len({client.plan for client in clients}) == 1
+
+
+def test_the_faster_replica_takes_more_where_whoever_is_free_may(start: Start, ask: Ask) -> None:
+    fast, slow = start(ttft_s=0.002), start(ttft_s=0.1)
+    fixed = ask(fast, slow, concurrency=4)
+    free = ask(fast, slow, concurrency=4, partition="dynamic")
+    for found in (fixed, free):
+        assert_exactly_once(found)
+    assert Counter(request.replica for request in fixed.requests) == {0: SAMPLES // 2, 1: SAMPLES // 2}
+    assert Counter(request.replica for request in free.requests)[0] > SAMPLES // 2
+
+
+def test_nobody_left_is_told_and_every_sample_is_listed(start: Start, ask: Ask) -> None:
+    notebook = Notebook()
+    with pytest.raises(InvalidRunError, match=r"no replica is left for load 2: replica 0 \(http://127"):
+        ask(start(dies_after=5), notebook=notebook, scenario="sweep", loads="2+4")
+    assert_exactly_once(notebook)
+    assert Counter(request.error is None for request in notebook.requests)[True] <= 4
+    # Also of a run that ends so the replicas are told of.
+    assert [replica.died_ns is not None for replica in notebook.of(ReplicaSample)] == [True]
+
+
+def test_all_die_while_whoever_is_free_is_asked(start: Start, ask: Ask) -> None:
+    found = ask(start(dies_after=5), start(dies_after=9), partition="dynamic", concurrency=4)
+    assert_exactly_once(found)
+    answered = [request.replica for request in found.requests if request.error is None]
+    assert len(answered) <= 4 + 8
+    assert set(answered) <= {0, 1}
+    assert all(replica.died_ns is not None for replica in found.of(ReplicaSample))
+
+
+def test_a_sweep_has_a_plan_a_client_and_a_row_for_each_load(start: Start, ask: Ask) -> None:
+    found = ask(start(), start(), scenario="sweep", loads="1+3", requests=12)
+    stages = found.of(StageSample)
+    assert [(s.stage, s.scenario, s.concurrency, s.planned) for s in stages] == [
+        (0, "concurrency", 1, 12),
+        (1, "concurrency", 3, 12),
+    ]
+    assert stages[0].ended_ns <= stages[1].started_ns
+    for stage in stages:
+        ours = [request for request in found.requests if request.stage == stage.stage]
+        assert sorted(request.sample for request in ours) == list(range(12))
+        assert all(stage.started_ns <= request.due_ns <= stage.ended_ns for request in ours)
+        assert _most_at_once(ours) <= (stage.concurrency or 0)
+    assert len({request.number for request in found.requests}) == 24
+    assert len({(client.stage, client.plan) for client in found.of(ClientSample)}) == 2
+
+
+def _most_at_once(requests: list[RequestSample]) -> int:
+    moves = [(r.due_ns, 1) for r in requests] + [(r.ended_ns or 0, -1) for r in requests]
+    return int(np.cumsum([change for _, change in sorted(moves)]).max())
+
+
+def test_replicas_that_are_compared_are_asked_the_same_there_and_back(start: Start, ask: Ask) -> None:
+    found = ask(start(), start(), partition="paired", scenario="concurrency", concurrency=3, requests=10)
+    assert [stage.replica for stage in found.of(StageSample)] == [0, 1, 1, 0]
+    for stage in range(4):
+        ours = sorted((r for r in found.requests if r.stage == stage), key=lambda r: r.number)
+        assert {request.replica for request in ours} == {(0, 1, 1, 0)[stage]}
+        assert [r.sample for r in ours] == [r.sample for r in found.requests if r.stage == 0]
+
+
+def test_one_alone_cannot_be_compared(start: Start, ask: Ask) -> None:
+    with pytest.raises(UnsupportedError, match="one alone"):
+        ask(start(), partition="paired")
+
+
+def test_the_same_questions_are_asked_of_all_and_their_answers_kept(start: Start, ask: Ask) -> None:
+    found = ask(start(), start(), warmup_requests=3, requests=6)
+    answers: list[AnswerSample] = found.of(AnswerSample)
+    assert [(a.replica, a.sample, a.tokens) for a in answers] == [(r, s, 8) for r in (0, 1) for s in (0, 1, 2)]
+    assert len({answer.text for answer in answers}) == 1
+    assert answers[0].text
+    # Texts of the load itself are kept for who asks for them.
+    assert {request.text for request in found.requests} == {None}
+    assert found.evidence is not None
+    assert found.evidence.settings == {"replicas": 2, "samples": 6, "served": "mock"}
+
+
+def test_a_load_goes_on_for_as_long_as_it_shall(start: Start, ask: Ask) -> None:
+    found = ask(start(), scenario="concurrency", concurrency=2, requests=5, least_s=0.5)
+    (stage,) = found.of(StageSample)
+    assert stage.planned == len(found.requests) > 5
+    assert max(request.due_ns for request in found.requests) > 0.3e9
+    ordered = sorted(found.requests, key=lambda request: request.number)
+    # Samples are used again in whole rounds.
+    for begin in range(0, len(ordered) - 5, 5):
+        assert sorted(request.sample for request in ordered[begin : begin + 5]) == list(range(5))
+
+
+def test_a_search_never_passes_what_the_law_of_the_server_forbids(
+    start: Start, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A queue of one: what each request waits follows from the arrivals alone (Lindley), so a rate at which the law
+    makes requests late must fail. At the 90th percentile fewer requests tell, which is enough for a test."""
+    service_s, limit_s = 0.01, 0.3
+    monkeypatch.setattr(loads, "PERCENTILE", 0.9)
+    monkeypatch.setattr(loads, "LEAST_SEARCHED", stopping.requests_needed(0, 0.9))
+    found = ask(
+        start(service_s=service_s, itl_s=0.0),
+        scenario="search",
+        rate_per_s=60.0,
+        ttft_limit_s=limit_s,
+        tpot_limit_s=10.0,
+        max_tokens=1,
+    )
+    rates: dict[bool, list[float]] = {True: [], False: []}
+    for stage in found.of(StageSample):
+        ours = sorted((r for r in found.requests if r.stage == stage.stage), key=lambda r: r.due_ns)
+        late = [r.error is not None or (r.first_ns or 0) - r.due_ns > limit_s * 1e9 for r in ours]
+        passed = sum(late) <= (stopping.late_allowed(len(ours), 0.9) or 0)
+        rates[passed].append(stage.rate_per_s)
+        forbidden = _waits([r.due_ns for r in ours], service_s) > limit_s * 1e9
+        assert not (passed and forbidden.sum() > (stopping.late_allowed(len(ours), 0.9) or 0))
+    assert len(rates[False]) >= 1
+    assert max(rates[True], default=0.0) < min(rates[False])
+
+
+def test_a_trial_ends_when_it_is_lost(start: Start, ask: Ask) -> None:
+    """At a rate at which it would go on for two minutes, with an answer to every request that comes too late."""
+    found = ask(start(ttft_s=0.05), scenario="search", rate_per_s=8.0, ttft_limit_s=0.001, timeout_s=65.0)
+    (stage,) = found.of(StageSample)
+    assert 1 <= stage.planned == len(found.requests) < 459
+    assert {request.error for request in found.requests} == {None}
+    assert found.evidence is not None
+    # On a busy machine the client may say against itself that it was late.
+    why = str(found.evidence.settings["search_ended_by"])
+    assert "longer than is left of timeout_s" in why or "the client itself was late" in why
+
+
+def _waits(due_ns: list[int], service_s: float) -> Any:
+    """Nanoseconds from each arrival to its answer, in a queue of one."""
+    free, waits = 0.0, []
+    for due in due_ns:
+        free = max(free, due) + service_s * 1e9
+        waits.append(free - due)
+    return np.array(waits)
+
+
+def test_whoever_watches_sees_requests_end_and_how_many_are_needed(start: Start, ask: Ask) -> None:
+    found = ask(start(), scenario="constant", rate_per_s=40.0, ttft_limit_s=5.0)
+    told = [phase for _, phase in found.moves if phase.startswith("timing: ")]
+    assert told[-1] == f"timing: {SAMPLES} of 459 needed, 0 late"
+    ended = [step for step, phase in found.moves if phase.startswith("timing: ")]
+    assert ended == sorted(ended)
+    assert ended[-1] == SAMPLES
+
+
+@pytest.mark.parametrize(
+    ("asked", "tally", "words"),
+    [
+        ({"scenario": "server", "rate_per_s": 1.0}, (412, 1, 0), "412 of 662 needed, 1 late"),
+        ({"scenario": "server", "rate_per_s": 1.0}, (412, 1, 1), "412 of 838 needed, 1 late, 1 failed"),
+        ({}, (1412, 0, 2), "1,412 of 2,000 requests, 2 failed"),
+        ({"scenario": "server", "rate_per_s": 1.0}, (9000, 8000, 0), "9,000 requests, 8,000 late"),
+        ({"least_s": 5.0}, (1412, 0, 0), "1,412 requests"),
+        ({"scenario": "search"}, (40, 0, 0), "load 3 (1.5 a second): 40 of 459 needed, 0 late"),
+    ],
+)
+def test_where_a_load_is_in_words(asked: dict[str, Any], tally: tuple[int, int, int], words: str) -> None:
+    serving = Serving(**asked)
+    plain = serving.scenario if serving.scenario != "search" else "server"
+    load = loads.Load(scenario=plain, requests=9, seed=0, rate_per_s=1.5, least_s=serving.least_s)
+    ended, late, failed = tally
+    seen = Tally(planned=2000, sent=2000, ended=ended, late=late, failed=failed)
+    assert standing(load, 2, serving, seen) == words
+
+
+# --- what cannot be ---
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"scenario": "server", "rate_per_s": 1.0, "partition": "paired"}, "scenario: 'server' was given"),
+        ({"scenario": "trace", "least_s": 5.0}, "least_s: 5.0 was given; accepted is 0 with trace"),
+        ({"loads": "1+2"}, r"loads: '1\+2' was given; accepted is nothing without scenario sweep"),
+        ({"scenario": "sweep", "loads": "x"}, "loads: 'x' was given"),
+    ],
+)
+def test_what_does_not_fit_is_one_sentence(start: Start, ask: Ask, asked: dict[str, Any], words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        ask(start(), **asked)
+
+
+def test_a_load_longer_than_its_run_may_take_is_refused(make_spec: Callable[..., RunSpec]) -> None:
+    spec = make_spec(
+        None,
+        processes=1,
+        workload="inference",
+        engine=Choice("openai"),
+        serving=Serving(scenario="server", rate_per_s=2.0, requests=1000),
+        timeout_s=300.0,
+    )
+    assert inference.check(spec) == "its load lasts 500 s at least, longer than timeout_s (300 s)"
+    assert inference.outline(spec) == (
+        "openai, server at 2 a second: 1,000 requests, 1 replica, static partition, about 8 min 20 s at least"
+    )
