@@ -54,7 +54,9 @@ def sentence(report: Report) -> str:
     if not found:
         return next((f"{v.verdict}: {v.reasons[0]}." for v in report.served if v.reasons), "")
     counted = {_key(v.cell, v.axes) for v in report.served if v.is_valid}
-    known = [key for key in found if key in counted] or list(found)
+    # Of a paired run each load is one replica's: what all do together is the answer where it is known.
+    together = [key for key in found if found[key]["output_tokens_per_s"].axes.get("replica") is None] or list(found)
+    known = [key for key in together if key in counted] or together
     best = max(known, key=lambda key: found[key]["output_tokens_per_s"].value or 0.0)
     searched = (_searched(m) for m in report.measurements if m.metric == "max_rate_per_s")
     return " ".join(filter(None, (*searched, _first(report, found, best), *_further(report, best))))

@@ -82,7 +82,7 @@ def test_alone_is_taken_from_a_paired_run_where_all_were_asked() -> None:
     found = fleet_of(dynamic(), alone=alone)
     assert found.speedup
     assert found.speedup.value == pytest.approx(15 / 20)
-    assert found.speedup.note == "over the best replica alone, from a paired run"
+    assert found.speedup.note == fleets.PAIRED
     half_known = fleet_of(dynamic(), alone={1: alone[1]})
     assert half_known.speedup
     assert half_known.speedup.value == pytest.approx(1.5)

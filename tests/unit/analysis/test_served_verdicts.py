@@ -134,6 +134,14 @@ def test_the_answer_comes_first() -> None:
     assert "The whole set of 120 samples would take 1 min 20 s" in grounds(report)
 
 
+def test_a_replica_asked_alone_is_not_the_answer() -> None:
+    """Alone it serves 20 tokens/s, more than both do together: still the answer is about both."""
+    stages = [stage(n, scenario="offline", replica=n) for n in (0, 1)]
+    asked = [r for n in (0, 1) for r in in_turns(n, 4, 0.5, stage=n)]
+    report = build(record(asked, stages=stages, replicas=TWO, partition="paired"), both(1)[1])
+    assert answer(report)[0].startswith("2 replicas served 15.0 tokens/s")
+
+
 def test_tables_of_replicas_gain_and_the_whole_set() -> None:
     report = build(*both())
     static = cells(report, "Replicas (offline, static")
