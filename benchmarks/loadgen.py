@@ -43,7 +43,8 @@ PEER_S = 900.0
 # The critical value of sqrt(n) D at 1 %.
 MOST_DISTANCE = 1.63
 TRAPS = (
-    "Every tool's TTFT here starts when it sent the request; Paceline's results start when the request was due.",
+    "Every tool's TTFT here starts when it sent the request; Paceline's results start when the request was due."
+    " guidellm tells a latency from its schedule too (`request_scheduled_latency`), but no TTFT from it.",
     "guidellm: `time_per_output_token` is (last token - send) / tokens, so it has the TTFT in it; its"
     " `inter_token_latency` is what others call TPOT, and is shown.",
     "vllm bench serve: the gaps of a Poisson load are rescaled so that the last request falls on requests / rate: its"
@@ -148,7 +149,7 @@ def guidellm(program: str, tokenizer: Path, rate: float, count: int, port: int) 
             "--tokenizer",
             f"kind=hf_auto,model={tokenizer}",
         ]
-        arguments += ["--data", f"kind=synthetic_text,prompt_tokens={PROMPT_TOKENS},output_tokens={LAW.tokens}"]
+        arguments += ["--data", f"kind=json_file,path={_prompts(Path(kept, 'prompts.jsonl'), count)}"]
         arguments += ["--output", f"kind=json,path={out}", "--disable-console"]
         cpu_s = _run([program, *arguments])
         told = json.loads(out.read_text())["benchmarks"][0]["metrics"]
@@ -163,6 +164,12 @@ def guidellm(program: str, tokenizer: Path, rate: float, count: int, port: int) 
         tpot_p99_ms=each["percentiles"]["p99"],
         cpu_s=cpu_s,
     )
+
+
+def _prompts(path: Path, count: int) -> Path:
+    row = {"prompt": " ".join(["w1"] * PROMPT_TOKENS), "output_tokens_count": LAW.tokens}
+    path.write_text((json.dumps(row) + "\n") * count)
+    return path
 
 
 def vllm(program: str, tokenizer: Path, rate: float, count: int, port: int) -> Reading:

@@ -57,11 +57,16 @@ class Rung:
     def streams(self) -> int:
         return sum(shift.most_in_flight for shift in self.shifts)
 
-    @property
+    @cached_property
     def events_per_s(self) -> float:
-        """While answers came: from the first token of all to the last."""
-        times = np.concatenate([np.asarray(each.token_ns) for each in self.answered] or [np.zeros(0)])
-        return float(len(times) / (np.ptp(times) / 1e9)) if len(times) > 1 and np.ptp(times) > 0 else 0.0
+        """Over the second half of the arrivals: an answer lasts as long as the first, so that from then on as many end
+        as begin."""
+        due = [each.due_ns for each in self.answered]
+        if not due or max(due) == min(due):
+            return 0.0
+        begin, end = (min(due) + max(due)) // 2, max(due)
+        times = np.concatenate([np.asarray(each.token_ns, dtype=np.int64) for each in self.answered])
+        return float(np.count_nonzero((times >= begin) & (times <= end)) / ((end - begin) / 1e9))
 
     @cached_property
     def stamp_errors_s(self) -> NDArray[np.float64]:
@@ -84,13 +89,19 @@ class Rung:
         return {f"{name} p{p}": _off(seen, p, law) for name, seen, law in laws for p in (50, 99)}
 
     @cached_property
-    def reasons(self) -> tuple[str, ...]:
-        """Why this load is not believed: the client's own word, then what the server knows better."""
+    def client_reasons(self) -> tuple[str, ...]:
+        """Why the client's times are not believed: its own word, and the server's times of sending."""
         found = list(self.verdict.reasons)
         if self.failed:
             found.append(f"{self.failed} requests failed")
         if (error := _percentile(self.stamp_errors_s, 99)) is None or error > MOST_STAMP_ERROR_S:
             found.append(f"stamps are {_ms(error)} off (p99), more than {_ms(MOST_STAMP_ERROR_S)}")
+        return tuple(found)
+
+    @cached_property
+    def law_reasons(self) -> tuple[str, ...]:
+        """Where the law was not kept; by the server, on the same processors, where the client is believed."""
+        found = []
         for name, off in self.off.items():
             most = MOST_ERROR_P50 if name.endswith("p50") else MOST_ERROR_P99
             if off is None or off > most:
@@ -100,6 +111,10 @@ class Rung:
         return tuple(found)
 
     @property
+    def reasons(self) -> tuple[str, ...]:
+        return self.client_reasons + self.law_reasons
+
+    @property
     def is_valid(self) -> bool:
         return not self.reasons
 
@@ -107,7 +122,8 @@ class Rung:
     def text(self) -> str:
         late, read = _ms(self.verdict.schedule_lag_p99_s), _ms(self.verdict.read_lag_p99_s)
         off = ", ".join(f"{name} {'unknown' if off is None else f'{off:.2%}'}" for name, off in self.off.items())
-        said = "VALID" if self.is_valid else f"INVALID: {'; '.join(self.reasons)}"
+        blamed = "client" if self.client_reasons else "server"
+        said = "VALID" if self.is_valid else f"INVALID({blamed}): {'; '.join(self.reasons)}"
         return (
             f"{self.asked_events_per_s:>9,.0f} events/s asked, {self.events_per_s:,.0f} seen over {self.streams:,} "
             f"streams: sent {late} late, read {read} late, stamped {_ms(_percentile(self.stamp_errors_s, 99))} off "

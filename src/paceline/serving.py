@@ -188,7 +188,8 @@ class AnswerSample:
 class LoadgenSample:
     """What LoadGen concluded of its own test over the same replicas, after the load of this client had ended: its
     words, its units, its rates. It is a statement of another program, like its logs beside this record, and no number
-    of ours is made from it. errors counts the requests it caused that failed, by class: it knows none of them."""
+    of ours is made from it. errors counts the requests it caused that failed, by class, cpu_ratio is the share of a
+    core that asking took: it knows neither."""
 
     kind: ClassVar[str] = "loadgen"
     rank: int
@@ -200,6 +201,7 @@ class LoadgenSample:
     errors: Mapping[str, int]
     settings: Mapping[str, str | int | float | bool | None]
     numbers: Mapping[str, float]
+    cpu_ratio: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,6 +93,8 @@ HEAVY = {
     "mlperf_loadgen",
     "wandb",
     "prometheus_client",
+    "rouge_score",
+    "nltk",
 }
 EAGER = {
     "decoder": {"torch"},

@@ -16,11 +16,13 @@ MS = 1_000_000
 LAW = Law(ttft_s=0.1, itl_s=0.02, tokens=5, mode="clock")
 
 
-def answer(number: int, stamp_error_ns: int = 20_000, ttft_ns: int = 100 * MS, itl_ns: int = 20 * MS) -> Handled:
+def answer(
+    number: int, stamp_error_ns: int = 20_000, ttft_ns: int = 100 * MS, itl_ns: int = 20 * MS, at_ns: int = 10 * MS
+) -> Handled:
     """Sent by the server as told, stamped so much later."""
-    told = [10 * MS + ttft_ns + k * itl_ns for k in range(5)]
+    told = [at_ns + ttft_ns + k * itl_ns for k in range(5)]
     stamps = [each + stamp_error_ns for each in told]
-    made = Handled(number=number, replica=0, due_ns=10 * MS, sent_ns=10 * MS, first_ns=stamps[0], last_ns=stamps[-1])
+    made = Handled(number=number, replica=0, due_ns=at_ns, sent_ns=at_ns, first_ns=stamps[0], last_ns=stamps[-1])
     return replace(
         made, pieces=5, token_ns=array("q", stamps), text=" ".join(map(str, told)), first_byte_ns=1, stamped=True
     )
@@ -40,11 +42,12 @@ def rung(handled: list[Handled], **more: Any) -> selftest.Rung:
 
 
 def test_a_client_that_is_right_is_believed() -> None:
-    good = rung([answer(n) for n in range(100)])
+    good = rung([answer(n, at_ns=(10 + 2 * n) * MS) for n in range(100)])
     assert good.reasons == ()
     assert good.stamp_errors_s.tolist() == pytest.approx([2e-5] * 500)
     assert good.off == pytest.approx({"TTFT p50": 2e-4, "TTFT p99": 2e-4, "TPOT p50": 0, "TPOT p99": 0}, abs=1e-9)
-    assert good.events_per_s == pytest.approx(500 / 0.08)
+    # Due from 10 to 208 ms; from 109 ms on come 49 first tokens, 39 second, 29 third, 19 fourth and 9 fifth ones.
+    assert good.events_per_s == pytest.approx((49 + 39 + 29 + 19 + 9) / 0.099)
     assert "VALID" in good.text
 
 
@@ -60,6 +63,7 @@ def test_what_the_server_knows_better_is_told(worse: dict[str, int], word: str) 
     found = rung([answer(n, **worse) for n in range(100)])
     assert not found.is_valid
     assert word in found.text
+    assert f"INVALID({'client' if 'stamp_error_ns' in worse else 'server'})" in found.text
 
 
 def test_a_tail_is_held_to_five_percent() -> None:
@@ -76,6 +80,18 @@ def test_failures_and_the_clients_own_word_count() -> None:
     nothing = rung([lost])
     assert nothing.events_per_s == 0.0
     assert "TTFT p50 is unknown" in nothing.text
+
+
+def test_the_climb_ends_with_the_first_that_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[float, int]] = []
+
+    def one(events_per_s: float, streams: int, seconds: float, shards: int) -> selftest.Rung:
+        asked.append((events_per_s, streams))
+        return rung([answer(0)], cpu_s=0.9 if len(asked) == 3 else 0.1)
+
+    monkeypatch.setattr(selftest, "one", one)
+    assert [each.is_valid for each in selftest.climb(700, 4.0, 1)] == [True, True, False]
+    assert asked == [(1000.0, 500), (1600.0, 700), (2560.0, 700)]
 
 
 def test_one_real_try_stamps_every_token() -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
 
-from paceline.analysis import fingerprint, metrics
+from paceline.analysis import fingerprint, metrics, served_work
 from paceline.analysis.compare import verdict_of
 from paceline.analysis.statistics import Ratio, launches_note, ratio_between
 from paceline.analysis.subjects import ROW, Judged, Quantity, Subject, judge, subject_of
@@ -26,7 +26,7 @@ from paceline.spec import Choice, RunSpec, require
 
 MISSING = "missing"
 LOOKED_AT_FOR_FAILURES = "memory"
-BELIEVABLE = "certified training, or collectives or compute on devices of their own"
+BELIEVABLE = "certified training, served models that may be believed, or the machine's own measures"
 NEAREST_LOOKED_AT = 50
 FAMILY_ERROR = 0.05
 _UNUSED = ("training", "warmup", "steps")
@@ -34,11 +34,12 @@ _UNUSED = ("training", "warmup", "steps")
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One cell in both folders."""
+    """One cell in both folders. unequal says why what was served is not the same work; None where it is."""
 
     first: Subject
     second: Subject
     differences: tuple[Differing, ...]
+    unequal: str | None = None
 
     @property
     def same_runs(self) -> bool:
@@ -124,6 +125,8 @@ def _work_fields(spec: RunSpec, across_devices: bool = False) -> dict[str, Any]:
     """The fields two cells must agree in to meet."""
     free = {*fingerprint.CIRCUMSTANCES, *(() if spec.is_trained else _UNUSED)}
     free |= {"topology.device"} if across_devices else set()
+    # What serves is what is compared, as long as both did the same work (`served_work`).
+    free |= set(served_work.FREE) if spec.serving else set()
     fields = metrics.flat(spec)
     return {name: value for name, value in fields.items() if name not in free and name.partition(".")[0] not in free}
 
@@ -134,8 +137,17 @@ def _pairs(a: Side, b: Side, matched: Mapping[str, str]) -> dict[str, Pair]:
     for cell, other in matched.items():
         first, second = subject_of(a[cell]), subject_of(b[other])
         if first and second:
-            found[cell] = Pair(first, second, fingerprint.differences(first.records, second.records))
+            differing = fingerprint.differences(first.records, second.records)
+            found[cell] = Pair(first, second, differing, _unequal(first, second))
     return found
+
+
+def _unequal(first: Subject, second: Subject) -> str | None:
+    """Why two served cells did not do the same work; training has its certificates."""
+    if not first.spec.serving:
+        return None
+    reasons = served_work.reasons(served_work.checks(first.records, second.records))
+    return f"not equal work: {'; '.join(reasons)}" if reasons else None
 
 
 def _lost(a: Side, b: Side, matched: Mapping[str, str]) -> tuple[Lost, ...]:
@@ -233,13 +245,13 @@ def _quantities(pair: Pair) -> Iterable[Found]:
         if second is None or (first.metric == "peak_memory_bytes" and not same_memory):
             continue
         if min(first.resampled.value, second.resampled.value) > 0:
-            ratio, reason = _ratio(first, second)
+            ratio, reason = (None, pair.unequal) if pair.unequal else _ratio(first, second)
             yield Found(pair, first, second, ratio, reason)
 
 
 def _ratio(first: Quantity, second: Quantity) -> tuple[Ratio | None, str]:
     launches = first.resampled.launches, second.resampled.launches
-    if first.subject == ROW and min(launches) < 2:
+    if first.subject == ROW and not first.tells_alone and min(launches) < 2:
         once = " and ".join(name for name, count in zip("AB", launches, strict=True) if count < 2)
         return None, f"launches were not repeated in {once}: iterations of one launch say nothing about the next"
     found = ratio_between([second.resampled.redrawn()], [first.resampled])
@@ -277,7 +289,7 @@ def _verdict(f: Found, ratio: float, family: int) -> tuple[str | None, str]:
     if f.pair.same_runs:
         return TIE, "the same runs stand in both folders"
     if f.ratio is None:
-        return (TIE, "both are equal to the last digit") if ratio == 1 else (None, f.reason)
+        return (TIE, "both are equal to the last digit") if ratio == 1 and not f.pair.unequal else (None, f.reason)
     verdict, reason = verdict_among(family, f.ratio, f.first.better)
     return verdict, "; ".join(filter(None, (reason, f.reason)))
 
@@ -300,6 +312,8 @@ def _notes(a: Side, pairs: Sequence[Pair], changes: Sequence[Change]) -> Iterabl
         yield "A and B hold the same runs"
     if any(len(s.records) == 1 for p in pairs if not p.same_runs for s in (p.first, p.second) if s.spec.is_certified):
         yield "launches were not repeated in every cell: intervals of such cells are of steps within one launch only"
+    if any(len(s.records) == 1 for p in pairs if not p.same_runs for s in (p.first, p.second) if s.spec.serving):
+        yield "launches were not repeated in every served cell: intervals of such cells are of requests of one launch"
     if undecided := sum(c.verdict is None for c in changes):
         yield f"{undecided} of {len(changes)} comparisons have no verdict, because the data supports no interval"
     if any(runs[0].record.spec.workload.name == LOOKED_AT_FOR_FAILURES for runs in a.values()):

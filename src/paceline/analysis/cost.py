@@ -46,11 +46,13 @@ PER_SAMPLE = ("usd_per_1k_samples", "samples_time_s", "samples_cost_usd")
 
 @dataclass(frozen=True, slots=True)
 class Costing:
-    """At which prices (None: those of the table that match the GPU), and for how many tokens or samples of training."""
+    """At which prices (None: those of the table that match the GPU), for how many tokens or samples of training, and in
+    how many hours of a day reserved devices serve: an assumption, told wherever it counts."""
 
     prices: tuple[Price, ...] | None = None
     train_tokens: int | None = None
     train_samples: int | None = None
+    busy_hours: float = 8.0
 
     @property
     def goal(self) -> str | None:

@@ -7,7 +7,7 @@ readings has no energy at all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,9 @@ COUNTER, POWER = "the energy counter", "power over time"
 LARGEST_MARGIN = 0.25
 # Power is not known for a stretch in which nobody read it.
 LONGEST_GAP_S = 5.0
+
+
+Windows = Callable[[gauges.Source], Sequence[tuple[float, float]] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,34 +47,47 @@ class WindowEnergy:
         return f"by {self.how}; its ends lie between readings and may be off by {self.margin_j / self.joules:.1%}"
 
 
-def _unknown(reason: str) -> WindowEnergy:
+def unknown(reason: str) -> WindowEnergy:
     return WindowEnergy(None, reason=f"energy: {reason}")
 
 
 def window_energy(record: RunRecord, measured: Sequence[int]) -> WindowEnergy:
     """Of all GPUs of the job, or of the processors of all its hosts where it ran on those."""
+
+    def windows(source: gauges.Source) -> list[tuple[float, float]] | None:
+        return gauges.stretches(record, source.rank, measured)
+
+    return _of_devices(record, windows, record.spec.topology.world_size)
+
+
+def energy_within(record: RunRecord, windows: Sequence[tuple[float, float]], gpus: int | None) -> WindowEnergy:
+    """Of so many GPUs (None: of the processors of all hosts) over stretches of time, by the clocks on the wall."""
+    return _of_devices(record, lambda source: windows, gpus)
+
+
+def _of_devices(record: RunRecord, windows_of: Windows, gpus: int | None) -> WindowEnergy:
     cuda = record.spec.topology.device == "cuda"
     shared = _not_alone(record)
     if shared or not record.gauges:
-        return _unknown(shared or "no gauge was recorded")
+        return unknown(shared or "no gauge was recorded")
     ours = {s: samples for s, samples in gauges.sources(record).items() if (s.device is not None) == cuda}
-    expected = record.spec.topology.world_size if cuda else len(gauges.hosts(record))
+    expected = gpus if cuda and gpus else len(gauges.hosts(record))
     if len(ours) < expected:
-        return _unknown(f"{len(ours)} of {expected} {'GPUs' if cuda else 'hosts'} were read")
+        return unknown(f"{len(ours)} of {expected} {'GPUs' if cuda else 'hosts'} were read")
     found = []
     for source, samples in ours.items():
-        windows = gauges.stretches(record, source.rank, measured)
+        windows = windows_of(source)
         if not windows:
-            return _unknown("when the measured steps ran was not recorded")
+            return unknown("when the measured steps ran was not recorded")
         found.append(_joined([between(samples, *window) for window in windows]))
     return _sum(found)
 
 
 def _joined(parts: Sequence[WindowEnergy]) -> WindowEnergy:
     """One device over stretches between which it did something else; unknown as soon as one of them is."""
-    unknown = next((part for part in parts if part.joules is None), None)
-    if unknown or len(parts) == 1:
-        return unknown or parts[0]
+    missing = next((part for part in parts if part.joules is None), None)
+    if missing or len(parts) == 1:
+        return missing or parts[0]
     joules, seconds = sum(p.joules or 0.0 for p in parts), sum(p.seconds or 0.0 for p in parts)
     return WindowEnergy(joules, seconds, sum(p.margin_j for p in parts), 1, parts[0].how)
 
@@ -93,10 +109,10 @@ def _sum(found: Sequence[WindowEnergy]) -> WindowEnergy:
     joules, seconds = sum(e.joules or 0.0 for e in found), [e.seconds or 0.0 for e in found]
     margin = sum(e.margin_j for e in found)
     if joules <= 0:
-        return _unknown("no counter moved during the measured window")
+        return unknown("no counter moved during the measured window")
     if margin > LARGEST_MARGIN * joules:
         length = sum(seconds) / len(seconds)
-        return _unknown(f"the measured window of {length:.2g} s is too short for how often gauges were read")
+        return unknown(f"the measured window of {length:.2g} s is too short for how often gauges were read")
     how = " and ".join(dict.fromkeys(e.how for e in found))
     return WindowEnergy(joules, sum(seconds) / len(seconds), margin, len(found), how)
 
@@ -108,18 +124,18 @@ def between(samples: Sequence[GaugeSample], begin: float, end: float) -> WindowE
             continue
         at, joules = curve
         if _clock_stepped_back(at, begin, end):
-            return _unknown("the clock of its readings was set back during the measured window")
+            return unknown("the clock of its readings was set back during the measured window")
         around = slice(max(np.searchsorted(at, begin, side="right") - 1, 0), np.searchsorted(at, end) + 1)
         if not at[0] <= begin < end <= at[-1]:
-            return _unknown("gauges were not read from before the measured window to after it")
+            return unknown("gauges were not read from before the measured window to after it")
         if bool((np.diff(joules[around]) < 0).any()):
             continue
         if how == POWER and np.diff(at[around]).max() > LONGEST_GAP_S:
-            return _unknown(f"power was not read for more than {LONGEST_GAP_S:g} s of the measured window")
+            return unknown(f"power was not read for more than {LONGEST_GAP_S:g} s of the measured window")
         first, last = _interpolated(at, joules, begin), _interpolated(at, joules, end)
         return WindowEnergy(last[0] - first[0], end - begin, first[1] + last[1], 1, how)
     counted = any(sample.energy_j is not None for sample in samples)
-    return _unknown("its counter was set back during the run" if counted else "neither energy nor power is told here")
+    return unknown("its counter was set back during the run" if counted else "neither energy nor power is told here")
 
 
 def _clock_stepped_back(at: Array, begin: float, end: float) -> bool:

@@ -17,7 +17,18 @@ CIRCUMSTANCES = (
     *("max_restarts", "checkpoint_every"),
 )
 # What explains a change most often stands first.
-_ORDER = ("gpus.name", "driver", "cuda", "versions", "gpus", "switches", "settings", "environment", "launcher")
+_ORDER = (
+    "gpus.name",
+    "engine",
+    "driver",
+    "cuda",
+    "versions",
+    "gpus",
+    "switches",
+    "settings",
+    "environment",
+    "launcher",
+)
 _INDEX = re.compile(r"\.\d+(?=\.|$)")
 
 Read = Callable[[RunRecord], Iterable[tuple[str, Any]]]
@@ -40,6 +51,11 @@ def _setup(record: RunRecord) -> Iterable[tuple[str, Any]]:
     for name in CIRCUMSTANCES if record.spec.is_trained else ("launcher",):
         value = str(Choice(**spec[name])) if name == "launcher" else spec[name]
         yield from ((path, inner) for path, (inner, _) in machine.fingerprint_diff({name: value}, {}).items())
+    if record.spec.engine:
+        yield "engine", str(record.spec.engine)
+    for sample in record.replicas:
+        told = {"version": sample.version, "devices": sample.devices, "settings": dict(sample.settings)}
+        yield from ((f"engine.{path}", value) for path, (value, _) in machine.fingerprint_diff(told, {}).items())
     evidence = record.evidence
     for group in ("settings", "switches") if evidence else ():
         yield from ((f"{group}.{key}", value) for key, value in getattr(evidence, group).items())

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePath
+from typing import TypeVar
 
 import numpy as np
 
-from paceline.analysis import changepoints, fingerprint, validity
+from paceline.analysis import changepoints, fingerprint, loads, served_work, validity
 from paceline.analysis.ceilings import device_of
 from paceline.analysis.certificate import certify_all
 from paceline.analysis.compare import title_of, untitled_axes
@@ -28,25 +29,41 @@ SPEED, MEMORY = "tokens_per_s", "peak_memory_bytes"
 # A chart of fewer says no more than the table of cells.
 FEWEST_SHOWN = 4
 
+T = TypeVar("T")
 
-def analyse(windows: Iterable[Window], fewest: int = FEWEST_SHOWN) -> tuple[HistorySeries, ...]:
-    """A series per cell, kind of device and metric with at least `fewest` launches; the caller passes trusted ones."""
-    groups: defaultdict[tuple[object, ...], dict[tuple[str, float], Window]] = defaultdict(dict)
-    for w in windows:
-        if len(w.steps):
-            # A folder that was copied holds the same launch again.
-            groups[w.record.spec.cell, device_of(w.record)][w.run, w.record.started_at] = w
-    large = [list(found.values()) for found in groups.values() if len(found) >= fewest]
-    named = untitled_axes([found[0].record.spec.axes() for found in large])
-    return tuple(series for found in large for series in _cell(found, fewest, named))
+
+def analyse(
+    windows: Iterable[Window], fewest: int = FEWEST_SHOWN, asked: Iterable[RunRecord] = ()
+) -> tuple[HistorySeries, ...]:
+    """A series per cell, kind of device and metric with at least `fewest` launches; the caller passes trusted ones.
+    asked are those of served models."""
+    trained = _grouped(((w.record, w) for w in windows if len(w.steps)), fewest)
+    answered = _grouped(((record, record) for record in asked), fewest)
+    named = untitled_axes([each[0].record.spec.axes() for each in trained] + [r[0].spec.axes() for r in answered])
+    series = (s for found in trained for s in _cell(found, fewest, named))
+    return (*series, *(s for found in answered for s in _served_cell(found, fewest, named)))
+
+
+def _grouped(launches: Iterable[tuple[RunRecord, T]], fewest: int) -> list[list[T]]:
+    """By cell and kind of device."""
+    groups: defaultdict[tuple[object, ...], dict[tuple[str, float], T]] = defaultdict(dict)
+    for record, launch in launches:
+        # A folder that was copied holds the same launch again.
+        groups[record.spec.cell, device_of(record)][record.spec.run_id, record.started_at] = launch
+    return [list(found.values()) for found in groups.values() if len(found) >= fewest]
 
 
 @dataclass(frozen=True, slots=True)
 class Launches:
-    """Those that may be believed, and of the others how many there are for each reason."""
+    """Those that may be believed (asked: of served models), and of the others how many there are for each reason."""
 
     windows: list[Window]
     dropped: Mapping[str, int]
+    asked: list[RunRecord] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        return len(self.windows) + len(self.asked)
 
 
 def trusted_windows(launches: Sequence[RunRecord], lenders: Sequence[RunRecord] = ()) -> list[Window]:
@@ -55,19 +72,27 @@ def trusted_windows(launches: Sequence[RunRecord], lenders: Sequence[RunRecord] 
 
 
 def judge(launches: Sequence[RunRecord], lenders: Sequence[RunRecord] = ()) -> Launches:
-    """Every certified kind of launch, as the newest reference that ended ok sees it where its campaign has none."""
+    """Every certified kind of launch, as the newest reference that ended ok sees it where its campaign has none, and
+    every launch that asked a served model."""
     references = {r.spec.work: r for r in sorted((*launches, *lenders), key=_start) if _can_prove(r)}
     campaigns: defaultdict[str, dict[str, RunRecord]] = defaultdict(dict)
     for record in sorted(launches, key=_start):
         campaigns[campaign_of(record)][record.spec.run_id] = record
-    windows, dropped = [], Counter[str]()
+    windows, asked, dropped = [], [], Counter[str]()
     for members in campaigns.values():
         for record, reason in _judged(list(members.values()), references):
-            if reason is None:
-                windows.append(open_window(record))
-            else:
+            if reason is not None:
                 dropped[reason] += 1
-    return Launches(windows, dict(dropped.most_common()))
+            elif record.spec.serving:
+                asked.append(record)
+            else:
+                windows.append(open_window(record))
+    return Launches(windows, dict(dropped.most_common()), asked)
+
+
+def is_kept(record: RunRecord) -> bool:
+    """Whether launches of this kind are looked at over time."""
+    return record.spec.is_certified or record.spec.serving is not None
 
 
 def _can_prove(record: RunRecord) -> bool:
@@ -92,9 +117,9 @@ def _judged(
     lent = [references[work] for work in wanted if work not in own and work in references]
     certificates = certify_all([*members, *lent])
     for r in members:
-        if r.spec.is_certified:
+        if is_kept(r):
             status, reason = validity.status_of(r, certificates.get(r.spec.run_id))
-            missing = None if r.steps else "no step was recorded"
+            missing = None if r.steps or r.requests else "no step was recorded"
             yield r, missing if status is Status.OK else ": ".join(filter(None, (str(status), reason)))
 
 
@@ -109,7 +134,18 @@ def _cell(windows: Sequence[Window], fewest: int, named: Sequence[str]) -> Itera
         values = [_value(w, metric) for w in ordered]
         known = [(w, v) for w, v in zip(ordered, values, strict=True) if math.isfinite(v) and v > 0]
         if len(known) >= fewest:
-            yield _series(metric, [w for w, _ in known], np.array([v for _, v in known]), named)
+            about = BY_NAME[metric].unit, BY_NAME[metric].better
+            yield _series(metric, about, [w.record for w, _ in known], np.array([v for _, v in known]), named)
+
+
+def _served_cell(records: Sequence[RunRecord], fewest: int, named: Sequence[str]) -> Iterator[HistorySeries]:
+    """Of a cell with one load; those of a search are not the same on two days."""
+    ordered = sorted(records, key=lambda r: (r.started_at, r.spec.run_id))
+    found = [(r, each[0]) for r in ordered if len(each := loads.gather([r])) == 1 and not r.shares_gpu]
+    for metric in served_work.metrics_of(found[0][1]) if found else ():
+        known = [(r, value) for r, load in found if (value := loads.value(load, metric)) is not None and value > 0]
+        if len(known) >= fewest:
+            yield _series(metric, loads.COMPARED[metric], [r for r, _ in known], np.array([v for _, v in known]), named)
 
 
 def _value(window: Window, metric: str) -> float:
@@ -121,21 +157,24 @@ def _value(window: Window, metric: str) -> float:
     return float(window.launch[0, LAUNCH_COLUMNS.index(column)])
 
 
-def _series(metric: str, windows: Sequence[Window], values: Array, named: Sequence[str]) -> HistorySeries:
-    spec, about = windows[0].record.spec, BY_NAME[metric]
+def _series(
+    metric: str, about: tuple[str, str], records: Sequence[RunRecord], values: Array, named: Sequence[str]
+) -> HistorySeries:
+    """about is the metric's unit and direction."""
+    spec, (unit, better) = records[0].spec, about
     found = changepoints.splits(np.log(values), seed_of(spec.cell, metric, "history"))
     bounds = [0, *(split.at for split in found), len(values)]
     segments = np.searchsorted(bounds[1:-1], np.arange(len(values)), side="right")
     return HistorySeries(
         metric=metric,
-        unit=about.unit,
-        better=about.better,
+        unit=unit,
+        better=better,
         cell=spec.cell,
         label=title_of(spec.axes(), named),
         axes=spec.axes(),
-        points=tuple(_point(*each) for each in zip(windows, values, segments, strict=True)),
+        points=tuple(_point(*each) for each in zip(records, values, segments, strict=True)),
         changes=tuple(
-            _change(windows, values, (bounds[i], split, bounds[i + 2]), about.better) for i, split in enumerate(found)
+            _change(records, values, (bounds[i], split, bounds[i + 2]), better) for i, split in enumerate(found)
         ),
         note=None if len(values) >= changepoints.FEWEST else _too_few(len(values)),
     )
@@ -145,10 +184,9 @@ def _too_few(launches: int) -> str:
     return f"too few launches to look for a change: {launches}, and at least {changepoints.FEWEST} are needed"
 
 
-def _point(window: Window, value: float, segment: int) -> HistoryPoint:
-    record = window.record
+def _point(record: RunRecord, value: float, segment: int) -> HistoryPoint:
     return HistoryPoint(
-        run=window.run,
+        run=record.spec.run_id,
         campaign=campaign_of(record),
         started_at=record.started_at,
         value=float(value),
@@ -157,11 +195,10 @@ def _point(window: Window, value: float, segment: int) -> HistoryPoint:
 
 
 def _change(
-    windows: Sequence[Window], values: Array, place: tuple[int, changepoints.Split, int], better: str
+    records: Sequence[RunRecord], values: Array, place: tuple[int, changepoints.Split, int], better: str
 ) -> ChangePoint:
     start, (index, p_value), end = place
     ratio, low, high = _ratio(np.log(values[start:index]), np.log(values[index:end]))
-    records = [w.record for w in windows]
     throughout = fingerprint.separating(records[start:index], records[index:end])
     around = fingerprint.differences(records[index - 1 : index], records[index : index + 1])
     return ChangePoint(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
 from paceline.analysis import served
 from paceline.findings import INVALID, VALID, LoadgenVerdict, Opinion
 from paceline.records import RunRecord
-from paceline.serving import LoadgenSample, RequestSample
+from paceline.serving import MOST_CPU_RATIO, LoadgenSample, RequestSample
 
 NS = 1e9
 # Where its log has each figure. Of tokens it tells `completed_tokens_per_second`, or in `Offline` tokens_per_second:
@@ -27,7 +27,7 @@ def verdicts(records: Iterable[RunRecord]) -> tuple[LoadgenVerdict, ...]:
 
 def _verdict(record: RunRecord, told: LoadgenSample) -> LoadgenVerdict:
     theirs, ours = _theirs(told), _ours(record)
-    agrees = theirs.verdict == ours.verdict
+    agrees = (theirs.verdict == VALID) == (ours.verdict == VALID)
     return LoadgenVerdict(
         run=record.spec.run_id,
         cell=record.spec.cell,
@@ -42,14 +42,15 @@ def _verdict(record: RunRecord, told: LoadgenSample) -> LoadgenVerdict:
 
 
 def _theirs(told: LoadgenSample) -> Opinion:
-    """Its own words. Where requests failed its verdict does not count: it takes a failed one for a fast one."""
+    """Its own words, unless what it cannot know speaks against them: it takes a failed request for a fast one, and a
+    client at its limit for a slow system."""
     failed = sum(told.errors.values())
-    classes = ", ".join(f"{name} {count} times" for name, count in sorted(told.errors.items()))
-    unseen = (f"{failed} of {told.asked} requests failed ({classes}), which LoadGen cannot know",) if failed else ()
+    unseen = tuple(_unseen(told))
+    word = told.verdict if not unseen else INVALID if failed else f"{INVALID}(client)"
     tokens = next((told.numbers[key] for key in _TOKENS if told.numbers.get(key)), None)
     return Opinion(
         source=f"LoadGen {told.version}",
-        verdict=INVALID if failed else told.verdict,
+        verdict=word,
         reasons=(*unseen, *told.reasons),
         requests=told.asked,
         failed=failed,
@@ -59,6 +60,16 @@ def _theirs(told: LoadgenSample) -> Opinion:
         tpot_p99_s=None if failed else _seconds(told, _TPOT),
         latency_p99_s=None if failed else _seconds(told, _LATENCY),
     )
+
+
+def _unseen(told: LoadgenSample) -> Iterator[str]:
+    if told.errors:
+        failed = sum(told.errors.values())
+        classes = ", ".join(f"{name} {count} times" for name, count in sorted(told.errors.items()))
+        yield f"{failed} of {told.asked} requests failed ({classes}), which LoadGen cannot know; it says {told.verdict}"
+    if told.cpu_ratio is not None and told.cpu_ratio > MOST_CPU_RATIO:
+        used = f"used {told.cpu_ratio:.0%} of a core (at most {MOST_CPU_RATIO:.0%})"
+        yield f"client: asking for LoadGen {used}, which it does not look at; it says {told.verdict}"
 
 
 def _seconds(told: LoadgenSample, key: str) -> float | None:
@@ -92,5 +103,5 @@ def _p99(requests: Sequence[RequestSample], quantity: Callable[[RequestSample], 
 def _text(theirs: Opinion, ours: Opinion, agrees: bool) -> str:
     if agrees:
         return f"both say {ours.verdict}"
-    blamed = theirs if theirs.verdict == INVALID else ours
+    blamed = ours if theirs.verdict == VALID else theirs
     return f"{theirs.source} says {theirs.verdict}, Paceline {ours.verdict}: {'; '.join(blamed.reasons)}"

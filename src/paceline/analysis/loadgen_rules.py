@@ -16,6 +16,7 @@ from paceline.analysis import served as measured
 from paceline.analysis.served_loads import Served, Stretch
 from paceline.analysis.statistics import Array
 from paceline.analysis.token_times import most_in_flight
+from paceline.findings.accuracy import FAILED, PASSED, Accuracy
 from paceline.findings.served_verdicts import CLIENT, KEPT, LOADGEN_LABEL, NOT_KEPT, UNTOLD, Rule
 from paceline.serving import LIMITS, PERCENTILE
 
@@ -186,6 +187,21 @@ def _accuracy_untold(served: Served) -> Rule:
     if _whole_set(served).outcome != KEPT:
         return _rule("accuracy", "of the whole set", "smoke: a subset can neither pass nor fail", None)
     return _rule("accuracy", "of the whole set", "no scores", None)
+
+
+def accuracy_rules(scored: Sequence[Accuracy]) -> dict[str, Rule]:
+    """By cell, of those that were scored; smoke can be neither kept nor broken."""
+    kept = {PASSED: True, FAILED: False}
+    return {
+        found.cell: _rule("accuracy", "of the whole set", _scored(found), kept.get(found.verdict))
+        for found in scored
+        if found.verdict is not None
+    }
+
+
+def _scored(found: Accuracy) -> str:
+    smoke = ": a subset can neither pass nor fail" if found.verdict not in (PASSED, FAILED) else ""
+    return f"{found.verdict}, {found.scored:,} scored{smoke}"
 
 
 def _client(served: Served) -> Rule:

@@ -125,7 +125,7 @@ def flat(spec: RunSpec) -> dict[str, Any]:
     """All fields that decide a cell, by dotted name; a choice is one field."""
     found: dict[str, Any] = {}
     for name, value in dataclasses.asdict(spec).items():
-        inner = value if name in ("topology", "training", "tuning", "warmup") else None
+        inner = value if name in ("topology", "training", "tuning", "warmup", "serving") else None
         found |= {f"{name}.{key}": part for key, part in inner.items()} if inner else {name: value}
     precision = found.pop("training.precision")
     found |= {f"training.precision.{key}": value for key, value in precision.items()}

@@ -13,6 +13,7 @@ import numpy as np
 from paceline import __version__, machine, models
 from paceline.analysis import (
     advice,
+    beside_speed,
     bottleneck,
     ceilings,
     claims,
@@ -39,7 +40,7 @@ from paceline.analysis.metrics import Cell
 from paceline.analysis.recipe import recipes
 from paceline.analysis.window import Window, first_and_last_loss, open_window, step_table
 from paceline.errors import RequestError
-from paceline.findings import SHARED_GPU, Certificate, Measurement, Report, RunFinding, ScalingPoint
+from paceline.findings import SHARED_GPU, Certificate, HistorySeries, Measurement, Report, RunFinding, ScalingPoint
 from paceline.records import RunRecord, Status
 from paceline.spec import RunSpec
 
@@ -91,7 +92,7 @@ def build(
         memory=held.rows,
         frontier=held.frontier,
         memory_advice=advice.analyse(ordered),
-        histories=history.analyse((*history.trusted_windows(earlier, records), *trusted)),
+        histories=_histories(history.judge(earlier, records), trusted, sound),
         bottlenecks=bottleneck.judge(cells, sound, peaks),
         effects=effects.analyse(cells, ordered, runs),
         rules_of_thumb=thumb.rules(sound),
@@ -100,9 +101,9 @@ def build(
         notes=(*_notes(cells, runs, _machines(ordered)), *_superseded(earlier), *network.notes),
         skipped=tuple(skipped),
     )
-    return _completed(
-        watch.added_to(_with_nodes(found, sound, baseline), sound, windows), ordered, cells, costing or cost.Costing()
-    )
+    costing = costing or cost.Costing()
+    found = beside_speed.added_to(_with_nodes(found, sound, baseline), sound, costing)
+    return _completed(watch.added_to(found, sound, windows), ordered, cells, costing)
 
 
 def _measured(
@@ -114,6 +115,13 @@ def _measured(
     yield from (point.efficiency for point in points)
     for asked in served.gather(sound):
         yield from served.measure(asked)
+
+
+def _histories(
+    earlier: history.Launches, trusted: Sequence[Window], sound: Sequence[RunRecord]
+) -> tuple[HistorySeries, ...]:
+    asked = (record for record in sound if record.requests)
+    return history.analyse((*earlier.windows, *trusted), asked=(*earlier.asked, *asked))
 
 
 def _with_nodes(found: Report, sound: Sequence[RunRecord], baseline: nodes.Baseline | None) -> Report:

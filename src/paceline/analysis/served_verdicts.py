@@ -17,12 +17,9 @@ from paceline.findings.served_verdicts import CLIENT, INVALID, INVALID_CLIENT, V
 from paceline.records import RunRecord, Status
 from paceline.serving import PERCENTILE
 
-# The rule about scores by cell, from whoever computes them.
-Accuracy = Mapping[str, Rule]
 
-
-def added_to(report: Report, records: Sequence[RunRecord], accuracy: Accuracy | None = None) -> Report:
-    """records are those of the report, in the order of its runs."""
+def added_to(report: Report, records: Sequence[RunRecord]) -> Report:
+    """records are those of the report, in the order of its runs; what was scored stands in the report before."""
     statuses = zip(records, (run.status for run in report.runs), strict=True)
     ours = [(record, status) for record, status in statuses if record.spec.serving and record.requests]
     if not ours:
@@ -37,7 +34,7 @@ def added_to(report: Report, records: Sequence[RunRecord], accuracy: Accuracy | 
     return dataclasses.replace(
         report,
         measurements=(*report.measurements, *_combined(together), *_max_rates(loads), *told_ahead),
-        served=tuple(verdicts(ours, accuracy or {})),
+        served=tuple(verdicts(ours, loadgen_rules.accuracy_rules(report.accuracy))),
         fleets=tuple(fleet for _, fleet in together),
         partition_gains=tuple(fleets.partition_gains(loads)),
         full_sets=sets,
@@ -59,7 +56,7 @@ def _max_rates(loads: Sequence[Served]) -> Iterator[Measurement]:
 # --- does it count ---
 
 
-def verdicts(ours: Sequence[tuple[RunRecord, str]], accuracy: Accuracy) -> Iterator[ServedVerdict]:
+def verdicts(ours: Sequence[tuple[RunRecord, str]], accuracy: Mapping[str, Rule]) -> Iterator[ServedVerdict]:
     """One for each load of each cell, of its believed launches; where there are none, of those that are not."""
     cells = dict.fromkeys(record.spec.cell for record, _ in ours)
     for cell in cells:

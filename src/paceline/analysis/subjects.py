@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.analysis import ceilings, metrics, sweep, validity
+from paceline.analysis import ceilings, loads, metrics, served_work, sweep, validity
 from paceline.analysis.certificate import certify_all
 from paceline.analysis.compare import comparable_metrics, title_of, untitled_axes
 from paceline.analysis.metrics import BY_NAME
@@ -15,20 +15,22 @@ from paceline.analysis.window import open_window
 from paceline.findings import HIGHER
 from paceline.present.links import format_size
 from paceline.records import RunRecord, Status
-from paceline.spec import PROBING, RunSpec
+from paceline.spec import PROBING, SERVED, RunSpec
 
 CELL, ROW = "cell", "row"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Quantity:
-    """One number of a cell with its spread; row names the row of a sweep it belongs to, None for the whole cell."""
+    """One number of a cell with its spread; row names the row of a sweep it belongs to, None for the whole cell.
+    tells_alone: one launch supports an interval, because it holds many answers of the same load."""
 
     metric: str
     unit: str
     better: str
     row: str | None
     resampled: Resampled
+    tells_alone: bool = False
 
     @property
     def subject(self) -> str:
@@ -139,7 +141,19 @@ def _ceilings(records: Sequence[RunRecord]) -> Iterator[Quantity]:
             yield Quantity(metric, unit, HIGHER, name, rate)
 
 
+def _served(records: Sequence[RunRecord]) -> Iterator[Quantity]:
+    """Of each load its rate, and where requests did not all wait in one queue also its latencies."""
+    if any(r.shares_gpu for r in records):
+        return
+    for load in loads.gather(records):
+        for metric in served_work.metrics_of(load):
+            found = loads.estimate(load, metric)
+            if found is not None and found.value > 0:
+                yield Quantity(metric, *loads.COMPARED[metric], load.name, found, tells_alone=True)
+
+
 _READERS: Mapping[str, Callable[[Sequence[RunRecord]], Iterator[Quantity]]] = {
     "collectives": _collectives,
     "compute": _ceilings,
+    **dict.fromkeys(SERVED, _served),
 }

@@ -95,14 +95,14 @@ def history(arguments: argparse.Namespace) -> int:
     read = [read_launches(directory) for directory in arguments.directories]
     launches, skipped = ([one for side in sides for one in side] for sides in zip(*read, strict=True))
     judged = over_time.judge(launches)
-    found = over_time.analyse(judged.windows, fewest=1)
+    found = over_time.analyse(judged.windows, fewest=1, asked=judged.asked)
     answer = present.sentence(found)
     if arguments.format == "json":
         told = {"schema": 1, "answer": answer, "histories": plain(found)}
         _print_json(told | {"dropped": dict(judged.dropped), "skipped": skipped})
         return OK
-    asked, where = sum(r.spec.is_certified for r in launches), ", ".join(map(str, arguments.directories))
-    names = f"{asked} launches in {where}; {len(judged.windows)} of them ok and certified."
+    asked, where = sum(map(over_time.is_kept, launches)), ", ".join(map(str, arguments.directories))
+    names = f"{asked} launches in {where}; {judged.count} of them ok and certified."
     lines = (*_dropped(judged.dropped), *(f"skipped: {text}" for text in skipped))
     _show(arguments.format, answer, names, present.tables(found), lines)
     return OK

@@ -60,7 +60,7 @@ def list_kind(arguments: argparse.Namespace) -> int:
 
 def _listing(kind: str) -> dict[str, str]:
     from paceline import experiment, machine, models, plugins, prices
-    from paceline.analysis import ceilings, cost, served, sweep
+    from paceline.analysis import accuracy, ceilings, cost, served, served_cost, sweep
     from paceline.analysis.metrics import METRICS
     from paceline.spec import Choice
 
@@ -74,7 +74,7 @@ def _listing(kind: str) -> dict[str, str]:
         return prices.summaries()
     if kind == "metrics":
         known = {metric.name: (metric.unit, metric.better) for metric in METRICS}
-        known |= cost.METRICS | sweep.METRICS | served.METRICS
+        known |= cost.METRICS | sweep.METRICS | served.METRICS | accuracy.METRICS | served_cost.METRICS
         known |= {name: (unit, "higher") for name, unit in ceilings.METRICS.values()}
         return {name: f"{unit}, {better} is better" for name, (unit, better) in known.items()}
     return plugins.names(kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from fractions import Fraction
 from typing import TYPE_CHECKING
@@ -22,6 +23,11 @@ def add_cost_options(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument("--train-tokens", metavar="N", help="also time and cost to train on N tokens: 300M, 1B, 15T")
     verb.add_argument("--train-samples", metavar="N", help="also time and cost of a fine-tune on N samples: 10K, 1M")
+    verb.add_argument(
+        "--busy-hours",
+        metavar="H",
+        help="hours of a day in which reserved devices serve, for the cost of served tokens (8 unless given)",
+    )
 
 
 def costing_of(arguments: argparse.Namespace) -> Costing:
@@ -35,7 +41,19 @@ def costing_of(arguments: argparse.Namespace) -> Costing:
         asked,
         None if tokens is None else token_count(tokens),
         None if samples is None else sample_count(samples),
+        *(() if arguments.busy_hours is None else (hours(arguments.busy_hours),)),
     )
+
+
+def hours(text: str) -> float:
+    """Of a day."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found <= 24:
+        raise RequestError(f"--busy-hours: {text!r} was given; accepted is a number of hours above 0, up to 24")
+    return found
 
 
 def token_count(text: str) -> int:

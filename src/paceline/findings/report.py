@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.findings.accuracy import Accuracy
 from paceline.findings.claims import Claim, ClaimedTransfers
 from paceline.findings.cost import Cost, Saving
 from paceline.findings.effects import DesignOutcome
@@ -15,8 +16,11 @@ from paceline.findings.history import HistorySeries
 from paceline.findings.loadgen import LoadgenVerdict
 from paceline.findings.memory import FrontierPoint, MemoryAdvice, MemoryRow
 from paceline.findings.nodes import NodeVerdict
+from paceline.findings.paired import PairedReplicas
 from paceline.findings.recipe import Recipe
+from paceline.findings.served_cost import ServedCost
 from paceline.findings.served_verdicts import Fleet, FullSet, PartitionGain, ServedVerdict
+from paceline.findings.served_work import ServedPair
 from paceline.findings.training import (
     Certificate,
     Comparison,
@@ -72,6 +76,10 @@ class Report:
     partition_gains: tuple[PartitionGain, ...] = ()
     full_sets: tuple[FullSet, ...] = ()
     loadgen: tuple[LoadgenVerdict, ...] = ()
+    accuracy: tuple[Accuracy, ...] = ()
+    paired: tuple[PairedReplicas, ...] = ()
+    served_pairs: tuple[ServedPair, ...] = ()
+    served_costs: tuple[ServedCost, ...] = ()
     notes: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
     schema: int = SCHEMA

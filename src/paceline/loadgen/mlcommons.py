@@ -10,7 +10,7 @@ import importlib.util
 import json
 import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -73,8 +73,8 @@ class Terms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """What it concluded, in its own words and units, and how many requests were asked and failed meanwhile. settings
-    are those it says were in effect, numbers its results."""
+    """What it concluded, in its own words and units; settings are those it says were in effect, numbers its results.
+    How many requests were asked and failed meanwhile, and the share of a core that asking took, it does not know."""
 
     version: str
     verdict: str
@@ -83,6 +83,7 @@ class Told:
     numbers: Mapping[str, float]
     asked: int = 0
     errors: Mapping[str, int] = field(default_factory=dict)
+    cpu_ratio: float | None = None
 
 
 def is_installed() -> bool:
@@ -111,7 +112,7 @@ def drive(
     try:
         while not here.poll(LOOK_S):
             beat()
-        asked, errors = here.recv()
+        asked, errors, cpu_ratio = here.recv()
     except EOFError:
         process.join()
         raise UnsupportedError(f"LoadGen's process ended with code {process.exitcode}; see log.txt") from None
@@ -119,7 +120,7 @@ def drive(
         here.close()
         process.terminate()
         process.join()
-    return read_back(folder / DETAIL, asked, errors)
+    return replace(read_back(folder / DETAIL), asked=asked, errors=errors, cpu_ratio=cpu_ratio)
 
 
 # --- its process ---
@@ -140,7 +141,8 @@ def _work(
         )
         package.DestroyQSL(library)
         package.DestroySUT(under_test)
-    pipe.send((courier.account.asked, dict(courier.account.errors)))
+    account = courier.account
+    pipe.send((account.asked, dict(account.errors), account.cpu_s / account.wall_s if account.wall_s > 0 else None))
 
 
 def _nothing(*_: object) -> None:
@@ -203,7 +205,7 @@ def _logging(package: ModuleType, folder: Path) -> Any:
 # --- what it wrote ---
 
 
-def read_back(detail: Path, asked: int = 0, errors: Mapping[str, int] | None = None) -> Told:
+def read_back(detail: Path) -> Told:
     """Its verdict from its own log; UnsupportedError where the log has none."""
     found = dict(_entries(detail.read_text(errors="replace")))
     verdict = found.get("result_validity")
@@ -218,8 +220,6 @@ def read_back(detail: Path, asked: int = 0, errors: Mapping[str, int] | None = N
         reasons=tuple(_reasons(found)),
         settings={key: value for key, value in (effective | limits).items() if isinstance(value, str | int | float)},
         numbers={key.removeprefix("result_"): float(value) for key, value in results.items()},
-        asked=asked,
-        errors=errors or {},
     )
 
 

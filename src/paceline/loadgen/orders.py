@@ -12,11 +12,19 @@ from paceline.loadgen.arrivals import Times
 ANY_REPLICA = -1
 # More than any answer of a model: some hundred thousand tokens, one to an event.
 LONGEST_BODY = 32 << 20
+# An event of one token is some hundred bytes; a head, an error's text or a usage are some thousand.
+_BYTES_PER_TOKEN, _BYTES_BESIDES = 4096, 65_536
 
 
 def stamps() -> array[int]:
     """Nanoseconds, eight bytes each: a list of whole numbers takes five times that."""
     return array("q")
+
+
+def longest_body(tokens: int) -> int:
+    """What an answer of so many tokens may have at most: with many in flight, one bound for all answers would let a
+    server that never ends fill the memory."""
+    return min(LONGEST_BODY, _BYTES_BESIDES + _BYTES_PER_TOKEN * tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

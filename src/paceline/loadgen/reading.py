@@ -90,15 +90,18 @@ class Results:
         self.handled: list[Handled] = []
         self.read_lag_ns: array[int] = stamps()
         self.unread: deque[Reading] = deque()
+        self.unread_bytes = 0
 
     def answered(self, handled: Handled, response: Response, stamped: bool) -> None:
         self.unread.append(Reading(handled, response, stamped))
+        self.unread_bytes += len(response.data)
 
     def read_off(self) -> None:
         """A few events of the answer that has waited longest."""
         reading = self.unread[0]
         if reading.go_on(self._keeps_text):
             self.unread.popleft()
+            self.unread_bytes -= len(reading.response.data)
             self.read_lag_ns += reading.response.lag_ns
             self.keep(reading.handled)
 

@@ -31,9 +31,11 @@ CONNECT_S = 10.0
 EVENTS_AT_ONCE = 64
 # How often requests are looked at for their time-out.
 LOOK_NS = NS // 10
-# Answers are read off when fewer sockets than this were ready, or when so many answers wait.
+# So many requests are sent before answers are looked at again.
+SENDS_AT_ONCE = 32
+# Answers are read off when fewer sockets than this were ready, or when so much waits.
 QUIET_EVENTS = EVENTS_AT_ONCE // 2
-MOST_UNREAD = 4096
+MOST_UNREAD_BYTES = 64 << 20
 # A replica is gone by these: it refused, broke or closed the connection. Answers that are late or refused are answers.
 GONE = ("connect", "reset", "closed", "truncated")
 _HAS_NEWS = READABLE | select.EPOLLHUP | select.EPOLLERR
@@ -66,7 +68,8 @@ class Shard:
         self._due_ns: list[int] = orders.due_ns.tolist()
         self._is_closed = WHEN_FREE in self._due_ns[:1]
         self._most = orders.concurrency if self._is_closed else orders.cap
-        self._busy = self._next = self._given = 0
+        # held_back: requests before this one that still wait do so for the cap, not for their turn in a burst.
+        self._busy = self._next = self._given = self._held_back = 0
         self._start_ns = self._looked_ns = 0
         self._results = Results(orders, self._slot)
         self._audit = Audit()
@@ -93,9 +96,9 @@ class Shard:
         try:
             while self._next < len(self._due_ns) or self._lanes.waiting or self._busy or unread:
                 now = time.monotonic_ns()
-                self._give_out(now)
-                happened = self._turn(0.0 if unread else 0.1)
-                if unread and (happened < QUIET_EVENTS or len(unread) > MOST_UNREAD):
+                more_is_due = self._give_out(now)
+                happened = self._turn(0.0 if unread or more_is_due else 0.1)
+                if unread and (happened < QUIET_EVENTS or self._results.unread_bytes > MOST_UNREAD_BYTES):
                     self._results.read_off()
                 if now - self._looked_ns >= LOOK_NS:
                     self._end_late_ones(now)
@@ -103,13 +106,12 @@ class Shard:
             gc.enable()
         return self._shift(start_ns, time.process_time() - began_cpu)
 
-    def _give_out(self, now: int) -> None:
-        """Everything that is due and has room."""
+    def _give_out(self, now: int) -> bool:
+        """Some of what is due and has room; whether that left any."""
         since = now - self._start_ns
         if since < 0:
             self._alarm.set(self._start_ns)
-            return
-        seen = self._next
+            return False
         due, count = self._due_ns, len(self._due_ns)
         while self._next < count and due[self._next] <= since:
             self._join(self._next)
@@ -119,12 +121,16 @@ class Shard:
         if self._lanes.waiting and self._is_enough(since):
             self._next = count
             self._lanes.forget(kept=self._again)
-        while self._lanes.waiting and (not self._most or self._busy < self._most):
-            found = self._lanes.take(self._fleet)
-            if found is None:
-                return
-            self._audit.waited_for_cap += found[0] < seen and not self._is_closed
+        for _ in range(SENDS_AT_ONCE):
+            if not self._has_room() or (found := self._lanes.take(self._fleet)) is None:
+                self._held_back = self._next
+                return False
+            self._audit.waited_for_cap += found[0] < self._held_back and not self._is_closed
             self._send(*found)
+        return self._has_room()
+
+    def _has_room(self) -> bool:
+        return self._lanes.waiting > 0 and (not self._most or self._busy < self._most)
 
     def _join(self, index: int) -> None:
         replica = self.orders.replicas[index]
@@ -172,7 +178,9 @@ class Shard:
             self._write(connection)
 
     def _write(self, connection: Connection) -> None:
-        handled = connection.handled
+        """A request is sent when its sending begins, and late by when it has been handed over: this process may be held
+        up in between, and neither the server's time nor the client's own lateness shall look shorter for it."""
+        handled, before = connection.handled, time.monotonic_ns()
         try:
             connection.start_pending()
             done = connection.write()
@@ -180,9 +188,9 @@ class Shard:
             self._lose(connection, "reset", str(error))
             return
         if handled is not None and handled.sent_ns is None and connection.has_begun:
-            handled.sent_ns = time.monotonic_ns()
+            handled.sent_ns = before
             if not handled.retried and handled.attempt == 0:
-                self._audit.schedule_lag_ns.append(handled.sent_ns - handled.due_ns)
+                self._audit.schedule_lag_ns.append(time.monotonic_ns() - handled.due_ns)
         self._pool.watch(connection, READABLE if done else READABLE | WRITABLE)
 
     # --- what happens ---

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from paceline.findings import WORSE, Comparison, Recommendation, Report
 from paceline.findings.verdicts import UNDECIDED
-from paceline.present import ceilings, claims, effects, fabric, memory, nodes, served, tuning
+from paceline.present import beside_speed, ceilings, claims, effects, fabric, memory, nodes, served, tuning
 from paceline.present.standing import (
     THROUGHPUT,
     axes_of,
@@ -29,6 +29,7 @@ from paceline.present.words import listed, ratio_words
 # What a report about the machine says; each is empty where the report holds no such runs.
 MACHINE_SENTENCES: tuple[Callable[[Report], str], ...] = (
     served.sentence,
+    beside_speed.sentence,
     nodes.sentence,
     fabric.sentence,
     memory.sentence,

@@ -16,6 +16,13 @@ DIGITS_OF_PERCENT = 1
 _TONES = {BETTER: "good", WORSE: "bad", TIE: "quiet", None: "quiet"}
 # What worse and better are called.
 _SPEED, _SIZE = ("slower", "faster"), ("more peak memory", "less peak memory")
+SERVED = {
+    "output_tokens_per_s": "output tokens/s",
+    "ttft_p50_s": "TTFT p50",
+    "ttft_p99_s": "TTFT p99",
+    "tpot_p50_s": "TPOT p50",
+    "tpot_p99_s": "TPOT p99",
+}
 _NAMES = {"gpus.name": "GPU", "cuda": "CUDA", "gpus.power_limit_w": "power limit", "gpus.sm_clock_max_hz": "GPU clock"}
 _UNITS = {"gpus.power_limit_w": ("W", 1.0), "gpus.sm_clock_max_hz": ("MHz", 1e-6)}
 _BARE = ("versions.", "environment.", "switches.", "settings.")
@@ -71,7 +78,7 @@ def change_text(c: Change) -> str:
 
 def sentence(found: Between) -> str:
     """The whole answer: how much, in how many, what differs, what ties and what is gone."""
-    parts = [*_speed_clauses(found), *_row_clauses(found), *_memory_clauses(found)]
+    parts = [*_speed_clauses(found), *_served_clauses(found), *_row_clauses(found), *_memory_clauses(found)]
     parts = parts or ["nothing could be compared"]
     if found.changes:
         differs = differences_text(found.shared, glue=" and ")
@@ -98,8 +105,17 @@ def _speed_clauses(found: Between) -> list[str]:
     return _clauses([c for c in found.changes if c.metric == THROUGHPUT], "cell", _SPEED)
 
 
+def _served_clauses(found: Between) -> list[str]:
+    """Of served models each number by itself: one may answer sooner and say less a second."""
+    parts: list[str] = []
+    for metric, name in SERVED.items():
+        ours = [c for c in found.changes if c.metric == metric]
+        parts += (f"{name}: {text}" for text in _clauses(ours, "load" if len(ours) > 1 else "cell", _SPEED))
+    return parts
+
+
 def _row_clauses(found: Between) -> list[str]:
-    return _clauses([c for c in found.changes if c.row is not None], "row", _SPEED)
+    return _clauses([c for c in found.changes if c.row is not None and c.metric not in SERVED], "row", _SPEED)
 
 
 def _memory_clauses(found: Between) -> list[str]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from paceline.findings import Report
-from paceline.present import ceilings, fabric, gauges, loadgen, memory, nodes, served, served_verdicts
+from paceline.present import beside_speed, ceilings, fabric, gauges, loadgen, memory, nodes, served, served_verdicts
 from paceline.present.tables import Table
 
 
 def machine_tables(report: Report) -> tuple[Table, ...]:
     """In reading order: served models, nodes, network, memory, compute; empty for a report about training alone."""
     found = (*nodes.tables(report), *fabric.tables(report), *memory.tables(report), *ceilings.tables(report))
-    return (*served.tables(report), *served_verdicts.tables(report), *loadgen.tables(report), *found)
+    asked = (*served.tables(report), *served_verdicts.tables(report), *beside_speed.tables(report))
+    return (*asked, *loadgen.tables(report), *found)
 
 
 def machine_details(report: Report) -> tuple[Table, ...]:

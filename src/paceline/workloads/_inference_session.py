@@ -16,7 +16,7 @@ from paceline import stopping
 from paceline.errors import InvalidRunError
 from paceline.loadgen import arrivals, audit, plan, team
 from paceline.loadgen.arrivals import NS
-from paceline.loadgen.orders import Limits, Orders, Shift
+from paceline.loadgen.orders import Limits, Orders, Shift, longest_body
 from paceline.loadgen.reading import is_late
 from paceline.loadgen.tally import Tally
 from paceline.plugins import Recorder
@@ -167,6 +167,7 @@ class Session:
             least_ns=round(load.least_s * NS) if bounded else 0,
             least_requests=int(np.count_nonzero(part < load.requests)) if bounded and load.least_s else 0,
             limits=self._limits,
+            longest_body=longest_body(max(prompt.max_tokens for prompt in self.prompts)),
         )
 
     def _sent(self, sample: int, replicas: Sequence[int]) -> bytes | tuple[bytes, ...]:

@@ -10,6 +10,7 @@ import pytest
 from served_records import CLIENT, MS, S, record, replica, request
 
 from paceline.analysis import loadgen_rules, served
+from paceline.findings.accuracy import Accuracy
 from paceline.findings.served_verdicts import KEPT, LOADGEN_LABEL, NOT_KEPT, UNTOLD, Rule
 from paceline.loadgen import arrivals
 from paceline.serving import RequestSample
@@ -142,3 +143,12 @@ def test_a_subset_is_smoke() -> None:
 def test_a_client_that_was_late_breaks_a_rule() -> None:
     late = replace(CLIENT, read_lag_p99_ns=9e6)
     assert outcomes([at(0, 0)], clients=(late,))["client"] == NOT_KEPT
+
+
+@pytest.mark.parametrize(("verdict", "outcome"), [("passed", KEPT), ("failed", NOT_KEPT), ("smoke", UNTOLD)])
+def test_scores_decide_the_rule_about_them(verdict: str, outcome: str) -> None:
+    scored = Accuracy(
+        cell="x", axes={}, scored=9, scores=(), targets=(), verdict=verdict, replicas=(), runs=(), note=None
+    )
+    assert loadgen_rules.accuracy_rules([scored])["x"].outcome == outcome
+    assert loadgen_rules.accuracy_rules([replace(scored, verdict=None)]) == {}

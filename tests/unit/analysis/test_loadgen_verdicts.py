@@ -68,6 +68,15 @@ def test_a_verdict_over_failed_requests_does_not_count() -> None:
     assert not found.agrees
 
 
+def test_a_client_at_its_limit_is_told_though_loadgen_does_not_look() -> None:
+    (found,) = loadgen.verdicts([record(sample(cpu_ratio=0.97))])
+    assert found.theirs.verdict == "INVALID(client)"
+    assert "used 97% of a core (at most 80%), which it does not look at; it says VALID" in found.text
+    assert found.theirs.output_tokens_per_s == 40.0
+    (found,) = loadgen.verdicts([record(sample(cpu_ratio=0.5))])
+    assert found.theirs.verdict == "VALID"
+
+
 def test_times_that_cannot_be_are_missing() -> None:
     """Answers of one token: LoadGen divides by their further tokens."""
     numbers = {**NUMBERS, "time_per_output_token_99.00_percentile_ns": -50396.0, "completed_tokens_per_second": 0.0}

@@ -39,6 +39,7 @@ def test_server_below_459_requests_is_invalid_by_its_own_rule(replica: Start, tm
     assert (told.verdict, told.asked, dict(told.errors)) == ("INVALID", 30, {})
     assert "429 more queries" in told.reasons[0]
     assert told.settings["target_qps"] == 300
+    assert 0 < told.cpu_ratio < 1
     assert [told.settings[name] for name in terms().seeds] == [7, 8, 9]
     assert told.numbers["query_count"] == 30
     assert told.numbers["first_token_99.00_percentile_latency_ns"] >= 5e6
@@ -85,7 +86,7 @@ def log(tmp_path: Path, entries: dict[str, Any], tail: str = "") -> Path:
 def test_its_log_is_read_as_it_is(tmp_path: Path) -> None:
     entries = {"loadgen_version": "6.0.17 @ NA", "result_validity": "INVALID", "result_perf_constraints_met": False}
     entries |= {"early_stopping_met": True, "result_query_count": 5, "result_completed_tokens_per_second": 12.5}
-    told = read_back(log(tmp_path, entries, "\nno line of it\n:::MLLOG {cut"), 5)
+    told = read_back(log(tmp_path, entries, "\nno line of it\n:::MLLOG {cut"))
     assert (told.version, told.verdict) == ("6.0.17", "INVALID")
     assert told.reasons == ("more requests were late than its percentile allows",)
     assert told.numbers == {"query_count": 5.0, "completed_tokens_per_second": 12.5}

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from paceline.loadgen.orders import LONGEST_BODY, longest_body
 from paceline.loadgen.response import BrokenResponse, Response, understand
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -106,6 +107,7 @@ def test_a_body_without_length_ends_with_its_connection() -> None:
         ([b"SSH-2.0-server\r\n\r\n"], "malformed"),
         ([b"x" * 70_000], "malformed"),
         ([HEAD + b"zz\r\n" + b"0\r\n\r\n"], "malformed"),
+        ([HEAD + b"-4\r\n" + b"0\r\n\r\n"], "malformed"),
         ([b"HTTP/1.1 200 OK\r\nContent-Length: 999999999\r\n\r\n"], "too_long"),
         ([HEAD] + [chunk(b"y" * 65_536)] * 600, "too_long"),
     ],
@@ -113,6 +115,24 @@ def test_a_body_without_length_ends_with_its_connection() -> None:
 def test_hostile_responses(pieces: list[bytes], word: str) -> None:
     with pytest.raises(BrokenResponse, match=word):
         fed(pieces)
+
+
+def test_the_bound_of_an_answer_grows_with_its_tokens() -> None:
+    """A token in a verbose event of 1 KB has room four times over; a flood of 100 MB has none."""
+    assert longest_body(128) > 4 * 128 * 1024
+    assert longest_body(128) < 1 << 20
+    assert longest_body(10**9) == LONGEST_BODY < 100_000_000
+
+
+def test_no_more_is_kept_than_the_bound_and_one_read() -> None:
+    response = Response(longest_body=100_000)
+    response.feed(HEAD, 0, 0)
+    piece = chunk(b"y" * 5000)
+    for _ in range(100_000 // len(piece)):
+        assert not response.feed(piece, 0, 0)
+    with pytest.raises(BrokenResponse, match="too_long"):
+        response.feed(piece, 0, 0)
+    assert len(response.data) <= len(HEAD) + 100_000 + len(piece)
 
 
 @pytest.mark.parametrize(("sent", "word"), [(b"", "closed"), (HEAD, "truncated"), (WHOLE[:-1], "truncated")])

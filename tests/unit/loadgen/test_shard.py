@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -33,8 +34,9 @@ def test_every_request_is_answered_once_and_by_the_law(replica: Make, send: Send
         assert handled.sent_ns is not None
         assert handled.first_ns is not None
         assert handled.last_ns is not None
-        # The law is a lower bound on any machine; how close a quiet one comes is a benchmark's to say.
-        assert handled.first_ns - handled.sent_ns >= 49_000_000
+        # The law is a lower bound on any machine; how close a quiet one comes is a benchmark's to say. A hundred
+        # microseconds are for the bridges between the kernel's clock and the monotonic one.
+        assert handled.first_ns - handled.sent_ns >= 49_900_000
         assert handled.last_ns - handled.first_ns >= 0
         assert handled.due_ns <= handled.sent_ns <= handled.first_ns <= handled.last_ns <= (handled.ended_ns or 0)
         assert (handled.tokens_told, handled.pieces, handled.text) == (8, 8, TEXT)
@@ -70,14 +72,15 @@ EXPECTED: dict[str, dict[str | None, int]] = {
     "refuse": {None: 3, "http_429": 3},
     "fail": {None: 3, "http_500": 3},
     "error": {"in_stream": 6},
-    "flood": {"too_long": 6},
+    "flood": {"too_long": 2},
 }
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_modes(mode: str, replica: Make, send: Send) -> None:
     timeout = 1.0 if mode in ("stall", "endless") else 20.0
-    shift = send(replica(mode=mode).port, 6, timeout_s=timeout)
+    # A hundred megabytes each: two are enough.
+    shift = send(replica(mode=mode).port, 2 if mode == "flood" else 6, timeout_s=timeout)
     assert errors(shift) == EXPECTED[mode]
     for handled in shift.handled:
         if handled.error is None:
@@ -97,6 +100,12 @@ def test_the_kernel_had_a_token_after_the_server_sent_it(replica: Make, send: Se
         assert all(stamp > sent - 100_000 for sent, stamp in zip(told, handled.token_ns, strict=True))
 
 
+def test_an_answer_is_ended_at_the_bound_that_was_given(replica: Make, send: Send) -> None:
+    shift = send(replica().port, 3, longest_body=400)
+    assert errors(shift) == {"too_long": 3}
+    assert errors(send(replica().port, 3, longest_body=4000)) == {None: 3}
+
+
 def test_chat(replica: Make, send: Send) -> None:
     shift = send(replica(mode="role").port, 4, request(path="/v1/chat/completions"))
     assert {h.text for h in shift.handled} == {TEXT}
@@ -114,8 +123,9 @@ def test_nobody_listens(send: Send) -> None:
     assert errors(send(port, 5)) == {"connect": 5}
 
 
-def test_a_kept_connection_that_was_closed_is_asked_again(send: Send) -> None:
-    """The server answers one request per connection and closes it when the next one comes."""
+@pytest.mark.parametrize("linger", [None, struct.pack("ii", 1, 0)], ids=["closed", "reset"])
+def test_a_kept_connection_that_was_given_up_is_asked_again(linger: bytes | None, send: Send) -> None:
+    """The server answers one request per connection and gives it up when the next one comes."""
     listener = socket.create_server(("127.0.0.1", 0))
     asked: list[int] = []
 
@@ -126,6 +136,8 @@ def test_a_kept_connection_that_was_closed_is_asked_again(send: Send) -> None:
             asked.append(1)
             peer.sendall(b'HTTP/1.1 200 OK\r\nContent-Length: 37\r\n\r\ndata: {"choices": [{"text": "a"}]} \n\n')
             peer.recv(65536)
+            if linger:
+                peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             peer.close()
 
     thread = threading.Thread(target=serve, daemon=True)

@@ -1,0 +1,185 @@
+"""What served tokens cost at the highest load that kept its limits, in USD and in joules.
+
+usd_per_output_mtok = price per device-hour * devices * 1e6 / (3600 * output tokens/s): the whole cost lies on answered
+tokens, because prompts and answers are computed in the same batches and no clock divides them. usd_per_mtok divides it
+by asked and answered tokens alike. Busy counts the hours the load runs; reserved all hours of the day, of which a
+stated number is busy. A price is taken as exact: intervals are those of the throughput.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from paceline import prices
+from paceline.analysis import energy, loads, statistics
+from paceline.analysis.ceilings import device_names
+from paceline.analysis.cost import Costing, usd_per_mtok
+from paceline.analysis.loads import JOULES, TOKENS_PER_S, Launch, Load
+from paceline.analysis.served import tokens_of
+from paceline.analysis.statistics import Resampled, launches_note
+from paceline.findings import LOWER, Measurement
+from paceline.findings.served_cost import HOURS_A_DAY, ServedCost
+from paceline.prices import Price
+from paceline.records import RunRecord
+
+USD = ("USD/Mtoken", LOWER)
+OUTPUT, ALL = "usd_per_output_mtok", "usd_per_mtok"
+METRICS = {
+    **dict.fromkeys((OUTPUT, f"reserved_{OUTPUT}", ALL, f"reserved_{ALL}"), USD),
+    JOULES: ("J/token", LOWER),
+}
+# Engines whose replicas stand elsewhere: what a gauge reads here is not theirs.
+ELSEWHERE = ("openai",)
+
+
+def analyse(records: Sequence[RunRecord], costing: Costing) -> tuple[ServedCost, ...]:
+    """Every cell whose devices have a price; of a paired run nothing, because its replicas took turns."""
+    by_cell: defaultdict[str, list[Load]] = defaultdict(list)
+    for load in loads.gather(records):
+        if load.key.replica is None:
+            by_cell[load.spec.cell].append(load)
+    return tuple(row for found in by_cell.values() for row in _costs(found, costing))
+
+
+def _costs(found: Sequence[Load], costing: Costing) -> Iterator[ServedCost]:
+    chosen = loads.at_limits(found)
+    rate = loads.estimate(chosen[0], TOKENS_PER_S) if chosen else None
+    if chosen is None or rate is None or rate.value <= 0:
+        return
+    load, limits = chosen
+    devices, asked = devices_of(load.launches[0].record), load.prompt_tokens()
+    whole = None if asked is None else rate.times(1 + asked / load.output_tokens())
+    for price in _prices(load, costing):
+        busy = {name: _usd(load, price, name, each, 1.0) for name, each in ((OUTPUT, rate), (ALL, whole))}
+        share = costing.busy_hours / HOURS_A_DAY
+        reserved = {
+            name: _usd(load, price, f"reserved_{name}", each, share) for name, each in ((OUTPUT, rate), (ALL, whole))
+        }
+        output, reserved_output = busy[OUTPUT], reserved[OUTPUT]
+        assert output is not None
+        assert reserved_output is not None
+        yield ServedCost(
+            cell=load.spec.cell,
+            axes=load.axes,
+            price=price,
+            devices=devices,
+            usd_per_hour=price.usd_per_gpu_hour * devices,
+            load=load.name,
+            kept=limits.text,
+            is_kept=limits.ok,
+            is_proved=limits.proved,
+            busy_hours=costing.busy_hours,
+            usd_per_output_mtok=output,
+            reserved_usd_per_output_mtok=reserved_output,
+            usd_per_mtok=busy[ALL],
+            reserved_usd_per_mtok=reserved[ALL],
+        )
+
+
+def devices_of(record: RunRecord) -> int:
+    """Of all replicas; one that does not tell counts for one."""
+    return sum(s.devices or s.tensor_parallel for s in record.replicas) or record.spec.topology.world_size
+
+
+def _prices(load: Load, costing: Costing) -> list[Price]:
+    """As of training; an endpoint that stands elsewhere has only a price that holds for any device."""
+    spec = load.spec
+    assert spec.engine is not None
+    here = spec.topology.device == "cuda" and spec.engine.name not in ELSEWHERE
+    if any(launch.record.shares_gpu for launch in load.launches):
+        return []
+    gpu = device_names("cuda", load.launches[0].record.machines) if here else None
+    offered = prices.table() if costing.prices is None else costing.prices
+    return sorted((p for p in offered if p.holds_for(gpu)), key=lambda p: (p.usd_per_gpu_hour, p.name))
+
+
+def _usd(load: Load, price: Price, metric: str, rate: Resampled | None, share: float) -> Measurement | None:
+    """share is the part of the paid hours in which the load runs."""
+    if rate is None:
+        return None
+    devices = devices_of(load.launches[0].record)
+    value, *bounds = (
+        None if each is None else usd_per_mtok(price.usd_per_gpu_hour, devices, each) / share
+        for each in (rate.value, *rate.interval)
+    )
+    low, high = sorted(b for b in bounds if b is not None) if None not in bounds else (None, None)
+    idle = f"{share * HOURS_A_DAY:g} of 24 hours busy, as assumed" if share < 1 else None
+    note = "; ".join(filter(None, (price.origin, idle, launches_note(len(load.launches)))))
+    own = {"price": price.name, "price_kind": price.kind}
+    return _measurement(load, metric, (value, low, high), note, own)
+
+
+def _measurement(
+    load: Load,
+    metric: str,
+    found: tuple[float | None, float | None, float | None],
+    note: str | None,
+    own: dict[str, str],
+) -> Measurement:
+    unit, better = METRICS[metric]
+    return Measurement(
+        metric=metric,
+        unit=unit,
+        better=better,
+        cell=load.spec.cell,
+        value=found[0],
+        low=found[1],
+        high=found[2],
+        n=len(load.answered),
+        launches=len(load.launches),
+        axes={**load.axes, **own},
+        runs=load.runs,
+        note=note,
+    )
+
+
+def measurements(rows: Sequence[ServedCost]) -> Iterator[Measurement]:
+    for row in rows:
+        yield row.usd_per_output_mtok
+        yield row.reserved_usd_per_output_mtok
+        yield from (m for m in (row.usd_per_mtok, row.reserved_usd_per_mtok) if m)
+
+
+# --- energy ---
+
+
+def energies(records: Sequence[RunRecord]) -> Iterator[Measurement]:
+    """joules_per_output_token of every load: joules of all devices while it was on over the tokens it answered."""
+    for load in loads.gather(records):
+        if load.key.replica is None:
+            yield _joules(load)
+
+
+def _joules(load: Load) -> Measurement:
+    found = [energy_of(launch) for launch in load.launches]
+    missing = next((each for each in found if each.joules is None), None)
+    if missing or not load.output_tokens():
+        return _measurement(load, JOULES, (None, None, None), missing.note if missing else "energy: no answer", {})
+    rows = [
+        np.array([[each.joules or 0.0, float(sum(map(tokens_of, launch.answered)))]])
+        for each, launch in zip(found, load.launches, strict=True)
+    ]
+    sums = statistics.resample_sums(rows, statistics.seed_of(load.spec.cell, load.key.text, JOULES))
+    ratio = statistics.ratio_of_sums(rows, sums, 0, 1)
+    assert ratio is not None
+    hosts = {sample.host for launch in load.launches for sample in launch.record.gauges}
+    clocks = "hosts' clocks are taken as one" if len(hosts) > 1 else None
+    note = "; ".join(filter(None, (found[0].note, clocks, launches_note(len(rows)))))
+    return _measurement(load, JOULES, (ratio.value, *ratio.interval), note, {})
+
+
+def energy_of(launch: Launch) -> energy.WindowEnergy:
+    """Of all devices of all replicas, from the first request of the load to its last answer."""
+    spec = launch.record.spec
+    assert spec.engine is not None
+    if spec.engine.name in ELSEWHERE:
+        return energy.unknown("the replicas stand elsewhere, and their power was not read")
+    if not launch.stages:
+        return energy.unknown("when the load was on was not recorded")
+    began = [stage.began_at_s for stage in launch.stages]
+    windows = [(at, at + (end - start) / loads.NS) for at, (start, end) in zip(began, launch.spans, strict=True)]
+    cuda = spec.topology.device == "cuda"
+    return energy.energy_within(launch.record, windows, devices_of(launch.record) if cuda else None)

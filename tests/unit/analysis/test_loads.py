@@ -1,0 +1,103 @@
+"""Loads of served cells: which requests are whose, how fast, and the highest that kept its limits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from answered_records import build_record, build_request, build_spec, in_stages, one_by_one
+
+from paceline.analysis import loads, statistics
+from paceline.records import RunRecord
+
+
+def sweep(*seconds: float, count: int = 50, **serving: object) -> RunRecord:
+    """Concurrency 1, 2, 4 ...: each load with answers that take so long."""
+    at, parts = 0.0, []
+    for number, each in enumerate(seconds):
+        width = 2**number
+        parts.append([build_request(n, at + each * (n // width), each) for n in range(count)])
+        at = (parts[-1][-1].ended_ns or 0) / 1e9
+    return in_stages(build_spec(**serving), parts, concurrency=[2**n for n in range(len(seconds))])
+
+
+def test_a_plain_run_is_one_load_without_a_name() -> None:
+    (load,) = loads.gather([build_record(build_spec(), one_by_one(0.1))])
+    assert load.name is None
+    assert loads.value(load, "output_tokens_per_s") == pytest.approx(50)
+    rate = loads.estimate(load, "output_tokens_per_s")
+    assert rate is not None
+    assert rate.value == pytest.approx(50)
+
+
+def test_stages_are_loads_of_their_own() -> None:
+    found = loads.gather([sweep(0.1, 0.1, 0.4)])
+    assert [load.name for load in found] == ["concurrency 1", "concurrency 2", "concurrency 4"]
+    assert [len(load.requests) for load in found] == [50, 50, 50]
+    assert [loads.value(load, "output_tokens_per_s") for load in found] == pytest.approx([50, 100, 48.08], rel=0.01)
+    assert found[1].axes["concurrency"] == 2
+
+
+def test_launches_of_a_cell_are_joined_by_load() -> None:
+    first, second = sweep(0.1, 0.1), sweep(0.2, 0.2)
+    again = dataclasses.replace(second, spec=dataclasses.replace(second.spec, repeat=1))
+    found = loads.gather([first, again])
+    assert [len(load.launches) for load in found] == [2, 2]
+    assert loads.value(found[0], "output_tokens_per_s") == pytest.approx(500 / 15)
+
+
+def test_the_resampled_percentile_is_numpys() -> None:
+    values = np.random.default_rng(3).lognormal(size=400)
+    found = statistics.resampled_percentile([values], 90, seed=1)
+    assert found is not None
+    assert found.value == float(np.percentile(values, 90))
+    low, high = found.interval
+    assert low is not None
+    assert high is not None
+    # The true value of the law is exp(1.2816).
+    assert low < 3.602 < high
+    assert 0.1 < (high - low) / found.value < 0.8
+    counts = np.array([[2, 0, 1, 3, 0], [1, 1, 1, 1, 1]])
+    written_out = [np.percentile([10, 10, 30, 40, 40, 40], 37), np.percentile([10, 20, 30, 40, 50], 37)]
+    ascending = np.array([10.0, 20, 30, 40, 50])
+    assert statistics._percentiles_of(ascending, counts, 37) == pytest.approx(written_out)
+
+
+def test_resamples_hold_as_many_values_as_were_measured() -> None:
+    rng = np.random.default_rng(0)
+    assert set(statistics._drawn_counts([10], 50, rng).sum(axis=1)) == {10}
+    several = statistics._drawn_counts([10, 10, 10], 50, rng)
+    assert set(several.sum(axis=1)) == {30}
+    assert {int(n) for n in several[:, :10].sum(axis=1)} >= {0, 10, 20}
+
+
+def test_a_percentile_with_too_few_beyond_has_no_estimate() -> None:
+    (load,) = loads.gather([build_record(build_spec(), one_by_one(0.1, 400))])
+    assert loads.estimate(load, "ttft_p50_s") is not None
+    assert loads.estimate(load, "ttft_p99_s") is None
+
+
+def test_the_load_at_the_limits_is_the_fastest_that_kept_them() -> None:
+    """First tokens after 20, 20 and 80 ms; the third load is not the fastest anyway, the second is."""
+    found = loads.gather([sweep(0.1, 0.1, 0.1, 0.4, ttft_limit_s=0.05)])
+    chosen = loads.at_limits(found)
+    assert chosen is not None
+    assert chosen[0].name == "concurrency 4"
+    assert chosen[1].ok is True
+    assert not chosen[1].proved
+    strict = loads.gather([sweep(0.1, 0.05, ttft_limit_s=0.005)])
+    assert loads.at_limits(strict) is None
+    broken = loads.at_limits(loads.gather([build_record(build_spec(ttft_limit_s=0.005), one_by_one(0.1))]))
+    assert broken is not None
+    assert broken[1].ok is False
+    assert broken[1].text.startswith("100 of 100 requests were late or failed")
+
+
+def test_enough_requests_are_judged_by_early_stopping() -> None:
+    late = [build_request(n, 0.0, 1.0 if n == 0 else 0.1) for n in range(661)]
+    spec = build_spec(ttft_limit_s=0.05)
+    (load,) = loads.gather([build_record(spec, late)])
+    assert loads.kept(load) == (False, "1 of 661 requests were late or failed, 0 may be", True)
+    (more,) = loads.gather([build_record(spec, [*late, build_request(661, 0.0, 0.1)])])
+    assert loads.kept(more).ok is True

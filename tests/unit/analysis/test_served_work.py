@@ -1,0 +1,185 @@
+"""Engines are compared at equal work only; folders and days of served runs by the same rule."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from answered_records import build_answer, build_record, build_replica, build_request, build_spec, in_stages, one_by_one
+
+from paceline.analysis import between, history, served_work
+from paceline.analysis.report import build
+from paceline.errors import RequestError
+from paceline.findings import BETTER, TIE, WORSE, Between, Change
+from paceline.findings.served_work import ServedPair
+from paceline.present import between as told
+from paceline.present import history as over_time
+from paceline.present import served_work as present
+from paceline.records import RunRecord
+
+COUNT = 120
+
+
+def wobbling(seconds: float, phase: int = 0) -> Callable[[int, float], float]:
+    """Answers that take 10 % more or less, in a pattern that every launch begins elsewhere."""
+    return lambda number, at: seconds * (1 + 0.1 * (((number + phase) * 7) % 11 - 5) / 5)
+
+
+def run(engine: str = "transformers", seconds: float = 0.1, phase: int = 0, **request: Any) -> RunRecord:
+    """Another phase is another launch, made later."""
+    requests = one_by_one(wobbling(seconds, phase), COUNT, **request)
+    return build_record(build_spec(engine), requests, started_at=1e6 + phase)
+
+
+def only(*records: RunRecord) -> ServedPair:
+    (found,) = served_work.analyse(records)
+    return found
+
+
+def test_equal_work_is_compared() -> None:
+    found = only(run("vllm", 0.1), run("transformers", 0.2, phase=3))
+    assert found.equal
+    assert {c.metric: c.verdict for c in found.comparisons} == {
+        "output_tokens_per_s": BETTER,
+        "ttft_p50_s": BETTER,
+        "tpot_p50_s": BETTER,
+    }
+    assert (found.label, found.other_label) == ("vllm", "transformers")
+    same = only(run("vllm"), run("transformers", phase=3))
+    assert {c.verdict for c in same.comparisons} == {TIE}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"tokens": 4}, "answered tokens: 600 against 480"),
+        ({"prompt_tokens": 16}, "prompt tokens: 1,800 against 1,920"),
+        ({"text": "something else entirely"}, "texts: 95% begin alike against 0 of 120 begin alike, 0 are equal"),
+    ],
+)
+def test_different_work_is_not_ranked(change: dict[str, Any], reason: str) -> None:
+    found = only(run("vllm", text="what was asked for"), run(seconds=0.01, **{"text": "what was asked for"} | change))
+    assert found.reasons == (reason,)
+    assert found.comparisons == ()
+    report = build([run("vllm", text="what was asked for"), run(seconds=0.01, **{"text": "a"} | change)], "test")
+    (table,) = present.tables(report)
+    assert table.rows[0][4].text == "not ranked"
+
+
+def test_texts_that_part_late_are_the_same_work() -> None:
+    found = only(run("vllm", text="a long beginning, then this"), run(text="a long beginning, then that"))
+    assert found.equal
+
+
+def test_half_of_the_samples_is_other_work() -> None:
+    half = run("vllm")
+    found = only(dataclasses.replace(half, requests=half.requests[: COUNT // 2]), run())
+    assert found.reasons == ("samples: 120 answered by either against 60 by both",)
+
+
+def test_a_dtype_that_engines_tell_must_agree() -> None:
+    def with_dtype(record: RunRecord, dtype: str) -> RunRecord:
+        return dataclasses.replace(record, replicas=(build_replica(0, "a", settings={"dtype": dtype}),))
+
+    assert only(with_dtype(run("vllm"), "torch.float32"), with_dtype(run(), "float32")).equal
+    found = only(with_dtype(run("vllm"), "bfloat16"), with_dtype(run(), "float32"))
+    assert found.reasons == ("computes in: bf16 against fp32",)
+
+
+def test_a_flag_goes_with_the_verdict() -> None:
+    answers = [build_answer(r, n, "x" if r == 0 else "right") for r in range(3) for n in range(2)]
+    wrong = dataclasses.replace(run("vllm", 0.05), answers=tuple(answers))
+    report = build([wrong, run(phase=3)], "test")
+    (pair,) = report.served_pairs
+    assert pair.flags == ("vllm: replica 0 answered 2 of 2 questions otherwise than most replicas",)
+    (table,) = present.tables(report)
+    assert table.rows[0][4].text.endswith("better, flagged")
+
+
+# --- two folders ---
+
+
+def compared(a: list[RunRecord], b: list[RunRecord]) -> Between:
+    return between.compare_experiments(a, b)
+
+
+def by_metric(found: Between) -> dict[str, Change]:
+    return {c.metric: c for c in found.changes}
+
+
+def test_a_slower_server_is_a_regression() -> None:
+    found = compared([run()], [run(seconds=0.13, phase=3)])
+    changes = by_metric(found)
+    assert changes["output_tokens_per_s"].verdict == WORSE
+    assert changes["output_tokens_per_s"].ratio == pytest.approx(1 / 1.3, rel=0.01)
+    assert changes["ttft_p50_s"].verdict == WORSE
+    assert {r.text.partition(":")[0] for r in between.regressions(found, 10)} == {changes["ttft_p50_s"].label}
+    assert told.sentence(found).startswith("Output tokens/s: B is 23")
+    assert "TTFT p50: B is 30" in told.sentence(found)
+    assert by_metric(compared([run()], [run(phase=3)]))["output_tokens_per_s"].verdict == TIE
+    assert between.regressions(compared([run()], [run(phase=3)]), 0) == ()
+
+
+def test_another_engine_meets_and_is_named() -> None:
+    found = compared([run("openai:url=http://a:1")], [run("openai:url=http://b:2", phase=3)])
+    assert by_metric(found)["output_tokens_per_s"].verdict == TIE
+    assert any(d.path == "engine" for d in found.shared)
+
+
+def test_other_answers_are_not_compared_and_other_questions_do_not_meet() -> None:
+    found = compared([run()], [run(seconds=0.05, tokens=2, phase=3)])
+    assert {c.verdict for c in found.changes} == {None}
+    assert found.changes[0].reason == "not equal work: answered tokens: 600 against 240"
+    longer = build_record(build_spec(max_tokens=64), one_by_one(0.1, COUNT))
+    with pytest.raises(RequestError, match=r"serving.max_tokens is 128 in A and 64 in B"):
+        compared([run("openai:url=http://x")], [longer])
+
+
+def test_a_run_that_may_not_be_believed_is_not_ranked() -> None:
+    """It answered its first request as often as there are requests, so it counts for nothing."""
+    broken = run(seconds=0.01, phase=3)
+    twice = tuple(dataclasses.replace(q, number=0) for q in broken.requests)
+    with pytest.raises(RequestError, match="requests 0 were answered more than once"):
+        compared([run()], [dataclasses.replace(broken, requests=twice)])
+    repeated = dataclasses.replace(broken, spec=dataclasses.replace(broken.spec, repeat=1), requests=twice)
+    found = compared([run()], [run(phase=3), repeated])
+    assert by_metric(found)["output_tokens_per_s"].verdict == TIE
+    assert [lost.reason for lost in found.lost] == ["1 of 2 runs: requests 0 were answered more than once"]
+
+
+def test_loads_of_a_sweep_meet_by_their_load() -> None:
+    def sweep(*seconds: float, phase: int = 0) -> RunRecord:
+        at, parts = 0.0, []
+        for each in seconds:
+            parts.append(one_by_one(wobbling(each, phase), COUNT, at))
+            at = (parts[-1][-1].ended_ns or 0) / 1e9
+        made = in_stages(build_spec("vllm"), parts, concurrency=[1, 2])
+        return dataclasses.replace(made, started_at=1e6 + phase)
+
+    found = compared([sweep(0.1, 0.1)], [sweep(0.1, 0.2, phase=3)])
+    rates = {c.row: c.verdict for c in found.changes if c.metric == "output_tokens_per_s"}
+    assert rates == {"concurrency 1": TIE, "concurrency 2": WORSE}
+
+
+# --- over time ---
+
+
+def test_a_cell_over_days_shows_where_its_level_changed() -> None:
+    days = []
+    for day in range(12):
+        record = run(seconds=0.1 if day < 6 else 0.13, phase=day)
+        days.append(dataclasses.replace(record, started_at=1e6 + 86400 * day, path=f"day-{day}/{record.spec.run_id}"))
+    found = {s.metric: s for s in build(days[-1:], "test", earlier=days[:-1]).histories}
+    assert set(found) == {"output_tokens_per_s", "ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s"}
+    (change,) = found["output_tokens_per_s"].changes
+    assert (change.index, change.verdict) == (6, WORSE)
+    judged = history.judge(days)
+    assert judged.count == 12
+    assert "change" in over_time.sentence(history.analyse(judged.windows, 1, judged.asked))
+
+
+def test_a_request_of_nothing_is_no_load() -> None:
+    lost = build_request(0, 0.0, 0.1, error="reset", first_ns=None, last_ns=None, tokens=None, pieces=0)
+    assert served_work.analyse([build_record(build_spec("vllm"), [lost]), run()])[0].comparisons == ()
