@@ -166,6 +166,12 @@ def _synthetic(data: Choice) -> Synthetic:
     return Synthetic(**options)
 
 
+def form_of(prompts: Sequence[Prompt]) -> str:
+    """What is sent of all of them: token_ids, text or messages; mixed where they differ."""
+    forms = {"token_ids" if p.token_ids is not None else "messages" if p.messages else "text" for p in prompts}
+    return forms.pop() if len(forms) == 1 else "mixed"
+
+
 def open_prompts(
     data: Choice, *, count: int | None, seed: int, vocab: int, max_tokens: int, api: str = "completions"
 ) -> list[Prompt]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import RequestError
-from paceline.prompts import SYNTHETIC_COUNT, Prompt, check, open_prompts
+from paceline.prompts import SYNTHETIC_COUNT, Prompt, check, form_of, open_prompts
 from paceline.spec import Choice
 
 
@@ -172,3 +172,11 @@ def test_a_trace_scenario_needs_the_times_of_a_trace() -> None:
         RequestError, match="data: 'synthetic' was given; accepted is trace:path=FILE with scenario trace"
     ):
         check(Choice.parse("synthetic"), "trace")
+
+
+def test_the_form_of_prompts_is_told() -> None:
+    ids, words = Prompt(token_ids=(1,), max_tokens=1), Prompt(text="x", max_tokens=1)
+    assert form_of([ids, ids]) == "token_ids"
+    assert form_of([words]) == "text"
+    assert form_of([ids, words]) == "mixed"
+    assert form_of([Prompt(messages=({"role": "user", "content": "x"},), max_tokens=1)]) == "messages"

@@ -31,6 +31,7 @@ from paceline.analysis import (
     scaling,
     served,
     served_shapes,
+    served_verdicts,
     thumb,
     validity,
     watch,
@@ -132,6 +133,7 @@ def _with_nodes(found: Report, sound: Sequence[RunRecord], baseline: nodes.Basel
 def _completed(found: Report, ordered: Sequence[RunRecord], cells: Sequence[Cell], costing: cost.Costing) -> Report:
     """With what rests on the findings before it: costs and what they decide, claims beside them."""
     found = replace(found, recommendations=recommend.beside_designs(found.recommendations, found.effects))
+    found = served_verdicts.added_to(found, ordered)
     priced = cost.added_to(found, cells, costing)
     priced = replace(priced, recommendations=(*priced.recommendations, *recommend.by_cost(priced)))
     priced = replace(priced, loadgen=loadgen.verdicts(ordered))

@@ -1,20 +1,32 @@
 """Served models: latencies from the schedule, rates of what was completed, and whether any of it may be believed.
 
-All of it from the raw requests of all launches of a cell, merged; never from percentiles of parts. Latency counts from
-when a request was due: one that waited in the client waited. A percentile has distribution-free 95 % bounds by order
-statistics; one whose bounds reach beyond what was observed has none.
+All of it from the raw requests of all launches of a cell, merged; never from percentiles of parts. A percentile has
+distribution-free 95 % bounds by order statistics; one whose bounds reach beyond what was observed has none. A rate has
+the bounds of its launches, so that of one launch alone has none.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from paceline import stopping
+from paceline.analysis.launch_spread import Bounded, bounded, over_launches, quotient
+from paceline.analysis.served_loads import Load as Load
+from paceline.analysis.served_loads import Served as Served
+from paceline.analysis.served_loads import first_answer_s, first_reasoning_s, is_scheduled
+from paceline.analysis.served_loads import gather as gather
+from paceline.analysis.served_loads import in_time as in_time
+from paceline.analysis.served_loads import latency_s as latency_s
+from paceline.analysis.served_loads import service_ttft_s as service_ttft_s
+from paceline.analysis.served_loads import tpot_s as tpot_s
+from paceline.analysis.served_loads import ttft_s as ttft_s
+from paceline.analysis.statistics import Array
+from paceline.analysis.token_times import Steady, gaps_between_tokens, steady
+from paceline.analysis.token_times import tokens_of as tokens_of
 from paceline.findings import HIGHER, LOWER, Measurement
 from paceline.records import RunRecord
 from paceline.serving import (
@@ -24,99 +36,29 @@ from paceline.serving import (
     MOST_SCHEDULE_LAG_S,
     OPEN,
     PERCENTILE,
+    PLAIN_SCENARIOS,
+    STAGED_SCENARIOS,
     ClientSample,
     RequestSample,
 )
+from paceline.spec import Scalar
 
 NS = 1e9
 PERCENTILES = (50, 90, 95, 99)
 Z_95 = 1.959964
 
 
-# --- one request ---
+# --- measured ---
 
 
-def ttft_s(request: RequestSample) -> float | None:
-    """From when it was due to its first token."""
-    return None if request.first_ns is None else (request.first_ns - request.due_ns) / NS
-
-
-def service_ttft_s(request: RequestSample) -> float | None:
-    """From when it was sent: what the server alone is to blame for."""
-    missing = request.first_ns is None or request.sent_ns is None
-    return None if missing else (request.first_ns - request.sent_ns) / NS  # type: ignore[operator]
-
-
-def tokens_of(request: RequestSample) -> int:
-    """The server's own count; where it gives none, the events with content."""
-    return request.pieces if request.tokens is None else request.tokens
-
-
-def tpot_s(request: RequestSample) -> float | None:
-    """Time per further token; an answer of one token has none."""
-    if request.first_ns is None or request.last_ns is None or tokens_of(request) < 2:
-        return None
-    return (request.last_ns - request.first_ns) / NS / (tokens_of(request) - 1)
-
-
-def latency_s(request: RequestSample) -> float | None:
-    return None if request.ended_ns is None else (request.ended_ns - request.due_ns) / NS
-
-
-def in_time(request: RequestSample, limits: dict[str, float | None]) -> bool:
-    """Answered whole, and within every limit that there is."""
-    if request.error is not None:
-        return False
-    seen = {"ttft_s": ttft_s(request), "tpot_s": tpot_s(request), "latency_s": latency_s(request)}
-    return all(
-        limit is None or value is None or value <= limit for (name, limit) in limits.items() for value in (seen[name],)
-    )
-
-
-# --- a cell ---
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """All launches of one cell."""
-
-    records: tuple[RunRecord, ...]
-
-    @property
-    def requests(self) -> list[RequestSample]:
-        return [request for record in self.records for request in record.requests]
-
-    @property
-    def answered(self) -> list[RequestSample]:
-        return [request for request in self.requests if request.error is None]
-
-    @property
-    def limits(self) -> dict[str, float | None]:
-        serving = self.records[0].spec.serving
-        assert serving is not None
-        return serving.limits
-
-    def wall_s(self) -> float:
-        """From the start of each launch to the end of its last request, summed."""
-        return sum(max((r.ended_ns or 0 for r in record.requests), default=0) / NS for record in self.records)
-
-
-def gather(records: Sequence[RunRecord]) -> list[Served]:
-    by_cell: defaultdict[str, list[RunRecord]] = defaultdict(list)
-    for record in records:
-        if record.requests:
-            by_cell[record.spec.cell].append(record)
-    return [Served(tuple(sorted(found, key=lambda r: r.spec.repeat))) for found in by_cell.values()]
-
-
-def percentile_bounds(values: Sequence[float], percent: float) -> tuple[float, float | None, float | None]:
+def percentile_bounds(values: Sequence[float] | Array, percent: float) -> tuple[float, float | None, float | None]:
     """The percentile and its 95 % bounds: the order statistics whose ranks a binomial count would not leave."""
-    ordered = sorted(values)
+    ordered = np.sort(np.asarray(values, dtype=np.float64))
     n, share = len(ordered), percent / 100
     value = float(np.percentile(ordered, percent))
     reach = Z_95 * math.sqrt(n * share * (1 - share))
     low, high = math.floor(n * share - reach), math.ceil(n * share + reach)
-    return value, ordered[low - 1] if low >= 1 else None, ordered[high - 1] if high <= n else None
+    return value, float(ordered[low - 1]) if low >= 1 else None, float(ordered[high - 1]) if high <= n else None
 
 
 Quantity = Callable[[RequestSample], float | None]
@@ -126,82 +68,157 @@ LATENCIES: dict[str, Quantity] = {
     "tpot": tpot_s,
     "latency": latency_s,
 }
+# Of a model that reasons before it answers, measured only where one did.
+OF_REASONING: dict[str, Quantity] = {"first_reasoning": first_reasoning_s, "first_answer": first_answer_s}
+# Columns of a launch: what is counted, and over what.
+_COUNTED = ("tokens", "prompt_tokens", "answered", "good", "good_tokens", "wall_s", "requests", "failed")
 RATES = {
-    "output_tokens_per_s": ("tokens/s", HIGHER),
-    "prompt_tokens_per_s": ("tokens/s", HIGHER),
-    "requests_per_s": ("requests/s", HIGHER),
-    "goodput_requests_per_s": ("requests/s", HIGHER),
-    "goodput_tokens_per_s": ("tokens/s", HIGHER),
-    "goodput_ratio": ("ratio", HIGHER),
-    "failed_ratio": ("ratio", LOWER),
+    "output_tokens_per_s": ("tokens/s", HIGHER, "tokens", "wall_s"),
+    "prompt_tokens_per_s": ("tokens/s", HIGHER, "prompt_tokens", "wall_s"),
+    "requests_per_s": ("requests/s", HIGHER, "answered", "wall_s"),
+    "goodput_requests_per_s": ("requests/s", HIGHER, "good", "wall_s"),
+    "goodput_tokens_per_s": ("tokens/s", HIGHER, "good_tokens", "wall_s"),
+    "goodput_ratio": ("ratio", HIGHER, "good", "requests"),
+    "failed_ratio": ("ratio", LOWER, "failed", "requests"),
 }
-METRICS = {f"{name}_p{p}_s": ("s", LOWER) for name in (*LATENCIES, "itl") for p in PERCENTILES} | RATES
+# Beside the percentiles and RATES: of tokens, of the full load, over replicas (axes tell them), and told ahead.
+_OTHERS = {
+    "itl_split_ratio": ("ratio", LOWER),
+    "steady_output_tokens_per_s": ("tokens/s", HIGHER),
+    "steady_ratio": ("ratio", HIGHER),
+    "token_count_mismatch_ratio": ("ratio", LOWER),
+    "max_rate_per_s": ("requests/s", HIGHER),
+    "replica_output_tokens_per_s": ("tokens/s", HIGHER),
+    "replica_prompt_tokens_per_s": ("tokens/s", HIGHER),
+    "replicas_speedup_ratio": ("ratio", HIGHER),
+    "replicas_efficiency_ratio": ("ratio", HIGHER),
+    "straggler_ratio": ("ratio", LOWER),
+    "full_set_s": ("s", LOWER),
+}
+METRICS: dict[str, tuple[str, str]] = {
+    **{f"{name}_p{p}_s": ("s", LOWER) for name in (*LATENCIES, *OF_REASONING, "itl") for p in PERCENTILES},
+    **{name: (unit, better) for name, (unit, better, _, _) in RATES.items()},
+    **_OTHERS,
+}
+OPEN_LOAD = "requests come by a schedule, so that no number of them in flight is planned"
+TOKEN_AUDIT = (
+    "the server's count against what was asked for where an answer ended by its length, else against the events with "
+    "content (at least) and what was asked for (at most)"
+)
 
 
 def measure(served: Served) -> Iterator[Measurement]:
-    for name, quantity in LATENCIES.items():
-        values = [value for request in served.answered if (value := quantity(request)) is not None]
-        yield from _percentiles(served, name, values)
-    yield from _percentiles(served, "itl", [gap / NS for r in served.answered for gap in r.token_ns])
-    for name, (unit, better) in RATES.items():
-        yield _measurement(served, name, unit, better, _rate(served, name), len(served.requests))
+    """Nothing of a load whose client cannot be believed."""
+    if doubts_of(served):
+        return
+    reasons = any(request.first_reasoning_ns is not None for request in served.answered)
+    for name, quantity in (LATENCIES | OF_REASONING if reasons else LATENCIES).items():
+        yield from _percentiles(served, name, [v for r in served.answered if (v := quantity(r)) is not None])
+    gaps = gaps_between_tokens(served.answered)
+    yield from _percentiles(served, "itl", gaps.seconds)
+    split = gaps.split / len(gaps.seconds) if len(gaps.seconds) else None
+    yield measurement(served, "itl_split_ratio", (split, None, None), n=len(gaps.seconds))
+    yield from _rates(served)
+    yield from _steady_rates(served)
+    wrong, counted = mismatched(served.answered)
+    share = wrong / counted if counted else None
+    told = TOKEN_AUDIT if counted else "the server tells no count of tokens"
+    yield measurement(served, "token_count_mismatch_ratio", (share, None, None), n=counted, note=told)
 
 
-def _percentiles(served: Served, name: str, values: Sequence[float]) -> Iterator[Measurement]:
+def _percentiles(served: Served, name: str, values: Sequence[float] | Array) -> Iterator[Measurement]:
+    ordered = np.sort(np.asarray(values, dtype=np.float64))
     for percent in PERCENTILES:
-        found = percentile_bounds(values, percent) if values else (None, None, None)
-        unit, better = METRICS[f"{name}_p{percent}_s"]
-        yield _measurement(served, f"{name}_p{percent}_s", unit, better, found, len(values))
+        found = percentile_bounds(ordered, percent) if len(ordered) else (None, None, None)
+        yield measurement(served, f"{name}_p{percent}_s", found, n=len(values))
 
 
-def _rate(served: Served, name: str) -> tuple[float | None, float | None, float | None]:
-    """Of the whole run; bounds are those of its launches' own values, where there are three or more."""
-    each = [_rate_of(Served((record,)), name) for record in served.records]
-    known = [value for value in each if value is not None]
-    low, high = (min(known), max(known)) if len(known) >= 3 else (None, None)
-    return _rate_of(served, name), low, high
+def _rates(served: Served) -> Iterator[Measurement]:
+    rows = [_counts(Served((record,), served.load), served.limits) for record in served.records]
+    for name, (_, _, counted, over) in RATES.items():
+        estimate = quotient(_COUNTED.index(counted), _COUNTED.index(over))
+        found = bounded(over_launches(rows, estimate, served.cell, name))
+        if name == "goodput_ratio" and not served.has_limits:
+            found = (None, None, None)
+        yield measurement(served, name, found)
 
 
-def _rate_of(served: Served, name: str) -> float | None:
-    wall, requests, answered = served.wall_s(), served.requests, served.answered
-    good = [request for request in answered if in_time(request, served.limits)]
-    if name == "failed_ratio":
-        return 1 - len(answered) / len(requests)
-    if name == "goodput_ratio":
-        return len(good) / len(requests) if any(limit is not None for limit in served.limits.values()) else None
-    if wall <= 0:
-        return None
-    counted = good if name.startswith("goodput") else answered
-    if name.endswith("requests_per_s"):
-        return len(counted) / wall
-    if name == "prompt_tokens_per_s":
-        told = [request.prompt_tokens for request in answered]
-        return None if None in told or not told else sum(t for t in told if t is not None) / wall
-    return sum(map(tokens_of, counted)) / wall
+def _counts(launch: Served, limits: dict[str, float | None]) -> list[float]:
+    answered = launch.answered
+    good = [request for request in answered if in_time(request, limits)]
+    prompts = [request.prompt_tokens for request in answered]
+    asked = math.nan if None in prompts or not prompts else float(sum(p for p in prompts if p is not None))
+    tokens, good_tokens = (float(sum(map(tokens_of, each))) for each in (answered, good))
+    count = len(launch.requests)
+    return [tokens, asked, len(answered), len(good), good_tokens, launch.wall_s(), count, count - len(answered)]
 
 
-def _measurement(
+def steady_parts(served: Served) -> list[Steady]:
+    """Of each stretch by itself: nothing is in flight between them."""
+    return [steady(stretch.requests, served.planned_in_flight) for stretch in served.stretches]
+
+
+def _steady_rates(served: Served) -> Iterator[Measurement]:
+    """Tokens that came while the load was full, over that time; None with the reason where it never was."""
+    if served.is_open:
+        found, reasons = [], [OPEN_LOAD]
+    else:
+        found = [_steady_counts(Served((record,), served.load)) for record in served.records]
+        reasons = [part.reason for part in steady_parts(served) if part.reason]
+    table = [row for row in found if row[1] > 0]
+    rate = bounded(over_launches(table, quotient(0, 1), served.cell, "steady"))
+    share = bounded(over_launches(table, quotient(1, 2), served.cell, "steady share"))
+    note = None if table else next(iter(reasons), None)
+    yield measurement(served, "steady_output_tokens_per_s", rate, note=note)
+    yield measurement(served, "steady_ratio", share, note=note)
+
+
+def _steady_counts(launch: Served) -> list[float]:
+    """Tokens and seconds of the steady parts of one launch, and the whole time of the stretches they are of."""
+    parts = zip(launch.stretches, steady_parts(launch), strict=True)
+    sound = [(stretch.wall_s, part) for stretch, part in parts if part.reason is None]
+    return [sum(p.total for _, p in sound), sum(p.seconds for _, p in sound), sum(wall for wall, _ in sound)]
+
+
+def mismatched(requests: Sequence[RequestSample]) -> tuple[int, int]:
+    """How many answers whose tokens the server counted cannot have had so many, and how many it counted at all. The
+    token that ends an answer has no content, so that an event less than tokens is no mismatch."""
+    told = [request for request in requests if request.tokens is not None]
+    return sum(not _is_believed(request) for request in told), len(told)
+
+
+def _is_believed(request: RequestSample) -> bool:
+    assert request.tokens is not None
+    if request.finish == "length":
+        return request.tokens == request.asked_tokens
+    return request.pieces <= request.tokens <= request.asked_tokens
+
+
+def measurement(
     served: Served,
     metric: str,
-    unit: str,
-    better: str,
-    found: tuple[float | None, float | None, float | None],
-    n: int,
+    found: Bounded,
+    *,
+    n: int | None = None,
+    note: str | None = None,
+    axes: Mapping[str, Scalar] | None = None,
 ) -> Measurement:
+    """n counts requests unless it is told what else; axes stand beside those of the load."""
     value, low, high = found
-    spec = served.records[0].spec
+    unit, better = METRICS[metric]
     return Measurement(
         metric=metric,
         unit=unit,
         better=better,
-        cell=spec.cell,
+        cell=served.cell,
         value=value,
         low=low,
         high=high,
-        n=n,
+        n=len(served.requests) if n is None else n,
         launches=len(served.records),
-        axes=spec.axes(),
-        runs=tuple(record.spec.run_id for record in served.records),
+        axes={**served.axes(), **(axes or {})},
+        runs=served.runs,
+        note=note,
     )
 
 
@@ -212,26 +229,27 @@ def client_problems(clients: Sequence[ClientSample], requests: Sequence[RequestS
     """Why the client itself may have been what was measured. Of a closed loop nothing is due before it is sent."""
     first = [value for request in requests if (value := ttft_s(request)) is not None]
     bound = max(MOST_SCHEDULE_LAG_S, MOST_SCHEDULE_LAG_OF_TTFT * float(np.median(first)) if first else 0.0)
-    found = []
-    for client in clients:
-        late, read = (client.schedule_lag_p99_ns or 0) / NS, (client.read_lag_p99_ns or 0) / NS
-        cpu = client.cpu_s / client.wall_s if client.wall_s > 0 else 0.0
-        if scenario in OPEN and late > bound:
-            found.append(f"sent up to {late * 1e3:.1f} ms late (p99; at most {bound * 1e3:.1f} ms)")
-        if read > MOST_READ_LAG_S:
-            found.append(f"read up to {read * 1e3:.1f} ms late (p99; at most {MOST_READ_LAG_S * 1e3:.0f} ms)")
-        if cpu > MOST_CPU_RATIO:
-            found.append(f"used {cpu:.0%} of a core (at most {MOST_CPU_RATIO:.0%})")
-    return [f"client: {text}" for text in dict.fromkeys(found)]
+    late = _worst(client.schedule_lag_p99_ns for client in clients) if scenario in OPEN else 0.0
+    read = _worst(client.read_lag_p99_ns for client in clients)
+    cpu = max((client.cpu_s / client.wall_s for client in clients if client.wall_s > 0), default=0.0)
+    told = {
+        f"sent up to {late * 1e3:.1f} ms late (p99; at most {bound * 1e3:.1f} ms)": late > bound,
+        f"read up to {read * 1e3:.1f} ms late (p99; at most {MOST_READ_LAG_S * 1e3:.0f} ms)": read > MOST_READ_LAG_S,
+        f"used {cpu:.0%} of a core (at most {MOST_CPU_RATIO:.0%})": cpu > MOST_CPU_RATIO,
+    }
+    return [f"client: {text}" for text, holds in told.items() if holds]
+
+
+def _worst(lags_ns: Iterable[float | None]) -> float:
+    """Of all processes of the client, in seconds."""
+    return max((lag or 0.0 for lag in lags_ns), default=0.0) / NS
 
 
 def rule_problems(served: Served) -> list[str]:
     """Why the limits of the scenario do not count as kept, by early stopping; none where there are no limits."""
-    limits = served.limits
-    if all(limit is None for limit in limits.values()):
+    if not served.has_limits:
         return []
-    late = sum(not in_time(request, limits) for request in served.requests)
-    count = len(served.requests)
+    late, count = late_of(served), len(served.requests)
     allowed = stopping.late_allowed(count, PERCENTILE)
     if allowed is None:
         least = stopping.requests_needed(0, PERCENTILE)
@@ -239,11 +257,55 @@ def rule_problems(served: Served) -> list[str]:
     return [f"{late} of {count} requests were late or failed; {allowed} may be"] if late > allowed else []
 
 
+def late_of(served: Served) -> int:
+    """Requests that failed or kept a limit not."""
+    return sum(not in_time(request, served.limits) for request in served.requests)
+
+
+def duration_problems(served: Served) -> list[str]:
+    """A load that was to last for some time, and did not in every launch."""
+    least = served.serving.least_s
+    shortest = min((stretch.wall_s for stretch in served.stretches), default=0.0)
+    return [f"lasted {shortest:.1f} s; at least {least:g} s were asked for"] if shortest < least else []
+
+
 def exactly_once(record: RunRecord) -> list[str]:
-    """What a run's own numbers say against it: samples that were answered twice, or never."""
-    answered = Counter(request.number for request in record.requests if request.error is None)
-    twice = sorted(number for number, count in answered.items() if count > 1)
-    return [f"requests {', '.join(map(str, twice[:5]))} were answered more than once"] if twice else []
+    """What a run's own numbers say against it: requests or samples that were answered twice, or that are nowhere."""
+    answered = Counter((r.stage, r.number) for r in record.requests if r.error is None)
+    twice = sorted(number for (_, number), count in answered.items() if count > 1)
+    found = [f"requests {', '.join(map(str, twice[:5]))} were answered more than once"] if twice else []
+    return [*found, *_samples_again(record), *_unaccounted(record)]
+
+
+def _samples_again(record: RunRecord) -> list[str]:
+    """Only a load that goes on until a time has passed, looks for a rate, or asks for more than there are, uses samples
+    again."""
+    serving = record.spec.serving
+    if serving is None or serving.least_s or serving.scenario not in PLAIN_SCENARIOS:
+        return []
+    available = record.evidence.settings.get("samples") if record.evidence else None
+    if isinstance(available, int) and any(stage.planned > available for stage in record.stages):
+        return []
+    numbers: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
+    for request in record.requests:
+        if request.error is None:
+            numbers[request.stage, request.sample].add(request.number)
+    again = sorted(sample for (_, sample), known in numbers.items() if len(known) > 1)
+    return [f"samples {', '.join(map(str, again[:5]))} were answered by several requests"] if again else []
+
+
+def _unaccounted(record: RunRecord) -> list[str]:
+    """Of a schedule every request is answered or failed. A closed loop, and one that may end by time, gives out no more
+    than it came to."""
+    known = Counter(stage for stage, _ in {(request.stage, request.number) for request in record.requests})
+    ends_early = record.spec.serving is None or record.spec.serving.least_s > 0
+    lost = [
+        f"{stage.planned - known[stage.stage]} of {stage.planned} requests are neither answered nor failed"
+        for stage in record.stages
+        if known[stage.stage] < stage.planned
+        and not (ends_early and not is_scheduled(stage.scenario, stage.rate_per_s))
+    ]
+    return lost[:3]
 
 
 def problems(record: RunRecord) -> list[str]:
@@ -253,6 +315,30 @@ def problems(record: RunRecord) -> list[str]:
     if not any(request.error is None for request in record.requests):
         classes = Counter(str(request.error) for request in record.requests)
         return [f"no request was answered: {', '.join(f'{name} {count} times' for name, count in classes.items())}"]
+    doubts = client_doubts(record)
+    loads = {request.stage for request in record.requests}
+    # A search goes on until the client itself is late: what it was asked before that can be believed.
+    believed = (
+        record.spec.serving is not None and record.spec.serving.scenario in STAGED_SCENARIOS and loads - set(doubts)
+    )
+    worst = () if believed else dict.fromkeys(problem for found in doubts.values() for problem in found)
+    return [*exactly_once(record), *worst]
+
+
+def client_doubts(record: RunRecord) -> dict[int, list[str]]:
+    """What the client says against itself, by load; empty where it can be believed in all."""
     assert record.spec.serving is not None
-    scenario = record.spec.serving.scenario
-    return [*exactly_once(record), *client_problems(record.clients, record.requests, scenario)]
+    rates = {stage.stage: (stage.scenario, stage.rate_per_s) for stage in record.stages}
+    found = {}
+    for number in sorted({client.stage for client in record.clients}):
+        clients = [client for client in record.clients if client.stage == number]
+        scheduled = number in rates and is_scheduled(*rates[number])
+        scenario = OPEN[0] if scheduled else record.spec.serving.scenario
+        found[number] = client_problems(clients, [r for r in record.requests if r.stage == number], scenario)
+    return {number: problems for number, problems in found.items() if problems}
+
+
+def doubts_of(served: Served) -> list[str]:
+    """What speaks against the client in any launch of this load."""
+    known = [(client_doubts(s.record), s.stage.stage if s.stage else 0) for s in served.stretches]
+    return list(dict.fromkeys(problem for doubts, number in known for problem in doubts.get(number, ())))

@@ -20,6 +20,7 @@ from paceline.findings.paired import PairedReplicas
 from paceline.findings.recipe import Recipe
 from paceline.findings.served_cost import ServedCost
 from paceline.findings.served_shapes import ServedShapes
+from paceline.findings.served_verdicts import Fleet, FullSet, PartitionGain, ServedVerdict
 from paceline.findings.served_work import ServedPair
 from paceline.findings.training import (
     Certificate,
@@ -71,6 +72,10 @@ class Report:
     distributions: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     recipes: tuple[Recipe, ...] = ()
     nodes: tuple[NodeVerdict, ...] = ()
+    served: tuple[ServedVerdict, ...] = ()
+    fleets: tuple[Fleet, ...] = ()
+    partition_gains: tuple[PartitionGain, ...] = ()
+    full_sets: tuple[FullSet, ...] = ()
     loadgen: tuple[LoadgenVerdict, ...] = ()
     accuracy: tuple[Accuracy, ...] = ()
     paired: tuple[PairedReplicas, ...] = ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.findings import Report
-from paceline.present import beside_speed, ceilings, fabric, gauges, loadgen, memory, nodes, served
+from paceline.present import beside_speed, ceilings, fabric, gauges, loadgen, memory, nodes, served, served_verdicts
 from paceline.present.tables import Table
 
 
@@ -15,7 +15,8 @@ def machine_tables(report: Report) -> tuple[Table, ...]:
 
 def served_tables(report: Report) -> tuple[Table, ...]:
     """Of served models, the one to begin with first: a section of their own on the page."""
-    return (*served.tables(report), *beside_speed.tables(report), *loadgen.tables(report))
+    found = (*served.tables(report), *served_verdicts.tables(report), *beside_speed.tables(report))
+    return (*found, *loadgen.tables(report))
 
 
 def machine_details(report: Report) -> tuple[Table, ...]:

@@ -106,7 +106,7 @@ def ask(
     finally:
         session.farewell()
     endpoints = [replica.endpoint for replica in replicas]
-    told = {"search_ended_by": ended_by} if ended_by else {}
+    told = {"prompts": prompts.form_of(asked), **({"search_ended_by": ended_by} if ended_by else {})}
     recorder.conclude(evidence(endpoints, samples=len(asked), served=endpoints[0].model, **told))
 
 

@@ -2,41 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+from served_records import CLIENT, MS, S, record, request, stage, streamed
 
 from paceline.analysis import served
-from paceline.records import RunRecord, Status
-from paceline.serving import ClientSample, RequestSample, Serving
-from paceline.spec import Choice, RunSpec, Topology, Training
-
-MS = 1_000_000
-
-
-def request(number: int = 0, **more: Any) -> RequestSample:
-    """Due at 0, sent after 2 ms, first token after 102, then three more 10 ms apart."""
-    values = {"sample": number, "replica": 0, "due_ns": 0, "sent_ns": 2 * MS, "first_byte_ns": 100 * MS}
-    values |= {"first_ns": 102 * MS, "last_ns": 132 * MS, "ended_ns": 140 * MS, "pieces": 4, "tokens": 4}
-    values |= {"prompt_tokens": 10, "asked_tokens": 4, "coalesced": 0, "stamped": True, "token_ns": (10 * MS,) * 3}
-    return RequestSample(rank=0, number=number, **{**values, **more})
-
-
-def record(requests: list[RequestSample], repeat: int = 0, **serving: Any) -> RunRecord:
-    spec = RunSpec(
-        experiment="test",
-        workload=Choice("inference"),
-        model=Choice("tiny"),
-        topology=Topology(device="cpu"),
-        training=Training(sequence_length=1, micro_batch=1),
-        steps=1,
-        repeat=repeat,
-        engine=Choice("openai", {"url": "http://x"}),
-        serving=Serving(**serving),
-    )
-    return RunRecord(
-        spec=spec, status=Status.OK, error=None, started_at=0.0, ended_at=1.0, path="x", requests=tuple(requests)
-    )
+from paceline.records import RunRecord
 
 
 def test_times_of_one_request() -> None:
@@ -95,7 +69,7 @@ def test_launches_are_merged_as_requests_not_as_percentiles() -> None:
     second = record([request(n, first_ns=(200 + n) * MS) for n in range(10)], repeat=1)
     found = by_name([first, second])
     whole = sorted((r.first_ns or 0) / 1e9 for r in (*first.requests, *second.requests))
-    assert found["ttft_p90_s"].value == pytest.approx(float(__import__("numpy").percentile(whole, 90)))
+    assert found["ttft_p90_s"].value == pytest.approx(float(np.percentile(whole, 90)))
     assert found["ttft_p90_s"].launches == 2
 
 
@@ -112,25 +86,6 @@ def test_early_stopping_decides_about_limits() -> None:
     assert served.rule_problems(served.Served((record([request()]),))) == []
 
 
-CLIENT = ClientSample(
-    rank=0,
-    shard=0,
-    requests=1,
-    reads=5,
-    schedule_lag_p50_ns=1e4,
-    schedule_lag_p99_ns=5e4,
-    read_lag_p50_ns=1e4,
-    read_lag_p99_ns=5e4,
-    cpu_s=0.1,
-    wall_s=1.0,
-    most_in_flight=1,
-    waited_for_cap=0,
-    clock_doubt_ns=100,
-    clock_drift_ns=0,
-    plan="x",
-)
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -141,14 +96,154 @@ CLIENT = ClientSample(
     ],
 )
 def test_a_client_that_was_the_bottleneck_says_so(change: dict[str, float], words: str | None) -> None:
-    import dataclasses
-
     requests = [request(0), request(1, due_ns=MS)]
-    found = served.client_problems([dataclasses.replace(CLIENT, **change)], requests, "server")
+    found = served.client_problems([replace(CLIENT, **change)], requests, "server")
     assert found == ([] if words is None else [words])
+
+
+def test_of_several_processes_the_worst_is_told_once() -> None:
+    clients = [replace(CLIENT, read_lag_p99_ns=lag) for lag in (6e6, 9e6, None)]
+    assert served.client_problems(clients, [request()], "offline") == [
+        "client: read up to 9.0 ms late (p99; at most 5 ms)"
+    ]
 
 
 def test_a_sample_answered_twice_is_found() -> None:
     assert served.exactly_once(record([request(0), request(1)])) == []
     assert served.exactly_once(record([request(0), request(0)])) == ["requests 0 were answered more than once"]
     assert served.exactly_once(record([request(0, error="reset"), request(0)])) == []
+
+
+# --- loads ---
+
+
+def test_a_sweep_is_measured_load_by_load() -> None:
+    """Two loads, each of its own start: 1 request in flight for 1 s, then 2 for 1 s."""
+    first = [streamed(0, 0, 1)]
+    second = [streamed(0, 2, 3, stage=1), streamed(1, 2, 3, stage=1)]
+    stages = (stage(0, concurrency=1), stage(1, concurrency=2, started_ns=2 * S))
+    loads = served.gather([record([*first, *second], stages=stages, scenario="sweep")])
+    rates = {
+        m.axes["concurrency"]: m for load in loads for m in served.measure(load) if m.metric == "output_tokens_per_s"
+    }
+    assert {key: m.value for key, m in rates.items()} == {1: pytest.approx(10), 2: pytest.approx(20)}
+    assert {key: m.axes["stage"] for key, m in rates.items()} == {1: 0, 2: 1}
+
+
+def test_launches_of_a_search_are_merged_by_rate_not_by_place() -> None:
+    def launch(repeat: int, rates: tuple[float, float]) -> RunRecord:
+        asked = [streamed(0, 2 * n, 2 * n + 1, stage=n) for n in (0, 1)]
+        stages = [stage(n, scenario="server", rate_per_s=rates[n], started_ns=2 * n * S) for n in (0, 1)]
+        return record(asked, repeat, stages, scenario="search", rate_per_s=1.0)
+
+    loads = served.gather([launch(0, (1.0, 4.0)), launch(1, (4.0, 1.0))])
+    assert [load.load.rate_per_s for load in loads if load.load] == [1.0, 4.0]
+    assert [len(load.requests) for load in loads] == [2, 2]
+    assert [load.limits["ttft_s"] for load in loads] == [2.0, 2.0]
+
+
+def test_the_guess_of_a_search_has_no_limits_to_keep() -> None:
+    stages = (stage(0, concurrency=4), stage(1, scenario="server", concurrency=None, rate_per_s=2.0))
+    asked = [request(0), request(1, stage=1)]
+    guess, trial = served.gather([record(asked, stages=stages, scenario="search")])
+    assert (guess.has_limits, trial.has_limits) == (False, True)
+
+
+def test_records_of_before_there_were_loads_are_one() -> None:
+    (load,) = served.gather([record([request(0)])])
+    assert load.load is None
+    assert "stage" not in load.axes()
+
+
+def test_the_interval_of_a_rate_is_of_launches() -> None:
+    """10 tokens in 1 s and in 2 s: 20 tokens in 3 s; one launch alone has no interval."""
+    launches = [record([streamed(0, 0, seconds)], repeat) for repeat, seconds in enumerate((1.0, 2.0, 1.5))]
+    rate = by_name(launches)["output_tokens_per_s"]
+    assert rate.value == pytest.approx(30 / 4.5)
+    assert rate.low < 30 / 4.5 < rate.high
+    alone = by_name(launches[:1])["output_tokens_per_s"]
+    assert (alone.low, alone.high) == (None, None)
+
+
+# --- tokens ---
+
+
+def test_a_chunk_of_two_tokens_is_two_gaps_and_marked() -> None:
+    """Two events of two tokens 20 ms apart: one gap of 20 ms, told as two of 10."""
+    pairs = request(tokens=4, pieces=2, last_ns=122 * MS, token_ns=(20 * MS,))
+    found = by_name([record([pairs])])
+    assert found["itl_p50_s"].value == pytest.approx(0.01)
+    assert found["itl_p50_s"].n == 2
+    assert found["itl_split_ratio"].value == 1.0
+    assert by_name([record([request()])])["itl_split_ratio"].value == 0.0
+
+
+def test_reasoning_and_answer_begin_at_times_of_their_own() -> None:
+    thought = request(first_reasoning_ns=62 * MS, token_ns=(40 * MS, 10 * MS, 20 * MS))
+    found = by_name([record([thought])])
+    assert found["ttft_p50_s"].value == pytest.approx(0.062)
+    assert found["first_reasoning_p50_s"].value == pytest.approx(0.062)
+    assert found["first_answer_p50_s"].value == pytest.approx(0.102)
+    assert found["tpot_p50_s"].value == pytest.approx(0.07 / 3)
+    assert "first_reasoning_p50_s" not in by_name([record([request()])])
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"),
+    [
+        ({"finish": "length"}, 0.0),
+        ({"finish": "length", "tokens": 3}, 1.0),
+        ({"finish": "stop", "tokens": 4, "pieces": 3, "token_ns": (10 * MS,) * 2}, 0.0),
+        ({"finish": "stop", "tokens": 3}, 1.0),
+        ({"finish": "stop", "tokens": 5}, 1.0),
+        ({"tokens": None}, None),
+    ],
+)
+def test_the_servers_count_is_audited(change: dict[str, Any], wrong: float | None) -> None:
+    found = by_name([record([request(**change)])])["token_count_mismatch_ratio"]
+    assert found.value == wrong
+    assert found.note
+
+
+# --- exactly once, and long enough ---
+
+
+def test_a_sample_of_two_requests_and_one_that_is_nowhere_are_found() -> None:
+    assert served.exactly_once(record([request(0), request(1, sample=0)])) == [
+        "samples 0 were answered by several requests"
+    ]
+    assert served.exactly_once(record([request(0), request(1, sample=0)], least_s=1.0)) == []
+    planned = (stage(planned=3, scenario="offline"),)
+    assert served.exactly_once(record([request(0), request(1)], stages=planned)) == [
+        "1 of 3 requests are neither answered nor failed"
+    ]
+    assert served.exactly_once(record([request(0), request(1)], stages=planned, least_s=1.0)) == []
+    scheduled = (stage(planned=3, scenario="server"),)
+    assert served.exactly_once(record([request(0)], stages=scheduled, least_s=1.0, scenario="server", rate_per_s=1.0))
+
+
+def test_a_load_that_ended_early_says_so() -> None:
+    (load,) = served.gather([record([streamed(0, 0, 2)], least_s=3.0)])
+    assert served.duration_problems(load) == ["lasted 2.0 s; at least 3 s were asked for"]
+    (load,) = served.gather([record([streamed(0, 0, 3)], least_s=3.0)])
+    assert served.duration_problems(load) == []
+
+
+def test_a_client_is_held_to_the_schedule_of_a_search_too() -> None:
+    late = replace(CLIENT, schedule_lag_p99_ns=5e6)
+    stages = (stage(scenario="server", rate_per_s=2.0),)
+    found = served.problems(record([request()], stages=stages, clients=(late,), scenario="search", rate_per_s=2.0))
+    assert found == ["client: sent up to 5.0 ms late (p99; at most 1.0 ms)"]
+
+
+def test_a_search_is_believed_until_its_client_was_late() -> None:
+    """The second load is the client's own limit: the first one stands."""
+    late = replace(CLIENT, stage=1, schedule_lag_p99_ns=5e6)
+    stages = [stage(n, scenario="server", rate_per_s=2.0 + n) for n in (0, 1)]
+    asked = [request(0), request(1, stage=1)]
+    searched = record(asked, stages=stages, clients=(CLIENT, late), scenario="search", rate_per_s=2.0)
+    assert served.problems(searched) == []
+    first, second = served.gather([searched])
+    assert list(served.measure(first))
+    assert not list(served.measure(second))
+    assert served.doubts_of(second) == ["client: sent up to 5.0 ms late (p99; at most 1.0 ms)"]

@@ -229,7 +229,7 @@ def test_the_same_questions_are_asked_of_all_and_their_answers_kept(start: Start
     # Texts of the load itself are kept for who asks for them.
     assert {request.text for request in found.requests} == {None}
     assert found.evidence is not None
-    assert found.evidence.settings == {"replicas": 2, "samples": 6, "served": "mock"}
+    assert found.evidence.settings == {"replicas": 2, "samples": 6, "served": "mock", "prompts": "token_ids"}
 
 
 def test_a_load_goes_on_for_as_long_as_it_shall(start: Start, ask: Ask) -> None:

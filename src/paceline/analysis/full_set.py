@@ -1,0 +1,144 @@
+"""The time the whole set would take, from a part of it that was asked at once.
+
+    T(N) = T(n) + (N - n) x tokens per request / steady tokens per second
+
+T(n) is the whole time of the n requests that were asked, with its ramp and its end; only what is added goes at the
+steady rate. Of a static partition each replica has its share of the N and its own part of that rate, and the slowest
+one ends last. The interval is of the tokens of requests and of the steady rate, both drawn again: blocks of one launch,
+launches first where there are several.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from paceline.analysis import served as measured
+from paceline.analysis.fleets import replicas_of
+from paceline.analysis.launch_spread import bounded
+from paceline.analysis.served_loads import Served, Stretch
+from paceline.analysis.statistics import Array, Resampled, block_length, resample_sums, seed_of
+from paceline.analysis.token_times import Steady, most_in_flight, steady, tokens_of
+from paceline.findings.served_verdicts import FullSet
+from paceline.serving import RequestSample
+
+SUMMARIES, SAMPLES_OF_SUMMARIES = "summaries", 13_368
+# Every place in flight must have been used so often, else what was seen is one burst and no rate.
+LEAST_TURNS = 3
+# Of a load that was full for less of its time, most is ramp and end, which the law does not know.
+LEAST_STEADY_RATIO = 0.5
+SLICES = 100
+LAW = "T(N) = T(n) + (N - n) x tokens per request / steady tokens/s"
+LAW_OF_STATIC = f"{LAW}, of the replica that ends last"
+
+
+@dataclass(frozen=True)
+class Portion:
+    """What one launch shows of the requests in question: all, or those of one replica."""
+
+    requests: tuple[RequestSample, ...]
+    seconds: float
+    steady: Steady
+
+    @property
+    def tokens(self) -> Array:
+        return np.array([[tokens_of(request), 1.0] for request in self.requests if request.error is None])
+
+
+def full_set(served: Served) -> FullSet | None:
+    """None where nobody asked for it: the set has no known size, or all of it was asked."""
+    samples, asked = _size(served), min(len(stretch.requests) for stretch in served.stretches)
+    if samples is None or samples <= asked or served.load is not None:
+        return None
+    static = served.serving.partition == "static" and len(replicas_of(served)) > 1
+    groups = _by_replica(served) if static else [[_portion(each, each.requests) for each in served.stretches]]
+    reason = _why_not(served, groups)
+    slowest = None if reason else max((_time(each, samples / asked, served.cell) for each in groups), key=_value)
+    law = LAW_OF_STATIC if static else LAW
+    time = measured.measurement(served, "full_set_s", bounded(slowest), note=law) if slowest else None
+    return FullSet(
+        cell=served.cell,
+        axes=served.axes(),
+        samples=samples,
+        asked=asked,
+        time=time,
+        law=law,
+        reason=reason,
+        runs=served.runs,
+    )
+
+
+def _value(found: Resampled) -> float:
+    return found.value
+
+
+def _size(served: Served) -> int | None:
+    summaries = served.records[0].spec.training.data.name == SUMMARIES
+    return served.serving.full_set or (SAMPLES_OF_SUMMARIES if summaries else None)
+
+
+def _by_replica(served: Served) -> list[list[Portion]]:
+    return [
+        [_portion(each, tuple(r for r in each.requests if r.replica == number)) for each in served.stretches]
+        for number in replicas_of(served)
+    ]
+
+
+def _portion(stretch: Stretch, requests: tuple[RequestSample, ...]) -> Portion:
+    ends = [r.ended_ns - stretch.started_ns for r in requests if r.ended_ns is not None]
+    return Portion(requests, max(ends, default=0) / measured.NS, steady(stretch.requests, None, requests))
+
+
+def _why_not(served: Served, groups: Sequence[Sequence[Portion]]) -> str | None:
+    """What makes it dishonest to tell more than was seen."""
+    if served.scenario != "offline":
+        return f"{served.scenario} is no load whose rate the replicas decide; offline is"
+    if failed := len(served.requests) - len(served.answered):
+        return f"{failed} requests failed"
+    if any(replica.died_ns is not None for record in served.records for replica in record.replicas):
+        return "a replica died"
+    found = (*map(_one_burst, served.stretches), *map(_unsteady, zip(*groups, strict=True)))
+    return next((reason for reason in found if reason), None)
+
+
+def _one_burst(stretch: Stretch) -> str | None:
+    count, most = len(stretch.requests), most_in_flight(stretch.requests)
+    least = f"{LEAST_TURNS} times as many are needed"
+    return f"{count} requests with {most} in flight are one burst; {least}" if count < LEAST_TURNS * most else None
+
+
+def _unsteady(portions: Sequence[Portion]) -> str | None:
+    """Of one launch: a static partition is full until the first replica has ended."""
+    reason = next((portion.steady.reason for portion in portions if portion.steady.reason), None)
+    if reason:
+        return f"no steady rate: {reason}"
+    whole = min(portion.seconds for portion in portions)
+    share = portions[0].steady.seconds / whole if whole > 0 else 0.0
+    needed = f"{LEAST_STEADY_RATIO:.0%} are needed"
+    return f"the load was full for {share:.0%} of the time; {needed}" if share < LEAST_STEADY_RATIO else None
+
+
+def _time(launches: Sequence[Portion], times: float, cell: str) -> Resampled:
+    """For so many times the requests of a launch."""
+    tokens, slices = [portion.tokens for portion in launches], [portion.steady.slices(SLICES) for portion in launches]
+    mean_s = float(np.mean([portion.seconds for portion in launches]))
+    more = (times - 1) * float(np.mean([len(portion.requests) for portion in launches]))
+
+    def time(sums: tuple[Array, Array]) -> Array:
+        each, rate = (over[..., 0] / over[..., 1] for over in sums)
+        return np.asarray(mean_s + more * each / rate)
+
+    value = float(time((sum(map(_total, tokens), np.zeros(2)), sum(map(_total, slices), np.zeros(2)))))
+    drawn = (resample_sums(tokens, seed_of(cell, "tokens")), resample_sums(slices, seed_of(cell, "steady")))
+    units = len(launches) if len(launches) > 1 else math.ceil(SLICES / block_length(SLICES))
+    with np.errstate(divide="ignore"):
+        deviations = (np.log(time(drawn)) - math.log(value)) * math.sqrt(units / (units - 1))
+    known = deviations if np.isfinite(deviations).all() else None
+    return Resampled(value, known, units - 1, len(launches), True)
+
+
+def _total(rows: Array) -> Array:
+    return np.asarray(rows.sum(axis=0))

@@ -1,0 +1,94 @@
+"""All that is concluded about served models: does each result count, what do replicas gain, what would the whole take.
+
+Only launches that can be believed are measured. A cell of which none can is judged all the same, with the reasons.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+from paceline import stopping
+from paceline.analysis import fleets, full_set, loadgen_rules, rate_search
+from paceline.analysis import served as measured
+from paceline.analysis.served_loads import Served, gather
+from paceline.findings import Measurement, Report
+from paceline.findings.served_verdicts import CLIENT, INVALID, INVALID_CLIENT, VALID, Fleet, Rule, ServedVerdict
+from paceline.records import RunRecord, Status
+from paceline.serving import PERCENTILE
+
+
+def added_to(report: Report, records: Sequence[RunRecord]) -> Report:
+    """records are those of the report, in the order of its runs; what was scored stands in the report before."""
+    statuses = zip(records, (run.status for run in report.runs), strict=True)
+    ours = [(record, status) for record, status in statuses if record.spec.serving and record.requests]
+    if not ours:
+        return report
+    sound = gather([record for record, status in ours if status == Status.OK])
+    loads = [load for load in sound if not measured.doubts_of(load)]
+    alone = fleets.alone_rates(loads)
+    found = [(load, fleets.fleet_of(load, alone.get(fleets.unpartitioned(load.records[0]), {}))) for load in loads]
+    together = [(load, fleet) for load, fleet in found if fleet is not None]
+    sets = tuple(each for load in loads if (each := full_set.full_set(load)) is not None)
+    told_ahead = (each.time for each in sets if each.time is not None)
+    return dataclasses.replace(
+        report,
+        measurements=(*report.measurements, *_combined(together), *_max_rates(loads), *told_ahead),
+        served=tuple(verdicts(ours, loadgen_rules.accuracy_rules(report.accuracy))),
+        fleets=tuple(fleet for _, fleet in together),
+        partition_gains=tuple(fleets.partition_gains(loads)),
+        full_sets=sets,
+    )
+
+
+def _combined(together: Sequence[tuple[Served, Fleet]]) -> Iterator[Measurement]:
+    for load, fleet in together:
+        yield from fleets.measurements_of(fleet, load)
+
+
+def _max_rates(loads: Sequence[Served]) -> Iterator[Measurement]:
+    by_cell: dict[str, list[Served]] = {}
+    for load in loads:
+        by_cell.setdefault(load.cell, []).append(load)
+    yield from (found for ours in by_cell.values() if (found := rate_search.max_rate(ours)) is not None)
+
+
+# --- does it count ---
+
+
+def verdicts(ours: Sequence[tuple[RunRecord, str]], accuracy: Mapping[str, Rule]) -> Iterator[ServedVerdict]:
+    """One for each load of each cell, of its believed launches; where there are none, of those that are not."""
+    cells = dict.fromkeys(record.spec.cell for record, _ in ours)
+    for cell in cells:
+        told = {status: [r for r, s in ours if r.spec.cell == cell and s == status] for status in ("ok", "invalid")}
+        sound, doubted = told["ok"], told["invalid"]
+        left_out = tuple(f"{r.spec.run_id}: {'; '.join(measured.problems(r))}" for r in doubted) if sound else ()
+        for load in gather(sound or doubted):
+            yield verdict_of(load, accuracy.get(cell), left_out)
+
+
+def verdict_of(served: Served, accuracy: Rule | None = None, left_out: tuple[str, ...] = ()) -> ServedVerdict:
+    found = [problem for record in served.records for problem in measured.problems(record)]
+    doubts = dict.fromkeys((*found, *measured.doubts_of(served)))
+    reasons = (*doubts, *measured.rule_problems(served), *measured.duration_problems(served))
+    label, count = loadgen_rules.label_of(served), len(served.requests)
+    return ServedVerdict(
+        cell=served.cell,
+        axes=served.axes(),
+        verdict=_word(reasons),
+        reasons=reasons,
+        requests=count,
+        failed=count - len(served.answered),
+        late=measured.late_of(served) if served.has_limits else None,
+        allowed=stopping.late_allowed(count, PERCENTILE) if served.has_limits else None,
+        runs=served.runs,
+        label=label,
+        rules=loadgen_rules.checklist(served, accuracy) if label else (),
+        accuracy=accuracy,
+        left_out=left_out,
+    )
+
+
+def _word(reasons: Sequence[str]) -> str:
+    by_client = [reason.startswith(f"{CLIENT}: ") for reason in reasons]
+    return VALID if not reasons else INVALID_CLIENT if all(by_client) else INVALID

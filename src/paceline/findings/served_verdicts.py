@@ -1,0 +1,128 @@
+"""Concluded about served models: whether a result counts, by which rules, and what several replicas gain together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from paceline.findings.training import Measurement
+from paceline.spec import Scalar
+
+LOADGEN_LABEL = "LoadGen-rule run, not an MLPerf(R) result"
+KEPT, NOT_KEPT, UNTOLD = "kept", "not kept", "cannot be told"
+CLIENT = "client"
+VALID, INVALID, INVALID_CLIENT = "VALID", "INVALID", f"INVALID({CLIENT})"
+UNDECIDED_GAIN = "no verdict"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One line of a checklist. outcome is KEPT, NOT_KEPT, or UNTOLD where the record holds nothing that could tell."""
+
+    name: str
+    asked: str
+    seen: str
+    outcome: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedVerdict:
+    """Whether one load of one cell counts: verdict is VALID, or INVALID for each of the reasons; INVALID(client) where
+    it was the client alone that could not be believed.
+
+    late and allowed are of the limits at the 99th percentile, None where there are none; allowed is None too where the
+    requests are too few to tell. label and rules are of runs by LoadGen's rules only; accuracy is their rule about
+    scores. left_out are launches that were not measured, each with its reason.
+    """
+
+    cell: str
+    axes: Mapping[str, Scalar]
+    verdict: str
+    reasons: tuple[str, ...]
+    requests: int
+    failed: int
+    late: int | None
+    allowed: int | None
+    runs: tuple[str, ...]
+    label: str | None = None
+    rules: tuple[Rule, ...] = ()
+    accuracy: Rule | None = None
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def is_valid(self) -> bool:
+        return not self.reasons
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaShare:
+    """What one replica did of a load. Rates are of its own time, from the start of the load to its last answer (or to
+    its end, where it died); alone_tokens_per_s is from a run in which it was asked alone. busy_ratio is the share of
+    the whole time in which it had a request. died_s counts from the start of the load."""
+
+    replica: int
+    host: str | None
+    requests: int
+    failed: int
+    output_tokens_per_s: float | None
+    prompt_tokens_per_s: float | None
+    busy_ratio: float | None
+    finished_s: float
+    alone_tokens_per_s: float | None = None
+    died_s: float | None = None
+    reassigned: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """Several replicas under one load. speedup is the combined rate over that of the best replica: alone where a paired
+    run tells it (is_paired), else its own in this run, where the load may have held it back. efficiency is the same
+    over as many of the best as there are; both are None for a load that comes by a schedule, which serves what
+    it is asked. straggler_s is how long the last replica worked alone, straggler_ratio its share of the time; uneven
+    the share in which not all had a request. text says it in sentences."""
+
+    cell: str
+    axes: Mapping[str, Scalar]
+    replicas: tuple[ReplicaShare, ...]
+    combined: Measurement
+    speedup: Measurement | None
+    efficiency: Measurement | None
+    best: int | None
+    straggler_s: float | None
+    straggler_ratio: float | None
+    uneven_ratio: float | None
+    text: str
+    runs: tuple[str, ...]
+    is_paired: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionGain:
+    """Tokens a second of the dynamic partition over those of the static one, of cells that differ in nothing else.
+    verdict speaks about dynamic: better, worse, tie, or UNDECIDED_GAIN where one of them has a single launch, so that
+    low and high are None."""
+
+    cell: str
+    other: str
+    axes: Mapping[str, Scalar]
+    ratio: float
+    low: float | None
+    high: float | None
+    verdict: str
+    reason: str
+    text: str
+    runs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullSet:
+    """The time that the whole set would take, told from those samples that were asked; reason says why it is not."""
+
+    cell: str
+    axes: Mapping[str, Scalar]
+    samples: int
+    asked: int
+    time: Measurement | None
+    law: str
+    reason: str | None
+    runs: tuple[str, ...]

@@ -1,0 +1,209 @@
+"""Served runs from their records to the verdict, the tables and the sentences of a report."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from served_records import CLIENT, S, in_turns, record, replica, request, stage
+
+from paceline.analysis import report as reports
+from paceline.exporters import html, markdown
+from paceline.exporters import json as json_exporter
+from paceline.findings import Report
+from paceline.findings.served_verdicts import LOADGEN_LABEL
+from paceline.present.answer import answer, grounds
+from paceline.present.machine import machine_tables
+from paceline.records import RunRecord
+from paceline.serving import RequestSample
+
+TWO = (replica(0), replica(1))
+
+
+def build(*records: RunRecord) -> Report:
+    return reports.build(records, "served")
+
+
+def cells(report: Report, title: str) -> list[list[str]]:
+    table = next(table for table in machine_tables(report) if table.title.startswith(title))
+    return [[cell.text for cell in row] for row in table.rows]
+
+
+def timed(count: int, late: int = 0) -> list[RequestSample]:
+    """One a second; late ones have their first token after 3 s."""
+    slow: dict[str, Any] = {"first_ns": 3 * S, "last_ns": 3 * S}
+    return [request(n, **(slow if n < late else {})) for n in range(count)]
+
+
+# --- does it count ---
+
+
+def test_a_result_that_keeps_its_limits_is_valid() -> None:
+    (verdict,) = build(record(timed(662, 1), scenario="server", rate_per_s=1.0)).served
+    assert (verdict.verdict, verdict.late, verdict.allowed, verdict.requests) == ("VALID", 1, 1, 662)
+    assert verdict.label is None
+    assert verdict.rules == ()
+
+
+@pytest.mark.parametrize(
+    ("found", "word", "reasons"),
+    [
+        (
+            record(timed(662, 2), scenario="server", rate_per_s=1.0),
+            "INVALID",
+            ("2 of 662 requests were late or failed; 1 may be",),
+        ),
+        (record(timed(2), least_s=1.0), "INVALID", ("lasted 0.1 s; at least 1 s were asked for",)),
+        (
+            record(timed(2), clients=(replace(CLIENT, cpu_s=0.9),)),
+            "INVALID(client)",
+            ("client: used 90% of a core (at most 80%)",),
+        ),
+        (record([request(0), request(0)]), "INVALID", ("requests 0 were answered more than once",)),
+    ],
+)
+def test_a_result_that_does_not_count_says_why(found: RunRecord, word: str, reasons: tuple[str, ...]) -> None:
+    report = build(found)
+    (verdict,) = report.served
+    assert (verdict.verdict, verdict.reasons) == (word, reasons)
+    assert reasons[0] in answer(report)[0]
+
+
+def test_a_launch_that_cannot_be_believed_is_left_out_and_named() -> None:
+    doubted = record(timed(2), repeat=1, clients=(replace(CLIENT, cpu_s=0.9),))
+    (verdict,) = build(record(timed(2)), doubted).served
+    assert verdict.is_valid
+    assert len(verdict.runs) == 1
+    assert verdict.left_out == (f"{doubted.spec.run_id}: client: used 90% of a core (at most 80%)",)
+
+
+def test_each_load_of_a_sweep_has_a_row_and_a_verdict() -> None:
+    stages = [stage(n, scenario="server", rate_per_s=rate) for n, rate in enumerate((2.0, 1.0))]
+    asked = [replace(r, stage=0) for r in timed(459, 50)] + [replace(r, stage=1) for r in timed(459)]
+    report = build(record(asked, stages=stages, scenario="search", rate_per_s=1.0))
+    rows = cells(report, "Served model")
+    assert [(row[0], row[-1]) for row in rows] == [
+        ("search, rate per s 1.0", "VALID"),
+        ("search, rate per s 2.0", "INVALID"),
+    ]
+    assert answer(report)[0] == "Up to 1 requests/s kept the limits, 2 did not."
+
+
+# --- rules ---
+
+
+def test_a_run_by_rules_shows_them_everywhere() -> None:
+    report = build(record(timed(3), least_s=600.0))
+    (verdict,) = report.served
+    assert verdict.label == LOADGEN_LABEL
+    assert "3 answered" in [row[2] for row in cells(report, LOADGEN_LABEL)]
+    for text in (markdown.text(report), html.text(report), " ".join(answer(report)) + grounds(report)):
+        assert LOADGEN_LABEL in text
+    assert json.dumps(json_exporter.document(report))
+
+
+def test_no_other_run_carries_the_name() -> None:
+    report = build(record(timed(3)))
+    assert "MLPerf" not in markdown.text(report) + html.text(report)
+
+
+# --- replicas ---
+
+
+def both(repeats: int = 2) -> list[RunRecord]:
+    """Static: 12 s for 12 requests; dynamic: 8 s; a tenth of a percent between launches."""
+    found = []
+    for n in range(repeats):
+        fast, slow = 1 + n / 1000, 2 + n / 500
+        static = [*in_turns(0, 6, fast), *in_turns(1, 6, slow, first=6)]
+        dynamic = [*in_turns(0, 8, fast), *in_turns(1, 4, slow, first=8)]
+        found.append(record(static, n, replicas=TWO, full_set=120))
+        found.append(record(dynamic, n, replicas=TWO, full_set=120, partition="dynamic"))
+    return found
+
+
+def test_the_answer_comes_first() -> None:
+    report = build(*both())
+    first, second = answer(report)
+    assert first.startswith(
+        "2 replicas served 15.0 tokens/s at most (1.50 times the best one's own rate; offline, partition"
+    )
+    assert second.startswith("The dynamic partition served 1.50 times the tokens/s of the static one")
+    assert "The whole set of 120 samples would take 1 min 20 s" in grounds(report)
+
+
+def test_a_replica_asked_alone_is_not_the_answer() -> None:
+    """Alone it serves 20 tokens/s, more than both do together: still the answer is about both."""
+    stages = [stage(n, scenario="offline", replica=n) for n in (0, 1)]
+    asked = [r for n in (0, 1) for r in in_turns(n, 4, 0.5, stage=n)]
+    report = build(record(asked, stages=stages, replicas=TWO, partition="paired"), both(1)[1])
+    assert answer(report)[0].startswith("2 replicas served 15.0 tokens/s")
+
+
+def test_tables_of_replicas_gain_and_the_whole_set() -> None:
+    report = build(*both())
+    static = cells(report, "Replicas (offline, static")
+    assert [row[:3] for row in static] == [
+        ["0 node-0", "12", "10.00"],
+        ["1 node-1", "12", "5.00"],
+        ["together", "24", "9.995"],
+    ]
+    assert [row[5] for row in static] == ["50", "100", "\u2013"]
+    ((load, _, verdict, _),) = cells(report, "Gain of the dynamic partition")
+    assert (load, verdict) == ("offline", "better")
+    assert {row[0] for row in cells(report, "Time for the whole set")} == {
+        "offline, partition static",
+        "offline, partition dynamic",
+    }
+
+
+def test_of_a_sweep_the_replicas_of_the_load_that_served_most_are_shown() -> None:
+    def asked(number: int, seconds: float) -> list[RequestSample]:
+        return [*in_turns(0, 3, seconds, stage=number), *in_turns(1, 3, seconds, first=3, stage=number)]
+
+    stages = [stage(number, concurrency=number + 2) for number in (0, 1)]
+    report = build(record([*asked(0, 1.0), *asked(1, 0.5)], stages=stages, replicas=TWO, scenario="sweep"))
+    assert len(report.fleets) == 2
+    titles = [table.title for table in machine_tables(report)]
+    assert titles == ["Served model", "Replicas (sweep, concurrency 3, static partition)"]
+
+
+def test_measurements_over_replicas_are_told_apart_by_their_axes() -> None:
+    report = build(record([*in_turns(0, 6, 1.0), *in_turns(1, 6, 2.0, first=6)], replicas=TWO))
+    rates = {m.axes["host"]: m.value for m in report.measurements if m.metric == "replica_output_tokens_per_s"}
+    assert rates == {"node-0": pytest.approx(10), "node-1": pytest.approx(5)}
+    assert {m.metric: m.value for m in report.measurements}["straggler_ratio"] == pytest.approx(0.5)
+
+
+def test_a_replica_that_died_stands_in_the_answer() -> None:
+    asked = [*in_turns(0, 11, 1.0), *in_turns(1, 1, 2.0, first=11)]
+    lost = (replica(0), replica(1, died_ns=3 * S, reassigned=5))
+    report = build(record(asked, replicas=lost))
+    assert answer(report)[1] == "Failed: replica 1 was gone after 3.0 s; others took 5 of its samples."
+    assert cells(report, "Replicas")[1][-1] == "gone after 3.0 s"
+
+
+# --- records that hold little ---
+
+
+@pytest.mark.parametrize("scenario", ["offline", "server", "single_stream", "concurrency", "sweep", "search"])
+@pytest.mark.parametrize("change", ["refused", "silent", "timeless"])
+def test_what_is_missing_breaks_no_report(scenario: str, change: str) -> None:
+    """Nothing sent; answers without a token; answers without the times of their tokens."""
+    nothing: dict[str, Any] = dict.fromkeys(("first_byte_ns", "first_ns", "last_ns", "tokens"))
+    nothing |= {"pieces": 0, "token_ns": ()}
+    changes: dict[str, dict[str, Any]] = {
+        "refused": {**nothing, "sent_ns": None, "ended_ns": None, "prompt_tokens": None, "error": "refused"},
+        "silent": nothing,
+        "timeless": {"token_ns": ()},
+    }
+    asked = [request(n, replica=n % 2, **changes[change]) for n in range(4)]
+    told = {"scenario": scenario, "rate_per_s": 1.0, "concurrency": 2, "least_s": 600.0, "full_set": 10}
+    report = build(record(asked, stages=(stage(planned=4),), replicas=TWO, **told))
+    (verdict,) = report.served
+    assert not verdict.is_valid
+    assert verdict.failed == (4 if change == "refused" else 0)
+    assert markdown.text(report)
+    assert json.dumps(json_exporter.document(report), allow_nan=False)
