@@ -22,7 +22,8 @@ NAME = "paceline_places"
 @dataclass(slots=True)
 class Page:
     """What every layer must know about the pass under way. rows: the places whose prompts are read, None in a step.
-    positions: where each place stands; reach: how many columns a step looks at; seen: which of them count."""
+    positions: where each place stands; reach: how many columns a step looks at; seen: 0 for those that count, else
+    minus infinity."""
 
     positions: Tensor
     places: Tensor

@@ -22,7 +22,8 @@ class Decoding:
 
     def __init__(self, model: Any, *, places: int, length: int, reaches: Sequence[int], heads: int, width: int) -> None:
         self.model, self.length, self.reaches = model, length, tuple(reaches)
-        self.device = next(model.parameters()).device
+        first = next(model.parameters())
+        self.device, self.dtype = first.device, first.dtype
         self.positions = torch.zeros(places, dtype=torch.long, device=self.device)
         self.tokens = torch.zeros((places, 1), dtype=torch.long, device=self.device)
         self._columns = torch.arange(length, device=self.device)
@@ -68,7 +69,9 @@ class Decoding:
     @torch.inference_mode()
     def _advance(self, reach: int) -> None:
         self.page.reach = reach
-        self.page.seen = (self._columns[:reach] <= self.positions[:, None])[:, None, None]
+        # Added to scores, and made once a step: every layer would turn truth values into numbers by itself.
+        hidden = self._columns[:reach] > self.positions[:, None]
+        self.page.seen = torch.zeros_like(hidden, dtype=self.dtype).masked_fill_(hidden, -torch.inf)[:, None, None]
         logits = self.model(input_ids=self.tokens, position_ids=self.positions[:, None], use_cache=False).logits
         self.tokens.copy_(logits[:, -1].argmax(dim=-1, keepdim=True))
         # A place that nobody has goes on counting; it must stay within its row.

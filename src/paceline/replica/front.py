@@ -8,7 +8,8 @@ import hmac
 import json
 import socket
 import sys
-from collections.abc import Callable
+from asyncio.subprocess import Process
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from paceline.replica import asking, wire
@@ -17,6 +18,7 @@ from paceline.replica.settings import Settings
 from paceline.replica.words import StandIn, Tokenizer, words_of
 
 LONGEST_LINE = 64 << 20
+LAST_WORD_S = 1.0
 ASKED = {"/v1/completions": False, "/v1/chat/completions": True}
 
 
@@ -147,20 +149,24 @@ async def run(settings: Settings, secret: str) -> None:
     theirs.close()
     with contextlib.ExitStack() as ended:
         ended.callback(_kill_all, models)
-        told = await _message(reader)
+        # While the model is built: both take seconds.
+        words = words_of(settings.model if settings.is_directory else None)
+        told = await _word_of(models, reader)
         if "meet" in told:
             others = range(1, settings.tensor_parallel)
             models += [await _model(settings, rank, None, told["meet"]) for rank in others]
-            told = await _message(reader)
+            told = await _word_of(models, reader)
         if "ready" not in told:
             _say(told)
             return
-        await _serve(settings, secret, told["ready"], reader, writer, models)
+
+        def tell(message: Any) -> None:
+            writer.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+
+        await _serve(Front(settings, secret, words, tell), told["ready"], reader, models)
 
 
-async def _model(
-    settings: Settings, rank: int, line: socket.socket | None, port: int | None
-) -> asyncio.subprocess.Process:
+async def _model(settings: Settings, rank: int, line: socket.socket | None, port: int | None) -> Process:
     passed = (line.fileno(),) if line is not None else ()
     started = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "paceline.replica", "model"),
@@ -182,25 +188,26 @@ async def _message(reader: asyncio.StreamReader) -> dict[str, Any]:
     return told
 
 
-async def _serve(
-    settings: Settings,
-    secret: str,
-    facts: dict[str, Any],
-    reader: asyncio.StreamReader,
-    writer: asyncio.StreamWriter,
-    models: list[asyncio.subprocess.Process],
-) -> None:
-    def tell(message: Any) -> None:
-        writer.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+async def _word_of(models: list[Process], reader: asyncio.StreamReader) -> dict[str, Any]:
+    """The next message of the first model process; nothing when any of them has ended, for which the others would wait
+    in vain."""
+    message = asyncio.ensure_future(_message(reader))
+    await _first_of([message, *(asyncio.ensure_future(model.wait()) for model in models)])
+    # One that ends by itself may have said why just before.
+    done, _ = await asyncio.wait([message], timeout=LAST_WORD_S)
+    return message.result() if done else {}
 
-    words = words_of(settings.model if settings.is_directory else None)
-    front = Front(settings, secret, words, tell)
+
+async def _first_of(awaited: Sequence[asyncio.Future[Any]]) -> None:
+    await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+
+
+async def _serve(front: Front, facts: dict[str, Any], reader: asyncio.StreamReader, models: list[Process]) -> None:
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Connection(front), settings.host, 0, backlog=4096)
+    server = await loop.create_server(lambda: Connection(front), front.settings.host, 0, backlog=4096)
     _say({"port": server.sockets[0].getsockname()[1], "facts": facts})
-    ends: list[asyncio.Future[Any]] = [asyncio.ensure_future(model.wait()) for model in models]
-    ends.append(asyncio.ensure_future(_listen(reader, front)))
-    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    listening = asyncio.ensure_future(_listen(reader, front))
+    await _first_of([listening, *(asyncio.ensure_future(model.wait()) for model in models)])
 
 
 async def _listen(reader: asyncio.StreamReader, front: Front) -> None:
@@ -215,7 +222,7 @@ def _say(words: dict[str, Any]) -> None:
         sys.stdout.flush()
 
 
-def _kill_all(models: list[asyncio.subprocess.Process]) -> None:
+def _kill_all(models: list[Process]) -> None:
     for model in models:
         with contextlib.suppress(ProcessLookupError):
             model.kill()

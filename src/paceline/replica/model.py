@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import UnsupportedError
+from paceline.measure import collection_paused
 from paceline.replica.batching import serve
 from paceline.replica.line import Line
 from paceline.replica.settings import Settings
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
 
 def run(settings: Settings, rank: int, line: Line | None, port: int | None) -> None:
     """Rank 0 has the line to the front; the others have the port where it waits for them."""
-    import torch
+    with collection_paused():
+        import torch
+        import transformers  # noqa: F401  (most of the start is this import)
 
     # fp32 means fp32: TF32 would be another precision under the same name.
     torch.set_float32_matmul_precision("highest")
