@@ -26,6 +26,7 @@ from paceline.spec import RunSpec, require
 USUAL_LENGTH = 2048
 LOG_END_BYTES = 4096
 LOOPBACK = "127.0.0.1"
+COMMAND = (sys.executable, "-m", "paceline.replica", "front")
 # Prompts by law or by length mean nothing, so nothing in an answer to them ends it: every answer has its whole length.
 MEANINGLESS = ("synthetic", "trace")
 
@@ -120,7 +121,7 @@ def _body(spec: RunSpec) -> dict[str, Any]:
 def _process(settings: Settings, secret: str, log: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
     """Settings and key go over its standard input, which no other user of this host can read."""
     child = subprocess.Popen(
-        [sys.executable, "-m", "paceline.replica", "front"],
+        COMMAND,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=log,

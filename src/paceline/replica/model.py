@@ -23,7 +23,7 @@ def run(settings: Settings, rank: int, line: Line | None, port: int | None) -> N
 
     # fp32 means fp32: TF32 would be another precision under the same name.
     torch.set_float32_matmul_precision("highest")
-    device = _device(settings, rank)
+    device = device_of(settings, rank)
     group = _group(settings, rank, line, port, device)
     decoding = _decoding(settings, rank, device)
     if line is None:
@@ -40,7 +40,7 @@ def run(settings: Settings, rank: int, line: Line | None, port: int | None) -> N
         serve(Leader(decoding, group), line, settings)
 
 
-def _device(settings: Settings, rank: int) -> torch.device:
+def device_of(settings: Settings, rank: int) -> torch.device:
     import torch
 
     if settings.device == "cpu":

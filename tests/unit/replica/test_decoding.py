@@ -12,14 +12,16 @@ import pytest
 pytest.importorskip("transformers")
 import torch
 
+from paceline.errors import UnsupportedError
 from paceline.replica import weights
 from paceline.replica.decoding import Decoding
+from paceline.replica.model import device_of
 from paceline.replica.settings import Settings
 
 CPU = torch.device("cpu")
 PROMPTS = [[5, 6, 7, 8, 9], [3], [11] * 11, [1, 2]]
 LLAMA = Settings(engine="transformers", model="tiny-llama", max_batch=4, max_length=64)
-# A head that is not the embedding's and as many key heads as heads, learned positions, biases.
+# Grouped key heads and rotary positions; learned positions, biases and a head that is the embedding.
 SETTINGS = {"llama": LLAMA, "gpt": replace(LLAMA, model="tiny"), "bf16": replace(LLAMA, precision="bf16")}
 
 
@@ -40,7 +42,7 @@ def plain(model: Any, prompt: Sequence[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def over_places(settings: Settings, model: Any, reach: int, rank_count: int = 1) -> Decoding:
+def over_places(settings: Settings, model: Any, rank_count: int = 1) -> Decoding:
     shape = settings.shape
     heads = shape.kv_heads // rank_count
     return Decoding(model, places=4, length=64, reaches=(32, 64), heads=heads, width=shape.head_dim)
@@ -61,7 +63,7 @@ def test_padded_batches_answer_as_a_plain_loop_does(name: str) -> None:
     model = sharpened(weights.open_model(settings, 0, CPU))
     expected = [plain(model, prompt, 8) for prompt in PROMPTS]
     assert len({token for answer in expected for token in answer}) > 8
-    decoding = over_places(settings, model, 64)
+    decoding = over_places(settings, model)
     assert answers(decoding, [0], PROMPTS[:1], 8) == expected[:1]
     assert answers(decoding, [2, 0, 3, 1], PROMPTS, 8) == expected
 
@@ -69,7 +71,7 @@ def test_padded_batches_answer_as_a_plain_loop_does(name: str) -> None:
 def test_a_place_is_taken_while_others_go_on() -> None:
     model = sharpened(weights.open_model(LLAMA, 0, CPU))
     expected = [plain(model, prompt, 8) for prompt in PROMPTS[:2]]
-    decoding = over_places(LLAMA, model, 64)
+    decoding = over_places(LLAMA, model)
     first = decoding.read([1], PROMPTS[:1])
     first += [decoding.step(64)[1] for _ in range(3)]
     second = decoding.read([3], PROMPTS[1:2])
@@ -87,6 +89,11 @@ def test_weights_are_those_of_the_seed_in_the_dtype_asked_for() -> None:
     assert {parameter.dtype for parameter in names.values()} == {torch.bfloat16}
     assert all(torch.equal(value, names[name]) for name, value in same.named_parameters())
     assert not torch.equal(other.lm_head.weight, one.lm_head.weight)
+
+
+def test_a_gpu_that_is_not_there_is_one_sentence() -> None:
+    with pytest.raises(UnsupportedError, match="the replica needs GPU 97, but this host shows"):
+        device_of(replace(LLAMA, device="cuda", first_device=96), 1)
 
 
 class Threads:
@@ -118,7 +125,7 @@ class Threads:
 
 def test_two_parts_of_a_model_answer_as_the_whole_does(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = sharpened(weights.open_model(LLAMA, 0, CPU))
-    expected = answers(over_places(LLAMA, whole, 64), [0, 1, 2, 3], PROMPTS, 8)
+    expected = answers(over_places(LLAMA, whole), [0, 1, 2, 3], PROMPTS, 8)
     ranks = Threads(2)
     monkeypatch.setattr(weights, "dist", ranks)
     cut = replace(LLAMA, tensor_parallel=2)
@@ -129,7 +136,7 @@ def test_two_parts_of_a_model_answer_as_the_whole_does(monkeypatch: pytest.Monke
 
     def work(rank: int) -> None:
         ranks.here.rank = rank
-        found[rank] = answers(over_places(cut, models[rank], 64, 2), [0, 1, 2, 3], PROMPTS, 8)
+        found[rank] = answers(over_places(cut, models[rank], 2), [0, 1, 2, 3], PROMPTS, 8)
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
     for thread in threads:

@@ -107,7 +107,11 @@ def test_a_client_that_goes_away_is_told_to_the_model_and_its_tokens_go_nowhere(
         ({"model": "other"}, 404, "'other' does not exist; it is 'tiny-llama'"),
         ({"path": "/v1/embeddings"}, 404, "no such path"),
         ({"method": "GET"}, 405, "accepted is POST"),
-        ({"prompt": [1] * 30}, 400, "a prompt of 30 tokens and an answer of 3 were asked for; accepted are 32 together"),
+        (
+            {"prompt": [1] * 30},
+            400,
+            "a prompt of 30 tokens and an answer of 3 were asked for; accepted are 32 together",
+        ),
         ({"prompt": "text"}, 400, "no tokenizer: give the prompt as token ids"),
         ({"prompt": [256]}, 400, "token ids from 0 to 255"),
         ({"prompt": []}, 400, "at least one"),
