@@ -31,6 +31,13 @@ class Decoding:
         attention.install(model, heads, width, length, self.page)
         self._graphs: dict[int, Callable[[], None]] = {}
 
+    @property
+    def layers(self) -> Any:
+        """The decoder layers, by whatever name the architecture has for them."""
+        count = self.model.config.num_hidden_layers
+        lists = (part for part in self.model.modules() if isinstance(part, torch.nn.ModuleList))
+        return next(found for found in lists if len(found) == count)
+
     @torch.inference_mode()
     def read(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> list[int]:
         """Read prompts into places; the first token of each answer. Padding stands behind, where nothing looks."""
@@ -88,7 +95,7 @@ class Decoding:
         import torch._dynamo
 
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(self.reaches))
-        for layer in layers_of(self.model):
+        for layer in self.layers:
             layer.compile(fullgraph=True, dynamic=False)
 
     def warm_up(self, graph: bool) -> None:
@@ -106,13 +113,7 @@ class Decoding:
         so a replay has nothing to check."""
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.inference_mode(), torch.cuda.graph(graph):
+        # Of this thread alone: NCCL's own thread asks its events at any time, which a capture of all would not stand.
+        with torch.inference_mode(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
             self._advance(reach)
         return graph.replay
-
-
-def layers_of(model: Any) -> Any:
-    """The decoder layers, by whatever name the architecture has for them."""
-    count = model.config.num_hidden_layers
-    found = (part for part in model.modules() if isinstance(part, torch.nn.ModuleList) and len(part) == count)
-    return next(found)
