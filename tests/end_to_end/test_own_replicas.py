@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
+import subprocess
 import sys
 import time
 import urllib.error
@@ -228,6 +230,43 @@ def wait_for_the_end_of_others(before: set[int]) -> None:
         if all(child.status() == psutil.STATUS_ZOMBIE for child in later):
             return
         time.sleep(0.02)
+
+
+ORPHANED = """
+import sys
+from paceline.engines import _replica
+from paceline.plugins import Seat
+from paceline.replica.settings import Settings
+
+seat = Seat(rank=0, local_rank=0, world_size=1, device="cpu")
+with _replica.opened(None, seat, Settings(engine="transformers", model="tiny-llama"), 600):
+    pass
+"""
+
+
+def test_all_of_it_ends_with_the_rank_that_started_it(environment: Any) -> None:
+    rank = psutil.Popen([sys.executable, "-c", ORPHANED], env=environment(), stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    below: list[psutil.Process] = []
+    while len(below) < 2 and time.monotonic() < deadline:
+        below = rank.children(recursive=True)
+        time.sleep(0.02)
+    assert len(below) == 2
+    # Both have asked the kernel to end them before they read what they are told.
+    time.sleep(0.5)
+    rank.kill()
+    rank.wait()
+    _, alive = psutil.wait_procs(below, 60)
+    assert not alive
+
+
+@pytest.mark.parametrize(("nodes", "master"), [(1, "node-that-is-not-there"), (2, "127.0.0.1"), (2, "localhost")])
+def test_a_replica_listens_where_the_client_reaches_it(
+    make_spec: Any, monkeypatch: pytest.MonkeyPatch, nodes: int, master: str
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", master)
+    spec = make_spec(None, 1, nodes=nodes, workload="inference", engine=Choice("transformers"))
+    assert ipaddress.ip_address(_replica.own_address(spec)).is_loopback
 
 
 @pytest.mark.parametrize(

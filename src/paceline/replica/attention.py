@@ -46,7 +46,14 @@ class Kept(nn.Module):
 
 
 def attend(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None, *, scaling: float, **_more: Any
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    _mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    **_more: Any,
 ) -> tuple[Tensor, None]:
     """As transformers calls it: (batch, heads, tokens, width) in, (batch, tokens, heads, width) out."""
     kept: Kept = module.kept
@@ -57,7 +64,7 @@ def attend(
     return mixed.transpose(1, 2).contiguous(), None
 
 
-def _read(kept: Kept, rows: Tensor, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+def _read(kept: Kept, rows: Tensor, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
     """Prompts from their first token on, padded at the end: causal attention never sees what stands behind."""
     length = key.shape[2]
     kept.keys[rows, :, :length] = key
@@ -66,7 +73,7 @@ def _read(kept: Kept, rows: Tensor, query: Tensor, key: Tensor, value: Tensor, s
     return F.scaled_dot_product_attention(query, key, value, is_causal=length > 1, scale=scaling, enable_gqa=grouped)
 
 
-def _look_back(kept: Kept, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+def _look_back(kept: Kept, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
     """One token of every place against all that its place keeps.
 
     Query heads that share a key head stand side by side as if they were tokens: the keys are read once, not copied for
@@ -77,7 +84,7 @@ def _look_back(kept: Kept, query: Tensor, key: Tensor, value: Tensor, scaling: f
     kept.values[page.places, :, page.positions] = value[:, :, 0]
     places, heads, _, width = query.shape
     shared = key.shape[1]
-    folded = query.view(places, shared, heads // shared, width)
+    folded = query.reshape(places, shared, heads // shared, width)
     keys, values = kept.keys[:, :, : page.reach], kept.values[:, :, : page.reach]
     mixed = F.scaled_dot_product_attention(folded, keys, values, attn_mask=page.seen, scale=scaling)
     return mixed.reshape(places, heads, 1, width)
@@ -91,7 +98,8 @@ def install(model: Any, heads: int, width: int, length: int, page: Page) -> None
     model.config._attn_implementation = NAME
     places = page.positions.shape[0]
     first = next(model.parameters())
-    found = [part for part in model.modules() if hasattr(part, "scaling") and hasattr(part, "layer_idx")]
+    named = (part for part in model.modules() if type(part).__name__.endswith("Attention"))
+    found = [part for part in named if hasattr(part, "layer_idx")]
     if len(found) != model.config.num_hidden_layers:
         raise UnsupportedError(
             f"{type(model).__name__} has {len(found)} attentions that can keep keys for "
