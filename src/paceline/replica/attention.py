@@ -19,7 +19,7 @@ from paceline.errors import UnsupportedError
 NAME = "paceline_places"
 
 
-@dataclass(slots=True)
+@dataclass
 class Page:
     """What every layer must know about the pass under way. rows: the places whose prompts are read, None in a step.
     positions: where each place stands; reach: how many columns a step looks at; seen: 0 for those that count, else
