@@ -82,6 +82,26 @@ def test_a_place_is_taken_while_others_go_on() -> None:
     assert (first[:8], second) == (expected[0], expected[1])
 
 
+def test_one_compilation_a_reach_serves_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without inductor, whose code would take longer than everything else here: what is traced, and what it answers."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compile_module = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **more: compile_module(self, backend=backend, **more))
+    model = sharpened(weights.open_model(LLAMA, 0, CPU))
+    expected = [plain(model, prompt, 8) for prompt in PROMPTS]
+    decoding = over_places(LLAMA, model)
+    decoding.compile_layers()
+    decoding.warm_up(graph=False)
+    assert len(graphs) == len(decoding.reaches)
+    assert answers(decoding, [0, 1, 2, 3], PROMPTS, 8) == expected
+    assert len(graphs) == len(decoding.reaches)
+
+
 def test_weights_are_those_of_the_seed_in_the_dtype_asked_for() -> None:
     one, same = (weights.open_model(SETTINGS["bf16"], 0, CPU) for _ in range(2))
     other = weights.open_model(replace(SETTINGS["bf16"], seed=7), 0, CPU)
