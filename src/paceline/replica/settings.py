@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -51,7 +52,7 @@ class Settings:
 
     @property
     def shape(self) -> Shape:
-        return load_shape(Choice(self.model, self.model_options))
+        return _shape(self.model, json.dumps(dict(self.model_options), sort_keys=True))
 
     @property
     def reaches(self) -> tuple[int, ...]:
@@ -67,3 +68,9 @@ class Settings:
     @classmethod
     def from_line(cls, line: str) -> Settings:
         return cls(**json.loads(line))
+
+
+@functools.cache
+def _shape(model: str, options: str) -> Shape:
+    """Remembered: every request is held against it, and that of a directory is a file."""
+    return load_shape(Choice(model, json.loads(options)))
