@@ -137,6 +137,7 @@ def test_without_the_key_nothing_is_answered(replica: Endpoint) -> None:
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(f"{replica.url}/v1/models", timeout=60)
     assert refused.value.code == 401
+    refused.value.close()
 
 
 RUN = """
