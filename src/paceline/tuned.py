@@ -182,13 +182,13 @@ def _seeded_model(spec: RunSpec, device: str, rounding: int) -> tuple[Any, Value
         return rounded(name, value, compute, rounding)
 
     with torch.device("meta"):
-        model = _architecture(shape)
+        model = architecture(shape, "fine-tuning")
     return model, values, {"weights": "random"}
 
 
-def _architecture(shape: Shape) -> Any:
+def architecture(shape: Shape, needed_by: str) -> Any:
     """Llama's and Mistral's arithmetic is one; only Llama knows biases."""
-    transformers = package("transformers", "fine-tuning")
+    transformers = package("transformers", needed_by)
     fields: dict[str, Any] = {
         "vocab_size": shape.vocab,
         "hidden_size": shape.hidden,

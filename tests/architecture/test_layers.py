@@ -34,6 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("timers", "notification"),
     ("corpus", "timeline", "present", "claims", "capsule"),
     ("plugins", "tuned"),
+    ("replica",),
     ("workloads", "strategies", "launchers", "exporters", "analysis", "experiment", "engines"),
     ("supervision",),
     ("ending",),
@@ -113,6 +114,11 @@ EAGER = {
     "workloads._nodes_stages": {"torch"},
     "workloads._rehearsal": {"torch"},
     "workloads._watch": {"torch"},
+    "replica.attention": {"torch"},
+    "replica.decoding": {"torch"},
+    "replica.ensemble": {"torch"},
+    "replica.injection": {"torch"},
+    "replica.weights": {"torch"},
     "experiment.fields": {"pydantic"},
 }
 # Modules with torch at their top: whoever imports one outside a function must be one.
@@ -134,6 +140,11 @@ TORCH_MODULES = {
     "workloads._nodes_stages",
     "workloads._rehearsal",
     "workloads._watch",
+    "replica.attention",
+    "replica.decoding",
+    "replica.ensemble",
+    "replica.injection",
+    "replica.weights",
 }
 
 # Every broad except, with the number of them: the worker's turns exceptions into records, corpus hands one to the

@@ -1,0 +1,52 @@
+"""A model of transformers served here: static key-value cache, compiled decode step, continuous or static batching.
+
+Requests are batched by places (see `replica/settings.py`), and this is stated with every result. transformers' own
+continuous batching is not wrapped: `transformers serve --continuous-batching` serves it as it is, and `engine: openai`
+asks that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from paceline.engines import _replica
+from paceline.plugins import Endpoint, Seat, options
+from paceline.spec import RunSpec, require
+
+
+@dataclass(frozen=True)
+class Options(_replica.ReplicaOptions):
+    """compile: the layers of a decode step go through torch.compile; graph: a decode step is one CUDA graph. Both are
+    on for GPUs and off for CPUs unless given. Prompts are read eagerly, as their lengths differ."""
+
+    compile: bool | None = None
+    graph: bool | None = None
+
+    def __post_init__(self) -> None:
+        _replica.ReplicaOptions.__post_init__(self)
+        for name in ("compile", "graph"):
+            require(
+                getattr(self, name) in (None, True, False), f"transformers.{name}", getattr(self, name), "true or false"
+            )
+
+
+def check(spec: RunSpec) -> str | None:
+    assert spec.engine is not None
+    chosen = options(Options, spec.engine)
+    if chosen.graph and spec.topology.device == "cpu":
+        return "transformers.graph is for GPUs, and the device is cpu"
+    return _replica.refusal(spec, chosen)
+
+
+@contextlib.contextmanager
+def open(spec: RunSpec, seat: Seat) -> Iterator[Sequence[Endpoint]]:
+    assert spec.engine is not None
+    chosen = options(Options, spec.engine)
+    first = seat.local_rank * chosen.tensor_parallel
+    settings = _replica.settings_of(spec, chosen, first_device=first, host=_replica.own_address(spec))
+    on_gpu = seat.device == "cuda"
+    compiled, graph = (on_gpu if asked is None else asked for asked in (chosen.compile, chosen.graph))
+    with _replica.opened(spec, seat, replace(settings, compiled=compiled, graph=graph), chosen.ready_s) as endpoints:
+        yield endpoints

@@ -1,0 +1,285 @@
+"""Replicas that we start ourselves: real processes over real weights, asked over HTTP and by a whole run."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from paceline import store
+from paceline.engines import _replica
+from paceline.engines import deepspeed as engine
+from paceline.engines import transformers as plain_engine
+from paceline.errors import LaunchError, UnsupportedError
+from paceline.plugins import Endpoint, Seat
+from paceline.spec import Choice
+
+pytest.importorskip("transformers")
+
+SEAT = Seat(rank=0, local_rank=0, world_size=1, device="cpu")
+TEXT = "the pace of a line is the pace of its slowest node"
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A llama of two layers with weights large enough to tell answers apart, and a tokenizer made of one sentence."""
+    import tokenizers
+    import torch
+    import transformers
+
+    folder = tmp_path_factory.mktemp("models") / "little"
+    words = tokenizers.Tokenizer(tokenizers.models.BPE())
+    words.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=["<e>"], initial_alphabet=alphabet)
+    words.train_from_iterator([TEXT], trainer)
+    wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<e>", chat_template=TEMPLATE)
+    wrapped.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+        eos_token_id=0,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(directory: Path) -> Any:
+    """Text of the plain loop over the same directory: the whole context again for every token."""
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    words = transformers.AutoTokenizer.from_pretrained(directory)
+
+    def answer(prompt: list[int] | str, count: int) -> str:
+        tokens = words(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
+        said: list[int] = []
+        for _ in range(count):
+            said.append(int(model(input_ids=torch.tensor([tokens + said])).logits[0, -1].argmax()))
+        return str(words.decode(said, skip_special_tokens=True))
+
+    return answer
+
+
+def spec_of(make_spec: Any, directory: Path, named: str) -> Any:
+    return make_spec(None, 1, workload="inference", model=str(directory), engine=Choice.parse(named))
+
+
+@pytest.fixture(scope="module")
+def replica(directory: Path, make_spec: Any) -> Iterator[Endpoint]:
+    """DeepSpeed over two processes."""
+    pytest.importorskip("deepspeed")
+    spec = spec_of(make_spec, directory, "deepspeed:tensor_parallel=2,max_batch=3")
+    assert engine.check(spec) is None
+    with engine.open(spec, SEAT) as (endpoint,):
+        yield endpoint
+    assert not [child for child in psutil.Process().children(recursive=True) if "paceline.replica" in child.cmdline()]
+
+
+def ask(endpoint: Endpoint, path: str = "/v1/completions", **body: Any) -> Any:
+    request = urllib.request.Request(
+        endpoint.url + path,
+        json.dumps({"model": endpoint.model, "ignore_eos": True, "max_tokens": 12, **body}).encode(),
+        {"Authorization": f"Bearer {endpoint.secret}"},
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return json.load(answer)
+
+
+def test_two_processes_answer_together_as_a_plain_loop_does(replica: Endpoint, reference: Any) -> None:
+    prompts: list[Any] = [[5, 6, 7], TEXT, [9], [3] * 20, "pace"]
+    with ThreadPoolExecutor(5) as pool:
+        answers = list(pool.map(lambda prompt: ask(replica, prompt=prompt), prompts))
+    assert [answer["choices"][0]["text"] for answer in answers] == [reference(prompt, 12) for prompt in prompts]
+    assert {answer["usage"]["completion_tokens"] for answer in answers} == {12}
+    assert answers[3]["usage"]["prompt_tokens"] == 20
+
+
+def test_messages_go_through_the_chat_template(replica: Endpoint, reference: Any) -> None:
+    answer = ask(replica, "/v1/chat/completions", messages=[{"role": "user", "content": "pace"}])
+    assert answer["choices"][0]["message"]["content"] == reference("user: pace\nassistant:", 12)
+
+
+def test_facts_say_what_changes_the_speed(replica: Endpoint) -> None:
+    assert replica.facts["tensor_parallel"] == replica.facts["devices"] == 2
+    assert replica.facts["version"].startswith("deepspeed ")
+    told = replica.facts["settings"]
+    assert (told["batching"], told["max_batch"], told["max_length"]) == ("continuous", 3, 128)
+    assert (told["dtype"], told["prefix_caching"], told["compiled"]) == ("fp32", False, "none")
+    assert replica.secret not in json.dumps(replica.facts)
+
+
+def test_without_the_key_nothing_is_answered(replica: Endpoint) -> None:
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(f"{replica.url}/v1/models", timeout=60)
+    assert refused.value.code == 401
+    refused.value.close()
+
+
+RUN = """
+name: own
+base: {workload: inference, engine: "transformers:max_batch=4", device: cpu, processes: 1, model: tiny-llama,
+       precision: fp32, requests: 12, max_tokens: 6, data: "synthetic:prompt=uniform,prompt_mean=9,answer_mean=6",
+       request_timeout_s: 120, warmup_requests: 1, keeps_text: true, stall_s: 200}
+"""
+
+
+def test_a_whole_run_asks_a_replica_of_random_weights(paceline: Any, tmp_path: Path) -> None:
+    import torch
+
+    from paceline.prompts import open_prompts
+    from paceline.replica.settings import Settings
+    from paceline.replica.weights import open_model
+
+    (tmp_path / "own.yaml").write_text(RUN)
+    paceline("run", str(tmp_path / "own.yaml"), "--out", str(tmp_path), "--format", "json")
+    (record,) = store.read_runs(tmp_path / "own")[0]
+    assert {(each.tokens, each.pieces, each.error) for each in record.requests} == {(6, 6, None)}
+    assert sorted(each.sample for each in record.requests) == list(range(12))
+    model = open_model(Settings(engine="transformers", model="tiny-llama"), 0, torch.device("cpu"))
+    asked = open_prompts(record.spec.training.data, count=12, seed=record.spec.seed, vocab=256, max_tokens=6)
+    for each in record.requests[:3]:
+        tokens = list(asked[each.sample].token_ids or ())
+        said: list[int] = []
+        for _ in range(6):
+            said.append(int(model(input_ids=torch.tensor([tokens + said])).logits[0, -1].argmax()))
+        assert each.text == "".join(f" t{token}" for token in said)
+        assert each.prompt_tokens == len(tokens)
+
+
+def test_a_model_that_is_killed_while_it_is_built_ends_the_waiting(make_spec: Any) -> None:
+    spec = make_spec(None, 1, workload="inference", model="tiny-llama", engine=Choice("transformers"))
+    mine = psutil.Process()
+    before = {child.pid for child in mine.children(recursive=True)}
+
+    def kill() -> None:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            for child in mine.children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if child.pid not in before and child.cmdline()[-1:] == ["model"]:
+                        child.kill()
+                        return
+            time.sleep(0.02)
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(kill)
+        words = "the replica ended before it was ready; its last words: none"
+        with pytest.raises(LaunchError, match=words), plain_engine.open(spec, SEAT):
+            pass
+    assert {child.pid for child in mine.children(recursive=True)} <= before
+
+
+@pytest.mark.parametrize(
+    ("program", "raised", "words"),
+    [
+        ("time.sleep(60)", LaunchError, "not ready within 0.5 s; its last words: none"),
+        ("sys.stderr.write('a\\nno room\\n')", LaunchError, "ended before it was ready; its last words: no room"),
+        ("print(json.dumps({'failed': 'no such GPU'}))", UnsupportedError, "no such GPU"),
+        (
+            "READY; sys.stderr.write('no more'); sys.stderr.flush(); os.kill(os.getpid(), 9)",
+            LaunchError,
+            "ended by signal 9 while it was asked; its last words: no more",
+        ),
+    ],
+)
+def test_one_that_fails_is_one_sentence_with_its_last_words(
+    make_spec: Any, monkeypatch: pytest.MonkeyPatch, program: str, raised: type[Exception], words: str
+) -> None:
+    started = "import json, os, sys, time; sys.stdin.readline(); "
+    program = program.replace("READY", "print(json.dumps({'port': 9, 'facts': {}}), flush=True)")
+    monkeypatch.setattr(_replica, "COMMAND", (sys.executable, "-c", started + program))
+    # Too short a time only for the one that is never ready.
+    patience = 0.5 if "sleep" in program else 60.0
+    spec = make_spec(
+        None, 1, workload="inference", model="tiny-llama", engine=Choice("deepspeed", {"ready_s": patience})
+    )
+    before = {child.pid for child in psutil.Process().children()}
+    with pytest.raises(raised, match=words), engine.open(spec, SEAT):
+        wait_for_the_end_of_others(before)
+
+
+def wait_for_the_end_of_others(before: set[int]) -> None:
+    """Until every child that came later has ended, whether or not anybody has asked how."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        later = [child for child in psutil.Process().children() if child.pid not in before]
+        if all(child.status() == psutil.STATUS_ZOMBIE for child in later):
+            return
+        time.sleep(0.02)
+
+
+ORPHANED = """
+import sys
+from paceline.engines import _replica
+from paceline.plugins import Seat
+from paceline.replica.settings import Settings
+
+seat = Seat(rank=0, local_rank=0, world_size=1, device="cpu")
+with _replica.opened(None, seat, Settings(engine="transformers", model="tiny-llama"), 600):
+    pass
+"""
+
+
+def test_all_of_it_ends_with_the_rank_that_started_it(environment: Any) -> None:
+    rank = psutil.Popen([sys.executable, "-c", ORPHANED], env=environment(), stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    below: list[psutil.Process] = []
+    while len(below) < 2 and time.monotonic() < deadline:
+        below = rank.children(recursive=True)
+        time.sleep(0.02)
+    assert len(below) == 2
+    # Both have asked the kernel to end them before they read what they are told.
+    time.sleep(0.5)
+    rank.kill()
+    rank.wait()
+    _, alive = psutil.wait_procs(below, 60)
+    assert not alive
+
+
+@pytest.mark.parametrize(("nodes", "master"), [(1, "node-that-is-not-there"), (2, "127.0.0.1"), (2, "localhost")])
+def test_a_replica_listens_where_the_client_reaches_it(
+    make_spec: Any, monkeypatch: pytest.MonkeyPatch, nodes: int, master: str
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", master)
+    spec = make_spec(None, 1, nodes=nodes, workload="inference", engine=Choice("transformers"))
+    assert ipaddress.ip_address(_replica.own_address(spec)).is_loopback
+
+
+@pytest.mark.parametrize(
+    ("named", "model", "words"),
+    [
+        ("transformers:tensor_parallel=3", "tiny-llama", "tensor_parallel 3 does not divide the 4 heads of tiny-llama"),
+        ("transformers:tensor_parallel=2", "tiny", "needs a model of the llama family"),
+        ("transformers:max_length=300", "tiny-llama", "beyond the 256 positions of tiny-llama"),
+        ("transformers", "mixtral-8x7b", "is a mixture of experts"),
+        ("transformers:graph=true", "tiny-llama", "is for GPUs"),
+    ],
+)
+def test_what_cannot_be_served_is_told_beforehand(make_spec: Any, named: str, model: str, words: str) -> None:
+    spec = make_spec(None, 1, workload="inference", model=model, engine=Choice.parse(named))
+    assert words in str(plain_engine.check(spec))

@@ -1,0 +1,107 @@
+"""Replicas of our own on the GPU: every way of making a step answers as a plain loop does, and a whole run is asked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import experiment, store
+from paceline.records import Status
+from paceline.run import campaign
+
+pytest.importorskip("transformers")
+
+PROMPTS = [[5, 6, 7, 8, 9], [3], [11] * 40, [1, 2]]
+ANSWER = 24
+
+
+def settings() -> Any:
+    from paceline.replica.settings import Settings
+
+    return Settings(engine="transformers", model="tiny-llama", device="cuda", max_batch=4, max_length=128)
+
+
+def sharpened_model(precision: str) -> Any:
+    """Weights as they are drawn give nearly the same token for ever; larger ones tell answers apart."""
+    import torch
+
+    from paceline.replica import weights
+
+    torch.set_float32_matmul_precision("highest")
+    model = weights.open_model(replace(settings(), precision=precision), 0, torch.device("cuda", 0))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(8)
+    return model
+
+
+def answers(model: Any, compiled: bool, graph: bool) -> list[list[int]]:
+    from paceline.replica.decoding import Decoding
+
+    decoding = Decoding(model, places=4, length=128, reaches=(64, 128), heads=2, width=32)
+    if compiled:
+        decoding.compile_layers()
+    decoding.warm_up(graph)
+    rows = [2, 0, 3, 1]
+    found = [[token] for token in decoding.read(rows, PROMPTS)]
+    for number in range(ANSWER - 1):
+        said = decoding.step(64 if number < 10 else 128)
+        for row, answer in zip(rows, found, strict=True):
+            answer.append(said[row])
+    return found
+
+
+def plain(model: Any, prompt: list[int]) -> list[int]:
+    import torch
+
+    tokens = torch.tensor([prompt], device="cuda")
+    with torch.inference_mode():
+        for _ in range(ANSWER):
+            last = model(input_ids=tokens, use_cache=False).logits[:, -1:].argmax(dim=-1)
+            tokens = torch.cat((tokens, last), dim=1)
+    return [int(token) for token in tokens[0, len(prompt) :].tolist()]
+
+
+@pytest.mark.parametrize(("compiled", "graph"), [(False, False), (False, True), (True, False), (True, True)])
+def test_every_way_of_making_a_step_answers_as_a_plain_loop_does(compiled: bool, graph: bool) -> None:
+    """In fp32, where no other order of sums changes the largest of 256 scores."""
+    model = sharpened_model("fp32")
+    expected = [plain(model, prompt) for prompt in PROMPTS]
+    assert len({token for answer in expected for token in answer}) > 8
+    assert answers(model, compiled, graph) == expected
+
+
+def test_bf16_answers_are_the_same_with_and_without_a_graph() -> None:
+    model = sharpened_model("bf16")
+    assert answers(model, False, True) == answers(model, False, False)
+
+
+RUN = """
+name: own
+base: {workload: inference, engine: "transformers:max_batch=16,max_length=256", device: cuda, processes: 1,
+       model: "tiny-llama:hidden=256,ffn=512", precision: bf16, requests: 64, max_tokens: 32,
+       data: "synthetic:prompt=uniform,prompt_mean=64,prompt_spread=0.5,answer_mean=32", warmup_requests: 4,
+       request_timeout_s: 120, timeout_s: 500, stall_s: 400}
+matrix:
+  - scenario: [offline]
+  - {scenario: [concurrency], concurrency: [4]}
+"""
+
+
+@pytest.mark.parametrize("batching", ["continuous", "static"])
+def test_a_whole_run_is_answered_token_by_token(batching: str, tmp_path: Path, remember: Any) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text(RUN)
+    campaign(experiment.load(str(file), [f"engine.batching={batching}"]), tmp_path, remember)
+    records, skipped = store.read_runs(tmp_path / "own")
+    assert not skipped
+    assert len(records) == 2
+    for record in records:
+        # A client beside other work may be late, and says so against itself.
+        assert record.status is Status.OK or "client: " in str(record.error), record.error
+        assert {(each.tokens, each.pieces, each.error) for each in record.requests} == {(32, 32, None)}
+        assert sorted(each.sample for each in record.requests) == list(range(64))

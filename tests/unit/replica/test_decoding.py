@@ -1,0 +1,166 @@
+"""Greedy decoding over places against a plain loop of the same weights, token by token."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+import torch
+
+from paceline.errors import UnsupportedError
+from paceline.replica import weights
+from paceline.replica.decoding import Decoding
+from paceline.replica.model import device_of
+from paceline.replica.settings import Settings
+
+CPU = torch.device("cpu")
+PROMPTS = [[5, 6, 7, 8, 9], [3], [11] * 11, [1, 2]]
+LLAMA = Settings(engine="transformers", model="tiny-llama", max_batch=4, max_length=64)
+# Grouped key heads and rotary positions; learned positions, biases and a head that is the embedding.
+SETTINGS = {"llama": LLAMA, "gpt": replace(LLAMA, model="tiny"), "bf16": replace(LLAMA, precision="bf16")}
+
+
+def sharpened(model: Any) -> Any:
+    """Weights as they are drawn give nearly the same token for ever; larger ones tell answers apart."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(8)
+    return model
+
+
+def plain(model: Any, prompt: Sequence[int], count: int) -> list[int]:
+    """The whole context through the model again for every token: no cache, no padding, no batch."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(model(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def over_places(settings: Settings, model: Any, rank_count: int = 1) -> Decoding:
+    shape = settings.shape
+    heads = shape.kv_heads // rank_count
+    return Decoding(model, places=4, length=64, reaches=(32, 64), heads=heads, width=shape.head_dim)
+
+
+def answers(decoding: Decoding, rows: Sequence[int], prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+    found = [[token] for token in decoding.read(rows, prompts)]
+    for number in range(count - 1):
+        said = decoding.step(32 if number % 2 else 64)
+        for row, answer in zip(rows, found, strict=True):
+            answer.append(said[row])
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt"])
+def test_padded_batches_answer_as_a_plain_loop_does(name: str) -> None:
+    settings = SETTINGS[name]
+    model = sharpened(weights.open_model(settings, 0, CPU))
+    expected = [plain(model, prompt, 8) for prompt in PROMPTS]
+    assert len({token for answer in expected for token in answer}) > 8
+    decoding = over_places(settings, model)
+    assert answers(decoding, [0], PROMPTS[:1], 8) == expected[:1]
+    assert answers(decoding, [2, 0, 3, 1], PROMPTS, 8) == expected
+
+
+def test_a_place_is_taken_while_others_go_on() -> None:
+    model = sharpened(weights.open_model(LLAMA, 0, CPU))
+    expected = [plain(model, prompt, 8) for prompt in PROMPTS[:2]]
+    decoding = over_places(LLAMA, model)
+    first = decoding.read([1], PROMPTS[:1])
+    first += [decoding.step(64)[1] for _ in range(3)]
+    second = decoding.read([3], PROMPTS[1:2])
+    for _ in range(7):
+        said = decoding.step(64)
+        first.append(said[1])
+        second.append(said[3])
+    assert (first[:8], second) == (expected[0], expected[1])
+
+
+def test_one_compilation_a_reach_serves_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without inductor, whose code would take longer than everything else here: what is traced, and what it answers."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compile_module = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **more: compile_module(self, backend=backend, **more))
+    model = sharpened(weights.open_model(LLAMA, 0, CPU))
+    expected = [plain(model, prompt, 8) for prompt in PROMPTS]
+    decoding = over_places(LLAMA, model)
+    decoding.compile_layers()
+    decoding.warm_up(graph=False)
+    assert len(graphs) == len(decoding.reaches)
+    assert answers(decoding, [0, 1, 2, 3], PROMPTS, 8) == expected
+    assert len(graphs) == len(decoding.reaches)
+
+
+def test_weights_are_those_of_the_seed_in_the_dtype_asked_for() -> None:
+    one, same = (weights.open_model(SETTINGS["bf16"], 0, CPU) for _ in range(2))
+    other = weights.open_model(replace(SETTINGS["bf16"], seed=7), 0, CPU)
+    names = dict(one.named_parameters())
+    assert {parameter.dtype for parameter in names.values()} == {torch.bfloat16}
+    assert all(torch.equal(value, names[name]) for name, value in same.named_parameters())
+    assert not torch.equal(other.lm_head.weight, one.lm_head.weight)
+
+
+def test_a_gpu_that_is_not_there_is_one_sentence() -> None:
+    with pytest.raises(UnsupportedError, match="the replica needs GPU 97, but this host shows"):
+        device_of(replace(LLAMA, device="cuda", first_device=96), 1)
+
+
+class Threads:
+    """Ranks that are threads of this process, in the place of torch.distributed."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._barrier = threading.Barrier(size, timeout=60)
+        self._slots: dict[int, torch.Tensor] = {}
+        self.here = threading.local()
+
+    def get_world_size(self) -> int:
+        return self.size
+
+    def _met(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        self._slots[self.here.rank] = tensor.clone()
+        self._barrier.wait()
+        found = [self._slots[rank] for rank in range(self.size)]
+        self._barrier.wait()
+        return found
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        tensor.copy_(sum(self._met(tensor)))
+
+    def all_gather(self, parts: list[torch.Tensor], tensor: torch.Tensor) -> None:
+        for part, value in zip(parts, self._met(tensor), strict=True):
+            part.copy_(value)
+
+
+def test_two_parts_of_a_model_answer_as_the_whole_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = sharpened(weights.open_model(LLAMA, 0, CPU))
+    expected = answers(over_places(LLAMA, whole), [0, 1, 2, 3], PROMPTS, 8)
+    ranks = Threads(2)
+    monkeypatch.setattr(weights, "dist", ranks)
+    cut = replace(LLAMA, tensor_parallel=2)
+    models = [sharpened(weights.open_model(cut, rank, CPU)) for rank in range(2)]
+    held = [sum(p.numel() for p in model.parameters()) for model in models]
+    assert held[0] == held[1] < 0.7 * sum(p.numel() for p in whole.parameters())
+    found: dict[int, list[list[int]]] = {}
+
+    def work(rank: int) -> None:
+        ranks.here.rank = rank
+        found[rank] = answers(over_places(cut, models[rank], 2), [0, 1, 2, 3], PROMPTS, 8)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {0: expected, 1: expected}
