@@ -1,0 +1,92 @@
+"""A whole Llama in a directory, as people download them, made here: random weights, and a tokenizer of made-up words."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+VOCAB, CONTEXT = 512, 1024
+SYLLABLES = ("pa", "ce", "li", "ne", "ro", "mi", "ta", "ku", "so", "ve")
+END = "<|end|>"
+TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+
+
+def words(count: int, seed: int) -> str:
+    draws = random.Random(seed)
+    return " ".join("".join(draws.choices(SYLLABLES, k=draws.randint(1, 3))) for _ in range(count))
+
+
+def write(directory: Path, seed: int = 7) -> Path:
+    """The same directory for the same seed: config, safetensors and tokenizer."""
+    import torch
+    import transformers
+
+    tokenizer = _tokenizer()
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.eos_token_id,
+        # Far from the usual 0.02: the likeliest token leads by more than the engines' arithmetic differs.
+        initializer_range=0.3,
+        dtype="float32",
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        model.lm_head.weight[_unshowable(tokenizer)] = 0.0
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def _tokenizer() -> Any:
+    import tokenizers
+    import transformers
+
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=VOCAB, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator([words(4000, seed=1)], trainer)
+    # Fewer merges than asked for are found in few words: the rest are words nobody has said yet.
+    made.add_tokens([f"{SYLLABLES[n % 10]}{n}" for n in range(VOCAB - made.get_vocab_size())])
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token=END, chat_template=TEMPLATE)
+
+
+def _unshowable(tokenizer: Any) -> list[int]:
+    """Ids that are no text by themselves. They are never the likeliest: what was answered is compared as text, and every
+    token of an answer is something to see."""
+    texts = [tokenizer.decode([number]) for number in range(VOCAB)]
+    return [number for number, shown in enumerate(texts) if not (shown.isascii() and shown.isprintable()) or shown == END]
+
+
+def continuation(directory: Path, prompt: list[int], tokens: int) -> list[int]:
+    """What transformers' own greedy decoding says after the prompt, never ending by itself."""
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    given = torch.tensor([prompt])
+    with torch.inference_mode():
+        told = model.generate(
+            given, attention_mask=torch.ones_like(given), do_sample=False, min_new_tokens=tokens, max_new_tokens=tokens
+        )
+    return told[0, len(prompt) :].tolist()
+
+
+def text(directory: Path, tokens: list[int]) -> str:
+    import transformers
+
+    return str(transformers.AutoTokenizer.from_pretrained(directory).decode(tokens))
