@@ -1,7 +1,8 @@
-"""A whole Llama in a directory, as people download them, made here: random weights, and a tokenizer of made-up words."""
+"""A whole Llama in a directory, as people download them, made here: random weights, a tokenizer of made-up words."""
 
 from __future__ import annotations
 
+import functools
 import random
 from pathlib import Path
 from typing import Any
@@ -66,27 +67,41 @@ def _tokenizer() -> Any:
 
 
 def _unshowable(tokenizer: Any) -> list[int]:
-    """Ids that are no text by themselves. They are never the likeliest: what was answered is compared as text, and every
-    token of an answer is something to see."""
+    """Ids that are no text by themselves. They are never the likeliest: answers are compared as text, and each of their
+    tokens is something to see."""
     texts = [tokenizer.decode([number]) for number in range(VOCAB)]
-    return [number for number, shown in enumerate(texts) if not (shown.isascii() and shown.isprintable()) or shown == END]
+    return [
+        number for number, shown in enumerate(texts) if not (shown.isascii() and shown.isprintable()) or shown == END
+    ]
 
 
-def continuation(directory: Path, prompt: list[int], tokens: int) -> list[int]:
-    """What transformers' own greedy decoding says after the prompt, never ending by itself."""
+@functools.cache
+def _opened(directory: Path) -> tuple[Any, Any]:
     import torch
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    return model, transformers.AutoTokenizer.from_pretrained(directory)
+
+
+def continuation(directory: Path, prompt: list[int], tokens: int) -> list[int]:
+    """What transformers' own greedy decoding says after the prompt."""
+    import torch
+
     given = torch.tensor([prompt])
     with torch.inference_mode():
-        told = model.generate(
-            given, attention_mask=torch.ones_like(given), do_sample=False, min_new_tokens=tokens, max_new_tokens=tokens
+        told = _opened(directory)[0].generate(
+            given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=tokens
         )
     return told[0, len(prompt) :].tolist()
 
 
 def text(directory: Path, tokens: list[int]) -> str:
-    import transformers
+    return str(_opened(directory)[1].decode(tokens))
 
-    return str(transformers.AutoTokenizer.from_pretrained(directory).decode(tokens))
+
+def answer(directory: Path, messages: list[dict[str, str]], tokens: int) -> str:
+    """The same for a dialogue, by the model's own template."""
+    made = _opened(directory)[1].apply_chat_template(messages, tokenize=False)
+    prompt = _opened(directory)[1](made, add_special_tokens=False)["input_ids"]
+    return text(directory, continuation(directory, prompt, tokens))

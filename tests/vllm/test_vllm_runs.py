@@ -1,0 +1,228 @@
+"""vLLM on CPU over a tiny Llama: scenarios, parallel forms, the same answers as other engines, and every way to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from testbed import llama_cpp, tiny_llama
+
+from paceline import store
+from paceline.engines import vllm
+from paceline.plugins import Seat
+from paceline.prompts import open_prompts
+from paceline.records import RunRecord
+from paceline.serving import Serving
+from paceline.spec import Choice, RunSpec
+
+# One start takes half a minute alone on two cores, and several where others work beside it.
+LONG_S = 1800.0
+SMALL = {"max_model_len": 512, "max_num_seqs": 16, "eager": True, "kv_cache_bytes": 64 << 20, "ready_s": 900}
+DATA = "synthetic:prompt=uniform,prompt_mean=12,prompt_spread=0.5,answer_mean=8"
+REQUESTS = 24
+MARK = "PACELINE_TEST_MARK"
+
+
+@dataclass
+class Campaign:
+    """One `paceline run`; mark is in the environment of every process that it starts."""
+
+    out: Path
+    process: subprocess.Popen[str]
+    mark: str
+
+    def wait(self) -> tuple[int, str]:
+        output, _ = self.process.communicate(timeout=LONG_S)
+        return self.process.returncode, output
+
+    @property
+    def records(self) -> list[RunRecord]:
+        records, skipped = store.read_runs(self.out / "served")
+        assert not skipped
+        return records
+
+    def phases(self) -> set[str]:
+        return {p.phase for run in (self.out / "served").glob("*/spec.json") for p in store.read_progress(run.parent)}
+
+    def processes(self) -> list[psutil.Process]:
+        return [process for process in psutil.process_iter() if _mark_of(process) == self.mark]
+
+
+def _mark_of(process: psutil.Process) -> str | None:
+    try:
+        return process.environ().get(MARK) if process.status() != psutil.STATUS_ZOMBIE else None
+    except (psutil.Error, OSError):
+        return None
+
+
+def until(condition: Callable[[], Any], what: str, limit_s: float = LONG_S) -> Any:
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end:
+        if found := condition():
+            return found
+        time.sleep(0.2)
+    pytest.fail(f"{what} did not happen within {limit_s:g} s")
+
+
+@pytest.fixture(scope="session")
+def start(tmp_path_factory: pytest.TempPathFactory, program: str, environment: Any) -> Callable[..., Campaign]:
+    def begin(matrix: list[dict[str, Any]], model: str, options: dict[str, Any] | None = None, **base: Any) -> Campaign:
+        out, mark = tmp_path_factory.mktemp("served"), uuid.uuid4().hex
+        engine = str(Choice("vllm", {"executable": program, **SMALL, **(options or {})}))
+        usual = {"workload": "inference", "engine": engine, "model": model, "device": "cpu", "processes": 1}
+        usual |= {"requests": REQUESTS, "max_tokens": 8, "data": DATA, "precision": "fp32", "keeps_text": True}
+        usual |= {"warmup_requests": 2, "request_timeout_s": 300, "timeout_s": LONG_S, "stall_s": 1000}
+        (out / "served.yaml").write_text(yaml.safe_dump({"name": "served", "base": usual | base, "matrix": matrix}))
+        command = [sys.executable, "-m", "paceline.cli", "run", str(out / "served.yaml"), "--out", str(out)]
+        process = subprocess.Popen(
+            [*command, "--format", "json"],
+            env=environment(**{MARK: mark}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        return Campaign(out, process, mark)
+
+    return begin
+
+
+@pytest.fixture(scope="module")
+def scenarios(start: Callable[..., Campaign], model: Path) -> list[RunRecord]:
+    closed, offered = {"scenario": ["concurrency"], "concurrency": [4]}, {"scenario": ["server"], "rate_per_s": [20]}
+    campaign = start([{"scenario": ["offline"]}, closed, offered], str(model))
+    campaign.wait()
+    assert not campaign.processes()
+    return campaign.records
+
+
+def test_every_scenario_is_answered_once_and_whole(scenarios: list[RunRecord]) -> None:
+    assert {record.spec.serving.scenario for record in scenarios if record.spec.serving} == {
+        "offline",
+        "concurrency",
+        "server",
+    }
+    for record in scenarios:
+        # On a busy machine the client may say against itself that it was late.
+        assert record.error is None or record.error.startswith("client: ")
+        assert sorted(request.sample for request in record.requests) == list(range(REQUESTS))
+        assert {(request.error, request.tokens, request.pieces) for request in record.requests} == {(None, 8, 8)}
+
+
+def test_vllm_transformers_and_llama_cpp_give_the_same_text(
+    scenarios: list[RunRecord], model: Path, tmp_path: Path
+) -> None:
+    record = scenarios[0]
+    asked = open_prompts(
+        record.spec.training.data, count=REQUESTS, seed=record.spec.seed, vocab=tiny_llama.VOCAB, max_tokens=8
+    )
+    by_transformers = [
+        tiny_llama.text(model, tiny_llama.continuation(model, list(prompt.token_ids or ()), 8)) for prompt in asked
+    ]
+    with llama_cpp.server(llama_cpp.write(model, tmp_path / "tiny.gguf")) as url:
+        by_llama_cpp = [complete(url, "tiny", list(prompt.token_ids or ()), 8) for prompt in asked]
+    assert by_llama_cpp == by_transformers
+    for each in scenarios:
+        by_vllm = [request.text for request in sorted(each.requests, key=lambda request: request.sample)]
+        assert by_vllm == by_transformers
+
+
+def complete(url: str, model: str, prompt: list[int], tokens: int, key: str | None = None) -> str:
+    body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0.0}
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        return str(json.load(answer)["choices"][0]["text"])
+
+
+def test_tensor_parallel_keeps_the_text_and_a_killed_server_leaves_nothing(
+    make_spec: Callable[..., RunSpec], program: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = uuid.uuid4().hex
+    engine = Choice("vllm", {"executable": program, **SMALL, "tensor_parallel": 2})
+    asked: dict[str, Any] = {"serving": Serving(), "engine": engine, "stall_s": 1000.0, "data": Choice.parse(DATA)}
+    spec = make_spec(None, processes=1, workload="inference", model=str(model), **asked)
+    prompt = list(range(20, 60))
+
+    def family() -> list[psutil.Process]:
+        return [found for found in psutil.process_iter() if _mark_of(found) == mark and found.pid != os.getpid()]
+
+    with pytest.MonkeyPatch.context() as marked:
+        marked.setenv(MARK, mark)
+        opened = vllm.open(spec, Seat(rank=0, local_rank=0, world_size=1, device="cpu"))
+        with opened as (endpoint,):
+            assert endpoint.facts["version"]
+            assert endpoint.facts["tensor_parallel"] == 2
+            assert endpoint.facts["settings"]["prefix_caching"] is False
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                complete(endpoint.url, "tiny", prompt, 1)
+            told = complete(endpoint.url, "tiny", prompt, 32, endpoint.secret)
+            assert told == tiny_llama.text(model, tiny_llama.continuation(model, prompt, 32))
+            server = next(found for found in family() if "serve" in found.cmdline() and found.cmdline()[1] == program)
+            server.kill()
+            until(lambda: not family(), "the end of all of its processes", 120)
+
+
+def test_two_replicas_of_a_named_shape_share_the_samples(start: Callable[..., Campaign]) -> None:
+    campaign = start([{"scenario": ["offline"]}], "tiny-llama", {"max_model_len": 128}, processes=2)
+    _, output = campaign.wait()
+    (record,) = campaign.records
+    assert record.error is None or "client: " in record.error, output
+    assert sorted(request.sample for request in record.requests) == list(range(REQUESTS))
+    assert {(request.error, request.tokens) for request in record.requests} == {(None, 8)}
+    assert not campaign.processes()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({}, "Cannot find any model weights"), ({"arguments": ["--no-such"]}, "unrecognized arguments: --no-such")],
+)
+def test_one_that_cannot_start_says_why_in_one_sentence(
+    start: Callable[..., Campaign], model: Path, tmp_path: Path, options: dict[str, Any], words: str
+) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (empty / name).write_bytes((model / name).read_bytes())
+    campaign = start([{"scenario": ["offline"]}], str(empty), options)
+    code, _ = campaign.wait()
+    (record,) = campaign.records
+    assert code == 1
+    assert record.error is not None
+    assert record.error.startswith("LaunchError: vllm serve ended before it answered: ")
+    assert words in record.error
+    assert not campaign.processes()
+
+
+@pytest.mark.parametrize("how", ["the server is killed", "Ctrl-C"])
+def test_an_end_in_the_middle_leaves_nothing_running(start: Callable[..., Campaign], model: Path, how: str) -> None:
+    long = {"data": "synthetic:prompt=fixed,prompt_mean=8,answer_mean=300", "max_tokens": 300, "requests": 64}
+    campaign = start([{"scenario": ["concurrency"], "concurrency": [2]}], str(model), **long)
+    until(lambda: "timing" in campaign.phases() or campaign.process.poll() is not None, "the timed load")
+    assert campaign.process.poll() is None, campaign.wait()[1]
+    time.sleep(1)
+    if how == "Ctrl-C":
+        campaign.process.send_signal(signal.SIGINT)
+        campaign.wait()
+    else:
+        servers = [p for p in campaign.processes() if "serve" in p.cmdline() and "paceline.guardian" not in p.cmdline()]
+        for server in servers:
+            server.kill()
+        assert campaign.wait()[0] == 1
+        (record,) = campaign.records
+        assert sorted(request.sample for request in record.requests) == list(range(64))
+        assert any(request.error for request in record.requests)
+    until(lambda: not campaign.processes(), "the end of all of its processes", 120)
