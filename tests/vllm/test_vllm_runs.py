@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -23,7 +22,8 @@ from testbed import llama_cpp, tiny_llama
 
 from paceline import store
 from paceline.engines import vllm
-from paceline.plugins import Seat
+from paceline.errors import LaunchError
+from paceline.plugins import Endpoint, Seat
 from paceline.prompts import open_prompts
 from paceline.records import RunRecord
 from paceline.serving import Serving
@@ -55,8 +55,9 @@ class Campaign:
         assert not skipped
         return records
 
-    def phases(self) -> set[str]:
-        return {p.phase for run in (self.out / "served").glob("*/spec.json") for p in store.read_progress(run.parent)}
+    def is_timing(self) -> bool:
+        runs = [file.parent for file in (self.out / "served").glob("*/spec.json")]
+        return any(p.phase.startswith("timing") for run in runs for p in store.read_progress(run))
 
     def processes(self) -> list[psutil.Process]:
         return [process for process in psutil.process_iter() if _mark_of(process) == self.mark]
@@ -152,28 +153,39 @@ def test_tensor_parallel_keeps_the_text_and_a_killed_server_leaves_nothing(
     make_spec: Callable[..., RunSpec], program: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mark = uuid.uuid4().hex
+    monkeypatch.setenv(MARK, mark)
     engine = Choice("vllm", {"executable": program, **SMALL, "tensor_parallel": 2})
     asked: dict[str, Any] = {"serving": Serving(), "engine": engine, "stall_s": 1000.0, "data": Choice.parse(DATA)}
     spec = make_spec(None, processes=1, workload="inference", model=str(model), **asked)
     prompt = list(range(20, 60))
 
     def family() -> list[psutil.Process]:
-        return [found for found in psutil.process_iter() if _mark_of(found) == mark and found.pid != os.getpid()]
+        # What a process was started with: this one had no mark then.
+        return [found for found in psutil.process_iter() if _mark_of(found) == mark]
 
-    with pytest.MonkeyPatch.context() as marked:
-        marked.setenv(MARK, mark)
-        opened = vllm.open(spec, Seat(rank=0, local_rank=0, world_size=1, device="cpu"))
-        with opened as (endpoint,):
-            assert endpoint.facts["version"]
-            assert endpoint.facts["tensor_parallel"] == 2
-            assert endpoint.facts["settings"]["prefix_caching"] is False
-            with pytest.raises(urllib.error.HTTPError, match="401"):
-                complete(endpoint.url, "tiny", prompt, 1)
-            told = complete(endpoint.url, "tiny", prompt, 32, endpoint.secret)
-            assert told == tiny_llama.text(model, tiny_llama.continuation(model, prompt, 32))
-            server = next(found for found in family() if "serve" in found.cmdline() and found.cmdline()[1] == program)
-            server.kill()
-            until(lambda: not family(), "the end of all of its processes", 120)
+    def ask_and_kill(endpoint: Endpoint) -> None:
+        assert endpoint.facts["version"]
+        assert endpoint.facts["tensor_parallel"] == 2
+        assert endpoint.facts["settings"]["prefix_caching"] is False
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            complete(endpoint.url, "tiny", prompt, 1)
+        told = complete(endpoint.url, "tiny", prompt, 32, endpoint.secret)
+        assert told == tiny_llama.text(model, tiny_llama.continuation(model, prompt, 32))
+        assert len(family()) >= 5, "guardian, server, engine and two workers"
+        kill_servers(family())
+        until(lambda: not family(), "the end of all of its processes", 120)
+
+    opened = vllm.open(spec, Seat(rank=0, local_rank=0, world_size=1, device="cpu"))
+    with pytest.raises(LaunchError, match="ended while it was asked"), opened as (endpoint,):
+        ask_and_kill(endpoint)
+
+
+def kill_servers(family: list[psutil.Process]) -> None:
+    """Their API processes alone, by the one signal that nobody answers."""
+    servers = [each for each in family if "serve" in each.cmdline() and "paceline.guardian" not in each.cmdline()]
+    assert servers
+    for server in servers:
+        server.kill()
 
 
 def test_two_replicas_of_a_named_shape_share_the_samples(start: Callable[..., Campaign]) -> None:
@@ -211,16 +223,14 @@ def test_one_that_cannot_start_says_why_in_one_sentence(
 def test_an_end_in_the_middle_leaves_nothing_running(start: Callable[..., Campaign], model: Path, how: str) -> None:
     long = {"data": "synthetic:prompt=fixed,prompt_mean=8,answer_mean=300", "max_tokens": 300, "requests": 64}
     campaign = start([{"scenario": ["concurrency"], "concurrency": [2]}], str(model), **long)
-    until(lambda: "timing" in campaign.phases() or campaign.process.poll() is not None, "the timed load")
+    until(lambda: campaign.is_timing() or campaign.process.poll() is not None, "the timed load")
     assert campaign.process.poll() is None, campaign.wait()[1]
     time.sleep(1)
     if how == "Ctrl-C":
         campaign.process.send_signal(signal.SIGINT)
         campaign.wait()
     else:
-        servers = [p for p in campaign.processes() if "serve" in p.cmdline() and "paceline.guardian" not in p.cmdline()]
-        for server in servers:
-            server.kill()
+        kill_servers(campaign.processes())
         assert campaign.wait()[0] == 1
         (record,) = campaign.records
         assert sorted(request.sample for request in record.requests) == list(range(64))

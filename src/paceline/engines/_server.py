@@ -66,6 +66,15 @@ class Server:
             time.sleep(POLL_S)
         return time.monotonic() - began
 
+    def require_alive(self, *, alone: bool) -> None:
+        """Told when the block ends that asked it. Of several replicas the client goes on with the others by itself."""
+        if self.process.poll() is None:
+            return
+        sentence = f"{self.name} ended while it was asked: {cause(self.said())}"
+        if alone:
+            raise LaunchError(sentence)
+        _say(sentence)
+
 
 @contextlib.contextmanager
 def started(name: str, argv: Sequence[str], env: Mapping[str, str], log: Path, secret: str) -> Iterator[Server]:
@@ -132,10 +141,13 @@ def own_address(nodes: int, environ: Mapping[str, str], interfaces: reach.Interf
 
 def _towards(host: str) -> str:
     """The address from which this host would speak to another; nothing is sent."""
-    family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)
-        return reach.plain(str(probe.getsockname()[0]))
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return reach.plain(str(probe.getsockname()[0]))
+    except OSError as error:
+        raise LaunchError(f"this node finds no way to {host}, from where its replica will be asked ({error})") from None
 
 
 def free_port(address: str) -> int:
