@@ -84,24 +84,27 @@ def _opened(directory: Path) -> tuple[Any, Any]:
     return model, transformers.AutoTokenizer.from_pretrained(directory)
 
 
-def continuation(directory: Path, prompt: list[int], tokens: int) -> list[int]:
+def continuation(directory: Path, prompt: list[int], count: int) -> list[int]:
     """What transformers' own greedy decoding says after the prompt."""
     import torch
 
     given = torch.tensor([prompt])
     with torch.inference_mode():
         told = _opened(directory)[0].generate(
-            given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=tokens
+            given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=count
         )
     return told[0, len(prompt) :].tolist()
+
+
+def token_ids(directory: Path, said: str) -> list[int]:
+    return [int(number) for number in _opened(directory)[1](said, add_special_tokens=False)["input_ids"]]
 
 
 def text(directory: Path, tokens: list[int]) -> str:
     return str(_opened(directory)[1].decode(tokens))
 
 
-def answer(directory: Path, messages: list[dict[str, str]], tokens: int) -> str:
+def answer(directory: Path, messages: list[dict[str, str]], count: int) -> str:
     """The same for a dialogue, by the model's own template."""
     made = _opened(directory)[1].apply_chat_template(messages, tokenize=False)
-    prompt = _opened(directory)[1](made, add_special_tokens=False)["input_ids"]
-    return text(directory, continuation(directory, prompt, tokens))
+    return text(directory, continuation(directory, token_ids(directory, made), count))

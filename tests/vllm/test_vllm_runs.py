@@ -24,7 +24,6 @@ from paceline import store
 from paceline.engines import vllm
 from paceline.errors import LaunchError
 from paceline.plugins import Endpoint, Seat
-from paceline.prompts import open_prompts
 from paceline.records import RunRecord
 from paceline.serving import Serving
 from paceline.spec import Choice, RunSpec
@@ -102,9 +101,19 @@ def start(tmp_path_factory: pytest.TempPathFactory, program: str, environment: A
 
 
 @pytest.fixture(scope="module")
-def scenarios(start: Callable[..., Campaign], model: Path) -> list[RunRecord]:
+def questions(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
+    """Words as token ids, and the file with them. With ids by chance a prompt may end within a character, and vLLM then
+    tells the end of the prompt once more as the beginning of its answer."""
+    asked = [tiny_llama.token_ids(model, tiny_llama.words(2 + number % 9, number)) for number in range(REQUESTS)]
+    file = tmp_path_factory.mktemp("asked") / "words.jsonl"
+    file.write_text("\n".join(json.dumps({"token_ids": ids, "max_tokens": 8}) for ids in asked))
+    return file, asked
+
+
+@pytest.fixture(scope="module")
+def scenarios(start: Callable[..., Campaign], model: Path, questions: tuple[Path, Any]) -> list[RunRecord]:
     closed, offered = {"scenario": ["concurrency"], "concurrency": [4]}, {"scenario": ["server"], "rate_per_s": [20]}
-    campaign = start([{"scenario": ["offline"]}, closed, offered], str(model))
+    campaign = start([{"scenario": ["offline"]}, closed, offered], str(model), data=f"jsonl:path={questions[0]}")
     campaign.wait()
     assert not campaign.processes()
     return campaign.records
@@ -120,21 +129,18 @@ def test_every_scenario_is_answered_once_and_whole(scenarios: list[RunRecord]) -
         # On a busy machine the client may say against itself that it was late.
         assert record.error is None or record.error.startswith("client: ")
         assert sorted(request.sample for request in record.requests) == list(range(REQUESTS))
-        assert {(request.error, request.tokens, request.pieces) for request in record.requests} == {(None, 8, 8)}
+        assert {(request.error, request.tokens) for request in record.requests} == {(None, 8)}
+        # Tokens that were ready together share an event where vLLM's front is behind its engine.
+        assert all(1 <= request.pieces <= 8 for request in record.requests)
 
 
 def test_vllm_transformers_and_llama_cpp_give_the_same_text(
-    scenarios: list[RunRecord], model: Path, tmp_path: Path
+    scenarios: list[RunRecord], questions: tuple[Any, list[list[int]]], model: Path, tmp_path: Path
 ) -> None:
-    record = scenarios[0]
-    asked = open_prompts(
-        record.spec.training.data, count=REQUESTS, seed=record.spec.seed, vocab=tiny_llama.VOCAB, max_tokens=8
-    )
-    by_transformers = [
-        tiny_llama.text(model, tiny_llama.continuation(model, list(prompt.token_ids or ()), 8)) for prompt in asked
-    ]
+    asked = questions[1]
+    by_transformers = [tiny_llama.text(model, tiny_llama.continuation(model, prompt, 8)) for prompt in asked]
     with llama_cpp.server(llama_cpp.write(model, tmp_path / "tiny.gguf")) as url:
-        by_llama_cpp = [complete(url, "tiny", list(prompt.token_ids or ()), 8) for prompt in asked]
+        by_llama_cpp = [complete(url, "tiny", prompt, 8) for prompt in asked]
     assert by_llama_cpp == by_transformers
     for each in scenarios:
         by_vllm = [request.text for request in sorted(each.requests, key=lambda request: request.sample)]
