@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -36,17 +37,62 @@ REQUESTS = 24
 MARK = "PACELINE_TEST_MARK"
 
 
+class Family:
+    """Processes that were started with a mark in their environment, and those in the sessions of their guardians: vLLM
+    renames its own, and writes the new names over their environment."""
+
+    def __init__(self) -> None:
+        self.mark = uuid.uuid4().hex
+        self._sessions: set[int] = set()
+
+    def living(self) -> list[psutil.Process]:
+        processes = [process for process in psutil.process_iter() if _words(process) is not None]
+        marked = [process for process in processes if _mark_of(process) == self.mark]
+        self._sessions |= {each.pid for each in marked if "paceline.guardian" in (_words(each) or ())}
+        return [*marked, *(each for each in processes if each not in marked and _session_of(each) in self._sessions)]
+
+    def kill_servers(self) -> None:
+        """Their API processes alone, by the one signal that nobody answers."""
+        found = [(each, _words(each) or []) for each in self.living()]
+        servers = [each for each, words in found if "serve" in words and "paceline.guardian" not in words]
+        assert servers
+        for server in servers:
+            server.kill()
+
+
+def _words(process: psutil.Process) -> list[str] | None:
+    """Its command line; None where it has ended."""
+    try:
+        return process.cmdline() if process.status() != psutil.STATUS_ZOMBIE else None
+    except psutil.Error:
+        return None
+
+
+def _mark_of(process: psutil.Process) -> str | None:
+    try:
+        return process.environ().get(MARK)
+    except (psutil.Error, OSError):
+        return None
+
+
+def _session_of(process: psutil.Process) -> int | None:
+    try:
+        return os.getsid(process.pid)
+    except OSError:
+        return None
+
+
 @dataclass
 class Campaign:
-    """One `paceline run`; mark is in the environment of every process that it starts."""
+    """One `paceline run`, and the processes of it."""
 
     out: Path
     process: subprocess.Popen[str]
-    mark: str
+    family: Family
 
     def wait(self) -> tuple[int, str]:
-        output, _ = self.process.communicate(timeout=LONG_S)
-        return self.process.returncode, output
+        until(lambda: self.family.living() is not None and self.process.poll() is not None, "the end of the run")
+        return self.process.returncode, (self.out / "output.txt").read_text()
 
     @property
     def records(self) -> list[RunRecord]:
@@ -57,16 +103,6 @@ class Campaign:
     def is_timing(self) -> bool:
         runs = [file.parent for file in (self.out / "served").glob("*/spec.json")]
         return any(p.phase.startswith("timing") for run in runs for p in store.read_progress(run))
-
-    def processes(self) -> list[psutil.Process]:
-        return [process for process in psutil.process_iter() if _mark_of(process) == self.mark]
-
-
-def _mark_of(process: psutil.Process) -> str | None:
-    try:
-        return process.environ().get(MARK) if process.status() != psutil.STATUS_ZOMBIE else None
-    except (psutil.Error, OSError):
-        return None
 
 
 def until(condition: Callable[[], Any], what: str, limit_s: float = LONG_S) -> Any:
@@ -81,21 +117,22 @@ def until(condition: Callable[[], Any], what: str, limit_s: float = LONG_S) -> A
 @pytest.fixture(scope="session")
 def start(tmp_path_factory: pytest.TempPathFactory, program: str, environment: Any) -> Callable[..., Campaign]:
     def begin(matrix: list[dict[str, Any]], model: str, options: dict[str, Any] | None = None, **base: Any) -> Campaign:
-        out, mark = tmp_path_factory.mktemp("served"), uuid.uuid4().hex
+        out, family = tmp_path_factory.mktemp("served"), Family()
         engine = str(Choice("vllm", {"executable": program, **SMALL, **(options or {})}))
         usual = {"workload": "inference", "engine": engine, "model": model, "device": "cpu", "processes": 1}
         usual |= {"requests": REQUESTS, "max_tokens": 8, "data": DATA, "precision": "fp32", "keeps_text": True}
         usual |= {"warmup_requests": 2, "request_timeout_s": 300, "timeout_s": LONG_S, "stall_s": 1000}
         (out / "served.yaml").write_text(yaml.safe_dump({"name": "served", "base": usual | base, "matrix": matrix}))
         command = [sys.executable, "-m", "paceline.cli", "run", str(out / "served.yaml"), "--out", str(out)]
-        process = subprocess.Popen(
-            [*command, "--format", "json"],
-            env=environment(**{MARK: mark}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        return Campaign(out, process, mark)
+        with (out / "output.txt").open("w") as output:
+            process = subprocess.Popen(
+                [*command, "--format", "json"],
+                env=environment(**{MARK: family.mark}),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        return Campaign(out, process, family)
 
     return begin
 
@@ -115,7 +152,7 @@ def scenarios(start: Callable[..., Campaign], model: Path, questions: tuple[Path
     closed, offered = {"scenario": ["concurrency"], "concurrency": [4]}, {"scenario": ["server"], "rate_per_s": [20]}
     campaign = start([{"scenario": ["offline"]}, closed, offered], str(model), data=f"jsonl:path={questions[0]}")
     campaign.wait()
-    assert not campaign.processes()
+    assert not campaign.family.living()
     return campaign.records
 
 
@@ -158,16 +195,12 @@ def complete(url: str, model: str, prompt: list[int], tokens: int, key: str | No
 def test_tensor_parallel_keeps_the_text_and_a_killed_server_leaves_nothing(
     make_spec: Callable[..., RunSpec], program: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mark = uuid.uuid4().hex
-    monkeypatch.setenv(MARK, mark)
+    family = Family()
+    monkeypatch.setenv(MARK, family.mark)
     engine = Choice("vllm", {"executable": program, **SMALL, "tensor_parallel": 2})
     asked: dict[str, Any] = {"serving": Serving(), "engine": engine, "stall_s": 1000.0, "data": Choice.parse(DATA)}
     spec = make_spec(None, processes=1, workload="inference", model=str(model), **asked)
     prompt = list(range(20, 60))
-
-    def family() -> list[psutil.Process]:
-        # What a process was started with: this one had no mark then.
-        return [found for found in psutil.process_iter() if _mark_of(found) == mark]
 
     def ask_and_kill(endpoint: Endpoint) -> None:
         assert endpoint.facts["version"]
@@ -177,21 +210,13 @@ def test_tensor_parallel_keeps_the_text_and_a_killed_server_leaves_nothing(
             complete(endpoint.url, "tiny", prompt, 1)
         told = complete(endpoint.url, "tiny", prompt, 32, endpoint.secret)
         assert told == tiny_llama.text(model, tiny_llama.continuation(model, prompt, 32))
-        assert len(family()) >= 5, "guardian, server, engine and two workers"
-        kill_servers(family())
-        until(lambda: not family(), "the end of all of its processes", 120)
+        assert len(family.living()) >= 5, "guardian, server, engine and two workers"
+        family.kill_servers()
+        until(lambda: not family.living(), "the end of all of its processes", 120)
 
     opened = vllm.open(spec, Seat(rank=0, local_rank=0, world_size=1, device="cpu"))
     with pytest.raises(LaunchError, match="ended while it was asked"), opened as (endpoint,):
         ask_and_kill(endpoint)
-
-
-def kill_servers(family: list[psutil.Process]) -> None:
-    """Their API processes alone, by the one signal that nobody answers."""
-    servers = [each for each in family if "serve" in each.cmdline() and "paceline.guardian" not in each.cmdline()]
-    assert servers
-    for server in servers:
-        server.kill()
 
 
 def test_two_replicas_of_a_named_shape_share_the_samples(start: Callable[..., Campaign]) -> None:
@@ -201,7 +226,7 @@ def test_two_replicas_of_a_named_shape_share_the_samples(start: Callable[..., Ca
     assert record.error is None or "client: " in record.error, output
     assert sorted(request.sample for request in record.requests) == list(range(REQUESTS))
     assert {(request.error, request.tokens) for request in record.requests} == {(None, 8)}
-    assert not campaign.processes()
+    assert not campaign.family.living()
 
 
 @pytest.mark.parametrize(
@@ -222,7 +247,7 @@ def test_one_that_cannot_start_says_why_in_one_sentence(
     assert record.error is not None
     assert record.error.startswith("LaunchError: vllm serve ended before it answered: ")
     assert words in record.error
-    assert not campaign.processes()
+    assert not campaign.family.living()
 
 
 @pytest.mark.parametrize("how", ["the server is killed", "Ctrl-C"])
@@ -236,9 +261,9 @@ def test_an_end_in_the_middle_leaves_nothing_running(start: Callable[..., Campai
         campaign.process.send_signal(signal.SIGINT)
         campaign.wait()
     else:
-        kill_servers(campaign.processes())
+        campaign.family.kill_servers()
         assert campaign.wait()[0] == 1
         (record,) = campaign.records
         assert sorted(request.sample for request in record.requests) == list(range(64))
         assert any(request.error for request in record.requests)
-    until(lambda: not campaign.processes(), "the end of all of its processes", 120)
+    until(lambda: not campaign.family.living(), "the end of all of its processes", 120)
