@@ -1,7 +1,8 @@
 """A named shape as the directory that model servers read: its configuration, and a tokenizer for all of its ids.
 
 There are no weights in it: a server that is told to makes random ones of its own, which compute as fast as any. Text is
-read byte by byte, without merges; ids beyond the bytes are words, so that every one of them is something to show.
+read byte by byte, without merges; ids beyond the bytes are words. Every id is shown by a sign or word of its own, also
+where a byte alone would be no character: the answers of random weights mean nothing, but each token must be seen.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def tokenizer(vocab: int) -> dict[str, Any]:
         "normalizer": None,
         "pre_tokenizer": level,
         "post_processor": None,
-        "decoder": level,
+        "decoder": {"type": "Fuse"},
         "model": {"type": "BPE", "vocab": ids, "merges": []},
     }
 
