@@ -183,6 +183,13 @@ def test_what_cannot_be_is_one_sentence(spec: Any, options: dict[str, Any], word
     assert "\n" not in str(caught.value)
 
 
+def test_where_the_program_lies_makes_no_other_run(spec: Any) -> None:
+    here, there = spec(executable="/a/vllm", ready_s=10), spec(executable="/b/vllm")
+    assert (here.cell, here.run_id, here.axes()) == (there.cell, there.run_id, there.axes())
+    assert here.axes()["engine"] == "vllm"
+    assert spec(prefix_caching=True).cell != here.cell
+
+
 def test_what_does_not_divide_is_refused(spec: Any) -> None:
     assert vllm.check(spec(tensor_parallel=4)) is None
     assert "does not divide the 4 heads" in vllm.check(spec(tensor_parallel=3))
