@@ -15,6 +15,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from paceline import guardian, reach
 from paceline.errors import LaunchError
@@ -66,11 +67,12 @@ class Server:
             time.sleep(POLL_S)
         return time.monotonic() - began
 
-    def require_alive(self, *, alone: bool) -> None:
+    def require_alive(self, url: str, *, alone: bool) -> None:
         """Told when the block ends that asked it. Of several replicas the client goes on with the others by itself."""
-        if self.process.poll() is None:
+        # A guardian is there until it has ended what its server left.
+        if self.process.poll() is None and _is_listening(url):
             return
-        sentence = f"{self.name} ended while it was asked: {cause(self.said())}"
+        sentence = f"{self.name} ended while it was asked; it said last: {cause(self.said())}"
         if alone:
             raise LaunchError(sentence)
         _say(sentence)
@@ -108,6 +110,18 @@ def _is_healthy(url: str) -> bool:
             return bool(answer.status == http.HTTPStatus.OK)
     except (OSError, http.client.HTTPException):
         return False
+
+
+def _is_listening(url: str) -> bool:
+    """Whether somebody has its port. One that is too busy to take a connection in time is there."""
+    parts = urlsplit(url)
+    try:
+        socket.create_connection((str(parts.hostname), parts.port or 80), timeout=LOOK_S).close()
+    except TimeoutError:
+        return True
+    except OSError:
+        return False
+    return True
 
 
 def cause(said: str) -> str:

@@ -126,7 +126,7 @@ def open(spec: RunSpec, seat: Seat) -> Iterator[Sequence[Endpoint]]:
                 running.close()
         facts = facts_of(spec, chosen, url, devices) | {"ready_s": ready_s}
         yield [Endpoint(url=url, model=served_name(spec), secret=secret, facts=facts)]
-        server.require_alive(alone=seat.world_size == 1)
+        server.require_alive(url, alone=seat.world_size == 1)
 
 
 def executable(given: str) -> str:

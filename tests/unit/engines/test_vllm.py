@@ -136,6 +136,28 @@ def test_a_port_that_somebody_took_meanwhile_is_exchanged(
     assert all_gone(told()["pids"])
 
 
+def test_a_server_that_ended_while_it_was_asked_is_told(
+    spec: Any, told: Any, program: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By its only rank as the end of the run; of several the client goes on with the others."""
+
+    def kill(url: str) -> None:
+        os.kill(told()["pids"][0], signal.SIGKILL)
+        end = time.monotonic() + 60
+        while _server._is_listening(url):
+            assert time.monotonic() < end
+
+    with (
+        pytest.raises(LaunchError, match="vllm serve ended while it was asked"),
+        vllm.open(spec(executable=program), SEAT) as (endpoint,),
+    ):
+        kill(endpoint.url)
+    assert all_gone(told()["pids"])
+    with vllm.open(spec(executable=program), replace(SEAT, world_size=2)) as (endpoint,):
+        kill(endpoint.url)
+    assert "vllm serve ended while it was asked" in capfd.readouterr().err
+
+
 def test_a_killed_rank_leaves_no_server(spec: Any, told: Any, program: str, tmp_path: Path) -> None:
     """Killed, not ended: none of its own clean-up runs."""
     script = """
