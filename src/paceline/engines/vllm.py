@@ -240,7 +240,7 @@ def settings(
         "ignore_eos": ignores_eos(spec, chosen),
         "weights": "checkpoint" if "/" in spec.model.name else "random",
         "arguments": " ".join(chosen.arguments or ()) or None,
-        **{f"cache_{name}": told[name] for name in _CACHE if told.get(name, "None") != "None"},
+        **{name: told[name] for name in _CACHE if told.get(name, "None") != "None"},
         **{name: value for name, value in sorted(switches.items()) if not is_secret(name, value)},
     }
 

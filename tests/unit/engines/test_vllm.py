@@ -94,7 +94,7 @@ def test_a_server_is_started_and_ended_with_all_its_processes(spec: Any, told: A
         assert endpoint.facts["tensor_parallel"] == 2
         assert endpoint.facts["ready_s"] > 0
         settings = endpoint.facts["settings"]
-        assert (settings["prefix_caching"], settings["cache_block_size"], settings["max_batch"]) == (False, "16", 8)
+        assert (settings["prefix_caching"], settings["block_size"], settings["max_batch"]) == (False, "16", 8)
         assert settings["arguments"] == "--block-size 32"
     assert all_gone(given["pids"])
     assert not Path(given["argv"][2]).exists()
