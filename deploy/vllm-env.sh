@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# vLLM without a GPU, in an environment of its own (1.5 GB): deploy/vllm-env.sh DIRECTORY. On a GPU host `pip install vllm`
+# vLLM without a GPU, in an environment of its own (1.8 GB): deploy/vllm-env.sh DIRECTORY. On a GPU host `pip install vllm`
 # does instead. The main environment stays light, and keeps the torch that it has.
 set -euo pipefail
 cd "$(dirname "$0")/.."
