@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # A Python that already has torch (a GPU host brings its own build) is used as it is; otherwise constraints.txt decides.
 HAS_TORCH := $(shell $(PYTHON) -c "import torch" 2>/dev/null && echo yes)
 
-.PHONY: demo test lint gpu-test overhead wheelhouse setup clean
+.PHONY: demo test lint gpu-test vllm-env vllm-test overhead wheelhouse setup clean
 
 demo: setup
 	$(BIN)/paceline run quick
@@ -23,6 +23,13 @@ lint: setup
 # On a host with a GPU, with the Python that has torch: real strategies on one rank and on two NCCL ranks of one GPU.
 gpu-test:
 	PYTHONPATH=src:$(PYTHONPATH) $(PYTHON) -m pytest tests/gpu -v
+
+# vLLM without a GPU, in an environment of its own beside this one: minutes to install, 30 s for each start.
+vllm-env:
+	PYTHON=$(PYTHON) deploy/vllm-env.sh $(VENV)-vllm
+
+vllm-test: setup vllm-env
+	PACELINE_TEST_VLLM=$(VENV)-vllm/bin/vllm $(BIN)/python -m pytest -v -m vllm tests/vllm
 
 overhead: setup
 	$(BIN)/python benchmarks/overhead.py
@@ -57,4 +64,4 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 endif
 
 clean:
-	rm -rf $(VENV) results build src/*.egg-info
+	rm -rf $(VENV) $(VENV)-vllm results build src/*.egg-info

@@ -43,8 +43,8 @@ TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 # Workloads that look for the limit: a run that is out of memory has given its answer.
 PROBING = ("frontier",)
 
-# Options of launchers that say how long to wait for an engine: what is measured does not depend on them.
-PATIENCE = ("connect_s", "keep_s", "patience_s", "pending_s", "poll_s")
+# Options of launchers and engines on which nothing measured depends: how long to wait, and where a program lies.
+PATIENCE = ("connect_s", "keep_s", "patience_s", "pending_s", "poll_s", "ready_s", "executable")
 # One reading takes the driver a few milliseconds.
 FASTEST_TELEMETRY_HZ = 50.0
 
@@ -318,10 +318,12 @@ class RunSpec:
 
     def _serving_axes(self) -> dict[str, Scalar]:
         assert self.serving is not None
-        s = self.serving
+        assert self.engine is not None
+        s, engine = self.serving, self.engine
+        lasting = {key: value for key, value in engine.options.items() if key not in PATIENCE}
         asked: dict[str, Scalar] = {"rate_per_s": s.rate_per_s, "concurrency": s.concurrency, "requests": s.requests}
         return {
-            "engine": str(self.engine),
+            "engine": str(Choice(engine.name, lasting)),
             "scenario": s.scenario,
             **asked,
             "max_tokens": s.max_tokens,
@@ -366,9 +368,8 @@ class RunSpec:
         empty = (name for name in unasked if not getattr(self, name))
         absent = ("telemetry_hz", "design", "max_restarts", "lineage", *empty)
         found = {key: value for key, value in dataclasses.asdict(self).items() if key not in (*fields, *absent)}
-        if "launcher" in found:
-            options = found["launcher"]["options"].items()
-            found["launcher"]["options"] = {key: value for key, value in options if key not in PATIENCE}
+        for part in filter(None, map(found.get, ("launcher", "engine"))):
+            part["options"] = {key: value for key, value in part["options"].items() if key not in PATIENCE}
         return found
 
 

@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("spec", "models", "machine", "processes", "files", "places", "reach", "cron", "probes"),
     (
         *("prices", "rows", "adapters", "acceptance", "contents", "profiles", "meeting", "interruptions", "depot"),
-        *("prompts", "loadgen"),
+        *("prompts", "loadgen", "guardian", "model_directory"),
     ),
     ("instructions", "dialogues", "records", "findings", "doctor", "recipe", "redaction", "image"),
     ("series",),
