@@ -67,10 +67,11 @@ def test_a_stream_has_one_event_a_token_then_usage_then_the_end() -> None:
         talk.front.hear([(1, token, finish)])
     response = Response()
     assert response.feed(bytes(talk.transport.written), 0, 0)
-    answer = understand(response.events())
-    assert response.events()[-1].data == b"[DONE]"
+    events = list(response.events())
+    answer = understand(iter(events))
+    assert events[-1].data == b"[DONE]"
     assert (answer.pieces, answer.tokens_told, answer.prompt_tokens, answer.finish) == (3, 3, 2, "length")
-    texts = [json.loads(event.data)["choices"][0]["text"] for event in response.events()[:3]]
+    texts = [json.loads(event.data)["choices"][0]["text"] for event in events[:3]]
     assert texts == [" t7", " t8", " t9"]
 
 
