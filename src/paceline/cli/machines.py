@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 DEFAULT_ADDRESS = "127.0.0.1:9109"
 LONGEST_INTERVAL_S = 86_400
 
-LISTS = ("workloads", "strategies", "launchers", "exporters", "models", "presets", "gpus", "prices", "metrics")
+LISTS = ("workloads", "strategies", "launchers", "engines", "exporters", "models", "presets", "gpus", "prices", "metrics")
 
 
 def add_verbs(verbs: Any) -> None:
