@@ -162,7 +162,7 @@ class Session:
             keeps_text=self.asked.keeps_text,
             connections=min(in_flight or OPEN_CONNECTIONS, len(part)),
             # Each replica has its share in flight: a slow one holds up its own samples only.
-            per_replica=-(-in_flight // len(replicas)) if bounded else None,
+            per_replica=-(-in_flight // _asked(whole.replicas[part], len(replicas))) if bounded else None,
             reassigns=load.replica is None,
             least_ns=round(load.least_s * NS) if bounded else 0,
             least_requests=int(np.count_nonzero(part < load.requests)) if bounded and load.least_s else 0,
@@ -311,6 +311,11 @@ def limits_of(asked: Serving) -> Limits:
         return None if limit is None else round(limit * NS)
 
     return Limits(ttft_ns=ns("ttft_s"), tpot_ns=ns("tpot_s"), latency_ns=ns("latency_s"))
+
+
+def _asked(placed: arrivals.Times, replicas: int) -> int:
+    """How many replicas a part of a plan goes to: where processes and replicas have a common factor, not all."""
+    return replicas if plan.ANY_REPLICA in placed else len(np.unique(placed))
 
 
 def _split(whole: int, parts: int) -> list[int]:

@@ -155,6 +155,14 @@ def test_several_processes_of_a_client_share_one_plan(start: Start, ask: Ask) ->
     assert len({client.plan for client in clients}) == 1
 
 
+@pytest.mark.parametrize(("shards", "replicas"), [(1, 2), (2, 2), (2, 4)])
+def test_as_many_are_in_flight_however_many_processes_ask(start: Start, ask: Ask, shards: int, replicas: int) -> None:
+    slow = [start(ttft_s=0.2) for _ in range(replicas)]
+    found = ask(*slow, concurrency=12, requests=24, warmup_requests=0, workload=f"inference:shards={shards}")
+    assert_exactly_once(found, 24)
+    assert sum(client.most_in_flight for client in found.of(ClientSample)) == 12
+
+
 def test_the_faster_replica_takes_more_where_whoever_is_free_may(start: Start, ask: Ask) -> None:
     fast, slow = start(ttft_s=0.002), start(ttft_s=0.1)
     fixed = ask(fast, slow, concurrency=4)
