@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import IO, Any
 
+from paceline.engines import _server
 from paceline.errors import LaunchError, UnsupportedError
 from paceline.offspring import end_all
 from paceline.plugins import Endpoint, Seat
@@ -35,26 +36,29 @@ MEANINGLESS = ("synthetic", "trace")
 class ReplicaOptions:
     """max_batch: requests computed together. max_length: tokens of a prompt and its answer together (0: 2048, or the
     model's context where that is less). batching: continuous or static. tensor_parallel: devices of one replica.
-    prefill_tokens: prompts are read together up to so many tokens. ready_s: how long it may take to start."""
+    prefill_tokens: prompts are read together up to so many tokens. ready_s: how long it may take to start
+    (default: 80 % of stall_s)."""
 
     max_batch: int = 32
     max_length: int = 0
     batching: str = "continuous"
     tensor_parallel: int = 1
     prefill_tokens: int = 16_384
-    ready_s: float = 900.0
+    ready_s: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "tensor_parallel", "prefill_tokens"):
             require(getattr(self, name) >= 1, f"engine.{name}", getattr(self, name), "a whole number from 1")
         require(self.max_length >= 0, "engine.max_length", self.max_length, "a whole number from 2, or 0 for the usual")
         require(self.batching in BATCHING, "engine.batching", self.batching, " or ".join(BATCHING))
-        require(self.ready_s > 0, "engine.ready_s", self.ready_s, "a positive number of seconds")
+        fits = self.ready_s is None or self.ready_s > 0
+        require(fits, "engine.ready_s", self.ready_s, "a positive number of seconds")
 
 
 def refusal(spec: RunSpec, chosen: ReplicaOptions) -> str | None:
     """Why such a replica cannot be, by arithmetic alone."""
     assert spec.engine is not None
+    _server.require_patience(chosen.ready_s, spec.stall_s, f"{spec.engine.name}.ready_s")
     settings = settings_of(spec, chosen, first_device=0, host=LOOPBACK)
     shape, size, engine = settings.shape, chosen.tensor_parallel, spec.engine.name
     if shape.experts:

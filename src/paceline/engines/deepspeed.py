@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
-from paceline.engines import _replica
+from paceline.engines import _replica, _server
 from paceline.plugins import Endpoint, Seat, options
 from paceline.spec import RunSpec
 
@@ -27,5 +27,6 @@ def open(spec: RunSpec, seat: Seat) -> Iterator[Sequence[Endpoint]]:
     chosen = options(Options, spec.engine)
     first = seat.local_rank * chosen.tensor_parallel
     settings = _replica.settings_of(spec, chosen, first_device=first, host=_replica.own_address(spec))
-    with _replica.opened(spec, seat, settings, chosen.ready_s) as endpoints:
+    patience_s = _server.patience_s(chosen.ready_s, spec.stall_s)
+    with _replica.opened(spec, seat, settings, patience_s) as endpoints:
         yield endpoints

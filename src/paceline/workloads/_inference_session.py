@@ -79,7 +79,7 @@ class Session:
         if count == 0:
             return
         self.recorder.progress(0, "warmup")
-        moved = _Changes(lambda tally: self.recorder.progress(tally.ended, "warmup"))
+        moved = Pulse(lambda tally: self.recorder.progress(tally.ended, "warmup"), self.asked.request_timeout_s)
         shifts = team.run([self._questions(replica, count) for replica in range(len(self.replicas))], watch=moved)
         answers = [handled for shift in shifts for handled in shift.handled]
         for handled in sorted(answers, key=lambda handled: handled.number):
@@ -130,10 +130,10 @@ class Session:
                 self._number + tally.ended, f"timing: {standing(load, self._stage, self.asked, tally)}"
             )
 
-        changes = _Changes(note)
+        pulse = Pulse(note, self.asked.request_timeout_s)
 
         def look(tally: Tally) -> bool:
-            changes(tally)
+            pulse(tally)
             return load.is_trial and is_lost(planned, tally.ended, tally.late + tally.failed)
 
         return look
@@ -263,17 +263,22 @@ class Session:
         )
 
 
-class _Changes:
-    """Hands on a tally that is not the one before: a position is marked only while something moves, so a hang shows."""
+class Pulse:
+    """Hands on a tally while something moves, or a request in flight may still have its answer: a load waits rightly
+    for one until its time-out. What goes on longer than that without a change is not told, so a hang shows."""
 
-    def __init__(self, tell: Callable[[Tally], None]) -> None:
-        self._tell = tell
+    def __init__(self, tell: Callable[[Tally], None], patience_s: float) -> None:
+        self._tell, self._patience_s = tell, patience_s
         self._last: Tally | None = None
+        self._moved_s = 0.0
 
     def __call__(self, tally: Tally) -> None:
+        now_s = time.monotonic()
         if tally != self._last:
-            self._last = tally
-            self._tell(tally)
+            self._last, self._moved_s = tally, now_s
+        elif tally.sent <= tally.ended or now_s - self._moved_s > self._patience_s:
+            return
+        self._tell(tally)
 
 
 def standing(load: Load, stage: int, asked: Serving, tally: Tally) -> str:

@@ -19,7 +19,7 @@ from paceline.serving import AnswerSample, ClientSample, ReplicaSample, RequestS
 from paceline.spec import Choice, RunSpec
 from paceline.workloads import _inference_loads as loads
 from paceline.workloads import inference
-from paceline.workloads._inference_session import standing
+from paceline.workloads._inference_session import Pulse, standing
 
 Start = Callable[..., bed.Replica]
 SAMPLES = 40
@@ -307,6 +307,23 @@ def test_whoever_watches_sees_requests_end_and_how_many_are_needed(start: Start,
     ended = [step for step, phase in found.moves if phase.startswith("timing: ")]
     assert ended == sorted(ended)
     assert ended[-1] == SAMPLES
+
+
+def test_a_load_is_alive_until_the_time_out_of_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    told: list[Tally] = []
+    pulse = Pulse(told.append, patience_s=600.0)
+    waiting = Tally(planned=9, sent=5, ended=4, late=0, failed=0)
+    for clock[0], beats in ((1000.0, 1), (1299.0, 2), (1600.0, 3), (1601.0, 3), (9000.0, 3)):
+        pulse(waiting)
+        assert len(told) == beats
+    # With nothing in flight there is nothing to wait for.
+    idle = Tally(planned=9, sent=5, ended=5, late=0, failed=1)
+    for _ in range(2):
+        pulse(idle)
+    assert told[-1] == idle
+    assert len(told) == 4
 
 
 @pytest.mark.parametrize(
