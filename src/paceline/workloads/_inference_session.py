@@ -200,7 +200,7 @@ class Session:
         late = sum(each.error is not None or is_late(each, self._limits) for each in handled)
         wall_s = (ended_ns - start_ns) / NS
         doubt = next(iter(audit.judge(shifts).reasons), None)
-        return Outcome(planned=len(whole), requests=len(handled), late=late, wall_s=wall_s, doubt=doubt)
+        return Outcome(requests=len(handled), late=late, wall_s=wall_s, doubt=doubt)
 
     def _stage_sample(self, load: Load, planned: int, start_ns: int, ended_ns: int, capped: bool) -> StageSample:
         assert self._origin_ns is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from paceline.plugins import Seat
 from paceline.records import Evidence, Sample
 from paceline.serving import AnswerSample, ClientSample, ReplicaSample, RequestSample, Serving, StageSample
 from paceline.spec import Choice, RunSpec
+from paceline.stopping import Told
 from paceline.workloads import _inference_loads as loads
 from paceline.workloads import inference
 from paceline.workloads._inference_session import Pulse, standing
@@ -267,16 +269,17 @@ def test_a_search_never_passes_what_the_law_of_the_server_forbids(
         tpot_limit_s=10.0,
         max_tokens=1,
     )
-    rates: dict[bool, list[float]] = {True: [], False: []}
+    rates: dict[Told, list[float]] = {told: [] for told in Told}
     for stage in found.of(StageSample):
         ours = sorted((r for r in found.requests if r.stage == stage.stage), key=lambda r: r.due_ns)
         late = [r.error is not None or (r.first_ns or 0) - r.due_ns > limit_s * 1e9 for r in ours]
-        passed = sum(late) <= (stopping.late_allowed(len(ours), 0.9) or 0)
-        rates[passed].append(stage.rate_per_s)
-        forbidden = _waits([r.due_ns for r in ours], service_s) > limit_s * 1e9
-        assert not (passed and forbidden.sum() > (stopping.late_allowed(len(ours), 0.9) or 0))
-    assert len(rates[False]) >= 1
-    assert max(rates[True], default=0.0) < min(rates[False])
+        told = stopping.told_by(len(ours), sum(late), 0.9)
+        rates[told].append(stage.rate_per_s)
+        forbidden = int((_waits([r.due_ns for r in ours], service_s) > limit_s * 1e9).sum())
+        assert not (told is Told.PASSED and stopping.told_by(len(ours), forbidden, 0.9) is not Told.PASSED)
+    # On a busy machine the client may say against itself that it was late before enough were asked to fail.
+    assert rates[Told.FAILED] or rates[Told.TOO_FEW]
+    assert max(rates[Told.PASSED], default=0.0) < min(rates[Told.FAILED], default=math.inf)
 
 
 def test_a_trial_ends_when_it_is_lost(start: Start, ask: Ask) -> None:
