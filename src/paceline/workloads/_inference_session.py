@@ -117,13 +117,17 @@ class Session:
         if not replicas:
             raise InvalidRunError(f"no replica is left for load {self._stage + 1}: {self._obituary()}")
         whole = plan_of(load, self.prompts, range(len(replicas)), self.asked.partition, self._fastest_s)
-        shifts = team.run(self._shares(load, whole, replicas), watch=self._watch(load, len(whole)))
-        outcome = self._write_down(load, whole, replicas, shifts)
+        last: list[Tally] = []
+        shifts = team.run(self._shares(load, whole, replicas), watch=self._watch(load, len(whole), last))
+        # Of a load that may end before its plan does, those never given out are no requests: processes count what they
+        # give out on their own, so that one whose end is missing shows.
+        ends_early = load.is_trial or (load.least_s > 0 and load.scenario in BOUNDED)
+        outcome = self._write_down(load, whole, replicas, shifts, planned=last[0].sent if ends_early else len(whole))
         self.pace_per_s = outcome.requests_per_s
         return outcome
 
-    def _watch(self, load: Load, planned: int) -> Callable[[Tally], bool]:
-        """Tells whoever looks where the load is; True where a trial need not go on."""
+    def _watch(self, load: Load, planned: int, last: list[Tally]) -> Callable[[Tally], bool]:
+        """Tells whoever looks where the load is; True where a trial need not go on. What it saw last is left."""
 
         def note(tally: Tally) -> None:
             self.recorder.progress(
@@ -134,6 +138,7 @@ class Session:
 
         def look(tally: Tally) -> bool:
             pulse(tally)
+            last[:] = [tally]
             return load.is_trial and is_lost(planned, tally.ended, tally.late + tally.failed)
 
         return look
@@ -174,7 +179,9 @@ class Session:
         found = self._bodies.of(sample)
         return found if isinstance(found, bytes) else tuple(found[replica] for replica in replicas)
 
-    def _write_down(self, load: Load, whole: plan.Plan, replicas: Sequence[int], shifts: Sequence[Shift]) -> Outcome:
+    def _write_down(
+        self, load: Load, whole: plan.Plan, replicas: Sequence[int], shifts: Sequence[Shift], *, planned: int
+    ) -> Outcome:
         start_ns = shifts[0].start_ns
         origin_ns = self._origin_ns = start_ns if self._origin_ns is None else self._origin_ns
         handled = sorted((h for shift in shifts for h in shift.handled), key=lambda h: h.number)
@@ -191,9 +198,6 @@ class Session:
             self._bury(shift, replicas, origin_ns)
         ended_ns = max((h.ended_ns for h in handled if h.ended_ns is not None), default=start_ns)
         capped = any(shift.waited_for_cap for shift in shifts)
-        # Of a load that may end before its plan does, those never given out are no requests.
-        ends_early = load.is_trial or (load.least_s > 0 and load.scenario in BOUNDED)
-        planned = len(handled) if ends_early else len(whole)
         self.recorder.add(self._stage_sample(load, planned, start_ns, ended_ns, capped))
         self._stage += 1
         self._number += len(whole)

@@ -13,6 +13,8 @@ from testbed import replicas as bed
 
 from paceline import stopping
 from paceline.errors import InvalidRunError, RequestError, UnsupportedError
+from paceline.loadgen import team
+from paceline.loadgen.orders import Shift
 from paceline.loadgen.tally import Tally
 from paceline.plugins import Seat
 from paceline.records import Evidence, Sample
@@ -251,6 +253,30 @@ def test_a_load_goes_on_for_as_long_as_it_shall(start: Start, ask: Ask) -> None:
     # Samples are used again in whole rounds.
     for begin in range(0, len(ordered) - 5, 5):
         assert sorted(request.sample for request in ordered[begin : begin + 5]) == list(range(5))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"scenario": "concurrency", "concurrency": 2, "least_s": 0.2},
+        {"scenario": "search", "rate_per_s": 20.0, "ttft_limit_s": 0.001, "timeout_s": 60.0},
+    ],
+)
+def test_a_request_whose_end_is_missing_shows_in_a_load_that_may_end_early(
+    start: Start, ask: Ask, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
+) -> None:
+    whole = team.run
+
+    def forgetful(shares: Any, **watched: Any) -> list[Shift]:
+        shifts = whole(shares, **watched)
+        shifts[0].handled.pop()
+        return shifts
+
+    replica = start(ttft_s=0.05)
+    monkeypatch.setattr(team, "run", forgetful)
+    found = ask(replica, warmup_requests=0, **asked)
+    stage = found.of(StageSample)[0]
+    assert stage.planned == 1 + len([request for request in found.requests if request.stage == 0])
 
 
 def test_a_search_never_passes_what_the_law_of_the_server_forbids(
