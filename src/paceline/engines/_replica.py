@@ -7,7 +7,6 @@ import json
 import os
 import secrets
 import select
-import socket
 import subprocess
 import sys
 import tempfile
@@ -108,8 +107,8 @@ def opened(spec: RunSpec, seat: Seat, settings: Settings, ready_s: float) -> Ite
     with tempfile.TemporaryFile() as log, _process(settings, secret, log) as child:
         told = _first_words(child, log, ready_s)
         facts = {**told["facts"], "ready_s": time.monotonic() - began, "body": _body(spec)}
-        host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        yield [Endpoint(url=f"http://{host}:{told['port']}", model=settings.served, secret=secret, facts=facts)]
+        url = _server.url_of(settings.host, told["port"])
+        yield [Endpoint(url=url, model=settings.served, secret=secret, facts=facts)]
         if child.poll() is not None:
             sentence = f"the replica ended{_how(child)} while it was asked; its last words: {_end_of(log)}"
             sys.stderr.write(f"{sentence}\n")
@@ -175,20 +174,3 @@ def _end_of(log: IO[bytes]) -> str:
     log.seek(max(0, size - LOG_END_BYTES))
     lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
     return lines[-1] if lines else "none"
-
-
-def own_address(spec: RunSpec) -> str:
-    """Where rank 0 reaches a server of this rank: on this host itself, or at the address that faces rank 0's node."""
-    master = os.environ.get("MASTER_ADDR", "")
-    if spec.topology.nodes == 1 or not master:
-        return LOOPBACK
-    try:
-        family, *_, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            # Nothing is sent: connecting a datagram socket only chooses the way.
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise LaunchError(
-            f"this node finds no way to {master}, from where its replica will be asked ({error})"
-        ) from None

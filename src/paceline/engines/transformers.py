@@ -8,6 +8,7 @@ asks that.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -45,7 +46,8 @@ def open(spec: RunSpec, seat: Seat) -> Iterator[Sequence[Endpoint]]:
     assert spec.engine is not None
     chosen = options(Options, spec.engine)
     first = seat.local_rank * chosen.tensor_parallel
-    settings = _replica.settings_of(spec, chosen, first_device=first, host=_replica.own_address(spec))
+    host = _server.own_address(spec.topology.nodes, os.environ)
+    settings = _replica.settings_of(spec, chosen, first_device=first, host=host)
     on_gpu = seat.device == "cuda"
     compiled, graph = (on_gpu if asked is None else asked for asked in (chosen.compile, chosen.graph))
     settings = replace(settings, compiled=compiled, graph=graph)
