@@ -29,7 +29,6 @@ import torch
 from paceline import machine, models
 from paceline.decoder import DTYPES
 from paceline.replica import weights
-from paceline.replica.attention import kept_bytes_per_token
 from paceline.replica.decoding import Decoding
 from paceline.replica.settings import Settings
 
@@ -174,7 +173,8 @@ def prefill_flops(shape: models.Shape, count: int, length: int) -> int:
 def step_bytes(shape: models.Shape, element_bytes: int, batch: int, context: float) -> float:
     """Weights that are multiplied with, once, and what every place keeps; the rows of the embedding are next to
     nothing."""
-    kept = kept_bytes_per_token(shape.layers, shape.kv_heads, shape.head_dim, element_bytes)
+    # Keys and values of one token over all layers.
+    kept = 2 * shape.layers * shape.kv_heads * shape.head_dim * element_bytes
     return models.matmul_parameters(shape) * element_bytes + batch * context * kept
 
 

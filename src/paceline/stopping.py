@@ -7,9 +7,27 @@ count would be rarer than 1 - confidence if the share were exactly that: P(Binom
 from __future__ import annotations
 
 import math
+from enum import StrEnum
 from functools import cache
 
 CONFIDENCE = 0.99
+
+
+class Told(StrEnum):
+    """What the requests of one load say about its limits."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    TOO_FEW = "too few requests to tell"
+
+
+def told_by(requests: int, late: int, percentile: float) -> Told:
+    """Passed where the limits are believed kept, failed where so many late ones would be as rare if they were. Between
+    the two a load bounds nothing."""
+    allowed = late_allowed(requests, percentile)
+    if allowed is not None and late <= allowed:
+        return Told.PASSED
+    return Told.FAILED if too_many_late(requests, late, percentile) else Told.TOO_FEW
 
 
 @cache
@@ -41,11 +59,6 @@ def late_allowed(requests: int, percentile: float, confidence: float = CONFIDENC
         else:
             high = middle - 1
     return low
-
-
-def requests_missing(requests: int, late: int, percentile: float, confidence: float = CONFIDENCE) -> int:
-    """How many more requests in time would make the statement true: what a run counts down while it goes on."""
-    return max(0, requests_needed(late, percentile, confidence) - requests)
 
 
 def too_many_late(requests: int, late: int, percentile: float, confidence: float = CONFIDENCE) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 import subprocess
 import sys
@@ -259,15 +258,6 @@ def test_all_of_it_ends_with_the_rank_that_started_it(environment: Any) -> None:
     rank.wait()
     _, alive = psutil.wait_procs(below, 60)
     assert not alive
-
-
-@pytest.mark.parametrize(("nodes", "master"), [(1, "node-that-is-not-there"), (2, "127.0.0.1"), (2, "localhost")])
-def test_a_replica_listens_where_the_client_reaches_it(
-    make_spec: Any, monkeypatch: pytest.MonkeyPatch, nodes: int, master: str
-) -> None:
-    monkeypatch.setenv("MASTER_ADDR", master)
-    spec = make_spec(None, 1, nodes=nodes, workload="inference", engine=Choice("transformers"))
-    assert ipaddress.ip_address(_replica.own_address(spec)).is_loopback
 
 
 @pytest.mark.parametrize(

@@ -7,28 +7,17 @@ they were. Between the two its requests are too few to tell, and it bounds nothi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import StrEnum
 
 from paceline import stopping
 from paceline.analysis import served as measured
 from paceline.analysis.served_loads import Served
 from paceline.findings import Measurement
 from paceline.serving import PERCENTILE, STAGED_SCENARIOS
+from paceline.stopping import Told
 
 
-class Outcome(StrEnum):
-    """What one load says about the limits at the 99th percentile."""
-
-    PASSED = "passed"
-    FAILED = "failed"
-    TOO_FEW = "too few requests to tell"
-
-
-def outcome_of(served: Served) -> Outcome:
-    late, count = measured.late_of(served), len(served.requests)
-    if stopping.requests_needed(late, PERCENTILE) <= count:
-        return Outcome.PASSED
-    return Outcome.FAILED if stopping.too_many_late(count, late, PERCENTILE) else Outcome.TOO_FEW
+def outcome_of(served: Served) -> Told:
+    return stopping.told_by(len(served.requests), measured.late_of(served), PERCENTILE)
 
 
 def max_rate(loads: Sequence[Served]) -> Measurement | None:
@@ -38,12 +27,12 @@ def max_rate(loads: Sequence[Served]) -> Measurement | None:
     if not rated or rated[0].serving.scenario not in STAGED_SCENARIOS:
         return None
     outcomes = [outcome_of(load) for load in rated]
-    by_outcome = {o: [load for load, of in zip(rated, outcomes, strict=True) if of is o] for o in Outcome}
-    failed = min(by_outcome[Outcome.FAILED], key=_rate, default=None)
-    below = [load for load in by_outcome[Outcome.PASSED] if failed is None or _rate(load) < _rate(failed)]
+    by_outcome = {o: [load for load, of in zip(rated, outcomes, strict=True) if of is o] for o in Told}
+    failed = min(by_outcome[Told.FAILED], key=_rate, default=None)
+    below = [load for load in by_outcome[Told.PASSED] if failed is None or _rate(load) < _rate(failed)]
     passed = max(below, key=_rate, default=None)
     value, high = (None if load is None else _rate(load) for load in (passed, failed))
-    note = _note(passed, failed, by_outcome[Outcome.PASSED], by_outcome[Outcome.TOO_FEW])
+    note = _note(passed, failed, by_outcome[Told.PASSED], by_outcome[Told.TOO_FEW])
     whole = Served(rated[0].records)
     count = sum(len(load.requests) for load in rated)
     return measured.measurement(whole, "max_rate_per_s", (value, value, high), n=count, note=note)
@@ -59,7 +48,7 @@ def _note(passed: Served | None, failed: Served | None, all_passed: Sequence[Ser
     said.append(f"{_rate(failed):g}/s failed ({_counts(failed)})" if failed else "none failed, so it may be higher")
     above = [f"{_rate(load):g}/s" for load in all_passed if failed and _rate(load) > _rate(failed)]
     said += [f"{', '.join(above)} passed all the same"] if above else []
-    said += [f"{', '.join(f'{_rate(load):g}/s' for load in few)}: {Outcome.TOO_FEW}"] if few else []
+    said += [f"{', '.join(f'{_rate(load):g}/s' for load in few)}: {Told.TOO_FEW}"] if few else []
     return "; ".join(said)
 
 

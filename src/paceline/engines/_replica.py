@@ -7,7 +7,6 @@ import json
 import os
 import secrets
 import select
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import IO, Any
 
+from paceline.engines import _server
 from paceline.errors import LaunchError, UnsupportedError
 from paceline.offspring import end_all
 from paceline.plugins import Endpoint, Seat
@@ -35,26 +35,29 @@ MEANINGLESS = ("synthetic", "trace")
 class ReplicaOptions:
     """max_batch: requests computed together. max_length: tokens of a prompt and its answer together (0: 2048, or the
     model's context where that is less). batching: continuous or static. tensor_parallel: devices of one replica.
-    prefill_tokens: prompts are read together up to so many tokens. ready_s: how long it may take to start."""
+    prefill_tokens: prompts are read together up to so many tokens. ready_s: how long it may take to start
+    (default: 80 % of stall_s)."""
 
     max_batch: int = 32
     max_length: int = 0
     batching: str = "continuous"
     tensor_parallel: int = 1
     prefill_tokens: int = 16_384
-    ready_s: float = 900.0
+    ready_s: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "tensor_parallel", "prefill_tokens"):
             require(getattr(self, name) >= 1, f"engine.{name}", getattr(self, name), "a whole number from 1")
         require(self.max_length >= 0, "engine.max_length", self.max_length, "a whole number from 2, or 0 for the usual")
         require(self.batching in BATCHING, "engine.batching", self.batching, " or ".join(BATCHING))
-        require(self.ready_s > 0, "engine.ready_s", self.ready_s, "a positive number of seconds")
+        fits = self.ready_s is None or self.ready_s > 0
+        require(fits, "engine.ready_s", self.ready_s, "a positive number of seconds")
 
 
 def refusal(spec: RunSpec, chosen: ReplicaOptions) -> str | None:
     """Why such a replica cannot be, by arithmetic alone."""
     assert spec.engine is not None
+    _server.require_patience(chosen.ready_s, spec.stall_s, f"{spec.engine.name}.ready_s")
     settings = settings_of(spec, chosen, first_device=0, host=LOOPBACK)
     shape, size, engine = settings.shape, chosen.tensor_parallel, spec.engine.name
     if shape.experts:
@@ -104,8 +107,8 @@ def opened(spec: RunSpec, seat: Seat, settings: Settings, ready_s: float) -> Ite
     with tempfile.TemporaryFile() as log, _process(settings, secret, log) as child:
         told = _first_words(child, log, ready_s)
         facts = {**told["facts"], "ready_s": time.monotonic() - began, "body": _body(spec)}
-        host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        yield [Endpoint(url=f"http://{host}:{told['port']}", model=settings.served, secret=secret, facts=facts)]
+        url = _server.url_of(settings.host, told["port"])
+        yield [Endpoint(url=url, model=settings.served, secret=secret, facts=facts)]
         if child.poll() is not None:
             sentence = f"the replica ended{_how(child)} while it was asked; its last words: {_end_of(log)}"
             sys.stderr.write(f"{sentence}\n")
@@ -171,20 +174,3 @@ def _end_of(log: IO[bytes]) -> str:
     log.seek(max(0, size - LOG_END_BYTES))
     lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
     return lines[-1] if lines else "none"
-
-
-def own_address(spec: RunSpec) -> str:
-    """Where rank 0 reaches a server of this rank: on this host itself, or at the address that faces rank 0's node."""
-    master = os.environ.get("MASTER_ADDR", "")
-    if spec.topology.nodes == 1 or not master:
-        return LOOPBACK
-    try:
-        family, *_, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            # Nothing is sent: connecting a datagram socket only chooses the way.
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise LaunchError(
-            f"this node finds no way to {master}, from where its replica will be asked ({error})"
-        ) from None

@@ -20,10 +20,13 @@ from urllib.parse import urlsplit
 from paceline import guardian, reach
 from paceline.errors import LaunchError
 from paceline.offspring import end_all
+from paceline.spec import require
 
 POLL_S = 0.25
 SAY_EVERY_S = 10.0
 LOOK_S = 5.0
+# A controller takes a run in which nothing moves for stall_s to hang: who waits must speak before.
+SHARE_OF_STALL = 0.8
 # Of what a server printed, as much is kept with the run.
 KEPT_BYTES = 256 << 10
 _LONGEST_LINE = 400
@@ -96,6 +99,16 @@ def started(name: str, argv: Sequence[str], env: Mapping[str, str], log: Path, s
     finally:
         end_all(process)
         _say(f"--- what {name} printed ---\n{server.said()}")
+
+
+def require_patience(ready_s: float | None, stall_s: float, where: str) -> None:
+    """RequestError where a run would be ended as a hang before its server has had the time that it may take."""
+    require(ready_s is None or ready_s < stall_s, where, ready_s, f"less than stall_s ({stall_s:g})")
+
+
+def patience_s(ready_s: float | None, stall_s: float) -> float:
+    """How long a server may take to start."""
+    return SHARE_OF_STALL * stall_s if ready_s is None else ready_s
 
 
 def _say(text: str) -> None:

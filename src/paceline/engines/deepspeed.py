@@ -7,9 +7,10 @@ be read so. See `replica/injection.py` for what is not used and why.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 
-from paceline.engines import _replica
+from paceline.engines import _replica, _server
 from paceline.plugins import Endpoint, Seat, options
 from paceline.spec import RunSpec
 
@@ -26,6 +27,8 @@ def open(spec: RunSpec, seat: Seat) -> Iterator[Sequence[Endpoint]]:
     assert spec.engine is not None
     chosen = options(Options, spec.engine)
     first = seat.local_rank * chosen.tensor_parallel
-    settings = _replica.settings_of(spec, chosen, first_device=first, host=_replica.own_address(spec))
-    with _replica.opened(spec, seat, settings, chosen.ready_s) as endpoints:
+    host = _server.own_address(spec.topology.nodes, os.environ)
+    settings = _replica.settings_of(spec, chosen, first_device=first, host=host)
+    patience_s = _server.patience_s(chosen.ready_s, spec.stall_s)
+    with _replica.opened(spec, seat, settings, patience_s) as endpoints:
         yield endpoints

@@ -8,10 +8,11 @@ asks that.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from paceline.engines import _replica
+from paceline.engines import _replica, _server
 from paceline.plugins import Endpoint, Seat, options
 from paceline.spec import RunSpec, require
 
@@ -45,8 +46,11 @@ def open(spec: RunSpec, seat: Seat) -> Iterator[Sequence[Endpoint]]:
     assert spec.engine is not None
     chosen = options(Options, spec.engine)
     first = seat.local_rank * chosen.tensor_parallel
-    settings = _replica.settings_of(spec, chosen, first_device=first, host=_replica.own_address(spec))
+    host = _server.own_address(spec.topology.nodes, os.environ)
+    settings = _replica.settings_of(spec, chosen, first_device=first, host=host)
     on_gpu = seat.device == "cuda"
     compiled, graph = (on_gpu if asked is None else asked for asked in (chosen.compile, chosen.graph))
-    with _replica.opened(spec, seat, replace(settings, compiled=compiled, graph=graph), chosen.ready_s) as endpoints:
+    settings = replace(settings, compiled=compiled, graph=graph)
+    patience_s = _server.patience_s(chosen.ready_s, spec.stall_s)
+    with _replica.opened(spec, seat, settings, patience_s) as endpoints:
         yield endpoints

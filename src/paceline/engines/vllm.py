@@ -26,8 +26,6 @@ from paceline.spec import RunSpec, require
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # Of prompts by law the answer's length is part of the law; a file's answers end where the model ends them.
 BY_LAW = ("synthetic", "trace")
-# A controller takes a run in which nothing moves for stall_s to hang: who waits must speak before.
-SHARE_OF_STALL = 0.8
 PORTS_TRIED = 3
 # What is decided here, and so may not be said a second time.
 _OURS = re.compile(
@@ -91,8 +89,7 @@ def check(spec: RunSpec) -> str | None:
     assert spec.engine is not None
     chosen = options(Options, spec.engine)
     shape = load_shape(spec.model)
-    most = f"less than stall_s ({spec.stall_s:g})"
-    require(chosen.ready_s is None or chosen.ready_s < spec.stall_s, "vllm.ready_s", chosen.ready_s, most)
+    _server.require_patience(chosen.ready_s, spec.stall_s, "vllm.ready_s")
     if shape.heads % chosen.tensor_parallel:
         return f"tensor_parallel {chosen.tensor_parallel} does not divide the {shape.heads} heads of {spec.model_text}"
     return None if "/" in spec.model.name else model_directory.unservable(shape)
@@ -106,7 +103,7 @@ def open(spec: RunSpec, seat: Seat) -> Iterator[Sequence[Endpoint]]:
     devices = devices_of(seat, chosen.tensor_parallel, os.environ)
     secret = secrets.token_urlsafe(24)
     env = environment(spec, devices, secret, os.environ)
-    patience_s = chosen.ready_s or SHARE_OF_STALL * spec.stall_s
+    patience_s = _server.patience_s(chosen.ready_s, spec.stall_s)
     with own_folder(None) as folder, contextlib.ExitStack() as running:
         log = folder / "server.log"
         model = model_folder(spec, folder)

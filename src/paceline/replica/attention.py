@@ -107,8 +107,3 @@ def install(model: Any, heads: int, width: int, length: int, page: Page) -> None
         )
     for part in found:
         part.kept = Kept((places, heads, length, width), first.dtype, first.device, page)
-
-
-def kept_bytes_per_token(layers: int, heads: int, width: int, element_bytes: int) -> int:
-    """Keys and values of one token over all layers."""
-    return 2 * layers * heads * width * element_bytes

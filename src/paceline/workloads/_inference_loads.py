@@ -17,6 +17,7 @@ from paceline.loadgen.arrivals import NS
 from paceline.prompts import Prompt
 from paceline.serving import PERCENTILE, Serving
 from paceline.spec import require
+from paceline.stopping import Told
 
 # In flight at most when everything is asked at once: more connections make no server faster.
 OFFLINE_CAP = 512
@@ -32,6 +33,8 @@ LEAST_SEARCHED = stopping.requests_needed(0, PERCENTILE)
 # How close the highest rate that passes and the lowest that fails must come.
 SEARCH_RATIO = 1.05
 MOST_HALVINGS = 10
+# Where requests are too few to tell, twice as many are asked at the same rate, so often at most.
+MOST_DOUBLINGS = 3
 # In flight at each replica while a search guesses where to begin, and how often.
 GUESS_IN_FLIGHT = 8
 GUESS_ROUNDS = 4
@@ -59,10 +62,9 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of a load: requests planned, those that were asked, those of them too late or failed, and the time
-    it took. doubt is what the client says against itself: requests that it made late say nothing about replicas."""
+    """What became of a load: requests that were asked, those of them too late or failed, and the time it took. doubt
+    is what the client says against itself: requests that it made late say nothing about replicas."""
 
-    planned: int
     requests: int
     late: int
     wall_s: float
@@ -73,12 +75,9 @@ class Outcome:
         return self.requests / self.wall_s if self.wall_s > 0 else 0.0
 
     @property
-    def passes(self) -> bool | None:
-        """Whether the limits were kept at the 99th percentile, by early stopping; None where nothing can be said."""
-        allowed = stopping.late_allowed(self.planned, PERCENTILE)
-        if allowed is None or (self.late <= allowed and self.requests < self.planned):
-            return None
-        return self.late <= allowed
+    def told(self) -> Told:
+        """What it says about the limits at the 99th percentile, by early stopping: the same as the report says."""
+        return stopping.told_by(self.requests, self.late, PERCENTILE)
 
 
 def is_lost(planned: int, ended: int, late: int) -> bool:
@@ -162,8 +161,9 @@ def _given(text: str, *, whole: bool) -> list[float]:
 
 
 def search(asked: Serving, samples: int, replicas: int, seed: int, left_s: Callable[[], float]) -> Loads:
-    """The highest rate within the limits: doubled until it fails, or halved until it passes, then bisected. It ends
-    early where the next load would not end within the time of the run, or tells nothing."""
+    """The highest rate within the limits: doubled until it fails, or halved until it passes, then bisected. A
+    rate whose requests are too few to tell is asked more. It ends early where the next load would not end within the
+    time of the run."""
     requests = max(samples, LEAST_SEARCHED)
     rate, stage = asked.rate_per_s, 0
     if rate is None:
@@ -171,47 +171,57 @@ def search(asked: Serving, samples: int, replicas: int, seed: int, left_s: Calla
         guess = Load(scenario="concurrency", requests=GUESS_ROUNDS * in_flight, seed=seed, concurrency=in_flight)
         # In a closed loop the replicas are never idle: within limits they can do less.
         rate, stage = max((yield guess).requests_per_s / 2, 1e-3), 1
-    bracket = Bracket(begin=rate)
+    bracket, count = Bracket(begin=rate), requests
     while (rate := bracket.next_rate()) is not None:
-        lasting_s = max(requests / rate, asked.least_s)
+        lasting_s = max(count / rate, asked.least_s)
         if lasting_s >= left_s():
             return f"a load at {rate:.4g} a second lasts {lasting_s:.0f} s, longer than is left of timeout_s"
-        load = Load(scenario="server", requests=requests, seed=seed_of(seed, stage), rate_per_s=rate, is_trial=True)
+        load = Load(scenario="server", requests=count, seed=seed_of(seed, stage), rate_per_s=rate, is_trial=True)
         outcome = yield replace(load, least_s=asked.least_s)
-        if outcome.doubt is not None and not outcome.passes:
+        if outcome.doubt is not None and outcome.told is not Told.PASSED:
             return f"at {rate:.4g} a second the client itself was late: {outcome.doubt}"
-        if not bracket.learn(rate, outcome.passes):
-            return f"{outcome.requests} of {outcome.planned} requests at {rate:.4g} a second tell nothing"
         stage += 1
-    return "the rate is known closely enough" if bracket.passed is not None else "no rate passed"
+        if outcome.told is Told.TOO_FEW and count < requests << MOST_DOUBLINGS:
+            count *= 2
+        else:
+            bracket.learn(rate, outcome.told)
+            count = requests
+    return bracket.end()
 
 
 @dataclass(slots=True, kw_only=True)
 class Bracket:
-    """The highest rate that passed and the lowest that failed so far."""
+    """The highest rate that passed, and the lowest above which there is nothing to look for: one that failed, or one
+    of which even many requests did not tell. The search goes on below both; the report calls only the first failed."""
 
     begin: float
     passed: float | None = None
-    failed: float | None = None
+    above: float | None = None
+    is_unclear: bool = False
 
     def next_rate(self) -> float | None:
         """None at the end: both are close enough, or nothing passes at all."""
-        if self.passed is None and self.failed is None:
+        if self.passed is None and self.above is None:
             return self.begin
-        if self.failed is None:
+        if self.above is None:
             assert self.passed is not None
             return 2 * self.passed
         if self.passed is None:
-            return self.failed / 2 if self.failed > self.begin / 2**MOST_HALVINGS else None
-        return math.sqrt(self.passed * self.failed) if self.failed > SEARCH_RATIO * self.passed else None
+            return self.above / 2 if self.above > self.begin / 2**MOST_HALVINGS else None
+        return math.sqrt(self.passed * self.above) if self.above > SEARCH_RATIO * self.passed else None
 
-    def learn(self, rate: float, passes: bool | None) -> bool:
-        """False where nothing was learned."""
-        if passes:
+    def learn(self, rate: float, told: Told) -> None:
+        if told is Told.PASSED:
             self.passed = max(rate, self.passed or 0.0)
-        elif passes is False:
-            self.failed = min(rate, self.failed or math.inf)
-        return passes is not None
+        elif rate < (self.above or math.inf):
+            self.above, self.is_unclear = rate, told is Told.TOO_FEW
+
+    def end(self) -> str:
+        if self.passed is None:
+            return "no rate passed"
+        if self.is_unclear:
+            return f"at {self.above:.4g} a second even {2**MOST_DOUBLINGS} times the requests were too few to tell"
+        return "the rate is known closely enough"
 
 
 # --- when which sample is asked ---

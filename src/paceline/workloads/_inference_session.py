@@ -79,7 +79,7 @@ class Session:
         if count == 0:
             return
         self.recorder.progress(0, "warmup")
-        moved = _Changes(lambda tally: self.recorder.progress(tally.ended, "warmup"))
+        moved = Pulse(lambda tally: self.recorder.progress(tally.ended, "warmup"), self.asked.request_timeout_s)
         shifts = team.run([self._questions(replica, count) for replica in range(len(self.replicas))], watch=moved)
         answers = [handled for shift in shifts for handled in shift.handled]
         for handled in sorted(answers, key=lambda handled: handled.number):
@@ -117,23 +117,28 @@ class Session:
         if not replicas:
             raise InvalidRunError(f"no replica is left for load {self._stage + 1}: {self._obituary()}")
         whole = plan_of(load, self.prompts, range(len(replicas)), self.asked.partition, self._fastest_s)
-        shifts = team.run(self._shares(load, whole, replicas), watch=self._watch(load, len(whole)))
-        outcome = self._write_down(load, whole, replicas, shifts)
+        last: list[Tally] = []
+        shifts = team.run(self._shares(load, whole, replicas), watch=self._watch(load, len(whole), last))
+        # Of a load that may end before its plan does, those never given out are no requests: processes count what they
+        # give out on their own, so that one whose end is missing shows.
+        ends_early = load.is_trial or (load.least_s > 0 and load.scenario in BOUNDED)
+        outcome = self._write_down(load, whole, replicas, shifts, planned=last[0].sent if ends_early else len(whole))
         self.pace_per_s = outcome.requests_per_s
         return outcome
 
-    def _watch(self, load: Load, planned: int) -> Callable[[Tally], bool]:
-        """Tells whoever looks where the load is; True where a trial need not go on."""
+    def _watch(self, load: Load, planned: int, last: list[Tally]) -> Callable[[Tally], bool]:
+        """Tells whoever looks where the load is; True where a trial need not go on. What it saw last is left."""
 
         def note(tally: Tally) -> None:
             self.recorder.progress(
                 self._number + tally.ended, f"timing: {standing(load, self._stage, self.asked, tally)}"
             )
 
-        changes = _Changes(note)
+        pulse = Pulse(note, self.asked.request_timeout_s)
 
         def look(tally: Tally) -> bool:
-            changes(tally)
+            pulse(tally)
+            last[:] = [tally]
             return load.is_trial and is_lost(planned, tally.ended, tally.late + tally.failed)
 
         return look
@@ -162,7 +167,7 @@ class Session:
             keeps_text=self.asked.keeps_text,
             connections=min(in_flight or OPEN_CONNECTIONS, len(part)),
             # Each replica has its share in flight: a slow one holds up its own samples only.
-            per_replica=-(-in_flight // len(replicas)) if bounded else None,
+            per_replica=-(-in_flight // _asked(whole.replicas[part], len(replicas))) if bounded else None,
             reassigns=load.replica is None,
             least_ns=round(load.least_s * NS) if bounded else 0,
             least_requests=int(np.count_nonzero(part < load.requests)) if bounded and load.least_s else 0,
@@ -174,7 +179,9 @@ class Session:
         found = self._bodies.of(sample)
         return found if isinstance(found, bytes) else tuple(found[replica] for replica in replicas)
 
-    def _write_down(self, load: Load, whole: plan.Plan, replicas: Sequence[int], shifts: Sequence[Shift]) -> Outcome:
+    def _write_down(
+        self, load: Load, whole: plan.Plan, replicas: Sequence[int], shifts: Sequence[Shift], *, planned: int
+    ) -> Outcome:
         start_ns = shifts[0].start_ns
         origin_ns = self._origin_ns = start_ns if self._origin_ns is None else self._origin_ns
         handled = sorted((h for shift in shifts for h in shift.handled), key=lambda h: h.number)
@@ -191,16 +198,13 @@ class Session:
             self._bury(shift, replicas, origin_ns)
         ended_ns = max((h.ended_ns for h in handled if h.ended_ns is not None), default=start_ns)
         capped = any(shift.waited_for_cap for shift in shifts)
-        # Of a load that may end before its plan does, those never given out are no requests.
-        ends_early = load.is_trial or (load.least_s > 0 and load.scenario in BOUNDED)
-        planned = len(handled) if ends_early else len(whole)
         self.recorder.add(self._stage_sample(load, planned, start_ns, ended_ns, capped))
         self._stage += 1
         self._number += len(whole)
         late = sum(each.error is not None or is_late(each, self._limits) for each in handled)
         wall_s = (ended_ns - start_ns) / NS
         doubt = next(iter(audit.judge(shifts).reasons), None)
-        return Outcome(planned=len(whole), requests=len(handled), late=late, wall_s=wall_s, doubt=doubt)
+        return Outcome(requests=len(handled), late=late, wall_s=wall_s, doubt=doubt)
 
     def _stage_sample(self, load: Load, planned: int, start_ns: int, ended_ns: int, capped: bool) -> StageSample:
         assert self._origin_ns is not None
@@ -263,17 +267,22 @@ class Session:
         )
 
 
-class _Changes:
-    """Hands on a tally that is not the one before: a position is marked only while something moves, so a hang shows."""
+class Pulse:
+    """Hands on a tally while something moves, or a request in flight may still have its answer: a load waits rightly
+    for one until its time-out. What goes on longer than that without a change is not told, so a hang shows."""
 
-    def __init__(self, tell: Callable[[Tally], None]) -> None:
-        self._tell = tell
+    def __init__(self, tell: Callable[[Tally], None], patience_s: float) -> None:
+        self._tell, self._patience_s = tell, patience_s
         self._last: Tally | None = None
+        self._moved_s = 0.0
 
     def __call__(self, tally: Tally) -> None:
+        now_s = time.monotonic()
         if tally != self._last:
-            self._last = tally
-            self._tell(tally)
+            self._last, self._moved_s = tally, now_s
+        elif tally.sent <= tally.ended or now_s - self._moved_s > self._patience_s:
+            return
+        self._tell(tally)
 
 
 def standing(load: Load, stage: int, asked: Serving, tally: Tally) -> str:
@@ -311,6 +320,11 @@ def limits_of(asked: Serving) -> Limits:
         return None if limit is None else round(limit * NS)
 
     return Limits(ttft_ns=ns("ttft_s"), tpot_ns=ns("tpot_s"), latency_ns=ns("latency_s"))
+
+
+def _asked(placed: arrivals.Times, replicas: int) -> int:
+    """How many replicas a part of a plan goes to: where processes and replicas have a common factor, not all."""
+    return replicas if plan.ANY_REPLICA in placed else len(np.unique(placed))
 
 
 def _split(whole: int, parts: int) -> list[int]:

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline import stopping
 from paceline.errors import RequestError
 from paceline.loadgen.arrivals import NS, WHEN_FREE
 from paceline.loadgen.plan import ANY_REPLICA
 from paceline.prompts import Prompt
 from paceline.serving import Serving
+from paceline.stopping import Told
 from paceline.workloads._inference_loads import (
     OFFLINE_CAP,
     Load,
@@ -47,7 +47,7 @@ def drive(sequence: Loads, rule: Rule) -> list[tuple[Load, Outcome]]:
 
 
 def in_time(load: Load) -> Outcome:
-    return Outcome(planned=load.requests, requests=load.requests, late=0, wall_s=1.0)
+    return Outcome(requests=load.requests, late=0, wall_s=1.0)
 
 
 def able_to(rate: float) -> Rule:
@@ -57,7 +57,7 @@ def able_to(rate: float) -> Rule:
         asked = load.rate_per_s if load.rate_per_s is not None else math.inf
         served = min(asked, rate)
         late = 0 if asked <= rate else load.requests
-        return Outcome(planned=load.requests, requests=load.requests, late=late, wall_s=load.requests / served)
+        return Outcome(requests=load.requests, late=late, wall_s=load.requests / served)
 
     return rule
 
@@ -116,8 +116,8 @@ def test_loads_that_are_none_are_one_sentence(text: str) -> None:
 def test_a_search_comes_within_a_twentieth_of_what_the_replicas_can_do(capacity: float, begin: float | None) -> None:
     seen = drive(loads(scenario="search", rate_per_s=begin), able_to(capacity))
     rated = [(load, outcome) for load, outcome in seen if load.rate_per_s is not None]
-    passed = max(load.rate_per_s or 0.0 for load, outcome in rated if outcome.passes)
-    failed = min(load.rate_per_s or 0.0 for load, outcome in rated if not outcome.passes)
+    passed = max(load.rate_per_s or 0.0 for load, outcome in rated if outcome.told is Told.PASSED)
+    failed = min(load.rate_per_s or 0.0 for load, outcome in rated if outcome.told is Told.FAILED)
     assert passed <= capacity < failed
     assert failed / passed <= 1.05
     # Whoever gives no rate has one guessed first, by a closed loop.
@@ -164,19 +164,59 @@ def test_a_search_ends_where_nothing_passes_or_time_does_not_suffice() -> None:
     assert [load.rate_per_s for load, _ in begun][:2] == [2.0, 4.0]
 
 
-def test_a_load_that_tells_nothing_ends_a_search() -> None:
-    def cut_short(load: Load) -> Outcome:
-        return Outcome(planned=load.requests, requests=100, late=0, wall_s=1.0)
+def with_late(*late: int) -> Rule:
+    """Of the first loads so many requests are late; of those after them none up to 4 a second, and all above."""
+    given = iter(late)
 
-    assert len(drive(loads(scenario="search", rate_per_s=2.0), cut_short)) == 1
+    def rule(load: Load) -> Outcome:
+        known = next(given, None)
+        return able_to(4.0)(load) if known is None else dataclasses.replace(in_time(load), late=known)
+
+    return rule
+
+
+def test_where_nothing_can_be_told_more_are_asked_at_that_rate() -> None:
+    """Of 459 requests 1 to 10 late ones are too many to pass and too few to fail."""
+    seen = drive(loads(scenario="search", rate_per_s=4.0), with_late(1, 5))
+    first = [(load.rate_per_s, load.requests, outcome.told) for load, outcome in seen[:4]]
+    assert first == [
+        (4.0, 459, Told.TOO_FEW),
+        (4.0, 918, Told.TOO_FEW),
+        (4.0, 1836, Told.PASSED),
+        (8.0, 459, Told.FAILED),
+    ]
+    # Each is asked by another plan.
+    assert len({load.seed for load, _ in seen}) == len(seen)
+
+
+def test_a_rate_that_never_tells_is_no_failure_and_the_search_goes_on_below() -> None:
+    late = (5, 10, 18, 37)
+    seen = drive(loads(scenario="search", rate_per_s=4.0), with_late(*late))
+    assert [load.rate_per_s for load, _ in seen[:5]] == [4, 4, 4, 4, 2]
+    assert {outcome.told for _, outcome in seen[:4]} == {Told.TOO_FEW}
+    why = end_of(loads(scenario="search", rate_per_s=4.0), with_late(*late))
+    assert why == "at 4 a second even 8 times the requests were too few to tell"
+
+
+def test_more_requests_than_there_is_time_for_are_not_asked() -> None:
+    seen = drive(loads(scenario="search", rate_per_s=4.0, left_s=lambda: 200.0), with_late(1))
+    assert [load.requests for load, _ in seen] == [459]
 
 
 @pytest.mark.parametrize(
-    ("requests", "late", "passes"), [(458, 0, None), (459, 0, True), (661, 1, False), (662, 1, True)]
+    ("requests", "late", "told"),
+    [
+        (458, 0, Told.TOO_FEW),
+        (459, 0, Told.PASSED),
+        (459, 1, Told.TOO_FEW),
+        (459, 10, Told.TOO_FEW),
+        (459, 11, Told.FAILED),
+        (661, 1, Told.TOO_FEW),
+        (662, 1, Told.PASSED),
+    ],
 )
-def test_a_load_passes_by_early_stopping(requests: int, late: int, passes: bool | None) -> None:
-    assert Outcome(planned=requests, requests=requests, late=late, wall_s=1.0).passes is passes
-    assert stopping.requests_needed(1, 0.99) == 662
+def test_a_load_tells_by_early_stopping(requests: int, late: int, told: Told) -> None:
+    assert Outcome(requests=requests, late=late, wall_s=1.0).told is told
 
 
 def test_a_trial_is_lost_once_its_plan_and_chance_say_so() -> None:
@@ -188,8 +228,8 @@ def test_a_trial_is_lost_once_its_plan_and_chance_say_so() -> None:
     assert is_lost(13_368, 300, 108)
     assert not is_lost(100, 100, 100)
     # What ended early has failed; what was cut short for another reason says nothing.
-    assert Outcome(planned=459, requests=10, late=4, wall_s=1.0).passes is False
-    assert Outcome(planned=459, requests=300, late=0, wall_s=1.0).passes is None
+    assert Outcome(requests=10, late=4, wall_s=1.0).told is Told.FAILED
+    assert Outcome(requests=300, late=0, wall_s=1.0).told is Told.TOO_FEW
 
 
 # --- plans ---

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,14 +13,17 @@ from testbed import replicas as bed
 
 from paceline import stopping
 from paceline.errors import InvalidRunError, RequestError, UnsupportedError
+from paceline.loadgen import team
+from paceline.loadgen.orders import Shift
 from paceline.loadgen.tally import Tally
 from paceline.plugins import Seat
 from paceline.records import Evidence, Sample
 from paceline.serving import AnswerSample, ClientSample, ReplicaSample, RequestSample, Serving, StageSample
 from paceline.spec import Choice, RunSpec
+from paceline.stopping import Told
 from paceline.workloads import _inference_loads as loads
 from paceline.workloads import inference
-from paceline.workloads._inference_session import standing
+from paceline.workloads._inference_session import Pulse, standing
 
 Start = Callable[..., bed.Replica]
 SAMPLES = 40
@@ -155,6 +159,14 @@ def test_several_processes_of_a_client_share_one_plan(start: Start, ask: Ask) ->
     assert len({client.plan for client in clients}) == 1
 
 
+@pytest.mark.parametrize(("shards", "replicas"), [(1, 2), (2, 2), (2, 4)])
+def test_as_many_are_in_flight_however_many_processes_ask(start: Start, ask: Ask, shards: int, replicas: int) -> None:
+    slow = [start(ttft_s=0.2) for _ in range(replicas)]
+    found = ask(*slow, concurrency=12, requests=24, warmup_requests=0, workload=f"inference:shards={shards}")
+    assert_exactly_once(found, 24)
+    assert sum(client.most_in_flight for client in found.of(ClientSample)) == 12
+
+
 def test_the_faster_replica_takes_more_where_whoever_is_free_may(start: Start, ask: Ask) -> None:
     fast, slow = start(ttft_s=0.002), start(ttft_s=0.1)
     fixed = ask(fast, slow, concurrency=4)
@@ -243,6 +255,30 @@ def test_a_load_goes_on_for_as_long_as_it_shall(start: Start, ask: Ask) -> None:
         assert sorted(request.sample for request in ordered[begin : begin + 5]) == list(range(5))
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"scenario": "concurrency", "concurrency": 2, "least_s": 0.2},
+        {"scenario": "search", "rate_per_s": 20.0, "ttft_limit_s": 0.001, "timeout_s": 60.0},
+    ],
+)
+def test_a_request_whose_end_is_missing_shows_in_a_load_that_may_end_early(
+    start: Start, ask: Ask, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
+) -> None:
+    whole = team.run
+
+    def forgetful(shares: Any, **watched: Any) -> list[Shift]:
+        shifts = whole(shares, **watched)
+        shifts[0].handled.pop()
+        return shifts
+
+    replica = start(ttft_s=0.05)
+    monkeypatch.setattr(team, "run", forgetful)
+    found = ask(replica, warmup_requests=0, **asked)
+    stage = found.of(StageSample)[0]
+    assert stage.planned == 1 + len([request for request in found.requests if request.stage == 0])
+
+
 def test_a_search_never_passes_what_the_law_of_the_server_forbids(
     start: Start, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,16 +295,17 @@ def test_a_search_never_passes_what_the_law_of_the_server_forbids(
         tpot_limit_s=10.0,
         max_tokens=1,
     )
-    rates: dict[bool, list[float]] = {True: [], False: []}
+    rates: dict[Told, list[float]] = {told: [] for told in Told}
     for stage in found.of(StageSample):
         ours = sorted((r for r in found.requests if r.stage == stage.stage), key=lambda r: r.due_ns)
         late = [r.error is not None or (r.first_ns or 0) - r.due_ns > limit_s * 1e9 for r in ours]
-        passed = sum(late) <= (stopping.late_allowed(len(ours), 0.9) or 0)
-        rates[passed].append(stage.rate_per_s)
-        forbidden = _waits([r.due_ns for r in ours], service_s) > limit_s * 1e9
-        assert not (passed and forbidden.sum() > (stopping.late_allowed(len(ours), 0.9) or 0))
-    assert len(rates[False]) >= 1
-    assert max(rates[True], default=0.0) < min(rates[False])
+        told = stopping.told_by(len(ours), sum(late), 0.9)
+        rates[told].append(stage.rate_per_s)
+        forbidden = int((_waits([r.due_ns for r in ours], service_s) > limit_s * 1e9).sum())
+        assert not (told is Told.PASSED and stopping.told_by(len(ours), forbidden, 0.9) is not Told.PASSED)
+    # On a busy machine the client may say against itself that it was late before enough were asked to fail.
+    assert rates[Told.FAILED] or rates[Told.TOO_FEW]
+    assert max(rates[Told.PASSED], default=0.0) < min(rates[Told.FAILED], default=math.inf)
 
 
 def test_a_trial_ends_when_it_is_lost(start: Start, ask: Ask) -> None:
@@ -299,6 +336,23 @@ def test_whoever_watches_sees_requests_end_and_how_many_are_needed(start: Start,
     ended = [step for step, phase in found.moves if phase.startswith("timing: ")]
     assert ended == sorted(ended)
     assert ended[-1] == SAMPLES
+
+
+def test_a_load_is_alive_until_the_time_out_of_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    told: list[Tally] = []
+    pulse = Pulse(told.append, patience_s=600.0)
+    waiting = Tally(planned=9, sent=5, ended=4, late=0, failed=0)
+    for clock[0], beats in ((1000.0, 1), (1299.0, 2), (1600.0, 3), (1601.0, 3), (9000.0, 3)):
+        pulse(waiting)
+        assert len(told) == beats
+    # With nothing in flight there is nothing to wait for.
+    idle = Tally(planned=9, sent=5, ended=5, late=0, failed=1)
+    for _ in range(2):
+        pulse(idle)
+    assert told[-1] == idle
+    assert len(told) == 4
 
 
 @pytest.mark.parametrize(
