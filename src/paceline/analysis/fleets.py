@@ -23,8 +23,8 @@ from paceline.records import RunRecord
 from paceline.serving import ReplicaSample
 
 NS = 1e9
-# What a speed-up is over. A paired run puts on one replica as many requests as another run on all.
-PAIRED = "over the best replica alone with as many in flight, from a paired run"
+# What a speed-up is over. A paired run puts on one replica as many requests as it has beside the others.
+PAIRED = "over the best replica alone with its share in flight, from a paired run"
 OWN_TIME = "over the best replica's own rate in this run"
 Alone = Mapping[int, Resampled]
 

@@ -79,6 +79,7 @@ def test_a_paired_run_goes_there_and_back_with_the_same_requests() -> None:
     seen = [load for load, _ in drive(loads(replicas=3, partition="paired"), in_time)]
     assert [load.replica for load in seen] == [0, 1, 2, 2, 1, 0]
     assert len({load.seed for load in seen}) == 1
+    assert {load.concurrency for load in seen} == {171}, "its share of 512, as beside the others"
 
 
 @pytest.mark.parametrize(
