@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 DEFAULT_ADDRESS = "127.0.0.1:9109"
 LONGEST_INTERVAL_S = 86_400
 
-LISTS = ("workloads", "strategies", "launchers", "engines", "exporters", "models", "presets", "gpus", "prices", "metrics")
+PLUGINS = ("workloads", "strategies", "launchers", "engines", "exporters")
+LISTS = (*PLUGINS, "models", "presets", "gpus", "prices", "metrics")
 
 
 def add_verbs(verbs: Any) -> None:

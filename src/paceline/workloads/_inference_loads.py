@@ -119,8 +119,8 @@ def once(load: Load) -> Loads:
 
 
 def paired(load: Load, replicas: int) -> Loads:
-    """A B .. B A, the same requests in the same order each time: what drifts over the run meets all replicas alike. Each
-    has as many in flight as it would have beside the others, so that it can be told what those add."""
+    """A B .. B A, the same requests in the same order each time: what drifts over the run meets all replicas alike.
+    Each has as many in flight as it would have beside the others, so that it can be told what those add."""
     share = None if load.concurrency is None else -(-load.concurrency // replicas)
     for replica in (*range(replicas), *reversed(range(replicas))):
         yield replace(load, replica=replica, concurrency=share)
