@@ -61,7 +61,7 @@ class Reading:
         if keeps_text:
             handled.text = "".join(answer.text)
         if answer.error is not None:
-            handled.error, handled.detail = "in_stream", answer.error
+            handled.error, handled.detail = "in_stream", answer.error[:DETAIL_BYTES]
         elif answer.damaged:
             handled.error = "malformed"
         elif answer.pieces == 0:
