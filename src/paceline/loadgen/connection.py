@@ -14,6 +14,12 @@ from paceline.loadgen.orders import Handled, Target
 from paceline.loadgen.response import END_OF_CHUNKS, Response
 
 READ_BYTES = 65_536
+# The client's own want of descriptors, ports or memory: these say nothing about a replica.
+OWN_ERRORS = (
+    *(errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM),
+    # Of epoll: no more descriptors may be watched.
+    errno.ENOSPC,
+)
 _UNDER_WAY = (errno.EINPROGRESS, errno.EWOULDBLOCK, 0)
 
 

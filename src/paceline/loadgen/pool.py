@@ -24,16 +24,17 @@ class Pool:
         self.by_descriptor: dict[int, Connection] = {}
         self.connecting = 0
 
-    def open(self, replica: int) -> Connection | None:
-        """A new one that is being made; None where the system refuses at once."""
+    def open(self, replica: int) -> Connection:
+        """A new one that is being made; OSError where the system refuses at once."""
+        made = Connection(self._targets[replica], replica, self._addresses[replica], self._offset_ns)
+        made.watched = READABLE | WRITABLE
         try:
-            made = Connection(self._targets[replica], replica, self._addresses[replica], self._offset_ns)
+            self.epoll.register(made.fileno(), made.watched)
         except OSError:
-            return None
+            made.close()
+            raise
         self.by_descriptor[made.fileno()] = made
         self.connecting += 1
-        made.watched = READABLE | WRITABLE
-        self.epoll.register(made.fileno(), made.watched)
         return made
 
     def settle(self, connection: Connection) -> None:

@@ -6,6 +6,7 @@ whatever this loop is late by stands in its own record (`orders.Shift`). Times o
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import select
 import ssl
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from paceline.loadgen import tally
 from paceline.loadgen.arrivals import NS, WHEN_FREE
 from paceline.loadgen.clocks import Alarm, Bridge
-from paceline.loadgen.connection import Connection
+from paceline.loadgen.connection import OWN_ERRORS, Connection
 from paceline.loadgen.fleet import Fleet, Lanes
 from paceline.loadgen.orders import ANY_REPLICA, Handled, Orders, Shift, stamps
 from paceline.loadgen.pool import READABLE, WRITABLE, Pool
@@ -82,7 +83,8 @@ class Shard:
         deadline = time.monotonic() + CONNECT_S
         while (wanted or self._pool.connecting) and time.monotonic() < deadline:
             while wanted and self._pool.connecting < CONNECTING_AT_ONCE:
-                self._pool.open(wanted.popleft())
+                with contextlib.suppress(OSError):
+                    self._pool.open(wanted.popleft())
             self._turn(0.05)
 
     # --- the work ---
@@ -164,11 +166,11 @@ class Shard:
         self._hand_over(handled, index)
 
     def _hand_over(self, handled: Handled, index: int) -> None:
-        connection = self._pool.free_one(handled.replica) or self._pool.open(handled.replica)
-        if connection is None:
+        try:
+            connection = self._pool.free_one(handled.replica) or self._pool.open(handled.replica)
+        except OSError as error:
             self._fleet.in_flight[handled.replica] -= 1
-            self._refused(handled.replica)
-            self._end(handled, index, "connect")
+            self._end(handled, index, self._refused(handled.replica, error), str(error))
             return
         connection.index = index
         payload = self.orders.payload(index, handled.replica)
@@ -235,17 +237,20 @@ class Shard:
         try:
             connection.finish_connecting()
         except OSError as error:
-            self._refused(connection.replica)
-            self._lose(connection, "connect", str(error))
+            self._lose(connection, self._refused(connection.replica, error), str(error))
             return
         self._fleet.accepted(connection.replica)
         if connection.ready:
             self._pool.settle(connection)
         self._write(connection)
 
-    def _refused(self, replica: int) -> None:
+    def _refused(self, replica: int, error: OSError) -> str:
+        """The error class; what this process itself has run out of is held against no replica."""
+        if error.errno in OWN_ERRORS:
+            return "client"
         if self._fleet.refused(replica, time.monotonic_ns()) and self.orders.reassigns:
             self._lanes.release(replica, self._fleet)
+        return "connect"
 
     def _read(self, connection: Connection) -> None:
         was_ready = connection.ready

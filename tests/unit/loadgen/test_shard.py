@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import struct
 import threading
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from testbed.requests import request
 
-from paceline.loadgen import arrivals
+from paceline.loadgen import arrivals, pool
 from paceline.loadgen.orders import Shift
 from paceline.mock_replica import MODES, MockReplica
 from paceline.mock_wire import WORDS
@@ -121,6 +122,19 @@ def test_nobody_listens(send: Send) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     assert errors(send(port, 5)) == {"connect": 5}
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EADDRNOTAVAIL])
+def test_what_the_client_has_run_out_of_is_held_against_no_replica(
+    code: int, replica: Make, send: Send, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(code, "no more")
+
+    monkeypatch.setattr(pool, "Connection", fail)
+    shift = send(0, 8, ports=[replica().port, replica().port], reassigns=True)
+    assert errors(shift) == {"client": 8}
+    assert (shift.died_ns, shift.reassigned) == ({}, {})
 
 
 @pytest.mark.parametrize("linger", [None, struct.pack("ii", 1, 0)], ids=["closed", "reset"])
