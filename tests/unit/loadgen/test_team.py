@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import resource
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from testbed.requests import request
@@ -60,7 +60,7 @@ def test_a_process_of_the_client_may_open_all_files_the_system_allows(
 ) -> None:
     """An open load has as many in flight as the server is slow to answer, whatever was connected beforehand."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
     monkeypatch.setattr(team, "RESERVED_FILES", 0)
     whole = plan.Plan(due_ns=arrivals.at_once(60), samples=plan.permuted(60, 60, 1), replicas=plan.spread(60, 2))
     targets = [Target(host="127.0.0.1", port=port) for port in ports]
