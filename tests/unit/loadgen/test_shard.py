@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import ssl
 import struct
 import threading
 from collections import Counter
@@ -13,8 +14,8 @@ from typing import Any
 import pytest
 from testbed.requests import request
 
-from paceline.loadgen import arrivals, pool
-from paceline.loadgen.orders import Shift
+from paceline.loadgen import arrivals, connection, pool
+from paceline.loadgen.orders import Shift, Target
 from paceline.mock_replica import MODES, MockReplica
 from paceline.mock_wire import WORDS
 
@@ -107,6 +108,39 @@ def test_an_answer_is_ended_at_the_bound_that_was_given(replica: Make, send: Sen
     assert errors(send(replica().port, 3, longest_body=4000)) == {None: 3}
 
 
+def test_a_read_without_the_kernels_time_is_not_called_stamped(
+    replica: Make, send: Send, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system took the option and sends no times, as some do."""
+    monkeypatch.setattr(connection.clocks, "stamp_in_kernel", lambda _: True)
+    shift = send(replica().port, 3)
+    assert errors(shift) == {None: 3}
+    assert [h.stamped for h in shift.handled] == [False] * 3
+
+
+def test_a_host_that_falls_silent_is_noticed() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        made = connection.Connection(0, (socket.AF_INET, listener.getsockname()), 0)
+        assert made.sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert made.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == connection.KEEP_ALIVE_S
+        assert made.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == connection.SILENT_S * 1000
+        assert made.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT) == connection.SYN_TRIES
+        made.close()
+
+
+def test_authorities_are_read_once_for_each_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[ssl.SSLContext] = []
+    real = ssl.create_default_context
+    monkeypatch.setattr(ssl, "create_default_context", lambda **given: made.append(real(**given)) or made[-1])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        connections = pool.Pool([Target(host="127.0.0.1", port=port, tls=True)], 0)
+        for _ in range(3):
+            connections.open(0)
+        connections.close()
+    assert len(made) == 1
+
+
 def test_chat(replica: Make, send: Send) -> None:
     shift = send(replica(mode="role").port, 4, request(path="/v1/chat/completions"))
     assert {h.text for h in shift.handled} == {TEXT}
@@ -163,10 +197,7 @@ def test_a_kept_connection_that_was_given_up_is_asked_again(linger: bytes | None
 
 
 def test_a_certificate_that_nobody_signed(send: Send, tmp_path: Any) -> None:
-    import ssl
     import subprocess
-
-    from paceline.loadgen.orders import Target
 
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
