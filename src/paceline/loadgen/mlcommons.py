@@ -103,9 +103,9 @@ def drive(
     beat: Callable[[], None] = lambda: None,
 ) -> Told:
     """A whole test; its logs are in the folder afterwards. payloads are those of each sample for each replica."""
+    require_installed()
     if not targets:
         raise UnsupportedError("no replica is left for LoadGen to ask: all died during the load before it")
-    require_installed()
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe()
     process = context.Process(target=_work, args=(terms, payloads, targets, folder, there), daemon=True)
