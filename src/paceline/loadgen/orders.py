@@ -95,8 +95,9 @@ class Orders:
 @dataclass(slots=True, kw_only=True)
 class Handled:
     """One request as it was seen. All times are nanoseconds of the monotonic clock; *_ns of reads are the kernel's
-    where `stamped`, else this process's. token_ns are the times of the events with content. attempt counts the
-    replicas that were gone before they had answered; times but due_ns are those of the last attempt."""
+    where `stamped`, else this process's. token_ns are the times of the events with content. attempt counts how
+    often it was sent before: to replicas that were gone before they had answered, or over a kept connection that had
+    been given up (retried). Times but due_ns are those of the last attempt."""
 
     number: int
     replica: int

@@ -32,6 +32,8 @@ CONNECT_S = 10.0
 EVENTS_AT_ONCE = 64
 # How often requests are looked at for their time-out.
 LOOK_NS = NS // 10
+# A kept connection that ends so soon after a request was sent had been given up before it came.
+AT_ONCE_NS = NS // 10
 # So many requests are sent before answers are looked at again.
 SENDS_AT_ONCE = 32
 # Answers are read off when fewer sockets than this were ready, or when so much waits.
@@ -336,9 +338,12 @@ class Shard:
         self._pool.drop(connection)
         if handled is None or response is None:
             return
-        if error in ("closed", "reset") and not response.data and connection.used > 1 and not handled.retried:
-            # A server may close a kept connection just when it is used again: nothing was answered yet.
+        is_kept = connection.used > 1 and not response.data and not handled.retried
+        worked_ns = 0 if handled.sent_ns is None else time.monotonic_ns() - handled.sent_ns
+        if error in ("closed", "reset") and is_kept and worked_ns < AT_ONCE_NS:
+            # A server may close a kept connection just when it is used again; later it had begun on the request.
             handled.retried, handled.sent_ns = True, None
+            handled.attempt += 1
             self._hand_over(handled, connection.index)
             return
         self._fleet.in_flight[connection.replica] -= 1

@@ -7,6 +7,7 @@ import socket
 import ssl
 import struct
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from testbed.requests import request
 
 from paceline.loadgen import arrivals, connection, pool
 from paceline.loadgen.orders import Shift, Target
+from paceline.loadgen.shard import AT_ONCE_NS
 from paceline.mock_replica import MODES, MockReplica
 from paceline.mock_wire import WORDS
 
@@ -193,7 +195,33 @@ def test_a_kept_connection_that_was_given_up_is_asked_again(linger: bytes | None
     shift = send(listener.getsockname()[1], 4, due_ns=arrivals.closed_loop(4), concurrency=1)
     assert errors(shift) == {None: 4}
     assert [h.retried for h in shift.handled] == [False, True, True, True]
+    assert [h.attempt for h in shift.handled] == [0, 1, 1, 1]
     assert len(asked) == 4
+
+
+def test_a_request_that_was_worked_on_is_not_asked_again(send: Send) -> None:
+    """The server closes a kept connection long after the second request came: it had begun on it."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    asked: list[bytes] = []
+
+    def serve() -> None:
+        while True:
+            try:
+                peer, _ = listener.accept()
+            except OSError:
+                return
+            with peer:
+                asked.append(peer.recv(65536))
+                peer.sendall(b'HTTP/1.1 200 OK\r\nContent-Length: 37\r\n\r\ndata: {"choices": [{"text": "a"}]} \n\n')
+                asked.append(peer.recv(65536))
+                time.sleep(3 * AT_ONCE_NS / 1e9)
+
+    threading.Thread(target=serve, daemon=True).start()
+    shift = send(listener.getsockname()[1], 2, due_ns=arrivals.closed_loop(2), concurrency=1)
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    assert errors(shift) == {None: 1, "closed": 1}
+    assert len(asked) == 2
 
 
 def test_a_certificate_that_nobody_signed(send: Send, tmp_path: Any) -> None:
