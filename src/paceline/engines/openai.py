@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import ssl
@@ -10,7 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 from paceline.errors import UnsupportedError
@@ -73,7 +74,7 @@ def open(spec: RunSpec, seat: Seat) -> Iterator[Sequence[Endpoint]]:
 
 def _found(url: str, chosen: Options) -> Endpoint:
     """Asked once before the clock runs: an endpoint that is away, or has another model, is told at once."""
-    secret = os.environ.get(chosen.key_env) or None
+    secret = _key(chosen.key_env)
     listed = _models(url, secret, chosen.certificates or None)
     model = chosen.model or (listed[0] if listed else "")
     if not model:
@@ -82,6 +83,16 @@ def _found(url: str, chosen: Options) -> Endpoint:
         raise UnsupportedError(f"{url} has no model {model!r}; it has {', '.join(listed[:5])}")
     facts = {"host": _host(url, chosen.all_urls), "version": _version(url, secret, chosen.certificates or None)}
     return Endpoint(url=url, model=model, secret=secret, certificates=chosen.certificates or None, facts=facts)
+
+
+def _key(name: str) -> str | None:
+    """Refused without a word of what it is where no header may carry it: whoever builds the header would quote it."""
+    key = os.environ.get(name) or None
+    if key is not None and not (key.isascii() and key.isprintable()):
+        raise UnsupportedError(
+            f"the key in {name} has a character that no header may carry, such as a line end: export it again without"
+        )
+    return key
 
 
 def _host(url: str, urls: Sequence[str]) -> str:
@@ -95,17 +106,25 @@ def _version(url: str, secret: str | None, certificates: str | None) -> str | No
     """As vLLM and others tell it at /version; most servers do not."""
     try:
         told = _get(f"{url}/version", secret, certificates)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError, http.client.HTTPException):
         return None
     version = told.get("version") if isinstance(told, dict) else None
     return version[:80] if isinstance(version, str) else None
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """The key is meant for the host that was named, and would be sent to any other it points to."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        return None
 
 
 def _get(url: str, secret: str | None, certificates: str | None) -> Any:
     headers = {"Authorization": f"Bearer {secret}"} if secret else {}
     request = urllib.request.Request(url, headers=headers)
     context = ssl.create_default_context(cafile=certificates) if url.startswith("https") else None
-    with urllib.request.urlopen(request, timeout=LOOK_S, context=context) as answer:
+    opener = urllib.request.build_opener(_NoRedirects, urllib.request.HTTPSHandler(context=context))
+    with opener.open(request, timeout=LOOK_S) as answer:
         return json.loads(answer.read(MOST_BYTES))
 
 
@@ -116,8 +135,17 @@ def _models(url: str, secret: str | None, certificates: str | None) -> list[str]
         if error.code in (404, 405):
             return []
         raise UnsupportedError(f"{url}/v1/models answers {error.code}; try: curl -i {url}/v1/models") from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        raise UnsupportedError(f"{url} does not answer ({reason}); try: curl -i {url}/v1/models") from None
-    entries = told.get("data", []) if isinstance(told, dict) else []
-    return [str(entry["id"]) for entry in entries if isinstance(entry, dict) and "id" in entry]
+    except OSError as error:
+        _refuse(url, f"does not answer ({getattr(error, 'reason', error)})")
+    except http.client.HTTPException as error:
+        _refuse(url, f"does not speak HTTP ({type(error).__name__})")
+    except (ValueError, RecursionError):
+        # Not in its own words: they may quote what was sent, and the key with it.
+        _refuse(url, "does not answer with JSON")
+    entries = told.get("data") if isinstance(told, dict) else None
+    found = entries if isinstance(entries, list) else []
+    return [str(entry["id"]) for entry in found if isinstance(entry, dict) and "id" in entry]
+
+
+def _refuse(url: str, why: str) -> NoReturn:
+    raise UnsupportedError(f"{url} {why}; try: curl -i {url}/v1/models") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import re
@@ -264,5 +265,5 @@ def _read(url: str, path: str) -> str:
     try:
         with urllib.request.urlopen(url + path, timeout=_server.LOOK_S) as answer:
             return str(answer.read(1 << 20).decode(errors="replace"))
-    except OSError:
+    except (OSError, http.client.HTTPException):
         return ""

@@ -10,10 +10,20 @@ import time
 from collections.abc import Callable
 
 from paceline.loadgen import clocks
-from paceline.loadgen.orders import Handled, Target
+from paceline.loadgen.orders import Handled
 from paceline.loadgen.response import END_OF_CHUNKS, Response
 
 READ_BYTES = 65_536
+# A host that acknowledges nothing for so long is gone; asked for a sign of life when nothing else is under way.
+SILENT_S, KEEP_ALIVE_S = 60, 15
+# Tries to connect after the first, each twice as far from the one before: 15 s in all.
+SYN_TRIES = 3
+# The client's own want of descriptors, ports or memory: these say nothing about a replica.
+OWN_ERRORS = (
+    *(errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM),
+    # Of epoll: no more descriptors may be watched.
+    errno.ENOSPC,
+)
 _UNDER_WAY = (errno.EINPROGRESS, errno.EWOULDBLOCK, 0)
 
 
@@ -27,19 +37,23 @@ class Connection:
     `settled` once it was ready for the first time."""
 
     __slots__ = (
-        *("target", "replica", "sock", "stamped", "tls", "connected", "used", "handled", "response", "index"),
+        *("replica", "sock", "_stamps", "_unstamped", "tls", "connected", "used", "handled", "response", "index"),
         *("watched", "has_begun", "waiting", "streams", "parked", "settled", "_offset_ns", "_payload", "_recvmsg"),
     )
 
-    def __init__(self, target: Target, replica: int, address: tuple[int, tuple[object, ...]], offset_ns: int) -> None:
+    def __init__(
+        self, replica: int, address: tuple[int, tuple[object, ...]], offset_ns: int, tls: TlsPipe | None = None
+    ) -> None:
         family, where = address
-        self.target, self.replica = target, replica
+        self.replica = replica
         self.sock = socket.socket(family, socket.SOCK_STREAM)
         self.sock.setblocking(False)
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.stamped = clocks.stamp_in_kernel(self.sock)
+        _notice_silence(self.sock)
+        self._stamps = clocks.stamp_in_kernel(self.sock)
+        self._unstamped = 0
         self._offset_ns = offset_ns
-        self.tls = _TlsPipe(target) if target.tls else None
+        self.tls = tls
         self.connected = False
         self.used = 0
         self.handled: Handled | None = None
@@ -54,6 +68,11 @@ class Connection:
         if code not in _UNDER_WAY:
             self.sock.close()
             raise OSError(code, errno.errorcode.get(code, "connect"))
+
+    @property
+    def stamped(self) -> bool:
+        """Whether every read since the request was given has the kernel's time: to ask for it is not to have it."""
+        return self._stamps and not self._unstamped
 
     def fileno(self) -> int:
         return self.sock.fileno()
@@ -76,6 +95,7 @@ class Connection:
         self.handled, self.response = handled, Response(longest_body)
         self._payload, self.has_begun = payload, False
         self.used += 1
+        self._unstamped = 0
 
     def start_pending(self) -> None:
         """Put the request that waits for this connection into what is to be sent."""
@@ -97,7 +117,8 @@ class Connection:
         """Plain bytes (b"" at the end of the connection), the kernel's time and this process's, both monotonic."""
         data, ancillary, _, _ = self._recvmsg(READ_BYTES, _ANCILLARY_BYTES)
         now = _monotonic_ns()
-        stamp = clocks.kernel_time(ancillary) if self.stamped else None
+        stamp = clocks.kernel_time(ancillary) if self._stamps else None
+        self._unstamped += stamp is None and bool(data)
         return data, now if stamp is None else stamp - self._offset_ns, now
 
     def read_on(self, response: Response) -> bool:
@@ -106,8 +127,12 @@ class Connection:
         piece, ancillary, _, _ = self._recvmsg(READ_BYTES, _ANCILLARY_BYTES)
         now = _monotonic_ns()
         # The only thing asked for beside the data, so the first is the time; absent at the end of a connection.
-        seconds, nanoseconds = _timespec(ancillary[0][2]) if ancillary else divmod(now + self._offset_ns, _NS)
-        stamp = seconds * _NS + nanoseconds - self._offset_ns
+        if ancillary:
+            seconds, nanoseconds = _timespec(ancillary[0][2])
+            stamp = seconds * _NS + nanoseconds - self._offset_ns
+        else:
+            stamp = now
+            self._unstamped += bool(piece)
         data = response.data
         data += piece
         response.kernel_ns.append(stamp)
@@ -128,13 +153,27 @@ class Connection:
             self.sock.close()
 
 
-class _TlsPipe:
+def _notice_silence(sock: socket.socket) -> None:
+    """A host that lost its power sends no reset: without these its streams would wait for their time-out, and end as
+    slow instead of gone. A living host's kernel answers however busy its server is."""
+    options = {
+        (socket.SOL_SOCKET, "SO_KEEPALIVE"): 1,
+        (socket.IPPROTO_TCP, "TCP_KEEPIDLE"): KEEP_ALIVE_S,
+        (socket.IPPROTO_TCP, "TCP_KEEPINTVL"): KEEP_ALIVE_S,
+        (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT"): SILENT_S * 1000,
+        (socket.IPPROTO_TCP, "TCP_SYNCNT"): SYN_TRIES,
+    }
+    for (level, name), value in options.items():
+        with contextlib.suppress(OSError, AttributeError):
+            sock.setsockopt(level, getattr(socket, name), value)
+
+
+class TlsPipe:
     """TLS over memory, so that reading and writing stay this module's, with their times."""
 
-    def __init__(self, target: Target) -> None:
-        context = ssl.create_default_context(cafile=target.certificates)
+    def __init__(self, context: ssl.SSLContext, host: str) -> None:
         self._coming, self._going = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._object = context.wrap_bio(self._coming, self._going, server_hostname=target.host)
+        self._object = context.wrap_bio(self._coming, self._going, server_hostname=host)
         self.agreed = False
 
     def greet(self) -> bytes:

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from paceline.loadgen.connection import OWN_ERRORS
 from paceline.loadgen.orders import Target
 from paceline.loadgen.response import Answer, BrokenResponse, Response, understand
 
@@ -100,20 +101,26 @@ class Courier:
             writer.close()
 
     async def _carry(self, errand: Errand) -> None:
-        async with self._room or contextlib.nullcontext():
-            loads = self.account.in_flight
-            replica = loads.index(min(loads)) if errand.replica is None else errand.replica
-            loads[replica] += 1
-            self.account.asked_of[replica] += 1
-            tokens = 0
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    tokens = _tokens(await self._exchange(replica, errand))
-            except (BrokenResponse, ssl.SSLError, OSError) as error:
-                self.account.errors[_class_of(error)] += 1
-            finally:
-                loads[replica] -= 1
+        """Who gave the errand waits for its end without a bound: whatever happens here, that is told."""
+        tokens = 0
+        try:
+            async with self._room or contextlib.nullcontext():
+                tokens = await self._answered(errand)
+        except Exception as error:
+            self.account.errors[_class_of(error)] += 1
+        finally:
             errand.ended(tokens)
+
+    async def _answered(self, errand: Errand) -> int:
+        loads = self.account.in_flight
+        replica = loads.index(min(loads)) if errand.replica is None else errand.replica
+        loads[replica] += 1
+        self.account.asked_of[replica] += 1
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return _tokens(await self._exchange(replica, errand))
+        finally:
+            loads[replica] -= 1
 
     async def _exchange(self, replica: int, errand: Errand) -> Answer:
         """A kept connection may have been closed just now: then nothing was asked yet, and a new one is made."""
@@ -184,5 +191,9 @@ def _tokens(answer: Answer) -> int:
 def _class_of(error: Exception) -> str:
     if isinstance(error, BrokenResponse):
         return str(error)
+    if not isinstance(error, OSError):
+        return "malformed"
+    if error.errno in OWN_ERRORS:
+        return "client"
     kinds = ((ssl.SSLError, "tls"), (TimeoutError, "timeout"), (ConnectionRefusedError, "connect"))
     return next((name for kind, name in kinds if isinstance(error, kind)), "reset")

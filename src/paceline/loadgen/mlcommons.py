@@ -104,6 +104,8 @@ def drive(
 ) -> Told:
     """A whole test; its logs are in the folder afterwards. payloads are those of each sample for each replica."""
     require_installed()
+    if not targets:
+        raise UnsupportedError("no replica is left for LoadGen to ask: all died during the load before it")
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe()
     process = context.Process(target=_work, args=(terms, payloads, targets, folder, there), daemon=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ ANY_REPLICA = -1
 LONGEST_BODY = 32 << 20
 # An event of one token is some hundred bytes; a head, an error's text or a usage are some thousand.
 _BYTES_PER_TOKEN, _BYTES_BESIDES = 4096, 65_536
+_KEY = re.compile(rb"^Authorization: *(?:Bearer +)?([^\r\n]+)", re.IGNORECASE | re.MULTILINE)
 
 
 def stamps() -> array[int]:
@@ -37,6 +39,12 @@ class Target:
     tls: bool = False
     certificates: str | None = None
     head: bytes = b""
+
+    @property
+    def secret(self) -> bytes | None:
+        """The key in the head, which no record may have."""
+        found = _KEY.search(self.head)
+        return found[1] if found else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +95,9 @@ class Orders:
 @dataclass(slots=True, kw_only=True)
 class Handled:
     """One request as it was seen. All times are nanoseconds of the monotonic clock; *_ns of reads are the kernel's
-    where `stamped`, else this process's. token_ns are the times of the events with content. attempt counts the
-    replicas that were gone before they had answered; times but due_ns are those of the last attempt."""
+    where `stamped`, else this process's. token_ns are the times of the events with content. attempt counts how
+    often it was sent before: to replicas that were gone before they had answered, or over a kept connection that had
+    been given up (retried). Times but due_ns are those of the last attempt."""
 
     number: int
     replica: int

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import select
 import socket
+import ssl
 from collections.abc import Sequence
 
-from paceline.loadgen.connection import Connection
+from paceline.loadgen.connection import Connection, TlsPipe
 from paceline.loadgen.orders import Target
 
 READABLE = select.EPOLLIN | select.EPOLLRDHUP
@@ -18,22 +19,27 @@ class Pool:
 
     def __init__(self, targets: Sequence[Target], offset_ns: int) -> None:
         self._targets, self._offset_ns = targets, offset_ns
+        # Reading the system's authorities takes tens of milliseconds: once, before the clock runs.
+        self._tls = [ssl.create_default_context(cafile=each.certificates) if each.tls else None for each in targets]
         self._addresses = [_address(target.host, target.port) for target in targets]
         self._free: list[list[Connection]] = [[] for _ in targets]
         self.epoll = select.epoll()
         self.by_descriptor: dict[int, Connection] = {}
         self.connecting = 0
 
-    def open(self, replica: int) -> Connection | None:
-        """A new one that is being made; None where the system refuses at once."""
+    def open(self, replica: int) -> Connection:
+        """A new one that is being made; OSError where the system refuses at once."""
+        context = self._tls[replica]
+        tls = TlsPipe(context, self._targets[replica].host) if context else None
+        made = Connection(replica, self._addresses[replica], self._offset_ns, tls)
+        made.watched = READABLE | WRITABLE
         try:
-            made = Connection(self._targets[replica], replica, self._addresses[replica], self._offset_ns)
+            self.epoll.register(made.fileno(), made.watched)
         except OSError:
-            return None
+            made.close()
+            raise
         self.by_descriptor[made.fileno()] = made
         self.connecting += 1
-        made.watched = READABLE | WRITABLE
-        self.epoll.register(made.fileno(), made.watched)
         return made
 
     def settle(self, connection: Connection) -> None:

@@ -13,14 +13,16 @@ from paceline.loadgen.response import Answer, BrokenResponse, Response, understa
 # Less than a hundred microseconds: an answer of a thousand tokens, understood at once, would make other requests late.
 EVENTS_AT_ONCE = 16
 DETAIL_BYTES = 300
+FINISH_BYTES = 80
 
 
 class Reading:
     """`go_on` until it says that everything stands in `handled`; an answer that is no success is an error by its
-    number."""
+    number. A server may send back what it was sent: `secret`, the key it was asked with, is in none of it."""
 
-    def __init__(self, handled: Handled, response: Response, stamped: bool) -> None:
+    def __init__(self, handled: Handled, response: Response, stamped: bool, secret: bytes | None = None) -> None:
         self.handled, self.response = handled, response
+        self._secret = None if secret is None else secret.decode(errors="replace")
         handled.status, handled.stamped = response.status, stamped
         handled.first_byte_ns, handled.ended_ns = response.kernel_ns[0], response.kernel_ns[-1]
         self._events = response.events()
@@ -46,8 +48,12 @@ class Reading:
         response, handled = self.response, self.handled
         handled.error = f"http_{response.status}"
         later = response.headers.get(b"retry-after")
-        wish = f"Retry-After: {later[:40].decode(errors='replace')}; " if later else ""
-        handled.detail = wish + response.body()[:DETAIL_BYTES].decode(errors="replace")
+        wish = f"Retry-After: {self._told(later.decode(errors='replace'), 40)}; " if later else ""
+        handled.detail = wish + self._told(response.body().decode(errors="replace"), DETAIL_BYTES)
+
+    def _told(self, text: str, most: int | None = None) -> str:
+        """Cut only without the key: a part of one would not be found."""
+        return (text if self._secret is None else text.replace(self._secret, "***"))[:most]
 
     def _answered(self, keeps_text: bool) -> None:
         handled, answer, times = self.handled, self._answer, self.response.kernel_ns
@@ -56,21 +62,27 @@ class Reading:
             handled.first_reasoning_ns = times[answer.first_reasoning_read]
         handled.last_ns = None if answer.last_read is None else times[answer.last_read]
         handled.token_ns.extend(map(times.__getitem__, answer.reads))
-        handled.pieces, handled.coalesced, handled.finish = answer.pieces, answer.coalesced, answer.finish
+        handled.pieces, handled.coalesced = answer.pieces, answer.coalesced
+        handled.finish = None if answer.finish is None else self._told(answer.finish, FINISH_BYTES)
         handled.tokens_told, handled.prompt_tokens = answer.tokens_told, answer.prompt_tokens
         if keeps_text:
-            handled.text = "".join(answer.text)
+            handled.text = self._told("".join(answer.text))
         if answer.error is not None:
-            handled.error, handled.detail = "in_stream", answer.error
+            handled.error, handled.detail = "in_stream", self._told(answer.error, DETAIL_BYTES)
         elif answer.damaged:
             handled.error = "malformed"
         elif answer.pieces == 0:
             handled.error = "empty"
 
 
+def first_token_ns(handled: Handled) -> int | None:
+    """Of reasoning or of the answer, whichever came first: the one that TTFT is of."""
+    return min((at for at in (handled.first_ns, handled.first_reasoning_ns) if at is not None), default=None)
+
+
 def is_late(handled: Handled, limits: Limits) -> bool:
     """Whether an answer came later than a limit allows; from when it was due, as all latencies are."""
-    first, last, ended = handled.first_ns, handled.last_ns, handled.ended_ns
+    first, last, ended = first_token_ns(handled), handled.last_ns, handled.ended_ns
     if first is None or last is None or ended is None:
         return False
     tokens = handled.pieces if handled.tokens_told is None else handled.tokens_told
@@ -87,13 +99,14 @@ class Results:
 
     def __init__(self, orders: Orders, slot: memoryview[int]) -> None:
         self._keeps_text, self._limits, self._slot = orders.keeps_text, orders.limits, slot
+        self._secrets = [target.secret for target in orders.targets]
         self.handled: list[Handled] = []
         self.read_lag_ns: array[int] = stamps()
         self.unread: deque[Reading] = deque()
         self.unread_bytes = 0
 
     def answered(self, handled: Handled, response: Response, stamped: bool) -> None:
-        self.unread.append(Reading(handled, response, stamped))
+        self.unread.append(Reading(handled, response, stamped, self._secrets[handled.replica]))
         self.unread_bytes += len(response.data)
 
     def read_off(self) -> None:

@@ -23,6 +23,14 @@ _EMPTY_LINE = re.compile(rb"\r?\n\r?\n")
 _decode = json.JSONDecoder().raw_decode
 _HEX = re.compile(rb"[0-9a-fA-F]+")
 LARGEST_HEAD = 65_536
+# Of one event, a thousand times that of a token: what is longer would hold up the loop that reads it.
+LARGEST_EVENT = 1 << 18
+# Bytes an empty line has at most but for its last: so many may lie before a new piece.
+_BEFORE_LAST = 3
+# More digits are no length that eight bytes hold.
+_MOST_DIGITS = 19
+# Counts that a float holds exactly; results are floats.
+_MOST_TOKENS = 2**53
 
 
 class BrokenResponse(Exception):
@@ -95,7 +103,7 @@ class Response:
         self.chunked = b"chunked" in self.headers.get(b"transfer-encoding", b"").lower()
         told = self.headers.get(b"content-length")
         if told is not None and not self.chunked:
-            if not told.isdigit():
+            if not told.isdigit() or len(told) > _MOST_DIGITS:
                 raise BrokenResponse("malformed")
             self.length = int(told)
             if self.length > self.longest_body:
@@ -154,11 +162,13 @@ class Event(NamedTuple):
 
 
 def _events(data: bytearray, pieces: Iterable[tuple[int, int]], ends: array[int]) -> Iterator[Event]:
-    """Events end with an empty line, wherever frames and reads were cut. Comments (keep-alive) are no events."""
-    kept, read, last_read = b"", 0, len(ends) - 1
+    """Events end with an empty line, wherever frames and reads were cut. Comments (keep-alive) are no events. Each byte
+    is looked at once, however small the frames are."""
+    kept, read, last_read = bytearray(), 0, len(ends) - 1
     for begin, end in pieces:
         piece = data[begin:end]
-        if not kept and piece.find(b"\n") == end - begin - 2 and piece.endswith(b"\n\n"):
+        size = end - begin
+        if not kept and piece.find(b"\n") == size - 2 and piece.endswith(b"\n\n") and size <= LARGEST_EVENT:
             # One line, then an empty one: nearly every chunk of nearly every server.
             while read < last_read and ends[read] < end:
                 read += 1
@@ -168,15 +178,24 @@ def _events(data: bytearray, pieces: Iterable[tuple[int, int]], ends: array[int]
         carried = len(kept)
         kept += piece
         last = 0
-        for gap in _EMPTY_LINE.finditer(kept):
+        for begins, ends_at in [gap.span() for gap in _EMPTY_LINE.finditer(kept, max(0, carried - _BEFORE_LAST))]:
             # Where the event ends in the response itself: what was carried lies before this piece.
-            while read < last_read and ends[read] < begin + gap.end() - carried:
+            while read < last_read and ends[read] < begin + ends_at - carried:
                 read += 1
-            lines = [line[5:].strip() for line in kept[last : gap.start()].split(b"\n") if line.startswith(b"data:")]
-            if lines:
-                yield Event(b"\n".join(lines), read)
-            last = gap.end()
-        kept = kept[last:]
+            if (told := _data_lines(kept[last:begins])) is not None:
+                yield Event(told, read)
+            last = ends_at
+        del kept[:last]
+        if len(kept) > LARGEST_EVENT:
+            raise BrokenResponse("too_long")
+
+
+def _data_lines(event: bytearray) -> bytes | None:
+    """What an event says; None of a comment."""
+    if len(event) > LARGEST_EVENT:
+        raise BrokenResponse("too_long")
+    lines = [line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:")]
+    return b"\n".join(lines) if lines else None
 
 
 @dataclass(slots=True)
@@ -200,8 +219,9 @@ class Answer:
 
 
 def understand(events: Iterable[Event], answer: Answer | None = None) -> Answer:
-    """Both kinds of OpenAI-compatible streams, completions and chat. A chunk without content is no token. Added to
-    `answer` where its first events were understood before."""
+    """Both kinds of OpenAI-compatible streams, completions and chat. A chunk without content is no token. An event that
+    makes no sense is counted as damaged and harms no other. Added to `answer` where its first events were understood
+    before."""
     answer = answer or Answer()
     for event in events:
         answer.events += 1
@@ -210,25 +230,27 @@ def understand(events: Iterable[Event], answer: Answer | None = None) -> Answer:
         try:
             text = event.data.decode()
             chunk, end = _decode(text)
-        except ValueError:
-            answer.damaged += 1
-            continue
-        if isinstance(chunk, dict) and end == len(text):
+            if not isinstance(chunk, dict) or end != len(text):
+                raise ValueError("no object, or more than one")
             _take(answer, chunk, event.read)
-        else:
+        except (ValueError, TypeError, RecursionError):
+            # Whatever a server sends: what it says is data, and must not end the process that has all other answers.
             answer.damaged += 1
     return answer
 
 
 def _take(answer: Answer, chunk: dict[str, Any], read: int) -> None:
     if error := chunk.get("error"):
-        answer.error = str(error)[:300]
+        answer.error = str(error)
+    choices = chunk.get("choices") or []
+    if not isinstance(choices, list):
+        raise TypeError("choices are a list")
+    for choice in choices:
+        if isinstance(choice, dict):
+            _take_choice(answer, choice, read)
     if isinstance(usage := chunk.get("usage"), dict):
         answer.prompt_tokens = _count(usage.get("prompt_tokens"), answer.prompt_tokens)
         answer.tokens_told = _count(usage.get("completion_tokens"), answer.tokens_told)
-    for choice in chunk.get("choices") or ():
-        if isinstance(choice, dict):
-            _take_choice(answer, choice, read)
 
 
 def _take_choice(answer: Answer, choice: dict[str, Any], read: int) -> None:
@@ -237,7 +259,7 @@ def _take_choice(answer: Answer, choice: dict[str, Any], read: int) -> None:
     if isinstance(delta, dict):
         reasoning = delta.get("reasoning_content") or delta.get("reasoning")
         text = text or delta.get("content")
-    if finish := choice.get("finish_reason"):
+    if isinstance(finish := choice.get("finish_reason"), str) and finish:
         answer.finish = finish
     if reasoning and answer.first_reasoning_read is None:
         answer.first_reasoning_read = read
@@ -252,4 +274,9 @@ def _take_choice(answer: Answer, choice: dict[str, Any], read: int) -> None:
 
 
 def _count(value: object, before: int | None) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else before
+    """ValueError for a number that counts nothing: below zero, or more than any sum of them could hold."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        return before
+    if not 0 <= value < _MOST_TOKENS:
+        raise ValueError("no count of tokens")
+    return value

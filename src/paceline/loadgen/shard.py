@@ -6,6 +6,7 @@ whatever this loop is late by stands in its own record (`orders.Shift`). Times o
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import select
 import ssl
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from paceline.loadgen import tally
 from paceline.loadgen.arrivals import NS, WHEN_FREE
 from paceline.loadgen.clocks import Alarm, Bridge
-from paceline.loadgen.connection import Connection
+from paceline.loadgen.connection import OWN_ERRORS, Connection
 from paceline.loadgen.fleet import Fleet, Lanes
 from paceline.loadgen.orders import ANY_REPLICA, Handled, Orders, Shift, stamps
 from paceline.loadgen.pool import READABLE, WRITABLE, Pool
@@ -31,6 +32,8 @@ CONNECT_S = 10.0
 EVENTS_AT_ONCE = 64
 # How often requests are looked at for their time-out.
 LOOK_NS = NS // 10
+# A kept connection that ends so soon after a request was sent had been given up before it came.
+AT_ONCE_NS = NS // 10
 # So many requests are sent before answers are looked at again.
 SENDS_AT_ONCE = 32
 # Answers are read off when fewer sockets than this were ready, or when so much waits.
@@ -82,7 +85,8 @@ class Shard:
         deadline = time.monotonic() + CONNECT_S
         while (wanted or self._pool.connecting) and time.monotonic() < deadline:
             while wanted and self._pool.connecting < CONNECTING_AT_ONCE:
-                self._pool.open(wanted.popleft())
+                with contextlib.suppress(OSError):
+                    self._pool.open(wanted.popleft())
             self._turn(0.05)
 
     # --- the work ---
@@ -164,11 +168,11 @@ class Shard:
         self._hand_over(handled, index)
 
     def _hand_over(self, handled: Handled, index: int) -> None:
-        connection = self._pool.free_one(handled.replica) or self._pool.open(handled.replica)
-        if connection is None:
+        try:
+            connection = self._pool.free_one(handled.replica) or self._pool.open(handled.replica)
+        except OSError as error:
             self._fleet.in_flight[handled.replica] -= 1
-            self._refused(handled.replica)
-            self._end(handled, index, "connect")
+            self._end(handled, index, self._refused(handled.replica, error), str(error))
             return
         connection.index = index
         payload = self.orders.payload(index, handled.replica)
@@ -235,17 +239,20 @@ class Shard:
         try:
             connection.finish_connecting()
         except OSError as error:
-            self._refused(connection.replica)
-            self._lose(connection, "connect", str(error))
+            self._lose(connection, self._refused(connection.replica, error), str(error))
             return
         self._fleet.accepted(connection.replica)
         if connection.ready:
             self._pool.settle(connection)
         self._write(connection)
 
-    def _refused(self, replica: int) -> None:
+    def _refused(self, replica: int, error: OSError) -> str:
+        """The error class; what this process itself has run out of is held against no replica."""
+        if error.errno in OWN_ERRORS:
+            return "client"
         if self._fleet.refused(replica, time.monotonic_ns()) and self.orders.reassigns:
             self._lanes.release(replica, self._fleet)
+        return "connect"
 
     def _read(self, connection: Connection) -> None:
         was_ready = connection.ready
@@ -331,9 +338,12 @@ class Shard:
         self._pool.drop(connection)
         if handled is None or response is None:
             return
-        if error in ("closed", "reset") and not response.data and connection.used > 1 and not handled.retried:
-            # A server may close a kept connection just when it is used again: nothing was answered yet.
+        is_kept = connection.used > 1 and not response.data and not handled.retried
+        worked_ns = 0 if handled.sent_ns is None else time.monotonic_ns() - handled.sent_ns
+        if error in ("closed", "reset") and is_kept and worked_ns < AT_ONCE_NS:
+            # A server may close a kept connection just when it is used again; later it had begun on the request.
             handled.retried, handled.sent_ns = True, None
+            handled.attempt += 1
             self._hand_over(handled, connection.index)
             return
         self._fleet.in_flight[connection.replica] -= 1

@@ -84,11 +84,18 @@ def _receive(pipe: Connection[Any, Any]) -> Any:
 
 def _work(orders: Orders, slot: memoryview[int], pipe: Connection[Any, Any]) -> None:
     end_with_parent()
+    _allow_files()
     shard = Shard(orders, slot)
     shard.connect()
     pipe.send("connected")
     with contextlib.suppress(EOFError):
         pipe.send(shard.work(pipe.recv()))
+
+
+def _allow_files() -> None:
+    """As many as the system lets this process have: how many an open load needs is the server's to decide."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def require_files(connections: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from testbed.requests import request
 
+from paceline.loadgen import courier as courier_module
 from paceline.loadgen.courier import Courier, Errand
 from paceline.loadgen.orders import Target
 from paceline.mock_replica import MockReplica
@@ -70,6 +71,23 @@ def test_failures_end_too_and_are_counted(replica: Start, mode: str, error: str)
     assert len(heard.ends) == 4
     assert account.errors[error] >= 2
     assert sum(tokens == 0 for _, tokens in heard.ends) == sum(account.errors.values())
+
+
+def test_an_end_is_told_whatever_goes_wrong(replica: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LoadGen waits for each without a bound."""
+
+    def fail(*_: object) -> None:
+        raise TypeError("'int' object is not iterable")
+
+    monkeypatch.setattr(courier_module, "understand", fail)
+    heard, account = carried([target(replica())], 2)
+    assert heard.ends == [(0, 0), (1, 0)]
+    assert account.errors == {"malformed": 2}
+
+
+def test_no_replica_at_all() -> None:
+    heard, _ = carried([], 2, replica=None)
+    assert heard.ends == [(0, 0), (1, 0)]
 
 
 def test_nobody_there() -> None:

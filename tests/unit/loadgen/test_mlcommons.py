@@ -54,6 +54,12 @@ def test_other_scenarios(replica: Start, tmp_path: Path, scenario: str, requests
     assert (told.verdict, told.asked, told.reasons) == ("VALID", requests, ())
 
 
+def test_no_replica_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mlcommons, "is_installed", lambda: True)
+    with pytest.raises(UnsupportedError, match="no replica is left for LoadGen to ask"):
+        driven([], tmp_path)
+
+
 @installed
 def test_requests_that_fail_end_the_test_and_are_counted(replica: Start, tmp_path: Path) -> None:
     told = driven([replica(mode="fail")], tmp_path)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
+from paceline.loadgen import response as module
 from paceline.loadgen.orders import LONGEST_BODY, longest_body
 from paceline.loadgen.response import BrokenResponse, Response, understand
 
@@ -87,6 +89,56 @@ def test_completions_reasoning_and_errors() -> None:
     assert "out of pages" in str(answer.error)
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b'{"choices": 5}',
+        b"[" * 200_000,
+        b'{"usage": {"completion_tokens": ' + b"9" * 5000 + b"}}",
+        b'{"usage": {"completion_tokens": ' + b"9" * 400 + b"}}",
+        b'{"usage": {"completion_tokens": -5}}',
+        b'{"usage": {"prompt_tokens": -1}}',
+        b"\xff\xfe",
+        b"7",
+    ],
+    ids=lambda damage: damage[:40].decode(errors="replace"),
+)
+def test_an_event_without_sense_harms_no_other(damage: bytes) -> None:
+    events = [token("a"), b"data: " + damage + b"\n\n", token("b"), USAGE]
+    answer = understand(fed([HEAD, *map(chunk, events), b"0\r\n\r\n"])[0].events())
+    assert answer.damaged == 1
+    assert (answer.text, answer.tokens_told, answer.prompt_tokens) == (["a", "b"], 3, 7)
+
+
+def test_a_finish_that_is_no_word_is_none() -> None:
+    events = [event(choices=[{"text": "a", "finish_reason": {"why": "length"}}])]
+    assert understand(fed([HEAD, *map(chunk, events), b"0\r\n\r\n"])[0].events()).finish is None
+
+
+def test_frames_of_one_byte_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How much is looked through grows with the answer, not with its square."""
+    searched = []
+
+    class Searching:
+        def finditer(self, kept: bytearray, begin: int) -> Any:
+            searched.append(len(kept) - begin)
+            return iter(())
+
+    monkeypatch.setattr(module, "_EMPTY_LINE", Searching())
+    body = b"data: " + b"x" * 3000
+    response, _ = fed([HEAD + b"".join(chunk(body[n : n + 1]) for n in range(len(body))) + b"0\r\n\r\n"])
+    assert list(response.events()) == []
+    assert sum(searched) <= 4 * len(body)
+
+
+@pytest.mark.parametrize(("tail", "cut"), [(b"", 5), (b"\n\n", 5), (b"\n\n", 0)], ids=["unended", "ended", "one frame"])
+def test_an_event_has_a_bound(tail: bytes, cut: int) -> None:
+    long = b"data: " + b"x" * module.LARGEST_EVENT + tail
+    response, _ = fed([HEAD, *(chunk(part) for part in (long[:cut], long[cut:]) if part), b"0\r\n\r\n"])
+    with pytest.raises(BrokenResponse, match="too_long"):
+        list(response.events())
+
+
 def test_a_length_and_a_refusal() -> None:
     response, whole = fed([b"HTTP/1.1 429 Too Many\r\nRetry-After: 2\r\nContent-Length: 4\r\n\r\nbu", b"sy"])
     assert whole == [False, True]
@@ -109,6 +161,7 @@ def test_a_body_without_length_ends_with_its_connection() -> None:
         ([HEAD + b"zz\r\n" + b"0\r\n\r\n"], "malformed"),
         ([HEAD + b"-4\r\n" + b"0\r\n\r\n"], "malformed"),
         ([b"HTTP/1.1 200 OK\r\nContent-Length: 999999999\r\n\r\n"], "too_long"),
+        ([b"HTTP/1.1 200 OK\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n"], "malformed"),
         ([HEAD] + [chunk(b"y" * 65_536)] * 600, "too_long"),
     ],
 )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import socket
+import ssl
 import struct
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +15,9 @@ from typing import Any
 import pytest
 from testbed.requests import request
 
-from paceline.loadgen import arrivals
-from paceline.loadgen.orders import Shift
+from paceline.loadgen import arrivals, connection, pool
+from paceline.loadgen.orders import Shift, Target
+from paceline.loadgen.shard import AT_ONCE_NS
 from paceline.mock_replica import MODES, MockReplica
 from paceline.mock_wire import WORDS
 
@@ -106,6 +110,39 @@ def test_an_answer_is_ended_at_the_bound_that_was_given(replica: Make, send: Sen
     assert errors(send(replica().port, 3, longest_body=4000)) == {None: 3}
 
 
+def test_a_read_without_the_kernels_time_is_not_called_stamped(
+    replica: Make, send: Send, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system took the option and sends no times, as some do."""
+    monkeypatch.setattr(connection.clocks, "stamp_in_kernel", lambda _: True)
+    shift = send(replica().port, 3)
+    assert errors(shift) == {None: 3}
+    assert [h.stamped for h in shift.handled] == [False] * 3
+
+
+def test_a_host_that_falls_silent_is_noticed() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        made = connection.Connection(0, (socket.AF_INET, listener.getsockname()), 0)
+        assert made.sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert made.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == connection.KEEP_ALIVE_S
+        assert made.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == connection.SILENT_S * 1000
+        assert made.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT) == connection.SYN_TRIES
+        made.close()
+
+
+def test_authorities_are_read_once_for_each_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[ssl.SSLContext] = []
+    real = ssl.create_default_context
+    monkeypatch.setattr(ssl, "create_default_context", lambda **given: made.append(real(**given)) or made[-1])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        connections = pool.Pool([Target(host="127.0.0.1", port=port, tls=True)], 0)
+        for _ in range(3):
+            connections.open(0)
+        connections.close()
+    assert len(made) == 1
+
+
 def test_chat(replica: Make, send: Send) -> None:
     shift = send(replica(mode="role").port, 4, request(path="/v1/chat/completions"))
     assert {h.text for h in shift.handled} == {TEXT}
@@ -121,6 +158,19 @@ def test_nobody_listens(send: Send) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     assert errors(send(port, 5)) == {"connect": 5}
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EADDRNOTAVAIL])
+def test_what_the_client_has_run_out_of_is_held_against_no_replica(
+    code: int, replica: Make, send: Send, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(code, "no more")
+
+    monkeypatch.setattr(pool, "Connection", fail)
+    shift = send(0, 8, ports=[replica().port, replica().port], reassigns=True)
+    assert errors(shift) == {"client": 8}
+    assert (shift.died_ns, shift.reassigned) == ({}, {})
 
 
 @pytest.mark.parametrize("linger", [None, struct.pack("ii", 1, 0)], ids=["closed", "reset"])
@@ -145,14 +195,37 @@ def test_a_kept_connection_that_was_given_up_is_asked_again(linger: bytes | None
     shift = send(listener.getsockname()[1], 4, due_ns=arrivals.closed_loop(4), concurrency=1)
     assert errors(shift) == {None: 4}
     assert [h.retried for h in shift.handled] == [False, True, True, True]
+    assert [h.attempt for h in shift.handled] == [0, 1, 1, 1]
     assert len(asked) == 4
 
 
-def test_a_certificate_that_nobody_signed(send: Send, tmp_path: Any) -> None:
-    import ssl
-    import subprocess
+def test_a_request_that_was_worked_on_is_not_asked_again(send: Send) -> None:
+    """The server closes a kept connection long after the second request came: it had begun on it."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    asked: list[bytes] = []
 
-    from paceline.loadgen.orders import Target
+    def serve() -> None:
+        while True:
+            try:
+                peer, _ = listener.accept()
+            except OSError:
+                return
+            with peer:
+                asked.append(peer.recv(65536))
+                peer.sendall(b'HTTP/1.1 200 OK\r\nContent-Length: 37\r\n\r\ndata: {"choices": [{"text": "a"}]} \n\n')
+                asked.append(peer.recv(65536))
+                time.sleep(3 * AT_ONCE_NS / 1e9)
+
+    threading.Thread(target=serve, daemon=True).start()
+    shift = send(listener.getsockname()[1], 2, due_ns=arrivals.closed_loop(2), concurrency=1)
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    assert errors(shift) == {None: 1, "closed": 1}
+    assert len(asked) == 2
+
+
+def test_a_certificate_that_nobody_signed(send: Send, tmp_path: Any) -> None:
+    import subprocess
 
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import resource
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from testbed.requests import request
@@ -51,6 +53,25 @@ def test_more_connections_than_the_system_allows(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(team.resource, "getrlimit", lambda _: (1024, 2048))
     with pytest.raises(UnsupportedError, match="5000 connections need 5064 open files, this system allows 2048"):
         team.require_files(5000)
+
+
+def test_a_process_of_the_client_may_open_all_files_the_system_allows(
+    ports: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An open load has as many in flight as the server is slow to answer, whatever was connected beforehand."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    monkeypatch.setattr(team, "RESERVED_FILES", 0)
+    whole = plan.Plan(due_ns=arrivals.at_once(60), samples=plan.permuted(60, 60, 1), replicas=plan.spread(60, 2))
+    targets = [Target(host="127.0.0.1", port=port) for port in ports]
+    share = plan.orders_of(whole, whole.shares(1)[0], [request(tokens=4)] * 60, targets)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before + 20, hard))
+    try:
+        [shift] = team.run([share])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert {each.error for each in shift.handled} == {None}
+    assert shift.most_in_flight > 20
 
 
 GOOD = Shift(

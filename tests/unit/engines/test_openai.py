@@ -1,0 +1,86 @@
+"""An endpoint that already runs is asked who it is; its key goes to it alone, and into no sentence."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from paceline.engines import openai, vllm
+from paceline.errors import UnsupportedError
+
+KEY = "sk-verysecret"
+Answering = Callable[[bytes], tuple[str, list[bytes]]]
+
+
+@pytest.fixture
+def answering() -> Iterator[Answering]:
+    """A port that answers whoever connects with the same bytes; its URL, and what it was asked."""
+    listeners: list[socket.socket] = []
+
+    def make(answer: bytes) -> tuple[str, list[bytes]]:
+        listener, asked = socket.create_server(("127.0.0.1", 0)), []
+
+        def serve() -> None:
+            while True:
+                try:
+                    peer, _ = listener.accept()
+                except OSError:
+                    return
+                with peer:
+                    asked.append(peer.recv(65_536))
+                    peer.sendall(answer)
+
+        threading.Thread(target=serve, daemon=True).start()
+        listeners.append(listener)
+        return f"http://127.0.0.1:{listener.getsockname()[1]}", asked
+
+    yield make
+    for listener in listeners:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+
+
+def json_answer(body: bytes) -> bytes:
+    return b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+
+
+@pytest.mark.parametrize("key", [f"{KEY}\n", f"{KEY}\r\nX: y", f"{KEY}\u2019"])
+def test_a_key_that_no_header_carries_is_refused_unsaid(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    with pytest.raises(UnsupportedError, match="the key in OPENAI_API_KEY has a character") as told:
+        openai._found("http://127.0.0.1:9", openai.Options())
+    assert KEY not in str(told.value)
+
+
+def test_the_key_follows_no_redirect(answering: Answering, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    other, stolen = answering(json_answer(b'{"data": [{"id": "m"}]}'))
+    moved = b"HTTP/1.1 302 Found\r\nLocation: %s/v1/models\r\nContent-Length: 0\r\n\r\n" % other.encode()
+    url, asked = answering(moved)
+    with pytest.raises(UnsupportedError, match="/v1/models answers 302"):
+        openai._found(url, openai.Options())
+    assert KEY.encode() in asked[0]
+    assert stolen == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (b"SSH-2.0-OpenSSH_9.6\r\n", "does not speak HTTP"),
+        (json_answer(b"welcome"), "does not answer with JSON"),
+        (json_answer(b"[" * 200_000), "does not answer with JSON"),
+        (json_answer(b'{"data": 5}'), "lists no model"),
+    ],
+)
+def test_ports_of_another_kind(answer: bytes, words: str, answering: Answering) -> None:
+    with pytest.raises(UnsupportedError, match=words):
+        openai._found(answering(answer)[0], openai.Options())
+
+
+def test_a_version_is_no_must(answering: Answering) -> None:
+    url, _ = answering(b"SSH-2.0-OpenSSH_9.6\r\n")
+    assert openai._version(url, None, None) is None
+    assert vllm._read(url, "/metrics") == ""
