@@ -43,11 +43,6 @@ def late_allowed(requests: int, percentile: float, confidence: float = CONFIDENC
     return low
 
 
-def requests_missing(requests: int, late: int, percentile: float, confidence: float = CONFIDENCE) -> int:
-    """How many more requests in time would make the statement true: what a run counts down while it goes on."""
-    return max(0, requests_needed(late, percentile, confidence) - requests)
-
-
 def too_many_late(requests: int, late: int, percentile: float, confidence: float = CONFIDENCE) -> bool:
     """Whether so many late ones would be rarer than 1 - confidence if the share were as allowed: the limit is not kept.
     Between this and `requests_needed` nothing can be told."""
