@@ -7,6 +7,7 @@ the bounds of its launches, so that of one launch alone has none.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -112,7 +113,9 @@ def measure(served: Served) -> Iterator[Measurement]:
     for name, quantity in (LATENCIES | OF_REASONING if reasons else LATENCIES).items():
         yield from _percentiles(served, name, [v for r in served.answered if (v := quantity(r)) is not None])
     gaps = gaps_between_tokens(served.answered)
-    yield from _percentiles(served, "itl", gaps.seconds)
+    # Gaps of one answer are alike: bounds that took them for independent would be too narrow.
+    for found in _percentiles(served, "itl", gaps.seconds):
+        yield dataclasses.replace(found, low=None, high=None)
     split = gaps.split / len(gaps.seconds) if len(gaps.seconds) else None
     yield measurement(served, "itl_split_ratio", (split, None, None), n=len(gaps.seconds))
     yield from _rates(served)

@@ -56,6 +56,12 @@ def test_rates_are_of_what_was_completed() -> None:
     assert found["itl_p99_s"].value == pytest.approx(0.01)
 
 
+def test_gaps_of_few_answers_bound_nothing() -> None:
+    long = request(tokens=1001, pieces=1001, asked_tokens=1001, token_ns=(10 * MS,) * 1000)
+    found = by_name([record([long])])["itl_p50_s"]
+    assert (found.n, found.low, found.high) == (1000, None, None)
+
+
 def test_goodput_counts_what_kept_every_limit() -> None:
     late = request(1, first_ns=700 * MS, last_ns=730 * MS, ended_ns=1000 * MS)
     found = by_name([record([request(0), late], scenario="interactive", rate_per_s=1.0)])
