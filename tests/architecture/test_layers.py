@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "environment", "neutral", "designs", "offspring", "clocks", "tether", "scratch", "stopping"),
     ("shapes", "choices", "parcel"),
     ("voice", "serving"),
-    ("checkpoints",),
+    ("checkpoints", "self_audit"),
     ("spec", "models", "machine", "processes", "files", "places", "reach", "cron", "probes"),
     (
         *("prices", "rows", "adapters", "acceptance", "contents", "profiles", "meeting", "interruptions", "depot"),
@@ -55,6 +55,7 @@ STANDARD_LIBRARY_ONLY = (
     "shapes",
     "choices",
     "serving",
+    "self_audit",
     "stopping",
     "probes",
     "checkpoints",

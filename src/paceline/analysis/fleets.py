@@ -93,8 +93,14 @@ def share_of(served: Served, replica: int, alone: Alone) -> ReplicaShare:
         finished_s=max(part.seconds for part in parts),
         alone_tokens_per_s=alone[replica].value if replica in alone else None,
         died_s=next((part.died_s for part in parts if part.died_s is not None), None),
-        reassigned=sum(sample.reassigned for sample in samples),
+        reassigned=sum(sample.reassigned for sample in samples) if _gave_away(served, parts) else 0,
     )
+
+
+def _gave_away(served: Served, parts: Sequence[Part]) -> bool:
+    """Counted over a run: of one with several loads they are of the load in which the replica was lost,
+    not of those after it."""
+    return served.load is None or any(part.died_s is not None and part.died_s > 0 for part in parts)
 
 
 # --- all of them ---
@@ -134,12 +140,27 @@ def measurements_of(fleet: Fleet, served: Served) -> Iterator[Measurement]:
     """Of each replica, and of all together beside the best one."""
     for share in fleet.replicas:
         axes = {"replica": share.replica, "host": share.host}
-        rates = {"output": share.output_tokens_per_s, "prompt": share.prompt_tokens_per_s}
-        for kind, rate in rates.items():
+        rows = [_own_counts(launch, share.replica) for launch in _launches(served)]
+        for column, kind in enumerate(("output", "prompt")):
             name = f"replica_{kind}_tokens_per_s"
-            yield measured.measurement(served, name, (rate, None, None), n=share.requests, axes=axes)
+            rate = over_launches(rows, quotient(column, 2), served.cell, name, str(share.replica))
+            yield measured.measurement(served, name, bounded(rate), n=share.requests, axes=axes)
     yield from (found for found in (fleet.speedup, fleet.efficiency) if found is not None)
-    yield measured.measurement(served, "straggler_ratio", (fleet.straggler_ratio, None, None))
+    numbers = [share.replica for share in fleet.replicas]
+    waits = [[_straggling(launch, numbers)[0], launch.wall_s()] for launch in _launches(served)]
+    straggler = None if served.is_open else over_launches(waits, quotient(), served.cell, "straggler")
+    yield measured.measurement(served, "straggler_ratio", bounded(straggler))
+
+
+def _launches(served: Served) -> list[Served]:
+    return [Served((record,), served.load) for record in served.records]
+
+
+def _own_counts(launch: Served, replica: int) -> list[float]:
+    """Tokens that a replica answered, those it was asked, and the seconds it took."""
+    parts = [part_of(stretch, replica) for stretch in launch.stretches]
+    columns = zip(*((part.tokens, part.prompt_tokens, part.seconds) for part in parts), strict=True)
+    return [float(sum(column)) for column in columns]
 
 
 def _by_itself(share: ReplicaShare) -> float | None:
@@ -151,8 +172,7 @@ def _best(shares: Sequence[ReplicaShare]) -> ReplicaShare | None:
 
 
 def _rate(served: Served) -> Resampled | None:
-    launches = [Served((record,), served.load) for record in served.records]
-    rows = [[float(sum(map(tokens_of, each.answered))), each.wall_s()] for each in launches]
+    rows = [[float(sum(map(tokens_of, each.answered))), each.wall_s()] for each in _launches(served)]
     return over_launches(rows, quotient(), served.cell, "combined")
 
 
@@ -163,7 +183,7 @@ def _speedup(served: Served, best: ReplicaShare, alone: Alone) -> Measurement | 
         found = _over(together, alone[best.replica]) if together else (None, None, None)
         note = PAIRED
     else:
-        rows = [_beside(Served((record,), served.load), best.replica) for record in served.records]
+        rows = [_beside(launch, best.replica) for launch in _launches(served)]
         ratio = over_launches(rows, lambda s: s[..., 0] / s[..., 1] / (s[..., 2] / s[..., 3]), served.cell, "speedup")
         found, note = bounded(ratio), OWN_TIME
     return measured.measurement(served, "replicas_speedup_ratio", found, note=note) if found[0] is not None else None

@@ -19,13 +19,13 @@ import numpy as np
 from paceline.analysis import served as measured
 from paceline.analysis.fleets import replicas_of
 from paceline.analysis.launch_spread import bounded
+from paceline.analysis.loadgen_rules import SET_NAME, WHOLE_SET
 from paceline.analysis.served_loads import Served, Stretch
 from paceline.analysis.statistics import Array, Resampled, block_length, resample_sums, seed_of
 from paceline.analysis.token_times import Steady, most_in_flight, steady, tokens_of
 from paceline.findings.served_verdicts import FullSet
 from paceline.serving import RequestSample
 
-SUMMARIES, SAMPLES_OF_SUMMARIES = "summaries", 13_368
 # Every place in flight must have been used so often, else what was seen is one burst and no rate.
 LEAST_TURNS = 3
 # Of a load that was full for less of its time, most is ramp and end, which the law does not know.
@@ -76,8 +76,8 @@ def _value(found: Resampled) -> float:
 
 
 def _size(served: Served) -> int | None:
-    summaries = served.records[0].spec.training.data.name == SUMMARIES
-    return served.serving.full_set or (SAMPLES_OF_SUMMARIES if summaries else None)
+    summaries = served.records[0].spec.training.data.name == SET_NAME
+    return served.serving.full_set or (WHOLE_SET if summaries else None)
 
 
 def _by_replica(served: Served) -> list[list[Portion]]:

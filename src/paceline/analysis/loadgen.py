@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 
 from paceline.analysis import served
-from paceline.findings import INVALID, VALID, LoadgenVerdict, Opinion
+from paceline.analysis.loadgen_rules import label_of
+from paceline.analysis.served_verdicts import verdict_of
+from paceline.findings import LoadgenVerdict, Opinion
+from paceline.findings.served_verdicts import INVALID, INVALID_CLIENT, VALID
 from paceline.records import RunRecord
 from paceline.serving import MOST_CPU_RATIO, LoadgenSample, RequestSample
 
@@ -38,6 +41,7 @@ def _verdict(record: RunRecord, told: LoadgenSample) -> LoadgenVerdict:
         agrees=agrees,
         text=_text(theirs, ours, agrees),
         axes=record.spec.axes(),
+        label=label_of(served.gather([record])[0]),
     )
 
 
@@ -46,7 +50,7 @@ def _theirs(told: LoadgenSample) -> Opinion:
     client at its limit for a slow system."""
     failed = sum(told.errors.values())
     unseen = tuple(_unseen(told))
-    word = told.verdict if not unseen else INVALID if failed else f"{INVALID}(client)"
+    word = told.verdict if not unseen else INVALID if failed else INVALID_CLIENT
     tokens = next((told.numbers[key] for key in _TOKENS if told.numbers.get(key)), None)
     return Opinion(
         source=f"LoadGen {told.version}",
@@ -80,12 +84,11 @@ def _seconds(told: LoadgenSample, key: str) -> float | None:
 
 def _ours(record: RunRecord) -> Opinion:
     whole = served.gather([record])[0]
-    against = [*served.problems(record), *served.rule_problems(whole)]
-    answered, wall = whole.answered, whole.wall_s()
+    found, answered, wall = verdict_of(whole), whole.answered, whole.wall_s()
     return Opinion(
         source="Paceline",
-        verdict=INVALID if against else VALID,
-        reasons=tuple(against),
+        verdict=found.verdict,
+        reasons=found.reasons,
         requests=len(whole.requests),
         failed=len(whole.requests) - len(answered),
         output_tokens_per_s=sum(map(served.tokens_of, answered)) / wall if wall > 0 else None,

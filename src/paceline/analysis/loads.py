@@ -16,7 +16,9 @@ import numpy as np
 
 from paceline import stopping
 from paceline.analysis import served, statistics
+from paceline.analysis.served_loads import is_guess
 from paceline.analysis.statistics import Array, Resampled
+from paceline.analysis.token_times import first_token_ns
 from paceline.findings import HIGHER, LOWER
 from paceline.records import RunRecord
 from paceline.serving import PERCENTILE, RequestSample, StageSample
@@ -125,6 +127,16 @@ def gather(records: Sequence[RunRecord]) -> list[Load]:
     return [Load(key, cells.count(cell) == 1, tuple(each)) for (cell, key), each in found.items()]
 
 
+def believed(records: Sequence[RunRecord]) -> list[Load]:
+    """Those whose client can be believed in every launch: a search goes on until it cannot."""
+    return [load for load in gather(records) if not any(map(_is_doubted, load.launches))]
+
+
+def _is_doubted(launch: Launch) -> bool:
+    doubts = served.client_doubts(launch.record)
+    return any(number in doubts for number in {request.stage for request in launch.requests})
+
+
 def _launches(record: RunRecord) -> list[tuple[Key, Launch]]:
     by_stage: defaultdict[int, list[RequestSample]] = defaultdict(list)
     for request in sorted(record.requests, key=lambda r: (r.stage, r.due_ns, r.number)):
@@ -189,7 +201,7 @@ def _slices(launch: Launch) -> Array:
         return np.empty((0, 2))
     tokens = np.array([served.tokens_of(request) for request in answered], dtype=np.float64)
     last = np.array([request.last_ns or request.ended_ns or 0 for request in answered], dtype=np.float64)
-    first = np.array([request.first_ns or request.ended_ns or 0 for request in answered], dtype=np.float64)
+    first = np.array([first_token_ns(request) or request.ended_ns or 0 for request in answered], dtype=np.float64)
     count = min(max(len(answered) // ANSWERS_PER_SLICE, FEWEST_SLICES), MOST_SLICES)
     rows = []
     for start, end in launch.spans:
@@ -234,10 +246,15 @@ def kept(load: Load) -> Kept:
 
 
 def at_limits(found: Sequence[Load]) -> tuple[Load, Kept] | None:
-    """Of the loads of one cell the one with the most tokens a second that kept its limits; of a cell with one load that
-    one, kept or not. None where several were put on and none kept them."""
-    judged = [(load, kept(load)) for load in found]
+    """Of the loads of one cell the one with the most tokens a second that kept its limits, by proof where any has it;
+    of a cell with one load that one, kept or not. None where several were put on and none kept them, and where a search
+    came no further than its guess."""
+    judged = [(load, kept(load)) for load in found if not _guesses(load)]
     if len(judged) == 1:
         return judged[0]
     standing = [each for each in judged if each[1].ok is not False]
-    return max(standing, key=lambda each: value(each[0], TOKENS_PER_S) or 0.0, default=None)
+    return max(standing, key=lambda each: (each[1].proved, value(each[0], TOKENS_PER_S) or 0.0), default=None)
+
+
+def _guesses(load: Load) -> bool:
+    return load.spec.serving is not None and is_guess(load.spec.serving, load.key.rate_per_s)

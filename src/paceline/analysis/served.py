@@ -7,13 +7,14 @@ the bounds of its launches, so that of one launch alone has none.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from paceline import stopping
+from paceline import self_audit, stopping
 from paceline.analysis.launch_spread import Bounded, bounded, over_launches, quotient
 from paceline.analysis.served_loads import Load as Load
 from paceline.analysis.served_loads import Served as Served
@@ -28,12 +29,9 @@ from paceline.analysis.statistics import Array
 from paceline.analysis.token_times import Steady, gaps_between_tokens, steady
 from paceline.analysis.token_times import tokens_of as tokens_of
 from paceline.findings import HIGHER, LOWER, Measurement
+from paceline.findings.served_verdicts import CLIENT
 from paceline.records import RunRecord
 from paceline.serving import (
-    MOST_CPU_RATIO,
-    MOST_READ_LAG_S,
-    MOST_SCHEDULE_LAG_OF_TTFT,
-    MOST_SCHEDULE_LAG_S,
     OPEN,
     PERCENTILE,
     PLAIN_SCENARIOS,
@@ -115,7 +113,9 @@ def measure(served: Served) -> Iterator[Measurement]:
     for name, quantity in (LATENCIES | OF_REASONING if reasons else LATENCIES).items():
         yield from _percentiles(served, name, [v for r in served.answered if (v := quantity(r)) is not None])
     gaps = gaps_between_tokens(served.answered)
-    yield from _percentiles(served, "itl", gaps.seconds)
+    # Gaps of one answer are alike: bounds that took them for independent would be too narrow.
+    for found in _percentiles(served, "itl", gaps.seconds):
+        yield dataclasses.replace(found, low=None, high=None)
     split = gaps.split / len(gaps.seconds) if len(gaps.seconds) else None
     yield measurement(served, "itl_split_ratio", (split, None, None), n=len(gaps.seconds))
     yield from _rates(served)
@@ -138,7 +138,7 @@ def _rates(served: Served) -> Iterator[Measurement]:
     for name, (_, _, counted, over) in RATES.items():
         estimate = quotient(_COUNTED.index(counted), _COUNTED.index(over))
         found = bounded(over_launches(rows, estimate, served.cell, name))
-        if name == "goodput_ratio" and not served.has_limits:
+        if name.startswith("goodput") and not served.has_limits:
             found = (None, None, None)
         yield measurement(served, name, found)
 
@@ -226,30 +226,54 @@ def measurement(
 
 
 def client_problems(clients: Sequence[ClientSample], requests: Sequence[RequestSample], scenario: str) -> list[str]:
-    """Why the client itself may have been what was measured. Of a closed loop nothing is due before it is sent."""
+    """Why the client itself may have been what was measured."""
+    return [f"{CLIENT}: {text}" for text in self_audit.reasons(client_facts(clients, requests, scenario in OPEN))]
+
+
+def client_facts(
+    clients: Sequence[ClientSample], requests: Sequence[RequestSample], is_open: bool
+) -> self_audit.ClientFacts:
+    """Of the worst process. Of a closed loop nothing is due before it is sent."""
     first = [value for request in requests if (value := ttft_s(request)) is not None]
-    bound = max(MOST_SCHEDULE_LAG_S, MOST_SCHEDULE_LAG_OF_TTFT * float(np.median(first)) if first else 0.0)
-    late = _worst(client.schedule_lag_p99_ns for client in clients) if scenario in OPEN else 0.0
-    read = _worst(client.read_lag_p99_ns for client in clients)
-    cpu = max((client.cpu_s / client.wall_s for client in clients if client.wall_s > 0), default=0.0)
-    told = {
-        f"sent up to {late * 1e3:.1f} ms late (p99; at most {bound * 1e3:.1f} ms)": late > bound,
-        f"read up to {read * 1e3:.1f} ms late (p99; at most {MOST_READ_LAG_S * 1e3:.0f} ms)": read > MOST_READ_LAG_S,
-        f"used {cpu:.0%} of a core (at most {MOST_CPU_RATIO:.0%})": cpu > MOST_CPU_RATIO,
-    }
-    return [f"client: {text}" for text, holds in told.items() if holds]
+    early = max((r.due_ns - r.sent_ns for r in requests if r.sent_ns is not None), default=0)
+    return self_audit.ClientFacts(
+        ttft_p50_s=self_audit.median(first),
+        schedule_lag_p99_s=_worst(client.schedule_lag_p99_ns for client in clients) if is_open else None,
+        read_lag_p50_s=_worst((client.read_lag_p50_ns for client in clients), min),
+        read_lag_p99_s=_worst(client.read_lag_p99_ns for client in clients),
+        cpu_ratio=max((client.cpu_s / client.wall_s for client in clients if client.wall_s > 0), default=None),
+        clock_drift_s=_worst(abs(client.clock_drift_ns) for client in clients) or 0.0,
+        early_s=early / NS,
+        lacking=sum(map(is_lacking, requests)),
+    )
 
 
-def _worst(lags_ns: Iterable[float | None]) -> float:
-    """Of all processes of the client, in seconds."""
-    return max((lag or 0.0 for lag in lags_ns), default=0.0) / NS
+def is_lacking(request: RequestSample) -> bool:
+    """Failed for want of the client's own files, ports or buffers: it says nothing about the server."""
+    return request.error == self_audit.LACKING
+
+
+def _worst(of_processes_ns: Iterable[float | None], choose: Callable[[list[float]], float] = max) -> float | None:
+    known = [value for value in of_processes_ns if value is not None]
+    return choose(known) / NS if known else None
+
+
+def failure_problems(served: Served) -> list[str]:
+    """Of a load without limits nothing else counts a request that failed: none may."""
+    if served.has_limits:
+        return []
+    classes = Counter(str(r.error) for r in served.requests if r.error is not None and not is_lacking(r))
+    told = ", ".join(f"{name} {count} times" for name, count in sorted(classes.items()))
+    return [f"{classes.total()} of {len(served.requests)} requests failed ({told})"] if classes else []
 
 
 def rule_problems(served: Served) -> list[str]:
     """Why the limits of the scenario do not count as kept, by early stopping; none where there are no limits."""
     if not served.has_limits:
         return []
-    late, count = late_of(served), len(served.requests)
+    count = len(served.requests)
+    # Those that the client had no means to ask are its own reason, and no late ones of the server.
+    late = late_of(served) - sum(map(is_lacking, served.requests))
     allowed = stopping.late_allowed(count, PERCENTILE)
     if allowed is None:
         least = stopping.requests_needed(0, PERCENTILE)
@@ -295,15 +319,12 @@ def _samples_again(record: RunRecord) -> list[str]:
 
 
 def _unaccounted(record: RunRecord) -> list[str]:
-    """Of a schedule every request is answered or failed. A closed loop, and one that may end by time, gives out no more
-    than it came to."""
+    """Every request that was given out is answered or failed."""
     known = Counter(stage for stage, _ in {(request.stage, request.number) for request in record.requests})
-    ends_early = record.spec.serving is None or record.spec.serving.least_s > 0
     lost = [
         f"{stage.planned - known[stage.stage]} of {stage.planned} requests are neither answered nor failed"
         for stage in record.stages
         if known[stage.stage] < stage.planned
-        and not (ends_early and not is_scheduled(stage.scenario, stage.rate_per_s))
     ]
     return lost[:3]
 
@@ -314,7 +335,9 @@ def problems(record: RunRecord) -> list[str]:
         return ["nothing was recorded"]
     if not any(request.error is None for request in record.requests):
         classes = Counter(str(request.error) for request in record.requests)
-        return [f"no request was answered: {', '.join(f'{name} {count} times' for name, count in classes.items())}"]
+        blamed = f"{CLIENT}: " if set(classes) == {self_audit.LACKING} else ""
+        told = ", ".join(f"{name} {count} times" for name, count in classes.items())
+        return [f"{blamed}no request was answered: {told}"]
     doubts = client_doubts(record)
     loads = {request.stage for request in record.requests}
     # A search goes on until the client itself is late: what it was asked before that can be believed.
@@ -330,7 +353,8 @@ def client_doubts(record: RunRecord) -> dict[int, list[str]]:
     assert record.spec.serving is not None
     rates = {stage.stage: (stage.scenario, stage.rate_per_s) for stage in record.stages}
     found = {}
-    for number in sorted({client.stage for client in record.clients}):
+    lacking = {request.stage for request in record.requests if is_lacking(request)}
+    for number in sorted({client.stage for client in record.clients} | lacking):
         clients = [client for client in record.clients if client.stage == number]
         scheduled = number in rates and is_scheduled(*rates[number])
         scenario = OPEN[0] if scheduled else record.spec.serving.scenario

@@ -38,7 +38,7 @@ ELSEWHERE = ("openai",)
 def analyse(records: Sequence[RunRecord], costing: Costing) -> tuple[ServedCost, ...]:
     """Every cell whose devices have a price; of a paired run nothing, because its replicas took turns."""
     by_cell: defaultdict[str, list[Load]] = defaultdict(list)
-    for load in loads.gather(records):
+    for load in loads.believed(records):
         if load.key.replica is None:
             by_cell[load.spec.cell].append(load)
     return tuple(row for found in by_cell.values() for row in _costs(found, costing))
@@ -148,7 +148,7 @@ def measurements(rows: Sequence[ServedCost]) -> Iterator[Measurement]:
 
 def energies(records: Sequence[RunRecord]) -> Iterator[Measurement]:
     """joules_per_output_token of every load: joules of all devices while it was on over the tokens it answered."""
-    for load in loads.gather(records):
+    for load in loads.believed(records):
         if load.key.replica is None:
             yield _joules(load)
 

@@ -74,6 +74,11 @@ def is_scheduled(scenario: str, rate_per_s: float | None) -> bool:
     return scenario in OPEN or (scenario not in PLAIN_SCENARIOS and rate_per_s is not None)
 
 
+def is_guess(serving: Serving, rate_per_s: float | None) -> bool:
+    """The closed loop by which a search guesses where to begin: it says nothing about what keeps limits."""
+    return serving.scenario == "search" and rate_per_s is None
+
+
 class Load(NamedTuple):
     """What tells the loads of a sweep, a search or a paired run apart; the same in every launch."""
 
@@ -139,10 +144,9 @@ class Served:
 
     @property
     def limits(self) -> dict[str, float | None]:
-        """As asked for. The closed loop by which a search guesses where to begin has none to keep."""
+        """As asked for; a guess has none to keep."""
         asked = self.serving.limits
-        guesses = self.serving.scenario == "search" and self.rate_per_s is None
-        return dict.fromkeys(asked) if guesses else asked
+        return dict.fromkeys(asked) if is_guess(self.serving, self.rate_per_s) else asked
 
     @property
     def has_limits(self) -> bool:

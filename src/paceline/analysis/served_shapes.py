@@ -188,7 +188,19 @@ def _audit(cell: Launches) -> ClientAudit:
         read_bound_s=MOST_READ_LAG_S,
         cpu_ratio=max((ratio for c in clients if (ratio := _cpu_ratio(c)) is not None), default=None),
         cpu_bound_ratio=MOST_CPU_RATIO,
+        clock_drift_s=_worst(abs(c.clock_drift_ns) for c in clients),
+        **_seen(cell),
     )
+
+
+def _seen(cell: Launches) -> dict[str, float | None]:
+    """Of all answers: the share without the kernel's times, and of their events that which shared a read."""
+    came = [r for record in cell for r in record.requests if r.first_byte_ns is not None]
+    pieces = sum(r.pieces for r in came)
+    return {
+        "unstamped_ratio": sum(not r.stamped for r in came) / len(came) if came else None,
+        "coalesced_ratio": sum(r.coalesced for r in came) / pieces if pieces else None,
+    }
 
 
 def _is_open(record: RunRecord) -> bool:

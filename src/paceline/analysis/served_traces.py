@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from paceline.analysis import served
 from paceline.analysis.served import NS
 from paceline.analysis.served_spread import spread
+from paceline.analysis.token_times import first_token_ns
 from paceline.findings.served_shapes import TTFT, ReplicaTrace, ServedTrace
 from paceline.records import RunRecord
 from paceline.serving import RequestSample
@@ -119,18 +120,20 @@ def _tokens_per_s(answered: Sequence[RequestSample], edges: Seconds) -> tuple[fl
 
 def _token_times(request: RequestSample) -> Iterator[tuple[Seconds, float]]:
     """Times of the events with content, and the tokens that each stands for."""
-    if request.first_ns is None or request.last_ns is None or served.tokens_of(request) < 1:
+    first = first_token_ns(request)
+    if first is None or request.last_ns is None or served.tokens_of(request) < 1:
         return
     if request.token_ns:
         gaps = np.asarray(request.token_ns, dtype=np.int64)
-        moments = (request.first_ns + np.concatenate([[0], np.cumsum(gaps)])) / NS
+        moments = (first + np.concatenate([[0], np.cumsum(gaps)])) / NS
     else:
-        moments = np.linspace(request.first_ns, request.last_ns, served.tokens_of(request)) / NS
+        moments = np.linspace(first, request.last_ns, served.tokens_of(request)) / NS
     yield moments, served.tokens_of(request) / len(moments)
 
 
 def _first_tokens(answered: Sequence[RequestSample], edges: Seconds) -> tuple[float | None, ...]:
-    pairs = [(r.first_ns / NS, value) for r in answered if r.first_ns is not None and (value := served.ttft_s(r))]
+    known = [(r, first) for r in answered if (first := first_token_ns(r)) is not None]
+    pairs = [(first / NS, value) for r, first in known if (value := served.ttft_s(r))]
     groups: list[list[float]] = [[] for _ in edges[1:]]
     for at, value in pairs:
         groups[min(len(groups) - 1, int(np.searchsorted(edges, at, side="right")) - 1)].append(value)

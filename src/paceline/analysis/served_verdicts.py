@@ -13,7 +13,16 @@ from paceline.analysis import fleets, full_set, loadgen_rules, rate_search
 from paceline.analysis import served as measured
 from paceline.analysis.served_loads import Served, gather
 from paceline.findings import Measurement, Report
-from paceline.findings.served_verdicts import CLIENT, INVALID, INVALID_CLIENT, VALID, Fleet, Rule, ServedVerdict
+from paceline.findings.served_verdicts import (
+    CLIENT,
+    INVALID,
+    INVALID_CLIENT,
+    NOT_KEPT,
+    VALID,
+    Fleet,
+    Rule,
+    ServedVerdict,
+)
 from paceline.records import RunRecord, Status
 from paceline.serving import PERCENTILE
 
@@ -70,7 +79,8 @@ def verdicts(ours: Sequence[tuple[RunRecord, str]], accuracy: Mapping[str, Rule]
 def verdict_of(served: Served, accuracy: Rule | None = None, left_out: tuple[str, ...] = ()) -> ServedVerdict:
     found = [problem for record in served.records for problem in measured.problems(record)]
     doubts = dict.fromkeys((*found, *measured.doubts_of(served)))
-    reasons = (*doubts, *measured.rule_problems(served), *measured.duration_problems(served))
+    broken = (*measured.rule_problems(served), *measured.failure_problems(served), *measured.duration_problems(served))
+    reasons = (*doubts, *broken, *_failed_accuracy(accuracy))
     label, count = loadgen_rules.label_of(served), len(served.requests)
     return ServedVerdict(
         cell=served.cell,
@@ -87,6 +97,12 @@ def verdict_of(served: Served, accuracy: Rule | None = None, left_out: tuple[str
         accuracy=accuracy,
         left_out=left_out,
     )
+
+
+def _failed_accuracy(accuracy: Rule | None) -> Iterator[str]:
+    """Of the whole set alone: a part of it can neither pass nor fail."""
+    if accuracy is not None and accuracy.outcome == NOT_KEPT:
+        yield f"accuracy {accuracy.asked}: {accuracy.seen}"
 
 
 def _word(reasons: Sequence[str]) -> str:

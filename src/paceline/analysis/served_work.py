@@ -127,7 +127,7 @@ def analyse(records: Sequence[RunRecord], accuracy: Sequence[Accuracy] = ()) -> 
     """Every two cells that differ in their engine alone, load by load."""
     flags = {found.cell: found.flags for found in accuracy}
     groups: defaultdict[tuple[str, loads.Key], list[Load]] = defaultdict(list)
-    for load in loads.gather(records):
+    for load in loads.believed(records):
         if load.key.replica is None:
             groups[_without_engine(load.spec), load.key].append(load)
     return tuple(_pair(a, b, flags) for found in groups.values() for a, b in itertools.combinations(found, 2))

@@ -17,6 +17,7 @@ from typing import Any
 
 from paceline import machine, model_directory, places
 from paceline.engines import _server
+from paceline.engines._replica import MEANINGLESS
 from paceline.environment import is_secret
 from paceline.errors import LaunchError, UnsupportedError
 from paceline.models import load as load_shape
@@ -25,8 +26,6 @@ from paceline.scratch import own_folder
 from paceline.spec import RunSpec, require
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-# Of prompts by law the answer's length is part of the law; a file's answers end where the model ends them.
-BY_LAW = ("synthetic", "trace")
 PORTS_TRIED = 3
 # What is decided here, and so may not be said a second time.
 _OURS = re.compile(
@@ -219,7 +218,7 @@ def facts_of(spec: RunSpec, chosen: Options, url: str, devices: Sequence[str]) -
 
 
 def ignores_eos(spec: RunSpec, chosen: Options) -> bool:
-    by_law = spec.training.data.name in BY_LAW or "/" not in spec.model.name
+    by_law = spec.training.data.name in MEANINGLESS or "/" not in spec.model.name
     return by_law if chosen.ignore_eos is None else chosen.ignore_eos
 
 

@@ -7,7 +7,7 @@ from paceline.findings.effects import DesignOutcome, Effect, Response
 from paceline.findings.fabric import CollectiveFit, CollectiveRow, Overlap, Pair, Suspect
 from paceline.findings.gauges import DeviceGauges, GaugeTrace
 from paceline.findings.history import ChangePoint, HistoryPoint, HistorySeries
-from paceline.findings.loadgen import INVALID, RULE_RUN, VALID, LoadgenVerdict, Opinion
+from paceline.findings.loadgen import LoadgenVerdict, Opinion
 from paceline.findings.memory import Alternative, FrontierPoint, MemoryAdvice, MemoryRow, Probe
 from paceline.findings.nodes import NodeEvidence, NodeMeasure, NodeVerdict
 from paceline.findings.recipe import Recipe
@@ -45,13 +45,10 @@ from paceline.findings.verdicts import Bottleneck, LeftOut, RuleOfThumb, ShareOf
 __all__ = [
     "BETTER",
     "HIGHER",
-    "INVALID",
     "LOWER",
-    "RULE_RUN",
     "SCHEMA",
     "SHARED_GPU",
     "TIE",
-    "VALID",
     "WORSE",
     "Alternative",
     "Between",

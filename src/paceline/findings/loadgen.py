@@ -7,10 +7,6 @@ from dataclasses import dataclass
 
 from paceline.spec import Scalar
 
-VALID, INVALID = "VALID", "INVALID"
-# What such a run is, and is not: the only words in which the other name stands.
-RULE_RUN = "LoadGen-rule run, not an MLPerf(R) result"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opinion:
@@ -31,7 +27,8 @@ class Opinion:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadgenVerdict:
     """Two loads of one run over the same replicas: this client's, then LoadGen's by its own schedule. They are two
-    samples of one set-up, so that their figures differ by chance too. agrees: both verdicts are the same."""
+    samples of one set-up, so that their figures differ by chance too. agrees: both verdicts are the same. label is
+    that of a run by LoadGen's rules, None of any other."""
 
     run: str
     cell: str
@@ -42,3 +39,4 @@ class LoadgenVerdict:
     agrees: bool
     text: str
     axes: Mapping[str, Scalar]
+    label: str | None = None

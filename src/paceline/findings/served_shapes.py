@@ -89,7 +89,8 @@ class ServedTrace:
 class ClientAudit:
     """The worst process of the client over all launches of a cell beside its bounds, of runs that are believed and of
     those that for this reason are not. schedule_lag_s is None in a closed loop, where nothing is due before it is
-    sent."""
+    sent. unstamped_ratio is of the answers whose times are not the kernel's, coalesced_ratio of the events that shared
+    a read with the one before; clock_drift_s is what its clocks moved by against each other."""
 
     cell: str
     axes: Mapping[str, Scalar]
@@ -101,6 +102,9 @@ class ClientAudit:
     read_bound_s: float
     cpu_ratio: float | None
     cpu_bound_ratio: float
+    clock_drift_s: float | None = None
+    unstamped_ratio: float | None = None
+    coalesced_ratio: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

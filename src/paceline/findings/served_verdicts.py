@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from paceline.findings.training import Measurement
 from paceline.spec import Scalar
 
+# What such a run is, and is not: the only words in which the other name stands.
 LOADGEN_LABEL = "LoadGen-rule run, not an MLPerf(R) result"
 KEPT, NOT_KEPT, UNTOLD = "kept", "not kept", "cannot be told"
 CLIENT = "client"

@@ -1,4 +1,4 @@
-"""Whether the client itself may have been what was measured: its own lags, processor time and drops against bounds."""
+"""What the processes of a client observed about themselves, for the judge of every client (`self_audit`)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.loadgen.orders import Shift
-from paceline.serving import MOST_CPU_RATIO, MOST_READ_LAG_S, MOST_SCHEDULE_LAG_OF_TTFT, MOST_SCHEDULE_LAG_S
-
-MOST_CLOCK_DRIFT_S = 1e-3
+from paceline import self_audit
+from paceline.loadgen.orders import Handled, Shift
+from paceline.self_audit import LACKING, ClientFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,38 +33,39 @@ class Verdict:
 def judge(shifts: Sequence[Shift]) -> Verdict:
     """Over all processes of the client, from every single request and read."""
     handled = [each for shift in shifts for each in shift.handled]
-    ttft_s = [(h.first_ns - h.due_ns) / 1e9 for h in handled if h.first_ns is not None]
     pieces = sum(h.pieces for h in handled)
-    schedule_lag = _p99([lag for shift in shifts for lag in shift.schedule_lag_ns])
-    read_lag = _p99([lag for shift in shifts for lag in shift.read_lag_ns])
-    cpu = max((shift.cpu_s / shift.wall_s for shift in shifts if shift.wall_s > 0), default=0.0)
-    drift = max((abs(shift.clock_drift_ns) for shift in shifts), default=0) / 1e9
-    bound = max(MOST_SCHEDULE_LAG_S, MOST_SCHEDULE_LAG_OF_TTFT * float(np.median(ttft_s)) if ttft_s else 0.0)
-    told = {
-        f"99 % of requests left within {_ms(schedule_lag)} of their time, more than {_ms(bound)}": (
-            schedule_lag is not None and schedule_lag > bound
-        ),
-        f"99 % of reads came within {_ms(read_lag)} of the kernel's time, more than {_ms(MOST_READ_LAG_S)}": (
-            read_lag is not None and read_lag > MOST_READ_LAG_S
-        ),
-        f"a process of the client used {cpu:.0%} of a core, more than {MOST_CPU_RATIO:.0%}": cpu > MOST_CPU_RATIO,
-        f"the clocks moved {_ms(drift)} against each other during the run": drift > MOST_CLOCK_DRIFT_S,
-    }
+    facts = _facts(shifts, handled)
     return Verdict(
-        schedule_lag_p99_s=schedule_lag,
-        read_lag_p99_s=read_lag,
-        cpu_ratio=cpu,
+        schedule_lag_p99_s=facts.schedule_lag_p99_s,
+        read_lag_p99_s=facts.read_lag_p99_s,
+        cpu_ratio=facts.cpu_ratio or 0.0,
         coalesced_ratio=sum(h.coalesced for h in handled) / pieces if pieces else None,
         unstamped=sum(not h.stamped for h in handled if h.first_byte_ns is not None),
         waited_for_cap=sum(shift.waited_for_cap for shift in shifts),
-        clock_drift_s=drift,
-        reasons=tuple(text for text, holds in told.items() if holds),
+        clock_drift_s=facts.clock_drift_s,
+        reasons=tuple(self_audit.reasons(facts)),
     )
 
 
-def _p99(values_ns: Sequence[int]) -> float | None:
-    return float(np.percentile(np.asarray(values_ns, dtype=np.int64), 99)) / 1e9 if values_ns else None
+def _facts(shifts: Sequence[Shift], handled: Sequence[Handled]) -> ClientFacts:
+    ttft_s = [(first - h.due_ns) / 1e9 for h in handled if (first := _first_ns(h)) is not None]
+    reads = [lag for shift in shifts for lag in shift.read_lag_ns]
+    return ClientFacts(
+        ttft_p50_s=self_audit.median(ttft_s),
+        schedule_lag_p99_s=_percentile([lag for shift in shifts for lag in shift.schedule_lag_ns], 99),
+        read_lag_p50_s=_percentile(reads, 50),
+        read_lag_p99_s=_percentile(reads, 99),
+        cpu_ratio=max((shift.cpu_s / shift.wall_s for shift in shifts if shift.wall_s > 0), default=None),
+        clock_drift_s=max((abs(shift.clock_drift_ns) for shift in shifts), default=0) / 1e9,
+        early_s=max((h.due_ns - h.sent_ns for h in handled if h.sent_ns is not None), default=0) / 1e9,
+        lacking=sum(h.error == LACKING for h in handled),
+    )
 
 
-def _ms(seconds: float | None) -> str:
-    return "nothing" if seconds is None else f"{seconds * 1e3:.2f} ms"
+def _first_ns(handled: Handled) -> int | None:
+    """The first token of either kind: a model that reasons first has answered from then on."""
+    return min((t for t in (handled.first_ns, handled.first_reasoning_ns) if t is not None), default=None)
+
+
+def _percentile(values_ns: Sequence[int], percent: int) -> float | None:
+    return float(np.percentile(np.asarray(values_ns, dtype=np.int64), percent)) / 1e9 if values_ns else None

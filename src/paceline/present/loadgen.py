@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from paceline.findings import RULE_RUN, VALID, LoadgenVerdict, Opinion, Report
+from paceline.findings import LoadgenVerdict, Opinion, Report
+from paceline.findings.served_verdicts import VALID
 from paceline.present.quantity import MISSING, Scale, format_parts
 from paceline.present.standing import axis_text
 from paceline.present.tables import Cell, Column, Table
@@ -31,7 +32,8 @@ def tables(report: Report) -> tuple[Table, ...]:
         return ()
     rows = tuple(_row(found, side) for found in report.loadgen for side in (found.theirs, found.ours))
     cells = tuple((found.cell,) for found in report.loadgen for _ in range(2))
-    return (Table("LoadGen beside Paceline", _COLUMNS, rows, (f"{RULE_RUN}.", NOTE, *_reasons(report)), cells),)
+    labels = dict.fromkeys(f"{found.label}." for found in report.loadgen if found.label)
+    return (Table("LoadGen beside Paceline", _COLUMNS, rows, (*labels, NOTE, *_reasons(report)), cells),)
 
 
 def _reasons(report: Report) -> list[str]:

@@ -8,7 +8,7 @@ import pytest
 from served_records import S, in_turns, record, replica, stage, streamed
 
 from paceline.analysis import fleets, served
-from paceline.findings import TIE, Fleet
+from paceline.findings import TIE, Fleet, Measurement
 from paceline.findings.served_verdicts import UNDECIDED_GAIN
 from paceline.records import RunRecord
 
@@ -53,6 +53,29 @@ def test_speedup_is_over_the_best_one_and_efficiency_over_as_many_of_it() -> Non
     assert (slow.best, slow.speedup.value, slow.efficiency.value) == (0, pytest.approx(1), pytest.approx(0.5))
     assert (quick.best, quick.speedup.value, quick.efficiency.value) == (0, pytest.approx(1.5), pytest.approx(0.75))
     assert quick.speedup.note == "over the best replica's own rate in this run"
+
+
+def test_numbers_of_nodes_have_the_bounds_of_their_launches() -> None:
+    def found(*records: RunRecord) -> list[Measurement]:
+        (load,) = served.gather(records)
+        fleet = fleets.fleet_of(load, {})
+        assert fleet is not None
+        names = ("replica_output_tokens_per_s", "straggler_ratio")
+        return [m for m in fleets.measurements_of(fleet, load) if m.metric in names]
+
+    several = found(*(static(n, 1 + n / 100) for n in range(3)))
+    assert len(several) == 3
+    assert all(m.low is not None and m.value is not None and m.low <= m.value for m in several)
+    assert all(m.low is None and m.high is None for m in found(static()))
+
+
+def test_samples_are_given_away_in_the_load_in_which_a_replica_was_lost() -> None:
+    stages = [stage(n, concurrency=n + 1, started_ns=20 * n * S) for n in (0, 1)]
+    second = [r for n in (0, 1) for r in (streamed(n, 20, 22, replica=n, stage=1),)]
+    asked = [*in_turns(0, 3, 1.0), *in_turns(1, 3, 1.0, first=3), *second]
+    lost = (replica(0), replica(1, died_ns=2 * S, reassigned=5))
+    loads = served.gather([record(asked, stages=stages, replicas=lost, scenario="sweep")])
+    assert [fleets.share_of(load, 1, {}).reassigned for load in loads] == [5, 0]
 
 
 def test_the_last_replica_alone_is_the_straggler() -> None:

@@ -35,7 +35,7 @@ def request(number: int) -> RequestSample:
     return RequestSample(rank=0, number=number, prompt_tokens=9, asked_tokens=4, stamped=True, **values)
 
 
-def record(*told: LoadgenSample, count: int = 500) -> RunRecord:
+def record(*told: LoadgenSample, count: int = 500, **serving: Any) -> RunRecord:
     spec = RunSpec(
         experiment="test",
         workload=Choice("inference"),
@@ -44,7 +44,7 @@ def record(*told: LoadgenSample, count: int = 500) -> RunRecord:
         training=Training(sequence_length=1, micro_batch=1),
         steps=1,
         engine=Choice("openai", {"url": "http://x"}),
-        serving=Serving(scenario="server", rate_per_s=5.0, loadgen="mlcommons"),
+        serving=Serving(scenario="server", rate_per_s=5.0, loadgen="mlcommons", **serving),
     )
     requests = tuple(map(request, range(count)))
     made = RunRecord(spec=spec, status=Status.OK, error=None, started_at=0.0, ended_at=1.0, path="x", requests=requests)
@@ -93,10 +93,22 @@ def test_too_few_requests_are_invalid_on_both_sides() -> None:
     assert any("at least 459" in reason for reason in found.ours.reasons)
 
 
+def test_our_word_is_that_of_the_verdict() -> None:
+    """A load that ended early, and a client that had no files left, as everywhere else."""
+    (found,) = loadgen.verdicts([record(sample(), least_s=600.0)])
+    assert found.ours.reasons == ("lasted 0.1 s; at least 600 s were asked for",)
+    whole = record(sample())
+    lacking = replace(whole, requests=(*whole.requests, replace(request(500), error="client")))
+    (found,) = loadgen.verdicts([lacking])
+    assert found.ours.verdict == "INVALID(client)"
+
+
 def test_the_table_has_both_rows_and_says_what_it_is_not() -> None:
     (table,) = tables(build([record(sample())], title="t"))
     assert [row[1].text for row in table.rows] == ["LoadGen 6.0.17", "Paceline"]
     assert [row[2].text for row in table.rows] == ["VALID", "VALID"]
     assert table.rows[0][3].text == "40.0"
+    assert not any("MLPerf" in note for note in table.notes)
+    (table,) = tables(build([record(sample(), least_s=600.0)], title="t"))
     assert table.notes[0] == "LoadGen-rule run, not an MLPerf(R) result."
     assert tables(build([record()], title="t")) == ()

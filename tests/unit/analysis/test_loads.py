@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 from answered_records import build_record, build_request, build_spec, in_stages, one_by_one
+from served_records import CLIENT
 
 from paceline.analysis import loads, statistics
 from paceline.records import RunRecord
@@ -92,6 +93,45 @@ def test_the_load_at_the_limits_is_the_fastest_that_kept_them() -> None:
     assert broken is not None
     assert broken[1].ok is False
     assert broken[1].text.startswith("100 of 100 requests were late or failed")
+
+
+def searched(*rates: float | None, count: int = 50) -> RunRecord:
+    """A search whose loads answer ever faster; its guess, without a rate, is a closed loop."""
+    parts = [[build_request(n, 100 * k + n * 0.1 / (k + 1), 0.1) for n in range(count)] for k in range(len(rates))]
+    spec = build_spec(scenario="search", concurrency=None, rate_per_s=1.0)
+    scenarios = ["server" if rate else "concurrency" for rate in rates]
+    caps = [None if rate else 4 for rate in rates]
+    return in_stages(spec, parts, scenario=scenarios, rate_per_s=rates, concurrency=caps)
+
+
+def test_a_search_is_not_priced_at_its_guess() -> None:
+    chosen = loads.at_limits(loads.gather([searched(2.0, None)]))
+    assert chosen is not None
+    assert chosen[0].key.rate_per_s == 2.0
+    assert loads.at_limits(loads.gather([searched(None)])) is None
+
+
+def test_a_load_whose_client_was_late_is_left_out() -> None:
+    late = dataclasses.replace(CLIENT, stage=1, schedule_lag_p99_ns=9e6)
+    record = dataclasses.replace(searched(2.0, 4.0), clients=(CLIENT, late))
+    assert [load.key.rate_per_s for load in loads.believed([record])] == [2.0]
+
+
+def test_of_loads_that_kept_their_limits_one_with_proof_comes_first() -> None:
+    proved, faster = searched(2.0, count=459), searched(2.0, 4.0)
+    spec = dataclasses.replace(faster.spec, repeat=1)
+    found = loads.gather([proved, dataclasses.replace(faster, spec=spec)])
+    chosen = loads.at_limits(found)
+    assert chosen is not None
+    assert (chosen[0].key.rate_per_s, chosen[1].proved) == (2.0, True)
+
+
+def test_tokens_of_reasoning_come_when_they_came() -> None:
+    """Of 10 s an answer thinks from the first on, and says its first word in the last: its rate is even."""
+    asked = [build_request(n, 0.0, 10.0, first_ns=int(9e9), first_reasoning_ns=int(1e9)) for n in range(2)]
+    (load,) = loads.gather([build_record(build_spec(), asked)])
+    rows = loads._slices(load.launches[0])
+    assert rows[: len(rows) // 2, 0].sum() == pytest.approx(10 * (1 / 5 + 4 / 5 * 4 / 9))
 
 
 def test_enough_requests_are_judged_by_early_stopping() -> None:

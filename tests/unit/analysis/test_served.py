@@ -51,9 +51,15 @@ def test_rates_are_of_what_was_completed() -> None:
     assert found["requests_per_s"].value == pytest.approx(2 / 0.5)
     assert found["prompt_tokens_per_s"].value == pytest.approx(20 / 0.5)
     assert found["failed_ratio"].value == pytest.approx(1 / 3)
-    assert found["goodput_ratio"].value is None
+    assert [m.value for name, m in found.items() if name.startswith("goodput")] == [None] * 3
     assert found["ttft_p50_s"].value == pytest.approx(0.102)
     assert found["itl_p99_s"].value == pytest.approx(0.01)
+
+
+def test_gaps_of_few_answers_bound_nothing() -> None:
+    long = request(tokens=1001, pieces=1001, asked_tokens=1001, token_ns=(10 * MS,) * 1000)
+    found = by_name([record([long])])["itl_p50_s"]
+    assert (found.n, found.low, found.high) == (1000, None, None)
 
 
 def test_goodput_counts_what_kept_every_limit() -> None:
@@ -93,12 +99,19 @@ def test_early_stopping_decides_about_limits() -> None:
         ({"schedule_lag_p99_ns": 3e6}, "client: sent up to 3.0 ms late (p99; at most 1.0 ms)"),
         ({"read_lag_p99_ns": 6e6}, "client: read up to 6.0 ms late (p99; at most 5 ms)"),
         ({"cpu_s": 0.95}, "client: used 95% of a core (at most 80%)"),
+        ({"clock_drift_ns": -300_000_000}, "client: its clocks moved 300.0 ms against each other (at most 1 ms)"),
+        ({"read_lag_p50_ns": -4e6}, "client: read 4.0 ms before the kernel had it (p50)"),
     ],
 )
 def test_a_client_that_was_the_bottleneck_says_so(change: dict[str, float], words: str | None) -> None:
     requests = [request(0), request(1, due_ns=MS)]
     found = served.client_problems([replace(CLIENT, **change)], requests, "server")
     assert found == ([] if words is None else [words])
+
+
+def test_a_request_sent_before_it_was_due_is_the_clients_fault() -> None:
+    found = served.client_problems([CLIENT], [request(0, due_ns=8 * MS)], "server")
+    assert found == ["client: sent up to 6.0 ms before it was due"]
 
 
 def test_of_several_processes_the_worst_is_told_once() -> None:

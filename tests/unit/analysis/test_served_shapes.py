@@ -211,6 +211,16 @@ def test_the_audit_holds_the_worst_process_of_all_launches_even_of_runs_that_are
     assert found.loads[0].runs == (good.spec.run_id,)
 
 
+def test_the_audit_tells_what_has_no_bound_of_its_own() -> None:
+    first, *others = made.asked(20, rate_per_s=10)
+    requests = [replace(first, stamped=False, coalesced=first.pieces), *others]
+    clients = [made.client(clock_drift_ns=-2_000)]
+    (audit,) = shapes_of(made.record(requests, clients=clients, scenario="server", rate_per_s=10.0)).audits
+    assert audit.unstamped_ratio == pytest.approx(1 / 20)
+    assert audit.coalesced_ratio == pytest.approx(first.pieces / sum(r.pieces for r in requests))
+    assert audit.clock_drift_s == pytest.approx(2e-6)
+
+
 def test_nothing_is_due_in_a_closed_loop() -> None:
     record = made.record(made.asked(20, in_flight=1), scenario="concurrency", concurrency=1)
     assert shapes_of(record).audits[0].schedule_lag_s is None

@@ -10,10 +10,12 @@ import pytest
 from served_records import CLIENT, S, in_turns, record, replica, request, stage
 
 from paceline.analysis import report as reports
+from paceline.analysis.served_loads import gather
+from paceline.analysis.served_verdicts import verdict_of
 from paceline.exporters import html, markdown
 from paceline.exporters import json as json_exporter
 from paceline.findings import Report
-from paceline.findings.served_verdicts import LOADGEN_LABEL
+from paceline.findings.served_verdicts import LOADGEN_LABEL, NOT_KEPT, UNTOLD, Rule
 from paceline.present.answer import answer, grounds
 from paceline.present.machine import machine_tables
 from paceline.records import RunRecord
@@ -69,6 +71,32 @@ def test_a_result_that_does_not_count_says_why(found: RunRecord, word: str, reas
     (verdict,) = report.served
     assert (verdict.verdict, verdict.reasons) == (word, reasons)
     assert reasons[0] in answer(report)[0]
+
+
+@pytest.mark.parametrize("scenario", ["offline", "server"])
+def test_requests_that_the_client_had_no_files_for_are_the_clients(scenario: str) -> None:
+    """They are no late answers of the server, with limits or without."""
+    asked = [*timed(459), *(request(459 + n, error="client") for n in range(9))]
+    (verdict,) = build(record(asked, scenario=scenario, rate_per_s=1.0)).served
+    assert verdict.verdict == "INVALID(client)"
+    assert verdict.reasons == ("client: had no files, ports or buffers left for 9 requests",)
+    none = [request(n, error="client") for n in range(459)]
+    (verdict,) = build(record(none, scenario=scenario, rate_per_s=1.0)).served
+    assert verdict.verdict == "INVALID(client)"
+
+
+def test_a_load_without_limits_counts_its_failures() -> None:
+    asked = [request(n, error="http_500" if n else None) for n in range(100)]
+    (verdict,) = build(record(asked)).served
+    assert (verdict.verdict, verdict.reasons) == ("INVALID", ("99 of 100 requests failed (http_500 99 times)",))
+
+
+def test_a_failed_accuracy_of_the_whole_set_is_a_reason() -> None:
+    (load,) = gather([record(timed(2))])
+    failed = Rule(name="accuracy", asked="of the whole set", seen="FAILED, 13,368 scored", outcome=NOT_KEPT)
+    found = verdict_of(load, failed)
+    assert (found.verdict, found.reasons) == ("INVALID", ("accuracy of the whole set: FAILED, 13,368 scored",))
+    assert verdict_of(load, replace(failed, outcome=UNTOLD)).is_valid
 
 
 def test_a_launch_that_cannot_be_believed_is_left_out_and_named() -> None:

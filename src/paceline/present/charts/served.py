@@ -250,6 +250,16 @@ class _Used(NamedTuple):
         return f"{self.what}: {self.value * self.factor:,.3g} {self.unit}, at most {self.bound * self.factor:,.3g}"
 
 
+def _told_too(audit: ClientAudit) -> Iterator[str]:
+    """What has no bound of its own, and still says how far times can be read."""
+    if audit.clock_drift_s is not None:
+        yield f"clocks: moved {audit.clock_drift_s * 1e3:,.3g} ms against each other"
+    if audit.unstamped_ratio is not None:
+        yield f"answers without the kernel's times: {audit.unstamped_ratio:.1%}"
+    if audit.coalesced_ratio is not None:
+        yield f"events that shared a read: {audit.coalesced_ratio:.1%}"
+
+
 def _audited(audit: ClientAudit, name: str) -> Point | None:
     measures = (
         ("sending", audit.schedule_lag_s, audit.schedule_bound_s, 1e3, "ms late (p99)"),
@@ -266,7 +276,7 @@ def _audited(audit: ClientAudit, name: str) -> Point | None:
         label=name,
         series=WITHIN if worst.percent <= 100 else BEYOND,
         text=f"{worst.percent:,.0f} %, {worst.what}",
-        detail="\n".join((*map(str, known), processes)),
+        detail="\n".join((*map(str, known), *_told_too(audit), processes)),
         cells=(audit.cell,),
         runs=audit.runs,
     )
