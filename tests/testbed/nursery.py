@@ -8,6 +8,7 @@ when it goes away, its ranks are ended.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import select
@@ -25,12 +26,19 @@ PATIENCE_S = 240.0
 
 def answered(kind: str, run_dir: Path) -> int:
     """The exit code of a run that the nursery of this kind has brought up; it is started where there is none."""
-    path = Path(os.environ["NURSERY"]) / f"{kind}.sock"
+    path = Path(os.environ["NURSERY"]) / f"{_mark(kind)}.sock"
     with _connected(path, kind) as link:
         request = {"run_dir": str(run_dir), "cwd": str(Path.cwd()), "env": dict(os.environ)}
         socket.send_fds(link, [json.dumps(request).encode() + b"\n"], [sys.stdout.fileno(), sys.stderr.fileno()])
         said = link.makefile().readline()
     return int(said or 1)
+
+
+def _mark(kind: str) -> str:
+    """Variables decide what is imported, and from where: runs that differ in one have different nurseries."""
+    names = sorted(name for name in os.environ if not name.startswith(("PYTEST_", "NURSERY", "MORTAL_")))
+    told = json.dumps([kind, *((name, os.environ[name]) for name in names)])
+    return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
 def _connected(path: Path, kind: str) -> socket.socket:

@@ -87,6 +87,16 @@ class Connection:
             self.waiting += self.tls.greet()
 
     @property
+    def is_given_up(self) -> bool:
+        """Whether the other side has closed it while nothing was asked."""
+        try:
+            return not self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    @property
     def ready(self) -> bool:
         """Whether a request may be written: TLS has to agree on keys first."""
         return self.connected and (self.tls is None or self.tls.agreed)

@@ -54,9 +54,13 @@ class Pool:
         free = self._free[replica]
         while free:
             connection = free.pop()
-            if connection.parked:
-                connection.parked = False
-                return connection
+            if not connection.parked:
+                continue
+            if connection.is_given_up:
+                self.drop(connection)
+                continue
+            connection.parked = False
+            return connection
         return None
 
     def park(self, connection: Connection) -> None:

@@ -33,7 +33,7 @@ EVENTS_AT_ONCE = 64
 # How often requests are looked at for their time-out.
 LOOK_NS = NS // 10
 # A kept connection that ends so soon after a request was sent had been given up before it came.
-AT_ONCE_NS = NS // 10
+AT_ONCE_NS = NS // 4
 # So many requests are sent before answers are looked at again.
 SENDS_AT_ONCE = 32
 # Answers are read off when fewer sockets than this were ready, or when so much waits.
@@ -169,7 +169,8 @@ class Shard:
 
     def _hand_over(self, handled: Handled, index: int) -> None:
         try:
-            connection = self._pool.free_one(handled.replica) or self._pool.open(handled.replica)
+            kept = None if handled.retried else self._pool.free_one(handled.replica)
+            connection = kept or self._pool.open(handled.replica)
         except OSError as error:
             self._fleet.in_flight[handled.replica] -= 1
             self._end(handled, index, self._refused(handled.replica, error), str(error))

@@ -98,7 +98,7 @@ def test_a_replica_killed_while_it_answers(server: Serve, send: Send) -> None:
     """Static partition over three; the second dies with requests in flight, waiting, and still to come."""
     made = [server(ttft_s=0.05, itl_s=0.02) for _ in range(3)]
     threading.Timer(0.3, made[1][1].kill).start()
-    shift = send(0, 120, ports=[port for port, _ in made], due_ns=arrivals.constant(100, 120), reassigns=True)
+    shift = send(0, 120, ports=[port for port, _ in made], due_ns=arrivals.constant(40, 120), reassigns=True)
     assert once(shift, 120)
     assert errors(shift) == {None: 120}
     assert list(shift.died_ns) == [1]
