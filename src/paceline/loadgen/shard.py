@@ -26,8 +26,7 @@ from paceline.loadgen.reading import Results
 from paceline.loadgen.response import BrokenResponse, Response
 
 # Connections that are being made at one time: more at once overflow a server's queue of new ones.
-CONNECTING_AT_ONCE = 128
-CONNECT_S = 10.0
+CONNECTING_AT_ONCE, CONNECT_S = 128, 10.0
 # Of a burst only so many are read before the schedule is looked at again.
 EVENTS_AT_ONCE = 64
 # How often requests are looked at for their time-out.

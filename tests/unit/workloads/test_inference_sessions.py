@@ -245,7 +245,8 @@ def test_the_same_questions_are_asked_of_all_and_their_answers_kept(start: Start
 
 
 def test_a_load_goes_on_for_as_long_as_it_shall(start: Start, ask: Ask) -> None:
-    found = ask(start(), scenario="concurrency", concurrency=2, requests=5, least_s=0.5)
+    # On a busy machine the first request may leave a second late.
+    found = ask(start(), scenario="concurrency", concurrency=2, requests=5, least_s=2.5)
     (stage,) = found.of(StageSample)
     assert stage.planned == len(found.requests) > 5
     assert max(request.due_ns for request in found.requests) > 0.3e9
@@ -310,7 +311,7 @@ def test_a_search_never_passes_what_the_law_of_the_server_forbids(
 
 def test_a_trial_ends_when_it_is_lost(start: Start, ask: Ask) -> None:
     """At a rate at which it would go on for two minutes, with an answer to every request that comes too late."""
-    found = ask(start(ttft_s=0.05), scenario="search", rate_per_s=8.0, ttft_limit_s=0.001, timeout_s=65.0)
+    found = ask(start(ttft_s=0.05), scenario="search", rate_per_s=8.0, ttft_limit_s=0.001, timeout_s=90.0)
     (stage,) = found.of(StageSample)
     assert 1 <= stage.planned == len(found.requests) < 459
     assert {request.error for request in found.requests} == {None}
