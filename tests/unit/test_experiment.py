@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from collections.abc import Sequence
@@ -11,7 +12,9 @@ import yaml
 
 from paceline import experiment, machine, plugins, recipe
 from paceline.errors import RequestError
+from paceline.experiment.fields import Cell
 from paceline.present.progress import title
+from paceline.serving import Serving
 from paceline.spec import RunSpec, WarmUp
 
 
@@ -501,3 +504,9 @@ def test_the_points_of_a_design_are_told_apart_while_they_run() -> None:
         "single tiny-llama x1, sequence length 64, repeat 1",
         "single tiny-llama x1, sequence length 64 and micro batch 4, repeat 1",
     }
+
+
+def test_what_an_experiment_leaves_out_about_serving_is_what_a_spec_leaves_out() -> None:
+    """Both state defaults: one for whoever writes YAML, one for whoever makes a spec."""
+    told = {field.name: field.default for field in dataclasses.fields(Serving)}
+    assert {name: Cell.model_fields[name].default for name in told} == told

@@ -305,7 +305,9 @@ def test_a_search_never_passes_what_the_law_of_the_server_forbids(
         forbidden = int((_waits([r.due_ns for r in ours], service_s) > limit_s * 1e9).sum())
         assert not (told is Told.PASSED and stopping.told_by(len(ours), forbidden, 0.9) is not Told.PASSED)
     # On a busy machine the client may say against itself that it was late before enough were asked to fail.
-    assert rates[Told.FAILED] or rates[Told.TOO_FEW]
+    assert found.evidence is not None
+    doubted = "the client itself was late" in str(found.evidence.settings["search_ended_by"])
+    assert rates[Told.FAILED] or (doubted and rates[Told.TOO_FEW])
     assert max(rates[Told.PASSED], default=0.0) < min(rates[Told.FAILED], default=math.inf)
 
 
