@@ -19,6 +19,12 @@ RENDEZVOUS_PORT = 29507
 _NODE = "PACELINE_NODE"
 # Different for each attempt at the same run, where the engine says one: nodes of two attempts never meet.
 ATTEMPT = "PACELINE_ATTEMPT"
+SHARED_GPU = "PACELINE_SHARED_GPU"
+
+
+def shares_gpu(environ: Mapping[str, str]) -> bool:
+    """Whether all ranks of this host were told to use its first GPU: a test of their code, never a speed."""
+    return environ.get(SHARED_GPU) == "1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -179,7 +179,7 @@ def take_seat(spec: RunSpec, rank: int) -> Seat:
     if world_size != spec.topology.world_size:
         raise UnsupportedError(f"{world_size} processes were started for a spec of {spec.topology.world_size}")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if os.environ.get("PACELINE_SHARED_GPU") == "1":
+    if places.shares_gpu(os.environ):
         # NCCL refuses two ranks of one host on one GPU; under host names of their own they talk through sockets.
         os.environ |= {"NCCL_HOSTID": f"paceline-rank-{rank}", "LOCAL_RANK": "0"}
         local_rank = 0
@@ -203,7 +203,7 @@ def gauged(run_dir: Path, spec: RunSpec, seat: Seat) -> Iterator[None]:
 
     Each reading is handed to the system at once: a kill loses none.
     """
-    shared = os.environ.get("PACELINE_SHARED_GPU") == "1"
+    shared = places.shares_gpu(os.environ)
     # Ranks that share a GPU all have local rank 0.
     first = seat.rank == 0 if shared else seat.local_rank == 0
     if not spec.telemetry_hz or not first:

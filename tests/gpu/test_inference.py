@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,3 +106,42 @@ def test_a_whole_run_is_answered_token_by_token(batching: str, tmp_path: Path, r
         assert record.status is Status.OK or "client: " in str(record.error), record.error
         assert {(each.tokens, each.pieces, each.error) for each in record.requests} == {(32, 32, None)}
         assert sorted(each.sample for each in record.requests) == list(range(64))
+
+
+TOGETHER = """
+name: together
+base: {workload: inference, device: cuda, processes: 1, precision: fp32, launcher: "local:shared_gpu=true",
+       scenario: offline, requests: 8, max_tokens: 12, keeps_text: true, warmup_requests: 1,
+       request_timeout_s: 120, timeout_s: 400, stall_s: 300}
+matrix:
+  engine:
+    - "transformers:max_batch=4,max_length=128"
+    - "transformers:max_batch=4,max_length=128,tensor_parallel=2"
+    - "transformers:max_batch=4,max_length=128,tensor_parallel=2,compile=false,graph=false"
+    - "deepspeed:max_batch=4,max_length=128"
+    - "deepspeed:max_batch=4,max_length=128,tensor_parallel=2"
+"""
+
+
+def test_processes_that_share_the_gpu_answer_as_one_and_as_deepspeed_does(tmp_path: Path, remember: Any) -> None:
+    """Tensor parallelism over NCCL, also inside a CUDA graph, and DeepSpeed's: the same text of the same weights."""
+    pytest.importorskip("deepspeed")
+    from testbed import tiny_llama
+
+    model = tiny_llama.write(tmp_path / "little")
+    prompts = [[int(token) for token in range(start, start + 3 + start % 5)] for start in range(5, 45, 5)]
+    asked = [json.dumps({"token_ids": prompt, "max_tokens": 12}) for prompt in prompts]
+    (tmp_path / "asked.jsonl").write_text("\n".join(asked))
+    file = tmp_path / "together.yaml"
+    file.write_text(TOGETHER)
+    chosen = [f"model={model}", f"data=jsonl:path={tmp_path / 'asked.jsonl'}"]
+    campaign(experiment.load(str(file), chosen), tmp_path, remember)
+    records, skipped = store.read_runs(tmp_path / "together")
+    assert not skipped
+    assert len(records) == 5
+    expected = [tiny_llama.text(model, tiny_llama.continuation(model, prompt, 12)) for prompt in prompts]
+    assert len(set(expected)) == len(expected)
+    for record in records:
+        assert record.status is Status.OK or "client: " in str(record.error), record.error
+        assert record.shares_gpu
+        assert {each.sample: each.text for each in record.requests} == dict(enumerate(expected)), record.spec.engine

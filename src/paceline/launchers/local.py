@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline import machine
+from paceline import machine, places
 from paceline.launchers._start import rank_environment
 from paceline.offspring import end_all
 from paceline.plugins import Job, JobState, options
@@ -65,7 +65,7 @@ def prepare(spec: RunSpec, run_dir: Path) -> Job:
         # A host name that does not resolve would leave gloo without an address; one host needs only loopback.
         env["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     if chosen.shared_gpu:
-        env |= {"PACELINE_SHARED_GPU": "1", "NCCL_SOCKET_IFNAME": "lo"}
+        env |= {places.SHARED_GPU: "1", "NCCL_SOCKET_IFNAME": "lo"}
     return Job(argv=argv, env=env, log=str(run_dir / "log.txt"))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from paceline import places
 from paceline.errors import UnsupportedError
 from paceline.measure import collection_paused
 from paceline.replica.batching import serve
@@ -49,6 +50,10 @@ def device_of(settings: Settings, rank: int) -> torch.device:
             torch.set_num_threads(max(1, torch.get_num_threads() // settings.tensor_parallel))
         return torch.device("cpu")
     number = settings.first_device + rank
+    if places.shares_gpu(os.environ):
+        # NCCL refuses two processes of one host on one GPU; under host names of their own they talk through sockets.
+        os.environ["NCCL_HOSTID"] = f"paceline-replica-{os.getpid()}"
+        number = 0
     if not torch.cuda.is_available() or number >= torch.cuda.device_count():
         seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
         raise UnsupportedError(f"the replica needs GPU {number}, but this host shows {seen}")

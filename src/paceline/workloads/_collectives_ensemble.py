@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline import places
 from paceline.measure import Clock, clock_for
 from paceline.plugins import Recorder, Seat
 from paceline.workloads._collectives_operations import Buffers, Launch, Operation, Place
@@ -54,7 +55,7 @@ class Ensemble:
         """Memory this rank may count on: its part of what the device or the host has left."""
         sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if self.seat.device == "cuda":
-            shared = os.environ.get("PACELINE_SHARED_GPU") == "1"
+            shared = places.shares_gpu(os.environ)
             return int(torch.cuda.mem_get_info()[0]) // (sharing if shared else 1)
         return _available_host_bytes() // sharing
 

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from paceline import places
 from paceline.plugins import Recorder, Seat, options
 from paceline.records import Evidence
 from paceline.spec import RunSpec, require
@@ -186,7 +187,7 @@ def evidence(seat: Seat, wall_s: float) -> Evidence:
     """Nothing is trained here: what can make the times untrue is all there is to declare."""
     from paceline.machine import debug_switches, neighbours
 
-    shared = os.environ.get("PACELINE_SHARED_GPU") == "1"
+    shared = places.shares_gpu(os.environ)
     return Evidence(
         init_digest="",
         parameters=0,

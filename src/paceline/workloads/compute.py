@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from paceline import places
 from paceline.models import Shape, attention_flops_per_token, parameters
 from paceline.models import load as load_shape
 from paceline.plugins import Recorder, Seat, options
@@ -146,7 +147,7 @@ def evidence(seat: Seat, shape: Shape) -> Evidence:
 
     from paceline.machine import debug_switches, neighbours
 
-    shared = {"shared_gpu": True} if os.environ.get("PACELINE_SHARED_GPU") == "1" else {}
+    shared = {"shared_gpu": True} if places.shares_gpu(os.environ) else {}
     return Evidence(
         init_digest="",
         parameters=parameters(shape),

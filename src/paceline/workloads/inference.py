@@ -140,12 +140,13 @@ def prompts_of(spec: RunSpec) -> list[Prompt]:
 
 
 def evidence(endpoints: Sequence[Endpoint], **told: str | int) -> Evidence:
+    shared = {"shared_gpu": True} if places.shares_gpu(os.environ) else {}
     return Evidence(
         init_digest="",
         parameters=0,
         dtypes={},
         optimizer={},
-        settings={"replicas": len(endpoints), **told},
+        settings={"replicas": len(endpoints), **told, **shared},
         switches={},
         neighbours=None,
         window_wall_s=None,

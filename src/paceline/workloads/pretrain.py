@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from paceline import places
 from paceline.capacity import allowed_bytes, check_limit, confine, release
 from paceline.corpus import check_data, row_bytes
 from paceline.models import load as load_shape
@@ -181,7 +182,7 @@ def evidence(
     from paceline.machine import debug_switches, neighbours
 
     dtypes, optimizer, settings = trainer.declare()
-    shared = os.environ.get("PACELINE_SHARED_GPU") == "1"
+    shared = places.shares_gpu(os.environ)
     return Evidence(
         init_digest=start.learned.digest,
         init_digests=start.learned.by_name,
