@@ -28,7 +28,7 @@ import torch
 
 from paceline import machine, models
 from paceline.decoder import DTYPES
-from paceline.replica import weights
+from paceline.replica import projections, weights
 from paceline.replica.decoding import Decoding
 from paceline.replica.settings import Settings
 
@@ -52,7 +52,7 @@ class Bench:
         )
         self.shape = self.settings.shape
         torch.set_float32_matmul_precision("highest")
-        self.model = weights.open_model(self.settings, 0, self.device)
+        self.model = projections.join(weights.open_model(self.settings, 0, self.device))
         self.dtype = DTYPES[asked.precision]
         self.random = random.Random(0)
 

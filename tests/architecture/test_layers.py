@@ -119,6 +119,7 @@ EAGER = {
     "replica.decoding": {"torch"},
     "replica.ensemble": {"torch"},
     "replica.injection": {"torch"},
+    "replica.projections": {"torch"},
     "replica.weights": {"torch"},
     "experiment.fields": {"pydantic"},
 }
@@ -145,6 +146,7 @@ TORCH_MODULES = {
     "replica.decoding",
     "replica.ensemble",
     "replica.injection",
+    "replica.projections",
     "replica.weights",
 }
 

@@ -27,9 +27,15 @@ class Decoding:
         self.positions = torch.zeros(places, dtype=torch.long, device=self.device)
         self.tokens = torch.zeros((places, 1), dtype=torch.long, device=self.device)
         self._columns = torch.arange(length, device=self.device)
-        self.page = attention.Page(self.positions, torch.arange(places, device=self.device))
-        attention.install(model, heads, width, length, self.page)
+        self.page = attention.Page(self.positions, torch.arange(places, device=self.device), length)
+        attention.install(model, heads, width, self.page)
+        self._splits = attention.splits(self.dtype, self.device, width)
         self._graphs: dict[int, Callable[[], None]] = {}
+
+    @property
+    def attention(self) -> str:
+        """What a step looks back with: FlashAttention with divided contexts, or torch's choice among its kernels."""
+        return "flash split" if self._splits else "sdpa"
 
     @property
     def layers(self) -> Any:
@@ -45,7 +51,7 @@ class Decoding:
         longest = max(len(prompt) for prompt in prompts)
         padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
         places = torch.tensor(rows, device=self.device)
-        with torch.compiler.set_stance("force_eager"):
+        with torch.compiler.set_stance("force_eager"), attention.at_any_length():
             first = self._first_tokens(torch.tensor(padded, device=self.device), lengths, places)
         self.tokens[places, 0] = first
         self.positions[places] = lengths
@@ -76,9 +82,13 @@ class Decoding:
     @torch.inference_mode()
     def _advance(self, reach: int) -> None:
         self.page.reach = reach
-        # Added to scores, and made once a step: every layer would turn truth values into numbers by itself.
-        hidden = self._columns[:reach] > self.positions[:, None]
-        self.page.seen = torch.zeros_like(hidden, dtype=self.dtype).masked_fill_(hidden, -torch.inf)[:, None, None]
+        # Made once a step, for all layers.
+        if self._splits:
+            self.page.used = (self.positions + 1).int()
+        else:
+            # Added to scores: every layer would turn truth values into numbers by itself.
+            hidden = self._columns[:reach] > self.positions[:, None]
+            self.page.seen = torch.zeros_like(hidden, dtype=self.dtype).masked_fill_(hidden, -torch.inf)[:, None, None]
         logits = self.model(input_ids=self.tokens, position_ids=self.positions[:, None], use_cache=False).logits
         self.tokens.copy_(logits[:, -1].argmax(dim=-1, keepdim=True))
         # A place that nobody has goes on counting; it must stay within its row.

@@ -32,7 +32,7 @@ def run(settings: Settings, rank: int, line: Line | None, port: int | None) -> N
 
         follow(decoding, group)
         return
-    line.put({"ready": facts(settings)})
+    line.put({"ready": facts(settings, decoding)})
     if group is None:
         serve(decoding, line, settings)
     else:
@@ -78,6 +78,7 @@ def _group(settings: Settings, rank: int, line: Line | None, port: int | None, d
 
 def _decoding(settings: Settings, rank: int, device: torch.device) -> Any:
     from paceline.replica.decoding import Decoding
+    from paceline.replica.projections import join
     from paceline.replica.weights import open_model
 
     if settings.engine == "deepspeed":
@@ -85,7 +86,7 @@ def _decoding(settings: Settings, rank: int, device: torch.device) -> Any:
 
         model = open_injected(settings, device)
     else:
-        model = open_model(settings, rank, device)
+        model = join(open_model(settings, rank, device))
     shape = settings.shape
     decoding = Decoding(
         model,
@@ -101,7 +102,7 @@ def _decoding(settings: Settings, rank: int, device: torch.device) -> Any:
     return decoding
 
 
-def facts(settings: Settings) -> dict[str, Any]:
+def facts(settings: Settings, decoding: Any) -> dict[str, Any]:
     """What a record says of this replica: versions, devices, and everything that changes its speed."""
     import torch
     import transformers
@@ -117,7 +118,8 @@ def facts(settings: Settings) -> dict[str, Any]:
         "max_length": settings.max_length,
         "prefill_tokens": settings.prefill_tokens,
         "dtype": settings.precision,
-        "attention": "sdpa",
+        "attention": decoding.attention,
+        "projections": "joined" if settings.engine == "transformers" else "separate",
         "kv_cache": "static",
         "prefix_caching": False,
         "compiled": "layers" if settings.compiled else "none",

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 import torch
 
 from paceline.errors import UnsupportedError
-from paceline.replica import weights
+from paceline.replica import attention, projections, weights
 from paceline.replica.decoding import Decoding
 from paceline.replica.model import device_of
 from paceline.replica.settings import Settings
@@ -45,7 +45,7 @@ def plain(model: Any, prompt: Sequence[int], count: int) -> list[int]:
 def over_places(settings: Settings, model: Any, rank_count: int = 1) -> Decoding:
     shape = settings.shape
     heads = shape.kv_heads // rank_count
-    return Decoding(model, places=4, length=64, reaches=(32, 64), heads=heads, width=shape.head_dim)
+    return Decoding(projections.join(model), places=4, length=64, reaches=(32, 64), heads=heads, width=shape.head_dim)
 
 
 def answers(decoding: Decoding, rows: Sequence[int], prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
@@ -100,6 +100,44 @@ def test_one_compilation_a_reach_serves_all_layers(monkeypatch: pytest.MonkeyPat
     assert len(graphs) == len(decoding.reaches)
     assert answers(decoding, [0, 1, 2, 3], PROMPTS, 8) == expected
     assert len(graphs) == len(decoding.reaches)
+    # Queries, keys and values are one product, gate and up another.
+    assert [sum("linear" in str(node.target) for node in graph.graph.nodes) for graph in graphs] == [4, 4]
+
+
+def test_joined_products_are_those_of_the_siblings_and_leave_nothing_behind() -> None:
+    model = weights.open_model(LLAMA, 0, CPU)
+    owner = model.model.layers[0].self_attn
+    given = torch.randn(2, 3, LLAMA.shape.hidden)
+    # In any order, as often as there are passes.
+    names = ["v_proj", "q_proj", "k_proj"] * 2
+    expected = [getattr(owner, name)(given) for name in names]
+    held = sum(parameter.numel() for parameter in model.parameters())
+    projections.join(model)
+    assert sum(parameter.numel() for parameter in model.parameters()) == held
+    for name, value in zip(names, expected, strict=True):
+        torch.testing.assert_close(getattr(owner, name)(given), value)
+    assert (owner.q_proj.joined.parts, owner.q_proj.joined.asked) == ((), 0)
+
+
+def test_prompts_are_read_without_a_kernel_that_plans_each_length_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed: list[bool] = []
+    read = attention._read
+
+    def watched(*given: Any) -> torch.Tensor:
+        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return read(*given)
+
+    monkeypatch.setattr(attention, "_read", watched)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    over_places(LLAMA, weights.open_model(LLAMA, 0, CPU)).read([0], PROMPTS[:1])
+    assert allowed == [False] * LLAMA.shape.layers
+    assert torch.backends.cuda.cudnn_sdp_enabled() is before
+
+
+def test_what_has_no_siblings_stays_as_it_is() -> None:
+    model = weights.open_model(SETTINGS["gpt"], 0, CPU)
+    before = [type(part) for part in model.modules()]
+    assert [type(part) for part in projections.join(model).modules()] == before
 
 
 def test_weights_are_those_of_the_seed_in_the_dtype_asked_for() -> None:
