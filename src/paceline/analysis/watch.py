@@ -25,7 +25,7 @@ LEAST_MARGIN_S = 15.0
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """One source of one run, with the window of its measured steps where it has one."""
+    """One source of one run, with the window of its measured steps, or of its loads, where it has one."""
 
     record: RunRecord
     source: Source
@@ -60,13 +60,17 @@ def watched(records: Iterable[RunRecord], windows: Mapping[str, Window]) -> list
         opened = windows.get(record.spec.run_id)
         for source, samples in gauges.sources(record).items():
             if (source.device is not None) == cuda:
-                found.append(Watched(record, source, samples, _span(opened, source.rank) if opened else None))
+                span = gauges.window_of(record, source.rank, opened.measured) if opened else _loaded(record)
+                found.append(Watched(record, source, samples, span))
     return found
 
 
-def _span(opened: Window, rank: int) -> tuple[float, float] | None:
-    """Begin and end of the measured steps by the rank's clock."""
-    return gauges.window_of(opened.record, rank, opened.measured)
+def _loaded(record: RunRecord) -> tuple[float, float] | None:
+    """From the first load of a served run to the end of its last, by the client's clock; None where nothing was
+    served."""
+    begins = [stage.began_at_s for stage in record.stages]
+    ends = [stage.began_at_s + (stage.ended_ns - stage.started_ns) * 1e-9 for stage in record.stages]
+    return (min(begins), max(ends)) if begins else None
 
 
 # --- usual state ---

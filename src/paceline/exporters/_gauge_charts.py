@@ -26,7 +26,7 @@ def draw(report: Report, found: Sequence[GaugeTrace]) -> Figure:
     heights = (PANEL_IN + (0.0 if i else TITLE_IN) for i in range(len(found)))
     title, subtitle = (
         "Gauges over the run",
-        "measured steps lie between the dashed lines; before them is set-up and warm-up",
+        "what was measured lies between the dashed lines; before it is set-up and warm-up",
     )
     figure, axes = canvas("", "", *heights)
     for i, (panel, trace) in enumerate(zip(axes, found, strict=True)):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceGauges:
-    """One GPU, or one host's processors (device None), over the measured steps of all runs that ended ok.
+    """One GPU, or one host's processors (device None), over the measured steps or loads of all runs that ended ok.
 
     busy_ratio is the driver's busy share of a GPU, or that of all cores; clock_hz the multiprocessors' or the cores'.
     throttled_ratio is the share of readings in which it was held back, for throttle_reasons; None where none told.
@@ -34,8 +34,8 @@ class DeviceGauges:
 class GaugeTrace:
     """One device of one run from its first reading to its last, thinned to what a chart can show.
 
-    seconds count from the first measured step, or from the first reading of a run that measured none; window is the
-    measured part, throttled the stretches in which the device was held back. A reading that lacks a gauge has None.
+    seconds count from the first measured step or load, or from the first reading of a run that measured none; window is
+    the measured part, throttled the stretches in which the device was held back. A reading that lacks a gauge has None.
     power_cap_w and clock_max_hz are the machine's own limits.
     """
 

@@ -31,7 +31,7 @@ def tables(report: Report) -> tuple[Table, ...]:
     filled = [(column, [fill(found) for found in report.gauges]) for column, fill in _COLUMNS]
     shown = [(column, cells) for column, cells in filled if any(cell.text != MISSING for cell in cells)]
     absent = [column.name for column, cells in filled if all(cell.text == MISSING for cell in cells)]
-    notes = ["Over the measured steps of all runs that ended ok."]
+    notes = ["Over what was measured of all runs that ended ok: steps, or loads."]
     notes += [f"Not told here: {', '.join(absent)}."] if absent else []
     rows = tuple(zip(*(cells for _, cells in shown), strict=True))
     return (Table("Gauges beside the runs", tuple(column for column, _ in shown), rows, tuple(notes)),)

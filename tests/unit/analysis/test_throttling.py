@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from answered_records import build_record, build_spec, build_stage
 
 from paceline.analysis import compare, gauges, metrics, report, watch
 from paceline.analysis.window import open_window
@@ -157,6 +158,17 @@ def test_the_table_tells_the_measured_steps_only(run_on_gpus: Builder) -> None:
     assert trace.throttled == ((pytest.approx(8.75), pytest.approx(11.25)),)
     assert trace.window == (0.0, 29.0)
     assert trace.seconds[0] == -11.0, "set-up is drawn"
+
+
+def test_of_a_served_run_the_loads_are_told_and_not_the_start_of_its_engine() -> None:
+    read = [dataclasses.replace(s, utilisation_ratio=0.0) if s.at_s < 1010 else s for s in stream(during(0, 0))]
+    loads = [build_stage(0, 0, 4, began_at_s=1010.0), build_stage(1, 5, 12, began_at_s=1015.0)]
+    record = build_record(build_spec(device="cuda"), [], stages=tuple(loads), gauges=tuple(read))
+    found = watch.watched([record], {})
+    (state,) = watch.states(found)
+    assert (state.readings, state.busy_median_ratio) == (25, 0.9), "from 1010 s to 1022 s, two a second"
+    (trace,) = watch.traces(found)
+    assert (trace.window, trace.seconds[0]) == ((0.0, 12.0), -15.0)
 
 
 def test_a_trace_ends_a_margin_beyond_the_measured_steps(run_on_gpus: Builder) -> None:

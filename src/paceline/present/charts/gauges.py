@@ -21,7 +21,7 @@ def traces(report: Report) -> Iterator[Chart]:
     yield Chart(
         name="gauges",
         title="Gauges over the run",
-        subtitle="One device of each cell, its measured steps and what went before; 0 s is the first of them. "
+        subtitle="One device of each cell, its measured steps or loads and what went before; 0 s is the first of them. "
         "Shaded: throttled (power cap, heat or hardware slowdown).",
         kind=LINES,
         x=Axis(label="s", zero=False, shared=False),
