@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from paceline.analysis import changepoints, fingerprint, loads, served_work, validity
+from paceline.analysis import changepoints, fingerprint, load_estimates, served, served_work, validity
 from paceline.analysis.ceilings import device_of
 from paceline.analysis.certificate import certify_all
 from paceline.analysis.compare import title_of, untitled_axes
@@ -141,11 +141,15 @@ def _cell(windows: Sequence[Window], fewest: int, named: Sequence[str]) -> Itera
 def _served_cell(records: Sequence[RunRecord], fewest: int, named: Sequence[str]) -> Iterator[HistorySeries]:
     """Of a cell with one load; those of a search are not the same on two days."""
     ordered = sorted(records, key=lambda r: (r.started_at, r.spec.run_id))
-    found = [(r, each[0]) for r in ordered if len(each := loads.gather([r])) == 1 and not r.shares_gpu]
+    found = [(r, each[0]) for r in ordered if len(each := served.gather([r])) == 1 and not r.shares_gpu]
     for metric in served_work.metrics_of(found[0][1]) if found else ():
-        known = [(r, value) for r, load in found if (value := loads.value(load, metric)) is not None and value > 0]
+        known = [
+            (r, value) for r, load in found if (value := load_estimates.value(load, metric)) is not None and value > 0
+        ]
         if len(known) >= fewest:
-            yield _series(metric, loads.COMPARED[metric], [r for r, _ in known], np.array([v for _, v in known]), named)
+            yield _series(
+                metric, load_estimates.COMPARED[metric], [r for r, _ in known], np.array([v for _, v in known]), named
+            )
 
 
 def _value(window: Window, metric: str) -> float:

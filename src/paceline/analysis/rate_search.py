@@ -33,9 +33,8 @@ def max_rate(loads: Sequence[Served]) -> Measurement | None:
     passed = max(below, key=_rate, default=None)
     value, high = (None if load is None else _rate(load) for load in (passed, failed))
     note = _note(passed, failed, by_outcome[Told.PASSED], by_outcome[Told.TOO_FEW])
-    whole = Served(rated[0].records)
-    count = sum(len(load.requests) for load in rated)
-    return measured.measurement(whole, "max_rate_per_s", (value, value, high), n=count, note=note)
+    whole = Served(tuple(stretch for load in rated for stretch in load.stretches))
+    return measured.measurement(whole, "max_rate_per_s", (value, value, high), note=note)
 
 
 def _rate(served: Served) -> float:

@@ -33,8 +33,7 @@ def added_to(report: Report, records: Sequence[RunRecord]) -> Report:
     ours = [(record, status) for record, status in statuses if record.spec.serving and record.requests]
     if not ours:
         return report
-    sound = gather([record for record, status in ours if status == Status.OK])
-    loads = [load for load in sound if not measured.doubts_of(load)]
+    loads = measured.believed([record for record, status in ours if status == Status.OK])
     alone = fleets.alone_rates(loads)
     found = [(load, fleets.fleet_of(load, alone.get(fleets.unpartitioned(load.records[0]), {}))) for load in loads]
     together = [(load, fleet) for load, fleet in found if fleet is not None]

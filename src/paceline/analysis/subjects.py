@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.analysis import ceilings, loads, metrics, served_work, sweep, validity
+from paceline.analysis import ceilings, load_estimates, metrics, served, served_work, sweep, validity
 from paceline.analysis.certificate import certify_all
 from paceline.analysis.compare import comparable_metrics, title_of, untitled_axes
 from paceline.analysis.metrics import BY_NAME
@@ -145,11 +145,11 @@ def _served(records: Sequence[RunRecord]) -> Iterator[Quantity]:
     """Of each load its rate, and where requests did not all wait in one queue also its latencies."""
     if any(r.shares_gpu for r in records):
         return
-    for load in loads.gather(records):
+    for load in served.gather(records):
         for metric in served_work.metrics_of(load):
-            found = loads.estimate(load, metric)
+            found = load_estimates.estimate(load, metric)
             if found is not None and found.value > 0:
-                yield Quantity(metric, *loads.COMPARED[metric], load.name, found, tells_alone=True)
+                yield Quantity(metric, *load_estimates.COMPARED[metric], load.name, found, tells_alone=True)
 
 
 _READERS: Mapping[str, Callable[[Sequence[RunRecord]], Iterator[Quantity]]] = {
