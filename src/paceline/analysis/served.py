@@ -202,10 +202,12 @@ def measurement(
     n: int | None = None,
     note: str | None = None,
     axes: Mapping[str, Scalar] | None = None,
+    about: tuple[str, str] | None = None,
 ) -> Measurement:
-    """n counts requests unless it is told what else; axes stand beside those of the load."""
+    """n counts requests unless it is told what else; axes stand beside those of the load. about is the unit and the
+    direction of a metric that is none of METRICS."""
     value, low, high = found
-    unit, better = METRICS[metric]
+    unit, better = about or METRICS[metric]
     return Measurement(
         metric=metric,
         unit=unit,

@@ -9,7 +9,7 @@ stated number is busy. A price is taken as exact: intervals are those of the thr
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from paceline import prices
 from paceline.analysis import energy, load_estimates, served, statistics
 from paceline.analysis.ceilings import device_names
 from paceline.analysis.cost import Costing, usd_per_mtok
+from paceline.analysis.launch_spread import Bounded
 from paceline.analysis.load_estimates import JOULES, TOKENS_PER_S
 from paceline.analysis.served_loads import Served
 from paceline.analysis.statistics import Resampled, launches_note
@@ -24,6 +25,7 @@ from paceline.findings import LOWER, Measurement
 from paceline.findings.served_cost import HOURS_A_DAY, ServedCost
 from paceline.prices import Price
 from paceline.records import RunRecord
+from paceline.spec import Scalar
 
 USD = ("USD/Mtoken", LOWER)
 OUTPUT, ALL = "usd_per_output_mtok", "usd_per_mtok"
@@ -113,27 +115,9 @@ def _usd(load: Served, price: Price, metric: str, rate: Resampled | None, share:
 
 
 def _measurement(
-    load: Served,
-    metric: str,
-    found: tuple[float | None, float | None, float | None],
-    note: str | None,
-    own: dict[str, str],
+    load: Served, metric: str, found: Bounded, note: str | None, own: Mapping[str, Scalar] | None = None
 ) -> Measurement:
-    unit, better = METRICS[metric]
-    return Measurement(
-        metric=metric,
-        unit=unit,
-        better=better,
-        cell=load.cell,
-        value=found[0],
-        low=found[1],
-        high=found[2],
-        n=len(load.answered),
-        launches=len(load.launches),
-        axes={**load.axes(), **own},
-        runs=load.runs,
-        note=note,
-    )
+    return served.measurement(load, metric, found, n=len(load.answered), note=note, axes=own, about=METRICS[metric])
 
 
 def measurements(rows: Sequence[ServedCost]) -> Iterator[Measurement]:
@@ -157,7 +141,7 @@ def _joules(load: Served) -> Measurement:
     found = [energy_of(launch) for launch in load.launches]
     missing = next((each for each in found if each.joules is None), None)
     if missing or not load.output_tokens():
-        return _measurement(load, JOULES, (None, None, None), missing.note if missing else "energy: no answer", {})
+        return _measurement(load, JOULES, (None, None, None), missing.note if missing else "energy: no answer")
     rows = [
         np.array([[each.joules or 0.0, float(launch.output_tokens())]])
         for each, launch in zip(found, load.launches, strict=True)
@@ -168,7 +152,7 @@ def _joules(load: Served) -> Measurement:
     hosts = {sample.host for record in load.records for sample in record.gauges}
     clocks = "hosts' clocks are taken as one" if len(hosts) > 1 else None
     note = "; ".join(filter(None, (found[0].note, clocks, launches_note(len(rows)))))
-    return _measurement(load, JOULES, (ratio.value, *ratio.interval), note, {})
+    return _measurement(load, JOULES, (ratio.value, *ratio.interval), note)
 
 
 def energy_of(launch: Served) -> energy.WindowEnergy:

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from paceline.analysis import load_estimates, metrics, served
-from paceline.analysis.compare import verdict_of
+from paceline.analysis.compare import judged_ratio
 from paceline.analysis.load_estimates import COMPARED
 from paceline.analysis.served_loads import Load, Served
 from paceline.analysis.statistics import ratio_between
@@ -171,27 +171,9 @@ def _comparisons(a: Served, b: Served, names: tuple[str, str]) -> Iterator[Compa
     for metric in metrics_of(a):
         over, under = load_estimates.estimate(a, metric), load_estimates.estimate(b, metric)
         ratio = ratio_between([over], [under.redrawn()]) if over and under else None
-        if ratio is None:
-            continue
-        better = COMPARED[metric][1]
-        verdict, reason = verdict_of(ratio, better)
-        yield Comparison(
-            metric=metric,
-            better=better,
-            cell=a.spec.cell,
-            other=b.spec.cell,
-            label=names[0],
-            other_label=names[1],
-            ratio=ratio.value,
-            low=ratio.low,
-            high=ratio.high,
-            detectable_ratio=ratio.detectable,
-            verdict=verdict,
-            reason=reason,
-            certified=True,
-            axes=a.axes(),
-            runs=a.runs + b.runs,
-        )
+        if ratio is not None:
+            cells, runs = (a.cell, b.cell), a.runs + b.runs
+            yield judged_ratio(metric, COMPARED[metric][1], cells, names, ratio, axes=a.axes(), runs=runs)
 
 
 def metrics_of(load: Served) -> tuple[str, ...]:

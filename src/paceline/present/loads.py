@@ -9,7 +9,7 @@ from paceline.present.standing import axis_text
 from paceline.spec import Scalar
 
 # Axes that may tell two cells of one load apart, in the order in which they are told.
-_BESIDE = ("model", "engine", "partition", "nodes", "world_size", "precision", "data", "max_tokens", "requests")
+_BESIDE = ("model", "engine", "partition", "nodes", "world_size", "precision", "data", "api", "max_tokens", "requests")
 
 
 # Axes to name, by scenario.
