@@ -49,6 +49,17 @@ def test_a_result_that_keeps_its_limits_is_valid() -> None:
     assert verdict.rules == ()
 
 
+def test_a_model_without_a_known_shape_is_measured_and_said_to_be_one() -> None:
+    found = record(timed(4))
+    (outcome,) = found.outcomes
+    assert outcome.evidence is not None
+    told = replace(outcome.evidence, settings={**outcome.evidence.settings, "shape": "not known"})
+    report = build(replace(found, outcomes=(replace(outcome, evidence=told),)))
+    assert any(note.startswith("the shape of tiny is not known: what needs it") for note in report.notes)
+    assert any(m.metric == "ttft_p50_s" and m.value is not None for m in report.measurements)
+    assert not any("shape" in note for note in build(found).notes)
+
+
 @pytest.mark.parametrize(
     ("found", "word", "reasons"),
     [
