@@ -209,6 +209,13 @@ def test_of_a_sweep_the_replicas_of_the_load_that_served_most_are_shown() -> Non
     assert titles == ["Served model", "Replicas (sweep, concurrency 3, static partition)"]
 
 
+def test_tables_of_replicas_are_told_apart_by_what_differs() -> None:
+    asked = [*in_turns(0, 6, 1.0), *in_turns(1, 6, 2.0, first=6)]
+    report = build(*(record(asked, replicas=TWO, api=api) for api in ("completions", "chat")))
+    titles = [table.title for table in machine_tables(report) if table.title.startswith("Replicas")]
+    assert titles == [f"Replicas (offline, static partition, api {api})" for api in ("completions", "chat")]
+
+
 def test_measurements_over_replicas_are_told_apart_by_their_axes() -> None:
     report = build(record([*in_turns(0, 6, 1.0), *in_turns(1, 6, 2.0, first=6)], replicas=TWO))
     rates = {m.axes["host"]: m.value for m in report.measurements if m.metric == "replica_output_tokens_per_s"}
