@@ -333,10 +333,19 @@ def _notes(a: Side, pairs: Sequence[Pair], changes: Sequence[Change]) -> Iterabl
         yield "launches were not repeated in every cell: intervals of such cells are of steps within one launch only"
     if any(len(s.records) == 1 for p in pairs if not p.same_runs for s in (p.first, p.second) if s.spec.serving):
         yield "launches were not repeated in every served cell: intervals of such cells are of requests of one launch"
+    yield from (note for pair in pairs if pair.first.spec.serving for note in _loads_of_one(pair))
     if undecided := sum(c.verdict is None for c in changes):
         yield f"{undecided} of {len(changes)} comparisons have no verdict, because the data supports no interval"
     if any(runs[0].record.spec.workload.name == LOOKED_AT_FOR_FAILURES for runs in a.values()):
         yield f"runs of the workload {LOOKED_AT_FOR_FAILURES} are looked at for failures only"
+
+
+def _loads_of_one(pair: Pair) -> Iterable[str]:
+    """Loads that only one side has: a sweep by rates ends where replicas keep up no more."""
+    ours, theirs = ({row for _, row in side.quantities if row is not None} for side in (pair.first, pair.second))
+    for name, left in (("A", ours - theirs), ("B", theirs - ours)):
+        if left:
+            yield f"not compared: {', '.join(sorted(left))} of {pair.second.label}, believed in {name} alone"
 
 
 # --- the gate ---
