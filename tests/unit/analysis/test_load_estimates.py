@@ -113,6 +113,15 @@ def test_a_search_is_not_priced_at_its_guess() -> None:
     assert load_estimates.at_limits(served.gather([searched(None)])) is None
 
 
+def test_a_load_is_of_the_launches_in_which_it_was_put_on() -> None:
+    """A search comes to other rates in each launch."""
+    first, second = searched(2.0, 4.0), searched(2.0, 3.0)
+    again = dataclasses.replace(second, spec=dataclasses.replace(second.spec, repeat=1))
+    found = {load.rate_per_s: load.runs for load in served.gather([first, again])}
+    both = (first.spec.run_id, again.spec.run_id)
+    assert found == {2.0: both, 4.0: both[:1], 3.0: both[1:]}
+
+
 def test_a_load_whose_client_was_late_is_left_out() -> None:
     late = dataclasses.replace(CLIENT, stage=1, schedule_lag_p99_ns=9e6)
     record = dataclasses.replace(searched(2.0, 4.0), clients=(CLIENT, late))
