@@ -116,9 +116,9 @@ def ours(rate: float, count: int, port: int) -> Reading:
         samples=np.zeros(count, dtype=np.int64),
         replicas=plan.spread(count, 1),
     )
-    payloads, targets = [selftest.completion(LAW.tokens, port)], [Target(host="127.0.0.1", port=port)]
+    payload, targets = selftest.completion(LAW.tokens, port), [Target(host="127.0.0.1", port=port)]
     room = round(rate * (LAW.ttft_s + LAW.itl_s * LAW.tokens) * 1.2) + 8
-    shifts = team.run([plan.orders_of(whole, whole.shares(1)[0], payloads, targets, connections=room)])
+    shifts = team.run([plan.orders_of(whole, whole.shares(1)[0], lambda _: payload, targets, connections=room)])
     good = [each for shift in shifts for each in shift.handled if each.error is None]
     ttft = [(h.first_ns - h.sent_ns) / 1e6 for h in good if h.first_ns and h.sent_ns]
     tpot = [(h.last_ns - h.first_ns) / 1e6 / (h.pieces - 1) for h in good if h.last_ns and h.first_ns and h.pieces > 1]

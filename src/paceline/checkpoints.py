@@ -1,8 +1,8 @@
 """The shape of a Hugging Face model directory, read from its config.json alone: no package, no weights.
 
 Known are architectures that a `Shape` can say: llama, mistral, qwen2, qwen3, gemma and gpt2. Another one is refused,
-because every number computed from a wrong shape would be wrong. A sliding window is not in the shape: sequences longer
-than the window have fewer attention FLOPs than are counted.
+because every number computed from a wrong shape would be wrong; a server that knows it can be asked all the same. A
+sliding window is not in the shape: sequences longer than the window have fewer attention FLOPs than are counted.
 """
 
 from __future__ import annotations
@@ -35,6 +35,27 @@ def read_shape(directory: str | Path) -> Shape:
         raise RequestError(f"model: {folder}/config.json has no {missing.args[0]}, which {kind} needs") from None
     tied = config.get("tie_word_embeddings", _TIED[kind])
     return Shape(**{**FAMILIES[fields["family"]], **fields, "tied": tied, "name": str(directory)})
+
+
+def read_vocabulary(directory: str | Path) -> int:
+    """How many token ids the checkpoint has, of whatever architecture: where a model reads more than text, those of its
+    text."""
+    config = _read(Path(directory))
+    nested = config.get("text_config")
+    found = config if "vocab_size" in config or not isinstance(nested, dict) else nested
+    if "vocab_size" not in found:
+        raise RequestError(f"model: {directory}/config.json has no vocab_size; accepted is a model of text")
+    return _count(found, "vocab_size")
+
+
+def unknown_shape(directory: str | Path) -> str | None:
+    """Why no `Shape` says what this checkpoint is; None where one does."""
+    _read(Path(directory))
+    try:
+        read_shape(directory)
+    except RequestError as refused:
+        return str(refused)
+    return None
 
 
 def _read(folder: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from paceline.checkpoints import read_shape
+from paceline.checkpoints import read_shape, read_vocabulary, unknown_shape
 from paceline.errors import RequestError
 from paceline.shapes import FAMILIES, SETTABLE, accepted_by, require_field
 from paceline.shapes import Shape as Shape
@@ -46,9 +46,7 @@ def load(choice: Named) -> Shape:
 
     A name with a slash is the directory of a checkpoint, whose shape is what its config.json says.
     """
-    if "/" in choice.name:
-        if choice.options:
-            raise RequestError(f"model: options were given with the directory {choice.name!r}; accepted is none")
+    if _is_directory(choice):
         return read_shape(choice.name)
     if choice.name not in _rows():
         raise RequestError(_unknown("model", choice.name, names()) + "; `paceline list models` shows all")
@@ -59,6 +57,22 @@ def load(choice: Named) -> Shape:
     if choice.options:
         row = {**row, **choice.options, "published_parameters": None}
     return Shape(name=choice.name, **_completed(choice.name, row))
+
+
+def vocabulary(choice: Named) -> int:
+    """Its token ids: all that must be known of a model that others serve, whatever its architecture."""
+    return read_vocabulary(choice.name) if _is_directory(choice) else load(choice).vocab
+
+
+def known_shape(choice: Named) -> Shape | None:
+    """None for the directory of a checkpoint that no shape describes."""
+    return None if _is_directory(choice) and unknown_shape(choice.name) else load(choice)
+
+
+def _is_directory(choice: Named) -> bool:
+    if "/" in choice.name and choice.options:
+        raise RequestError(f"model: options were given with the directory {choice.name!r}; accepted is none")
+    return "/" in choice.name
 
 
 def beyond_context(shape: Shape, name: str, length: int) -> str | None:

@@ -174,8 +174,10 @@ def poisson_load(law: Law, port: int, streams: int, seconds: float, shards: int)
         replicas=plan.spread(count, 1),
     )
     more = {"connections": min(count, round(streams * 1.2 / shards) + 1), "timeout_s": TIMEOUT_S, "keeps_text": True}
-    targets, payloads = [Target(host="127.0.0.1", port=port)], [completion(law.tokens, port)]
-    return [plan.orders_of(whole, part, payloads, targets, **more) for part in whole.shares(shards) if len(part)]
+    targets, payload = [Target(host="127.0.0.1", port=port)], completion(law.tokens, port)
+    return [
+        plan.orders_of(whole, part, lambda _: payload, targets, **more) for part in whole.shares(shards) if len(part)
+    ]
 
 
 def completion(tokens: int, port: int) -> bytes:

@@ -23,6 +23,8 @@ APIS = ("completions", "chat")
 # p99 limits of the scenarios that have them, seconds: first token, each further token. A search is one for `server`.
 LIMITS = {"server": (2.0, 0.1), "interactive": (0.5, 0.03), "search": (2.0, 0.1)}
 PERCENTILE = 0.99
+# Of a checkpoint whose architecture is none that numbers can be computed of.
+UNKNOWN_SHAPE = "not known"
 # Bounds of a client that is believed: sending later than planned, reading later than the kernel had it, time to spare.
 MOST_SCHEDULE_LAG_S = 1e-3
 MOST_SCHEDULE_LAG_OF_TTFT = 0.01

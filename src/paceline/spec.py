@@ -327,6 +327,7 @@ class RunSpec:
             "scenario": s.scenario,
             **asked,
             "max_tokens": s.max_tokens,
+            "api": s.api,
             "partition": s.partition,
             "precision": self.training.precision.compute,
             "data": self.data_text,

@@ -209,7 +209,7 @@ def gauged(run_dir: Path, spec: RunSpec, seat: Seat) -> Iterator[None]:
     if not spec.telemetry_hz or not first:
         yield
         return
-    gpus = 0 if seat.device == "cpu" else 1 if shared else spec.topology.processes_per_node
+    gpus = 0 if seat.device == "cpu" else 1 if shared else gpus_of_a_node(spec)
     host = places.node_name(os.environ)
     with (run_dir / f"samples-gauges-{seat.rank}.jsonl").open("w", buffering=1) as file:
 
@@ -218,6 +218,13 @@ def gauged(run_dir: Path, spec: RunSpec, seat: Seat) -> Iterator[None]:
 
         with Sampler(1 / spec.telemetry_hz, keep=1, devices=gpus, sink=write):
             yield
+
+
+def gpus_of_a_node(spec: RunSpec) -> int:
+    """One for each rank; a rank that serves has as many as its replica is cut over."""
+    parallel = spec.engine.options.get("tensor_parallel", 1) if spec.engine else 1
+    assert isinstance(parallel, int)
+    return spec.topology.processes_per_node * parallel
 
 
 def join(spec: RunSpec, seat: Seat) -> None:

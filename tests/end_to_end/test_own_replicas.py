@@ -233,13 +233,12 @@ def wait_for_the_end_of_others(before: set[int]) -> None:
 
 
 ORPHANED = """
-import sys
-from paceline.engines import _replica
-from paceline.plugins import Seat
-from paceline.replica.settings import Settings
+from paceline.experiment.fields import Cell, build
+from paceline.plugins import Seat, load
 
+cell = Cell(workload="inference", engine="transformers", model="tiny-llama", precision="fp32", processes=1)
 seat = Seat(rank=0, local_rank=0, world_size=1, device="cpu")
-with _replica.opened(None, seat, Settings(engine="transformers", model="tiny-llama"), 600):
+with load("engines", "transformers").open(build("orphaned", cell, "cpu"), seat):
     pass
 """
 

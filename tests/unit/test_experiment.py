@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import json
 import random
 from collections.abc import Sequence
@@ -12,7 +11,6 @@ import yaml
 
 from paceline import experiment, machine, plugins, recipe
 from paceline.errors import RequestError
-from paceline.experiment.fields import Cell
 from paceline.present.progress import title
 from paceline.serving import Serving
 from paceline.spec import RunSpec, WarmUp
@@ -506,7 +504,30 @@ def test_the_points_of_a_design_are_told_apart_while_they_run() -> None:
     }
 
 
-def test_what_an_experiment_leaves_out_about_serving_is_what_a_spec_leaves_out() -> None:
-    """Both state defaults: one for whoever writes YAML, one for whoever makes a spec."""
-    told = {field.name: field.default for field in dataclasses.fields(Serving)}
-    assert {name: Cell.model_fields[name].default for name in told} == told
+SERVED = """
+name: served
+base: {workload: inference, model: tiny-llama, engine: "openai:url=http://x", processes: 1, requests: 4}
+matrix: {api: [completions, chat]}
+"""
+
+
+def test_the_api_is_an_axis(tmp_path: Path) -> None:
+    path = tmp_path / "served.yaml"
+    path.write_text(SERVED)
+    specs = experiment.load(str(path), ["device=cpu"])
+    assert sorted(str(spec.axes()["api"]) for spec in specs) == ["chat", "completions"]
+    assert len({spec.cell for spec in specs}) == 2
+
+
+def test_what_an_experiment_leaves_out_about_serving_is_what_a_spec_leaves_out(tmp_path: Path) -> None:
+    path = tmp_path / "served.yaml"
+    path.write_text(SERVED.replace("completions, chat", "completions"))
+    (spec,) = experiment.load(str(path), ["device=cpu"])
+    assert spec.serving == Serving(requests=4)
+
+
+def test_a_field_of_serving_is_refused_by_its_type(tmp_path: Path) -> None:
+    path = tmp_path / "served.yaml"
+    path.write_text(SERVED.replace("requests: 4", "requests: many"))
+    with pytest.raises(RequestError, match="requests = 'many' was given"):
+        experiment.load(str(path), ["device=cpu"])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from paceline.errors import InvalidRunError, MissingPackageError, RequestError, 
 from paceline.plugins import Seat
 from paceline.records import Status
 from paceline.samples import read_samples
-from paceline.spec import RunSpec
+from paceline.spec import Choice, RunSpec
 
 Make = Callable[..., Any]
 
@@ -204,6 +205,15 @@ def test_ranks_that_share_a_gpu_read_it_once(
     assert gauges_of(tmp_path) == ["samples-gauges-0.jsonl"]
     assert {s.device for s in read_samples(tmp_path / "samples-gauges-0.jsonl")} == {None, 0}
     assert fake_nvml.opened == 0
+
+
+@pytest.mark.parametrize(("engine", "read"), [("vllm:tensor_parallel=2", {None, 0, 1}), ("vllm", {None, 0})])
+@pytest.mark.usefixtures("fake_nvml")
+def test_all_gpus_of_a_replica_are_read(tmp_path: Path, make_spec: Make, engine: str, read: set[int | None]) -> None:
+    spec = dataclasses.replace(make_spec("ddp", 1, device="cuda"), engine=Choice.parse(engine))
+    with worker.gauged(tmp_path, spec, Seat(rank=0, local_rank=0, world_size=1, device="cuda")):
+        pass
+    assert {s.device for s in read_samples(tmp_path / "samples-gauges-0.jsonl")} == read
 
 
 def test_checkpoints_stand_in_the_run_folder_or_where_the_launcher_says(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paceline.analysis import loads, rouge, served, statistics
+from paceline.analysis import rouge, served, statistics
 from paceline.analysis.loadgen_rules import MOST_TOKENS, WHOLE_SET
 from paceline.analysis.served_work import BEGINNING
 from paceline.analysis.statistics import Array
@@ -250,11 +250,10 @@ def _rates(records: Sequence[RunRecord]) -> dict[int, float]:
     """Output tokens of each replica over the time that loads were on for it: what stands beside a flag."""
     tokens: Counter[int] = Counter()
     seconds: defaultdict[int, float] = defaultdict(float)
-    for load in loads.gather(records):
+    for load in served.gather(records):
         for launch in load.launches:
-            met = {request.replica for request in launch.answered}
-            for replica in met:
-                seconds[replica] += launch.seconds
+            for replica in {request.replica for request in launch.answered}:
+                seconds[replica] += launch.wall_s()
             for request in launch.answered:
                 tokens[request.replica] += served.tokens_of(request)
     return {replica: tokens[replica] / time for replica, time in seconds.items() if time > 0}

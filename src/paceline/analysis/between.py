@@ -14,21 +14,22 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
 
-from paceline.analysis import fingerprint, metrics, served_work
+from paceline.analysis import fingerprint, metrics, rate_search, served_work
 from paceline.analysis.compare import verdict_of
 from paceline.analysis.statistics import Ratio, launches_note, ratio_between
-from paceline.analysis.subjects import ROW, Judged, Quantity, Subject, judge, subject_of
+from paceline.analysis.subjects import ROW, Judged, Quantity, Subject, judge, rate_searched, subject_of
 from paceline.errors import RequestError
 from paceline.findings import HIGHER, TIE, WORSE, Between, Change, Differing, Lost, Regression
 from paceline.present.between import change_text
 from paceline.records import RunRecord, Status
 from paceline.spec import Choice, RunSpec, require
 
-MISSING = "missing"
+MISSING, NOTHING_FOUND = "missing", "nothing found"
 LOOKED_AT_FOR_FAILURES = "memory"
 BELIEVABLE = "certified training, served models that may be believed, or the machine's own measures"
 NEAREST_LOOKED_AT = 50
 FAMILY_ERROR = 0.05
+BRACKETED = "the interval is that of the rates between one that passed and one that failed"
 _UNUSED = ("training", "warmup", "steps")
 
 
@@ -151,11 +152,15 @@ def _unequal(first: Subject, second: Subject) -> str | None:
 
 
 def _lost(a: Side, b: Side, matched: Mapping[str, str]) -> tuple[Lost, ...]:
-    """Cells with an ok run in A and none in B, and those of which every run was ok in A and not every one is in B."""
+    """Cells with an ok run in A and none in B, those of which every run was ok in A and not every one is in B, and
+    searches that found a rate in A and none in B."""
     found = []
     for cell, runs in a.items():
         now = b[matched[cell]] if cell in matched else ()
         bad = [run for run in now if not run.ok]
+        if (failed := _found_no_more(runs, now)) is not None:
+            found.append(Lost(cell=cell, label=_label(runs), status=NOTHING_FOUND, reason=failed))
+            continue
         # A cell that was flaky in A may be as flaky in B; one of which nothing is left has no such excuse.
         if not any(run.ok for run in runs) or (len(bad) < len(now) and not all(run.ok for run in runs)):
             continue
@@ -165,6 +170,17 @@ def _lost(a: Side, b: Side, matched: Mapping[str, str]) -> tuple[Lost, ...]:
             why = f"{len(bad)} of {len(now)} runs: {bad[0].reason or 'no reason was recorded'}"
             found.append(Lost(cell=cell, label=_label(runs), status=str(bad[0].status), reason=why))
     return tuple(found)
+
+
+def _found_no_more(before: Sequence[Judged], after: Sequence[Judged]) -> str | None:
+    """What the loads of a search say that finds a rate no more; None where it finds one, or never did."""
+    ours, theirs = ([run.record for run in side if run.ok] for side in (before, after))
+    if not ours or not theirs or rate_search.bracket(rate_searched(ours)) is None:
+        return None
+    found = rate_searched(theirs)
+    if found is None:
+        return "no load with a rate can be believed"
+    return found.note if found.value is None else None
 
 
 def _not_compared(a: Side, b: Side, matched: Mapping[str, str], told: Collection[str]) -> Iterable[str]:
@@ -251,6 +267,9 @@ def _quantities(pair: Pair) -> Iterable[Found]:
 
 def _ratio(first: Quantity, second: Quantity) -> tuple[Ratio | None, str]:
     launches = first.resampled.launches, second.resampled.launches
+    if first.bracket and second.bracket:
+        between = rate_search.ratio(second.bracket, first.bracket)
+        return between, BRACKETED if between else "no rate failed in B, so that it may be higher"
     if first.subject == ROW and not first.tells_alone and min(launches) < 2:
         once = " and ".join(name for name, count in zip("AB", launches, strict=True) if count < 2)
         return None, f"launches were not repeated in {once}: iterations of one launch say nothing about the next"
@@ -314,10 +333,19 @@ def _notes(a: Side, pairs: Sequence[Pair], changes: Sequence[Change]) -> Iterabl
         yield "launches were not repeated in every cell: intervals of such cells are of steps within one launch only"
     if any(len(s.records) == 1 for p in pairs if not p.same_runs for s in (p.first, p.second) if s.spec.serving):
         yield "launches were not repeated in every served cell: intervals of such cells are of requests of one launch"
+    yield from (note for pair in pairs if pair.first.spec.serving for note in _loads_of_one(pair))
     if undecided := sum(c.verdict is None for c in changes):
         yield f"{undecided} of {len(changes)} comparisons have no verdict, because the data supports no interval"
     if any(runs[0].record.spec.workload.name == LOOKED_AT_FOR_FAILURES for runs in a.values()):
         yield f"runs of the workload {LOOKED_AT_FOR_FAILURES} are looked at for failures only"
+
+
+def _loads_of_one(pair: Pair) -> Iterable[str]:
+    """Loads that only one side has: a sweep by rates ends where replicas keep up no more."""
+    ours, theirs = ({row for _, row in side.quantities if row is not None} for side in (pair.first, pair.second))
+    for name, left in (("A", ours - theirs), ("B", theirs - ours)):
+        if left:
+            yield f"not compared: {', '.join(sorted(left))} of {pair.second.label}, believed in {name} alone"
 
 
 # --- the gate ---

@@ -11,7 +11,7 @@ import itertools
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.analysis import metrics
 from paceline.analysis.ceilings import device_names
@@ -119,15 +119,32 @@ def comparison(
     refused = why_not_compared(metric, [side.spec for side in sides])
     if refused:
         raise RequestError(refused)
-    verdict, reason = verdict_of(found, better)
+    ids, runs = (sides[0].id, sides[1].id), sides[0].runs + sides[1].runs
+    judged = judged_ratio(metric, better, ids, names, found, axes=axes, runs=runs)
     throttled = _throttled(sides) if metric not in UNSLOWED_METRICS else None
-    if throttled:
-        reason += f"; throttled in {throttled[0]:.0%} of the steps of {names[0]}, {throttled[1]:.0%} of {names[1]}"
+    if throttled is None:
+        return judged
+    slowed = f"throttled in {throttled[0]:.0%} of the steps of {names[0]}, {throttled[1]:.0%} of {names[1]}"
+    return replace(judged, reason=f"{judged.reason}; {slowed}", throttled=throttled)
+
+
+def judged_ratio(
+    metric: str,
+    better: str,
+    cells: tuple[str, str],
+    names: tuple[str, str],
+    found: Ratio,
+    *,
+    axes: Mapping[str, Scalar],
+    runs: tuple[str, ...],
+) -> Comparison:
+    """The ratio with its verdict, of cells of which the caller knows that they did equal work."""
+    verdict, reason = verdict_of(found, better)
     return Comparison(
         metric=metric,
         better=better,
-        cell=sides[0].id,
-        other=sides[1].id,
+        cell=cells[0],
+        other=cells[1],
         label=names[0],
         other_label=names[1],
         ratio=found.value,
@@ -138,8 +155,7 @@ def comparison(
         reason=reason,
         certified=True,
         axes=axes,
-        runs=sides[0].runs + sides[1].runs,
-        throttled=throttled,
+        runs=runs,
     )
 
 

@@ -109,7 +109,7 @@ def _gave_away(served: Served, parts: Sequence[Part]) -> bool:
 def fleet_of(served: Served, alone: Alone) -> Fleet | None:
     """None where one replica was asked alone: there is nothing to combine."""
     numbers = replicas_of(served)
-    if len(numbers) < 2 or (served.load is not None and served.load.replica is not None):
+    if len(numbers) < 2 or served.replica is not None:
         return None
     # By the same kind of number for all: alone only where all were asked alone.
     alone = alone if all(number in alone for number in numbers) else {}
@@ -140,20 +140,16 @@ def measurements_of(fleet: Fleet, served: Served) -> Iterator[Measurement]:
     """Of each replica, and of all together beside the best one."""
     for share in fleet.replicas:
         axes = {"replica": share.replica, "host": share.host}
-        rows = [_own_counts(launch, share.replica) for launch in _launches(served)]
+        rows = [_own_counts(launch, share.replica) for launch in served.launches]
         for column, kind in enumerate(("output", "prompt")):
             name = f"replica_{kind}_tokens_per_s"
             rate = over_launches(rows, quotient(column, 2), served.cell, name, str(share.replica))
             yield measured.measurement(served, name, bounded(rate), n=share.requests, axes=axes)
     yield from (found for found in (fleet.speedup, fleet.efficiency) if found is not None)
     numbers = [share.replica for share in fleet.replicas]
-    waits = [[_straggling(launch, numbers)[0], launch.wall_s()] for launch in _launches(served)]
+    waits = [[_straggling(launch, numbers)[0], launch.wall_s()] for launch in served.launches]
     straggler = None if served.is_open else over_launches(waits, quotient(), served.cell, "straggler")
     yield measured.measurement(served, "straggler_ratio", bounded(straggler))
-
-
-def _launches(served: Served) -> list[Served]:
-    return [Served((record,), served.load) for record in served.records]
 
 
 def _own_counts(launch: Served, replica: int) -> list[float]:
@@ -172,7 +168,7 @@ def _best(shares: Sequence[ReplicaShare]) -> ReplicaShare | None:
 
 
 def _rate(served: Served) -> Resampled | None:
-    rows = [[float(sum(map(tokens_of, each.answered))), each.wall_s()] for each in _launches(served)]
+    rows = [[float(sum(map(tokens_of, each.answered))), each.wall_s()] for each in served.launches]
     return over_launches(rows, quotient(), served.cell, "combined")
 
 
@@ -183,7 +179,7 @@ def _speedup(served: Served, best: ReplicaShare, alone: Alone) -> Measurement | 
         found = _over(together, alone[best.replica]) if together else (None, None, None)
         note = PAIRED
     else:
-        rows = [_beside(launch, best.replica) for launch in _launches(served)]
+        rows = [_beside(launch, best.replica) for launch in served.launches]
         ratio = over_launches(rows, lambda s: s[..., 0] / s[..., 1] / (s[..., 2] / s[..., 3]), served.cell, "speedup")
         found, note = bounded(ratio), OWN_TIME
     return measured.measurement(served, "replicas_speedup_ratio", found, note=note) if found[0] is not None else None
@@ -267,9 +263,8 @@ def alone_rates(served: Sequence[Served]) -> dict[str, dict[int, Resampled]]:
     """By configuration without its partition: what each replica does when it is asked alone, from paired runs."""
     found: dict[str, dict[int, Resampled]] = {}
     for each in served:
-        replica = each.load.replica if each.load else None
-        if replica is not None and not each.is_open and (rate := _rate(each)):
-            found.setdefault(unpartitioned(each.records[0]), {})[replica] = rate
+        if each.replica is not None and not each.is_open and (rate := _rate(each)):
+            found.setdefault(unpartitioned(each.records[0]), {})[each.replica] = rate
     return found
 
 
@@ -284,7 +279,7 @@ def partition_gains(served: Sequence[Served]) -> Iterator[PartitionGain]:
     """Of loads that are served as fast as they can be: one that comes by a schedule gains nothing."""
     by_key: dict[tuple[object, ...], dict[str, Served]] = {}
     for each in served:
-        if not each.is_open and (each.load is None or each.load.replica is None):
+        if not each.is_open and each.replica is None:
             key = unpartitioned(each.records[0]), each.load
             by_key.setdefault(key, {})[each.serving.partition] = each
     for found in by_key.values():

@@ -11,23 +11,26 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from paceline.analysis import changepoints, fingerprint, loads, served_work, validity
+from paceline.analysis import changepoints, fingerprint, load_estimates, rate_search, served, served_work, validity
 from paceline.analysis.ceilings import device_of
 from paceline.analysis.certificate import certify_all
 from paceline.analysis.compare import title_of, untitled_axes
 from paceline.analysis.metrics import BY_NAME
 from paceline.analysis.statistics import Array, seed_of, student_t
+from paceline.analysis.subjects import is_search, rate_searched
 from paceline.analysis.window import LAUNCH_COLUMNS, STEP_COLUMNS, Window, open_window
 from paceline.findings import BETTER, HIGHER, WORSE, ChangePoint, HistoryPoint, HistorySeries
 from paceline.records import RunRecord, Status
+from paceline.spec import Scalar
 
 SPEED, MEMORY = "tokens_per_s", "peak_memory_bytes"
 # A chart of fewer says no more than the table of cells.
 FEWEST_SHOWN = 4
+NOTHING_FOUND = "the search found no rate within its limits"
 
 T = TypeVar("T")
 
@@ -119,7 +122,7 @@ def _judged(
     for r in members:
         if is_kept(r):
             status, reason = validity.status_of(r, certificates.get(r.spec.run_id))
-            missing = None if r.steps or r.requests else "no step was recorded"
+            missing = NOTHING_FOUND if _found_nothing(r) else None if r.steps or r.requests else "no step was recorded"
             yield r, missing if status is Status.OK else ": ".join(filter(None, (str(status), reason)))
 
 
@@ -139,13 +142,44 @@ def _cell(windows: Sequence[Window], fewest: int, named: Sequence[str]) -> Itera
 
 
 def _served_cell(records: Sequence[RunRecord], fewest: int, named: Sequence[str]) -> Iterator[HistorySeries]:
-    """Of a cell with one load; those of a search are not the same on two days."""
-    ordered = sorted(records, key=lambda r: (r.started_at, r.spec.run_id))
-    found = [(r, each[0]) for r in ordered if len(each := loads.gather([r])) == 1 and not r.shares_gpu]
-    for metric in served_work.metrics_of(found[0][1]) if found else ():
-        known = [(r, value) for r, load in found if (value := loads.value(load, metric)) is not None and value > 0]
-        if len(known) >= fewest:
-            yield _series(metric, loads.COMPARED[metric], [r for r, _ in known], np.array([v for _, v in known]), named)
+    """Of a search what it found; of any other run each load, of which a sweep has several."""
+    found: defaultdict[tuple[str | None, str], list[tuple[RunRecord, Followed]]] = defaultdict(list)
+    for record in sorted(records, key=lambda r: (r.started_at, r.spec.run_id)):
+        for each in _followed(record):
+            found[each.load, each.metric].append((record, each))
+    for (load, metric), points in found.items():
+        if len(points) >= fewest:
+            values = np.array([each.value for _, each in points])
+            about = served.METRICS[metric]
+            yield _series(metric, about, [r for r, _ in points], values, named, (load, points[0][1].axes))
+
+
+class Followed(NamedTuple):
+    """One number of one launch; load is None where it has no other."""
+
+    load: str | None
+    metric: str
+    value: float
+    axes: Mapping[str, Scalar]
+
+
+def _followed(record: RunRecord) -> Iterator[Followed]:
+    if record.shares_gpu:
+        return
+    searched = rate_searched([record])
+    if searched is not None and searched.value is not None:
+        yield Followed(None, rate_search.METRIC, searched.value, searched.axes)
+    for load in () if is_search([record]) else served.believed([record]):
+        # Where it stood among the others of one launch is nothing to tell it by over time.
+        axes = {name: value for name, value in load.axes().items() if name != "stage"}
+        for metric in served_work.metrics_of(load):
+            value = load_estimates.value(load, metric)
+            if value is not None and value > 0:
+                yield Followed(load.name, metric, value, axes)
+
+
+def _found_nothing(record: RunRecord) -> bool:
+    return is_search([record]) and bool(record.requests) and rate_search.bracket(rate_searched([record])) is None
 
 
 def _value(window: Window, metric: str) -> float:
@@ -158,11 +192,16 @@ def _value(window: Window, metric: str) -> float:
 
 
 def _series(
-    metric: str, about: tuple[str, str], records: Sequence[RunRecord], values: Array, named: Sequence[str]
+    metric: str,
+    about: tuple[str, str],
+    records: Sequence[RunRecord],
+    values: Array,
+    named: Sequence[str],
+    of_load: tuple[str | None, Mapping[str, Scalar] | None] = (None, None),
 ) -> HistorySeries:
-    """about is the metric's unit and direction."""
-    spec, (unit, better) = records[0].spec, about
-    found = changepoints.splits(np.log(values), seed_of(spec.cell, metric, "history"))
+    """about is the metric's unit and direction; of_load the name and the axes of one load of a cell with several."""
+    spec, (unit, better), (load, axes) = records[0].spec, about, of_load
+    found = changepoints.splits(np.log(values), seed_of(*filter(None, (spec.cell, load, metric, "history"))))
     bounds = [0, *(split.at for split in found), len(values)]
     segments = np.searchsorted(bounds[1:-1], np.arange(len(values)), side="right")
     return HistorySeries(
@@ -170,8 +209,8 @@ def _series(
         unit=unit,
         better=better,
         cell=spec.cell,
-        label=title_of(spec.axes(), named),
-        axes=spec.axes(),
+        label=", ".join(filter(None, (title_of(spec.axes(), named), load))),
+        axes=axes or spec.axes(),
         points=tuple(_point(*each) for each in zip(records, values, segments, strict=True)),
         changes=tuple(
             _change(records, values, (bounds[i], split, bounds[i + 2]), better) for i, split in enumerate(found)

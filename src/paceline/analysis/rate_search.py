@@ -6,14 +6,26 @@ they were. Between the two its requests are too few to tell, and it bounds nothi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from paceline import stopping
 from paceline.analysis import served as measured
 from paceline.analysis.served_loads import Served
+from paceline.analysis.statistics import DETECTABLE_ERRORS, Ratio
 from paceline.findings import Measurement
 from paceline.serving import PERCENTILE, STAGED_SCENARIOS
 from paceline.stopping import Told
+
+METRIC = "max_rate_per_s"
+
+
+class Bracket(NamedTuple):
+    """The highest rate that passed, and the lowest that failed; None where none did."""
+
+    passed: float
+    failed: float | None
 
 
 def outcome_of(served: Served) -> Told:
@@ -33,9 +45,8 @@ def max_rate(loads: Sequence[Served]) -> Measurement | None:
     passed = max(below, key=_rate, default=None)
     value, high = (None if load is None else _rate(load) for load in (passed, failed))
     note = _note(passed, failed, by_outcome[Told.PASSED], by_outcome[Told.TOO_FEW])
-    whole = Served(rated[0].records)
-    count = sum(len(load.requests) for load in rated)
-    return measured.measurement(whole, "max_rate_per_s", (value, value, high), n=count, note=note)
+    whole = Served(tuple(stretch for load in rated for stretch in load.stretches))
+    return measured.measurement(whole, METRIC, (value, value, high), note=note)
 
 
 def _rate(served: Served) -> float:
@@ -54,3 +65,25 @@ def _note(passed: Served | None, failed: Served | None, all_passed: Sequence[Ser
 
 def _counts(served: Served) -> str:
     return f"{len(served.requests):,} requests, {measured.late_of(served):,} late"
+
+
+# --- found again ---
+
+
+def bracket(found: Measurement | None) -> Bracket | None:
+    """Of what `max_rate` found; None where no rate passed."""
+    return None if found is None or found.value is None else Bracket(found.value, found.high)
+
+
+def ratio(over: Bracket, under: Bracket) -> Ratio | None:
+    """One found rate over another. The true rates lie between what passed and what failed, each end as sure as early
+    stopping is: the interval is that of all their ratios. None where nothing failed over, so that nothing bounds it."""
+    if over.failed is None:
+        return None
+    value = over.passed / under.passed
+    low, high = over.passed / under.failed if under.failed else 0.0, over.failed / under.passed
+    # The interval leaves out 1 where the lower of both failed below what the other passed: the width of its own bracket
+    # is the smallest effect that could be shown.
+    lower = over if value < 1 or under.failed is None else under
+    width = math.log((lower.failed or over.failed) / lower.passed)
+    return Ratio(value, low, high, width / DETECTABLE_ERRORS)

@@ -134,7 +134,7 @@ def _percentiles(served: Served, name: str, values: Sequence[float] | Array) -> 
 
 
 def _rates(served: Served) -> Iterator[Measurement]:
-    rows = [_counts(Served((record,), served.load), served.limits) for record in served.records]
+    rows = [_counts(launch) for launch in served.launches]
     for name, (_, _, counted, over) in RATES.items():
         estimate = quotient(_COUNTED.index(counted), _COUNTED.index(over))
         found = bounded(over_launches(rows, estimate, served.cell, name))
@@ -143,11 +143,11 @@ def _rates(served: Served) -> Iterator[Measurement]:
         yield measurement(served, name, found)
 
 
-def _counts(launch: Served, limits: dict[str, float | None]) -> list[float]:
+def _counts(launch: Served) -> list[float]:
     answered = launch.answered
-    good = [request for request in answered if in_time(request, limits)]
-    prompts = [request.prompt_tokens for request in answered]
-    asked = math.nan if None in prompts or not prompts else float(sum(p for p in prompts if p is not None))
+    good = [request for request in answered if in_time(request, launch.limits)]
+    told = launch.prompt_tokens() if answered else None
+    asked = math.nan if told is None else float(told)
     tokens, good_tokens = (float(sum(map(tokens_of, each))) for each in (answered, good))
     count = len(launch.requests)
     return [tokens, asked, len(answered), len(good), good_tokens, launch.wall_s(), count, count - len(answered)]
@@ -163,7 +163,7 @@ def _steady_rates(served: Served) -> Iterator[Measurement]:
     if served.is_open:
         found, reasons = [], [OPEN_LOAD]
     else:
-        found = [_steady_counts(Served((record,), served.load)) for record in served.records]
+        found = [_steady_counts(launch) for launch in served.launches]
         reasons = [part.reason for part in steady_parts(served) if part.reason]
     table = [row for row in found if row[1] > 0]
     rate = bounded(over_launches(table, quotient(0, 1), served.cell, "steady"))
@@ -202,10 +202,12 @@ def measurement(
     n: int | None = None,
     note: str | None = None,
     axes: Mapping[str, Scalar] | None = None,
+    about: tuple[str, str] | None = None,
 ) -> Measurement:
-    """n counts requests unless it is told what else; axes stand beside those of the load."""
+    """n counts requests unless it is told what else; axes stand beside those of the load. about is the unit and the
+    direction of a metric that is none of METRICS."""
     value, low, high = found
-    unit, better = METRICS[metric]
+    unit, better = about or METRICS[metric]
     return Measurement(
         metric=metric,
         unit=unit,
@@ -364,5 +366,10 @@ def client_doubts(record: RunRecord) -> dict[int, list[str]]:
 
 def doubts_of(served: Served) -> list[str]:
     """What speaks against the client in any launch of this load."""
-    known = [(client_doubts(s.record), s.stage.stage if s.stage else 0) for s in served.stretches]
-    return list(dict.fromkeys(problem for doubts, number in known for problem in doubts.get(number, ())))
+    found = (client_doubts(stretch.record).get(stretch.number, ()) for stretch in served.stretches)
+    return list(dict.fromkeys(problem for doubts in found for problem in doubts))
+
+
+def believed(records: Sequence[RunRecord]) -> list[Served]:
+    """Every load of every cell whose client can be believed in all launches: a search goes on until it cannot."""
+    return [served for served in gather(records) if not doubts_of(served)]

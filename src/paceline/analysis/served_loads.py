@@ -15,9 +15,10 @@ from typing import NamedTuple
 from paceline.analysis.token_times import first_token_ns, tokens_of
 from paceline.records import RunRecord
 from paceline.serving import OPEN, PLAIN_SCENARIOS, STAGED_SCENARIOS, RequestSample, Serving, StageSample
-from paceline.spec import Scalar
+from paceline.spec import RunSpec, Scalar
 
 NS = 1e9
+WHOLE_RUN = "the whole run"
 
 
 # --- one request ---
@@ -74,11 +75,6 @@ def is_scheduled(scenario: str, rate_per_s: float | None) -> bool:
     return scenario in OPEN or (scenario not in PLAIN_SCENARIOS and rate_per_s is not None)
 
 
-def is_guess(serving: Serving, rate_per_s: float | None) -> bool:
-    """The closed loop by which a search guesses where to begin: it says nothing about what keeps limits."""
-    return serving.scenario == "search" and rate_per_s is None
-
-
 class Load(NamedTuple):
     """What tells the loads of a sweep, a search or a paired run apart; the same in every launch."""
 
@@ -91,36 +87,64 @@ class Load(NamedTuple):
     def of(cls, stage: StageSample) -> Load:
         return cls(stage.scenario, stage.rate_per_s, stage.concurrency, stage.replica)
 
+    @property
+    def text(self) -> str:
+        """`concurrency 4`, `2.5 requests/s`, `replica 1`."""
+        rate = None if self.rate_per_s is None else f"{self.rate_per_s:g} requests/s"
+        known = (rate, _named("concurrency", self.concurrency), _named("replica", self.replica))
+        return ", ".join(filter(None, known)) or WHOLE_RUN
 
-@dataclass(frozen=True)
+
+def _named(word: str, value: int | None) -> str | None:
+    return None if value is None else f"{word} {value}"
+
+
+@dataclass(frozen=True, eq=False)
 class Stretch:
-    """One load put on once, in one launch; stage is None in records of before there were several."""
+    """One load put on once, in one launch, its requests in the order they were due; stage is None in records of before
+    there were several."""
 
     record: RunRecord
     stage: StageSample | None
     requests: tuple[RequestSample, ...]
 
     @property
+    def number(self) -> int:
+        """By which clients tell what they saw of it."""
+        return self.requests[0].stage
+
+    @property
     def started_ns(self) -> int:
         return self.stage.started_ns if self.stage else 0
 
     @cached_property
+    def ended_ns(self) -> int:
+        """When its last request ended: what came after was waiting for the next load."""
+        return max((r.ended_ns for r in self.requests if r.ended_ns is not None), default=self.started_ns)
+
+    @property
     def wall_s(self) -> float:
-        """From its start to the end of its last request."""
-        ends = [r.ended_ns - self.started_ns for r in self.requests if r.ended_ns is not None]
-        return max(ends, default=0) / NS
+        return (self.ended_ns - self.started_ns) / NS
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Served:
-    """All launches of one load of one cell; load is None where there was one alone."""
+    """One load of one cell in all launches in which it was put on; load is None where the cell has no other."""
 
-    records: tuple[RunRecord, ...]
+    stretches: tuple[Stretch, ...]
     load: Load | None = None
 
     @cached_property
-    def stretches(self) -> tuple[Stretch, ...]:
-        return tuple(stretch for record in self.records for stretch in _stretches(record, self.load))
+    def records(self) -> tuple[RunRecord, ...]:
+        return tuple({id(stretch.record): stretch.record for stretch in self.stretches}.values())
+
+    @cached_property
+    def launches(self) -> tuple[Served, ...]:
+        """The same load of each launch by itself."""
+        return tuple(
+            Served(tuple(stretch for stretch in self.stretches if stretch.record is record), self.load)
+            for record in self.records
+        )
 
     @cached_property
     def requests(self) -> list[RequestSample]:
@@ -131,26 +155,34 @@ class Served:
         return [request for request in self.requests if request.error is None]
 
     @property
+    def spec(self) -> RunSpec:
+        return self.stretches[0].record.spec
+
+    @property
     def serving(self) -> Serving:
-        serving = self.records[0].spec.serving
-        assert serving is not None
-        return serving
+        assert self.spec.serving is not None
+        return self.spec.serving
 
     @property
     def scenario(self) -> str:
         """Of this load: a sweep goes by concurrency or by rate, a search by rate."""
-        told = self.stretches[0].stage if self.stretches else None
+        told = self.stretches[0].stage
         return told.scenario if told else self.serving.scenario
 
     @property
     def limits(self) -> dict[str, float | None]:
         """As asked for; a guess has none to keep."""
         asked = self.serving.limits
-        return dict.fromkeys(asked) if is_guess(self.serving, self.rate_per_s) else asked
+        return dict.fromkeys(asked) if self.is_guess else asked
 
     @property
     def has_limits(self) -> bool:
         return any(limit is not None for limit in self.limits.values())
+
+    @property
+    def is_guess(self) -> bool:
+        """The closed loop by which a search guesses where to begin: it says nothing about what keeps limits."""
+        return self.serving.scenario == "search" and self.rate_per_s is None
 
     @property
     def is_open(self) -> bool:
@@ -159,12 +191,26 @@ class Served:
 
     @property
     def rate_per_s(self) -> float | None:
-        return self.load.rate_per_s if self.load else self.serving.rate_per_s
+        return self._asked.rate_per_s
+
+    @property
+    def concurrency(self) -> int | None:
+        """As asked for: of a plain scenario a load may have a cap that nobody asked for."""
+        return self._asked.concurrency
+
+    @property
+    def _asked(self) -> Load | Serving:
+        return self.load if self.load and self.serving.scenario in STAGED_SCENARIOS else self.serving
+
+    @property
+    def replica(self) -> int | None:
+        """The only one that was asked; None where all were."""
+        return self.load.replica if self.load else None
 
     @property
     def planned_in_flight(self) -> int | None:
         """None where nothing says how many there shall be: offline counts by the most that was reached."""
-        stage = self.stretches[0].stage if self.stretches else None
+        stage = self.stretches[0].stage
         told = stage.concurrency if stage else self.serving.concurrency
         return 1 if self.scenario == "single_stream" else None if self.scenario == "offline" else told
 
@@ -172,9 +218,28 @@ class Served:
         """From the start of each launch to the end of its last request, summed."""
         return sum(stretch.wall_s for stretch in self.stretches)
 
+    def output_tokens(self) -> int:
+        return sum(map(tokens_of, self.answered))
+
+    def prompt_tokens(self) -> int | None:
+        """None unless the server told it of every answer."""
+        told = [request.prompt_tokens for request in self.answered]
+        return None if None in told else sum(count for count in told if count is not None)
+
+    @property
+    def name(self) -> str | None:
+        """What tells it from the other loads of its cell."""
+        return self.load.text if self.load else None
+
+    @property
+    def words(self) -> str:
+        """The load itself, whether or not there are others: what random draws about it are seeded with."""
+        stage = self.stretches[0].stage
+        return self.name or (Load.of(stage).text if stage else WHOLE_RUN)
+
     def axes(self) -> dict[str, Scalar]:
-        """Those of the cell; of one of several loads its own, and its place among them."""
-        axes = self.records[0].spec.axes()
+        """Of the cell; of a sweep or a search also the load and its place among them."""
+        axes = self.spec.axes()
         if self.load is None:
             return axes
         place = min((s.stage.stage for s in self.stretches if s.stage), default=None)
@@ -193,18 +258,7 @@ class Served:
 
     @property
     def cell(self) -> str:
-        return self.records[0].spec.cell
-
-
-def _stretches(record: RunRecord, load: Load | None) -> Iterator[Stretch]:
-    by_stage: defaultdict[int, list[RequestSample]] = defaultdict(list)
-    for request in record.requests:
-        by_stage[request.stage].append(request)
-    stages = {stage.stage: stage for stage in record.stages}
-    for number in sorted(by_stage):
-        stage = stages.get(number)
-        if load is None or (stage is not None and Load.of(stage) == load):
-            yield Stretch(record, stage, tuple(by_stage[number]))
+        return self.spec.cell
 
 
 def gather(records: Sequence[RunRecord]) -> list[Served]:
@@ -213,17 +267,30 @@ def gather(records: Sequence[RunRecord]) -> list[Served]:
     for record in records:
         if record.requests:
             by_cell[record.spec.cell].append(record)
-    return [served for found in by_cell.values() for served in _by_load(tuple(sorted(found, key=_repeat)))]
+    return [served for found in by_cell.values() for served in _by_load(sorted(found, key=_repeat))]
 
 
 def _repeat(record: RunRecord) -> int:
     return record.spec.repeat
 
 
-def _by_load(records: tuple[RunRecord, ...]) -> list[Served]:
-    stages = sorted((stage for record in records for stage in record.stages), key=lambda stage: stage.stage)
-    loads = dict.fromkeys(map(Load.of, stages))
+def _by_load(records: Sequence[RunRecord]) -> list[Served]:
+    stretches = [stretch for record in records for stretch in _stretches(record)]
+    found: defaultdict[Load, list[Stretch]] = defaultdict(list)
+    for stretch in stretches:
+        if stretch.stage:
+            found[Load.of(stretch.stage)].append(stretch)
     serving = records[0].spec.serving
-    if len(loads) < 2 and not (loads and serving and serving.scenario in STAGED_SCENARIOS):
-        return [Served(records)]
-    return [served for load in loads if (served := Served(records, load)).requests]
+    if len(found) < 2 and not (found and serving and serving.scenario in STAGED_SCENARIOS):
+        return [Served(tuple(stretches))]
+    order = sorted(found, key=lambda load: min(stretch.number for stretch in found[load]))
+    return [Served(tuple(found[load]), load) for load in order]
+
+
+def _stretches(record: RunRecord) -> Iterator[Stretch]:
+    by_stage: defaultdict[int, list[RequestSample]] = defaultdict(list)
+    for request in sorted(record.requests, key=lambda request: (request.due_ns, request.number)):
+        by_stage[request.stage].append(request)
+    stages = {stage.stage: stage for stage in record.stages}
+    for number in sorted(by_stage):
+        yield Stretch(record, stages.get(number), tuple(by_stage[number]))

@@ -8,12 +8,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 
 from paceline.analysis import served, served_traces
 from paceline.analysis.served import NS
+from paceline.analysis.served_loads import Served
 from paceline.analysis.served_spread import spread
 from paceline.findings import Report
 from paceline.findings.served_shapes import (
@@ -33,11 +33,9 @@ from paceline.serving import (
     MOST_SCHEDULE_LAG_S,
     OPEN,
     SCENARIOS,
-    STAGED_SCENARIOS,
     ClientSample,
     RequestSample,
     Serving,
-    StageSample,
 )
 
 QUANTITIES: dict[str, Callable[[RequestSample], float | None]] = {
@@ -90,76 +88,32 @@ def _asked(record: RunRecord) -> Serving:
 # --- loads ---
 
 
-class _Load(NamedTuple):
-    """What tells one load of a cell from another. Loads that were put on twice are one."""
-
-    rate_per_s: float | None
-    concurrency: int | None
-    replica: int | None
-
-
-class _Part(NamedTuple):
-    """Requests of one stage of one launch, and how long it took."""
-
-    run: str
-    requests: Sequence[RequestSample]
-    wall_s: float
-
-
 def _loads(cell: Launches) -> list[ServedLoad]:
     """In the order of their size."""
-    found: dict[_Load, list[_Part]] = {}
-    for record in cell:
-        for load, part in _parts(record):
-            found.setdefault(load, []).append(part)
-    order = sorted(found, key=lambda load: (load.rate_per_s or 0.0, load.concurrency or 0, load.replica or 0))
-    return [_served_load(cell, load, found[load]) for load in order]
+    found = served.gather(cell)
+    return [_served_load(load) for load in sorted(found, key=_size)]
 
 
-def _parts(record: RunRecord) -> Iterable[tuple[_Load, _Part]]:
-    """The stages of a launch with their own requests; a record without stages is one. Of a plain scenario the load is
-    what was asked for, not the cap that the client put on it."""
-    asked, run = _asked(record), record.spec.run_id
-    plain = _Load(asked.rate_per_s, asked.concurrency, None)
-    if not record.stages:
-        wall = max((r.ended_ns or 0 for r in record.requests), default=0) / NS
-        yield plain, _Part(run, record.requests, wall)
-        return
-    by_stage: dict[int, list[RequestSample]] = {}
-    for request in record.requests:
-        by_stage.setdefault(request.stage, []).append(request)
-    for stage in record.stages:
-        if ours := by_stage.get(stage.stage):
-            own = _Load(stage.rate_per_s, stage.concurrency, None) if asked.scenario in STAGED_SCENARIOS else plain
-            yield own._replace(replica=stage.replica), _Part(run, ours, _wall_s(stage, ours))
+def _size(load: Served) -> tuple[float, int, int]:
+    return load.rate_per_s or 0.0, load.concurrency or 0, load.replica or 0
 
 
-def _wall_s(stage: StageSample, requests: Sequence[RequestSample]) -> float:
-    """From its start to the end of its last request: what came after was waiting for the next stage."""
-    last = max((request.ended_ns or 0 for request in requests), default=stage.ended_ns)
-    return max(0.0, (last - stage.started_ns) / NS)
-
-
-def _served_load(cell: Launches, load: _Load, parts: Sequence[_Part]) -> ServedLoad:
-    requests = [request for part in parts for request in part.requests]
-    answered = [request for request in requests if request.error is None]
-    wall = sum(part.wall_s for part in parts)
-    spec, limits = cell[0].spec, _asked(cell[0]).limits
-    limited = any(limit is not None for limit in limits.values())
+def _served_load(load: Served) -> ServedLoad:
+    wall, limits = load.wall_s(), load.limits
     return ServedLoad(
-        cell=spec.cell,
-        axes=spec.axes(),
-        runs=tuple(dict.fromkeys(part.run for part in parts)),
-        scenario=_asked(cell[0]).scenario,
+        cell=load.cell,
+        axes=load.spec.axes(),
+        runs=load.runs,
+        scenario=load.serving.scenario,
         rate_per_s=load.rate_per_s,
         concurrency=load.concurrency,
         replica=load.replica,
-        requests=len(requests),
-        failed=len(requests) - len(answered),
-        late=sum(not served.in_time(request, limits) for request in answered) if limited else None,
-        output_tokens_per_s=sum(map(served.tokens_of, answered)) / wall if wall > 0 else None,
-        requests_per_s=len(answered) / wall if wall > 0 else None,
-        spreads=tuple(_spreads(answered, limits)),
+        requests=len(load.requests),
+        failed=len(load.requests) - len(load.answered),
+        late=sum(not served.in_time(request, limits) for request in load.answered) if load.has_limits else None,
+        output_tokens_per_s=load.output_tokens() / wall if wall > 0 else None,
+        requests_per_s=len(load.answered) / wall if wall > 0 else None,
+        spreads=tuple(_spreads(load.answered, limits)),
     )
 
 

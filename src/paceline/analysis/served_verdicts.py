@@ -24,7 +24,7 @@ from paceline.findings.served_verdicts import (
     ServedVerdict,
 )
 from paceline.records import RunRecord, Status
-from paceline.serving import PERCENTILE
+from paceline.serving import PERCENTILE, UNKNOWN_SHAPE
 
 
 def added_to(report: Report, records: Sequence[RunRecord]) -> Report:
@@ -33,8 +33,7 @@ def added_to(report: Report, records: Sequence[RunRecord]) -> Report:
     ours = [(record, status) for record, status in statuses if record.spec.serving and record.requests]
     if not ours:
         return report
-    sound = gather([record for record, status in ours if status == Status.OK])
-    loads = [load for load in sound if not measured.doubts_of(load)]
+    loads = measured.believed([record for record, status in ours if status == Status.OK])
     alone = fleets.alone_rates(loads)
     found = [(load, fleets.fleet_of(load, alone.get(fleets.unpartitioned(load.records[0]), {}))) for load in loads]
     together = [(load, fleet) for load, fleet in found if fleet is not None]
@@ -47,7 +46,14 @@ def added_to(report: Report, records: Sequence[RunRecord]) -> Report:
         fleets=tuple(fleet for _, fleet in together),
         partition_gains=tuple(fleets.partition_gains(loads)),
         full_sets=sets,
+        notes=(*report.notes, *_unknown_shapes([record for record, _ in ours])),
     )
+
+
+def _unknown_shapes(records: Sequence[RunRecord]) -> Iterator[str]:
+    unknown = (r.spec.model_text for r in records if r.evidence and r.evidence.settings.get("shape") == UNKNOWN_SHAPE)
+    for model in dict.fromkeys(unknown):
+        yield f"the shape of {model} is {UNKNOWN_SHAPE}: what needs it (parameters, FLOPs, a memory bound) is absent"
 
 
 def _combined(together: Sequence[tuple[Served, Fleet]]) -> Iterator[Measurement]:

@@ -11,9 +11,10 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from paceline.analysis import loads, metrics, served
-from paceline.analysis.compare import verdict_of
-from paceline.analysis.loads import COMPARED, Load
+from paceline.analysis import load_estimates, metrics, served
+from paceline.analysis.compare import judged_ratio
+from paceline.analysis.load_estimates import COMPARED
+from paceline.analysis.served_loads import Load, Served
 from paceline.analysis.statistics import ratio_between
 from paceline.findings import Check, Comparison
 from paceline.findings.accuracy import Accuracy
@@ -126,10 +127,10 @@ def reasons(found: Sequence[Check]) -> list[str]:
 def analyse(records: Sequence[RunRecord], accuracy: Sequence[Accuracy] = ()) -> tuple[ServedPair, ...]:
     """Every two cells that differ in their engine alone, load by load."""
     flags = {found.cell: found.flags for found in accuracy}
-    groups: defaultdict[tuple[str, loads.Key], list[Load]] = defaultdict(list)
-    for load in loads.believed(records):
-        if load.key.replica is None:
-            groups[_without_engine(load.spec), load.key].append(load)
+    groups: defaultdict[tuple[str, Load | None], list[Served]] = defaultdict(list)
+    for load in served.believed(records):
+        if load.replica is None:
+            groups[_without_engine(load.spec), load.load].append(load)
     return tuple(_pair(a, b, flags) for found in groups.values() for a, b in itertools.combinations(found, 2))
 
 
@@ -137,8 +138,8 @@ def _without_engine(spec: RunSpec) -> str:
     return str(sorted((name, str(value)) for name, value in metrics.flat(spec).items() if name not in FREE))
 
 
-def _pair(a: Load, b: Load, flags: Mapping[str, Mapping[int, str]]) -> ServedPair:
-    found = checks([launch.record for launch in a.launches], [launch.record for launch in b.launches])
+def _pair(a: Served, b: Served, flags: Mapping[str, Mapping[int, str]]) -> ServedPair:
+    found = checks(a.records, b.records)
     names = _name(a.spec, b.spec), _name(b.spec, a.spec)
     compared = tuple(_comparisons(a, b, names)) if all(check.ok for check in found) else ()
     told = [
@@ -166,35 +167,16 @@ def _name(spec: RunSpec, beside: RunSpec) -> str:
     return spec.engine.name if spec.engine.name != beside.engine.name else str(spec.engine)
 
 
-def _comparisons(a: Load, b: Load, names: tuple[str, str]) -> Iterator[Comparison]:
+def _comparisons(a: Served, b: Served, names: tuple[str, str]) -> Iterator[Comparison]:
     for metric in metrics_of(a):
-        over, under = loads.estimate(a, metric), loads.estimate(b, metric)
+        over, under = load_estimates.estimate(a, metric), load_estimates.estimate(b, metric)
         ratio = ratio_between([over], [under.redrawn()]) if over and under else None
-        if ratio is None:
-            continue
-        better = COMPARED[metric][1]
-        verdict, reason = verdict_of(ratio, better)
-        yield Comparison(
-            metric=metric,
-            better=better,
-            cell=a.spec.cell,
-            other=b.spec.cell,
-            label=names[0],
-            other_label=names[1],
-            ratio=ratio.value,
-            low=ratio.low,
-            high=ratio.high,
-            detectable_ratio=ratio.detectable,
-            verdict=verdict,
-            reason=reason,
-            certified=True,
-            axes=a.axes,
-            runs=a.runs + b.runs,
-        )
+        if ratio is not None:
+            cells, runs = (a.cell, b.cell), a.runs + b.runs
+            yield judged_ratio(metric, COMPARED[metric][1], cells, names, ratio, axes=a.axes(), runs=runs)
 
 
-def metrics_of(load: Load) -> tuple[str, ...]:
+def metrics_of(load: Served) -> tuple[str, ...]:
     """Of everything asked at once the first token tells a request's place in the queue, which the rate tells too."""
-    assert load.spec.serving is not None
-    offline = load.spec.serving.scenario == "offline"
-    return (loads.TOKENS_PER_S,) if offline else tuple(COMPARED)
+    offline = load.serving.scenario == "offline"
+    return (load_estimates.TOKENS_PER_S,) if offline else tuple(COMPARED)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.analysis import ceilings, loads, metrics, served_work, sweep, validity
+from paceline.analysis import ceilings, load_estimates, metrics, rate_search, served, served_work, sweep, validity
 from paceline.analysis.certificate import certify_all
 from paceline.analysis.compare import comparable_metrics, title_of, untitled_axes
 from paceline.analysis.metrics import BY_NAME
 from paceline.analysis.statistics import Resampled
 from paceline.analysis.window import open_window
-from paceline.findings import HIGHER
+from paceline.findings import HIGHER, Measurement
 from paceline.present.links import format_size
 from paceline.records import RunRecord, Status
 from paceline.spec import PROBING, SERVED, RunSpec
@@ -23,7 +24,8 @@ CELL, ROW = "cell", "row"
 @dataclass(frozen=True, slots=True, eq=False)
 class Quantity:
     """One number of a cell with its spread; row names the row of a sweep it belongs to, None for the whole cell.
-    tells_alone: one launch supports an interval, because it holds many answers of the same load."""
+    tells_alone: one launch supports an interval, because it holds many answers of the same load. bracket: of a search,
+    whose interval is no resampled one."""
 
     metric: str
     unit: str
@@ -31,6 +33,7 @@ class Quantity:
     row: str | None
     resampled: Resampled
     tells_alone: bool = False
+    bracket: rate_search.Bracket | None = None
 
     @property
     def subject(self) -> str:
@@ -142,14 +145,30 @@ def _ceilings(records: Sequence[RunRecord]) -> Iterator[Quantity]:
 
 
 def _served(records: Sequence[RunRecord]) -> Iterator[Quantity]:
-    """Of each load its rate, and where requests did not all wait in one queue also its latencies."""
+    """Of each load its rate, and where requests did not all wait in one queue also its latencies; of a search what it
+    found: its loads are other ones each time, and end as soon as they are lost."""
     if any(r.shares_gpu for r in records):
         return
-    for load in loads.gather(records):
+    found_rate = rate_search.bracket(rate_searched(records))
+    if found_rate is not None:
+        whole = Resampled(found_rate.passed, None, math.inf, len(records), logarithmic=True)
+        about = served.METRICS[rate_search.METRIC]
+        yield Quantity(rate_search.METRIC, *about, None, whole, tells_alone=True, bracket=found_rate)
+    for load in () if is_search(records) else served.believed(records):
         for metric in served_work.metrics_of(load):
-            found = loads.estimate(load, metric)
+            found = load_estimates.estimate(load, metric)
             if found is not None and found.value > 0:
-                yield Quantity(metric, *loads.COMPARED[metric], load.name, found, tells_alone=True)
+                yield Quantity(metric, *load_estimates.COMPARED[metric], load.name, found, tells_alone=True)
+
+
+def rate_searched(records: Sequence[RunRecord]) -> Measurement | None:
+    """What launches of one cell found that searched; None where they did not, or came no further than a guess."""
+    return rate_search.max_rate(served.believed(records)) if is_search(records) else None
+
+
+def is_search(records: Sequence[RunRecord]) -> bool:
+    serving = records[0].spec.serving
+    return serving is not None and serving.scenario == "search"
 
 
 _READERS: Mapping[str, Callable[[Sequence[RunRecord]], Iterator[Quantity]]] = {

@@ -99,9 +99,14 @@ def with_length(settings: Settings, asked: int) -> Settings:
 
 
 @contextlib.contextmanager
-def opened(spec: RunSpec, seat: Seat, settings: Settings, ready_s: float) -> Iterator[list[Endpoint]]:
-    """The endpoint of one replica. One that dies while it is asked is told by its only rank when the block ends; of
-    several the client finds out itself, and goes on with the others."""
+def opened(spec: RunSpec, seat: Seat, chosen: ReplicaOptions, **own: Any) -> Iterator[list[Endpoint]]:
+    """The endpoint of one replica on the devices of its rank; own are settings of one engine alone. A replica that dies
+    while it is asked is told by its only rank when the block ends; of several the client finds out itself, and goes on
+    with the others."""
+    first = seat.local_rank * chosen.tensor_parallel
+    host = _server.own_address(spec.topology.nodes, os.environ)
+    settings = replace(settings_of(spec, chosen, first_device=first, host=host), **own)
+    ready_s = _server.patience_s(chosen.ready_s, spec.stall_s)
     secret = secrets.token_urlsafe(24)
     began = time.monotonic()
     with tempfile.TemporaryFile() as log, _process(settings, secret, log) as child:

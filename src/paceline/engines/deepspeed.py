@@ -6,11 +6,10 @@ be read so. See `replica/injection.py` for what is not used and why.
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
-from paceline.engines import _replica, _server
+from paceline.engines import _replica
 from paceline.plugins import Endpoint, Seat, options
 from paceline.spec import RunSpec
 
@@ -22,13 +21,6 @@ def check(spec: RunSpec) -> str | None:
     return _replica.refusal(spec, options(Options, spec.engine))
 
 
-@contextlib.contextmanager
-def open(spec: RunSpec, seat: Seat) -> Iterator[Sequence[Endpoint]]:
+def open(spec: RunSpec, seat: Seat) -> AbstractContextManager[Sequence[Endpoint]]:
     assert spec.engine is not None
-    chosen = options(Options, spec.engine)
-    first = seat.local_rank * chosen.tensor_parallel
-    host = _server.own_address(spec.topology.nodes, os.environ)
-    settings = _replica.settings_of(spec, chosen, first_device=first, host=host)
-    patience_s = _server.patience_s(chosen.ready_s, spec.stall_s)
-    with _replica.opened(spec, seat, settings, patience_s) as endpoints:
-        yield endpoints
+    return _replica.opened(spec, seat, options(Options, spec.engine))

@@ -7,12 +7,11 @@ asks that.
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
-from paceline.engines import _replica, _server
+from paceline.engines import _replica
 from paceline.plugins import Endpoint, Seat, options
 from paceline.spec import RunSpec, require
 
@@ -41,16 +40,9 @@ def check(spec: RunSpec) -> str | None:
     return _replica.refusal(spec, chosen)
 
 
-@contextlib.contextmanager
-def open(spec: RunSpec, seat: Seat) -> Iterator[Sequence[Endpoint]]:
+def open(spec: RunSpec, seat: Seat) -> AbstractContextManager[Sequence[Endpoint]]:
     assert spec.engine is not None
     chosen = options(Options, spec.engine)
-    first = seat.local_rank * chosen.tensor_parallel
-    host = _server.own_address(spec.topology.nodes, os.environ)
-    settings = _replica.settings_of(spec, chosen, first_device=first, host=host)
     on_gpu = seat.device == "cuda"
     compiled, graph = (on_gpu if asked is None else asked for asked in (chosen.compile, chosen.graph))
-    settings = replace(settings, compiled=compiled, graph=graph)
-    patience_s = _server.patience_s(chosen.ready_s, spec.stall_s)
-    with _replica.opened(spec, seat, settings, patience_s) as endpoints:
-        yield endpoints
+    return _replica.opened(spec, seat, chosen, compiled=compiled, graph=graph)

@@ -20,6 +20,7 @@ from paceline.engines import _server
 from paceline.engines._replica import MEANINGLESS
 from paceline.environment import is_secret
 from paceline.errors import LaunchError, UnsupportedError
+from paceline.models import known_shape
 from paceline.models import load as load_shape
 from paceline.plugins import Endpoint, Seat, options
 from paceline.scratch import own_folder
@@ -88,8 +89,10 @@ class Options:
 def check(spec: RunSpec) -> str | None:
     assert spec.engine is not None
     chosen = options(Options, spec.engine)
-    shape = load_shape(spec.model)
+    shape = known_shape(spec.model)
     _server.require_patience(chosen.ready_s, spec.stall_s, "vllm.ready_s")
+    if shape is None:
+        return None  # what it can do with an architecture of its own, vLLM says when it starts
     if shape.heads % chosen.tensor_parallel:
         return f"tensor_parallel {chosen.tensor_parallel} does not divide the {shape.heads} heads of {spec.model_text}"
     return None if "/" in spec.model.name else model_directory.unservable(shape)

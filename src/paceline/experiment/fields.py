@@ -6,9 +6,9 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from paceline import machine
 from paceline.contents import digests
@@ -48,8 +48,8 @@ class WarmUpFields(Strict):
     slope_ratio: float | None = None
 
 
-class Cell(Strict):
-    """Every field a user may set, flat, with its default."""
+class OwnFields(Strict):
+    """Every field a user may set, flat, with its default, but those about asking a served model."""
 
     workload: str = "pretrain"
     model: str = "gpt2-124m"
@@ -84,25 +84,14 @@ class Cell(Strict):
     stall_s: float = 300.0
     telemetry_hz: float = 2.0
     engine: str = "openai"
-    scenario: str = "offline"
-    requests: int | None = None
-    rate_per_s: float | None = None
-    concurrency: int | None = None
-    max_tokens: int = 128
-    api: str = "completions"
-    partition: str = "static"
-    ttft_limit_s: float | None = None
-    tpot_limit_s: float | None = None
-    latency_limit_s: float | None = None
-    request_timeout_s: float = 600.0
-    warmup_requests: int = 4
-    keeps_text: bool = False
-    least_s: float = 0.0
-    loads: str | None = None
-    full_set: int | None = None
-    loadgen: str = "own"
     max_restarts: int = 0
     checkpoint_every: int | None = None
+
+
+# Those stand in `Serving` alone, with their defaults.
+_TYPES = get_type_hints(Serving)
+_ASKED: dict[str, Any] = {field.name: (_TYPES[field.name], field.default) for field in dataclasses.fields(Serving)}
+Cell = create_model("Cell", __base__=OwnFields, __doc__="Every field a user may set, flat, with its default.", **_ASKED)
 
 
 Matrix = dict[str, list[Any] | str]
@@ -146,7 +135,7 @@ def validate(model: type[Any], raw: Mapping[str, Any], where: str) -> Any:
         raise RequestError(f"{where}: {field} = {given!r} was given; accepted: {first['msg']}") from None
 
 
-def build(name: str, cell: Cell, device: str) -> RunSpec:
+def build(name: str, cell: OwnFields, device: str) -> RunSpec:
     """A run spec from validated fields, with the accumulation that gives the asked global batch."""
     offer = offered(Choice.parse(cell.launcher), device)
     processes = offer.processes if cell.processes == ALL else int(cell.processes)
@@ -176,7 +165,7 @@ def build(name: str, cell: Cell, device: str) -> RunSpec:
         training=training,
         tuning=_tuning(cell) if _tunes(workload) else None,
         serving=_serving(cell) if workload.name in SERVED else None,
-        engine=_engine(cell)[0] if workload.name in SERVED else None,
+        engine=_engine(cell) if workload.name in SERVED else None,
         warmup=WarmUp(**cell.warmup.model_dump(exclude_none=True)),
         steps=cell.steps,
         seed=cell.seed,
@@ -205,23 +194,23 @@ def _tunes(workload: Choice) -> bool:
     return trains in TUNED
 
 
-def _tuning(cell: Cell) -> Tuning:
+def _tuning(cell: OwnFields) -> Tuning:
     return Tuning(method=cell.method, rank=cell.rank, alpha=cell.alpha, targets=cell.targets, optimizer=cell.optimizer)
 
 
-def _serving(cell: Cell) -> Serving:
-    given = {field.name: getattr(cell, field.name) for field in dataclasses.fields(Serving)}
-    return Serving(**{**given, "loadgen": _engine(cell)[1]})
+def _serving(cell: OwnFields) -> Serving:
+    given = {name: getattr(cell, name) for name in _ASKED}
+    asks = Choice.parse(cell.engine).options.get("loadgen", given["loadgen"])
+    return Serving(**{**given, "loadgen": str(asks)})
 
 
-def _engine(cell: Cell) -> tuple[Choice, str]:
-    """The engine, and who asks it: `engine.loadgen` says the same as the field, and is no option of any engine."""
+def _engine(cell: OwnFields) -> Choice:
+    """Without who asks it: `engine.loadgen` says the same as the field, and is no option of any engine."""
     whole = Choice.parse(cell.engine)
-    options = {key: value for key, value in whole.options.items() if key != "loadgen"}
-    return Choice(whole.name, options), str(whole.options.get("loadgen", cell.loadgen))
+    return Choice(whole.name, {key: value for key, value in whole.options.items() if key != "loadgen"})
 
 
-def _accumulation(cell: Cell, world_size: int) -> int:
+def _accumulation(cell: OwnFields, world_size: int) -> int:
     """Given, or what the global batch leaves for each process; both at once must agree."""
     if cell.global_batch is None:
         return cell.accumulation or 1

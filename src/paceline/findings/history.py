@@ -42,7 +42,7 @@ class ChangePoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistorySeries:
-    """One metric of one cell over all its launches that ended ok, the oldest first.
+    """One metric of one cell, or of one load of a sweep, over all its launches that ended ok, the oldest first.
 
     note says why no change could be looked for; it is None where the series was searched.
     """

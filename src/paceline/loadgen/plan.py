@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,14 +52,18 @@ def spread(count: int, replicas: int) -> NDArray[np.int64]:
 
 
 def orders_of(
-    plan: Plan, part: NDArray[np.int64], payloads: Sequence[bytes], targets: Sequence[Target], **more: object
+    plan: Plan,
+    part: NDArray[np.int64],
+    payload_of: Callable[[int], bytes | tuple[bytes, ...]],
+    targets: Sequence[Target],
+    **more: Any,
 ) -> Orders:
-    """What one process shall do of a plan; payloads are those of the samples."""
+    """What one process shall do of a plan; payload_of a sample, or one for each target. more: other fields."""
     return Orders(
         numbers=part.tolist(),
         due_ns=plan.due_ns[part],
         replicas=plan.replicas[part].tolist(),
-        payloads=[payloads[sample] for sample in plan.samples[part].tolist()],
+        payloads=[payload_of(sample) for sample in plan.samples[part].tolist()],
         targets=targets,
-        **more,  # type: ignore[arg-type]
+        **more,
     )

@@ -9,14 +9,15 @@ from paceline.present.quantity import DIGITS_OF_RATIO, TIMES, format_number, for
 from paceline.present.standing import THROUGHPUT
 from paceline.present.tables import Cell, Column, Table
 
-MEMORY = "peak_memory_bytes"
+MEMORY, RATE = "peak_memory_bytes", "max_rate_per_s"
 MOST_ROWS = 30
 MOST_NAMED = 3
 DIGITS_OF_PERCENT = 1
 _TONES = {BETTER: "good", WORSE: "bad", TIE: "quiet", None: "quiet"}
 # What worse and better are called.
-_SPEED, _SIZE = ("slower", "faster"), ("more peak memory", "less peak memory")
+_SPEED, _SIZE, _LEVEL = ("slower", "faster"), ("more peak memory", "less peak memory"), ("lower", "higher")
 SERVED = {
+    RATE: "highest rate within the limits",
     "output_tokens_per_s": "output tokens/s",
     "ttft_p50_s": "TTFT p50",
     "ttft_p99_s": "TTFT p99",
@@ -110,7 +111,8 @@ def _served_clauses(found: Between) -> list[str]:
     parts: list[str] = []
     for metric, name in SERVED.items():
         ours = [c for c in found.changes if c.metric == metric]
-        parts += (f"{name}: {text}" for text in _clauses(ours, "load" if len(ours) > 1 else "cell", _SPEED))
+        noun = "load" if len(ours) > 1 and metric != RATE else "cell"
+        parts += (f"{name}: {text}" for text in _clauses(ours, noun, _LEVEL if metric == RATE else _SPEED))
     return parts
 
 

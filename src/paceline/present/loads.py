@@ -9,7 +9,7 @@ from paceline.present.standing import axis_text
 from paceline.spec import Scalar
 
 # Axes that may tell two cells of one load apart, in the order in which they are told.
-_BESIDE = ("model", "engine", "partition", "nodes", "world_size", "precision", "data", "max_tokens", "requests")
+BESIDE = ("model", "engine", "partition", "nodes", "world_size", "precision", "data", "api", "max_tokens", "requests")
 
 
 # Axes to name, by scenario.
@@ -36,9 +36,9 @@ def beside(found: ServedShapes) -> Beside:
         by_load.setdefault(tuple(axes.get(name) for name in ("scenario", "rate_per_s", "concurrency")), []).append(axes)
     named: dict[Scalar, tuple[str, ...]] = {}
     for (scenario, *_), ours in by_load.items():
-        differing = {name for name in _BESIDE if len({str(axes.get(name)) for axes in ours}) > 1}
+        differing = {name for name in BESIDE if len({str(axes.get(name)) for axes in ours}) > 1}
         told = differing.union(named.get(scenario, ()))
-        named[scenario] = tuple(name for name in _BESIDE if name in told)
+        named[scenario] = tuple(name for name in BESIDE if name in told)
     return named
 
 

@@ -12,6 +12,8 @@ MISSING = "\u2013"
 TIMES = "\u00d7"
 DIGITS_OF_INTERVAL = 2
 DIGITS_WITHOUT_INTERVAL = 3
+# Of thousands of requests an interval is tighter than anybody can use, or than another day would give.
+MOST_DIGITS = 5
 DIGITS_OF_RATIO = 3
 
 _SI = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -49,11 +51,18 @@ def _si_scale(unit: str, values: Iterable[float | None]) -> Scale:
 
 
 def places(value: float, low: float | None, high: float | None) -> int:
-    """Decimal places that show two digits of the interval's half width, or three digits of a value without one."""
+    """Decimal places that show two digits of the interval's half width, but of the value at most MOST_DIGITS; of a
+    value without an interval three."""
     half = (high - low) / 2 if low is not None and high is not None else 0.0
-    if half > 0:
-        return DIGITS_OF_INTERVAL - 1 - math.floor(math.log10(half))
-    return DIGITS_WITHOUT_INTERVAL - 1 - math.floor(math.log10(abs(value))) if value else 0
+    if half <= 0:
+        return _places_of(value, DIGITS_WITHOUT_INTERVAL) if value else 0
+    told = _places_of(half, DIGITS_OF_INTERVAL)
+    return min(told, _places_of(value, MOST_DIGITS)) if value else told
+
+
+def _places_of(value: float, digits: int) -> int:
+    """Decimal places that show so many digits of it."""
+    return digits - 1 - math.floor(math.log10(abs(value)))
 
 
 def format_number(value: float | None, decimal_places: int) -> str:

@@ -26,7 +26,7 @@ _COLUMNS: tuple[tuple[str, str, Scale, int], ...] = (
     ("failed_ratio", "failed, %", PERCENT, 2),
     ("token_count_mismatch_ratio", "miscounted, %", PERCENT, 5),
 )
-_LOAD = ("concurrency", "rate_per_s", "replica", "engine", "data", "partition")
+_LOAD = ("concurrency", "rate_per_s", "replica", "engine", "api", "data", "partition")
 MOST_REASONS = 6
 Key = tuple[str, Scalar]
 Loads = Mapping[Key, Mapping[str, Measurement]]

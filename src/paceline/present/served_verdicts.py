@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from paceline.findings import Fleet, PartitionGain, ReplicaShare, Report, Rule, ServedVerdict
 from paceline.findings.served_verdicts import KEPT, NOT_KEPT
 from paceline.findings.training import BETTER, WORSE
+from paceline.present.loads import BESIDE
 from paceline.present.quantity import MISSING, Scale, format_brief, format_duration, format_number, format_parts, places
 from paceline.present.served import load_text, loads_of, rules_text, span
 from paceline.present.standing import axis_text
@@ -20,8 +21,13 @@ _GAIN_TONES = {BETTER: "good", WORSE: "bad"}
 
 def tables(report: Report) -> tuple[Table, ...]:
     """In reading order; empty where the report holds no such runs."""
-    fleets = map(_replicas, _shown(report.fleets))
-    found = (*fleets, _gains(report), _full_sets(report), *map(_rules, report.served))
+    shown = _shown(report.fleets)
+    found = (
+        *(_replicas(fleet, shown) for fleet in shown),
+        _gains(report),
+        _full_sets(report),
+        *map(_rules, report.served),
+    )
     return tuple(table for table in found if table is not None)
 
 
@@ -44,7 +50,15 @@ def _load_words(axes: Mapping[str, Scalar]) -> str:
     return ", ".join((str(axes.get("scenario")), *named))
 
 
-def _replicas(fleet: Fleet) -> Table:
+def _title(fleet: Fleet, shown: Sequence[Fleet]) -> str:
+    """The load and its partition; where another has the same, also in what the two differ."""
+    words = {id(each): f"{_load_words(each.axes)}, {each.axes.get('partition')} partition" for each in shown}
+    alike = [each.axes for each in shown if words[id(each)] == words[id(fleet)]]
+    differing = [name for name in BESIDE if len({str(axes.get(name)) for axes in alike}) > 1]
+    return ", ".join((words[id(fleet)], *(axis_text(name, fleet.axes) for name in differing)))
+
+
+def _replicas(fleet: Fleet, shown: Sequence[Fleet]) -> Table:
     columns = (
         Column("replica"),
         Column("requests", numeric=True),
@@ -56,8 +70,13 @@ def _replicas(fleet: Fleet) -> Table:
         Column("state", priority=1),
     )
     rows = tuple(_replica(share, share.replica == fleet.best) for share in fleet.replicas)
-    title = f"Replicas ({_load_words(fleet.axes)}, {fleet.axes.get('partition')} partition)"
-    return Table(title, columns, (*rows, _together(fleet)), tuple(_notes(fleet)), ((fleet.cell,),) * (len(rows) + 1))
+    return Table(
+        f"Replicas ({_title(fleet, shown)})",
+        columns,
+        (*rows, _together(fleet)),
+        tuple(_notes(fleet)),
+        ((fleet.cell,),) * (len(rows) + 1),
+    )
 
 
 def _replica(share: ReplicaShare, is_best: bool) -> tuple[Cell, ...]:

@@ -155,12 +155,11 @@ class Session:
         self, load: Load, whole: plan.Plan, part: arrivals.Times, replicas: Sequence[int], in_flight: int
     ) -> Orders:
         bounded = load.scenario in BOUNDED
-        return Orders(
-            numbers=part.tolist(),
-            due_ns=whole.due_ns[part],
-            replicas=whole.replicas[part].tolist(),
-            payloads=[self._sent(sample, replicas) for sample in whole.samples[part].tolist()],
-            targets=[self._targets[replica] for replica in replicas],
+        return plan.orders_of(
+            whole,
+            part,
+            lambda sample: self._sent(sample, replicas),
+            [self._targets[replica] for replica in replicas],
             concurrency=in_flight,
             cap=in_flight or None,
             timeout_s=self.asked.request_timeout_s,

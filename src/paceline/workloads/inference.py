@@ -7,14 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from paceline import places, prompts
+from paceline import models, places, prompts
 from paceline.errors import UnsupportedError
-from paceline.models import load as load_shape
 from paceline.plugins import Endpoint, Recorder, Seat, load, options
 from paceline.present.quantity import format_duration
 from paceline.prompts import Prompt
 from paceline.records import Evidence
-from paceline.serving import Serving
+from paceline.serving import UNKNOWN_SHAPE, Serving
 from paceline.spec import RunSpec, require
 from paceline.workloads import _inference_loadgen as loadgen
 from paceline.workloads import _inference_loads as loads
@@ -40,7 +39,7 @@ def check(spec: RunSpec) -> str | None:
     assert spec.engine is not None
     assert spec.serving is not None
     options(Options, spec.workload)
-    load_shape(spec.model)
+    models.vocabulary(spec.model)
     _require_fitting(spec.serving)
     prompts.check(spec.training.data, spec.serving.scenario)
     loadgen.check(spec)
@@ -107,6 +106,7 @@ def ask(
         session.farewell()
     endpoints = [replica.endpoint for replica in replicas]
     told = {"prompts": prompts.form_of(asked), **({"search_ended_by": ended_by} if ended_by else {})}
+    told |= {} if models.known_shape(spec.model) else {"shape": UNKNOWN_SHAPE}
     recorder.conclude(evidence(endpoints, samples=len(asked), served=endpoints[0].model, **told))
 
 
@@ -123,7 +123,7 @@ def put_on_all(session: Session, sequence: loads.Loads) -> str | None:
 def prompts_of(spec: RunSpec) -> list[Prompt]:
     assert spec.serving is not None
     asked = spec.serving
-    vocab = load_shape(spec.model).vocab
+    vocab = models.vocabulary(spec.model)
     found = prompts.open_prompts(
         spec.training.data,
         count=asked.requests,
@@ -181,5 +181,6 @@ def outline(spec: RunSpec) -> str:
     lasting = lasting_s(asked)
     each = " for the first load" if asked.scenario == "search" else ""
     time_s = "as long as the replicas take" if lasting is None else f"about {format_duration(lasting)}{each} at least"
+    shape = "" if models.known_shape(spec.model) else f"; the shape of {spec.model_text} is {UNKNOWN_SHAPE}"
     where = f"{replicas} replica{'s' if replicas > 1 else ''}{', then by LoadGen' if loadgen.is_asked(spec) else ''}"
-    return f"{spec.engine.name}, {asked.scenario}{rate}: {count}, {where}, {asked.partition} partition, {time_s}"
+    return f"{spec.engine.name}, {asked.scenario}{rate}: {count}, {where}, {asked.partition} partition, {time_s}{shape}"

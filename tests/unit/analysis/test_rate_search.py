@@ -61,3 +61,28 @@ def test_failing_is_as_sure_as_passing() -> None:
     assert not stopping.too_many_late(24, 2, 0.99)
     assert stopping.too_many_late(24, 3, 0.99)
     assert not stopping.too_many_late(24, 0, 0.99)
+
+
+@pytest.mark.parametrize(
+    ("over", "under", "excludes_1"),
+    [
+        # What failed now had passed before: however wide the bracket before was, it fell.
+        ((4, 4.4), (5, 50), True),
+        ((4, 4.4), (5, None), True),
+        ((4, 6), (5, 5.5), False),
+        ((8, 9), (5, 5.5), True),
+        ((8, 9), (5, None), False),
+    ],
+)
+def test_the_interval_of_two_found_rates_is_that_of_all_their_ratios(
+    over: tuple[float, float], under: tuple[float, float | None], excludes_1: bool
+) -> None:
+    found = rate_search.ratio(rate_search.Bracket(*over), rate_search.Bracket(*under))
+    assert found is not None
+    assert found.low <= found.value <= found.high
+    assert (not found.low <= 1 <= found.high) == excludes_1
+    assert (max(found.value, 1 / found.value) - 1 > found.detectable) >= excludes_1
+
+
+def test_a_rate_that_nothing_bounds_has_no_ratio() -> None:
+    assert rate_search.ratio(rate_search.Bracket(4, None), rate_search.Bracket(8, 9)) is None

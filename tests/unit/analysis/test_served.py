@@ -83,13 +83,13 @@ def test_early_stopping_decides_about_limits() -> None:
     def problems(count: int, late: int) -> list[str]:
         slow = [request(n, first_ns=3000 * MS, last_ns=3030 * MS) for n in range(late)]
         good = [request(n) for n in range(late, count)]
-        return served.rule_problems(served.Served((record([*slow, *good], scenario="server", rate_per_s=1.0),)))
+        return served.rule_problems(served.gather([record([*slow, *good], scenario="server", rate_per_s=1.0)])[0])
 
     assert problems(459, 0) == []
     assert problems(662, 1) == []
     assert problems(661, 1) == ["1 of 661 requests were late or failed; 0 may be"]
     assert problems(458, 0) == ["458 requests tell nothing about the 99th percentile: at least 459 are needed"]
-    assert served.rule_problems(served.Served((record([request()]),))) == []
+    assert served.rule_problems(served.gather([record([request()])])[0]) == []
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,16 @@ def test_joules_of_all_hosts_over_the_tokens_of_the_load() -> None:
     assert table.rows[0][1].text == "8.00"
 
 
+def test_joules_are_of_all_gpus_that_a_replica_is_cut_over() -> None:
+    """300 W and 100 W on one host for 10 s over 500 tokens."""
+    record = powered("vllm:tensor_parallel=2")
+    here = tuple(dataclasses.replace(s, host="node-0", rank=0, device=s.rank) for s in record.gauges)
+    cut = (build_replica(0, "node-0", tensor_parallel=2, devices=2),)
+    assert joules(dataclasses.replace(record, gauges=here, replicas=cut)).value == pytest.approx(8.0)
+    one = tuple(s for s in here if s.device == 0)
+    assert joules(dataclasses.replace(record, gauges=one, replicas=cut)).note == "energy: 1 of 2 GPUs were read"
+
+
 @pytest.mark.parametrize(
     ("record", "reason"),
     [

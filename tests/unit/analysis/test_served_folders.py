@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from answered_records import build_answer, build_record, build_replica, build_spec, one_by_one
+from answered_records import (
+    build_answer,
+    build_record,
+    build_replica,
+    build_request,
+    build_spec,
+    in_stages,
+    one_by_one,
+)
 
 from paceline import cli, store
 from paceline.records import Outcome, RunRecord, Status
@@ -95,3 +103,73 @@ def test_every_format_of_a_report_holds_what_stands_beside_speed(folder: Folder,
         assert "Cost of served tokens" in text
         assert "Answers by replica" in text
     assert "reserved_usd_per_output_mtok" in (made / "metrics.csv").read_text()
+
+
+# --- sweeps and searches ---
+
+ENOUGH = 459
+
+
+def searched(tmp_path: Path, name: str, *loads: tuple[float, int], day: int = 0) -> Path:
+    """A search whose loads are each a rate, and how many of its requests had their first token after 2.4 s."""
+    parts = [
+        [build_request(n, 1000 * k + n / rate, 12.0 if n < late else 0.1) for n in range(ENOUGH)]
+        for k, (rate, late) in enumerate(loads)
+    ]
+    spec = build_spec(scenario="search", concurrency=None, rate_per_s=4.0)
+    rates = [rate for rate, _ in loads]
+    stages = {"scenario": ["server"] * len(loads), "concurrency": [None] * len(loads)}
+    record = in_stages(spec, parts, rate_per_s=rates, planned=[ENOUGH] * len(loads), **stages)
+    return write(tmp_path / name, [record], 1.7e9 + 86400 * day)
+
+
+def test_the_gate_follows_what_a_search_found(tmp_path: Path, capsys: Any) -> None:
+    a = searched(tmp_path, "a", (4, 0), (8, 0), (8.4, 100))
+    fell = searched(tmp_path, "fell", (4, 0), (6, 0), (6.3, 100), day=1)
+    assert cli.main(["compare", str(a), str(fell), "--fail-on-regression", "10"]) == 1
+    shown = capsys.readouterr()
+    assert shown.out.startswith("Highest rate within the limits: B is 25.0 % lower than A in the cell")
+    # From 6 (passed) over 8.4 (failed) to 6.3 (failed) over 8 (passed).
+    assert "max_rate_per_s 25.0 % lower (95 % interval 21.3 to 28.6 %)" in shown.err
+    # What it lost at least is under the limit.
+    assert cli.main(["compare", str(a), str(fell), "--fail-on-regression", "22"]) == 0
+
+
+def test_a_search_that_found_nearly_the_same_ties(tmp_path: Path, capsys: Any) -> None:
+    a = searched(tmp_path, "a", (4, 0), (8, 0), (8.4, 100))
+    near = searched(tmp_path, "near", (4, 0), (7.8, 0), (8.2, 100), day=1)
+    assert cli.main(["compare", str(a), str(near), "--fail-on-regression", "0"]) == 0
+    assert "B and A tie in the cell" in capsys.readouterr().out
+
+
+def test_a_search_that_finds_nothing_any_more_is_a_regression(tmp_path: Path, capsys: Any) -> None:
+    a = searched(tmp_path, "a", (4, 0), (8, 0), (8.4, 100))
+    nothing = searched(tmp_path, "nothing", (4, 100), (2, 100), day=1)
+    assert cli.main(["compare", str(a), str(nothing), "--fail-on-regression", "10"]) == 1
+    assert "nothing found in B (no rate passed; 2/s failed (459 requests, 100 late))" in capsys.readouterr().err
+    assert cli.main(["compare", str(nothing), str(a)]) == 2
+    assert "first folder holds no certified run" in capsys.readouterr().err
+
+
+def test_a_search_in_which_nothing_failed_has_no_verdict(tmp_path: Path, capsys: Any) -> None:
+    a = searched(tmp_path, "a", (4, 0), (8, 0), (8.4, 100))
+    cut = searched(tmp_path, "cut", (4, 0), day=1)
+    assert cli.main(["compare", str(a), str(cut), "--fail-on-regression", "10"]) == 1
+    assert "nothing was decided, so this fails" in capsys.readouterr().err
+
+
+def test_history_follows_each_load_of_a_sweep_and_what_a_search_found(tmp_path: Path, capsys: Any) -> None:
+    for day in range(2):
+        searched(tmp_path, f"search-{day}", (4, 0), (8 - day, 0), (9, 100), day=day)
+        parts = [one_by_one(0.1 * (day + 1), COUNT), one_by_one(0.2, COUNT, 100.0)]
+        swept = in_stages(build_spec(scenario="sweep", concurrency=2), parts, concurrency=[1, 2], planned=[COUNT] * 2)
+        write(tmp_path / f"sweep-{day}", [swept], 1.7e9 + 86400 * day)
+    searched(tmp_path, "nothing", (4, 100), day=3)
+    assert cli.main(["history", str(tmp_path), "--format", "json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    found = {(s["metric"], s["axes"].get("concurrency")): [p["value"] for p in s["points"]] for s in told["histories"]}
+    assert found["max_rate_per_s", None] == [8, 7]
+    assert found["output_tokens_per_s", 1] == pytest.approx([50, 25])
+    assert found["output_tokens_per_s", 2] == pytest.approx([25, 25])
+    assert {s["label"].rpartition(", ")[2] for s in told["histories"]} >= {"concurrency 1", "concurrency 2"}
+    assert told["dropped"] == {"the search found no rate within its limits": 1}

@@ -49,6 +49,17 @@ def test_a_result_that_keeps_its_limits_is_valid() -> None:
     assert verdict.rules == ()
 
 
+def test_a_model_without_a_known_shape_is_measured_and_said_to_be_one() -> None:
+    found = record(timed(4))
+    (outcome,) = found.outcomes
+    assert outcome.evidence is not None
+    told = replace(outcome.evidence, settings={**outcome.evidence.settings, "shape": "not known"})
+    report = build(replace(found, outcomes=(replace(outcome, evidence=told),)))
+    assert any(note.startswith("the shape of tiny is not known: what needs it") for note in report.notes)
+    assert any(m.metric == "ttft_p50_s" and m.value is not None for m in report.measurements)
+    assert not any("shape" in note for note in build(found).notes)
+
+
 @pytest.mark.parametrize(
     ("found", "word", "reasons"),
     [
@@ -196,6 +207,13 @@ def test_of_a_sweep_the_replicas_of_the_load_that_served_most_are_shown() -> Non
     assert len(report.fleets) == 2
     titles = [table.title for table in machine_tables(report)]
     assert titles == ["Served model", "Replicas (sweep, concurrency 3, static partition)"]
+
+
+def test_tables_of_replicas_are_told_apart_by_what_differs() -> None:
+    asked = [*in_turns(0, 6, 1.0), *in_turns(1, 6, 2.0, first=6)]
+    report = build(*(record(asked, replicas=TWO, api=api) for api in ("completions", "chat")))
+    titles = [table.title for table in machine_tables(report) if table.title.startswith("Replicas")]
+    assert titles == [f"Replicas (offline, static partition, api {api})" for api in ("completions", "chat")]
 
 
 def test_measurements_over_replicas_are_told_apart_by_their_axes() -> None:

@@ -155,12 +155,15 @@ def test_loads_of_a_sweep_meet_by_their_load() -> None:
         for each in seconds:
             parts.append(one_by_one(wobbling(each, phase), COUNT, at))
             at = (parts[-1][-1].ended_ns or 0) / 1e9
-        made = in_stages(build_spec("vllm"), parts, concurrency=[1, 2])
+        made = in_stages(build_spec("vllm", scenario="sweep"), parts, concurrency=[1, 2])
         return dataclasses.replace(made, started_at=1e6 + phase)
 
     found = compared([sweep(0.1, 0.1)], [sweep(0.1, 0.2, phase=3)])
     rates = {c.row: c.verdict for c in found.changes if c.metric == "output_tokens_per_s"}
     assert rates == {"concurrency 1": TIE, "concurrency 2": WORSE}
+    shorter = compared([sweep(0.1, 0.1)], [sweep(0.1, phase=3)])
+    assert [c.row for c in shorter.changes if c.metric == "output_tokens_per_s"] == ["concurrency 1"]
+    assert any(note.startswith("not compared: concurrency 2 of ") and "in A alone" in note for note in shorter.notes)
 
 
 # --- over time ---

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from paceline.engines import _replica, _server, deepspeed, transformers
-from paceline.errors import RequestError
+from paceline.errors import LaunchError, RequestError
 from paceline.plugins import Seat
+from paceline.replica.settings import Settings
 from paceline.serving import Serving
 from paceline.spec import Choice, RunSpec
+from paceline.workloads import inference
 
 ENGINES = [transformers, deepspeed]
 
@@ -54,11 +57,46 @@ def test_a_replica_listens_at_the_interface_of_the_ranks(
     monkeypatch.setenv("MASTER_ADDR", "node-that-is-not-there")
     listening: list[str] = []
 
-    @contextlib.contextmanager
-    def opened(spec: Any, seat: Any, settings: Any, ready_s: float) -> Iterator[list[Any]]:
+    def process(settings: Settings, *_: Any) -> NoReturn:
         listening.append(settings.host)
-        yield []
+        raise LaunchError("started elsewhere")
 
-    monkeypatch.setattr(_replica, "opened", opened)
-    with engine.open(make(engine, nodes), Seat(rank=0, local_rank=0, world_size=nodes, device="cpu")):
-        assert listening == [host]
+    monkeypatch.setattr(_replica, "_process", process)
+    seat = Seat(rank=0, local_rank=0, world_size=nodes, device="cpu")
+    with pytest.raises(LaunchError, match="started elsewhere"), engine.open(make(engine, nodes), seat):
+        pass
+    assert listening == [host]
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "made"),
+    [
+        ("cpu", {}, (False, False)),
+        ("cuda", {}, (True, True)),
+        ("cuda", {"graph": False}, (True, False)),
+        ("cpu", {"compile": True}, (True, False)),
+    ],
+)
+def test_a_decode_step_is_compiled_on_gpus_unless_told(
+    make: Any, monkeypatch: pytest.MonkeyPatch, device: str, options: dict[str, Any], made: tuple[bool, bool]
+) -> None:
+    started: list[Settings] = []
+
+    def process(settings: Settings, *_: Any) -> NoReturn:
+        started.append(settings)
+        raise LaunchError("started elsewhere")
+
+    monkeypatch.setattr(_replica, "_process", process)
+    spec = make(transformers, tensor_parallel=2, **options)
+    seat = Seat(rank=1, local_rank=1, world_size=2, device=device)
+    with pytest.raises(LaunchError), transformers.open(spec, seat):
+        pass
+    assert [(each.compiled, each.graph, each.first_device) for each in started] == [(*made, 2)]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_architecture_without_a_shape_is_refused(engine: Any, make: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "phi3", "vocab_size": 32064}')
+    spec = dataclasses.replace(make(engine), model=Choice(str(tmp_path)))
+    with pytest.raises(RequestError, match="is of the architecture 'phi3'; accepted is one of llama"):
+        inference.check(spec)

@@ -24,6 +24,7 @@ from paceline.models import load as load_shape
 from paceline.plugins import Seat
 from paceline.serving import Serving
 from paceline.spec import Choice, RunSpec
+from paceline.workloads import inference
 
 TESTS = Path(__file__).parents[2]
 SEAT = Seat(rank=0, local_rank=0, world_size=1, device="cpu")
@@ -217,6 +218,31 @@ def test_what_does_not_divide_is_refused(spec: Any) -> None:
     assert "does not divide the 4 heads" in vllm.check(spec(tensor_parallel=3))
     assert "neither as Llama nor as GPT-2" in vllm.check(spec(model="tiny:gated=true"))
     assert "one for each byte" in vllm.check(spec(model="tiny-llama:vocab=100"))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "phi3", "vocab_size": 32064},
+        {"model_type": "mllama", "text_config": {"vocab_size": 32064}},
+        {"model_type": "llama", "vocab_size": 32064, "quantization_config": {"bits": 4}},
+    ],
+)
+def test_any_architecture_is_left_to_the_server(spec: Any, tmp_path: Path, config: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    asked = spec(model=str(tmp_path), tensor_parallel=3)
+    assert inference.check(asked) is None
+    assert inference.outline(asked).endswith(f"; the shape of {asked.model_text} is not known")
+    assert vllm.model_folder(asked, tmp_path) == tmp_path
+    assert max(max(p.token_ids or ()) for p in inference.prompts_of(asked)) < 32064
+
+
+def test_a_directory_that_does_not_say_its_vocabulary_is_refused(spec: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "whisper"}')
+    with pytest.raises(RequestError, match="has no vocab_size; accepted is a model of text"):
+        inference.check(spec(model=str(tmp_path)))
+    with pytest.raises(RequestError, match=r"accepted is a directory with a model's config\.json"):
+        inference.check(spec(model=str(tmp_path / "none")))
 
 
 def test_gpus_are_those_of_the_rank() -> None:

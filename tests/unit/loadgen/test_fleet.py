@@ -199,7 +199,7 @@ def test_counts_are_told_while_it_runs(server: Serve) -> None:
     whole = plan.Plan(due_ns=arrivals.constant(40, 60), samples=plan.permuted(60, 60, 1), replicas=plan.spread(60, 3))
     targets = [Target(host="127.0.0.1", port=each) for each in (port, broken, broken)]
     shares: list[Orders] = [
-        plan.orders_of(whole, part, [request(tokens=4)] * 60, targets, limits=Limits(ttft_ns=200_000_000))
+        plan.orders_of(whole, part, lambda _: request(tokens=4), targets, limits=Limits(ttft_ns=200_000_000))
         for part in whole.shares(2)
     ]
     seen: list[Tally] = []

@@ -36,8 +36,9 @@ def test_two_processes_send_each_request_once(ports: list[int]) -> None:
         due_ns=arrivals.poisson(300.0, 120, 1), samples=plan.permuted(120, 120, 1), replicas=plan.spread(120, 2)
     )
     targets = [Target(host="127.0.0.1", port=port) for port in ports]
-    payloads = [request(tokens=4)] * 120
-    shares = [plan.orders_of(whole, share, payloads, targets, connections=8) for share in whole.shares(2)]
+    shares = [
+        plan.orders_of(whole, share, lambda _: request(tokens=4), targets, connections=8) for share in whole.shares(2)
+    ]
     shifts = team.run(shares)
     assert len(shifts) == 2
     handled = [each for shift in shifts for each in shift.handled]
@@ -64,7 +65,7 @@ def test_a_process_of_the_client_may_open_all_files_the_system_allows(
     monkeypatch.setattr(team, "RESERVED_FILES", 0)
     whole = plan.Plan(due_ns=arrivals.at_once(60), samples=plan.permuted(60, 60, 1), replicas=plan.spread(60, 2))
     targets = [Target(host="127.0.0.1", port=port) for port in ports]
-    share = plan.orders_of(whole, whole.shares(1)[0], [request(tokens=4)] * 60, targets)
+    share = plan.orders_of(whole, whole.shares(1)[0], lambda _: request(tokens=4), targets)
     resource.setrlimit(resource.RLIMIT_NOFILE, (before + 20, hard))
     try:
         [shift] = team.run([share])

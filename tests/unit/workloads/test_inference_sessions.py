@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,7 @@ def ask(make_spec: Callable[..., RunSpec]) -> Ask:
         notebook: Notebook | None = None,
         timeout_s: float = 120.0,
         workload: str = "inference",
+        model: str = "tiny",
         **asked: Any,
     ) -> Notebook:
         usual: dict[str, Any] = {"requests": SAMPLES, "max_tokens": 8, "warmup_requests": 1, "request_timeout_s": 30.0}
@@ -89,6 +91,7 @@ def ask(make_spec: Callable[..., RunSpec]) -> Ask:
             None,
             processes=1,
             workload=workload,
+            model=model,
             engine=Choice("openai", {"urls": [replica.url for replica in replicas]}),
             serving=Serving(**{**usual, **asked}),
             data=Choice.parse("synthetic:prompt=fixed,prompt_mean=4,answer_mean=8"),
@@ -376,6 +379,13 @@ def test_where_a_load_is_in_words(asked: dict[str, Any], tally: tuple[int, int, 
     ended, late, failed = tally
     seen = Tally(planned=2000, sent=2000, ended=ended, late=late, failed=failed)
     assert standing(load, 2, serving, seen) == words
+
+
+def test_a_model_of_any_architecture_is_asked(start: Start, ask: Ask, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "phi3", "vocab_size": 32064}')
+    found = ask(start(), model=str(tmp_path), requests=2)
+    assert found.evidence is not None
+    assert found.evidence.settings["shape"] == "not known"
 
 
 # --- what cannot be ---

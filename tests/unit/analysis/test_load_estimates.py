@@ -9,7 +9,7 @@ import pytest
 from answered_records import build_record, build_request, build_spec, in_stages, one_by_one
 from served_records import CLIENT
 
-from paceline.analysis import loads, statistics
+from paceline.analysis import load_estimates, served, statistics
 from paceline.records import RunRecord
 
 
@@ -24,28 +24,30 @@ def sweep(*seconds: float, count: int = 50, **serving: object) -> RunRecord:
 
 
 def test_a_plain_run_is_one_load_without_a_name() -> None:
-    (load,) = loads.gather([build_record(build_spec(), one_by_one(0.1))])
+    (load,) = served.gather([build_record(build_spec(), one_by_one(0.1))])
     assert load.name is None
-    assert loads.value(load, "output_tokens_per_s") == pytest.approx(50)
-    rate = loads.estimate(load, "output_tokens_per_s")
+    assert load_estimates.value(load, "output_tokens_per_s") == pytest.approx(50)
+    rate = load_estimates.estimate(load, "output_tokens_per_s")
     assert rate is not None
     assert rate.value == pytest.approx(50)
 
 
 def test_stages_are_loads_of_their_own() -> None:
-    found = loads.gather([sweep(0.1, 0.1, 0.4)])
+    found = served.gather([sweep(0.1, 0.1, 0.4)])
     assert [load.name for load in found] == ["concurrency 1", "concurrency 2", "concurrency 4"]
     assert [len(load.requests) for load in found] == [50, 50, 50]
-    assert [loads.value(load, "output_tokens_per_s") for load in found] == pytest.approx([50, 100, 48.08], rel=0.01)
-    assert found[1].axes["concurrency"] == 2
+    assert [load_estimates.value(load, "output_tokens_per_s") for load in found] == pytest.approx(
+        [50, 100, 48.08], rel=0.01
+    )
+    assert found[1].axes()["concurrency"] == 2
 
 
 def test_launches_of_a_cell_are_joined_by_load() -> None:
     first, second = sweep(0.1, 0.1), sweep(0.2, 0.2)
     again = dataclasses.replace(second, spec=dataclasses.replace(second.spec, repeat=1))
-    found = loads.gather([first, again])
+    found = served.gather([first, again])
     assert [len(load.launches) for load in found] == [2, 2]
-    assert loads.value(found[0], "output_tokens_per_s") == pytest.approx(500 / 15)
+    assert load_estimates.value(found[0], "output_tokens_per_s") == pytest.approx(500 / 15)
 
 
 def test_the_resampled_percentile_is_numpys() -> None:
@@ -74,22 +76,22 @@ def test_resamples_hold_as_many_values_as_were_measured() -> None:
 
 
 def test_a_percentile_with_too_few_beyond_has_no_estimate() -> None:
-    (load,) = loads.gather([build_record(build_spec(), one_by_one(0.1, 400))])
-    assert loads.estimate(load, "ttft_p50_s") is not None
-    assert loads.estimate(load, "ttft_p99_s") is None
+    (load,) = served.gather([build_record(build_spec(), one_by_one(0.1, 400))])
+    assert load_estimates.estimate(load, "ttft_p50_s") is not None
+    assert load_estimates.estimate(load, "ttft_p99_s") is None
 
 
 def test_the_load_at_the_limits_is_the_fastest_that_kept_them() -> None:
     """First tokens after 20, 20 and 80 ms; the third load is not the fastest anyway, the second is."""
-    found = loads.gather([sweep(0.1, 0.1, 0.1, 0.4, ttft_limit_s=0.05)])
-    chosen = loads.at_limits(found)
+    found = served.gather([sweep(0.1, 0.1, 0.1, 0.4, ttft_limit_s=0.05)])
+    chosen = load_estimates.at_limits(found)
     assert chosen is not None
     assert chosen[0].name == "concurrency 4"
     assert chosen[1].ok is True
     assert not chosen[1].proved
-    strict = loads.gather([sweep(0.1, 0.05, ttft_limit_s=0.005)])
-    assert loads.at_limits(strict) is None
-    broken = loads.at_limits(loads.gather([build_record(build_spec(ttft_limit_s=0.005), one_by_one(0.1))]))
+    strict = served.gather([sweep(0.1, 0.05, ttft_limit_s=0.005)])
+    assert load_estimates.at_limits(strict) is None
+    broken = load_estimates.at_limits(served.gather([build_record(build_spec(ttft_limit_s=0.005), one_by_one(0.1))]))
     assert broken is not None
     assert broken[1].ok is False
     assert broken[1].text.startswith("100 of 100 requests were late or failed")
@@ -105,39 +107,48 @@ def searched(*rates: float | None, count: int = 50) -> RunRecord:
 
 
 def test_a_search_is_not_priced_at_its_guess() -> None:
-    chosen = loads.at_limits(loads.gather([searched(2.0, None)]))
+    chosen = load_estimates.at_limits(served.gather([searched(2.0, None)]))
     assert chosen is not None
-    assert chosen[0].key.rate_per_s == 2.0
-    assert loads.at_limits(loads.gather([searched(None)])) is None
+    assert chosen[0].rate_per_s == 2.0
+    assert load_estimates.at_limits(served.gather([searched(None)])) is None
+
+
+def test_a_load_is_of_the_launches_in_which_it_was_put_on() -> None:
+    """A search comes to other rates in each launch."""
+    first, second = searched(2.0, 4.0), searched(2.0, 3.0)
+    again = dataclasses.replace(second, spec=dataclasses.replace(second.spec, repeat=1))
+    found = {load.rate_per_s: load.runs for load in served.gather([first, again])}
+    both = (first.spec.run_id, again.spec.run_id)
+    assert found == {2.0: both, 4.0: both[:1], 3.0: both[1:]}
 
 
 def test_a_load_whose_client_was_late_is_left_out() -> None:
     late = dataclasses.replace(CLIENT, stage=1, schedule_lag_p99_ns=9e6)
     record = dataclasses.replace(searched(2.0, 4.0), clients=(CLIENT, late))
-    assert [load.key.rate_per_s for load in loads.believed([record])] == [2.0]
+    assert [load.rate_per_s for load in served.believed([record])] == [2.0]
 
 
 def test_of_loads_that_kept_their_limits_one_with_proof_comes_first() -> None:
     proved, faster = searched(2.0, count=459), searched(2.0, 4.0)
     spec = dataclasses.replace(faster.spec, repeat=1)
-    found = loads.gather([proved, dataclasses.replace(faster, spec=spec)])
-    chosen = loads.at_limits(found)
+    found = served.gather([proved, dataclasses.replace(faster, spec=spec)])
+    chosen = load_estimates.at_limits(found)
     assert chosen is not None
-    assert (chosen[0].key.rate_per_s, chosen[1].proved) == (2.0, True)
+    assert (chosen[0].rate_per_s, chosen[1].proved) == (2.0, True)
 
 
 def test_tokens_of_reasoning_come_when_they_came() -> None:
     """Of 10 s an answer thinks from the first on, and says its first word in the last: its rate is even."""
     asked = [build_request(n, 0.0, 10.0, first_ns=int(9e9), first_reasoning_ns=int(1e9)) for n in range(2)]
-    (load,) = loads.gather([build_record(build_spec(), asked)])
-    rows = loads._slices(load.launches[0])
+    (load,) = served.gather([build_record(build_spec(), asked)])
+    rows = load_estimates._slices(load.launches[0])
     assert rows[: len(rows) // 2, 0].sum() == pytest.approx(10 * (1 / 5 + 4 / 5 * 4 / 9))
 
 
 def test_enough_requests_are_judged_by_early_stopping() -> None:
     late = [build_request(n, 0.0, 1.0 if n == 0 else 0.1) for n in range(661)]
     spec = build_spec(ttft_limit_s=0.05)
-    (load,) = loads.gather([build_record(spec, late)])
-    assert loads.kept(load) == (False, "1 of 661 requests were late or failed, 0 may be", True)
-    (more,) = loads.gather([build_record(spec, [*late, build_request(661, 0.0, 0.1)])])
-    assert loads.kept(more).ok is True
+    (load,) = served.gather([build_record(spec, late)])
+    assert load_estimates.kept(load) == (False, "1 of 661 requests were late or failed, 0 may be", True)
+    (more,) = served.gather([build_record(spec, [*late, build_request(661, 0.0, 0.1)])])
+    assert load_estimates.kept(more).ok is True
