@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline import clocks, places, store
+from paceline import clocks, places
 from paceline.errors import LaunchError
 from paceline.launchers import _ssh_inquiry as inquiry
 from paceline.launchers._ssh_connections import Connection
@@ -82,7 +82,9 @@ def prepare(spec: RunSpec, run_dir: Path) -> Job:
     commands = agent_commands(spec, run_dir)
     others = {f"node {number}": shlex.join(words) for number, words in enumerate(commands) if number}
     name = job_name(spec, run_dir)
-    return Job(argv=tuple(commands[0]), files=others, name=name, settings={"run_dir": str(run_dir)})
+    # A run that goes on keeps the file of its first start, and may have been given another key since.
+    settings = {"run_dir": str(run_dir), "spec": spec.to_dict()}
+    return Job(argv=tuple(commands[0]), files=others, name=name, settings=settings)
 
 
 def agent_commands(spec: RunSpec, run_dir: Path) -> list[list[str]]:
@@ -100,7 +102,7 @@ def agent_commands(spec: RunSpec, run_dir: Path) -> list[list[str]]:
 def submit(job: Job) -> Mapping[str, Any]:
     """Ask all hosts, then start an agent on each. LaunchError where one cannot be reached or differs."""
     run_dir = Path(job.settings["run_dir"])
-    spec = store.read_spec(run_dir)
+    spec = RunSpec.from_dict(job.settings["spec"])
     chosen = options(Options, spec.launcher)
     hosts = chosen.machines[: spec.topology.nodes]
     names, attempt = labels(hosts), uuid.uuid4().hex
