@@ -130,7 +130,8 @@ def _left(view: CampaignView) -> str:
 
 def _doing(view: CampaignView) -> str:
     pulses = [f"{title(pulse.spec)}: {pulse_text(pulse)}" for pulse in view.pulses]
-    return "; ".join((*pulses, *(f"starting {run}" for run in view.starting))) or "between runs"
+    waiting = (f"{run} is waiting: {why}" for run, why in view.waiting.items())
+    return "; ".join((*pulses, *waiting, *(f"starting {run}" for run in view.starting))) or "between runs"
 
 
 def _experiments(now: Standing) -> Table | None:
