@@ -10,7 +10,7 @@ import contextlib
 
 from paceline.errors import LaunchError
 from paceline.launchers._kube_client import Cluster, Forbidden, Gone
-from paceline.launchers._kube_manifests import RESOURCES
+from paceline.launchers._kube_manifests import RESOURCES, RUNTIME
 from paceline.launchers._kube_options import Options
 from paceline.launchers._kube_survey import missing_rights, named_things, namespace
 
@@ -28,10 +28,20 @@ def refuse(chosen: Options) -> None:
             raise LaunchError(f"{found.name} {found.text}: {found.fix}")
 
 
+def essential(kind: str) -> dict[tuple[str, str], tuple[str, ...]]:
+    """(API group, resource) -> verbs without which no run can be begun and followed. To remove what is left, or to hear
+    why something waits, needs more; a run that may not is a run all the same."""
+    main = RESOURCES[kind]
+    found: dict[tuple[str, str], tuple[str, ...]] = {(main.group_and_version[0], main.plural): ("create", "get")}
+    found |= {("batch", "jobs"): ("get",)} if kind != "job" else {("", "services"): ("create",)}
+    found |= {(RUNTIME.group_and_version[0], RUNTIME.plural): ("create",)} if kind == "trainjob" else {}
+    return {**found, ("", "pods"): ("get", "list"), ("", "pods/log"): ("get",)}
+
+
 def _refuse_rights(cluster: Cluster, chosen: Options) -> None:
     """Whoever has rights in some namespaces only is told of one that is not there as of one that is not theirs."""
     with contextlib.suppress(Forbidden):
-        if missing := missing_rights(cluster, chosen.kind):
+        if missing := missing_rights(cluster, essential(chosen.kind)):
             where = f"in namespace {cluster.namespace}, if there is such a one"
             shown = f"kubectl auth can-i {missing[0]} --namespace {cluster.namespace}"
             raise LaunchError(f"not permitted to {', '.join(missing)} {where}; try: {shown}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from paceline import __version__
@@ -55,10 +55,11 @@ def _version(cluster: Cluster) -> Diagnosis:
     return Diagnosis(name="api server", ok=fix is None, text=text, fix=fix)
 
 
-def missing_rights(cluster: Cluster, kind: str) -> list[str]:
-    """`create jobs.batch` and the like: what a run needs and this user may not, by a SelfSubjectAccessReview each."""
+def missing_rights(cluster: Cluster, wanted: Mapping[tuple[str, str], Sequence[str]]) -> list[str]:
+    """`create jobs.batch` and the like: those of (group, resource) -> verbs that this user has not, by a
+    SelfSubjectAccessReview each."""
     missing = []
-    for (group, resource), verbs in rights(kind).items():
+    for (group, resource), verbs in wanted.items():
         plural, _, sub = resource.partition("/")
         for verb in verbs:
             about = {"namespace": cluster.namespace, "group": group, "resource": plural, "verb": verb}
@@ -71,7 +72,7 @@ def missing_rights(cluster: Cluster, kind: str) -> list[str]:
 
 def _permissions(cluster: Cluster, chosen: Options) -> Iterator[Diagnosis]:
     try:
-        missing = missing_rights(cluster, chosen.kind)
+        missing = missing_rights(cluster, rights(chosen.kind))
     except LaunchError as trouble:
         yield Diagnosis(name="permissions", ok=None, text=f"could not be asked for: {trouble}")
         return

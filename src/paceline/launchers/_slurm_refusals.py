@@ -9,37 +9,40 @@ from paceline.errors import LaunchError
 from paceline.launchers import _slurm_states
 from paceline.launchers._slurm_options import Options
 
-# Words of sbatch -> the options they are about, and the command that shows what is accepted. The first that fits
-# counts: the sentence about an account speaks of the partition too.
-_ABOUT: tuple[tuple[str, tuple[str, ...], str], ...] = (
-    (r"account", ("account",), "sacctmgr show associations user=$USER"),
-    (r"qos", ("qos",), "sacctmgr show associations user=$USER"),
-    (r"partition", ("partition",), "sinfo"),
-    (r"reservation", ("reservation",), "scontrol show reservation"),
-    (r"feature", ("constraint",), "sinfo -o '%N %f'"),
-    (r"node name", ("nodelist", "exclude"), "sinfo -N"),
-    (r"gres|generic resource", ("gres", "gpus"), "sinfo -o '%N %G'"),
+# Words of sbatch that stay true for every run of the same options -> those options, and the command that shows what is
+# accepted. The first that fits counts: the sentence about an account speaks of the partition too. What else sbatch
+# refuses (a time limit, nodes that are down, busy or too few) may do for another run, or pass.
+_CERTAIN: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    (r"invalid account", ("account",), "sacctmgr show associations user=$USER"),
+    (r"invalid qos", ("qos",), "sacctmgr show associations user=$USER"),
+    (r"invalid partition|no partition specified", ("partition",), "sinfo"),
+    (r"reservation is invalid|invalid reservation", ("reservation",), "scontrol show reservation"),
+    (r"invalid feature", ("constraint",), "sinfo -o '%N %f'"),
+    (r"invalid node name", ("nodelist", "exclude"), "sinfo -N"),
+    (r"invalid (generic resource|gres)", ("gres", "gpus"), "sinfo -o '%N %G'"),
+    (r"configuration source", (), "ls /etc/slurm; echo $SLURM_CONF"),
 )
-# What is invalid stays so. Nodes that are down, busy or not enough may be back, or do for another run of the campaign.
-_CERTAIN = re.compile(r"\binvalid\b|\bfatal\b", re.IGNORECASE)
 
 
 def sentence(done: subprocess.CompletedProcess[str], chosen: Options) -> str | None:
-    """None for a job that Slurm would take, or may take later."""
-    if done.returncode == 0 or not _CERTAIN.search(done.stderr):
+    """None for a job that Slurm would take, or may take later, or may refuse for what differs between runs."""
+    if done.returncode == 0:
         return None
     said = re.sub(r"^(sbatch: )?((error|fatal|allocation failure): )*", "", _slurm_states.said(done))
-    for words, names, shown in _ABOUT:
+    for words, names, shown in _CERTAIN:
         if re.search(words, said, re.IGNORECASE):
-            given = [f"slurm.{name}: {getattr(chosen, name)!r}" for name in names if getattr(chosen, name) is not None]
-            if given:
-                return f"{', '.join(given)} was given, and Slurm says: {said}{_known(names[0])}; try: {shown}"
-    return f"Slurm would not take a job: {said}; try: scontrol ping"
+            return f"{_given(chosen, names)}Slurm says: {said}{_known(names)}; try: {shown}"
+    return None
 
 
-def _known(name: str) -> str:
+def _given(chosen: Options, names: tuple[str, ...]) -> str:
+    given = [f"slurm.{name}: {value!r}" for name in names if (value := getattr(chosen, name)) is not None]
+    return f"{', '.join(given) or f'slurm.{names[0]}: nothing'} was given, and " if names else ""
+
+
+def _known(names: tuple[str, ...]) -> str:
     """The partitions there are; other lists are long, or only an accounting has them."""
-    if name != "partition":
+    if names != ("partition",):
         return ""
     try:
         found = _slurm_states.call("sinfo", "--all", "--noheader", "--format=%R").stdout.split()

@@ -19,8 +19,9 @@ from testbed.ports import free_port
 from paceline import __version__, cli, plugins
 from paceline.errors import LaunchError
 from paceline.launchers import _slurm_states, _ssh_inquiry, kubernetes, ray, slurm, ssh
-from paceline.launchers._kube_cluster import CONTROLLER_ACCOUNT, cluster_manifests
+from paceline.launchers._kube_cluster import CONTROLLER_ACCOUNT, cluster_manifests, rights
 from paceline.launchers._kube_options import KINDS
+from paceline.launchers._kube_preflight import essential
 from paceline.spec import Choice, RunSpec
 
 Make = Callable[..., RunSpec]
@@ -94,7 +95,11 @@ def test_no_kubeconfig_is_one_sentence(config: object, refused: Callable[..., st
             {"account": CONTROLLER_ACCOUNT},
             "in namespace absent, if there is such a one; try: kubectl auth can-i create jobs.batch --namespace absent",
         ),
-        ({}, {"account": "nobody"}, "not permitted to create jobs.batch, get jobs.batch, delete jobs.batch, get pods,"),
+        (
+            {},
+            {"account": "nobody"},
+            "not permitted to create jobs.batch, get jobs.batch, create services, get pods,",
+        ),
         ({}, {"token": "stale"}, "the cluster does not know these credentials"),
         ({"results_claim": "none"}, {}, "claim none does not exist: create it, or name another claim"),
         ({"priority_class": "none"}, {}, "priority class none does not exist: create it"),
@@ -144,6 +149,22 @@ def test_the_least_rights_are_enough_and_nothing_is_created(
     before = cluster.leftovers("ready")
     kubernetes.preflight([replace(make_spec(), launcher=Choice("kubernetes", options))])
     assert cluster.leftovers("ready") == before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_essential_is_part_of_what_init_gives(kind: str) -> None:
+    given = rights(kind)
+    assert all(set(verbs) <= set(given[key]) for key, verbs in essential(kind).items())
+
+
+def test_a_right_that_runs_do_without_keeps_none_from_beginning(
+    cluster: Cluster, config: Callable[..., Path], make_spec: Make
+) -> None:
+    for made in cluster_manifests("narrow").values():
+        cluster.apply(made)
+    cluster.forbid("narrow", CONTROLLER_ACCOUNT, "events", "list")
+    config(token=cluster.access.token_for("narrow", CONTROLLER_ACCOUNT), namespace="narrow")
+    kubernetes.preflight([replace(make_spec(), launcher=Choice("kubernetes", {"image": "paceline"}))])
 
 
 # --- Slurm ---
@@ -201,7 +222,12 @@ def test_a_host_without_slurm_is_one_sentence(refused: Callable[..., str], monke
         (
             {},
             "sbatch: fatal: Could not establish a configuration source\n",
-            "would not take a job: Could not establish",
+            "launcher slurm: Slurm says: Could not establish a configuration source; try: ls /etc/slurm",
+        ),
+        (
+            {},
+            "allocation failure: Invalid account or account/partition combination specified\n",
+            "slurm.account: nothing was given, and Slurm says: Invalid account",
         ),
     ],
 )
@@ -220,6 +246,8 @@ def test_what_sbatch_calls_invalid_is_one_sentence(
         (0, "sbatch: Job 7 to start at 2026-11-16T13:47:31 using 1 processors on nodes n1 in partition main\n"),
         (1, "allocation failure: Requested node configuration is not available\n"),
         (1, "allocation failure: Required node not available (down, drained or reserved)\n"),
+        (1, "allocation failure: Requested time limit is invalid (missing or exceeds some limit)\n"),
+        (1, "allocation failure: Node count specification invalid\n"),
     ],
 )
 def test_what_may_pass_is_left_to_the_runs(make_spec: Make, sbatch: Said, code: int, stderr: str) -> None:
