@@ -228,8 +228,9 @@ def _expected_s(run: PlannedRun, seen: Sequence[tuple[PlannedRun, EndedRun]]) ->
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CampaignView:
     """One experiment at this moment. planned is None where the folder does not tell; ended counts runs by status, of
-    the plan where there is one. interrupted are runs that began and nobody watches to their end; left_jobs says of
-    those whose job may outlive its controller where that is."""
+    the plan where there is one. waiting says of runs whose job the engine has not begun why. interrupted are runs that
+    began and nobody watches to their end; left_jobs says of those whose job may outlive its controller where that is.
+    """
 
     experiment: Path
     planned: int | None
@@ -240,6 +241,7 @@ class CampaignView:
     running: bool
     left_s: float | None
     left_jobs: Mapping[str, str] = field(default_factory=dict)
+    waiting: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_views(out: Path) -> tuple[CampaignView, ...]:
@@ -256,19 +258,22 @@ def read_view(experiment: Path) -> CampaignView:
     ended = {path.name: end for path in dirs if (end := read_end(path)) is not None}
     unsealed = {path: _pulse_of(path) for path in dirs if path.name not in ended}
     alive = [path for path, pulse in unsealed.items() if _is_under_way(path, pulse, plan, driven)]
-    pulses = tuple(pulse for path in alive if (pulse := unsealed[path]) is not None)
+    # What ranks left before their job went back into the queue is of an earlier attempt.
+    waiting = {path: why for path in alive if (why := _waiting(path)) is not None}
+    pulses = tuple(pulse for path in alive if path not in waiting and (pulse := unsealed[path]) is not None)
     complete = plan is not None and len(ended) == len(plan.runs)
-    running = bool(pulses) or (bool(driven) and not complete)
+    running = bool(pulses or waiting) or (bool(driven) and not complete)
     left = [path for path in unsealed if path not in alive]
     return CampaignView(
         experiment=Path(neutral.text(str(experiment))),
         planned=len(plan.runs) if plan else None,
         ended=dict(sorted(Counter(end.status for end in ended.values()).items())),
         pulses=pulses,
-        starting=tuple(neutral.text(path.name) for path in alive if unsealed[path] is None),
+        starting=tuple(neutral.text(path.name) for path in alive if unsealed[path] is None and path not in waiting),
         interrupted=tuple(neutral.text(path.name) for path in left),
         running=running,
         left_s=forecast_s(plan.runs, ended, next(iter(pulses), None)) if plan and running else None,
+        waiting={neutral.text(path.name): why for path, why in waiting.items()},
         left_jobs={neutral.text(path.name): job for path in left if (job := _left_job(path)) is not None},
     )
 
@@ -279,7 +284,8 @@ def _is_under_way(run_dir: Path, pulse: Pulse | None, plan: Plan | None, driven:
         return False  # left by an earlier campaign; the present one will come to it
     if driven is not None:
         return driven
-    if pulse is None or time.time() - pulse.beat > FRESH_S:
+    heard_at = _touched_at(run_dir) if _waiting(run_dir) else pulse.beat if pulse else None
+    if heard_at is None or time.time() - heard_at > FRESH_S:
         return False
     ours = plan is None and not any(_process_began_at(p.pid) for p in store.read_progress(run_dir))
     return not ours
@@ -296,8 +302,18 @@ def _touched_at(run_dir: Path) -> float:
     return max(times)
 
 
+def _waiting(run_dir: Path) -> str | None:
+    """Why the engine has not begun the job, as its controller last wrote it down; None for one that has begun."""
+    try:
+        why = store.read_json(run_dir / store.JOB).get("waiting")
+    except (PacelineError, AttributeError):
+        return None
+    return neutral.text(why) if isinstance(why, str) else None
+
+
 def _left_job(run_dir: Path) -> str | None:
-    """`job NAME may still run on slurm`; None where a job ends with its controller, as those of local, ssh and ray."""
+    """`its job NAME may still run on slurm`, or was waiting there; None where a job ends with its controller, as those
+    of local, ssh and ray."""
     try:
         job = store.read_json(run_dir / store.JOB)
         engine = Choice.parse(str(job["launcher"])).name
@@ -308,7 +324,10 @@ def _left_job(run_dir: Path) -> str | None:
     handle = job.get("handle")
     name = handle.get("job_id") or handle.get("name") if isinstance(handle, Mapping) else None
     # Without a handle the controller died while it handed the job over.
-    return neutral.text(f"its job{f' {name}' if name else ''} may still run on {engine}")
+    called = f"its job{f' {name}' if name else ''}"
+    if job.get("waiting"):
+        return neutral.text(f"{called} was waiting on {engine} when last seen, and may run by now")
+    return neutral.text(f"{called} may still run on {engine}")
 
 
 def read_end(run_dir: Path) -> EndedRun | None:

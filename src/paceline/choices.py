@@ -38,10 +38,14 @@ class Choice:
         return cls(name.strip(), options)
 
     def __str__(self) -> str:
-        parts = (
-            f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in self.options.items()
-        )
+        parts = (f"{key}={_text(value)}" for key, value in self.options.items())
         return ":".join(filter(None, (self.name, ",".join(parts))))
+
+
+def _text(value: object) -> str:
+    """As `parse` reads it back: text that would be taken for two options, or for a number, stands in quotes."""
+    plain = isinstance(value, str) and _outer_parts(value) == [value] and _value(value) == value
+    return str(value) if plain else json.dumps(value, ensure_ascii=False)
 
 
 def _outer_parts(text: str) -> list[str]:

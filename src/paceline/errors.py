@@ -6,7 +6,8 @@
     ├── UnsupportedError     this strategy or machine cannot do what the spec asks: a record, status "unsupported"
     │   └── MissingPackageError   ... because a package is absent; the sentence holds the exact pip install
     ├── CheckpointError      a checkpoint could not be written or read: a record, status "failed"
-    ├── LaunchError          an engine refused or lost the job: a record, status "failed"
+    ├── LaunchError          an engine refused or lost the job: a record, status "failed"; before the first job of a
+    │   │                    campaign (`preflight`) a RequestError
     │   └── StrayJobError    ... and the job could not be ended either, so that none may follow it
     └── InvalidRunError      the run contradicts itself (a loss that is not a number): a record, status "invalid"
 

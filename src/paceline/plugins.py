@@ -48,6 +48,15 @@ CONTRACT: dict[str, dict[str, tuple[str, ...]]] = {
     "engines": {"check": ("spec",), "open": ("spec", "seat")},
     "exporters": {"export": ("report", "directory")},
 }
+# What a module of that kind may define besides; one that does is held to these arguments too.
+OPTIONAL: dict[str, dict[str, tuple[str, ...]]] = {
+    "launchers": {
+        "preflight": ("specs",),
+        "adopt": ("job", "handle"),
+        "collect": ("handle", "run_dir"),
+        "offer": ("choice",),
+    },
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +201,11 @@ class Launcher(Protocol):
     has `collect(handle, run_dir) -> str | None`, called after the end: brings home what is missing, and says what
     could not be. One with machines of its own also has `offer(choice) -> Offer`. One whose ranks are processes of this
     host has `HERE = True`.
+
+    One whose engine can be asked before any job also has `preflight(specs)`: given the runs of one choice of options
+    that are still to be made, it raises LaunchError where it is sure that none of them could begin (no such cluster,
+    partition or right). It is called once per choice, before anything is written. It starts no job and leaves nothing
+    with the engine; what holds for some runs only, or may pass while they wait in a queue, is left to them.
     """
 
     def check(self, spec: RunSpec) -> str | None: ...
@@ -227,9 +241,11 @@ def load(kind: str, name: str) -> Any:
     Remembered: reading every installed package's entry points takes 20 ms, and a campaign asks for each cell anew.
     """
     found = _import(kind, name)
-    for function, arguments in CONTRACT[kind].items():
+    optional = {each: given for each, given in OPTIONAL.get(kind, {}).items() if hasattr(found, each)}
+    wanted = {**CONTRACT[kind], **optional}
+    for function, arguments in wanted.items():
         if not _takes(getattr(found, function, None), arguments):
-            needed = ", ".join(f"{each}({', '.join(CONTRACT[kind][each])})" for each in CONTRACT[kind])
+            needed = ", ".join(f"{each}({', '.join(given)})" for each, given in wanted.items())
             raise RequestError(f"{kind}: {name!r} was given; accepted is a module with {needed}")
     return cast(Any, found)
 

@@ -17,7 +17,7 @@ from paceline import attempts, capsule, restarts, store, supervision
 from paceline.analysis import validity
 from paceline.analysis.certificate import certify
 from paceline.campaign import write_plan
-from paceline.errors import RequestError, StoreError
+from paceline.errors import LaunchError, RequestError, StoreError
 from paceline.plugins import Launcher, load
 from paceline.records import RunRecord, Status
 from paceline.spec import PROBING, Choice, RunSpec, Topology, WarmUp, require
@@ -86,9 +86,11 @@ def _gentler(known: RunSpec, candidate: RunSpec) -> RunSpec:
 
 
 def campaign(specs: Sequence[RunSpec], out: Path, observer: Observer, *, retry: bool = False) -> list[Status]:
-    """Run every spec that is not sealed yet, references first; returns the status of each."""
+    """Run every spec that is not sealed yet, references first; returns the status of each. RequestError, and nothing is
+    written, where an engine is known to take none of them."""
     references = references_of(specs)
     everything = [*references.values(), *specs]
+    preflight(everything, out, retry)
     observer.begin(everything)
     statuses = []
     with store.exclusive(out / specs[0].experiment):
@@ -103,6 +105,22 @@ def campaign(specs: Sequence[RunSpec], out: Path, observer: Observer, *, retry: 
                     write_plan(out / specs[0].experiment, everything)
                     observer.begin(everything)
     return statuses
+
+
+def preflight(specs: Sequence[RunSpec], out: Path, retry: bool) -> None:
+    """Ask each engine once whether it could begin any of the runs that are left for it. What is wrong with a request as
+    a whole is one sentence; sealed as the failure of every run, it would have to be cleared away first."""
+    left: dict[str, list[RunSpec]] = {}
+    for spec in specs:
+        asked = hasattr(load("launchers", spec.launcher.name), "preflight")
+        if asked and unsupported(spec) is None and _sealed_status(out / spec.experiment / spec.run_id, retry) is None:
+            left.setdefault(str(spec.launcher), []).append(spec)
+    for group in left.values():
+        name = group[0].launcher.name
+        try:
+            load("launchers", name).preflight(group)
+        except LaunchError as refusal:
+            raise RequestError(f"launcher {name}: {refusal}") from None
 
 
 def _settle(spec: RunSpec, out: Path, observer: Observer, reference: RunSpec | None, retry: bool) -> Status:

@@ -20,6 +20,7 @@ from paceline.choices import Choice as Choice
 from paceline.choices import Scalar as Scalar
 from paceline.choices import require as require
 from paceline.designs import Design
+from paceline.identity import measured
 from paceline.serving import Serving
 
 SCHEMA = 1
@@ -43,8 +44,6 @@ TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 # Workloads that look for the limit: a run that is out of memory has given its answer.
 PROBING = ("frontier",)
 
-# Options of launchers and engines on which nothing measured depends: how long to wait, and where a program lies.
-PATIENCE = ("connect_s", "keep_s", "patience_s", "pending_s", "poll_s", "ready_s", "executable")
 # One reading takes the driver a few milliseconds.
 FASTEST_TELEMETRY_HZ = 50.0
 
@@ -320,10 +319,9 @@ class RunSpec:
         assert self.serving is not None
         assert self.engine is not None
         s, engine = self.serving, self.engine
-        lasting = {key: value for key, value in engine.options.items() if key not in PATIENCE}
         asked: dict[str, Scalar] = {"rate_per_s": s.rate_per_s, "concurrency": s.concurrency, "requests": s.requests}
         return {
-            "engine": str(Choice(engine.name, lasting)),
+            "engine": str(Choice(engine.name, measured(engine.name, engine.options))),
             "scenario": s.scenario,
             **asked,
             "max_tokens": s.max_tokens,
@@ -370,7 +368,7 @@ class RunSpec:
         absent = ("telemetry_hz", "design", "max_restarts", "lineage", *empty)
         found = {key: value for key, value in dataclasses.asdict(self).items() if key not in (*fields, *absent)}
         for part in filter(None, map(found.get, ("launcher", "engine"))):
-            part["options"] = {key: value for key, value in part["options"].items() if key not in PATIENCE}
+            part["options"] = measured(part["name"], part["options"])
         return found
 
 

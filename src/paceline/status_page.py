@@ -85,8 +85,11 @@ def headline(now: Standing) -> str:
     count = sum(len(view.missed or ()) for view in now.schedules)
     if count:
         said.append(f"{count} scheduled run{' was' if count == 1 else 's were'} missed.")
-    bad = [v.schedule.name for v in now.schedules if v.last and v.last.outcome not in ("ok", "running")]
-    if bad:
+    refused = {v.schedule.name: v.last.sentence for v in now.schedules if v.last and v.last.outcome == "refused"}
+    # Nothing was measured, and no report tells why.
+    said += [f"The last run of {name} was refused: {why or 'see its log.txt'}." for name, why in refused.items()]
+    fine = ("ok", "running", "refused")
+    if bad := [v.schedule.name for v in now.schedules if v.last and v.last.outcome not in fine]:
         said.append(f"The last run of {', '.join(bad)} did not end well.")
     return " ".join(said)
 
@@ -127,7 +130,8 @@ def _left(view: CampaignView) -> str:
 
 def _doing(view: CampaignView) -> str:
     pulses = [f"{title(pulse.spec)}: {pulse_text(pulse)}" for pulse in view.pulses]
-    return "; ".join((*pulses, *(f"starting {run}" for run in view.starting))) or "between runs"
+    waiting = (f"{run} is waiting: {why}" for run, why in view.waiting.items())
+    return "; ".join((*pulses, *waiting, *(f"starting {run}" for run in view.starting))) or "between runs"
 
 
 def _experiments(now: Standing) -> Table | None:
@@ -211,9 +215,16 @@ class Paged:
 
     def __init__(self, observer: Observer, out: Path) -> None:
         self.observer, self.page = observer, Page(out)
+        self.is_begun = False
 
     def begin(self, specs: Sequence[RunSpec]) -> None:
+        self.is_begun = True
         self.observer.begin(specs)
+
+    def close(self) -> None:
+        """The last word. A campaign that was refused before it began has changed nothing that a page could tell."""
+        if self.is_begun:
+            self.page.write()
 
     def started(self, spec: RunSpec, run_dir: Path) -> None:
         self.observer.started(spec, run_dir)

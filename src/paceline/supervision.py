@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from paceline import store
+from paceline import redaction, store
 from paceline.attempts import JOB
 from paceline.errors import LaunchError, StoreError, StrayJobError
 from paceline.plugins import Job, JobState, Launcher
@@ -23,6 +23,8 @@ from paceline.records import Outcome, Status
 from paceline.spec import RunSpec
 
 POLL_S = 0.1
+# How often the reason of a job that waits is written down anew; see `campaign.FRESH_S`.
+NOTE_S = 60.0
 
 
 class Observer(Protocol):
@@ -104,7 +106,11 @@ def adopt(launcher: Launcher, spec: RunSpec, run_dir: Path) -> Launch | None:
     except StoreError:
         return None
     handle = find(launcher.prepare(spec, run_dir), known.get("handle"))
-    return None if handle is None else Launch(handle, float(known.get("submitted_at") or time.time()))
+    if handle is None:
+        return None
+    # Somebody watches it again: whoever asks for the status sees that, also while no rank moves yet.
+    _amend(run_dir, handle=handle, adopted_at=time.time(), waiting=None)
+    return Launch(handle, float(known.get("submitted_at") or time.time()))
 
 
 def follow(launcher: Launcher, launch: Launch, spec: RunSpec, run_dir: Path, observer: Observer) -> End:
@@ -142,11 +148,28 @@ class Vigil:
         return time.monotonic() - self.moved_at
 
 
+@dataclass(slots=True)
+class QueueNote:
+    """Why a job has not begun, kept beside it for whoever asks for the status; renewed while it holds, as another host
+    knows by that alone that somebody still waits."""
+
+    run_dir: Path
+    told: str | None = None
+    told_at: float = float("-inf")
+
+    def keep(self, waiting: str | None) -> None:
+        is_old = waiting is not None and time.monotonic() - self.told_at > NOTE_S
+        if waiting != self.told or is_old:
+            self.told, self.told_at = waiting, time.monotonic()
+            _amend(self.run_dir, waiting=waiting and redaction.clean_text(waiting))
+
+
 def _wait(launcher: Launcher, launch: Launch, spec: RunSpec, run_dir: Path, observer: Observer) -> End:
     submitted = began = time.monotonic()
-    vigil, seen = Vigil(), False
+    vigil, note, seen = Vigil(), QueueNote(run_dir), False
     while True:
         state = launcher.poll(launch.handle)
+        note.keep(state.waiting)
         positions = store.read_progress(run_dir)
         if positions and not seen:
             seen = True
@@ -175,9 +198,14 @@ def _wait(launcher: Launcher, launch: Launch, spec: RunSpec, run_dir: Path, obse
 def _note_begin(run_dir: Path) -> None:
     """When the first rank was seen, for a later controller too: what a restart cost is counted from here."""
     with contextlib.suppress(StoreError):
-        known = store.read_json(run_dir / JOB)
-        if known.get("began_at") is None:
-            store.write_json(run_dir / JOB, {**known, "began_at": time.time()})
+        if store.read_json(run_dir / JOB).get("began_at") is None:
+            _amend(run_dir, began_at=time.time())
+
+
+def _amend(run_dir: Path, **facts: Any) -> None:
+    """Add to what is written down of a job. Nothing depends on it that a full disk should end a run for."""
+    with contextlib.suppress(StoreError, OSError):
+        store.write_json(run_dir / JOB, {**store.read_json(run_dir / JOB), **facts})
 
 
 def _whereabouts(positions: Sequence[store.Progress], spec: RunSpec) -> str:

@@ -42,6 +42,8 @@ def view_lines(view: CampaignView) -> Iterator[str]:
     yield f"{view.experiment}: {standing_text(view)}"
     for pulse in view.pulses:
         yield f"  running: {title(pulse.spec)}: {pulse_text(pulse)}"
+    for run, why in view.waiting.items():
+        yield f"  waiting: {run}: {why}"
     for run in view.starting:
         yield f"  starting: {run}"
     for run in view.interrupted[:MOST_NAMED]:

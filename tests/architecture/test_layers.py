@@ -16,7 +16,7 @@ ROOT = Path(paceline.__file__).parent
 
 # Each line may import only lines above it; names on one line do not see each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "environment", "neutral", "designs", "offspring", "clocks", "tether", "scratch", "stopping"),
+    ("errors", "environment", "neutral", "designs", "offspring", "clocks", "tether", "scratch", "stopping", "identity"),
     ("shapes", "choices", "parcel"),
     ("voice", "serving"),
     ("checkpoints", "self_audit"),
@@ -49,6 +49,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 STANDARD_LIBRARY_ONLY = (
     "errors",
+    "identity",
     "environment",
     "neutral",
     "designs",

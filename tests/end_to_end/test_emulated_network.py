@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from testbed.networks import Network, why_not
+from testbed.networks import Network, put_first, why_not
 from testbed.networks import network as built_network
 
 from paceline import models, store
@@ -91,7 +91,15 @@ def start(host: str, rank: int, run_dir: Path, environment: dict[str, str]) -> s
     named = f'hostname node{rank}; exec "$0" -m paceline.worker "$1"'
     command = ["ip", "netns", "exec", host, "unshare", "--uts", "sh", "-c", named, sys.executable, str(run_dir)]
     with (run_dir / f"log-{rank}.txt").open("wb") as log:
-        return subprocess.Popen(command, env=environment | variables, stdout=log, stderr=subprocess.STDOUT)
+        child = subprocess.Popen(
+            command,
+            env=environment | variables,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    put_first(child.pid)
+    return child
 
 
 def slowest_s(record: RunRecord, operation: str) -> dict[int, float]:

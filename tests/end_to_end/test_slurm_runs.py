@@ -127,6 +127,21 @@ def test_a_campaign_on_two_nodes_ends_with_a_report(cluster: testbed.Cluster, ca
     assert cluster.jobs() == []
 
 
+def test_a_partition_that_is_not_there_is_one_sentence_before_the_first_job(
+    cluster: testbed.Cluster, campaign: Callable[..., Any], smaller: dict[str, Any]
+) -> None:
+    launcher = {"name": "slurm", "partition": "nope"}
+    fields = {"nodes": 2, "processes": 1, "launcher": launcher}
+    found = campaign("nowhere", {"strategy": ["ddp", "fsdp2"]}, cluster.environment, **smaller | fields)
+    assert found.code == 2
+    assert found.stderr == (
+        "paceline: launcher slurm: slurm.partition: 'nope' was given, and Slurm says: Invalid partition name "
+        "specified; accepted is one of main, urgent, closed, gpu; try: sinfo\n"
+    )
+    assert not found.directory.exists()
+    assert cluster.jobs() == []
+
+
 def test_hostile_names_reach_slurm_as_they_are(bench: Bench) -> None:
     comment = "a \"b\" 'c' $(touch never) `id` \\ # %j"
     shown: list[str] = []

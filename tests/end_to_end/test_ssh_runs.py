@@ -249,6 +249,18 @@ def test_a_wrong_key(field: Field) -> None:
     assert "try: ssh" in error
 
 
+def test_hosts_that_no_run_can_use_are_one_sentence_before_the_first(
+    hosts: sshd.Hosts, campaign: Callable[..., Any], smaller: dict[str, Any]
+) -> None:
+    """The first host is in every run: without it nothing can begin."""
+    options = {"name": "ssh", **hosts.options(python="/nowhere/bin/python")}
+    found = campaign("refused", {"strategy": ["ddp", "fsdp2"]}, launcher=options, **smaller | {"processes": 1})
+    assert found.code == 2
+    sentence = f"paceline: launcher ssh: root@{FIRST}:{hosts.port} has no Python at '/nowhere/bin/python'; set `python`"
+    assert found.stderr.startswith(sentence)
+    assert not found.directory.exists()
+
+
 def test_a_host_whose_key_is_not_known(field: Field) -> None:
     _, error = field.run(known_hosts=os.devnull)
     assert "has a host key that is not known here" in error

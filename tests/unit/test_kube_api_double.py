@@ -255,6 +255,40 @@ def test_a_failed_pod_a_deadline_and_a_lifetime_end_a_job(api: Any) -> None:
         removed(api, name)
 
 
+@pytest.mark.parametrize("accident", ["lose_node", "silence_node"])
+def test_a_node_that_is_gone_tells_nothing_of_how_its_containers_ended(
+    api: Any, cluster: Cluster, accident: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that goes while kubelets are at work. Told as an exit code, it would read as a failure of the pod."""
+    name = accident.replace("_", "-")
+    cluster.add_node(Node(name=name, labels={"gone": name}))
+    rules = [{"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
+    asked = job(name, "sleep 60", podFailurePolicy={"rules": rules}, pod={"nodeSelector": {"gone": name}})
+    api.batch.create_namespaced_job(NAMESPACE, asked)
+    (pod,) = until(lambda: [p for p in pods_of(api, name) if p.status.phase == "Running"])
+    (container,) = cluster.kubelet.containers[pod.metadata.uid].values()
+    write_names, rounds = cluster.kubelet._write_names, list[int]()
+
+    def at_work(pods: list[Any]) -> None:
+        write_names(pods)
+        rounds.append(len(pods))
+        if len(rounds) == 1:
+            getattr(cluster, accident)(name)
+            container.process.wait(60)
+
+    monkeypatch.setattr(cluster.kubelet, "_write_names", at_work)
+    for number in range(2):  # changes, for which kubelets write names anew
+        cluster.add_namespace(f"{name}-{number}")
+        until(lambda wanted=number + 1: len(rounds) >= wanted)
+    if accident == "lose_node":
+        assert set(ended(api, name).values()) == {"PodFailurePolicy"}
+    told = [c.object for c in cluster.state.history if c.object["metadata"].get("uid") == pod.metadata.uid]
+    assert not [each for each in told if "terminated" in str(each["status"].get("containerStatuses"))]
+    if accident == "silence_node":
+        cluster.lose_node(name)  # only whoever removes the node removes its pods
+    removed(api, name)
+
+
 def test_a_pod_that_fits_nowhere_waits_and_says_why(api: Any) -> None:
     limits = {"resources": {"limits": {"nvidia.com/gpu": "2"}}}
     api.batch.create_namespaced_job(NAMESPACE, job("greedy", "true", container=limits))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from paceline import attempts, plugins, recipe, restarts, run, store
+from paceline.campaign import CampaignView, read_view, write_plan
 from paceline.ending import judge
 from paceline.errors import LaunchError, RequestError
 from paceline.launchers._start import job_name
@@ -431,6 +432,45 @@ def test_a_job_that_outlived_its_controller_is_adopted_in_the_middle_of_its_atte
     assert second.submitted == 0, "nothing is started twice"
     assert second.cancelled == 1
     assert [a.status for a in store.read_run(run_dir).attempts] == ["failed", "ok"]
+
+
+class Queued(Lasting):
+    """A job that is still in its queue when it is adopted, and begins at the third look. What `status` says at each."""
+
+    def __init__(self, out: Path, ends: Leave) -> None:
+        super().__init__(ends)
+        self.out, self.seen = out, list[CampaignView]()
+
+    def adopt(self, job: Job, handle: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        self.run_dir = Path(job.argv[1])
+        return {"number": 9}
+
+    def poll(self, handle: Mapping[str, Any]) -> JobState:
+        self.seen.append(read_view(self.out))
+        if len(self.seen) < 3:
+            return JobState(running=True, waiting="job 9 is pending: TOKEN=hf_abcdefghijklmnop")
+        return JobState(running=True) if len(self.seen) == 3 else self.script[0](self.run_dir)
+
+
+def test_a_job_adopted_in_its_queue_is_shown_as_waiting(
+    checkpointed: RunSpec, execute: Make, leave: Make, tmp_path: Path
+) -> None:
+    with pytest.raises(Stopped):
+        execute(checkpointed, Scripted(die))
+    run_dir = tmp_path / checkpointed.experiment / checkpointed.run_id
+    for path in run_dir.iterdir():
+        os.utime(path, (0, 0))  # long before the controller that adopts it
+    write_plan(run_dir.parent, [checkpointed])
+    assert read_view(run_dir.parent).interrupted == (checkpointed.run_id,)
+    second = Queued(run_dir.parent, leave(Status.OK, steps=range(6), state=JobState(running=False, exit_code=0)))
+    assert execute(checkpointed, second)[0][0] is Status.OK
+    adopted, waiting, *_, begun = second.seen
+    assert (adopted.starting, adopted.interrupted, adopted.running) == ((checkpointed.run_id,), (), True)
+    assert list(waiting.waiting) == [checkpointed.run_id]
+    assert waiting.waiting[checkpointed.run_id].startswith("job 9 is pending: ")
+    assert "hf_abc" not in (run_dir / "job.json").read_text() + str(waiting)
+    assert (begun.waiting, begun.starting, begun.interrupted) == ({}, (checkpointed.run_id,), ())
+    assert store.read_json(run_dir / "job.json")["handle"] == {"number": 9}
 
 
 def test_a_sealed_run_that_is_repeated_starts_over_under_another_mark(

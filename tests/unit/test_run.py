@@ -14,7 +14,7 @@ import pytest
 
 from paceline import plugins, run, store, supervision
 from paceline.ending import judge
-from paceline.errors import RequestError
+from paceline.errors import LaunchError, RequestError
 from paceline.plugins import Job, JobState
 from paceline.records import MemorySample, Status
 from paceline.run import reference_of, references_of
@@ -329,6 +329,78 @@ def test_what_is_unsupported_is_sealed_without_a_launch(tmp_path: Path, make_spe
     assert instant.submitted == 0
     (record,) = store.read_runs(tmp_path)[0]
     assert record.error == "the strategy single runs on one process, not on 2"
+
+
+class Closed(Instant):
+    """A launcher whose engine takes nothing for now; it says so when it is asked."""
+
+    def __init__(self, leave: Callable[[Path], None]) -> None:
+        super().__init__(leave)
+        self.asked: list[list[RunSpec]] = []
+        self.open = False
+
+    def preflight(self, specs: Sequence[RunSpec]) -> None:
+        self.asked.append(list(specs))
+        if not self.open:
+            raise LaunchError("no partition of that name; try: sinfo")
+
+
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch, make_outcome: Make) -> Closed:
+    found = Closed(lambda run_dir: store.write_outcome(run_dir, make_outcome(0, Status.OOM, "full")))
+    load = plugins.load
+    monkeypatch.setattr(run, "load", lambda kind, name: found if kind == "launchers" else load(kind, name))
+    return found
+
+
+def test_an_engine_that_takes_nothing_is_one_sentence_and_leaves_no_trace(
+    tmp_path: Path, make_spec: Make, closed: Closed
+) -> None:
+    specs = [replace(make_spec("ddp", 2), launcher=Choice("slurm", {"partition": name})) for name in "ab"]
+    with pytest.raises(RequestError, match="launcher slurm: no partition of that name; try: sinfo"):
+        run.campaign(specs, tmp_path / "out", Watcher())
+    assert not (tmp_path / "out").exists()
+    closed.open, closed.asked = True, []
+    run.campaign(specs, tmp_path / "out", Watcher())
+    assert [{str(spec.launcher) for spec in group} for group in closed.asked] == [
+        {"slurm:partition=a"},
+        {"slurm:partition=b"},
+    ]
+    assert [spec.workload.name for spec in closed.asked[0]] == ["reference", "pretrain"], "each engine is asked once"
+
+
+def test_half_a_campaign_loses_nothing_when_its_engine_is_away(
+    tmp_path: Path, make_spec: Make, make_run: Make, closed: Closed
+) -> None:
+    done, left = make_spec("ddp", 1), make_spec("fsdp2", 1)
+    make_run(tmp_path, reference_of(done), Status.OK)
+    make_run(tmp_path, done, Status.OOM, "full")
+    make_run(tmp_path, left, None)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(RequestError, match="no partition"):
+        run.campaign([done, left], tmp_path, Watcher())
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert closed.asked == [[left]], "what is sealed needs no engine"
+    assert run.campaign([done], tmp_path, Watcher()) == [Status.OK, Status.OOM]
+    closed.open = True
+    assert run.campaign([done, left], tmp_path, Watcher()) == [Status.OK, Status.OOM, Status.OOM]
+
+
+def test_what_is_unsupported_asks_no_engine(tmp_path: Path, make_spec: Make, closed: Closed) -> None:
+    assert run.campaign([make_spec("single", 2)], tmp_path, Watcher()) == [Status.UNSUPPORTED]
+    assert closed.asked == []
+
+
+def test_an_engine_that_fails_later_still_gives_records(
+    tmp_path: Path, make_spec: Make, closed: Closed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(job: Job) -> Mapping[str, Any]:
+        raise LaunchError("slurmctld cannot be reached")
+
+    closed.open = True
+    monkeypatch.setattr(closed, "submit", gone)
+    assert run.campaign([make_spec("ddp", 1)], tmp_path, Watcher()) == [Status.FAILED, Status.FAILED]
+    assert {record.error for record in store.read_runs(tmp_path)[0]} == {"slurmctld cannot be reached"}
 
 
 def test_a_run_without_a_reference_is_invalid(

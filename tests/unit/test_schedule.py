@@ -3,6 +3,7 @@ leaves a report and ends as it is told; tests/end_to_end/test_scheduled_runs.py 
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import signal
@@ -153,6 +154,26 @@ def test_every_end_is_recorded_with_one_sentence(
     assert (found.outcome, found.exit_code) == (outcome, code)
     assert part in str(found.sentence)
     assert "hf_abcd" not in (agenda.folder_of(out, "nightly") / agenda.HISTORY).read_text()
+
+
+def test_a_day_on_which_the_cluster_took_nothing_is_told_with_its_reason(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the real campaign, where Slurm's commands are not. It was served, so it does not read as missed."""
+    why = "launcher slurm: sbatch is not installed here: run paceline where Slurm's commands are"
+    monkeypatch.setenv("PATH", "/nonexistent")
+    added_at = time.time() // 3600 * 3600 - 60  # one due time since then
+    asked = {"cron": Cron("0 * * * *", "UTC"), "launcher": "slurm", "settings": ("device=cpu",)}
+    agenda.write(out, schedule_of(**asked, added_at=added_at))
+    code, said = run(out, within_s=3600)
+    assert (code, said[-1]) == (2, f"nightly: refused: {why}")
+    assert last(out).due_at is not None
+    assert agenda.view(out, "nightly", datetime.now(UTC)).missed == ()
+    for page in ("status.md", "status.html"):
+        told = html.unescape((out / page).read_text()).replace("\\", "")
+        assert f"The last run of nightly was refused: {why}." in told
+        assert "Missed" not in told
+    assert [path.name for path in out.glob("schedules/nightly/*/*")] == ["log.txt"], "no run was begun"
 
 
 def test_an_interrupted_run_is_told_once_and_promises_nothing_of_the_next(out: Path, told: Callable[..., None]) -> None:

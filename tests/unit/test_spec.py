@@ -36,7 +36,12 @@ def test_a_choice_forgives_spaces_and_empty_parts() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"a": [1, 2], "b": "x"}, {"hosts": [{"host": "a,b", "port": 22}], "n": 1}, {"quoted": {"k": 'he said "x, y"'}}],
+    [
+        {"a": [1, 2], "b": "x"},
+        {"hosts": [{"host": "a,b", "port": 22}], "n": 1},
+        {"quoted": {"k": 'he said "x, y"'}},
+        {"partition": "a,b", "tag": "1.0", "nodelist": "g[1-4,7]", "word": "null"},
+    ],
 )
 def test_nested_options_survive_their_text(options: dict[str, Any]) -> None:
     assert Choice.parse(str(Choice("x", options))).options == options

@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
         interruptible(lambda: campaign(specs, arguments.out, paged, retry=arguments.resume))
     finally:
         observer.close()
-        paged.page.write()
+        paged.close()
     directory = arguments.out / specs[0].experiment
     made = read_plan(directory)
     asked = {run.run for run in made.runs} if made else None

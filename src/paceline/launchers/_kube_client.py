@@ -37,6 +37,10 @@ class Gone(LaunchError):
     """What was asked for is not there."""
 
 
+class Forbidden(LaunchError):
+    """This is not permitted to whoever asks."""
+
+
 class NotYet(LaunchError):
     """A container that is still being created has no log."""
 
@@ -203,7 +207,7 @@ class Cluster:
             return LaunchError(f"the cluster does not know these credentials ({message}): {renew}{_TRY}{shown}")
         if status == 403:
             allowed = f"kubectl auth can-i {verb} {resource.plural} --namespace {self.namespace}"
-            return LaunchError(f"not permitted to {verb} {resource.plural} {where} ({message}){_TRY}{allowed}")
+            return Forbidden(f"not permitted to {verb} {resource.plural} {where} ({message}){_TRY}{allowed}")
         if status == 404 and verb == "create" and "namespaces" in message:
             made = f"paceline cluster init --namespace {self.namespace} --apply{self._by_context}"
             return Gone(f"cannot {verb} {resource.plural} {where} ({message}){_TRY}{made}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from paceline import __version__
@@ -28,8 +28,8 @@ def survey(cluster: Cluster, chosen: Options, *, limit_s: float, pods: bool = Tr
     yield (first := _version(cluster))
     if first.ok is False:
         return
-    asked = [*_permissions(cluster, chosen), _namespace(cluster, chosen)]
-    asked += [*_nodes(cluster, chosen), *_named_things(cluster, chosen)]
+    asked = [*_permissions(cluster, chosen), namespace(cluster, chosen)]
+    asked += [*_nodes(cluster, chosen), *named_things(cluster, chosen), *_queue(cluster, chosen)]
     yield from asked
     if chosen.image is None:
         fix = "name one: --launcher kubernetes:image=REGISTRY/paceline:TAG"
@@ -55,24 +55,28 @@ def _version(cluster: Cluster) -> Diagnosis:
     return Diagnosis(name="api server", ok=fix is None, text=text, fix=fix)
 
 
-def _permissions(cluster: Cluster, chosen: Options) -> Iterator[Diagnosis]:
-    """A SelfSubjectAccessReview for every verb that a run needs."""
-    asked, missing = 0, []
-    for (group, resource), verbs in rights(chosen.kind).items():
+def missing_rights(cluster: Cluster, wanted: Mapping[tuple[str, str], Sequence[str]]) -> list[str]:
+    """`create jobs.batch` and the like: those of (group, resource) -> verbs that this user has not, by a
+    SelfSubjectAccessReview each."""
+    missing = []
+    for (group, resource), verbs in wanted.items():
         plural, _, sub = resource.partition("/")
         for verb in verbs:
             about = {"namespace": cluster.namespace, "group": group, "resource": plural, "verb": verb}
             body = {"spec": {"resourceAttributes": about | ({"subresource": sub} if sub else {})}}
-            try:
-                answer = cluster.call(
-                    "create", "reviews", "AuthorizationV1Api", "create_self_subject_access_review", body
-                )
-            except LaunchError as trouble:
-                yield Diagnosis(name="permissions", ok=None, text=f"could not be asked for: {trouble}")
-                return
-            asked += 1
+            answer = cluster.call("create", "reviews", "AuthorizationV1Api", "create_self_subject_access_review", body)
             if not answer.get("status", {}).get("allowed"):
                 missing.append(f"{verb} {resource}{f'.{group}' if group else ''}")
+    return missing
+
+
+def _permissions(cluster: Cluster, chosen: Options) -> Iterator[Diagnosis]:
+    try:
+        missing = missing_rights(cluster, rights(chosen.kind))
+    except LaunchError as trouble:
+        yield Diagnosis(name="permissions", ok=None, text=f"could not be asked for: {trouble}")
+        return
+    asked = sum(map(len, rights(chosen.kind).values()))
     fix = f"have an administrator run `paceline cluster init --namespace {cluster.namespace} --apply`"
     for words in missing:
         text = f"may not {words} in namespace {cluster.namespace}"
@@ -81,7 +85,7 @@ def _permissions(cluster: Cluster, chosen: Options) -> Iterator[Diagnosis]:
         yield Diagnosis(name="permissions", ok=True, text=f"all {asked} verbs in namespace {cluster.namespace}")
 
 
-def _namespace(cluster: Cluster, chosen: Options) -> Diagnosis:
+def namespace(cluster: Cluster, chosen: Options) -> Diagnosis:
     """A dry run of a small job: the namespace must be there, and let it in. To read the namespace is another right."""
     name, here = "namespace", cluster.namespace
     job = smoke_job(Options(image=chosen.image or "paceline"), here)
@@ -137,7 +141,7 @@ def _gpu_diagnosis(nodes: list[Object], chosen: Options) -> Diagnosis:
     return Diagnosis(name="gpus", ok=fix is None, text=text.replace(";  ", "; "), fix=fix)
 
 
-def _named_things(cluster: Cluster, chosen: Options) -> Iterator[Diagnosis]:
+def named_things(cluster: Cluster, chosen: Options) -> Iterator[Diagnosis]:
     """What the options name and somebody else must have created."""
     here = cluster.namespace
     asked: list[tuple[str, str | None, tuple[Any, ...]]] = [
@@ -148,8 +152,11 @@ def _named_things(cluster: Cluster, chosen: Options) -> Iterator[Diagnosis]:
     for kind, name, (api, method, *place) in asked:
         if name is not None:
             yield _existence(cluster, kind, name, (api, method, name, *place))
+
+
+def _queue(cluster: Cluster, chosen: Options) -> Iterator[Diagnosis]:
     if chosen.queue is not None:
-        where = ("kueue.x-k8s.io", "v1beta1", here, "localqueues", chosen.queue)
+        where = ("kueue.x-k8s.io", "v1beta1", cluster.namespace, "localqueues", chosen.queue)
         yield _existence(cluster, "queue", chosen.queue, ("CustomObjectsApi", "get_namespaced_custom_object", *where))
 
 

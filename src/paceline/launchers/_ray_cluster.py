@@ -1,4 +1,7 @@
-"""Ray itself: reach a cluster, reserve what a job needs, and say in one sentence why that cannot be."""
+"""Ray itself: reach a cluster, reserve what a job needs, and say in one sentence why that cannot be.
+
+`python -m paceline.launchers._ray_cluster ADDRESS` enters a cluster and leaves it again, or prints why it cannot.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import logging
 import re
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,13 +19,15 @@ from paceline.launchers._ray_request import Request
 
 CONNECT_S = 5.0
 LOOK_S = 0.2
+# Before the sentence of a refusal, as Ray and its libraries print what they like besides.
+REFUSED = "paceline: refused: "
 # Anything may be asked for by these names; what a node has by its own address says nothing.
 _SHOWN = re.compile(r"(?!node:|memory$|object_store_memory$)")
 
 
 def connect(address: str) -> None:
     """Enter the cluster as a driver of its own."""
-    _knock(address)
+    knock(address)
     import ray
 
     try:
@@ -36,7 +42,7 @@ def connect(address: str) -> None:
         raise LaunchError(refusal(address, str(error))) from None
 
 
-def _knock(address: str) -> None:
+def knock(address: str) -> None:
     """Ray itself tries for minutes where nobody listens."""
     if address == "auto":
         return
@@ -126,3 +132,14 @@ def node_name(node: Mapping[str, Any]) -> str:
     """The name it was started under; without one Ray repeats the address, and the host's name says more."""
     name, address = str(node.get("NodeName") or ""), str(node.get("NodeManagerAddress") or "")
     return name if name and name != address else str(node.get("NodeManagerHostname") or address)
+
+
+def main(address: str) -> None:
+    try:
+        connect(address)
+    except LaunchError as refusal:
+        sys.stdout.write(f"{REFUSED}{refusal}\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

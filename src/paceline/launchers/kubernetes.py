@@ -6,7 +6,7 @@ job ends by its own deadline, and is removed after its time to live.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from paceline.launchers._kube_client import Cluster
 from paceline.launchers._kube_logs import Logs
 from paceline.launchers._kube_manifests import RESOURCES, manifests, reader_manifest
 from paceline.launchers._kube_options import Options
+from paceline.launchers._kube_preflight import refuse
 from paceline.launchers._start import job_name
 from paceline.plugins import Job, JobState, Offer, options
 from paceline.spec import Choice, RunSpec, require
@@ -41,6 +42,10 @@ def offer(choice: Choice) -> Offer:
     """A rank per GPU of a pod, or one on its CPUs."""
     chosen = options(Options, choice)
     return Offer(device="cuda" if chosen.gpus else "cpu", processes=chosen.gpus or 1)
+
+
+def preflight(specs: Sequence[RunSpec]) -> None:
+    refuse(options(Options, specs[0].launcher))
 
 
 def prepare(spec: RunSpec, run_dir: Path) -> Job:

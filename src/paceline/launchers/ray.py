@@ -14,7 +14,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from paceline import __version__
 from paceline.environment import is_secret
 from paceline.errors import LaunchError, MissingPackageError
 from paceline.launchers import _start
+from paceline.launchers._ray_cluster import REFUSED, knock
 from paceline.launchers._ray_request import Request
 from paceline.offspring import end_all
 from paceline.plugins import Job, JobState, Offer, options
@@ -33,6 +34,8 @@ from paceline.spec import Choice, RunSpec, require
 PLACEMENTS = ("STRICT_SPREAD", "SPREAD", "PACK", "STRICT_PACK")
 # Ranks get 5 s to end politely (see `offspring`), and what they left is then fetched.
 END_S = 30.0
+# To enter a cluster takes some seconds; Ray itself gives up after half a minute, or never.
+ENTER_S = 120.0
 _ADDRESS = re.compile(r"auto|(ray://)?[A-Za-z0-9._-]+:\d{1,5}|(ray://)?\[[0-9A-Fa-f:.]+\]:\d{1,5}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -111,6 +114,35 @@ def check(spec: RunSpec) -> str | None:
     return None
 
 
+def preflight(specs: Sequence[RunSpec]) -> None:
+    """Enter the cluster once, by a process of its own, and leave it again."""
+    address = options(Options, specs[0].launcher).address
+    knock(address)
+    command = [sys.executable, "-m", "paceline.launchers._ray_cluster", address]
+    try:
+        done = subprocess.run(
+            command,
+            env=_driver_environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=ENTER_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise LaunchError(
+            f"no Ray cluster let this host in at {address} within {ENTER_S:g} s; try `ray status --address {address}`"
+        ) from None
+    refused = [line for line in done.stdout.splitlines() if line.startswith(REFUSED)]
+    if refused:
+        raise LaunchError(refused[-1].removeprefix(REFUSED))
+
+
+def _driver_environment() -> dict[str, str]:
+    """Ray reports its use to its makers unless somebody has said otherwise."""
+    return {**os.environ, "RAY_USAGE_STATS_ENABLED": os.environ.get("RAY_USAGE_STATS_ENABLED", "0")}
+
+
 def prepare(spec: RunSpec, run_dir: Path) -> Job:
     chosen = options(Options, spec.launcher)
     topology = spec.topology
@@ -153,7 +185,7 @@ def submit(job: Job) -> Mapping[str, Any]:
     with Path(job.log).open("wb") as log:
         child = subprocess.Popen(
             job.argv,
-            env={**os.environ, "RAY_USAGE_STATS_ENABLED": os.environ.get("RAY_USAGE_STATS_ENABLED", "0")},
+            env=_driver_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from paceline.errors import LaunchError
-from paceline.launchers import _slurm_script, _slurm_states
+from paceline.launchers import _slurm_refusals, _slurm_script, _slurm_states
 from paceline.launchers._slurm_lines import Lines
 from paceline.launchers._slurm_options import Options
 from paceline.launchers._slurm_states import Away, Phase, Seen
@@ -60,6 +61,19 @@ def offer(choice: Choice) -> Offer:
     if chosen.gpus_per_node:
         return Offer(device="cuda", processes=chosen.gpus_per_node)
     return Offer(device="cpu", processes=max(1, (chosen.cpus_per_task or 1) // chosen.threads))
+
+
+def preflight(specs: Sequence[RunSpec]) -> None:
+    """sbatch itself is asked, with the script of the smallest run, for what it would refuse from any of them."""
+    chosen, smallest = options(Options, specs[0].launcher), min(specs, key=lambda spec: spec.topology.world_size)
+    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
+        job = prepare(smallest, Path(folder))
+        for path, text in job.files.items():
+            Path(path).write_text(text)
+        words = (job.argv[0], "--test-only", *job.argv[1:])
+        done = _patiently(lambda: _slurm_states.call(*words), chosen.patience_s)
+    if sentence := _slurm_refusals.sentence(done, chosen):
+        raise LaunchError(sentence)
 
 
 def prepare(spec: RunSpec, run_dir: Path) -> Job:

@@ -12,11 +12,11 @@ import os
 import shlex
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline import clocks, places, store
+from paceline import clocks, places
 from paceline.errors import LaunchError
 from paceline.launchers import _ssh_inquiry as inquiry
 from paceline.launchers._ssh_connections import Connection
@@ -61,11 +61,30 @@ def offer(choice: Choice) -> Offer:
     return Offer(device="cuda" if fewest else "cpu", processes=fewest or 1, nodes=len(hosts))
 
 
+def preflight(specs: Sequence[RunSpec]) -> None:
+    """Hosts that every run needs answer, and are fit for at least one of them."""
+    chosen = options(Options, specs[0].launcher)
+    _forwarded(chosen)
+    hosts = chosen.machines[: min(spec.topology.nodes for spec in specs)]
+    answers = inquiry.ask(chosen, hosts)
+    refusals = []
+    for topology in dict.fromkeys(spec.topology for spec in specs):
+        try:
+            inquiry.compare(hosts, answers, topology)
+        except LaunchError as refusal:
+            refusals.append(refusal)
+        else:
+            return
+    raise refusals[0]
+
+
 def prepare(spec: RunSpec, run_dir: Path) -> Job:
     commands = agent_commands(spec, run_dir)
     others = {f"node {number}": shlex.join(words) for number, words in enumerate(commands) if number}
     name = job_name(spec, run_dir)
-    return Job(argv=tuple(commands[0]), files=others, name=name, settings={"run_dir": str(run_dir)})
+    # A run that goes on keeps the file of its first start, and may have been given another key since.
+    settings = {"run_dir": str(run_dir), "spec": spec.to_dict()}
+    return Job(argv=tuple(commands[0]), files=others, name=name, settings=settings)
 
 
 def agent_commands(spec: RunSpec, run_dir: Path) -> list[list[str]]:
@@ -83,7 +102,7 @@ def agent_commands(spec: RunSpec, run_dir: Path) -> list[list[str]]:
 def submit(job: Job) -> Mapping[str, Any]:
     """Ask all hosts, then start an agent on each. LaunchError where one cannot be reached or differs."""
     run_dir = Path(job.settings["run_dir"])
-    spec = store.read_spec(run_dir)
+    spec = RunSpec.from_dict(job.settings["spec"])
     chosen = options(Options, spec.launcher)
     hosts = chosen.machines[: spec.topology.nodes]
     names, attempt = labels(hosts), uuid.uuid4().hex
@@ -101,12 +120,9 @@ def submit(job: Job) -> Mapping[str, Any]:
 
 
 def _environments(spec: RunSpec, chosen: Options, names: list[str], attempt: str) -> list[dict[str, str]]:
-    """Per node: its place, and what ranks shall find. Forwarded variables are read now, and kept nowhere."""
-    absent = [name for name in chosen.forward or () if name not in os.environ]
-    if absent:
-        raise LaunchError(f"ssh.forward names {', '.join(absent)}, which this host's environment does not have")
+    """Per node: its place, and what ranks shall find."""
     shared = rank_environment(chosen.threads) | {name: str(value) for name, value in (chosen.env or {}).items()}
-    shared |= {name: os.environ[name] for name in chosen.forward or ()} | {places.ATTEMPT: attempt}
+    shared |= _forwarded(chosen) | {places.ATTEMPT: attempt}
     hosts = chosen.machines[: spec.topology.nodes]
     shared |= {"PACELINE_NODES": str(len(hosts)), "PACELINE_MASTER": hosts[0].address or hosts[0].host}
     found = []
@@ -116,6 +132,14 @@ def _environments(spec: RunSpec, chosen: Options, names: list[str], attempt: str
             own |= {"GLOO_SOCKET_IFNAME": host.interface, "NCCL_SOCKET_IFNAME": host.interface}
         found.append(shared | own)
     return found
+
+
+def _forwarded(chosen: Options) -> dict[str, str]:
+    """Variables of this host that ranks get too: read now, and kept nowhere."""
+    absent = [name for name in chosen.forward or () if name not in os.environ]
+    if absent:
+        raise LaunchError(f"ssh.forward names {', '.join(absent)}, which this host's environment does not have")
+    return {name: os.environ[name] for name in chosen.forward or ()}
 
 
 def poll(handle: Mapping[str, Any]) -> JobState:

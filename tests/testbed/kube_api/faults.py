@@ -43,7 +43,7 @@ class Accidents:
 
     def lose_node(self, name: str) -> None:
         """The machine is gone and its Node is deleted, as a cloud controller does: its pods are collected."""
-        self.kubelet.silent.add(name)
+        self.kubelet.silence(name)
         for pod in self.state.list(PODS):
             if pod["spec"].get("nodeName") == name:
                 self.kubelet.kill(pod["metadata"]["uid"])
@@ -51,7 +51,7 @@ class Accidents:
 
     def silence_node(self, name: str) -> None:
         """The machine answers no more; its pods are marked for deletion, which nobody confirms."""
-        self.kubelet.silent.add(name)
+        self.kubelet.silence(name)
         node = self.state.get(NODES, "", name)
 
         def mark_node(each: Object) -> None:

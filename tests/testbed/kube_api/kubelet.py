@@ -57,6 +57,7 @@ class Kubelet:
         self.missing_images: set[str] = set()
         # Nodes that nobody hears of any more: what runs there is gone, what is written about it stays.
         self.silent: set[str] = set()
+        self._reporting = threading.Lock()
         # Which lines of a pod's log are lost, where a test wants some to be: as a full disk or a fast rotation does.
         self.lossy: Callable[[Object], re.Pattern[bytes] | None] = lambda pod: None
         self.containers: dict[str, dict[str, Running]] = {}
@@ -69,19 +70,28 @@ class Kubelet:
         pods = {p["metadata"]["uid"]: p for p in self._state.list(PODS)}
         for uid in [uid for uid in self.containers if uid not in pods]:
             self._forget(uid)
-        nodes = {n["metadata"]["name"] for n in self._state.list(NODES)} - self.silent
+        nodes = {n["metadata"]["name"] for n in self._state.list(NODES)}
         if self._state.version != self._named_at:
             self._named_at = self._state.version
             self._write_names([p for p in pods.values() if p["metadata"]["uid"] in self.containers])
-        for uid, pod in pods.items():
-            if pod["spec"].get("nodeName") not in nodes:
-                continue
-            if pod["metadata"].get("deletionTimestamp"):
-                self._terminate(pod)
-            elif uid in self.containers:
-                self._report(pod)
-            elif not is_finished(pod):
-                self._begin(pod)
+        for pod in pods.values():
+            with self._reporting:
+                # A node may have fallen silent since this round began.
+                if pod["spec"].get("nodeName") in nodes - self.silent:
+                    self._see_to(pod)
+
+    def _see_to(self, pod: Object) -> None:
+        if pod["metadata"].get("deletionTimestamp"):
+            self._terminate(pod)
+        elif pod["metadata"]["uid"] in self.containers:
+            self._report(pod)
+        elif not is_finished(pod):
+            self._begin(pod)
+
+    def silence(self, node: str) -> None:
+        """From here on nothing is heard of the node: how its containers end is told by nobody."""
+        with self._reporting:
+            self.silent.add(node)
 
     def _begin(self, pod: Object) -> None:
         """Address, image, volumes, environment; what is wrong is said as a waiting state and an event."""

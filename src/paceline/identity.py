@@ -1,0 +1,46 @@
+"""Which options make another run: those on which a measured number may depend, and no others.
+
+A run that is asked for again is known by what was asked (`RunSpec.run_id`), and repeats by their cell. An option that
+decides how long is waited, who pays or who is let in makes neither another. In doubt an option stays: a partition, a
+queue of Kueue or a namespace may lead to other nodes, a pull policy to another image of the same name, a jump host or
+an ssh_config to another machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# Of every launcher and engine: how long to wait, and where a program lies.
+WAITING = ("connect_s", "keep_s", "patience_s", "pending_s", "poll_s", "ready_s", "executable")
+_MEETING = "where ranks meet before they choose ports of their own"
+# Launcher -> its other options on which nothing measured depends, each with what it decides instead.
+UNMEASURED: dict[str, dict[str, str]] = {
+    "kubernetes": {
+        "image_pull_secrets": "who may pull the image, not which one it is",
+        "priority_class": "when pods begin, and for whom they make room",
+        "service_account": "rights, of which pods use none",
+        "port": _MEETING,
+    },
+    "slurm": {
+        "account": "who pays",
+        "qos": "when the job begins, and for whom it makes room",
+        "comment": "what `squeue` shows",
+        "time": "when Slurm ends the job",
+        "requeue": "whether a job that was taken away begins anew",
+        "port": _MEETING,
+    },
+    "ssh": {
+        "key": "who is let in",
+        "known_hosts": "which host keys are accepted",
+        "port": _MEETING,
+    },
+    "ray": {"port": _MEETING},
+    "local": {},
+}
+
+
+def measured(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a launcher or an engine that belong to what was measured."""
+    left_out = (*WAITING, *UNMEASURED.get(name, ()))
+    return {key: value for key, value in options.items() if key not in left_out}
