@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -30,6 +31,12 @@ ADVICE_S = 300.0
 REFERENCE_VARIANTS = {"fp32": 1, "bf16": 4, "fp16": 4}
 # Tokens of a reference's micro batch at most: the uncompiled loss holds their logits in fp32, several times.
 REFERENCE_TOKENS = 8192
+# An engine that takes longer to say whether it can take runs is told of.
+SLOW_S = 3.0
+Tell = Callable[[str], None]
+
+
+def _untold(_words: str) -> None: ...
 
 
 def references_of(specs: Sequence[RunSpec]) -> dict[str, RunSpec]:
@@ -85,12 +92,14 @@ def _gentler(known: RunSpec, candidate: RunSpec) -> RunSpec:
     return replace(best, steps=max(known.steps, candidate.steps))
 
 
-def campaign(specs: Sequence[RunSpec], out: Path, observer: Observer, *, retry: bool = False) -> list[Status]:
+def campaign(
+    specs: Sequence[RunSpec], out: Path, observer: Observer, *, retry: bool = False, tell: Tell = _untold
+) -> list[Status]:
     """Run every spec that is not sealed yet, references first; returns the status of each. RequestError, and nothing is
-    written, where an engine is known to take none of them."""
+    written, where an engine is known to take none of them. tell: what takes long before the first run begins."""
     references = references_of(specs)
     everything = [*references.values(), *specs]
-    preflight(everything, out, retry)
+    preflight(everything, out, retry, tell)
     observer.begin(everything)
     statuses = []
     with store.exclusive(out / specs[0].experiment):
@@ -107,7 +116,7 @@ def campaign(specs: Sequence[RunSpec], out: Path, observer: Observer, *, retry: 
     return statuses
 
 
-def preflight(specs: Sequence[RunSpec], out: Path, retry: bool) -> None:
+def preflight(specs: Sequence[RunSpec], out: Path, retry: bool, tell: Tell) -> None:
     """Ask each engine once whether it could begin any of the runs that are left for it. What is wrong with a request as
     a whole is one sentence; sealed as the failure of every run, it would have to be cleared away first."""
     left: dict[str, list[RunSpec]] = {}
@@ -117,10 +126,16 @@ def preflight(specs: Sequence[RunSpec], out: Path, retry: bool) -> None:
             left.setdefault(str(spec.launcher), []).append(spec)
     for group in left.values():
         name = group[0].launcher.name
+        # An engine that is away for a moment is waited for as patiently as later on: minutes, for some.
+        slow = threading.Timer(SLOW_S, tell, [f"asking {name} whether it can take these runs"])
+        slow.daemon = True
+        slow.start()
         try:
             load("launchers", name).preflight(group)
         except LaunchError as refusal:
             raise RequestError(f"launcher {name}: {refusal}") from None
+        finally:
+            slow.cancel()
 
 
 def _settle(spec: RunSpec, out: Path, observer: Observer, reference: RunSpec | None, retry: bool) -> Status:

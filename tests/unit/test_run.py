@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -367,6 +368,17 @@ def test_an_engine_that_takes_nothing_is_one_sentence_and_leaves_no_trace(
         {"slurm:partition=b"},
     ]
     assert [spec.workload.name for spec in closed.asked[0]] == ["reference", "pretrain"], "each engine is asked once"
+
+
+def test_an_engine_that_is_slow_to_answer_is_told_of(
+    tmp_path: Path, make_spec: Make, closed: Closed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: queue.Queue[str] = queue.Queue()
+    heard: list[str] = []
+    monkeypatch.setattr(run, "SLOW_S", 0.01)
+    monkeypatch.setattr(closed, "preflight", lambda specs: heard.append(told.get(timeout=60)))
+    run.campaign([replace(make_spec("ddp", 1), launcher=Choice("slurm"))], tmp_path, Watcher(), tell=told.put)
+    assert heard == ["asking slurm whether it can take these runs"]
 
 
 def test_half_a_campaign_loses_nothing_when_its_engine_is_away(

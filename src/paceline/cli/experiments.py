@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     observer = display.observer_for(screen)
     paged = status_page.Paged(observer, arguments.out)
     try:
-        interruptible(lambda: campaign(specs, arguments.out, paged, retry=arguments.resume))
+        interruptible(lambda: campaign(specs, arguments.out, paged, retry=arguments.resume, tell=screen.print))
     finally:
         observer.close()
         paged.close()
