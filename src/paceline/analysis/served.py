@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from paceline import self_audit, stopping
+from paceline.analysis import client_share
 from paceline.analysis.launch_spread import Bounded, bounded, over_launches, quotient
 from paceline.analysis.served_loads import Load as Load
 from paceline.analysis.served_loads import Served as Served
@@ -85,6 +86,7 @@ _OTHERS = {
     "steady_output_tokens_per_s": ("tokens/s", HIGHER),
     "steady_ratio": ("ratio", HIGHER),
     "token_count_mismatch_ratio": ("ratio", LOWER),
+    "client_ceiling_ratio": ("ratio", LOWER),
     "max_rate_per_s": ("requests/s", HIGHER),
     "replica_output_tokens_per_s": ("tokens/s", HIGHER),
     "replica_prompt_tokens_per_s": ("tokens/s", HIGHER),
@@ -124,6 +126,8 @@ def measure(served: Served) -> Iterator[Measurement]:
     share = wrong / counted if counted else None
     told = TOKEN_AUDIT if counted else "the server tells no count of tokens"
     yield measurement(served, "token_count_mismatch_ratio", (share, None, None), n=counted, note=told)
+    used = client_share.use_of(served)
+    yield measurement(served, "client_ceiling_ratio", (used.ratio, None, None), note=used.text)
 
 
 def _percentiles(served: Served, name: str, values: Sequence[float] | Array) -> Iterator[Measurement]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from paceline import places, prompts
+from paceline import client_ceiling, places, prompts
 from paceline.errors import UnsupportedError
 from paceline.models import load as load_shape
 from paceline.plugins import Endpoint, Recorder, Seat, load, options
@@ -93,6 +93,8 @@ def ask(
     asked = prompts_of(spec)
     shards = options(Options, spec.workload).shards
     session = Session(spec.serving, asked, replicas, recorder, engine=spec.engine.name, shards=shards, gone=gone)
+    for ceiling in client_ceiling.known(rank=seat.rank):
+        recorder.add(ceiling)
     session.answers()
     until_s = seat.taken_at_s + (1 - SPARE_RATIO) * spec.timeout_s
     try:
