@@ -175,7 +175,8 @@ class Endpoint:
 
 class Engine(Protocol):
     """`open` gives the replicas of this rank for as long as its block lasts, and leaves nothing running after it. Every
-    engine answers over HTTP as OpenAI's does, so that all are asked by the same client."""
+    engine answers over HTTP as OpenAI's does, so that all are asked by the same client. One that starts servers on the
+    devices of its rank has `STARTS = True`: what else runs there is then counted."""
 
     def check(self, spec: RunSpec) -> str | None: ...
     def open(self, spec: RunSpec, seat: Seat) -> AbstractContextManager[Sequence[Endpoint]]: ...
