@@ -129,6 +129,7 @@ class JobState:
 
     waiting: why it has not begun yet, in the engine's words. status and reason: how the engine says it ended, where it
     knows what no rank could leave behind (pre-empted, evicted, out of its time); None where the ranks' word is enough.
+    lost: nodes that went away and whose ranks need not speak, see `may_be_lost`.
     """
 
     running: bool
@@ -136,6 +137,13 @@ class JobState:
     waiting: str | None = None
     status: Status | None = None
     reason: str | None = None
+    lost: tuple[int, ...] = ()
+
+
+def may_be_lost(spec: RunSpec) -> range:
+    """Nodes that a job can go on without, once rank 0 asks: of served replicas all but that of the client, which gives
+    what a lost replica leaves unanswered to the others, and says so."""
+    return range(1, spec.topology.nodes if spec.serving is not None else 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
