@@ -1,7 +1,8 @@
 """How near a load came to the ceiling of its client, as `paceline selftest` had measured it on the same host before.
 
-A load is known by its busiest second: a mean over a whole run would hide the burst in which a client is late. The share
-is told beside the verdict and decides nothing: what a client was late by is measured in the run itself.
+A load is known by its busiest second, a shorter one by all of its time: a mean over a whole run would hide the burst in
+which a client is late. The share is told beside the verdict and decides nothing: what a client was late by is measured
+in the run itself.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ def use_of(served: Served) -> CeilingUse:
 
 
 def _use(stretch: Stretch) -> CeilingUse:
-    events = busiest_second(stretch.requests)
+    events = _events_per_s(stretch)
     clients = list(_clients(stretch))
     known = (c for c in stretch.record.client_ceilings if c.processes == len(clients) and c.events_per_s > 0)
     ceiling = next(known, None)
     if events is None:
         return _unknown(None, "not told: no event with content has a time")
     if ceiling is None or _is_encrypted(stretch):
-        return _unknown(float(events), _reason(stretch, len(clients)))
+        return _unknown(events, _reason(stretch, len(clients)))
     ratio = events / ceiling.events_per_s
     return CeilingUse(
-        events_per_s=float(events),
+        events_per_s=events,
         ratio=ratio,
         ceiling_events_per_s=ceiling.events_per_s,
         ceiling_streams=ceiling.streams,
@@ -47,6 +48,11 @@ def _use(stretch: Stretch) -> CeilingUse:
         text=_text(ratio, ceiling, sum(client.most_in_flight for client in clients)),
         is_near=ratio > MOST_CEILING_RATIO,
     )
+
+
+def _events_per_s(stretch: Stretch) -> float | None:
+    count = busiest_second(stretch.requests)
+    return None if count is None or stretch.wall_s <= 0 else count / min(1.0, stretch.wall_s)
 
 
 def _clients(stretch: Stretch) -> Iterator[ClientSample]:

@@ -42,7 +42,7 @@ def tables(report: Report) -> tuple[Table, ...]:
     columns = (
         Column("scenario"),
         *(Column(text, numeric=True, priority=n) for _, text, _, n in _COLUMNS),
-        Column("client, % of ceiling", numeric=True, priority=5),
+        Column("of client's ceiling, %", numeric=True, priority=5),
         Column("result"),
     )
     rows = tuple(
@@ -202,7 +202,7 @@ def _ceilings(report: Report) -> Iterator[str]:
         most = max(known, key=lambda use: use.ratio or 0.0)
         yield f"The client used {'at most ' if len(known) > 1 else ''}{most.text}, in its busiest second."
     for text in dict.fromkeys(use.text for use in uses if use.ratio is None):
-        yield f"Share of the client's ceiling: {text}."
+        yield f"The share of the client's ceiling is {text}."
 
 
 # --- does it count ---

@@ -28,9 +28,10 @@ def ceiling(events_per_s: float, processes: int = 1, streams: int = 100) -> Ceil
 
 
 def asked(*ceilings: CeilingSample, clients: int = 1, **more: Any) -> RunRecord:
-    """Eight answers of four events within 132 ms: 32 events in the busiest second."""
+    """Eight answers of four events within 132 ms of a load that lasts 2 s: 32 events in the busiest second."""
     known = tuple(replace(CLIENT, shard=shard) for shard in range(clients))
-    return replace(record([request(n) for n in range(8)], clients=known, **more), client_ceilings=ceilings)
+    answers = [request(n, ended_ns=2 * S) for n in range(8)]
+    return replace(record(answers, clients=known, **more), client_ceilings=ceilings)
 
 
 def built(*records: RunRecord) -> Report:
@@ -52,6 +53,12 @@ def test_the_busiest_second_is_counted_over_all_answers() -> None:
     assert busiest_second(late) == most
     assert busiest_second([*early, *late]) == max(most, 12)
     assert busiest_second([request(0, pieces=0, first_ns=None)]) is None
+
+
+def test_a_load_of_less_than_a_second_is_known_by_all_of_its_time() -> None:
+    """32 events in 140 ms."""
+    found = replace(asked(ceiling(1000.0)), requests=tuple(request(n) for n in range(8)))
+    assert use_of(found).events_per_s == pytest.approx(32 / 0.14)
 
 
 def test_the_share_is_told_with_the_ceiling_and_its_day() -> None:
@@ -97,7 +104,7 @@ def test_an_encrypted_load_has_no_such_ceiling() -> None:
 
 def test_each_load_is_held_against_the_client_that_it_had() -> None:
     """A sweep: one process for one request in flight, two for more."""
-    requests = [request(n, stage=n // 4) for n in range(8)]
+    requests = [request(n, stage=n // 4, ended_ns=2 * S) for n in range(8)]
     stages = [stage(n, concurrency=n + 1, planned=4) for n in range(2)]
     clients = [replace(CLIENT, stage=0), *(replace(CLIENT, stage=1, shard=n) for n in range(2))]
     found = record(requests, stages=stages, clients=clients, scenario="sweep", loads="1+2")
