@@ -19,11 +19,12 @@ def judge(spec: RunSpec, run_dir: Path, end: End) -> tuple[Status, str | None]:
     outcomes, bad = words.outcomes, _bad(words)
     if end.limit is not None and not bad:
         return end.limit, end.text
-    whole = len(outcomes) == spec.topology.world_size
+    excused = _excused(spec, end)
+    whole = {outcome.rank for outcome in outcomes} | excused == set(range(spec.topology.world_size))
     if end.state.status is not None and (bad or not whole):
         # The engine knows why ranks vanished; those that were left only noticed.
         return end.state.status, end.state.reason or f"the engine calls the job {end.state.status}"
-    deaths = _deaths(words)
+    deaths = {rank: code for rank, code in _deaths(words).items() if rank not in excused}
     if bad and not deaths:
         return bad[0].status, _blame(bad[0], spec)
     if whole and end.missing is None:
@@ -31,6 +32,12 @@ def judge(spec: RunSpec, run_dir: Path, end: End) -> tuple[Status, str | None]:
     if end.missing is not None and not deaths:
         return Status.FAILED, f"results did not come home whole: {end.missing}"
     return Status.FAILED, _unexplained(run_dir, end, words.log, deaths)
+
+
+def _excused(spec: RunSpec, end: End) -> set[int]:
+    """Ranks of nodes that the job went on without: nobody waits for their word."""
+    count = spec.topology.processes_per_node
+    return {rank for node in end.state.lost for rank in range(node * count, (node + 1) * count)}
 
 
 # What ranks say when a peer is gone: torch's, gloo's and NCCL's words.

@@ -100,8 +100,8 @@ def probe() -> Machine:
     return Machine(
         host=socket.gethostname(),
         os=platform.platform(),
-        cpu=_cpu_model(),
-        cores=_cores(),
+        cpu=cpu_model(),
+        cores=usable_cores(),
         memory_bytes=_host_memory_bytes(),
         gpus=gpus,
         links=links,
@@ -137,7 +137,7 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from _flat(inner, f"{path}.{key}" if path else str(key))
 
 
-def _cpu_model() -> str | None:
+def cpu_model() -> str | None:
     """From /proc/cpuinfo; Arm kernels leave the name out there, and lscpu knows it."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
@@ -148,7 +148,7 @@ def _cpu_model() -> str | None:
     return found.group(1).strip() if found else platform.processor() or None
 
 
-def _cores() -> int | None:
+def usable_cores() -> int | None:
     """Logical cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 

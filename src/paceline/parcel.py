@@ -20,7 +20,7 @@ import json
 import re
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -192,10 +192,10 @@ class Receiver:
                 (self._run_dir / name).write_bytes(base64.b64decode(content))
         arrival.is_whole = True
 
-    def missing(self, nodes: int) -> str | None:
-        """None when every node's files came whole; else what did not, in one sentence."""
+    def missing(self, nodes: int, but: Collection[int] = ()) -> str | None:
+        """None when every node's files came whole, but for some; else what did not, in one sentence."""
         partial = []
-        for node in range(nodes):
+        for node in (node for node in range(nodes) if node not in but):
             arrival = self.arrivals.get(node)
             if arrival is None:
                 partial.append(f"node {node} sent nothing")

@@ -138,6 +138,7 @@ class JobState:
 
     waiting: why it has not begun yet, in the engine's words. status and reason: how the engine says it ended, where it
     knows what no rank could leave behind (pre-empted, evicted, out of its time); None where the ranks' word is enough.
+    lost: nodes that went away and whose ranks need not speak, see `may_be_lost`.
     """
 
     running: bool
@@ -145,6 +146,13 @@ class JobState:
     waiting: str | None = None
     status: Status | None = None
     reason: str | None = None
+    lost: tuple[int, ...] = ()
+
+
+def may_be_lost(spec: RunSpec) -> range:
+    """Nodes that a job can go on without, once rank 0 asks: of served replicas all but that of the client, which gives
+    what a lost replica leaves unanswered to the others, and says so."""
+    return range(1, spec.topology.nodes if spec.serving is not None else 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +192,8 @@ class Endpoint:
 
 class Engine(Protocol):
     """`open` gives the replicas of this rank for as long as its block lasts, and leaves nothing running after it. Every
-    engine answers over HTTP as OpenAI's does, so that all are asked by the same client."""
+    engine answers over HTTP as OpenAI's does, so that all are asked by the same client. One that starts servers on the
+    devices of its rank has `STARTS = True`: what else runs there is then counted."""
 
     def check(self, spec: RunSpec) -> str | None: ...
     def open(self, spec: RunSpec, seat: Seat) -> AbstractContextManager[Sequence[Endpoint]]: ...

@@ -17,7 +17,15 @@ from paceline.models import load as load_shape
 from paceline.probes import CollectiveSample as CollectiveSample
 from paceline.probes import KernelSample as KernelSample
 from paceline.probes import OverlapSample as OverlapSample
-from paceline.serving import AnswerSample, ClientSample, LoadgenSample, ReplicaSample, RequestSample, StageSample
+from paceline.serving import (
+    AnswerSample,
+    CeilingSample,
+    ClientSample,
+    LoadgenSample,
+    ReplicaSample,
+    RequestSample,
+    StageSample,
+)
 from paceline.spec import PROBING, RunSpec, Scalar
 
 SCHEMA = 1
@@ -233,6 +241,7 @@ Sample = (
     | ReplicaSample
     | AnswerSample
     | LoadgenSample
+    | CeilingSample
     | StartSample
     | CheckpointSample
     | AttemptSample
@@ -314,6 +323,7 @@ class RunRecord:
     replicas: tuple[ReplicaSample, ...] = ()
     answers: tuple[AnswerSample, ...] = ()
     loadgens: tuple[LoadgenSample, ...] = ()
+    client_ceilings: tuple[CeilingSample, ...] = ()
     starts: tuple[StartSample, ...] = ()
     checkpoints: tuple[CheckpointSample, ...] = ()
     attempts: tuple[AttemptSample, ...] = ()

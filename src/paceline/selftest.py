@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +21,7 @@ from numpy.typing import NDArray
 from paceline.loadgen import arrivals, audit, plan, team
 from paceline.loadgen.orders import Handled, Orders, Shift, Target
 from paceline.mock_replica import Law, serve_until_told
+from paceline.serving import CeilingSample
 
 TTFT_S = 0.1
 FIRST_EVENTS_PER_S = 1000.0
@@ -118,6 +121,22 @@ class Rung:
     def is_valid(self) -> bool:
         return not self.reasons
 
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready, in seconds and shares; None is unknown."""
+        return {
+            "asked_events_per_s": self.asked_events_per_s,
+            "events_per_s": self.events_per_s,
+            "streams": self.streams,
+            "schedule_lag_p99_s": self.verdict.schedule_lag_p99_s,
+            "read_lag_p99_s": self.verdict.read_lag_p99_s,
+            "stamp_error_p99_s": _percentile(self.stamp_errors_s, 99),
+            "cpu_ratio": self.verdict.cpu_ratio,
+            "off_the_law": dict(self.off),
+            "valid": self.is_valid,
+            "client_reasons": list(self.client_reasons),
+            "server_reasons": list(self.law_reasons),
+        }
+
     @property
     def text(self) -> str:
         late, read = _ms(self.verdict.schedule_lag_p99_s), _ms(self.verdict.read_lag_p99_s)
@@ -129,6 +148,16 @@ class Rung:
             f"streams: sent {late} late, read {read} late, stamped {_ms(_percentile(self.stamp_errors_s, 99))} off "
             f"(p99), {self.verdict.cpu_ratio:.0%} of a core, off the law by {off}: {said}"
         )
+
+
+def ceiling_of(rungs: Sequence[Rung], shards: int) -> CeilingSample | None:
+    """The highest rung that was believed, as runs on this host are held against; None where none was."""
+    best = next((rung for rung in reversed(rungs) if rung.is_valid and rung.events_per_s > 0), None)
+    if best is None:
+        return None
+    return CeilingSample(
+        rank=0, processes=shards, events_per_s=best.events_per_s, streams=best.streams, measured_at_s=time.time()
+    )
 
 
 def climb(streams: int, seconds: float, shards: int) -> Iterator[Rung]:

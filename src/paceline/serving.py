@@ -30,6 +30,8 @@ MOST_SCHEDULE_LAG_S = 1e-3
 MOST_SCHEDULE_LAG_OF_TTFT = 0.01
 MOST_READ_LAG_S = 5e-3
 MOST_CPU_RATIO = 0.8
+# Of its ceiling, beyond which a reader is warned: bounds above decide whether a client is believed, not this.
+MOST_CEILING_RATIO = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,3 +229,16 @@ class ClientSample:
     clock_drift_ns: int
     plan: str
     stage: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CeilingSample:
+    """What the client of so many processes was believed at on this host, before the run: events a second over as many
+    answers at once, against a server of known law beside it. measured_at_s is `time.time()` then."""
+
+    kind: ClassVar[str] = "ceiling"
+    rank: int
+    processes: int
+    events_per_s: float
+    streams: int
+    measured_at_s: float

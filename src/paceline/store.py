@@ -242,6 +242,7 @@ _FIELDS = {
     "replicas": "replica",
     "answers": "answer",
     "loadgens": "loadgen",
+    "client_ceilings": "ceiling",
     "starts": "start",
     "checkpoints": "checkpoint",
     "attempts": "attempt",

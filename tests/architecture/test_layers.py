@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("spec", "models", "machine", "processes", "files", "places", "reach", "cron", "probes"),
     (
         *("prices", "rows", "adapters", "acceptance", "contents", "profiles", "meeting", "interruptions", "depot"),
-        *("prompts", "loadgen", "guardian", "model_directory"),
+        *("prompts", "loadgen", "guardian", "model_directory", "client_ceiling"),
     ),
     ("instructions", "dialogues", "records", "findings", "doctor", "recipe", "redaction", "image"),
     ("series",),

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from paceline import store
+from paceline import client_ceiling, store
 from paceline.mock_replica import Law, serve_until_told
+from paceline.serving import CeilingSample
 
 Start = Callable[..., str]
 FILE = """
@@ -57,6 +58,8 @@ def asked(tmp_path: Path, paceline: Any) -> Callable[..., Any]:
 
 
 def test_two_replicas_answer_every_sample_once(start: Start, asked: Any, tmp_path: Path) -> None:
+    known = CeilingSample(rank=0, processes=1, events_per_s=1e6, streams=9, measured_at_s=1.7e9)
+    client_ceiling.keep(known)
     asked(f"engine.urls=[{start()}, {start()}]")
     records, skipped = store.read_runs(tmp_path / "asked")
     assert not skipped
@@ -68,8 +71,10 @@ def test_two_replicas_answer_every_sample_once(start: Start, asked: Any, tmp_pat
         assert {(request.tokens, request.pieces) for request in record.requests} == {(8, 8)}
         assert all(request.first_ns is not None and request.first_ns > 0 for request in record.requests)
         assert len({client.plan for client in record.clients}) == 1
+        assert record.client_ceilings == (known,)
     report = json.loads((tmp_path / "asked" / "report.json").read_text())
     # On a busy machine the client may say against itself that it was late: then nothing is measured, and it says why.
+    assert all("of the ceiling of this client (1,000,000 events/s" in v["ceiling"]["text"] for v in report["served"])
     for run in report["runs"]:
         assert run["status"] == "ok" or "client: " in run["reason"]
     measured = {m["cell"] for m in report["measurements"] if m["metric"] == "ttft_p50_s"}

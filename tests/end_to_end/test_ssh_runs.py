@@ -23,6 +23,7 @@ from paceline import __version__, clocks, run, store
 from paceline.launchers import _ssh_crew, _start
 from paceline.launchers import ssh as launcher
 from paceline.records import Status
+from paceline.serving import Serving
 from paceline.spec import Choice, RunSpec
 
 WHY_NOT = sshd.why_not()
@@ -149,6 +150,17 @@ def test_a_rank_that_is_killed_is_named(field: Field) -> None:
     status, error = field.run("die:1")
     assert status is Status.FAILED
     assert error.startswith("rank 1 was killed by signal 9")
+
+
+def test_replicas_go_on_without_a_node_whose_rank_was_killed(field: Field) -> None:
+    """These ranks ask nobody anything: that is what is wrong with the run, not that one of them is gone."""
+    spec = field.make_spec(None, processes=1, nodes=2, workload="inference", serving=Serving(), engine=Choice("vllm"))
+    variables = {"LIGHT_FAULT": "die:1", "LIGHT_S": 1.0}
+    spec = replace(spec, launcher=Choice("ssh", field.hosts.options(env=variables)))
+    status, error = run.execute(spec, field.out, Silent(), None)
+    assert (status, error) == (Status.INVALID, "nothing was recorded")
+    record = store.read_run(field.out / spec.experiment / spec.run_id)
+    assert [(outcome.rank, outcome.status) for outcome in record.outcomes] == [(0, Status.OK)]
 
 
 def test_a_rank_that_hangs_leaves_its_stack(field: Field) -> None:

@@ -1,13 +1,13 @@
 """Served models: latencies from the schedule, rates of what was completed, and whether any of it may be believed.
 
 All of it from the raw requests of all launches of a cell, merged; never from percentiles of parts. A percentile has
-distribution-free 95 % bounds by order statistics; one whose bounds reach beyond what was observed has none. A rate has
-the bounds of its launches, so that of one launch alone has none.
+distribution-free 95 % bounds by order statistics; one whose bounds reach beyond what was observed has none. Gaps
+between tokens have bounds by drawing whole answers again. A rate has the bounds of its launches, so that of one launch
+alone has none.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from paceline import self_audit, stopping
+from paceline.analysis import client_share
 from paceline.analysis.launch_spread import Bounded, bounded, over_launches, quotient
 from paceline.analysis.served_loads import Load as Load
 from paceline.analysis.served_loads import Served as Served
@@ -25,8 +26,8 @@ from paceline.analysis.served_loads import latency_s as latency_s
 from paceline.analysis.served_loads import service_ttft_s as service_ttft_s
 from paceline.analysis.served_loads import tpot_s as tpot_s
 from paceline.analysis.served_loads import ttft_s as ttft_s
-from paceline.analysis.statistics import Array
-from paceline.analysis.token_times import Steady, gaps_between_tokens, steady
+from paceline.analysis.statistics import Array, clustered_percentiles, seed_of
+from paceline.analysis.token_times import Gaps, Steady, gaps_between_tokens, steady
 from paceline.analysis.token_times import tokens_of as tokens_of
 from paceline.findings import HIGHER, LOWER, Measurement
 from paceline.findings.served_verdicts import CLIENT
@@ -85,6 +86,7 @@ _OTHERS = {
     "steady_output_tokens_per_s": ("tokens/s", HIGHER),
     "steady_ratio": ("ratio", HIGHER),
     "token_count_mismatch_ratio": ("ratio", LOWER),
+    "client_ceiling_ratio": ("ratio", LOWER),
     "max_rate_per_s": ("requests/s", HIGHER),
     "replica_output_tokens_per_s": ("tokens/s", HIGHER),
     "replica_prompt_tokens_per_s": ("tokens/s", HIGHER),
@@ -113,9 +115,7 @@ def measure(served: Served) -> Iterator[Measurement]:
     for name, quantity in (LATENCIES | OF_REASONING if reasons else LATENCIES).items():
         yield from _percentiles(served, name, [v for r in served.answered if (v := quantity(r)) is not None])
     gaps = gaps_between_tokens(served.answered)
-    # Gaps of one answer are alike: bounds that took them for independent would be too narrow.
-    for found in _percentiles(served, "itl", gaps.seconds):
-        yield dataclasses.replace(found, low=None, high=None)
+    yield from _gap_percentiles(served, gaps)
     split = gaps.split / len(gaps.seconds) if len(gaps.seconds) else None
     yield measurement(served, "itl_split_ratio", (split, None, None), n=len(gaps.seconds))
     yield from _rates(served)
@@ -124,6 +124,8 @@ def measure(served: Served) -> Iterator[Measurement]:
     share = wrong / counted if counted else None
     told = TOKEN_AUDIT if counted else "the server tells no count of tokens"
     yield measurement(served, "token_count_mismatch_ratio", (share, None, None), n=counted, note=told)
+    used = client_share.use_of(served)
+    yield measurement(served, "client_ceiling_ratio", (used.ratio, None, None), note=used.text)
 
 
 def _percentiles(served: Served, name: str, values: Sequence[float] | Array) -> Iterator[Measurement]:
@@ -131,6 +133,16 @@ def _percentiles(served: Served, name: str, values: Sequence[float] | Array) -> 
     for percent in PERCENTILES:
         found = percentile_bounds(ordered, percent) if len(ordered) else (None, None, None)
         yield measurement(served, f"{name}_p{percent}_s", found, n=len(values))
+
+
+def _gap_percentiles(served: Served, gaps: Gaps) -> Iterator[Measurement]:
+    """Gaps of one answer are alike: bounds that took them for independent would be too narrow, so that whole answers
+    are drawn again."""
+    again = clustered_percentiles(gaps.seconds, gaps.answers, PERCENTILES, seed_of(served.cell, "itl"))
+    for percent, drawn in zip(PERCENTILES, again, strict=True):
+        value = float(np.percentile(gaps.seconds, percent)) if len(gaps.seconds) else None
+        found = (value, None, None) if drawn is None else bounded(drawn)
+        yield measurement(served, f"itl_p{percent}_s", found, n=len(gaps.seconds))
 
 
 def _rates(served: Served) -> Iterator[Measurement]:

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 from paceline import stopping
-from paceline.analysis import fleets, full_set, loadgen_rules, rate_search
+from paceline.analysis import client_share, fleets, full_set, loadgen_rules, rate_search
 from paceline.analysis import served as measured
 from paceline.analysis.served_loads import Served, gather
 from paceline.findings import Measurement, Report
@@ -102,6 +102,7 @@ def verdict_of(served: Served, accuracy: Rule | None = None, left_out: tuple[str
         rules=loadgen_rules.checklist(served, accuracy) if label else (),
         accuracy=accuracy,
         left_out=left_out,
+        ceiling=client_share.use_of(served),
     )
 
 

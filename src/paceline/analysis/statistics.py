@@ -27,6 +27,9 @@ OUTLIER_Z = 3.5
 FEWEST_BEYOND = 5
 # Values drawn at once, so that memory stays small however many there are.
 MOST_DRAWN = 1 << 20
+# Clusters that are drawn, and values that are told apart: with more of either they are put together, so that no number
+# of tokens makes a bootstrap longer.
+MOST_CLUSTERS, MOST_STEPS = 2000, 1000
 
 # Student's t, 97.5 %, for 1 to 30 degrees of freedom (Abramowitz and Stegun, table 26.10); then the normal's value.
 _T_975 = (
@@ -186,6 +189,68 @@ def _percentiles_of(ascending: Array, counts: NDArray[np.int64], percent: float)
     place = percent / 100 * (ends[:, -1:] - 1)
     below, above = (ascending[(ends <= edge).sum(axis=1)] for edge in (np.floor(place), np.ceil(place)))
     return np.asarray(below + (above - below) * (place - np.floor(place))[:, 0])
+
+
+def clustered_percentiles(
+    values: Array, clusters: NDArray[np.int64], percents: Sequence[float], seed: int, resamples: int = RESAMPLES
+) -> list[Resampled | None]:
+    """numpy's percentiles of all values together, whole clusters drawn again: values of one cluster may be as alike as
+    they please. clusters numbers the cluster of each value. None unless FEWEST_BEYOND clusters have a value beyond it
+    on either side.
+
+    Of more than MOST_CLUSTERS, seeded bundles of equally many are drawn; deviations are of values rounded up to one of
+    some MOST_STEPS quantiles, half of them in the upper tenth."""
+    if not len(values):
+        return [None] * len(percents)
+    rng = np.random.default_rng(seed)
+    order = np.argsort(values)
+    ascending, own = values[order], clusters[order]
+    steps, place = _steps(ascending)
+    held = _bundled(own, rng)[own] * len(steps) + place
+    bundles = int(held.max()) // len(steps) + 1
+    held = np.bincount(held, minlength=bundles * len(steps)).reshape(bundles, -1)
+    drawn = rng.integers(bundles, size=(resamples, bundles)) + bundles * np.arange(resamples)[:, None]
+    times = np.bincount(drawn.ravel(), minlength=resamples * bundles).reshape(resamples, bundles)
+    # As floats: products of whole numbers have no fast kernel, and these are exact up to 2^53.
+    counts = np.rint(times.astype(np.float64) @ held.astype(np.float64)).astype(np.int64)
+    found: list[Resampled | None] = []
+    for percent in percents:
+        value = float(_percentiles_of(ascending, np.ones((1, len(ascending)), dtype=np.int64), percent)[0])
+        below, above = np.searchsorted(ascending, value, "right"), np.searchsorted(ascending, value, "left")
+        if min(_distinct(own[:below]), _distinct(own[above:])) < FEWEST_BEYOND:
+            found.append(None)
+            continue
+        # Both rounded alike: what is left between them is what drawing did.
+        here = float(_percentiles_of(steps, held.sum(axis=0)[None, :], percent)[0])
+        again = _percentiles_of(steps, counts, percent)
+        found.append(from_replicates(value, again * (value / here) if here > 0 else again, bundles, 1))
+    return found
+
+
+def _bundled(clusters: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.int64]:
+    """The bundle of each cluster number that occurs: itself, or one of MOST_CLUSTERS of about as many clusters each."""
+    numbers = np.flatnonzero(np.bincount(clusters))
+    bundle = np.zeros(int(clusters.max()) + 1, dtype=np.int64)
+    fits = len(numbers) <= MOST_CLUSTERS
+    bundle[numbers] = np.arange(len(numbers)) if fits else rng.permutation(len(numbers)) % MOST_CLUSTERS
+    return bundle
+
+
+def _steps(ascending: Array) -> tuple[Array, NDArray[np.int64]]:
+    """Values that are told apart, and for each value the first one that is no less: all that occur, or so many
+    quantiles of them, the largest one among them."""
+    is_new = np.concatenate(([True], np.diff(ascending) > 0))
+    if np.count_nonzero(is_new) <= MOST_STEPS:
+        return ascending[is_new], np.cumsum(is_new) - 1
+    last, half = len(ascending) - 1, MOST_STEPS // 2
+    levels = np.concatenate((np.linspace(0, 0.9, half), np.linspace(0.9, 1, half)))
+    steps = np.unique(ascending[np.rint(levels * last).astype(np.int64)])
+    ends = np.searchsorted(ascending, steps, "right")
+    return steps, np.repeat(np.arange(len(steps)), np.diff(ends, prepend=0))
+
+
+def _distinct(clusters: NDArray[np.int64]) -> int:
+    return int(np.count_nonzero(np.bincount(clusters))) if len(clusters) else 0
 
 
 class Ratio(NamedTuple):

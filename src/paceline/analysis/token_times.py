@@ -43,8 +43,20 @@ class Arrivals:
     unknown: int
 
 
-def arrivals(requests: Sequence[RequestSample]) -> Arrivals:
-    """The tokens of an answer sum up to its own count, where the server counts no fewer than there were events."""
+@dataclass(frozen=True, slots=True)
+class _Events:
+    """Events with content of answers whose times were kept: when each came in nanoseconds, the time since the one
+    before, where each answer begins, and how many each has."""
+
+    answers: Sequence[RequestSample]
+    times: NDArray[np.int64]
+    gaps: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    unknown: int
+
+
+def _events(requests: Sequence[RequestSample]) -> _Events:
     streamed = [(r, first) for r in requests if r.pieces and (first := first_token_ns(r)) is not None]
     known = [(r, first) for r, first in streamed if len(r.token_ns) == r.pieces - 1]
     sizes = np.array([r.pieces for r, _ in known], dtype=np.int64)
@@ -52,20 +64,36 @@ def arrivals(requests: Sequence[RequestSample]) -> Arrivals:
     starts = np.cumsum(sizes) - sizes
     elapsed = np.cumsum(gaps)
     times = elapsed + np.repeat(np.array([first for _, first in known], dtype=np.int64) - elapsed[starts], sizes)
-    each = np.repeat([max(1.0, tokens_of(r) / r.pieces) for r, _ in known], sizes)
-    begins = np.zeros(len(gaps), dtype=np.bool_)
-    begins[starts] = True
-    at = np.flatnonzero(begins | (gaps > 0))
+    return _Events([r for r, _ in known], times, gaps, starts, sizes, len(streamed) - len(known))
+
+
+def arrivals(requests: Sequence[RequestSample]) -> Arrivals:
+    """The tokens of an answer sum up to its own count, where the server counts no fewer than there were events."""
+    found = _events(requests)
+    each = np.repeat([max(1.0, tokens_of(r) / r.pieces) for r in found.answers], found.sizes)
+    begins = np.zeros(len(found.gaps), dtype=np.bool_)
+    begins[found.starts] = True
+    at = np.flatnonzero(begins | (found.gaps > 0))
     held = np.add.reduceat(each, at) if len(at) else np.zeros(0)
-    return Arrivals(times[at].astype(np.float64), held, begins[at], len(streamed) - len(known))
+    return Arrivals(found.times[at].astype(np.float64), held, begins[at], found.unknown)
+
+
+def busiest_second(requests: Sequence[RequestSample]) -> int | None:
+    """The most events with content that came within one second; None where no time of any was kept."""
+    times = np.sort(_events(requests).times)
+    if not len(times):
+        return None
+    after = np.searchsorted(times, times + int(NS), side="left")
+    return int((after - np.arange(len(times))).max())
 
 
 @dataclass(frozen=True, slots=True)
 class Gaps:
-    """Times between tokens in seconds; split counts those that are a share of a longer one, because several tokens came
-    at its end."""
+    """Times between tokens in seconds, and the number of the answer that each is of; split counts those that are a
+    share of a longer one, because several tokens came at its end."""
 
     seconds: Array
+    answers: NDArray[np.int64]
     split: int
 
 
@@ -76,7 +104,8 @@ def gaps_between_tokens(requests: Sequence[RequestSample]) -> Gaps:
     tokens = found.tokens[1:][within]
     parts = np.rint(tokens).astype(np.int64)
     seconds = np.repeat(np.diff(found.times)[within] / tokens, parts) / NS
-    return Gaps(seconds, int(parts[parts > 1].sum()))
+    answers = np.repeat((np.cumsum(found.first) - 1)[1:][within], parts)
+    return Gaps(seconds, answers, int(parts[parts > 1].sum()))
 
 
 # --- in flight ---

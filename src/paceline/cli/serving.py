@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.cli.verbs import OK, SOME_FAILED, add_verb, console, print_hanging
+
+if TYPE_CHECKING:
+    from paceline.serving import CeilingSample
 
 
 def add_verbs(verbs: Any) -> None:
@@ -19,6 +22,7 @@ def add_verbs(verbs: Any) -> None:
     verb.add_argument("--streams", type=int, default=1000, help="answers under way at once (default: %(default)s)")
     verb.add_argument("--seconds", type=float, default=4.0, help="of each try (default: %(default)s)")
     verb.add_argument("--shards", type=int, default=1, help="processes of the client (default: %(default)s)")
+    verb.add_argument("--json", action="store_true", help="one JSON document")
 
 
 def mock_replica(arguments: argparse.Namespace) -> int:
@@ -43,19 +47,41 @@ def mock_replica(arguments: argparse.Namespace) -> int:
 
 
 def selftest(arguments: argparse.Namespace) -> int:
-    from paceline.selftest import climb
+    """What was found is kept for the runs on this host: their reports say which share of it they used."""
+    import dataclasses
+    import json
+
+    from paceline.selftest import ceiling_of, climb
     from paceline.spec import require
 
     for option in ("streams", "shards"):
         require(getattr(arguments, option) >= 1, f"--{option}", getattr(arguments, option), "a whole number from 1")
     require(arguments.seconds >= 1, "--seconds", arguments.seconds, "seconds from 1")
     screen = console()
-    best = None
+    rungs = []
     for rung in climb(arguments.streams, arguments.seconds, arguments.shards):
-        print_hanging(screen, rung.text, 2)
-        best = rung if rung.is_valid else best
-    if best is None:
+        rungs.append(rung)
+        if not arguments.json:
+            print_hanging(screen, rung.text, 2)
+    found = ceiling_of(rungs, arguments.shards)
+    trouble = _kept(found) if found else None
+    if arguments.json:
+        told = {"ceiling": dataclasses.asdict(found) if found else None, "kept": bool(found) and trouble is None}
+        print(json.dumps({**told, "tries": [rung.to_dict() for rung in rungs]}, indent=2))
+    elif found is None:
         print_hanging(screen, "this host's client was believed at no load: other work keeps its processors busy", 2)
-        return SOME_FAILED
-    print_hanging(screen, f"ceiling: {best.events_per_s:,.0f} events/s over {best.streams:,} streams", 2)
-    return OK
+    else:
+        print_hanging(screen, f"ceiling: {found.events_per_s:,.0f} events/s over {found.streams:,} streams", 2)
+        print_hanging(screen, trouble or "kept: runs on this host say which share of it they used", 2)
+    return SOME_FAILED if found is None else OK
+
+
+def _kept(found: CeilingSample) -> str | None:
+    """Why it was not; the measurement itself is none the worse for it."""
+    from paceline import client_ceiling
+
+    try:
+        client_ceiling.keep(found)
+    except (OSError, RuntimeError) as error:
+        return f"not kept for later runs: {error}"
+    return None

@@ -14,6 +14,8 @@ from paceline.plugins import Endpoint, Seat, options
 from paceline.spec import RunSpec
 
 Options = _replica.ReplicaOptions
+# It starts servers on the devices of its rank: what else runs there is counted before.
+STARTS = True
 
 
 def check(spec: RunSpec) -> str | None:

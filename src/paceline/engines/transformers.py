@@ -15,6 +15,9 @@ from paceline.engines import _replica
 from paceline.plugins import Endpoint, Seat, options
 from paceline.spec import RunSpec, require
 
+# It starts servers on the devices of its rank: what else runs there is counted before.
+STARTS = True
+
 
 @dataclass(frozen=True)
 class Options(_replica.ReplicaOptions):

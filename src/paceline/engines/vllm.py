@@ -26,6 +26,8 @@ from paceline.plugins import Endpoint, Seat, options
 from paceline.scratch import own_folder
 from paceline.spec import RunSpec, require
 
+# It starts servers on the devices of its rank: what else runs there is counted before.
+STARTS = True
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 PORTS_TRIED = 3
 # What is decided here, and so may not be said a second time.

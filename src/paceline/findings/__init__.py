@@ -20,7 +20,15 @@ from paceline.findings.served_shapes import (
     ServedShapes,
     ServedTrace,
 )
-from paceline.findings.served_verdicts import Fleet, FullSet, PartitionGain, ReplicaShare, Rule, ServedVerdict
+from paceline.findings.served_verdicts import (
+    CeilingUse,
+    Fleet,
+    FullSet,
+    PartitionGain,
+    ReplicaShare,
+    Rule,
+    ServedVerdict,
+)
 from paceline.findings.training import (
     BETTER,
     HIGHER,
@@ -53,6 +61,7 @@ __all__ = [
     "Alternative",
     "Between",
     "Bottleneck",
+    "CeilingUse",
     "Certificate",
     "Change",
     "ChangePoint",

@@ -27,13 +27,29 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CeilingUse:
+    """How near a load came to what `selftest` had believed this client at, by its busiest second. ratio and all of the
+    ceiling are None where none was measured of such a client; text says it in words, or why it is not known. is_near
+    warns: a client this near to its ceiling may have been what was measured."""
+
+    events_per_s: float | None
+    ratio: float | None
+    ceiling_events_per_s: float | None
+    ceiling_streams: int | None
+    measured_at_s: float | None
+    text: str
+    is_near: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServedVerdict:
     """Whether one load of one cell counts: verdict is VALID, or INVALID for each of the reasons; INVALID(client) where
     it was the client alone that could not be believed.
 
     late and allowed are of the limits at the 99th percentile, None where there are none; allowed is None too where the
     requests are too few to tell. label and rules are of runs by LoadGen's rules only; accuracy is their rule about
-    scores. left_out are launches that were not measured, each with its reason.
+    scores. left_out are launches that were not measured, each with its reason. ceiling is the share of the client's
+    ceiling that the load used: it is told, and decides nothing.
     """
 
     cell: str
@@ -49,6 +65,7 @@ class ServedVerdict:
     rules: tuple[Rule, ...] = ()
     accuracy: Rule | None = None
     left_out: tuple[str, ...] = ()
+    ceiling: CeilingUse | None = None
 
     @property
     def is_valid(self) -> bool:

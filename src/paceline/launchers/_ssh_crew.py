@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from paceline import parcel, tether
+from paceline import parcel, store, tether
 from paceline.launchers._ssh_connections import Connection
 from paceline.plugins import JobState
 from paceline.records import Status
@@ -21,12 +21,22 @@ FAREWELL_S = 30.0
 
 class Crew:
     """One connection per node, in the order of the nodes. names: as hosts are told apart in the log. tries: per host,
-    the command by which a person looks for what went wrong."""
+    the command by which a person looks for what went wrong. expendable: nodes whose end ends nobody else's, once rank 0
+    is past its setup; before, it would wait for them. ranks: of each node."""
 
     def __init__(
-        self, run_dir: Path, connections: Sequence[Connection], names: Sequence[str], tries: Sequence[str], relay: bool
+        self,
+        run_dir: Path,
+        connections: Sequence[Connection],
+        names: Sequence[str],
+        tries: Sequence[str],
+        relay: bool,
+        expendable: Collection[int] = (),
+        ranks: int = 1,
     ) -> None:
         self._connections, self._names, self._tries, self._relay = connections, names, tries, relay
+        self._run_dir, self._expendable, self._ranks = run_dir, expendable, ranks
+        self.lost: list[int] = []
         self._receiver = parcel.Receiver(run_dir)
         self._log = (run_dir / "log.txt").open("a", buffering=1)
         self._beat_at = time.monotonic()
@@ -52,10 +62,28 @@ class Crew:
         if now - self._beat_at > BEAT_S:
             self._beat_at = now
             self._send(b"\n")
-        if self._trouble_at is None and any(connection.code for connection in self._connections):
+        self._see_losses()
+        if self._trouble_at is None and any(connection.code for connection in self._kept()):
             self._trouble_at = now
         if self._trouble_at is not None and now - self._trouble_at > NOTICE_S:
             self.ask_to_end()
+
+    def _see_losses(self) -> None:
+        """Which expendable nodes are gone. Starters of the others would wait minutes for them when their own ranks have
+        ended, so they are asked to end then."""
+        for node in self._expendable if self._asked_at is None else ():
+            if node not in self.lost and self._connections[node].code and _is_past_setup(self._run_dir):
+                self.lost.append(node)
+                told = f"{self._names[node]} is gone; rank 0 goes on with the other replicas"
+                self._log.write(f"paceline: {told}\n")
+        if self.lost and self.is_running:
+            kept = (node for node in range(len(self._connections)) if node not in self.lost)
+            awaited = {node * self._ranks + local for node in kept for local in range(self._ranks)}
+            if awaited <= {outcome.rank for outcome in store.read_outcomes(self._run_dir)}:
+                self.ask_to_end()
+
+    def _kept(self) -> list[Connection]:
+        return [connection for node, connection in enumerate(self._connections) if node not in self.lost]
 
     def ask_to_end(self) -> None:
         """A polite end with a farewell; those that take too long are cut off."""
@@ -73,23 +101,24 @@ class Crew:
     def state(self) -> JobState:
         if self.is_running:
             return JobState(running=True)
-        codes = [connection.code or 0 for connection in self._connections]
-        lost = self._lost()
-        code = next((code for code in codes if code), 0)
-        return JobState(running=False, exit_code=code, status=Status.FAILED if lost else None, reason=lost)
+        codes = [connection.code or 0 for connection in self._kept()]
+        why, code = self._lost(), next((code for code in codes if code), 0)
+        status = Status.FAILED if why else None
+        return JobState(running=False, exit_code=code, status=status, reason=why, lost=tuple(self.lost))
 
     def _lost(self) -> str | None:
         """The first node that ended without a farewell, though nobody had cut it off."""
         for node, connection in enumerate(self._connections):
             arrival = self._receiver.arrivals.get(node)
             said_farewell = arrival is not None and arrival.exit_code is not None
-            if not connection.code or (said_farewell if self._relay else connection.code not in (255, 137)):
+            spoke = said_farewell if self._relay else connection.code not in (255, 137)
+            if not connection.code or node in self.lost or spoke:
                 continue
             return f"{_loss(connection, self._names[node], begun=arrival is not None)}; try: {self._tries[node]}"
         return None
 
     def missing(self) -> str | None:
-        return self._receiver.missing(len(self._connections)) if self._relay else None
+        return self._receiver.missing(len(self._connections), but=self.lost) if self._relay else None
 
     def end(self, patience_s: float) -> None:
         """Cut every connection; agents that still run end themselves by that. May be called again."""
@@ -107,6 +136,12 @@ class Crew:
 
     def close(self) -> None:
         self._log.close()
+
+
+def _is_past_setup(run_dir: Path) -> bool:
+    """Whether rank 0 has begun to ask: it then needs nothing more of other nodes than their replicas' answers."""
+    first = next((position for position in store.read_progress(run_dir) if position.rank == 0), None)
+    return first is not None and first.phase not in ("start", "setup")
 
 
 def _loss(connection: Connection, name: str, begun: bool) -> str:

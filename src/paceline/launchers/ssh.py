@@ -23,7 +23,7 @@ from paceline.launchers._ssh_connections import Connection
 from paceline.launchers._ssh_crew import FAREWELL_S, SILENCE_S, Crew
 from paceline.launchers._ssh_hosts import Options, hint, labels, ssh_command
 from paceline.launchers._start import agent_arguments, job_name, rank_environment
-from paceline.plugins import Job, JobState, Offer, options
+from paceline.plugins import Job, JobState, Offer, may_be_lost, options
 from paceline.spec import Choice, RunSpec
 
 # How long agents may take to end their ranks after the connection was cut.
@@ -115,7 +115,8 @@ def submit(job: Job) -> Mapping[str, Any]:
     for connection, env in zip(connections, variables, strict=True):
         connection.send(json.dumps({"spec": spec.to_dict(), "env": env}).encode() + b"\n")
     tries = [hint(chosen, host, "uptime") for host in hosts]
-    _crews[attempt] = Crew(run_dir, connections, names, tries, relay=chosen.shared is None)
+    relay, ranks = chosen.shared is None, spec.topology.processes_per_node
+    _crews[attempt] = Crew(run_dir, connections, names, tries, relay, expendable=may_be_lost(spec), ranks=ranks)
     return {"run_dir": str(run_dir), "attempt": attempt, "hosts": names, "pids": _crews[attempt].pids}
 
 

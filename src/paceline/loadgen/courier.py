@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from paceline.loadgen.connection import OWN_ERRORS
+from paceline.loadgen.first_token import FirstToken
 from paceline.loadgen.orders import Target
 from paceline.loadgen.response import Answer, BrokenResponse, Response, understand
 
@@ -159,7 +160,7 @@ class _Stale(Exception):
 
 async def _read(reader: asyncio.StreamReader, response: Response, first: Callable[[], None]) -> None:
     """All of a response; `first` is called at the read that completes the first event with content."""
-    told = False
+    token, told = FirstToken(response), False
     while True:
         piece = await reader.read(READ_BYTES)
         if not piece:
@@ -167,8 +168,7 @@ async def _read(reader: asyncio.StreamReader, response: Response, first: Callabl
             return
         now = time.monotonic_ns()
         whole = response.feed(piece, now, now)
-        # Looked at only until the first token: an event before it is short.
-        if not told and response.status == 200 and understand(response.events()).pieces:
+        if not told and response.status == 200 and token.has_come():
             told = True
             first()
         if whole:

@@ -18,7 +18,7 @@ from paceline.loadgen.orders import LONGEST_BODY, stamps
 
 END_OF_HEAD = b"\r\n\r\n"
 END_OF_CHUNKS = b"0\r\n\r\n"
-_EMPTY_LINE = re.compile(rb"\r?\n\r?\n")
+EMPTY_LINE = re.compile(rb"\r?\n\r?\n")
 # What json.loads does besides takes longer than the decoding itself, for values as short as an event's.
 _decode = json.JSONDecoder().raw_decode
 _HEX = re.compile(rb"[0-9a-fA-F]+")
@@ -26,7 +26,7 @@ LARGEST_HEAD = 65_536
 # Of one event, a thousand times that of a token: what is longer would hold up the loop that reads it.
 LARGEST_EVENT = 1 << 18
 # Bytes an empty line has at most but for its last: so many may lie before a new piece.
-_BEFORE_LAST = 3
+BEFORE_LAST = 3
 # More digits are no length that eight bytes hold.
 _MOST_DIGITS = 19
 # Counts that a float holds exactly; results are floats.
@@ -55,15 +55,19 @@ class Response:
     # Of head and body: where an answer that streams is ended.
     longest: int = LARGEST_HEAD
     headers: dict[bytes, bytes] = field(default_factory=dict)
-    # Where the content of the body lies, once it is known to be whole.
+    # Where the content of the chunks lies that have come whole; the last one of a whole body is empty.
     contents: list[tuple[int, int]] = field(default_factory=list)
+    # Where the chunk after those begins, and how many bytes must be there before it is whole.
+    chunk_at: int = 0
+    awaited: int = 0
 
     def feed(self, piece: bytes, kernel_ns: int, user_ns: int) -> bool:
+        before = len(self.data)
         self.data += piece
         self.ends.append(len(self.data))
         self.kernel_ns.append(kernel_ns)
         self.lag_ns.append(user_ns - kernel_ns)
-        return (self.body_at > 0 or self._read_head()) and self.is_whole()
+        return (self.body_at > 0 or self._read_head(before)) and self.is_whole()
 
     def is_whole(self) -> bool:
         """After the head was read."""
@@ -75,7 +79,26 @@ class Response:
         return self.chunked and self.data.endswith(END_OF_CHUNKS) and self._has_last_chunk()
 
     def _has_last_chunk(self) -> bool:
-        self.contents = list(_chunks(self.data, self.body_at))
+        """Goes on where the last look ended: a server may end every frame the way a body ends."""
+        data, at, length = self.data, self.chunk_at or self.body_at, len(self.data)
+        if length < self.awaited:
+            return False
+        while (line_end := data.find(b"\r\n", at)) >= 0:
+            begin = line_end + 2
+            end = begin + chunk_size(data[at:line_end])
+            if end == begin and data.find(b"\r\n", begin) < 0:
+                break
+            if end > length:
+                self.awaited = end
+                break
+            self.contents.append((begin, end))
+            if end == begin:
+                return True
+            at = self.chunk_at = end + 2
+        return False
+
+    @property
+    def _has_ended(self) -> bool:
         return bool(self.contents) and self.contents[-1][0] == self.contents[-1][1]
 
     def close(self) -> None:
@@ -84,8 +107,9 @@ class Response:
         if not self.body_at or self.chunked or self.length is not None:
             raise BrokenResponse("truncated" if self.data else "closed")
 
-    def _read_head(self) -> bool:
-        end = self.data.find(END_OF_HEAD)
+    def _read_head(self, before: int) -> bool:
+        """before: bytes that were looked through already."""
+        end = self.data.find(END_OF_HEAD, max(0, before - len(END_OF_HEAD) + 1))
         if end < 0:
             if len(self.data) > LARGEST_HEAD:
                 raise BrokenResponse("malformed")
@@ -122,14 +146,14 @@ class Response:
     def _contents(self) -> Iterable[tuple[int, int]]:
         if not self.chunked:
             return [(self.body_at, len(self.data))]
-        return self.contents or _chunks(self.data, self.body_at)
+        return self.contents if self._has_ended else _chunks(self.data, self.body_at)
 
 
 def _chunks(data: bytearray, at: int) -> Iterator[tuple[int, int]]:
     """Where the content of each chunk lies, as far as it is there; only the last chunk of a body is empty."""
     find, length = data.find, len(data)
     while (line_end := find(b"\r\n", at)) >= 0:
-        size = _size(data[at:line_end])
+        size = chunk_size(data[at:line_end])
         begin = line_end + 2
         if size == 0:
             if find(b"\r\n", begin) >= 0:
@@ -141,7 +165,7 @@ def _chunks(data: bytearray, at: int) -> Iterator[tuple[int, int]]:
         at = end + 2
 
 
-def _size(told: bytearray) -> int:
+def chunk_size(told: bytearray) -> int:
     try:
         size = int(told, 16)
     except ValueError:
@@ -178,11 +202,11 @@ def _events(data: bytearray, pieces: Iterable[tuple[int, int]], ends: array[int]
         carried = len(kept)
         kept += piece
         last = 0
-        for begins, ends_at in [gap.span() for gap in _EMPTY_LINE.finditer(kept, max(0, carried - _BEFORE_LAST))]:
+        for begins, ends_at in [gap.span() for gap in EMPTY_LINE.finditer(kept, max(0, carried - BEFORE_LAST))]:
             # Where the event ends in the response itself: what was carried lies before this piece.
             while read < last_read and ends[read] < begin + ends_at - carried:
                 read += 1
-            if (told := _data_lines(kept[last:begins])) is not None:
+            if (told := data_lines(kept[last:begins])) is not None:
                 yield Event(told, read)
             last = ends_at
         del kept[:last]
@@ -190,7 +214,7 @@ def _events(data: bytearray, pieces: Iterable[tuple[int, int]], ends: array[int]
             raise BrokenResponse("too_long")
 
 
-def _data_lines(event: bytearray) -> bytes | None:
+def data_lines(event: bytearray) -> bytes | None:
     """What an event says; None of a comment."""
     if len(event) > LARGEST_EVENT:
         raise BrokenResponse("too_long")

@@ -9,6 +9,7 @@ from paceline.findings.served_verdicts import NOT_KEPT, UNTOLD
 from paceline.present.quantity import MISSING, Scale, format_brief, format_duration, format_parts
 from paceline.present.standing import axis_text
 from paceline.present.tables import Cell, Column, Table
+from paceline.serving import MOST_CEILING_RATIO
 from paceline.spec import SERVED, Scalar
 
 MS, PERCENT, PLAIN = Scale("ms", 1e3), Scale("%", 100.0), Scale("tokens/s")
@@ -41,11 +42,16 @@ def tables(report: Report) -> tuple[Table, ...]:
     columns = (
         Column("scenario"),
         *(Column(text, numeric=True, priority=n) for _, text, _, n in _COLUMNS),
+        Column("of client's ceiling, %", numeric=True, priority=5),
         Column("result"),
     )
-    rows = tuple((*_row(load_text(m, loads), m), _verdict(verdicts.get(key))) for key, m in loads.items())
-    notes = ("Latency counts from when a request was due. TTFT: first token; TPOT: each further one.",)
-    return (Table("Served model", columns, rows, (*notes, *_reasons(report, loads)), tuple((c,) for c, _ in loads)),)
+    rows = tuple(
+        (*_row(load_text(m, loads), m), _share(verdicts.get(key)), _verdict(verdicts.get(key)))
+        for key, m in loads.items()
+    )
+    first = "Latency counts from when a request was due. TTFT: first token; TPOT: each further one."
+    notes = (first, *_near_ceiling(report), *_ceilings(report), *_reasons(report, loads))
+    return (Table("Served model", columns, rows, notes, tuple((c,) for c, _ in loads)),)
 
 
 def sentence(report: Report) -> str:
@@ -91,6 +97,7 @@ def _further(report: Report, best: Key) -> Iterator[str]:
         rest = fleet.text.split(". ")[1:]
         own = _key(fleet.cell, fleet.axes) == best
         yield from (f"{text.rstrip('.')}." for text in rest if own or text.startswith("Failed"))
+    yield from _near_ceiling(report)
     yield from (gain.text for gain in report.partition_gains)
     yield from (f"{rules_text(v)}." for v in report.served if v.label)
     told = [each for each in report.full_sets if each.time is not None and each.time.value is not None]
@@ -166,6 +173,36 @@ def _cell(m: Measurement | None, scale: Scale) -> Cell:
         return Cell(MISSING, tone="quiet")
     value, interval = format_parts(m.value, m.low, m.high, scale)
     return Cell(value, interval)
+
+
+# --- the client's ceiling ---
+
+
+def _share(verdict: ServedVerdict | None) -> Cell:
+    use = verdict.ceiling if verdict else None
+    if use is None or use.ratio is None:
+        return Cell(MISSING, tone="quiet")
+    return Cell(f"{100 * use.ratio:.0f}", "", "bad" if use.is_near else "")
+
+
+def _near_ceiling(report: Report) -> Iterator[str]:
+    """One warning, of the load that came nearest."""
+    near = [v.ceiling for v in report.served if v.ceiling and v.ceiling.is_near]
+    if near:
+        worst = max(near, key=lambda use: use.ratio or 0.0)
+        others = f", {len(near) - 1} more over {100 * MOST_CEILING_RATIO:.0f} %" if len(near) > 1 else ""
+        yield f"A load used {worst.text}{others}: beyond it the client itself would be what is measured."
+
+
+def _ceilings(report: Report) -> Iterator[str]:
+    """The ceiling once with the most that any load used of it, and why it is not known of the others."""
+    uses = [v.ceiling for v in report.served if v.ceiling]
+    known = [use for use in uses if use.ratio is not None]
+    if known:
+        most = max(known, key=lambda use: use.ratio or 0.0)
+        yield f"The client used {'at most ' if len(known) > 1 else ''}{most.text}, in its busiest second."
+    for text in dict.fromkeys(use.text for use in uses if use.ratio is None):
+        yield f"The share of the client's ceiling is {text}."
 
 
 # --- does it count ---

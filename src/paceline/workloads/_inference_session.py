@@ -118,7 +118,7 @@ class Session:
             raise InvalidRunError(f"no replica is left for load {self._stage + 1}: {self._obituary()}")
         whole = plan_of(load, self.prompts, range(len(replicas)), self.asked.partition, self._fastest_s)
         last: list[Tally] = []
-        shifts = team.run(self._shares(load, whole, replicas), watch=self._watch(load, len(whole), last))
+        shifts = team.run(self._shares(load, whole, replicas), watch=self._watch(load, whole, last))
         # Of a load that may end before its plan does, those never given out are no requests: processes count what they
         # give out on their own, so that one whose end is missing shows.
         ends_early = load.is_trial or (load.least_s > 0 and load.scenario in BOUNDED)
@@ -126,7 +126,7 @@ class Session:
         self.pace_per_s = outcome.requests_per_s
         return outcome
 
-    def _watch(self, load: Load, planned: int, last: list[Tally]) -> Callable[[Tally], bool]:
+    def _watch(self, load: Load, whole: plan.Plan, last: list[Tally]) -> Callable[[Tally], bool]:
         """Tells whoever looks where the load is; True where a trial need not go on. What it saw last is left."""
 
         def note(tally: Tally) -> None:
@@ -134,12 +134,12 @@ class Session:
                 self._number + tally.ended, f"timing: {standing(load, self._stage, self.asked, tally)}"
             )
 
-        pulse = Pulse(note, self.asked.request_timeout_s)
+        pulse = Pulse(note, self.asked.request_timeout_s, lambda sent: rest_s(whole.due_ns, sent))
 
         def look(tally: Tally) -> bool:
             pulse(tally)
             last[:] = [tally]
-            return load.is_trial and is_lost(planned, tally.ended, tally.late + tally.failed)
+            return load.is_trial and is_lost(len(whole), tally.ended, tally.late + tally.failed)
 
         return look
 
@@ -267,21 +267,37 @@ class Session:
 
 
 class Pulse:
-    """Hands on a tally while something moves, or a request in flight may still have its answer: a load waits rightly
-    for one until its time-out. What goes on longer than that without a change is not told, so a hang shows."""
+    """Hands on a tally while something moves, while a request in flight may still have its answer, and while the
+    schedule itself rests: a load waits rightly for an answer until its time-out, and for the next request until it is
+    due. What goes on longer than that without a change is not told, so a hang shows. rest_s: how long a schedule rests
+    after so many were sent."""
 
-    def __init__(self, tell: Callable[[Tally], None], patience_s: float) -> None:
-        self._tell, self._patience_s = tell, patience_s
+    def __init__(
+        self, tell: Callable[[Tally], None], patience_s: float, rest_s: Callable[[int], float] = lambda sent: 0.0
+    ) -> None:
+        self._tell, self._patience_s, self._rest_s = tell, patience_s, rest_s
         self._last: Tally | None = None
         self._moved_s = 0.0
 
     def __call__(self, tally: Tally) -> None:
-        now_s = time.monotonic()
+        now_s, may_wait_s = time.monotonic(), self._rightly_s(tally)
         if tally != self._last:
             self._last, self._moved_s = tally, now_s
-        elif tally.sent <= tally.ended or now_s - self._moved_s > self._patience_s:
+        elif not may_wait_s or now_s - self._moved_s > may_wait_s:
             return
         self._tell(tally)
+
+    def _rightly_s(self, tally: Tally) -> float:
+        """How long nothing need change. Of a rest only its length is used: it began no later than the last change."""
+        return self._patience_s if tally.sent > tally.ended else self._rest_s(tally.sent)
+
+
+def rest_s(due_ns: arrivals.Times, sent: int) -> float:
+    """From when the last of so many requests was due to the next; a closed loop has no such times, and an end no
+    next."""
+    if sent >= len(due_ns) or due_ns[sent] == arrivals.WHEN_FREE:
+        return 0.0
+    return float(due_ns[sent] - (due_ns[sent - 1] if sent else 0)) / NS
 
 
 def standing(load: Load, stage: int, asked: Serving, tally: Tally) -> str:

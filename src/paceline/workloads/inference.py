@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from paceline import models, places, prompts
+from paceline import client_ceiling, models, places, prompts
 from paceline.errors import UnsupportedError
 from paceline.plugins import Endpoint, Recorder, Seat, load, options
 from paceline.present.quantity import format_duration
@@ -64,24 +64,56 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
     """Every rank opens its engine; rank 0 asks all replicas, the others keep theirs up until it has ended."""
     assert spec.engine is not None
     recorder.progress(0, "setup")
+    around = surroundings(spec, seat)
     with load("engines", spec.engine.name).open(spec, seat) as endpoints:
         host = places.node_name(os.environ)
         own = [Replica(rank=seat.rank, host=host, endpoint=endpoint) for endpoint in endpoints]
         if seat.world_size == 1:
-            ask(spec, seat, recorder, own, gone=tuple)
+            ask(spec, seat, recorder, own, gone=tuple, around=around)
             return
         circle = ranks.Circle.met(seat, spec.timeout_s)
         circle.tell(own)
         if seat.rank == 0:
             with circle.asking():
-                ask(spec, seat, recorder, circle.gathered(), gone=circle.gone)
+                ask(spec, seat, recorder, circle.gathered(), gone=circle.gone, around=around)
         else:
             died = circle.attend(own, ranks.accepts)
-            recorder.conclude(evidence(endpoints, died=len(died)))
+            recorder.conclude(evidence(endpoints, around, died=len(died)))
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What would spoil the speed of an engine on its host: other processes on its GPUs before it was there (the GPU
+    with most of them counts), and debug switches, which it inherits."""
+
+    neighbours: int | None = None
+    switches: Mapping[str, str] = field(default_factory=dict)
+
+
+def surroundings(spec: RunSpec, seat: Seat) -> Surroundings:
+    """To be called before the engine is opened; of endpoints that already run nothing is known."""
+    from paceline.machine import debug_switches, neighbours
+
+    assert spec.engine is not None
+    if not getattr(load("engines", spec.engine.name), "STARTS", False):
+        return Surroundings()
+    switches = debug_switches(os.environ)
+    # Ranks that share a GPU are each other's neighbours; that they do is told by itself.
+    if seat.device != "cuda" or places.shares_gpu(os.environ):
+        return Surroundings(None, switches)
+    devices = int(str(spec.engine.options.get("tensor_parallel") or 1))
+    first = seat.local_rank * devices
+    counts = [count for gpu in range(first, first + devices) if (count := neighbours(gpu)) is not None]
+    return Surroundings(max(counts, default=None), switches)
 
 
 def ask(
-    spec: RunSpec, seat: Seat, recorder: Recorder, replicas: Sequence[Replica], gone: Callable[[], Sequence[int]]
+    spec: RunSpec,
+    seat: Seat,
+    recorder: Recorder,
+    replicas: Sequence[Replica],
+    gone: Callable[[], Sequence[int]],
+    around: Surroundings,
 ) -> None:
     """All loads of the run on all replicas, by this process and those it forks."""
     assert spec.serving is not None
@@ -92,6 +124,8 @@ def ask(
     asked = prompts_of(spec)
     shards = options(Options, spec.workload).shards
     session = Session(spec.serving, asked, replicas, recorder, engine=spec.engine.name, shards=shards, gone=gone)
+    for ceiling in client_ceiling.known(rank=seat.rank):
+        recorder.add(ceiling)
     session.answers()
     until_s = seat.taken_at_s + (1 - SPARE_RATIO) * spec.timeout_s
     try:
@@ -107,7 +141,7 @@ def ask(
     endpoints = [replica.endpoint for replica in replicas]
     told = {"prompts": prompts.form_of(asked), **({"search_ended_by": ended_by} if ended_by else {})}
     told |= {} if models.known_shape(spec.model) else {"shape": UNKNOWN_SHAPE}
-    recorder.conclude(evidence(endpoints, samples=len(asked), served=endpoints[0].model, **told))
+    recorder.conclude(evidence(endpoints, around, samples=len(asked), served=endpoints[0].model, **told))
 
 
 def put_on_all(session: Session, sequence: loads.Loads) -> str | None:
@@ -139,7 +173,7 @@ def prompts_of(spec: RunSpec) -> list[Prompt]:
     return found
 
 
-def evidence(endpoints: Sequence[Endpoint], **told: str | int) -> Evidence:
+def evidence(endpoints: Sequence[Endpoint], around: Surroundings, **told: str | int) -> Evidence:
     shared = {"shared_gpu": True} if places.shares_gpu(os.environ) else {}
     return Evidence(
         init_digest="",
@@ -147,8 +181,8 @@ def evidence(endpoints: Sequence[Endpoint], **told: str | int) -> Evidence:
         dtypes={},
         optimizer={},
         settings={"replicas": len(endpoints), **told, **shared},
-        switches={},
-        neighbours=None,
+        switches=around.switches,
+        neighbours=around.neighbours,
         window_wall_s=None,
     )
 

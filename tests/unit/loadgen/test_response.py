@@ -124,7 +124,7 @@ def test_frames_of_one_byte_are_searched_once(monkeypatch: pytest.MonkeyPatch) -
             searched.append(len(kept) - begin)
             return iter(())
 
-    monkeypatch.setattr(module, "_EMPTY_LINE", Searching())
+    monkeypatch.setattr(module, "EMPTY_LINE", Searching())
     body = b"data: " + b"x" * 3000
     response, _ = fed([HEAD + b"".join(chunk(body[n : n + 1]) for n in range(len(body))) + b"0\r\n\r\n"])
     assert list(response.events()) == []

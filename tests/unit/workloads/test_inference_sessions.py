@@ -14,7 +14,7 @@ from testbed import replicas as bed
 
 from paceline import stopping
 from paceline.errors import InvalidRunError, RequestError, UnsupportedError
-from paceline.loadgen import team
+from paceline.loadgen import arrivals, team
 from paceline.loadgen.orders import Shift
 from paceline.loadgen.tally import Tally
 from paceline.plugins import Seat
@@ -24,7 +24,7 @@ from paceline.spec import Choice, RunSpec
 from paceline.stopping import Told
 from paceline.workloads import _inference_loads as loads
 from paceline.workloads import inference
-from paceline.workloads._inference_session import Pulse, standing
+from paceline.workloads._inference_session import Pulse, rest_s, standing
 
 Start = Callable[..., bed.Replica]
 SAMPLES = 40
@@ -359,6 +359,38 @@ def test_a_load_is_alive_until_the_time_out_of_what_it_waits_for(monkeypatch: py
         pulse(idle)
     assert told[-1] == idle
     assert len(told) == 4
+
+
+def test_a_schedule_that_rests_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace with 400 s between two requests, longer than the 300 s after which a controller sees a hang."""
+    clock, told = [0.0], []
+    monkeypatch.setattr("paceline.workloads._inference_session.time.monotonic", lambda: clock[0])
+    due = arrivals.trace(np.array([0.0, 3.0, 403.0]))
+    pulse = Pulse(told.append, 600.0, lambda sent: rest_s(due, sent))
+    resting = Tally(planned=3, sent=2, ended=2, late=0, failed=0)
+    for clock[0], beats in ((1000.0, 1), (1001.0, 2), (1399.0, 3), (1400.0, 4), (1401.0, 4), (9000.0, 4)):
+        pulse(resting)
+        assert len(told) == beats
+    # All were asked and have ended: nobody waits for anything.
+    for _ in range(2):
+        pulse(Tally(planned=3, sent=3, ended=3, late=0, failed=0))
+    assert len(told) == 5
+
+
+@pytest.mark.parametrize(
+    ("due", "sent", "seconds"),
+    [
+        (arrivals.trace(np.array([7.0, 8.5])), 1, 1.5),
+        (arrivals.constant(0.01, 3), 0, 0.0),
+        (arrivals.constant(0.01, 3), 2, 100.0),
+        (arrivals.constant(0.01, 3), 3, 0.0),
+        (arrivals.poisson(0.001, 1, seed=1), 0, float(arrivals.poisson(0.001, 1, seed=1)[0]) / 1e9),
+        (arrivals.closed_loop(3), 1, 0.0),
+        (arrivals.at_once(3), 1, 0.0),
+    ],
+)
+def test_how_long_a_schedule_rests(due: Any, sent: int, seconds: float) -> None:
+    assert rest_s(due, sent) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(

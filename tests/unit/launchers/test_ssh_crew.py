@@ -1,0 +1,170 @@
+"""Agents of one job: whose end ends the others, and without whom a job of served replicas goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import store, tether
+from paceline.ending import judge
+from paceline.launchers import _ssh_crew
+from paceline.launchers._ssh_crew import Crew
+from paceline.plugins import may_be_lost
+from paceline.records import Status
+from paceline.serving import Serving
+from paceline.spec import Choice, RunSpec
+from paceline.supervision import End
+
+Make = Callable[..., RunSpec]
+
+
+class Agent:
+    """A connection whose far side does what it is told."""
+
+    pid = 1
+
+    def __init__(self) -> None:
+        self.code: int | None = None
+        self.complaints: list[str] = []
+        self.sent: list[bytes] = []
+
+    def listen(self) -> tuple[list[str], list[str]]:
+        return [], []
+
+    def send(self, data: bytes) -> None:
+        self.sent.append(data)
+        if data == tether.END + b"\n":
+            self.code = 143
+
+    def hang_up(self) -> None:
+        pass
+
+    def end(self, patience_s: float) -> int:
+        return self.code or 0
+
+
+@pytest.fixture
+def served(make_spec: Make) -> RunSpec:
+    """Three nodes of two ranks each."""
+    engine = Choice("vllm")
+    return make_spec(None, processes=2, nodes=3, workload="inference", serving=Serving(), engine=engine)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, served: RunSpec) -> Path:
+    return store.create(tmp_path, served)
+
+
+Start = Callable[[RunSpec], tuple[Crew, list[Agent]]]
+
+
+@pytest.fixture
+def start(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    monkeypatch.setattr(_ssh_crew, "NOTICE_S", -1.0)
+    crews: list[Crew] = []
+
+    def make(spec: RunSpec) -> tuple[Crew, list[Agent]]:
+        agents = [Agent() for _ in range(3)]
+        told: dict[str, Any] = {"expendable": may_be_lost(spec), "ranks": 2, "relay": False}
+        crews.append(Crew(run_dir, agents, ["a", "b", "c"], ["try a", "try b", "try c"], **told))  # type: ignore[arg-type]
+        return crews[-1], agents
+
+    yield make
+    for crew in crews:
+        crew.close()
+
+
+def at(run_dir: Path, phase: str) -> None:
+    store.ProgressFile(run_dir, 0).mark(0, phase)
+
+
+def spoke(run_dir: Path, make_outcome: Any, *ranks: int, status: Status = Status.OK) -> None:
+    for rank in ranks:
+        store.write_outcome(run_dir, make_outcome(rank, status))
+
+
+def test_a_job_of_replicas_goes_on_without_a_node(
+    start: Start, served: RunSpec, run_dir: Path, make_outcome: Any
+) -> None:
+    crew, agents = start(served)
+    at(run_dir, "timing: 3 of 459 needed")
+    agents[1].code = 255
+    crew.listen()
+    assert crew.state().running
+    assert "paceline: b is gone" in (run_dir / "log.txt").read_text()
+    # Two of the four ranks that are left have ended: the others are not cut off.
+    spoke(run_dir, make_outcome, 0, 4)
+    crew.listen()
+    assert not any(tether.END + b"\n" in agent.sent for agent in agents)
+    spoke(run_dir, make_outcome, 1, 5)
+    crew.listen()
+    assert [agent.code for agent in agents] == [143, 255, 143]
+    crew.listen()
+    state = crew.state()
+    assert (state.running, state.status, state.lost) == (False, None, (1,))
+    assert judge(served, run_dir, End(state)) == (Status.OK, None)
+
+
+def test_before_rank_0_asks_nobody_is_expendable(start: Start, served: RunSpec, run_dir: Path) -> None:
+    """It waits for the replicas of all, and would wait without end."""
+    crew, agents = start(served)
+    at(run_dir, "setup")
+    agents[2].code = 255
+    crew.listen()
+    crew.listen()
+    state = crew.state()
+    assert (state.running, state.status, state.lost) == (False, Status.FAILED, ())
+    assert state.reason == "the connection to c was lost; try: try c"
+
+
+def test_the_node_of_the_client_is_never_expendable(
+    start: Start, served: RunSpec, run_dir: Path, make_outcome: Any
+) -> None:
+    crew, agents = start(served)
+    at(run_dir, "timing")
+    agents[1].code = agents[0].code = 137
+    crew.listen()
+    crew.listen()
+    state = crew.state()
+    assert (state.lost, state.status) == ((1,), Status.FAILED)
+    assert str(state.reason).startswith("the agent on a did not begin")
+    assert judge(served, run_dir, End(state))[0] is Status.FAILED
+
+
+def test_ranks_that_train_need_each_other(start: Start, make_spec: Make, run_dir: Path) -> None:
+    spec = make_spec("ddp", processes=2, nodes=3)
+    crew, agents = start(spec)
+    at(run_dir, "forward")
+    agents[1].code = 255
+    crew.listen()
+    crew.listen()
+    assert (crew.state().lost, crew.state().status) == ((), Status.FAILED)
+
+
+def test_what_a_rank_of_a_lost_node_said_before_still_counts(
+    start: Start, served: RunSpec, run_dir: Path, make_outcome: Any
+) -> None:
+    crew, agents = start(served)
+    at(run_dir, "timing")
+    spoke(run_dir, make_outcome, 3, status=Status.FAILED)
+    agents[1].code = 1
+    spoke(run_dir, make_outcome, 0, 1, 4, 5)
+    crew.listen()
+    crew.listen()
+    status, error = judge(served, run_dir, End(crew.state()))
+    assert status is Status.FAILED
+    assert str(error).startswith("rank 3 on node-a")
+
+
+def test_a_rank_that_is_left_must_speak(start: Start, served: RunSpec, run_dir: Path, make_outcome: Any) -> None:
+    crew, agents = start(served)
+    at(run_dir, "timing")
+    agents[1].code = 255
+    spoke(run_dir, make_outcome, 0, 1, 4)
+    crew.listen()
+    agents[0].code = agents[2].code = 0
+    crew.listen()
+    assert judge(served, run_dir, End(crew.state()))[0] is Status.FAILED
