@@ -27,8 +27,6 @@ from paceline.workloads._alternatives import Alternative, combined_changes, sing
 
 MOST_PROCESSES = 4
 COMPILED = "rehearsed without compilation"
-# What every rehearsal imports: torch's optimizers the second, at their first step, the fake process group the third.
-PRELOADED = ("paceline.workloads._rehearsal", "torch._dynamo", "torch.testing._internal.distributed.fake_pg")
 # Sequences of a micro batch, and their length.
 Batch: TypeAlias = tuple[int, int]
 Peaks: TypeAlias = dict[Batch, int | None]
@@ -128,11 +126,13 @@ def main(argv: list[str]) -> None:
         return
     # Children begin where torch is imported already, which takes longer than most rehearsals.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
+    context.set_forkserver_preload(list(memory.REHEARSAL))
     workers = min(MOST_PROCESSES, os.cpu_count() or 1)
     with (
         (run_dir / "samples-advice.jsonl").open("w", buffering=1) as file,
-        ProcessPoolExecutor(workers, mp_context=context, max_tasks_per_child=1) as pool,
+        ProcessPoolExecutor(
+            workers, mp_context=context, max_tasks_per_child=1, initializer=memory.begin_rehearsals
+        ) as pool,
     ):
         for sample in advise(Rehearsals(record, pool, room)):
             file.write(store.sample_line(sample))

@@ -27,7 +27,7 @@ BASE = {
     "launcher": "testbed.forked",
 }
 MEMORY = {"workload": "memory", "processes": 2, "sequence_length": 128, "micro_batch": 4}
-FRONTIER = {"workload": "frontier:limit_gib=0.4,most=32", "strategy": "single", "processes": 1}
+FRONTIER = {"workload": "frontier:limit_gib=0.2,most=32", "strategy": "single", "processes": 1}
 
 
 Ask = Callable[..., subprocess.CompletedProcess[str]]
