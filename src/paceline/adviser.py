@@ -126,11 +126,13 @@ def main(argv: list[str]) -> None:
         return
     # Children begin where torch is imported already, which takes longer than most rehearsals.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["paceline.workloads._rehearsal"])
+    context.set_forkserver_preload(list(memory.REHEARSAL))
     workers = min(MOST_PROCESSES, os.cpu_count() or 1)
     with (
         (run_dir / "samples-advice.jsonl").open("w", buffering=1) as file,
-        ProcessPoolExecutor(workers, mp_context=context, max_tasks_per_child=1) as pool,
+        ProcessPoolExecutor(
+            workers, mp_context=context, max_tasks_per_child=1, initializer=memory.begin_rehearsals
+        ) as pool,
     ):
         for sample in advise(Rehearsals(record, pool, room)):
             file.write(store.sample_line(sample))

@@ -42,8 +42,8 @@ BASE: dict[str, Any] = {
 
 # 16-bit arithmetic is emulated on most CPUs: a still smaller model, sequence and batch.
 SMALLER: dict[str, Any] = {
-    "model": "tiny:layers=1,hidden=64",
-    "sequence_length": 16,
+    "model": "tiny:layers=1,hidden=32",
+    "sequence_length": 8,
     "global_batch": 4,
     "steps": 3,
     "reference_steps": 3,
@@ -99,10 +99,14 @@ def experiment_file() -> Callable[..., Path]:
 
 @pytest.fixture(scope="session", autouse=True)
 def nursery() -> Iterator[None]:
-    """Where forked ranks come from, for as long as this process lives; names of sockets must be short."""
-    with tempfile.TemporaryDirectory(prefix="nursery-") as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NURSERY", folder)
-        patch.setenv("NURSERY_OWNER", str(os.getpid()))
+    """Where forked ranks come from, for as long as pytest lives, whose workers share it; names of sockets must be
+    short. What comes from it clears it away."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    owner = os.getppid() if run else os.getpid()
+    folder = Path(tempfile.gettempdir()) / f"nursery-{run or owner}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NURSERY", str(folder))
+        patch.setenv("NURSERY_OWNER", str(owner))
         yield
 
 
@@ -132,11 +136,13 @@ def campaign(
 
 
 def processes_of(out: Path) -> list[str]:
-    """Command lines of living processes that work in this results folder."""
+    """Command lines of living processes that work in this results folder; forked ranks have that of their nursery."""
+    ranks = {position.pid for run_dir in store.run_dirs(out) for position in store.read_progress(run_dir)}
     found = []
     for process in psutil.process_iter(["cmdline", "status"]):
         words = process.info["cmdline"] or []
-        if any(str(out) in word for word in words) and process.info["status"] != psutil.STATUS_ZOMBIE:
+        is_ours = any(str(out) in word for word in words) or (process.pid in ranks and "testbed.nursery" in words)
+        if is_ours and process.info["status"] != psutil.STATUS_ZOMBIE:
             found.append(" ".join(words))
     return found
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from testbed.networks import Network, put_first, why_not
+from testbed import forked
+from testbed.networks import Network, why_not
 from testbed.networks import network as built_network
 
 from paceline import models, store
@@ -29,7 +29,7 @@ BURST_KB = {100: 64, 1000: 256}
 SLOW_HOST = 2
 
 
-WHY_NOT = why_not("tc", "unshare")
+WHY_NOT = why_not("tc")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
 
 
@@ -61,45 +61,21 @@ def measured(
         workload = f"collectives:dtypes=fp32,warmup=1,iters=10,{options}"
         spec = make_spec(None, processes=1, nodes=HOSTS, workload=workload, timeout_s=100.0)
         run_dir = store.create(tmp_path_factory.mktemp("network"), spec)
-        started_at, children = time.time(), []
-        try:
-            for rank, host in enumerate(network.hosts):
-                children.append(start(host, rank, run_dir, environment()))
-            codes = [child.wait(150) for child in children]
-        finally:
-            for child in children:
-                child.kill()
-                child.wait()
-        assert codes == [0] * HOSTS, (run_dir / "log-0.txt").read_text()
+        started_at = time.time()
+        start(network, run_dir, environment())
         store.seal(run_dir, Status.OK, None, started_at, time.time())
         return store.read_run(run_dir)
 
     return run
 
 
-def start(host: str, rank: int, run_dir: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    variables = {
-        "RANK": str(rank),
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": str(HOSTS),
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "10.77.0.1",
-        "MASTER_PORT": "29555",
-        "GLOO_SOCKET_IFNAME": "eth0",
-        "OMP_NUM_THREADS": "1",
-    }
-    named = f'hostname node{rank}; exec "$0" -m paceline.worker "$1"'
-    command = ["ip", "netns", "exec", host, "unshare", "--uts", "sh", "-c", named, sys.executable, str(run_dir)]
-    with (run_dir / f"log-{rank}.txt").open("wb") as log:
-        child = subprocess.Popen(
-            command,
-            env=environment | variables,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    put_first(child.pid)
-    return child
+def start(network: Network, run_dir: Path, environment: dict[str, str]) -> None:
+    """Ranks forked from a process that has imported torch, each of which goes to its host before all else."""
+    job = forked.prepare(store.read_spec(run_dir), run_dir)
+    places = {"FORKED_HOSTS": " ".join(network.hosts), "FORKED_MASTER": f"{network.subnet}.1:29555"}
+    variables = {**environment, **job.env, **places}
+    done = subprocess.run(job.argv, env=variables, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def slowest_s(record: RunRecord, operation: str) -> dict[int, float]:

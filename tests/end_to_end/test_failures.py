@@ -25,16 +25,16 @@ TROUBLES = {
     "kill": ("failed", ("rank 1", "killed by signal 9")),
     "exit": ("failed", ("rank 1", "exit code 7")),
 }
+# A rank that leaves no outcome is told of by torchrun; of the others it is the rank's own sentence that counts.
+DEADLY = ("kill", "exit")
+BELOW_TORCHRUN = {"launcher": ["local"]}
 
 
 @pytest.fixture(scope="module")
 def troubled(campaign: Callable[..., Any]) -> Any:
-    return campaign(
-        "troubles",
-        {"strategy": [f"faulty.trouble:how={how}" for how in TROUBLES]},
-        global_batch=4,
-        launcher="local",
-    )
+    told = [f"faulty.trouble:how={how}" for how in TROUBLES if how not in DEADLY]
+    dead = [f"faulty.trouble:how={how}" for how in DEADLY]
+    return campaign("troubles", [{"strategy": told}, {"strategy": dead, **BELOW_TORCHRUN}], global_batch=4)
 
 
 @pytest.mark.parametrize("how", TROUBLES)
@@ -69,8 +69,9 @@ def test_a_second_run_repeats_nothing_and_resume_repeats_what_failed(troubled: A
     again = paceline(*command)
     assert again.returncode == 1
     assert again.stdout.count("already measured") == len(TROUBLES) + 1
-    setting = "strategy=faulty.trouble:how=raise"
-    retried = paceline(*command, "--resume", "--set", setting)
+    # Both lines of the matrix made one cell.
+    settings = ("--set", "strategy=faulty.trouble:how=raise", "--set", "launcher=testbed.forked")
+    retried = paceline(*command, "--resume", *settings)
     assert retried.stdout.count("already measured") == 1, "the reference, which was ok"
     record = troubled.record("faulty.trouble:how=raise")
     assert record.status == "failed"
@@ -79,16 +80,14 @@ def test_a_second_run_repeats_nothing_and_resume_repeats_what_failed(troubled: A
 
 @pytest.fixture(scope="module")
 def limited(campaign: Callable[..., Any]) -> Any:
-    """One rank sleeps for ever; once the stall is noticed, once only the time-out is."""
-    matrix = [
-        {"strategy": ["faulty.trouble:how=sleep"], "stall_s": [25.0]},
-        {"strategy": ["faulty.trouble:how=sleep"], "timeout_s": [40.0], "seed": [43]},
-    ]
-    return campaign("limits", matrix, global_batch=4, launcher="local")
+    """One rank sleeps for ever; once only the time-out is noticed, once the stall is, below torchrun."""
+    strategy = ["faulty.trouble:how=sleep"]
+    matrix = [{"strategy": strategy, "timeout_s": [40.0]}, {"strategy": strategy, "stall_s": [25.0], **BELOW_TORCHRUN}]
+    return campaign("limits", matrix, global_batch=4)
 
 
 def test_a_hang_names_the_rank_that_stopped(limited: Any) -> None:
-    record = limited.record("faulty.trouble:how=sleep", seed=42)
+    record = limited.record("faulty.trouble:how=sleep", launcher="local")
     assert record.status == "hang"
     assert "nothing moved for 25 s: rank 1 stopped at step 2 in forward" in record.error
     stack = (Path(record.path) / "stack-1.txt").read_text()
@@ -97,7 +96,7 @@ def test_a_hang_names_the_rank_that_stopped(limited: Any) -> None:
 
 
 def test_a_time_out_says_where_the_ranks_were(limited: Any) -> None:
-    record = limited.record("faulty.trouble:how=sleep", seed=43)
+    record = limited.record("faulty.trouble:how=sleep", launcher="testbed.forked")
     assert record.status == "timeout"
     assert record.error.startswith("did not end within 40 s; ")
     assert "rank 1 was at step 2 in forward" in record.error
@@ -115,8 +114,10 @@ def test_a_suspended_rank_is_named(
     eventually: Callable[..., Any],
     living: Callable[[Path], list[str]],
 ) -> None:
-    strategy = "faulty.trouble:how=slow"
-    file = experiment_file(tmp_path, "suspended", {"strategy": [strategy]}, stall_s=25.0, global_batch=2, steps=200)
+    """By torchrun, which has to be ended with all below it, though a suspended rank does not hear its word."""
+    matrix = {"strategy": ["faulty.trouble:how=slow"], **BELOW_TORCHRUN}
+    small = {"launcher": "testbed.forked", "stall_s": 25.0, "global_batch": 2, "steps": 200}
+    file = experiment_file(tmp_path, "suspended", matrix, **small)
     command = [sys.executable, "-m", "paceline.cli", "run", str(file), "--out", str(tmp_path), "--format", "json"]
     with subprocess.Popen(
         command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -20,9 +20,17 @@ from paceline.samples import read_samples
 pytestmark = pytest.mark.slow
 
 SLOW = "faulty.trouble:how=slow"
+# What is interrupted is torchrun, which must end with its ranks; what is finished before may be forked.
+INTERRUPTED = {"strategy": [SLOW], "launcher": ["local"]}
 # One cell to be finished, and one that is interrupted while it trains; the order of two cells is that of the matrix.
-MATRIX = [{"strategy": ["ddp"]}, {"strategy": [SLOW]}]
-SMALL: dict[str, Any] = {"processes": 1, "global_batch": 1, "steps": 20, "reference_steps": 3}
+MATRIX = [{"strategy": ["ddp"]}, INTERRUPTED]
+SMALL: dict[str, Any] = {
+    "launcher": "testbed.forked",
+    "processes": 1,
+    "global_batch": 1,
+    "steps": 20,
+    "reference_steps": 3,
+}
 # The first attempt would go on for a minute, so that whoever is gone earlier was ended; the second one is quick.
 SLOWLY, QUICKLY = {"FAULTY_SLEEP_S": "3"}, {"FAULTY_SLEEP_S": "0"}
 
@@ -35,7 +43,7 @@ def heed_interrupts() -> None:
 @contextmanager
 def started(file: Path, environment: Callable[..., dict[str, str]]) -> Iterator[subprocess.Popen[str]]:
     """`paceline run FILE`, ended by the test; killed if the test fails."""
-    command = [sys.executable, "-m", "paceline.cli", "run", str(file), "--out", str(file.parent)]
+    command = [sys.executable, "-m", "paceline.cli", "run", str(file), "--out", str(file.parent), "--format", "json"]
     child = subprocess.Popen(
         command,
         env=environment(**SLOWLY),
@@ -94,7 +102,7 @@ def test_ctrl_c_ends_everything_keeps_samples_and_goes_on(
     assert "not sealed" in shown.stdout
     assert "interrupted" in paceline("status", "--out", str(tmp_path)).stdout
 
-    again = paceline("run", str(file), "--out", str(tmp_path), env=QUICKLY)
+    again = paceline("run", str(file), "--out", str(tmp_path), "--format", "json", env=QUICKLY)
     assert again.returncode == 0, again.stdout + again.stderr
     assert again.stdout.count("already measured") == 2
     assert {path: (path / "status.json").stat().st_mtime_ns for path in sealed} == sealed
@@ -112,7 +120,7 @@ def test_a_killed_controller_leaves_no_orphans_and_the_campaign_goes_on(
     living: Callable[[Path], list[str]],
     paceline: Any,
 ) -> None:
-    file = experiment_file(tmp_path, "killed", [{"strategy": [SLOW]}], **SMALL | {"processes": 2, "global_batch": 2})
+    file = experiment_file(tmp_path, "killed", INTERRUPTED, **SMALL | {"processes": 2, "global_batch": 2})
     with started(file, environment) as child:
         run_dir = eventually(lambda: slow_run(tmp_path), "the slow run at step 2")
         second = paceline("run", str(file), "--out", str(tmp_path), "--format", "json")

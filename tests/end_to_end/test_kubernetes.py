@@ -165,7 +165,7 @@ SCENARIOS = {
         before=forbid_jobs,
     ),
     "deaf": Scenario("failed", r"not permitted to get pods/log in namespace deaf", LONG, before=forbid_logs),
-    "late": Scenario("timeout", r"did not end within 3 s; rank 0 was at step", LONG, fields={"timeout_s": 3.0}),
+    "late": Scenario("timeout", r"did not end within 15 s; rank 0 was at step", LONG, fields={"timeout_s": 15.0}),
     "full": Scenario("failed", r"rank 0 on full-.: OSError: No space left on device", env={"LIGHT_FAULT": "full:0"}),
     "hung": Scenario(
         "hang",

@@ -142,8 +142,9 @@ def test_without_the_key_nothing_is_answered(replica: Endpoint) -> None:
 RUN = """
 name: own
 base: {workload: inference, engine: "transformers:max_batch=4", device: cpu, processes: 1, model: tiny-llama,
-       precision: fp32, requests: 12, max_tokens: 6, data: "synthetic:prompt=uniform,prompt_mean=9,answer_mean=6",
-       request_timeout_s: 120, warmup_requests: 1, keeps_text: true, stall_s: 200}
+       launcher: testbed.alone, precision: fp32, requests: 12, max_tokens: 6,
+       data: "synthetic:prompt=uniform,prompt_mean=9,answer_mean=6", request_timeout_s: 120, warmup_requests: 1,
+       keeps_text: true, stall_s: 200}
 """
 
 

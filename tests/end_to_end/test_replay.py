@@ -12,16 +12,26 @@ import pytest
 pytestmark = pytest.mark.slow
 
 
+def quick_launcher(folder: Path) -> dict[str, str]:
+    """Forked ranks in the place of torchrun, as an installed package could put a launcher there."""
+    info = folder / "quick-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: quick\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[paceline.launchers]\nlocal = testbed.forked\n")
+    return {"PYTHONPATH": str(folder)}
+
+
 def test_a_capsule_of_a_real_run_replays(
     campaign: Callable[..., Any], paceline: Callable[..., Any], smaller: dict[str, Any], tmp_path: Path
 ) -> None:
-    # A replay refuses a capsule that names a module, such as the launcher of most tests.
-    first = campaign("packed", {"strategy": ["single"]}, **smaller | {"processes": 1, "launcher": "local"})
+    # A replay refuses a capsule that names a module, such as the launcher of most tests: here that has a name.
+    env = quick_launcher(tmp_path / "installed")
+    first = campaign("packed", {"strategy": ["single"]}, env, **smaller | {"processes": 1, "launcher": "local"})
     assert first.code == 0, first.stdout + first.stderr
     packed = paceline("capsule", str(first.directory), str(tmp_path / "runs.tar.gz"))
     assert packed.returncode == 0, packed.stderr
 
-    done = paceline("replay", str(tmp_path / "runs.tar.gz"), "--out", str(tmp_path / "again"))
+    done = paceline("replay", str(tmp_path / "runs.tar.gz"), "--out", str(tmp_path / "again"), env=env)
     (cell,) = json.loads((tmp_path / "again" / "replay.json").read_text())["cells"]
     assert cell["certificate"]["reference"] == first.record(None).spec.run_id
     assert all(check["ok"] for check in cell["certificate"]["checks"])

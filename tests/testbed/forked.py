@@ -2,7 +2,8 @@
 
 Importing torch and DeepSpeed in every rank, and once more in torchrun, is nine tenths of a tiny run. Forked ranks are
 processes of their own that meet over gloo all the same. What torchrun does (ending peers, saying who died, following
-the controller) is tested by the campaigns that stay with the launcher local.
+the controller) is tested by the campaigns that stay with the launcher local. References are started as the runs are,
+because this launcher does not say that its ranks are HERE.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ from paceline.plugins import Job, load
 from paceline.processes import end_with_parent
 from paceline.spec import RunSpec
 from paceline.strategies import zero
-from testbed import mortal, nursery
+from testbed import mortal, networks, nursery
 
 __all__ = ["cancel", "check", "poll", "prepare", "submit"]
 
 HOST = "127.0.0.1"
 POLL_S = 0.02
+# Of fine-tuning: transformers imports models only when they are asked for.
+TUNED = ("bitsandbytes", "peft", "transformers.models.mistral.modeling_mistral")
 
 
 def prepare(spec: RunSpec, run_dir: Path) -> Job:
@@ -41,27 +44,34 @@ def prepare(spec: RunSpec, run_dir: Path) -> Job:
 
 
 def kind_of(spec: RunSpec) -> str:
-    """What its ranks import: runs of one kind can be forked from one process. OpenMP reads its threads only once."""
-    stage = "zero" if spec.strategy is not None and load("strategies", spec.strategy.name) is zero else "plain"
-    return f"{spec.workload.name}-{stage}-{spec.is_trained}-{spec.launcher.options.get('threads', 1)}"
+    """What its ranks import beside torch: runs of one kind can be forked from one process. OpenMP reads its threads
+    only once."""
+    sharded = spec.strategy is not None and load("strategies", spec.strategy.name) is zero
+    extras = (*(["zero"] if sharded else []), *(["tuned"] if spec.tuning is not None else []))
+    return "-".join((*extras, str(spec.launcher.options.get("threads", 1))))
 
 
 def import_for(kind: str) -> None:
     """What the ranks of such runs will import, as far as it starts no thread."""
-    workload, stage, trained, _ = kind.rsplit("-", 3)
+    *extras, _ = kind.split("-")
     with collection_paused():
-        importlib.import_module("torch._dynamo" if trained == "True" else "torch")
-        load("workloads", workload)
-        if stage == "zero":
+        # The optimizers import the first at their first step, sharding the second.
+        for name in ("torch._dynamo", "torch.distributed.fsdp", *(TUNED if "tuned" in extras else ())):
+            importlib.import_module(name)
+        if "zero" in extras:
             zero.import_deepspeed("cpu")
     # Else the ranks' first collection would touch, and so copy, every page of what they share.
     gc.freeze()
 
 
 def bring_up(run_dir: Path, link: socket.socket) -> int:
-    """All ranks of one run, from here to their end, or until nobody waits for them."""
+    """All ranks of one run, from here to their end, or until nobody waits for them. Where FORKED_HOSTS names network
+    namespaces, each rank is on a host of its own."""
     end_with_parent(signal.SIGKILL)
-    sys.path += [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
+    sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
+    if hosts := os.environ.get("FORKED_HOSTS", "").split():
+        ranks = {fork(lambda rank=rank: on_host(hosts, rank, run_dir)): rank for rank in range(len(hosts))}
+        return await_all(ranks, link)
     from torch.distributed import TCPStore
 
     # Connections wait in this socket until the ranks' store answers, which is made after forking: it starts a thread.
@@ -86,6 +96,16 @@ def fork(body: Callable[[], int]) -> int:
         traceback.print_exc()
     finally:
         os._exit(code)
+
+
+def on_host(hosts: list[str], rank: int, run_dir: Path) -> int:
+    """As a scheduler starts it: on its host, under a name of its own, with torchrun's variables."""
+    networks.enter(hosts[rank], f"node{rank}")
+    networks.put_first()
+    master, _, port = os.environ["FORKED_MASTER"].partition(":")
+    os.environ |= {"MASTER_ADDR": master, "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "eth0"}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(len(hosts)), "LOCAL_WORLD_SIZE": "1"}
+    return worker.main(["paceline.worker", str(run_dir)])
 
 
 def as_rank(rank: int, run_dir: Path, meeting: socket.socket) -> int:

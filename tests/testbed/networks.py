@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +15,8 @@ from pathlib import Path
 
 # The highest priority that is no real-time one.
 FIRST = -20
+# Of <linux/sched.h>.
+CLONE_NEWUTS, CLONE_NEWNET = 0x04000000, 0x40000000
 
 
 def why_not(*tools: str) -> str | None:
@@ -71,16 +75,25 @@ def network(subnet: str, hosts: int) -> Iterator[Network]:
         built.destroy()
 
 
-def put_first(pid: int) -> None:
-    """Before whatever else wants this machine's CPUs. A limit of `tc` is an upper one: hosts of an emulated network
+def put_first() -> None:
+    """This process before whatever else wants this machine's CPUs. A limit of `tc` is an upper one: emulated hosts
     carry every byte by the CPU they share, and a link is as fast as was told only while they get it.
 
-    pid leads a session of its own: a kernel that groups processes by session weighs groups first, then their members.
+    Its session is of one run: a kernel that groups processes by session weighs groups first, then their members.
     """
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.setpriority(os.PRIO_PROCESS, pid, FIRST)
+    with contextlib.suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, 0, FIRST)
     with contextlib.suppress(OSError):
-        Path(f"/proc/{pid}/autogroup").write_text(str(FIRST))
+        Path("/proc/self/autogroup").write_text(str(FIRST))
+
+
+def enter(namespace: str, name: str) -> None:
+    """Take this process, which has one thread, to a host, and give it a name that no other sees."""
+    system = ctypes.CDLL(None, use_errno=True)
+    with Path("/run/netns", namespace).open() as place:
+        if system.setns(place.fileno(), CLONE_NEWNET) or system.unshare(CLONE_NEWUTS):
+            raise OSError(ctypes.get_errno(), f"no way into the network namespace {namespace}")
+    socket.sethostname(name)
 
 
 def call(*command: str) -> None:

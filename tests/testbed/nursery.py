@@ -1,8 +1,8 @@
 """A process that has imported torch and forks the ranks of one run after another: what importing costs is paid once.
 
-One for each set of imports, started by the first run that needs it and gone with the process NURSERY_OWNER names (a
-worker of pytest). A run reaches it through a socket in NURSERY, hands over its output and its environment, and waits;
-when it goes away, its ranks are ended.
+One for each set of imports, started by the first run that needs it and gone with the process NURSERY_OWNER names
+(pytest: its workers share them). A run reaches it through a socket in NURSERY, hands over its output and its
+environment, and waits; when it goes away, its ranks are ended.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from pathlib import Path
 
 # Importing takes seconds, on a busy machine many of them.
 PATIENCE_S = 240.0
+# What nothing reads while it is imported: pytest's own, and what tests tell their ranks. Folders that tests add to the
+# path hold plugins, which are found after forking.
+UNREAD = ("PYTEST_", "NURSERY", "MORTAL_", "FAULTY_", "FORKED_", "PYTHONPATH")
 
 
 def answered(kind: str, run_dir: Path) -> int:
@@ -36,47 +39,56 @@ def answered(kind: str, run_dir: Path) -> int:
 
 def _mark(kind: str) -> str:
     """Variables decide what is imported, and from where: runs that differ in one have different nurseries."""
-    names = sorted(name for name in os.environ if not name.startswith(("PYTEST_", "NURSERY", "MORTAL_")))
+    names = sorted(name for name in os.environ if not name.startswith(UNREAD))
     told = json.dumps([kind, *((name, os.environ[name]) for name in names)])
     return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
 def _connected(path: Path, kind: str) -> socket.socket:
-    deadline, started = time.monotonic() + PATIENCE_S, False
+    deadline = time.monotonic() + PATIENCE_S
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    _start(path, kind)
     while time.monotonic() < deadline:
         link = socket.socket(socket.AF_UNIX)
         with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
             link.connect(str(path))
             return link
         link.close()
-        if not started:
-            command = [sys.executable, "-m", "testbed.nursery", "serve", kind, str(path)]
-            with path.with_suffix(".log").open("ab") as log:
-                subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
-            started = True
         time.sleep(0.05)
     raise TimeoutError(f"no nursery at {path}: see its log beside it")
+
+
+def _start(path: Path, kind: str) -> None:
+    """Unless somebody has: whoever makes its log starts it."""
+    with contextlib.suppress(FileExistsError), path.with_suffix(".log").open("xb") as log:
+        command = [sys.executable, "-m", "testbed.nursery", "serve", kind, str(path)]
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
 
 
 def serve(path: Path, owner: int, bring_up: Callable[[Path, socket.socket], int]) -> None:
     """Fork a process for every run that asks, until the owner is gone."""
     listening = socket.socket(socket.AF_UNIX)
-    try:
-        listening.bind(str(path))
-    except OSError:
-        return  # another one was quicker
+    listening.bind(str(path))
     listening.listen()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     watched = os.pidfd_open(owner)
     while True:
         ready, _, _ = select.select([listening, watched], [], [])
         if watched in ready:
-            return
+            return clear(path)
         link, _ = listening.accept()
         if os.fork() == 0:
             listening.close()
             _live(link, bring_up)
         link.close()
+
+
+def clear(path: Path) -> None:
+    """The last of several removes the folder."""
+    for mine in (path, path.with_suffix(".log")):
+        mine.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        path.parent.rmdir()
 
 
 def _live(link: socket.socket, bring_up: Callable[[Path, socket.socket], int]) -> None:
@@ -116,7 +128,8 @@ def main(verb: str, kind: str, path: Path) -> int:
 
     forked.import_for(kind)
     serve(path, int(os.environ["NURSERY_OWNER"]), forked.bring_up)
-    return 0
+    # Nothing to tidy: the interpreter would look through all of torch for garbage.
+    os._exit(0)
 
 
 if __name__ == "__main__":

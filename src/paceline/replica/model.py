@@ -26,7 +26,9 @@ def run(settings: Settings, rank: int, line: Line | None, port: int | None) -> N
     torch.set_float32_matmul_precision("highest")
     device = device_of(settings, rank)
     group = _group(settings, rank, line, port, device)
-    decoding = _decoding(settings, rank, device)
+    # transformers imports a model's code when the model is asked for.
+    with collection_paused():
+        decoding = _decoding(settings, rank, device)
     if line is None:
         from paceline.replica.ensemble import follow
 

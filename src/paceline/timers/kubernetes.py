@@ -204,9 +204,9 @@ def _calls(kind: str) -> tuple[Any, Any, Any]:
         raise RequestError("--apply needs the package kubernetes: run `pip install 'paceline[kubernetes]'`") from None
     try:
         if os.environ.get("KUBERNETES_SERVICE_HOST") and "KUBECONFIG" not in os.environ:
-            config.load_incluster_config()  # type: ignore[no-untyped-call]
+            config.load_incluster_config()
         else:
-            config.load_kube_config(os.environ.get("KUBECONFIG"))  # type: ignore[no-untyped-call]
+            config.load_kube_config(os.environ.get("KUBECONFIG"))
     except (config.ConfigException, OSError) as error:
         raise RequestError(f"--apply: no cluster is configured here ({error}); try: kubectl config view") from None
     except (yaml.YAMLError, AttributeError, LookupError, TypeError, ValueError) as error:
