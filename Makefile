@@ -2,8 +2,11 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# A Python that already has torch (a GPU host brings its own build) is used as it is; otherwise constraints.txt decides.
-HAS_TORCH := $(shell $(PYTHON) -c "import torch" 2>/dev/null && echo yes)
+# A Python that already has torch (a GPU host brings its own build) is used as it is; otherwise, and where that Python is
+# the environment made here, constraints.txt decides.
+HAS_TORCH := $(shell $(PYTHON) -c "import os, sys, torch; sys.exit(os.path.realpath('$(VENV)') == sys.prefix)" 2>/dev/null && echo yes)
+# An environment made from another one sees the system's packages, and not those of the one it was made from.
+ITS_PACKAGES := $(shell $(PYTHON) -c "import sys, sysconfig; sys.prefix != sys.base_prefix and print(sysconfig.get_path('purelib'))")
 
 .PHONY: demo test lint gpu-test vllm-env vllm-test overhead wheelhouse setup clean
 
@@ -51,6 +54,7 @@ COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '$(UNUSED)' $(VENV)/lib || tr
 ifeq ($(HAS_TORCH),yes)
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv --system-site-packages $(VENV)
+	echo '$(ITS_PACKAGES)' | tee $(VENV)/lib/python*/site-packages/host.pth
 	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
 	DS_BUILD_OPS=0 $(INSTALL) -c $(VENV)/constraints.txt -e '.[zero,finetune,dev]'
 	$(COMPILE)
