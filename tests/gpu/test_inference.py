@@ -82,33 +82,35 @@ def test_bf16_answers_are_the_same_with_and_without_a_graph() -> None:
     assert answers(model, False, True) == answers(model, False, False)
 
 
-@pytest.mark.parametrize("heads", [8, 2])
-def test_a_step_looks_back_at_what_its_place_uses_and_no_further(heads: int) -> None:
-    """The kernel that splits contexts against products in fp32, with other places' keys right behind."""
+@pytest.mark.parametrize(("places", "length", "width", "heads"), [(5, 192, 64, 2), (5, 192, 64, 8), (2, 2048, 128, 2)])
+def test_a_step_looks_back_at_what_its_place_uses_and_no_further(
+    places: int, length: int, width: int, heads: int
+) -> None:
+    """Against products in fp32, with other places' keys right behind. Few places with long contexts and shared key
+    heads are divided among processors; reaches are shorter than the room of a place, too."""
     import torch
 
     from paceline.replica import attention
 
-    places, length, width, group = 5, 192, 64, 8 // heads
     torch.manual_seed(0)
-    positions = torch.tensor([0, 1, 63, 64, 191], device="cuda")
-    page = attention.Page(positions, torch.arange(places, device="cuda"), length, reach=length)
+    positions = torch.linspace(0, length // 2 - 1, places, device="cuda").long()
+    page = attention.Page(positions, torch.arange(places, device="cuda"), length)
     page.used = (positions + 1).int()
-    assert attention.splits(torch.bfloat16, positions.device, width)
+    assert attention.has_flash(torch.bfloat16, positions.device, width)
     kept = attention.Kept((places, length, heads, width), torch.bfloat16, positions.device, page)
     kept.keys.normal_()
     kept.values.normal_()
     query = torch.randn(places, 8, 1, width, device="cuda", dtype=torch.bfloat16)
     key, value = torch.randn(2, places, heads, 1, width, device="cuda", dtype=torch.bfloat16)
-    found = attention._look_back(kept, query, key, value, None)
-    for place, last in enumerate(positions.tolist()):
-        assert torch.equal(kept.keys[place, last], key[place, :, 0])
-        keys, values = (
-            part[place, : last + 1].float().repeat_interleave(group, dim=1) for part in (kept.keys, kept.values)
-        )
-        scores = torch.einsum("hd,nhd->hn", query[place, :, 0].float(), keys) / width**0.5
-        expected = torch.einsum("hn,nhd->hd", scores.softmax(dim=-1), values)
-        torch.testing.assert_close(found[place, :, 0].float(), expected, rtol=2e-2, atol=2e-2)
+    for page.reach in (length // 2, length):
+        found = attention._look_back(kept, query, key, value, None)
+        for place, last in enumerate(positions.tolist()):
+            assert torch.equal(kept.keys[place, last], key[place, :, 0])
+            used = (part[place, : last + 1].float() for part in (kept.keys, kept.values))
+            keys, values = (part.repeat_interleave(8 // heads, dim=1) for part in used)
+            scores = torch.einsum("hd,nhd->hn", query[place, :, 0].float(), keys) / width**0.5
+            expected = torch.einsum("hn,nhd->hd", scores.softmax(dim=-1), values)
+            torch.testing.assert_close(found[place, :, 0].float(), expected, rtol=2e-2, atol=2e-2)
 
 
 RUN = """

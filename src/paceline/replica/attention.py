@@ -94,7 +94,7 @@ def _look_back(kept: Kept, query: Tensor, key: Tensor, value: Tensor, scaling: f
     kept.keys[page.places, page.positions] = key[:, :, 0]
     kept.values[page.places, page.positions] = value[:, :, 0]
     if page.used is not None:
-        return _look_back_split(kept, query, scaling)
+        return _look_back_used(kept, query, scaling)
     # Query heads that share a key head stand side by side as if they were tokens: the keys are read once, not copied
     # for each of them, which is what bounds a step with many places.
     places, heads, _, width = query.shape
@@ -105,15 +105,15 @@ def _look_back(kept: Kept, query: Tensor, key: Tensor, value: Tensor, scaling: f
     return mixed.reshape(places, heads, 1, width)
 
 
-def splits(dtype: torch.dtype, device: torch.device, width: int) -> bool:
-    """Whether FlashAttention's kernel for decoding can be had. It reads what a place uses and no more, and divides long
-    contexts among processors that a few places would leave idle."""
+def has_flash(dtype: torch.dtype, device: torch.device, width: int) -> bool:
+    """Whether FlashAttention's kernel for decoding can be had. It reads what a place uses and no more; where query
+    heads share key heads, it divides long contexts among processors that a few places would leave idle."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or width % 8 or width > 256:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _look_back_split(kept: Kept, query: Tensor, scaling: float | None) -> Tensor:
+def _look_back_used(kept: Kept, query: Tensor, scaling: float | None) -> Tensor:
     """Through torch's own operator: `scaled_dot_product_attention` has no word for how much of a place counts."""
     page = kept.page
     keys, values = (part.flatten(0, 1) for part in (kept.keys, kept.values))

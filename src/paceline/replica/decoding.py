@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.replica import attention
+from paceline.replica import attention, projections
 
 WARM_STEPS = 3
 
@@ -29,13 +29,17 @@ class Decoding:
         self._columns = torch.arange(length, device=self.device)
         self.page = attention.Page(self.positions, torch.arange(places, device=self.device), length)
         attention.install(model, heads, width, self.page)
-        self._splits = attention.splits(self.dtype, self.device, width)
+        self._flash = attention.has_flash(self.dtype, self.device, width)
         self._graphs: dict[int, Callable[[], None]] = {}
 
     @property
     def attention(self) -> str:
-        """What a step looks back with: FlashAttention with divided contexts, or torch's choice among its kernels."""
-        return "flash split" if self._splits else "sdpa"
+        """What a step looks back with: FlashAttention's kernel for decoding, or torch's choice among its kernels."""
+        return "flash" if self._flash else "sdpa"
+
+    @property
+    def joined(self) -> bool:
+        return projections.is_joined(self.model)
 
     @property
     def layers(self) -> Any:
@@ -83,7 +87,7 @@ class Decoding:
     def _advance(self, reach: int) -> None:
         self.page.reach = reach
         # Made once a step, for all layers.
-        if self._splits:
+        if self._flash:
             self.page.used = (self.positions + 1).int()
         else:
             # Added to scores: every layer would turn truth values into numbers by itself.

@@ -121,7 +121,7 @@ def facts(settings: Settings, decoding: Any) -> dict[str, Any]:
         "prefill_tokens": settings.prefill_tokens,
         "dtype": settings.precision,
         "attention": decoding.attention,
-        "projections": "joined" if settings.engine == "transformers" else "separate",
+        "projections": "joined" if decoding.joined else "separate",
         "kv_cache": "static",
         "prefix_caching": False,
         "compiled": "layers" if settings.compiled else "none",

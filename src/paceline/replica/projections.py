@@ -28,17 +28,19 @@ class Joined(nn.Module):
         self.weight = nn.Parameter(torch.cat([part.weight for part in siblings]), requires_grad=False)
         biases: list[Tensor] = [part.bias for part in siblings if part.bias is not None]
         self.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
+        self.given: Tensor | None = None
         self.parts: tuple[Tensor, ...] = ()
         self.asked = 0
 
     def part(self, number: int, given: Tensor) -> Tensor:
-        if self.asked == 0:
+        # By the input and not by counting alone: a pass that broke off between siblings must not answer the next one.
+        if given is not self.given:
+            self.given, self.asked = given, 0
             self.parts = torch.split(F.linear(given, self.weight, self.bias), self.widths, dim=-1)
         found = self.parts[number]
         self.asked += 1
         if self.asked == len(self.widths):
-            # Nothing of a pass is left behind: neither memory nor an answer to the next one.
-            self.parts, self.asked = (), 0
+            self.given, self.parts = None, ()
         return found
 
 
@@ -54,6 +56,7 @@ class Part(nn.Module):
 @torch.no_grad()
 def join(model: Any) -> Any:
     """Every group of siblings in the model, in place. What has none is left as it is."""
+    device = next(model.parameters()).device
     for owner in list(model.modules()):
         for names in SIBLINGS:
             siblings: list[Any] = [getattr(owner, name, None) for name in names]
@@ -61,7 +64,14 @@ def join(model: Any) -> Any:
                 joined = Joined(siblings)
                 for number, name in enumerate(names):
                     setattr(owner, name, Part(joined, number))
+    if device.type == "cuda":
+        # The siblings' own weights, half of the model, would stay with torch where NCCL and graphs look for memory.
+        torch.cuda.empty_cache()
     return model
+
+
+def is_joined(model: Any) -> bool:
+    return any(isinstance(part, Joined) for part in model.modules())
 
 
 def _alike(siblings: Sequence[Any]) -> bool:

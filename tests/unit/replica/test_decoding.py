@@ -116,7 +116,17 @@ def test_joined_products_are_those_of_the_siblings_and_leave_nothing_behind() ->
     assert sum(parameter.numel() for parameter in model.parameters()) == held
     for name, value in zip(names, expected, strict=True):
         torch.testing.assert_close(getattr(owner, name)(given), value)
-    assert (owner.q_proj.joined.parts, owner.q_proj.joined.asked) == ((), 0)
+    assert (owner.q_proj.joined.parts, owner.q_proj.joined.given) == ((), None)
+
+
+def test_a_pass_that_broke_off_does_not_answer_the_next_one() -> None:
+    model = weights.open_model(LLAMA, 0, CPU)
+    owner = model.model.layers[0].mlp
+    given = torch.randn(2, 3, LLAMA.shape.hidden)
+    expected = owner(given)
+    projections.join(model)
+    owner.gate_proj(torch.randn(2, 3, LLAMA.shape.hidden))
+    torch.testing.assert_close(owner(given), expected)
 
 
 def test_prompts_are_read_without_a_kernel_that_plans_each_length_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,6 +148,8 @@ def test_what_has_no_siblings_stays_as_it_is() -> None:
     model = weights.open_model(SETTINGS["gpt"], 0, CPU)
     before = [type(part) for part in model.modules()]
     assert [type(part) for part in projections.join(model).modules()] == before
+    assert not projections.is_joined(model)
+    assert projections.is_joined(projections.join(weights.open_model(LLAMA, 0, CPU)))
 
 
 def test_weights_are_those_of_the_seed_in_the_dtype_asked_for() -> None:
