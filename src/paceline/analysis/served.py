@@ -19,7 +19,7 @@ from paceline.analysis import client_share
 from paceline.analysis.launch_spread import Bounded, bounded, over_launches, quotient
 from paceline.analysis.served_loads import Load as Load
 from paceline.analysis.served_loads import Served as Served
-from paceline.analysis.served_loads import first_answer_s, first_reasoning_s, is_scheduled
+from paceline.analysis.served_loads import clients_by_stage, first_answer_s, first_reasoning_s, is_scheduled
 from paceline.analysis.served_loads import gather as gather
 from paceline.analysis.served_loads import in_time as in_time
 from paceline.analysis.served_loads import latency_s as latency_s
@@ -39,6 +39,7 @@ from paceline.serving import (
     STAGED_SCENARIOS,
     ClientSample,
     RequestSample,
+    StageSample,
 )
 from paceline.spec import Scalar
 
@@ -363,23 +364,32 @@ def problems(record: RunRecord) -> list[str]:
 
 
 def client_doubts(record: RunRecord) -> dict[int, list[str]]:
-    """What the client says against itself, by load; empty where it can be believed in all."""
-    assert record.spec.serving is not None
-    rates = {stage.stage: (stage.scenario, stage.rate_per_s) for stage in record.stages}
-    found = {}
-    lacking = {request.stage for request in record.requests if is_lacking(request)}
-    for number in sorted({client.stage for client in record.clients} | lacking):
-        clients = [client for client in record.clients if client.stage == number]
-        scheduled = number in rates and is_scheduled(*rates[number])
-        scenario = OPEN[0] if scheduled else record.spec.serving.scenario
-        found[number] = client_problems(clients, [r for r in record.requests if r.stage == number], scenario)
+    """What the client says against itself, by load; empty where it can be believed in all. Requests are looked at
+    once, however many loads there are."""
+    stages, clients = {stage.stage: stage for stage in record.stages}, clients_by_stage(record)
+    requests: defaultdict[int, list[RequestSample]] = defaultdict(list)
+    for request in record.requests:
+        requests[request.stage].append(request)
+    numbers = sorted({*clients, *requests})
+    found = {n: _doubts(record, stages.get(n), clients.get(n, []), requests[n]) for n in numbers}
     return {number: problems for number, problems in found.items() if problems}
 
 
 def doubts_of(served: Served) -> list[str]:
-    """What speaks against the client in any launch of this load."""
-    found = (client_doubts(stretch.record).get(stretch.number, ()) for stretch in served.stretches)
+    """What speaks against the client in any launch of this load; other loads of these launches are not looked at."""
+    found = (_doubts(s.record, s.stage, s.clients, s.requests) for s in served.stretches)
     return list(dict.fromkeys(problem for doubts in found for problem in doubts))
+
+
+def _doubts(
+    record: RunRecord, stage: StageSample | None, clients: Sequence[ClientSample], requests: Sequence[RequestSample]
+) -> list[str]:
+    """A load of which no client tells anything is doubted only where it says itself what the client lacked."""
+    assert record.spec.serving is not None
+    if not clients and not any(map(is_lacking, requests)):
+        return []
+    scheduled = stage is not None and is_scheduled(stage.scenario, stage.rate_per_s)
+    return client_problems(clients, requests, OPEN[0] if scheduled else record.spec.serving.scenario)
 
 
 def believed(records: Sequence[RunRecord]) -> list[Served]:
