@@ -79,8 +79,8 @@ def arrivals(requests: Sequence[RequestSample]) -> Arrivals:
 
 
 def busiest_second(requests: Sequence[RequestSample]) -> int | None:
-    """The most events with content that came within one second; None where no time of any was kept."""
-    times = np.sort(_events(requests).times)
+    """The most events with content, of answers that came whole, within one second; None where no time was kept."""
+    times = np.sort(_events([request for request in requests if request.error is None]).times)
     if not len(times):
         return None
     after = np.searchsorted(times, times + int(NS), side="left")
