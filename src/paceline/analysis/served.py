@@ -26,7 +26,7 @@ from paceline.analysis.served_loads import latency_s as latency_s
 from paceline.analysis.served_loads import service_ttft_s as service_ttft_s
 from paceline.analysis.served_loads import tpot_s as tpot_s
 from paceline.analysis.served_loads import ttft_s as ttft_s
-from paceline.analysis.statistics import Array, clustered_percentiles, seed_of
+from paceline.analysis.statistics import Array, Resampled, clustered_percentiles, seed_of
 from paceline.analysis.token_times import Gaps, Steady, gaps_between_tokens, steady
 from paceline.analysis.token_times import tokens_of as tokens_of
 from paceline.findings import HIGHER, LOWER, Measurement
@@ -147,13 +147,19 @@ def _gap_percentiles(served: Served, gaps: Gaps) -> Iterator[Measurement]:
 
 
 def _rates(served: Served) -> Iterator[Measurement]:
-    rows = [_counts(launch) for launch in served.launches]
-    for name, (_, _, counted, over) in RATES.items():
+    for name, found in rates(served, RATES).items():
+        known = served.has_limits or not name.startswith("goodput")
+        yield measurement(served, name, bounded(found) if known else (None, None, None))
+
+
+def rates(served: Served, names: Iterable[str]) -> dict[str, Resampled | None]:
+    """Some of RATES, each over the totals of launches: the one way in which any part of a report tells them."""
+    rows, found = [_counts(launch) for launch in served.launches], {}
+    for name in names:
+        _, _, counted, over = RATES[name]
         estimate = quotient(_COUNTED.index(counted), _COUNTED.index(over))
-        found = bounded(over_launches(rows, estimate, served.cell, name))
-        if name.startswith("goodput") and not served.has_limits:
-            found = (None, None, None)
-        yield measurement(served, name, found)
+        found[name] = over_launches(rows, estimate, served.cell, served.words, name)
+    return found
 
 
 def _counts(launch: Served) -> list[float]:
