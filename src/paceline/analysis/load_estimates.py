@@ -61,7 +61,7 @@ def _known(load: Served, quantity: Callable[[RequestSample], float | None]) -> A
 
 def _slices(launch: Served) -> Array:
     """Tokens and seconds of every slice of the load. Tokens of an answer lie evenly between its first and its last.
-    Prefill and decode take turns, so that slices differ by more than launches do: they are drawn of one launch alone."""
+    Prefill and decode take turns, so that slices differ by more than launches do."""
     answered = launch.answered
     if not answered or launch.wall_s() <= 0:
         return np.empty((0, 2))
