@@ -2,8 +2,8 @@
 
 All of it from the raw requests of all launches of a cell, merged; never from percentiles of parts. A percentile has
 distribution-free 95 % bounds by order statistics; one whose bounds reach beyond what was observed has none. Gaps
-between tokens have bounds by drawing whole answers again. A rate has the bounds of its launches, so that of one launch
-alone has none.
+between tokens have bounds by drawing launches and blocks of answers again. A rate has the bounds of its launches, so
+that of one launch alone has none.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from paceline import self_audit, stopping
-from paceline.analysis import client_share
+from paceline.analysis import client_share, shared_gaps
 from paceline.analysis.launch_spread import Bounded, bounded, over_launches, quotient
 from paceline.analysis.served_loads import Load as Load
 from paceline.analysis.served_loads import Served as Served
@@ -26,8 +26,9 @@ from paceline.analysis.served_loads import latency_s as latency_s
 from paceline.analysis.served_loads import service_ttft_s as service_ttft_s
 from paceline.analysis.served_loads import tpot_s as tpot_s
 from paceline.analysis.served_loads import ttft_s as ttft_s
-from paceline.analysis.statistics import Array, Resampled, clustered_percentiles, seed_of
-from paceline.analysis.token_times import Gaps, Steady, gaps_between_tokens, steady
+from paceline.analysis.statistics import Array, Resampled
+from paceline.analysis.statistics import percentile_bounds as percentile_bounds
+from paceline.analysis.token_times import Steady, gaps_between_tokens, steady
 from paceline.analysis.token_times import tokens_of as tokens_of
 from paceline.findings import HIGHER, LOWER, Measurement
 from paceline.findings.served_verdicts import CLIENT
@@ -45,20 +46,9 @@ from paceline.spec import Scalar
 
 NS = 1e9
 PERCENTILES = (50, 90, 95, 99)
-Z_95 = 1.959964
 
 
 # --- measured ---
-
-
-def percentile_bounds(values: Sequence[float] | Array, percent: float) -> tuple[float, float | None, float | None]:
-    """The percentile and its 95 % bounds: the order statistics whose ranks a binomial count would not leave."""
-    ordered = np.sort(np.asarray(values, dtype=np.float64))
-    n, share = len(ordered), percent / 100
-    value = float(np.percentile(ordered, percent))
-    reach = Z_95 * math.sqrt(n * share * (1 - share))
-    low, high = math.floor(n * share - reach), math.ceil(n * share + reach)
-    return value, float(ordered[low - 1]) if low >= 1 else None, float(ordered[high - 1]) if high <= n else None
 
 
 Quantity = Callable[[RequestSample], float | None]
@@ -115,10 +105,7 @@ def measure(served: Served) -> Iterator[Measurement]:
     reasons = any(request.first_reasoning_ns is not None for request in served.answered)
     for name, quantity in (LATENCIES | OF_REASONING if reasons else LATENCIES).items():
         yield from _percentiles(served, name, [v for r in served.answered if (v := quantity(r)) is not None])
-    gaps = gaps_between_tokens(served.answered)
-    yield from _gap_percentiles(served, gaps)
-    split = gaps.split / len(gaps.seconds) if len(gaps.seconds) else None
-    yield measurement(served, "itl_split_ratio", (split, None, None), n=len(gaps.seconds))
+    yield from _gaps(served)
     yield from _rates(served)
     yield from _steady_rates(served)
     wrong, counted = mismatched(served.answered)
@@ -136,14 +123,16 @@ def _percentiles(served: Served, name: str, values: Sequence[float] | Array) -> 
         yield measurement(served, f"{name}_p{percent}_s", found, n=len(values))
 
 
-def _gap_percentiles(served: Served, gaps: Gaps) -> Iterator[Measurement]:
-    """Gaps of one answer are alike: bounds that took them for independent would be too narrow, so that whole answers
-    are drawn again."""
-    again = clustered_percentiles(gaps.seconds, gaps.answers, PERCENTILES, seed_of(served.cell, "itl"))
+def _gaps(served: Served) -> Iterator[Measurement]:
+    gaps = [gaps_between_tokens(launch.answered) for launch in served.launches]
+    seconds = np.concatenate([each.seconds for each in gaps])
+    again = shared_gaps.percentiles(served, gaps, PERCENTILES)
     for percent, drawn in zip(PERCENTILES, again, strict=True):
-        value = float(np.percentile(gaps.seconds, percent)) if len(gaps.seconds) else None
+        value = float(np.percentile(seconds, percent)) if len(seconds) else None
         found = (value, None, None) if drawn is None else bounded(drawn)
-        yield measurement(served, f"itl_p{percent}_s", found, n=len(gaps.seconds))
+        yield measurement(served, f"itl_p{percent}_s", found, n=len(seconds))
+    split = sum(each.split for each in gaps) / len(seconds) if len(seconds) else None
+    yield measurement(served, "itl_split_ratio", (split, None, None), n=len(seconds))
 
 
 def _rates(served: Served) -> Iterator[Measurement]:
