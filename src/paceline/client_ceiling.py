@@ -43,8 +43,8 @@ def known(environ: Mapping[str, str] = os.environ, rank: int = 0) -> list[Ceilin
         with path(environ).open("rb") as file:
             raw = json.loads(file.read(LARGEST_FILE))
         return [_sample(each, rank) for each in raw["ceilings"]] if raw["schema"] == SCHEMA else []
-    except (OSError, ValueError, TypeError, KeyError, RecursionError, RuntimeError):
-        # RuntimeError: a user without a home.
+    except (OSError, ValueError, OverflowError, TypeError, KeyError, RecursionError, RuntimeError):
+        # RuntimeError: a user without a home. OverflowError: JSON has Infinity, and whole numbers of any length.
         return []
 
 

@@ -63,6 +63,8 @@ def test_without_an_absolute_folder_it_lies_in_the_home(
         '{"schema": 1, "ceilings": 7}',
         '{"schema": 1, "ceilings": [{"processes": 0, "events_per_s": 5, "streams": 1, "measured_at_s": 1}]}',
         '{"schema": 1, "ceilings": [{"processes": 1, "events_per_s": NaN, "streams": 1, "measured_at_s": 1}]}',
+        '{"schema": 1, "ceilings": [{"processes": Infinity, "events_per_s": 5, "streams": 1, "measured_at_s": 1}]}',
+        f'{{"schema": 1, "ceilings": [{{"processes": 1, "events_per_s": 1{"0" * 400}, "streams": 1}}]}}',
         "[" * 100_000,
     ],
 )

@@ -29,7 +29,6 @@ LOOKED_AT_FOR_FAILURES = "memory"
 BELIEVABLE = "certified training, served models that may be believed, or the machine's own measures"
 NEAREST_LOOKED_AT = 50
 FAMILY_ERROR = 0.05
-BRACKETED = "the interval is that of the rates between one that passed and one that failed"
 _UNUSED = ("training", "warmup", "steps")
 
 
@@ -269,7 +268,7 @@ def _ratio(first: Quantity, second: Quantity) -> tuple[Ratio | None, str]:
     launches = first.resampled.launches, second.resampled.launches
     if first.bracket and second.bracket:
         between = rate_search.ratio(second.bracket, first.bracket)
-        return between, BRACKETED if between else "no rate failed in B, so that it may be higher"
+        return between, rate_search.told_by(first.bracket, second.bracket)
     if first.subject == ROW and not first.tells_alone and min(launches) < 2:
         once = " and ".join(name for name, count in zip("AB", launches, strict=True) if count < 2)
         return None, f"launches were not repeated in {once}: iterations of one launch say nothing about the next"

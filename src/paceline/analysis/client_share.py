@@ -1,8 +1,9 @@
 """How near a load came to the ceiling of its client, as `paceline selftest` had measured it on the same host before.
 
 A load is known by its busiest second, a shorter one by all of its time: a mean over a whole run would hide the burst in
-which a client is late. The share is told beside the verdict and decides nothing: what a client was late by is measured
-in the run itself.
+which a client is late. Events are known of answers that came whole, not of all requests that failed on their way, so
+that failed ones are named beside the share. It is told beside the verdict and decides nothing: what a client was late
+by is measured in the run itself.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def _use(stretch: Stretch) -> CeilingUse:
         ceiling_events_per_s=ceiling.events_per_s,
         ceiling_streams=ceiling.streams,
         measured_at_s=ceiling.measured_at_s,
-        text=_text(ratio, ceiling, sum(client.most_in_flight for client in clients)),
+        text=_text(ratio, ceiling, sum(client.most_in_flight for client in clients)) + _failed(stretch),
         is_near=ratio > MOST_CEILING_RATIO,
     )
 
@@ -93,4 +94,10 @@ def _text(ratio: float, ceiling: CeilingSample, streams: int) -> str:
     day = datetime.fromtimestamp(min(max(ceiling.measured_at_s, 0.0), LAST_DAY_S), UTC).strftime("%Y-%m-%d")
     beyond = f", with up to {streams:,} here" if streams > ceiling.streams else ""
     told = f"{ceiling.events_per_s:,.0f} events/s over {ceiling.streams:,} streams{beyond}, measured {day}"
-    return f"{share} of the ceiling of this client ({told})"
+    return f"{share} of the ceiling of this client ({told}), by answers that came whole"
+
+
+def _failed(stretch: Stretch) -> str:
+    """What came of these before they failed is in no share."""
+    count = sum(request.error is not None for request in stretch.requests)
+    return f" ({count:,} failed and are not counted)" if count else ""

@@ -33,13 +33,14 @@ COMPARED = {TOKENS_PER_S: ("tokens/s", HIGHER), **dict.fromkeys(LATENCIES, ("s",
 
 
 def estimate(load: Served, metric: str) -> Resampled | None:
-    """One of COMPARED with its spread; None where too little was answered to tell one."""
+    """One of COMPARED with its spread; None where too little was answered to tell one. The rate of several launches has
+    the spread of their totals; slices of time tell it of a launch alone."""
     seed = statistics.seed_of(load.cell, load.words, metric)
+    if metric == TOKENS_PER_S and len(load.launches) > 1:
+        return served.rates(load, (metric,))[metric]
     if metric == TOKENS_PER_S:
-        sliced = [rows for launch in load.launches if len(rows := _slices(launch))]
-        if not sliced:
-            return None
-        return statistics.ratio_of_sums(sliced, statistics.resample_sums(sliced, seed), 0, 1)
+        rows = _slices(load)
+        return statistics.ratio_of_sums([rows], statistics.resample_sums([rows], seed), 0, 1) if len(rows) else None
     quantity, percent = LATENCIES[metric]
     values = [_known(launch, quantity) for launch in load.launches]
     return statistics.resampled_percentile([x for x in values if len(x)], percent, seed)
@@ -59,7 +60,8 @@ def _known(load: Served, quantity: Callable[[RequestSample], float | None]) -> A
 
 
 def _slices(launch: Served) -> Array:
-    """Tokens and seconds of every slice of the load. Tokens of an answer lie evenly between its first and its last."""
+    """Tokens and seconds of every slice of the load. Tokens of an answer lie evenly between its first and its last.
+    Prefill and decode take turns, so that slices differ by more than launches do."""
     answered = launch.answered
     if not answered or launch.wall_s() <= 0:
         return np.empty((0, 2))

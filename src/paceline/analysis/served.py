@@ -2,8 +2,8 @@
 
 All of it from the raw requests of all launches of a cell, merged; never from percentiles of parts. A percentile has
 distribution-free 95 % bounds by order statistics; one whose bounds reach beyond what was observed has none. Gaps
-between tokens have bounds by drawing whole answers again. A rate has the bounds of its launches, so that of one launch
-alone has none.
+between tokens have bounds by drawing launches and blocks of answers again. A rate has the bounds of its launches, so
+that of one launch alone has none.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from paceline import self_audit, stopping
-from paceline.analysis import client_share
+from paceline.analysis import client_share, shared_gaps
 from paceline.analysis.launch_spread import Bounded, bounded, over_launches, quotient
 from paceline.analysis.served_loads import Load as Load
 from paceline.analysis.served_loads import Served as Served
-from paceline.analysis.served_loads import first_answer_s, first_reasoning_s, is_scheduled
+from paceline.analysis.served_loads import clients_by_stage, first_answer_s, first_reasoning_s, is_scheduled
 from paceline.analysis.served_loads import gather as gather
 from paceline.analysis.served_loads import in_time as in_time
 from paceline.analysis.served_loads import latency_s as latency_s
 from paceline.analysis.served_loads import service_ttft_s as service_ttft_s
 from paceline.analysis.served_loads import tpot_s as tpot_s
 from paceline.analysis.served_loads import ttft_s as ttft_s
-from paceline.analysis.statistics import Array, clustered_percentiles, seed_of
-from paceline.analysis.token_times import Gaps, Steady, gaps_between_tokens, steady
+from paceline.analysis.statistics import Array, Resampled
+from paceline.analysis.statistics import percentile_bounds as percentile_bounds
+from paceline.analysis.token_times import Steady, gaps_between_tokens, steady
 from paceline.analysis.token_times import tokens_of as tokens_of
 from paceline.findings import HIGHER, LOWER, Measurement
 from paceline.findings.served_verdicts import CLIENT
@@ -39,25 +40,15 @@ from paceline.serving import (
     STAGED_SCENARIOS,
     ClientSample,
     RequestSample,
+    StageSample,
 )
 from paceline.spec import Scalar
 
 NS = 1e9
 PERCENTILES = (50, 90, 95, 99)
-Z_95 = 1.959964
 
 
 # --- measured ---
-
-
-def percentile_bounds(values: Sequence[float] | Array, percent: float) -> tuple[float, float | None, float | None]:
-    """The percentile and its 95 % bounds: the order statistics whose ranks a binomial count would not leave."""
-    ordered = np.sort(np.asarray(values, dtype=np.float64))
-    n, share = len(ordered), percent / 100
-    value = float(np.percentile(ordered, percent))
-    reach = Z_95 * math.sqrt(n * share * (1 - share))
-    low, high = math.floor(n * share - reach), math.ceil(n * share + reach)
-    return value, float(ordered[low - 1]) if low >= 1 else None, float(ordered[high - 1]) if high <= n else None
 
 
 Quantity = Callable[[RequestSample], float | None]
@@ -114,10 +105,7 @@ def measure(served: Served) -> Iterator[Measurement]:
     reasons = any(request.first_reasoning_ns is not None for request in served.answered)
     for name, quantity in (LATENCIES | OF_REASONING if reasons else LATENCIES).items():
         yield from _percentiles(served, name, [v for r in served.answered if (v := quantity(r)) is not None])
-    gaps = gaps_between_tokens(served.answered)
-    yield from _gap_percentiles(served, gaps)
-    split = gaps.split / len(gaps.seconds) if len(gaps.seconds) else None
-    yield measurement(served, "itl_split_ratio", (split, None, None), n=len(gaps.seconds))
+    yield from _gaps(served)
     yield from _rates(served)
     yield from _steady_rates(served)
     wrong, counted = mismatched(served.answered)
@@ -135,24 +123,32 @@ def _percentiles(served: Served, name: str, values: Sequence[float] | Array) -> 
         yield measurement(served, f"{name}_p{percent}_s", found, n=len(values))
 
 
-def _gap_percentiles(served: Served, gaps: Gaps) -> Iterator[Measurement]:
-    """Gaps of one answer are alike: bounds that took them for independent would be too narrow, so that whole answers
-    are drawn again."""
-    again = clustered_percentiles(gaps.seconds, gaps.answers, PERCENTILES, seed_of(served.cell, "itl"))
+def _gaps(served: Served) -> Iterator[Measurement]:
+    gaps = [gaps_between_tokens(launch.answered) for launch in served.launches]
+    seconds = np.concatenate([each.seconds for each in gaps])
+    again = shared_gaps.percentiles(served, gaps, PERCENTILES)
     for percent, drawn in zip(PERCENTILES, again, strict=True):
-        value = float(np.percentile(gaps.seconds, percent)) if len(gaps.seconds) else None
+        value = float(np.percentile(seconds, percent)) if len(seconds) else None
         found = (value, None, None) if drawn is None else bounded(drawn)
-        yield measurement(served, f"itl_p{percent}_s", found, n=len(gaps.seconds))
+        yield measurement(served, f"itl_p{percent}_s", found, n=len(seconds))
+    split = sum(each.split for each in gaps) / len(seconds) if len(seconds) else None
+    yield measurement(served, "itl_split_ratio", (split, None, None), n=len(seconds))
 
 
 def _rates(served: Served) -> Iterator[Measurement]:
-    rows = [_counts(launch) for launch in served.launches]
-    for name, (_, _, counted, over) in RATES.items():
+    for name, found in rates(served, RATES).items():
+        known = served.has_limits or not name.startswith("goodput")
+        yield measurement(served, name, bounded(found) if known else (None, None, None))
+
+
+def rates(served: Served, names: Iterable[str]) -> dict[str, Resampled | None]:
+    """Some of RATES, each over the totals of launches: the one way in which any part of a report tells them."""
+    rows, found = [_counts(launch) for launch in served.launches], {}
+    for name in names:
+        _, _, counted, over = RATES[name]
         estimate = quotient(_COUNTED.index(counted), _COUNTED.index(over))
-        found = bounded(over_launches(rows, estimate, served.cell, name))
-        if name.startswith("goodput") and not served.has_limits:
-            found = (None, None, None)
-        yield measurement(served, name, found)
+        found[name] = over_launches(rows, estimate, served.cell, served.words, name)
+    return found
 
 
 def _counts(launch: Served) -> list[float]:
@@ -363,23 +359,32 @@ def problems(record: RunRecord) -> list[str]:
 
 
 def client_doubts(record: RunRecord) -> dict[int, list[str]]:
-    """What the client says against itself, by load; empty where it can be believed in all."""
-    assert record.spec.serving is not None
-    rates = {stage.stage: (stage.scenario, stage.rate_per_s) for stage in record.stages}
-    found = {}
-    lacking = {request.stage for request in record.requests if is_lacking(request)}
-    for number in sorted({client.stage for client in record.clients} | lacking):
-        clients = [client for client in record.clients if client.stage == number]
-        scheduled = number in rates and is_scheduled(*rates[number])
-        scenario = OPEN[0] if scheduled else record.spec.serving.scenario
-        found[number] = client_problems(clients, [r for r in record.requests if r.stage == number], scenario)
+    """What the client says against itself, by load; empty where it can be believed in all. Requests are looked at
+    once, however many loads there are."""
+    stages, clients = {stage.stage: stage for stage in record.stages}, clients_by_stage(record)
+    requests: defaultdict[int, list[RequestSample]] = defaultdict(list)
+    for request in record.requests:
+        requests[request.stage].append(request)
+    numbers = sorted({*clients, *requests})
+    found = {n: _doubts(record, stages.get(n), clients.get(n, []), requests[n]) for n in numbers}
     return {number: problems for number, problems in found.items() if problems}
 
 
 def doubts_of(served: Served) -> list[str]:
-    """What speaks against the client in any launch of this load."""
-    found = (client_doubts(stretch.record).get(stretch.number, ()) for stretch in served.stretches)
+    """What speaks against the client in any launch of this load; other loads of these launches are not looked at."""
+    found = (_doubts(s.record, s.stage, s.clients, s.requests) for s in served.stretches)
     return list(dict.fromkeys(problem for doubts in found for problem in doubts))
+
+
+def _doubts(
+    record: RunRecord, stage: StageSample | None, clients: Sequence[ClientSample], requests: Sequence[RequestSample]
+) -> list[str]:
+    """A load of which no client tells anything is doubted only where it says itself what the client lacked."""
+    assert record.spec.serving is not None
+    if not clients and not any(map(is_lacking, requests)):
+        return []
+    scheduled = stage is not None and is_scheduled(stage.scenario, stage.rate_per_s)
+    return client_problems(clients, requests, OPEN[0] if scheduled else record.spec.serving.scenario)
 
 
 def believed(records: Sequence[RunRecord]) -> list[Served]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from paceline.analysis.token_times import first_token_ns, tokens_of
 from paceline.records import RunRecord
-from paceline.serving import OPEN, PLAIN_SCENARIOS, STAGED_SCENARIOS, RequestSample, Serving, StageSample
+from paceline.serving import OPEN, PLAIN_SCENARIOS, STAGED_SCENARIOS, ClientSample, RequestSample, Serving, StageSample
 from paceline.spec import RunSpec, Scalar
 
 NS = 1e9
@@ -102,11 +102,12 @@ def _named(word: str, value: int | None) -> str | None:
 @dataclass(frozen=True, eq=False)
 class Stretch:
     """One load put on once, in one launch, its requests in the order they were due; stage is None in records of before
-    there were several."""
+    there were several. clients are what the client's processes tell of themselves during it."""
 
     record: RunRecord
     stage: StageSample | None
     requests: tuple[RequestSample, ...]
+    clients: tuple[ClientSample, ...] = ()
 
     @property
     def number(self) -> int:
@@ -292,5 +293,13 @@ def _stretches(record: RunRecord) -> Iterator[Stretch]:
     for request in sorted(record.requests, key=lambda request: (request.due_ns, request.number)):
         by_stage[request.stage].append(request)
     stages = {stage.stage: stage for stage in record.stages}
+    clients = clients_by_stage(record)
     for number in sorted(by_stage):
-        yield Stretch(record, stages.get(number), tuple(by_stage[number]))
+        yield Stretch(record, stages.get(number), tuple(by_stage[number]), tuple(clients.get(number, ())))
+
+
+def clients_by_stage(record: RunRecord) -> dict[int, list[ClientSample]]:
+    found: defaultdict[int, list[ClientSample]] = defaultdict(list)
+    for client in record.clients:
+        found[client.stage].append(client)
+    return dict(found)

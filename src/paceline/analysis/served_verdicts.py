@@ -78,13 +78,23 @@ def verdicts(ours: Sequence[tuple[RunRecord, str]], accuracy: Mapping[str, Rule]
         told = {status: [r for r, s in ours if r.spec.cell == cell and s == status] for status in ("ok", "invalid")}
         sound, doubted = told["ok"], told["invalid"]
         left_out = tuple(f"{r.spec.run_id}: {'; '.join(measured.problems(r))}" for r in doubted) if sound else ()
+        # Once for each launch: it may hold many loads, and each asks.
+        known = {id(record): measured.problems(record) for record in sound or doubted}
         for load in gather(sound or doubted):
-            yield verdict_of(load, accuracy.get(cell), left_out)
+            problems = [text for record in load.records for text in known[id(record)]]
+            yield verdict_of(load, accuracy.get(cell), left_out, problems)
 
 
-def verdict_of(served: Served, accuracy: Rule | None = None, left_out: tuple[str, ...] = ()) -> ServedVerdict:
-    found = [problem for record in served.records for problem in measured.problems(record)]
-    doubts = dict.fromkeys((*found, *measured.doubts_of(served)))
+def verdict_of(
+    served: Served,
+    accuracy: Rule | None = None,
+    left_out: tuple[str, ...] = (),
+    problems: Sequence[str] | None = None,
+) -> ServedVerdict:
+    """problems are those of its launches, where they are known already."""
+    if problems is None:
+        problems = [problem for record in served.records for problem in measured.problems(record)]
+    doubts = dict.fromkeys((*problems, *measured.doubts_of(served)))
     broken = (*measured.rule_problems(served), *measured.failure_problems(served), *measured.duration_problems(served))
     reasons = (*doubts, *broken, *_failed_accuracy(accuracy))
     label, count = loadgen_rules.label_of(served), len(served.requests)

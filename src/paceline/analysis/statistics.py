@@ -27,9 +27,8 @@ OUTLIER_Z = 3.5
 FEWEST_BEYOND = 5
 # Values drawn at once, so that memory stays small however many there are.
 MOST_DRAWN = 1 << 20
-# Clusters that are drawn, and values that are told apart: with more of either they are put together, so that no number
-# of tokens makes a bootstrap longer.
-MOST_CLUSTERS, MOST_STEPS = 2000, 1000
+# Values that are told apart: more are put together, so that no number of tokens makes a bootstrap longer.
+MOST_STEPS = 1000
 
 # Student's t, 97.5 %, for 1 to 30 degrees of freedom (Abramowitz and Stegun, table 26.10); then the normal's value.
 _T_975 = (
@@ -192,48 +191,54 @@ def _percentiles_of(ascending: Array, counts: NDArray[np.int64], percent: float)
 
 
 def clustered_percentiles(
-    values: Array, clusters: NDArray[np.int64], percents: Sequence[float], seed: int, resamples: int = RESAMPLES
+    launches: Sequence[tuple[Array, NDArray[np.int64]]],
+    percents: Sequence[float],
+    seed: int,
+    resamples: int = RESAMPLES,
 ) -> list[Resampled | None]:
-    """numpy's percentiles of all values together, whole clusters drawn again: values of one cluster may be as alike as
-    they please. clusters numbers the cluster of each value. None unless FEWEST_BEYOND clusters have a value beyond it
-    on either side.
+    """numpy's percentiles of all values together; of each launch its values, and the number of the cluster that each is
+    in. Launches are drawn where there are several, then clusters in each: values of one cluster may be as alike as they
+    please, and clusters must not be. None unless every launch has values, and FEWEST_BEYOND clusters of one launch, or
+    values of several, lie beyond it on either side.
 
-    Of more than MOST_CLUSTERS, seeded bundles of equally many are drawn; deviations are of values rounded up to one of
-    some MOST_STEPS quantiles, half of them in the upper tenth."""
-    if not len(values):
+    Deviations are of values rounded up to one of some MOST_STEPS quantiles, half of them in the upper tenth."""
+    known = [(values, clusters) for values, clusters in launches if len(values)]
+    if not known or len(known) < len(launches):
         return [None] * len(percents)
-    rng = np.random.default_rng(seed)
+    numbers = [np.unique(clusters, return_inverse=True)[1] for _, clusters in known]
+    sizes = [int(own.max()) + 1 for own in numbers]
+    starts = np.cumsum([0, *sizes[:-1]])
+    values = np.concatenate([x for x, _ in known])
+    own = np.concatenate([n + start for n, start in zip(numbers, starts, strict=True)])
     order = np.argsort(values)
-    ascending, own = values[order], clusters[order]
+    ascending, own = values[order], own[order]
     steps, place = _steps(ascending)
-    held = _bundled(own, rng)[own] * len(steps) + place
-    bundles = int(held.max()) // len(steps) + 1
-    held = np.bincount(held, minlength=bundles * len(steps)).reshape(bundles, -1)
-    drawn = rng.integers(bundles, size=(resamples, bundles)) + bundles * np.arange(resamples)[:, None]
-    times = np.bincount(drawn.ravel(), minlength=resamples * bundles).reshape(resamples, bundles)
+    held = np.bincount(own * len(steps) + place, minlength=sum(sizes) * len(steps)).reshape(sum(sizes), -1)
+    times = _drawn_clusters(sizes, resamples, np.random.default_rng(seed))
     # As floats: products of whole numbers have no fast kernel, and these are exact up to 2^53.
     counts = np.rint(times.astype(np.float64) @ held.astype(np.float64)).astype(np.int64)
+    units = len(sizes) if len(sizes) > 1 else sizes[0]
     found: list[Resampled | None] = []
     for percent in percents:
         value = float(_percentiles_of(ascending, np.ones((1, len(ascending)), dtype=np.int64), percent)[0])
         below, above = np.searchsorted(ascending, value, "right"), np.searchsorted(ascending, value, "left")
-        if min(_distinct(own[:below]), _distinct(own[above:])) < FEWEST_BEYOND:
+        if min(_beyond(own[:below], len(sizes)), _beyond(own[above:], len(sizes))) < FEWEST_BEYOND:
             found.append(None)
             continue
         # Both rounded alike: what is left between them is what drawing did.
         here = float(_percentiles_of(steps, held.sum(axis=0)[None, :], percent)[0])
         again = _percentiles_of(steps, counts, percent)
-        found.append(from_replicates(value, again * (value / here) if here > 0 else again, bundles, 1))
+        found.append(from_replicates(value, again * (value / here) if here > 0 else again, units, len(sizes)))
     return found
 
 
-def _bundled(clusters: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.int64]:
-    """The bundle of each cluster number that occurs: itself, or one of MOST_CLUSTERS of about as many clusters each."""
-    numbers = np.flatnonzero(np.bincount(clusters))
-    bundle = np.zeros(int(clusters.max()) + 1, dtype=np.int64)
-    fits = len(numbers) <= MOST_CLUSTERS
-    bundle[numbers] = np.arange(len(numbers)) if fits else rng.permutation(len(numbers)) % MOST_CLUSTERS
-    return bundle
+def _drawn_clusters(sizes: Sequence[int], resamples: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    """How often each resample (row) holds each cluster: launches first where there are several, then as many clusters
+    of each launch drawn as it has."""
+    count = len(sizes)
+    drawn = rng.multinomial(count, np.full(count, 1 / count), size=resamples)
+    parts = [rng.multinomial(drawn[:, n] * size, np.full(size, 1 / size)) for n, size in enumerate(sizes)]
+    return np.concatenate(parts, axis=1)
 
 
 def _steps(ascending: Array) -> tuple[Array, NDArray[np.int64]]:
@@ -249,8 +254,9 @@ def _steps(ascending: Array) -> tuple[Array, NDArray[np.int64]]:
     return steps, np.repeat(np.arange(len(steps)), np.diff(ends, prepend=0))
 
 
-def _distinct(clusters: NDArray[np.int64]) -> int:
-    return int(np.count_nonzero(np.bincount(clusters))) if len(clusters) else 0
+def _beyond(clusters: NDArray[np.int64], launches: int) -> int:
+    """Of one launch clusters, which are all that tells its spread; of several, whose spread is theirs, values."""
+    return int(np.count_nonzero(np.bincount(clusters))) if launches == 1 and len(clusters) else len(clusters)
 
 
 class Ratio(NamedTuple):
@@ -336,6 +342,16 @@ def percentile(values: Sequence[float] | Array, q: float) -> float | None:
     if len(values) * min(q, 100 - q) < 100:
         return None
     return float(np.percentile(np.asarray(values, dtype=np.float64), q))
+
+
+def percentile_bounds(values: Sequence[float] | Array, percent: float) -> tuple[float, float | None, float | None]:
+    """The percentile and its 95 % bounds: the order statistics whose ranks a binomial count would not leave."""
+    ordered = np.sort(np.asarray(values, dtype=np.float64))
+    n, share = len(ordered), percent / 100
+    value = float(np.percentile(ordered, percent))
+    reach = Z_95 * math.sqrt(n * share * (1 - share))
+    low, high = math.floor(n * share - reach), math.ceil(n * share + reach)
+    return value, float(ordered[low - 1]) if low >= 1 else None, float(ordered[high - 1]) if high <= n else None
 
 
 # --- warm-up ---

@@ -151,7 +151,7 @@ def _served(records: Sequence[RunRecord]) -> Iterator[Quantity]:
         return
     found_rate = rate_search.bracket(rate_searched(records))
     if found_rate is not None:
-        whole = Resampled(found_rate.passed, None, math.inf, len(records), logarithmic=True)
+        whole = Resampled(found_rate.rate, None, math.inf, found_rate.launches, logarithmic=True)
         about = served.METRICS[rate_search.METRIC]
         yield Quantity(rate_search.METRIC, *about, None, whole, tells_alone=True, bracket=found_rate)
     for load in () if is_search(records) else served.believed(records):

@@ -79,8 +79,8 @@ def arrivals(requests: Sequence[RequestSample]) -> Arrivals:
 
 
 def busiest_second(requests: Sequence[RequestSample]) -> int | None:
-    """The most events with content that came within one second; None where no time of any was kept."""
-    times = np.sort(_events(requests).times)
+    """The most events with content, of answers that came whole, within one second; None where no time was kept."""
+    times = np.sort(_events([request for request in requests if request.error is None]).times)
     if not len(times):
         return None
     after = np.searchsorted(times, times + int(NS), side="left")
@@ -89,8 +89,8 @@ def busiest_second(requests: Sequence[RequestSample]) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Gaps:
-    """Times between tokens in seconds, and the number of the answer that each is of; split counts those that are a
-    share of a longer one, because several tokens came at its end."""
+    """Times between tokens in seconds, and the number of the answer that each is of, by when its first token came;
+    split counts those that are a share of a longer one, because several tokens came at its end."""
 
     seconds: Array
     answers: NDArray[np.int64]
@@ -104,7 +104,8 @@ def gaps_between_tokens(requests: Sequence[RequestSample]) -> Gaps:
     tokens = found.tokens[1:][within]
     parts = np.rint(tokens).astype(np.int64)
     seconds = np.repeat(np.diff(found.times)[within] / tokens, parts) / NS
-    answers = np.repeat((np.cumsum(found.first) - 1)[1:][within], parts)
+    began = np.argsort(np.argsort(found.times[found.first], kind="stable"))
+    answers = np.repeat(began[(np.cumsum(found.first) - 1)[1:][within]], parts)
     return Gaps(seconds, answers, int(parts[parts > 1].sum()))
 
 

@@ -111,6 +111,9 @@ def _further(report: Report, best: Key) -> Iterator[str]:
 def _searched(m: Measurement) -> str:
     if m.value is None:
         return f"No rate is known to keep the limits: {m.note}."
+    if m.launches > 1:
+        ends = " to ".join("unknown" if end is None else f"{end:.4g}" for end in (m.low, m.high))
+        return f"Up to {m.value:.4g} requests/s kept the limits, the mean of {m.launches} launches ({ends})."
     end = f", {m.high:g} did not" if m.high is not None else ", and no higher one was seen to fail"
     return f"Up to {m.value:g} requests/s kept the limits{end}."
 

@@ -19,6 +19,7 @@ from paceline.serving import CeilingSample
 from paceline.spec import Choice
 
 MEASURED = 1_763_300_000.0  # 2025-11-16
+WHOLE = ", by answers that came whole"
 
 
 def ceiling(events_per_s: float, processes: int = 1, streams: int = 100) -> CeilingSample:
@@ -64,8 +65,17 @@ def test_a_load_of_less_than_a_second_is_known_by_all_of_its_time() -> None:
 def test_the_share_is_told_with_the_ceiling_and_its_day() -> None:
     use = use_of(asked(ceiling(320.0)))
     assert (use.events_per_s, use.ratio, use.is_near) == (32.0, pytest.approx(0.1), False)
-    assert use.text == "10 % of the ceiling of this client (320 events/s over 100 streams, measured 2025-11-16)"
+    assert use.text == f"10 % of the ceiling of this client (320 events/s over 100 streams, measured 2025-11-16){WHOLE}"
     assert use_of(asked(ceiling(25_441.0))).text.startswith("under 1 % of the ceiling of this client (25,441 events/s")
+
+
+def test_requests_that_failed_on_their_way_are_named_and_not_counted() -> None:
+    """Whether or not some of their events were kept: a failed request is not told whole."""
+    found = asked(ceiling(320.0))
+    broken = [request(n, error="in_stream", ended_ns=2 * S) for n in (8, 9)]
+    use = use_of(replace(found, requests=(*found.requests, *broken)))
+    assert use.ratio == pytest.approx(0.1)
+    assert use.text.endswith(f"2025-11-16){WHOLE} (2 failed and are not counted)")
 
 
 def test_the_launch_that_came_nearest_counts() -> None:
@@ -118,7 +128,7 @@ def test_each_load_is_held_against_the_client_that_it_had() -> None:
 
 def test_every_form_of_the_report_tells_it() -> None:
     report = built(asked(ceiling(320.0)))
-    sentence = "10 % of the ceiling of this client (320 events/s over 100 streams, measured 2025-11-16)"
+    sentence = f"10 % of the ceiling of this client (320 events/s over 100 streams, measured 2025-11-16){WHOLE}"
     assert f"The client used {sentence}" in markdown.text(report)
     assert sentence in html.text(report)
     (line,) = (line for line in csv.text(report).splitlines() if "client_ceiling_ratio" in line)

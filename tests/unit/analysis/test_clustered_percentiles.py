@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from served_records import MS, record, request
 
-from paceline.analysis import served, statistics
+from paceline.analysis import statistics
 from paceline.analysis.served import percentile_bounds
 from paceline.analysis.statistics import Array, Resampled, clustered_percentiles
 
@@ -18,7 +17,7 @@ def numbered(clusters: int, each: int) -> Clusters:
 
 
 def one(values: Array, clusters: Clusters, percent: float, **more: int) -> Resampled:
-    (found,) = clustered_percentiles(values, clusters, (percent,), more.pop("seed", 1), **more)
+    (found,) = clustered_percentiles([(values, clusters)], (percent,), more.pop("seed", 1), **more)
     assert found is not None
     return found
 
@@ -30,12 +29,16 @@ def width(found: Resampled) -> float:
     return high - low
 
 
-def test_the_same_as_drawing_answers_one_by_one() -> None:
+def test_the_same_as_drawing_clusters_one_by_one() -> None:
     rng = np.random.default_rng(5)
     sizes = rng.integers(1, 30, size=40)
     groups = [rng.lognormal(0, 0.4) * rng.lognormal(0, 0.3, size) for size in sizes]
     values, clusters = np.concatenate(groups), np.repeat(np.arange(40), sizes)
-    drawn = np.random.default_rng(9).integers(40, size=(200, 40))
+    # Of one launch, which is drawn once each time.
+    seeded = np.random.default_rng(9)
+    launch = seeded.multinomial(1, [1.0], size=200)
+    times = seeded.multinomial(40 * launch[:, 0], np.full(40, 1 / 40))
+    drawn = [np.repeat(np.arange(40), row) for row in times]
     again = np.array([np.percentile(np.concatenate([groups[g] for g in row]), 90) for row in drawn])
     plain = statistics.from_replicates(float(np.percentile(values, 90)), again, 40, 1)
     # Values may stand in any order, and clusters have any numbers.
@@ -53,7 +56,7 @@ def test_bounds_hold_the_truth_about_as_often_as_they_say() -> None:
     held, naive = dict.fromkeys(truth, 0), dict.fromkeys(truth, 0)
     for trial in range(80):
         values = 10 + np.repeat(rng.standard_normal(100), 20) + rng.standard_normal(2000)
-        found = clustered_percentiles(values, clusters, tuple(truth), trial, resamples=150)
+        found = clustered_percentiles([(values, clusters)], tuple(truth), trial, resamples=150)
         for (percent, true), drawn in zip(truth.items(), found, strict=True):
             assert drawn is not None
             low, high = drawn.interval
@@ -71,7 +74,7 @@ def test_gaps_that_are_all_alike_within_an_answer_tell_no_more_than_answers(perc
     answers = one(levels, numbered(400, 1), percent)
     alike = one(np.repeat(levels, 50), numbered(400, 50), percent)
     assert width(alike) == pytest.approx(width(answers), rel=0.05)
-    as_if_independent = one(np.repeat(levels, 50), np.arange(20_000), percent)
+    as_if_independent = one(np.repeat(levels, 50), np.arange(20_000), percent, resamples=300)
     assert width(alike) > 3 * width(as_if_independent)
 
 
@@ -83,47 +86,34 @@ def test_gaps_that_have_nothing_to_do_with_their_answer_have_the_bounds_of_gaps(
     assert width(one(values, numbered(400, 50), 90)) == pytest.approx(high - low, rel=0.25)
 
 
-def test_many_answers_are_drawn_in_bundles_with_the_same_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = np.random.default_rng(4)
-    values = np.repeat(rng.lognormal(0, 0.5, 400), 4) * rng.lognormal(0, 0.1, 1600)
-    whole = one(values, numbered(400, 4), 95)
-    monkeypatch.setattr(statistics, "MOST_CLUSTERS", 250)
-    bundled = one(values, numbered(400, 4), 95)
-    assert (whole.freedom, bundled.freedom) == (399, 249)
-    assert whole.value == bundled.value == np.percentile(values, 95)
-    assert width(bundled) == pytest.approx(width(whole), rel=0.25)
+def test_several_launches_are_drawn_first() -> None:
+    """Three launches, each sure of its own level, whose levels differ: the interval is that of launches."""
+    rng = np.random.default_rng(8)
+    levels = (97.4, 152.4, 149.5)
+    launches = [(level * rng.lognormal(0, 0.01, 2000), numbered(100, 20)) for level in levels]
+    for drawn in clustered_percentiles(launches, (50, 99), 1):
+        assert drawn is not None
+        assert (drawn.launches, drawn.freedom) == (3, 2)
+        low, high = drawn.interval
+        assert low is not None
+        assert high is not None
+        assert low <= min(levels) < max(levels) <= high
 
 
 def test_a_percentile_that_few_answers_tell_has_no_bounds() -> None:
     rng = np.random.default_rng(6)
-    few = clustered_percentiles(rng.random(400), numbered(4, 100), (50, 99), 1)
+    few = clustered_percentiles([(rng.random(400), numbered(4, 100))], (50, 99), 1)
     assert few == [None, None]
     # All gaps beyond the 99th percentile are of one slow answer.
     values = np.concatenate([rng.random(9900), 5 + rng.random(100)])
-    median, tail = clustered_percentiles(values, numbered(100, 100), (50, 99), 1)
+    median, tail = clustered_percentiles([(values, numbered(100, 100))], (50, 99), 1)
     assert median is not None
     assert tail is None
-    assert clustered_percentiles(np.zeros(0), np.zeros(0, dtype=np.int64), (50,), 1) == [None]
+    nothing = (np.zeros(0), np.zeros(0, dtype=np.int64))
+    assert clustered_percentiles([nothing], (50,), 1) == [None]
+    assert clustered_percentiles([(values, numbered(100, 100)), nothing], (50,), 1) == [None]
 
 
 def test_values_that_are_all_the_same_have_no_width() -> None:
     found = one(np.full(500, 0.02), numbered(50, 10), 99)
     assert (found.value, found.interval) == (0.02, pytest.approx((0.02, 0.02)))
-
-
-# --- as served runs have them ---
-
-
-def test_gaps_between_tokens_have_the_bounds_of_their_answers() -> None:
-    """600 answers of three gaps each, all gaps of answer n being 10 ms + n us."""
-    asked = [request(n, token_ns=(10 * MS + 1000 * n,) * 3) for n in range(600)]
-    (load,) = served.gather([record(asked)])
-    found = {m.metric: m for m in served.measure(load)}
-    median = found["itl_p50_s"]
-    assert (median.value, median.n) == (pytest.approx(0.0102995), 1800)
-    # Of 600 answers the median is known to 24.5 ranks on either side, of 1,800 independent gaps to 14.
-    assert median.low == pytest.approx(0.0102995 - 24.5e-6, abs=4e-6)
-    assert median.high == pytest.approx(0.0102995 + 24.5e-6, abs=4e-6)
-    assert found["itl_p99_s"].low is not None
-    again = {m.metric: m for m in served.measure(load)}
-    assert again["itl_p95_s"] == found["itl_p95_s"]

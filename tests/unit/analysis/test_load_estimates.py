@@ -9,7 +9,9 @@ import pytest
 from answered_records import build_record, build_request, build_spec, in_stages, one_by_one
 from served_records import CLIENT
 
-from paceline.analysis import load_estimates, served, statistics
+from paceline.analysis import load_estimates, served, served_cost, statistics
+from paceline.analysis.cost import Costing
+from paceline.prices import Price
 from paceline.records import RunRecord
 
 
@@ -48,6 +50,33 @@ def test_launches_of_a_cell_are_joined_by_load() -> None:
     found = served.gather([first, again])
     assert [len(load.launches) for load in found] == [2, 2]
     assert load_estimates.value(found[0], "output_tokens_per_s") == pytest.approx(500 / 15)
+
+
+def in_waves(repeat: int, seconds: float) -> RunRecord:
+    """Eight waves of sixteen answers: a long prefill in which no token comes, then all of them at once."""
+    asked = []
+    for n in range(128):
+        begin = seconds * (n // 16)
+        came = int((begin + 0.8 * seconds) * 1e9)
+        asked.append(build_request(n, begin, seconds, first_ns=came, last_ns=came))
+    found = build_record(build_spec(), asked)
+    return dataclasses.replace(found, spec=dataclasses.replace(found.spec, repeat=repeat))
+
+
+def test_one_rate_has_one_interval_wherever_a_report_tells_it() -> None:
+    """Launches within 2 % of each other. Slices of time, in which prefill and decode take turns, would say 30 %."""
+    records = [in_waves(repeat, seconds) for repeat, seconds in enumerate((1.0, 1.02, 1.001))]
+    (load,) = served.gather(records)
+    (told,) = (m for m in served.measure(load) if m.metric == "output_tokens_per_s")
+    rate = load_estimates.estimate(load, "output_tokens_per_s")
+    assert rate is not None
+    assert (told.value, told.low, told.high) == (rate.value, *rate.interval)
+    assert told.low is not None
+    assert told.value is not None
+    assert told.low > 0.9 * told.value
+    (cost,) = served_cost.analyse(records, Costing((Price(name="own", usd_per_gpu_hour=3.6),)))
+    priced = cost.usd_per_output_mtok
+    assert priced.value * told.value == pytest.approx(priced.low * told.high) == pytest.approx(priced.high * told.low)
 
 
 def test_the_resampled_percentile_is_numpys() -> None:

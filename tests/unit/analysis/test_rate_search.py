@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
 from served_records import S, record, request, stage
 
 from paceline import stopping
 from paceline.analysis import rate_search, served
-from paceline.findings import Measurement
+from paceline.analysis.compare import verdict_of
+from paceline.findings import HIGHER, TIE, WORSE, Measurement
+from paceline.records import RunRecord
 
 
-def searched(*loads: tuple[float, int, int], scenario: str = "search") -> Measurement | None:
+def launch(*loads: tuple[float, int, int], scenario: str = "search", repeat: int = 0) -> RunRecord:
     """Each load: its rate, its requests, and how many came after 3 s, where 2 s are allowed."""
     requests, stages = [], []
     for number, (rate, count, late) in enumerate(loads):
         stages.append(stage(number, scenario="server", rate_per_s=rate))
         slow = {"first_ns": 3 * S, "last_ns": 3 * S}
         requests += [request(n, stage=number, **(slow if n < late else {})) for n in range(count)]
-    return rate_search.max_rate(served.gather([record(requests, stages=stages, scenario=scenario, rate_per_s=1.0)]))
+    return record(requests, repeat=repeat, stages=stages, scenario=scenario, rate_per_s=1.0, ttft_limit_s=2.0)
+
+
+def searched(*loads: tuple[float, int, int], scenario: str = "search") -> Measurement | None:
+    return rate_search.max_rate(served.gather([launch(*loads, scenario=scenario)]))
 
 
 def test_the_highest_that_passed_below_the_lowest_that_failed() -> None:
@@ -63,6 +72,84 @@ def test_failing_is_as_sure_as_passing() -> None:
     assert not stopping.too_many_late(24, 0, 0.99)
 
 
+# --- several launches ---
+
+
+def launches(*found: tuple[tuple[float, int, int], ...], scenario: str = "search") -> Measurement | None:
+    return rate_search.max_rate(
+        served.gather([launch(*loads, scenario=scenario, repeat=n) for n, loads in enumerate(found)])
+    )
+
+
+def test_each_launch_is_bracketed_by_itself() -> None:
+    """A rate that failed in one launch does not take away what passed in another."""
+    found = launches(((8, 459, 0), (9, 459, 100)), ((7, 459, 0), (7.5, 459, 100)), ((8, 459, 0), (8.5, 459, 100)))
+    assert found is not None
+    assert found.value == pytest.approx((8 * 7 * 8) ** (1 / 3))
+    assert (found.low, found.high, found.launches) == (pytest.approx(6.31, abs=0.01), pytest.approx(10.1, abs=0.1), 3)
+    assert found.note
+    assert found.note.count(" passed (459 requests, 0 late)") == 3
+
+
+def test_launches_that_agree_have_the_bounds_of_their_bracket() -> None:
+    found = launches(((8, 459, 0), (9, 459, 100)), ((8, 459, 0), (9, 459, 100)))
+    assert found is not None
+    assert (found.value, found.low, found.high) == pytest.approx((8, 8, 9))
+
+
+def test_a_launch_that_lacks_an_end_takes_that_bound_away() -> None:
+    found = launches(((8, 459, 0), (9, 459, 100)), ((8, 459, 100),))
+    assert found is not None
+    assert (found.value, found.low, found.high) == (pytest.approx(8), None, 9)
+    found = launches(((8, 459, 0), (9, 459, 100)), ((8, 459, 0),))
+    assert found is not None
+    assert (found.low, found.high) == (pytest.approx(8), None)
+
+
+def test_a_launch_that_tells_nothing_is_no_repetition() -> None:
+    found = launches(((8, 459, 0), (9, 459, 100)), ((8, 100, 0),))
+    assert found is not None
+    assert (found.value, found.high, found.launches) == (8, 9, 1)
+
+
+def test_a_sweep_of_few_requests_in_each_launch_tells_by_all_of_them() -> None:
+    few = ((1, 230, 0), (2, 3, 1))
+    found = launches(few, few, scenario="sweep")
+    assert found is not None
+    assert (found.value, found.high) == (1, 2)
+    found = launches(few, few)
+    assert found is not None
+    assert found.value is None
+
+
+# --- found again ---
+
+
+def drawn(rng: np.random.Generator, count: int, level: float = 100.0) -> rate_search.Bracket:
+    """Launches 3 % apart, each bracketed to 5 %."""
+    true = level * np.exp(0.03 * rng.standard_normal(count))
+    passed = [float(each) for each in true * np.exp(-0.05 * rng.random(count))]
+    return rate_search.Bracket(*rate_search.combined([(low, low * math.exp(0.05)) for low in passed]), count)
+
+
+@pytest.mark.parametrize(("first", "second"), [(1, 1), (1, 3), (3, 1), (3, 3)])
+def test_noise_between_launches_is_rarely_called_a_change(first: int, second: int) -> None:
+    rng, changed, fell = np.random.default_rng(7), 0, 0
+    for _ in range(300):
+        same = rate_search.ratio(drawn(rng, second), drawn(rng, first))
+        lower = rate_search.ratio(drawn(rng, second, level=70.0), drawn(rng, first))
+        assert same is not None
+        assert lower is not None
+        changed += verdict_of(same, HIGHER)[0] != TIE
+        fell += verdict_of(lower, HIGHER)[0] == WORSE
+    assert changed <= 30
+    assert fell >= 270
+
+
+def one_launch(passed: float, failed: float | None) -> rate_search.Bracket:
+    return rate_search.Bracket(passed, passed, failed)
+
+
 @pytest.mark.parametrize(
     ("over", "under", "excludes_1"),
     [
@@ -77,12 +164,22 @@ def test_failing_is_as_sure_as_passing() -> None:
 def test_the_interval_of_two_found_rates_is_that_of_all_their_ratios(
     over: tuple[float, float], under: tuple[float, float | None], excludes_1: bool
 ) -> None:
-    found = rate_search.ratio(rate_search.Bracket(*over), rate_search.Bracket(*under))
+    found = rate_search.ratio(one_launch(*over), one_launch(*under))
     assert found is not None
     assert found.low <= found.value <= found.high
     assert (not found.low <= 1 <= found.high) == excludes_1
-    assert (max(found.value, 1 / found.value) - 1 > found.detectable) >= excludes_1
+    # Beyond that, rates of one launch must lie apart by what launches may differ.
+    assert found.detectable >= math.expm1(rate_search.UNREPEATED)
 
 
 def test_a_rate_that_nothing_bounds_has_no_ratio() -> None:
-    assert rate_search.ratio(rate_search.Bracket(4, None), rate_search.Bracket(8, 9)) is None
+    assert rate_search.ratio(one_launch(4, None), one_launch(8, 9)) is None
+    assert rate_search.ratio(one_launch(8, 9), rate_search.Bracket(4, None, 5, 2)) is None
+
+
+@pytest.mark.parametrize(("passed", "verdict"), [(8.0, TIE), (7.5, TIE), (7.0, WORSE)])
+def test_one_launch_on_a_side_has_a_verdict_only_beyond_the_margin(passed: float, verdict: str) -> None:
+    """A passed at 8: B has to fail 5 % below it."""
+    found = rate_search.ratio(one_launch(passed, passed + 0.4), one_launch(8.0, 8.4))
+    assert found is not None
+    assert verdict_of(found, HIGHER)[0] == verdict

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from served_records import CLIENT, S, in_turns, record, replica, request, stage
 
 from paceline.analysis import report as reports
+from paceline.analysis import served
 from paceline.analysis.served_loads import gather
 from paceline.analysis.served_verdicts import verdict_of
 from paceline.exporters import html, markdown
@@ -19,7 +21,7 @@ from paceline.findings.served_verdicts import LOADGEN_LABEL, NOT_KEPT, UNTOLD, R
 from paceline.present.answer import answer, grounds
 from paceline.present.machine import machine_tables
 from paceline.records import RunRecord
-from paceline.serving import RequestSample
+from paceline.serving import ClientSample, RequestSample
 
 TWO = (replica(0), replica(1))
 
@@ -100,6 +102,27 @@ def test_a_load_without_limits_counts_its_failures() -> None:
     asked = [request(n, error="http_500" if n else None) for n in range(100)]
     (verdict,) = build(record(asked)).served
     assert (verdict.verdict, verdict.reasons) == ("INVALID", ("99 of 100 requests failed (http_500 99 times)",))
+
+
+def test_many_loads_of_one_launch_do_not_look_at_each_others_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the client says against itself takes as many looks at requests for 2 loads as for 40 of as many in all."""
+    looked_at: list[int] = []
+    plain = served.client_problems
+
+    def counted(clients: Sequence[ClientSample], requests: Sequence[RequestSample], scenario: str) -> list[str]:
+        looked_at.append(len(requests))
+        return plain(clients, requests, scenario)
+
+    monkeypatch.setattr(served, "client_problems", counted)
+    looks = []
+    for loads in (2, 40):
+        requests = [request(n, stage=n % loads) for n in range(80)]
+        stages = [stage(n, concurrency=n + 1, planned=80 // loads) for n in range(loads)]
+        clients = [replace(CLIENT, stage=n) for n in range(loads)]
+        build(record(requests, stages=stages, clients=clients, scenario="sweep", loads="1+2"))
+        looks.append(sum(looked_at))
+        looked_at.clear()
+    assert looks[0] == looks[1] > 0
 
 
 def test_a_failed_accuracy_of_the_whole_set_is_a_reason() -> None:
