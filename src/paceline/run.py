@@ -99,6 +99,8 @@ def campaign(
     written, where an engine is known to take none of them. tell: what takes long before the first run begins."""
     references = references_of(specs)
     everything = [*references.values(), *specs]
+    # Before anybody is asked: over ssh the question alone would disturb the run that another controller measures.
+    store.require_free(out / specs[0].experiment)
     preflight(everything, out, retry, tell)
     observer.begin(everything)
     statuses = []
@@ -118,7 +120,8 @@ def campaign(
 
 def preflight(specs: Sequence[RunSpec], out: Path, retry: bool, tell: Tell) -> None:
     """Ask each engine once whether it could begin any of the runs that are left for it. What is wrong with a request as
-    a whole is one sentence; sealed as the failure of every run, it would have to be cleared away first."""
+    a whole is one sentence; sealed as the failure of every run, it would have to be cleared away first. An engine that
+    may hold a job of theirs from an earlier controller is not asked: what it would refuse today has begun before."""
     left: dict[str, list[RunSpec]] = {}
     for spec in specs:
         asked = hasattr(load("launchers", spec.launcher.name), "preflight")
@@ -126,6 +129,8 @@ def preflight(specs: Sequence[RunSpec], out: Path, retry: bool, tell: Tell) -> N
             left.setdefault(str(spec.launcher), []).append(spec)
     for group in left.values():
         name = group[0].launcher.name
+        if any(supervision.is_adoptable(load("launchers", name), out / s.experiment / s.run_id) for s in group):
+            continue
         # An engine that is away for a moment is waited for as patiently as later on: minutes, for some.
         slow = threading.Timer(SLOW_S, tell, [f"asking {name} whether it can take these runs"])
         slow.daemon = True

@@ -35,7 +35,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from paceline import neutral, redaction, trajectory
 from paceline.errors import RequestError, StoreError
@@ -125,13 +125,22 @@ def exclusive(experiment_dir: Path) -> Iterator[None]:
     except OSError as error:
         raise RequestError(f"--out: no file can be written in {experiment_dir} ({error.strerror})") from None
     with handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise RequestError(
-                f"{experiment_dir} is in use by another `paceline run`; wait for it or use --out"
-            ) from None
+        _lock(handle, experiment_dir)
         yield
+
+
+def require_free(experiment_dir: Path) -> None:
+    """RequestError where a controller writes into the experiment now. Nothing is made: where no lock can be opened,
+    there is none yet, or `exclusive` will say what is wrong."""
+    with contextlib.suppress(OSError), (experiment_dir / ".lock").open("r+") as handle:
+        _lock(handle, experiment_dir)
+
+
+def _lock(handle: TextIO, experiment_dir: Path) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise RequestError(f"{experiment_dir} is in use by another `paceline run`; wait for it or use --out") from None
 
 
 # --- progress ------------------------------------------------------------------------------------------------------

@@ -96,15 +96,21 @@ def start(launcher: Launcher, job: Job, spec: RunSpec, run_dir: Path) -> Launch:
     return Launch(handle, submitted_at)
 
 
+def is_adoptable(launcher: Launcher, run_dir: Path) -> bool:
+    """Whether an earlier controller may have left a job of this run with the engine."""
+    return hasattr(launcher, "adopt") and not store.is_sealed(run_dir) and (run_dir / JOB).is_file()
+
+
 def adopt(launcher: Launcher, spec: RunSpec, run_dir: Path) -> Launch | None:
     """The job that an earlier controller has started for this run and did not live to see the end of."""
-    find = getattr(launcher, "adopt", None)
-    if find is None or store.is_sealed(run_dir) or not (run_dir / JOB).is_file():
+    if not is_adoptable(launcher, run_dir):
         return None
     try:
         known = store.read_json(run_dir / JOB)
     except StoreError:
         return None
+    # Not every launcher has it, see `plugins.Launcher`.
+    find = launcher.adopt  # type: ignore[attr-defined]
     handle = find(launcher.prepare(spec, run_dir), known.get("handle"))
     if handle is None:
         return None

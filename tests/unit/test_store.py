@@ -321,6 +321,17 @@ def test_a_folder_that_is_skipped_is_named_harmlessly(tmp_path: Path, spec: RunS
     assert "\ufffd[2J" in sentence
 
 
+def test_a_look_at_the_lock_makes_nothing_and_holds_nothing(tmp_path: Path) -> None:
+    store.require_free(tmp_path / "absent")
+    store.require_free(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    with store.exclusive(tmp_path), pytest.raises(RequestError, match="in use by another"):
+        store.require_free(tmp_path)
+    store.require_free(tmp_path)
+    with store.exclusive(tmp_path):
+        pass
+
+
 def test_only_one_controller_writes(tmp_path: Path) -> None:
     code = (
         "import sys, pathlib; from paceline import store, errors\n"
