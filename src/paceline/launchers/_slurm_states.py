@@ -64,7 +64,12 @@ STATES: dict[str, Meaning] = {
     "STAGE_OUT": _RUNNING,
     "COMPLETED": Meaning(Phase.ENDED),
     "FAILED": Meaning(Phase.ENDED),
-    "TIMEOUT": Meaning(Phase.ENDED, Status.TIMEOUT, "reached the time limit it had in Slurm; raise launcher.time"),
+    "TIMEOUT": Meaning(
+        Phase.ENDED,
+        Status.TIMEOUT,
+        # Another limit makes no other run: without the flag the sealed one stands.
+        "reached the time limit it had in Slurm; raise launcher.time and add --resume",
+    ),
     "DEADLINE": Meaning(Phase.ENDED, Status.TIMEOUT, "missed its deadline"),
     "OUT_OF_MEMORY": Meaning(Phase.ENDED, Status.OOM, "used more host memory than it had; raise launcher.mem"),
     "PREEMPTED": Meaning(Phase.ENDED, Status.PREEMPTED, "was preempted by a job of higher priority"),
