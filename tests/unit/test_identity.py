@@ -1,4 +1,4 @@
-"""Every option of every launcher and engine is decided on: it makes another run, or stands in a table with what it decides."""
+"""Every option of launchers and engines is decided on: it makes another run, or a table says what it decides."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ MEASURED = {
     "kubernetes": """kind namespace context image image_pull_policy python gpus gpu_resource cpu_request cpu_limit
         memory_request memory_limit shm threads node_selector tolerations affinity spread host_network queue labels env
         secret_env nccl results_claim pod_patch user group""",
-    "slurm": """partition qos constraint nodelist exclude reservation gpus gres exclusive mem cpus_per_task shared output
-        scratch python container_image container_mounts env setup srun_arguments threads""",
+    "slurm": """partition qos constraint nodelist exclude reservation gpus gres exclusive mem cpus_per_task shared
+        output scratch python container_image container_mounts env setup srun_arguments threads""",
     "ssh": "hosts jump ssh_config python shared scratch env forward threads",
     "ray": "address placement gpus cpus threads resources env scratch",
     "local": "threads shared_gpu",
@@ -32,8 +32,8 @@ MEASURED_OF_ENGINES = {
     "deepspeed": REPLICA,
     "openai": "url urls model key_env certificates",
     "transformers": f"{REPLICA} compile graph",
-    "vllm": """executable tensor_parallel max_model_len max_num_seqs gpu_memory_utilization kv_cache_bytes prefix_caching
-        eager ignore_eos arguments""",
+    "vllm": """executable tensor_parallel max_model_len max_num_seqs gpu_memory_utilization kv_cache_bytes
+        prefix_caching eager ignore_eos arguments""",
 }
 ENGINES = sorted(MEASURED_OF_ENGINES)
 

@@ -237,6 +237,23 @@ def test_what_cannot_run_needs_no_reference(make_spec: Make) -> None:
     assert references_of([make_spec("single", 2), make_spec("ddp", 2, model="mixtral-8x7b")]) == {}
 
 
+def test_a_note_that_could_not_be_written_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not taken back on a full disk, it would say of a job that runs that it waits."""
+    store.write_json(tmp_path / "job.json", {"handle": None})
+    note = supervision.QueueNote(tmp_path)
+    note.keep("job 9 is pending")
+
+    def full(path: Path, value: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "write_json", full)
+        note.keep(None)
+    assert store.read_json(tmp_path / "job.json")["waiting"] == "job 9 is pending"
+    note.keep(None)
+    assert store.read_json(tmp_path / "job.json")["waiting"] is None
+
+
 # --- the campaign, with a launcher that starts nothing ---
 
 
