@@ -313,8 +313,9 @@ def _waiting(run_dir: Path) -> str | None:
         why, told_at = store.read_json(run_dir / store.JOB).get("waiting"), _newest([run_dir / store.JOB])
     except (PacelineError, AttributeError):
         return None
-    is_true = isinstance(why, str) and _newest(run_dir.glob("progress-*")) <= told_at
-    return neutral.text(why) if is_true else None
+    if not isinstance(why, str) or _newest(run_dir.glob("progress-*")) > told_at:
+        return None
+    return neutral.text(why)
 
 
 def _left_job(run_dir: Path) -> str | None:

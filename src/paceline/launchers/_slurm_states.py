@@ -120,13 +120,13 @@ class Away(Exception):
     """slurmctld does not answer for now."""
 
 
-def call(*argv: str, timeout_s: float = COMMAND_S) -> subprocess.CompletedProcess[str]:
+def call(*argv: str, timeout_s: float = COMMAND_S, stdin: str = "") -> subprocess.CompletedProcess[str]:
     """One command of Slurm. Away when nobody answers; LaunchError when it is not installed; else as it ended."""
     try:
         done = subprocess.run(
             argv,
             env=environment(),
-            stdin=subprocess.DEVNULL,
+            input=stdin,
             capture_output=True,
             text=True,
             errors="replace",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -178,11 +179,11 @@ def sbatch(monkeypatch: pytest.MonkeyPatch) -> Said:
     """Slurm's commands as they answer; every one that is asked for anything else fails the test."""
 
     def use(returncode: int, stderr: str) -> None:
-        def call(*argv: str, timeout_s: float = 1.0) -> subprocess.CompletedProcess[str]:
+        def call(*argv: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
             if argv[0] == "sinfo":
                 return subprocess.CompletedProcess(argv, 0, "main\ngpu\nmain\n", "")
-            assert argv[:3] == ("sbatch", "--test-only", "--parsable")
-            assert "#SBATCH" in Path(argv[3]).read_text()
+            assert argv == ("sbatch", "--test-only", "--parsable")
+            assert "#SBATCH" in stdin
             return subprocess.CompletedProcess(argv, returncode, "", stderr)
 
         monkeypatch.setattr(_slurm_states, "call", call)
@@ -253,6 +254,18 @@ def test_what_sbatch_calls_invalid_is_one_sentence(
 def test_what_may_pass_is_left_to_the_runs(make_spec: Make, sbatch: Said, code: int, stderr: str) -> None:
     sbatch(code, stderr)
     slurm.preflight([replace(make_spec(), launcher=Choice("slurm", {"partition": "main"}))])
+
+
+def test_a_full_temporary_folder_refuses_nothing(
+    make_spec: Make, sbatch: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> str:
+        raise OSError(28, "No space left on device")
+
+    sbatch(0, "")
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    monkeypatch.setattr(Path, "write_text", full)
+    slurm.preflight([replace(make_spec(), launcher=Choice("slurm"))])
 
 
 # --- SSH ---
