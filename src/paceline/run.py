@@ -197,14 +197,14 @@ def execute(spec: RunSpec, out: Path, observer: Observer, reference: RunSpec | N
     spec, launch = _take_up(launcher, spec, out)
     observer.started(spec, run_dir)
     asked_at = time.time()
-    status, error = restarts.see_through(launcher, launch, spec, run_dir, observer)
+    status, error, lost = restarts.see_through(launcher, launch, spec, run_dir, observer)
     started_at, ended_at = attempts.started_at(run_dir) or asked_at, time.time()
     if status is Status.OOM and is_advised(spec):
         advise(spec, run_dir, observer)
     if status is Status.OK:
         record = store.read_unsealed(run_dir, started_at=started_at, ended_at=ended_at)
         status, error = verdict(record, None if reference is None else out / spec.experiment / reference.run_id)
-    store.seal(run_dir, status, error, started_at, ended_at)
+    store.seal(run_dir, status, error, started_at, ended_at, lost)
     return status, error
 
 

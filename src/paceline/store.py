@@ -105,11 +105,13 @@ def _set_aside(run_dir: Path) -> None:
         path.rename(target / path.name)
 
 
-def seal(run_dir: Path, status: Status, error: str | None, started_at: float, ended_at: float) -> None:
-    """The last file of a run."""
+def seal(
+    run_dir: Path, status: Status, error: str | None, started_at: float, ended_at: float, lost: Sequence[int] = ()
+) -> None:
+    """The last file of a run. lost: nodes that went away and that it went on without."""
     error = error and redaction.clean_text(error)
     body = {"schema": SCHEMA, "status": status, "error": error, "started_at": started_at, "ended_at": ended_at}
-    write_json(run_dir / "status.json", body)
+    write_json(run_dir / "status.json", {**body, **({"lost_nodes": list(lost)} if lost else {})})
 
 
 def is_sealed(run_dir: Path) -> bool:
@@ -202,7 +204,8 @@ def read_run(run_dir: Path) -> RunRecord:
         raise StoreError(f"{run_dir}: not sealed (still running, or interrupted)")
     status = read_json(run_dir / "status.json")
     try:
-        return _assemble(run_dir, Status(status["status"]), status["error"], status["started_at"], status["ended_at"])
+        found = _assemble(run_dir, Status(status["status"]), status["error"], status["started_at"], status["ended_at"])
+        return dataclasses.replace(found, lost_nodes=tuple(map(int, status.get("lost_nodes", ()))))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise StoreError(f"{run_dir}: a file does not fit the schema ({error})") from None
     except RequestError as error:

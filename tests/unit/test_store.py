@@ -85,6 +85,7 @@ def test_only_the_seal_makes_a_run_complete(tmp_path: Path, spec: RunSpec, make_
     assert len(store.read_unsealed(run_dir, started_at=0.0, ended_at=1.0).steps) == 8
     store.seal(run_dir, Status.FAILED, "why", 1.0, 2.0)
     assert store.read_run(run_dir).error == "why"
+    assert store.read_run(run_dir).lost_nodes == ()
 
 
 def test_a_fresh_attempt_sets_the_earlier_ones_aside(tmp_path: Path, spec: RunSpec, make_run: Make) -> None:
