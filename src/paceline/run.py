@@ -131,7 +131,7 @@ def preflight(specs: Sequence[RunSpec], out: Path, retry: bool, tell: Tell) -> N
         name = group[0].launcher.name
         if any(supervision.is_adoptable(load("launchers", name), out / s.experiment / s.run_id) for s in group):
             continue
-        # An engine that is away for a moment is waited for as patiently as later on: minutes, for some.
+        # An engine that is away for a moment is asked again: for minutes by some, by ssh and ray once.
         slow = threading.Timer(SLOW_S, tell, [f"asking {name} whether it can take these runs"])
         slow.daemon = True
         slow.start()
