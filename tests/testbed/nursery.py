@@ -1,8 +1,8 @@
 """A process that has imported torch and forks the ranks of one run after another: what importing costs is paid once.
 
 One for each set of imports, started by the first run that needs it, anew where it has died, and gone with the process
-NURSERY_OWNER names (pytest: its workers share them). A run reaches it through a socket in NURSERY, hands over its output
-and its environment, and waits; when it goes away, its ranks are ended.
+NURSERY_OWNER names (pytest: its workers share them). A run reaches it through a socket in NURSERY, hands over its
+output and its environment, and waits; when it goes away, its ranks are ended.
 """
 
 from __future__ import annotations
