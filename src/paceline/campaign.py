@@ -294,21 +294,28 @@ def _is_under_way(run_dir: Path, pulse: Pulse | None, plan: Plan | None, driven:
 def _touched_at(run_dir: Path) -> float:
     """When a run last was begun, started again or heard of. A run that goes on keeps the spec.json of its first start,
     and one that is adopted its job.json too. Times of files, as beats are by the clocks of nodes."""
-    found = [run_dir / "spec.json", run_dir / store.JOB, *run_dir.glob("progress-*"), *run_dir.glob("samples-*.jsonl")]
+    asked = (run_dir / "spec.json", run_dir / store.JOB)
+    return _newest([*asked, *run_dir.glob("progress-*"), *run_dir.glob("samples-*.jsonl")])
+
+
+def _newest(paths: Iterable[Path]) -> float:
     times = [0.0]
-    for path in found:
+    for path in paths:
         with contextlib.suppress(FileNotFoundError):  # a restart sets files aside meanwhile
             times.append(path.stat().st_mtime)
     return max(times)
 
 
 def _waiting(run_dir: Path) -> str | None:
-    """Why the engine has not begun the job, as its controller last wrote it down; None for one that has begun."""
+    """Why the engine has not begun the job, as its controller last wrote it down; None for one that has begun. Ranks
+    that moved since are the newer word: a controller that died meanwhile takes its note back no more."""
     try:
-        why = store.read_json(run_dir / store.JOB).get("waiting")
+        why, told_at = store.read_json(run_dir / store.JOB).get("waiting"), _newest([run_dir / store.JOB])
     except (PacelineError, AttributeError):
         return None
-    return neutral.text(why) if isinstance(why, str) else None
+    if not isinstance(why, str) or _newest(run_dir.glob("progress-*")) > told_at:
+        return None
+    return neutral.text(why)
 
 
 def _left_job(run_dir: Path) -> str | None:
@@ -325,7 +332,7 @@ def _left_job(run_dir: Path) -> str | None:
     name = handle.get("job_id") or handle.get("name") if isinstance(handle, Mapping) else None
     # Without a handle the controller died while it handed the job over.
     called = f"its job{f' {name}' if name else ''}"
-    if job.get("waiting"):
+    if _waiting(run_dir):
         return neutral.text(f"{called} was waiting on {engine} when last seen, and may run by now")
     return neutral.text(f"{called} may still run on {engine}")
 

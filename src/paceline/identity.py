@@ -2,8 +2,9 @@
 
 A run that is asked for again is known by what was asked (`RunSpec.run_id`), and repeats by their cell. An option that
 decides how long is waited, who pays or who is let in makes neither another. In doubt an option stays: a partition, a
-queue of Kueue or a namespace may lead to other nodes, a pull policy to another image of the same name, a jump host or
-an ssh_config to another machine.
+queue of Kueue or a namespace may lead to other nodes, a quality of service to another partition, to neighbours or to a
+job that is suspended meanwhile, a pull policy to another image of the same name, a jump host or an ssh_config to
+another machine, the path of a program to another build of it.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# Of every launcher and engine: how long to wait, and where a program lies.
-WAITING = ("connect_s", "keep_s", "patience_s", "pending_s", "poll_s", "ready_s", "executable")
+# Of every launcher and engine: how long to wait.
+WAITING = ("connect_s", "keep_s", "patience_s", "pending_s", "poll_s", "ready_s")
 _MEETING = "where ranks meet before they choose ports of their own"
 # Launcher -> its other options on which nothing measured depends, each with what it decides instead.
 UNMEASURED: dict[str, dict[str, str]] = {
@@ -24,7 +25,6 @@ UNMEASURED: dict[str, dict[str, str]] = {
     },
     "slurm": {
         "account": "who pays",
-        "qos": "when the job begins, and for whom it makes room",
         "comment": "what `squeue` shows",
         "time": "when Slurm ends the job",
         "requeue": "whether a job that was taken away begins anew",

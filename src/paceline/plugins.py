@@ -213,8 +213,9 @@ class Launcher(Protocol):
 
     One whose engine can be asked before any job also has `preflight(specs)`: given the runs of one choice of options
     that are still to be made, it raises LaunchError where it is sure that none of them could begin (no such cluster,
-    partition or right). It is called once per choice, before anything is written. It starts no job and leaves nothing
-    with the engine; what holds for some runs only, or may pass while they wait in a queue, is left to them.
+    partition or right). It is called once per choice, before anything is written, and not where a job of these runs may
+    be adopted. It starts no job and leaves nothing with the engine; what holds for some runs only, or may pass while
+    they wait in a queue, is left to them.
     """
 
     def check(self, spec: RunSpec) -> str | None: ...

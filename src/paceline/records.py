@@ -293,7 +293,8 @@ class Outcome:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
     """One sealed run folder, read back. Of a run that was restarted, steps hold each step's last measurement and
-    redone those that a later attempt did again; attempts is empty where there was one alone."""
+    redone those that a later attempt did again; attempts is empty where there was one alone. lost_nodes went away
+    before the end, and the run went on without them."""
 
     spec: RunSpec
     status: Status
@@ -328,6 +329,7 @@ class RunRecord:
     checkpoints: tuple[CheckpointSample, ...] = ()
     attempts: tuple[AttemptSample, ...] = ()
     redone: Sequence[StepSample] = ()
+    lost_nodes: tuple[int, ...] = ()
 
     @property
     def evidence(self) -> Evidence | None:

@@ -20,13 +20,14 @@ from paceline.supervision import Launch, Observer
 # Before the next attempt after one that no rank lived to begin: an engine that lost a node needs a moment.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0
 
-Ended = tuple[Status, str | None]
+# How it ended, why, and the nodes that the last attempt went on without.
+Ended = tuple[Status, str | None, tuple[int, ...]]
 
 
 def see_through(launcher: Launcher, launch: Launch | None, spec: RunSpec, run_dir: Path, observer: Observer) -> Ended:
     """Follow the attempt under way, or start one, and those after it; `max_restarts` bounds how many follow."""
     while True:
-        status, error, passing, gone = _attempt(launcher, launch, spec, run_dir, observer)
+        (status, error, lost), passing, gone = _attempt(launcher, launch, spec, run_dir, observer)
         done = attempts.restarts(run_dir)
         if not passing or done >= spec.max_restarts:
             break
@@ -41,12 +42,12 @@ def see_through(launcher: Launcher, launch: Launch | None, spec: RunSpec, run_di
             time.sleep(min(FIRST_PAUSE_S * 2**done, LONGEST_PAUSE_S))
         launch = None
     attempts.conclude(run_dir, status, error)
-    return status, f"{error}; {_tried(done)}" if passing and done else error
+    return status, f"{error}; {_tried(done)}" if passing and done else error, lost
 
 
 def _attempt(
     launcher: Launcher, launch: Launch | None, spec: RunSpec, run_dir: Path, observer: Observer
-) -> tuple[Status, str | None, bool, bool]:
+) -> tuple[Ended, bool, bool]:
     """How it ended, whether another one may end otherwise, and whether the engine has let go of its job."""
     try:
         if launch is None:
@@ -54,9 +55,10 @@ def _attempt(
         end = supervision.follow(launcher, launch, spec, run_dir, observer)
     except LaunchError as refusal:
         # An engine that has taken this job before may take it again.
-        return Status.FAILED, str(refusal), bool(attempts.ended(run_dir)), not isinstance(refusal, StrayJobError)
+        refused = (Status.FAILED, str(refusal), ())
+        return refused, bool(attempts.ended(run_dir)), not isinstance(refusal, StrayJobError)
     status, error = judge(spec, run_dir, end)
-    return status, error, may_pass(status, spec, run_dir, end), end.gone
+    return (status, error, end.state.lost), may_pass(status, spec, run_dir, end), end.gone
 
 
 def _tried(restarts: int) -> str:

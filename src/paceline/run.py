@@ -99,6 +99,8 @@ def campaign(
     written, where an engine is known to take none of them. tell: what takes long before the first run begins."""
     references = references_of(specs)
     everything = [*references.values(), *specs]
+    # Before anybody is asked: over ssh the question alone would disturb the run that another controller measures.
+    store.require_free(out / specs[0].experiment)
     preflight(everything, out, retry, tell)
     observer.begin(everything)
     statuses = []
@@ -118,7 +120,8 @@ def campaign(
 
 def preflight(specs: Sequence[RunSpec], out: Path, retry: bool, tell: Tell) -> None:
     """Ask each engine once whether it could begin any of the runs that are left for it. What is wrong with a request as
-    a whole is one sentence; sealed as the failure of every run, it would have to be cleared away first."""
+    a whole is one sentence; sealed as the failure of every run, it would have to be cleared away first. An engine that
+    may hold a job of theirs from an earlier controller is not asked: what it would refuse today has begun before."""
     left: dict[str, list[RunSpec]] = {}
     for spec in specs:
         asked = hasattr(load("launchers", spec.launcher.name), "preflight")
@@ -126,7 +129,9 @@ def preflight(specs: Sequence[RunSpec], out: Path, retry: bool, tell: Tell) -> N
             left.setdefault(str(spec.launcher), []).append(spec)
     for group in left.values():
         name = group[0].launcher.name
-        # An engine that is away for a moment is waited for as patiently as later on: minutes, for some.
+        if any(supervision.is_adoptable(load("launchers", name), out / s.experiment / s.run_id) for s in group):
+            continue
+        # An engine that is away for a moment is asked again: for minutes by some, by ssh and ray once.
         slow = threading.Timer(SLOW_S, tell, [f"asking {name} whether it can take these runs"])
         slow.daemon = True
         slow.start()
@@ -192,14 +197,14 @@ def execute(spec: RunSpec, out: Path, observer: Observer, reference: RunSpec | N
     spec, launch = _take_up(launcher, spec, out)
     observer.started(spec, run_dir)
     asked_at = time.time()
-    status, error = restarts.see_through(launcher, launch, spec, run_dir, observer)
+    status, error, lost = restarts.see_through(launcher, launch, spec, run_dir, observer)
     started_at, ended_at = attempts.started_at(run_dir) or asked_at, time.time()
     if status is Status.OOM and is_advised(spec):
         advise(spec, run_dir, observer)
     if status is Status.OK:
         record = store.read_unsealed(run_dir, started_at=started_at, ended_at=ended_at)
         status, error = verdict(record, None if reference is None else out / spec.experiment / reference.run_id)
-    store.seal(run_dir, status, error, started_at, ended_at)
+    store.seal(run_dir, status, error, started_at, ended_at, lost)
     return status, error
 
 

@@ -318,10 +318,11 @@ class RunSpec:
     def _serving_axes(self) -> dict[str, Scalar]:
         assert self.serving is not None
         assert self.engine is not None
-        s, engine = self.serving, self.engine
+        s, engine = self.serving, Choice(self.engine.name, measured(self.engine.name, self.engine.options))
         asked: dict[str, Scalar] = {"rate_per_s": s.rate_per_s, "concurrency": s.concurrency, "requests": s.requests}
         return {
-            "engine": str(Choice(engine.name, measured(engine.name, engine.options))),
+            # Of an address all, of a program its name and a mark that tells its path from others.
+            "engine": _told(engine, None) if "executable" in engine.options else str(engine),
             "scenario": s.scenario,
             **asked,
             "max_tokens": s.max_tokens,

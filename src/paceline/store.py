@@ -35,7 +35,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from paceline import neutral, redaction, trajectory
 from paceline.errors import RequestError, StoreError
@@ -105,11 +105,13 @@ def _set_aside(run_dir: Path) -> None:
         path.rename(target / path.name)
 
 
-def seal(run_dir: Path, status: Status, error: str | None, started_at: float, ended_at: float) -> None:
-    """The last file of a run."""
+def seal(
+    run_dir: Path, status: Status, error: str | None, started_at: float, ended_at: float, lost: Sequence[int] = ()
+) -> None:
+    """The last file of a run. lost: nodes that went away and that it went on without."""
     error = error and redaction.clean_text(error)
     body = {"schema": SCHEMA, "status": status, "error": error, "started_at": started_at, "ended_at": ended_at}
-    write_json(run_dir / "status.json", body)
+    write_json(run_dir / "status.json", {**body, **({"lost_nodes": list(lost)} if lost else {})})
 
 
 def is_sealed(run_dir: Path) -> bool:
@@ -125,13 +127,22 @@ def exclusive(experiment_dir: Path) -> Iterator[None]:
     except OSError as error:
         raise RequestError(f"--out: no file can be written in {experiment_dir} ({error.strerror})") from None
     with handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise RequestError(
-                f"{experiment_dir} is in use by another `paceline run`; wait for it or use --out"
-            ) from None
+        _lock(handle, experiment_dir)
         yield
+
+
+def require_free(experiment_dir: Path) -> None:
+    """RequestError where a controller writes into the experiment now. Nothing is made: where no lock can be opened,
+    there is none yet, or `exclusive` will say what is wrong."""
+    with contextlib.suppress(OSError), (experiment_dir / ".lock").open("r+") as handle:
+        _lock(handle, experiment_dir)
+
+
+def _lock(handle: TextIO, experiment_dir: Path) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise RequestError(f"{experiment_dir} is in use by another `paceline run`; wait for it or use --out") from None
 
 
 # --- progress ------------------------------------------------------------------------------------------------------
@@ -193,7 +204,8 @@ def read_run(run_dir: Path) -> RunRecord:
         raise StoreError(f"{run_dir}: not sealed (still running, or interrupted)")
     status = read_json(run_dir / "status.json")
     try:
-        return _assemble(run_dir, Status(status["status"]), status["error"], status["started_at"], status["ended_at"])
+        found = _assemble(run_dir, Status(status["status"]), status["error"], status["started_at"], status["ended_at"])
+        return dataclasses.replace(found, lost_nodes=tuple(map(int, status.get("lost_nodes", ()))))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise StoreError(f"{run_dir}: a file does not fit the schema ({error})") from None
     except RequestError as error:

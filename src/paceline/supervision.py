@@ -96,15 +96,21 @@ def start(launcher: Launcher, job: Job, spec: RunSpec, run_dir: Path) -> Launch:
     return Launch(handle, submitted_at)
 
 
+def is_adoptable(launcher: Launcher, run_dir: Path) -> bool:
+    """Whether an earlier controller may have left a job of this run with the engine."""
+    return hasattr(launcher, "adopt") and not store.is_sealed(run_dir) and (run_dir / JOB).is_file()
+
+
 def adopt(launcher: Launcher, spec: RunSpec, run_dir: Path) -> Launch | None:
     """The job that an earlier controller has started for this run and did not live to see the end of."""
-    find = getattr(launcher, "adopt", None)
-    if find is None or store.is_sealed(run_dir) or not (run_dir / JOB).is_file():
+    if not is_adoptable(launcher, run_dir):
         return None
     try:
         known = store.read_json(run_dir / JOB)
     except StoreError:
         return None
+    # Not every launcher has it, see `plugins.Launcher`.
+    find = launcher.adopt  # type: ignore[attr-defined]
     handle = find(launcher.prepare(spec, run_dir), known.get("handle"))
     if handle is None:
         return None
@@ -159,9 +165,9 @@ class QueueNote:
 
     def keep(self, waiting: str | None) -> None:
         is_old = waiting is not None and time.monotonic() - self.told_at > NOTE_S
-        if waiting != self.told or is_old:
+        # What could not be written is tried again: a note that was not taken back would hide a job that runs.
+        if (waiting != self.told or is_old) and _amend(self.run_dir, waiting=waiting and redaction.clean_text(waiting)):
             self.told, self.told_at = waiting, time.monotonic()
-            _amend(self.run_dir, waiting=waiting and redaction.clean_text(waiting))
 
 
 def _wait(launcher: Launcher, launch: Launch, spec: RunSpec, run_dir: Path, observer: Observer) -> End:
@@ -202,10 +208,13 @@ def _note_begin(run_dir: Path) -> None:
             _amend(run_dir, began_at=time.time())
 
 
-def _amend(run_dir: Path, **facts: Any) -> None:
-    """Add to what is written down of a job. Nothing depends on it that a full disk should end a run for."""
+def _amend(run_dir: Path, **facts: Any) -> bool:
+    """Add to what is written down of a job, and say whether that went well. Nothing depends on it that a full disk
+    should end a run for."""
     with contextlib.suppress(StoreError, OSError):
         store.write_json(run_dir / JOB, {**store.read_json(run_dir / JOB), **facts})
+        return True
+    return False
 
 
 def _whereabouts(positions: Sequence[store.Progress], spec: RunSpec) -> str:

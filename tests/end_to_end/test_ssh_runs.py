@@ -161,6 +161,7 @@ def test_replicas_go_on_without_a_node_whose_rank_was_killed(field: Field) -> No
     assert (status, error) == (Status.INVALID, "nothing was recorded")
     record = store.read_run(field.out / spec.experiment / spec.run_id)
     assert [(outcome.rank, outcome.status) for outcome in record.outcomes] == [(0, Status.OK)]
+    assert record.lost_nodes == (1,)
 
 
 def test_a_rank_that_hangs_leaves_its_stack(field: Field) -> None:

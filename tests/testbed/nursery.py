@@ -1,13 +1,14 @@
 """A process that has imported torch and forks the ranks of one run after another: what importing costs is paid once.
 
-One for each set of imports, started by the first run that needs it and gone with the process NURSERY_OWNER names
-(pytest: its workers share them). A run reaches it through a socket in NURSERY, hands over its output and its
-environment, and waits; when it goes away, its ranks are ended.
+One for each set of imports, started by the first run that needs it, anew where it has died, and gone with the process
+NURSERY_OWNER names (pytest: its workers share them). A run reaches it through a socket in NURSERY, hands over its
+output and its environment, and waits; when it goes away, its ranks are ended.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -19,12 +20,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 # Importing takes seconds, on a busy machine many of them.
 PATIENCE_S = 240.0
 # What nothing reads while it is imported: pytest's own, and what tests tell their ranks. Folders that tests add to the
-# path hold plugins, which are found after forking.
-UNREAD = ("PYTEST_", "NURSERY", "MORTAL_", "FAULTY_", "FORKED_", "PYTHONPATH")
+# path hold plugins, which are found after forking; each worker of pytest has a state folder of its own.
+UNREAD = ("PYTEST_", "NURSERY", "MORTAL_", "FAULTY_", "FORKED_", "PYTHONPATH", "XDG_STATE_HOME")
 
 
 def answered(kind: str, run_dir: Path) -> int:
@@ -47,22 +49,34 @@ def _mark(kind: str) -> str:
 def _connected(path: Path, kind: str) -> socket.socket:
     deadline = time.monotonic() + PATIENCE_S
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    _start(path, kind)
+    mine: subprocess.Popen[bytes] | None = None
     while time.monotonic() < deadline:
         link = socket.socket(socket.AF_UNIX)
         with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
             link.connect(str(path))
             return link
         link.close()
+        if mine is not None and mine.poll() is not None:
+            raise ChildProcessError(f"the nursery at {path} ended before it served: see its log beside it")
+        mine = mine or _start(path, kind)
         time.sleep(0.05)
     raise TimeoutError(f"no nursery at {path}: see its log beside it")
 
 
-def _start(path: Path, kind: str) -> None:
-    """Unless somebody has: whoever makes its log starts it."""
-    with contextlib.suppress(FileExistsError), path.with_suffix(".log").open("xb") as log:
-        command = [sys.executable, "-m", "testbed.nursery", "serve", kind, str(path)]
-        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+def _start(path: Path, kind: str) -> subprocess.Popen[bytes] | None:
+    """None where one lives, or is being started: its log is locked for as long as it has it open."""
+    with path.with_suffix(".log").open("ab") as log:
+        try:
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return None
+        path.unlink(missing_ok=True)  # of one that has died
+        return _begun(path, kind, log)
+
+
+def _begun(path: Path, kind: str, log: IO[bytes]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "testbed.nursery", "serve", kind, str(path)]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
 
 
 def serve(path: Path, owner: int, bring_up: Callable[[Path, socket.socket], int]) -> None:

@@ -231,6 +231,31 @@ def test_a_job_in_a_queue_is_told_with_its_reason(
     assert campaign.read_view(tmp_path / "test").waiting == {}
 
 
+@pytest.mark.parametrize("host", ["", "elsewhere"])
+def test_ranks_that_moved_are_newer_than_the_note_of_a_dead_controller(
+    host: str, tmp_path: Path, make_spec: Make, make_step: Make
+) -> None:
+    """It died while its job was queued; the job began without it."""
+    specs = repeats(make_spec)
+    begin(tmp_path, specs[0], make_step)
+    run_dir = tmp_path / "test" / specs[0].run_id
+    campaign.write_plan(tmp_path / "test", specs)
+    plan = store.read_json(tmp_path / "test" / campaign.PLAN)
+    # On its own host nothing says that it lives; elsewhere only the ranks do.
+    dead = {"host": host} if host else {"pid": 2**22 + 1}
+    store.write_json(tmp_path / "test" / campaign.PLAN, plan | dead)
+    job = {"launcher": "slurm", "outlives_controller": True, "handle": {"job_id": "17"}, "waiting": PENDING}
+    store.write_json(run_dir / "job.json", job)
+    moved_at = (run_dir / "progress-0").stat().st_mtime
+    os.utime(run_dir / "job.json", (moved_at - 60,) * 2)
+    view = campaign.read_view(tmp_path / "test")
+    assert view.waiting == {}
+    if host:
+        assert [pulse.step for pulse in view.pulses] == [3]
+    else:
+        assert view.left_jobs == {specs[0].run_id: "its job 17 may still run on slurm"}
+
+
 @pytest.mark.parametrize(
     ("job", "told"),
     [

@@ -1,4 +1,4 @@
-"""Every option of every launcher is decided on: it makes another run, or stands in a table with what it decides."""
+"""Every option of launchers and engines is decided on: it makes another run, or a table says what it decides."""
 
 from __future__ import annotations
 
@@ -19,13 +19,23 @@ MEASURED = {
     "kubernetes": """kind namespace context image image_pull_policy python gpus gpu_resource cpu_request cpu_limit
         memory_request memory_limit shm threads node_selector tolerations affinity spread host_network queue labels env
         secret_env nccl results_claim pod_patch user group""",
-    "slurm": """partition constraint nodelist exclude reservation gpus gres exclusive mem cpus_per_task shared output
-        scratch python container_image container_mounts env setup srun_arguments threads""",
+    "slurm": """partition qos constraint nodelist exclude reservation gpus gres exclusive mem cpus_per_task shared
+        output scratch python container_image container_mounts env setup srun_arguments threads""",
     "ssh": "hosts jump ssh_config python shared scratch env forward threads",
     "ray": "address placement gpus cpus threads resources env scratch",
     "local": "threads shared_gpu",
 }
 LAUNCHERS = sorted(MEASURED)
+# Of engines only times to wait make no other run.
+REPLICA = "max_batch max_length batching tensor_parallel prefill_tokens"
+MEASURED_OF_ENGINES = {
+    "deepspeed": REPLICA,
+    "openai": "url urls model key_env certificates",
+    "transformers": f"{REPLICA} compile graph",
+    "vllm": """executable tensor_parallel max_model_len max_num_seqs gpu_memory_utilization kv_cache_bytes
+        prefix_caching eager ignore_eos arguments""",
+}
+ENGINES = sorted(MEASURED_OF_ENGINES)
 
 
 def options_of(launcher: str) -> set[str]:
@@ -50,6 +60,34 @@ def test_every_option_is_decided_on_once(launcher: str) -> None:
     assert kept | without_effect(launcher) == options_of(launcher)
     assert not kept & without_effect(launcher)
     assert all(UNMEASURED[launcher].values()), "each says what it decides"
+
+
+def test_every_engine_is_decided_on() -> None:
+    assert set(ENGINES) == set(plugins.names("engines"))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_option_of_an_engine_is_decided_on_once(engine: str) -> None:
+    kept = set(MEASURED_OF_ENGINES[engine].split())
+    known = {field.name for field in fields(plugins.load("engines", engine).Options)}
+    assert kept | (known & set(WAITING)) == known
+    assert not kept & set(WAITING)
+
+
+def served(spec: RunSpec, engine: str, **options: object) -> tuple[str, str]:
+    found = replace(spec, engine=Choice(engine, options))
+    return found.run_id, found.cell
+
+
+@pytest.mark.parametrize(
+    ("engine", "option"), [(name, option) for name in ENGINES for option in MEASURED_OF_ENGINES[name].split()]
+)
+def test_an_option_of_an_engine_makes_another_run(make_spec: Callable[..., RunSpec], engine: str, option: str) -> None:
+    run, cell = served(make_spec(), engine, **{option: "one"})
+    other_run, other_cell = served(make_spec(), engine, **{option: 2})
+    assert run != other_run
+    assert cell != other_cell
+    assert served(make_spec(), engine, **{option: 2, "ready_s": 1}) == (other_run, other_cell)
 
 
 def launched(spec: RunSpec, launcher: str, **options: object) -> tuple[str, str]:
@@ -84,6 +122,7 @@ def test_the_options_of_one_launcher_say_nothing_of_another() -> None:
     given = {"account": "a", "port": 1, "qos": "q", "patience_s": 3}
     assert measured("my_package.engine", given) == {"account": "a", "port": 1, "qos": "q"}
     assert measured("ray", given) == {"account": "a", "qos": "q"}
+    assert measured("slurm", given) == {"qos": "q"}
 
 
 def test_the_page_names_the_same_options() -> None:

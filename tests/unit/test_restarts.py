@@ -17,9 +17,11 @@ from paceline.ending import judge
 from paceline.errors import LaunchError, RequestError
 from paceline.launchers._start import job_name
 from paceline.plugins import Job, JobState
+from paceline.present.record import record_lines
 from paceline.records import Status
 from paceline.run import reference_of
-from paceline.spec import RunSpec
+from paceline.serving import Serving
+from paceline.spec import Choice, RunSpec
 from paceline.store import Progress
 from paceline.supervision import End
 
@@ -120,6 +122,22 @@ def leave(make_outcome: Make, make_step: Make) -> Callable[..., Leave]:
         return act
 
     return script
+
+
+def test_a_node_that_a_run_went_on_without_stands_in_its_record(
+    make_spec: Make, tmp_path: Path, execute: Make, make_outcome: Make
+) -> None:
+    served = make_spec(None, nodes=2, workload="inference", serving=Serving(), engine=Choice("vllm"))
+
+    def act(run_dir: Path) -> JobState:
+        store.write_outcome(run_dir, make_outcome(0, Status.OK))
+        return JobState(running=False, exit_code=0, lost=(1,))
+
+    _, run_dir, _ = execute(served, Scripted(act))
+    record = store.read_run(run_dir)
+    assert record.lost_nodes == (1,)
+    lines = list(record_lines(record, None))
+    assert "  node 1 of 2 went away before the end; the run went on without it" in lines
 
 
 KILLED = DEATH.format(rank=0)

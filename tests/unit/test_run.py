@@ -237,6 +237,23 @@ def test_what_cannot_run_needs_no_reference(make_spec: Make) -> None:
     assert references_of([make_spec("single", 2), make_spec("ddp", 2, model="mixtral-8x7b")]) == {}
 
 
+def test_a_note_that_could_not_be_written_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not taken back on a full disk, it would say of a job that runs that it waits."""
+    store.write_json(tmp_path / "job.json", {"handle": None})
+    note = supervision.QueueNote(tmp_path)
+    note.keep("job 9 is pending")
+
+    def full(path: Path, value: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "write_json", full)
+        note.keep(None)
+    assert store.read_json(tmp_path / "job.json")["waiting"] == "job 9 is pending"
+    note.keep(None)
+    assert store.read_json(tmp_path / "job.json")["waiting"] is None
+
+
 # --- the campaign, with a launcher that starts nothing ---
 
 
@@ -396,6 +413,36 @@ def test_half_a_campaign_loses_nothing_when_its_engine_is_away(
     assert run.campaign([done], tmp_path, Watcher()) == [Status.OK, Status.OOM]
     closed.open = True
     assert run.campaign([done, left], tmp_path, Watcher()) == [Status.OK, Status.OOM, Status.OOM]
+
+
+def test_a_job_of_a_dead_controller_is_collected_though_its_engine_takes_no_new_one(
+    tmp_path: Path, make_spec: Make, make_run: Make, closed: Closed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reservation has expired since: what ran in it must not be lost."""
+    spec = make_spec("ddp", 1)
+    make_run(tmp_path, reference_of(spec), Status.OK)
+    run_dir = make_run(tmp_path, spec, None)
+    store.write_json(run_dir / "job.json", {"handle": None})
+    with pytest.raises(RequestError, match="no partition"):
+        run.campaign([spec], tmp_path, Watcher())
+
+    def adopt(job: Job, handle: object) -> Mapping[str, Any]:
+        closed.leave(run_dir)
+        return {}
+
+    monkeypatch.setattr(closed, "adopt", adopt, raising=False)
+    closed.asked = []
+    assert run.campaign([spec], tmp_path, Watcher()) == [Status.OK, Status.OOM]
+    assert (closed.asked, closed.submitted) == ([], 0)
+    with pytest.raises(RequestError, match="no partition"):
+        run.campaign([spec], tmp_path, Watcher(), retry=True)
+
+
+def test_a_folder_in_use_is_told_before_any_engine_is_asked(tmp_path: Path, make_spec: Make, closed: Closed) -> None:
+    spec = make_spec("ddp", 1)
+    with store.exclusive(tmp_path / spec.experiment), pytest.raises(RequestError, match="in use by another"):
+        run.campaign([spec], tmp_path, Watcher())
+    assert closed.asked == []
 
 
 def test_what_is_unsupported_asks_no_engine(tmp_path: Path, make_spec: Make, closed: Closed) -> None:

@@ -85,6 +85,7 @@ def test_only_the_seal_makes_a_run_complete(tmp_path: Path, spec: RunSpec, make_
     assert len(store.read_unsealed(run_dir, started_at=0.0, ended_at=1.0).steps) == 8
     store.seal(run_dir, Status.FAILED, "why", 1.0, 2.0)
     assert store.read_run(run_dir).error == "why"
+    assert store.read_run(run_dir).lost_nodes == ()
 
 
 def test_a_fresh_attempt_sets_the_earlier_ones_aside(tmp_path: Path, spec: RunSpec, make_run: Make) -> None:
@@ -319,6 +320,17 @@ def test_a_folder_that_is_skipped_is_named_harmlessly(tmp_path: Path, spec: RunS
     (sentence,) = store.read_runs(tmp_path)[1]
     assert "\x1b" not in sentence
     assert "\ufffd[2J" in sentence
+
+
+def test_a_look_at_the_lock_makes_nothing_and_holds_nothing(tmp_path: Path) -> None:
+    store.require_free(tmp_path / "absent")
+    store.require_free(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    with store.exclusive(tmp_path), pytest.raises(RequestError, match="in use by another"):
+        store.require_free(tmp_path)
+    store.require_free(tmp_path)
+    with store.exclusive(tmp_path):
+        pass
 
 
 def test_only_one_controller_writes(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def fleet_of(served: Served, alone: Alone) -> Fleet | None:
         straggler_s=straggler_s,
         straggler_ratio=straggler_s / wall if straggler_s is not None and wall > 0 else None,
         uneven_ratio=uneven,
-        text=" ".join(_sentences(shares, combined, speedup, best, straggler_s, wall)),
+        text=" ".join([*_sentences(shares, combined, speedup, best, straggler_s, wall), *_losses(served)]),
         runs=served.runs,
         is_paired=bool(alone),
     )
@@ -254,6 +254,16 @@ def _sentences(
         if share.died_s is not None:
             gone = f"Failed: replica {share.replica} was gone after {share.died_s:.1f} s"
             yield f"{gone}; others took {share.reassigned} of its samples."
+
+
+def _losses(served: Served) -> Iterator[str]:
+    """Nodes that went away, also where no replica's death tells of it: late, when its requests were answered."""
+    runs = [record for record in served.records if record.lost_nodes]
+    nodes = sorted({node for record in runs for node in record.lost_nodes})
+    if nodes:
+        named = f"node{'' if len(nodes) == 1 else 's'} {', '.join(map(str, nodes))}"
+        share = f"{len(runs)} of {len(served.records)} runs"
+        yield f"In {share} {named} went away before the end; the rest went on without."
 
 
 # --- dynamic over static ---

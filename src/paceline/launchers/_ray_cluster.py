@@ -16,6 +16,7 @@ from typing import Any
 
 from paceline.errors import LaunchError
 from paceline.launchers._ray_request import Request
+from paceline.launchers._second_try import SilenceError
 
 CONNECT_S = 5.0
 LOOK_S = 0.2
@@ -51,7 +52,7 @@ def knock(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
     except OSError as error:
         why = f"nobody answers there ({error.strerror or error})"
-        raise LaunchError(
+        raise SilenceError(
             f"no Ray cluster at {address}: {why}; try `ray status --address {address}` on its head"
         ) from None
 

@@ -64,7 +64,12 @@ STATES: dict[str, Meaning] = {
     "STAGE_OUT": _RUNNING,
     "COMPLETED": Meaning(Phase.ENDED),
     "FAILED": Meaning(Phase.ENDED),
-    "TIMEOUT": Meaning(Phase.ENDED, Status.TIMEOUT, "reached the time limit it had in Slurm; raise launcher.time"),
+    "TIMEOUT": Meaning(
+        Phase.ENDED,
+        Status.TIMEOUT,
+        # Another limit makes no other run: without the flag the sealed one stands.
+        "reached the time limit it had in Slurm; raise launcher.time and add --resume",
+    ),
     "DEADLINE": Meaning(Phase.ENDED, Status.TIMEOUT, "missed its deadline"),
     "OUT_OF_MEMORY": Meaning(Phase.ENDED, Status.OOM, "used more host memory than it had; raise launcher.mem"),
     "PREEMPTED": Meaning(Phase.ENDED, Status.PREEMPTED, "was preempted by a job of higher priority"),
@@ -115,13 +120,13 @@ class Away(Exception):
     """slurmctld does not answer for now."""
 
 
-def call(*argv: str, timeout_s: float = COMMAND_S) -> subprocess.CompletedProcess[str]:
+def call(*argv: str, timeout_s: float = COMMAND_S, stdin: str = "") -> subprocess.CompletedProcess[str]:
     """One command of Slurm. Away when nobody answers; LaunchError when it is not installed; else as it ended."""
     try:
         done = subprocess.run(
             argv,
             env=environment(),
-            stdin=subprocess.DEVNULL,
+            input=stdin,
             capture_output=True,
             text=True,
             errors="replace",

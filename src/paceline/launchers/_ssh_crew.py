@@ -63,7 +63,10 @@ class Crew:
             self._beat_at = now
             self._send(b"\n")
         self._see_losses()
-        if self._trouble_at is None and any(connection.code for connection in self._kept()):
+        if not any(connection.code for connection in self._kept()):
+            # Whoever failed before rank 0 was past its setup may be expendable by now.
+            self._trouble_at = None
+        elif self._trouble_at is None:
             self._trouble_at = now
         if self._trouble_at is not None and now - self._trouble_at > NOTICE_S:
             self.ask_to_end()

@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline import __version__, clocks
 from paceline.errors import LaunchError
+from paceline.launchers._second_try import SilenceError
 from paceline.launchers._ssh_connections import Connection
 from paceline.launchers._ssh_hosts import Host, Options, hint, ssh_command
 from paceline.spec import Topology
@@ -40,7 +41,8 @@ class Answer:
 
 
 def ask(chosen: Options, hosts: Sequence[Host]) -> list[Answer]:
-    """All hosts at once. LaunchError says of each one that does not answer why, and what to try."""
+    """All hosts at once. LaunchError says of each one that does not answer why, and what to try; SilenceError where
+    that may pass for all of them."""
     named = [("ssh.ssh_config", chosen.ssh_config), ("ssh.key", chosen.key)]
     for option, path in [*named, *((f"ssh.hosts: key of {host}", host.key) for host in hosts)]:
         # Without it ssh would go on with keys that nobody meant.
@@ -52,22 +54,22 @@ def ask(chosen: Options, hosts: Sequence[Host]) -> list[Answer]:
     ]
     deadline = time.monotonic() + chosen.connect_s + ANSWER_S
     answers: list[Answer] = []
-    refusals: list[tuple[Host, str, str]] = []
+    refusals: list[tuple[Host, Refusal]] = []
     try:
         for host, question in zip(hosts, questions, strict=True):
             answer = _heard(question, deadline)
             if answer is None:
-                refusals.append((host, *_refusal(chosen, host, question)))
+                refusals.append((host, _refusal(chosen, host, question)))
             else:
                 answers.append(answer)
     finally:
         for question in questions:
             question.end(0.0 if refusals else 5.0)
     if refusals:
-        first, meaning, remedy = refusals[0]
-        others = "".join(f"; {host} {other}" for host, other, _ in refusals[1:4])
+        (first, why), passes = refusals[0], all(refusal.may_pass for _, refusal in refusals)
+        others = "".join(f"; {host} {refusal.meaning}" for host, refusal in refusals[1:4])
         more = f"; and {len(refusals) - 4} more" if len(refusals) > 4 else ""
-        raise LaunchError(f"{first} {meaning}{others}{more}; {remedy}")
+        raise (SilenceError if passes else LaunchError)(f"{first} {why.meaning}{others}{more}; {why.remedy}")
     return answers
 
 
@@ -98,6 +100,14 @@ def _clock(question: Connection) -> tuple[float, float] | None:
     return min(found, key=lambda interval: interval[1] - interval[0], default=None)
 
 
+class Refusal(NamedTuple):
+    """What is wrong with a host, what to do about it, and whether it may be right again in seconds."""
+
+    meaning: str
+    remedy: str
+    may_pass: bool = False
+
+
 # ssh's own words, in any release of it -> what they mean, and the command that shows more (`{}`: to the host).
 _MEANINGS: tuple[tuple[str, str, str], ...] = (
     (
@@ -107,16 +117,18 @@ _MEANINGS: tuple[tuple[str, str, str], ...] = (
     ),
     (r"Host key verification failed", "has a host key that is not known here", "compare its fingerprint in: {ssh}"),
     (r"Permission denied", "refuses the key (or the user)", "try: {ssh}"),
-    (r"Could not resolve hostname", "has a name that does not resolve here", "try: getent hosts {name}"),
-    (r"Connection refused", "refuses the connection: no ssh server listens there", "try: {ssh}"),
-    (r"timed out|No route to host|unreachable", "does not answer", "try: {ssh}"),
     (r"No module named '?paceline", "has no Paceline in its Python", "try: {pip}"),
     (r"unrecognized arguments", "has another version of Paceline", "try: {pip}"),
 )
+# The same of what may pass: a server that restarts, a network or a name server that is away for a moment.
+_PASSING: tuple[tuple[str, str, str], ...] = (
+    (r"Could not resolve hostname", "has a name that does not resolve here", "try: getent hosts {name}"),
+    (r"Connection refused", "refuses the connection: no ssh server listens there", "try: {ssh}"),
+    (r"timed out|No route to host|unreachable", "does not answer", "try: {ssh}"),
+)
 
 
-def _refusal(chosen: Options, host: Host, question: Connection) -> tuple[str, str]:
-    """What is wrong with the host, and what to do about it."""
+def _refusal(chosen: Options, host: Host, question: Connection) -> Refusal:
     code, said = question.end(0.5), " ".join(question.complaints)
     python = host.python or chosen.python
     ways = {
@@ -124,13 +136,15 @@ def _refusal(chosen: Options, host: Host, question: Connection) -> tuple[str, st
         "ssh": hint(chosen, host, "true"),
         "pip": hint(chosen, host, shlex.join([python, "-m", "pip", "install", f"paceline=={__version__}"])),
     }
-    for pattern, meaning, remedy in _MEANINGS:
-        if re.search(pattern, said):
-            return meaning, _filled(remedy, ways)
+    for known, may_pass in ((_MEANINGS, False), (_PASSING, True)):
+        for pattern, meaning, remedy in known:
+            if re.search(pattern, said):
+                return Refusal(meaning, _filled(remedy, ways), may_pass)
     if code in (126, 127):
-        return f"has no Python at {python!r}", f"set `python`; try: {hint(chosen, host, 'command -v python3')}"
+        return Refusal(f"has no Python at {python!r}", f"set `python`; try: {hint(chosen, host, 'command -v python3')}")
     last = question.complaints[-1] if question.complaints else "it said nothing"
-    return f"could not be asked (exit code {code}: {last[:200]})", f"try: {ways['ssh']}"
+    # A server with many logins at once hangs up without a word.
+    return Refusal(f"could not be asked (exit code {code}: {last[:200]})", f"try: {ways['ssh']}", may_pass=True)
 
 
 def _filled(remedy: str, ways: Mapping[str, str]) -> str:

@@ -25,6 +25,7 @@ from paceline.errors import LaunchError, MissingPackageError
 from paceline.launchers import _start
 from paceline.launchers._ray_cluster import REFUSED, knock
 from paceline.launchers._ray_request import Request
+from paceline.launchers._second_try import asked_again
 from paceline.offspring import end_all
 from paceline.plugins import Job, JobState, Offer, options
 from paceline.processes import end_with_parent
@@ -117,7 +118,7 @@ def check(spec: RunSpec) -> str | None:
 def preflight(specs: Sequence[RunSpec]) -> None:
     """Enter the cluster once, by a process of its own, and leave it again."""
     address = options(Options, specs[0].launcher).address
-    knock(address)
+    asked_again(lambda: knock(address))
     command = [sys.executable, "-m", "paceline.launchers._ray_cluster", address]
     try:
         done = subprocess.run(

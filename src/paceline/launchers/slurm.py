@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,14 +63,12 @@ def offer(choice: Choice) -> Offer:
 
 
 def preflight(specs: Sequence[RunSpec]) -> None:
-    """sbatch itself is asked, with the script of the smallest run, for what it would refuse from any of them."""
+    """sbatch itself is asked, with the script of the smallest run, for what it would refuse from any of them. It reads
+    the script from its input: nothing is written, as no folder may be writable before the first run."""
     chosen, smallest = options(Options, specs[0].launcher), min(specs, key=lambda spec: spec.topology.world_size)
-    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
-        job = prepare(smallest, Path(folder))
-        for path, text in job.files.items():
-            Path(path).write_text(text)
-        words = (job.argv[0], "--test-only", *job.argv[1:])
-        done = _patiently(lambda: _slurm_states.call(*words), chosen.patience_s)
+    (script,) = prepare(smallest, Path(smallest.run_id)).files.values()
+    words = ("sbatch", "--test-only", "--parsable")
+    done = _patiently(lambda: _slurm_states.call(*words, stdin=script), chosen.patience_s)
     if sentence := _slurm_refusals.sentence(done, chosen):
         raise LaunchError(sentence)
 

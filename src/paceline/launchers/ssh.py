@@ -19,6 +19,7 @@ from typing import Any
 from paceline import clocks, places
 from paceline.errors import LaunchError
 from paceline.launchers import _ssh_inquiry as inquiry
+from paceline.launchers._second_try import asked_again
 from paceline.launchers._ssh_connections import Connection
 from paceline.launchers._ssh_crew import FAREWELL_S, SILENCE_S, Crew
 from paceline.launchers._ssh_hosts import Options, hint, labels, ssh_command
@@ -66,7 +67,7 @@ def preflight(specs: Sequence[RunSpec]) -> None:
     chosen = options(Options, specs[0].launcher)
     _forwarded(chosen)
     hosts = chosen.machines[: min(spec.topology.nodes for spec in specs)]
-    answers = inquiry.ask(chosen, hosts)
+    answers = asked_again(lambda: inquiry.ask(chosen, hosts))
     refusals = []
     for topology in dict.fromkeys(spec.topology for spec in specs):
         try:

@@ -22,6 +22,8 @@ def record_lines(record: RunRecord, certificate: Certificate | None) -> Iterator
     yield from _machines(record)
     yield from _ranks(record)
     yield from _attempts(record)
+    for node in record.lost_nodes:
+        yield f"  node {node} of {spec.topology.nodes} went away before the end; the run went on without it"
     yield from map(_profile, record.traces)
     for check in certificate.checks if certificate else ():
         yield f"  {'equal' if check.ok else 'UNEQUAL'} {check.name}: {check.observed}"

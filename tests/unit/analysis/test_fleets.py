@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -120,6 +121,13 @@ def test_a_replica_that_died_is_said_and_not_waited_for() -> None:
     assert found.replicas[1].output_tokens_per_s == pytest.approx(10 / 3)
     assert found.straggler_s == 0
     assert "Failed: replica 1 was gone after 3.0 s; others took 5 of its samples." in found.text
+
+
+def test_a_node_that_went_away_late_is_told_though_no_replica_died() -> None:
+    whole = static()
+    assert "went away" not in fleet_of(whole).text
+    found = fleet_of(replace(whole, lost_nodes=(1,)))
+    assert found.text.endswith("In 1 of 1 runs node 1 went away before the end; the rest went on without.")
 
 
 def test_a_load_by_schedule_has_no_speedup() -> None:

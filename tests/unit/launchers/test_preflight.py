@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,13 +21,19 @@ from testbed.ports import free_port
 
 from paceline import __version__, cli, plugins
 from paceline.errors import LaunchError
-from paceline.launchers import _slurm_states, _ssh_inquiry, kubernetes, ray, slurm, ssh
+from paceline.launchers import _second_try, _slurm_states, _ssh_inquiry, kubernetes, ray, slurm, ssh
 from paceline.launchers._kube_cluster import CONTROLLER_ACCOUNT, cluster_manifests, rights
 from paceline.launchers._kube_options import KINDS
 from paceline.launchers._kube_preflight import essential
+from paceline.launchers._ssh_connections import Connection
 from paceline.spec import Choice, RunSpec
 
 Make = Callable[..., RunSpec]
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_second_try, "AGAIN_S", 0.0)
 
 
 @pytest.fixture
@@ -178,11 +187,11 @@ def sbatch(monkeypatch: pytest.MonkeyPatch) -> Said:
     """Slurm's commands as they answer; every one that is asked for anything else fails the test."""
 
     def use(returncode: int, stderr: str) -> None:
-        def call(*argv: str, timeout_s: float = 1.0) -> subprocess.CompletedProcess[str]:
+        def call(*argv: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
             if argv[0] == "sinfo":
                 return subprocess.CompletedProcess(argv, 0, "main\ngpu\nmain\n", "")
-            assert argv[:3] == ("sbatch", "--test-only", "--parsable")
-            assert "#SBATCH" in Path(argv[3]).read_text()
+            assert argv == ("sbatch", "--test-only", "--parsable")
+            assert "#SBATCH" in stdin
             return subprocess.CompletedProcess(argv, returncode, "", stderr)
 
         monkeypatch.setattr(_slurm_states, "call", call)
@@ -255,6 +264,18 @@ def test_what_may_pass_is_left_to_the_runs(make_spec: Make, sbatch: Said, code: 
     slurm.preflight([replace(make_spec(), launcher=Choice("slurm", {"partition": "main"}))])
 
 
+def test_a_full_temporary_folder_refuses_nothing(
+    make_spec: Make, sbatch: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> str:
+        raise OSError(28, "No space left on device")
+
+    sbatch(0, "")
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    monkeypatch.setattr(Path, "write_text", full)
+    slurm.preflight([replace(make_spec(), launcher=Choice("slurm"))])
+
+
 # --- SSH ---
 
 
@@ -292,7 +313,44 @@ def test_only_hosts_that_every_run_needs_are_asked(make_spec: Make, monkeypatch:
         ssh.preflight([large])
 
 
+@pytest.mark.parametrize(
+    ("words", "asked"),
+    [("ssh: connect to host a port 22: Connection refused", 2), ("Permission denied (publickey).", 1)],
+)
+def test_a_host_that_is_silent_is_asked_a_second_time(
+    make_spec: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, asked: int
+) -> None:
+    """One that refuses in words would only do so again."""
+    facts = json.dumps({"paceline": __version__, "versions": {"torch": "2.9"}, "gpus": []})
+    scripts = iter([f"echo '{words}' >&2; exit 255", f"echo '{facts}'"])
+    used: list[object] = []
+
+    def connect(command: object) -> Connection:
+        used.append(command)
+        return Connection(["sh", "-c", next(scripts)])
+
+    monkeypatch.setattr(_ssh_inquiry, "Connection", connect)
+    spec = replace(make_spec("ddp", 1), launcher=Choice("ssh", {"hosts": ["a"]}))
+    with contextlib.nullcontext() if asked == 2 else pytest.raises(LaunchError, match="a refuses the key"):
+        ssh.preflight([spec])
+    assert len(used) == asked
+
+
 # --- Ray ---
+
+
+def test_a_ray_that_does_not_listen_is_asked_a_second_time(make_spec: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    knocks: list[str] = []
+
+    def knock(address: str) -> None:
+        knocks.append(address)
+        if len(knocks) == 1:
+            raise _second_try.SilenceError("nobody answers there")
+
+    monkeypatch.setattr(ray, "knock", knock)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess((), 0, "", ""))
+    ray.preflight([replace(make_spec(), launcher=Choice("ray", {"address": "head:6379"}))])
+    assert knocks == ["head:6379"] * 2
 
 
 def test_no_ray_at_the_address_is_one_sentence(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:

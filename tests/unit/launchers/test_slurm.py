@@ -236,7 +236,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, **answers: Any) -> Answers:
 @pytest.mark.parametrize(
     ("line", "status", "words"),
     [
-        (row("TIMEOUT", 15), Status.TIMEOUT, "raise launcher.time (TIMEOUT)"),
+        (row("TIMEOUT", 15), Status.TIMEOUT, "raise launcher.time and add --resume (TIMEOUT)"),
         (row("PREEMPTED"), Status.PREEMPTED, "higher priority"),
         (row("NODE_FAIL"), Status.PREEMPTED, "sinfo -R"),
         (row("OUT_OF_MEMORY"), Status.OOM, "launcher.mem"),

@@ -120,6 +120,25 @@ def test_before_rank_0_asks_nobody_is_expendable(start: Start, served: RunSpec, 
     assert state.reason == "the connection to c was lost; try: try c"
 
 
+def test_a_node_that_failed_just_before_rank_0_asked_is_expendable_after(
+    start: Start, served: RunSpec, run_dir: Path, make_outcome: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crew, agents = start(served)
+    monkeypatch.setattr(_ssh_crew, "NOTICE_S", 3600.0)
+    at(run_dir, "setup")
+    agents[1].code = 255
+    crew.listen()
+    at(run_dir, "timing")
+    crew.listen()
+    # What the others were given to notice the loss themselves is over.
+    monkeypatch.setattr(_ssh_crew, "NOTICE_S", -1.0)
+    crew.listen()
+    assert not any(tether.END + b"\n" in agent.sent for agent in agents)
+    spoke(run_dir, make_outcome, 0, 1, 4, 5)
+    crew.listen()
+    assert (crew.state().status, crew.state().lost) == (None, (1,))
+
+
 def test_the_node_of_the_client_is_never_expendable(
     start: Start, served: RunSpec, run_dir: Path, make_outcome: Any
 ) -> None:
