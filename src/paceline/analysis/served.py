@@ -12,10 +12,8 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-import numpy as np
-
 from paceline import self_audit, stopping
-from paceline.analysis import client_share, shared_gaps
+from paceline.analysis import client_share, shared_waits
 from paceline.analysis.launch_spread import Bounded, bounded, over_launches, quotient
 from paceline.analysis.served_loads import Load as Load
 from paceline.analysis.served_loads import Served as Served
@@ -26,8 +24,7 @@ from paceline.analysis.served_loads import latency_s as latency_s
 from paceline.analysis.served_loads import service_ttft_s as service_ttft_s
 from paceline.analysis.served_loads import tpot_s as tpot_s
 from paceline.analysis.served_loads import ttft_s as ttft_s
-from paceline.analysis.statistics import Array, Resampled
-from paceline.analysis.statistics import percentile_bounds as percentile_bounds
+from paceline.analysis.statistics import Resampled
 from paceline.analysis.token_times import Steady, gaps_between_tokens, steady
 from paceline.analysis.token_times import tokens_of as tokens_of
 from paceline.findings import HIGHER, LOWER, Measurement
@@ -104,7 +101,9 @@ def measure(served: Served) -> Iterator[Measurement]:
         return
     reasons = any(request.first_reasoning_ns is not None for request in served.answered)
     for name, quantity in (LATENCIES | OF_REASONING if reasons else LATENCIES).items():
-        yield from _percentiles(served, name, [v for r in served.answered if (v := quantity(r)) is not None])
+        count = sum(quantity(request) is not None for request in served.answered)
+        for percent, found in zip(PERCENTILES, shared_waits.of_answers(served, quantity, PERCENTILES), strict=True):
+            yield measurement(served, f"{name}_p{percent}_s", found, n=count)
     yield from _gaps(served)
     yield from _rates(served)
     yield from _steady_rates(served)
@@ -116,23 +115,13 @@ def measure(served: Served) -> Iterator[Measurement]:
     yield measurement(served, "client_ceiling_ratio", (used.ratio, None, None), note=used.text)
 
 
-def _percentiles(served: Served, name: str, values: Sequence[float] | Array) -> Iterator[Measurement]:
-    ordered = np.sort(np.asarray(values, dtype=np.float64))
-    for percent in PERCENTILES:
-        found = percentile_bounds(ordered, percent) if len(ordered) else (None, None, None)
-        yield measurement(served, f"{name}_p{percent}_s", found, n=len(values))
-
-
 def _gaps(served: Served) -> Iterator[Measurement]:
     gaps = [gaps_between_tokens(launch.answered) for launch in served.launches]
-    seconds = np.concatenate([each.seconds for each in gaps])
-    again = shared_gaps.percentiles(served, gaps, PERCENTILES)
-    for percent, drawn in zip(PERCENTILES, again, strict=True):
-        value = float(np.percentile(seconds, percent)) if len(seconds) else None
-        found = (value, None, None) if drawn is None else bounded(drawn)
-        yield measurement(served, f"itl_p{percent}_s", found, n=len(seconds))
-    split = sum(each.split for each in gaps) / len(seconds) if len(seconds) else None
-    yield measurement(served, "itl_split_ratio", (split, None, None), n=len(seconds))
+    count = sum(len(each.seconds) for each in gaps)
+    for percent, found in zip(PERCENTILES, shared_waits.of_gaps(served, gaps, PERCENTILES), strict=True):
+        yield measurement(served, f"itl_p{percent}_s", found, n=count)
+    split = sum(each.split for each in gaps) / count if count else None
+    yield measurement(served, "itl_split_ratio", (split, None, None), n=count)
 
 
 def _rates(served: Served) -> Iterator[Measurement]:

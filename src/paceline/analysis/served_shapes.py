@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from paceline.analysis import served, served_traces
+from paceline.analysis import served, served_traces, shared_waits
 from paceline.analysis.served import NS
 from paceline.analysis.served_loads import Served
-from paceline.analysis.served_spread import spread
+from paceline.analysis.served_spread import QUOTED, spread
 from paceline.findings import Report
 from paceline.findings.served_shapes import (
     LATENCY,
@@ -113,14 +113,15 @@ def _served_load(load: Served) -> ServedLoad:
         late=sum(not served.in_time(request, limits) for request in load.answered) if load.has_limits else None,
         output_tokens_per_s=load.output_tokens() / wall if wall > 0 else None,
         requests_per_s=len(load.answered) / wall if wall > 0 else None,
-        spreads=tuple(_spreads(load.answered, limits)),
+        spreads=tuple(_spreads(load)),
     )
 
 
-def _spreads(answered: Sequence[RequestSample], limits: dict[str, float | None]) -> Iterable[LatencySpread]:
+def _spreads(load: Served) -> Iterable[LatencySpread]:
     for name, quantity in QUANTITIES.items():
-        values = [value for request in answered if (value := quantity(request)) is not None]
-        if (found := spread(name, values, limits.get(f"{name}_s"))) is not None:
+        values = [value for request in load.answered if (value := quantity(request)) is not None]
+        bounds = shared_waits.of_answers(load, quantity, QUOTED)
+        if (found := spread(name, values, load.limits.get(f"{name}_s"), bounds)) is not None:
             yield found
 
 

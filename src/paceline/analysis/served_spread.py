@@ -7,22 +7,29 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.analysis.served import percentile_bounds
+from paceline.analysis.launch_spread import Bounded
 from paceline.findings.served_shapes import LatencySpread
 
 # Shares of a spread: evenly up to nine of ten, then ever closer to all.
 BULK_SHARES, TAIL_SHARES = 46, 60
 
 
-def spread(quantity: str, values: Sequence[float], limit_s: float | None = None) -> LatencySpread | None:
-    """None where nothing was measured."""
+QUOTED = (50, 90, 99)
+
+
+def spread(
+    quantity: str, values: Sequence[float], limit_s: float | None = None, bounds: Sequence[Bounded] = ()
+) -> LatencySpread | None:
+    """None where nothing was measured. bounds: those of the QUOTED percentiles, where they are known."""
     if not values:
         return None
     ordered = np.sort(np.asarray(values, dtype=float))
     shares = _shares(len(ordered))
     # A thousandth of a millisecond is finer than any chart.
     seconds = np.quantile(ordered, shares).round(6)
-    p50, p90, p99 = (percentile_bounds(ordered.tolist(), percent) for percent in (50, 90, 99))
+    known = [(low, high) for _, low, high in bounds] or [(None, None)] * len(QUOTED)
+    points = np.percentile(ordered, QUOTED).tolist()
+    p50, p90, p99 = ((value, *each) for value, each in zip(points, known, strict=True))
     return LatencySpread(
         quantity=quantity,
         n=len(ordered),

@@ -344,16 +344,6 @@ def percentile(values: Sequence[float] | Array, q: float) -> float | None:
     return float(np.percentile(np.asarray(values, dtype=np.float64), q))
 
 
-def percentile_bounds(values: Sequence[float] | Array, percent: float) -> tuple[float, float | None, float | None]:
-    """The percentile and its 95 % bounds: the order statistics whose ranks a binomial count would not leave."""
-    ordered = np.sort(np.asarray(values, dtype=np.float64))
-    n, share = len(ordered), percent / 100
-    value = float(np.percentile(ordered, percent))
-    reach = Z_95 * math.sqrt(n * share * (1 - share))
-    low, high = math.floor(n * share - reach), math.ceil(n * share + reach)
-    return value, float(ordered[low - 1]) if low >= 1 else None, float(ordered[high - 1]) if high <= n else None
-
-
 # --- warm-up ---
 
 

@@ -32,13 +32,6 @@ def test_a_server_without_counts_is_counted_by_events() -> None:
     assert served.tpot_s(request(tokens=None)) == pytest.approx(0.01)
 
 
-def test_percentile_bounds_are_order_statistics() -> None:
-    """Of 1..100, the median's rank has a standard deviation of 5: ranks 40 and 60 bound it at 95 %."""
-    value, low, high = served.percentile_bounds([float(n) for n in range(1, 101)], 50)
-    assert (value, low, high) == (50.5, 40.0, 60.0)
-    assert served.percentile_bounds([float(n) for n in range(1, 101)], 99)[2] is None
-
-
 def by_name(records: list[RunRecord]) -> dict[str, Any]:
     (cell,) = served.gather(records)
     return {m.metric: m for m in served.measure(cell)}

@@ -1,4 +1,4 @@
-"""Bounds of the gaps between tokens of answers that are in flight together: simulated engines whose law is known."""
+"""Bounds of latencies and gaps of answers that are in flight together: simulated engines whose law is known."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from served_records import S, record, request
 
-from paceline.analysis import served, shared_gaps
+from paceline.analysis import served, shared_waits
+from paceline.analysis.report import build
 from paceline.analysis.statistics import Array
 from paceline.findings import Measurement
 from paceline.records import RunRecord
@@ -44,10 +45,10 @@ def batched(
     return record(asked, repeat=repeat)
 
 
-def bounds(records: Sequence[RunRecord]) -> dict[int, Measurement]:
+def bounds(records: Sequence[RunRecord], quantity: str = "itl") -> dict[int, Measurement]:
     (load,) = served.gather(records)
     found = {m.metric: m for m in served.measure(load)}
-    return {percent: found[f"itl_p{percent}_s"] for percent in (*PERCENTS, 99)}
+    return {percent: found[f"{quantity}_p{percent}_s"] for percent in (*PERCENTS, 99)}
 
 
 def test_bounds_of_answers_that_share_their_steps_hold_the_truth() -> None:
@@ -62,20 +63,22 @@ def test_bounds_of_answers_that_share_their_steps_hold_the_truth() -> None:
     assert all(count >= 0.8 * trials for count in held.values()), held
 
 
-def test_launches_of_different_levels_have_bounds_that_hold_them_all() -> None:
+@pytest.mark.parametrize("quantity", ["itl", "ttft", "tpot", "latency"])
+def test_launches_of_different_levels_have_bounds_that_hold_them_all(quantity: str) -> None:
     levels = (0.0097, 0.0152, 0.0149)
     rng = np.random.default_rng(3)
     launches = [batched(rng, 200, repeat=n, level=level) for n, level in enumerate(levels)]
-    alone = [bounds([launch]) for launch in launches]
-    for percent, found in bounds(launches).items():
+    alone = [bounds([launch], quantity) for launch in launches]
+    for percent, found in bounds(launches, quantity).items():
         each = [one[percent].value for one in alone]
         assert found.low is not None
         assert found.high is not None
         assert found.low <= min(filter(None, each)) < max(filter(None, each)) <= found.high
 
 
-def test_one_launch_of_few_blocks_has_no_bounds_rather_than_false_ones() -> None:
-    found = bounds([batched(np.random.default_rng(1), answers=200)])
+@pytest.mark.parametrize("quantity", ["itl", "tpot"])
+def test_one_launch_of_few_blocks_has_no_bounds_rather_than_false_ones(quantity: str) -> None:
+    found = bounds([batched(np.random.default_rng(1), answers=200)], quantity)
     assert all(m.value is not None for m in found.values())
     assert [(m.low, m.high) for m in found.values()] == [(None, None)] * 3
 
@@ -88,10 +91,20 @@ def test_answers_that_came_one_after_another_have_bounds() -> None:
     assert bounds([batched(np.random.default_rng(1), answers=200, in_flight=1)])[50] == found
 
 
+def test_the_curve_has_the_bounds_of_the_table() -> None:
+    launches = [batched(np.random.default_rng(n), 200, repeat=n) for n in range(3)]
+    shapes = build(launches, "test").served_shapes
+    assert shapes is not None
+    (shown,) = shapes.loads
+    told = bounds(launches, "tpot")
+    spread = next(found for found in shown.spreads if found.quantity == "tpot")
+    assert [spread.p50, spread.p90, spread.p99] == [(m.value, m.low, m.high) for m in told.values()]
+
+
 @pytest.mark.parametrize(("in_flight", "most", "count"), [(1, 2000, 20), (32, 2000, 6), (300, 2000, 1), (1, 5, 5)])
 def test_a_block_is_of_neighbours_and_longer_than_what_was_in_flight(in_flight: int, most: int, count: int) -> None:
     answers = np.repeat(np.arange(400), 3)
-    found = shared_gaps.blocks(answers, in_flight, most)
+    found = shared_waits.blocks(answers, in_flight, most)
     assert len(set(found)) == count
     assert (np.diff(found) >= 0).all()
-    assert min(np.bincount(found)) >= 3 * shared_gaps.ROUNDS * in_flight or count == 1
+    assert min(np.bincount(found)) >= 3 * shared_waits.ROUNDS * in_flight or count == 1

@@ -1,0 +1,70 @@
+"""Percentiles of latencies and of the gaps between tokens, with bounds that know what answers in flight together share.
+
+They wait for the same steps and stall behind the same prefills: an answer is no draw of its own. What is drawn again is
+launches, and in each of them blocks of answers that began one after another, long enough that most of what an answer
+shared with others is within its block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.analysis.launch_spread import Bounded, bounded
+from paceline.analysis.served_loads import Served
+from paceline.analysis.statistics import Array, block_length, clustered_percentiles, seed_of
+from paceline.analysis.token_times import Gaps, most_in_flight
+from paceline.serving import RequestSample
+
+# Of a launch its values, and the number of the answer that each is of, in the order of time.
+Timed = tuple[Array, NDArray[np.int64]]
+Quantity = Callable[[RequestSample], float | None]
+
+# A block is of so many times the answers in flight. Answers at its edges share steps with the next block: with r of
+# them a bootstrap sees 1 - 1 / (3 r) of the variance.
+ROUNDS = 2
+# Drawn in all launches together, so that no number of answers makes a bootstrap longer.
+MOST_BLOCKS = 2000
+
+
+def of_gaps(served: Served, gaps: Sequence[Gaps], percents: Sequence[float]) -> list[Bounded]:
+    """One for each percent, of the gaps of each launch."""
+    return _percentiles(served, [(each.seconds, each.answers) for each in gaps], percents, "itl")
+
+
+def of_answers(served: Served, quantity: Quantity, percents: Sequence[float]) -> list[Bounded]:
+    """One for each percent, of what is told of each answer; those of which it is not told have no part in it."""
+    return _percentiles(served, [_told(launch, quantity) for launch in served.launches], percents, "latency")
+
+
+def _told(launch: Served, quantity: Quantity) -> Timed:
+    told = np.array([np.nan if (value := quantity(request)) is None else value for request in launch.answered])
+    known = np.flatnonzero(~np.isnan(told))
+    return told[known], known
+
+
+def _percentiles(served: Served, timed: Sequence[Timed], percents: Sequence[float], word: str) -> list[Bounded]:
+    """Without bounds where the data supports none: of one launch with few blocks, and where a launch has no value."""
+    seconds, most = np.concatenate([each for each, _ in timed]), MOST_BLOCKS // len(served.launches)
+    if not len(seconds):
+        return [(None, None, None)] * len(percents)
+    launches = [
+        (values, blocks(answers, most_in_flight(launch.requests), most))
+        for launch, (values, answers) in zip(served.launches, timed, strict=True)
+    ]
+    drawn = clustered_percentiles(launches, percents, seed_of(served.cell, served.words, word))
+    values = [float(np.percentile(seconds, percent)) for percent in percents]
+    return [(v, None, None) if d is None else bounded(d) for v, d in zip(values, drawn, strict=True)]
+
+
+def blocks(answers: NDArray[np.int64], in_flight: int, most: int) -> NDArray[np.int64]:
+    """The block of each gap, by the number of its answer in the order of time; the last one takes what is left over.
+    At most `most` of them."""
+    if not len(answers):
+        return answers
+    count = int(answers.max()) + 1
+    length = max(block_length(count), ROUNDS * in_flight, math.ceil(count / max(most, 1)))
+    return np.minimum(answers // length, max(count // length - 1, 0))
