@@ -15,7 +15,7 @@ TTFT, TPOT, LATENCY = "ttft", "tpot", "latency"
 class LatencySpread:
     """How one quantity (ttft, tpot or latency) spreads over the answered requests of a load: `seconds[i]` is what the
     share `shares[i]` of them took at most. Shares grow and end where a single request is left: beyond it the data says
-    nothing. Percentiles are of all requests, with bounds by order statistics where these are known."""
+    nothing. Percentiles are of all requests, with bounds where these are known."""
 
     quantity: str
     n: int
