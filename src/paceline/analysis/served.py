@@ -1,8 +1,8 @@
 """Served models: latencies from the schedule, rates of what was completed, and whether any of it may be believed.
 
-All of it from the raw requests of all launches of a cell, merged; never from percentiles of parts. A percentile has 95 %
-bounds by drawing launches and blocks of answers again (`shared_waits`). A rate has the bounds of its launches, so that
-of one launch alone has none.
+All of it from the raw requests of all launches of a cell, merged; never from percentiles of parts. A percentile has
+95 % bounds by drawing launches and blocks of answers again (`shared_waits`). A rate has the bounds of its launches, so
+that of one launch alone has none.
 """
 
 from __future__ import annotations
