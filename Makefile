@@ -54,7 +54,7 @@ COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '$(UNUSED)' $(VENV)/lib || tr
 ifeq ($(HAS_TORCH),yes)
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv --system-site-packages $(VENV)
-	echo '$(ITS_PACKAGES)' | tee $(VENV)/lib/python*/site-packages/host.pth
+	echo '$(ITS_PACKAGES)' > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/host.pth"
 	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
 	DS_BUILD_OPS=0 $(INSTALL) -c $(VENV)/constraints.txt -e '.[zero,finetune,dev]'
 	$(COMPILE)
