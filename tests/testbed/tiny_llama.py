@@ -96,6 +96,24 @@ def continuation(directory: Path, prompt: list[int], count: int) -> list[int]:
     return told[0, len(prompt) :].tolist()
 
 
+def could_say(directory: Path, prompt: list[int], said: str, count: int, slack: float) -> bool:
+    """Whether the text is of `count` tokens each of which has the best score, or one that is less by at most so many
+    standard deviations of all scores: what greedy decoding may say where sums are rounded."""
+    import torch
+
+    if not count or not said:
+        return not count and not said
+    with torch.inference_mode():
+        scores = _opened(directory)[0](input_ids=torch.tensor([prompt]), use_cache=False).logits[0, -1]
+    good = torch.nonzero(scores >= scores.max() - slack * scores.std()).flatten().tolist()
+    shown = [(token, text(directory, [token])) for token in good]
+    return any(
+        could_say(directory, [*prompt, token], said[len(piece) :], count - 1, slack)
+        for token, piece in shown
+        if said.startswith(piece)
+    )
+
+
 def token_ids(directory: Path, said: str) -> list[int]:
     return [int(number) for number in _opened(directory)[1](said, add_special_tokens=False)["input_ids"]]
 
