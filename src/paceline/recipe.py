@@ -31,7 +31,7 @@ def recreate(specs: Sequence[RunSpec]) -> dict[str, Any]:
 
 
 def fields(spec: RunSpec) -> dict[str, Any]:
-    """Every field a user may set, by the names of an experiment file; the strategy only where there is one."""
+    """Every field a user may set, by the names of an experiment file; what a workload has no use for is left out."""
     t, topology = spec.training, spec.topology
     return {
         "workload": str(spec.workload),
@@ -54,6 +54,8 @@ def fields(spec: RunSpec) -> dict[str, Any]:
         "clip_norm": t.clip_norm,
         "data": str(t.data),
         **(dataclasses.asdict(spec.tuning) if spec.tuning else {}),
+        **({"engine": str(spec.engine)} if spec.engine else {}),
+        **(dataclasses.asdict(spec.serving) if spec.serving else {}),
         "steps": spec.steps,
         "warmup": dataclasses.asdict(spec.warmup),
         "seed": spec.seed,

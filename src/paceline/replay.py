@@ -76,7 +76,7 @@ def _chosen(results: Sequence[RunRecord], only: Sequence[str]) -> list[RunRecord
 
 def _refuse_modules(specs: Sequence[RunSpec]) -> None:
     for spec in specs:
-        for choice in (spec.workload, spec.strategy, spec.launcher):
+        for choice in (spec.workload, spec.strategy, spec.engine, spec.launcher):
             if choice is not None and "." in choice.name:
                 raise RequestError(
                     f"replay: {spec.run_id} names the module {choice.name!r}, whose code would run here; "

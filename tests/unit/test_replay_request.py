@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import served_records
 
 from paceline import cli, replay, store
 from paceline.errors import RequestError
@@ -70,12 +71,26 @@ def test_only_names_cells_by_hash_or_run(record: Callable[..., RunRecord]) -> No
         replay.request(stored, only=["zero"])
 
 
-def test_code_of_a_strangers_module_is_not_run_unasked(record: Callable[..., RunRecord]) -> None:
+# Of the choices of a spec, those that name no module.
+BY_NAME = {"model"}
+
+
+@pytest.mark.parametrize(
+    "field", [f.name for f in dataclasses.fields(RunSpec) if "Choice" in str(f.type) and f.name not in BY_NAME]
+)
+def test_code_of_a_strangers_module_is_not_run_unasked(record: Callable[..., RunRecord], field: str) -> None:
     stored = record("ddp")
-    foreign = dataclasses.replace(stored, spec=dataclasses.replace(stored.spec, strategy=Choice("antigravity.fly")))
+    foreign = dataclasses.replace(stored, spec=dataclasses.replace(stored.spec, **{field: Choice("antigravity.fly")}))
     with pytest.raises(RequestError, match=r"antigravity\.fly.*--allow-modules"):
         replay.request([foreign])
-    assert replay.request([foreign], foreign=True).specs == (foreign.spec,)
+    if field != "workload":  # It is asked what followed from it.
+        assert replay.request([foreign], foreign=True).specs == (foreign.spec,)
+
+
+def test_a_served_run_is_replayed_under_other_circumstances() -> None:
+    stored = served_records.record([served_records.request()])
+    (spec,) = replay.request([stored], ["timeout_s=50.0"]).specs
+    assert (spec.serving, spec.engine, spec.timeout_s) == (stored.spec.serving, stored.spec.engine, 50.0)
 
 
 def test_probes_that_a_search_asked_for_are_left_to_the_search(
