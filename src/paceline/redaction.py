@@ -17,7 +17,7 @@ _NAME = (
     r"|\b(?i:password|passwd|secret|api_key|access_token)"
 )
 _NAMED = rf"(?:{_NAME})[\"']?\s*[=:]\s*[\"']?[^\s\"',;]{{6,}}"
-_ESCAPE = re.compile(r"\\[nrtbf]")
+_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{4}|.)")
 _SECRET_FIELD = re.compile(_NAME)
 SECRET = re.compile(f"{SECRET_VALUE.pattern}|{_NAMED}")
 
@@ -47,8 +47,8 @@ def clean(name: str, content: bytes, where: str) -> tuple[bytes, int]:
 
 
 def _suspicious(text: str) -> bool:
-    """Whether a secret may stand in it. In JSON a line break is a backslash and a letter, which would hide where a word
-    begins, so both readings are searched."""
+    """Whether a secret may stand in it. In JSON a line break is a backslash and a letter, and many a quotation mark
+    ends in a digit: they would hide where a word begins, so both readings are searched."""
     return bool(SECRET.search(text) or ("\\" in text and SECRET.search(_ESCAPE.sub("  ", text))))
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from paceline import capsule, cli, experiment, recipe, redaction, store
 from paceline.errors import RequestError
+from paceline.experiment import reading
 from paceline.records import GaugeSample, Status
 from paceline.run import read_experiment
 from paceline.spec import Choice, RunSpec
@@ -193,10 +194,11 @@ class TestSecrets:
         if name != "log.txt":
             assert json.loads(cleaned)["tokens"] == 64
 
-    def test_one_behind_an_escaped_line_break_is_found(self) -> None:
-        cleaned, count = redaction.clean("status.json", rb'{"error": "x\nhf_abcdefgh1234"}', where="")
+    @pytest.mark.parametrize("sign", ["\n", "\u2018", "\u00a7", "\\"])
+    def test_one_behind_an_escape_is_found(self, sign: str) -> None:
+        cleaned, count = redaction.clean("status.json", json.dumps({"error": f"x{sign}hf_abcdefgh1234"}).encode(), "")
         assert count == 1
-        assert json.loads(cleaned) == {"error": f"x\n{redaction.MARK}"}
+        assert json.loads(cleaned) == {"error": f"x{sign}{redaction.MARK}"}
 
     def test_a_named_field_of_any_value_is_taken_out(self) -> None:
         cleaned, count = redaction.clean("job.json", b'{"env": {"MY_API_KEY": "short-but-secret"}}', where="")
@@ -382,6 +384,12 @@ class TestRecipe:
         again = experiment.load(str(tmp_path / "again.yaml"))
         assert {spec.cell for spec in again} == {spec.cell for spec in specs}
         assert {spec.run_id for spec in specs} <= {spec.run_id for spec in again}
+
+    @pytest.mark.parametrize("preset", sorted(reading.presets()))
+    def test_every_preset_is_recreated_to_the_run_id(self, tmp_path: Path, preset: str) -> None:
+        specs = experiment.load(preset, ["device=cpu"])
+        (tmp_path / "again.yaml").write_text(recipe.text(specs))
+        assert {s.run_id for s in experiment.load(str(tmp_path / "again.yaml"))} == {s.run_id for s in specs}
 
     def test_one_cell_needs_no_matrix(self, tmp_path: Path, make_spec: MakeSpec) -> None:
         (tmp_path / "one.yaml").write_text(recipe.text([make_spec("ddp")]))
