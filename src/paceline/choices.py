@@ -10,6 +10,7 @@ from typing import Any
 from paceline.errors import RequestError
 
 Scalar = str | int | float | bool | None
+_JSON_SIGNS = frozenset('",[]{}\\')
 
 
 def require(condition: bool, where: str, given: object, accepted: str) -> None:
@@ -43,16 +44,21 @@ class Choice:
 
 
 def _text(value: object) -> str:
-    """As `parse` reads it back: text that would be taken for two options, or for a number, stands in quotes."""
-    plain = isinstance(value, str) and _outer_parts(value) == [value] and _value(value) == value
+    """As `parse` reads it back: text that would be taken for two options, or for a number, stands in quotes. So does
+    text with a sign that opens or closes something in JSON, which would swallow the options behind it."""
+    plain = isinstance(value, str) and not _JSON_SIGNS & set(value) and _value(value.strip()) == value
     return str(value) if plain else json.dumps(value, ensure_ascii=False)
 
 
 def _outer_parts(text: str) -> list[str]:
     """Split at commas, but not at those within a JSON list, object or text."""
-    parts, depth, quoted, begin = [], 0, False, 0
+    parts, depth, quoted, escaped, begin = [], 0, False, False, 0
     for place, sign in enumerate(text):
-        if sign == '"' and (not place or text[place - 1] != "\\"):
+        if escaped:
+            escaped = False
+        elif quoted and sign == "\\":
+            escaped = True
+        elif sign == '"':
             quoted = not quoted
         elif not quoted:
             depth += (sign in "[{") - (sign in "]}")

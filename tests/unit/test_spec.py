@@ -41,6 +41,10 @@ def test_a_choice_forgives_spaces_and_empty_parts() -> None:
         {"hosts": [{"host": "a,b", "port": 22}], "n": 1},
         {"quoted": {"k": 'he said "x, y"'}},
         {"partition": "a,b", "tag": "1.0", "nodelist": "g[1-4,7]", "word": "null"},
+        {"path": '/d/5"disk/t.bin', "pad": 0},
+        {"path": "/d/[a/t.bin", "pad": 0},
+        {"path": "a,\\", "pad": 0},
+        {"path": " spaced ", "closing": "]", "empty": "", "escaped": '\\"', "pad": 0},
     ],
 )
 def test_nested_options_survive_their_text(options: dict[str, Any]) -> None:
