@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from paceline import store
+from paceline.processes import how_it_ended
 from paceline.records import Outcome, Status
 from paceline.spec import RunSpec
 from paceline.supervision import End, Words
@@ -113,8 +114,4 @@ def _unexplained(run_dir: Path, end: End, log: str, deaths: Mapping[int, int]) -
         how = "without an exit code" if code is None else f"with exit code {code}"
         return f"the job ended {how}: {lines[-1][:300] if lines else 'it printed nothing'}"
     rank, code = next(iter(deaths.items()))
-    if code == -signal.SIGKILL:
-        return f"rank {rank} was killed by signal 9 (by hand, or because the host ran out of memory)"
-    if code < 0:
-        return f"rank {rank} was ended by signal {-code} ({signal.Signals(-code).name})"
-    return f"rank {rank} ended with exit code {code} and left no outcome; see {run_dir / 'log.txt'}"
+    return how_it_ended(f"rank {rank}", code, run_dir / "log.txt")

@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
@@ -14,6 +15,23 @@ def end_with_parent(how: signal.Signals = signal.SIGKILL) -> None:
     """Ask the kernel to send this process a signal when its parent dies, however it dies (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, how)
+
+
+def signal_name(number: int) -> str:
+    """`signal 15 (SIGTERM)`; the number alone where it has no name, as most real-time signals."""
+    try:
+        return f"signal {number} ({signal.Signals(number).name})"
+    except ValueError:
+        return f"signal {number}"
+
+
+def how_it_ended(who: str, code: int, log: Path) -> str:
+    """One that said nothing before it ended with this exit code; negative is the signal that ended it."""
+    if code == -signal.SIGKILL:
+        return f"{who} was killed by signal 9 (by hand, or because the host ran out of memory)"
+    if code < 0:
+        return f"{who} was ended by {signal_name(-code)}"
+    return f"{who} ended with exit code {code} and left no outcome; see {log}"
 
 
 def is_running(pid: int) -> bool:

@@ -25,7 +25,7 @@ from paceline.agenda import Occasion, Schedule
 from paceline.cron import wall
 from paceline.errors import RequestError
 from paceline.notification import Notice
-from paceline.processes import end_with_parent
+from paceline.processes import end_with_parent, signal_name
 
 LOG = "log.txt"
 COMPARISON = "comparison.md"
@@ -209,8 +209,8 @@ def _asked_to_end() -> Iterator[list[int]]:
 
 
 def _ended_by(number: int, folder: Path) -> str:
-    name = signal.Signals(number).name
-    return f"the campaign was ended by {name} (by hand, or because the host ran out of memory); see {folder / LOG}"
+    how = f"{signal_name(number)}, by hand, or because the host ran out of memory"
+    return f"the campaign was ended by {how}; see {folder / LOG}"
 
 
 def _what_went_wrong(log: Path, report: Path | None) -> str | None:

@@ -108,6 +108,7 @@ def test_a_limit_is_the_reason_unless_a_rank_gave_one(
     [
         (-9, "rank 1 was killed by signal 9"),
         (-11, "ended by signal 11 (SIGSEGV)"),
+        (-35, "rank 1 was ended by signal 35"),
         (7, "rank 1 ended with exit code 7"),
     ],
 )

@@ -141,7 +141,7 @@ def test_a_second_start_is_skipped_and_says_why(out: Path, told: Callable[..., N
         ({"code": 1, "says": "✗ 2/3 ddp failed: rank 1 was killed"}, "failed", 1, "rank 1 was killed"),
         ({"code": 2, "says": "paceline: model: 'x' was given", "report": False}, "refused", 2, "model: 'x' was given"),
         ({"code": 130, "says": WORDS, "report": False}, "interrupted", 130, "the next occasion starts anew"),
-        ({"signal": 9, "report": False}, "failed", 1, "ended by SIGKILL"),
+        ({"signal": 9, "report": False}, "failed", 1, "ended by signal 9 (SIGKILL)"),
         ({"code": 1, "says": "HF_TOKEN=hf_abcdefghijklmnop"}, "failed", 1, "[redacted]"),
     ],
 )
