@@ -50,12 +50,14 @@ CONTRACT: dict[str, dict[str, tuple[str, ...]]] = {
 }
 # What a module of that kind may define besides; one that does is held to these arguments too.
 OPTIONAL: dict[str, dict[str, tuple[str, ...]]] = {
+    "workloads": {"follow": ("spec", "records"), "outline": ("spec",)},
     "launchers": {
         "preflight": ("specs",),
         "adopt": ("job", "handle"),
         "collect": ("handle", "run_dir"),
         "offer": ("choice",),
     },
+    "exporters": {"check": ("directory",)},
 }
 
 

@@ -128,7 +128,7 @@ def _unless_ok(status: Status) -> Status:
 
 
 def attempt(run_dir: Path, rank: int, recorder: FolderRecorder) -> tuple[Status, str | None]:
-    """Run the workload; whatever it raises becomes a status and one sentence. The only broad except of the package."""
+    """Run the workload; whatever it raises becomes a status and one sentence."""
     try:
         spec = store.read_spec(run_dir)
         seat = replace(take_seat(spec, rank), checkpoints=checkpoint_folder(spec, run_dir))

@@ -69,11 +69,6 @@ class Launches:
         return len(self.windows) + len(self.asked)
 
 
-def trusted_windows(launches: Sequence[RunRecord], lenders: Sequence[RunRecord] = ()) -> list[Window]:
-    """Launches that ended ok with a valid certificate; lenders may hold references that a campaign lacks."""
-    return judge(launches, lenders).windows
-
-
 def judge(launches: Sequence[RunRecord], lenders: Sequence[RunRecord] = ()) -> Launches:
     """Every certified kind of launch, as the newest reference that ended ok sees it where its campaign has none, and
     every launch that asked a served model."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, cast, get_type_hints
@@ -233,10 +232,5 @@ def offered(launcher: Choice, device: str | None = None) -> Offer:
     if hasattr(plugin, "offer"):
         return cast(Offer, plugin.offer(launcher))
     device = device or machine.device_kind()
-    count = machine.device_count() if device == "cuda" else _cores()
+    count = machine.device_count() if device == "cuda" else machine.usable_cores() or 1
     return Offer(device=device, processes=max(1, count))
-
-
-def _cores() -> int:
-    """Cores this process may use, which in a container are fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

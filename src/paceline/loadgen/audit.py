@@ -9,6 +9,7 @@ import numpy as np
 
 from paceline import self_audit
 from paceline.loadgen.orders import Handled, Shift
+from paceline.loadgen.reading import first_token_ns
 from paceline.self_audit import LACKING, ClientFacts
 
 
@@ -48,7 +49,7 @@ def judge(shifts: Sequence[Shift]) -> Verdict:
 
 
 def _facts(shifts: Sequence[Shift], handled: Sequence[Handled]) -> ClientFacts:
-    ttft_s = [(first - h.due_ns) / 1e9 for h in handled if (first := _first_ns(h)) is not None]
+    ttft_s = [(first - h.due_ns) / 1e9 for h in handled if (first := first_token_ns(h)) is not None]
     reads = [lag for shift in shifts for lag in shift.read_lag_ns]
     return ClientFacts(
         ttft_p50_s=self_audit.median(ttft_s),
@@ -60,11 +61,6 @@ def _facts(shifts: Sequence[Shift], handled: Sequence[Handled]) -> ClientFacts:
         early_s=max((h.due_ns - h.sent_ns for h in handled if h.sent_ns is not None), default=0) / 1e9,
         lacking=sum(h.error == LACKING for h in handled),
     )
-
-
-def _first_ns(handled: Handled) -> int | None:
-    """The first token of either kind: a model that reasons first has answered from then on."""
-    return min((t for t in (handled.first_ns, handled.first_reasoning_ns) if t is not None), default=None)
 
 
 def _percentile(values_ns: Sequence[int], percent: int) -> float | None:

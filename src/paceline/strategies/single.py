@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from paceline.plugins import Seat, Trainer, options
 from paceline.spec import RunSpec
-
-if TYPE_CHECKING:
-    from paceline.decoder import Decoder
 
 
 @dataclass(frozen=True)
@@ -33,11 +29,3 @@ def wrap(spec: RunSpec, seat: Seat, reseed: int = 0) -> Trainer:
     if spec.training.compile:
         compile_whole(subject)
     return TorchTrainer(subject, spec, seat, full_parameters=lambda: whole_weights(subject))
-
-
-def prepared_decoder(spec: RunSpec, seat: Seat, reseed: int = 0) -> Decoder:
-    """Whole weights on this rank: fp32, or 16 bit where gradients shall be accumulated in 16 bit."""
-    from paceline.decoder import DTYPES
-    from paceline.strategies._torch import initialised_decoder
-
-    return initialised_decoder(spec, seat, reseed).to(DTYPES[spec.training.precision.reduce])

@@ -6,7 +6,6 @@ given out once by construction, and what a dead replica leaves unanswered is giv
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -19,6 +18,7 @@ from paceline.loadgen.arrivals import NS
 from paceline.loadgen.orders import Limits, Orders, Shift, longest_body
 from paceline.loadgen.reading import is_late
 from paceline.loadgen.tally import Tally
+from paceline.machine import usable_cores
 from paceline.plugins import Recorder
 from paceline.prompts import Prompt
 from paceline.serving import PERCENTILE, AnswerSample, ReplicaSample, Serving, StageSample
@@ -145,7 +145,7 @@ class Session:
 
     def _shares(self, load: Load, whole: plan.Plan, replicas: Sequence[int]) -> list[Orders]:
         """What each process of the client shall do: request k of the schedule is that of process k mod processes."""
-        most = min(self._shards or _cores(), len(whole), load.concurrency or len(whole))
+        most = min(self._shards or usable_cores() or 1, len(whole), load.concurrency or len(whole))
         return [
             self._orders(load, whole, part, replicas, in_flight)
             for part, in_flight in zip(whole.shares(most), _split(load.concurrency or 0, most), strict=True)
@@ -345,7 +345,3 @@ def _asked(placed: arrivals.Times, replicas: int) -> int:
 def _split(whole: int, parts: int) -> list[int]:
     """As even as can be: 7 over 3 is 3, 2, 2."""
     return [whole // parts + (part < whole % parts) for part in range(parts)]
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

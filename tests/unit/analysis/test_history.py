@@ -39,7 +39,7 @@ def days(make_cell: Builder, make_reference: Builder) -> Builder:
 
 
 def speed(records: list[RunRecord]) -> HistorySeries:
-    found = history.analyse(history.trusted_windows(records))
+    found = history.analyse(history.judge(records).windows)
     return next(s for s in found if s.metric == "tokens_per_s")
 
 
@@ -110,7 +110,7 @@ def test_few_launches_are_shown_and_not_judged(days: Builder) -> None:
     series = speed(days([1.0, 2.0]))
     assert series.changes == ()
     assert series.note == "too few launches to look for a change: 4, and at least 11 are needed"
-    assert history.analyse(history.trusted_windows(days([1.0]))) == ()
+    assert history.analyse(history.judge(days([1.0])).windows) == ()
 
 
 def test_failed_invalid_and_copied_launches_do_not_count(days: Builder) -> None:
@@ -118,12 +118,12 @@ def test_failed_invalid_and_copied_launches_do_not_count(days: Builder) -> None:
     broken = dataclasses.replace(records[-1], status=Status.OOM)
     copies = [dataclasses.replace(r, path=r.path.replace("results", "copy")) for r in records[:3]]
     assert len(speed([*records[:-1], broken, *copies]).points) == 5
-    assert history.trusted_windows(records[1:]) == [], "no reference anywhere"
+    assert history.judge(records[1:]).windows == [], "no reference anywhere"
 
 
 def test_another_device_is_another_series(days: Builder) -> None:
     records = days([1.0] * 4, cpu=["Xeon", "Xeon", "EPYC", "EPYC"])
-    found = history.analyse(history.trusted_windows(records))
+    found = history.analyse(history.judge(records).windows)
     assert [len(s.points) for s in found if s.metric == "tokens_per_s"] == [4, 4]
 
 
