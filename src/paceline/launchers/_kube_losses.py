@@ -6,11 +6,13 @@ its other indexes when one has failed, so it is decided here when such a run is 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from paceline.errors import StoreError
 from paceline.launchers import _kube_watch as watch
 from paceline.launchers._kube_watch import Object, Sight
 from paceline.launchers._losses import awaited_ranks, have_spoken, is_past_setup
@@ -38,11 +40,14 @@ class Losses:
     lost: list[int] = field(default_factory=list)
     _fell_at: float | None = None
     _is_warned: bool = False
+    # By node: the pod of one that is gone may be listed no more.
+    _hosts: dict[int | None, str] = field(default_factory=dict)
 
     def state_of(self, sight: Sight) -> JobState:
         """Running, waiting or ended, and how: of the nodes that are left, once some are lost."""
         if not self.expendable or watch.is_ending_as_a_whole(sight):
             return watch.state_of(self._left(sight))
+        self._hosts |= {watch.index_of(pod): host for pod in sight.pods if (host := pod["spec"].get("nodeName"))}
         fallen, spare = watch.fallen(sight), self._spare(sight)
         if is_past_setup(self.run_dir):
             for node in sorted((fallen & spare) - set(self.lost)):
@@ -55,7 +60,8 @@ class Losses:
         return replace(state, lost=tuple(self.lost))
 
     def _left(self, sight: Sight) -> Sight:
-        return replace(sight, pods=[pod for pod in sight.pods if watch.index_of(pod) not in self.lost])
+        kept = [pod for pod in sight.pods if watch.index_of(pod) not in self.lost]
+        return replace(sight, pods=kept, nodes=sight.nodes - len(self.lost))
 
     def _spare(self, sight: Sight) -> set[int]:
         """None where the cluster has dropped what keeps the others: its Job would start nodes again."""
@@ -68,10 +74,8 @@ class Losses:
 
     def _give_up(self, sight: Sight, node: int) -> None:
         self.lost.append(node)
-        pods = list(_pods_of(sight, node))
-        host = next((name for pod in pods if (name := pod.get("spec", {}).get("nodeName"))), None)
-        told = f"node {node}{f' ({host})' if host else ''} is gone; rank 0 goes on with the other replicas"
-        self.note(told, [str(pod["metadata"]["name"]) for pod in pods])
+        told = f"node {node} ({self._hosts.get(node, 'not seen')}) is gone; rank 0 goes on with the other replicas"
+        self.note(told, [str(pod["metadata"]["name"]) for pod in _pods_of(sight, node)])
 
     def _is_news(self) -> bool:
         self._fell_at = time.monotonic() if self._fell_at is None else self._fell_at
@@ -81,10 +85,15 @@ class Losses:
         """Once all that are left have spoken nothing more is waited for: their starters would wait for the lost ones
         for minutes, and end at once when they are told to."""
         self._fell_at = None
-        spoke = self.lost and have_spoken(self.run_dir, awaited_ranks(self.nodes, self.lost, self.ranks))
-        if spoke or (self.lost and watch.has_failed_by_indexes(sight)):
+        if self.lost and (watch.has_failed_by_indexes(sight) or self._have_spoken()):
             return JobState(running=False, exit_code=0)
         return watch.state_of(sight)
+
+    def _have_spoken(self) -> bool:
+        # Whoever follows a log may be at the middle of a file: it is whole at the next look.
+        with contextlib.suppress(StoreError):
+            return have_spoken(self.run_dir, awaited_ranks(self.nodes, self.lost, self.ranks))
+        return False
 
 
 def _pods_of(sight: Sight, node: int) -> Iterator[Object]:
