@@ -189,7 +189,7 @@ def asked_by_rank_0(bed: Bed, name: str, spec: RunSpec) -> dict[int, Any]:
     """Pods by the numbers of their nodes, once rank 0 asks the replicas of both."""
     run_dir = bed.run_dir(spec)
     until(lambda: store.is_sealed(run_dir) or is_past_setup(run_dir), f"the first request of {name}")
-    assert not store.is_sealed(run_dir), "the run ended before anything could befall it"
+    assert not store.is_sealed(run_dir), (run_dir / "status.json").read_text()
     return {index_of(pod): pod for pod in bed.pods(name)}
 
 
@@ -203,7 +203,8 @@ def evict_client(bed: Bed, name: str, spec: RunSpec) -> None:
 
 # Replicas on two nodes, whose ranks meet on the claim; the load does not end before the second node does.
 SERVED: dict[str, Any] = {
-    "env": {"LIGHT_MEETING": "/results"},
+    # No name is looked up while the double may be writing its hosts files; its pods share one network.
+    "env": {"LIGHT_MEETING": "/results", "MASTER_ADDR": "127.0.0.1"},
     "options": {"results_claim": "kept"},
     "fields": {
         "workload": Choice("inference"),
