@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import yaml
 from testbed.kube_api import Cluster
+from testbed.kube_api.jobs import index_of
 from testbed.kube_api.resources import CLAIMS, JOBS, SECRETS
 from testbed.kube_api.sandbox import why_not
 from testbed.kube_bed import OWN, Bed, light
@@ -29,7 +30,9 @@ from testbed.ports import free_port
 
 from paceline import store
 from paceline.launchers._kube_cluster import CONTROLLER_ACCOUNT
-from paceline.spec import RunSpec
+from paceline.launchers._losses import is_past_setup
+from paceline.serving import Serving
+from paceline.spec import Choice, RunSpec, Training
 
 pytestmark = [
     pytest.mark.slow,
@@ -179,6 +182,50 @@ SCENARIOS = {
 }
 
 
+REQUESTS = 40
+
+
+def asked_by_rank_0(bed: Bed, name: str, spec: RunSpec) -> dict[int, Any]:
+    """Pods by the numbers of their nodes, once rank 0 asks the replicas of both."""
+    run_dir = bed.run_dir(spec)
+    until(lambda: store.is_sealed(run_dir) or is_past_setup(run_dir), f"the first request of {name}")
+    assert not store.is_sealed(run_dir), (run_dir / "status.json").read_text()
+    return {index_of(pod): pod for pod in bed.pods(name)}
+
+
+def lose_second_node(bed: Bed, name: str, spec: RunSpec) -> None:
+    bed.cluster.lose_node(asked_by_rank_0(bed, name, spec)[1]["spec"]["nodeName"])
+
+
+def evict_client(bed: Bed, name: str, spec: RunSpec) -> None:
+    bed.cluster.evict(asked_by_rank_0(bed, name, spec)[0])
+
+
+# Replicas on two nodes, whose ranks meet on the claim; the load does not end before the second node does.
+SERVED: dict[str, Any] = {
+    # No name is looked up while the double may be writing its hosts files; its pods share one network.
+    "env": {"LIGHT_MEETING": "/results", "MASTER_ADDR": "127.0.0.1"},
+    "options": {"results_claim": "kept"},
+    "fields": {
+        "workload": Choice("inference"),
+        "engine": Choice("testbed.held", {"dies_after": 6}),
+        "serving": Serving(
+            scenario="concurrency", concurrency=4, requests=REQUESTS, max_tokens=4, request_timeout_s=120.0
+        ),
+        "training": Training(
+            sequence_length=32,
+            micro_batch=1,
+            data=Choice("synthetic", {"prompt": "fixed", "prompt_mean": 6, "answer_mean": 4}),
+        ),
+    },
+    "before": add_claim,
+}
+BEREAVED = {
+    "bereft": Scenario("ok", **SERVED, meanwhile=lose_second_node),
+    "headless": Scenario("preempted", **SERVED, meanwhile=evict_client),
+}
+
+
 def lost_lines(pod: dict[str, Any]) -> re.Pattern[bytes] | None:
     """Of the runs that are to lose some, those with all files; a pod that reads them from the claim loses nothing."""
     cut = pod["metadata"]["namespace"].startswith("cut") and "-read" not in pod["metadata"]["name"]
@@ -203,7 +250,7 @@ def bed(tmp_path_factory: pytest.TempPathFactory, make_spec: Callable[..., RunSp
 
 def play(bed: Bed, name: str) -> Any:
     """One scenario to its seal; the record."""
-    scenario = SCENARIOS[name]
+    scenario = {**SCENARIOS, **BEREAVED}[name]
     bed.prepare(name)
     if scenario.before is not None:
         scenario.before(bed, name)
@@ -219,7 +266,7 @@ def play(bed: Bed, name: str) -> Any:
 @pytest.fixture(scope="module")
 def records(bed: Bed) -> Iterator[dict[str, Future[Any]]]:
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        yield {name: pool.submit(play, bed, name) for name in SCENARIOS}
+        yield {name: pool.submit(play, bed, name) for name in (*BEREAVED, *SCENARIOS)}
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -264,6 +311,29 @@ def test_an_api_server_that_restarts_costs_nothing(bed: Bed) -> None:
     assert len(record.steps) == 2 * spec.steps
     assert len(created_jobs(bed, name)) == 1
     until(lambda: not bed.cluster.leftovers(name), "the end of everything")
+
+
+def test_replicas_go_on_without_a_node_that_was_lost(bed: Bed, records: dict[str, Future[Any]]) -> None:
+    record = records["bereft"].result()
+    assert sorted(request.sample for request in record.requests) == list(range(REQUESTS)), record.error
+    assert {request.error for request in record.requests} == {None}
+    assert [replica.died_ns is not None for replica in record.replicas] == [False, True]
+    assert record.replicas[1].reassigned >= 1
+    assert record.lost_nodes == (1,)
+    assert [(outcome.rank, outcome.status) for outcome in record.outcomes] == [(0, "ok")]
+    # A client that was late on a busy machine says so itself, and only that.
+    assert record.status == "ok" or str(record.error).startswith("client: "), record.error
+    log = (bed.run_dir(record.spec) / "log.txt").read_text()
+    assert re.search(r"paceline: node 1 \(bereft-.\) is gone; rank 0 goes on with the other replicas", log), log
+    until(lambda: not bed.cluster.leftovers("bereft"), f"the end of {bed.cluster.leftovers('bereft')}")
+
+
+def test_nothing_goes_on_without_the_node_of_the_client(bed: Bed, records: dict[str, Future[Any]]) -> None:
+    record = records["headless"].result()
+    assert record.status == "preempted", record.error
+    assert re.search(r"pod .* on headless-. was taken away: .*low on resource", record.error), record.error
+    assert record.lost_nodes == ()
+    until(lambda: not bed.cluster.leftovers("headless"), f"the end of {bed.cluster.leftovers('headless')}")
 
 
 @pytest.fixture

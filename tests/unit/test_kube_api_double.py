@@ -255,6 +255,30 @@ def test_a_failed_pod_a_deadline_and_a_lifetime_end_a_job(api: Any) -> None:
         removed(api, name)
 
 
+def test_with_a_limit_for_each_index_one_that_fails_takes_no_other_along(api: Any) -> None:
+    first, limit = 'test "$JOB_COMPLETION_INDEX" = 0 || exit 3; ', {"backoffLimitPerIndex": 0}
+    api.batch.create_namespaced_job(NAMESPACE, job("apart", first + "sleep 1", 4, backoffLimit=3, **limit))
+    most = job("most", first + "sleep 60", 2, maxFailedIndexes=0, **limit)
+    del most["spec"]["backoffLimit"]
+    assert api.batch.create_namespaced_job(NAMESPACE, most).spec.backoff_limit == 2**31 - 1
+    api.batch.create_namespaced_job(NAMESPACE, job("robbed", "sleep 60", 2, backoffLimit=1, **limit))
+    both = until(
+        lambda: [p for p in pods_of(api, "robbed") if p.status.phase == "Running"][1:] and pods_of(api, "robbed")
+    )
+    taken = next(p for p in both if p.metadata.name.startswith("robbed-1-"))
+    api.core.delete_namespaced_pod(taken.metadata.name, NAMESPACE)
+    until(lambda: api.batch.read_namespaced_job("robbed", NAMESPACE).status.failed_indexes == "1")
+    until(lambda: [p.metadata.name[:9] for p in pods_of(api, "robbed")] == ["robbed-0-"])
+    assert ended(api, "apart") == {"FailureTarget": "FailedIndexes", "Failed": "FailedIndexes"}
+    told = api.batch.read_namespaced_job("apart", NAMESPACE).status
+    assert (told.completed_indexes, told.failed_indexes, told.failed) == ("0", "1-3", 3), "each was tried once"
+    assert ended(api, "most")["Failed"] == "MaxFailedIndexesExceeded"
+    code, body = refusal(lambda: api.batch.create_namespaced_job(NAMESPACE, job("odd", "true", maxFailedIndexes=1)))
+    assert (code, "spec.backoffLimitPerIndex: Required value" in body["message"]) == (422, True)
+    for name in ("apart", "most", "robbed"):
+        removed(api, name)
+
+
 @pytest.mark.parametrize("accident", ["lose_node", "silence_node"])
 def test_a_node_that_is_gone_tells_nothing_of_how_its_containers_ended(
     api: Any, cluster: Cluster, accident: str, monkeypatch: pytest.MonkeyPatch

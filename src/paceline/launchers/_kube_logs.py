@@ -35,6 +35,7 @@ class Logs:
         self._stop = threading.Event()
         self._threads: dict[str, threading.Thread] = {}
         self._printed: dict[str, int] = {}
+        self._given_up: set[str] = set()
 
     def follow(self, pods: Iterable[str]) -> None:
         """Follow those that are not followed yet."""
@@ -47,11 +48,16 @@ class Logs:
                 self._threads[pod] = thread
                 thread.start()
 
+    def give_up(self, pods: Iterable[str]) -> None:
+        """Nobody waits any more for what these have to say: their node may never answer."""
+        self._given_up |= set(pods)
+
     def drain(self, limit_s: float) -> None:
         """Wait for what ended pods have still to say."""
         deadline = time.monotonic() + limit_s
-        for thread in self._threads.values():
-            thread.join(max(0.0, deadline - time.monotonic()))
+        for pod, thread in self._threads.items():
+            if pod not in self._given_up:
+                thread.join(max(0.0, deadline - time.monotonic()))
 
     def stop(self) -> None:
         """Nothing is written any more after this: the folder may be sealed, or belong to the next attempt."""
@@ -65,10 +71,11 @@ class Logs:
 
     def _follow(self, pod: str) -> None:
         try:
-            while not self._stop.is_set() and not self._pass(pod):
+            while not self._stop.is_set() and not self._pass(pod) and pod not in self._given_up:
                 self._stop.wait(RETRY_S)
         except LaunchError as refusal:
-            self.trouble = self.trouble or refusal
+            if pod not in self._given_up:
+                self.trouble = self.trouble or refusal
 
     def _pass(self, pod: str) -> bool:
         """Read a log once as far as it goes; true when there is nothing more to come."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from paceline.launchers._kube_options import Options
 from paceline.launchers._kube_pod import GRACE_S, Manifest, labels, reader, template
+from paceline.plugins import may_be_lost
 from paceline.spec import RunSpec
 
 OWNER = "paceline.dev/owner"
@@ -153,13 +154,20 @@ def _job_spec(spec: RunSpec, chosen: Options, pod: Manifest) -> dict[str, Any]:
         "completionMode": "Indexed",
         "completions": nodes,
         "parallelism": nodes,
-        # A rank that comes back alone finds nobody: restarts are of the whole job, and the controller's affair.
-        "backoffLimit": 0,
-        "podFailurePolicy": {
-            # Makes the Job itself say that a pod was taken away: the pod may be gone before anybody looks.
-            "rules": [{"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
-        },
+        **_limits(spec),
         # For a job whose controller is gone; a living one ends it earlier.
         "activeDeadlineSeconds": math.ceil(spec.timeout_s + chosen.pending_s + chosen.patience_s) + GRACE_S,
         "template": pod,
     }
+
+
+def _limits(spec: RunSpec) -> dict[str, Any]:
+    """How many pods may fail. A rank that comes back alone finds nobody: no pod is started again, restarts are of the
+    whole job and the controller's affair."""
+    if may_be_lost(spec):
+        # A node that fails takes no other along. Each can fail once, so that the limit over all of them, whose default
+        # differs between servers, is reached by the last one only.
+        return {"backoffLimitPerIndex": 0, "backoffLimit": spec.topology.nodes - 1}
+    # Makes the Job itself say that a pod was taken away: the pod may be gone before anybody looks.
+    taken = {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    return {"backoffLimit": 0, "podFailurePolicy": {"rules": [taken]}}

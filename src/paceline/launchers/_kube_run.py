@@ -13,6 +13,7 @@ from paceline.errors import LaunchError
 from paceline.launchers import _kube_watch as watch
 from paceline.launchers._kube_client import Away, Cluster, Object, Taken
 from paceline.launchers._kube_logs import Logs
+from paceline.launchers._kube_losses import Losses
 from paceline.launchers._kube_manifests import ATTEMPT, OWNER, RESOURCES, RUN_FOLDER, RUNTIME, Resource, carrier
 from paceline.launchers._kube_pod import CONTAINER, RUN_LABEL
 from paceline.parcel import Receiver
@@ -45,6 +46,17 @@ class Run:
     has_ended: bool = False
     is_over: bool = False
     _events: tuple[float, list[Object]] = (float("-inf"), [])
+    losses: Losses = field(init=False)
+
+    def __post_init__(self) -> None:
+        # A job that an older version has submitted names neither of the two.
+        expendable, ranks = self.handle.get("may_be_lost", ()), int(self.handle.get("ranks", 1))
+        run_dir, nodes = Path(self.handle["run_dir"]), int(self.handle["nodes"])
+        self.losses = Losses(run_dir, nodes, ranks, expendable, note=self._note_loss)
+
+    def _note_loss(self, sentence: str, pods: list[str]) -> None:
+        self.logs.note(sentence)
+        self.logs.give_up(pods)
 
     @property
     def name(self) -> str:
@@ -96,7 +108,7 @@ class Run:
 
     def _judged(self, sight: watch.Sight) -> JobState:
         """What is seen, and how long it has been so."""
-        state, waiting = watch.state_of(sight), watch.why_waiting(sight)
+        state, waiting = self.losses.state_of(sight), watch.why_waiting(sight)
         self.has_begun = self.has_begun or waiting is None
         if not state.running:
             return state if self.has_begun else self._explained(state)
@@ -129,7 +141,7 @@ class Run:
             with contextlib.suppress(LaunchError):
                 self.cluster.delete(self.resource, self.name)
         self.logs.drain(DRAIN_S)
-        missing = self.logs.receiver.missing(int(self.handle["nodes"]))
+        missing = self.logs.receiver.missing(int(self.handle["nodes"]), but=self.losses.lost)
         # Of a job that ended while nobody looked, the pods may be gone: it may have begun all the same.
         may_have_left = self.has_begun or self.has_ended
         if missing is None or self.handle.get("reader") is None or not may_have_left:

@@ -41,6 +41,7 @@ _SAID = {
     Status.FAILED: "could not run",
 }
 DISRUPTED = "DisruptionTarget"
+INDEX = "batch.kubernetes.io/job-completion-index"
 # The kubelet tries again, but what it would need is not going to come by itself.
 STUCK = (
     "ErrImagePull",
@@ -68,7 +69,7 @@ class Sight:
 
 def state_of(sight: Sight) -> JobState:
     """Running, waiting or ended, and how."""
-    if sight.main is None or sight.main.get("metadata", {}).get("deletionTimestamp"):
+    if is_going(sight):
         gone = "is gone" if sight.main is None else "is being deleted"
         return _ended(sight, Status.FAILED, f"the job {sight.name} {gone}: somebody else deleted it")
     if condition(sight.main, sight.done):
@@ -76,7 +77,49 @@ def state_of(sight: Sight) -> JobState:
     failed = condition(sight.main, "Failed") or next(_failures(sight.job), None)
     # A pod on a node that does not answer is never seen to end, and its Job waits for that.
     failed = failed or next(filter(None, (condition(pod, DISRUPTED) for pod in sight.pods)), None)
-    return _failure(sight, failed) if failed else JobState(running=True, waiting=why_waiting(sight))
+    return failure(sight, failed) if failed else JobState(running=True, waiting=why_waiting(sight))
+
+
+def is_going(sight: Sight) -> bool:
+    """Whether somebody has deleted what was submitted."""
+    return sight.main is None or bool(sight.main.get("metadata", {}).get("deletionTimestamp"))
+
+
+def is_ending_as_a_whole(sight: Sight) -> bool:
+    """Whether somebody takes all pods away: who deleted or suspended it, or the Job itself, out of its time for one."""
+    own = any(end.get("reason") != "FailedIndexes" for end in _failures(sight.job))
+    return is_going(sight) or is_suspended(sight) or own
+
+
+def fallen(sight: Sight) -> set[int]:
+    """Nodes whose pod has failed or was taken away, by the pods and by what the Job keeps of those that are gone."""
+    found = {index_of(pod) for pod in sight.pods if _has_fallen(pod)}
+    return failed_indexes(sight.job) | {index for index in found if index is not None}
+
+
+def _has_fallen(pod: Object) -> bool:
+    phase = pod.get("status", {}).get("phase")
+    return phase == "Failed" or (phase != "Succeeded" and condition(pod, DISRUPTED) is not None)
+
+
+def index_of(pod: Object) -> int | None:
+    """The number of a pod's node; None of a pod that no Indexed Job has made."""
+    given = (pod["metadata"].get("annotations") or {}).get(INDEX)
+    return None if given is None else int(given)
+
+
+def failed_indexes(job: Object | None) -> set[int]:
+    """Of a Job with a limit for each index; it writes them as `1,3-5`."""
+    found: set[int] = set()
+    for word in filter(None, ((job or {}).get("status", {}).get("failedIndexes") or "").split(",")):
+        first, _, last = word.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
+def has_failed_by_indexes(sight: Sight) -> bool:
+    """Whether the Job calls itself failed only for indexes that have, once every pod had ended."""
+    return any(end.get("reason") == "FailedIndexes" for end in _failures(sight.job))
 
 
 def is_over(sight: Sight) -> bool:
@@ -115,7 +158,9 @@ def why_waiting(sight: Sight) -> str | None:
     """None once every pod has started; else the first reason that somebody gives, most telling first."""
     if is_suspended(sight):
         return _line(f"suspended until its queue admits it{_newest(sight.events, warnings=False)}")
-    begun = sum(map(is_begun, sight.pods))
+    # A pod that was taken away may be listed no more.
+    gone = failed_indexes(sight.job) - {index_of(pod) for pod in sight.pods}
+    begun = sum(map(is_begun, sight.pods)) + len(gone)
     if begun >= sight.nodes:
         return None
     reasons = [reason for pod in sight.pods if not is_begun(pod) and (reason := _pod_waits(pod))]
@@ -149,7 +194,7 @@ def _told_at(event: Object) -> str:
     return str(series.get("lastObservedTime") or event.get("lastTimestamp") or event.get("eventTime") or "")
 
 
-def _failure(sight: Sight, failed: Object) -> JobState:
+def failure(sight: Sight, failed: Object) -> JobState:
     """The first pod that was taken away or killed says how; else the Job does; else it is the ranks' word."""
     for cause, subject in _causes(sight.pods):
         status = ENDS[cause["reason"]]

@@ -18,7 +18,7 @@ from paceline.launchers._kube_manifests import RESOURCES, manifests, reader_mani
 from paceline.launchers._kube_options import Options
 from paceline.launchers._kube_preflight import refuse
 from paceline.launchers._start import job_name
-from paceline.plugins import Job, JobState, Offer, options
+from paceline.plugins import Job, JobState, Offer, may_be_lost, options
 from paceline.spec import Choice, RunSpec, require
 
 _runs: dict[tuple[str, str], run.Run] = {}
@@ -65,6 +65,8 @@ def prepare(spec: RunSpec, run_dir: Path) -> Job:
         "patience_s": chosen.patience_s,
         "pending_s": chosen.pending_s,
         "nodes": spec.topology.nodes,
+        "ranks": spec.topology.processes_per_node,
+        "may_be_lost": list(may_be_lost(spec)),
         "run_dir": str(run_dir.absolute()),
         "manifests": made,
         "reader": reader_manifest(chosen, name) if chosen.results_claim else None,

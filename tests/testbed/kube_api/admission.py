@@ -108,6 +108,7 @@ def _check_job(job: Object) -> None:
     if spec.get("podFailurePolicy") and pod.get("restartPolicy") != "Never":
         text = 'Invalid value: "OnFailure": only "Never" is supported when podFailurePolicy is specified'
         causes.append(("spec.template.spec.restartPolicy", "FieldValueInvalid", text))
+    causes += _index_limits(spec)
     if len(meta["name"]) > 63:
         text = f'Invalid value: "{meta["name"]}": must be no more than 63 characters'
         causes.append(("spec.template.labels", "FieldValueInvalid", text))
@@ -115,6 +116,27 @@ def _check_job(job: Object) -> None:
         raise refusals.internal("this double runs plain Jobs of one pod only; use completionMode Indexed")
     if causes:
         raise refusals.invalid(JOBS, meta["name"], causes)
+
+
+def _index_limits(spec: Object) -> list[tuple[str, str, str]]:
+    """What is wrong with a limit of failures for each index."""
+    causes = []
+    if "backoffLimitPerIndex" in spec:
+        if spec.get("completionMode") != "Indexed":
+            text = f"Invalid value: {spec['backoffLimitPerIndex']}: requires indexed completion mode"
+            causes.append(("spec.backoffLimitPerIndex", "FieldValueInvalid", text))
+        if spec["template"]["spec"].get("restartPolicy") != "Never":
+            text = 'Invalid value: "OnFailure": only "Never" is supported when backoffLimitPerIndex is specified'
+            causes.append(("spec.template.spec.restartPolicy", "FieldValueInvalid", text))
+        return causes
+    if "maxFailedIndexes" in spec:
+        text = "Required value: when maxFailedIndexes is specified"
+        causes.append(("spec.backoffLimitPerIndex", "FieldValueRequired", text))
+    for number, rule in enumerate((spec.get("podFailurePolicy") or {}).get("rules", [])):
+        if rule["action"] == "FailIndex":
+            text = 'Invalid value: "FailIndex": requires the backoffLimitPerIndex to be set'
+            causes.append((f"spec.podFailurePolicy.rules[{number}].action", "FieldValueInvalid", text))
+    return causes
 
 
 def check_jobset_names(name: str, spec: Object) -> None:
@@ -134,7 +156,9 @@ def check_jobset_names(name: str, spec: Object) -> None:
 def give_job_defaults(job: Object) -> None:
     """Called once the uid is known: the selector is made of it."""
     spec, meta = job["spec"], job["metadata"]
-    for key, value in {"parallelism": 1, "backoffLimit": 6, "completionMode": "NonIndexed", "suspend": False}.items():
+    limit = 2**31 - 1 if "backoffLimitPerIndex" in spec else 6
+    usual = {"parallelism": 1, "backoffLimit": limit, "completionMode": "NonIndexed", "suspend": False}
+    for key, value in usual.items():
         spec.setdefault(key, value)
     if spec["completionMode"] == "NonIndexed":
         spec.setdefault("completions", spec["parallelism"])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from testbed.kube_api.refusals import Refusal
@@ -24,6 +25,8 @@ class JobController:
         self._started: dict[str, float] = {}
         self._ended: dict[str, float] = {}
         self._failed_at: dict[tuple[str, int], float] = {}
+        # The real one writes them into an annotation of the pod that is next.
+        self._failures: Counter[tuple[str, int]] = Counter()
         self._refused: set[str] = set()
 
     def sync(self) -> None:
@@ -53,30 +56,41 @@ class JobController:
         if len(done) >= counted["spec"]["completions"]:
             self._complete(counted)
             return
-        self._create_missing(counted, pods, done)
+        self._create_missing(counted, pods, done | indexes_failed(counted))
         self._update_counts(counted, pods)
 
     def _count(self, job: Object, pods: list[Object]) -> Object:
         """Count pods that have ended, each once; the finalizer that held them for this is taken away."""
-        ended = [p for p in pods if is_finished(p) and TRACKED in p["metadata"].get("finalizers", [])]
+        tracked = [p for p in pods if TRACKED in p["metadata"].get("finalizers", [])]
+        ended = [p for p in tracked if is_finished(p) or _has_failed(job, p)]
         succeeded = [p for p in ended if p["status"]["phase"] == "Succeeded"]
-        failed = [p for p in ended if p["status"]["phase"] == "Failed" and not _is_ignored(job, p)]
+        failed = [p for p in ended if _has_failed(job, p) and not _is_ignored(job, p)]
         for pod in failed:
             self._failed_at[job["metadata"]["uid"], index_of(pod)] = time.monotonic()
+            self._failures[job["metadata"]["uid"], index_of(pod)] += 1
 
         def add(each: Object) -> None:
             status = each["status"]
             status.setdefault("startTime", now())
-            done = sorted(indexes_done(each) | {index_of(p) for p in succeeded})
-            status["completedIndexes"] = ",".join(map(str, done))
+            done = indexes_done(each) | {index_of(p) for p in succeeded}
+            status["completedIndexes"] = intervals(done)
             status["succeeded"] = len(done)
             status["failed"] = status.get("failed", 0) + len(failed)
+            if "backoffLimitPerIndex" in each["spec"]:
+                spent = {i for p in failed if self._spends(each, p) for i in (index_of(p),)}
+                status["failedIndexes"] = intervals(indexes_failed(each) | spent)
             status["uncountedTerminatedPods"] = {}
             status["conditions"] = [c for c in status.get("conditions", []) if c["type"] != "Suspended"]
 
         counted = self._state.modify(JOBS, job, add) or job
         self._release(ended)
         return counted
+
+    def _spends(self, job: Object, pod: Object) -> bool:
+        """Whether its index is not tried again: its limit is passed, or a rule says so."""
+        rule = _matching_rule(job, pod)
+        told = rule is not None and rule[1]["action"] == "FailIndex"
+        return told or self._failures[job["metadata"]["uid"], index_of(pod)] > job["spec"]["backoffLimitPerIndex"]
 
     def _release(self, pods: list[Object]) -> None:
         for pod in pods:
@@ -100,6 +114,12 @@ class JobController:
                 return "PodFailurePolicy", _policy_message(pod, *rule)
         if job["status"].get("failed", 0) > job["spec"]["backoffLimit"]:
             return "BackoffLimitExceeded", "Job has reached the specified backoff limit"
+        # Of the others, one that has failed takes none along.
+        failed, most = len(indexes_failed(job)), job["spec"].get("maxFailedIndexes")
+        if most is not None and failed > most:
+            return "MaxFailedIndexesExceeded", "Job has exceeded the specified maximal number of failed indexes"
+        if failed and failed + len(indexes_done(job)) >= job["spec"]["completions"]:
+            return "FailedIndexes", "Job has failed indexes"
         limit = job["spec"].get("activeDeadlineSeconds")
         if limit is not None and time.monotonic() - self._started[job["metadata"]["uid"]] > limit:
             return "DeadlineExceeded", "Job was active longer than specified deadline"
@@ -221,11 +241,38 @@ def index_of(pod: Object) -> int:
 
 
 def indexes_done(job: Object) -> set[int]:
-    return {int(word) for word in job["status"].get("completedIndexes", "").split(",") if word}
+    return _numbers(job["status"].get("completedIndexes", ""))
+
+
+def indexes_failed(job: Object) -> set[int]:
+    return _numbers(job["status"].get("failedIndexes", ""))
+
+
+def _numbers(text: str) -> set[int]:
+    spans = [word.partition("-") for word in text.split(",") if word]
+    return {number for first, _, last in spans for number in range(int(first), int(last or first) + 1)}
+
+
+def intervals(numbers: Iterable[int]) -> str:
+    """`0,1` and `0-2`: from three in a row on only the first and the last."""
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and spans[-1][-1] == number - 1:
+            spans[-1].append(number)
+        else:
+            spans.append([number])
+    return ",".join(f"{s[0]}-{s[-1]}" if len(s) > 2 else ",".join(map(str, s)) for s in spans)
 
 
 def is_finished(pod: Object) -> bool:
     return pod["status"].get("phase") in ("Succeeded", "Failed")
+
+
+def _has_failed(job: Object, pod: Object) -> bool:
+    """A pod that is being deleted has, unless its Job waits for the end of those."""
+    if job["spec"]["podReplacementPolicy"] == "Failed" or is_finished(pod):
+        return bool(pod["status"].get("phase") == "Failed")
+    return "deletionTimestamp" in pod["metadata"]
 
 
 def condition(obj: Object, kind: str) -> Object | None:

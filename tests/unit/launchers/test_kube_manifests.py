@@ -22,6 +22,7 @@ from paceline.launchers._kube_manifests import reader_manifest
 from paceline.launchers._kube_options import Options
 from paceline.launchers._kube_pod import merged
 from paceline.plugins import Offer
+from paceline.serving import Serving
 from paceline.spec import Choice, RunSpec
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "launchers"
@@ -119,6 +120,26 @@ def plain_jobs(manifests: list[Any]) -> Iterator[Any]:
         elif "replicatedJobs" in (spec := manifest["spec"].get("template", {}).get("spec", manifest["spec"])):
             job = spec["replicatedJobs"][0]["template"]["spec"]
             yield {"apiVersion": "batch/v1", "kind": "Job", "metadata": manifest["metadata"], "spec": job}
+
+
+@pytest.mark.parametrize("kind", ["job", "jobset", "trainjob"])
+def test_a_lost_replica_takes_no_other_along_and_a_lost_trainer_takes_all(
+    kind: str, spec_with: Callable[..., RunSpec]
+) -> None:
+    served = {"nodes": 3, "workload": "inference", "serving": Serving(), "engine": Choice("vllm")}
+
+    def limits(**asked: Any) -> dict[str, Any]:
+        job = next(each for each in plain_jobs(documents(spec_with({"kind": kind}, **asked))) if each["kind"] == "Job")
+        if kind == "job":
+            kubernetes_validate.validate(job, VERSIONS[0], strict=True)
+        names = ("backoffLimit", "backoffLimitPerIndex", "podFailurePolicy")
+        return {name: job["spec"][name] for name in names if name in job["spec"]}
+
+    assert limits(**served) == {"backoffLimit": 2, "backoffLimitPerIndex": 0}
+    trained = limits(nodes=3)
+    assert trained.keys() == {"backoffLimit", "podFailurePolicy"}
+    assert trained["backoffLimit"] == 0
+    assert limits(**{**served, "nodes": 1}) == trained, "nobody is left to go on"
 
 
 @pytest.mark.parametrize("version", VERSIONS)
