@@ -272,7 +272,9 @@ def _ratio(first: Quantity, second: Quantity) -> tuple[Ratio | None, str]:
         once = " and ".join(name for name, count in zip("AB", launches, strict=True) if count < 2)
         return None, f"launches were not repeated in {once}: iterations of one launch say nothing about the next"
     found = ratio_between([second.resampled.redrawn()], [first.resampled])
-    return (None, _unbounded(first, second)) if found is None else (found, launches_note(min(launches)) or "")
+    if found is None:
+        return None, _unbounded(first, second)
+    return found, launches_note(min(launches), "answers" if first.tells_alone else "steps") or ""
 
 
 def _unbounded(first: Quantity, second: Quantity) -> str:

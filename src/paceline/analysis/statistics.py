@@ -274,10 +274,10 @@ def contrast(sides: Iterable[tuple[Resampled, float]]) -> Ratio | None:
     return Ratio(value, value * math.exp(low), value * math.exp(high), math.sqrt(sum(variances)) * widening)
 
 
-def launches_note(launches: int) -> str | None:
-    """What a reader must know about the interval when launches were few."""
+def launches_note(launches: int, of: str = "steps") -> str | None:
+    """What a reader must know about the interval when launches were few; of what it is within one."""
     if launches == 1:
-        return "launches were not repeated: the interval is of steps within one launch only"
+        return f"launches were not repeated: the interval is of {of} within one launch only"
     if launches == 2:
         return "two launches: the interval is Student's with one degree of freedom and therefore wide"
     return None

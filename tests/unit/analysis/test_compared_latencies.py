@@ -101,6 +101,7 @@ def test_twice_the_time_is_found() -> None:
     for metric in ("ttft_p50_s", "tpot_p50_s"):
         change = changes[metric]
         assert change.verdict == WORSE
+        assert change.reason.endswith("the interval is of answers within one launch only")
         assert change.low is not None
         assert change.high is not None
         assert 1.5 < change.low < 2 < change.high < 2.7
