@@ -19,10 +19,9 @@ from paceline.analysis.compare import verdict_of
 from paceline.analysis.statistics import Ratio, launches_note, ratio_between
 from paceline.analysis.subjects import ROW, Judged, Quantity, Subject, judge, rate_searched, subject_of
 from paceline.errors import RequestError
-from paceline.findings import HIGHER, TIE, WORSE, Between, Change, Differing, Lost, Regression
-from paceline.present.between import change_text
+from paceline.findings import TIE, Between, Change, Differing, Lost
 from paceline.records import RunRecord, Status
-from paceline.spec import Choice, RunSpec, require
+from paceline.spec import Choice, RunSpec
 
 MISSING, NOTHING_FOUND = "missing", "nothing found"
 LOOKED_AT_FOR_FAILURES = "memory"
@@ -274,8 +273,17 @@ def _ratio(first: Quantity, second: Quantity) -> tuple[Ratio | None, str]:
         return None, f"launches were not repeated in {once}: iterations of one launch say nothing about the next"
     found = ratio_between([second.resampled.redrawn()], [first.resampled])
     if found is None:
-        return None, "the data supports no interval: launches were not repeated"
-    return found, launches_note(min(launches)) or ""
+        return None, _unbounded(first, second)
+    return found, launches_note(min(launches), "answers" if first.tells_alone else "steps") or ""
+
+
+def _unbounded(first: Quantity, second: Quantity) -> str:
+    """`the data supports no interval in A and B: launches were not repeated`."""
+    silent = [(name, q) for name, q in zip("AB", (first, second), strict=True) if q.resampled.deviations is None]
+    if not silent:
+        return "the data supports no interval of a ratio: a side drawn again reaches 0"
+    reasons = dict.fromkeys(q.unbounded for _, q in silent)
+    return f"the data supports no interval in {' and '.join(name for name, _ in silent)}: {'; '.join(reasons)}"
 
 
 def _change(f: Found, family: int, shared: Sequence[Differing]) -> Change:
@@ -345,47 +353,3 @@ def _loads_of_one(pair: Pair) -> Iterable[str]:
     for name, left in (("A", ours - theirs), ("B", theirs - ours)):
         if left:
             yield f"not compared: {', '.join(sorted(left))} of {pair.second.label}, believed in {name} alone"
-
-
-# --- the gate ---
-
-
-def checked_percent(percent: float) -> float:
-    """The limit of a gate, or the sentence that says what it may be."""
-    accepted = "a number of percent from 0 to under 100"
-    require(math.isfinite(percent) and 0 <= percent < 100, "--fail-on-regression", percent, accepted)
-    return percent
-
-
-def regressions(found: Between, percent: float) -> tuple[Regression, ...]:
-    """Every change for the worse whose whole interval lies beyond the limit, and every cell that was lost.
-
-    The limit is of what A had: percent of a rate lost, or percent of time or memory added.
-    """
-    beyond = [c for c in gated(found) if c.verdict == WORSE and _least_loss(c) > percent / 100]
-    slower = [Regression(cell=c.cell, text=change_text(c)) for c in beyond]
-    gone = [Regression(cell=x.cell, text=f"{x.label}: ok in A, {x.status} in B ({x.reason})") for x in found.lost]
-    return (*slower, *gone)
-
-
-def undecided_losses(found: Between, percent: float) -> tuple[Change, ...]:
-    """Changes for the worse beyond the limit that have no verdict, the largest loss first."""
-    beyond = [c for c in gated(found) if c.verdict is None and _loss(c, c.ratio) > percent / 100]
-    return tuple(sorted(beyond, key=lambda c: -_loss(c, c.ratio)))
-
-
-def gated(found: Between) -> list[Change]:
-    """The changes a gate looks at: speed of training by tokens_per_s alone, as the sentence tells it.
-
-    Step time is its inverse, of which the same slowdown is more percent: 10.5 % fewer tokens/s are 11.7 % more time.
-    """
-    return [c for c in found.changes if c.metric != "step_time_s"]
-
-
-def _least_loss(c: Change) -> float:
-    """What is lost at the end of the interval that is nearest to no change."""
-    return 0.0 if c.low is None or c.high is None else min(_loss(c, c.low), _loss(c, c.high))
-
-
-def _loss(c: Change, ratio: float) -> float:
-    return 1 - ratio if c.better == HIGHER else ratio - 1

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from paceline.analysis.statistics import RESAMPLES, Array, Resampled, seed_of
+from paceline.analysis.statistics import RESAMPLES, Array, Resampled, seed_of, unbounded
 
 # Sums over launches (one row of columns, or many) to the number.
 Estimate = Callable[[Array], Array]
@@ -32,11 +32,11 @@ def over_launches(rows: Sequence[Sequence[float]], estimate: Estimate, *words: s
         if not math.isfinite(value):
             return None
         if len(table) == 1:
-            return Resampled(value, None, math.inf, 1, value > 0)
+            return unbounded(value, 1)
         drawn = np.random.default_rng(seed_of(*words)).integers(len(table), size=(RESAMPLES, len(table)))
         again = estimate(table[drawn].sum(axis=1))
     if not np.isfinite(again).all():
-        return Resampled(value, None, math.inf, len(table), value > 0)
+        return unbounded(value, len(table))
     logarithmic = value > 0 and bool((again > 0).all())
     deviations = np.log(again) - math.log(value) if logarithmic else again - value
     # Drawing u units with replacement shows only (u - 1) / u of their variance.

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paceline import stopping
-from paceline.analysis import served, statistics
+from paceline.analysis import served, shared_waits, statistics
 from paceline.analysis.served_loads import NS, Served, Stretch
 from paceline.analysis.statistics import Array, Resampled
 from paceline.analysis.token_times import first_token_ns
@@ -33,17 +33,16 @@ COMPARED = {TOKENS_PER_S: ("tokens/s", HIGHER), **dict.fromkeys(LATENCIES, ("s",
 
 
 def estimate(load: Served, metric: str) -> Resampled | None:
-    """One of COMPARED with its spread; None where too little was answered to tell one. The rate of several launches has
-    the spread of their totals; slices of time tell it of a launch alone."""
-    seed = statistics.seed_of(load.cell, load.words, metric)
-    if metric == TOKENS_PER_S and len(load.launches) > 1:
+    """One of COMPARED with its spread; None where too little was answered to tell its value. The rate of several
+    launches has the spread of their totals; slices of time tell it of a launch alone. A latency has the draws of the
+    served table, and none where that has no bounds."""
+    if metric in LATENCIES:
+        quantity, percent = LATENCIES[metric]
+        return None if value(load, metric) is None else shared_waits.estimates(load, quantity, (percent,))[0]
+    if len(load.launches) > 1:
         return served.rates(load, (metric,))[metric]
-    if metric == TOKENS_PER_S:
-        rows = _slices(load)
-        return statistics.ratio_of_sums([rows], statistics.resample_sums([rows], seed), 0, 1) if len(rows) else None
-    quantity, percent = LATENCIES[metric]
-    values = [_known(launch, quantity) for launch in load.launches]
-    return statistics.resampled_percentile([x for x in values if len(x)], percent, seed)
+    rows, seed = _slices(load), statistics.seed_of(load.cell, load.words, metric)
+    return statistics.ratio_of_sums([rows], statistics.resample_sums([rows], seed), 0, 1) if len(rows) else None
 
 
 def value(load: Served, metric: str) -> float | None:
@@ -53,6 +52,11 @@ def value(load: Served, metric: str) -> float | None:
         return load.output_tokens() / seconds if seconds > 0 else None
     quantity, percent = LATENCIES[metric]
     return statistics.percentile(_known(load, quantity), percent)
+
+
+def why_unbounded(found: Resampled, metric: str) -> str:
+    """Why an estimate has no spread, where it has none."""
+    return shared_waits.why_unbounded(found.launches) if metric in LATENCIES else "launches were not repeated"
 
 
 def _known(load: Served, quantity: Callable[[RequestSample], float | None]) -> Array:

@@ -18,7 +18,7 @@ from paceline.analysis.served_loads import Load, Served
 from paceline.analysis.statistics import ratio_between
 from paceline.findings import Check, Comparison
 from paceline.findings.accuracy import Accuracy
-from paceline.findings.served_work import ServedPair
+from paceline.findings.served_work import ServedPair, Undecided
 from paceline.records import RunRecord
 from paceline.serving import RequestSample
 from paceline.spec import RunSpec, Scalar
@@ -142,6 +142,7 @@ def _pair(a: Served, b: Served, flags: Mapping[str, Mapping[int, str]]) -> Serve
     found = checks(a.records, b.records)
     names = _name(a.spec, b.spec), _name(b.spec, a.spec)
     compared = tuple(_comparisons(a, b, names)) if all(check.ok for check in found) else ()
+    decided = tuple(c for c in compared if isinstance(c, Comparison))
     told = [
         f"{name}: replica {replica} {why}"
         for load, name in zip((a, b), names, strict=True)
@@ -154,9 +155,10 @@ def _pair(a: Served, b: Served, flags: Mapping[str, Mapping[int, str]]) -> Serve
         other_label=names[1],
         load=a.name,
         checks=found,
-        comparisons=compared,
+        comparisons=decided,
         flags=tuple(told),
         runs=a.runs + b.runs,
+        undecided=tuple(c for c in compared if isinstance(c, Undecided)),
     )
 
 
@@ -167,13 +169,19 @@ def _name(spec: RunSpec, beside: RunSpec) -> str:
     return spec.engine.name if spec.engine.name != beside.engine.name else str(spec.engine)
 
 
-def _comparisons(a: Served, b: Served, names: tuple[str, str]) -> Iterator[Comparison]:
+def _comparisons(a: Served, b: Served, names: tuple[str, str]) -> Iterator[Comparison | Undecided]:
     for metric in metrics_of(a):
         over, under = load_estimates.estimate(a, metric), load_estimates.estimate(b, metric)
-        ratio = ratio_between([over], [under.redrawn()]) if over and under else None
+        if over is None or under is None or min(over.value, under.value) <= 0:
+            continue
+        ratio = ratio_between([over], [under.redrawn()])
         if ratio is not None:
             cells, runs = (a.cell, b.cell), a.runs + b.runs
             yield judged_ratio(metric, COMPARED[metric][1], cells, names, ratio, axes=a.axes(), runs=runs)
+            continue
+        sides = ((names[0], over), (names[1], under))
+        silent = ((name, load_estimates.why_unbounded(side, metric)) for name, side in sides if side.deviations is None)
+        yield Undecided(metric=metric, ratio=over.value / under.value, reason="; ".join(map(": ".join, silent)))
 
 
 def metrics_of(load: Served) -> tuple[str, ...]:

@@ -15,7 +15,15 @@ from numpy.typing import NDArray
 
 from paceline.analysis.launch_spread import Bounded, bounded
 from paceline.analysis.served_loads import Served
-from paceline.analysis.statistics import Array, block_length, clustered_percentiles, seed_of
+from paceline.analysis.statistics import (
+    FEWEST_BEYOND,
+    Array,
+    Resampled,
+    block_length,
+    clustered_percentiles,
+    seed_of,
+    unbounded,
+)
 from paceline.analysis.token_times import Gaps, most_in_flight
 from paceline.serving import RequestSample
 
@@ -32,12 +40,27 @@ MOST_BLOCKS = 2000
 
 def of_gaps(served: Served, gaps: Sequence[Gaps], percents: Sequence[float]) -> list[Bounded]:
     """One for each percent, of the gaps of each launch."""
-    return _percentiles(served, [(each.seconds, each.answers) for each in gaps], percents, "itl")
+    return list(map(bounded, _percentiles(served, [(each.seconds, each.answers) for each in gaps], percents, "itl")))
 
 
 def of_answers(served: Served, quantity: Quantity, percents: Sequence[float]) -> list[Bounded]:
     """One for each percent, of what is told of each answer; those of which it is not told have no part in it."""
+    return list(map(bounded, estimates(served, quantity, percents)))
+
+
+def estimates(served: Served, quantity: Quantity, percents: Sequence[float]) -> list[Resampled | None]:
+    """The same with their draws, so that two loads can be compared; None where it is told of no answer."""
     return _percentiles(served, [_told(launch, quantity) for launch in served.launches], percents, "latency")
+
+
+def why_unbounded(launches: int) -> str:
+    """Why a percentile of so many launches has a value and no draws."""
+    if launches == 1:
+        return (
+            f"one launch, and fewer than {FEWEST_BEYOND} blocks of its answers lie beyond the percentile on a side; "
+            "repeat launches, or ask more requests"
+        )
+    return f"fewer than {FEWEST_BEYOND} answers lie beyond the percentile, or a launch has none"
 
 
 def _told(launch: Served, quantity: Quantity) -> Timed:
@@ -46,18 +69,20 @@ def _told(launch: Served, quantity: Quantity) -> Timed:
     return told[known], known
 
 
-def _percentiles(served: Served, timed: Sequence[Timed], percents: Sequence[float], word: str) -> list[Bounded]:
-    """Without bounds where the data supports none: of one launch with few blocks, and where a launch has no value."""
+def _percentiles(
+    served: Served, timed: Sequence[Timed], percents: Sequence[float], word: str
+) -> list[Resampled | None]:
+    """Without draws where the data supports none: of one launch with few blocks, and where a launch has no value."""
     seconds, most = np.concatenate([each for each, _ in timed]), MOST_BLOCKS // len(served.launches)
     if not len(seconds):
-        return [(None, None, None)] * len(percents)
+        return [None] * len(percents)
     launches = [
         (values, blocks(answers, most_in_flight(launch.requests), most))
         for launch, (values, answers) in zip(served.launches, timed, strict=True)
     ]
     drawn = clustered_percentiles(launches, percents, seed_of(served.cell, served.words, word))
     values = [float(np.percentile(seconds, percent)) for percent in percents]
-    return [(v, None, None) if d is None else bounded(d) for v, d in zip(values, drawn, strict=True)]
+    return [found or unbounded(value, len(launches)) for value, found in zip(values, drawn, strict=True)]
 
 
 def blocks(answers: NDArray[np.int64], in_flight: int, most: int) -> NDArray[np.int64]:

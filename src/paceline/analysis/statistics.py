@@ -25,8 +25,6 @@ DETECTABLE_ERRORS = 2.8
 OUTLIER_Z = 3.5
 # A percentile with fewer values beyond it is told by single ones of them, and drawing them again shows no more.
 FEWEST_BEYOND = 5
-# Values drawn at once, so that memory stays small however many there are.
-MOST_DRAWN = 1 << 20
 # Values that are told apart: more are put together, so that no number of tokens makes a bootstrap longer.
 MOST_STEPS = 1000
 
@@ -143,7 +141,7 @@ def ratio_of_sums(launches: Sequence[Array], sums: Array, numerator: int, denomi
         return None
     units = len(launches) if len(launches) > 1 else _blocks(steps)
     if units < 2:
-        return Resampled(top / bottom, None, math.inf, len(launches), top > 0)
+        return unbounded(top / bottom, len(launches))
     return from_replicates(top / bottom, sums[:, numerator] / sums[:, denominator], units, len(launches))
 
 
@@ -153,33 +151,9 @@ def from_replicates(value: float, replicates: Array, units: int, launches: int) 
     return Resampled(value, deviations * math.sqrt(units / (units - 1)), units - 1, launches, logarithmic)
 
 
-def resampled_percentile(launches: Sequence[Array], percent: float, seed: int) -> Resampled | None:
-    """numpy's percentile of all values together, each launch's in the order of time: neighbours wait for each other, so
-    blocks of them are drawn as for sums. None unless FEWEST_BEYOND values lie beyond it on either side."""
-    values = np.concatenate(launches) if launches else np.empty(0)
-    if len(values) * min(percent, 100 - percent) / 100 < FEWEST_BEYOND:
-        return None
-    order = np.argsort(values, kind="stable")
-    rng = np.random.default_rng(seed)
-    lengths, at_once = [len(x) for x in launches], max(1, MOST_DRAWN // len(values))
-    parts = (min(at_once, RESAMPLES - done) for done in range(0, RESAMPLES, at_once))
-    counts = (_drawn_counts(lengths, draws, rng)[:, order] for draws in parts)
-    replicates = [_percentiles_of(values[order], each, percent) for each in counts]
-    units = len(launches) if len(launches) > 1 else _blocks(len(values))
-    return from_replicates(float(np.percentile(values, percent)), np.concatenate(replicates), units, len(launches))
-
-
-def _drawn_counts(lengths: Sequence[int], draws: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """How often each resample (row) holds each value: launches first where there are several, then blocks in each."""
-    drawn = rng.integers(len(lengths), size=(draws, len(lengths))) if len(lengths) > 1 else np.zeros((draws, 1))
-    found = []
-    for index, n in enumerate(lengths):
-        rows = np.nonzero(drawn == index)[0]
-        starts = rng.integers(0, n, size=(len(rows), _blocks(n)))
-        blocks = (starts[:, :, None] + np.arange(block_length(n))) % n
-        places = rows[:, None] * n + blocks.reshape(len(rows), -1)[:, :n]
-        found.append(np.bincount(places.ravel(), minlength=draws * n).reshape(draws, n))
-    return np.concatenate(found, axis=1)
+def unbounded(value: float, launches: int) -> Resampled:
+    """A number that the data supports no interval of."""
+    return Resampled(value, None, math.inf, launches, value > 0)
 
 
 def _percentiles_of(ascending: Array, counts: NDArray[np.int64], percent: float) -> Array:
@@ -300,10 +274,10 @@ def contrast(sides: Iterable[tuple[Resampled, float]]) -> Ratio | None:
     return Ratio(value, value * math.exp(low), value * math.exp(high), math.sqrt(sum(variances)) * widening)
 
 
-def launches_note(launches: int) -> str | None:
-    """What a reader must know about the interval when launches were few."""
+def launches_note(launches: int, of: str = "steps") -> str | None:
+    """What a reader must know about the interval when launches were few; of what it is within one."""
     if launches == 1:
-        return "launches were not repeated: the interval is of steps within one launch only"
+        return f"launches were not repeated: the interval is of {of} within one launch only"
     if launches == 2:
         return "two launches: the interval is Student's with one degree of freedom and therefore wide"
     return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from paceline.analysis import ceilings, load_estimates, metrics, rate_search, se
 from paceline.analysis.certificate import certify_all
 from paceline.analysis.compare import comparable_metrics, title_of, untitled_axes
 from paceline.analysis.metrics import BY_NAME
-from paceline.analysis.statistics import Resampled
+from paceline.analysis.statistics import Resampled, unbounded
 from paceline.analysis.window import open_window
 from paceline.findings import HIGHER, Measurement
 from paceline.present.links import format_size
@@ -25,7 +24,7 @@ CELL, ROW = "cell", "row"
 class Quantity:
     """One number of a cell with its spread; row names the row of a sweep it belongs to, None for the whole cell.
     tells_alone: one launch supports an interval, because it holds many answers of the same load. bracket: of a search,
-    whose interval is no resampled one."""
+    whose interval is no resampled one. unbounded: why it has no spread, where it has none."""
 
     metric: str
     unit: str
@@ -34,6 +33,7 @@ class Quantity:
     resampled: Resampled
     tells_alone: bool = False
     bracket: rate_search.Bracket | None = None
+    unbounded: str = "launches were not repeated"
 
     @property
     def subject(self) -> str:
@@ -151,14 +151,15 @@ def _served(records: Sequence[RunRecord]) -> Iterator[Quantity]:
         return
     found_rate = rate_search.bracket(rate_searched(records))
     if found_rate is not None:
-        whole = Resampled(found_rate.rate, None, math.inf, found_rate.launches, logarithmic=True)
+        whole = unbounded(found_rate.rate, found_rate.launches)
         about = served.METRICS[rate_search.METRIC]
         yield Quantity(rate_search.METRIC, *about, None, whole, tells_alone=True, bracket=found_rate)
     for load in () if is_search(records) else served.believed(records):
         for metric in served_work.metrics_of(load):
             found = load_estimates.estimate(load, metric)
             if found is not None and found.value > 0:
-                yield Quantity(metric, *load_estimates.COMPARED[metric], load.name, found, tells_alone=True)
+                about, why = load_estimates.COMPARED[metric], load_estimates.why_unbounded(found, metric)
+                yield Quantity(metric, *about, load.name, found, tells_alone=True, unbounded=why)
 
 
 def rate_searched(records: Sequence[RunRecord]) -> Measurement | None:

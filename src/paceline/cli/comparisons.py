@@ -38,15 +38,15 @@ def add_verbs(verbs: Any) -> None:
 
 
 def compare(arguments: argparse.Namespace) -> int:
-    from paceline.analysis import between
+    from paceline.analysis import between, gate
     from paceline.run import read_experiment
 
     limit = arguments.fail_on_regression
     if limit is not None:
-        between.checked_percent(limit)
+        gate.checked_percent(limit)
     (a, skipped_a), (b, skipped_b) = read_experiment(arguments.a), read_experiment(arguments.b)
     found = between.compare_experiments(a, b, (str(arguments.a), str(arguments.b)), arguments.across_devices)
-    failing = () if limit is None else between.regressions(found, limit)
+    failing = () if limit is None else gate.regressions(found, limit)
     _show_comparison(found, failing, (*skipped_a, *skipped_b), arguments.format)
     if failing:
         more = f"; and {len(failing) - 1} more" if len(failing) > 1 else ""
@@ -56,20 +56,23 @@ def compare(arguments: argparse.Namespace) -> int:
 
 
 def _told_blind(found: Between, limit: float) -> bool:
-    """Says what the gate could not judge; True where that is everything, so that to pass would mean nothing."""
-    from paceline.analysis import between
+    """Says what the gate could not judge; True where nothing else could have shown it, so that to pass would mean
+    nothing."""
+    from paceline.analysis import gate
     from paceline.present.between import change_text
 
-    losses = between.undecided_losses(found, limit)
+    losses, unseen = gate.undecided_losses(found, limit), gate.unseen_losses(found, limit)
     if not losses:
         return False
-    looked_at = between.gated(found)
+    looked_at = gate.gated(found)
     undecided = sum(c.verdict is None for c in looked_at)
-    blind = undecided == len(looked_at)
     said = f"{undecided} {'comparison has' if undecided == 1 else 'comparisons have'} no verdict"
-    said += f"; the largest change for the worse is {change_text(losses[0])}"
-    print(f"paceline: {said}" + "; nothing was decided, so this fails" * blind, file=sys.stderr)
-    return blind
+    said += f"; the largest change for the worse is {change_text((unseen or losses)[0])}"
+    if unseen:
+        blind_to = "nothing" if undecided == len(looked_at) else "no latency of this load"
+        said += f"; {blind_to} was decided, so this fails"
+    print(f"paceline: {said}", file=sys.stderr)
+    return bool(unseen)
 
 
 def _show_comparison(found: Between, failing: Sequence[Regression], skipped: Sequence[str], form: str) -> None:

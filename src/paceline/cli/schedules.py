@@ -91,7 +91,7 @@ def add(arguments: argparse.Namespace) -> int:
 def _schedule(arguments: argparse.Namespace) -> Schedule:
     """What was asked, all of it understood before anything is written."""
     from paceline import agenda, experiment
-    from paceline.analysis.between import checked_percent
+    from paceline.analysis.gate import checked_percent
     from paceline.cron import Cron
     from paceline.run import unsupported
 

@@ -8,10 +8,19 @@ from paceline.findings.training import Check, Comparison
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Undecided:
+    """value(cell) / value(other) where the data supports no interval; reason says why."""
+
+    metric: str
+    ratio: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServedPair:
     """Two cells that differ in their engine alone, at one load. checks say what had to be the same; comparisons speak
-    about `cell` and exist only where every check holds. flags are why answers of a side make its speed that of other
-    work."""
+    about `cell` and exist only where every check holds, and so do those that have no interval. flags are why answers of
+    a side make its speed that of other work."""
 
     cell: str
     other: str
@@ -22,6 +31,7 @@ class ServedPair:
     comparisons: tuple[Comparison, ...]
     flags: tuple[str, ...]
     runs: tuple[str, ...]
+    undecided: tuple[Undecided, ...] = ()
 
     @property
     def equal(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from paceline.findings import BETTER, TIE, WORSE, Comparison, Report
 from paceline.findings.served_work import ServedPair
-from paceline.present.quantity import format_ratio
+from paceline.present.quantity import DIGITS_OF_RATIO, TIMES, format_number, format_ratio, places
 from paceline.present.tables import CROSS, TICK, Cell, Column, Table
 
 _TONES = {BETTER: "good", WORSE: "bad", TIE: "quiet"}
@@ -42,7 +42,11 @@ def _rows(pair: ServedPair) -> Iterator[tuple[Cell, ...]]:
     proof = Cell(f"{TICK} {len(pair.checks)} checks", "", "good")
     for c in pair.comparisons:
         yield (*head, proof, Cell(c.metric), _ratio(c, bool(pair.flags)), Cell(c.reason))
-    if not pair.comparisons:
+    for u in pair.undecided:
+        digits = min(places(u.ratio, None, None), DIGITS_OF_RATIO)
+        told = f"{format_number(u.ratio, digits)}{TIMES} no verdict"
+        yield (*head, proof, Cell(u.metric), Cell(told, "", "quiet"), Cell(u.reason))
+    if not pair.comparisons and not pair.undecided:
         yield (*head, proof, Cell(""), Cell("no interval", "", "quiet"), Cell("too few answers to tell a spread"))
 
 

@@ -10,7 +10,8 @@ import fabric_records
 import numpy as np
 import pytest
 
-from paceline.analysis.between import compare_experiments, regressions, undecided_losses, verdict_among
+from paceline.analysis.between import compare_experiments, verdict_among
+from paceline.analysis.gate import regressions, undecided_losses
 from paceline.analysis.statistics import Ratio
 from paceline.errors import RequestError
 from paceline.findings import Between, Change

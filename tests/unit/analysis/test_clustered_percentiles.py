@@ -48,6 +48,13 @@ def test_the_same_as_drawing_clusters_one_by_one() -> None:
     assert found.freedom == 39
 
 
+def test_values_that_occur_often_count_as_often() -> None:
+    counts = np.array([[2, 0, 1, 3, 0], [1, 1, 1, 1, 1]])
+    written_out = [np.percentile([10, 10, 30, 40, 40, 40], 37), np.percentile([10, 20, 30, 40, 50], 37)]
+    ascending = np.array([10.0, 20, 30, 40, 50])
+    assert statistics._percentiles_of(ascending, counts, 37) == pytest.approx(written_out)
+
+
 def of_independent(values: np.ndarray, percent: float) -> tuple[float, float]:
     """95 % bounds by order statistics: the ranks that a binomial count would not leave."""
     n, share = len(values), percent / 100

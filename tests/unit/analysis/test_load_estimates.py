@@ -9,7 +9,7 @@ import pytest
 from answered_records import build_record, build_request, build_spec, in_stages, one_by_one
 from served_records import CLIENT
 
-from paceline.analysis import load_estimates, served, served_cost, statistics
+from paceline.analysis import load_estimates, served, served_cost
 from paceline.analysis.cost import Costing
 from paceline.prices import Price
 from paceline.records import RunRecord
@@ -79,35 +79,17 @@ def test_one_rate_has_one_interval_wherever_a_report_tells_it() -> None:
     assert priced.value * told.value == pytest.approx(priced.low * told.high) == pytest.approx(priced.high * told.low)
 
 
-def test_the_resampled_percentile_is_numpys() -> None:
-    values = np.random.default_rng(3).lognormal(size=400)
-    found = statistics.resampled_percentile([values], 90, seed=1)
-    assert found is not None
-    assert found.value == float(np.percentile(values, 90))
-    low, high = found.interval
-    assert low is not None
-    assert high is not None
-    # The true value of the law is exp(1.2816).
-    assert low < 3.602 < high
-    assert 0.1 < (high - low) / found.value < 0.8
-    counts = np.array([[2, 0, 1, 3, 0], [1, 1, 1, 1, 1]])
-    written_out = [np.percentile([10, 10, 30, 40, 40, 40], 37), np.percentile([10, 20, 30, 40, 50], 37)]
-    ascending = np.array([10.0, 20, 30, 40, 50])
-    assert statistics._percentiles_of(ascending, counts, 37) == pytest.approx(written_out)
-
-
-def test_resamples_hold_as_many_values_as_were_measured() -> None:
-    rng = np.random.default_rng(0)
-    assert set(statistics._drawn_counts([10], 50, rng).sum(axis=1)) == {10}
-    several = statistics._drawn_counts([10, 10, 10], 50, rng)
-    assert set(several.sum(axis=1)) == {30}
-    assert {int(n) for n in several[:, :10].sum(axis=1)} >= {0, 10, 20}
-
-
-def test_a_percentile_with_too_few_beyond_has_no_estimate() -> None:
-    (load,) = served.gather([build_record(build_spec(), one_by_one(0.1, 400))])
-    assert load_estimates.estimate(load, "ttft_p50_s") is not None
-    assert load_estimates.estimate(load, "ttft_p99_s") is None
+def test_a_percentile_with_too_few_beyond_has_a_value_and_no_spread() -> None:
+    """Of 400 four are beyond the 99th; of 90 none is."""
+    rng = np.random.default_rng(1)
+    (load,) = served.gather([build_record(build_spec(), one_by_one(lambda n, at: rng.lognormal(-2, 0.2), 400))])
+    median, tail = (load_estimates.estimate(load, metric) for metric in ("ttft_p50_s", "ttft_p99_s"))
+    assert median is not None
+    assert tail is not None
+    assert median.deviations is not None
+    assert (tail.value, tail.deviations) == (load_estimates.value(load, "ttft_p99_s"), None)
+    (few,) = served.gather([build_record(build_spec(), one_by_one(0.1, 90))])
+    assert load_estimates.estimate(few, "ttft_p99_s") is None
 
 
 def test_the_load_at_the_limits_is_the_fastest_that_kept_them() -> None:

@@ -73,6 +73,26 @@ def test_the_gate_fails_on_a_slower_server_and_passes_an_equal_one(folder: Folde
     assert "B and A tie" in capsys.readouterr().out
 
 
+def test_the_gate_says_which_latency_it_could_not_see_and_fails(tmp_path: Path, capsys: Any) -> None:
+    """50 requests a second and 50 in flight: 200 are too few blocks, and tokens a second stay what was asked for."""
+
+    def scheduled(name: str, ttft_s: float, day: int) -> str:
+        asked = [build_request(n, n / 50, 1.0, first_ns=round((n / 50 + ttft_s) * 1e9)) for n in range(200)]
+        spec = build_spec(scenario="constant", concurrency=None, rate_per_s=50.0)
+        return str(write(tmp_path / name, [build_record(spec, asked, clients=(client(),))], 1.7e9 + 86400 * day))
+
+    a, late = scheduled("a", 0.1, 0), scheduled("late", 0.3, 1)
+    assert cli.main(["compare", a, late, "--fail-on-regression", "5"]) == 1
+    shown = capsys.readouterr()
+    assert "Output tokens/s: B and A tie" in shown.out
+    assert "TTFT p50: 1 cell without a verdict, at worst 200 % slower" in shown.out
+    assert shown.err.endswith("ttft_p50_s 200 % higher; no latency of this load was decided, so this fails\n")
+    # Where the first token comes earlier and the last when it did, TPOT is 29 % more.
+    assert cli.main(["compare", late, a, "--fail-on-regression", "5"]) == 1
+    assert cli.main(["compare", late, a, "--fail-on-regression", "50"]) == 0
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 def test_a_run_whose_client_was_the_bottleneck_is_not_ranked(folder: Folder, capsys: Any) -> None:
     a, b = folder("a", 0.1), folder("b", 0.05, day=1, clients=(client(cpu_s=9.5),))
     assert cli.main(["compare", str(a), str(b)]) == 2

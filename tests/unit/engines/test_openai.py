@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
-import threading
 from collections.abc import Callable, Iterator
 
 import pytest
+from testbed.listener import listening
 
 from paceline.engines import openai, vllm
 from paceline.errors import UnsupportedError
@@ -18,29 +19,18 @@ Answering = Callable[[bytes], tuple[str, list[bytes]]]
 @pytest.fixture
 def answering() -> Iterator[Answering]:
     """A port that answers whoever connects with the same bytes; its URL, and what it was asked."""
-    listeners: list[socket.socket] = []
+    with contextlib.ExitStack() as ports:
 
-    def make(answer: bytes) -> tuple[str, list[bytes]]:
-        listener, asked = socket.create_server(("127.0.0.1", 0)), []
+        def make(answer: bytes) -> tuple[str, list[bytes]]:
+            asked: list[bytes] = []
 
-        def serve() -> None:
-            while True:
-                try:
-                    peer, _ = listener.accept()
-                except OSError:
-                    return
-                with peer:
-                    asked.append(peer.recv(65_536))
-                    peer.sendall(answer)
+            def serve(peer: socket.socket) -> None:
+                asked.append(peer.recv(65_536))
+                peer.sendall(answer)
 
-        threading.Thread(target=serve, daemon=True).start()
-        listeners.append(listener)
-        return f"http://127.0.0.1:{listener.getsockname()[1]}", asked
+            return f"http://127.0.0.1:{ports.enter_context(listening(serve))}", asked
 
-    yield make
-    for listener in listeners:
-        listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
+        yield make
 
 
 def json_answer(body: bytes) -> bytes:

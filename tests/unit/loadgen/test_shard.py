@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from testbed.listener import listening
 from testbed.requests import request
 
 from paceline.loadgen import arrivals, connection, pool
@@ -201,25 +202,16 @@ def test_a_kept_connection_that_was_given_up_is_asked_again(linger: bytes | None
 
 def test_a_request_that_was_worked_on_is_not_asked_again(send: Send) -> None:
     """The server closes a kept connection long after the second request came: it had begun on it."""
-    listener = socket.create_server(("127.0.0.1", 0))
     asked: list[bytes] = []
 
-    def serve() -> None:
-        while True:
-            try:
-                peer, _ = listener.accept()
-            except OSError:
-                return
-            with peer:
-                asked.append(peer.recv(65536))
-                peer.sendall(b'HTTP/1.1 200 OK\r\nContent-Length: 37\r\n\r\ndata: {"choices": [{"text": "a"}]} \n\n')
-                asked.append(peer.recv(65536))
-                time.sleep(3 * AT_ONCE_NS / 1e9)
+    def serve(peer: socket.socket) -> None:
+        asked.append(peer.recv(65536))
+        peer.sendall(b'HTTP/1.1 200 OK\r\nContent-Length: 37\r\n\r\ndata: {"choices": [{"text": "a"}]} \n\n')
+        asked.append(peer.recv(65536))
+        time.sleep(3 * AT_ONCE_NS / 1e9)
 
-    threading.Thread(target=serve, daemon=True).start()
-    shift = send(listener.getsockname()[1], 2, due_ns=arrivals.closed_loop(2), concurrency=1)
-    listener.shutdown(socket.SHUT_RDWR)
-    listener.close()
+    with listening(serve) as port:
+        shift = send(port, 2, due_ns=arrivals.closed_loop(2), concurrency=1)
     assert errors(shift) == {None: 1, "closed": 1}
     assert len(asked) == 2
 
