@@ -24,7 +24,7 @@ class ClientFacts:
     """What a client observed about itself under one load, of its worst process. None is unknown: of a closed loop
     nothing is due before it is sent, and reads that the kernel did not stamp have no lag. early_s is how long before it
     was due a request was sent; read_lag_p50_s below 0, that reads lie before the kernel's times of them. lacking counts
-    requests of the class LACKING."""
+    requests of the class LACKING; held_back those that were due and waited for the cap of requests in flight."""
 
     ttft_p50_s: float | None
     schedule_lag_p99_s: float | None
@@ -34,6 +34,7 @@ class ClientFacts:
     clock_drift_s: float
     early_s: float = 0.0
     lacking: int = 0
+    held_back: int = 0
 
 
 def median(values: Sequence[float]) -> float | None:
@@ -50,8 +51,12 @@ def reasons(facts: ClientFacts) -> list[str]:
     late, read, cpu = facts.schedule_lag_p99_s or 0.0, facts.read_lag_p99_s or 0.0, facts.cpu_ratio or 0.0
     bound, ahead = schedule_bound_s(facts.ttft_p50_s), -(facts.read_lag_p50_s or 0.0)
     early, drift = facts.early_s, abs(facts.clock_drift_s)
+    # Where requests waited for the cap it is the cap that was late, not the host of the client.
+    by_cap = facts.held_back > 0 and late > bound
     told = {
-        f"sent up to {late * 1e3:.1f} ms late (p99; at most {bound * 1e3:.1f} ms)": late > bound,
+        f"sent up to {late * 1e3:.1f} ms late (p99; at most {bound * 1e3:.1f} ms)": late > bound and not by_cap,
+        f"held back {facts.held_back} requests that were due, by {late * 1e3:.1f} ms (p99), for the cap on those in "
+        "flight (concurrency: null takes it away)": by_cap,
         f"sent up to {early * 1e3:.1f} ms before it was due": early > MOST_EARLY_S,
         f"read up to {read * 1e3:.1f} ms late (p99; at most {MOST_READ_LAG_S * 1e3:.0f} ms)": read > MOST_READ_LAG_S,
         f"read {ahead * 1e3:.1f} ms before the kernel had it (p50)": ahead > MOST_EARLY_S,

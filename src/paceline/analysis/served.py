@@ -243,6 +243,7 @@ def client_facts(
         clock_drift_s=_worst(abs(client.clock_drift_ns) for client in clients) or 0.0,
         early_s=early / NS,
         lacking=sum(map(is_lacking, requests)),
+        held_back=sum(client.waited_for_cap for client in clients) if is_open else 0,
     )
 
 

@@ -60,6 +60,7 @@ def _facts(shifts: Sequence[Shift], handled: Sequence[Handled]) -> ClientFacts:
         clock_drift_s=max((abs(shift.clock_drift_ns) for shift in shifts), default=0) / 1e9,
         early_s=max((h.due_ns - h.sent_ns for h in handled if h.sent_ns is not None), default=0) / 1e9,
         lacking=sum(h.error == LACKING for h in handled),
+        held_back=sum(shift.waited_for_cap for shift in shifts),
     )
 
 

@@ -212,9 +212,10 @@ def outline(spec: RunSpec) -> str:
     replicas = len(urls) if isinstance(urls, list | tuple) else spec.topology.world_size
     count = f"{asked.requests:,} requests" if asked.requests else "all samples of its data"
     rate = f" at {asked.rate_per_s:g} a second" if asked.rate_per_s is not None else ""
+    cap = f", at most {asked.concurrency} in flight" if asked.concurrency is not None else ""
     lasting = lasting_s(asked)
     each = " for the first load" if asked.scenario == "search" else ""
     time_s = "as long as the replicas take" if lasting is None else f"about {format_duration(lasting)}{each} at least"
     shape = "" if models.known_shape(spec.model) else f"; the shape of {spec.model_text} is {UNKNOWN_SHAPE}"
     where = f"{replicas} replica{'s' if replicas > 1 else ''}{', then by LoadGen' if loadgen.is_asked(spec) else ''}"
-    return f"{spec.engine.name}, {asked.scenario}{rate}: {count}, {where}, {asked.partition} partition, {time_s}{shape}"
+    return f"{spec.engine.name}, {asked.scenario}{rate}{cap}: {count}, {where}, {asked.partition} partition, {time_s}{shape}"
