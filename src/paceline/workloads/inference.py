@@ -218,4 +218,5 @@ def outline(spec: RunSpec) -> str:
     time_s = "as long as the replicas take" if lasting is None else f"about {format_duration(lasting)}{each} at least"
     shape = "" if models.known_shape(spec.model) else f"; the shape of {spec.model_text} is {UNKNOWN_SHAPE}"
     where = f"{replicas} replica{'s' if replicas > 1 else ''}{', then by LoadGen' if loadgen.is_asked(spec) else ''}"
-    return f"{spec.engine.name}, {asked.scenario}{rate}{cap}: {count}, {where}, {asked.partition} partition, {time_s}{shape}"
+    load = f"{asked.scenario}{rate}{cap}"
+    return f"{spec.engine.name}, {load}: {count}, {where}, {asked.partition} partition, {time_s}{shape}"
