@@ -448,6 +448,7 @@ def test_matrix_cells_stand_beside_a_design_and_exclusions_hold(file: Any) -> No
         ({}, "at least one field with its levels"),
         ({"factors": {"steps": [1]}}, "design.factors.steps: [1] was given; accepted is two levels or more"),
         ({"factors": {"timeout_s": [1.0, 2.0]}}, "design.factors: 'timeout_s' was given"),
+        ({"factors": {"telemetry_hz": [1.0, 2.0]}}, "design.factors: 'telemetry_hz' was given"),
         ({"factors": {"colour": [1, 2]}}, "design.factors: 'colour' was given"),
         ({"factors": {"micro_batch": [2, 2]}}, "levels of which each makes another cell"),
         ({"factors": {"rank": [8, 16]}}, "levels of which each makes another cell"),
