@@ -65,6 +65,16 @@ def test_other_lines_are_left_as_they_are(tab: Path, tmp_path: Path) -> None:
     assert tab.read_text() == OTHERS
 
 
+def test_other_lines_keep_their_bytes(tab: Path, tmp_path: Path) -> None:
+    """Neither Latin-1 nor a line end of another system is ours to mend."""
+    mine = b"5 4 * * * tar czf caf\xe9.tgz docs\r\n# na\xc3\xafve\n"
+    tab.write_bytes(mine)
+    crontab.install(tmp_path, schedule_of())
+    assert tab.read_bytes().startswith(mine)
+    crontab.remove(tmp_path, schedule_of())
+    assert tab.read_bytes() == mine
+
+
 def test_the_same_name_in_two_folders_is_two_blocks(tab: Path, tmp_path: Path) -> None:
     crontab.install(tmp_path / "a", schedule_of())
     crontab.install(tmp_path / "b", schedule_of())
