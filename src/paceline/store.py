@@ -69,6 +69,8 @@ JOB = "job.json"
 # The last part is a note: what a workload says of itself in its own words.
 _PROGRESS = struct.Struct("<qqqddd120s")
 CHECKPOINTS = "checkpoints"
+# What ranks leave besides samples and positions: left where it is, it would pass for that of an attempt after theirs.
+LEFT_BY_RANKS = ("outcome-*.json", "machine-*.json", "stack-*.txt", "loadgen-*")
 
 
 # --- writing -------------------------------------------------------------------------------------------------------
