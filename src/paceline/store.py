@@ -41,14 +41,7 @@ from paceline import neutral, redaction, trajectory
 from paceline.errors import RequestError, StoreError
 from paceline.files import write_atomically
 from paceline.processes import end_with_parent
-from paceline.records import (
-    SCHEMA,
-    Evidence,
-    Outcome,
-    RunRecord,
-    Sample,
-    Status,
-)
+from paceline.records import SCHEMA, Evidence, Outcome, RunRecord, Sample, Status
 from paceline.series import StepSeries
 from paceline.spec import RunSpec
 
@@ -101,7 +94,9 @@ def _set_aside(run_dir: Path) -> None:
         return
     attempts = run_dir / "attempts"
     attempts.mkdir(exist_ok=True)
-    target = attempts / str(len(list(attempts.iterdir())) + 1)
+    # Beside them stand what a user left of them, and what an engine set aside under names of its own.
+    known = [int(path.name) for path in attempts.iterdir() if path.name.isdecimal()]
+    target = attempts / str(max(known, default=0) + 1)
     target.mkdir()
     for path in left:
         path.rename(target / path.name)

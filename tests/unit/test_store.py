@@ -374,3 +374,12 @@ def test_progress_is_read_while_it_moves(tmp_path: Path) -> None:
     first.mark(413, "timing")
     assert store.read_progress(tmp_path)[0].note == ""
     assert before <= a.beat <= time.time()
+
+
+def test_an_attempt_takes_a_number_above_all_that_are_left(tmp_path: Path, make_spec: Callable[..., RunSpec]) -> None:
+    run_dir = store.create(tmp_path, make_spec())
+    for name in ("2", "3", "requeued-1"):
+        (run_dir / "attempts" / name).mkdir(parents=True)
+    store.create(tmp_path, make_spec())
+    store.create(tmp_path, make_spec())
+    assert sorted(path.name for path in (run_dir / "attempts").iterdir()) == ["2", "3", "4", "5", "requeued-1"]
