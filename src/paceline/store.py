@@ -321,7 +321,12 @@ def run_dirs(directory: Path) -> list[Path]:
     if (directory / "spec.json").is_file():
         return [directory]
     found = (path.parent for path in directory.rglob("spec.json"))
-    return sorted(path for path in found if "attempts" not in path.relative_to(directory).parts)
+    return sorted(path for path in found if not _is_attempt(path.relative_to(directory)))
+
+
+def _is_attempt(folder: Path) -> bool:
+    """<run>/attempts/<n>; an experiment may be called so too, but no run is called by a number alone."""
+    return folder.parent.name == "attempts" and folder.name.isdecimal()
 
 
 def read_launches(directory: Path) -> tuple[list[RunRecord], list[str]]:

@@ -172,6 +172,8 @@ def test_a_wrong_setting_is_one_sentence(file: Any, setting: str, words: str) ->
         ("- 1", "list was given; accepted is a mapping"),
         ("base: {}", "name"),
         ("name: a b", "letters, digits"),
+        ("name: attempts", "name: 'attempts' was given; accepted is another name"),
+        ("name: schedules", "name: 'schedules' was given; accepted is another name"),
         ("name: x\ncolour: 1", "field 'colour' was given; accepted is one of name, description, base"),
         ("name: x\nbase: {colour: 1}", "field 'colour' was given"),
         ("name: x\nmatrix: {strategy: ddp}", "a list of at least one value"),
