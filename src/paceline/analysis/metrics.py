@@ -203,6 +203,14 @@ def _energy(denominator: str) -> Callable[[Cell], Estimate]:
     return formula
 
 
+def _counted_wire(cell: Cell) -> Estimate:
+    """None with the operators that stand in no table, where one was counted: the rest is not the whole."""
+    counted = {w.operation for window in cell.windows for w in window.record.wire}
+    unknown = sorted(operation for operation in counted if operation not in models.COLLECTIVES)
+    told = f"bytes on the wire are not known: {', '.join(unknown)} cannot be counted" if unknown else _NO_WIRE
+    return _per_launch("wire", told)(cell)
+
+
 def _predicted_wire(cell: Cell) -> Estimate:
     """method.md section 4; r by the reduction dtype, p by the dtype in which weights are gathered (compute)."""
     spec, evidence = cell.spec, cell.windows[0].record.evidence
@@ -330,7 +338,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("peak_memory_reserved_bytes", "bytes", LOWER, _per_launch("reserved")),
     Metric("peak_memory_device_bytes", "bytes", LOWER, _per_launch("device")),
     Metric("comm_exposed_ratio", "ratio", LOWER, _per_launch("exposed", _NO_TRACE)),
-    Metric("wire_bytes_per_step", "bytes/step", LOWER, _per_launch("wire", _NO_WIRE)),
+    Metric("wire_bytes_per_step", "bytes/step", LOWER, _counted_wire),
     Metric("wire_bytes_formula_per_step", "bytes/step", LOWER, _predicted_wire),
     Metric("h2d_bytes_per_s", "bytes/s", HIGHER, _h2d_rate),
     Metric("joules_per_token", "J/token", LOWER, _energy("energy_tokens")),

@@ -135,7 +135,8 @@ def test_counted_wire_bytes_stand_beside_the_formula(make_spec: Builder, make_re
 def test_unknown_collective_gives_no_wire_bytes(make_spec: Builder, make_record: Builder) -> None:
     record = make_record(make_spec())
     strange = tuple(dataclasses.replace(w, operation="telepathy") for w in record.wire)
-    assert measured(dataclasses.replace(record, wire=strange))["wire_bytes_per_step"].value is None
+    found = measured(dataclasses.replace(record, wire=record.wire + strange))["wire_bytes_per_step"]
+    assert (found.value, found.note) == (None, "bytes on the wire are not known: telepathy cannot be counted")
 
 
 def test_host_to_device_rate_is_measured_on_the_device_not_from_launch_gaps(
