@@ -378,11 +378,11 @@ def test_progress_is_read_while_it_moves(tmp_path: Path) -> None:
 
 def test_an_attempt_takes_a_number_above_all_that_are_left(tmp_path: Path, make_spec: Callable[..., RunSpec]) -> None:
     run_dir = store.create(tmp_path, make_spec())
-    for name in ("2", "3", "requeued-1"):
+    for name in ("3", "requeued-1"):
         (run_dir / "attempts" / name).mkdir(parents=True)
     store.create(tmp_path, make_spec())
     store.create(tmp_path, make_spec())
-    assert sorted(path.name for path in (run_dir / "attempts").iterdir()) == ["2", "3", "4", "5", "requeued-1"]
+    assert sorted(path.name for path in (run_dir / "attempts").iterdir()) == ["3", "4", "5", "requeued-1"]
 
 
 def test_runs_of_an_experiment_called_attempts_are_found(tmp_path: Path, make_spec: Callable[..., RunSpec]) -> None:
