@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
 
-from paceline import redaction, samples, store
+from paceline import redaction, samples, store, trajectory
 from paceline.errors import RequestError, StoreError
 from paceline.interruptions import AttemptSample
 from paceline.spec import RunSpec
@@ -21,9 +22,10 @@ from paceline.trajectory import number_of
 FILE = "samples-attempts.jsonl"
 JOB = store.JOB
 INTERRUPTED = "interrupted"
-# What a lost attempt leaves besides samples: kept for whoever looks for the cause, read by nobody. Left where it is,
-# what an engine wrote of its job would be taken for the next one's.
-_SET_ASIDE = ("outcome-*.json", "stack-*.txt", "log.txt", "exit.txt", "home.txt", "job.sh", JOB)
+RESTARTS = "restarts"
+# What a lost attempt leaves besides samples: kept for whoever looks for the cause. Left where it is, what an engine
+# wrote of its job would be taken for the next one's.
+_SET_ASIDE = (*store.LEFT_BY_RANKS, "log.txt", "exit.txt", "home.txt", "job.sh", JOB)
 
 
 def begin(out: Path, spec: RunSpec) -> RunSpec:
@@ -73,7 +75,7 @@ def close(run_dir: Path, status: str, reason: str | None) -> None:
     for path in sorted(run_dir.glob("samples-*[0-9].jsonl")):
         if number_of(path) is None:
             path.rename(path.with_name(f"{path.stem}.{number}.jsonl"))
-    aside = run_dir / "restarts" / str(number)
+    aside = run_dir / RESTARTS / str(number)
     aside.mkdir(parents=True, exist_ok=True)
     for pattern in _SET_ASIDE:
         for path in run_dir.glob(pattern):
@@ -83,9 +85,21 @@ def close(run_dir: Path, status: str, reason: str | None) -> None:
 
 
 def conclude(run_dir: Path, status: str, reason: str | None) -> None:
-    """Write down the last of several attempts; a launch of one needs no line."""
+    """Write down the last of several attempts; a launch of one needs no line. The machines of an earlier one come back
+    where steps of it stand, as those before a checkpoint do: a host that contributed nothing is no part of the run."""
     if known := ended(run_dir):
         _note(run_dir, len(known) + 1, status, reason)
+        for number in reversed(_standing_attempts(run_dir)):
+            for path in (run_dir / RESTARTS / str(number)).glob("machine-*.json"):
+                if not (run_dir / path.name).exists():
+                    shutil.copyfile(path, run_dir / path.name)
+
+
+def _standing_attempts(run_dir: Path) -> tuple[int, ...]:
+    """Those of which a step stands; none where samples cannot be read, which whoever reads the run will say."""
+    with contextlib.suppress(StoreError, KeyError, TypeError, ValueError):
+        return trajectory.read(sorted(run_dir.glob("samples-*.jsonl"))).standing
+    return ()
 
 
 def started_at(run_dir: Path) -> float | None:

@@ -1,4 +1,4 @@
-"""Which options make another run: those on which a measured number may depend, and no others.
+"""Which fields and options make another run: those on which a measured number may depend, and no others.
 
 A run that is asked for again is known by what was asked (`RunSpec.run_id`), and repeats by their cell. An option that
 decides how long is waited, who pays or who is let in makes neither another. In doubt an option stays: a partition, a
@@ -12,6 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+# Fields of a spec that make no other run: its name, how long it may take, how often gauges are read beside it and how
+# often it may be restarted, the plan it is a point of, and the mark of one launch.
+NO_RUN = ("experiment", "timeout_s", "stall_s", "telemetry_hz", "max_restarts", "design", "lineage")
+# Fields that make no other cell: in these, repeats of one configuration may differ too.
+NO_CELL = (*NO_RUN, "repeat", "reference_steps")
 # Of every launcher and engine: how long to wait.
 WAITING = ("connect_s", "keep_s", "patience_s", "pending_s", "poll_s", "ready_s")
 _MEETING = "where ranks meet before they choose ports of their own"

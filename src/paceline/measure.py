@@ -238,28 +238,47 @@ _OPERATIONS = {
     "allreduce_": ("all_reduce", 0),
     "allreduce_coalesced_": ("all_reduce", 0),
     "all_reduce": ("all_reduce", 0),
+    "all_reduce_": ("all_reduce", 0),
     "all_reduce_coalesced": ("all_reduce", 0),
+    "all_reduce_coalesced_": ("all_reduce", 0),
     "_allgather_base_": ("all_gather", 0),
     "allgather_": ("all_gather", 0),
+    "allgather_coalesced_": ("all_gather", 0),
     "allgather_into_tensor_coalesced_": ("all_gather", 0),
     "all_gather_into_tensor": ("all_gather", "result"),
+    "all_gather_into_tensor_coalesced": ("all_gather", "result"),
     "all_gather_into_tensor_out": ("all_gather", "result"),
     "_reduce_scatter_base_": ("reduce_scatter", 1),
     "reduce_scatter_": ("reduce_scatter", 1),
     "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
     "reduce_scatter_tensor": ("reduce_scatter", 0),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 0),
+    "reduce_scatter_tensor_out": ("reduce_scatter", 0),
     "alltoall_base_": ("all_to_all", 1),
     "alltoall_": ("all_to_all", 1),
     "all_to_all_single": ("all_to_all", 0),
     "broadcast_": ("broadcast", 0),
     "broadcast": ("broadcast", 0),
     "reduce_": ("reduce", 0),
+    "gather_": ("gather", 1),
+    "scatter_": ("scatter", 0),
     "send": ("send", 0),
+    "isend": ("send", 0),
 }
+# Their argument is what one rank holds; S is that of the whole group, which only the root has in one place.
+_PARTS = ("gather_", "scatter_")
+# Operators that send nothing: what is received was counted by whoever sent it.
+_SILENT = (
+    *("barrier", "monitored_barrier_", "wait_tensor", "_wrap_tensor_autograd", "check_for_nan"),
+    *("recv_", "recv_any_source_", "irecv"),
+)
 
 
 class WireCounter:
-    """Counts payload bytes of every collective this process starts, whoever starts it (DDP, DeepSpeed, ...)."""
+    """Counts payload bytes of every collective this process starts, whoever starts it (DDP, DeepSpeed, ...).
+
+    An operator that is not known here is kept under its own name, so that nobody takes the rest for the whole.
+    """
 
     def __init__(self) -> None:
         self.bytes: Counter[tuple[str, str, int]] = Counter()
@@ -282,13 +301,19 @@ class WireCounter:
             yield
 
     def add(self, operator: str, args: Any, result: Any) -> None:
-        if operator not in _OPERATIONS:
+        if operator in _SILENT:
             return
-        operation, position = _OPERATIONS[operator]
+        operation, position = _OPERATIONS.get(operator, (operator, "all"))
+        held = {"result": result, "all": args}[position] if isinstance(position, str) else args[position]
         size = _group_size(args)
-        for tensor in _tensors(result if position == "result" else args[position]):
-            key = (operation, _dtype_name(tensor), size)
-            self.bytes[key] += tensor.numel() * tensor.element_size()
+        parts = size if operator in _PARTS else 1
+        moved: Counter[tuple[str, str, int]] = Counter()
+        for tensor in _tensors(held):
+            moved[operation, _dtype_name(tensor), size] += parts * tensor.numel() * tensor.element_size()
+        if not moved and operator not in _OPERATIONS:
+            moved[operation, "unknown", size] = 0
+        for key, payload in moved.items():
+            self.bytes[key] += payload
             self.calls[key] += 1
 
     def samples(self, rank: int, step: int) -> list[WireSample]:

@@ -258,6 +258,8 @@ _WIRE_FACTORS: Mapping[str, Callable[[int], float]] = {
     "pair": lambda n: 1.0,
 }
 
+COLLECTIVES = tuple(_WIRE_FACTORS)
+
 
 def wire_factor(operation: str, group_size: int) -> float:
     """busbw = S/t * factor, and bytes on the wire = S * factor (nccl-tests, PERFORMANCE.md); 0 for a group of one."""

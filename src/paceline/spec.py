@@ -20,7 +20,7 @@ from paceline.choices import Choice as Choice
 from paceline.choices import Scalar as Scalar
 from paceline.choices import require as require
 from paceline.designs import Design
-from paceline.identity import measured
+from paceline.identity import NO_CELL, NO_RUN, measured
 from paceline.serving import Serving
 
 SCHEMA = 1
@@ -234,14 +234,18 @@ class RunSpec:
         """Whether runs of this workload must prove equal work before they are ranked."""
         return self.workload.name not in UNCERTIFIED
 
-    @cached_property
-    def cell(self) -> str:
-        """Same for all repeats of one configuration, whatever the experiment is called and however long it may take."""
+    def configuration(self) -> dict[str, Any]:
+        """All that decides the cell and nothing else, by field: equal for two specs just where their cells are."""
         unused: tuple[str, ...] = () if self.is_trained else ("training", "warmup", "steps")
         if self.serving:
             # Data and precision stand among the fields of training.
             unused = ("warmup", "steps")
-        return _digest(self._without("experiment", "repeat", "timeout_s", "stall_s", "reference_steps", *unused))
+        return self._without(*NO_CELL, *unused)
+
+    @cached_property
+    def cell(self) -> str:
+        """Same for all repeats of one configuration, whatever the experiment is called and however long it may take."""
+        return _digest(self.configuration())
 
     @cached_property
     def run_id(self) -> str:
@@ -252,7 +256,7 @@ class RunSpec:
         model = None if self.workload.name == "collectives" else name
         label = "-".join(filter(None, (workload, strategy, model, f"{self.topology.world_size}x")))
         slug = re.sub(r"[^A-Za-z0-9]+", "-", label).strip("-").lower()
-        return f"{slug}-r{self.repeat}-{_digest(self._without('experiment', 'timeout_s', 'stall_s'))[:10]}"
+        return f"{slug}-r{self.repeat}-{_digest(self._without(*NO_RUN))[:10]}"
 
     @cached_property
     def work(self) -> str:
@@ -362,12 +366,10 @@ class RunSpec:
 
     def _without(self, *fields: str) -> dict[str, Any]:
         """What makes an identity. A run that tunes or serves nothing, makes no checkpoint or reads no file is what it
-        was before there was such a thing; the design it is a point of, how often gauges are read beside it and how
-        often it may be restarted change nothing of it."""
+        was before there was such a thing."""
         unasked = ("tuning", "contents", "checkpoint_every", "serving", "engine")
-        empty = (name for name in unasked if not getattr(self, name))
-        absent = ("telemetry_hz", "design", "max_restarts", "lineage", *empty)
-        found = {key: value for key, value in dataclasses.asdict(self).items() if key not in (*fields, *absent)}
+        empty = tuple(name for name in unasked if not getattr(self, name))
+        found = {key: value for key, value in dataclasses.asdict(self).items() if key not in (*fields, *empty)}
         for part in filter(None, map(found.get, ("launcher", "engine"))):
             part["options"] = measured(part["name"], part["options"])
         return found

@@ -41,14 +41,7 @@ from paceline import neutral, redaction, trajectory
 from paceline.errors import RequestError, StoreError
 from paceline.files import write_atomically
 from paceline.processes import end_with_parent
-from paceline.records import (
-    SCHEMA,
-    Evidence,
-    Outcome,
-    RunRecord,
-    Sample,
-    Status,
-)
+from paceline.records import SCHEMA, Evidence, Outcome, RunRecord, Sample, Status
 from paceline.series import StepSeries
 from paceline.spec import RunSpec
 
@@ -69,6 +62,8 @@ JOB = "job.json"
 # The last part is a note: what a workload says of itself in its own words.
 _PROGRESS = struct.Struct("<qqqddd120s")
 CHECKPOINTS = "checkpoints"
+# What ranks leave besides samples and positions: left where it is, it would pass for that of an attempt after theirs.
+LEFT_BY_RANKS = ("outcome-*.json", "machine-*.json", "stack-*.txt", "loadgen-*")
 
 
 # --- writing -------------------------------------------------------------------------------------------------------
@@ -99,7 +94,9 @@ def _set_aside(run_dir: Path) -> None:
         return
     attempts = run_dir / "attempts"
     attempts.mkdir(exist_ok=True)
-    target = attempts / str(len(list(attempts.iterdir())) + 1)
+    # Beside them stand what a user left of them, and what an engine set aside under names of its own.
+    known = [int(path.name) for path in attempts.iterdir() if path.name.isdecimal()]
+    target = attempts / str(max(known, default=0) + 1)
     target.mkdir()
     for path in left:
         path.rename(target / path.name)
@@ -324,7 +321,12 @@ def run_dirs(directory: Path) -> list[Path]:
     if (directory / "spec.json").is_file():
         return [directory]
     found = (path.parent for path in directory.rglob("spec.json"))
-    return sorted(path for path in found if "attempts" not in path.relative_to(directory).parts)
+    return sorted(path for path in found if not _is_attempt(path.relative_to(directory)))
+
+
+def _is_attempt(folder: Path) -> bool:
+    """<run>/attempts/<n>; an experiment may be called so too, but no run is called by a number alone."""
+    return folder.parent.name == "attempts" and folder.name.isdecimal()
 
 
 def read_launches(directory: Path) -> tuple[list[RunRecord], list[str]]:

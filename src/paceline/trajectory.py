@@ -29,11 +29,13 @@ class Attempt(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """The trajectory, the steps that a later attempt did again, and all other samples that still say something."""
+    """The trajectory, the steps that a later attempt did again, all other samples that still say something, and the
+    attempts of which a step stands (none where there was one attempt)."""
 
     steps: list[Sequence[Any]]
     redone: list[Sequence[Any]]
     others: list[Sample]
+    standing: tuple[int, ...] = ()
 
 
 def number_of(path: Path) -> int | None:
@@ -61,17 +63,19 @@ def join(attempts: Mapping[int, Attempt]) -> Joined:
     steps: list[Sequence[Any]] = []
     redone: list[Sequence[Any]] = []
     others: list[Sample] = []
+    standing: tuple[int, ...] = ()
     again_from = None
     last = max(attempts)
     for number, attempt in reversed(list(attempts.items())):
         kept = [row for row in attempt.steps if again_from is None or row[_STEP] < again_from]
         redone += [row for row in attempt.steps if again_from is not None and row[_STEP] >= again_from]
         steps = kept + steps
+        standing = (number, *standing) if kept else standing
         others = [*_lasting(attempt.others, number, number == last), *others]
         began = min((row[_STEP] for row in attempt.steps), default=None)
         if began is not None:
             again_from = began if again_from is None else min(again_from, began)
-    return Joined(steps, redone, others)
+    return Joined(steps, redone, others, standing)
 
 
 def _lasting(found: Iterable[Sample], number: int, is_last: bool) -> list[Sample]:

@@ -255,6 +255,55 @@ def test_a_coalesced_call_counts_all_its_tensors(group: Any) -> None:
     assert counter.bytes["all_reduce", "fp32", 1] == 20
 
 
+@pytest.mark.parametrize(
+    ("operator", "args", "result", "operation", "payload"),
+    [
+        ("all_reduce_", lambda: (single(6), "sum", "0"), None, "all_reduce", 24),
+        ("all_reduce_coalesced_", lambda: ([single(2), single(3)], "sum", "0"), None, "all_reduce", 20),
+        ("allgather_", lambda: ([[single(3), single(3)]], [single(3)]), None, "all_gather", 24),
+        ("allgather_coalesced_", lambda: ([[single(3), single(3)]], [single(3)]), None, "all_gather", 24),
+        ("all_gather_into_tensor_coalesced", lambda: ([single(3)], 2, "0"), [6], "all_gather", 24),
+        ("reduce_scatter_tensor_coalesced", lambda: ([single(6), single(2)], "sum", 2, "0"), [3], "reduce_scatter", 32),
+        ("reduce_scatter_tensor_out", lambda: (single(6), "sum", 2, "0"), [3], "reduce_scatter", 24),
+        ("gather_", lambda: ([], [single(3)]), None, "gather", 4 * 12),
+        ("scatter_", lambda: ([single(3)], []), None, "scatter", 4 * 12),
+        ("isend", lambda: (single(5), 1, 0, "0"), None, "send", 20),
+    ],
+)
+def test_each_operator_is_counted_by_hand(
+    monkeypatch: pytest.MonkeyPatch, operator: str, args: Any, result: Any, operation: str, payload: int
+) -> None:
+    """In a group of four, once per call however many tensors it took; of gather and scatter all ranks' parts are S."""
+    monkeypatch.setattr(measure, "_group_size", lambda args: 4)
+    counter = WireCounter()
+    counter.add(operator, args(), result and [single(n) for n in result])
+    assert dict(counter.bytes) == {(operation, "fp32", 4): payload}
+    assert dict(counter.calls) == {(operation, "fp32", 4): 1}
+
+
+def test_an_unknown_operator_is_kept_under_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest would pass for the whole otherwise; what sends nothing makes nothing unknown."""
+    monkeypatch.setattr(measure, "_group_size", lambda args: 4)
+    counter = WireCounter()
+    counter.add("all_reduce_sparsely_", (single(6), "sum", "0"), None)
+    counter.add("signal_", ("0",), None)
+    for silent in ("wait_tensor", "barrier", "monitored_barrier_", "check_for_nan", "recv_", "irecv"):
+        counter.add(silent, (single(6), "0"), None)
+    assert {(s.operation, s.dtype, s.payload_bytes) for s in counter.samples(0, 0)} == {
+        ("all_reduce_sparsely_", "fp32", 24),
+        ("signal_", "unknown", 0),
+    }
+
+
+def test_every_operator_of_this_torch_is_decided_on() -> None:
+    """A new one shows here before it makes numbers unknown."""
+    schemas = (schema.name.split("::") for schema in torch._C._jit_get_all_schemas())
+    known = {name for namespace, name in schemas if namespace in ("c10d", "_c10d_functional")}
+    assert "all_reduce" in known
+    # A batch of sends and receives in one call: no count of ours tells them apart.
+    assert known - set(measure._OPERATIONS) - set(measure._SILENT) <= {"batch_p2p_ops"}
+
+
 def test_the_peak_for_a_look_follows_what_the_process_holds() -> None:
     from paceline.measure import peak_bytes
 

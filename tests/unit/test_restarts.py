@@ -161,6 +161,28 @@ def test_a_killed_rank_is_started_again_and_the_run_is_one_trajectory(
     assert (run_dir / "restarts" / "1" / "log.txt").read_text() == KILLED, "the cause is kept"
 
 
+@pytest.mark.parametrize(("goes_on_at", "hosts"), [(3, ["a", "b"]), (0, ["b"])])
+def test_a_machine_stands_in_the_record_just_where_a_step_of_it_does(
+    spec: RunSpec, execute: Make, leave: Make, goes_on_at: int, hosts: list[str]
+) -> None:
+    """Begun anew on another node, nothing of the lost one's was measured; gone on with, its steps are in the record."""
+
+    def on(host: str, act: Leave) -> Leave:
+        def left(run_dir: Path) -> JobState:
+            store.write_json(run_dir / f"machine-{host}.json", {"host": host})
+            (run_dir / "loadgen-detail-0.txt").write_text(host)
+            return act(run_dir)
+
+        return left
+
+    ended = leave(Status.OK, steps=range(goes_on_at, 8), state=JobState(running=False, exit_code=0))
+    _, run_dir, _ = execute(spec, Scripted(on("a", leave(steps=range(5), log=KILLED)), on("b", ended)))
+    assert [facts["host"] for facts in store.read_run(run_dir).machines] == hosts
+    assert (run_dir / "restarts" / "1" / "machine-a.json").is_file()
+    assert (run_dir / "restarts" / "1" / "loadgen-detail-0.txt").read_text() == "a"
+    assert (run_dir / "loadgen-detail-0.txt").read_text() == "b"
+
+
 def test_a_run_that_is_killed_always_fails_after_as_many_restarts_as_asked(
     spec: RunSpec, execute: Make, leave: Make
 ) -> None:

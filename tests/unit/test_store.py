@@ -374,3 +374,19 @@ def test_progress_is_read_while_it_moves(tmp_path: Path) -> None:
     first.mark(413, "timing")
     assert store.read_progress(tmp_path)[0].note == ""
     assert before <= a.beat <= time.time()
+
+
+def test_an_attempt_takes_a_number_above_all_that_are_left(tmp_path: Path, make_spec: Callable[..., RunSpec]) -> None:
+    run_dir = store.create(tmp_path, make_spec())
+    for name in ("3", "requeued-1"):
+        (run_dir / "attempts" / name).mkdir(parents=True)
+    store.create(tmp_path, make_spec())
+    store.create(tmp_path, make_spec())
+    assert sorted(path.name for path in (run_dir / "attempts").iterdir()) == ["3", "4", "5", "requeued-1"]
+
+
+def test_runs_of_an_experiment_called_attempts_are_found(tmp_path: Path, make_spec: Callable[..., RunSpec]) -> None:
+    run_dir = store.create(tmp_path, dataclasses.replace(make_spec(), experiment="attempts"))
+    store.create(tmp_path, dataclasses.replace(make_spec(), experiment="attempts"))
+    assert (run_dir / "attempts" / "1" / "spec.json").is_file()
+    assert store.run_dirs(tmp_path) == store.run_dirs(run_dir.parent) == [run_dir]

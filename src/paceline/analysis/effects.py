@@ -33,10 +33,11 @@ from paceline.findings.effects import (
     Effect,
     Response,
 )
+from paceline.identity import NO_CELL
 from paceline.present.effects import percent_up
 from paceline.present.standing import DEVICE
 from paceline.records import RunRecord
-from paceline.spec import RunSpec
+from paceline.spec import Choice, RunSpec
 
 SPEED, MEMORY = "tokens_per_s", "peak_memory_bytes"
 UP_AND_DOWN = {SPEED: (FASTER, SLOWER), MEMORY: (MORE, LESS)}
@@ -45,8 +46,6 @@ LARGEST_NULL = 0.05
 # Chance that an effect of nothing passes interval and 2.8 widened standard errors: 0.5 % with many launches, 3.5 % with
 # two of each (Student's t with 1 degree of freedom beyond 18.2).
 FALSE_VERDICTS = 0.035
-# Fields in which cells of one design may differ without being a factor of it, because they make no cell.
-_NO_CELL = ("timeout_s", "stall_s", "reference_steps", "max_restarts")
 # Factors that accumulation may follow, so that the global batch stays. Where none of them varies, it is a setting.
 _SHARES_OF_BATCH = ("micro_batch", "processes", "nodes")
 
@@ -79,12 +78,15 @@ def analyse(
 
 
 def _rest(spec: RunSpec, design: Design | None) -> str:
-    """Equal for specs that agree in all that the design holds fixed; the design itself is part of it."""
+    """Equal for specs that agree in all that the design holds fixed and that makes a cell; the design itself is part
+    of it."""
     assert design is not None
     follows = ("accumulation",) if any(name in design.baseline for name in _SHARES_OF_BATCH) else ()
-    held = {k: v for k, v in recipe.fields(spec).items() if k not in (*design.baseline, *_NO_CELL, *follows)}
+    asked = recipe.fields(spec) | {"launcher": str(Choice(**spec.configuration()["launcher"]))}
+    held = {k: v for k, v in asked.items() if k not in (*design.baseline, *NO_CELL, *follows)}
+    contents = {k: v for k, v in spec.contents.items() if k not in design.baseline}
     plan = [design.kind, design.baseline, design.levels, design.combined, design.generators]
-    return json.dumps([held, plan], sort_keys=True, default=str)
+    return json.dumps([held, contents, plan], sort_keys=True, default=str)
 
 
 def _key(spec: RunSpec, design: Design) -> tuple[Level, ...]:

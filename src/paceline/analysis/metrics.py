@@ -6,7 +6,6 @@ rates; tokens are non-pad tokens; missing is None, never 0 (method.md, sections 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,10 +23,6 @@ from paceline.corpus import is_packed
 from paceline.errors import RequestError
 from paceline.findings import HIGHER, LOWER, SHARED_GPU, Measurement
 from paceline.spec import Choice, RunSpec, Scalar
-
-_LIMITS = ("timeout_s", "stall_s", "max_restarts", "lineage")
-_REPEAT_FIELDS = ("experiment", "repeat", *_LIMITS, "reference_steps", "telemetry_hz", "design")
-
 
 # --- one cell ---
 
@@ -122,14 +117,13 @@ def _resampled_cell(cell: str, windows: Sequence[Window], peaks: ceilings.Peaks)
 
 
 def flat(spec: RunSpec) -> dict[str, Any]:
-    """All fields that decide a cell, by dotted name; a choice is one field."""
+    """All that decides the cell, by dotted name; a choice is one field, without options that measure nothing."""
     found: dict[str, Any] = {}
-    for name, value in dataclasses.asdict(spec).items():
+    for name, value in spec.configuration().items():
         inner = value if name in ("topology", "training", "tuning", "warmup", "serving") else None
         found |= {f"{name}.{key}": part for key, part in inner.items()} if inner else {name: value}
-    precision = found.pop("training.precision")
-    found |= {f"training.precision.{key}": value for key, value in precision.items()}
-    return {name: value for name, value in found.items() if name not in _REPEAT_FIELDS}
+    precision = found.pop("training.precision", {})
+    return found | {f"training.precision.{key}": value for key, value in precision.items()}
 
 
 # --- formulas ---
@@ -207,6 +201,14 @@ def _energy(denominator: str) -> Callable[[Cell], Estimate]:
         return Estimate(found, next((note for note in told if note), None))
 
     return formula
+
+
+def _counted_wire(cell: Cell) -> Estimate:
+    """None with the operators that stand in no table, where one was counted: the rest is not the whole."""
+    counted = {w.operation for window in cell.windows for w in window.record.wire}
+    unknown = sorted(operation for operation in counted if operation not in models.COLLECTIVES)
+    told = f"bytes on the wire are not known: {', '.join(unknown)} cannot be counted" if unknown else _NO_WIRE
+    return _per_launch("wire", told)(cell)
 
 
 def _predicted_wire(cell: Cell) -> Estimate:
@@ -336,7 +338,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("peak_memory_reserved_bytes", "bytes", LOWER, _per_launch("reserved")),
     Metric("peak_memory_device_bytes", "bytes", LOWER, _per_launch("device")),
     Metric("comm_exposed_ratio", "ratio", LOWER, _per_launch("exposed", _NO_TRACE)),
-    Metric("wire_bytes_per_step", "bytes/step", LOWER, _per_launch("wire", _NO_WIRE)),
+    Metric("wire_bytes_per_step", "bytes/step", LOWER, _counted_wire),
     Metric("wire_bytes_formula_per_step", "bytes/step", LOWER, _predicted_wire),
     Metric("h2d_bytes_per_s", "bytes/s", HIGHER, _h2d_rate),
     Metric("joules_per_token", "J/token", LOWER, _energy("energy_tokens")),

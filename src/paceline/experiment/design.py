@@ -9,11 +9,13 @@ from typing import Any
 from paceline import designs, recipe
 from paceline.designs import Design, Level
 from paceline.experiment.fields import Cell, DesignFields, validate
+from paceline.identity import NO_CELL
 from paceline.spec import RunSpec, require
 
 PREFIX = "design."
-# Fields that make no cell: two levels of them would be the same run.
-NO_FACTORS = ("device", "warmup", "reference_steps", "timeout_s", "stall_s", "max_restarts")
+# An experiment has one device, and a level is one value, which a warm-up is not. Two levels of a field that makes no
+# cell would be the same run.
+NO_FACTORS = ("device", "warmup", *NO_CELL)
 FACTORS = tuple(name for name in Cell.model_fields if name not in NO_FACTORS)
 
 Fields = Mapping[str, Any]

@@ -27,6 +27,10 @@ CHOICES = ("workload", "strategy", "launcher", "model", "data", "engine")
 BENCHMARKS = {"comm": ("collectives",), "training": ("pretrain", "finetune"), "memory": ("memory", "frontier")}
 
 
+# Folders of a results folder that are no experiment's: what was set aside, and what timers start.
+TAKEN = ("attempts", "schedules")
+
+
 def load(
     source: str,
     settings: Sequence[str] = (),
@@ -40,6 +44,8 @@ def load(
     """
     raw = read(source)
     experiment = validate(Experiment, raw, source)
+    accepted = f"another name, as results folders keep {' and '.join(TAKEN)} for themselves"
+    require(experiment.name not in TAKEN, "name", experiment.name, accepted)
     given = dict(parse_setting(text) for text in settings)
     if launcher is not None:
         given["launcher"] = given_launcher(launcher, experiment.base.get("launcher"))

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from paceline import store
 from paceline.launchers._slurm_options import PLAIN, Options, carries_path
 from paceline.launchers._start import agent_arguments, rank_environment, spec_text
 from paceline.spec import RunSpec, require
@@ -37,7 +38,7 @@ if [ "${{SLURM_RESTART_COUNT:-0}}" -gt 0 ]; then
 fi
 """
 _PLAIN = re.compile(r"[A-Za-z0-9_./:=,%+-]+")
-_LEFT = ("samples-*", "outcome-*", "machine-*", "progress-*", "stack-*", EXIT)
+_LEFT = ("samples-*", "progress-*", *store.LEFT_BY_RANKS, EXIT)
 
 
 def render(spec: RunSpec, chosen: Options, name: str, run_dir: Path) -> str:

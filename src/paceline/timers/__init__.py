@@ -45,14 +45,16 @@ def one_line(text: str, where: str) -> str:
 
 
 def answer(command: Sequence[str], given: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a command of the system that answers at once."""
+    """Run a command of the system that answers at once. What it writes can be handed back to it as it was, whatever
+    its encoding and its line ends; what it complains of is text that can be printed."""
+    content = given and given.encode(errors="surrogateescape")
     try:
-        return subprocess.run(
-            command, input=given, capture_output=True, text=True, timeout=ANSWER_S, check=False, errors="replace"
-        )
+        done = subprocess.run(command, input=content, capture_output=True, timeout=ANSWER_S, check=False)
     except FileNotFoundError:
         raise RequestError(
             f"--backend: the command {command[0]!r} is not on this host; choose another backend"
         ) from None
     except subprocess.TimeoutExpired:
         raise RequestError(f"--backend: `{' '.join(command)}` did not answer within {ANSWER_S} s") from None
+    told, complaint = done.stdout.decode(errors="surrogateescape"), done.stderr.decode(errors="replace")
+    return subprocess.CompletedProcess(command, done.returncode, told, complaint)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 from datetime import UTC, datetime, tzinfo
@@ -18,7 +17,8 @@ WITHIN_S = 3660
 
 def install(out: Path, schedule: Schedule) -> str:
     kept = without(_read(), mark(out, schedule))
-    _write(kept + block(out, schedule, host_zone(), datetime.now(UTC)))
+    above, below = _around_zones(kept)
+    _write(above + block(out, schedule, host_zone(), datetime.now(UTC)) + below)
     return "a line of your crontab starts it (`crontab -l`); cron must be running on this host"
 
 
@@ -49,20 +49,28 @@ def without(text: str, name: str) -> str:
     return re.sub(rf"^{re.escape(first)}\n.*?^{re.escape(last)}\n", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
+def _around_zones(text: str) -> tuple[str, str]:
+    """The crontab up to its first line that sets a zone, and the rest: some crons read all lines below by that zone,
+    others ignore it, and above it every cron reads by the host's."""
+    found = re.search(r"^[ \t]*([\"']?)(CRON_TZ|TZ)\1[ \t]*=", text, flags=re.MULTILINE)
+    place = found.start() if found else len(text)
+    return text[:place], text[place:]
+
+
 def _edges(name: str) -> tuple[str, str]:
     return f"# begin {name} (written by paceline schedule)", f"# end {name}"
 
 
-def host_zone() -> tzinfo:
-    """The zone cron reads its lines in: this host's, with its changes of the clock where the host names it."""
+def host_zone(clock: Path = Path("/etc/localtime")) -> tzinfo:
+    """The zone cron reads its lines in: this host's, with its changes of the clock. The zone of the shell that adds a
+    schedule is not cron's. Without a zone of its own, a host's clock is UTC."""
     import zoneinfo
 
-    link = Path("/etc/localtime")
-    name = os.environ.get("TZ") or (str(link.resolve()).partition("zoneinfo/")[2] if link.exists() else "UTC")
     try:
-        return zoneinfo.ZoneInfo(name.removeprefix(":"))
-    except (ValueError, OSError, zoneinfo.ZoneInfoNotFoundError):
-        return datetime.now().astimezone().tzinfo or UTC
+        with clock.open("rb") as rules:
+            return zoneinfo.ZoneInfo.from_file(rules)
+    except (OSError, ValueError):
+        return UTC
 
 
 def _read() -> str:

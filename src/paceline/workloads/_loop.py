@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.corpus import Corpus, Partition, StepBatch, prefetch
 from paceline.decoder import IGNORED_LABEL
-from paceline.errors import InvalidRunError
+from paceline.errors import InvalidRunError, RequestError
 from paceline.measure import Clock, Stopwatch, reset_peak
 from paceline.plugins import Recorder, Seat, Trainer
 from paceline.records import StepSample
@@ -105,6 +105,11 @@ class Loop:
         began = time.perf_counter()
         batch = next(batches)
         data_wait_s = time.perf_counter() - began
+        if batch.normaliser == 0:
+            raise RequestError(
+                f"data: the global batch of step {step} is all padding, so nothing is learned from it; accepted is "
+                "data of which every step learns a token: remove the padding, or raise micro_batch or accumulation"
+            )
         updates = self.trainer.updates
         normaliser = self._normaliser(batch.normaliser)
         total: Tensor | None = None
@@ -115,7 +120,8 @@ class Loop:
         with stopwatch.phase("optimizer"):
             norm = self.trainer.update()
         assert total is not None
-        self._keep(step, total * (batch.normaliser / batch.learned), norm)
+        # A rank whose share is all padding has no mean: its sum is 0, and so is its weight in the loss of the step.
+        self._keep(step, total * (batch.normaliser / max(batch.learned, 1)), norm)
         copied = sum(micro.nbytes for micro in batch.micro_batches) if self.seat.device == "cuda" else None
         counted = self.trainer.updates - updates
         self.pending.append(Pending(step, batch, stopwatch, data_wait_s, counted, copied))

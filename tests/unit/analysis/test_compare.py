@@ -12,6 +12,7 @@ from paceline.analysis.statistics import Ratio
 from paceline.analysis.window import open_window
 from paceline.findings import Comparison
 from paceline.records import RunRecord
+from paceline.spec import Choice
 
 Builder = Callable[..., Any]
 
@@ -120,6 +121,14 @@ class TestWithinACampaign:
         (c,) = found(make_cell(1.1), make_cell(1.0, **other))
         assert (c.label, c.verdict) == (label, "better")
         assert axis not in c.axes
+
+    def test_a_longer_time_limit_keeps_no_runs_apart(self, make_cell: Builder) -> None:
+        """What a run that met its limit is told to raise before it is resumed."""
+        a = make_cell(1.0, strategy="ddp", launcher=Choice("slurm", {"partition": "gpu", "time": 10}))
+        b = make_cell(1.1, strategy="fsdp2", launcher=Choice("slurm", {"partition": "gpu", "time": 60}))
+        assert [(c.label, c.verdict) for c in found(a, b)] == [("ddp", "better")]
+        elsewhere = make_cell(1.1, strategy="fsdp2", launcher=Choice("slurm", {"partition": "other", "time": 10}))
+        assert found(a, elsewhere) == []
 
     def test_other_gpus_never_meet(self, make_cell: Builder) -> None:
         a = make_cell(1.0, strategy="ddp", device="cuda", record={"gpus": [{"name": "H200"}]})

@@ -16,6 +16,7 @@ from paceline.findings import DesignOutcome, Effect
 from paceline.findings.effects import ALIASED, FASTER, LESS, NO_EFFECT, OPEN, SLOWER
 from paceline.present.effects import percent_up
 from paceline.records import RunRecord
+from paceline.spec import Choice
 
 Builder = Callable[..., Any]
 RATE = 10_000.0
@@ -168,6 +169,28 @@ def test_accumulation_makes_a_design_of_its_own_unless_it_follows_a_factor(
     found = effects.analyse(metrics.gather(open_window(record) for record in records), records, ())
     assert len(found) == outcomes
     assert all(len(one.effects) == 1 and not one.left_out for one in found)
+
+
+@pytest.mark.parametrize(
+    ("others", "outcomes"),
+    [
+        (({"telemetry_hz": 2.0}, {"telemetry_hz": 0.0}), 1),
+        (({"max_restarts": 0}, {"max_restarts": 3}), 1),
+        (({"launcher": Choice("slurm", {"time": 10})}, {"launcher": Choice("slurm", {"time": 60})}), 1),
+        (({"launcher": Choice("slurm", {"qos": "a"})}, {"launcher": Choice("slurm", {"qos": "b"})}), 2),
+        (({"contents": {"data": "a1"}}, {"contents": {"data": "b2"}}), 2),
+    ],
+)
+def test_what_makes_no_cell_makes_no_design(
+    others: tuple[dict[str, Any], dict[str, Any]], outcomes: int, make_cell: Builder
+) -> None:
+    design = planned(ONE_AT_A_TIME, "compile")
+    alike: dict[str, Any] = {"world_size": 1, "strategy": "single", "steps": 10, "design": design}
+    points = zip(design.points(), others, strict=True)
+    records = [r for point, other in points for r in make_cell(0.01, **alike, **point, **other)]
+    found = effects.analyse(metrics.gather(open_window(record) for record in records), records, ())
+    assert len(found) == outcomes
+    assert sum(len(one.left_out) for one in found) == (0 if outcomes == 1 else 2)
 
 
 # --- factorial ---

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,8 +10,12 @@ import pytest
 from paceline import models
 from paceline.analysis import metrics
 from paceline.analysis.window import global_loss, open_window
+from paceline.designs import Design
 from paceline.findings import Measurement
+from paceline.identity import NO_CELL, UNMEASURED
 from paceline.records import RunRecord
+from paceline.serving import Serving
+from paceline.spec import Choice, Tuning
 
 Builder = Callable[..., Any]
 MiB = 2**20
@@ -130,7 +135,8 @@ def test_counted_wire_bytes_stand_beside_the_formula(make_spec: Builder, make_re
 def test_unknown_collective_gives_no_wire_bytes(make_spec: Builder, make_record: Builder) -> None:
     record = make_record(make_spec())
     strange = tuple(dataclasses.replace(w, operation="telepathy") for w in record.wire)
-    assert measured(dataclasses.replace(record, wire=strange))["wire_bytes_per_step"].value is None
+    found = measured(dataclasses.replace(record, wire=record.wire + strange))["wire_bytes_per_step"]
+    assert (found.value, found.note) == (None, "bytes on the wire are not known: telepathy cannot be counted")
 
 
 def test_host_to_device_rate_is_measured_on_the_device_not_from_launch_gaps(
@@ -205,6 +211,59 @@ def test_per_token_rates_do_not_reward_shorter_samples(make_spec: Builder, make_
 
 def test_global_loss_weighs_ranks_by_their_tokens() -> None:
     assert global_loss([1.0, 4.0], [300, 100]) == pytest.approx(1.75)
+
+
+CELLS: tuple[dict[str, Any], ...] = (
+    {},
+    {"launcher": Choice("slurm")},
+    {"launcher": Choice("slurm", {"partition": "a"})},
+    {"launcher": Choice("slurm", {"partition": "b"})},
+    {"tuning": Tuning()},
+    {"tuning": Tuning(rank=8)},
+    {"contents": {"data": "a1"}},
+    {"checkpoint_every": 5},
+    {"strategy": None, "workload": "compute"},
+    {"strategy": None, "workload": "inference", "serving": Serving(), "engine": Choice("openai", {"url": "a"})},
+    {"strategy": None, "workload": "inference", "serving": Serving(), "engine": Choice("openai", {"url": "b"})},
+)
+NO_OTHER_CELL: dict[str, tuple[Any, Any]] = {
+    "experiment": ("a", "b"),
+    "timeout_s": (10.0, 20.0),
+    "stall_s": (10.0, 20.0),
+    "telemetry_hz": (0.0, 2.0),
+    "max_restarts": (0, 2),
+    "lineage": (None, "ab"),
+    "repeat": (0, 1),
+    "reference_steps": (5, 6),
+    "design": (None, Design(kind="factorial", baseline={"seed": 1}, levels={"seed": (2,)})),
+}
+
+
+def test_fields_agree_just_where_cells_do(make_spec: Builder) -> None:
+    """Cells are grouped by these fields: one that a cell does not know would keep equal runs apart."""
+    assert set(NO_OTHER_CELL) == set(NO_CELL)
+    specs = []
+    for cell in CELLS:
+        varied = [{name: value} for name, values in NO_OTHER_CELL.items() for value in values]
+        specs += [make_spec(**cell | more) for more in varied]
+        launcher = cell.get("launcher", Choice("local"))
+        told = Choice(
+            launcher.name, {**launcher.options, **dict.fromkeys(("patience_s", *UNMEASURED[launcher.name]), 7)}
+        )
+        specs.append(make_spec(**cell | {"launcher": told}))
+        if engine := cell.get("engine"):
+            specs.append(make_spec(**cell | {"engine": Choice(engine.name, {**engine.options, "ready_s": 7})}))
+    known: dict[str, set[str]] = {}
+    for spec in specs:
+        known.setdefault(spec.cell, set()).add(json.dumps(metrics.flat(spec), sort_keys=True))
+    assert len(known) == len(CELLS)
+    assert all(len(told) == 1 for told in known.values())
+    assert len(set.union(*known.values())) == len(CELLS)
+
+
+def test_a_launcher_keeps_the_options_that_matter(make_spec: Builder) -> None:
+    asked = Choice("slurm", {"partition": "a", "time": 10})
+    assert metrics.flat(make_spec(launcher=asked))["launcher"] == {"name": "slurm", "options": {"partition": "a"}}
 
 
 def test_every_metric_has_a_unit_and_a_direction() -> None:

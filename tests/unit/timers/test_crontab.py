@@ -65,6 +65,44 @@ def test_other_lines_are_left_as_they_are(tab: Path, tmp_path: Path) -> None:
     assert tab.read_text() == OTHERS
 
 
+def test_other_lines_keep_their_bytes(tab: Path, tmp_path: Path) -> None:
+    """Neither Latin-1 nor a line end of another system is ours to mend."""
+    mine = b"5 4 * * * tar czf caf\xe9.tgz docs\r\n# na\xc3\xafve\n"
+    tab.write_bytes(mine)
+    crontab.install(tmp_path, schedule_of())
+    assert tab.read_bytes().startswith(mine)
+    crontab.remove(tmp_path, schedule_of())
+    assert tab.read_bytes() == mine
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_lines_are_by_the_clock_of_the_host_not_of_the_shell(
+    linked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cron knows nothing of the TZ that the shell has set, nor need the host's rules be a link that names them."""
+    monkeypatch.setenv("TZ", "Asia/Seoul")
+    clock = tmp_path / "localtime"
+    rules = Path("/usr/share/zoneinfo/America/New_York")
+    if not rules.is_file():
+        pytest.skip("this host keeps its time zones elsewhere")
+    clock.symlink_to(rules) if linked else clock.write_bytes(rules.read_bytes())
+    assert schedule_of().cron.on_host(crontab.host_zone(clock), NOW) == "0 5,6 * * *"
+    assert schedule_of().cron.on_host(crontab.host_zone(tmp_path / "none"), NOW) == "0 10 * * *"
+
+
+@pytest.mark.parametrize("zone", ["CRON_TZ=Asia/Tokyo\n", ' "TZ" = Asia/Tokyo\n'])
+def test_a_zone_of_the_crontab_holds_for_lines_below_it_only(zone: str, tab: Path, tmp_path: Path) -> None:
+    mine = f"{OTHERS}{zone}0 1 * * * true\n"
+    tab.write_text(mine)
+    crontab.install(tmp_path, schedule_of())
+    written = tab.read_text()
+    assert written.startswith(OTHERS)
+    assert written.endswith(f"{zone}0 1 * * * true\n")
+    assert written.index("# end paceline-nightly-") < written.index(zone)
+    crontab.remove(tmp_path, schedule_of())
+    assert tab.read_text() == mine
+
+
 def test_the_same_name_in_two_folders_is_two_blocks(tab: Path, tmp_path: Path) -> None:
     crontab.install(tmp_path / "a", schedule_of())
     crontab.install(tmp_path / "b", schedule_of())

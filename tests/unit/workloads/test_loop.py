@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 
-from paceline.corpus import Partition, Synthetic  # noqa: E402
-from paceline.errors import InvalidRunError  # noqa: E402
+from paceline.analysis.window import global_loss  # noqa: E402
+from paceline.corpus import Partition, Synthetic, TokenFile  # noqa: E402
+from paceline.errors import InvalidRunError, RequestError  # noqa: E402
 from paceline.instructions import open_instructions  # noqa: E402
 from paceline.plugins import Seat  # noqa: E402
 from paceline.records import StepSample  # noqa: E402
@@ -212,3 +214,32 @@ def test_plain_text_tells_its_places_and_no_labels_apart() -> None:
     loop, _, notes = loop_of(steps=2)
     loop.window(range(2))
     assert {(s.positions, s.label_tokens, s.attended_keys) for s in notes.samples} == {(2 * 8, None, None)}
+
+
+PADDED = TokenFile(np.array([1, 2, 3, 4, 0, 0, 0, 5, 6, 7, 0, 0, 0]), length=3, pad=0)
+
+
+def test_a_share_of_padding_has_no_loss_and_no_weight() -> None:
+    """Of every second window each token is padding, and the second of two ranks takes those."""
+    losses, tokens = [], []
+    for rank in (0, 1):
+        device, notes = Device(), Notes()
+        trainer: Any = Learning(device)
+        loop = Loop(trainer, PADDED, Partition(rank, 2, 1, 1), SEAT, device, notes, 2)  # type: ignore[arg-type]
+        loop.window(range(2))
+        losses.append([s.loss for s in notes.samples])
+        tokens.append([s.tokens for s in notes.samples])
+    assert tokens == [[3, 3], [0, 0]]
+    assert losses == [[2.0, 2.0], [0.0, 0.0]]
+    assert [global_loss(*step) for step in zip(zip(*losses, strict=True), zip(*tokens, strict=True), strict=True)] == [
+        2.0,
+        2.0,
+    ]
+
+
+def test_a_step_of_padding_alone_is_refused_in_one_sentence() -> None:
+    device, notes = Device(), Notes()
+    trainer: Any = Learning(device)
+    loop = Loop(trainer, PADDED, Partition(0, 1, 1, 1), SEAT, device, notes, 4)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="the global batch of step 1 is all padding"):
+        loop.window(range(4))
