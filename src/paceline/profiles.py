@@ -32,7 +32,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What is recommended for a first run; ranges are from, to."""
+    """What others recommend for a first run; ranges are from, to."""
 
     name: str
     micro_batch: tuple[int, int]
@@ -44,8 +44,10 @@ class Profile:
 
     def __str__(self) -> str:
         batch, length = _range(self.micro_batch), _range(self.sequence_length)
-        first = f"to start with: micro batch {batch}, sequence {length}, {self.precision}"
-        network = " ".join(str(setting) for setting in self.settings if setting.known)
+        precision = f"{self.precision} (not trained in here: bf16)" if self.precision == "fp8" else self.precision
+        first = f"others start with: micro batch {batch}, sequence {length}, {precision}"
+        # Whether their settings make sense depends on the host.
+        network = "`paceline doctor` on a host holds their NCCL settings against it" if self.settings else None
         return "; ".join(filter(None, (first, self.finetune, network)))
 
 

@@ -54,7 +54,7 @@ def rules(records: Sequence[RunRecord]) -> tuple[RuleOfThumb, ...]:
 
 def advise(model: Choice, gpu: str, gpus: int, sequence_length: int | None = None) -> tuple[RuleOfThumb, ...]:
     """Every strategy with this model on so many GPUs of this kind."""
-    shape = models.load(model)
+    shape = dataclasses.replace(models.load(model), name=str(model))
     require(gpus >= 1, "--gpus", gpus, "a whole number from 1")
     length = min(shape.context, LONGEST_DEFAULT_SEQUENCE) if sequence_length is None else sequence_length
     require(1 <= length <= shape.context, "--sequence-length", length, f"1 to {shape.context}, what {shape.name} knows")

@@ -85,7 +85,10 @@ def _show_plan(screen: Console, stored: Sequence[RunRecord], wanted: Request, ou
     facts = next((facts for record in stored for facts in record.machines), None)
     if facts is not None:
         here = machine.to_dict(machine.probe())
-        line = difference_line("this machine", machine.fingerprint_diff(facts, here))
+        found = machine.fingerprint_diff(facts, here)
+        # Stored are the variables of a rank, some of which its launcher has set: this process has none of those.
+        found = {path: sides for path, sides in found.items() if not path.startswith("environment.")}
+        line = difference_line("this machine", found)
         screen.print(line, highlight=False, markup=False, soft_wrap=True)
     return OK
 
