@@ -3,7 +3,8 @@
 They write what real ranks write, where they write it: position, samples, machine, outcome. What goes wrong is told by
 the variable LIGHT_FAULT, `WHAT:RANK`: die (killed by signal 9), fail (a sentence as its outcome), hang (moves no more),
 mute (ends without an outcome), full (no room on the disk), fill (takes all the room there is, then finds none). LIGHT_S
-is how long a rank lives. Deaths are told in torchrun's words.
+is how long a rank lives. Deaths are told in torchrun's words. Where LIGHT_MEETING names a folder, ranks are the real
+ones of served replicas (see `folder_store`).
 
 A spec whose workload is `reference` ends ok with them: its verdict needs finite losses only.
 """
@@ -69,6 +70,10 @@ def fork(spec: RunSpec, run_dir: Path, rank: int) -> int:
 
 
 def live(spec: RunSpec, run_dir: Path, rank: int) -> int:
+    if "LIGHT_MEETING" in os.environ:
+        from testbed import folder_store
+
+        return folder_store.serve(run_dir, rank, spec.topology.world_size, spec.topology.processes_per_node)
     what, _, whom = os.environ.get("LIGHT_FAULT", "").partition(":")
     fault = what if whom and int(whom) == rank else ""
     host = places.node_name(os.environ)

@@ -6,7 +6,8 @@ import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from paceline import parcel, store, tether
+from paceline import parcel, tether
+from paceline.launchers._losses import awaited_ranks, have_spoken, is_past_setup
 from paceline.launchers._ssh_connections import Connection
 from paceline.plugins import JobState
 from paceline.records import Status
@@ -75,15 +76,13 @@ class Crew:
         """Which expendable nodes are gone. Starters of the others would wait minutes for them when their own ranks have
         ended, so they are asked to end then."""
         for node in self._expendable if self._asked_at is None else ():
-            if node not in self.lost and self._connections[node].code and _is_past_setup(self._run_dir):
+            if node not in self.lost and self._connections[node].code and is_past_setup(self._run_dir):
                 self.lost.append(node)
                 told = f"{self._names[node]} is gone; rank 0 goes on with the other replicas"
                 self._log.write(f"paceline: {told}\n")
-        if self.lost and self.is_running:
-            kept = (node for node in range(len(self._connections)) if node not in self.lost)
-            awaited = {node * self._ranks + local for node in kept for local in range(self._ranks)}
-            if awaited <= {outcome.rank for outcome in store.read_outcomes(self._run_dir)}:
-                self.ask_to_end()
+        awaited = awaited_ranks(len(self._connections), self.lost, self._ranks)
+        if self.lost and self.is_running and have_spoken(self._run_dir, awaited):
+            self.ask_to_end()
 
     def _kept(self) -> list[Connection]:
         return [connection for node, connection in enumerate(self._connections) if node not in self.lost]
@@ -139,12 +138,6 @@ class Crew:
 
     def close(self) -> None:
         self._log.close()
-
-
-def _is_past_setup(run_dir: Path) -> bool:
-    """Whether rank 0 has begun to ask: it then needs nothing more of other nodes than their replicas' answers."""
-    first = next((position for position in store.read_progress(run_dir) if position.rank == 0), None)
-    return first is not None and first.phase not in ("start", "setup")
 
 
 def _loss(connection: Connection, name: str, begun: bool) -> str:

@@ -1,0 +1,28 @@
+"""When a job of served replicas goes on without a node, and for whom it then waits: the same under every launcher.
+
+Which nodes may be lost at all is `plugins.may_be_lost`; how the loss of one is noticed is each launcher's own affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from paceline import store
+
+
+def is_past_setup(run_dir: Path) -> bool:
+    """Whether rank 0 has begun to ask: it then needs nothing more of other nodes than their replicas' answers."""
+    first = next((position for position in store.read_progress(run_dir) if position.rank == 0), None)
+    return first is not None and first.phase not in ("start", "setup")
+
+
+def awaited_ranks(nodes: int, lost: Collection[int], ranks: int) -> set[int]:
+    """Those that are still to speak for themselves. ranks: of each node."""
+    kept = (node for node in range(nodes) if node not in lost)
+    return {node * ranks + local for node in kept for local in range(ranks)}
+
+
+def have_spoken(run_dir: Path, awaited: Collection[int]) -> bool:
+    """Starters of ranks (torchrun) would wait minutes for the lost ones when all awaited ranks have ended."""
+    return set(awaited) <= {outcome.rank for outcome in store.read_outcomes(run_dir)}
