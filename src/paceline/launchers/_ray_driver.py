@@ -23,7 +23,7 @@ from typing import IO, Any
 from paceline import parcel
 from paceline.errors import LaunchError
 from paceline.launchers import _ray_actor, _ray_cluster
-from paceline.launchers._losses import is_past_setup
+from paceline.launchers._losses import complain, is_past_setup
 from paceline.launchers._ray_request import Request
 from paceline.launchers._start import agent_arguments
 from paceline.processes import end_with_parent
@@ -265,9 +265,10 @@ def follow(members: list[Member], home: Home, look: Callable[[], None], patience
 def spare(request: Request, members: list[Member], home: Home) -> None:
     """Let the job go on without ranks of expendable nodes that ended badly, once rank 0 needs only answers of others.
     Nobody has to end those that are left: no torchrun is above them, and each hears of rank 0's end by itself."""
+    run_dir = Path(request.run_dir)
     for member in members:
         bad = member.ended_badly and not member.is_spared and member.node in request.expendable
-        if bad and is_past_setup(Path(request.run_dir)):
+        if bad and is_past_setup(run_dir) and not complain(run_dir, [member.rank]):
             member.is_spared = True
             who = f"rank {member.rank} on {member.name}"
             why = member.lost[1] if member.lost else f"{who} ended with exit code {member.code}"

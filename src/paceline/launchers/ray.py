@@ -220,7 +220,7 @@ def poll(handle: Mapping[str, Any]) -> JobState:
         raise LaunchError(said["refused"])
     if "ended" in said:
         status = said["status"] and Status(said["status"])
-        lost = tuple(said.get("lost", ()))
+        lost = tuple(said["lost"])
         return JobState(running=False, exit_code=said["ended"], status=status, reason=said["reason"], lost=lost)
     if code is not None:
         why = f"the driver of the Ray job ended with exit code {code}; see {handle['log']}"

@@ -159,10 +159,10 @@ def test_states_of_a_driver_are_states_of_the_job(tmp_path: Path) -> None:
 
 
 def test_an_end_carries_status_and_what_is_missing(tmp_path: Path) -> None:
-    end = {"ended": 1, "status": "preempted", "reason": "taken away", "missing": "node 1 sent nothing"}
+    end = {"ended": 1, "status": "preempted", "reason": "taken away", "missing": "node 1 sent nothing", "lost": [2]}
     handle = driver_that_says(tmp_path, json.dumps(end), then="pass")
     state = polled(handle, lambda s: not s.running)
-    assert (state.exit_code, state.status, state.reason) == (1, Status.PREEMPTED, "taken away")
+    assert (state.exit_code, state.status, state.reason, state.lost) == (1, Status.PREEMPTED, "taken away", (2,))
     assert ray.collect(handle, tmp_path) == "node 1 sent nothing"
     ray.cancel(handle)
 
