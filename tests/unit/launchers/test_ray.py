@@ -346,6 +346,12 @@ def test_nobody_is_spared_on_the_node_of_the_client_or_before_it_asks(make_spec:
     assert "rank 1 on n0 was killed by signal 9" in _ray_driver.conclusion(crew, tmp_path, None)["reason"]
 
 
+def test_a_rank_that_says_what_went_wrong_is_not_spared(make_spec: Make, tmp_path: Path, make_outcome: Make) -> None:
+    asked = served(make_spec, tmp_path, "warmup")
+    store.write_outcome(tmp_path, make_outcome(2, Status.OOM))
+    assert spared(asked, [member(0), member(1), member(2, code=1), member(3, code=-9)]) == [3]
+
+
 def test_a_training_run_spares_nobody(make_spec: Make, tmp_path: Path) -> None:
     asked = request(with_options(make_spec("ddp", 2, nodes=2)), tmp_path)
     store.ProgressFile(tmp_path, 0).mark(3, "forward")
