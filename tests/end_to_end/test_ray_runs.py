@@ -19,7 +19,9 @@ import yaml
 from testbed import ray_cluster
 
 from paceline import run, store
+from paceline.present.record import record_lines
 from paceline.records import Status
+from paceline.serving import Serving
 from paceline.spec import Choice, RunSpec
 
 pytestmark = [
@@ -31,6 +33,13 @@ LIGHT = "testbed.light_ray"
 # Ranks that would go on for minutes, in steps of a third of a second.
 LONG = {"LIGHT_S": "300"}
 STEPS = {"steps": 1000}
+# Real ranks of served replicas; the folder is made for each run.
+MEETING = {"LIGHT_MEETING": ""}
+SERVED: dict[str, Any] = {
+    "workload": "inference",
+    "serving": Serving(requests=24, max_tokens=4, concurrency=4, warmup_requests=1, request_timeout_s=60.0),
+    "data": Choice.parse("synthetic:prompt=fixed,prompt_mean=4,answer_mean=4"),
+}
 BASE: dict[str, Any] = {
     "model": "tiny",
     "device": "cpu",
@@ -65,7 +74,8 @@ def light(
         scratch = tmp_path_factory.mktemp("scratch")
 
         def make(env: dict[str, str], launcher: dict[str, Any] | None = None, **more: Any) -> RunSpec:
-            spec = make_spec(None, 1, nodes=2, workload="reference", **{"timeout_s": 300.0, "stall_s": 200.0} | more)
+            usual = {"workload": "reference", "timeout_s": 300.0, "stall_s": 200.0}
+            spec = make_spec(None, 1, nodes=2, **usual | more)
             options = {"address": cluster.address, "scratch": str(scratch), "env": env, **(launcher or {})}
             return dataclasses.replace(spec, launcher=Choice(LIGHT, options))
 
@@ -104,10 +114,17 @@ def kill_driver(run_dir: Path) -> None:
     os.kill(store.read_json(run_dir / "job.json")["handle"]["pid"], signal.SIGKILL)
 
 
+def dying(rank: int) -> Choice:
+    """Replicas of which one kills its rank and itself while it is asked."""
+    return Choice("testbed.replicas", {"dies_after": 6, "whose": rank, "takes_rank": True})
+
+
 # name -> variables of the ranks, options of the launcher, fields of the spec, what happens once both ranks have moved
 TROUBLES: dict[str, tuple[dict[str, str], dict[str, Any], dict[str, Any], Callable[[Path], None] | None]] = {
     "killed rank": ({"LIGHT_FAULT": "die:1"}, {}, {}, None),
     "full disk": ({"LIGHT_FAULT": "full:1"}, {}, {}, None),
+    "lost replica": (MEETING, {}, {**SERVED, "engine": dying(rank=1)}, None),
+    "lost client": (MEETING, {}, {**SERVED, "engine": dying(rank=0)}, None),
     "hang": ({"LIGHT_FAULT": "hang:1"}, {}, {"stall_s": 15.0}, None),
     "time limit": (LONG, {}, {**STEPS, "timeout_s": 15.0}, None),
     "interrupt": (LONG, {}, STEPS, interrupt),
@@ -120,6 +137,7 @@ TROUBLES: dict[str, tuple[dict[str, str], dict[str, Any], dict[str, Any], Callab
 ENDS = {
     "killed rank": (Status.FAILED, ("rank 1 on ", "was killed by signal 9")),
     "full disk": (Status.FAILED, ("rank 1 on ", "No space left on device")),
+    "lost client": (Status.FAILED, ("rank 0 on ", "was killed by signal 9")),
     "hang": (Status.HANG, ("nothing moved for 15 s: rank 1 stopped at step 1",)),
     "time limit": (Status.TIMEOUT, ("did not end within 15 s", "rank 0 was at step")),
     "killed driver": (Status.FAILED, ("the driver of the Ray job ended with exit code -9",)),
@@ -136,6 +154,7 @@ def troubled(light: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     def suffer(name: str) -> Any:
         env, launcher, fields, at_work = TROUBLES[name]
         out, watcher = tmp_path_factory.mktemp("trouble"), Watcher(at_work or (lambda run_dir: None))
+        env = {key: value or str(tmp_path_factory.mktemp("meeting")) for key, value in env.items()}
         try:
             return run.execute(light(env, launcher, **fields), out, watcher, None), out
         except KeyboardInterrupt as caught:
@@ -159,6 +178,20 @@ def test_what_ranks_wrote_before_the_trouble_is_kept(troubled: dict[str, Any]) -
     for name in ("killed rank", "full disk", "hang"):
         record = next(iter(store.read_runs(troubled[name][1])[0]))
         assert {sample.rank for sample in record.steps} == {0, 1}, name
+
+
+def test_replicas_go_on_without_a_rank_that_was_killed(troubled: dict[str, Any]) -> None:
+    (status, error), out = troubled["lost replica"]
+    # A client that was late on a busy machine says so itself, and only that.
+    assert status is Status.OK or str(error).startswith("client: "), error
+    (record,) = store.read_runs(out / "test")[0]
+    assert sorted(request.sample for request in record.requests) == list(range(24))
+    assert {request.error for request in record.requests} == {None}
+    assert [replica.died_ns is not None for replica in record.replicas] == [False, True]
+    assert record.replicas[1].reassigned >= 1
+    assert record.lost_nodes == (1,)
+    assert [(outcome.rank, outcome.status) for outcome in record.outcomes] == [(0, Status.OK)]
+    assert any("node 1 of 2 went away before the end" in line for line in record_lines(record, None))
 
 
 def test_an_interrupt_leaves_no_seal(troubled: dict[str, Any]) -> None:

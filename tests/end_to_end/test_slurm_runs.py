@@ -21,7 +21,10 @@ from testbed import slurm as testbed
 
 from paceline import run, store
 from paceline.launchers import _slurm_lines, _start
+from paceline.launchers._losses import is_past_setup
+from paceline.present.record import record_lines
 from paceline.records import Status
+from paceline.serving import Serving
 from paceline.spec import Choice, RunSpec
 from paceline.workloads import reference
 
@@ -79,7 +82,7 @@ class Bench:
 
     def spec(self, processes: int = 1, nodes: int = 2, **more: Any) -> RunSpec:
         options = {"poll_s": 0.2, **more.pop("options", {})}
-        spec = self._make_spec(None, processes, nodes=nodes, workload="reference", **more)
+        spec = self._make_spec(None, processes, nodes=nodes, **{"workload": "reference", **more})
         return replace(spec, launcher=Choice("slurm", options))
 
     def run(self, witness: Witness | None = None, **more: Any) -> tuple[Status, str | None]:
@@ -355,3 +358,72 @@ def test_a_node_that_disappears_ends_the_run(
     )
     assert time.monotonic() - began < 300, "long before the ranks would have ended"
     assert bench.cluster.processes() == []
+
+
+# --- served replicas, which go on without a node
+
+
+SERVED: dict[str, Any] = {
+    "workload": "inference",
+    "serving": Serving(requests=24, max_tokens=4, concurrency=4, warmup_requests=1, request_timeout_s=120.0),
+    "data": Choice.parse("synthetic:prompt=fixed,prompt_mean=4,answer_mean=4"),
+}
+
+
+def dying(whose: int = 1, **how: bool) -> Choice:
+    """Replicas of which one falls out while it is asked."""
+    return Choice("testbed.replicas", {"dies_after": 6, "whose": whose, **how})
+
+
+@pytest.fixture
+def meeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are the real ones of served replicas."""
+    (tmp_path / "meeting").mkdir()
+    monkeypatch.setenv("LIGHT_MEETING", str(tmp_path / "meeting"))
+
+
+def went_on(bench: Bench, status: Status, error: str | None) -> None:
+    """Whether every sample was answered once, those of the lost replica by the other, and the record says so."""
+    # A client that was late on a busy machine says so itself, and only that.
+    assert status is Status.OK or str(error).startswith("client: "), error
+    record = store.read_run(bench.run_dir)
+    assert sorted(request.sample for request in record.requests) == list(range(24))
+    assert {request.error for request in record.requests} == {None}
+    assert [replica.died_ns is not None for replica in record.replicas] == [False, True]
+    assert record.replicas[1].reassigned >= 1
+    assert record.lost_nodes == (1,)
+    assert [(outcome.rank, outcome.status) for outcome in record.outcomes] == [(0, Status.OK)]
+    assert any("node 1 of 2 went away before the end" in line for line in record_lines(record, None))
+    assert bench.cluster.processes() == []
+
+
+@pytest.mark.usefixtures("meeting")
+def test_replicas_go_on_without_a_rank_that_was_killed(bench: Bench) -> None:
+    went_on(bench, *bench.run(engine=dying(takes_rank=True), **SERVED))
+
+
+@pytest.mark.usefixtures("meeting")
+def test_nothing_goes_on_without_the_rank_of_the_client(bench: Bench) -> None:
+    status, error = bench.run(engine=dying(whose=0, takes_rank=True), **SERVED)
+    assert (status, str(error)[:29]) == (Status.FAILED, "rank 0 was killed by signal 9")
+    assert store.read_run(bench.run_dir).lost_nodes == ()
+
+
+@pytest.mark.usefixtures("meeting")
+def test_replicas_go_on_without_a_node_that_disappears(
+    bench: Bench, tmp_path: Path, eventually: Callable[..., Any]
+) -> None:
+    """Nodes share no disk: what the lost one did not send is not missed."""
+
+    class Unplug(Witness):
+        def moved(self, spec: RunSpec, positions: Sequence[store.Progress]) -> None:
+            if is_past_setup(bench.run_dir):
+                super().moved(spec, positions)
+
+    witness, fate = Unplug(lambda: bench.cluster.lose("n2", "unplugged")), dying(falls_silent=True)
+    try:
+        ended = bench.run(witness, options={"shared": False, "output": str(tmp_path)}, engine=fate, **SERVED)
+    finally:
+        bench.cluster.start_node("n2")
+        eventually(lambda: bench.cluster.states().get("n2") == "idle", "node n2 again")
+    went_on(bench, *ended)

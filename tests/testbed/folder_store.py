@@ -5,24 +5,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import time
 from pathlib import Path
 from urllib.parse import quote
 
+import psutil
+
 from paceline import worker
 from paceline.plugins import Seat
 from paceline.workloads import _inference_ranks as ranks
 
 POLL_S = 0.02
+BARRIER_S = 300.0
+_KEEPER = "keeper"
 
 
 class FolderStore:
-    """A file for each key. Other than torch's it does not go away with rank 0."""
+    """A file for each key. As torch's it is gone when the starter of rank 0 is."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, rank: int) -> None:
         self._folder = folder
+        if rank == 0:
+            self.set(_KEEPER, str(os.getppid()))
 
     def _path(self, key: str) -> Path:
         return self._folder / quote(key, safe="")
@@ -36,6 +43,9 @@ class FolderStore:
         return self._path(key).read_bytes()
 
     def check(self, keys: list[str], /) -> bool:
+        keeper = self._path(_KEEPER)
+        if keeper.is_file() and not psutil.pid_exists(int(keeper.read_text())):
+            raise RuntimeError("the store is gone")
         return all(self._path(key).is_file() for key in keys)
 
     def wait(self, keys: list[str], timeout: datetime.timedelta, /) -> None:
@@ -49,13 +59,21 @@ class FolderStore:
 class FolderCircle(ranks.Circle):
     @classmethod
     def met(cls, seat: Seat, patience_s: float) -> ranks.Circle:
-        return cls(FolderStore(Path(os.environ["LIGHT_MEETING"])), seat, patience_s)
+        return cls(FolderStore(Path(os.environ["LIGHT_MEETING"]), seat.rank), seat, patience_s)
 
 
 def serve(run_dir: Path, rank: int, size: int, on_node: int) -> int:
     """As torchrun would start it. Who looks often, and waits briefly for those that are gone, ends early."""
-    ranks.Circle, ranks.LOOK_S, ranks.FAREWELL_S = FolderCircle, 0.1, 2.0  # type: ignore[misc]
+    ranks.Circle, ranks.LOOK_S, ranks.FAREWELL_S = FolderCircle, 0.1, 0.5  # type: ignore[misc]
     places = {"RANK": rank, "LOCAL_RANK": rank % on_node, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": on_node}
     os.environ |= {name: str(value) for name, value in places.items()}
     os.environ.setdefault("MASTER_ADDR", os.environ.get("PACELINE_MASTER", "127.0.0.1"))
     return worker.main(["paceline.worker", str(run_dir)])
+
+
+def leave_together(node: int, nodes: int) -> None:
+    """As torchrun does: who started ranks that ended well waits for the starters of the others, for minutes."""
+    store = FolderStore(Path(os.environ["LIGHT_MEETING"]), rank=-1)
+    store.set(f"left/{node}", "1")
+    with contextlib.suppress(RuntimeError):
+        store.wait([f"left/{other}" for other in range(nodes)], datetime.timedelta(seconds=BARRIER_S))

@@ -1,7 +1,9 @@
 """Replicas of known law in processes of their own: to be asked, to be killed, and as an engine of ranks.
 
 As an engine (`engine: testbed.replicas`) each rank starts one and has it asked at the address by which other hosts know
-it. `dies_after` is the number of requests after which the replica of rank 1 is killed by signal 9.
+it. `dies_after` is the number of requests after which the replica of rank `whose` is killed by signal 9; with
+`takes_rank` the rank that started it is too, with `falls_silent` it answers no more instead: a load that needs it goes
+on until its host is taken away.
 """
 
 from __future__ import annotations
@@ -41,13 +43,19 @@ class Queue(MockReplica):
 class Mortal(MockReplica):
     """Killed when a request comes that is one too many, with those before it under way."""
 
-    def __init__(self, law: Law, dies_after: int, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self, law: Law, dies_after: int, host: str = "127.0.0.1", takes_parent: bool = False, lives_on: bool = False
+    ) -> None:
         super().__init__(law, host)
-        self._left = dies_after
+        self._left, self._takes_parent, self._lives_on = dies_after, takes_parent, lives_on
 
     def _begin(self, client: Any, asked: dict[str, Any], chat: bool, now: int) -> None:
         self._left -= 1
         if self._left < 0:
+            if self._lives_on:
+                return
+            if self._takes_parent:
+                os.kill(os.getppid(), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
         super()._begin(client, asked, chat, now)
 
@@ -63,7 +71,13 @@ class Replica:
 
 
 def start(
-    host: str = "127.0.0.1", *, dies_after: int | None = None, service_s: float | None = None, **law: Any
+    host: str = "127.0.0.1",
+    *,
+    dies_after: int | None = None,
+    takes_parent: bool = False,
+    lives_on: bool = False,
+    service_s: float | None = None,
+    **law: Any,
 ) -> Replica:
     """In a process of its own, which ends with this one."""
     context = multiprocessing.get_context("fork")
@@ -75,7 +89,7 @@ def start(
         if service_s is not None:
             server: MockReplica = Queue(made, service_s, host)
         elif dies_after is not None:
-            server = Mortal(made, dies_after, host)
+            server = Mortal(made, dies_after, host, takes_parent, lives_on)
         else:
             server = MockReplica(made, host)
         ports.put(server.port)
@@ -92,6 +106,9 @@ def start(
 @dataclass(frozen=True)
 class Options:
     dies_after: int = -1
+    whose: int = 1
+    takes_rank: bool = False
+    falls_silent: bool = False
     ttft_s: float = 0.01
 
 
@@ -105,8 +122,9 @@ def check(spec: RunSpec) -> str | None:
 def open(spec: RunSpec, seat: Seat) -> Iterator[Sequence[Endpoint]]:
     assert spec.engine is not None
     chosen = options(Options, spec.engine)
-    mortal = chosen.dies_after >= 0 and seat.rank == 1
-    replica = start(_own_address(spec), dies_after=chosen.dies_after if mortal else None, ttft_s=chosen.ttft_s)
+    mortal = chosen.dies_after >= 0 and seat.rank == chosen.whose
+    fate = {"dies_after": chosen.dies_after, "takes_parent": chosen.takes_rank, "lives_on": chosen.falls_silent}
+    replica = start(_own_address(spec), ttft_s=chosen.ttft_s, **fate if mortal else {})
     try:
         facts = {"version": "mock", "devices": 0, "ready_s": 0.1, "settings": {"rank": seat.rank}}
         yield [Endpoint(url=replica.url, model="mock", secret=f"key-of-{seat.rank}", facts=facts)]

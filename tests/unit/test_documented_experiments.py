@@ -41,7 +41,8 @@ def test_it_can_be_planned_and_run(place: str, tmp_path: Path) -> None:
     try:
         specs = experiment.load(str(file))
     except RequestError as error:
-        assert READERS_OWN in str(error)
-        return
+        if READERS_OWN in str(error):
+            pytest.skip(str(error))
+        raise
     reasons = [unsupported(spec) for spec in specs]
     assert None in reasons, reasons

@@ -124,20 +124,22 @@ def leave(make_outcome: Make, make_step: Make) -> Callable[..., Leave]:
     return script
 
 
+@pytest.mark.parametrize(("spoke", "who"), [((0, 1), "node 1 of 2"), ((0, 1, 2), "rank 3 on node 1 of 2")])
 def test_a_node_that_a_run_went_on_without_stands_in_its_record(
-    make_spec: Make, tmp_path: Path, execute: Make, make_outcome: Make
+    make_spec: Make, execute: Make, make_outcome: Make, spoke: tuple[int, ...], who: str
 ) -> None:
     served = make_spec(None, nodes=2, workload="inference", serving=Serving(), engine=Choice("vllm"))
 
     def act(run_dir: Path) -> JobState:
-        store.write_outcome(run_dir, make_outcome(0, Status.OK))
+        for rank in spoke:
+            store.write_outcome(run_dir, make_outcome(rank, Status.OK))
         return JobState(running=False, exit_code=0, lost=(1,))
 
     _, run_dir, _ = execute(served, Scripted(act))
     record = store.read_run(run_dir)
     assert record.lost_nodes == (1,)
     lines = list(record_lines(record, None))
-    assert "  node 1 of 2 went away before the end; the run went on without it" in lines
+    assert f"  {who} went away before the end; the run went on without it" in lines
 
 
 KILLED = DEATH.format(rank=0)

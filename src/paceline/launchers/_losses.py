@@ -9,6 +9,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from paceline import store
+from paceline.records import Status
 
 
 def is_past_setup(run_dir: Path) -> bool:
@@ -17,12 +18,21 @@ def is_past_setup(run_dir: Path) -> bool:
     return first is not None and first.phase not in ("start", "setup")
 
 
+def ranks_of(node: int, ranks: int) -> range:
+    """ranks: of each node."""
+    return range(node * ranks, (node + 1) * ranks)
+
+
 def awaited_ranks(nodes: int, lost: Collection[int], ranks: int) -> set[int]:
-    """Those that are still to speak for themselves. ranks: of each node."""
-    kept = (node for node in range(nodes) if node not in lost)
-    return {node * ranks + local for node in kept for local in range(ranks)}
+    """Those that are still to speak for themselves."""
+    return {rank for node in range(nodes) if node not in lost for rank in ranks_of(node, ranks)}
 
 
 def have_spoken(run_dir: Path, awaited: Collection[int]) -> bool:
     """Starters of ranks (torchrun) would wait minutes for the lost ones when all awaited ranks have ended."""
     return set(awaited) <= {outcome.rank for outcome in store.read_outcomes(run_dir)}
+
+
+def complain(run_dir: Path, ranks: Collection[int]) -> bool:
+    """Whether one of them has said itself what went wrong. That fails the run, so there is no reason to go on."""
+    return any(o.rank in ranks and o.status is not Status.OK for o in store.read_outcomes(run_dir))

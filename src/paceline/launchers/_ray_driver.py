@@ -23,6 +23,7 @@ from typing import IO, Any
 from paceline import parcel
 from paceline.errors import LaunchError
 from paceline.launchers import _ray_actor, _ray_cluster
+from paceline.launchers._losses import complain, is_past_setup
 from paceline.launchers._ray_request import Request
 from paceline.launchers._start import agent_arguments
 from paceline.processes import end_with_parent
@@ -31,6 +32,8 @@ from paceline.records import Status
 READ_S = 0.25
 # What the ranks that are left have to say when one of them has ended badly: most notice at once.
 AFTERMATH_S = 3.0
+# The same where the job may go on without it: how far rank 0 has come is told once a second, later on a busy node.
+DOUBT_S = 10.0
 GRACE_S = 10.0
 # How long an actor may be out of Ray's reach before it counts as lost.
 AWAY_S = 60.0
@@ -43,7 +46,7 @@ class Ended(Exception):
 @dataclass(slots=True)
 class Member:
     """One rank of the job as the driver knows it. taken: lines of it that have come. away_since: when Ray last failed
-    to reach its actor. lost: why Ray has no actor for it any more."""
+    to reach its actor. lost: why Ray has no actor for it any more. is_spared: it ended badly, and the job goes on."""
 
     rank: int
     node: int
@@ -54,10 +57,15 @@ class Member:
     away_since: float | None = None
     code: int | None = None
     lost: tuple[Status, str] | None = None
+    is_spared: bool = False
 
     @property
     def is_over(self) -> bool:
         return self.code is not None or self.lost is not None
+
+    @property
+    def ended_badly(self) -> bool:
+        return bool(self.code) or self.lost is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +132,10 @@ def drive(request: Request, tell: Callable[[dict[str, Any]], None]) -> dict[str,
             home = Home(parcel.Receiver(run_dir), log)
             with crew(request, group, home) as members:
                 tell({"running": True})
-                follow(members, home)
-            return conclusion(members, run_dir, home.receiver.missing(request.world_size))
+                patience_s = DOUBT_S if request.expendable else AFTERMATH_S
+                follow(members, home, lambda: spare(request, members, home), patience_s)
+            spared = [member.rank for member in members if member.is_spared]
+            return conclusion(members, run_dir, home.receiver.missing(request.world_size, but=spared))
     finally:
         ray.shutdown()
 
@@ -226,8 +236,9 @@ def seats(request: Request, members: list[Member]) -> Iterator[dict[str, str]]:
         yield {**variables, **request.env}
 
 
-def follow(members: list[Member], home: Home) -> None:
-    """Take in what ranks print until all have ended, or the rest is only waiting for one that ended badly."""
+def follow(members: list[Member], home: Home, look: Callable[[], None], patience_s: float) -> None:
+    """Take in what ranks print until all have ended, or the rest is only waiting for one that ended badly, and has been
+    for patience_s. look: told at each round, to see without whom the job goes on."""
     import ray
 
     asked = {member.actor.read.remote(member.taken): member for member in members}
@@ -240,11 +251,28 @@ def follow(members: list[Member], home: Home) -> None:
             _take(member, answer, home)
             if not member.is_over:
                 asked[member.actor.read.remote(member.taken)] = member
-        if hopeless_at is None and any(member.lost or member.code for member in members):
-            hopeless_at = time.monotonic() + AFTERMATH_S
+        look()
+        if not any(member.ended_badly and not member.is_spared for member in members):
+            # Whoever failed before rank 0 was past its setup may be expendable by now.
+            hopeless_at = None
+        elif hopeless_at is None:
+            hopeless_at = time.monotonic() + patience_s
         if hopeless_at is not None and time.monotonic() > hopeless_at:
             return
         time.sleep(READ_S)
+
+
+def spare(request: Request, members: list[Member], home: Home) -> None:
+    """Let the job go on without ranks of expendable nodes that ended badly, once rank 0 needs only answers of others.
+    Nobody has to end those that are left: no torchrun is above them, and each hears of rank 0's end by itself."""
+    run_dir = Path(request.run_dir)
+    for member in members:
+        bad = member.ended_badly and not member.is_spared and member.node in request.expendable
+        if bad and is_past_setup(run_dir) and not complain(run_dir, [member.rank]):
+            member.is_spared = True
+            who = f"rank {member.rank} on {member.name}"
+            why = member.lost[1] if member.lost else f"{who} ended with exit code {member.code}"
+            home.take([f"paceline: {why}; rank 0 goes on with the other replicas\n"])
 
 
 def _take(member: Member, answer: Any, home: Home) -> None:
@@ -303,15 +331,17 @@ def _dismiss(members: list[Member], home: Home) -> None:
 
 def conclusion(members: list[Member], run_dir: Path, missing: str | None) -> dict[str, Any]:
     """The state that ends the job. A rank that vanished is to blame: the others, which noticed, left a word."""
-    lost = [member.lost for member in members if member.lost is not None]
-    silent = [m for m in members if m.code and not (run_dir / f"outcome-{m.rank}.json").is_file()]
+    awaited = [member for member in members if not member.is_spared]
+    lost = [member.lost for member in awaited if member.lost is not None]
+    silent = [m for m in awaited if m.code and not (run_dir / f"outcome-{m.rank}.json").is_file()]
     status, reason = None, None
     if lost:
         status, reason = lost[0]
     elif silent:
         status, reason = Status.FAILED, _silence(silent[0], run_dir)
-    code = next((member.code for member in members if member.code), 1 if lost else 0)
-    return {"ended": code, "status": status, "reason": reason, "missing": missing}
+    code = next((member.code for member in awaited if member.code), 1 if lost else 0)
+    spared = sorted({member.node for member in members if member.is_spared})
+    return {"ended": code, "status": status, "reason": reason, "missing": missing, "lost": spared}
 
 
 def _silence(member: Member, run_dir: Path) -> str:

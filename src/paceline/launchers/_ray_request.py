@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """each: what one rank reserves, by Ray's names. env: variables that all ranks get."""
+    """each: what one rank reserves, by Ray's names. env: variables that all ranks get. expendable: nodes without which
+    the job goes on, once rank 0 is past its setup."""
 
     name: str
     run_dir: str
@@ -23,6 +24,7 @@ class Request:
     port: int
     scratch: str
     pending_s: float
+    expendable: Sequence[int] = ()
 
     @property
     def bundle(self) -> dict[str, float]:

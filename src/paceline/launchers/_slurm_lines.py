@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +92,8 @@ class Lines:
         for node in reversed(range(self._nodes)):
             _visit(*inside, f"--relative={node}", "rm", "-f", "--", *self._paths(node))
 
-    def last(self, nodes: str) -> str | None:
-        """After the end of the job: what is left to bring home, and which of it could not be."""
+    def last(self, nodes: str, but: Collection[int] = ()) -> str | None:
+        """After the end of the job: what is left to bring home, and which of it could not be, but for some nodes."""
         if self._is_home:
             return None
         if not self._handle["fetched"]:
@@ -101,10 +101,10 @@ class Lines:
         else:
             for node, host in enumerate(_hosts(nodes)):
                 self._return_to(host, node)
-        return self._missing()
+        return self._missing(but)
 
-    def _missing(self) -> str | None:
-        missing = self._receiver.missing(self._nodes)
+    def _missing(self, but: Collection[int] = ()) -> str | None:
+        missing = self._receiver.missing(self._nodes, but)
         if missing is None:
             self._home.write_text(self._handle["job_id"])
             self._is_home = True

@@ -14,8 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from paceline import store
+from paceline.launchers._slurm_losses import BEGIN
 from paceline.launchers._slurm_options import PLAIN, Options, carries_path
 from paceline.launchers._start import agent_arguments, rank_environment, spec_text
+from paceline.plugins import may_be_lost
 from paceline.spec import RunSpec, require
 
 SCRIPT = "job.sh"
@@ -50,6 +52,8 @@ def render(spec: RunSpec, chosen: Options, name: str, run_dir: Path) -> str:
         names = " -o ".join(f"-name {shlex.quote(pattern)}" for pattern in _LEFT)
         lines += [_ANEW.format(run_dir=shlex.quote(str(run_dir)), names=names).rstrip()]
     lines += chosen.setup or ()
+    if may_go_on(spec, chosen):
+        lines += [f'echo "{BEGIN}$SLURM_JOB_NODELIST"']
     lines += [
         f"{shlex.join(step(spec, chosen, name, run_dir))} --port=$port",
         "code=$?",
@@ -66,6 +70,8 @@ def directives(spec: RunSpec, chosen: Options, name: str, run_dir: Path) -> Iter
     yield "--ntasks-per-node=1"
     yield f"--time={chosen.time or math.ceil((spec.timeout_s + MARGIN_S) / 60)}"
     yield "--requeue" if chosen.requeue else "--no-requeue"
+    if may_go_on(spec, chosen):
+        yield "--no-kill"
     if chosen.exclusive:
         yield "--exclusive"
     if chosen.mem is not None or chosen.exclusive:
@@ -84,10 +90,17 @@ def directives(spec: RunSpec, chosen: Options, name: str, run_dir: Path) -> Iter
     yield "--open-mode=append"
 
 
+def may_go_on(spec: RunSpec, chosen: Options) -> bool:
+    """Whether Slurm shall let the job go on when a node is lost. What lies on the nodes' own disks is fetched from each
+    by its place in the job, which a loss would shift."""
+    return bool(may_be_lost(spec)) and (chosen.shared or chosen.output is not None)
+
+
 def step(spec: RunSpec, chosen: Options, name: str, run_dir: Path) -> list[str]:
     """One agent on each node. Its port is not known before the job has a number."""
     nodes = spec.topology.nodes
-    words = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", f"--wait={WAIT_S}"]
+    words = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
+    words += ["--wait=0", "--kill-on-bad-exit=0", "--no-kill"] if may_go_on(spec, chosen) else [f"--wait={WAIT_S}"]
     # Without it a task keeps to one core, and all ranks of the node with it.
     words += ["--cpu-bind=none"]
     # Slurm 22.05 and later do not hand it on from sbatch.
@@ -100,7 +113,9 @@ def step(spec: RunSpec, chosen: Options, name: str, run_dir: Path) -> list[str]:
         words += [f"--container-image={chosen.container_image}", *_mounts(chosen, run_dir)]
     words += chosen.srun_arguments or ()
     python = chosen.python or ("python3" if chosen.container_image is not None else sys.executable)
-    known = agent_arguments(port=0, shared=run_dir if chosen.shared else None, rendezvous="c10d")
+    # By c10d torchrun numbers nodes as their names sort; whom the job goes on without is known by Slurm's number of it.
+    rendezvous = "static" if may_go_on(spec, chosen) else "c10d"
+    known = agent_arguments(port=0, shared=run_dir if chosen.shared else None, rendezvous=rendezvous)
     return [*words, str(python), *(word for word in known if word != "--port=0")]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from paceline import parcel, tether
-from paceline.launchers._losses import awaited_ranks, have_spoken, is_past_setup
+from paceline.launchers._losses import awaited_ranks, complain, have_spoken, is_past_setup, ranks_of
 from paceline.launchers._ssh_connections import Connection
 from paceline.plugins import JobState
 from paceline.records import Status
@@ -76,7 +76,9 @@ class Crew:
         """Which expendable nodes are gone. Starters of the others would wait minutes for them when their own ranks have
         ended, so they are asked to end then."""
         for node in self._expendable if self._asked_at is None else ():
-            if node not in self.lost and self._connections[node].code and is_past_setup(self._run_dir):
+            is_new = node not in self.lost and bool(self._connections[node].code)
+            own = ranks_of(node, self._ranks)
+            if is_new and is_past_setup(self._run_dir) and not complain(self._run_dir, own):
                 self.lost.append(node)
                 told = f"{self._names[node]} is gone; rank 0 goes on with the other replicas"
                 self._log.write(f"paceline: {told}\n")

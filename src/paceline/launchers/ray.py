@@ -27,7 +27,7 @@ from paceline.launchers._ray_cluster import REFUSED, knock
 from paceline.launchers._ray_request import Request
 from paceline.launchers._second_try import asked_again
 from paceline.offspring import end_all
-from paceline.plugins import Job, JobState, Offer, options
+from paceline.plugins import Job, JobState, Offer, may_be_lost, options
 from paceline.processes import end_with_parent
 from paceline.records import Status
 from paceline.spec import Choice, RunSpec, require
@@ -161,6 +161,7 @@ def prepare(spec: RunSpec, run_dir: Path) -> Job:
         port=chosen.port,
         scratch=chosen.scratch,
         pending_s=chosen.pending_s,
+        expendable=tuple(may_be_lost(spec)),
     )
     driver = (sys.executable, "-m", "paceline.launchers._ray_driver")
     text = json.dumps(asdict(request), indent=2)
@@ -219,7 +220,8 @@ def poll(handle: Mapping[str, Any]) -> JobState:
         raise LaunchError(said["refused"])
     if "ended" in said:
         status = said["status"] and Status(said["status"])
-        return JobState(running=False, exit_code=said["ended"], status=status, reason=said["reason"])
+        lost = tuple(said["lost"])
+        return JobState(running=False, exit_code=said["ended"], status=status, reason=said["reason"], lost=lost)
     if code is not None:
         why = f"the driver of the Ray job ended with exit code {code}; see {handle['log']}"
         return JobState(running=False, exit_code=code, status=Status.FAILED, reason=why)

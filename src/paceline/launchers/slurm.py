@@ -6,17 +6,19 @@ import contextlib
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from paceline.errors import LaunchError
-from paceline.launchers import _slurm_refusals, _slurm_script, _slurm_states
+from paceline.launchers import _slurm_losses, _slurm_refusals, _slurm_script, _slurm_states
+from paceline.launchers._losses import awaited_ranks, have_spoken
 from paceline.launchers._slurm_lines import Lines
+from paceline.launchers._slurm_losses import BEGIN, Losses
 from paceline.launchers._slurm_options import Options
 from paceline.launchers._slurm_states import Away, Phase, Seen
 from paceline.launchers._start import job_name
-from paceline.plugins import Job, JobState, Offer, options
+from paceline.plugins import Job, JobState, Offer, may_be_lost, options
 from paceline.records import Status
 from paceline.spec import Choice, RunSpec
 
@@ -26,6 +28,8 @@ RETRY_S = 1.0
 LEAVING_S = 180.0
 # How long `cancel` tries to reach slurmctld: somebody has pressed Ctrl-C and waits.
 CANCEL_S = 30.0
+# How long agents may take to end their ranks when they are asked to, and to send what these left.
+FAREWELL_S = 30.0
 
 Answer = TypeVar("Answer")
 
@@ -38,6 +42,9 @@ class Watch:
     asked_at: float = float("-inf")
     answered_at: float = field(default_factory=time.monotonic)
     lines: Lines | None = None
+    losses: Losses = field(default_factory=Losses)
+    trouble_at: float | None = None
+    asked_at_end: float | None = None
 
 
 _watches: dict[str, Watch] = {}
@@ -87,6 +94,8 @@ def prepare(spec: RunSpec, run_dir: Path) -> Job:
         "patience_s": chosen.patience_s,
         "poll_s": chosen.poll_s,
         "limits": _limits(chosen),
+        "expendable": list(may_be_lost(spec)) if _slurm_script.may_go_on(spec, chosen) else [],
+        "ranks": spec.topology.processes_per_node,
     }
     path = run_dir / _slurm_script.SCRIPT
     argv = ("sbatch", "--parsable", str(path))
@@ -194,10 +203,43 @@ def poll(handle: Mapping[str, Any]) -> JobState:
     ended = watch.seen is not None and watch.seen.meaning.phase is Phase.RUNNING and _remembered(handle) is not None
     if ended or time.monotonic() - watch.asked_at >= handle["poll_s"]:
         _ask(handle, watch)
+        _see_losses(handle, watch)
     state = _state(handle, watch.seen)
     if not state.running:
         _receive(handle, watch)
+        # What came last may tell of one.
+        _see_losses(handle, watch)
+        state = _without_lost(handle, state, watch.losses)
     return state
+
+
+def _see_losses(handle: Mapping[str, Any], watch: Watch) -> None:
+    """End a job that waits for nobody but lost nodes: politely, then by Slurm's own means. Starters of ranks would wait
+    minutes for peers that are gone, and rank 0 without end for a replica that never came up."""
+    if not handle.get("expendable"):
+        # Slurm itself ends what has lost a node.
+        return
+    with contextlib.suppress(Away):
+        watch.losses = _slurm_losses.read(handle, _slurm_states.hosts)
+        now, losses = time.monotonic(), watch.losses
+        watch.trouble_at = (watch.trouble_at or now) if losses.fatal else None
+        awaited = awaited_ranks(handle["nodes"], losses.spared, handle["ranks"])
+        over = bool(losses.spared) and have_spoken(Path(handle["run_dir"]), awaited)
+        over = over or (watch.trouble_at is not None and now - watch.trouble_at > _slurm_script.WAIT_S)
+        if not over or watch.seen is None or watch.seen.meaning.phase is not Phase.RUNNING:
+            return
+        if watch.asked_at_end is None:
+            watch.asked_at_end = now
+            _slurm_states.call("scancel", "--signal=TERM", str(handle["job_id"]))
+        elif now - watch.asked_at_end > FAREWELL_S:
+            _slurm_states.call("scancel", str(handle["job_id"]))
+
+
+def _without_lost(handle: Mapping[str, Any], state: JobState, losses: Losses) -> JobState:
+    if losses.vanished and state.status is None:
+        gone = _slurm_states.STATES["NODE_FAIL"]
+        return replace(state, status=gone.status, reason=f"Slurm job {handle['job_id']} {gone.text}")
+    return replace(state, lost=losses.spared)
 
 
 def _ask(handle: Mapping[str, Any], watch: Watch) -> None:
@@ -241,7 +283,7 @@ def _last_word(run_dir: Path) -> str | None:
     None where a rank or torchrun has told more."""
     log = run_dir / "log.txt"
     text = log.read_text(errors="replace") if log.is_file() else ""
-    told = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("srun: ")]
+    told = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(("srun: ", BEGIN))]
     known = any(run_dir.glob("outcome-*")) or any(run_dir.glob("progress-*")) or "Root Cause" in text
     return None if known or not told else told[-1][:300]
 
@@ -271,7 +313,7 @@ def collect(handle: Mapping[str, Any], run_dir: Path) -> str | None:
     watch = _watches.setdefault(str(handle["job_id"]), Watch())
     if watch.lines is None:
         watch.lines = Lines(handle)
-    return watch.lines.last(watch.seen.nodes if watch.seen else "")
+    return watch.lines.last(watch.seen.nodes if watch.seen else "", but=watch.losses.spared)
 
 
 def cancel(handle: Mapping[str, Any]) -> bool:

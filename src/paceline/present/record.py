@@ -22,11 +22,23 @@ def record_lines(record: RunRecord, certificate: Certificate | None) -> Iterator
     yield from _machines(record)
     yield from _ranks(record)
     yield from _attempts(record)
-    for node in record.lost_nodes:
-        yield f"  node {node} of {spec.topology.nodes} went away before the end; the run went on without it"
+    yield from _losses(record)
     yield from map(_profile, record.traces)
     for check in certificate.checks if certificate else ():
         yield f"  {'equal' if check.ok else 'UNEQUAL'} {check.name}: {check.observed}"
+
+
+def _losses(record: RunRecord) -> Iterator[str]:
+    """By their ranks where some of a node's were left: under Ray each has a process of its own."""
+    topology, spoke = record.spec.topology, {outcome.rank for outcome in record.outcomes}
+    for node in record.lost_nodes:
+        first = node * topology.processes_per_node
+        ranks = range(first, first + topology.processes_per_node)
+        silent = [str(rank) for rank in ranks if rank not in spoke]
+        who = f"node {node} of {topology.nodes}"
+        if 0 < len(silent) < len(ranks):
+            who = f"rank {', '.join(silent)} on {who}"
+        yield f"  {who} went away before the end; the run went on without it"
 
 
 def _machines(record: RunRecord) -> Iterator[str]:

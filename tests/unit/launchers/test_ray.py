@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from paceline import environment
+from paceline import environment, parcel, store
 from paceline.errors import LaunchError, RequestError
 from paceline.launchers import _ray_cluster, _ray_driver, ray
 from paceline.launchers._ray_request import Request
 from paceline.plugins import Job, Offer
 from paceline.records import Status
+from paceline.serving import Serving
 from paceline.spec import Choice, RunSpec
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "launchers" / "ray.txt"
@@ -158,10 +159,10 @@ def test_states_of_a_driver_are_states_of_the_job(tmp_path: Path) -> None:
 
 
 def test_an_end_carries_status_and_what_is_missing(tmp_path: Path) -> None:
-    end = {"ended": 1, "status": "preempted", "reason": "taken away", "missing": "node 1 sent nothing"}
+    end = {"ended": 1, "status": "preempted", "reason": "taken away", "missing": "node 1 sent nothing", "lost": [2]}
     handle = driver_that_says(tmp_path, json.dumps(end), then="pass")
     state = polled(handle, lambda s: not s.running)
-    assert (state.exit_code, state.status, state.reason) == (1, Status.PREEMPTED, "taken away")
+    assert (state.exit_code, state.status, state.reason, state.lost) == (1, Status.PREEMPTED, "taken away", (2,))
     assert ray.collect(handle, tmp_path) == "node 1 sent nothing"
     ray.cancel(handle)
 
@@ -304,3 +305,54 @@ def test_who_is_to_blame(tmp_path: Path) -> None:
     spoken = _ray_driver.conclusion([noticed, member(1, code=0)], tmp_path, None)
     assert (spoken["ended"], spoken["status"]) == (1, None), "the rank's own word is enough"
     assert _ray_driver.conclusion([member(0, code=0)], tmp_path, "half")["missing"] == "half"
+
+
+# --- replicas that the job goes on without ---
+
+
+def served(make_spec: Make, run_dir: Path, phase: str) -> Request:
+    """Two nodes of two ranks, rank 0 at this phase."""
+    serving = {"workload": "inference", "serving": Serving(), "engine": Choice("vllm")}
+    asked = request(with_options(make_spec(None, 2, nodes=2, **serving)), run_dir)
+    store.ProgressFile(run_dir, 0).mark(0, phase)
+    return asked
+
+
+def spared(asked: Request, members: list[_ray_driver.Member]) -> list[int]:
+    with (Path(asked.run_dir) / "log.txt").open("a") as log:
+        _ray_driver.spare(asked, members, _ray_driver.Home(parcel.Receiver(Path(asked.run_dir)), log))
+    return [each.rank for each in members if each.is_spared]
+
+
+def test_replicas_on_other_nodes_may_be_lost_once_rank_0_asks(make_spec: Make, tmp_path: Path) -> None:
+    asked = served(make_spec, tmp_path, "warmup")
+    gone = (Status.FAILED, "rank 3 on n1: its node has left the Ray cluster")
+    crew = [member(0, code=0), member(1, code=0), member(2, code=-9), member(3, lost=gone)]
+    assert spared(asked, crew) == [2, 3]
+    assert spared(asked, crew) == [2, 3], "and are told of once"
+    told = (tmp_path / "log.txt").read_text().splitlines()
+    assert told == [
+        "paceline: rank 2 on n1 ended with exit code -9; rank 0 goes on with the other replicas",
+        "paceline: rank 3 on n1: its node has left the Ray cluster; rank 0 goes on with the other replicas",
+    ]
+    end = _ray_driver.conclusion(crew, tmp_path, None)
+    assert end == {"ended": 0, "status": None, "reason": None, "missing": None, "lost": [1]}
+
+
+def test_nobody_is_spared_on_the_node_of_the_client_or_before_it_asks(make_spec: Make, tmp_path: Path) -> None:
+    crew = [member(0), member(1, code=-9), member(2), member(3, code=-9)]
+    assert spared(served(make_spec, tmp_path, "setup"), crew) == []
+    assert spared(served(make_spec, tmp_path, "warmup"), crew) == [3]
+    assert "rank 1 on n0 was killed by signal 9" in _ray_driver.conclusion(crew, tmp_path, None)["reason"]
+
+
+def test_a_rank_that_says_what_went_wrong_is_not_spared(make_spec: Make, tmp_path: Path, make_outcome: Make) -> None:
+    asked = served(make_spec, tmp_path, "warmup")
+    store.write_outcome(tmp_path, make_outcome(2, Status.OOM))
+    assert spared(asked, [member(0), member(1), member(2, code=1), member(3, code=-9)]) == [3]
+
+
+def test_a_training_run_spares_nobody(make_spec: Make, tmp_path: Path) -> None:
+    asked = request(with_options(make_spec("ddp", 2, nodes=2)), tmp_path)
+    store.ProgressFile(tmp_path, 0).mark(3, "forward")
+    assert spared(asked, [member(0), member(1), member(2, code=-9), member(3)]) == []

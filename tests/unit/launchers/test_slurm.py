@@ -20,11 +20,13 @@ from paceline.launchers import _slurm_lines, _slurm_states, _start, slurm
 from paceline.launchers._slurm_states import Away, Phase, Seen
 from paceline.plugins import Offer
 from paceline.records import Status
+from paceline.serving import Serving
 from paceline.spec import Choice, RunSpec
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "launchers" / "slurm.txt"
 RUN_DIR = Path("/results/test/RUN")
 Make = Callable[..., RunSpec]
+SERVED: dict[str, Any] = {"workload": "inference", "serving": Serving(), "engine": Choice("vllm")}
 HOSTILE = 'it\'s "$(touch /tmp/never)" `id` # %j;&|\\'
 
 
@@ -41,6 +43,7 @@ def specs(make_spec: Make, monkeypatch: pytest.MonkeyPatch) -> dict[str, RunSpec
     monkeypatch.setattr(socket, "gethostname", lambda: "login1")
     monkeypatch.setattr(sys, "executable", "/opt/paceline/bin/python")
     two, gpus = make_spec("ddp", 2, nodes=2), make_spec("fsdp2", 8, nodes=4, device="cuda")
+    served = make_spec(None, 2, nodes=2, **SERVED)
     asked = {"account": "ml", "partition": "h100", "qos": "high", "constraint": "nvlink&ib", "reservation": "bench"}
     pyxis = {"container_image": "nvcr.io#nvidia/pytorch:26.10-py3", "container_mounts": ["/data:/data:ro"]}
     site = {"setup": ["module load cuda/13.0"], "env": {"NCCL_DEBUG": "WARN"}, "srun_arguments": ["--label"]}
@@ -53,6 +56,8 @@ def specs(make_spec: Make, monkeypatch: pytest.MonkeyPatch) -> dict[str, RunSpec
         "no shared disk, output where all see it": with_options(two, shared=False, output="/scratch/out"),
         "no shared disk at all": with_options(two, shared=False, scratch="/local"),
         "a hostile comment": with_options(two, comment=HOSTILE),
+        "served replicas": with_options(served),
+        "served replicas, no shared disk at all": with_options(served, shared=False, scratch="/local"),
     }
 
 

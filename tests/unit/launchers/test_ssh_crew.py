@@ -139,6 +139,21 @@ def test_a_node_that_failed_just_before_rank_0_asked_is_expendable_after(
     assert (crew.state().status, crew.state().lost) == (None, (1,))
 
 
+def test_a_rank_that_says_what_went_wrong_ends_the_job(
+    start: Start, served: RunSpec, run_dir: Path, make_outcome: Any
+) -> None:
+    """Its word fails the run, so nobody shall wait for the end of the load."""
+    crew, agents = start(served)
+    at(run_dir, "timing")
+    spoke(run_dir, make_outcome, 3, status=Status.OOM)
+    agents[1].code = 1
+    crew.listen()
+    crew.listen()
+    state = crew.state()
+    assert (state.running, state.lost) == (False, ())
+    assert judge(served, run_dir, End(state))[0] is Status.OOM
+
+
 def test_the_node_of_the_client_is_never_expendable(
     start: Start, served: RunSpec, run_dir: Path, make_outcome: Any
 ) -> None:
