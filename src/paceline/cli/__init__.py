@@ -47,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> Parser:
-    root = Parser(prog="paceline", description="Compare ways of training language models on work proved equal.")
+    what = "Compare ways of training language models on work proved equal; ask served ones by a schedule."
+    root = Parser(prog="paceline", description=what)
     root.add_argument("--version", action="version", version=f"paceline {__version__}")
     verbs = root.add_subparsers(metavar="VERB", required=True, parser_class=Parser)
     beyond = (cluster, images, schedules, serving)
