@@ -17,7 +17,17 @@ from paceline.analysis.node_measures import Measure, measures_of
 from paceline.analysis.statistics import Array
 from paceline.analysis.tournament import Place, places_of
 from paceline.findings import SHARED_GPU, Differing
-from paceline.findings.nodes import FAIL, PASS, SUSPECT, NodeEvidence, NodeMeasure, NodeVerdict, worst
+from paceline.findings.nodes import (
+    FAIL,
+    PASS,
+    SUSPECT,
+    UNDECIDED,
+    WORST_FIRST,
+    NodeEvidence,
+    NodeMeasure,
+    NodeVerdict,
+    worst,
+)
 from paceline.records import RunRecord, Status
 from paceline.spec import ACCEPTING, require
 
@@ -155,20 +165,26 @@ def _compare(case: _Case, measure: Measure, kind: str, baseline: Baseline | None
     for rank, row, standing in zip(ranks, table, standings, strict=True):
         value = float(np.median(row))
         case.measures.append(_measured(measure, rank, measure.relative(value), standing))
-        if standing.verdict != PASS:
+        if standing.verdict == UNDECIDED:
+            case.add([(rank, _untold(case, measure, rank, standing, against, len(row)))])
+        elif standing.verdict != PASS:
             case.add([(rank, _odd(case, measure, rank, standing, against))])
 
 
 def _blindness(measure: Measure, standings: Sequence[peers.Standing]) -> list[str]:
     """To pass means little where the repeats scatter more than the band is wide: say what would still be found."""
-    halves = [s.half for s in standings if s.half is not None]
-    half = float(np.median(halves)) if halves else 0.0
-    if half <= measure.band.width or not measure.logarithmic:
+    doubt = float(np.median([s.doubt for s in standings]))
+    if doubt <= measure.band.width or not measure.logarithmic:
         return []
-    found = 1 - measure.relative(-measure.band.width - half)
     return [
-        f"{measure.name}: repeats scatter, so only a node worse by {found:.0%} fails; more repeats or steps see more"
+        f"{measure.name}: repeats scatter, so only a node worse by {_certain(measure, doubt)} is told for certain; "
+        "more repeats or steps see more"
     ]
+
+
+def _certain(measure: Measure, doubt: float) -> str:
+    """How much worse than the others a node must be to lie outside the band with its whole interval."""
+    return f"{1 - measure.relative(-measure.band.width - doubt):.0%}"
 
 
 def _measured(measure: Measure, rank: int, value: float, standing: peers.Standing) -> NodeMeasure:
@@ -199,13 +215,37 @@ def _odd(case: _Case, measure: Measure, rank: int, standing: peers.Standing, aga
         peers.SPREAD: "; these are spread as far, so nobody is odd, but it is outside the band",
     }[standing.reason]
     text = f"{measure.name} of rank {rank} ({place.device}) is {_distance(measure, standing)} {against}{words}"
-    command = _NEXT.get(measure.name.split()[0], "") if case.record.spec.topology.device == "cuda" else _NEXT_ON_CPU
     kind = measure.name if measure.unit in ("bytes", "C", "Hz") else f"slow {measure.name}"
-    return NodeEvidence(kind=kind, verdict=standing.verdict, text=text, next_command=command)
+    return NodeEvidence(kind=kind, verdict=standing.verdict, text=text, next_command=_diagnosis(case, measure))
+
+
+def _diagnosis(case: _Case, measure: Measure) -> str:
+    return _NEXT.get(measure.name.split()[0], "") if case.record.spec.topology.device == "cuda" else _NEXT_ON_CPU
+
+
+def _untold(
+    case: _Case, measure: Measure, rank: int, standing: peers.Standing, against: str, repeats: int
+) -> NodeEvidence:
+    """Why this rank did not pass though nothing speaks against it, and how many repeats would tell."""
+    why = {
+        peers.SCATTER: "repeats scatter more than the band is wide, so only a node worse by "
+        f"{_certain(measure, standing.doubt)} is told for certain",
+        peers.EDGE: "this is outside the band, its whole interval is not",
+    }[standing.reason]
+    enough = peers.repeats_for(standing, repeats, measure.band)
+    advice = f"about {enough} tell" if enough else f"not even {peers.MOST_REPEATS} tell: find what disturbs it first"
+    is_at = f"{measure.name} of rank {rank} ({case.places[rank].device}) is {_distance(measure, standing)} {against}"
+    return NodeEvidence(
+        kind=f"{measure.name} not told",
+        verdict=UNDECIDED,
+        text=f"{is_at}; {why}; {repeats} repeats were taken, {advice}",
+        next_command=f"paceline run nodes --set workload.repeats={enough}" if enough else _diagnosis(case, measure),
+    )
 
 
 def _distance(measure: Measure, standing: peers.Standing) -> str:
-    side = "under" if standing.effect < 0 else "over"
+    """An interval that holds 0 begins on the other side, with a minus."""
+    side, sign = ("under", -1) if standing.effect < 0 else ("over", 1)
     if not measure.logarithmic:
         return f"{abs(standing.effect):.0f} {measure.unit} {side}"
     ends = (
@@ -213,7 +253,7 @@ def _distance(measure: Measure, standing: peers.Standing) -> str:
         if standing.half is None
         else [standing.effect - standing.half, standing.effect + standing.half]
     )
-    percents = [abs(measure.relative(end) - 1) * 100 for end in ends]
+    percents = [sign * (measure.relative(end) - 1) * 100 for end in ends]
     interval = f" [{min(percents):.1f}, {max(percents):.1f}]" if len(ends) > 1 else ""
     return f"{abs(measure.relative(standing.effect) - 1) * 100:.1f} %{interval} {side}"
 
@@ -280,7 +320,7 @@ def _verdicts(case: _Case, baseline: Baseline | None) -> Iterator[NodeVerdict]:
             devices=tuple(case.places[rank].device for rank in ranks),
             verdict=worst(tuple(e.verdict for e in evidence)),
             against=baseline.name if baseline else PEERS,
-            evidence=tuple(sorted(evidence, key=lambda e: e.verdict != FAIL)),
+            evidence=tuple(sorted(evidence, key=lambda e: WORST_FIRST.index(e.verdict))),
             measures=tuple(m for m in case.measures if m.rank in ranks),
             differences=tuple(dict.fromkeys(d for rank in ranks for d in case.differences.get(rank, ()))),
             condition=tuple(_condition(ranks, facts)),

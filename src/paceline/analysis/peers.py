@@ -2,8 +2,9 @@
 
 Two things make an outlier: a modified z beyond 3.5 (Iglewicz and Hoaglin, 1993), so that it is more than the spread of
 its peers, and a distance beyond the accepted band, so that it matters. It fails where its whole interval lies outside
-the band, and is suspect where the repeats leave room for doubt or its peers are spread as far. Effects are differences:
-of logarithms for rates.
+the band, and is suspect where the repeats leave room for doubt or its peers are spread as far. Who is not accused
+passes only where a device outside the band could have been seen; else it is undecided. Effects are differences: of
+logarithms for rates.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from paceline.analysis.statistics import OUTLIER_Z, Array, student_t
-from paceline.findings.nodes import FAIL, PASS, SUSPECT
+from paceline.findings.nodes import FAIL, PASS, SUSPECT, UNDECIDED
 
 FEWEST_PEERS = 3
 # Peers that agree closer than a sixth of the band count as if they differed by that: z is 4 at the band's end then, so
@@ -27,8 +28,13 @@ _SMALL_SAMPLE = {2: 1.196, 3: 1.495, 4: 1.363, 5: 1.206, 6: 1.200, 7: 1.140, 8: 
 # Standard error of a median over that of a mean, for normal noise: sqrt(pi / 2).
 _MEDIAN_ERROR = math.sqrt(math.pi / 2)
 # Why a standing is not `pass`: odd among peers; two nodes that differ; behind a group of faster ones;
-# outside the band among peers that are spread as far.
-ODD, PAIR, SPLIT, SPREAD = "odd", "pair", "split", "spread"
+# outside the band among peers that are spread as far; repeats that scatter; outside the band, its interval not.
+ODD, PAIR, SPLIT, SPREAD, SCATTER, EDGE = "odd", "pair", "split", "spread", "scatter", "edge"
+# How many bands a device's own half interval may span where its peers' stay within one. By chance five repeats of 2 %
+# noise span more than a band of 5 % on one node of eight, more than two on one of 600: nobody repeats a test for that.
+MOST_BANDS = 2.0
+# More repeats than this are no advice: the device or the host must come to rest first.
+MOST_REPEATS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +54,22 @@ class Band:
         below = self.low is not None and effect + half < self.low
         return below or (self.high is not None and effect - half > self.high)
 
+    def is_left_by(self, effect: float, half: float) -> bool:
+        """Whether the interval effect +- half reaches beyond an end."""
+        return self.excludes(effect - half) or self.excludes(effect + half)
+
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """half is the half width of the 95 % interval, None for a single reading."""
+    """half is the half width of the 95 % interval, None for a single reading. doubt is that of what is compared with
+    the band: of a pair their difference, else the effect."""
 
     effect: float
     half: float | None
     z: float | None
     verdict: str = PASS
     reason: str = ""
+    doubt: float = 0.0
 
 
 def among_peers(values: Array, band: Band) -> list[Standing]:
@@ -70,7 +82,7 @@ def among_peers(values: Array, band: Band) -> list[Standing]:
     middle = float(np.median(effects))
     spread = float(np.median([abs(e - middle) for e in effects]))
     found = [_standing(e - middle, half, spread, band) for e, half in zip(effects, halves, strict=True)]
-    return _split(found, band)
+    return _open(_split(found, band), band)
 
 
 def beside_baseline(values: Array, healthy: Array, band: Band) -> list[Standing]:
@@ -78,7 +90,15 @@ def beside_baseline(values: Array, healthy: Array, band: Band) -> list[Standing]
     middle = float(np.median(healthy))
     spread = float(np.median(np.abs(healthy - middle)))
     effects, halves = _estimates(values - middle)
-    return [_standing(e, half, spread, band) for e, half in zip(effects, halves, strict=True)]
+    return _open([_standing(e, half, spread, band) for e, half in zip(effects, halves, strict=True)], band)
+
+
+def repeats_for(standing: Standing, repeats: int, band: Band) -> int | None:
+    """About how many repeats of the same scatter bring the doubt within the band; None where no reasonable number does.
+    At least twice as many as there were: where the doubt is small already, the effect lies close to the band's end."""
+    noise = standing.doubt * math.sqrt(repeats) / student_t(repeats - 1)
+    counts = range(2 * repeats, max(2 * repeats, MOST_REPEATS) + 1)
+    return next((n for n in counts if noise * student_t(n - 1) / math.sqrt(n) <= band.width), None)
 
 
 def _estimates(centred: Array) -> tuple[list[float], list[float | None]]:
@@ -100,21 +120,43 @@ def _estimates(centred: Array) -> tuple[list[float], list[float | None]]:
 def _standing(effect: float, half: float | None, spread: float, band: Band) -> Standing:
     """Peers that are spread widely make nobody odd, but they do not widen the band: who is certainly outside of it is
     suspect."""
-    z = 0.6745 * effect / max(spread, band.width / BAND_PER_MAD)
+    z, doubt = 0.6745 * effect / max(spread, band.width / BAND_PER_MAD), half or 0.0
     if abs(z) <= OUTLIER_Z:
-        outside = band.excludes(effect, half or 0.0)
-        return Standing(effect, half, z, SUSPECT, SPREAD) if outside else Standing(effect, half, z)
-    if not band.excludes(effect):
-        return Standing(effect, half, z)
-    certain = half is not None and band.excludes(effect, half)
-    return Standing(effect, half, z, FAIL if certain else SUSPECT, ODD)
+        outside = band.excludes(effect, doubt)
+        verdict, reason = (SUSPECT, SPREAD) if outside else (PASS, "")
+    elif band.excludes(effect):
+        certain = half is not None and band.excludes(effect, half)
+        verdict, reason = FAIL if certain else SUSPECT, ODD
+    else:
+        verdict, reason = PASS, ""
+    return Standing(effect, half, z, verdict, reason, doubt)
 
 
 def _pair(effects: list[float], halves: list[float | None], band: Band) -> list[Standing]:
-    """Two can differ, but neither is odd: both are suspect where the difference is certain to matter."""
+    """Two can differ, but neither is odd: both are suspect where the difference is certain to matter, and undecided
+    where it may."""
     apart, doubt = abs(effects[0] - effects[1]), sum(half or 0.0 for half in halves)
-    verdict, reason = (SUSPECT, PAIR) if apart - doubt > band.width else (PASS, "")
-    return [Standing(e, half, None, verdict, reason) for e, half in zip(effects, halves, strict=True)]
+    verdict, reason = PASS, ""
+    if apart - doubt > band.width:
+        verdict, reason = SUSPECT, PAIR
+    elif doubt > band.width or apart > band.width:
+        verdict, reason = UNDECIDED, SCATTER if doubt > band.width else EDGE
+    return [Standing(e, half, None, verdict, reason, doubt) for e, half in zip(effects, halves, strict=True)]
+
+
+def _open(found: list[Standing], band: Band) -> list[Standing]:
+    """Who passed because its repeats could not have told otherwise is undecided: the usual half interval is wider than
+    the band, or its own than two, and it reaches beyond the band's end; or the effect lies outside, and only its
+    interval does not. Who is certainly inside passes, however wide its interval."""
+    usual = float(np.median([s.doubt for s in found]))
+    return [_opened(s, usual, band) if s.verdict == PASS else s for s in found]
+
+
+def _opened(s: Standing, usual: float, band: Band) -> Standing:
+    blind = usual > band.width or s.doubt > MOST_BANDS * band.width
+    if blind and band.is_left_by(s.effect, s.doubt):
+        return replace(s, verdict=UNDECIDED, reason=SCATTER)
+    return replace(s, verdict=UNDECIDED, reason=EDGE) if band.excludes(s.effect) else s
 
 
 def _split(found: list[Standing], band: Band) -> list[Standing]:

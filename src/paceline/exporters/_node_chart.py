@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.exporters._canvas import GRID, PALETTE, QUIET, brief, canvas, entitle, say
 from paceline.findings import NodeMeasure, Report
-from paceline.findings.nodes import FAIL, PASS, SUSPECT
+from paceline.findings.nodes import FAIL, PASS, SUSPECT, UNDECIDED
 from paceline.present.nodes import furthest, measure_names, shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = {PASS: PALETTE[2], SUSPECT: PALETTE[5], FAIL: PALETTE[1]}
+COLOURS = {PASS: PALETTE[2], UNDECIDED: PALETTE[7], SUSPECT: PALETTE[5], FAIL: PALETTE[1]}
 MOST_LANES = 32
 LANE_IN = 0.26
 

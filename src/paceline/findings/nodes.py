@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from paceline.findings.between import Differing
 
-PASS, SUSPECT, FAIL = "pass", "suspect", "fail"
-WORST_FIRST = (FAIL, SUSPECT, PASS)
+PASS, UNDECIDED, SUSPECT, FAIL = "pass", "undecided", "suspect", "fail"
+WORST_FIRST = (FAIL, SUSPECT, UNDECIDED, PASS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,8 @@ class NodeMeasure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeEvidence:
-    """One thing that speaks against a node. next_command is what an operator should try there."""
+    """One thing that speaks against a node, or that its repeats could not tell. next_command is what an operator should
+    try there."""
 
     kind: str
     verdict: str
@@ -57,8 +58,10 @@ class NodeVerdict:
     condition: tuple[tuple[str, str], ...] = ()
 
     @property
-    def fails(self) -> bool:
-        return self.verdict == FAIL
+    def is_refused(self) -> bool:
+        """Whether automation must not take it: it failed, or something of it could not be told, whatever else makes it
+        suspect. A suspect alone is a person's decision."""
+        return any(e.verdict in (FAIL, UNDECIDED) for e in self.evidence)
 
 
 def worst(verdicts: tuple[str, ...]) -> str:

@@ -37,7 +37,7 @@ MACHINE_SENTENCES: tuple[Callable[[Report], str], ...] = (
     claims.sentence,
 )
 # A reader must not miss these, whatever else there is to say.
-_URGENT = ("Data arrived wrong", "Failed", "Suspect")
+_URGENT = ("Data arrived wrong", "Failed", "Suspect", "Undecided")
 _MEMORY = "peak_memory_bytes"
 _MARGINS = {THROUGHPUT: "is {ratio} times as fast as", _MEMORY: "needs {ratio} times the peak memory of"}
 # How a cell without a valid run is told: of one, of several.

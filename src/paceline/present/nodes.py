@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from paceline.findings import NodeEvidence, NodeMeasure, NodeVerdict, Report
-from paceline.findings.nodes import FAIL, PASS, SUSPECT, WORST_FIRST
+from paceline.findings.nodes import FAIL, PASS, SUSPECT, UNDECIDED, WORST_FIRST
 from paceline.present.quantity import MISSING
 from paceline.present.tables import Cell, Column, Table
 from paceline.present.words import listed
 
-TONES = {PASS: "good", SUSPECT: "", FAIL: "bad"}
+TONES = {PASS: "good", UNDECIDED: "", SUSPECT: "", FAIL: "bad"}
 MOST_NAMED = 6
 PER_CENT = 100.0
 
@@ -26,12 +26,13 @@ def details(report: Report) -> tuple[Table, ...]:
 
 
 def sentence(report: Report) -> str:
-    """How many passed, and who did not; empty without a node test."""
+    """How many passed, how many could not be told, and who did not pass; empty without a node test."""
     if not report.nodes:
         return ""
-    passed = sum(node.verdict == PASS for node in report.nodes)
-    first = f"{passed} of {len(report.nodes)} nodes pass."
-    return " ".join(filter(None, (first, _named(report, FAIL, "Failed"), _named(report, SUSPECT, "Suspect"))))
+    passed, untold = (sum(node.verdict == verdict for node in report.nodes) for verdict in (PASS, UNDECIDED))
+    first = f"{passed} of {len(report.nodes)} nodes pass{f', {untold} undecided' if untold else ''}."
+    words = {FAIL: "Failed", SUSPECT: "Suspect", UNDECIDED: "Undecided, test again with more repeats"}
+    return " ".join(filter(None, (first, *(_named(report, verdict, word) for verdict, word in words.items()))))
 
 
 def _named(report: Report, verdict: str, word: str) -> str:
@@ -100,7 +101,7 @@ def _standing(m: NodeMeasure | None) -> Cell:
         return Cell(MISSING)
     low, high = shown(m, m.low), shown(m, m.high)
     interval = f"[{low:.1f}, {high:.1f}]" if low is not None and high is not None and low < high else ""
-    return Cell(f"{shown(m, m.relative):.1f}", interval, "" if m.verdict == PASS else "bad")
+    return Cell(f"{shown(m, m.relative):.1f}", interval, "bad" if m.verdict in (SUSPECT, FAIL) else "")
 
 
 def shown(m: NodeMeasure, value: float | None) -> float | None:
@@ -115,6 +116,8 @@ def _notes(report: Report) -> Iterable[str]:
     bands = {m.measure: band(m) for node in report.nodes for m in node.measures}
     yield f"Accepted: {'; '.join(f'{name} {text}' for name, text in bands.items())}." if bands else "Nothing was timed."
     yield "Fail: odd among peers (z > 3.5) and outside with its whole interval. Suspect: the interval leaves room."
+    if any(node.verdict == UNDECIDED for node in report.nodes):
+        yield "Undecided: its repeats could not have shown a node outside the band. Repeat the test with more repeats."
 
 
 def band(m: NodeMeasure) -> str:
@@ -128,10 +131,13 @@ def band(m: NodeMeasure) -> str:
 
 
 def reasons(report: Report) -> Table | None:
+    """What accuses first, then what could not be told."""
     columns = (Column("node"), Column("verdict"), Column("evidence", prose=True), Column("try next", prose=True))
     found = [(node, e) for node in worst_first(report.nodes) for e in node.evidence]
     rows = tuple(_reason(node, e) for node, e in found)
-    return Table("What speaks against nodes", columns, rows, cells=tuple((n.cell,) for n, _ in found)) if rows else None
+    untold = any(e.verdict == UNDECIDED for _, e in found)
+    title = "What speaks against nodes" + (", or leaves them undecided" if untold else "")
+    return Table(title, columns, rows, cells=tuple((n.cell,) for n, _ in found)) if rows else None
 
 
 def _reason(node: NodeVerdict, e: NodeEvidence) -> tuple[Cell, ...]:

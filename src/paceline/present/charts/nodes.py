@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from paceline.findings import NodeMeasure, NodeVerdict, Report
-from paceline.findings.nodes import PASS, WORST_FIRST
+from paceline.findings.nodes import FAIL, PASS, SUSPECT, UNDECIDED
 from paceline.present.charts.chart import BARS, Axis, Chart, Point, Rule, Series
 from paceline.present.nodes import band, furthest, measure_names, shown
+
+# Places in the palette; what could not be told is grey.
+COLOURS = {PASS: 0, SUSPECT: 1, FAIL: 2, UNDECIDED: 7}
 
 
 def nodes(report: Report) -> Iterator[Chart]:
@@ -27,7 +30,7 @@ def nodes(report: Report) -> Iterator[Chart]:
         kind=BARS,
         y=Axis(label="% of the median", unit="%"),
         points=points,
-        series=tuple(Series(name=verdict, colour=i) for i, verdict in enumerate(reversed(WORST_FIRST))),
+        series=tuple(Series(name=verdict, colour=i) for verdict, i in COLOURS.items()),
         rules=(Rule(y=lowest, label=f"accepted from {lowest:.4g} %"),) if lowest is not None else (),
     )
 
