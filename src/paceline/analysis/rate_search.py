@@ -8,7 +8,7 @@ what passed in one and failed in another is the spread of launches, and no brack
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -128,10 +128,18 @@ def _known_rate(served: Served) -> float:
 def _note(launch: _Launch) -> str:
     passed, failed = launch.passed, launch.failed
     said = [f"{_rate(passed):g}/s passed ({_counts(passed)})" if passed else "no rate passed"]
-    said.append(f"{_rate(failed):g}/s failed ({_counts(failed)})" if failed else "none failed, so it may be higher")
+    unbounded = "; ".join(("none failed, so it may be higher", *_ended_by(launch)))
+    said.append(f"{_rate(failed):g}/s failed ({_counts(failed)})" if failed else unbounded)
     said += [f"{_rates(launch.above)} passed all the same"] if launch.above else []
     said += [f"{_rates(launch.few)}: {Told.TOO_FEW}"] if launch.few else []
     return "; ".join(said)
+
+
+def _ended_by(launch: _Launch) -> Iterator[str]:
+    """Why a search went no higher, in its own words."""
+    for record in {id(record): record for load in launch.loads for record in load.records}.values():
+        if record.evidence and (why := record.evidence.settings.get("search_ended_by")):
+            yield str(why)
 
 
 def _rates(loads: Sequence[Served]) -> str:
