@@ -128,15 +128,15 @@ def _known_rate(served: Served) -> float:
 def _note(launch: _Launch) -> str:
     passed, failed = launch.passed, launch.failed
     said = [f"{_rate(passed):g}/s passed ({_counts(passed)})" if passed else "no rate passed"]
-    unbounded = "; ".join(("none failed, so it may be higher", *_ended_by(launch)))
-    said.append(f"{_rate(failed):g}/s failed ({_counts(failed)})" if failed else unbounded)
+    said.append(f"{_rate(failed):g}/s failed ({_counts(failed)})" if failed else "none failed, so it may be higher")
     said += [f"{_rates(launch.above)} passed all the same"] if launch.above else []
     said += [f"{_rates(launch.few)}: {Told.TOO_FEW}"] if launch.few else []
+    said += _ended_by(launch)
     return "; ".join(said)
 
 
 def _ended_by(launch: _Launch) -> Iterator[str]:
-    """Why a search went no higher, in its own words."""
+    """Why a search came to its end, in its own words."""
     for record in {id(record): record for load in launch.loads for record in load.records}.values():
         if record.evidence and (why := record.evidence.settings.get("search_ended_by")):
             yield str(why)

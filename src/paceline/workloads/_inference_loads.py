@@ -200,7 +200,7 @@ def search(
         in_flight = asked.concurrency or GUESS_IN_FLIGHT * replicas
         guess = Load(scenario="concurrency", requests=GUESS_ROUNDS * in_flight, seed=seed, concurrency=in_flight)
         # In a closed loop the replicas are never idle: within limits they can do less.
-        rate, stage = max((yield guess).requests_per_s / 2, 1e-3), 1
+        rate, stage = float(f"{max((yield guess).requests_per_s / 2, 1e-3):.4g}"), 1
     bracket, count = Bracket(begin=rate), requests
     while (rate := bracket.next_rate()) is not None:
         lasting_s = max(count / rate, least_s)
@@ -240,7 +240,10 @@ class Bracket:
             return 2 * self.passed
         if self.passed is None:
             return self.above / 2 if self.above > self.begin / 2**MOST_HALVINGS else None
-        return math.sqrt(self.passed * self.above) if self.above > SEARCH_RATIO * self.passed else None
+        if self.above <= SEARCH_RATIO * self.passed:
+            return None
+        # Four digits are finer than what the search tells apart, and can be read and asked again.
+        return float(f"{math.sqrt(self.passed * self.above):.4g}")
 
     def learn(self, rate: float, told: Told) -> None:
         if told is Told.PASSED:
@@ -249,9 +252,12 @@ class Bracket:
             self.above, self.is_unclear = rate, told is Told.TOO_FEW
 
     def end_before(self, rate: float, why: str) -> str:
-        """Where the client cannot ask at this rate: what is known is a lower bound."""
+        """Where the client cannot ask at this rate: what is known is a lower bound, or a wider bracket."""
         if self.passed is None:
             return f"no rate passed: this client cannot ask at {rate:.4g}/s: {why}"
+        if self.above is not None:
+            within = f"between {self.passed:.4g} and {self.above:.4g}/s"
+            return f"{within}: this client cannot ask at {rate:.4g}/s: {why}"
         return f"at least {self.passed:.4g}/s: above it this client cannot ask; at {rate:.4g}/s: {why}"
 
     def end(self) -> str:

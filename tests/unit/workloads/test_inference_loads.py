@@ -157,6 +157,16 @@ def test_nothing_is_learned_of_a_load_whose_client_is_doubted(capacity: float) -
     assert why == "at least 8/s: above it this client cannot ask; at 16/s: at lunch"
 
 
+def test_a_client_that_is_late_once_a_rate_failed_leaves_the_bracket_wider() -> None:
+    """Between 8 and 16 a second the next is 11.31, their geometric mean to four digits."""
+
+    def rule(load: Load) -> Outcome:
+        return dataclasses.replace(able_to(12.0)(load), doubt="at lunch" if load.rate_per_s == 11.31 else None)
+
+    why = end_of(loads(scenario="search", rate_per_s=2.0), rule)
+    assert why == "between 8 and 16/s: this client cannot ask at 11.31/s: at lunch"
+
+
 def test_a_client_that_is_late_at_once_leaves_no_bound() -> None:
     why = end_of(loads(scenario="search", rate_per_s=2.0), client_able_to(1.0, able_to(5.0)))
     assert why == "no rate passed: this client cannot ask at 2/s: at lunch"
