@@ -22,6 +22,7 @@ from typing import Any
 from paceline import neutral, store
 from paceline.errors import PacelineError
 from paceline.records import Status
+from paceline.serving import STAGED_SCENARIOS
 from paceline.spec import Choice, RunSpec
 
 PLAN = "campaign.json"
@@ -30,6 +31,8 @@ FRESH_S = 600.0
 # Enough of a sample file's end for several steps, little enough to read every second beside a run.
 TAIL_BYTES = 4096
 RECENT_STEPS = 5
+# Before so many of its requests have ended, the time that a served model took to start would be taken for theirs.
+TELLING_SHARE = 0.1
 # Times of files and of processes are rounded by different clocks.
 CLOCK_S = 2.0
 
@@ -132,8 +135,26 @@ class Pulse:
 
     @property
     def left_s(self) -> float | None:
-        """Time for the steps that are left, by the last ones."""
-        return max(self.spec.steps - self.step, 0) * self.step_s if self.step_s and self.spec.is_trained else None
+        """Time for the steps that are left, by the last ones; of a served model for the requests that are left, by all
+        so far and the start before them, once enough of them have ended to tell."""
+        if self.spec.is_trained:
+            return max(self.spec.steps - self.step, 0) * self.step_s if self.step_s else None
+        whole = requests_planned(self.spec)
+        if whole is None or self.phase != "timing" or self.step < TELLING_SHARE * whole:
+            return None
+        return max(self.beat - self.began_at, 0.0) / self.step * max(whole - self.step, 0)
+
+
+def requests_planned(spec: RunSpec) -> int | None:
+    """Of all loads of a run; None where time or the answers decide how many they are."""
+    asked, engine = spec.serving, spec.engine
+    if asked is None or engine is None or asked.requests is None or asked.least_s or asked.loadgen != "own":
+        return None
+    if asked.scenario in STAGED_SCENARIOS:
+        return None
+    urls = engine.options.get("urls")
+    replicas = len(urls) if isinstance(urls, list | tuple) else spec.topology.world_size
+    return asked.requests * (2 * replicas if asked.partition == "paired" else 1)
 
 
 def read_pulse(run_dir: Path, spec: RunSpec, positions: Sequence[store.Progress]) -> Pulse | None:
@@ -187,7 +208,8 @@ def forecast_s(runs: Iterable[PlannedRun], ended: Mapping[str, EndedRun], pulse:
     """Seconds to the end of the plan; None while it holds a run like none that was seen.
 
     A run is expected to take the mean of its own cell's repeats, however they ended; else of ended-ok runs of the same
-    workload, model and number of processes; else of the same workload. The one under way counts by its last steps.
+    workload, model and number of processes; else of the same workload. The one under way counts by its last steps or
+    requests; one that tells of neither and already takes longer than expected is like none that was seen.
     """
     planned = tuple(runs)
     current = PlannedRun.of(pulse.spec) if pulse else None
@@ -196,10 +218,12 @@ def forecast_s(runs: Iterable[PlannedRun], ended: Mapping[str, EndedRun], pulse:
     if pulse and current:
         elapsed = max(time.time() - pulse.began_at, 0.0)
         usual = _expected_s(current, seen)
-        told = pulse.left_s if pulse.left_s is not None else usual and max(usual - elapsed, 0.0)
-        if told is None:
+        if pulse.left_s is not None:
+            rest = pulse.left_s
+        elif usual is not None and usual > elapsed:
+            rest = usual - elapsed
+        else:
             return None
-        rest = told
         if usual is None:
             seen.append((current, EndedRun(Status.OK, elapsed + rest)))
     for run in planned:

@@ -1,7 +1,9 @@
 """A server of known law: an OpenAI-compatible endpoint whose times are decided beforehand, for testing clients.
 
 Token k of a request is due at arrival + ttft + k * itl, whatever was late before it: the law holds over the whole
-answer. Arrival is when the kernel had the request. What the server itself was late by is counted and told at /law.
+answer. Arrival is when the kernel had the request. With slots, a request that comes while all are taken waits in line
+and counts as arrived when the answer ended, by the law, whose slot it takes: such a server can do
+slots / (ttft + (tokens - 1) * itl) requests a second. What the server itself was late by is counted and told at /law.
 Modes are the ways in which real servers surprise clients.
 """
 
@@ -17,6 +19,7 @@ import socket
 import struct
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -53,7 +56,8 @@ SENDS_AT_ONCE = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Law:
-    """spread: sigma of a lognormal factor on ttft, drawn per request from the seed; 0 for none."""
+    """spread: sigma of a lognormal factor on ttft, drawn per request from the seed; 0 for none. slots: answers under
+    way at once, 0 for any number."""
 
     ttft_s: float = 0.1
     itl_s: float = 0.02
@@ -62,6 +66,7 @@ class Law:
     spread: float = 0.0
     seed: int = 0
     model: str = "mock"
+    slots: int = 0
 
 
 @dataclass(slots=True)
@@ -98,6 +103,8 @@ class MockReplica:
         self._epoll.register(self._alarm.descriptor, select.EPOLLIN)
         self._clients: dict[int, Client] = {}
         self._due: list[tuple[int, int, Stream]] = []
+        self._line: deque[tuple[Client, dict[str, Any], bool]] = deque()
+        self._taken = 0
         self._order = 0
         self._requests = 0
         self._draws = random.Random(law.seed)
@@ -243,7 +250,23 @@ class MockReplica:
         elif self.law.mode == "fail" and every_other:
             self._put(client, wire.json_answer(500, {"error": {"message": "broken"}}))
         else:
-            self._begin(client, asked, path.endswith("chat/completions"), now)
+            self._admit(client, asked, path.endswith("chat/completions"), now)
+
+    def _admit(self, client: Client, asked: dict[str, Any], chat: bool, now: int) -> None:
+        if self.law.slots and self._taken >= self.law.slots:
+            self._line.append((client, asked, chat))
+            return
+        self._taken += 1
+        self._begin(client, asked, chat, now)
+
+    def _release(self, at: int) -> None:
+        """The slot of an answer that ended; the next in line whose client is still there takes it."""
+        self._taken -= 1
+        while self._line:
+            client, asked, chat = self._line.popleft()
+            if client.open:
+                self._admit(client, asked, chat, at)
+                return
 
     def _begin(self, client: Client, asked: dict[str, Any], chat: bool, now: int) -> None:
         factor = self._draws.lognormvariate(0.0, self.law.spread) if self.law.spread else 1.0
@@ -260,12 +283,14 @@ class MockReplica:
             at, order, stream = due[0]
             if not stream.connection.open:
                 heapq.heappop(due)
+                self._release(at)
                 continue
             goes_on = self._send_straight(stream) if straight else self._send_event(stream)
             if goes_on:
                 heapq.heapreplace(due, (stream.first_due_ns + stream.sent * self._itl_ns, order, stream))
             else:
                 heapq.heappop(due)
+                self._release(at)
             now = time.monotonic_ns()
             self._lags.append(now - at)
 

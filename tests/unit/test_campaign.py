@@ -91,6 +91,34 @@ def test_the_run_under_way_counts_by_its_last_steps(tmp_path: Path, make_spec: M
     assert left == pytest.approx(5 + 2 * (5 + time.time() - pulse.began_at), abs=1.0)
 
 
+def served_pulse(make_spec: Make, step: int, elapsed_s: float, **asked: Any) -> campaign.Pulse:
+    engine = Choice("openai", {"urls": ("http://a:1", "http://b:1")})
+    serving = Serving(**{"scenario": "offline", "requests": 200, **asked})
+    spec = make_spec(None, workload="inference", serving=serving, engine=engine)
+    began_at = time.time() - elapsed_s
+    about = {"rank": 0, "phase": "timing", "step_s": None, "loss": None, "peak_bytes": None}
+    return campaign.Pulse(spec=spec, began_at=began_at, step=step, beat=began_at + elapsed_s, **about)
+
+
+def test_requests_of_a_paired_run_are_those_of_all_its_loads(make_spec: Make) -> None:
+    """Two replicas, there and back: 800 requests. 320 took 60 s, so that 480 take 90 s."""
+    assert served_pulse(make_spec, 320, 60.0, partition="paired").left_s == pytest.approx(90.0)
+    assert served_pulse(make_spec, 50, 60.0).left_s == pytest.approx(180.0)
+    # The start of the engine would be taken for theirs; and nobody knows how many a search asks.
+    assert served_pulse(make_spec, 19, 60.0).left_s is None
+    assert served_pulse(make_spec, 50, 60.0, scenario="search").left_s is None
+    assert served_pulse(make_spec, 50, 60.0, least_s=600.0).left_s is None
+
+
+def test_a_run_that_takes_longer_than_others_did_has_no_time_left_rather_than_none(make_spec: Make) -> None:
+    pulse = served_pulse(make_spec, 50, 60.0, scenario="search")
+    current = PlannedRun.of(pulse.spec)
+    other = dataclasses.replace(current, run="other", cell="other")
+    assert forecast_s([other, current], {"other": EndedRun("ok", 20.0)}, pulse) is None
+    left = forecast_s([other, current], {"other": EndedRun("ok", 100.0)}, pulse)
+    assert left == pytest.approx(40.0, abs=5.0)
+
+
 def test_the_time_left_is_not_told_finer_than_it_is_known() -> None:
     assert left_text(None) == "time left not known yet"
     assert left_text(63.0) == "about 1 min 05 s left"

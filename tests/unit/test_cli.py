@@ -47,6 +47,7 @@ WRONG = {
     "unknown field": (["run", "mine.yaml", "--set", "stepz=3"], "'stepz'"),
     "wrong type": (["run", "mine.yaml", "--set", "steps=lots"], "steps = 'lots'"),
     "wrong value": (["run", "mine.yaml", "--set", "steps=0"], "steps: 0 was given"),
+    "slots below 0": (["mock-replica", "--slots", "-1"], "--slots: -1 was given; accepted is a whole number from 0"),
     "no equals": (["run", "mine.yaml", "--set", "steps"], "key=value"),
     "unknown strategy": (["run", "mine.yaml", "--set", "strategy=fsdp"], "did you mean 'fsdp2'?"),
     "unknown strategy option": (["run", "mine.yaml", "--set", "strategy=zero:sage=1"], "'sage' was given"),

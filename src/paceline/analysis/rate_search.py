@@ -8,7 +8,7 @@ what passed in one and failed in another is the spread of launches, and no brack
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -131,7 +131,15 @@ def _note(launch: _Launch) -> str:
     said.append(f"{_rate(failed):g}/s failed ({_counts(failed)})" if failed else "none failed, so it may be higher")
     said += [f"{_rates(launch.above)} passed all the same"] if launch.above else []
     said += [f"{_rates(launch.few)}: {Told.TOO_FEW}"] if launch.few else []
+    said += _ended_by(launch)
     return "; ".join(said)
+
+
+def _ended_by(launch: _Launch) -> Iterator[str]:
+    """Why a search came to its end, in its own words."""
+    for record in {id(record): record for load in launch.loads for record in load.records}.values():
+        if record.evidence and (why := record.evidence.settings.get("search_ended_by")):
+            yield str(why)
 
 
 def _rates(loads: Sequence[Served]) -> str:

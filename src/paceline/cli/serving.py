@@ -17,6 +17,9 @@ def add_verbs(verbs: Any) -> None:
     verb.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
     verb.add_argument("--ttft", type=float, default=0.1, metavar="S", help="time to the first token (default: 0.1)")
     verb.add_argument("--itl", type=float, default=0.02, metavar="S", help="time between tokens (default: 0.02)")
+    verb.add_argument(
+        "--slots", type=int, default=0, metavar="N", help="answer N at once, the rest wait in line (default: no bound)"
+    )
     verb.add_argument("--mode", default="plain", help="how it misbehaves; `--mode list` tells the ways")
     verb = add_verb(verbs, "selftest", selftest, "measure how much load the client of this host can be believed at")
     verb.add_argument("--streams", type=int, default=1000, help="answers under way at once (default: %(default)s)")
@@ -37,7 +40,8 @@ def mock_replica(arguments: argparse.Namespace) -> int:
     require(arguments.mode in MODES, "--mode", arguments.mode, ", ".join(MODES))
     require(arguments.ttft >= 0, "--ttft", arguments.ttft, "seconds from 0")
     require(arguments.itl >= 0, "--itl", arguments.itl, "seconds from 0")
-    law = Law(ttft_s=arguments.ttft, itl_s=arguments.itl, mode=arguments.mode)
+    require(arguments.slots >= 0, "--slots", arguments.slots, "a whole number from 0")
+    law = Law(ttft_s=arguments.ttft, itl_s=arguments.itl, mode=arguments.mode, slots=arguments.slots)
 
     def tell(port: int) -> None:
         print_hanging(screen, f"http://{arguments.host}:{port} answers as {law.model!r} until Ctrl-C", 2)

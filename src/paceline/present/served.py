@@ -114,8 +114,9 @@ def _searched(m: Measurement) -> str:
     if m.launches > 1:
         ends = " to ".join("unknown" if end is None else f"{end:.4g}" for end in (m.low, m.high))
         return f"Up to {m.value:.4g} requests/s kept the limits, the mean of {m.launches} launches ({ends})."
-    end = f", {m.high:g} did not" if m.high is not None else ", and no higher one was seen to fail"
-    return f"Up to {m.value:g} requests/s kept the limits{end}."
+    if m.high is None:
+        return f"At least {m.value:g} requests/s kept the limits: {m.note}."
+    return f"Up to {m.value:g} requests/s kept the limits, {m.high:g} did not."
 
 
 def rules_text(verdict: ServedVerdict) -> str:

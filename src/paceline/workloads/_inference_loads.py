@@ -32,6 +32,11 @@ KEPT_UP = 0.9
 LEAST_SEARCHED = stopping.requests_needed(0, PERCENTILE)
 # How close the highest rate that passes and the lowest that fails must come.
 SEARCH_RATIO = 1.05
+# A trial lasts so many times the longest wait that is in time. At 5 % above what the replicas can do the line grows by
+# 1 s in 20 s: after 20 times the limit it is as long as the limit, and the last fifth of 25 times is late.
+TRIAL_WAITS = 1.25 / (SEARCH_RATIO - 1)
+# Of a trial's requests, those sent by when the last one is due: fewer were asked at another rate than the trial's.
+PACED = 0.95
 MOST_HALVINGS = 10
 # Where requests are too few to tell, twice as many are asked at the same rate, so often at most.
 MOST_DOUBLINGS = 3
@@ -63,12 +68,14 @@ class Load:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """What became of a load: requests that were asked, those of them too late or failed, and the time it took. doubt
-    is what the client says against itself: requests that it made late say nothing about replicas."""
+    is what the client says against itself: requests that it made late say nothing about replicas. paced is the share
+    that was sent by when the last one was due; 1 where nothing was due by a schedule."""
 
     requests: int
     late: int
     wall_s: float
     doubt: str | None = None
+    paced: float = 1.0
 
     @property
     def requests_per_s(self) -> float:
@@ -78,6 +85,14 @@ class Outcome:
     def told(self) -> Told:
         """What it says about the limits at the 99th percentile, by early stopping: the same as the report says."""
         return stopping.told_by(self.requests, self.late, PERCENTILE)
+
+    @property
+    def objection(self) -> str | None:
+        """Why it says nothing about the rate it was meant to be of. Of a trial that ended early the last few requests
+        are not sent yet, so that its pace is judged by the client's lag alone."""
+        if self.doubt is None and self.told is Told.PASSED and self.paced < PACED:
+            return f"only {self.paced:.0%} of the requests were sent by when the last one was due"
+        return self.doubt
 
 
 def is_lost(planned: int, ended: int, late: int) -> bool:
@@ -90,12 +105,15 @@ def is_lost(planned: int, ended: int, late: int) -> bool:
 Loads = Generator[Load, Outcome, str | None]
 
 
-def loads_of(asked: Serving, samples: int, replicas: int, seed: int, left_s: Callable[[], float]) -> Loads:
-    """The loads of a run over so many samples and replicas. left_s tells how long the run may still take."""
+def loads_of(
+    asked: Serving, samples: int, replicas: int, seed: int, left_s: Callable[[], float], *, answer_tokens: int
+) -> Loads:
+    """The loads of a run over so many samples and replicas. left_s tells how long the run may still take;
+    answer_tokens are those of the longest answer."""
     if asked.scenario == "sweep":
         return sweep(asked, samples, seed)
     if asked.scenario == "search":
-        return search(asked, samples, replicas, seed, left_s)
+        return search(asked, samples, replicas, seed, left_s, trial_s(asked, answer_tokens))
     whole = plain(asked, samples, seed)
     return paired(whole, replicas) if asked.partition == "paired" else once(whole)
 
@@ -162,26 +180,38 @@ def _given(text: str, *, whole: bool) -> list[float]:
     return sizes
 
 
-def search(asked: Serving, samples: int, replicas: int, seed: int, left_s: Callable[[], float]) -> Loads:
+def trial_s(asked: Serving, answer_tokens: int) -> float:
+    """How long a trial lasts at least, so that replicas which are 5 % too slow cannot pass it as a burst: in a line
+    each request waits longer for its first token, on replicas that begin all at once each answer takes longer. What
+    may grow before a limit breaks is the limit on the first token, on the whole, or on all further tokens together."""
+    ttft_s, tpot_s, latency_s = (asked.limits[name] or 0.0 for name in ("ttft_s", "tpot_s", "latency_s"))
+    return max(asked.least_s, TRIAL_WAITS * max(ttft_s, latency_s, tpot_s * (answer_tokens - 1)))
+
+
+def search(
+    asked: Serving, samples: int, replicas: int, seed: int, left_s: Callable[[], float], least_s: float
+) -> Loads:
     """The highest rate within the limits: doubled until it fails, or halved until it passes, then bisected. A
-    rate whose requests are too few to tell is asked more. It ends early where the next load would not end within the
-    time of the run."""
+    rate whose requests are too few to tell is asked more. It ends early where the client cannot ask, as nothing is
+    learned of a load whose client is doubted, and where the next load would not end within the time of the run."""
     requests = max(samples, LEAST_SEARCHED)
     rate, stage = asked.rate_per_s, 0
     if rate is None:
         in_flight = asked.concurrency or GUESS_IN_FLIGHT * replicas
         guess = Load(scenario="concurrency", requests=GUESS_ROUNDS * in_flight, seed=seed, concurrency=in_flight)
         # In a closed loop the replicas are never idle: within limits they can do less.
-        rate, stage = max((yield guess).requests_per_s / 2, 1e-3), 1
+        rate, stage = float(f"{max((yield guess).requests_per_s / 2, 1e-3):.4g}"), 1
     bracket, count = Bracket(begin=rate), requests
     while (rate := bracket.next_rate()) is not None:
-        lasting_s = max(count / rate, asked.least_s)
+        lasting_s = max(count / rate, least_s)
+        if lasting_s * rate > MOST_PLANNED:
+            return bracket.end_before(rate, f"a load would be of more than {MOST_PLANNED:,} requests")
         if lasting_s >= left_s():
             return f"a load at {rate:.4g} a second lasts {lasting_s:.0f} s, longer than is left of timeout_s"
         load = Load(scenario="server", requests=count, seed=seed_of(seed, stage), rate_per_s=rate, is_trial=True)
-        outcome = yield replace(load, least_s=asked.least_s)
-        if outcome.doubt is not None and outcome.told is not Told.PASSED:
-            return f"at {rate:.4g} a second the client itself was late: {outcome.doubt}"
+        outcome = yield replace(load, least_s=least_s)
+        if outcome.objection is not None:
+            return bracket.end_before(rate, outcome.objection)
         stage += 1
         if outcome.told is Told.TOO_FEW and count < requests << MOST_DOUBLINGS:
             count *= 2
@@ -210,13 +240,25 @@ class Bracket:
             return 2 * self.passed
         if self.passed is None:
             return self.above / 2 if self.above > self.begin / 2**MOST_HALVINGS else None
-        return math.sqrt(self.passed * self.above) if self.above > SEARCH_RATIO * self.passed else None
+        if self.above <= SEARCH_RATIO * self.passed:
+            return None
+        # Four digits are finer than what the search tells apart, and can be read and asked again.
+        return float(f"{math.sqrt(self.passed * self.above):.4g}")
 
     def learn(self, rate: float, told: Told) -> None:
         if told is Told.PASSED:
             self.passed = max(rate, self.passed or 0.0)
         elif rate < (self.above or math.inf):
             self.above, self.is_unclear = rate, told is Told.TOO_FEW
+
+    def end_before(self, rate: float, why: str) -> str:
+        """Where the client cannot ask at this rate: what is known is a lower bound, or a wider bracket."""
+        if self.passed is None:
+            return f"no rate passed: this client cannot ask at {rate:.4g}/s: {why}"
+        if self.above is not None:
+            within = f"between {self.passed:.4g} and {self.above:.4g}/s"
+            return f"{within}: this client cannot ask at {rate:.4g}/s: {why}"
+        return f"at least {self.passed:.4g}/s: above it this client cannot ask; at {rate:.4g}/s: {why}"
 
     def end(self) -> str:
         if self.passed is None:

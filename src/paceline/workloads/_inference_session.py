@@ -6,6 +6,7 @@ given out once by construction, and what a dead replica leaves unanswered is giv
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -15,7 +16,7 @@ from paceline import stopping
 from paceline.errors import InvalidRunError
 from paceline.loadgen import arrivals, audit, plan, team
 from paceline.loadgen.arrivals import NS
-from paceline.loadgen.orders import Limits, Orders, Shift, longest_body
+from paceline.loadgen.orders import Handled, Limits, Orders, Shift, longest_body
 from paceline.loadgen.reading import is_late
 from paceline.loadgen.tally import Tally
 from paceline.machine import usable_cores
@@ -203,7 +204,8 @@ class Session:
         late = sum(each.error is not None or is_late(each, self._limits) for each in handled)
         wall_s = (ended_ns - start_ns) / NS
         doubt = next(iter(audit.judge(shifts).reasons), None)
-        return Outcome(requests=len(handled), late=late, wall_s=wall_s, doubt=doubt)
+        paced = paced_of(handled) if load.is_trial else 1.0
+        return Outcome(requests=len(handled), late=late, wall_s=wall_s, doubt=doubt, paced=paced)
 
     def _stage_sample(self, load: Load, planned: int, start_ns: int, ended_ns: int, capped: bool) -> StageSample:
         assert self._origin_ns is not None
@@ -303,20 +305,27 @@ def rest_s(due_ns: arrivals.Times, sent: int) -> float:
 def standing(load: Load, stage: int, asked: Serving, tally: Tally) -> str:
     """`load 3 (8.5 a second): 412 of 662 needed, 1 late`: counted down by n(t) where there are limits."""
     if any(limit is not None for limit in asked.limits.values()):
-        done = f"{_counted_down(tally)}, {tally.late:,} late"
-    elif load.least_s:
-        done = f"{tally.ended:,} requests"
+        done = f"{_counted_down(load, tally)}, {tally.late:,} late"
     else:
-        done = f"{tally.ended:,} of {tally.planned:,} requests"
+        done = _of_plan(load, tally)
     failed = f", {tally.failed:,} failed" if tally.failed else ""
     return f"{_which(load, stage, asked)}{done}{failed}"
 
 
-def _counted_down(tally: Tally) -> str:
+def _counted_down(load: Load, tally: Tally) -> str:
+    """By n(t) while the plan holds so many and they are not asked yet; else by the plan."""
     bad = tally.late + tally.failed
-    if bad > MOST_COUNTED:
+    needed = stopping.requests_needed(bad, PERCENTILE) if bad <= MOST_COUNTED else math.inf
+    if tally.ended <= needed <= tally.planned:
+        return f"{tally.ended:,} of {needed:,} needed"
+    return _of_plan(load, tally)
+
+
+def _of_plan(load: Load, tally: Tally) -> str:
+    """The plan of a load that ends by time alone holds more than will ever be asked."""
+    if load.least_s and load.scenario in BOUNDED:
         return f"{tally.ended:,} requests"
-    return f"{tally.ended:,} of {stopping.requests_needed(bad, PERCENTILE):,} needed"
+    return f"{tally.ended:,} of {tally.planned:,} requests"
 
 
 def _which(load: Load, stage: int, asked: Serving) -> str:
@@ -327,6 +336,14 @@ def _which(load: Load, stage: int, asked: Serving) -> str:
         return ""
     size = f"{load.rate_per_s:.3g} a second" if load.rate_per_s is not None else f"{load.concurrency} in flight"
     return f"load {stage + 1} ({size}): "
+
+
+def paced_of(handled: Sequence[Handled]) -> float:
+    """The share of requests that was sent by when the last one was due, which itself cannot be sent before."""
+    last_ns = max((each.due_ns for each in handled), default=0)
+    others = [each for each in handled if each.due_ns < last_ns]
+    sent = sum(each.sent_ns is not None and each.sent_ns <= last_ns for each in others)
+    return sent / len(others) if others else 0.0
 
 
 def limits_of(asked: Serving) -> Limits:

@@ -129,8 +129,14 @@ def ask(
     session.answers()
     until_s = seat.taken_at_s + (1 - SPARE_RATIO) * spec.timeout_s
     try:
+        longest = max(prompt.max_tokens for prompt in asked)
         sequence = loads.loads_of(
-            spec.serving, len(asked), len(replicas), spec.seed, lambda: until_s - time.monotonic()
+            spec.serving,
+            len(asked),
+            len(replicas),
+            spec.seed,
+            lambda: until_s - time.monotonic(),
+            answer_tokens=longest,
         )
         ended_by = put_on_all(session, sequence)
         if loadgen.is_asked(spec):
@@ -198,7 +204,8 @@ def lasting_s(asked: Serving) -> float | None:
     if asked.scenario in loads.BOUNDED or rate is None or asked.scenario == "trace":
         return twice * asked.least_s or None
     if asked.scenario == "search":
-        requests = max(requests, loads.LEAST_SEARCHED)
+        # How long answers are is not known before the prompts are made: at least one token.
+        return max(max(requests, loads.LEAST_SEARCHED) / rate, loads.trial_s(asked, answer_tokens=1))
     rates = loads.swept(asked) if asked.scenario == "sweep" and asked.loads is not None else [rate]
     return twice * sum(max(requests / each, asked.least_s) for each in rates) or None
 

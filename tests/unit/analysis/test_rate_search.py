@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -59,6 +60,18 @@ def test_an_end_that_was_not_seen_is_none(load: tuple[float, int, int], bounds: 
     found = searched(load, load)
     assert found is not None
     assert (found.value, found.high) == bounds
+
+
+def test_a_search_that_found_no_rate_to_fail_says_why() -> None:
+    why = "at least 8/s: above it this client cannot ask; at 16/s: sent up to 5.1 ms late"
+    ended = launch((8, 459, 0))
+    assert ended.evidence is not None
+    told = dataclasses.replace(ended.evidence, settings={"search_ended_by": why})
+    rank = dataclasses.replace(ended.outcomes[0], evidence=told)
+    found = rate_search.max_rate(served.gather([dataclasses.replace(ended, outcomes=(rank,))]))
+    assert found is not None
+    assert (found.value, found.high) == (8, None)
+    assert found.note == f"8/s passed (459 requests, 0 late); none failed, so it may be higher; {why}"
 
 
 def test_a_plain_run_is_no_search() -> None:

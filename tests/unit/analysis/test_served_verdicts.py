@@ -153,6 +153,17 @@ def test_each_load_of_a_sweep_has_a_row_and_a_verdict() -> None:
     assert answer(report)[0] == "Up to 1 requests/s kept the limits, 2 did not."
 
 
+def test_a_search_in_which_no_rate_failed_is_told_as_a_lower_bound() -> None:
+    """The load whose client was late is the last one: its doubt is no part of the answer."""
+    late = replace(CLIENT, schedule_lag_p99_ns=5e6, stage=1)
+    stages = [stage(n, scenario="server", rate_per_s=rate) for n, rate in enumerate((8.0, 16.0))]
+    asked = [replace(r, stage=0) for r in timed(459)] + [replace(r, stage=1) for r in timed(459)]
+    found = record(asked, stages=stages, clients=(CLIENT, late), scenario="search", rate_per_s=8.0)
+    first = answer(build(found))[0]
+    assert first.startswith("At least 8 requests/s kept the limits: 8/s passed (459 requests, 0 late); none failed")
+    assert "client" not in first
+
+
 # --- rules ---
 
 

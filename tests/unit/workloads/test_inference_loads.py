@@ -26,6 +26,7 @@ from paceline.workloads._inference_loads import (
     most_in,
     plan_of,
     seed_of,
+    trial_s,
 )
 
 Rule = Callable[[Load], Outcome]
@@ -63,7 +64,7 @@ def able_to(rate: float) -> Rule:
 
 
 def loads(samples: int = 10, replicas: int = 2, left_s: Callable[[], float] = ample, **asked: Any) -> Loads:
-    return loads_of(Serving(**asked), samples, replicas, 7, left_s)
+    return loads_of(Serving(**asked), samples, replicas, 7, left_s, answer_tokens=1)
 
 
 def test_plain_scenarios_are_one_load() -> None:
@@ -136,13 +137,113 @@ def end_of(sequence: Loads, rule: Rule) -> str | None:
         return str(end.value)
 
 
-def late_client(load: Load) -> Outcome:
-    return dataclasses.replace(able_to(5.0)(load), doubt="at lunch")
+def client_able_to(rate: float, rule: Rule) -> Rule:
+    """A client that is late above a rate, whatever the replicas do."""
+
+    def asked(load: Load) -> Outcome:
+        late = load.rate_per_s is not None and load.rate_per_s > rate
+        return dataclasses.replace(rule(load), doubt="at lunch" if late else None)
+
+    return asked
 
 
-def test_a_client_that_was_late_in_a_load_that_passed_makes_no_difference() -> None:
-    seen = drive(loads(scenario="search", rate_per_s=2.0), late_client)
-    assert [load.rate_per_s for load, _ in seen] == [2, 4, 8]
+@pytest.mark.parametrize("capacity", [math.inf, 12.0])
+def test_nothing_is_learned_of_a_load_whose_client_is_doubted(capacity: float) -> None:
+    """At 16 a second replicas without end pass and those of 12 a second fail: neither is believed."""
+    rule = client_able_to(10.0, able_to(capacity))
+    seen = drive(loads(scenario="search", rate_per_s=2.0), rule)
+    assert [load.rate_per_s for load, _ in seen] == [2, 4, 8, 16]
+    why = end_of(loads(scenario="search", rate_per_s=2.0), rule)
+    assert why == "at least 8/s: above it this client cannot ask; at 16/s: at lunch"
+
+
+def test_a_client_that_is_late_once_a_rate_failed_leaves_the_bracket_wider() -> None:
+    """Between 8 and 16 a second the next is 11.31, their geometric mean to four digits."""
+
+    def rule(load: Load) -> Outcome:
+        return dataclasses.replace(able_to(12.0)(load), doubt="at lunch" if load.rate_per_s == 11.31 else None)
+
+    why = end_of(loads(scenario="search", rate_per_s=2.0), rule)
+    assert why == "between 8 and 16/s: this client cannot ask at 11.31/s: at lunch"
+
+
+def test_a_client_that_is_late_at_once_leaves_no_bound() -> None:
+    why = end_of(loads(scenario="search", rate_per_s=2.0), client_able_to(1.0, able_to(5.0)))
+    assert why == "no rate passed: this client cannot ask at 2/s: at lunch"
+
+
+def test_a_rate_that_was_not_sent_is_not_passed() -> None:
+    def slow_to_send(load: Load) -> Outcome:
+        assert load.rate_per_s is not None
+        return dataclasses.replace(in_time(load), paced=min(1.0, 30.0 / load.rate_per_s))
+
+    why = end_of(loads(scenario="search", rate_per_s=10.0), slow_to_send)
+    assert why == (
+        "at least 20/s: above it this client cannot ask; "
+        "at 40/s: only 75% of the requests were sent by when the last one was due"
+    )
+
+
+def test_the_rate_of_a_search_is_bounded_even_where_everything_passes() -> None:
+    """A trial of 50 s at 20,480 a second is of 1,024,000 requests."""
+    seen = drive(loads(scenario="search", rate_per_s=10.0), in_time)
+    assert [load.rate_per_s for load, _ in seen] == [10 * 2**power for power in range(11)]
+    why = end_of(loads(scenario="search", rate_per_s=10.0), in_time)
+    assert why == (
+        "at least 1.024e+04/s: above it this client cannot ask; "
+        "at 2.048e+04/s: a load would be of more than 1,000,000 requests"
+    )
+
+
+# --- how long a trial lasts ---
+
+
+def in_line(capacity: float, limit_s: float) -> Rule:
+    """One line before replicas that answer so many a second: whoever comes at t s of a rate above that waits for
+    t * (rate / capacity - 1) s."""
+
+    def rule(load: Load) -> Outcome:
+        assert load.rate_per_s is not None
+        due_s = np.arange(max(load.requests, math.ceil(load.rate_per_s * load.least_s))) / load.rate_per_s
+        late = int((due_s * max(load.rate_per_s / capacity - 1, 0.0) > limit_s).sum())
+        return Outcome(requests=len(due_s), late=late, wall_s=float(due_s[-1]))
+
+    return rule
+
+
+def test_a_burst_does_not_pass() -> None:
+    """100 a second with a limit of 2 s: of 662 requests at 143 a second the last comes after 4.62 s and waits for
+    1.99 s, so that none is late. In 50 s those from 4.65 s on are: 6,484 of 7,150."""
+    load = Load(scenario="server", requests=662, seed=0, rate_per_s=143.0)
+    rule = in_line(100.0, 2.0)
+    assert rule(load).told is Told.PASSED
+    lasting = rule(dataclasses.replace(load, least_s=trial_s(Serving(scenario="search"), answer_tokens=1)))
+    assert (lasting.requests, lasting.late, lasting.told) == (7150, 6484, Told.FAILED)
+    # 5 % above what they can do, those from 40 s on: a fifth.
+    barely = rule(dataclasses.replace(load, rate_per_s=105.0, least_s=50.0))
+    assert (barely.requests, barely.late, barely.told) == (5250, 1050, Told.FAILED)
+
+
+def test_a_search_finds_the_capacity_of_a_line_and_not_what_a_burst_passes() -> None:
+    seen = drive(loads(662, scenario="search", rate_per_s=10.0), in_line(100.0, 2.0))
+    passed = [load.rate_per_s for load, outcome in seen if outcome.told is Told.PASSED]
+    assert max(rate or 0.0 for rate in passed) <= 105.0
+    assert [load.least_s for load, _ in seen] == pytest.approx([50.0] * len(seen))
+
+
+@pytest.mark.parametrize(
+    ("asked", "tokens", "seconds"),
+    [
+        ({}, 1, 50.0),
+        # 127 further tokens of 100 ms each may take 12.7 s.
+        ({}, 128, 317.5),
+        ({"ttft_limit_s": 0.4, "tpot_limit_s": 0.01}, 8, 10.0),
+        ({"latency_limit_s": 20.0}, 128, 500.0),
+        ({"least_s": 600.0}, 128, 600.0),
+    ],
+)
+def test_a_trial_lasts_25_times_the_longest_wait_in_time(asked: dict[str, Any], tokens: int, seconds: float) -> None:
+    assert trial_s(Serving(scenario="search", **asked), tokens) == pytest.approx(seconds)
 
 
 def test_a_search_says_why_it_ended() -> None:
@@ -151,7 +252,6 @@ def test_a_search_says_why_it_ended() -> None:
 
     assert why(able_to(5.0)) == "the rate is known closely enough"
     assert why(able_to(1e-9)) == "no rate passed"
-    assert "the client itself was late: at lunch" in str(why(late_client))
     assert why(able_to(1.1), 300.0) == "a load at 1 a second lasts 459 s, longer than is left of timeout_s"
 
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from testbed import replicas as bed
 
-from paceline import stopping
+from paceline import self_audit, stopping
 from paceline.errors import InvalidRunError, RequestError, UnsupportedError
 from paceline.loadgen import arrivals, team
-from paceline.loadgen.orders import Shift
+from paceline.loadgen.orders import Handled, Shift
 from paceline.loadgen.tally import Tally
 from paceline.plugins import Seat
 from paceline.records import Evidence, Sample
@@ -24,7 +24,7 @@ from paceline.spec import Choice, RunSpec
 from paceline.stopping import Told
 from paceline.workloads import _inference_loads as loads
 from paceline.workloads import inference
-from paceline.workloads._inference_session import Pulse, rest_s, standing
+from paceline.workloads._inference_session import Pulse, paced_of, rest_s, standing
 
 Start = Callable[..., bed.Replica]
 SAMPLES = 40
@@ -287,8 +287,11 @@ def test_a_search_never_passes_what_the_law_of_the_server_forbids(
     start: Start, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A queue of one: what each request waits follows from the arrivals alone (Lindley), so a rate at which the law
-    makes requests late must fail. At the 90th percentile fewer requests tell, which is enough for a test."""
-    service_s, limit_s = 0.01, 0.3
+    makes requests late must fail. At the 90th percentile fewer requests tell, which is enough for a test. The client of
+    a busy machine is believed here: what it makes late may fail, and never pass."""
+    service_s, limit_s = 0.01, 0.05
+    monkeypatch.setattr(self_audit, "reasons", lambda facts: [])
+    monkeypatch.setattr(loads, "PACED", 0.0)
     monkeypatch.setattr(loads, "PERCENTILE", 0.9)
     monkeypatch.setattr(loads, "LEAST_SEARCHED", stopping.requests_needed(0, 0.9))
     found = ask(
@@ -296,21 +299,18 @@ def test_a_search_never_passes_what_the_law_of_the_server_forbids(
         scenario="search",
         rate_per_s=60.0,
         ttft_limit_s=limit_s,
-        tpot_limit_s=10.0,
-        max_tokens=1,
+        tpot_limit_s=limit_s / 7,
+        timeout_s=30.0,
     )
     rates: dict[Told, list[float]] = {told: [] for told in Told}
     for stage in found.of(StageSample):
         ours = sorted((r for r in found.requests if r.stage == stage.stage), key=lambda r: r.due_ns)
-        late = [r.error is not None or (r.first_ns or 0) - r.due_ns > limit_s * 1e9 for r in ours]
+        late = [r.error is not None or _longest_ns(r) > limit_s * 1e9 for r in ours]
         told = stopping.told_by(len(ours), sum(late), 0.9)
         rates[told].append(stage.rate_per_s)
         forbidden = int((_waits([r.due_ns for r in ours], service_s) > limit_s * 1e9).sum())
         assert not (told is Told.PASSED and stopping.told_by(len(ours), forbidden, 0.9) is not Told.PASSED)
-    # On a busy machine the client may say against itself that it was late before enough were asked to fail.
-    assert found.evidence is not None
-    doubted = "the client itself was late" in str(found.evidence.settings["search_ended_by"])
-    assert rates[Told.FAILED] or (doubted and rates[Told.TOO_FEW])
+    assert rates[Told.FAILED]
     assert max(rates[Told.PASSED], default=0.0) < min(rates[Told.FAILED], default=math.inf)
 
 
@@ -323,7 +323,43 @@ def test_a_trial_ends_when_it_is_lost(start: Start, ask: Ask) -> None:
     assert found.evidence is not None
     # On a busy machine the client may say against itself that it was late.
     why = str(found.evidence.settings["search_ended_by"])
-    assert "longer than is left of timeout_s" in why or "the client itself was late" in why
+    assert "longer than is left of timeout_s" in why or "this client cannot ask" in why
+
+
+def _longest_ns(answer: RequestSample) -> int:
+    """Until its first token, or from that to the last of the seven after it."""
+    assert answer.first_ns is not None
+    assert answer.last_ns is not None
+    return max(answer.first_ns - answer.due_ns, answer.last_ns - answer.first_ns)
+
+
+@pytest.mark.parametrize(
+    ("ended", "late", "planned", "told"),
+    [
+        (412, 1, 662, "412 of 662 needed, 1 late"),
+        # 80 late ones want 10,328 requests, of which 200 are planned.
+        (88, 80, 200, "88 of 200 requests, 80 late"),
+        (600, 0, 7150, "600 of 7,150 requests, 0 late"),
+    ],
+)
+def test_a_load_is_counted_by_what_is_needed_up_to_what_is_planned(
+    ended: int, late: int, planned: int, told: str
+) -> None:
+    load = loads.Load(scenario="server", requests=planned, seed=0, rate_per_s=4.0)
+    tally = Tally(planned=planned, sent=ended, ended=ended, late=late, failed=0)
+    assert standing(load, 0, Serving(scenario="server", rate_per_s=4.0), tally) == told
+
+
+def test_how_many_were_sent_by_when_the_last_was_due() -> None:
+    def handled(number: int, due_ns: int, sent_ns: int | None) -> Handled:
+        return Handled(number=number, replica=0, due_ns=due_ns, sent_ns=sent_ns)
+
+    due = [0, 100, 200, 300, 400]
+    assert paced_of([handled(n, at, at + 1) for n, at in enumerate(due)]) == 1.0
+    # Each takes twice as long: those due at 0, 100 and 200 are sent at 0, 200 and 400.
+    assert paced_of([handled(n, at, 2 * at) for n, at in enumerate(due)]) == 3 / 4
+    assert paced_of([handled(0, 0, None), handled(1, 100, 100)]) == 0.0
+    assert paced_of([handled(0, 0, 50), handled(1, 0, 50)]) == 0.0, "due all at once is no rate"
 
 
 def _waits(due_ns: list[int], service_s: float) -> Any:
@@ -338,7 +374,8 @@ def _waits(due_ns: list[int], service_s: float) -> Any:
 def test_whoever_watches_sees_requests_end_and_how_many_are_needed(start: Start, ask: Ask) -> None:
     found = ask(start(), scenario="constant", rate_per_s=40.0, ttft_limit_s=5.0)
     told = [phase for _, phase in found.moves if phase.startswith("timing: ")]
-    assert told[-1] == f"timing: {SAMPLES} of 459 needed, 0 late"
+    # The 459 that would tell are never asked.
+    assert told[-1] == f"timing: {SAMPLES} of {SAMPLES} requests, 0 late"
     ended = [step for step, phase in found.moves if phase.startswith("timing: ")]
     assert ended == sorted(ended)
     assert ended[-1] == SAMPLES
@@ -399,7 +436,7 @@ def test_how_long_a_schedule_rests(due: Any, sent: int, seconds: float) -> None:
         ({"scenario": "server", "rate_per_s": 1.0}, (412, 1, 0), "412 of 662 needed, 1 late"),
         ({"scenario": "server", "rate_per_s": 1.0}, (412, 1, 1), "412 of 838 needed, 1 late, 1 failed"),
         ({}, (1412, 0, 2), "1,412 of 2,000 requests, 2 failed"),
-        ({"scenario": "server", "rate_per_s": 1.0}, (9000, 8000, 0), "9,000 requests, 8,000 late"),
+        ({"scenario": "server", "rate_per_s": 1.0}, (1900, 1800, 0), "1,900 of 2,000 requests, 1,800 late"),
         ({"least_s": 5.0}, (1412, 0, 0), "1,412 requests"),
         ({"scenario": "search"}, (40, 0, 0), "load 3 (1.5 a second): 40 of 459 needed, 0 late"),
     ],
