@@ -244,9 +244,10 @@ def _verdict(verdict: ServedVerdict | None) -> Cell:
 def _doubted(report: Report, loads: Loads) -> Iterator[str]:
     """Which rows are shown and no more."""
     keys = [_key(v.cell, v.axes) for v in report.served if not v.is_believed]
-    names = dict.fromkeys(load_text(loads[key], loads) for key in keys if key in loads)
+    names = list(dict.fromkeys(load_text(loads[key], loads) for key in keys if key in loads))
+    more = [f"{len(names) - MOST_REASONS} more"] if len(names) > MOST_REASONS else []
     if names:
-        yield NOT_BELIEVED.format("; ".join(names), "it" if len(names) == 1 else "them")
+        yield NOT_BELIEVED.format("; ".join((*names[:MOST_REASONS], *more)), "it" if len(names) == 1 else "them")
 
 
 def _reasons(report: Report, loads: Loads) -> Iterator[str]:

@@ -244,7 +244,7 @@ def client(report: Report) -> Iterator[Chart]:
         name="served_client",
         title="The client's own lateness",
         subtitle="Of sending, reading and its processor the one nearest to its bound, in the worst process. "
-        "Beyond a bound the run is not believed.",
+        "Beyond a bound a load is not believed.",
         kind=BARS,
         y=Axis(label="% of the bound", unit="%"),
         points=tuple(points),
