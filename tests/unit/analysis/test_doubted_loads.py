@@ -96,6 +96,7 @@ def test_a_run_that_is_not_believed_shows_what_was_measured() -> None:
     assert {m.value for m in report.doubted if m.metric == "output_tokens_per_s"} == {10.0}
     assert answer(report)[0] == "INVALID(client): read up to 9.0 ms late (p99; at most 5 ms)."
     assert "client): client:" not in markdown.text(report) + html.text(report)
+    assert "Not believed, and part of no comparison:" in html.text(report)
     assert "output_tokens_per_s" not in prometheus.text(report)
 
 
