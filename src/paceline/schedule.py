@@ -225,13 +225,18 @@ def _what_went_wrong(log: Path, report: Path | None) -> str | None:
 
 
 def _last_reason(report: Path) -> str | None:
-    """None where the report was not written as JSON, or no run of it has a reason."""
+    """None where the report was not written as JSON, or nothing in it has a reason. A run that is ok may hold loads
+    that are not believed."""
     try:
-        runs = json.loads(report.read_text())["runs"]
+        found = json.loads(report.read_text())
+        runs, loads = found["runs"], found.get("served", [])
         wrong = [run for run in runs if run["status"] != "ok" and run["reason"]]
-    except (OSError, ValueError, KeyError, TypeError):
+        lost = [load for load in loads if load.get("fails")]
+        if wrong:
+            return f"{wrong[-1]['status']} ({len(wrong)} of {len(runs)} runs): {wrong[-1]['reason']}"
+        return f"{lost[-1]['verdict']} ({len(lost)} of {len(loads)} loads): {lost[-1]['reasons'][0]}" if lost else None
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
         return None
-    return f"{wrong[-1]['status']} ({len(wrong)} of {len(runs)} runs): {wrong[-1]['reason']}" if wrong else None
 
 
 # --- comparing ---

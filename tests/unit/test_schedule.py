@@ -313,6 +313,10 @@ def test_the_reason_of_a_run_is_told_whole_though_the_log_broke_its_line(tmp_pat
     report.with_suffix(".json").write_text(json.dumps({"runs": runs}))
     words = "invalid (1 of 2 runs): client: read up to 5.5 ms late"
     assert schedule._what_went_wrong(log, report) == words
+    lost = {"fails": True, "verdict": "INVALID(client)", "reasons": ["client: read up to 5.5 ms late"]}
+    told = {"runs": runs[:1], "served": [{"fails": False, "verdict": "VALID", "reasons": []}, lost]}
+    report.with_suffix(".json").write_text(json.dumps(told))
+    assert schedule._what_went_wrong(log, report) == "INVALID(client) (1 of 2 loads): client: read up to 5.5 ms late"
     report.with_suffix(".json").write_text("{")
     assert str(schedule._what_went_wrong(log, report)).startswith("≠ 2/2 inference invalid")
     log.write_text("paceline: model: 'x' was given\n")

@@ -114,7 +114,7 @@ def _measured(
     for cell in cells:
         yield from metrics.measure(cell)
     yield from (point.efficiency for point in points)
-    for asked in served.gather(sound):
+    for asked in served.believed(sound):
         yield from served.measure(asked)
 
 

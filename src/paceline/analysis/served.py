@@ -7,16 +7,18 @@ that of one launch alone has none.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from paceline import self_audit, stopping
 from paceline.analysis import client_share, shared_waits
+from paceline.analysis.exactly_once import exactly_once as exactly_once
 from paceline.analysis.launch_spread import Bounded, bounded, over_launches, quotient
 from paceline.analysis.served_loads import Load as Load
 from paceline.analysis.served_loads import Served as Served
-from paceline.analysis.served_loads import clients_by_stage, first_answer_s, first_reasoning_s, is_scheduled
+from paceline.analysis.served_loads import first_answer_s, first_reasoning_s, is_scheduled
 from paceline.analysis.served_loads import gather as gather
 from paceline.analysis.served_loads import in_time as in_time
 from paceline.analysis.served_loads import latency_s as latency_s
@@ -32,7 +34,6 @@ from paceline.records import RunRecord
 from paceline.serving import (
     OPEN,
     PERCENTILE,
-    PLAIN_SCENARIOS,
     STAGED_SCENARIOS,
     ClientSample,
     RequestSample,
@@ -95,9 +96,7 @@ TOKEN_AUDIT = (
 
 
 def measure(served: Served) -> Iterator[Measurement]:
-    """Nothing of a load whose client cannot be believed."""
-    if doubts_of(served):
-        return
+    """What requests show, whether or not they can be believed: `load_problems` tells."""
     reasons = any(request.first_reasoning_ns is not None for request in served.answered)
     for name, quantity in (LATENCIES | OF_REASONING if reasons else LATENCIES).items():
         count = sum(quantity(request) is not None for request in served.answered)
@@ -292,71 +291,39 @@ def duration_problems(served: Served) -> list[str]:
     return [f"lasted {shortest:.1f} s; at least {least:g} s were asked for"] if shortest < least else []
 
 
-def exactly_once(record: RunRecord) -> list[str]:
-    """What a run's own numbers say against it: requests or samples that were answered twice, or that are nowhere."""
-    answered = Counter((r.stage, r.number) for r in record.requests if r.error is None)
-    twice = sorted(number for (_, number), count in answered.items() if count > 1)
-    found = [f"requests {', '.join(map(str, twice[:5]))} were answered more than once"] if twice else []
-    return [*found, *_samples_again(record), *_unaccounted(record)]
-
-
-def _samples_again(record: RunRecord) -> list[str]:
-    """Only a load that goes on until a time has passed, looks for a rate, or asks for more than there are, uses samples
-    again."""
-    serving = record.spec.serving
-    if serving is None or serving.least_s or serving.scenario not in PLAIN_SCENARIOS:
-        return []
-    available = record.evidence.settings.get("samples") if record.evidence else None
-    if isinstance(available, int) and any(stage.planned > available for stage in record.stages):
-        return []
-    numbers: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
-    for request in record.requests:
-        if request.error is None:
-            numbers[request.stage, request.sample].add(request.number)
-    again = sorted(sample for (_, sample), known in numbers.items() if len(known) > 1)
-    return [f"samples {', '.join(map(str, again[:5]))} were answered by several requests"] if again else []
-
-
-def _unaccounted(record: RunRecord) -> list[str]:
-    """Every request that was given out is answered or failed."""
-    known = Counter(stage for stage, _ in {(request.stage, request.number) for request in record.requests})
-    lost = [
-        f"{stage.planned - known[stage.stage]} of {stage.planned} requests are neither answered nor failed"
-        for stage in record.stages
-        if known[stage.stage] < stage.planned
-    ]
-    return lost[:3]
-
-
 def problems(record: RunRecord) -> list[str]:
-    """Why a run of this workload must not be believed. Limits that were not kept are its answer, not a problem."""
+    """Why a run of this workload must not be believed. Limits that were not kept, or that too few requests tell of, are
+    its answer, not a problem."""
+    whole = run_problems(record)
+    if whole and not _is_answered(record):
+        return whole
+    loads = gather([record])
+    unsound = [found for load in loads if (found := load_problems(load))]
+    # What was asked before the client was late, or the server refused, can be believed.
+    partly = record.spec.serving and record.spec.serving.scenario in STAGED_SCENARIOS and len(unsound) < len(loads)
+    return [*whole, *([] if partly else dict.fromkeys(itertools.chain.from_iterable(unsound)))]
+
+
+def run_problems(record: RunRecord) -> list[str]:
+    """Those of the run as a whole, whatever its loads say."""
     if not record.requests:
         return ["nothing was recorded"]
-    if not any(request.error is None for request in record.requests):
-        classes = Counter(str(request.error) for request in record.requests)
-        blamed = f"{CLIENT}: " if set(classes) == {self_audit.LACKING} else ""
-        told = ", ".join(f"{name} {count} times" for name, count in classes.items())
-        return [f"{blamed}no request was answered: {told}"]
-    doubts = client_doubts(record)
-    loads = {request.stage for request in record.requests}
-    # A search goes on until the client itself is late: what it was asked before that can be believed.
-    believed = (
-        record.spec.serving is not None and record.spec.serving.scenario in STAGED_SCENARIOS and loads - set(doubts)
-    )
-    worst = () if believed else dict.fromkeys(problem for found in doubts.values() for problem in found)
-    return [*exactly_once(record), *worst]
+    if _is_answered(record):
+        return exactly_once(record)
+    classes = Counter(str(request.error) for request in record.requests)
+    blamed = f"{CLIENT}: " if set(classes) == {self_audit.LACKING} else ""
+    told = ", ".join(f"{name} {count} times" for name, count in classes.items())
+    return [f"{blamed}no request was answered: {told}"]
 
 
-def client_doubts(record: RunRecord) -> dict[int, list[str]]:
-    """What the client says against itself, by load; empty where it can be believed in all. Requests are looked at
-    once, however many loads there are."""
-    stages, clients = {stage.stage: stage for stage in record.stages}, clients_by_stage(record)
-    requests: defaultdict[int, list[RequestSample]] = defaultdict(list)
-    for request in record.requests:
-        requests[request.stage].append(request)
-    numbers = sorted({*clients, *requests})
-    found = {n: _doubts(record, stages.get(n), clients.get(n, []), requests[n]) for n in numbers}
-    return {number: problems for number, problems in found.items() if problems}
+def _is_answered(record: RunRecord) -> bool:
+    return any(request.error is None for request in record.requests)
+
+
+def load_problems(served: Served) -> list[str]:
+    """Why the numbers of one load must not be believed: its client, or requests that failed where no limit counts
+    them."""
+    return [*doubts_of(served), *failure_problems(served)]
 
 
 def doubts_of(served: Served) -> list[str]:
@@ -377,5 +344,5 @@ def _doubts(
 
 
 def believed(records: Sequence[RunRecord]) -> list[Served]:
-    """Every load of every cell whose client can be believed in all launches: a search goes on until it cannot."""
-    return [served for served in gather(records) if not doubts_of(served)]
+    """Every load of every cell that can be believed in all launches: a sweep or a search goes on until one cannot."""
+    return [served for served in gather(records) if not load_problems(served)]

@@ -186,6 +186,14 @@ class Served:
         return self.serving.scenario == "search" and self.rate_per_s is None
 
     @property
+    def is_tried(self) -> bool:
+        """One of those that a search, or a sweep that doubles its rate, goes through until the client or the server
+        gives up: nobody asked for this one by name."""
+        asked = self.serving
+        doubles = asked.scenario == "sweep" and asked.loads is None and asked.rate_per_s is not None
+        return asked.scenario == "search" or doubles
+
+    @property
     def is_open(self) -> bool:
         """Whether requests are due by a schedule: such a load serves what it is asked, not what it can."""
         return is_scheduled(self.scenario, self.rate_per_s)

@@ -6,7 +6,7 @@ Every curve is of a fixed number of points at most: a run of a million requests 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -57,10 +57,13 @@ def added_to(report: Report, records: Sequence[RunRecord]) -> Report:
     judged = [record for record in asked if record.clients]
     if not asked:
         return report
-    cells = _in_order(sound)
+    believed = {record.spec.cell for record in sound}
+    # As verdicts do: of a cell without a launch that is believed, those that are not.
+    invalid = [r for r in asked if ended.get(r.spec.run_id) == Status.INVALID and r.spec.cell not in believed]
+    cells = _in_order([*sound, *invalid])
     shapes = ServedShapes(
-        loads=tuple(itertools.chain.from_iterable(map(_loads, cells))),
-        traces=served_traces.traces(cells),
+        loads=tuple(itertools.chain.from_iterable(_loads(cell, believed) for cell in cells)),
+        traces=served_traces.traces(cells, believed),
         audits=tuple(map(_audit, _in_order(judged))),
     )
     return replace(report, served_shapes=shapes)
@@ -88,17 +91,17 @@ def _asked(record: RunRecord) -> Serving:
 # --- loads ---
 
 
-def _loads(cell: Launches) -> list[ServedLoad]:
+def _loads(cell: Launches, believed: Container[str]) -> list[ServedLoad]:
     """In the order of their size."""
-    found = served.gather(cell)
-    return [_served_load(load) for load in sorted(found, key=_size)]
+    found = sorted(served.gather(cell), key=_size)
+    return [_served_load(load, load.cell in believed and not served.load_problems(load)) for load in found]
 
 
 def _size(load: Served) -> tuple[float, int, int]:
     return load.rate_per_s or 0.0, load.concurrency or 0, load.replica or 0
 
 
-def _served_load(load: Served) -> ServedLoad:
+def _served_load(load: Served, is_believed: bool) -> ServedLoad:
     wall, limits = load.wall_s(), load.limits
     return ServedLoad(
         cell=load.cell,
@@ -114,6 +117,7 @@ def _served_load(load: Served) -> ServedLoad:
         output_tokens_per_s=load.output_tokens() / wall if wall > 0 else None,
         requests_per_s=len(load.answered) / wall if wall > 0 else None,
         spreads=tuple(_spreads(load)),
+        is_believed=is_believed,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +24,10 @@ MOST_TRACES = 6
 Seconds = NDArray[np.float64]
 
 
-def traces(cells: Sequence[Sequence[RunRecord]]) -> tuple[ServedTrace, ...]:
-    """In the order of the cells; of several launches the one in which most went wrong."""
-    found = [max(map(_trace, cell), key=_trouble) for cell in cells]
+def traces(cells: Sequence[Sequence[RunRecord]], believed: Container[str]) -> tuple[ServedTrace, ...]:
+    """In the order of the cells; of several launches the one in which most went wrong. believed are the cells whose
+    launches are."""
+    found = [max((_trace(r, r.spec.cell in believed) for r in cell), key=_trouble) for cell in cells]
     told = sorted(range(len(found)), key=lambda i: _trouble(found[i]), reverse=True)[:MOST_TRACES]
     return tuple(found[i] for i in sorted(told))
 
@@ -37,7 +38,7 @@ def _trouble(trace: ServedTrace) -> tuple[int, int, float]:
     return lost, sum(trace.late), sum(sum(replica.in_flight) for replica in trace.replicas)
 
 
-def _trace(record: RunRecord) -> ServedTrace:
+def _trace(record: RunRecord, is_believed: bool) -> ServedTrace:
     assert record.spec.serving is not None
     wall = max((r.ended_ns or 0 for r in record.requests), default=0) / NS
     # A request that no replica was left for has the number that stands for any.
@@ -58,6 +59,7 @@ def _trace(record: RunRecord) -> ServedTrace:
         late=_late(record.requests, limits, edges),
         limited=any(limit is not None for limit in limits.values()),
         stages=tuple((s.started_ns / NS, s.rate_per_s, s.concurrency, s.replica) for s in record.stages),
+        is_believed=is_believed,
     )
 
 

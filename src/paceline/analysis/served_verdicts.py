@@ -1,6 +1,7 @@
 """All that is concluded about served models: does each result count, what do replicas gain, what would the whole take.
 
-Only launches that can be believed are measured. A cell of which none can is judged all the same, with the reasons.
+Only what can be believed is among the measurements of a report. What cannot is judged all the same, with its reasons,
+and measured apart from them: to be shown, and to be part of nothing else.
 """
 
 from __future__ import annotations
@@ -39,10 +40,12 @@ def added_to(report: Report, records: Sequence[RunRecord]) -> Report:
     together = [(load, fleet) for load, fleet in found if fleet is not None]
     sets = tuple(each for load in loads if (each := full_set.full_set(load)) is not None)
     told_ahead = (each.time for each in sets if each.time is not None)
+    judged = list(_judged(ours, loadgen_rules.accuracy_rules(report.accuracy)))
     return dataclasses.replace(
         report,
         measurements=(*report.measurements, *_combined(together), *_max_rates(loads), *told_ahead),
-        served=tuple(verdicts(ours, loadgen_rules.accuracy_rules(report.accuracy))),
+        served=tuple(verdict for _, verdict in judged),
+        doubted=tuple(m for load, verdict in judged if not verdict.is_believed for m in measured.measure(load)),
         fleets=tuple(fleet for _, fleet in together),
         partition_gains=tuple(fleets.partition_gains(loads)),
         full_sets=sets,
@@ -71,18 +74,20 @@ def _max_rates(loads: Sequence[Served]) -> Iterator[Measurement]:
 # --- does it count ---
 
 
-def verdicts(ours: Sequence[tuple[RunRecord, str]], accuracy: Mapping[str, Rule]) -> Iterator[ServedVerdict]:
-    """One for each load of each cell, of its believed launches; where there are none, of those that are not."""
+def _judged(
+    ours: Sequence[tuple[RunRecord, str]], accuracy: Mapping[str, Rule]
+) -> Iterator[tuple[Served, ServedVerdict]]:
+    """Each load of each cell, of its believed launches; where there are none, of those that are not."""
     cells = dict.fromkeys(record.spec.cell for record, _ in ours)
     for cell in cells:
         told = {status: [r for r, s in ours if r.spec.cell == cell and s == status] for status in ("ok", "invalid")}
         sound, doubted = told["ok"], told["invalid"]
         left_out = tuple(f"{r.spec.run_id}: {'; '.join(measured.problems(r))}" for r in doubted) if sound else ()
         # Once for each launch: it may hold many loads, and each asks.
-        known = {id(record): measured.problems(record) for record in sound or doubted}
+        known = {id(record): measured.run_problems(record) for record in sound or doubted}
         for load in gather(sound or doubted):
             problems = [text for record in load.records for text in known[id(record)]]
-            yield verdict_of(load, accuracy.get(cell), left_out, problems)
+            yield load, verdict_of(load, accuracy.get(cell), left_out, problems)
 
 
 def verdict_of(
@@ -91,11 +96,11 @@ def verdict_of(
     left_out: tuple[str, ...] = (),
     problems: Sequence[str] | None = None,
 ) -> ServedVerdict:
-    """problems are those of its launches, where they are known already."""
+    """problems are those of its launches as a whole, where they are known already."""
     if problems is None:
-        problems = [problem for record in served.records for problem in measured.problems(record)]
-    doubts = dict.fromkeys((*problems, *measured.doubts_of(served)))
-    broken = (*measured.rule_problems(served), *measured.failure_problems(served), *measured.duration_problems(served))
+        problems = [problem for record in served.records for problem in measured.run_problems(record)]
+    doubts = dict.fromkeys((*problems, *measured.load_problems(served)))
+    broken = (*measured.rule_problems(served), *measured.duration_problems(served))
     reasons = (*doubts, *broken, *_failed_accuracy(accuracy))
     label, count = loadgen_rules.label_of(served), len(served.requests)
     return ServedVerdict(
@@ -113,6 +118,8 @@ def verdict_of(
         accuracy=accuracy,
         left_out=left_out,
         ceiling=client_share.use_of(served),
+        is_believed=not doubts,
+        fails=bool(doubts) and not served.is_tried,
     )
 
 

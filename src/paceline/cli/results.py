@@ -94,7 +94,8 @@ def conclude(
     screen.print(f"Report: {' '.join(map(str, files))}", highlight=False, soft_wrap=True)
     runs = [r for r in found.runs if asked is None or r.run in asked]
     refused = [node for node in found.nodes if node.is_refused and (asked is None or node.run in asked)]
-    bad = [*(r for r in runs if r.is_failure), *refused]
+    lost = [load for load in found.served if load.fails and (asked is None or set(load.runs) & set(asked))]
+    bad = [*(r for r in runs if r.is_failure), *refused, *lost]
     ended_ok = [r for r in runs if r.status == "ok" and not r.is_reference]
     known = {m.cell for m in found.measurements}
     # A run whose warm-up left no step ended ok, and shows nothing.

@@ -28,6 +28,7 @@ def panels(report: Report) -> Iterator[str]:
     named = varying_axes(report)
     runs = _by_cell(run for run in report.runs if not run.is_reference)
     measured, certified = _by_cell(report.measurements), _by_cell(report.certificates)
+    doubted = _by_cell(report.doubted)
     brief = len(report.certificates) > MOST_CERTIFICATES
     recipes = {recipe.cell: recipe for recipe in report.recipes}
     names = {cell: cell_name(report, cell, ours[0].axes, named) for cell, ours in runs.items()}
@@ -36,6 +37,7 @@ def panels(report: Report) -> Iterator[str]:
             _reasons(ours),
             _recipe(recipes.get(cell)),
             _measurements(measured.get(cell, ())),
+            _doubted(doubted.get(cell, ())),
             "".join(_certificate(c, brief) for c in certified.get(cell, ())),
         )
         title = f"<b>{escape(names[cell])}</b>{_badge(ours)}"
@@ -81,6 +83,10 @@ def _measurements(found: Sequence[Measurement]) -> str:
     stands = dict.fromkeys(f"{m.n} samples of {m.launches} launch{'' if m.launches == 1 else 'es'}." for m in known)
     absent = (f"Not measured: {', '.join(missing)}.",) if missing else ()
     return render(Table("", COLUMNS, rows, (*stands, *absent))) if found else ""
+
+
+def _doubted(found: Sequence[Measurement]) -> str:
+    return paragraph("Not believed, and part of no comparison:", "bad") + _measurements(found) if found else ""
 
 
 def _measured(m: Measurement) -> tuple[Cell, ...]:

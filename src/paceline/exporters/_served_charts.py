@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from paceline.exporters._canvas import CLEAR, INK, PALETTE, QUIET, brief, canvas, entitle, key, say, thousands
 from paceline.findings import Report
-from paceline.present.charts.chart import AREA, CURVE, JOINED, LOG, LONE, NINES, TRAIL, Axis, Chart, Point, Rule
+from paceline.present.charts.chart import AREA, CURVE, JOINED, LOG, LONE, NINES, RING, TRAIL, Axis, Chart, Point, Rule
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -74,6 +74,8 @@ def _line(axes: Axes, ours: Sequence[Point], x: Sequence[float], drawn: str, col
         axes.fill_between(x, [p.low or 0.0 for p in ours], y, color=colour, alpha=0.75, linewidth=0)
     elif drawn == LONE:
         axes.plot(x, y, "o", color=colour, markersize=3.2, zorder=4)
+    elif drawn == RING:
+        axes.plot(x, y, "o", color=colour, markersize=6, markerfacecolor="none", zorder=4)
     elif drawn in (CURVE, TRAIL):
         for part in _stretches(x) if drawn == TRAIL else [slice(None)]:
             axes.plot(x[part], y[part], color=colour, linewidth=1.4)

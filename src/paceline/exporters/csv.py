@@ -16,9 +16,12 @@ from pathlib import Path
 from paceline.files import write_atomically
 from paceline.findings import CollectiveRow, Measurement, Report, Response
 from paceline.present.standing import THROUGHPUT, trusted_runs
-from paceline.spec import Scalar
+from paceline.spec import SERVED, Scalar
 
-OWN = ("metric", "unit", "value", "low", "high", "n", "launches", "better", "certified", "cell", "runs", "note")
+OWN = (
+    *("metric", "unit", "value", "low", "high", "n", "launches", "better", "certified", "cell", "runs", "note"),
+    "believed",
+)
 # As a run's spec names them. Those of other workloads follow by name, whatever order they were met in.
 AXES = (
     *("workload", "strategy", "model", "launcher", "device", "nodes", "world_size", "precision", "reduce_dtype"),
@@ -42,11 +45,14 @@ def export(report: Report, directory: Path) -> list[Path]:
 
 
 def text(report: Report) -> str:
-    """Axes first, then the measurement in the unit beside it; `certified` says whether the row may be ranked."""
-    axes = _ordered({name for m in report.measurements for name in m.axes} - set(OWN))
+    """Axes first, then the measurement in the unit beside it; `certified` says whether the row may be ranked. Of
+    served loads `believed` says whether it may be compared; others have no such word."""
+    found = [*((m, True) for m in report.measurements), *((m, False) for m in report.doubted)]
+    axes = _ordered({name for m, _ in found for name in m.axes} - set(OWN))
     trusted = trusted_runs(report)
     rows = (
-        [*(m.axes.get(name) for name in axes), *(_own(m, name, trusted) for name in OWN)] for m in report.measurements
+        [*(m.axes.get(name) for name in axes), *(_own(m, name, trusted, is_believed) for name in OWN)]
+        for m, is_believed in found
     )
     return _table([*axes, *OWN], rows)
 
@@ -128,9 +134,11 @@ def _table(heading: Sequence[str], rows: Iterable[Sequence[Scalar]]) -> str:
     return lines.getvalue()
 
 
-def _own(m: Measurement, name: str, trusted: frozenset[str]) -> Scalar:
+def _own(m: Measurement, name: str, trusted: frozenset[str], is_believed: bool) -> Scalar:
     if name == "certified":
         return _is_certified(m, trusted)
+    if name == "believed":
+        return is_believed if str(m.axes.get("workload")).partition(":")[0] in SERVED else None
     value: Scalar = " ".join(m.runs) if name == "runs" else getattr(m, name)
     return value
 

@@ -38,7 +38,8 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """All that was concluded from a set of runs; exporters print it and decide nothing."""
+    """All that was concluded from a set of runs; exporters print it and decide nothing. doubted is what was measured of
+    served loads that are not believed: to be shown as such, and never among measurements."""
 
     title: str
     created_at: float
@@ -73,6 +74,7 @@ class Report:
     recipes: tuple[Recipe, ...] = ()
     nodes: tuple[NodeVerdict, ...] = ()
     served: tuple[ServedVerdict, ...] = ()
+    doubted: tuple[Measurement, ...] = ()
     fleets: tuple[Fleet, ...] = ()
     partition_gains: tuple[PartitionGain, ...] = ()
     full_sets: tuple[FullSet, ...] = ()

@@ -31,7 +31,7 @@ class LatencySpread:
 class ServedLoad:
     """One load of a cell, over all launches: a plain scenario has one, a sweep or a search one for each it went
     through. replica is the only one that was asked, None where all were. late counts requests beyond a limit, None
-    where there is no limit."""
+    where there is no limit. is_believed is that of its verdict."""
 
     cell: str
     axes: Mapping[str, Scalar]
@@ -46,6 +46,7 @@ class ServedLoad:
     output_tokens_per_s: float | None
     requests_per_s: float | None
     spreads: tuple[LatencySpread, ...]
+    is_believed: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +71,7 @@ class ServedTrace:
     """One launch of a cell over its time, from its start. seconds are the middles of equal moments for what is in
     flight, pace_seconds those of longer ones for rates. late counts by moment the requests that ended beyond a limit or
     failed. stages are the loads by when they began, with their rate, their concurrency, and the only replica that was
-    asked."""
+    asked. is_believed is that of the whole launch."""
 
     run: str
     cell: str
@@ -83,6 +84,7 @@ class ServedTrace:
     late: tuple[int, ...]
     limited: bool
     stages: tuple[tuple[float, float | None, int | None, int | None], ...] = ()
+    is_believed: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

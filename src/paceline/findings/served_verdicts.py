@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.findings.training import Measurement
@@ -14,6 +14,12 @@ KEPT, NOT_KEPT, UNTOLD = "kept", "not kept", "cannot be told"
 CLIENT = "client"
 VALID, INVALID, INVALID_CLIENT = "VALID", "INVALID", f"INVALID({CLIENT})"
 UNDECIDED_GAIN = "no verdict"
+
+
+def told(verdict: str, reasons: Sequence[str]) -> str:
+    """`INVALID(client): sent up to 5.0 ms late`: what the verdict says of all of them no reason says again."""
+    said = f"{CLIENT}: " if verdict == INVALID_CLIENT else ""
+    return f"{verdict}: {'; '.join(reason.removeprefix(said) for reason in reasons)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +56,10 @@ class ServedVerdict:
     requests are too few to tell. label and rules are of runs by LoadGen's rules only; accuracy is their rule about
     scores. left_out are launches that were not measured, each with its reason. ceiling is the share of the client's
     ceiling that the load used: it is told, and decides nothing.
+
+    is_believed says whether its numbers are: limits that were not kept are an answer of the server, a client that was
+    late or requests that failed uncounted are none. Numbers that are not believed are shown, and are part of nothing
+    else. fails says that the load was asked for by name and is not believed, so that the exit code must tell.
     """
 
     cell: str
@@ -66,10 +76,16 @@ class ServedVerdict:
     accuracy: Rule | None = None
     left_out: tuple[str, ...] = ()
     ceiling: CeilingUse | None = None
+    is_believed: bool = True
+    fails: bool = False
 
     @property
     def is_valid(self) -> bool:
         return not self.reasons
+
+    def told(self, most: int | None = None) -> str:
+        """The verdict and its reasons, all or the first ones; nothing where it is VALID."""
+        return told(self.verdict, self.reasons[:most]) if self.reasons else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

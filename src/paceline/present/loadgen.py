@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.findings import LoadgenVerdict, Opinion, Report
-from paceline.findings.served_verdicts import VALID
+from paceline.findings.served_verdicts import VALID, told
 from paceline.present.quantity import MISSING, Scale, format_parts
 from paceline.present.standing import axis_text
 from paceline.present.tables import Cell, Column, Table
@@ -39,7 +39,7 @@ def tables(report: Report) -> tuple[Table, ...]:
 def _reasons(report: Report) -> list[str]:
     """Each once, however many runs have it."""
     sides = [side for found in report.loadgen for side in (found.theirs, found.ours) if side.reasons]
-    return list(dict.fromkeys(f"{side.source} says {side.verdict}: {'; '.join(side.reasons)}" for side in sides))
+    return list(dict.fromkeys(f"{side.source} says {told(side.verdict, side.reasons)}" for side in sides))
 
 
 def _row(found: LoadgenVerdict, side: Opinion) -> tuple[Cell, ...]:

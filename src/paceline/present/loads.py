@@ -12,6 +12,7 @@ from paceline.spec import Scalar
 BESIDE = ("model", "engine", "partition", "nodes", "world_size", "precision", "data", "api", "max_tokens", "requests")
 
 
+NOT_BELIEVED = "not believed"
 # Axes to name, by scenario.
 Beside = Mapping[Scalar, tuple[str, ...]]
 
@@ -21,6 +22,14 @@ def load_words(rate_per_s: float | None, concurrency: int | None) -> str:
     if rate_per_s is not None:
         return f"{rate_per_s:,.4g}/s"
     return f"{concurrency:,} in flight" if concurrency is not None else ""
+
+
+def axes_load(axes: Mapping[str, Scalar]) -> str:
+    """The same of the axes of a load."""
+    rate, concurrency = axes.get("rate_per_s"), axes.get("concurrency")
+    return load_words(
+        float(rate) if isinstance(rate, int | float) else None, concurrency if isinstance(concurrency, int) else None
+    )
 
 
 def short_load(rate_per_s: float | None, concurrency: int | None) -> str:
@@ -44,14 +53,15 @@ def beside(found: ServedShapes) -> Beside:
 
 def cell_words(axes: Mapping[str, Scalar], named: Beside) -> str:
     """`server, 4/s`; `concurrency, 8 in flight, partition dynamic`."""
-    rate, concurrency = axes.get("rate_per_s"), axes.get("concurrency")
-    load = load_words(
-        float(rate) if isinstance(rate, int | float) else None, concurrency if isinstance(concurrency, int) else None
-    )
     scenario = str(axes.get("scenario"))
     # A sweep's own rate is only where it began.
-    shown = "" if scenario in ("sweep", "search") else load
+    shown = "" if scenario in ("sweep", "search") else axes_load(axes)
     return ", ".join(filter(None, (*_scenario(scenario, shown), *_named(axes, named))))
+
+
+def marked(words: str, is_believed: bool) -> str:
+    """A name with what a reader must know before the numbers beside it."""
+    return words if is_believed else f"{words} ({NOT_BELIEVED})"
 
 
 def family_words(load: ServedLoad, named: Beside) -> str:

@@ -2,55 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from paceline.findings import Fleet, Measurement, Report, ServedVerdict
 from paceline.findings.served_verdicts import NOT_KEPT, UNTOLD
+from paceline.present.loads import axes_load
 from paceline.present.quantity import MISSING, Scale, format_brief, format_duration, format_parts
 from paceline.present.standing import axis_text
 from paceline.present.tables import Cell, Column, Table
-from paceline.serving import MOST_CEILING_RATIO
+from paceline.serving import MOST_CEILING_RATIO, STAGED_SCENARIOS
 from paceline.spec import SERVED, Scalar
 
 MS, PERCENT, PLAIN = Scale("ms", 1e3), Scale("%", 100.0), Scale("tokens/s")
 # metric, heading, scale, priority
+_FAILED = "failed_ratio"
 _COLUMNS: tuple[tuple[str, str, Scale, int], ...] = (
+    (_FAILED, "failed, %", PERCENT, 0),
     ("output_tokens_per_s", "output, tokens/s", PLAIN, 0),
     ("steady_output_tokens_per_s", "steady, tokens/s", PLAIN, 4),
-    ("requests_per_s", "requests/s", Scale("requests/s"), 2),
+    ("requests_per_s", "requests/s", Scale("requests/s"), 3),
     ("ttft_p50_s", "TTFT p50, ms", MS, 0),
-    ("ttft_p99_s", "TTFT p99, ms", MS, 1),
+    ("ttft_p99_s", "TTFT p99, ms", MS, 2),
     ("tpot_p50_s", "TPOT p50, ms", MS, 0),
-    ("tpot_p99_s", "TPOT p99, ms", MS, 1),
+    ("tpot_p99_s", "TPOT p99, ms", MS, 2),
     ("latency_p99_s", "latency p99, ms", MS, 3),
-    ("goodput_ratio", "in time, %", PERCENT, 2),
-    ("failed_ratio", "failed, %", PERCENT, 2),
+    ("goodput_ratio", "in time, %", PERCENT, 1),
     ("token_count_mismatch_ratio", "miscounted, %", PERCENT, 5),
 )
-_LOAD = ("concurrency", "rate_per_s", "replica", "engine", "api", "data", "partition")
+_LOAD = ("rate_per_s", "concurrency")
+_BESIDE = ("replica", "engine", "api", "data", "partition")
 MOST_REASONS = 6
+NOT_BELIEVED = "Not believed: {}. What was measured of {} is shown, and is part of no headline, comparison or history."
 Key = tuple[str, Scalar]
 Loads = Mapping[Key, Mapping[str, Measurement]]
 
 
 def tables(report: Report) -> tuple[Table, ...]:
-    """Empty where the report holds no such runs."""
-    loads = loads_of(report)
+    """Empty where the report holds no such runs. Every load has a row: numbers that are not believed are marked."""
+    loads = shown_loads(report)
     if not loads:
         return ()
     verdicts = {_key(v.cell, v.axes): v for v in report.served}
     columns = (
         Column("scenario"),
+        Column("result"),
         *(Column(text, numeric=True, priority=n) for _, text, _, n in _COLUMNS),
         Column("of client's ceiling, %", numeric=True, priority=5),
-        Column("result"),
     )
-    rows = tuple(
-        (*_row(load_text(m, loads), m), _share(verdicts.get(key)), _verdict(verdicts.get(key)))
-        for key, m in loads.items()
-    )
+    rows = tuple(_row(load_text(m, loads), m, verdicts.get(key)) for key, m in loads.items())
     first = "Latency counts from when a request was due. TTFT: first token; TPOT: each further one."
-    notes = (first, *_near_ceiling(report), *_ceilings(report), *_reasons(report, loads))
+    notes = (first, *_doubted(report, loads), *_near_ceiling(report), *_ceilings(report), *_reasons(report, loads))
     return (Table("Served model", columns, rows, notes, tuple((c,) for c, _ in loads)),)
 
 
@@ -58,14 +59,15 @@ def sentence(report: Report) -> str:
     """What was searched for, or the most tokens a second; then what was lost, gained and told ahead."""
     found = {key: m for key, m in loads_of(report).items() if m["output_tokens_per_s"].value is not None}
     if not found:
-        return next((f"{v.verdict}: {v.reasons[0]}." for v in report.served if v.reasons), "")
+        return next((f"{v.told(1)}." for v in report.served if v.reasons), "")
     counted = {_key(v.cell, v.axes) for v in report.served if v.is_valid}
     # Of a paired run each load is one replica's: what all do together is the answer where it is known.
     together = [key for key in found if found[key]["output_tokens_per_s"].axes.get("replica") is None] or list(found)
     known = [key for key in together if key in counted] or together
     best = max(known, key=lambda key: found[key]["output_tokens_per_s"].value or 0.0)
     searched = (_searched(m) for m in report.measurements if m.metric == "max_rate_per_s")
-    return " ".join(filter(None, (*searched, _first(report, found, best), *_further(report, best))))
+    first = _first(report, found, best)
+    return " ".join(filter(None, (*searched, first, *_lost(report), *_further(report, best))))
 
 
 def _first(report: Report, found: Loads, best: Key) -> str:
@@ -76,11 +78,19 @@ def _first(report: Report, found: Loads, best: Key) -> str:
     where = "; ".join(filter(None, (_beside_best(fleet), load_text(found[best], found))))
     who = f"{len(fleet.replicas)} replicas served" if fleet else "Served"
     most = " at most" if len(found) > 1 else ""
-    doubt = f"; INVALID: {verdict.reasons[0]}" if verdict and verdict.reasons else ""
+    doubt = f"; {verdict.told(1)}" if verdict and verdict.reasons else ""
     return (
         f"{who} {format_brief(rate, PLAIN)} tokens/s{most} ({where}), "
         f"the first token after {format_brief(first, MS)} ms in the median{doubt}."
     )
+
+
+def _lost(report: Report) -> Iterator[str]:
+    """Loads that are no part of the sentence before, though they were asked for."""
+    lost = [v for v in report.served if v.fails]
+    if lost:
+        many = f"{len(lost)} of {len(report.served)} loads"
+        yield f"{many} {'is' if len(lost) == 1 else 'are'} not believed ({lost[0].told(1)})."
 
 
 def _beside_best(fleet: Fleet | None) -> str:
@@ -142,9 +152,19 @@ def _key(cell: str, axes: Mapping[str, Scalar]) -> Key:
 
 
 def loads_of(report: Report) -> dict[Key, dict[str, Measurement]]:
-    """Measurements of each load of each cell by metric, in the order of their scenarios and of how much they ask."""
+    """Measurements of each load that is believed by metric, in the order of their scenarios and of how much they
+    ask."""
+    return _by_load(report.measurements)
+
+
+def shown_loads(report: Report) -> dict[Key, dict[str, Measurement]]:
+    """Those that are not believed too."""
+    return _by_load((*report.measurements, *report.doubted))
+
+
+def _by_load(measurements: Iterable[Measurement]) -> dict[Key, dict[str, Measurement]]:
     found: dict[Key, dict[str, Measurement]] = {}
-    for m in report.measurements:
+    for m in measurements:
         if str(m.axes.get("workload")).partition(":")[0] in SERVED:
             found.setdefault(_key(m.cell, m.axes), {})[m.metric] = m
     # What is of a whole sweep or search, and no load of its own, has no such rate.
@@ -160,23 +180,27 @@ def _place(axes: Mapping[str, Scalar], order: tuple[str, ...]) -> tuple[int, str
 
 
 def load_text(measured: Mapping[str, Measurement], loads: Loads) -> str:
-    """The scenario, and of its load what tells it from others."""
+    """`sweep, 4 in flight`: the scenario, how much a sweep or a search asked, and what else tells it from others."""
     axes = measured["output_tokens_per_s"].axes
     everywhere = [each["output_tokens_per_s"].axes for each in loads.values()]
-    differing = [name for name in _LOAD if len({str(each.get(name)) for each in everywhere}) > 1]
-    words = [axis_text(name, axes) for name in differing if axes.get(name) is not None]
-    return ", ".join([str(axes.get("scenario")), *words])
+    differing = [name for name in (*_LOAD, *_BESIDE) if len({str(each.get(name)) for each in everywhere}) > 1]
+    staged = axes.get("scenario") in STAGED_SCENARIOS
+    load = [axes_load(axes)] if staged else [axes_load({name: axes.get(name)}) for name in _LOAD if name in differing]
+    words = [axis_text(name, axes) for name in differing if name in _BESIDE and axes.get(name) is not None]
+    return ", ".join(filter(None, (str(axes.get("scenario")), *load, *words)))
 
 
-def _row(what: str, measured: Mapping[str, Measurement]) -> tuple[Cell, ...]:
-    return (Cell(what), *(_cell(measured.get(metric), scale) for metric, _, scale, _ in _COLUMNS))
+def _row(what: str, measured: Mapping[str, Measurement], verdict: ServedVerdict | None) -> tuple[Cell, ...]:
+    tone = "" if verdict is None or verdict.is_believed else "quiet"
+    values = (_cell(measured.get(metric), scale, tone) for metric, _, scale, _ in _COLUMNS)
+    return (Cell(what), _verdict(verdict), *values, _share(verdict))
 
 
-def _cell(m: Measurement | None, scale: Scale) -> Cell:
+def _cell(m: Measurement | None, scale: Scale, tone: str) -> Cell:
     if m is None or m.value is None:
         return Cell(MISSING, tone="quiet")
     value, interval = format_parts(m.value, m.low, m.high, scale)
-    return Cell(value, interval)
+    return Cell(value, interval, "bad" if m.metric == _FAILED and m.value > 0 else tone)
 
 
 # --- the client's ceiling ---
@@ -218,12 +242,21 @@ def _verdict(verdict: ServedVerdict | None) -> Cell:
     return Cell(verdict.verdict, "", "good" if verdict.is_valid else "bad")
 
 
+def _doubted(report: Report, loads: Loads) -> Iterator[str]:
+    """Which rows are shown and no more."""
+    keys = [_key(v.cell, v.axes) for v in report.served if not v.is_believed]
+    names = list(dict.fromkeys(load_text(loads[key], loads) for key in keys if key in loads))
+    more = [f"{len(names) - MOST_REASONS} more"] if len(names) > MOST_REASONS else []
+    if names:
+        yield NOT_BELIEVED.format("; ".join((*names[:MOST_REASONS], *more)), "it" if len(names) == 1 else "them")
+
+
 def _reasons(report: Report, loads: Loads) -> Iterator[str]:
     """Why results do not count, and which launches were left out of those that do."""
     told = [v for v in report.served if v.reasons and _key(v.cell, v.axes) in loads]
     for verdict in told[:MOST_REASONS]:
         load = load_text(loads[_key(verdict.cell, verdict.axes)], loads)
-        yield f"{load}: {verdict.verdict}: {'; '.join(verdict.reasons)}."
+        yield f"{load}: {verdict.told()}."
     if len(told) > MOST_REASONS:
         yield f"{len(told) - MOST_REASONS} more are INVALID: report.json has their reasons."
     yield from dict.fromkeys(f"Left out: {why}." for verdict in report.served for why in verdict.left_out)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from paceline.findings import ReplicaTrace, Report, ServedTrace
-from paceline.present.loads import beside, cell_words, replica_words
+from paceline.present.loads import beside, cell_words, marked, replica_words
 from paceline.present.quantity import MISSING, format_parts
 from paceline.present.served import MS
 from paceline.present.tables import Cell, Column, Table
@@ -47,7 +47,7 @@ def tables(report: Report) -> tuple[Table, ...]:
     told: list[ServedTrace] = []
     for trace in found.traces:
         if not told or len(rows) + len(trace.replicas) <= MOST_ROWS:
-            rows += _rows(trace, cell_words(trace.axes, named))
+            rows += _rows(trace, marked(cell_words(trace.axes, named), trace.is_believed))
             told.append(trace)
     left = len(found.traces) - len(told)
     notes = ("Blocks of one load have one scale; one launch of each cell.",)

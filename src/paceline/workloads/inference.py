@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from paceline import client_ceiling, models, places, prompts
+from paceline import client_ceiling, models, places, prompts, stopping
 from paceline.errors import UnsupportedError
 from paceline.plugins import Endpoint, Recorder, Seat, load, options
 from paceline.present.quantity import format_duration
 from paceline.prompts import Prompt
 from paceline.records import Evidence
-from paceline.serving import UNKNOWN_SHAPE, Serving
+from paceline.serving import PERCENTILE, UNKNOWN_SHAPE, Serving
 from paceline.spec import RunSpec, require
 from paceline.workloads import _inference_loadgen as loadgen
 from paceline.workloads import _inference_loads as loads
@@ -211,7 +211,8 @@ def lasting_s(asked: Serving) -> float | None:
 
 
 def outline(spec: RunSpec) -> str:
-    """What `paceline plan` tells: how many requests, of how many replicas, for about how long."""
+    """What `paceline plan` tells: how many requests, of how many replicas, for about how long, and where they are too
+    few for its limits."""
     assert spec.engine is not None
     assert spec.serving is not None
     asked = spec.serving
@@ -225,5 +226,13 @@ def outline(spec: RunSpec) -> str:
     time_s = "as long as the replicas take" if lasting is None else f"about {format_duration(lasting)}{each} at least"
     shape = "" if models.known_shape(spec.model) else f"; the shape of {spec.model_text} is {UNKNOWN_SHAPE}"
     where = f"{replicas} replica{'s' if replicas > 1 else ''}{', then by LoadGen' if loadgen.is_asked(spec) else ''}"
-    load = f"{asked.scenario}{rate}{cap}"
-    return f"{spec.engine.name}, {load}: {count}, {where}, {asked.partition} partition, {time_s}{shape}"
+    what = f"{spec.engine.name}, {asked.scenario}{rate}{cap}"
+    return f"{what}: {count}, {where}, {asked.partition} partition, {time_s}{_too_few(asked)}{shape}"
+
+
+def _too_few(asked: Serving) -> str:
+    """Nothing where a search asks for enough itself, or a time decides how many there are."""
+    least = stopping.requests_needed(0, PERCENTILE)
+    limited = any(limit is not None for limit in asked.limits.values()) and asked.scenario != "search"
+    few = limited and not asked.least_s and asked.requests is not None and asked.requests < least
+    return f"; too few requests to tell whether limits are kept: at least {least} are needed" if few else ""

@@ -99,6 +99,30 @@ def test_a_run_whose_client_was_the_bottleneck_is_not_ranked(folder: Folder, cap
     assert "client: used 95% of a core (at most 80%)" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("doubted", "error", "limits", "code"),
+    [
+        ((), None, {}, 0),
+        ((1,), None, {}, 1),
+        ((0, 1), None, {}, 1),
+        ((), "http_429", {}, 1),
+        ((), "http_429", {"ttft_limit_s": 5.0}, 0),
+    ],
+)
+def test_a_load_that_was_asked_for_and_is_not_believed_is_in_the_exit_code(
+    tmp_path: Path, capsys: Any, doubted: tuple[int, ...], error: str | None, limits: dict[str, float], code: int
+) -> None:
+    """So that a schedule takes no such run for a good one; limits that were not kept are an answer."""
+    first, second = one_by_one(0.1, 20), one_by_one(0.1, 20, start_s=3.0)
+    second[-1] = dataclasses.replace(second[-1], error=error)
+    spec = build_spec(scenario="sweep", loads="1+2", concurrency=None, **limits)
+    clients = tuple(client(stage=n, cpu_s=9.5 if n in doubted else 0.1) for n in (0, 1))
+    swept = dataclasses.replace(in_stages(spec, (first, second), concurrency=(1, 2)), clients=clients)
+    out = write(tmp_path / "swept", [swept], 1.7e9)
+    assert cli.main(["report", str(out), "--format", "json"]) == code
+    assert "2 in flight" in capsys.readouterr().out
+
+
 def test_history_counts_served_launches_and_says_which_it_left_out(folder: Folder, tmp_path: Path, capsys: Any) -> None:
     for day in range(3):
         folder(f"day-{day}", 0.1, day=0, status=Status.OK)

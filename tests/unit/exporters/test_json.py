@@ -37,6 +37,7 @@ KEYS = [
         "recipes",
         "nodes",
         "served",
+        "doubted",
         "fleets",
         "partition_gains",
         "full_sets",

@@ -487,3 +487,17 @@ def test_a_load_longer_than_its_run_may_take_is_refused(make_spec: Callable[...,
     assert inference.outline(spec) == (
         "openai, server at 2 a second: 1,000 requests, 1 replica, static partition, about 8 min 20 s at least"
     )
+
+
+def test_a_plan_says_which_requests_are_too_few_for_their_limits(make_spec: Callable[..., RunSpec]) -> None:
+    def told(**asked: Any) -> str:
+        serving = Serving(**{"scenario": "server", "rate_per_s": 2.0, **asked})
+        return inference.outline(
+            make_spec(None, processes=1, workload="inference", engine=Choice("openai"), serving=serving)
+        )
+
+    words = "; too few requests to tell whether limits are kept: at least 459 are needed"
+    assert words in told(requests=458)
+    enough: list[dict[str, Any]] = [{"requests": 459}, {"requests": 40, "least_s": 600.0}, {}]
+    without: list[dict[str, Any]] = [{"requests": 40, "scenario": "search"}, {"requests": 40, "scenario": "offline"}]
+    assert not any(words in told(**asked) for asked in (*enough, *without))

@@ -304,7 +304,7 @@ const Charts = (() => {
     const rules = (chart.rules ?? []).filter(r => !r.group || r.group === (points[0].group ?? ""));
     const levels = rules.filter(r => !r.upright), trails = kind("trail"), stretch = stretches(trails);
     const line = { x, y: "y", z: "series", stroke: p => stroke.get(p.series), strokeWidth: 1.8 };
-    const texts = joined.filter(p => p.text), crowded = chart.section === "served";
+    const crowded = chart.section === "served", texts = [...joined, ...(crowded ? kind("ring") : [])].filter(p => p.text);
     const numbers = crowded ? apart(texts, p => pixelsOf(p, x, chart, domains, room - 60, height - 64))
       : texts.length <= MOST_NUMBERED ? joined : [];
     const yTicks = marksOf(chart.y, domains.y), ticks = xTicks(points.map(p => p.x), chart.x, room - 60);

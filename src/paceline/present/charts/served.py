@@ -10,10 +10,12 @@ from paceline.findings.served_shapes import LATENCY, TPOT, TTFT
 from paceline.present.charts.chart import (
     BARS,
     CURVE,
+    JOINED,
     LINES,
     LOG,
     LONE,
     NINES,
+    RING,
     SERVED,
     Axis,
     Chart,
@@ -23,7 +25,16 @@ from paceline.present.charts.chart import (
     numbered,
     used,
 )
-from paceline.present.loads import Beside, beside, cell_words, family_words, served_words, short_load
+from paceline.present.loads import (
+    NOT_BELIEVED,
+    Beside,
+    beside,
+    cell_words,
+    family_words,
+    marked,
+    served_words,
+    short_load,
+)
 from paceline.present.quantity import MISSING, format_number, format_parts, places
 from paceline.present.served import MS
 
@@ -48,6 +59,7 @@ def curve(report: Report) -> Iterator[Chart]:
     """A line per scenario through its loads, from the smallest on: where throughput ends and latency begins to grow."""
     found = report.served_shapes
     loads = [load for load in found.loads if _is_on_curve(load)] if found else []
+    doubted = sum(not load.is_believed for load in loads)
     if found is None or len(loads) < 2:
         return
     named = beside(found)
@@ -67,7 +79,7 @@ def curve(report: Report) -> Iterator[Chart]:
         name="served_curve",
         title="Latency over throughput",
         subtitle=f"Each point is one load ({_loads_told(loads)}): median (dashed) and 99th percentile, counted from "
-        f"when requests were due; whiskers are 95 % bounds. Latency is logarithmic.{_ceiling(found)}",
+        f"when requests were due; whiskers are 95 % bounds. Latency is logarithmic.{_hollow(doubted)}{_ceiling(found)}",
         kind=LINES,
         x=Axis(label="output, tokens/s", unit="tokens/s", ticks="round"),
         y=Axis(label="ms", unit="ms", scale=LOG, zero=False, shared=False),
@@ -99,12 +111,17 @@ def _curve_points(load: ServedLoad, spread: LatencySpread, named: Beside, famili
             high=MS.apply(high),
             group=WORDS[spread.quantity],
             series=_series(family_words(load, named), name, families),
-            label=served_words(load, named),
+            label=marked(served_words(load, named), load.is_believed),
             text=short_load(load.rate_per_s, load.concurrency) if name == "p99" else "",
             detail=f"{name} {shown} {interval} ms\n{rate}\n{_counted(load)}",
+            drawn=JOINED if load.is_believed else RING,
             cells=(load.cell,),
             runs=load.runs,
         )
+
+
+def _hollow(doubted: int) -> str:
+    return f" Hollow: {doubted} load{'' if doubted == 1 else 's'} {NOT_BELIEVED}." if doubted else ""
 
 
 def _loads_told(loads: Sequence[ServedLoad]) -> str:
@@ -123,7 +140,7 @@ def _counted(load: ServedLoad) -> str:
 
 
 def _ceiling(found: ServedShapes) -> str:
-    offline = [load.output_tokens_per_s for load in found.loads if load.scenario == "offline"]
+    offline = [load.output_tokens_per_s for load in found.loads if load.scenario == "offline" and load.is_believed]
     most = max((rate for rate in offline if rate is not None), default=None)
     return f" Offline: {format_number(most, places(most, None, None))} tokens/s." if most else ""
 
@@ -152,14 +169,16 @@ def distributions(report: Report) -> Iterator[Chart]:
         return
     named = beside(found)
     loads = _chosen([load for load in found.loads if load.spreads])
-    names = {served_words(load, named): load for load in loads}
+    names = {marked(served_words(load, named), load.is_believed): load for load in loads}
     points = [
         point
         for quantity in WORDS
         for name, load in names.items()
         for spread in load.spreads
         if spread.quantity == quantity
-        for point in spread_points(spread, WORDS[quantity], name, load.cell, load.runs)
+        for point in spread_points(
+            spread, WORDS[quantity], name, load.cell, load.runs, LONE if load.is_believed else RING
+        )
     ]
     left = len(found.loads) - len(loads)
     rest = f" {left} of {len(found.loads)} loads are left out." if left else ""
@@ -186,7 +205,9 @@ def _chosen(loads: Sequence[ServedLoad]) -> list[ServedLoad]:
     return [loads[round(i * (len(loads) - 1) / (MOST_LOADS - 1))] for i in range(MOST_LOADS)]
 
 
-def spread_points(spread: LatencySpread, group: str, series: str, cell: str, runs: tuple[str, ...]) -> Iterator[Point]:
+def spread_points(
+    spread: LatencySpread, group: str, series: str, cell: str, runs: tuple[str, ...], drawn: str = LONE
+) -> Iterator[Point]:
     """The curve, and dots at the percentiles that people quote, as far as there are requests to tell them from."""
     if spread.n < FEWEST_REQUESTS:
         return
@@ -203,7 +224,7 @@ def spread_points(spread: LatencySpread, group: str, series: str, cell: str, run
                 series=series,
                 label=series,
                 detail=f"{name} {shown} {interval} ms\n{spread.n:,} requests",
-                drawn=LONE,
+                drawn=drawn,
                 cells=(cell,),
                 runs=runs,
             )
@@ -223,7 +244,7 @@ def client(report: Report) -> Iterator[Chart]:
         name="served_client",
         title="The client's own lateness",
         subtitle="Of sending, reading and its processor the one nearest to its bound, in the worst process. "
-        "Beyond a bound the run is not believed.",
+        "Beyond a bound a load is not believed.",
         kind=BARS,
         y=Axis(label="% of the bound", unit="%"),
         points=tuple(points),

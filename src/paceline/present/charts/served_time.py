@@ -21,7 +21,7 @@ from paceline.present.charts.chart import (
     used,
 )
 from paceline.present.charts.served import in_ms, spread_points
-from paceline.present.loads import beside, cell_words, load_words, replica_words
+from paceline.present.loads import beside, cell_words, load_words, marked, replica_words
 
 # Of a run over more replicas those with most answers have their own colour, the others one.
 MOST_REPLICAS = 6
@@ -61,7 +61,7 @@ def _traces(report: Report) -> dict[str, ServedTrace]:
     if found is None:
         return {}
     named = beside(found)
-    return {cell_words(trace.axes, named): trace for trace in found.traces}
+    return {marked(cell_words(trace.axes, named), trace.is_believed): trace for trace in found.traces}
 
 
 def _flight_words(traces: Collection[ServedTrace]) -> str:
