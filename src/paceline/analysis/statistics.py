@@ -243,7 +243,7 @@ def launches_note(launches: int, of: str = "steps") -> str | None:
     if launches == 1:
         return f"launches were not repeated: the interval is of {of} within one launch only"
     if launches == 2:
-        return "two launches: the interval is Student's with one degree of freedom and therefore wide"
+        return "two launches: what they differ by is known with one degree of freedom, which makes the interval wide"
     return None
 
 
