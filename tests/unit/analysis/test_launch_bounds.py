@@ -1,4 +1,4 @@
-"""Intervals of one launch and of several: of one law they hold its truth, and launches that agree make them narrower."""
+"""Intervals of one launch and of several: they hold the truth of one law, and launches that agree narrow them."""
 
 from __future__ import annotations
 
@@ -71,10 +71,12 @@ def stationary(launches: int) -> tuple[float, float]:
     return held / TRIALS, float(np.median(widths))
 
 
-@pytest.mark.parametrize("launches", [1, 2, 3, 5])
-def test_bounds_hold_the_truth_of_a_stationary_law(launches: int) -> None:
+@pytest.mark.parametrize(("launches", "least"), [(1, 0.88), (2, 0.93), (3, 0.93), (5, 0.93)])
+def test_bounds_hold_the_truth_of_a_stationary_law(launches: int, least: float) -> None:
+    """Of 300 trials 93, 96, 99 and 99 %: blocks of one launch see a little less than all of its variance, and what
+    launches differ by counts what their blocks explain once more."""
     coverage, _ = stationary(launches)
-    assert coverage >= 0.9
+    assert coverage >= least
 
 
 def test_more_launches_of_one_law_have_narrower_bounds() -> None:
@@ -162,7 +164,7 @@ def test_what_is_no_wait_keeps_its_blocks() -> None:
 
 @pytest.mark.parametrize(("count", "reach"), [(2, 0.15), (3, 0.05)])
 def test_waits_of_several_launches_have_the_bounds_of_launches(count: int, reach: float) -> None:
-    """Launches 1.6 % apart at most, of waits from 0 to 7 s: as wide as Student's of their own values, not as the ramp."""
+    """Launches 1.6 % apart at most, of waits from 0 to 7 s: as wide as their own values tell, not as the ramp."""
     launches = [queue(n, each_s=0.25 * level) for n, level in enumerate((1.0, 1.016, 1.008)[:count])]
     found = told(*launches)["ttft_p50_s"]
     assert found.value is not None
