@@ -7,7 +7,6 @@ repeated. `achievable` is the best of all products of a dtype: one that was reac
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -65,18 +64,14 @@ class Row:
         values = [float(np.median([np.median(x) for x in ranks])) for ranks in launches]
         value = self.work / float(np.mean(values))
         rng = np.random.default_rng(statistics.seed_of(*self.key))
-        drawn = np.stack([_medians(ranks, rng) for ranks in launches])
-        units = len(launches) if len(launches) > 1 else min(_blocks(len(x)) for x in launches[0])
-        if units < 2:
-            return Resampled(value, None, math.inf, len(launches), True)
-        chosen = rng.integers(len(launches), size=(len(launches), RESAMPLES))
-        replicates = self.work / drawn[chosen, np.arange(RESAMPLES)].mean(axis=0)
-        deviations = (np.log(replicates) - math.log(value)) * math.sqrt(units / (units - 1))
-        return Resampled(value, deviations, units - 1, len(launches), True)
-
-
-def _blocks(n: int) -> int:
-    return math.ceil(n / statistics.block_length(n))
+        within = self.work / np.mean([_medians(ranks, rng) for ranks in launches], axis=0)
+        between = None
+        if len(launches) > 1:
+            between = (
+                self.work * len(launches) / statistics.redrawn_sums(np.array(values)[:, None], rng, RESAMPLES)[:, 0]
+            )
+        blocks = [min(statistics.block_count(len(x)) for x in ranks) for ranks in launches]
+        return statistics.from_components(value, statistics.components(within, between, blocks), len(launches))
 
 
 def _medians(ranks: Sequence[Array], rng: np.random.Generator) -> Array:
@@ -84,7 +79,7 @@ def _medians(ranks: Sequence[Array], rng: np.random.Generator) -> Array:
     found = []
     for x in ranks:
         length = statistics.block_length(len(x))
-        starts = rng.integers(len(x), size=(RESAMPLES, _blocks(len(x)), 1))
+        starts = rng.integers(len(x), size=(RESAMPLES, statistics.block_count(len(x)), 1))
         drawn = ((starts + np.arange(length)) % len(x)).reshape(RESAMPLES, -1)[:, : len(x)]
         found.append(np.median(x[drawn], axis=1))
     return np.asarray(np.median(found, axis=0))

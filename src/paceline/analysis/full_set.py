@@ -4,13 +4,12 @@
 
 T(n) is the whole time of the n requests that were asked, with its ramp and its end; only what is added goes at the
 steady rate. Of a static partition each replica has its share of the N and its own part of that rate, and the slowest
-one ends last. The interval is of the tokens of requests and of the steady rate, both drawn again: blocks of one launch,
-launches first where there are several.
+one ends last. The interval is of the tokens of requests and of the steady rate, blocks of which are drawn again in
+every launch, and of all of it together where there are several launches, which are drawn again too.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,7 +20,17 @@ from paceline.analysis.fleets import replicas_of
 from paceline.analysis.launch_spread import bounded
 from paceline.analysis.loadgen_rules import SET_NAME, WHOLE_SET
 from paceline.analysis.served_loads import Served, Stretch
-from paceline.analysis.statistics import Array, Resampled, block_length, resample_sums, seed_of
+from paceline.analysis.statistics import (
+    Array,
+    Resampled,
+    block_count,
+    components,
+    from_components,
+    redrawn_sums,
+    resample_sums,
+    seed_of,
+    unbounded,
+)
 from paceline.analysis.token_times import Steady, most_in_flight, steady, tokens_of
 from paceline.findings.served_verdicts import FullSet
 from paceline.serving import RequestSample
@@ -124,21 +133,26 @@ def _unsteady(portions: Sequence[Portion]) -> str | None:
 def _time(launches: Sequence[Portion], times: float, cell: str) -> Resampled:
     """For so many times the requests of a launch."""
     tokens, slices = [portion.tokens for portion in launches], [portion.steady.slices(SLICES) for portion in launches]
-    mean_s = float(np.mean([portion.seconds for portion in launches]))
-    more = (times - 1) * float(np.mean([len(portion.requests) for portion in launches]))
+    # Of each launch: tokens and requests, tokens and seconds of its steady part, its own time and all its requests.
+    totals = np.array(
+        [
+            [*each.sum(axis=0), *rate.sum(axis=0), portion.seconds, len(portion.requests)]
+            for each, rate, portion in zip(tokens, slices, launches, strict=True)
+        ]
+    )
 
-    def time(sums: tuple[Array, Array]) -> Array:
-        each, rate = (over[..., 0] / over[..., 1] for over in sums)
-        return np.asarray(mean_s + more * each / rate)
+    def time(sums: Array) -> Array:
+        each, rate = sums[..., 0] / sums[..., 1], sums[..., 2] / sums[..., 3]
+        return np.asarray((sums[..., 4] + (times - 1) * sums[..., 5] * each / rate) / len(launches))
 
-    value = float(time((sum(map(_total, tokens), np.zeros(2)), sum(map(_total, slices), np.zeros(2)))))
-    drawn = (resample_sums(tokens, seed_of(cell, "tokens")), resample_sums(slices, seed_of(cell, "steady")))
-    units = len(launches) if len(launches) > 1 else math.ceil(SLICES / block_length(SLICES))
-    with np.errstate(divide="ignore"):
-        deviations = (np.log(time(drawn)) - math.log(value)) * math.sqrt(units / (units - 1))
-    known = deviations if np.isfinite(deviations).all() else None
-    return Resampled(value, known, units - 1, len(launches), True)
-
-
-def _total(rows: Array) -> Array:
-    return np.asarray(rows.sum(axis=0))
+    whole = totals.sum(axis=0)
+    drawn = [resample_sums(rows, seed_of(cell, word)).within for rows, word in ((tokens, "tokens"), (slices, "steady"))]
+    within = np.column_stack((*drawn, np.tile(whole[4:], (len(drawn[0]), 1))))
+    # All columns of a launch together: one that was slow was slow in each of them.
+    between = redrawn_sums(totals, np.random.default_rng(seed_of(cell, "launches"))) if len(launches) > 1 else None
+    with np.errstate(divide="ignore", invalid="ignore"):
+        value, blocks = float(time(whole)), [block_count(SLICES)] * len(launches)
+        found = components(time(within), None if between is None else time(between), blocks)
+    if not all(np.isfinite(component.replicates).all() for component in found):
+        return unbounded(value, len(launches))
+    return from_components(value, found, len(launches))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from paceline.analysis.statistics import RESAMPLES, Array, Resampled, seed_of, unbounded
+from paceline.analysis.statistics import Array, Resampled, from_replicates, redrawn_sums, seed_of, unbounded
 
 # Sums over launches (one row of columns, or many) to the number.
 Estimate = Callable[[Array], Array]
@@ -33,15 +33,10 @@ def over_launches(rows: Sequence[Sequence[float]], estimate: Estimate, *words: s
             return None
         if len(table) == 1:
             return unbounded(value, 1)
-        drawn = np.random.default_rng(seed_of(*words)).integers(len(table), size=(RESAMPLES, len(table)))
-        again = estimate(table[drawn].sum(axis=1))
+        again = estimate(redrawn_sums(table, np.random.default_rng(seed_of(*words))))
     if not np.isfinite(again).all():
         return unbounded(value, len(table))
-    logarithmic = value > 0 and bool((again > 0).all())
-    deviations = np.log(again) - math.log(value) if logarithmic else again - value
-    # Drawing u units with replacement shows only (u - 1) / u of their variance.
-    scale = math.sqrt(len(table) / (len(table) - 1))
-    return Resampled(value, deviations * scale, len(table) - 1, len(table), logarithmic)
+    return from_replicates(value, again, len(table), len(table))
 
 
 Bounded = tuple[float | None, float | None, float | None]

@@ -17,7 +17,7 @@ import numpy as np
 from paceline import adapters, models
 from paceline.adapters import DTYPE_BYTES as DTYPE_BYTES
 from paceline.analysis import ceilings, statistics
-from paceline.analysis.statistics import Array, Resampled
+from paceline.analysis.statistics import Array, Draws, Resampled
 from paceline.analysis.window import LAUNCH_COLUMNS, PHASES, STEP_COLUMNS, Window
 from paceline.corpus import is_packed
 from paceline.errors import RequestError
@@ -47,8 +47,8 @@ class Cell:
     fields: Mapping[str, Any]
     axes: Mapping[str, Scalar]
     windows: tuple[Window, ...]
-    step_sums: Array
-    launch_sums: Array
+    step_sums: Draws
+    launch_sums: Draws
     achievable: Mapping[str, Measurement] = field(default_factory=dict)
 
     @property

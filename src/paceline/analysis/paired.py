@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from paceline import machine
 from paceline.analysis import gauges, served, statistics
 from paceline.analysis.compare import verdict_of
 from paceline.analysis.served_work import TOKENS_WITHIN
-from paceline.analysis.statistics import Array, Ratio
+from paceline.analysis.statistics import Array, Draws, Ratio
 from paceline.findings import BETTER, HIGHER, LOWER, TIE, Differing
 from paceline.findings.accuracy import Accuracy
 from paceline.findings.paired import FASTER, SLOWER, PairedRatio, PairedReplicas
@@ -118,11 +118,14 @@ def _ratios(tables: Sequence[Array], cell: str, pair: tuple[int, int]) -> Iterat
     if not tables:
         return
     seed = statistics.seed_of(cell, "paired", *map(str, pair))
-    sums = statistics.resample_sums(tables, seed)
+    draws = statistics.resample_sums(tables, seed)
     total = np.sum([table.sum(axis=0) for table in tables], axis=0)
     different = _different_work(tables)
-    yield _ratio("latency_s", "s", LOWER, _latency(total), _latency(sums), tables, different)
-    yield _ratio("output_tokens_per_s", "tokens/s", HIGHER, _speed(total), _speed(sums), tables, different)
+    for metric, unit, better, of in (
+        ("latency_s", "s", LOWER, _latency),
+        ("output_tokens_per_s", "tokens/s", HIGHER, _speed),
+    ):
+        yield _ratio(metric, unit, better, float(of(total)), _interval(of, total, draws, tables), tables, different)
 
 
 def _latency(sums: Array) -> Array:
@@ -151,17 +154,16 @@ def _ratio(
     metric: str,
     unit: str,
     better: str,
-    value: Array,
-    replicates: Array,
+    value: float,
+    found: Ratio | None,
     tables: Sequence[Array],
     different: str | None,
 ) -> PairedRatio:
-    found = _interval(float(value), replicates, tables)
     verdict, reason = (None, f"not equal work: {different}") if different else _verdict(found, better, tables)
     return PairedRatio(
         metric=metric,
         unit=unit,
-        ratio=float(value),
+        ratio=value,
         low=found.low if found else None,
         high=found.high if found else None,
         detectable_ratio=found.detectable if found else None,
@@ -170,12 +172,12 @@ def _ratio(
     )
 
 
-def _interval(value: float, replicates: Array, tables: Sequence[Array]) -> Ratio | None:
-    rows = sum(map(len, tables))
-    if rows < FEWEST_PAIRS:
+def _interval(of: Callable[[Array], Array], total: Array, draws: Draws, tables: Sequence[Array]) -> Ratio | None:
+    if sum(map(len, tables)) < FEWEST_PAIRS:
         return None
-    units = len(tables) if len(tables) > 1 else -(-rows // statistics.block_length(rows))
-    return statistics.contrast([(statistics.from_replicates(value, replicates, units, len(tables)), 1)])
+    within, between = (None if sums is None else of(sums) for sums in draws)
+    found = statistics.components(within, between, [statistics.block_count(len(table)) for table in tables])
+    return statistics.contrast([(statistics.from_components(float(of(total)), found, len(tables)), 1)])
 
 
 def _verdict(found: Ratio | None, better: str, tables: Sequence[Array]) -> tuple[str | None, str]:

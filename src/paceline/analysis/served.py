@@ -100,8 +100,9 @@ def measure(served: Served) -> Iterator[Measurement]:
     reasons = any(request.first_reasoning_ns is not None for request in served.answered)
     for name, quantity in (LATENCIES | OF_REASONING if reasons else LATENCIES).items():
         count = sum(quantity(request) is not None for request in served.answered)
+        note = shared_waits.why_by_launches(served, quantity)
         for percent, found in zip(PERCENTILES, shared_waits.of_answers(served, quantity, PERCENTILES), strict=True):
-            yield measurement(served, f"{name}_p{percent}_s", found, n=count)
+            yield measurement(served, f"{name}_p{percent}_s", found, n=count, note=note)
     yield from _gaps(served)
     yield from _rates(served)
     yield from _steady_rates(served)

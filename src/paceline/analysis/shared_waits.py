@@ -2,7 +2,8 @@
 
 They wait for the same steps and stall behind the same prefills: an answer is no draw of its own. What is drawn again is
 launches, and in each of them blocks of answers that began one after another, long enough that most of what an answer
-shared with others is within its block.
+shared with others is within its block. Waits in a queue of requests that are all due at once have the bounds of
+launches alone.
 """
 
 from __future__ import annotations
@@ -13,23 +14,18 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.analysis.clustered_percentiles import FEWEST_BEYOND, clustered_percentiles
 from paceline.analysis.launch_spread import Bounded, bounded
-from paceline.analysis.served_loads import Served
-from paceline.analysis.statistics import (
-    FEWEST_BEYOND,
-    Array,
-    Resampled,
-    block_length,
-    clustered_percentiles,
-    seed_of,
-    unbounded,
-)
+from paceline.analysis.served_loads import Served, first_answer_s, first_reasoning_s, latency_s, ttft_s
+from paceline.analysis.statistics import Array, Resampled, block_length, seed_of, unbounded
 from paceline.analysis.token_times import Gaps, most_in_flight
 from paceline.serving import RequestSample
 
 # Of a launch its values, and the number of the answer that each is of, in the order of time.
 Timed = tuple[Array, NDArray[np.int64]]
 Quantity = Callable[[RequestSample], float | None]
+# Counted from when a request was due.
+WAITS: frozenset[Quantity] = frozenset((ttft_s, latency_s, first_reasoning_s, first_answer_s))
 
 # A block is of so many times the answers in flight. Answers at its edges share steps with the next block: with r of
 # them a bootstrap sees 1 - 1 / (3 r) of the variance.
@@ -50,7 +46,24 @@ def of_answers(served: Served, quantity: Quantity, percents: Sequence[float]) ->
 
 def estimates(served: Served, quantity: Quantity, percents: Sequence[float]) -> list[Resampled | None]:
     """The same with their draws, so that two loads can be compared; None where it is told of no answer."""
-    return _percentiles(served, [_told(launch, quantity) for launch in served.launches], percents, "latency")
+    timed = [_told(launch, quantity) for launch in served.launches]
+    if is_queue(served, quantity):
+        timed = [(values, np.zeros_like(answers)) for values, answers in timed]
+    return _percentiles(served, timed, percents, "latency")
+
+
+def is_queue(served: Served, quantity: Quantity) -> bool:
+    """Whether it tells a place in a queue: all requests are due at once, and each waits for those before it. Values go
+    up from the first to the last, so that blocks of neighbours are no draws of one law; a launch is one draw."""
+    return served.scenario == "offline" and quantity in WAITS
+
+
+def why_by_launches(served: Served, quantity: Quantity) -> str | None:
+    """What is to be said of the bounds of a queue; None of other loads."""
+    if not is_queue(served, quantity):
+        return None
+    bounds = "one launch has no bounds" if len(served.launches) == 1 else "bounds are of launches only"
+    return f"all requests are due at once, so that it tells a place in the queue: {bounds}"
 
 
 def why_unbounded(launches: int) -> str:

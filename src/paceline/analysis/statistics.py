@@ -23,10 +23,6 @@ Z_95 = 1.959964
 # Two-sided 5 % at 80 % power: 1.96 + 0.84.
 DETECTABLE_ERRORS = 2.8
 OUTLIER_Z = 3.5
-# A percentile with fewer values beyond it is told by single ones of them, and drawing them again shows no more.
-FEWEST_BEYOND = 5
-# Values that are told apart: more are put together, so that no number of tokens makes a bootstrap longer.
-MOST_STEPS = 1000
 
 # Student's t, 97.5 %, for 1 to 30 degrees of freedom (Abramowitz and Stegun, table 26.10); then the normal's value.
 _T_975 = (
@@ -50,8 +46,8 @@ def student_t(freedom: float) -> float:
 class Resampled:
     """A statistic with its bootstrap deviations: of its logarithm where `logarithmic`, else of itself.
 
-    Deviations are already scaled by sqrt(u/(u-1)), u the resampled units (launches, or blocks of a single launch):
-    drawing u units with replacement shows only (u-1)/u of their variance. None where one unit is all there is.
+    Deviations are the sum of those of its components, each already scaled (`from_components`). None where one unit is
+    all there is.
     """
 
     value: float
@@ -90,7 +86,7 @@ def block_length(n: int) -> int:
     return max(1, round(math.sqrt(n)))
 
 
-def _blocks(n: int) -> int:
+def block_count(n: int) -> int:
     return math.ceil(n / block_length(n))
 
 
@@ -101,8 +97,8 @@ def _block_sums(rows: Array, draws: int, rng: np.random.Generator) -> Array:
     """
     n, length = len(rows), block_length(len(rows))
     ends = np.vstack([np.zeros((1, rows.shape[1])), np.cumsum(np.vstack([rows, rows[:length]]), axis=0)])
-    last = n - (_blocks(n) - 1) * length
-    starts = rng.integers(0, n, size=(_blocks(n) - 1, draws))
+    last = n - (block_count(n) - 1) * length
+    starts = rng.integers(0, n, size=(block_count(n) - 1, draws))
     final = rng.integers(0, n, size=draws)
     total: Array = ends.take(final + last, axis=0) - ends.take(final, axis=0)
     blocks = ends[length:] - ends[:-length]
@@ -111,126 +107,96 @@ def _block_sums(rows: Array, draws: int, rng: np.random.Generator) -> Array:
     return total
 
 
-def resample_sums(launches: Sequence[Array], seed: int, resamples: int = RESAMPLES) -> Array:
-    """Bootstrap column sums, one row per resample. Each launch is an array of n steps by columns.
+class Draws(NamedTuple):
+    """Column sums, one row per resample, of the two things that are drawn again, each by itself: blocks inside every
+    launch, and whole launches where there are several."""
 
-    One launch: blocks of its steps. Several: launches first, then blocks inside each launch drawn.
-    """
+    within: Array
+    between: Array | None
+
+
+def resample_sums(launches: Sequence[Array], seed: int, resamples: int = RESAMPLES) -> Draws:
+    """Each launch is an array of n steps by columns."""
     rng = np.random.default_rng(seed)
+    within = np.zeros((resamples, launches[0].shape[1]))
+    for rows in launches:
+        within += _block_sums(rows, resamples, rng)
     if len(launches) == 1:
-        return _block_sums(launches[0], resamples, rng)
-    drawn = rng.integers(len(launches), size=(resamples, len(launches)))
-    terms = np.empty((drawn.size, launches[0].shape[1]))
-    for index, rows in enumerate(launches):
-        slots = np.flatnonzero(drawn == index)
-        terms[slots] = _block_sums(rows, len(slots), rng)
-    # In the order of launches, whatever the order they were drawn in: equal draws give equal sums, to the last digit.
-    ordered = np.argsort(drawn, axis=1, kind="stable") + len(launches) * np.arange(resamples)[:, None]
-    total = np.zeros((resamples, launches[0].shape[1]))
-    for column in ordered.T:
-        total += terms.take(column, axis=0)
-    return total
+        return Draws(within, None)
+    return Draws(within, redrawn_sums(np.array([rows.sum(axis=0) for rows in launches]), rng, resamples))
 
 
-def ratio_of_sums(launches: Sequence[Array], sums: Array, numerator: int, denominator: int) -> Resampled | None:
+def redrawn_sums(totals: Array, rng: np.random.Generator, resamples: int = RESAMPLES) -> Array:
+    """As many launches as there are, drawn with replacement; a row of totals is one launch."""
+    # How often each is drawn, and not which came first: equal draws give equal sums, to the last digit.
+    drawn = rng.multinomial(len(totals), np.full(len(totals), 1 / len(totals)), size=resamples)
+    # By hand: a product of matrices turns one missing value into many, and its last digit depends on the machine.
+    return np.asarray(sum((drawn[:, n, None] * row for n, row in enumerate(totals)), np.zeros((1, totals.shape[1]))))
+
+
+def ratio_of_sums(launches: Sequence[Array], draws: Draws, numerator: int, denominator: int) -> Resampled | None:
     """sum(numerator) / sum(denominator) over all steps of all launches; None where a value is missing (NaN)."""
-    steps = sum(len(rows) for rows in launches)
+    steps = [len(rows) for rows in launches]
     top = float(sum(rows[:, numerator].sum() for rows in launches))
     bottom = float(sum(rows[:, denominator].sum() for rows in launches))
-    if not steps or not math.isfinite(top) or not math.isfinite(bottom) or bottom <= 0:
+    if not sum(steps) or not math.isfinite(top) or not math.isfinite(bottom) or bottom <= 0:
         return None
-    units = len(launches) if len(launches) > 1 else _blocks(steps)
-    if units < 2:
-        return unbounded(top / bottom, len(launches))
-    return from_replicates(top / bottom, sums[:, numerator] / sums[:, denominator], units, len(launches))
+    within, between = (None if s is None else s[:, numerator] / s[:, denominator] for s in draws)
+    return from_components(top / bottom, components(within, between, [block_count(n) for n in steps]), len(launches))
+
+
+class Component(NamedTuple):
+    """What one kind of draw makes of a statistic. units are drawn with replacement in each of so many groups, which
+    shows only (units - groups) / units of their variance; that many degrees of freedom know it."""
+
+    replicates: Array
+    units: int
+    groups: int = 1
+
+
+def components(within: Array | None, between: Array | None, blocks: Sequence[int]) -> list[Component]:
+    """Of a statistic of launches of so many blocks each: what its blocks tell, and what its launches tell. A launch of
+    one block tells nothing within itself."""
+    found = [] if between is None else [Component(between, len(blocks))]
+    return found if within is None else [*found, Component(within, sum(blocks), len(blocks))]
+
+
+def from_components(value: float, found: Sequence[Component], launches: int) -> Resampled:
+    """Each kind of draw widens the interval by its own degrees of freedom: two launches know their spread badly, and
+    hundreds of blocks in them know theirs well. Freedom is Welch and Satterthwaite's, as in `contrast`.
+
+    What launches differ by holds what blocks made them differ by, so that both together are rather wide than narrow.
+    """
+    known = [c for c in found if c.units > c.groups]
+    if not known:
+        return unbounded(value, launches)
+    logarithmic = value > 0 and all(bool((c.replicates > 0).all()) for c in known)
+    parts = [
+        (np.log(c.replicates) - math.log(value) if logarithmic else c.replicates - value)
+        * math.sqrt(c.units / (c.units - c.groups))
+        for c in known
+    ]
+    freedom = satterthwaite([float(x.var()) for x in parts], [c.units - c.groups for c in known])
+    return Resampled(value, np.sum(parts, axis=0), freedom, launches, logarithmic)
 
 
 def from_replicates(value: float, replicates: Array, units: int, launches: int) -> Resampled:
-    logarithmic = value > 0 and bool((replicates > 0).all())
-    deviations = np.log(replicates) - math.log(value) if logarithmic else replicates - value
-    return Resampled(value, deviations * math.sqrt(units / (units - 1)), units - 1, launches, logarithmic)
+    """Of one kind of draw: launches, or blocks of a single one."""
+    return from_components(value, [Component(replicates, units)], launches)
+
+
+def satterthwaite(variances: Sequence[float], freedoms: Sequence[float]) -> float:
+    """Degrees of freedom of a sum whose parts have these variances, each known by so many: (sum v)^2 / sum(v^2 / f).
+    Of a single part its own; infinite where nothing varies."""
+    told = [(v, f) for v, f in zip(variances, freedoms, strict=True) if v > 0]
+    if len(told) < 2:
+        return told[0][1] if told else math.inf
+    return sum(v for v, _ in told) ** 2 / sum(v * v / f for v, f in told)
 
 
 def unbounded(value: float, launches: int) -> Resampled:
     """A number that the data supports no interval of."""
     return Resampled(value, None, math.inf, launches, value > 0)
-
-
-def _percentiles_of(ascending: Array, counts: NDArray[np.int64], percent: float) -> Array:
-    """Of values that each occur so often, row by row, without writing them out."""
-    ends = np.cumsum(counts, axis=1)
-    place = percent / 100 * (ends[:, -1:] - 1)
-    below, above = (ascending[(ends <= edge).sum(axis=1)] for edge in (np.floor(place), np.ceil(place)))
-    return np.asarray(below + (above - below) * (place - np.floor(place))[:, 0])
-
-
-def clustered_percentiles(
-    launches: Sequence[tuple[Array, NDArray[np.int64]]],
-    percents: Sequence[float],
-    seed: int,
-    resamples: int = RESAMPLES,
-) -> list[Resampled | None]:
-    """numpy's percentiles of all values together; of each launch its values, and the number of the cluster that each is
-    in. Launches are drawn where there are several, then clusters in each: values of one cluster may be as alike as they
-    please, and clusters must not be. None unless every launch has values, and FEWEST_BEYOND clusters of one launch, or
-    values of several, lie beyond it on either side.
-
-    Deviations are of values rounded up to one of some MOST_STEPS quantiles, half of them in the upper tenth."""
-    known = [(values, clusters) for values, clusters in launches if len(values)]
-    if not known or len(known) < len(launches):
-        return [None] * len(percents)
-    numbers = [np.unique(clusters, return_inverse=True)[1] for _, clusters in known]
-    sizes = [int(own.max()) + 1 for own in numbers]
-    starts = np.cumsum([0, *sizes[:-1]])
-    values = np.concatenate([x for x, _ in known])
-    own = np.concatenate([n + start for n, start in zip(numbers, starts, strict=True)])
-    order = np.argsort(values)
-    ascending, own = values[order], own[order]
-    steps, place = _steps(ascending)
-    held = np.bincount(own * len(steps) + place, minlength=sum(sizes) * len(steps)).reshape(sum(sizes), -1)
-    times = _drawn_clusters(sizes, resamples, np.random.default_rng(seed))
-    # As floats: products of whole numbers have no fast kernel, and these are exact up to 2^53.
-    counts = np.rint(times.astype(np.float64) @ held.astype(np.float64)).astype(np.int64)
-    units = len(sizes) if len(sizes) > 1 else sizes[0]
-    found: list[Resampled | None] = []
-    for percent in percents:
-        value = float(_percentiles_of(ascending, np.ones((1, len(ascending)), dtype=np.int64), percent)[0])
-        below, above = np.searchsorted(ascending, value, "right"), np.searchsorted(ascending, value, "left")
-        if min(_beyond(own[:below], len(sizes)), _beyond(own[above:], len(sizes))) < FEWEST_BEYOND:
-            found.append(None)
-            continue
-        # Both rounded alike: what is left between them is what drawing did.
-        here = float(_percentiles_of(steps, held.sum(axis=0)[None, :], percent)[0])
-        again = _percentiles_of(steps, counts, percent)
-        found.append(from_replicates(value, again * (value / here) if here > 0 else again, units, len(sizes)))
-    return found
-
-
-def _drawn_clusters(sizes: Sequence[int], resamples: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """How often each resample (row) holds each cluster: launches first where there are several, then as many clusters
-    of each launch drawn as it has."""
-    count = len(sizes)
-    drawn = rng.multinomial(count, np.full(count, 1 / count), size=resamples)
-    parts = [rng.multinomial(drawn[:, n] * size, np.full(size, 1 / size)) for n, size in enumerate(sizes)]
-    return np.concatenate(parts, axis=1)
-
-
-def _steps(ascending: Array) -> tuple[Array, NDArray[np.int64]]:
-    """Values that are told apart, and for each value the first one that is no less: all that occur, or so many
-    quantiles of them, the largest one among them."""
-    is_new = np.concatenate(([True], np.diff(ascending) > 0))
-    if np.count_nonzero(is_new) <= MOST_STEPS:
-        return ascending[is_new], np.cumsum(is_new) - 1
-    last, half = len(ascending) - 1, MOST_STEPS // 2
-    levels = np.concatenate((np.linspace(0, 0.9, half), np.linspace(0.9, 1, half)))
-    steps = np.unique(ascending[np.rint(levels * last).astype(np.int64)])
-    ends = np.searchsorted(ascending, steps, "right")
-    return steps, np.repeat(np.arange(len(steps)), np.diff(ends, prepend=0))
-
-
-def _beyond(clusters: NDArray[np.int64], launches: int) -> int:
-    """Of one launch clusters, which are all that tells its spread; of several, whose spread is theirs, values."""
-    return int(np.count_nonzero(np.bincount(clusters))) if launches == 1 and len(clusters) else len(clusters)
 
 
 class Ratio(NamedTuple):
@@ -255,8 +221,7 @@ def ratio_between(over: Sequence[Resampled], under: Sequence[Resampled]) -> Rati
 def contrast(sides: Iterable[tuple[Resampled, float]]) -> Ratio | None:
     """The product of all values, each to the power of its weight; None where a side has no spread.
 
-    Freedom is Welch and Satterthwaite's: (sum v)^2 / sum(v^2 / freedom), v the variance of each side's share of the
-    logarithm.
+    Freedom is Welch and Satterthwaite's, of the variance of each side's share of the logarithm.
     """
     value = 1.0
     total: Array = np.zeros(1)
@@ -268,8 +233,7 @@ def contrast(sides: Iterable[tuple[Resampled, float]]) -> Ratio | None:
         total = total + weight * side.deviations
         variances.append(weight * weight * float(side.deviations.var()))
         freedoms.append(side.freedom)
-    penalty = sum(v * v / f for v, f in zip(variances, freedoms, strict=True))
-    widening = student_t(sum(variances) ** 2 / penalty if penalty > 0 else math.inf) / Z_95
+    widening = student_t(satterthwaite(variances, freedoms)) / Z_95
     low, high = np.percentile(total, (2.5, 97.5)) * widening
     return Ratio(value, value * math.exp(low), value * math.exp(high), math.sqrt(sum(variances)) * widening)
 
@@ -279,7 +243,7 @@ def launches_note(launches: int, of: str = "steps") -> str | None:
     if launches == 1:
         return f"launches were not repeated: the interval is of {of} within one launch only"
     if launches == 2:
-        return "two launches: the interval is Student's with one degree of freedom and therefore wide"
+        return "two launches: what they differ by is known with one degree of freedom, which makes the interval wide"
     return None
 
 

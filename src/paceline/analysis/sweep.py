@@ -89,7 +89,7 @@ class Entry:
         return {rank: totals[rank] / counts[rank] for rank in sorted(totals) if counts[rank]}
 
     def resampled_time(self) -> Resampled | None:
-        """t with its bootstrap over blocks of iterations, launches first where there are several."""
+        """t with its bootstrap over blocks of iterations, and over launches where there are several."""
         walls = [np.column_stack([_slowest(x), np.ones(len(x))]) for x in self.seconds]
         if not walls:
             return None

@@ -19,6 +19,8 @@ from paceline.serving import RequestSample
 
 NS = 1e9
 STEADY_RATIO = 0.95
+# Of a step: answers that end so close together ended in the same one.
+SAME_STEP = 0.5
 
 
 def first_token_ns(request: RequestSample) -> int | None:
@@ -160,11 +162,11 @@ def spans_of_at_least(requests: Sequence[RequestSample], level: float) -> Spans:
     return _merged(times[np.flatnonzero(edges == 1)], times[np.flatnonzero(edges == -1)])
 
 
-def _merged(starts: Array, ends: Array) -> Spans:
-    """Without stretches of no length, and joined where one begins as the other ends."""
+def _merged(starts: Array, ends: Array, bridged_ns: float = 0.0) -> Spans:
+    """Without stretches of no length, and joined where one begins as the other ends, or no more than so much later."""
     long = ends > starts
     starts, ends = starts[long], ends[long]
-    apart = starts[1:] > ends[:-1]
+    apart = starts[1:] > ends[:-1] + bridged_ns
     return Spans(np.concatenate((starts[:1], starts[1:][apart])), np.concatenate((ends[:-1][apart], ends[-1:])))
 
 
@@ -198,7 +200,7 @@ def steady(requests: Sequence[RequestSample], planned: int | None, of: Sequence[
     of some of the requests where they are given, else of all."""
     whole = planned or most_in_flight(requests)
     level = max(1, math.ceil(STEADY_RATIO * whole - 1e-9))
-    spans = spans_of_at_least(requests, level)
+    spans = _full(requests, level)
     if spans.seconds <= 0:
         return Steady(level, reason=f"{level} requests were never in flight at once, {STEADY_RATIO:.0%} of {whole}")
     found = arrivals([request for request in (requests if of is None else of) if request.error is None])
@@ -209,3 +211,26 @@ def steady(requests: Sequence[RequestSample], planned: int | None, of: Sequence[
         return Steady(level, reason=f"no token came while {level} requests were in flight")
     elapsed = spans.elapsed_before(found.times[inside]) / NS
     return Steady(level, spans.seconds, elapsed, found.tokens[inside])
+
+
+def _full(requests: Sequence[RequestSample], level: int) -> Spans:
+    """The time in which so many were in flight, without the moments that a closed loop needs to put the next request in
+    the place of an answer. Answers of one step end together: at the first of those ends the load is no longer full, and
+    without the others' last tokens, which come in no time, the rate would be too low. So a stretch goes on to the last
+    end of the same step, and to the next stretch where that follows within a step, or within so small a part of an
+    answer that every place is still taken for STEADY_RATIO of the time."""
+    spans = spans_of_at_least(requests, level)
+    if not len(spans.starts):
+        return spans
+    known = [(r.sent_ns, r.ended_ns) for r in requests if r.sent_ns is not None and r.ended_ns is not None]
+    ends = np.sort(np.array([ended for _, ended in known], dtype=np.float64))
+    step_ns, answer_ns = _step_ns(requests), float(np.median([ended - sent for sent, ended in known]))
+    last = ends[np.searchsorted(ends, spans.ends + SAME_STEP * step_ns, side="right") - 1]
+    return _merged(spans.starts, last, max(step_ns, (1 - STEADY_RATIO) * answer_ns))
+
+
+def _step_ns(requests: Sequence[RequestSample]) -> float:
+    """The usual time between arrivals of one answer; 0 where no answer has two."""
+    found = arrivals(requests)
+    gaps = np.diff(found.times)[~found.first[1:]]
+    return float(np.median(gaps)) if len(gaps) else 0.0

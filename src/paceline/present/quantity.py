@@ -11,7 +11,7 @@ from paceline.findings import Comparison, Measurement
 MISSING = "\u2013"
 TIMES = "\u00d7"
 DIGITS_OF_INTERVAL = 2
-DIGITS_WITHOUT_INTERVAL = 3
+LEAST_DIGITS = 3
 # Of thousands of requests an interval is tighter than anybody can use, or than another day would give.
 MOST_DIGITS = 5
 DIGITS_OF_RATIO = 3
@@ -51,13 +51,16 @@ def _si_scale(unit: str, values: Iterable[float | None]) -> Scale:
 
 
 def places(value: float, low: float | None, high: float | None) -> int:
-    """Decimal places that show two digits of the interval's half width, but of the value at most MOST_DIGITS; of a
-    value without an interval three."""
-    half = (high - low) / 2 if low is not None and high is not None else 0.0
-    if half <= 0:
-        return _places_of(value, DIGITS_WITHOUT_INTERVAL) if value else 0
-    told = _places_of(half, DIGITS_OF_INTERVAL)
-    return min(told, _places_of(value, MOST_DIGITS)) if value else told
+    """Decimal places that show two digits of the interval's half width, but of the value at least LEAST_DIGITS, as of
+    one without an interval, and at most MOST_DIGITS: a wide interval says how little is known, and rounding what was
+    seen would hide that as well. A difference that may be none is told as finely as its interval."""
+    if low is None or high is None or high <= low:
+        return _places_of(value, LEAST_DIGITS) if value else 0
+    told = _places_of((high - low) / 2, DIGITS_OF_INTERVAL)
+    if not value:
+        return told
+    least = told if low < 0 < high else _places_of(value, LEAST_DIGITS)
+    return min(max(told, least), _places_of(value, MOST_DIGITS))
 
 
 def _places_of(value: float, digits: int) -> int:
@@ -118,9 +121,9 @@ def format_measurement(m: Measurement, scale: Scale | None = None) -> str:
 
 
 def format_brief(m: Measurement, scale: Scale) -> str:
-    """The number alone: three digits, fewer where the interval says that they mean nothing."""
-    value, low, high = scale.apply(m.value), scale.apply(m.low), scale.apply(m.high)
-    return MISSING if value is None else format_own(value, min(places(value, low, high), places(value, None, None)))
+    """The number alone: three digits."""
+    value = scale.apply(m.value)
+    return MISSING if value is None else format_own(value, places(value, None, None))
 
 
 def format_ratio(c: Comparison) -> tuple[str, str]:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from paceline.analysis import statistics
-from paceline.analysis.statistics import Array, Resampled, clustered_percentiles
+from paceline.analysis.clustered_percentiles import _percentiles_of, clustered_percentiles
+from paceline.analysis.statistics import Array, Resampled
 
 Clusters = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
@@ -52,7 +53,7 @@ def test_values_that_occur_often_count_as_often() -> None:
     counts = np.array([[2, 0, 1, 3, 0], [1, 1, 1, 1, 1]])
     written_out = [np.percentile([10, 10, 30, 40, 40, 40], 37), np.percentile([10, 20, 30, 40, 50], 37)]
     ascending = np.array([10.0, 20, 30, 40, 50])
-    assert statistics._percentiles_of(ascending, counts, 37) == pytest.approx(written_out)
+    assert _percentiles_of(ascending, counts, 37) == pytest.approx(written_out)
 
 
 def of_independent(values: np.ndarray, percent: float) -> tuple[float, float]:
@@ -105,7 +106,7 @@ def test_several_launches_are_drawn_first() -> None:
     launches = [(level * rng.lognormal(0, 0.01, 2000), numbered(100, 20)) for level in levels]
     for drawn in clustered_percentiles(launches, (50, 99), 1):
         assert drawn is not None
-        assert (drawn.launches, drawn.freedom) == (3, 2)
+        assert (drawn.launches, drawn.freedom) == (3, pytest.approx(2, rel=0.01))
         low, high = drawn.interval
         assert low is not None
         assert high is not None

@@ -7,6 +7,7 @@ import pytest
 from served_records import MS, record, request, streamed
 
 from paceline.analysis import served, token_times
+from paceline.serving import RequestSample
 
 
 def test_an_arrival_holds_all_tokens_of_its_time() -> None:
@@ -84,3 +85,66 @@ def test_where_there_is_no_steady_rate_the_reason_stands() -> None:
     assert (rate.value, rate.note) == (None, served.OPEN_LOAD)
     rate = by_name("concurrency", 2, concurrency=40)["steady_output_tokens_per_s"]
     assert (rate.value, rate.note) == (None, "38 requests were never in flight at once, 95% of 40")
+
+
+# --- a closed load: the steady part holds its refills and neither ramp nor end ---
+
+
+def closed_load(
+    slots: int, rounds: int, apart_ms: float, turnaround_ms: float, tokens: int = 16, ramp_ms: float = 0.0
+) -> list[RequestSample]:
+    """Every slot gives a token each 10 ms, and is filled again so long after its answer. Its last token comes with the
+    end. Slots read a little apart from each other, and begin one ramp_ms after another."""
+    found, answer_ms = [], tokens * 10.0
+    for slot in range(slots):
+        begin = slot * (apart_ms + ramp_ms)
+        for turn in range(rounds):
+            start = (begin + turn * (answer_ms + turnaround_ms)) / 1e3
+            found.append(streamed(slot + slots * turn, start, start + answer_ms / 1e3, tokens))
+    return found
+
+
+def rates(asked: list[RequestSample], slots: int) -> tuple[float, float]:
+    """Of the whole load, and of its steady part."""
+    (load,) = served.gather([record(asked, scenario="concurrency", concurrency=slots)])
+    found = {m.metric: m.value for m in served.measure(load)}
+    return found["output_tokens_per_s"] or 0.0, found["steady_output_tokens_per_s"] or 0.0
+
+
+@pytest.mark.parametrize(("slots", "apart_ms"), [(2, 0.05), (8, 0.05), (8, 0.3), (32, 0.02), (64, 0.0)])
+@pytest.mark.parametrize("turnaround_ms", [0.2, 0.8])
+def test_answers_that_end_in_one_step_keep_their_last_tokens(slots: int, apart_ms: float, turnaround_ms: float) -> None:
+    """A sixteenth of all tokens is last ones. All slots end within 2.1 ms of each other, and are refilled at once: the
+    load is full for all but its first and last moments, so that both rates are the same."""
+    whole, steady = rates(closed_load(slots, 40, apart_ms, turnaround_ms), slots)
+    assert steady == pytest.approx(whole, rel=0.005)
+
+
+def test_slots_that_end_at_times_of_their_own_have_the_rate_of_the_full_load() -> None:
+    """Eight that began 20 ms apart: 100 tokens/s of each, while it answers. The refills, 3 ms of 163, belong to it."""
+    asked = closed_load(8, 60, 20.0, 3.0)
+    whole, steady = rates(asked, 8)
+    assert steady == pytest.approx(8 * 16 / 0.163, rel=0.005)
+    assert whole < 0.99 * steady
+
+
+def test_ramp_and_end_are_still_cut_off() -> None:
+    """Slots begin a second apart, and end so: full from 3 s to when the first one has had its 40 answers."""
+    asked = closed_load(4, 40, 0.0, 0.0, ramp_ms=1000.0)
+    found = token_times.steady(asked, 4)
+    assert found.seconds == pytest.approx(40 * 0.16 - 3, abs=0.01)
+    assert found.total / found.seconds == pytest.approx(400, rel=0.005)
+    whole, steady = rates(asked, 4)
+    assert whole < 0.75 * steady
+
+
+def test_a_pause_between_answers_is_no_full_load() -> None:
+    """Each slot rests 40 ms after 160 ms: a fifth of the time, which nobody may call steady."""
+    found = token_times.steady(closed_load(4, 20, 0.05, 40.0), 4)
+    assert found.seconds == pytest.approx(20 * 0.16, rel=0.005)
+
+
+def test_answers_without_times_between_tokens_are_bridged_by_their_length() -> None:
+    asked = closed_load(4, 30, 0.0, 0.5, tokens=1)
+    # 10 ms each, and 0.5 ms until the next: no more than a twentieth.
+    assert token_times.steady(asked, 4).seconds == pytest.approx(30 * 0.01 + 29 * 0.0005)

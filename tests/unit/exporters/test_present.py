@@ -56,7 +56,7 @@ def test_what_is_not_zero_never_reads_as_zero() -> None:
     [
         ((1.3412, 1.312, 1.371), "1.34 (95 % interval 1.31 to 1.37)"),
         ((0.25, 0.249997, 0.250003), "0.250"),
-        ((0.3, 0.02, 2.9), "0.3 (95 % interval 0.02 to 2.9)"),
+        ((0.3, 0.02, 2.9), "0.30 (95 % interval 0.02 to 2.90)"),
     ],
 )
 def test_a_ratio_has_the_digits_of_its_interval_and_no_interval_that_says_nothing(

@@ -1,0 +1,215 @@
+"""Intervals of one launch and of several: they hold the truth of one law, and launches that agree narrow them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import pytest
+from answered_records import NS, build_record, build_request, build_spec
+
+from paceline.analysis import full_set, served, shared_waits, statistics
+from paceline.analysis.clustered_percentiles import clustered_percentiles
+from paceline.analysis.statistics import Array, Resampled
+from paceline.findings import Measurement
+from paceline.present.quantity import format_measurement
+from paceline.records import RunRecord
+
+SLOTS, ANSWERS, TRIALS = 8, 480, 80
+
+
+# --- a stationary law with shared waits ---
+
+
+@cache
+def places_of_answers() -> tuple[Array, Array]:
+    """The steps between which each answer decodes: a slot that is free is filled at once."""
+    sizes = np.random.default_rng(0).integers(6, 15, size=ANSWERS)
+    free, begins = np.zeros(SLOTS, dtype=np.int64), np.zeros(ANSWERS, dtype=np.int64)
+    for n, size in enumerate(sizes):
+        slot = int(free.argmin())
+        begins[n] = free[slot]
+        free[slot] += size
+    return begins, begins + sizes
+
+
+def times_per_token(rng: np.random.Generator, level: float = 1.0) -> Array:
+    """Of the answers of one launch, whose steps are shared by all in flight; some stall behind a prefill."""
+    begins, ends = places_of_answers()
+    steps = rng.lognormal(0, 0.3, int(ends.max())) * np.where(rng.random(int(ends.max())) < 0.15, 5.0, 1.0)
+    elapsed = np.concatenate(([0.0], np.cumsum(steps)))
+    return np.asarray(level * (elapsed[ends] - elapsed[begins]) / (ends - begins))
+
+
+def median_of(launches: Sequence[Array], seed: int = 1) -> Resampled:
+    clusters = shared_waits.blocks(np.arange(ANSWERS), SLOTS, shared_waits.MOST_BLOCKS)
+    (found,) = clustered_percentiles([(values, clusters) for values in launches], (50,), seed, resamples=200)
+    assert found is not None
+    return found
+
+
+def width(found: Resampled) -> float:
+    """Of the logarithm."""
+    low, high = found.interval
+    assert low is not None
+    assert high is not None
+    return math.log(high / low)
+
+
+@cache
+def stationary(launches: int) -> tuple[float, float]:
+    """How often the interval of so many launches holds the truth, and its median width."""
+    truth = float(np.median(np.concatenate([times_per_token(np.random.default_rng(10_000 + n)) for n in range(300)])))
+    rng, held, widths = np.random.default_rng(launches), 0, []
+    for trial in range(TRIALS):
+        found = median_of([times_per_token(rng) for _ in range(launches)], trial)
+        low, high = found.interval
+        held += low is not None and high is not None and low <= truth <= high
+        widths.append(width(found))
+    return held / TRIALS, float(np.median(widths))
+
+
+@pytest.mark.parametrize(("launches", "least"), [(1, 0.88), (2, 0.93), (3, 0.93), (5, 0.93)])
+def test_bounds_hold_the_truth_of_a_stationary_law(launches: int, least: float) -> None:
+    """Of 300 trials 93, 96, 99 and 99 %: blocks of one launch see a little less than all of its variance, and what
+    launches differ by counts what their blocks explain once more."""
+    coverage, _ = stationary(launches)
+    assert coverage >= least
+
+
+def test_more_launches_of_one_law_have_narrower_bounds() -> None:
+    """Two launches may differ by chance as much as their blocks explain, and only two tell it: about one's width."""
+    one, two, three, five = (stationary(launches)[1] for launches in (1, 2, 3, 5))
+    assert two < 1.25 * one
+    assert three < one
+    assert five < 0.8 * one
+
+
+@pytest.mark.parametrize("launches", [2, 3, 5])
+def test_launches_that_agree_are_as_good_as_one_that_is_longer(launches: int) -> None:
+    """The same values in each: nothing is between them, and the blocks of all are so many times as many."""
+    values = times_per_token(np.random.default_rng(7))
+    together, alone = median_of([values] * launches), median_of([values])
+    assert width(together) == pytest.approx(width(alone) / math.sqrt(launches), rel=0.15)
+    assert together.freedom > alone.freedom
+
+
+def test_launches_that_differ_have_the_bounds_of_launches() -> None:
+    """Levels 4 % apart with hardly a spread within: Student's of two, 12.7 standard errors, and no block makes it less.
+    Drawing two launches again shows 0.72 of that, since a mean of two never leaves them."""
+    rng = np.random.default_rng(3)
+    launches = [(level * rng.lognormal(0, 1e-4, 400), np.repeat(np.arange(40), 10)) for level in (1.00, 1.04)]
+    (found,) = clustered_percentiles(launches, (90,), 1)
+    assert found is not None
+    assert found.freedom == pytest.approx(1, rel=0.01)
+    assert width(found) > 0.7 * 2 * 12.7 * 0.02
+
+
+def test_steps_have_freedom_of_their_own() -> None:
+    """Three launches of the same steps in other orders: only blocks within them vary, and 27 of 30 are free to. With
+    Student's factor of three launches the interval would be twice as wide."""
+    rng = np.random.default_rng(4)
+    rows = [np.column_stack((rng.permutation(np.arange(100.0, 200.0)), np.ones(100))) for _ in range(3)]
+    found = statistics.ratio_of_sums(rows, statistics.resample_sums(rows, 1), 0, 1)
+    assert found is not None
+    assert (found.launches, found.freedom) == (3, 27)
+    # 100 / sqrt(12) is the spread of steps; of 300 independent ones the mean has 1.67, which is 1.1 %.
+    assert width(found) == pytest.approx(2 * statistics.student_t(27) * 0.0111, rel=0.2)
+
+
+# --- all due at once ---
+
+
+def queue(repeat: int, answers: int = 120, each_s: float = 0.25, seed: int = 0, wanted: int | None = None) -> RunRecord:
+    """Four are answered together, the others wait: the n-th is answered after n / 4 turns, so that waits are a ramp."""
+    noise = np.random.default_rng(seed).lognormal(0, 0.02, answers)
+    ends, free = [], np.zeros(4)
+    for n in range(answers):
+        slot = int(free.argmin())
+        begin, free[slot] = free[slot], free[slot] + each_s * noise[n]
+        ends.append((begin, free[slot]))
+    asked = []
+    for n, (begin, end) in enumerate(ends):
+        gaps = (round((end - begin) * NS / 10),) * 9
+        times = {"sent_ns": round(begin * NS), "first_ns": round(end * NS) - sum(gaps), "last_ns": round(end * NS)}
+        asked.append(build_request(n, 0.0, end, **times, token_ns=gaps, tokens=10, pieces=10))
+    spec = build_spec("openai:url=http://x", repeat, scenario="offline", concurrency=4, full_set=wanted)
+    return build_record(spec, asked, started_at=1e6 + repeat)
+
+
+def told(*records: RunRecord) -> dict[str, Measurement]:
+    (load,) = served.gather(records)
+    return {m.metric: m for m in served.measure(load)}
+
+
+@pytest.mark.parametrize("name", ["ttft", "latency"])
+def test_waits_of_one_launch_have_no_bounds_and_the_reason(name: str) -> None:
+    for percent in served.PERCENTILES:
+        found = told(queue(0))[f"{name}_p{percent}_s"]
+        assert found.value is not None
+        assert (found.low, found.high) == (None, None)
+        assert (
+            found.note
+            == "all requests are due at once, so that it tells a place in the queue: one launch has no bounds"
+        )
+
+
+def test_what_is_no_wait_keeps_its_blocks() -> None:
+    found = told(queue(0))["tpot_p50_s"]
+    assert found.low is not None
+    assert found.note is None
+
+
+@pytest.mark.parametrize(("count", "reach"), [(2, 0.15), (3, 0.05)])
+def test_waits_of_several_launches_have_the_bounds_of_launches(count: int, reach: float) -> None:
+    """Launches 1.6 % apart at most, of waits from 0 to 7 s: as wide as their own values tell, not as the ramp."""
+    launches = [queue(n, each_s=0.25 * level) for n, level in enumerate((1.0, 1.016, 1.008)[:count])]
+    found = told(*launches)["ttft_p50_s"]
+    assert found.value is not None
+    assert found.low is not None
+    assert found.high is not None
+    assert found.value * (1 - reach) < found.low < found.value < found.high < found.value * (1 + reach)
+    assert found.note is not None
+    assert found.note.endswith("bounds are of launches only")
+
+
+# --- the time for the whole set ---
+
+
+def test_launches_that_agree_make_the_full_set_no_less_sure() -> None:
+    """Two of one law: half a percent apart, and one that is alone knows 2 %."""
+
+    def share(*records: RunRecord) -> float:
+        (load,) = served.gather(records)
+        found = full_set.full_set(load)
+        assert found is not None
+        assert found.time is not None
+        assert found.time.low is not None
+        assert found.time.high is not None
+        assert found.time.low < (found.time.value or 0.0) < found.time.high
+        return math.log(found.time.high / found.time.low)
+
+    alone = share(queue(0, wanted=12_000))
+    assert share(queue(0, wanted=12_000), queue(1, wanted=12_000)) < alone
+    assert share(queue(0, wanted=12_000), queue(1, seed=1, wanted=12_000)) < 3 * alone
+
+
+# --- as it is printed ---
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ((1673.0, 5.0, 26_000.0), "1,670 [5, 26,000] ms"),
+        ((23_976.6, 15_700.0, 32_800.0), "24,000 [15,700, 32,800] ms"),
+        ((1673.0, 1602.0, 1744.0), "1,673 [1,602, 1,744] ms"),
+        ((1.2345, 0.5, 2.5), "1.23 [0.50, 2.50] ms"),
+    ],
+)
+def test_a_value_has_three_digits_whatever_its_interval(numbers: tuple[float, float, float], text: str) -> None:
+    found = told(queue(0))["ttft_p50_s"]
+    value, low, high = (number / 1e3 for number in numbers)
+    fields = {**{name: getattr(found, name) for name in found.__dataclass_fields__}, "value": value}
+    assert format_measurement(Measurement(**{**fields, "low": low, "high": high})) == text
