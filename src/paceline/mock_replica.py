@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from paceline import mock_wire as wire
+from paceline.errors import RequestError
 from paceline.loadgen.clocks import ANCILLARY_BYTES, Alarm, Bridge, kernel_time, stamp_in_kernel
 
 NS = 1_000_000_000
@@ -338,10 +339,16 @@ class MockReplica:
 
 
 def serve_until_told(law: Law, host: str, port: int, ready: Callable[[int], None]) -> None:
-    """In a process of its own: until SIGTERM or Ctrl-C."""
+    """In a process of its own: until SIGTERM or Ctrl-C. RequestError where it cannot listen there."""
+    try:
+        replica = MockReplica(law, host, port)
+    except OSError as error:
+        why = str(error.strerror or error).partition(" (")[0]
+        raise RequestError(
+            f"{host}:{port} was given, where nobody can listen ({why}); accepted is a free port"
+        ) from None
     ended: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.append(1))
-    replica = MockReplica(law, host, port)
     ready(replica.port)
     replica.serve(lambda: bool(ended))
