@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from testbed.observers import Unseen
 
-from paceline import run
+from paceline import machine, run
 from paceline.cli import main
 from paceline.engines import openai
 from paceline.engines.openai import Options
@@ -105,3 +105,18 @@ def test_endpoints_that_are_away_are_one_sentence_for_all_runs(tmp_path: Path, m
     # What holds for some runs only is left to their records, and what others than this host see is not asked here.
     run.ask_engines([dead, there])
     run.ask_engines([replace(dead, launcher=Choice.parse(ELSEWHERE))])
+
+
+def test_endpoints_are_asked_from_one_process_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "usable_cores", lambda: 4)
+
+    def made(**more: Any) -> RunSpec:
+        return build("test", Cell(**{"workload": "inference", "model": "tiny", "requests": 2, **more}), "cpu")
+
+    assert made().topology.world_size == 1
+    assert unsupported(made()) is None
+    assert made(launcher='ssh:hosts=["a","b"]').topology.world_size == 1
+    assert made(engine="transformers").topology.world_size == 4
+    reason = unsupported(made(processes="all"))
+    assert reason is not None
+    assert "from one process (nodes: 1, processes: 1)" in reason

@@ -66,7 +66,7 @@ def check(spec: RunSpec) -> str | None:
     assert spec.engine is not None
     options(Options, spec.engine)
     if spec.topology.world_size != 1:
-        return "the engine openai asks endpoints from one process; several replicas are several urls"
+        return "the engine openai asks endpoints from one process (nodes: 1, processes: 1); replicas are several urls"
     return None
 
 
