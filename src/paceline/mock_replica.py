@@ -73,6 +73,7 @@ class Stream:
     first_due_ns: int
     total: int
     chat: bool
+    prompt_tokens: int
     sent: int = 0
 
 
@@ -251,7 +252,8 @@ class MockReplica:
         total = asked.get("max_tokens") or asked.get("max_completion_tokens") or self.law.tokens
         due = now + round(self.law.ttft_s * factor * NS)
         self._order += 1
-        heapq.heappush(self._due, (due, self._order, Stream(client, due, int(total), chat)))
+        stream = Stream(client, due, int(total), chat, wire.prompt_tokens(asked))
+        heapq.heappush(self._due, (due, self._order, stream))
 
     def _send_due(self) -> None:
         due, straight, now = self._due, self.law.mode in STRAIGHT, time.monotonic_ns()
@@ -335,7 +337,7 @@ class MockReplica:
         self._put(stream.connection, wire.frame(event))
 
     def _farewell(self, stream: Stream) -> bytes:
-        return wire.END if self.law.mode == "untold" else wire.goodbye(stream.sent)
+        return wire.END if self.law.mode == "untold" else wire.goodbye(stream.sent, stream.prompt_tokens)
 
 
 def serve_until_told(law: Law, host: str, port: int, ready: Callable[[int], None]) -> None:

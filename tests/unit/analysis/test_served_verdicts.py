@@ -62,6 +62,14 @@ def test_a_model_without_a_known_shape_is_measured_and_said_to_be_one() -> None:
     assert not any("shape" in note for note in build(found).notes)
 
 
+def test_a_server_that_counts_prompts_otherwise_is_told_of() -> None:
+    ids = [request(0, sent_ids=64), request(1, sent_ids=10), request(2, sent_ids=64, error="reset")]
+    (note,) = [note for note in build(record(ids)).notes if "token ids" in note]
+    assert "in 1 of 2 answers (10 where 64 were sent)" in note
+    as_text = [request(0), request(1, prompt_tokens=None, sent_ids=64)]
+    assert not any("token ids" in note for note in build(record(as_text)).notes)
+
+
 @pytest.mark.parametrize(
     ("found", "word", "reasons"),
     [
