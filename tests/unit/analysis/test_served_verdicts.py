@@ -21,7 +21,7 @@ from paceline.findings.served_verdicts import LOADGEN_LABEL, NOT_KEPT, UNTOLD, R
 from paceline.present.answer import answer, grounds
 from paceline.present.machine import machine_tables
 from paceline.records import RunRecord
-from paceline.serving import ClientSample, RequestSample
+from paceline.serving import AnswerSample, ClientSample, RequestSample
 
 TWO = (replica(0), replica(1))
 
@@ -210,6 +210,19 @@ def test_a_replica_asked_alone_is_not_the_answer() -> None:
     asked = [r for n in (0, 1) for r in in_turns(n, 4, 0.5, stage=n)]
     report = build(record(asked, stages=stages, replicas=TWO, partition="paired"), both(1)[1])
     assert answer(report)[0].startswith("2 replicas served 15.0 tokens/s")
+
+
+def test_a_rate_of_a_replica_says_over_which_time_it_is() -> None:
+    """A replica that ends early has two: over its own time, and over that of the whole load."""
+    asked = [*in_turns(0, 4, 1.0), *in_turns(1, 4, 2.0, first=4)]
+    told = [AnswerSample(rank=0, replica=n, sample=0, tokens=1, text="x") for n in (0, 1)]
+    report = build(replace(record(asked, replicas=TWO), answers=tuple(told)))
+    rates = {}
+    for table in machine_tables(report):
+        for place, column in enumerate(column.heading for column in table.columns):
+            if table.title.startswith(("Replicas", "Answers by")) and column.startswith("output"):
+                rates[column] = table.rows[0][place].text
+    assert rates == {"output in its own time, tokens/s": "10.0", "output over the whole load, tokens/s": "5.00"}
 
 
 def test_tables_of_replicas_gain_and_the_whole_set() -> None:
