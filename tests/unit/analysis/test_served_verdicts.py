@@ -212,6 +212,17 @@ def test_a_replica_asked_alone_is_not_the_answer() -> None:
     assert answer(report)[0].startswith("2 replicas served 15.0 tokens/s")
 
 
+def test_the_answer_says_under_how_much_load_the_best_one_was_alone() -> None:
+    alone = [stage(n, scenario="offline", replica=n, concurrency=4) for n in (0, 1)]
+    asked = [r for n in (0, 1) for r in in_turns(n, 4, 0.5, stage=n)]
+    together = replace(both(1)[1], stages=(stage(0, scenario="offline", concurrency=8),))
+    paired = record(asked, stages=alone, replicas=TWO, partition="paired", full_set=120)
+    report = build(paired, together)
+    words = "0.750 times the best one alone with its share of the 8 in flight"
+    assert words in answer(report)[0]
+    assert "0.75 times the best one alone with its share of the 8 in flight (replica" in report.fleets[0].text
+
+
 def test_a_rate_of_a_replica_says_over_which_time_it_is() -> None:
     """A replica that ends early has two: over its own time, and over that of the whole load."""
     asked = [*in_turns(0, 4, 1.0), *in_turns(1, 4, 2.0, first=4)]
