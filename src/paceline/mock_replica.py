@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from paceline import mock_wire as wire
+from paceline.errors import RequestError
 from paceline.loadgen.clocks import ANCILLARY_BYTES, Alarm, Bridge, kernel_time, stamp_in_kernel
 
 NS = 1_000_000_000
@@ -77,6 +78,7 @@ class Stream:
     first_due_ns: int
     total: int
     chat: bool
+    prompt_tokens: int
     sent: int = 0
 
 
@@ -273,7 +275,8 @@ class MockReplica:
         total = asked.get("max_tokens") or asked.get("max_completion_tokens") or self.law.tokens
         due = now + round(self.law.ttft_s * factor * NS)
         self._order += 1
-        heapq.heappush(self._due, (due, self._order, Stream(client, due, int(total), chat)))
+        stream = Stream(client, due, int(total), chat, wire.prompt_tokens(asked))
+        heapq.heappush(self._due, (due, self._order, stream))
 
     def _send_due(self) -> None:
         due, straight, now = self._due, self.law.mode in STRAIGHT, time.monotonic_ns()
@@ -359,14 +362,20 @@ class MockReplica:
         self._put(stream.connection, wire.frame(event))
 
     def _farewell(self, stream: Stream) -> bytes:
-        return wire.END if self.law.mode == "untold" else wire.goodbye(stream.sent)
+        return wire.END if self.law.mode == "untold" else wire.goodbye(stream.sent, stream.prompt_tokens)
 
 
 def serve_until_told(law: Law, host: str, port: int, ready: Callable[[int], None]) -> None:
-    """In a process of its own: until SIGTERM or Ctrl-C."""
+    """In a process of its own: until SIGTERM or Ctrl-C. RequestError where it cannot listen there."""
+    try:
+        replica = MockReplica(law, host, port)
+    except OSError as error:
+        why = str(error.strerror or error).partition(" (")[0]
+        raise RequestError(
+            f"{host}:{port} was given, where nobody can listen ({why}); accepted is a free port"
+        ) from None
     ended: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.append(1))
-    replica = MockReplica(law, host, port)
     ready(replica.port)
     replica.serve(lambda: bool(ended))

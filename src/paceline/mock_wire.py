@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 WORDS = ("pace", "line", "über", "node", "rank", "wire", "clock", "tie ")
@@ -43,9 +43,19 @@ def frame(data: bytes) -> bytes:
     return f"{len(data):x}\r\n".encode() + data + b"\r\n"
 
 
-@cache
-def goodbye(tokens: int) -> bytes:
-    usage = {"prompt_tokens": 1, "completion_tokens": tokens, "total_tokens": tokens + 1}
+def prompt_tokens(asked: dict[str, Any]) -> int:
+    """Of token ids their number, of text its words between white space, of messages the words of all of them."""
+    prompt = asked.get("prompt")
+    if isinstance(prompt, list):
+        return len(prompt)
+    messages = asked.get("messages")
+    said = [m.get("content") for m in messages if isinstance(m, dict)] if isinstance(messages, list) else [prompt]
+    return sum(len(text.split()) for text in said if isinstance(text, str))
+
+
+@lru_cache(maxsize=4096)
+def goodbye(tokens: int, prompt: int) -> bytes:
+    usage = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": tokens + prompt}
     told = json.dumps({"id": "mock", "choices": [], "usage": usage}).encode()
     return frame(b"data: " + told + b"\n\ndata: [DONE]\n\n") + END
 

@@ -57,6 +57,7 @@ OPTIONAL: dict[str, dict[str, tuple[str, ...]]] = {
         "collect": ("handle", "run_dir"),
         "offer": ("choice",),
     },
+    "engines": {"preflight": ("spec",)},
     "exporters": {"check": ("directory",)},
 }
 
@@ -195,7 +196,10 @@ class Endpoint:
 class Engine(Protocol):
     """`open` gives the replicas of this rank for as long as its block lasts, and leaves nothing running after it. Every
     engine answers over HTTP as OpenAI's does, so that all are asked by the same client. One that starts servers on the
-    devices of its rank has `STARTS = True`: what else runs there is then counted."""
+    devices of its rank has `STARTS = True`: what else runs there is then counted.
+
+    One whose servers can be asked before any run also has `preflight(spec)`, which raises UnsupportedError where a run
+    of these options could not begin now. It is called where the client runs on this host, and starts nothing."""
 
     def check(self, spec: RunSpec) -> str | None: ...
     def open(self, spec: RunSpec, seat: Seat) -> AbstractContextManager[Sequence[Endpoint]]: ...

@@ -18,7 +18,7 @@ from paceline import attempts, capsule, restarts, store, supervision
 from paceline.analysis import validity
 from paceline.analysis.certificate import certify
 from paceline.campaign import write_plan
-from paceline.errors import LaunchError, RequestError, StoreError
+from paceline.errors import LaunchError, RequestError, StoreError, UnsupportedError
 from paceline.plugins import Launcher, load
 from paceline.records import RunRecord, Status
 from paceline.spec import PROBING, Choice, RunSpec, Topology, WarmUp, require
@@ -102,6 +102,7 @@ def campaign(
     # Before anybody is asked: over ssh the question alone would disturb the run that another controller measures.
     store.require_free(out / specs[0].experiment)
     preflight(everything, out, retry, tell)
+    ask_engines([spec for spec in everything if _is_left(spec, out, retry)])
     observer.begin(everything)
     statuses = []
     with store.exclusive(out / specs[0].experiment):
@@ -125,7 +126,7 @@ def preflight(specs: Sequence[RunSpec], out: Path, retry: bool, tell: Tell) -> N
     left: dict[str, list[RunSpec]] = {}
     for spec in specs:
         asked = hasattr(load("launchers", spec.launcher.name), "preflight")
-        if asked and unsupported(spec) is None and _sealed_status(out / spec.experiment / spec.run_id, retry) is None:
+        if asked and _is_left(spec, out, retry):
             left.setdefault(str(spec.launcher), []).append(spec)
     for group in left.values():
         name = group[0].launcher.name
@@ -141,6 +142,31 @@ def preflight(specs: Sequence[RunSpec], out: Path, retry: bool, tell: Tell) -> N
             raise RequestError(f"launcher {name}: {refusal}") from None
         finally:
             slow.cancel()
+
+
+def ask_engines(specs: Sequence[RunSpec]) -> None:
+    """Ask the engines of served models whether any of these runs could begin, where their client runs on this host.
+    RequestError where none could; what holds for some is left to their records."""
+    groups: dict[str, RunSpec] = {}
+    for spec in specs:
+        here = getattr(load("launchers", spec.launcher.name), "HERE", False)
+        if spec.engine is None or not here or not hasattr(load("engines", spec.engine.name), "preflight"):
+            return  # one that nobody is asked about may begin
+        groups.setdefault(str(spec.engine), spec)
+    refusals = []
+    for spec in groups.values():
+        assert spec.engine is not None
+        try:
+            load("engines", spec.engine.name).preflight(spec)
+            return
+        except UnsupportedError as refusal:
+            refusals.append(f"engine {spec.engine.name}: {refusal}")
+    if refusals:
+        raise RequestError(refusals[0])
+
+
+def _is_left(spec: RunSpec, out: Path, retry: bool) -> bool:
+    return unsupported(spec) is None and _sealed_status(out / spec.experiment / spec.run_id, retry) is None
 
 
 def _settle(spec: RunSpec, out: Path, observer: Observer, reference: RunSpec | None, retry: bool) -> Status:

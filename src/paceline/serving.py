@@ -99,7 +99,8 @@ class RequestSample:
     answer, of reasoning before it), the last one and the end. token_ns are the times of all events with content, as
     gaps from the one before; coalesced counts those that shared a read with the one before, so have its time.
 
-    tokens is the server's own count (None where it gives none), pieces the events with content. error is a class
+    tokens is the server's own count (None where it gives none), pieces the events with content. prompt_tokens is its
+    count of what it was asked, sent_ids how many token ids that was (None where it was text). error is a class
     (timeout, reset, http_500, ...), None for an answer that came whole. attempt counts how often the sample was given
     to a replica before.
     """
@@ -130,6 +131,7 @@ class RequestSample:
     text: str | None = None
     reference: str | None = None
     stage: int = 0
+    sent_ids: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -92,10 +92,12 @@ def test_nobody_there_and_another_model(start: Start, asked: Any, tmp_path: Path
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     done = asked(f"engine.url=http://127.0.0.1:{port}", *OFFLINE)
-    assert done.returncode == 1
-    assert f"http://127.0.0.1:{port} does not answer" in done.stdout
+    assert done.returncode == 2
+    assert f"engine openai: http://127.0.0.1:{port} does not answer" in done.stderr
     done = asked(f"engine.url={start()}", "engine.model=other", *OFFLINE)
-    assert "has no model 'other'; it has mock" in done.stdout
+    assert done.returncode == 2
+    assert "has no model 'other'; it has mock" in done.stderr
+    assert not (tmp_path / "asked").exists()
 
 
 @pytest.mark.parametrize(

@@ -281,13 +281,21 @@ def test_rounds_are_shuffled_with_the_recorded_seed(file: Any) -> None:
 # --- presets ---
 
 
+TWO = "[http://node-a:8000, http://node-b:8000]"
+
+
 @pytest.mark.parametrize("name", experiment.presets())
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_every_preset_loads_and_is_understood(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_preset_loads_and_is_understood(
+    name: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what only its user can give: a file, or the addresses of nodes."""
     from paceline.run import references_of, unsupported
 
     monkeypatch.setattr(machine, "device_count", lambda: 8)
-    specs = experiment.load(name, [f"device={device}"])
+    (tmp_path / "own.json").write_text('[{"input": "an article", "output": "a summary"}]')
+    own = {"inference-summaries": f"data.path={tmp_path / 'own.json'}", "inference-nodes": f"engine.urls={TWO}"}
+    specs = experiment.load(name, [f"device={device}", *([own[name]] if name in own else [])])
     assert specs
     assert {s.experiment for s in specs} == {name}
     absent = {s.workload.name for s in specs} - set(plugins.names("workloads"))
@@ -409,7 +417,7 @@ def test_any_experiment_becomes_a_design_by_the_command_line(file: Any) -> None:
 
 def test_a_design_is_no_part_of_any_identity_and_survives_its_file(file: Any) -> None:
     designed = {s.run_id: s for s in file({"design": {"factors": {"micro_batch": [1, 2]}}})}
-    plain = {s.run_id: s for s in file({"matrix": {"micro_batch": [1, 2]}})}
+    monkeypatch.setattr("paceline.machine.usable_cores", lambda: 4)
     assert set(designed) == set(plain)
     assert {s.cell for s in designed.values()} == {s.cell for s in plain.values()}
     for spec in designed.values():
@@ -417,7 +425,7 @@ def test_a_design_is_no_part_of_any_identity_and_survives_its_file(file: Any) ->
 
 
 def test_levels_are_recorded_as_the_specs_say_them(file: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.experiment.fields._cores", lambda: 4)
+    monkeypatch.setattr(machine, "usable_cores", lambda: 4)
     factors = {"processes": ["all", 2], "strategy": ["ddp", {"name": "zero", "stage": 2}]}
     design = file({"design": {"factors": factors}})[0].design
     assert (design.baseline["processes"], design.levels["processes"]) == (4, (2,))

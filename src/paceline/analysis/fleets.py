@@ -118,7 +118,7 @@ def fleet_of(served: Served, alone: Alone) -> Fleet | None:
     combined = measured.measurement(served, "output_tokens_per_s", bounded(_rate(served)))
     speedup = _speedup(served, best, alone) if best else None
     straggler_s, uneven = (None, None) if served.is_open else _straggling(served, numbers)
-    wall = served.wall_s()
+    wall, over = served.wall_s(), _over_what(served, bool(alone))
     return Fleet(
         cell=served.cell,
         axes=served.axes(),
@@ -130,9 +130,10 @@ def fleet_of(served: Served, alone: Alone) -> Fleet | None:
         straggler_s=straggler_s,
         straggler_ratio=straggler_s / wall if straggler_s is not None and wall > 0 else None,
         uneven_ratio=uneven,
-        text=" ".join([*_sentences(shares, combined, speedup, best, straggler_s, wall), *_losses(served)]),
+        text=" ".join([*_sentences(shares, combined, speedup, over, best, straggler_s, wall), *_losses(served)]),
         runs=served.runs,
         is_paired=bool(alone),
+        over=over,
     )
 
 
@@ -231,10 +232,21 @@ def _all_busy_s(stretch: Stretch, numbers: Sequence[int]) -> float:
 # --- in words ---
 
 
+def _over_what(served: Served, is_paired: bool) -> str:
+    """A replica asked alone with all that is in flight would be faster than with its share, and the gain smaller."""
+    if not is_paired:
+        return "the best one's own rate"
+    stage = served.stretches[0].stage
+    several = stage is not None and stage.concurrency is not None and stage.concurrency > 1
+    of_all = f" of the {stage.concurrency}" if stage is not None and several else ""
+    return f"the best one alone with its share{of_all} in flight"
+
+
 def _sentences(
     shares: Sequence[ReplicaShare],
     combined: Measurement,
     speedup: Measurement | None,
+    over: str,
     best: ReplicaShare | None,
     straggler_s: float | None,
     wall_s: float,
@@ -242,8 +254,7 @@ def _sentences(
     beside = ""
     if speedup is not None and speedup.value is not None and best is not None:
         own = f"replica {best.replica}, {_by_itself(best):,.0f} tokens/s"
-        what = "the best one alone" if speedup.note == PAIRED else "the best one's own rate"
-        beside = f", {speedup.value:.2f} times {what} ({own})"
+        beside = f", {speedup.value:.2f} times {over} ({own})"
     launches = f"{combined.launches} launch{'' if combined.launches == 1 else 'es'}"
     yield f"{len(shares)} replicas served {combined.value or 0.0:,.0f} tokens/s together{beside}; {launches}."
     if straggler_s is not None and wall_s > 0 and straggler_s / wall_s >= 0.01:

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 from paceline import stopping
-from paceline.analysis import client_share, fleets, full_set, loadgen_rules, rate_search
+from paceline.analysis import client_share, fleets, full_set, loadgen_rules, prompt_counts, rate_search
 from paceline.analysis import served as measured
 from paceline.analysis.served_loads import Served, gather
 from paceline.findings import Measurement, Report
@@ -34,6 +34,7 @@ def added_to(report: Report, records: Sequence[RunRecord]) -> Report:
     ours = [(record, status) for record, status in statuses if record.spec.serving and record.requests]
     if not ours:
         return report
+    asked = [record for record, _ in ours]
     loads = measured.believed([record for record, status in ours if status == Status.OK])
     alone = fleets.alone_rates(loads)
     found = [(load, fleets.fleet_of(load, alone.get(fleets.unpartitioned(load.records[0]), {}))) for load in loads]
@@ -49,7 +50,7 @@ def added_to(report: Report, records: Sequence[RunRecord]) -> Report:
         fleets=tuple(fleet for _, fleet in together),
         partition_gains=tuple(fleets.partition_gains(loads)),
         full_sets=sets,
-        notes=(*report.notes, *_unknown_shapes([record for record, _ in ours])),
+        notes=(*report.notes, *_unknown_shapes(asked), *prompt_counts.notes(asked)),
     )
 
 

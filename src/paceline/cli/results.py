@@ -141,9 +141,11 @@ def _print_report(screen: Console, found: Report) -> None:
 def show(arguments: argparse.Namespace) -> int:
     from paceline import clocks, neutral, store
     from paceline.analysis import advice
+    from paceline.analysis import served_run as served
     from paceline.analysis.certificate import certify_all
     from paceline.analysis.goodput import goodput
     from paceline.present import advice as present
+    from paceline.present import served_run
     from paceline.present.record import record_lines
 
     if not (arguments.run / "spec.json").is_file():
@@ -158,6 +160,8 @@ def show(arguments: argparse.Namespace) -> int:
     record = store.read_run(arguments.run)
     group = [run for run in store.read_runs(arguments.run.resolve().parent)[0] if run.spec.work == record.spec.work]
     for line in record_lines(record, certify_all(group).get(record.spec.run_id)):
+        print(neutral.text(line))
+    for line in served_run.lines(served.loads(record), served.replicas(record)):
         print(neutral.text(line))
     for warning in filter(None, map(clocks.warning, clocks.read(arguments.run))):
         print(neutral.text(f"  warning: {warning}"))

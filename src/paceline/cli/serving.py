@@ -40,6 +40,7 @@ def mock_replica(arguments: argparse.Namespace) -> int:
     require(arguments.mode in MODES, "--mode", arguments.mode, ", ".join(MODES))
     require(arguments.ttft >= 0, "--ttft", arguments.ttft, "seconds from 0")
     require(arguments.itl >= 0, "--itl", arguments.itl, "seconds from 0")
+    require(0 <= arguments.port <= 65_535, "--port", arguments.port, "0 to 65535, of which 0 takes a free one")
     require(arguments.slots >= 0, "--slots", arguments.slots, "a whole number from 0")
     law = Law(ttft_s=arguments.ttft, itl_s=arguments.itl, mode=arguments.mode, slots=arguments.slots)
 

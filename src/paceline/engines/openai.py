@@ -9,6 +9,7 @@ import os
 import ssl
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -41,9 +42,13 @@ class Options:
 
     def __post_init__(self) -> None:
         require(self.urls is None or isinstance(self.urls, list | tuple), "openai.urls", self.urls, "a list of URLs")
+        require(self.urls is None or len(self.urls) > 0, "openai.urls", [], "at least one URL, or no urls")
         require(not (self.url and self.urls), "openai.url", [self.url, self.urls], "one url, or urls")
         for each in self.all_urls:
             require(_is_address(each), "openai.url", each, "http://HOST:PORT or https://HOST")
+        # One server under two names would be taken for two replicas, each half as fast.
+        twice = [each for each, count in Counter(self.all_urls).items() if count > 1]
+        require(not twice, "openai.urls", ", ".join(twice), "each URL once: a replica each")
 
     @property
     def all_urls(self) -> tuple[str, ...]:
@@ -61,8 +66,16 @@ def check(spec: RunSpec) -> str | None:
     assert spec.engine is not None
     options(Options, spec.engine)
     if spec.topology.world_size != 1:
-        return "the engine openai asks endpoints from one process; several replicas are several urls"
+        return "the engine openai asks endpoints from one process (nodes: 1, processes: 1); replicas are several urls"
     return None
+
+
+def preflight(spec: RunSpec) -> None:
+    """Endpoints that are away, or serve another model, are told once and not by every run."""
+    assert spec.engine is not None
+    chosen = options(Options, spec.engine)
+    for url in chosen.all_urls:
+        _found(url, chosen)
 
 
 @contextlib.contextmanager

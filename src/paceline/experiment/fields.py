@@ -136,9 +136,7 @@ def validate(model: type[Any], raw: Mapping[str, Any], where: str) -> Any:
 
 def build(name: str, cell: OwnFields, device: str) -> RunSpec:
     """A run spec from validated fields, with the accumulation that gives the asked global batch."""
-    offer = offered(Choice.parse(cell.launcher), device)
-    processes = offer.processes if cell.processes == ALL else int(cell.processes)
-    topology = Topology(device=device, nodes=cell.nodes or offer.nodes, processes_per_node=processes)
+    topology = _topology(cell, device, offered(Choice.parse(cell.launcher), device))
     training = Training(
         sequence_length=cell.sequence_length,
         micro_batch=cell.micro_batch,
@@ -176,6 +174,19 @@ def build(name: str, cell: OwnFields, device: str) -> RunSpec:
         checkpoint_every=cell.checkpoint_every,
         contents=digests(model, training.data),
     )
+
+
+def _topology(cell: OwnFields, device: str, offer: Offer) -> Topology:
+    """As given; what is not is all that the launcher has, or one process where endpoints that already run are asked."""
+    if _asks_from_one_process(cell):
+        offer = Offer(device=device, processes=offer.processes if "processes" in cell.model_fields_set else 1)
+    processes = offer.processes if cell.processes == ALL else int(cell.processes)
+    return Topology(device=device, nodes=cell.nodes or offer.nodes, processes_per_node=processes)
+
+
+def _asks_from_one_process(cell: OwnFields) -> bool:
+    served = Choice.parse(cell.workload).name in SERVED
+    return served and not getattr(load("engines", Choice.parse(cell.engine).name), "STARTS", False)
 
 
 def _at_home(choice: Choice) -> Choice:

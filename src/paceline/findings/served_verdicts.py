@@ -113,7 +113,8 @@ class Fleet:
     run tells it (is_paired), else its own in this run, where the load may have held it back. efficiency is the same
     over as many of the best as there are; both are None for a load that comes by a schedule, which serves what
     it is asked. straggler_s is how long the last replica worked alone, straggler_ratio its share of the time; uneven
-    the share in which not all had a request. text says it in sentences."""
+    the share in which not all had a request. over says in words what speedup is over, and under how much load that was;
+    text says all of it in sentences."""
 
     cell: str
     axes: Mapping[str, Scalar]
@@ -128,6 +129,7 @@ class Fleet:
     text: str
     runs: tuple[str, ...]
     is_paired: bool = False
+    over: str = "the best one"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

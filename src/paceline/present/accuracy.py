@@ -116,14 +116,15 @@ def _replicas(report: Report) -> Table | None:
         *((Column("what", prose=True),) if several else ()),
         Column("replica"),
         Column("answers"),
-        Column("its output, tokens/s", numeric=True),
+        Column("output over the whole load, tokens/s", numeric=True),
         *(Column(_HEADINGS[metric], numeric=True, priority=1) for metric in metrics),
         Column("flag", prose=True),
     )
     rows = tuple(_replica_row(report, each, one, metrics, several) for each, one in found)
     note = (
         "Every replica was asked the same questions outside the timed load. A replica with a flag may be fast because "
-        "it does other work: its speed is not ranked without the flag."
+        "it does other work: its speed is not ranked without the flag. Tokens/s are over the whole time of its loads, "
+        "waits for other replicas included."
     )
     return Table("Answers by replica", columns, rows, (note,), tuple((each.cell,) for each, _ in found))
 

@@ -66,7 +66,11 @@ def _profile(trace: TraceSample) -> str:
 
 
 def _ranks(record: RunRecord) -> Iterator[str]:
+    """A rank that asked a served model, or kept one up, has no steps: what it saw is told by load."""
     for outcome in record.outcomes:
+        if record.spec.serving is not None:
+            yield f"  rank {outcome.rank}: {outcome.status}"
+            continue
         steps = [s for s in record.steps if s.rank == outcome.rank and s.variant == 0]
         loss = f"loss {steps[0].loss:.4f} to {steps[-1].loss:.4f}" if steps else "no step"
         peaks = [m for m in record.memory if m.rank == outcome.rank and m.moment == "steps"]

@@ -71,7 +71,7 @@ def sentence(report: Report) -> str:
 
 
 def _first(report: Report, found: Loads, best: Key) -> str:
-    """`2 replicas served 1,234 tokens/s (1.70 times the best one alone; offline), the first token after 12 ms`."""
+    """`2 replicas served 1,234 tokens/s (1.70 times the best one's own rate; offline), the first token after 12 ms`."""
     rate, first = found[best]["output_tokens_per_s"], found[best]["ttft_p50_s"]
     fleet = next((f for f in report.fleets if _key(f.cell, f.axes) == best), None)
     verdict = next((v for v in report.served if _key(v.cell, v.axes) == best), None)
@@ -96,8 +96,7 @@ def _lost(report: Report) -> Iterator[str]:
 def _beside_best(fleet: Fleet | None) -> str:
     if fleet is None or fleet.speedup is None:
         return ""
-    what = "the best one alone" if fleet.is_paired else "the best one's own rate"
-    return f"{format_brief(fleet.speedup, Scale(''))} times {what}"
+    return f"{format_brief(fleet.speedup, Scale(''))} times {fleet.over}"
 
 
 def _further(report: Report, best: Key) -> Iterator[str]:

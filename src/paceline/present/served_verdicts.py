@@ -15,6 +15,8 @@ from paceline.present.tables import Cell, Column, Table
 from paceline.present.words import listed
 from paceline.spec import Scalar
 
+# A replica that had ended earlier than another is not slower for it.
+OWN_TIME = "A replica's own time is from the start of the load to its last answer; together is over the whole time."
 _TONES = {KEPT: "good", NOT_KEPT: "bad"}
 _GAIN_TONES = {BETTER: "good", WORSE: "bad"}
 
@@ -62,8 +64,8 @@ def _replicas(fleet: Fleet, shown: Sequence[Fleet]) -> Table:
     columns = (
         Column("replica"),
         Column("requests", numeric=True),
-        Column("output, tokens/s", numeric=True),
-        Column("prompt, tokens/s", numeric=True, priority=1),
+        Column("output in its own time, tokens/s", numeric=True),
+        Column("prompt in its own time, tokens/s", numeric=True, priority=1),
         Column("alone, tokens/s", numeric=True, priority=2),
         Column("busy, %", numeric=True),
         Column("done after", numeric=True, priority=3),
@@ -116,6 +118,7 @@ def _together(fleet: Fleet) -> tuple[Cell, ...]:
 def _notes(fleet: Fleet) -> Iterator[str]:
     """The sentences of the fleet, then how well it is used."""
     yield fleet.text
+    yield OWN_TIME
     if fleet.efficiency is not None and fleet.efficiency.value is not None:
         share = format_brief(fleet.efficiency, Scale("%", 100.0))
         yield f"That is {share} % of {len(fleet.replicas)} times the best one ({fleet.efficiency.note})."

@@ -105,6 +105,7 @@ def request_sample(handled: Handled, origin_ns: int, prompt: Prompt, **told: Any
         tokens=handled.tokens_told,
         prompt_tokens=handled.prompt_tokens,
         asked_tokens=prompt.max_tokens,
+        sent_ids=None if prompt.token_ids is None else len(prompt.token_ids),
         coalesced=handled.coalesced,
         stamped=handled.stamped,
         error=handled.error,

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from paceline import client_ceiling, models, places, prompts, stopping
-from paceline.errors import UnsupportedError
+from paceline.errors import RequestError, UnsupportedError
 from paceline.plugins import Endpoint, Recorder, Seat, load, options
 from paceline.present.quantity import format_duration
 from paceline.prompts import Prompt
 from paceline.records import Evidence
 from paceline.serving import PERCENTILE, UNKNOWN_SHAPE, Serving
-from paceline.spec import RunSpec, require
+from paceline.spec import Choice, RunSpec, require
 from paceline.workloads import _inference_loadgen as loadgen
 from paceline.workloads import _inference_loads as loads
 from paceline.workloads import _inference_ranks as ranks
@@ -23,6 +25,7 @@ from paceline.workloads._inference_session import Session
 
 # Of a run's time, what the last load of a search must leave for the rest.
 SPARE_RATIO = 0.1
+ALONE = "a paired run compares replicas, and there is one alone"
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,9 @@ def check(spec: RunSpec) -> str | None:
     _require_fitting(spec.serving)
     prompts.check(spec.training.data, spec.serving.scenario)
     loadgen.check(spec)
+    _require_readable(spec)
+    if spec.serving.partition == "paired" and replicas_of(spec) < 2:
+        return ALONE
     lasting = lasting_s(spec.serving)
     if lasting is not None and lasting >= spec.timeout_s:
         return f"its load lasts {lasting:g} s at least, longer than timeout_s ({spec.timeout_s:g} s)"
@@ -58,6 +64,39 @@ def _require_fitting(asked: Serving) -> None:
     require(asked.loads is None or asked.scenario == "sweep", "loads", asked.loads, "nothing without scenario sweep")
     if asked.scenario == "sweep":
         loads.swept(asked)
+
+
+def _require_readable(spec: RunSpec) -> None:
+    """RequestError for a file that no run could use. One that is not on this host is left to the hosts of a launcher
+    that has its own."""
+    named = spec.training.data.options.get("path")
+    if named is None:
+        return
+    path = Path(str(named)).expanduser()
+    here = bool(getattr(load("launchers", spec.launcher.name), "HERE", False))
+    if not path.exists():
+        if here:
+            raise RequestError(f"data: {str(path)!r} does not exist; accepted is {spec.training.data.name}:path=FILE")
+        return
+    known, asked = path.stat(), spec.serving
+    assert asked is not None
+    words = (asked.requests, spec.seed, models.vocabulary(spec.model), asked.max_tokens, asked.api)
+    _read_once(str(spec.training.data), *words, (known.st_size, known.st_mtime_ns))
+
+
+@functools.lru_cache(maxsize=256)
+def _read_once(
+    data: str, count: int | None, seed: int, vocab: int, max_tokens: int, api: str, _stamp: tuple[int, int]
+) -> None:
+    """A campaign asks of every cell and repeat, several times each; a file that changed meanwhile is read again."""
+    _fitting(Choice.parse(data), count, seed, vocab, max_tokens, api)
+
+
+def replicas_of(spec: RunSpec) -> int:
+    """As many as urls were given, of engines that are given some; else each rank has one."""
+    assert spec.engine is not None
+    urls = spec.engine.options.get("urls")
+    return len(urls) if isinstance(urls, list | tuple) else spec.topology.world_size
 
 
 def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
@@ -119,7 +158,7 @@ def ask(
     assert spec.serving is not None
     assert spec.engine is not None
     if spec.serving.partition == "paired" and len(replicas) < 2:
-        raise UnsupportedError("a paired run compares replicas, and there is one alone")
+        raise UnsupportedError(ALONE)
     loadgen.require_installed(spec)
     asked = prompts_of(spec)
     shards = options(Options, spec.workload).shards
@@ -162,20 +201,17 @@ def put_on_all(session: Session, sequence: loads.Loads) -> str | None:
 
 def prompts_of(spec: RunSpec) -> list[Prompt]:
     assert spec.serving is not None
-    asked = spec.serving
-    vocab = models.vocabulary(spec.model)
-    found = prompts.open_prompts(
-        spec.training.data,
-        count=asked.requests,
-        seed=spec.seed,
-        vocab=vocab,
-        max_tokens=asked.max_tokens,
-        api=asked.api,
-    )
-    if asked.api == CHAT:
+    asked, vocab = spec.serving, models.vocabulary(spec.model)
+    return _fitting(spec.training.data, asked.requests, spec.seed, vocab, asked.max_tokens, asked.api)
+
+
+def _fitting(data: Choice, count: int | None, seed: int, vocab: int, max_tokens: int, api: str) -> list[Prompt]:
+    """The prompts, each of a form that the API takes."""
+    found = prompts.open_prompts(data, count=count, seed=seed, vocab=vocab, max_tokens=max_tokens, api=api)
+    if api == CHAT:
         require(not any(p.token_ids for p in found), "api", CHAT, "completions for prompts of token ids")
     else:
-        require(not any(p.messages for p in found), "api", asked.api, "chat for prompts of messages")
+        require(not any(p.messages for p in found), "api", api, "chat for prompts of messages")
     return found
 
 
@@ -216,8 +252,7 @@ def outline(spec: RunSpec) -> str:
     assert spec.engine is not None
     assert spec.serving is not None
     asked = spec.serving
-    urls = spec.engine.options.get("urls")
-    replicas = len(urls) if isinstance(urls, list | tuple) else spec.topology.world_size
+    replicas = replicas_of(spec)
     count = f"{asked.requests:,} requests" if asked.requests else "all samples of its data"
     rate = f" at {asked.rate_per_s:g} a second" if asked.rate_per_s is not None else ""
     cap = f", at most {asked.concurrency} in flight" if asked.concurrency is not None else ""

@@ -21,7 +21,7 @@ from paceline.findings.served_verdicts import LOADGEN_LABEL, NOT_KEPT, UNTOLD, R
 from paceline.present.answer import answer, grounds
 from paceline.present.machine import machine_tables
 from paceline.records import RunRecord
-from paceline.serving import ClientSample, RequestSample
+from paceline.serving import AnswerSample, ClientSample, RequestSample
 
 TWO = (replica(0), replica(1))
 
@@ -60,6 +60,14 @@ def test_a_model_without_a_known_shape_is_measured_and_said_to_be_one() -> None:
     assert any(note.startswith("the shape of tiny is not known: what needs it") for note in report.notes)
     assert any(m.metric == "ttft_p50_s" and m.value is not None for m in report.measurements)
     assert not any("shape" in note for note in build(found).notes)
+
+
+def test_a_server_that_counts_prompts_otherwise_is_told_of() -> None:
+    ids = [request(0, sent_ids=64), request(1, sent_ids=10), request(2, sent_ids=64, error="reset")]
+    (note,) = [note for note in build(record(ids)).notes if "token ids" in note]
+    assert "in 1 of 2 answers (10 where 64 were sent)" in note
+    as_text = [request(0), request(1, prompt_tokens=None, sent_ids=64)]
+    assert not any("token ids" in note for note in build(record(as_text)).notes)
 
 
 @pytest.mark.parametrize(
@@ -210,6 +218,30 @@ def test_a_replica_asked_alone_is_not_the_answer() -> None:
     asked = [r for n in (0, 1) for r in in_turns(n, 4, 0.5, stage=n)]
     report = build(record(asked, stages=stages, replicas=TWO, partition="paired"), both(1)[1])
     assert answer(report)[0].startswith("2 replicas served 15.0 tokens/s")
+
+
+def test_the_answer_says_under_how_much_load_the_best_one_was_alone() -> None:
+    alone = [stage(n, scenario="offline", replica=n, concurrency=4) for n in (0, 1)]
+    asked = [r for n in (0, 1) for r in in_turns(n, 4, 0.5, stage=n)]
+    together = replace(both(1)[1], stages=(stage(0, scenario="offline", concurrency=8),))
+    paired = record(asked, stages=alone, replicas=TWO, partition="paired", full_set=120)
+    report = build(paired, together)
+    words = "0.750 times the best one alone with its share of the 8 in flight"
+    assert words in answer(report)[0]
+    assert "0.75 times the best one alone with its share of the 8 in flight (replica" in report.fleets[0].text
+
+
+def test_a_rate_of_a_replica_says_over_which_time_it_is() -> None:
+    """A replica that ends early has two: over its own time, and over that of the whole load."""
+    asked = [*in_turns(0, 4, 1.0), *in_turns(1, 4, 2.0, first=4)]
+    told = [AnswerSample(rank=0, replica=n, sample=0, tokens=1, text="x") for n in (0, 1)]
+    report = build(replace(record(asked, replicas=TWO), answers=tuple(told)))
+    rates = {}
+    for table in machine_tables(report):
+        for place, column in enumerate(column.heading for column in table.columns):
+            if table.title.startswith(("Replicas", "Answers by")) and column.startswith("output"):
+                rates[column] = table.rows[0][place].text
+    assert rates == {"output in its own time, tokens/s": "10.0", "output over the whole load, tokens/s": "5.00"}
 
 
 def test_tables_of_replicas_gain_and_the_whole_set() -> None:
