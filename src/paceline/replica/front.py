@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import hmac
 import json
+import os
+import signal
 import socket
 import sys
 from asyncio.subprocess import Process
@@ -223,6 +225,9 @@ def _say(words: dict[str, Any]) -> None:
 
 
 def _kill_all(models: list[Process]) -> None:
+    """By number: `Process.kill` first looks whether it has ended, and takes that news from asyncio, whose complaint
+    would then be the last words of the replica."""
     for model in models:
-        with contextlib.suppress(ProcessLookupError):
-            model.kill()
+        if model.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(model.pid, signal.SIGKILL)
