@@ -26,12 +26,13 @@ LONGEST_WAIT_S = 5.0
 class Ledger(TorchDispatchMode):
     """Counts from the moment it is entered; what existed before is not in it.
 
-    granule rounds every storage up, as an allocator does that hands out whole blocks.
+    granule rounds every storage up, as an allocator does that hands out whole blocks. yield_s: so long a sum that would
+    be a new peak waits for other threads to let go of what they no longer use (see `settled_bytes`).
     """
 
-    def __init__(self, granule: int = 1) -> None:
+    def __init__(self, granule: int = 1, yield_s: float = 0.0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.granule = granule
+        self.granule, self.yield_s = granule, yield_s
         self.live_bytes = self.peak_bytes = 0
         self._looks_away = False
         self._entries: dict[int, tuple[weakref.ref[Any], int]] = {}
@@ -87,6 +88,8 @@ class Ledger(TorchDispatchMode):
         size = self._whole(size_bytes)
         self._entries[key] = (reference, size)
         self.live_bytes += size
+        if self.yield_s and self.live_bytes > self.peak_bytes:
+            time.sleep(self.yield_s)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def _strike(self, key: int) -> None:

@@ -76,19 +76,11 @@ def components(tmp_path_factory: pytest.TempPathFactory, ask: Ask) -> Report:
     return concluded(folder, "components")
 
 
-# gloo's own thread may let go of a gathered block (147,712 weights of tiny-llama in 16 bit) a moment after it has
-# answered: a peak is then higher by less than that. Of models as small as these it is 5 %, of larger ones nothing.
-HELD_ON_BYTES = {"tiny-llama": 147_712 * 2}
-
-
 def test_every_peak_was_predicted(components: Report) -> None:
     assert len(components.memory) == 5
     for row in components.memory:
-        predicted, measured = row.predicted["peak"], row.measured["peak"]
-        assert predicted is not None, row.note
-        assert measured is not None, row.note
-        most = 1.02 * predicted + HELD_ON_BYTES.get(str(row.axes["model"]), 0)
-        assert 0.98 * predicted < measured < most, (row.axes["strategy"], row.error_ratio)
+        assert row.error_ratio is not None, row.note
+        assert abs(row.error_ratio) < 0.02, (row.axes["strategy"], row.error_ratio)
 
 
 COMPONENTS = ("parameters", "optimizer", "gradients", "activations")

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 # watched.
 FEWEST_STEPS = 3
 HOPPER = 9
+# What gloo's threads need to let go of a buffer, and a ledger waits before it believes a new peak.
+YIELD_S = 0.005
 # What every rehearsal imports: torch's optimizers the second, at their first step, the fake process group the third.
 REHEARSAL = ("paceline.workloads._rehearsal", "torch._dynamo", "torch.testing._internal.distributed.fake_pg")
 
@@ -126,7 +128,7 @@ def gauge(seat: Seat) -> Iterator[Gauge]:
         return
     from paceline.ledger import Ledger
 
-    with Ledger().counting() as ledger:
+    with Ledger(yield_s=YIELD_S).counting() as ledger:
         yield Gauge(seat, ledger)
 
 
