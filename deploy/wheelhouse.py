@@ -1,4 +1,4 @@
-"""Build or check the offline bundle: one directory with every wheel that Paceline needs, and hashes (`make wheelhouse`).
+"""Build or check the offline bundle: a directory with every wheel that Paceline needs, and hashes (`make wheelhouse`).
 
 python deploy/wheelhouse.py fill DIR     download or build the wheels, then write DIR/requirements.txt
 python deploy/wheelhouse.py check DIR    install them offline into a new environment and start Paceline
