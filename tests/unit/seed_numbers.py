@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parents[2] / "docs" / "seed-qlora"
 NODES = ("1", "2", "4")
 BASELINE, SHORTER, BEST = "1024 x 4", "512 x 4", "512 x 8"
 RANK = 16
-# Not stated: what its loader, which fills short texts up to the sequence length, makes of them by its code.
+# Not stated: estimated from the code of its loader, which pads short texts to the sequence length.
 PADDING_RATIO = 0.98
 
 
@@ -208,15 +208,15 @@ def scaling_sentences() -> list[str]:
     per_1k = {n: usd_per_1k_samples(PRICE, int(n), S["000", "samples_per_s", n]) for n in NODES}
     node = S["001", "cost_10k_per_node", "4"]
     return [
-        f"The stated cost of 1000 samples is {slip_ratio('2'):.2f} of what the stated total gives at 2 nodes and "
-        f"{slip_ratio('4'):.2f} at 4: the total was divided by the nodes, so it is the share of one node. It does not "
-        f"fall to {S['000', 'cost_1k', '4']:.3f} USD; it rises from {per_1k['1']:.4f} to {per_1k['4']:.4f}, "
-        f"by {100 * (per_1k['4'] / per_1k['1'] - 1):.1f} %.",
-        f"The share of one of 4 nodes in 10,000 samples is {per_1k['4'] * 10 / 4:.3f} USD; the other write-up says "
-        f"{node:.2f}, which is {4 * node:.2f} in all.",
-        f"Efficiency against one node is right: {S['000', 'samples_per_s', '2']:.2f} / (2 x "
+        f"The stated cost of 1000 samples is {slip_ratio('2'):.2f} of a tenth of the stated total at 2 nodes "
+        f"and {slip_ratio('4'):.2f} at 4: the total was divided by the nodes, so it is the share of one node. The cost "
+        f"does not fall to {S['000', 'cost_1k', '4']:.3f} USD; it rises from {per_1k['1']:.4f} to "
+        f"{per_1k['4']:.4f}, by {100 * (per_1k['4'] / per_1k['1'] - 1):.1f} %.",
+        f"One of 4 nodes costs {per_1k['4'] * 10 / 4:.3f} USD for 10,000 samples; the other write-up says "
+        f"{node:.2f}, which is {4 * node:.2f} in total.",
+        f"The efficiency against one node is correct: {S['000', 'samples_per_s', '2']:.2f} / (2 x "
         f"{S['000', 'samples_per_s', '1']:.2f}) and {S['000', 'samples_per_s', '4']:.2f} / (4 x "
-        f"{S['000', 'samples_per_s', '1']:.2f}). Every rate above one node carries a `~`: expected, not measured.",
+        f"{S['000', 'samples_per_s', '1']:.2f}). Every rate above one node is marked `~`: expected, not measured.",
     ]
 
 
@@ -227,16 +227,16 @@ def suite_sentences() -> list[str]:
         f"Per token the best configuration is {100 * per_token_gain():+.1f} %, not {S['001', 'speedup', BEST]:.2f} "
         "times: a sample of 512 tokens is half the work of one of 1024.",
         f"Per token the shorter sequence alone is {100 * (S['001', 'speedup', SHORTER] / 2 - 1):+.1f} %, and the "
-        f"larger batch then {100 * (S['001', 'speedup_batch', BEST] - 1):+.0f} %: what was called the bottleneck "
-        "lost throughput, and what was called additional made the gain.",
+        f"larger batch adds {100 * (S['001', 'speedup_batch', BEST] - 1):+.0f} %: fixing the supposed bottleneck "
+        "cost throughput, and the supposedly additional change made the gain.",
         f"It saves {100 * sample:.1f} % per sample (stated: {S['001', 'cost_reduction', BEST]:.0f} %) and "
         f"{100 * token:.1f} % per token.",
         f"{S['001', 'speedup', SHORTER]:.2f} x {S['001', 'speedup_batch', BEST]:.2f} is {product:.2f}, and "
         f"{S['001', 'samples_per_s', BEST]:.2f} / {S['001', 'samples_per_s', BASELINE]:.2f} is "
         f"{S['001', 'samples_per_s', BEST] / S['001', 'samples_per_s', BASELINE]:.2f}: the factors agree within "
         "their rounding.",
-        "Of the other three configurations two are stated as 0 % without a rate, an interval or a number of repeats "
-        "(other optimizer, rank 8), and fp16 has no number at all.",
+        "Two of the other three configurations (other optimizer, rank 8) are stated as 0 %, without a rate, an "
+        "interval or a number of repeats; fp16 has no number at all.",
     ]
 
 
@@ -246,13 +246,13 @@ def network_sentences() -> list[str]:
     step = BATCH / S["000", "samples_per_s", "1"]
     return [
         f"Rank {RANK} on q, k, v and o of Mistral-7B is {counted:,} parameters. The stated "
-        f"{S['000', 'adapters', '']:.1f} million is {wide:,}: k and v counted as wide as q, which they are not "
-        f"({MISTRAL.kv_heads} key-value heads beside {MISTRAL.heads}).",
+        f"{S['000', 'adapters', '']:.1f} million is {wide:,}: it counts k and v as wide as q, but there are "
+        f"{MISTRAL.kv_heads} key-value heads and {MISTRAL.heads} query heads.",
         f"The step of one node is {BATCH} / {S['000', 'samples_per_s', '1']:.2f} = {step:.2f} s, as stated. The stated "
-        f"{S['000', 'all_reduce', '']:.0f} ms are of the right size, and under 2 % of it.",
-        "So the network does not explain the stated efficiency: the rates say that a step grows by several times what "
-        "an all-reduce over that link takes, with nothing hidden behind the backward. Either the rates or the link are "
-        "not what is stated.",
+        f"{S['000', 'all_reduce', '']:.0f} ms have the right order of magnitude, and are under 2 % of it.",
+        "So the network does not explain the stated efficiency: according to the rates, a step grows by several times "
+        "the duration of an all-reduce over that link, even without any overlap with the backward pass. Either the "
+        "rates or the link are not as stated.",
     ]
 
 
@@ -263,8 +263,8 @@ def _spread_rows() -> list[tuple[str, str]]:
 def node_sentences() -> list[str]:
     return [
         f"The stated {S['001', 'node_variance', '']:.1f} % is none of them.",
-        "One rate per node is stated: without repeats a spread between nodes cannot be told from a spread between "
-        "runs of one node.",
+        "There is one rate per node: without repeats, differences between nodes cannot be distinguished from "
+        "differences between runs of one node.",
     ]
 
 
@@ -273,12 +273,12 @@ def other_sentences() -> list[str]:
     rate, usd = padding()
     return [
         f"{S['001', 'utilisation_low', '']:.0f} to {S['001', 'utilisation_high', '']:.0f} % GPU utilisation is the "
-        f"share of time in which some kernel ran. The stated rate is {mfu:.1f} % MFU and {hfu:.1f} % HFU of the A10's "
+        f"share of time in which any kernel ran. The stated rate is {mfu:.1f} % MFU and {hfu:.1f} % HFU of the A10's "
         "dense 16-bit peak (LoRA's FLOPs, causal attention, full checkpointing).",
-        f"Its loader fills short texts up to the sequence length and counts all of it. Where "
+        f"The loader pads short texts to the sequence length and counts every token. If "
         f"{100 * PADDING_RATIO:.0f} % of the counted tokens are padding, "
         f"{S['000', 'tokens_per_s', '1']:.0f} tokens/s are {rate:.1f} non-pad tokens/s, and a million of them cost "
-        f"{usd:.2f} USD. No table of the two write-ups says how long its samples were before padding.",
+        f"{usd:.2f} USD. Neither write-up states the length of its samples before padding.",
     ]
 
 

@@ -126,7 +126,7 @@ def test_the_options_of_one_launcher_say_nothing_of_another() -> None:
 
 
 def test_the_page_names_the_same_options() -> None:
-    text = (DOCS / "experiments.md").read_text().partition("### Options that make no other run")[2]
+    text = (DOCS / "experiments.md").read_text().partition("### Options that do not change the run")[2]
     rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", text.partition("### Models")[0], re.MULTILINE)
     assert {name: re.findall(r"`(\w+)`", cell) for name, cell in rows} == {k: list(v) for k, v in UNMEASURED.items()}
     assert all(f"`{name}`" in text for name in WAITING)
