@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -123,6 +125,36 @@ def pytest_xdist_make_scheduler(config: Any, log: Any) -> Any:
         return None
     config.option.loadscopereorder = False
     return LoadFileScheduling(config, log)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Stored texts of tests that did not run are no failure, and files are locked while several workers update them."""
+    config.option.warn_unused_snapshots = True
+    config.option.snapshot_file_lock = True
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`assert text == golden` compares with `__snapshots__/MODULE.ambr`; `pytest --snapshot-update` writes it anew.
+
+    What depends on the machine is replaced first: temporary folders, the repository, Python, the home, the host, ports.
+    """
+    replaced = [
+        (rf"{re.escape(str(tmp_path_factory.getbasetemp()))}(/[\w.\[\]-]+)?", "TMP"),
+        (re.escape(sys.executable), "PYTHON"),
+        (re.escape(str(TESTS.parent)), "ROOT"),
+        (rf"{re.escape(str(Path.home()))}(?=/)", "HOME"),
+        (rf"\b{re.escape(socket.gethostname())}\b", "HOST"),
+        (r"(?<=\b127\.0\.0\.1:)\d{4,5}\b|(?<=\bport )\d{5}\b", "PORT"),
+    ]
+
+    def neutral(*, data: Any, path: Any) -> Any:
+        if isinstance(data, str):
+            for pattern, name in replaced:
+                data = re.sub(pattern, name, data)
+        return data
+
+    return request.getfixturevalue("snapshot").with_defaults(matcher=neutral)
 
 
 class Command(Protocol):
