@@ -13,12 +13,13 @@ from paceline.errors import LaunchError
 INTERFACES = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.1", "fe80::1"], "ib0": ["10.1.0.1"], "eth1": []}
 
 
-def test_a_name_that_does_not_resolve() -> None:
+def test_a_name_that_does_not_resolve(golden: object) -> None:
     connection, problem = reach.connect("node0.invalid", 1)
     assert connection is None
     assert problem is not None
-    assert problem.startswith("the name of node 0, 'node0.invalid', does not resolve here")
-    assert problem.endswith("; try: getent hosts node0.invalid")
+    assert problem == golden
+    assert "node0.invalid" in problem
+    assert "node0" in problem
 
 
 def test_an_open_port_is_reached() -> None:
@@ -29,11 +30,13 @@ def test_an_open_port_is_reached() -> None:
         connection.close()
 
 
-def test_an_address_of_this_very_host_is_called_that() -> None:
+def test_an_address_of_this_very_host_is_called_that(golden: object) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     _, problem = reach.connect("127.0.0.1", port)
-    assert f"node 0 at 127.0.0.1 port {port} is an address of this host itself (interface lo)" in str(problem)
+    assert str(problem) == golden
+    assert f"{port}" in str(problem)
+    assert "127.0.0.1" in str(problem)
 
 
 @pytest.mark.parametrize(
@@ -51,10 +54,12 @@ def test_hosts_of_one_family_do_not_reach_the_other(
     assert only in sentence
 
 
-def test_a_family_that_both_speak_is_not_to_blame() -> None:
+def test_a_family_that_both_speak_is_not_to_blame(golden: object) -> None:
     assert reach._lacking_family("10.0.0.7", lambda: INTERFACES) is None
     error = OSError(errno.ENETUNREACH, "Network is unreachable")
-    assert "try: ip route get 198.51.100.7" in reach._refusal("node0", "198.51.100.7", 1, error)
+    text = reach._refusal("node0", "198.51.100.7", 1, error)
+    assert text == golden
+    assert "198.51.100.7" in text
 
 
 @pytest.mark.parametrize(
@@ -77,14 +82,20 @@ def test_interfaces_that_are_there(given: str) -> None:
 
 
 @pytest.mark.parametrize("given", ["eth7", "=eth", "eth1", "docker0", "^lo,eth,ib"])
-def test_interfaces_that_are_not_there_or_have_no_address(given: str) -> None:
-    with pytest.raises(LaunchError, match="it has eth0, ib0, lo; try: ip -brief address"):
+def test_interfaces_that_are_not_there_or_have_no_address(given: str, golden: object) -> None:
+    with pytest.raises(LaunchError) as caught:
         reach.check_interfaces({"NCCL_SOCKET_IFNAME": given}, ("NCCL_SOCKET_IFNAME",), INTERFACES)
+    assert str(caught.value) == golden
+    assert "eth0" in str(caught.value)
+    assert "ib0" in str(caught.value)
 
 
-def test_beginnings_of_names_mean_nothing_to_gloo() -> None:
-    with pytest.raises(LaunchError, match="GLOO_SOCKET_IFNAME is 'eth'"):
+def test_beginnings_of_names_mean_nothing_to_gloo(golden: object) -> None:
+    with pytest.raises(LaunchError) as caught:
         reach.check_interfaces({"GLOO_SOCKET_IFNAME": "eth"}, ("GLOO_SOCKET_IFNAME",), INTERFACES)
+    assert str(caught.value) == golden
+    assert "GLOO_SOCKET_IFNAME" in str(caught.value)
+    assert "eth" in str(caught.value)
 
 
 def test_this_host_has_loopback() -> None:

@@ -99,31 +99,28 @@ def test_a_sweep_ends_where_it_is_told_to(largest: int | None, sides: list[int])
 
 
 @pytest.mark.parametrize(
-    ("option", "sentence"),
+    "option",
     [
-        (
-            "kernels=matmul+convolution",
-            "compute.kernels: 'matmul+convolution' was given; accepted is all, or names out",
-        ),
-        ("dtypes=int4", "compute.dtypes: 'int4' was given"),
-        ("iters=4", "compute.iters: 4 was given; accepted is a whole number from 5"),
-        ("warmup=-1", "compute.warmup: -1 was given"),
-        ("budget_s=0", "compute.budget_s: 0 was given"),
-        ("tokens=0", "compute.tokens: 0 was given"),
-        ("largest_matmul=1.5", "compute.largest_matmul: 1.5 was given"),
-        ("sizes=3", "option of compute: 'sizes' was given"),
+        "kernels=matmul+convolution",
+        "dtypes=int4",
+        "iters=4",
+        "warmup=-1",
+        "budget_s=0",
+        "tokens=0",
+        "largest_matmul=1.5",
+        "sizes=3",
     ],
 )
-def test_a_wrong_option_is_one_sentence(option: str, sentence: str, make_spec: Callable[..., RunSpec]) -> None:
+def test_a_wrong_option_is_one_sentence(option: str, make_spec: Callable[..., RunSpec], golden: object) -> None:
     with pytest.raises(RequestError) as caught:
         compute.check(make_spec(None, workload=f"compute:{option}"))
-    assert str(caught.value).startswith(sentence)
+    assert str(caught.value) == golden
     assert "\n" not in str(caught.value)
 
 
-def test_a_mixture_of_experts_is_refused_by_arithmetic(make_spec: Callable[..., RunSpec]) -> None:
+def test_a_mixture_of_experts_is_refused_by_arithmetic(make_spec: Callable[..., RunSpec], golden: object) -> None:
     spec = make_spec(None, workload="compute", model="tiny:experts=4,experts_per_token=2")
-    assert "mixture of experts" in (compute.check(spec) or "")
+    assert compute.check(spec) == golden
 
 
 # --- rows on this machine ---
@@ -195,14 +192,15 @@ def test_right_results_make_a_valid_run(record: RunRecord) -> None:
     assert verdict(record, None) == (Status.OK, None)
 
 
-def test_a_wrong_product_makes_the_run_invalid(make_spec: Callable[..., RunSpec]) -> None:
+def test_a_wrong_product_makes_the_run_invalid(make_spec: Callable[..., RunSpec], golden: object) -> None:
     """One term of 64 left out of every sum: under any norm of the whole result it is small."""
     spec = make_spec(None, processes=1, workload=SMALL + ",kernels=matmul,dtypes=fp32")
     status, reason = verdict(measured(wrong_product, spec), None)
     assert status is Status.INVALID
-    assert "matmul fp32 NT (64 x 64 x 64) on rank 0: " in (reason or "")
-    assert "wrong elements" in (reason or "")
-    assert "more rows" in (reason or "")
+    assert reason == golden
+    assert "fp32" in reason
+    assert "NT" in reason
+    assert "64" in reason
 
 
 def bench(**chosen: Any) -> _kernels.Bench:
@@ -277,7 +275,7 @@ def test_what_a_first_call_meets_becomes_the_rows_status(
 
 
 def test_a_row_that_breaks_later_has_failed_and_makes_the_run_invalid(
-    monkeypatch: pytest.MonkeyPatch, record: RunRecord
+    monkeypatch: pytest.MonkeyPatch, record: RunRecord, golden: object
 ) -> None:
     calls = iter([None])
 
@@ -289,21 +287,21 @@ def test_a_row_that_breaks_later_has_failed_and_makes_the_run_invalid(
     sample = bench().measure(row())
     assert (sample.status, sample.error) == ("failed", "lost the device")
     wrong = validity.problems(dataclasses.replace(record, kernels=(*record.kernels, sample)))
-    assert wrong == ["matmul fp32 NT (x) on rank 0: failed: lost the device"]
+    assert wrong == golden
 
 
-def test_a_row_that_does_not_fit_is_oom_before_it_is_tried() -> None:
+def test_a_row_that_does_not_fit_is_oom_before_it_is_tried(golden: object) -> None:
     sample = bench().measure(row(needed_bytes=2**60))
     assert sample.status == "oom"
-    assert "GiB are needed" in (sample.error or "")
+    assert sample.error == golden
 
 
-def test_a_row_that_would_take_too_long_is_skipped_by_what_smaller_ones_took() -> None:
+def test_a_row_that_would_take_too_long_is_skipped_by_what_smaller_ones_took(golden: object) -> None:
     one = bench()
     assert one.measure(row()).status == "ok"
     sample = one.measure(dataclasses.replace(row(), flops=10**18))
     assert sample.status == "skipped"
-    assert "5 iterations would take about" in (sample.error or "")
+    assert sample.error == golden
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [(1.0, 5), (0.1, 20), (0.001, 100)])
