@@ -153,8 +153,11 @@ def golden(snapshot: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
         (rf"\b{re.escape(socket.gethostname())}\b", "HOST"),
         (rf"{re.escape(tempfile.gettempdir())}/[\w.-]+", "TMP"),
         (r"\b20\d\d-\d\d-\d\d(T\d{6}[+-]\d{4}| \d\d:\d\d(:\d\d)?)", "MOMENT"),
-        (rf"(?<=Paceline ){re.escape(__version__)}", "VERSION"),
-        (r"(?<=\b127\.0\.0\.1:)\d{4,5}\b|(?<=\bport )\d{5}\b", "PORT"),
+        (rf"(?:(?<=Paceline )|(?<=accepted is )){re.escape(__version__)}\b", "VERSION"),
+        (r"(?<=\b127\.0\.0\.1[: ])\d{4,5}\b|(?<=\bport )\d{5}\b|(?<= = :)\d{5}\b|(?<='', )\d{5}\b", "PORT"),
+        (r"\b\d\d:\d\d:\d\d(?= host)", "TIME"),
+        (r"(?<=\bprocess )\d{3,}\b", "PID"),
+        (r"(?<=-r\d-[0-9a-f]{10}-)[0-9a-f]{8}\b", "HASH"),
     ]
 
     def neutral(*, data: Any, path: Any) -> Any:

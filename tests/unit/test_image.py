@@ -274,7 +274,7 @@ def test_two_versions_of_one_package_are_refused(wheelhouse: Any, tmp_path: Path
     assert str(caught.value) == golden
 
 
-def test_a_changed_wheel_is_not_installed(wheelhouse: Any, tmp_path: Path, golden: object) -> None:
+def test_a_changed_wheel_is_not_installed(wheelhouse: Any, tmp_path: Path) -> None:
     """pip itself refuses it: the hash is what is installed by."""
     import subprocess
     import zipfile
@@ -293,7 +293,4 @@ def test_a_changed_wheel_is_not_installed(wheelhouse: Any, tmp_path: Path, golde
         file.writestr("more.py", "")
     again = subprocess.run([*install, "--upgrade"], capture_output=True, text=True, check=False)
     assert again.returncode != 0
-    assert again.stderr == golden
-    assert "DO" in again.stderr
-    assert "NOT" in again.stderr
-    assert "MATCH" in again.stderr
+    assert "DO NOT MATCH THE HASHES" in again.stderr

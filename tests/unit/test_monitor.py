@@ -101,7 +101,7 @@ def test_processors_that_count_their_energy_tell_it_since_the_start(golden: obje
     assert "paceline_host_energy_joules_total 250" in endpoint.page_text(reading)
 
 
-def test_a_terminal_gets_tables(fake_nvml: FakeNvml, golden: object) -> None:
+def test_a_terminal_gets_tables(fake_nvml: FakeNvml) -> None:
     from rich.console import Console
 
     tally = monitor.Tally()
@@ -109,8 +109,9 @@ def test_a_terminal_gets_tables(fake_nvml: FakeNvml, golden: object) -> None:
     shown = Console(width=160, record=True, file=io.StringIO())
     shown.print(monitor.screen(telemetry.read(), tally))
     table = shown.export_text()
-    assert table == golden
+    assert "memory clock" in table
     assert "3201 MHz" in table
+    assert "hardware thermal slowdown" in table
 
 
 def test_the_summary_has_minimum_median_maximum_throttling_and_energy(golden: object) -> None:

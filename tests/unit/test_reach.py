@@ -13,13 +13,12 @@ from paceline.errors import LaunchError
 INTERFACES = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.1", "fe80::1"], "ib0": ["10.1.0.1"], "eth1": []}
 
 
-def test_a_name_that_does_not_resolve(golden: object) -> None:
+def test_a_name_that_does_not_resolve() -> None:
     connection, problem = reach.connect("node0.invalid", 1)
     assert connection is None
     assert problem is not None
-    assert problem == golden
-    assert "node0.invalid" in problem
-    assert "node0" in problem
+    assert problem.startswith("the name of node 0, 'node0.invalid', does not resolve here")
+    assert problem.endswith("; try: getent hosts node0.invalid")
 
 
 def test_an_open_port_is_reached() -> None:
@@ -54,12 +53,10 @@ def test_hosts_of_one_family_do_not_reach_the_other(
     assert only in sentence
 
 
-def test_a_family_that_both_speak_is_not_to_blame(golden: object) -> None:
+def test_a_family_that_both_speak_is_not_to_blame() -> None:
     assert reach._lacking_family("10.0.0.7", lambda: INTERFACES) is None
     error = OSError(errno.ENETUNREACH, "Network is unreachable")
-    text = reach._refusal("node0", "198.51.100.7", 1, error)
-    assert text == golden
-    assert "198.51.100.7" in text
+    assert "try: ip route get 198.51.100.7" in reach._refusal("node0", "198.51.100.7", 1, error)
 
 
 @pytest.mark.parametrize(

@@ -247,15 +247,11 @@ def test_what_does_not_divide_is_refused(spec: Any, golden: object) -> None:
         {"model_type": "llama", "vocab_size": 32064, "quantization_config": {"bits": 4}},
     ],
 )
-def test_any_architecture_is_left_to_the_server(
-    spec: Any, tmp_path: Path, config: dict[str, Any], golden: object
-) -> None:
+def test_any_architecture_is_left_to_the_server(spec: Any, tmp_path: Path, config: dict[str, Any]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     asked = spec(model=str(tmp_path), tensor_parallel=3)
     assert inference.check(asked) is None
-    text = inference.outline(asked)
-    assert text == golden
-    assert f"{asked.model_text}" in text
+    assert inference.outline(asked).endswith(f"; the shape of {asked.model_text} is not known")
     assert vllm.model_folder(asked, tmp_path) == tmp_path
     assert max(max(p.token_ids or ()) for p in inference.prompts_of(asked)) < 32064
 

@@ -100,8 +100,8 @@ def test_one_line_per_operation_and_dtype_with_peak_latency_and_fit(swept: Repor
     assert column(table, "rows") == ["16 ok", "16 ok", "8 ok", "1 oom", "1 ok"]
     assert column(table, "peak busbw")[3:] == ["\u2013", "\u2013"]
     assert table.notes == golden
-    assert "all_to_all" in table.notes
-    assert "fp32" in table.notes
+    assert any("all_to_all" in note for note in table.notes)
+    assert any("fp32" in note for note in table.notes)
 
 
 def test_every_row_reads_as_nccl_tests_prints_it(swept: Report, golden: object) -> None:
@@ -114,7 +114,6 @@ def test_every_row_reads_as_nccl_tests_prints_it(swept: Report, golden: object) 
     names = [c.heading for c in first.columns]
     assert names[:7] == golden
     assert names == golden
-    assert "GB" in names
     last = cells(first)[-1]
     assert last[:7] == ["16,777,216", "4,194,304", "fp32", "2,610", "6.42", "9.62", "0"]
     assert len(first.rows) == len(SIZES)
@@ -261,9 +260,9 @@ def test_csv_holds_every_row_beside_the_metrics(swept: Report, tmp_path: Path) -
     assert sum("busbw_bytes_per_s" in line for line in metrics.read_text().splitlines()) == 40
 
 
-def test_golden(swept: Report, golden: Path) -> None:
+def test_golden(swept: Report, golden_folder: Path) -> None:
     """PACELINE_UPDATE_GOLDEN=1 writes what is produced now; read the difference before you commit it."""
-    text, kept = markdown.text(swept), golden / "fabric.md"
+    text, kept = markdown.text(swept), golden_folder / "fabric.md"
     if os.environ.get("PACELINE_UPDATE_GOLDEN") == "1":
         write_atomically(kept, text)
     assert text == kept.read_text()

@@ -192,15 +192,14 @@ def test_right_results_make_a_valid_run(record: RunRecord) -> None:
     assert verdict(record, None) == (Status.OK, None)
 
 
-def test_a_wrong_product_makes_the_run_invalid(make_spec: Callable[..., RunSpec], golden: object) -> None:
+def test_a_wrong_product_makes_the_run_invalid(make_spec: Callable[..., RunSpec]) -> None:
     """One term of 64 left out of every sum: under any norm of the whole result it is small."""
     spec = make_spec(None, processes=1, workload=SMALL + ",kernels=matmul,dtypes=fp32")
     status, reason = verdict(measured(wrong_product, spec), None)
     assert status is Status.INVALID
-    assert reason == golden
-    assert "fp32" in reason
-    assert "NT" in reason
-    assert "64" in reason
+    assert "matmul fp32 NT (64 x 64 x 64) on rank 0: " in (reason or "")
+    assert "wrong elements" in (reason or "")
+    assert "more rows" in (reason or "")
 
 
 def bench(**chosen: Any) -> _kernels.Bench:
@@ -290,18 +289,18 @@ def test_a_row_that_breaks_later_has_failed_and_makes_the_run_invalid(
     assert wrong == golden
 
 
-def test_a_row_that_does_not_fit_is_oom_before_it_is_tried(golden: object) -> None:
+def test_a_row_that_does_not_fit_is_oom_before_it_is_tried() -> None:
     sample = bench().measure(row(needed_bytes=2**60))
     assert sample.status == "oom"
-    assert sample.error == golden
+    assert "GiB are needed" in (sample.error or "")
 
 
-def test_a_row_that_would_take_too_long_is_skipped_by_what_smaller_ones_took(golden: object) -> None:
+def test_a_row_that_would_take_too_long_is_skipped_by_what_smaller_ones_took() -> None:
     one = bench()
     assert one.measure(row()).status == "ok"
     sample = one.measure(dataclasses.replace(row(), flops=10**18))
     assert sample.status == "skipped"
-    assert sample.error == golden
+    assert "5 iterations would take about" in (sample.error or "")
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [(1.0, 5), (0.1, 20), (0.001, 100)])
