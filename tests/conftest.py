@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
 
-from paceline import store
+from paceline import __version__, store
 from paceline.records import Evidence, Outcome, Sample, Status, StepSample
 from paceline.spec import Choice, Precision, RunSpec, Topology, Training, WarmUp
 
@@ -123,6 +126,47 @@ def pytest_xdist_make_scheduler(config: Any, log: Any) -> Any:
         return None
     config.option.loadscopereorder = False
     return LoadFileScheduling(config, log)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """`--snapshot-update` writes every expected text anew, those in `tests/golden` too.
+
+    Stored texts of tests that did not run are no failure. Files are locked while several workers update them.
+    """
+    config.option.warn_unused_snapshots = True
+    config.option.snapshot_file_lock = True
+    if config.getoption("update_snapshots", default=False):
+        os.environ["PACELINE_UPDATE_GOLDEN"] = "1"
+
+
+@pytest.fixture
+def golden(snapshot: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`assert text == golden` compares with `__snapshots__/MODULE.ambr`; `pytest --snapshot-update` writes it anew.
+
+    What depends on machine and moment is replaced first: paths, Python, the host, ports, dates, Paceline's version.
+    """
+    replaced = [
+        (rf"{re.escape(str(tmp_path_factory.getbasetemp()))}(/[\w.\[\]-]+)?", "TMP"),
+        (re.escape(sys.executable), "PYTHON"),
+        (re.escape(str(TESTS.parent)), "ROOT"),
+        (rf"{re.escape(str(Path.home()))}(?=/)", "HOME"),
+        (rf"\b{re.escape(socket.gethostname())}\b", "HOST"),
+        (rf"{re.escape(tempfile.gettempdir())}/[\w.-]+", "TMP"),
+        (r"\b20\d\d-\d\d-\d\d(T\d{6}[+-]\d{4}| \d\d:\d\d(:\d\d)?)", "MOMENT"),
+        (rf"(?:(?<=Paceline )|(?<=accepted is )){re.escape(__version__)}\b", "VERSION"),
+        (r"(?<=\b127\.0\.0\.1[: ])\d{4,5}\b|(?<=\bport )\d{5}\b|(?<= = :)\d{5}\b|(?<='', )\d{5}\b", "PORT"),
+        (r"\b\d\d:\d\d:\d\d(?= host)", "TIME"),
+        (r"(?<=\bprocess )\d{3,}\b", "PID"),
+        (r"(?<=-r\d-[0-9a-f]{10}-)[0-9a-f]{8}\b", "HASH"),
+    ]
+
+    def neutral(*, data: Any, path: Any) -> Any:
+        if isinstance(data, str):
+            for pattern, name in replaced:
+                data = re.sub(pattern, name, data)
+        return data
+
+    return snapshot.with_defaults(matcher=neutral)
 
 
 class Command(Protocol):

@@ -116,26 +116,28 @@ def test_a_hyphen_in_the_word_is_an_underscore_in_the_file() -> None:
 @pytest.mark.parametrize(
     ("kind", "given", "meant"), [("strategies", "fsdp", "fsdp2"), ("exporters", "markdwon", "markdown")]
 )
-def test_an_unknown_name_is_one_sentence_with_a_close_match(kind: str, given: str, meant: str) -> None:
+def test_an_unknown_name_is_one_sentence_with_a_close_match(kind: str, given: str, meant: str, golden: object) -> None:
     with pytest.raises(RequestError) as caught:
         plugins.load(kind, given)
     sentence = str(caught.value)
     assert "\n" not in sentence
     assert repr(given) in sentence
-    assert f"did you mean {meant!r}?" in sentence
+    assert sentence == golden
+    assert f"{meant!r}" in sentence
     assert all(name in sentence for name in plugins.names(kind))
 
 
-def test_a_name_like_nothing_gets_the_list_without_a_guess() -> None:
-    with pytest.raises(RequestError, match="accepted is ddp") as caught:
+def test_a_name_like_nothing_gets_the_list_without_a_guess(golden: object) -> None:
+    with pytest.raises(RequestError) as caught:
         plugins.load("strategies", "qqqqqqq")
-    assert "did you mean" not in str(caught.value)
+    assert str(caught.value) == golden
 
 
-def test_a_dotted_name_is_any_importable_module() -> None:
+def test_a_dotted_name_is_any_importable_module(golden: object) -> None:
     assert plugins.load("strategies", "paceline.strategies.ddp").wrap.__module__ == "paceline.strategies.ddp"
-    with pytest.raises(RequestError, match="cannot be imported"):
+    with pytest.raises(RequestError) as caught:
         plugins.load("strategies", "nowhere.at_all")
+    assert str(caught.value) == golden
 
 
 def test_entry_points_are_listed_and_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,9 +34,11 @@ def test_a_mixture_has_adapters_on_every_expert_and_computes_with_few() -> None:
     assert adapters.flops_per_token(mixture, tuning, 0) == frozen + 6 * 2 * dense
 
 
-def test_a_target_the_model_lacks_is_refused() -> None:
-    with pytest.raises(RequestError, match="'gate' was given; accepted is one of q, k, v, o, up, down"):
+def test_a_target_the_model_lacks_is_refused(golden: object) -> None:
+    with pytest.raises(RequestError) as caught:
         adapters.adapter_parameters(models.load(Choice("tiny")), 16, "q+gate")
+    assert str(caught.value) == golden
+    assert "gate" in str(caught.value)
 
 
 @pytest.mark.parametrize("length", [64, 512])
@@ -47,7 +49,7 @@ def test_full_training_with_full_rows_is_what_training_from_scratch_is(length: i
     assert recomputed == models.recomputed_flops_per_token(MISTRAL, length, "full")
 
 
-def test_lora_flops_by_hand() -> None:
+def test_lora_flops_by_hand(golden: object) -> None:
     products = 2 * TINY_BLOCK + 128 * 256
     attention = 2 * 4 * 10 * 4 * 32
     for tuning in (LORA, QLORA):
@@ -56,8 +58,9 @@ def test_lora_flops_by_hand() -> None:
         again = adapters.recomputed_flops_per_token(TINY, tuning, 10, "full")
         assert again == 2 * (2 * TINY_BLOCK + TINY_ADAPTERS) + attention
         assert adapters.recomputed_flops_per_token(TINY, tuning, 10, "none") == 0
-    with pytest.raises(RequestError, match="none, full or selective"):
+    with pytest.raises(RequestError) as caught:
         adapters.recomputed_flops_per_token(TINY, LORA, 10, "some")
+    assert str(caught.value) == golden
 
 
 def test_lora_tends_to_two_thirds_of_full_training() -> None:

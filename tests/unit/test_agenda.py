@@ -57,16 +57,20 @@ def test_a_schedule_is_read_as_it_was_written(out: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a b", "../x", "A", "a'b", "x$(id)", "a\nb", "-a", "a" * 41])
-def test_hostile_names_are_refused(name: str, out: Path) -> None:
-    with pytest.raises(RequestError, match="accepted is up to 40"):
+def test_hostile_names_are_refused(name: str, out: Path, golden: object) -> None:
+    with pytest.raises(RequestError) as caught:
         schedule_of(name=name)
-    with pytest.raises(RequestError, match="known in"):
+    assert str(caught.value) == golden
+    assert "40" in str(caught.value)
+    with pytest.raises(RequestError) as caught:
         agenda.read(out, name)
+    assert str(caught.value) == golden
 
 
-def test_an_address_given_for_a_variable_is_refused_and_not_repeated() -> None:
-    with pytest.raises(RequestError, match="accepted is the name of the variable") as refused:
+def test_an_address_given_for_a_variable_is_refused_and_not_repeated(golden: object) -> None:
+    with pytest.raises(RequestError) as refused:
         schedule_of(webhook="https://hooks.example/T0/secret")
+    assert str(refused.value) == golden
     assert "secret" not in str(refused.value).replace("is a secret", "")
 
 
@@ -142,14 +146,14 @@ def test_a_schedule_that_cannot_be_read_is_named_and_hides_no_other(out: Path) -
     assert "broken" in unreadable[0]
 
 
-def test_on_a_cluster_the_history_is_elsewhere(out: Path) -> None:
+def test_on_a_cluster_the_history_is_elsewhere(out: Path, golden: object) -> None:
     agenda.write(out, schedule_of(backend="kubernetes", place={"claim": "bench"}))
     assert agenda.view(out, "nightly", NOW).missed is None
     lines, _ = watch.folder_lines(out)
-    assert any("kept on the claim bench" in line for line in lines)
+    assert lines == golden
 
 
-def test_status_tells_what_ran_what_was_skipped_and_what_was_missed(out: Path) -> None:
+def test_status_tells_what_ran_what_was_skipped_and_what_was_missed(out: Path, golden: object) -> None:
     agenda.write(out, schedule_of(added_at=(datetime.now(UTC) - 3 * DAY).timestamp()))
     cron = schedule_of().cron
     first, second, *_ = cron.between(datetime.now(UTC) - 3 * DAY, datetime.now(UTC) - agenda.GRACE)
@@ -159,6 +163,9 @@ def test_status_tells_what_ran_what_was_skipped_and_what_was_missed(out: Path) -
         out, "nightly", "skipped", "s", at=second.timestamp(), due_at=second.timestamp(), sentence="skipped: busy"
     )
     text = "\n".join(watch.folder_lines(out)[0])
-    assert "regression; 58 s; 12 % slower; the webhook answered 200" in text
+    assert text == golden
+    assert "58" in text
+    assert "12 %" in text
+    assert "slower" in text
     assert "  skipped " in text
     assert "busy" in text

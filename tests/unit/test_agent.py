@@ -161,28 +161,28 @@ def test_a_killed_agent_takes_its_ranks_along(agent: Callable[..., Agent]) -> No
 
 
 @pytest.mark.parametrize(
-    ("env", "sentence"),
+    "env",
     [
-        ({}, "PACELINE_SPEC is not set; accepted is it, --run-dir or --spec-stdin"),
-        ({"PACELINE_SPEC": "no JSON"}, "paceline.agent: Expecting value"),
-        ({"PACELINE_SPEC": '{"schema": 99}'}, "the spec: schema 99 was written by another Paceline"),
-        ({"PACELINE_SPEC": '{"schema": 1, "training": {}}'}, "paceline.agent: "),
+        {},
+        {"PACELINE_SPEC": "no JSON"},
+        {"PACELINE_SPEC": '{"schema": 99}'},
+        {"PACELINE_SPEC": '{"schema": 1, "training": {}}'},
     ],
 )
-def test_a_spec_that_is_none_is_one_sentence(agent: Callable[..., Agent], env: dict[str, str], sentence: str) -> None:
+def test_a_spec_that_is_none_is_one_sentence(agent: Callable[..., Agent], env: dict[str, str], golden: object) -> None:
     one = agent("--relay", env=env)
     one.end()
     assert one.process.returncode == 1
-    assert sentence in one.told
+    assert one.told == golden
     assert "Traceback" not in one.told
 
 
-def test_a_wrong_number_of_nodes_is_the_word_of_the_first_rank(agent: Callable[..., Agent]) -> None:
+def test_a_wrong_number_of_nodes_is_the_word_of_the_first_rank(agent: Callable[..., Agent], golden: object) -> None:
     one = agent("--relay", "--spec-stdin", nodes=2)
     one.tell(request(one))
     one.end()
     (outcome,) = store.read_outcomes(one.home)
-    assert outcome.error == "1 nodes were started for a spec of 2"
+    assert outcome.error == golden
 
 
 def test_a_scratch_that_is_not_there_is_told(agent: Callable[..., Agent]) -> None:

@@ -119,16 +119,23 @@ def test_a_run_that_takes_longer_than_others_did_has_no_time_left_rather_than_no
     assert left == pytest.approx(40.0, abs=5.0)
 
 
-def test_the_time_left_is_not_told_finer_than_it_is_known() -> None:
-    assert left_text(None) == "time left not known yet"
-    assert left_text(63.0) == "about 1 min 05 s left"
-    assert left_text(1234.0) == "about 21 min 00 s left"
+def test_the_time_left_is_not_told_finer_than_it_is_known(golden: object) -> None:
+    assert left_text(None) == golden
+    text = left_text(63.0)
+    assert text == golden
+    assert "05" in text
+    text = left_text(1234.0)
+    assert text == golden
+    assert "21" in text
+    assert "00" in text
 
 
 # --- the run under way ---
 
 
-def test_the_pulse_is_of_the_last_steps_and_the_rank_behind(tmp_path: Path, make_spec: Make, make_step: Make) -> None:
+def test_the_pulse_is_of_the_last_steps_and_the_rank_behind(
+    tmp_path: Path, make_spec: Make, make_step: Make, golden: object
+) -> None:
     spec = make_spec("ddp", steps=40)
     begin(tmp_path, spec, make_step, steps=30)
     run_dir = tmp_path / spec.experiment / spec.run_id
@@ -139,17 +146,21 @@ def test_the_pulse_is_of_the_last_steps_and_the_rank_behind(tmp_path: Path, make
     assert pulse is not None
     assert (pulse.rank, pulse.step, pulse.phase, pulse.peak_bytes) == (1, 7, "forward", 5 * 2**30)
     assert pulse.tokens_per_s == spec.tokens_per_step / 0.5
-    assert pulse_text(pulse) == "step 8 of 40, forward, 256 tokens/s, peak 5.00 GiB, loss 5.500"
+    text = pulse_text(pulse)
+    assert text == golden
+    assert "40" in text
+    assert "256" in text
+    assert "5.00" in text
 
 
-def test_what_is_not_known_is_not_said(tmp_path: Path, make_spec: Make) -> None:
+def test_what_is_not_known_is_not_said(tmp_path: Path, make_spec: Make, golden: object) -> None:
     spec = make_spec("ddp")
     run_dir = store.create(tmp_path, spec)
     assert campaign.read_pulse(run_dir, spec, ()) is None
     store.ProgressFile(run_dir, 0).mark(0, "setup")
     pulse = campaign.read_pulse(run_dir, spec, store.read_progress(run_dir))
     assert pulse is not None
-    assert pulse_text(pulse) == "step 1 of 4, setup"
+    assert pulse_text(pulse) == golden
     assert (pulse.tokens_per_s, pulse.left_s, pulse.loss, pulse.peak_bytes) == (None, None, None, None)
 
 
@@ -157,7 +168,7 @@ def test_what_is_not_known_is_not_said(tmp_path: Path, make_spec: Make) -> None:
 
 
 def test_a_running_campaign_is_told_from_its_folder(
-    tmp_path: Path, make_spec: Make, make_run: Make, make_step: Make
+    tmp_path: Path, make_spec: Make, make_run: Make, make_step: Make, golden: object
 ) -> None:
     specs = repeats(make_spec)
     make_run(tmp_path, specs[0])
@@ -169,12 +180,15 @@ def test_a_running_campaign_is_told_from_its_folder(
     assert view.left_s == pytest.approx(60 + 60 + 1, abs=2)
     lines, running = folder_lines(tmp_path)
     assert running
-    assert "1 of 4 runs ended (1 ok); running, about" in lines[0]
-    assert lines[1].startswith("  running: fsdp2 tiny x2 repeat 1: step 3 of 4, backward, 256 tokens/s")
+    assert lines[0] == golden
+    assert lines[1] == golden
+    assert "fsdp2" in lines[1]
+    assert "x2" in lines[1]
+    assert "256" in lines[1]
 
 
 def test_a_dead_controller_is_not_running_whatever_its_files_say(
-    tmp_path: Path, make_spec: Make, make_run: Make, make_step: Make
+    tmp_path: Path, make_spec: Make, make_run: Make, make_step: Make, golden: object
 ) -> None:
     specs = repeats(make_spec)
     make_run(tmp_path, specs[0], Status.OOM, "out of memory")
@@ -186,7 +200,7 @@ def test_a_dead_controller_is_not_running_whatever_its_files_say(
     store.write_json(tmp_path / "test" / campaign.PLAN, plan | {"pid": ended.pid})
     lines, running = folder_lines(tmp_path)
     assert not running
-    assert lines[0].endswith("1 of 4 runs ended (1 oom); not running, 3 left: the same command goes on from here")
+    assert lines[0] == golden
     assert lines[1:] == [f"  interrupted: {specs[1].run_id}"]
 
 
@@ -341,7 +355,7 @@ def test_another_hosts_run_is_judged_by_when_it_moved(
 
 @pytest.mark.parametrize("content", [None, "", "[]", '{"runs": [{"run": 1}]}'])
 def test_a_folder_without_a_plan_is_read_as_well_as_it_can_be(
-    content: str | None, tmp_path: Path, make_spec: Make, make_run: Make
+    content: str | None, tmp_path: Path, make_spec: Make, make_run: Make, golden: object
 ) -> None:
     make_run(tmp_path, make_spec("ddp"))
     make_run(tmp_path, make_spec("fsdp2"), None)
@@ -349,7 +363,7 @@ def test_a_folder_without_a_plan_is_read_as_well_as_it_can_be(
         (tmp_path / "test" / campaign.PLAN).write_text(content)
     lines, running = folder_lines(tmp_path)
     assert not running
-    assert lines[0].endswith("test: 1 ok, 1 not sealed")
+    assert lines[0] == golden
 
 
 def test_a_complete_campaign_says_so(tmp_path: Path, make_spec: Make, make_run: Make) -> None:
@@ -364,7 +378,9 @@ def test_an_empty_folder_has_no_run_yet(tmp_path: Path) -> None:
     assert folder_lines(tmp_path) == ([f"{tmp_path}: no run yet"], False)
 
 
-def test_of_a_served_model_rank_0_tells_how_many_requests_are_needed(tmp_path: Path, make_spec: Make) -> None:
+def test_of_a_served_model_rank_0_tells_how_many_requests_are_needed(
+    tmp_path: Path, make_spec: Make, golden: object
+) -> None:
     serving = Serving(scenario="server", rate_per_s=2.0)
     spec = make_spec(None, workload="inference", serving=serving, engine=Choice("openai"), steps=4)
     run_dir = store.create(tmp_path, spec)
@@ -374,4 +390,8 @@ def test_of_a_served_model_rank_0_tells_how_many_requests_are_needed(tmp_path: P
     pulse = campaign.read_pulse(run_dir, spec, store.read_progress(run_dir))
     assert pulse is not None
     assert (pulse.rank, pulse.step, pulse.steps) == (0, 412, None)
-    assert f"{title(spec)}: {pulse_text(pulse)}" == "inference server x2 repeat 1: 412 of 662 needed, 1 late"
+    text = f"{title(spec)}: {pulse_text(pulse)}"
+    assert text == golden
+    assert "x2" in text
+    assert "412" in text
+    assert "662" in text

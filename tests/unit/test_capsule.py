@@ -93,10 +93,12 @@ class TestPacking:
         after, _ = capsule.read_runs(capsule.pack(runs, tmp_path / "c.tar.gz").path)
         assert {r.gauges for r in after} == {(sample,), ()}, "as it was written; a run without any is read as ever"
 
-    def test_an_unsealed_run_is_left_out_with_a_sentence_that_names_no_place(self, runs: Path, tmp_path: Path) -> None:
+    def test_an_unsealed_run_is_left_out_with_a_sentence_that_names_no_place(
+        self, runs: Path, tmp_path: Path, golden: object
+    ) -> None:
         packed = capsule.pack(runs, tmp_path / "c.tar.gz")
         assert len(packed.notes) == 1
-        assert "not sealed" in packed.notes[0]
+        assert packed.notes[0] == golden
         assert str(tmp_path) not in texts(packed.path)["capsule/manifest.json"].decode()
 
     def test_logs_come_only_when_asked_for(self, runs: Path, tmp_path: Path) -> None:
@@ -131,19 +133,22 @@ class TestPacking:
         records, _ = capsule.read_runs(capsule.pack(run_dir, tmp_path / "c.tar.gz").path)
         assert {r.spec.run_id for r in records} == {spec.run_id, reference.run_id}
 
-    def test_an_existing_file_is_kept_unless_forced(self, runs: Path, tmp_path: Path) -> None:
+    def test_an_existing_file_is_kept_unless_forced(self, runs: Path, tmp_path: Path, golden: object) -> None:
         target = tmp_path / "c.tar.gz"
         target.write_text("mine")
-        with pytest.raises(RequestError, match="--force"):
+        with pytest.raises(RequestError) as caught:
             capsule.pack(runs, target)
+        assert str(caught.value) == golden
+        assert "--force" in str(caught.value)
         assert target.read_text() == "mine"
         capsule.pack(runs, target, force=True)
         assert capsule.read_runs(target)[0]
 
-    def test_a_folder_is_refused_however_it_is_asked_for(self, runs: Path, tmp_path: Path) -> None:
+    def test_a_folder_is_refused_however_it_is_asked_for(self, runs: Path, tmp_path: Path, golden: object) -> None:
         for force in (False, True):
-            with pytest.raises(RequestError, match="which is a folder; accepted is a file"):
+            with pytest.raises(RequestError) as caught:
                 capsule.pack(runs, runs, force=force)
+            assert str(caught.value) == golden
 
     def test_what_a_killed_packing_left_is_swept(self, runs: Path, tmp_path: Path) -> None:
         gone = subprocess.Popen([sys.executable, "-c", ""])
@@ -155,19 +160,25 @@ class TestPacking:
         capsule.pack(runs, tmp_path / "c.tar.gz")
         assert {path.name for path in tmp_path.iterdir()} == {"results", "c.tar.gz", *kept}
 
-    def test_a_failure_leaves_no_half_file(self, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_failure_leaves_no_half_file(
+        self, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: object
+    ) -> None:
         def full(*_: object) -> None:
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(tarfile.TarFile, "addfile", full)
-        with pytest.raises(RequestError, match="No space left"):
+        with pytest.raises(RequestError) as caught:
             capsule.pack(runs, tmp_path / "c.tar.gz")
+        assert str(caught.value) == golden
         assert [path.name for path in tmp_path.iterdir()] == ["results"]
 
-    def test_a_folder_of_unsealed_runs_is_refused(self, tmp_path: Path, make_spec: MakeSpec, make_run: MakeRun) -> None:
+    def test_a_folder_of_unsealed_runs_is_refused(
+        self, tmp_path: Path, make_spec: MakeSpec, make_run: MakeRun, golden: object
+    ) -> None:
         make_run(tmp_path / "r", make_spec(), status=None)
-        with pytest.raises(RequestError, match=r"no sealed run.*not sealed"):
+        with pytest.raises(RequestError) as caught:
             capsule.pack(tmp_path / "r", tmp_path / "c.tar.gz")
+        assert str(caught.value) == golden
 
 
 SECRETS = (
@@ -213,21 +224,25 @@ class TestSecrets:
         cleaned, count = redaction.clean("machine-a.json", json.dumps(facts).encode(), where="")
         assert (json.loads(cleaned)["environment"], count) == ({"OMP_NUM_THREADS": "1"}, 2)
 
-    def test_a_spec_with_one_is_refused(self, tmp_path: Path, make_spec: MakeSpec, make_run: MakeRun) -> None:
+    def test_a_spec_with_one_is_refused(
+        self, tmp_path: Path, make_spec: MakeSpec, make_run: MakeRun, golden: object
+    ) -> None:
         make_run(tmp_path / "r", make_spec(data=Choice("tokens", {"path": "https://me:hunter22@example.org/x"})))
-        with pytest.raises(RequestError, match=r"spec\.json: holds a text shaped like a secret"):
+        with pytest.raises(RequestError) as caught:
             capsule.pack(tmp_path / "r", tmp_path / "c.tar.gz")
+        assert str(caught.value) == golden
+        assert "spec.json" in str(caught.value)
         assert not (tmp_path / "c.tar.gz").exists()
 
     def test_the_user_is_told_and_the_record_still_reads(
-        self, tmp_path: Path, make_spec: MakeSpec, make_run: MakeRun
+        self, tmp_path: Path, make_spec: MakeSpec, make_run: MakeRun, golden: object
     ) -> None:
         run_dir = make_run(tmp_path / "r", make_spec(), status=Status.FAILED, error="fetch HERE")
         # As an older version wrote it: today's takes a secret out before it is stored.
         sealed = (run_dir / "status.json").read_text()
         (run_dir / "status.json").write_text(sealed.replace("HERE", "https://me:hunter22@example.org"))
         packed = capsule.pack(tmp_path / "r", tmp_path / "c.tar.gz")
-        assert "redacted: 1 secret-shaped text in runs/test/" in packed.notes[0]
+        assert packed.notes[0] == golden
         (record,) = capsule.read_runs(packed.path)[0]
         assert record.error == f"fetch https{redaction.MARK}example.org"
 
@@ -285,34 +300,34 @@ def _move(files: dict[str, bytes]) -> None:
 
 
 CHANGES = {
-    "a run under another name": (_move, "tells of other runs than it holds"),
-    "a manifest nested deep": (_nest, "manifest.json cannot be read"),
-    "a changed file": (_flip, r"samples-0.jsonl was changed"),
-    "a missing file": (_drop, r"status.json is missing"),
-    "an added file": (_add, r"'capsule/runs/extra.json' does not stand in its manifest"),
-    "a path outside": (_climb, r"outside the destination"),
-    "a newer schema": (_manifest(schema=99), r"schema 99 was written by a newer Paceline"),
-    "another format": (_manifest(format="zip"), r"not that of a capsule"),
-    "another status": (_told(status="failed"), "tells of other runs than it holds"),
-    "another cell": (_told(cell="0" * 16), "tells of other runs than it holds"),
-    "a run that is a path": (_told(run="../../outside"), "tells of other runs than it holds"),
-    "other versions": (_manifest(environments=[]), "tells of other runs than it holds"),
-    "a run less": (_manifest(runs=[]), "tells of other runs than it holds"),
-    "no table of files": (_manifest(files=[]), r"manifest.json cannot be read"),
-    "a bomb": (_manifest(files={"x": {"sha256": "0" * 64, "bytes": 2**50}}), r"more than any capsule should hold"),
+    "a run under another name": _move,
+    "a manifest nested deep": _nest,
+    "a changed file": _flip,
+    "a missing file": _drop,
+    "an added file": _add,
+    "a path outside": _climb,
+    "a newer schema": _manifest(schema=99),
+    "another format": _manifest(format="zip"),
+    "another status": _told(status="failed"),
+    "another cell": _told(cell="0" * 16),
+    "a run that is a path": _told(run="../../outside"),
+    "other versions": _manifest(environments=[]),
+    "a run less": _manifest(runs=[]),
+    "no table of files": _manifest(files=[]),
+    "a bomb": _manifest(files={"x": {"sha256": "0" * 64, "bytes": 2**50}}),
 }
 
 
 class TestVerifying:
     @pytest.mark.parametrize("case", CHANGES)
-    def test_a_capsule_that_was_changed_is_refused(self, runs: Path, tmp_path: Path, case: str) -> None:
-        change, words = CHANGES[case]
-        changed = rewritten(capsule.pack(runs, tmp_path / "c.tar.gz").path, change)
-        with pytest.raises(RequestError, match=words):
+    def test_a_capsule_that_was_changed_is_refused(self, runs: Path, tmp_path: Path, case: str, golden: object) -> None:
+        changed = rewritten(capsule.pack(runs, tmp_path / "c.tar.gz").path, CHANGES[case])
+        with pytest.raises(RequestError) as caught:
             capsule.unpack(changed, tmp_path / "unpacked" / "here")
+        assert str(caught.value) == golden
         assert not (tmp_path / "outside").exists()
 
-    def test_a_link_is_refused(self, runs: Path, tmp_path: Path) -> None:
+    def test_a_link_is_refused(self, runs: Path, tmp_path: Path, golden: object) -> None:
         packed = capsule.pack(runs, tmp_path / "c.tar.gz").path
         target = tmp_path / "link.tar.gz"
         with tarfile.open(packed) as source, tarfile.open(target, "w:gz") as tar:
@@ -320,8 +335,10 @@ class TestVerifying:
                 if member.name.endswith("README.txt"):
                     member.type, member.linkname, member.size = tarfile.SYMTYPE, "/etc/hostname", 0
                 tar.addfile(member, source.extractfile(member) if member.isreg() else None)
-        with pytest.raises(RequestError, match=r"README.txt is not the file"):
+        with pytest.raises(RequestError) as caught:
             capsule.unpack(target, tmp_path / "unpacked")
+        assert str(caught.value) == golden
+        assert "README" in str(caught.value)
 
     @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
     def test_a_truncated_file_is_refused(self, runs: Path, tmp_path: Path, share: float) -> None:
@@ -352,24 +369,29 @@ class TestVerifying:
         [b"garbage", b"\0", gzip.compress(b""), gzip.compress(b"x"), gzip.compress(b"\0" * 9)],
         ids=["text", "zero", "empty gzip", "gzip", "gzip of zeros"],
     )
-    def test_bytes_after_its_end_are_refused(self, runs: Path, tmp_path: Path, more: bytes) -> None:
+    def test_bytes_after_its_end_are_refused(self, runs: Path, tmp_path: Path, more: bytes, golden: object) -> None:
         packed = capsule.pack(runs, tmp_path / "c.tar.gz").path
         packed.write_bytes(packed.read_bytes() + more)
-        with pytest.raises(RequestError, match=r"not a whole capsule|more follows"):
+        with pytest.raises(RequestError) as caught:
             capsule.read_runs(packed)
+        assert str(caught.value) == golden
 
     @pytest.mark.parametrize("more", [b"x", b"\0" * 20_480])
-    def test_bytes_after_the_end_of_tar_are_refused(self, runs: Path, tmp_path: Path, more: bytes) -> None:
+    def test_bytes_after_the_end_of_tar_are_refused(
+        self, runs: Path, tmp_path: Path, more: bytes, golden: object
+    ) -> None:
         packed = capsule.pack(runs, tmp_path / "c.tar.gz").path
         packed.write_bytes(gzip.compress(gzip.decompress(packed.read_bytes()) + more))
-        with pytest.raises(RequestError, match="more follows"):
+        with pytest.raises(RequestError) as caught:
             capsule.read_runs(packed)
+        assert str(caught.value) == golden
 
     @pytest.mark.parametrize("content", [b"", b"hello", gzip.compress(b"hello" * 1000)], ids=["empty", "text", "gzip"])
-    def test_any_other_file_is_refused(self, tmp_path: Path, content: bytes) -> None:
+    def test_any_other_file_is_refused(self, tmp_path: Path, content: bytes, golden: object) -> None:
         (tmp_path / "x").write_bytes(content)
-        with pytest.raises(RequestError, match="capsule"):
+        with pytest.raises(RequestError) as caught:
             capsule.read_runs(tmp_path / "x")
+        assert str(caught.value) == golden
 
 
 class TestRecipe:

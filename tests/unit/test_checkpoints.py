@@ -65,39 +65,42 @@ def test_rope_theta_is_found_in_old_and_new_configurations(tmp_path: Path) -> No
     assert [read_shape(write(tmp_path, **config)).rope_theta for config in (old, new, LLAMA)] == [5e5, 5e5, 1e4]
 
 
-def test_a_directory_is_a_model_like_a_named_one(tmp_path: Path) -> None:
+def test_a_directory_is_a_model_like_a_named_one(tmp_path: Path, golden: object) -> None:
     folder = write(tmp_path / "model", **LLAMA)
     assert models.load(Choice(str(folder))) == read_shape(str(folder))
-    with pytest.raises(RequestError, match="options were given with the directory"):
+    with pytest.raises(RequestError) as caught:
         models.load(Choice(str(folder), {"layers": 1}))
-    with pytest.raises(RequestError, match="a directory with a model's config"):
+    assert str(caught.value) == golden
+    with pytest.raises(RequestError) as caught:
         models.load(Choice("no/such"))
+    assert str(caught.value) == golden
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    "config",
     [
-        ({**LLAMA, "model_type": "mamba"}, "of the architecture 'mamba'; accepted is one of llama, mistral"),
-        ({"hidden_size": 1}, "of the architecture None"),
-        ({"model_type": "llama", "hidden_size": 64}, "has no num_attention_heads, which llama needs"),
-        ({**LLAMA, "attention_bias": True}, "accepted is both or none"),
-        ({**LLAMA, "vocab_size": "many"}, "vocab: 'many' was given"),
-        ({**LLAMA, "num_attention_heads": 0}, "num_attention_heads is 0; accepted is a whole number from 1"),
-        ({**GPT2, "n_embd": "64"}, "n_embd is '64'"),
+        {**LLAMA, "model_type": "mamba"},
+        {"hidden_size": 1},
+        {"model_type": "llama", "hidden_size": 64},
+        {**LLAMA, "attention_bias": True},
+        {**LLAMA, "vocab_size": "many"},
+        {**LLAMA, "num_attention_heads": 0},
+        {**GPT2, "n_embd": "64"},
     ],
 )
-def test_what_a_shape_cannot_say_is_refused(tmp_path: Path, config: dict[str, Any], words: str) -> None:
+def test_what_a_shape_cannot_say_is_refused(tmp_path: Path, config: dict[str, Any], golden: object) -> None:
     with pytest.raises(RequestError) as caught:
         read_shape(write(tmp_path, **config))
-    assert words in str(caught.value)
+    assert str(caught.value) == golden
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path) -> None:
-    for text, words in (("{", "is no JSON"), ("[]", "is no object")):
+def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, golden: object) -> None:
+    for text in ("{", "[]"):
         (tmp_path / "config.json").write_text(text)
-        with pytest.raises(RequestError, match=words):
+        with pytest.raises(RequestError) as caught:
             read_shape(tmp_path)
+        assert str(caught.value) == golden
 
 
 def test_the_reference_decoder_is_not_used_for_what_it_lacks(tmp_path: Path, make_spec: Any) -> None:
@@ -110,15 +113,16 @@ def test_the_reference_decoder_is_not_used_for_what_it_lacks(tmp_path: Path, mak
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    "changed",
     [
-        ({"quantization_config": {"load_in_4bit": True}}, "quantised"),
-        ({"model_type": ["llama"]}, "architecture"),
-        ({"rope_parameters": {"rope_theta": [1]}}, "rope_theta"),
-        ({"rope_theta": "abc"}, "rope_theta"),
+        {"quantization_config": {"load_in_4bit": True}},
+        {"model_type": ["llama"]},
+        {"rope_parameters": {"rope_theta": [1]}},
+        {"rope_theta": "abc"},
     ],
     ids=["quantised already", "a list of types", "a list of angles", "words for a number"],
 )
-def test_what_cannot_be_a_shape_is_a_sentence(tmp_path: Path, changed: dict[str, Any], said: str) -> None:
-    with pytest.raises(RequestError, match=said):
+def test_what_cannot_be_a_shape_is_a_sentence(tmp_path: Path, changed: dict[str, Any], golden: object) -> None:
+    with pytest.raises(RequestError) as caught:
         read_shape(write(tmp_path / "model", **{**LLAMA, **changed}))
+    assert str(caught.value) == golden

@@ -40,14 +40,14 @@ def claim(report: Report, metric: str, strategy: str = "ddp", world_size: int = 
     return found
 
 
-def test_a_claimed_run_holds_what_its_source_says_and_nothing_that_was_seen(tmp_path: Path) -> None:
+def test_a_claimed_run_holds_what_its_source_says_and_nothing_that_was_seen(tmp_path: Path, golden: object) -> None:
     directory, count = import_table(written(tmp_path, "# a remark", HEADER, *ROWS), tmp_path / "out")
     assert (directory, count) == (tmp_path / "out" / "theirs", 3)
     records, skipped = store.read_runs(directory)
     assert not skipped
     for record in records:
         assert record.status is Status.CLAIMED
-        assert "claimed by them, not measured" in (record.error or "")
+        assert record.error == golden
         assert record.claims
         assert (record.steps, record.outcomes, record.machines) == ((), (), ())
 
@@ -82,7 +82,7 @@ def test_a_series_of_one_has_no_efficiency(tmp_path: Path) -> None:
     assert claim(report, "scaling_efficiency_ratio", "fsdp").recomputed is None
 
 
-def test_cost_and_work_are_recomputed(tmp_path: Path) -> None:
+def test_cost_and_work_are_recomputed(tmp_path: Path, golden: object) -> None:
     """3000 tokens/s * 3600 s / (4 * 1 USD); 3000 tokens/s * 2 s are 6000 tokens where the request makes 400."""
     header = f"{HEADER},usd_per_gpu_hour,step_time_s,accumulation"
     report = reported(tmp_path, header, *(f"{row},1,2,1" for row in ROWS))
@@ -92,20 +92,21 @@ def test_cost_and_work_are_recomputed(tmp_path: Path) -> None:
     work = claim(report, "tokens_per_step")
     assert (work.claimed, work.recomputed, work.contradicted) == (400, 6000, True)
     cells = [cell for table in shown.tables(report) for row in table.rows for cell in row]
-    assert "by its stated batch 400" in {cell.detail for cell in cells}
+    assert {cell.detail for cell in cells} == golden
+    assert any("400" in str(cell.detail) for cell in cells)
 
 
-def test_a_batch_that_is_not_stated_contradicts_nothing(tmp_path: Path) -> None:
+def test_a_batch_that_is_not_stated_contradicts_nothing(tmp_path: Path, golden: object) -> None:
     """Without accumulation nobody said how many micro batches a step has; one is only the default of a spec."""
     report = reported(tmp_path, f"{HEADER},step_time_s", f"{ROWS[1]},2")
     work = claim(report, "tokens_per_step")
     assert (work.claimed, work.recomputed, work.contradicted) == (None, 6000, False)
-    assert shown.sentence(report) == "1 run is claimed by others, not measured: nothing ranks them."
+    assert shown.sentence(report) == golden
 
 
-def test_one_number_that_contradicts_is_told_as_one(tmp_path: Path) -> None:
+def test_one_number_that_contradicts_is_told_as_one(tmp_path: Path, golden: object) -> None:
     report = reported(tmp_path, f"{HEADER},step_time_s,accumulation", f"{ROWS[1]},2,4")
-    assert "1 of 1 claimed number contradicts the other" in shown.sentence(report)
+    assert shown.sentence(report) == golden
 
 
 def transfer_rows(step: float) -> list[str]:
@@ -118,50 +119,50 @@ def transfer_rows(step: float) -> list[str]:
 WIRED = f"{HEADER},step_time_s,wire_parameters,wire_bytes_per_parameter,link_bytes_per_s"
 
 
-def test_bytes_that_explain_a_table_are_found(tmp_path: Path) -> None:
+def test_bytes_that_explain_a_table_are_found(tmp_path: Path, golden: object) -> None:
     """5e8 parameters, k bytes each, 4/5 of them sent."""
     report = reported(tmp_path, WIRED, *transfer_rows(2.6))
     (found,) = report.claimed_transfers
     assert found.alpha_s == pytest.approx(1.0)
     assert found.rows[0].sent_bytes == pytest.approx(4e8)
     assert found.largest_error_ratio == pytest.approx(0, abs=1e-9)
-    assert "the bytes sent explain them" in shown.sentence(report)
+    assert shown.sentence(report) == golden
 
 
-def test_bytes_that_do_not_explain_it_are_not_said_to(tmp_path: Path) -> None:
+def test_bytes_that_do_not_explain_it_are_not_said_to(tmp_path: Path, golden: object) -> None:
     report = reported(tmp_path, WIRED, *transfer_rows(0.9))
-    assert "the bytes sent do not explain them" in shown.sentence(report)
+    assert shown.sentence(report) == golden
 
 
-def test_tables_say_everywhere_that_nothing_was_measured(tmp_path: Path) -> None:
+def test_tables_say_everywhere_that_nothing_was_measured(tmp_path: Path, golden: object) -> None:
     report = reported(tmp_path, WIRED, *transfer_rows(2.6))
     tables = shown.tables(report)
     assert len(tables) == 2
     assert all(shown.NOT_MEASURED in table.notes for table in tables)
-    assert tables[0].title == "Claimed by them"
+    assert tables[0].title == golden
 
 
 @pytest.mark.parametrize(
-    ("lines", "words"),
+    "lines",
     [
-        ((), "columns"),
-        ((HEADER,), "no row"),
-        ((f"{HEADER},speed", f"{ROWS[0]},1"), "columns: 'speed' was given"),
-        ((HEADER.replace(",gpu", ""), ROWS[0]), "once each source, strategy"),
-        ((f"{HEADER},gpu", f"{ROWS[0]},A10"), "once each source, strategy"),
-        ((HEADER, "them,ddp,small"), "line 2: '3 cells' was given; accepted is 8"),
-        ((HEADER, ROWS[0].replace("1000", "fast")), "line 2, tokens_per_s: 'fast' was given"),
-        ((HEADER, ROWS[0].replace("1000", "0")), "line 2, tokens_per_s: '0' was given"),
-        ((HEADER, ROWS[0].replace("1000", "")), "line 2, tokens_per_s: '' was given"),
-        ((HEADER, ROWS[0].replace("them", "")), "line 2, source: '' was given"),
-        ((HEADER, ROWS[0].replace("A10,1", "A10,0")), "line 2, world_size: '0' was given"),
-        ((HEADER, ROWS[0], "# again", ROWS[0]), "line 4: 'the run of "),
-        ((f"{HEADER},nodes", f"{ROWS[1]},3"), "line 2, nodes: 3 was given; accepted is a divisor of the world size 4"),
-        ((f"{HEADER},precision", f"{ROWS[1]},fp7"), "line 2, precision: 'fp7' was given"),
+        (),
+        (HEADER,),
+        (f"{HEADER},speed", f"{ROWS[0]},1"),
+        (HEADER.replace(",gpu", ""), ROWS[0]),
+        (f"{HEADER},gpu", f"{ROWS[0]},A10"),
+        (HEADER, "them,ddp,small"),
+        (HEADER, ROWS[0].replace("1000", "fast")),
+        (HEADER, ROWS[0].replace("1000", "0")),
+        (HEADER, ROWS[0].replace("1000", "")),
+        (HEADER, ROWS[0].replace("them", "")),
+        (HEADER, ROWS[0].replace("A10,1", "A10,0")),
+        (HEADER, ROWS[0], "# again", ROWS[0]),
+        (f"{HEADER},nodes", f"{ROWS[1]},3"),
+        (f"{HEADER},precision", f"{ROWS[1]},fp7"),
     ],
 )
 def test_a_table_at_fault_is_one_sentence_and_leaves_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], lines: tuple[str, ...], words: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], lines: tuple[str, ...], golden: object
 ) -> None:
     path, out = written(tmp_path, *lines), tmp_path / "out"
     with pytest.raises(RequestError):
@@ -169,17 +170,20 @@ def test_a_table_at_fault_is_one_sentence_and_leaves_nothing(
     assert cli.main(["import", str(path), "--out", str(out)]) == 2
     captured = capsys.readouterr().err
     assert captured.count("\n") == 1
-    assert words in captured
+    assert captured == golden
     assert not out.exists()
 
 
-def test_import_then_report_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_import_then_report_from_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], golden: object
+) -> None:
     path = written(tmp_path, HEADER, *ROWS)
     assert cli.main(["import", str(path), "--out", str(tmp_path / "out")]) == 0
     directory = tmp_path / "out" / "theirs"
-    assert f"3 claimed runs in {directory}" in capsys.readouterr().out
+    shown_text = capsys.readouterr().out
+    assert shown_text == golden
+    assert f"{directory}" in shown_text
     formats = [word for name in ("markdown", "csv", "json") for word in ("--format", name)]
     assert cli.main(["report", str(directory), *formats]) == 1, "nothing was measured"
     text = (directory / "report.md").read_text()
-    assert "Nothing to rank" in text
-    assert "Claimed, not measured" in text
+    assert text == golden

@@ -178,14 +178,12 @@ def test_plan_shows_every_run_and_starts_nothing(here: Path, capsys: pytest.Capt
     assert text.count("--nproc-per-node=1") == 1
 
 
-def test_plan_tells_the_size_of_a_load(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_tells_the_size_of_a_load(here: Path, capsys: pytest.CaptureFixture[str], golden: object) -> None:
     asked = ["scenario=search", "rate_per_s=2", "engine.urls=[http://a:1, http://b:1]", "processes=1"]
     words = [word for setting in asked for word in ("--set", setting)]
     assert cli.main(["plan", "inference", *words]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "openai, search at 2 a second: " in text
-    assert "2 replicas, static partition, about " in text
-    assert "for the first load at least" in text
+    assert text.partition(" GLOO_SOCKET_IFNAME=")[0] == golden
 
 
 def test_plan_remarks_a_sequence_beyond_the_context(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,14 +195,14 @@ def test_plan_remarks_a_sequence_beyond_the_context(here: Path, capsys: pytest.C
 
 
 def test_plan_knows_what_is_sealed_and_what_cannot_be(
-    here: Path, make_run: Make, capsys: pytest.CaptureFixture[str]
+    here: Path, make_run: Make, capsys: pytest.CaptureFixture[str], golden: object
 ) -> None:
     spec = experiment.load("mine.yaml")[0]
     make_run(here / "results", spec, Status.OK)
     assert cli.main(["plan", "mine.yaml", "--set", 'strategy=["ddp","single","fsdp2","zero:stage=3"]']) == 0
     text = capsys.readouterr().out
     assert f"{spec.run_id}  [sealed]" in text
-    assert "[unsupported: the strategy single runs on one process, not on 2]" in text
+    assert text == golden
 
 
 @pytest.mark.parametrize("kind", machines.LISTS)
@@ -295,13 +293,15 @@ def stored(here: Path, make_spec: Callable[..., RunSpec], make_run: Make) -> Pat
     return here / "results" / "test"
 
 
-def test_report_shows_failures_and_skipped_folders(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_shows_failures_and_skipped_folders(
+    stored: Path, capsys: pytest.CaptureFixture[str], golden: object
+) -> None:
     assert cli.main(["report", str(stored), "--format", "json", "--format", "markdown"]) == 1
     text = capsys.readouterr().out
     assert "CUDA out of memory" in text
     assert "one process only" in text
     assert "skipped: " in text
-    assert "not sealed" in text
+    assert text == golden
     report = json.loads((stored / "report.json").read_text())
     assert {run["status"] for run in report["runs"]} == {"oom", "unsupported"}
     assert not (stored / "report.html").exists(), "only the asked formats"
@@ -309,7 +309,7 @@ def test_report_shows_failures_and_skipped_folders(stored: Path, capsys: pytest.
 
 @pytest.mark.parametrize("name", ["report.json", "report.md", "plots"])
 def test_what_cannot_be_written_takes_no_answer_away(
-    stored: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+    stored: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str, golden: object
 ) -> None:
     def refuse(report: object, directory: Path) -> list[Path]:
         raise OSError(30, "Read-only file system", str(directory / name))
@@ -319,7 +319,8 @@ def test_what_cannot_be_written_takes_no_answer_away(
     assert cli.main(["report", str(stored), "--format", exporter]) == 2
     captured = capsys.readouterr()
     assert "CUDA out of memory" in captured.out
-    assert captured.err == f"paceline: report: '{stored / name}' cannot be written (Read-only file system)\n"
+    assert captured.err == golden
+    assert f"{stored / name}" in captured.err
 
 
 def test_reports_of_two_capsules_stand_apart(here: Path, make_spec: Make, make_run: Make) -> None:
@@ -346,7 +347,7 @@ def test_a_campaign_in_which_nothing_was_measured_is_a_failure(here: Path, make_
     assert cli.main(["report", "results", "--format", "json"]) == 1
 
 
-def test_show_tells_one_run(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_tells_one_run(stored: Path, capsys: pytest.CaptureFixture[str], golden: object) -> None:
     by_name = {path.name.split("-")[0]: path for path in store.run_dirs(stored)}
     assert cli.main(["show", str(by_name["ddp"])]) == 0
     assert "CUDA out of memory" in capsys.readouterr().out
@@ -354,11 +355,13 @@ def test_show_tells_one_run(stored: Path, capsys: pytest.CaptureFixture[str]) ->
     left = len(list(unsealed.glob("samples-*.jsonl")))
     assert left > 1
     assert cli.main(["show", str(unsealed)]) == 1
-    assert f"not sealed (running or interrupted): {left} files of samples, no progress" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert text == golden
+    assert f"{left}" in text
     for path in unsealed.glob("samples-*.jsonl"):
         path.unlink()
     assert cli.main(["show", str(unsealed)]) == 1
-    assert "no rank started" in capsys.readouterr().out
+    assert capsys.readouterr().out == golden
 
 
 @pytest.mark.parametrize("status", [Status.OK, None])
@@ -379,19 +382,19 @@ def test_names_of_folders_cannot_command_the_terminal(
     assert not set(captured.out + captured.err + (here / "results" / "report.json").read_text()) & {"\x1b", "\x9b"}
 
 
-def test_status_counts(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_counts(stored: Path, capsys: pytest.CaptureFixture[str], golden: object) -> None:
     assert cli.main(["status", "--out", str(stored.parent)]) == 0
     text = capsys.readouterr().out
-    assert "1 oom, 1 unsupported, 1 not sealed" in text
+    assert text == golden
 
 
-def test_compare_needs_certified_runs(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_needs_certified_runs(stored: Path, capsys: pytest.CaptureFixture[str], golden: object) -> None:
     assert cli.main(["compare", str(stored), str(stored)]) == 2
-    assert "holds no certified run" in capsys.readouterr().err
+    assert capsys.readouterr().err == golden
 
 
 def test_ctrl_c_is_130_and_one_line(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], golden: object
 ) -> None:
     from paceline import run
 
@@ -402,22 +405,26 @@ def test_ctrl_c_is_130_and_one_line(
     assert cli.main(["run", "mine.yaml"]) == 130
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1
-    assert "the same command goes on from here" in captured.err
+    assert captured.err == golden
 
 
-def test_advice_shows_its_arithmetic(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_advice_shows_its_arithmetic(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, golden: object
+) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     assert cli.main(["advise", "--model", "llama-8b", "--gpu", "h100", "--gpus", "8"]) == 0
     text = capsys.readouterr().out
-    assert "Rule of thumb" in text
+    assert text == golden
     assert "llama-8b: 16 B x 8.03e9 = 119.7 GiB of state; zero:stage=3 on 8 GPUs: 15.0 GiB" in text
 
 
 def test_a_wrong_exporter_is_refused_before_anything_is_measured(
-    here: Path, capsys: pytest.CaptureFixture[str]
+    here: Path, capsys: pytest.CaptureFixture[str], golden: object
 ) -> None:
     assert cli.main(["run", "mine.yaml", "--format", "pdf"]) == 2
-    assert "exporters: 'pdf' was given" in capsys.readouterr().err
+    text = capsys.readouterr().err
+    assert text == golden
+    assert "pdf" in text
     assert not (here / "results").exists()
 
 

@@ -78,27 +78,27 @@ def test_the_last_due_moment_of_a_rare_schedule() -> None:
 
 
 @pytest.mark.parametrize(
-    ("expression", "zone", "part"),
+    ("expression", "zone"),
     [
-        ("0 19 * *", "UTC", "five fields"),
-        ("0 0 19 * * *", "UTC", "five fields"),
-        ("61 * * * *", "UTC", "Bad minute"),
-        ("0 0 30 2 *", "UTC", "Bad day-of-month"),
-        ("0 0 L * *", "UTC", "five fields"),
-        ("0 0 * * 5L", "UTC", "five fields"),
-        ("0 0 * * 5#2", "UTC", "five fields"),
-        ("0 0 */2 * MON", "UTC", "engines disagree"),
-        ("$(reboot) * * * *", "UTC", "Bad minute"),
-        ("0 19 * * *", "Asia/Soul", "did you mean Asia/Seoul?"),
-        ("0 19 * * *", "KST", r"did you mean Asia/Pyongyang or Asia/Seoul?"),
-        ("0 19 * * *", "../../etc/passwd", "tz database"),
-        ("0 19 * * *", "", "tz database"),
+        ("0 19 * *", "UTC"),
+        ("0 0 19 * * *", "UTC"),
+        ("61 * * * *", "UTC"),
+        ("0 0 30 2 *", "UTC"),
+        ("0 0 L * *", "UTC"),
+        ("0 0 * * 5L", "UTC"),
+        ("0 0 * * 5#2", "UTC"),
+        ("0 0 */2 * MON", "UTC"),
+        ("$(reboot) * * * *", "UTC"),
+        ("0 19 * * *", "Asia/Soul"),
+        ("0 19 * * *", "KST"),
+        ("0 19 * * *", "../../etc/passwd"),
+        ("0 19 * * *", ""),
     ],
 )
-def test_what_cannot_be_is_one_sentence(expression: str, zone: str, part: str) -> None:
-    with pytest.raises(RequestError, match=part.replace("?", r"\?")) as refused:
+def test_what_cannot_be_is_one_sentence(expression: str, zone: str, golden: object) -> None:
+    with pytest.raises(RequestError) as refused:
         Cron(expression, zone)
-    assert "accepted is" in str(refused.value)
+    assert str(refused.value) == golden
     assert "\n" not in str(refused.value)
 
 
@@ -109,10 +109,11 @@ def test_letters_that_many_or_no_zones_show_are_not_guessed_at(zone: str) -> Non
     assert "did you mean" not in str(refused.value)
 
 
-def test_a_host_without_time_zones_is_told_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_without_time_zones_is_told_how_to_get_them(monkeypatch: pytest.MonkeyPatch, golden: object) -> None:
     monkeypatch.setattr("zoneinfo.available_timezones", set)
-    with pytest.raises(RequestError, match="pip install tzdata"):
+    with pytest.raises(RequestError) as caught:
         Cron("0 19 * * *", "Asia/Seoul")
+    assert str(caught.value) == golden
 
 
 @pytest.mark.parametrize(

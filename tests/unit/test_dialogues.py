@@ -77,7 +77,7 @@ def test_the_file_is_read_again_and_every_document_once(tmp_path: Path) -> None:
     assert [learned_text(packed, i) for i in range(4)] == [b"a\0b\0", b"c\0d\0", b"e\0", b"a\0b\0"]
 
 
-def test_long_documents_are_cut_and_those_without_a_response_left_out(tmp_path: Path) -> None:
+def test_long_documents_are_cut_and_those_without_a_response_left_out(tmp_path: Path, golden: object) -> None:
     path = write(tmp_path / "a.jsonl", {"prompt": "p" * 20, "response": "r"}, {"prompt": "pp", "response": "r" * 20})
     corpus = opened(path, length=8)
     assert learned_text(corpus) == b"r" * 6
@@ -87,61 +87,67 @@ def test_long_documents_are_cut_and_those_without_a_response_left_out(tmp_path: 
         "data.cut_documents": 2,
         "data.left_out_documents": 1,
     }
-    with pytest.raises(RequestError, match="no document of which a token is learned within 2 tokens"):
+    with pytest.raises(RequestError) as caught:
         opened(path, length=2)
+    assert str(caught.value) == golden
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    "line",
     [
-        ("{", "line 2: it is no JSON"),
-        ("[1]", "line 2: it is no object"),
-        ('{"text": "a"}', "line 2: it has text; accepted is an object with prompt and response"),
-        ('{"prompt": "a", "response": 3}', "line 2: response is 3; accepted is text"),
-        ('{"instruction": "a"}', "line 2: output is null"),
-        ('{"messages": [{"role": "user", "content": "a"}]}', "line 2: messages is no list of role and content"),
-        ('{"messages": "a"}', "line 2: messages is no list"),
+        "{",
+        "[1]",
+        '{"text": "a"}',
+        '{"prompt": "a", "response": 3}',
+        '{"instruction": "a"}',
+        '{"messages": [{"role": "user", "content": "a"}]}',
+        '{"messages": "a"}',
     ],
 )
-def test_a_bad_line_is_one_sentence_with_its_number(tmp_path: Path, line: str, words: str) -> None:
+def test_a_bad_line_is_one_sentence_with_its_number(tmp_path: Path, line: str, golden: object) -> None:
     path = write(tmp_path / "a.jsonl", {"prompt": "a", "response": "b"}, line)
     with pytest.raises(RequestError) as caught:
         check_data(Choice("jsonl", {"path": str(path)}), 32, rows=True)
-    assert words in str(caught.value)
+    assert str(caught.value) == golden
     assert "\n" not in str(caught.value)
 
 
-def test_what_cannot_be_opened_is_refused_before_the_run(tmp_path: Path) -> None:
+def test_what_cannot_be_opened_is_refused_before_the_run(tmp_path: Path, golden: object) -> None:
     path = write(tmp_path / "a.jsonl", {"prompt": "a", "response": "b"})
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    for options, words in (
-        ({"path": str(tmp_path / "absent")}, "does not exist"),
-        ({"path": str(path), "colour": 1}, "the options path, tokenizer and packed"),
-        ({"path": str(path), "packed": "yes"}, "true or false"),
-        ({"path": str(path), "tokenizer": str(tmp_path)}, "a model's directory with its tokenizer"),
-        ({"path": str(write(tmp_path / "empty", ""))}, "holds no line"),
-        ({"path": str(tmp_path / "binary")}, "no UTF-8 text"),
+    for options in (
+        {"path": str(tmp_path / "absent")},
+        {"path": str(path), "colour": 1},
+        {"path": str(path), "packed": "yes"},
+        {"path": str(path), "tokenizer": str(tmp_path)},
+        {"path": str(write(tmp_path / "empty", ""))},
+        {"path": str(tmp_path / "binary")},
     ):
-        with pytest.raises(RequestError, match=words):
+        with pytest.raises(RequestError) as caught:
             check_data(Choice("jsonl", options), 32, rows=True)
+        assert str(caught.value) == golden
 
 
 @pytest.mark.parametrize("answer", ["", " \n"])
-def test_a_file_without_a_response_is_refused_before_the_run(tmp_path: Path, answer: str) -> None:
+def test_a_file_without_a_response_is_refused_before_the_run(tmp_path: Path, answer: str, golden: object) -> None:
     """Each document has an end to learn, so that a run on such a file would go through."""
     silent: list[Any] = [{"prompt": "a", "response": answer}, {"instruction": "a", "output": answer}]
     silent.append({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]})
     path = write(tmp_path / "a.jsonl", *silent * 50)
-    with pytest.raises(RequestError, match=r"every response in .* is empty"):
+    with pytest.raises(RequestError) as caught:
         check_data(Choice("jsonl", {"path": str(path)}), 32, rows=True)
+    assert str(caught.value) == golden
     write(path, *silent * 50, {"prompt": "a", "response": "b"})
     check_data(Choice("jsonl", {"path": str(path)}), 32, rows=True)
 
 
-def test_tokens_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
+def test_tokens_beyond_the_vocabulary_are_refused(tmp_path: Path, golden: object) -> None:
     path = write(tmp_path / "a.jsonl", {"prompt": "z", "response": "z"})
-    with pytest.raises(UnsupportedError, match="up to 122, but the model's vocabulary has 100"):
+    with pytest.raises(UnsupportedError) as caught:
         open_rows(Choice("jsonl", {"path": str(path)}), 100, 32, 0)
+    assert str(caught.value) == golden
+    assert "122" in str(caught.value)
+    assert "100" in str(caught.value)
 
 
 @pytest.fixture
@@ -187,12 +193,13 @@ def test_a_chat_template_lays_messages_out_and_every_answer_is_learned(tmp_path:
     assert learned == ["because", "</s>", "so", "</s>"]
 
 
-def test_a_template_that_rewrites_what_was_said_is_refused(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_template_that_rewrites_what_was_said_is_refused(tmp_path: Path, tokenizer: Any, golden: object) -> None:
     tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
     tokenizer.save_pretrained(tmp_path / "model")
     said = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "so"}]
-    with pytest.raises(UnsupportedError, match="rewrites earlier messages"):
+    with pytest.raises(UnsupportedError) as caught:
         opened(write(tmp_path / "a.jsonl", {"messages": said}), tokenizer=str(tmp_path / "model"))
+    assert str(caught.value) == golden
 
 
 def test_rows_are_arrays_of_whole_numbers(tmp_path: Path) -> None:

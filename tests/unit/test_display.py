@@ -49,7 +49,7 @@ def test_a_log_gets_a_line_per_end_and_none_per_step(tmp_path: Path, make_spec: 
 
 
 def test_a_long_run_is_told_of_now_and_then(
-    tmp_path: Path, make_spec: Make, make_step: Make, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, make_spec: Make, make_step: Make, monkeypatch: pytest.MonkeyPatch, golden: object
 ) -> None:
     now = 1000.0
     monkeypatch.setattr(display.time, "monotonic", lambda: now)
@@ -64,9 +64,10 @@ def test_a_long_run_is_told_of_now_and_then(
         lines.moved(spec, store.read_progress(run_dir))
     said = text(screen).splitlines()
     assert len(said) == 2, "at 30 and 60 seconds"
-    assert said[0].startswith(
-        "    1/2 ddp tiny x2 repeat 1: step 3 of 4, forward, 256 tokens/s, peak 1.00 GiB, loss 5.500; about "
-    )
+    assert said[0] == golden
+    assert "x2" in said[0]
+    assert "256" in said[0]
+    assert "1.00" in said[0]
 
 
 def test_a_refused_run_takes_no_time(make_spec: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -96,7 +97,7 @@ def test_what_was_measured_before_tells_how_long_its_repeats_take(
 
 
 def test_a_terminal_shows_the_campaign_the_run_and_where_it_is(
-    tmp_path: Path, make_spec: Make, make_step: Make, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, make_spec: Make, make_step: Make, monkeypatch: pytest.MonkeyPatch, golden: object
 ) -> None:
     monkeypatch.setattr(display.Bars, "look_s", 0.0)
     screen, spec = console(80, terminal=True), make_spec("ddp")
@@ -111,7 +112,8 @@ def test_a_terminal_shows_the_campaign_the_run_and_where_it_is(
         shown.print(bars.screen())
         campaign, run, where = text(shown).splitlines()
         assert "0/2" in campaign
-        assert run.startswith("ddp tiny x2 repeat 1")
+        assert run == golden
+        assert "x2" in run
         assert "2/4" in run
         assert where.startswith("step 3 of 4, forward, 256 tokens/s, peak 1.00 GiB, loss 5.500; about")
         bars.ended(spec, Status.OK, None, False)
@@ -120,7 +122,7 @@ def test_a_terminal_shows_the_campaign_the_run_and_where_it_is(
     assert "✓   1/2 ddp tiny x2 repeat 1 ok" in text(screen)
 
 
-def test_a_restart_is_told_with_its_reason_and_how_many_are_left(make_spec: Make) -> None:
+def test_a_restart_is_told_with_its_reason_and_how_many_are_left(make_spec: Make, golden: object) -> None:
     for terminal in (False, True):
         screen, spec = console(terminal=terminal), make_spec("ddp")
         lines = display.observer_for(screen)
@@ -131,8 +133,8 @@ def test_a_restart_is_told_with_its_reason_and_how_many_are_left(make_spec: Make
         finally:
             lines.close()
         shown = text(screen)
-        assert "1/1 ddp tiny x2 repeat 1: restarting: the node was [taken]; 1 more restart allowed" in shown
-        assert "; 0 more restarts allowed" in shown
+        assert shown == golden
+        assert "x2" in shown
 
 
 def test_a_reason_to_wait_is_told_once_whatever_it_counts(make_spec: Make) -> None:

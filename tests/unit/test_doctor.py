@@ -28,7 +28,9 @@ def test_a_plain_cpu_machine_is_fit(tmp_path: Path) -> None:
     assert not (tmp_path / "results").exists()
 
 
-def test_every_trouble_names_its_fix(tmp_path: Path, fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_trouble_names_its_fix(
+    tmp_path: Path, fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch, golden: object
+) -> None:
     fake_nvml.pids = [4242]
     monkeypatch.setattr(machine, "version", lambda package: None)
     found = diagnoses(tmp_path, {"NCCL_DEBUG": "INFO", "CUDA_LAUNCH_BLOCKING": "1"})
@@ -37,23 +39,33 @@ def test_every_trouble_names_its_fix(tmp_path: Path, fake_nvml: FakeNvml, monkey
     assert all(d.fix for d in troubled)
     assert found["debug switches"].fix == "run `unset CUDA_LAUNCH_BLOCKING NCCL_DEBUG`"
     assert found["deepspeed"].fix == "run `pip install 'paceline[zero]'`"
-    assert found["neighbours"].text == "other processes compute on GPU 0, 1"
+    assert found["neighbours"].text == golden
 
 
-def test_a_gpu_machine_is_described(tmp_path: Path, fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_machine_is_described(
+    tmp_path: Path, fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch, golden: object
+) -> None:
     monkeypatch.setattr(machine, "version", lambda package: "2.12.0+cu130")
     found = diagnoses(tmp_path, {"CUDA_VISIBLE_DEVICES": "1"})
-    assert (found["gpu"].ok, found["gpu"].text) == (True, "1 visible of 2 on this host")
-    assert found["driver"].text == "driver 580.65.06, CUDA 13.2, NVIDIA H200"
+    assert found["gpu"].ok is True
+    assert found["gpu"].text == golden
+    assert found["driver"].text == golden
+    assert "580.65.06" in found["driver"].text
+    assert "CUDA" in found["driver"].text
+    assert "13.2" in found["driver"].text
     assert found["nvml"].ok is True
     assert found["neighbours"].ok is True
 
 
-def test_a_gpu_out_of_the_table_points_to_the_measured_peak(tmp_path: Path, fake_nvml: FakeNvml) -> None:
+def test_a_gpu_out_of_the_table_points_to_the_measured_peak(
+    tmp_path: Path, fake_nvml: FakeNvml, golden: object
+) -> None:
     fake_nvml.names = ["NVIDIA Z9000"]
     driver = diagnoses(tmp_path, {})["driver"]
     assert driver.ok is None
-    assert "no known peak for NVIDIA Z9000" in driver.text
+    assert driver.text == golden
+    assert "NVIDIA" in driver.text
+    assert "Z9000" in driver.text
 
 
 def test_hidden_and_unusable_gpus_are_told_apart(
@@ -95,13 +107,21 @@ def test_a_results_path_below_a_file_is_refused(tmp_path: Path) -> None:
     assert diagnoses(tmp_path, {})["results"].ok is False
 
 
-def test_a_results_folder_that_is_not_there_yet_is_said_to_be_created(tmp_path: Path) -> None:
+def test_a_results_folder_that_is_not_there_yet_is_said_to_be_created(tmp_path: Path, golden: object) -> None:
     absent = tmp_path / "results"
     found = diagnoses(tmp_path, {})["results"]
-    assert (found.ok, found.text) == (True, f"{absent} does not exist yet and would be created in {tmp_path}")
+    assert found.ok is True
+    assert found.text == golden
+    assert f"{absent}" in found.text
+    assert f"{tmp_path}" in found.text
     absent.mkdir()
-    assert diagnoses(tmp_path, {})["results"].text == f"{absent} can be written"
+    text = diagnoses(tmp_path, {})["results"].text
+    assert text == golden
+    assert f"{absent}" in text
     file = tmp_path / "file"
     file.touch()
     found = diagnoses(file, {})["results"]
-    assert (found.ok, found.text) == (False, f"{file / 'results'} does not exist yet and cannot be created in {file}")
+    assert found.ok is False
+    assert found.text == golden
+    assert f"{file / 'results'}" in found.text
+    assert f"{file}" in found.text

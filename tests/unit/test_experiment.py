@@ -68,12 +68,12 @@ def test_repeats_give_runs_of_one_cell(file: Any) -> None:
     assert len({s.run_id for s in specs}) == 12
 
 
-def test_excluded_points_are_left_out(file: Any) -> None:
+def test_excluded_points_are_left_out(file: Any, golden: object) -> None:
     rules = [{"strategy": "fsdp2", "micro_batch": [2, 4]}]
     specs = file({"matrix": {"strategy": ["ddp", "fsdp2"], "micro_batch": [1, 2, 4]}, "exclude": rules})
     assert [(str(s.strategy), s.training.micro_batch) for s in specs].count(("fsdp2", 1)) == 1
     assert len(specs) == 4
-    assert "leave no cell" in refused(file, {"matrix": {"strategy": ["ddp"]}, "exclude": [{"strategy": "ddp"}]})
+    assert refused(file, {"matrix": {"strategy": ["ddp"]}, "exclude": [{"strategy": "ddp"}]}) == golden
 
 
 def test_a_choice_may_be_a_mapping(file: Any) -> None:
@@ -142,54 +142,55 @@ def test_settings_of_groups_repeats_and_launcher(file: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "words"),
+    "setting",
     [
-        ("steps", "key=value"),
-        ("=3", "key=value"),
-        ("stepz=3", "field 'stepz' was given; accepted is one of workload, model, strategy"),
-        ("steps=many", "steps = 'many' was given"),
-        ("steps=1.5", "steps = 1.5 was given"),
-        ("compile=1", "compile = 1 was given"),
-        ("steps=0", "steps: 0 was given"),
-        ("repeats=0", "--set repeats: 0"),
-        ("repeats=x", "--set repeats: 'x'"),
-        ("steps.stage=2", "NAME.OPTION with NAME one of workload, strategy"),
-        ("warmup.minimun=2", "'warmup.minimun' was given"),
-        ("micro_batch=[]", "a list of at least one value"),
-        ("device=tpu", "auto, cpu or cuda"),
-        ("precision=fp8", "fp32, bf16, fp16"),
-        ("processes=doubling", "processes"),
+        "steps",
+        "=3",
+        "stepz=3",
+        "steps=many",
+        "steps=1.5",
+        "compile=1",
+        "steps=0",
+        "repeats=0",
+        "repeats=x",
+        "steps.stage=2",
+        "warmup.minimun=2",
+        "micro_batch=[]",
+        "device=tpu",
+        "precision=fp8",
+        "processes=doubling",
     ],
 )
-def test_a_wrong_setting_is_one_sentence(file: Any, setting: str, words: str) -> None:
-    assert words in refused(file, {"matrix": {"strategy": ["ddp"]}}, [setting])
+def test_a_wrong_setting_is_one_sentence(file: Any, setting: str, golden: object) -> None:
+    assert refused(file, {"matrix": {"strategy": ["ddp"]}}, [setting]) == golden
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    "content",
     [
-        ("name: [", "not valid YAML"),
-        ("- 1", "list was given; accepted is a mapping"),
-        ("base: {}", "name"),
-        ("name: a b", "letters, digits"),
-        ("name: attempts", "name: 'attempts' was given; accepted is another name"),
-        ("name: schedules", "name: 'schedules' was given; accepted is another name"),
-        ("name: x\ncolour: 1", "field 'colour' was given; accepted is one of name, description, base"),
-        ("name: x\nbase: {colour: 1}", "field 'colour' was given"),
-        ("name: x\nmatrix: {strategy: ddp}", "a list of at least one value"),
-        ("name: x\nrepeats: 0", "repeats = 0"),
-        ("name: x\ndevices: {cpu: {name: y}}", "devices: 'name' was given"),
-        ("name: x\ndevices: {tpu: {}}", "devices.tpu"),
-        ("name: x\nbase: {steps: '3'}", "steps = '3'"),
+        "name: [",
+        "- 1",
+        "base: {}",
+        "name: a b",
+        "name: attempts",
+        "name: schedules",
+        "name: x\ncolour: 1",
+        "name: x\nbase: {colour: 1}",
+        "name: x\nmatrix: {strategy: ddp}",
+        "name: x\nrepeats: 0",
+        "name: x\ndevices: {cpu: {name: y}}",
+        "name: x\ndevices: {tpu: {}}",
+        "name: x\nbase: {steps: '3'}",
     ],
 )
-def test_a_wrong_file_is_one_sentence(file: Any, content: str, words: str) -> None:
-    assert words in refused(file, content, ["device=cpu"])
+def test_a_wrong_file_is_one_sentence(file: Any, content: str, golden: object) -> None:
+    assert refused(file, content, ["device=cpu"]) == golden
 
 
-def test_an_unknown_experiment_names_the_presets() -> None:
+def test_an_unknown_experiment_names_the_presets(golden: object) -> None:
     sentence = refused(experiment.load, "quikc")
-    assert "'quikc' was given" in sentence
+    assert sentence == golden
+    assert "quikc" in sentence
     assert all(name in sentence for name in experiment.presets())
 
 
@@ -247,11 +248,11 @@ def test_the_global_batch_decides_the_accumulation(file: Any) -> None:
     assert len({s.work for s in specs}) == 1
 
 
-def test_a_global_batch_that_cannot_be_is_refused(file: Any) -> None:
-    assert "a multiple of micro_batch x processes (3 x 2)" in refused(
-        file, {"base": {"global_batch": 8, "micro_batch": 3}}
-    )
-    assert "accumulation: 3 was given; accepted is 4" in refused(file, {"base": {"global_batch": 8, "accumulation": 3}})
+def test_a_global_batch_that_cannot_be_is_refused(file: Any, golden: object) -> None:
+    text = refused(file, {"base": {"global_batch": 8, "micro_batch": 3}})
+    assert text == golden
+    assert "micro_batch" in text
+    assert refused(file, {"base": {"global_batch": 8, "accumulation": 3}}) == golden
     assert file({"base": {"global_batch": 8, "accumulation": 4}})[0].training.accumulation == 4
     assert "global_batch: 0" in refused(file, {"base": {"global_batch": 0}})
 
@@ -356,11 +357,16 @@ def test_the_suite_holds_every_benchmark_and_gives_each_alone(
     assert {s.workload.name for s in specs} == workloads
 
 
-def test_a_benchmark_that_leaves_no_cell_is_one_sentence() -> None:
-    with pytest.raises(RequestError, match=r"--benchmark: 'comm' was given; accepted is one whose .* holds pretrain$"):
+def test_a_benchmark_that_leaves_no_cell_is_one_sentence(golden: object) -> None:
+    with pytest.raises(RequestError) as caught:
         experiment.load("quick", ["device=cpu"], benchmark="comm")
-    with pytest.raises(RequestError, match="'network' was given; accepted is comm, training, memory or all"):
+    assert str(caught.value) == golden
+    assert "--benchmark" in str(caught.value)
+    assert "comm" in str(caught.value)
+    with pytest.raises(RequestError) as caught:
         experiment.load("quick", ["device=cpu"], benchmark="network")
+    assert str(caught.value) == golden
+    assert "network" in str(caught.value)
 
 
 def test_counts_reach_the_workloads_that_have_iterations_only() -> None:
@@ -371,9 +377,12 @@ def test_counts_reach_the_workloads_that_have_iterations_only() -> None:
     assert "iters" not in options["memory"]
 
 
-def test_counts_without_anything_to_count_are_one_sentence() -> None:
-    with pytest.raises(RequestError, match="iterations: '--iters 20' was given; accepted is an experiment with"):
+def test_counts_without_anything_to_count_are_one_sentence(golden: object) -> None:
+    with pytest.raises(RequestError) as caught:
         experiment.load("quick", ["device=cpu"], counts={"iters": 20})
+    assert str(caught.value) == golden
+    assert "--iters" in str(caught.value)
+    assert "20" in str(caught.value)
 
 
 # --- designs ---
@@ -452,25 +461,25 @@ def test_matrix_cells_stand_beside_a_design_and_exclusions_hold(file: Any) -> No
 
 
 @pytest.mark.parametrize(
-    ("design", "words"),
+    "design",
     [
-        ({"kind": "latin"}, "'one-at-a-time', 'factorial' or 'fractional'"),
-        ({}, "at least one field with its levels"),
-        ({"factors": {"steps": [1]}}, "design.factors.steps: [1] was given; accepted is two levels or more"),
-        ({"factors": {"timeout_s": [1.0, 2.0]}}, "design.factors: 'timeout_s' was given"),
-        ({"factors": {"telemetry_hz": [1.0, 2.0]}}, "design.factors: 'telemetry_hz' was given"),
-        ({"factors": {"colour": [1, 2]}}, "design.factors: 'colour' was given"),
-        ({"factors": {"micro_batch": [2, 2]}}, "levels of which each makes another cell"),
-        ({"factors": {"rank": [8, 16]}}, "levels of which each makes another cell"),
-        ({"kind": "fractional", "factors": {"steps": [5, 6]}}, "3 to 10 factors of two levels each"),
-        ({"kind": "fractional", "resolution": 5, **DESIGN}, "design.resolution: 5 was given; accepted is a lower one"),
-        ({**DESIGN, "combined": [{"name": "x"}]}, "a name and some of"),
-        ({**DESIGN, "combined": [{"colour": 1}]}, "a name and some of"),
-        ({"kind": "factorial", "colour": 1}, "design.colour"),
+        {"kind": "latin"},
+        {},
+        {"factors": {"steps": [1]}},
+        {"factors": {"timeout_s": [1.0, 2.0]}},
+        {"factors": {"telemetry_hz": [1.0, 2.0]}},
+        {"factors": {"colour": [1, 2]}},
+        {"factors": {"micro_batch": [2, 2]}},
+        {"factors": {"rank": [8, 16]}},
+        {"kind": "fractional", "factors": {"steps": [5, 6]}},
+        {"kind": "fractional", "resolution": 5, **DESIGN},
+        {**DESIGN, "combined": [{"name": "x"}]},
+        {**DESIGN, "combined": [{"colour": 1}]},
+        {"kind": "factorial", "colour": 1},
     ],
 )
-def test_a_wrong_design_is_one_sentence(file: Any, design: dict[str, Any], words: str) -> None:
-    assert words in refused(file, {"design": design})
+def test_a_wrong_design_is_one_sentence(file: Any, design: dict[str, Any], golden: object) -> None:
+    assert refused(file, {"design": design}) == golden
 
 
 def test_diagnose_is_the_suite_of_the_issue() -> None:
@@ -496,23 +505,19 @@ def test_diagnose_is_the_suite_of_the_issue() -> None:
 
 
 @pytest.mark.parametrize("setting", ["method=lora", "rank=8", "optimizer=adamw"])
-def test_a_setting_of_tuning_is_refused_where_nothing_is_tuned(setting: str) -> None:
+def test_a_setting_of_tuning_is_refused_where_nothing_is_tuned(setting: str, golden: object) -> None:
     """Who gives it would believe to have measured it."""
     name = setting.partition("=")[0]
-    with pytest.raises(RequestError, match=f"--set: '{name}' was given"):
+    with pytest.raises(RequestError) as caught:
         experiment.load("quick", ["device=cpu", setting])
+    assert str(caught.value) == golden
+    assert f"{name}" in str(caught.value)
     assert experiment.load("finetune", ["device=cpu", setting])
 
 
-def test_the_points_of_a_design_are_told_apart_while_they_run() -> None:
+def test_the_points_of_a_design_are_told_apart_while_they_run(golden: object) -> None:
     titles = {title(spec) for spec in experiment.load("diagnose", ["device=cpu", "repeats=1"])}
-    assert titles == {
-        "single tiny-llama x1, baseline, repeat 1",
-        "single tiny-llama x1, optimizer adamw, repeat 1",
-        "single tiny-llama x1, rank 8, repeat 1",
-        "single tiny-llama x1, sequence length 64, repeat 1",
-        "single tiny-llama x1, sequence length 64 and micro batch 4, repeat 1",
-    }
+    assert titles == golden
 
 
 SERVED = """
@@ -537,8 +542,10 @@ def test_what_an_experiment_leaves_out_about_serving_is_what_a_spec_leaves_out(t
     assert spec.serving == Serving(requests=4)
 
 
-def test_a_field_of_serving_is_refused_by_its_type(tmp_path: Path) -> None:
+def test_a_field_of_serving_is_refused_by_its_type(tmp_path: Path, golden: object) -> None:
     path = tmp_path / "served.yaml"
     path.write_text(SERVED.replace("requests: 4", "requests: many"))
-    with pytest.raises(RequestError, match="requests = 'many' was given"):
+    with pytest.raises(RequestError) as caught:
         experiment.load(str(path), ["device=cpu"])
+    assert str(caught.value) == golden
+    assert "many" in str(caught.value)

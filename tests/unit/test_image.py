@@ -110,38 +110,44 @@ def test_a_good_image_has_no_problem() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    "wrong",
     [
-        ({"uid": 0}, "runs as root"),
-        ({"build_tools": ["gcc", "make"]}, "gcc, make is in it"),
-        ({"paceline": "0.0.1"}, "it has Paceline 0.0.1"),
-        ({"unwritable": ["TMPDIR"]}, "nothing can be written to TMPDIR"),
-        ({"versions": {"deepspeed": "0.19.8"}}, "it has no torch"),
-        ({"versions": {"torch": "2.12.0"}}, "it has torch 2.12.0; accepted is 2.13.0"),
+        {"uid": 0},
+        {"build_tools": ["gcc", "make"]},
+        {"paceline": "0.0.1"},
+        {"unwritable": ["TMPDIR"]},
+        {"versions": {"deepspeed": "0.19.8"}},
+        {"versions": {"torch": "2.12.0"}},
     ],
 )
-def test_each_problem_is_a_sentence(wrong: dict[str, Any], words: str) -> None:
+def test_each_problem_is_a_sentence(wrong: dict[str, Any], golden: object) -> None:
     (sentence,) = image.problems({**GOOD, **wrong}, CONSTRAINTS)
-    assert words in sentence
+    assert sentence == golden
 
 
 @pytest.mark.parametrize("name", ["paceline:latest", "--privileged", "Paceline:1", "a b", "x:$(id)", ""])
-def test_a_name_that_is_no_image_is_refused(name: str) -> None:
-    with pytest.raises(RequestError, match="accepted is NAME:TAG"):
+def test_a_name_that_is_no_image_is_refused(name: str, golden: object) -> None:
+    with pytest.raises(RequestError) as caught:
         image.checked(name)
+    assert str(caught.value) == golden
+    assert "NAME" in str(caught.value)
+    assert "TAG" in str(caught.value)
 
 
-def test_no_engine_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_engine_is_one_sentence(monkeypatch: pytest.MonkeyPatch, golden: object) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(RequestError, match="docker, podman and buildah none is installed here"):
+    with pytest.raises(RequestError) as caught:
         image.engine()
-    with pytest.raises(RequestError, match="of podman is not installed"):
+    assert str(caught.value) == golden
+    with pytest.raises(RequestError) as caught:
         image.engine("podman")
-    with pytest.raises(RequestError, match="accepted is docker, podman, buildah"):
+    assert str(caught.value) == golden
+    with pytest.raises(RequestError) as caught:
         image.engine("kaniko")
+    assert str(caught.value) == golden
 
 
-def test_the_command_of_a_build(tmp_path: Path) -> None:
+def test_the_command_of_a_build(tmp_path: Path, golden: object) -> None:
     (tmp_path / "Dockerfile").write_text("")
     command = image.build_command("docker", tmp_path, "paceline:1.0", "nvidia/cuda@sha256:" + "a" * 64)
     assert command[:2] == ["docker", "build"]
@@ -149,8 +155,9 @@ def test_the_command_of_a_build(tmp_path: Path) -> None:
     assert "PACELINE_REVISION=unknown" in command, "no checkout, no commit"
     assert "BASE_IMAGE=nvidia/cuda@sha256:" + "a" * 64 in command
     assert command[-1] == str(tmp_path)
-    with pytest.raises(RequestError, match="has no Dockerfile"):
+    with pytest.raises(RequestError) as caught:
         image.build_command("docker", tmp_path / "none", "paceline:1.0")
+    assert str(caught.value) == golden
 
 
 def engine_that_prints(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -163,7 +170,7 @@ def engine_that_prints(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_image_is_asked_as_strictly_as_a_cluster_runs_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], golden: object
 ) -> None:
     called = engine_that_prints(tmp_path, json.dumps(GOOD), monkeypatch)
     (tmp_path / "constraints.txt").write_text(CONSTRAINTS)
@@ -172,22 +179,29 @@ def test_an_image_is_asked_as_strictly_as_a_cluster_runs_it(
     assert "--read-only" in words
     assert words[words.index("--network") + 1] == "none"
     assert words[-4:-1] == ["paceline:1.0", "image", "facts"]
-    assert "ok   paceline:1.0: Paceline" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert text == golden
+    assert "1.0" in text
 
 
 def test_a_bad_image_is_an_exit_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], golden: object
 ) -> None:
     engine_that_prints(tmp_path, json.dumps(GOOD | {"uid": 0}), monkeypatch)
     (tmp_path / "constraints.txt").write_text(CONSTRAINTS)
     assert cli.main(["image", "verify", "paceline:1.0", "--engine", "docker", "--context", str(tmp_path)]) == 1
-    assert "BAD  it runs as root" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert text == golden
+    assert "BAD" in text
 
 
-def test_an_image_that_says_nothing_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_that_says_nothing_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: object
+) -> None:
     engine_that_prints(tmp_path, "exec format error", monkeypatch)
-    with pytest.raises(LaunchError, match="says nothing of itself: exec format error"):
+    with pytest.raises(LaunchError) as caught:
         image.ask("docker", "paceline:1.0")
+    assert str(caught.value) == golden
 
 
 def test_the_facts_of_this_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,11 +266,12 @@ def test_every_wheel_is_written_down_with_its_hash(wheelhouse: Any, tmp_path: Pa
     assert lines[1].endswith("ca978112ca1bbdcafac231b39a23dc4da786eff8147c4e72b9807785afee48bb")
 
 
-def test_two_versions_of_one_package_are_refused(wheelhouse: Any, tmp_path: Path) -> None:
+def test_two_versions_of_one_package_are_refused(wheelhouse: Any, tmp_path: Path, golden: object) -> None:
     for name in ("a_b-1-py3-none-any.whl", "a.b-2-py3-none-any.whl"):
         (tmp_path / name).write_bytes(b"")
-    with pytest.raises(SystemExit, match="two wheels of one package"):
+    with pytest.raises(SystemExit) as caught:
         wheelhouse.lock(tmp_path)
+    assert str(caught.value) == golden
 
 
 def test_a_changed_wheel_is_not_installed(wheelhouse: Any, tmp_path: Path) -> None:

@@ -60,22 +60,26 @@ def test_one_address_for_all_where_some_came_from_node_0s_own_host() -> None:
     assert meeting._outer(["::1", "127.0.0.1"]) == "::1"
 
 
-def test_who_never_came_is_named_to_all(port: int) -> None:
+def test_who_never_came_is_named_to_all(port: int, golden: object) -> None:
     first, second = met(gathering(port, 0, nodes=4), gathering(port, 2, nodes=4), patience_s=1.0)
-    with pytest.raises(
-        LaunchError, match=r"nodes 1, 3 never came to node 0 \(host0\) at 127.0.0.1 port .*; try on them"
-    ):
+    with pytest.raises(LaunchError) as caught:
         first.result()
-    with pytest.raises(LaunchError, match="node 0 gave up: nodes 1, 3 never came"):
+    assert str(caught.value) == golden
+    assert "host0" in str(caught.value)
+    assert "127.0.0.1" in str(caught.value)
+    with pytest.raises(LaunchError) as caught:
         second.result()
+    assert str(caught.value) == golden
 
 
-def test_a_port_that_is_taken_is_told(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_is_taken_is_told(port: int, monkeypatch: pytest.MonkeyPatch, golden: object) -> None:
     monkeypatch.setattr(meeting, "PORT_WAIT_S", 0.1)
     with socket.create_server(("127.0.0.1", port)):
         (first,) = met(gathering(port, 0), patience_s=0.2)
-    with pytest.raises(LaunchError, match=rf"port {port} of node 0 \(host0\) cannot be opened .*; try: ss -ltnp"):
+    with pytest.raises(LaunchError) as caught:
         first.result()
+    assert str(caught.value) == golden
+    assert f"{port}" in str(caught.value)
 
 
 def test_a_port_that_gets_free_in_time_is_used(port: int) -> None:
@@ -85,16 +89,18 @@ def test_a_port_that_gets_free_in_time_is_used(port: int) -> None:
     assert [future.result() for future in found] == ["127.0.0.1"] * 2
 
 
-def test_a_node_of_another_attempt_is_not_taken_for_ours(port: int) -> None:
+def test_a_node_of_another_attempt_is_not_taken_for_ours(port: int, golden: object) -> None:
     ours = (gathering(port, 0, nodes=2), gathering(port, 1, nodes=2, key="run, an earlier attempt"))
     first, other = met(*ours, patience_s=0.5)
-    with pytest.raises(LaunchError, match="node 1 never came"):
+    with pytest.raises(LaunchError) as caught:
         first.result()
-    with pytest.raises(LaunchError, match=r"another run's node 0 answers|nobody listens"):
+    assert str(caught.value) == golden
+    with pytest.raises(LaunchError) as caught:
         other.result()
+    assert str(caught.value) == golden
 
 
-def test_another_program_at_the_port_is_told_from_node_0(port: int) -> None:
+def test_another_program_at_the_port_is_told_from_node_0(port: int, golden: object) -> None:
     stop = threading.Event()
 
     def shut_every_door(server: socket.socket) -> None:
@@ -109,8 +115,9 @@ def test_another_program_at_the_port_is_told_from_node_0(port: int) -> None:
         (guest,) = met(gathering(port, 1, nodes=2), patience_s=0.3)
         stop.set()
         thread.join()
-    with pytest.raises(LaunchError, match="is not node 0 of this run: another program listens there"):
+    with pytest.raises(LaunchError) as caught:
         guest.result()
+    assert str(caught.value) == golden
 
 
 @pytest.mark.parametrize(
@@ -128,7 +135,7 @@ def test_strangers_at_the_door_change_nothing(port: int, said: bytes) -> None:
         assert (first.result(), second.result()) == ("127.0.0.1", "127.0.0.1")
 
 
-def test_a_node_that_cannot_be_called_back_is_named(port: int) -> None:
+def test_a_node_that_cannot_be_called_back_is_named(port: int, golden: object) -> None:
     """Its own ports are closed to node 0, as behind a firewall that lets only the rendezvous through."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
         shut = closed.getsockname()[1]
@@ -141,8 +148,10 @@ def test_a_node_that_cannot_be_called_back_is_named(port: int) -> None:
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(meeting.meet, gathering(port, 0, nodes=2), 30.0)
         word = pool.submit(come).result()
-    with pytest.raises(LaunchError, match=rf"node 0 does not reach it at 127.0.0.1 port {shut} .*ports of their own"):
+    with pytest.raises(LaunchError) as caught:
         first.result()
+    assert str(caught.value) == golden
+    assert f"{shut}" in str(caught.value)
     assert b"failed" in word
 
 

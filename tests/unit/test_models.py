@@ -87,32 +87,36 @@ def test_a_family_can_be_reshaped_by_its_flags() -> None:
     assert models.matmul_parameters(untied) == models.matmul_parameters(tied)
 
 
-def test_an_unknown_name_is_answered_with_close_matches() -> None:
-    with pytest.raises(RequestError, match=r"gpt2-124M.*gpt2-124m.*paceline list models"):
+def test_an_unknown_name_is_answered_with_close_matches(golden: object) -> None:
+    with pytest.raises(RequestError) as caught:
         load("gpt2-124M")
+    assert str(caught.value) == golden
+    assert "gpt2" in str(caught.value)
+    assert "124" in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    "text",
     [
-        ("tiny:layer=2", "layer.*layers"),
-        ("tiny:layers=0", "layers: 0 .* whole number from 1"),
-        ("tiny:layers=true", "layers: True .* whole number from 1"),
-        ("tiny:layers=2.5", "layers: 2.5 .* whole number from 1"),
-        ("tiny:tied=1", "tied: 1 .* true or false"),
-        ("tiny:family=bert", "family: 'bert' .* gpt or llama"),
-        ("tiny:heads=3", "heads: 3 .* divisor of 128"),
-        ("tiny:kv_heads=3", "kv_heads: 3 .* divisor of 4"),
-        ("tiny-llama:head_dim=33", "head_dim: 33 .* even"),
-        ("tiny:experts=4", "experts: 4 .* together with experts_per_token"),
-        ("tiny:experts=2,experts_per_token=3", "experts_per_token: 3 .* at most experts"),
-        ("tiny:norm_eps=0", "norm_eps: 0 .* positive number"),
-        ("tiny:published_parameters=1", "published_parameters"),
+        "tiny:layer=2",
+        "tiny:layers=0",
+        "tiny:layers=true",
+        "tiny:layers=2.5",
+        "tiny:tied=1",
+        "tiny:family=bert",
+        "tiny:heads=3",
+        "tiny:kv_heads=3",
+        "tiny-llama:head_dim=33",
+        "tiny:experts=4",
+        "tiny:experts=2,experts_per_token=3",
+        "tiny:norm_eps=0",
+        "tiny:published_parameters=1",
     ],
 )
-def test_a_shape_that_cannot_be_is_refused_in_one_sentence(text: str, expected: str) -> None:
-    with pytest.raises(RequestError, match=expected) as refusal:
+def test_a_shape_that_cannot_be_is_refused_in_one_sentence(text: str, golden: object) -> None:
+    with pytest.raises(RequestError) as refusal:
         load(text)
+    assert str(refusal.value) == golden
     assert "\n" not in str(refusal.value)
 
 
@@ -159,12 +163,14 @@ def test_full_checkpointing_repeats_the_blocks_but_not_the_head() -> None:
     assert models.recomputed_flops_per_token(shape, 1024, "none") == 0
 
 
-def test_unknown_words_are_refused() -> None:
+def test_unknown_words_are_refused(golden: object) -> None:
     shape = load("tiny")
-    with pytest.raises(RequestError, match="causal or full"):
+    with pytest.raises(RequestError) as caught:
         models.flops_per_token(shape, 64, "half")
-    with pytest.raises(RequestError, match="none, full or selective"):
+    assert str(caught.value) == golden
+    with pytest.raises(RequestError) as caught:
         models.recomputed_flops_per_token(shape, 64, "some")
+    assert str(caught.value) == golden
 
 
 # --- state bytes ---
@@ -210,9 +216,11 @@ def test_a_group_of_one_sends_nothing() -> None:
     assert models.wire_bytes(Choice("ddp"), 1000, 1, 4, 4, 4) == 0
 
 
-def test_an_unknown_collective_is_refused() -> None:
-    with pytest.raises(RequestError, match=r"allreduce.*all_reduce"):
+def test_an_unknown_collective_is_refused(golden: object) -> None:
+    with pytest.raises(RequestError) as caught:
         models.wire_factor("allreduce", 2)
+    assert str(caught.value) == golden
+    assert "all_reduce" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -56,32 +56,48 @@ def snapshot(at_s: float = 1000.0, use: float | None = 0.5, reasons: tuple[str, 
 # --- lines, tables, summary ---
 
 
-def test_lines_say_what_is_known_and_mark_what_is_not() -> None:
+def test_lines_say_what_is_known_and_mark_what_is_not(golden: object) -> None:
     tally = monitor.Tally()
     tally.add(snapshot(990.0))
     tally.add(snapshot(reasons=("software power cap",)))
     host, gpu = monitor.snapshot_lines(snapshot(reasons=("software power cap",)), tally)
-    assert host.endswith(f"host  cpu 25 %  memory 1.0 GiB  load 1.5  clock {MISSING}  temperature {MISSING}")
-    assert gpu.strip() == (
-        f"gpu 0  use 50 %  memory 8.0 GiB  power {MISSING}  temperature 61 C  SM clock 1980 MHz  memory clock {MISSING}"
-        "  energy 1.00 kJ  throttled by software power cap"
-    )
+    assert host == golden
+    assert f"{MISSING}" in host
+    assert "25 %" in host
+    assert "1.0" in host
+    assert "1.5" in host
+    text = gpu.strip()
+    assert text == golden
+    assert f"{MISSING}" in text
+    assert "50 %" in text
+    assert "8.0" in text
+    assert "61" in text
+    assert "SM" in text
+    assert "1980" in text
+    assert "1.00" in text
 
 
-def test_cores_are_shown_where_there_is_no_gpu() -> None:
+def test_cores_are_shown_where_there_is_no_gpu(golden: object) -> None:
     host = snapshot().host
     lines = monitor.snapshot_lines(Snapshot(host=host, devices=()), monitor.Tally())
-    assert lines[1].strip() == "cores  50%  0%"
+    text = lines[1].strip()
+    assert text == golden
+    assert "50" in text
     assert monitor.cores_text([0.0] * 16 + [1.0]) == "▁" * 16 + "█"
 
 
-def test_processors_that_count_their_energy_tell_it_since_the_start() -> None:
+def test_processors_that_count_their_energy_tell_it_since_the_start(golden: object) -> None:
     tally, host = monitor.Tally(), snapshot().host
     for energy_j in (0.0, 250.0):
         reading = Snapshot(host=dataclasses.replace(host, energy_j=energy_j), devices=())
         tally.add(reading)
-    assert monitor.snapshot_lines(reading, tally)[0].endswith("  energy 250 J")
-    assert list(tally.lines())[1].endswith("load 1.5 / 1.5 / 1.5, energy 250 J")
+    text = monitor.snapshot_lines(reading, tally)[0]
+    assert text == golden
+    assert "250" in text
+    text = list(tally.lines())[1]
+    assert text == golden
+    assert "1.5" in text
+    assert "250" in text
     assert "paceline_host_energy_joules_total 250" in endpoint.page_text(reading)
 
 
@@ -98,20 +114,26 @@ def test_a_terminal_gets_tables(fake_nvml: FakeNvml) -> None:
     assert "hardware thermal slowdown" in table
 
 
-def test_the_summary_has_minimum_median_maximum_throttling_and_energy() -> None:
+def test_the_summary_has_minimum_median_maximum_throttling_and_energy(golden: object) -> None:
     tally = monitor.Tally()
     for number, (use, reasons) in enumerate(((0.1, ()), (0.9, ("software power cap",)), (0.2, ()), (None, None))):
         tally.add(snapshot(1000.0 + number, use, reasons))
     head, host, gpu = tally.lines()
-    assert head == "4 readings; minimum / median / maximum:"
+    assert head == golden
     once = monitor.Tally()
     once.add(snapshot())
-    assert next(once.lines()) == "1 reading; minimum / median / maximum:"
-    assert host == "  host: cpu 25 / 25 / 25 %, memory 1.0 / 1.0 / 1.0 GiB, load 1.5 / 1.5 / 1.5"
-    assert "use 10 / 20 / 90 %" in gpu
+    assert next(once.lines()) == golden
+    assert host == golden
+    assert "25" in host
+    assert "25 %" in host
+    assert "1.0" in host
+    assert gpu == golden
+    assert "10" in gpu
+    assert "20" in gpu
+    assert "90 %" in gpu
     assert " W" not in gpu, "a gauge that never spoke is not told of"
-    assert "throttled in 33% of readings (software power cap 33%)" in gpu
-    assert gpu.endswith("energy 300 J")
+    assert "33" in gpu
+    assert "300" in gpu
 
 
 # --- the record ---
@@ -147,12 +169,16 @@ def test_a_table_has_one_heading_and_a_row_per_source(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "content"), [("x.txt", None), ("x.csv", "a,b\n1,2\n"), ("no/folder/x.csv", None)])
-def test_a_file_that_is_not_ours_to_append_to_is_refused(name: str, content: str | None, tmp_path: Path) -> None:
+def test_a_file_that_is_not_ours_to_append_to_is_refused(
+    name: str, content: str | None, tmp_path: Path, golden: object
+) -> None:
     path = tmp_path / name
     if content:
         path.write_text(content)
-    with pytest.raises(RequestError, match=r"--record: .* was given"):
+    with pytest.raises(RequestError) as caught:
         monitor.Recording(path)
+    assert str(caught.value) == golden
+    assert "--record" in str(caught.value)
     assert (path.read_text() if content else None) == content
 
 
@@ -237,17 +263,21 @@ def test_a_client_that_goes_away_is_no_news_and_a_defect_is(capfd: pytest.Captur
         assert wait_for(lambda: "ZeroDivisionError" in capfd.readouterr().err)
 
 
-def test_an_address_that_is_taken_or_none_is_one_sentence() -> None:
+def test_an_address_that_is_taken_or_none_is_one_sentence(golden: object) -> None:
     for wrong in ("9109", "host", "a:b", "127.0.0.1:99999", "http://x:1"):
-        with pytest.raises(RequestError, match="accepted is HOST:PORT"):
+        with pytest.raises(RequestError) as caught:
             endpoint.parse_address(wrong)
+        assert str(caught.value) == golden
+        assert "HOST" in str(caught.value)
+        assert "PORT" in str(caught.value)
     assert endpoint.parse_address("[::1]:9109") == ("::1", 9109)
     with (
         endpoint.serving("127.0.0.1:0", str) as address,
-        pytest.raises(RequestError, match="cannot be listened on"),
+        pytest.raises(RequestError) as caught,
         endpoint.serving(address, str),
     ):
         raise AssertionError("must not be served twice")
+    assert str(caught.value) == golden
 
 
 def test_a_campaign_under_way_is_on_the_page(tmp_path: Path, make_spec: Make, make_run: Make) -> None:
@@ -310,13 +340,18 @@ def query(address: str, expression: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed (Debian: prometheus)")
-def test_a_real_prometheus_scrapes_the_live_endpoint(tmp_path: Path, make_spec: Make, make_run: Make) -> None:
+def test_a_real_prometheus_scrapes_the_live_endpoint(
+    tmp_path: Path, make_spec: Make, make_run: Make, golden: object
+) -> None:
     out = tmp_path / "results"
     under_way(out, make_spec, make_run)
     page = endpoint.page_text(snapshot(time.time()), campaign.read_views(out), out)
     with endpoint.serving("127.0.0.1:0", lambda: page) as target, prometheus(tmp_path, target) as address:
         (step,) = wait_for(lambda: query(address, "paceline_run_step"))
-        assert (step["metric"]["title"], step["value"][1]) == ("fsdp2 tiny x2 repeat 1", "3")
+        assert step["value"][1] == "3"
+        assert step["metric"]["title"] == golden
+        assert "fsdp2" in step["metric"]["title"]
+        assert "x2" in step["metric"]["title"]
         (planned,) = query(address, "paceline_campaign_runs_planned - on(experiment) paceline_campaign_runs_ended")
         assert planned["value"][1] == "1"
         assert query(address, "up")[0]["value"][1] == "1"
@@ -337,17 +372,17 @@ def test_monitor_serves_from_the_command_line(tmp_path: Path, environment: Any) 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    "arguments",
     [
-        (["--count", "0"], "a whole number from 1"),
-        (["--record", "x.txt"], "ends in .jsonl or .csv"),
-        (["--serve", "nowhere"], "accepted is HOST:PORT"),
-        (["--out", "absent"], "which is no folder"),
-        (["--out", "."], "without --serve"),
+        ["--count", "0"],
+        ["--record", "x.txt"],
+        ["--serve", "nowhere"],
+        ["--out", "absent"],
+        ["--out", "."],
     ],
 )
 def test_a_wrong_request_is_one_sentence(
-    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], capsys: pytest.CaptureFixture[str], golden: object
 ) -> None:
     assert cli.main(["monitor", *arguments]) == 2
-    assert sentence in capsys.readouterr().err
+    assert capsys.readouterr().err == golden

@@ -68,11 +68,11 @@ def hook() -> Iterator[tuple[type[Hook], str]]:
     thread.join()
 
 
-def test_the_webhook_gets_the_facts_and_the_headers(hook: tuple[type[Hook], str]) -> None:
+def test_the_webhook_gets_the_facts_and_the_headers(hook: tuple[type[Hook], str], golden: object) -> None:
     kind, address = hook
     schedule = schedule_of(webhook="HOOK", headers={"Authorization": "HOOK_AUTH"})
     environ = {"HOOK": address, "HOOK_AUTH": "Bearer abcdefgh"}
-    assert notification.tell(schedule, NOTICE, environ) == ["the webhook answered 204"]
+    assert notification.tell(schedule, NOTICE, environ) == golden
     ((headers, body),) = kind.received
     assert headers["Authorization"] == "Bearer abcdefgh"
     assert body == {
@@ -85,36 +85,36 @@ def test_the_webhook_gets_the_facts_and_the_headers(hook: tuple[type[Hook], str]
     }
 
 
-def test_a_refusal_is_told_by_its_number(hook: tuple[type[Hook], str]) -> None:
+def test_a_refusal_is_told_by_its_number(hook: tuple[type[Hook], str], golden: object) -> None:
     kind, address = hook
     kind.status = 500
-    assert notification.tell(schedule_of(webhook="HOOK"), NOTICE, {"HOOK": address}) == ["the webhook answered 500"]
+    assert notification.tell(schedule_of(webhook="HOOK"), NOTICE, {"HOOK": address}) == golden
 
 
 @pytest.mark.parametrize("status", [301, 302, 303])
-def test_headers_are_not_carried_elsewhere(hook: tuple[type[Hook], str], status: int) -> None:
+def test_headers_are_not_carried_elsewhere(hook: tuple[type[Hook], str], status: int, golden: object) -> None:
     kind, address = hook
     kind.status = status
     schedule = schedule_of(webhook="HOOK", headers={"Authorization": "HOOK_AUTH"})
     told = notification.tell(schedule, NOTICE, {"HOOK": address, "HOOK_AUTH": "Bearer abcdefgh"})
-    assert told == [f"the webhook answered {status}"]
+    assert told == golden
     assert len(kind.received) == 1
 
 
 @pytest.mark.parametrize(
-    ("address", "part"),
+    "address",
     [
-        ("http://127.0.0.1:1/hunter2", "could not be reached"),
-        ("file:///etc/hunter2", "holds no http or https address"),
-        ("hunter2", "holds no http or https address"),
-        ("http://[hunter2", "could not be reached"),
-        ("http://a b:x/hunter2", "could not be reached"),
-        ("", "HOOK is not set"),
+        "http://127.0.0.1:1/hunter2",
+        "file:///etc/hunter2",
+        "hunter2",
+        "http://[hunter2",
+        "http://a b:x/hunter2",
+        "",
     ],
 )
-def test_no_sentence_repeats_the_address(address: str, part: str) -> None:
+def test_no_sentence_repeats_the_address(address: str, golden: object) -> None:
     (told,) = notification.tell(schedule_of(webhook="HOOK"), NOTICE, {"HOOK": address})
-    assert part in told
+    assert told == golden
     assert "hunter2" not in told
 
 
@@ -131,7 +131,7 @@ def test_variables_of_a_file_are_read_without_a_shell() -> None:
     assert notification.variables(text) == {"A": "1", "B": "two words", "C": "$(id)", "D": '"x"y', "E": ""}
 
 
-def test_a_command_that_cannot_be_started_is_a_sentence() -> None:
+def test_a_command_that_cannot_be_started_is_a_sentence(golden: object) -> None:
     (told,) = notification.tell(
         Schedule(
             **{f: getattr(schedule_of(), f) for f in schedule_of().__slots__}
@@ -140,4 +140,4 @@ def test_a_command_that_cannot_be_started_is_a_sentence() -> None:
         NOTICE,
         {},
     )
-    assert "could not be started" in told
+    assert told == golden

@@ -48,9 +48,11 @@ def carried(node: Path) -> dict[str, bytes]:
     return {name: data for name, data in texts(node).items() if name != "secret.txt"}
 
 
-def test_everything_arrives_and_what_ranks_print_is_given_back(node: Path, home: Path) -> None:
+def test_everything_arrives_and_what_ranks_print_is_given_back(node: Path, home: Path, golden: object) -> None:
     receiver = parcel.Receiver(home)
-    assert receiver.feed("loss is 3.2\n") == "loss is 3.2\n"
+    text = receiver.feed("loss is 3.2\n")
+    assert text == golden
+    assert "3.2" in text
     assert [receiver.feed(line + "\n") for line in lived(node)] == [None] * len(lived(node))
     assert texts(home) == carried(node)
     assert receiver.missing(1) is None
@@ -61,13 +63,15 @@ def test_no_line_is_longer_than_a_container_runtime_keeps_whole(node: Path) -> N
     assert max(map(len, lived(node))) < 16384
 
 
-def test_what_came_before_a_node_vanished_stays(node: Path, home: Path) -> None:
+def test_what_came_before_a_node_vanished_stays(node: Path, home: Path, golden: object) -> None:
     receiver = parcel.Receiver(home)
     lines = [line for line in lived(node) if " whole " not in line and " end " not in line]
     for line in lines:
         receiver.feed(line)
     assert texts(home) == carried(node)
-    assert receiver.missing(1) == "node 0 (n1): its log ends early"
+    text = receiver.missing(1)
+    assert text == golden
+    assert "n1" in text
 
 
 def test_the_end_of_a_rotated_log_is_enough(node: Path, home: Path) -> None:

@@ -21,13 +21,15 @@ def test_every_row_of_the_table_says_what_where_and_when() -> None:
         assert "Check before use" in (price.note or ""), price.name
 
 
-def test_the_seed_documents_prices_stand_in_the_table_and_their_disagreement_is_said() -> None:
+def test_the_seed_documents_prices_stand_in_the_table_and_their_disagreement_is_said(golden: object) -> None:
     a10 = {p.name: p for p in prices.table() if p.gpu == "A10" and p.provider == "OCI"}
     assert a10["oci-a10-0.60"].usd_per_gpu_hour == 0.60
     assert a10["oci-a10-1.50"].usd_per_gpu_hour == 1.50
     assert (a10["oci-a10-spot"].usd_per_gpu_hour, a10["oci-a10-spot"].kind) == (0.18, SPOT)
     for name in ("oci-a10-0.60", "oci-a10-1.50"):
-        assert "two on-demand prices for this one GPU, 0.60 and 1.50" in (a10[name].note or "")
+        assert a10[name].note == golden
+        assert "0.60" in a10[name].note
+        assert "1.50" in a10[name].note
 
 
 @pytest.mark.parametrize("gpu", ["A10", "A10G", "L4", "L40S", "A100-SXM4-80GB", "H100 80GB HBM3", "H200", "B200"])
@@ -45,51 +47,60 @@ def test_a_price_holds_for_exactly_its_gpu() -> None:
     assert Price(name="x", usd_per_gpu_hour=1.0).holds_for(None), "a price without a GPU holds for all"
 
 
-def test_a_number_a_name_and_a_file_are_prices(tmp_path: Path) -> None:
+def test_a_number_a_name_and_a_file_are_prices(tmp_path: Path, golden: object) -> None:
     (own,) = prices.chosen("2.5")
-    assert (own.usd_per_gpu_hour, own.gpu, own.source) == (2.5, None, "given with --price")
+    assert (own.usd_per_gpu_hour, own.gpu) == (2.5, None)
+    assert own.source == golden
+    assert "--price" in own.source
     (named,) = prices.chosen("oci-h100")
     assert named.usd_per_gpu_hour == 10.0
     path = tmp_path / "ours.toml"
     path.write_text('[[price]]\nname = "rack"\nusd_per_gpu_hour = 1\ndate = 2026-01-31\n')
     (rack,) = prices.chosen(str(path))
     assert rack == Price(name="rack", usd_per_gpu_hour=1, date="2026-01-31")
-    assert rack.origin == "rack: 1 USD per GPU-hour (2026-01-31)"
+    assert rack.origin == golden
+    assert "GPU-hour" in rack.origin
+    assert "2026-01-31" in rack.origin
 
 
 @pytest.mark.parametrize(
     "text", ["0", "-1", "nan", "inf", "1e308", "1e5001", "0.00009", "100001", "oci-h10", "absent.toml"]
 )
-def test_what_is_no_price_is_refused(text: str) -> None:
-    with pytest.raises(RequestError, match=r"--price: .*accepted is USD per GPU-hour"):
+def test_what_is_no_price_is_refused(text: str, golden: object) -> None:
+    with pytest.raises(RequestError) as caught:
         prices.chosen(text)
+    assert str(caught.value) == golden
+    assert "--price" in str(caught.value)
+    assert "GPU-hour" in str(caught.value)
     if text == "oci-h10":
-        with pytest.raises(RequestError, match="did you mean 'oci-h100'"):
+        with pytest.raises(RequestError) as caught:
             prices.chosen(text)
+        assert str(caught.value) == golden
+        assert "oci-h100" in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    "content",
     [
-        ("", "one or more tables"),
-        ("price = 3", "one or more tables"),
-        ("[[price]", "is not TOML"),
-        ('[[price]]\nname = "a"\n', "row 1: 'no usd_per_gpu_hour'"),
-        ("[[price]]\nusd_per_gpu_hour = 1\n", "row 1: 'no name'"),
-        ('[[price]]\nname = "a"\nusd_per_gpu_hour = true\n', "a number from 0.0001 to 100000"),
-        ('[[price]]\nname = "a"\nusd_per_gpu_hour = "1"\n', "a number from"),
-        ('[[price]]\nname = "a"\nusd_per_gpu_hour = 1e6\n', "a number from 0.0001 to 100000"),
-        ('[[price]]\nname = "a"\nusd_per_gpu_hour = 1\nkind = "free"\n', "on demand, spot, as given"),
-        ('[[price]]\nname = "a"\nusd_per_gpu_hour = 1\nsauce = "b"\n', "'sauce' was given"),
-        ('[[price]]\nname = "a"\nusd_per_gpu_hour = 1\n' * 2, "a name of its own"),
-        ('[[price]]\nname = "a"\nusd_per_gpu_hour = 1\ngpu = 4\n', "gpu: 4 was given"),
+        "",
+        "price = 3",
+        "[[price]",
+        '[[price]]\nname = "a"\n',
+        "[[price]]\nusd_per_gpu_hour = 1\n",
+        '[[price]]\nname = "a"\nusd_per_gpu_hour = true\n',
+        '[[price]]\nname = "a"\nusd_per_gpu_hour = "1"\n',
+        '[[price]]\nname = "a"\nusd_per_gpu_hour = 1e6\n',
+        '[[price]]\nname = "a"\nusd_per_gpu_hour = 1\nkind = "free"\n',
+        '[[price]]\nname = "a"\nusd_per_gpu_hour = 1\nsauce = "b"\n',
+        '[[price]]\nname = "a"\nusd_per_gpu_hour = 1\n' * 2,
+        '[[price]]\nname = "a"\nusd_per_gpu_hour = 1\ngpu = 4\n',
     ],
 )
-def test_a_price_file_at_fault_is_one_sentence(tmp_path: Path, content: str, words: str) -> None:
+def test_a_price_file_at_fault_is_one_sentence(tmp_path: Path, content: str, golden: object) -> None:
     path = tmp_path / "ours.toml"
     path.write_text(content)
     with pytest.raises(RequestError) as refused:
         prices.read(path)
-    assert words in str(refused.value)
+    assert str(refused.value) == golden
     assert str(path) in str(refused.value)
     assert "\n" not in str(refused.value)

@@ -60,25 +60,32 @@ def test_an_a10_vm_is_as_its_profile_says(tmp_path: Path) -> None:
     assert {name: fit.fits for name, fit in found.items()} == {"NCCL_SOCKET_IFNAME": True, "NCCL_IB_DISABLE": True}
 
 
-def test_another_name_of_the_interface_is_told_with_the_one_to_use(tmp_path: Path) -> None:
+def test_another_name_of_the_interface_is_told_with_the_one_to_use(tmp_path: Path, golden: object) -> None:
     found = fits("A10", host(tmp_path, {"ens3": True, "docker0": False}))["NCCL_SOCKET_IFNAME"]
     assert found.fits is False
-    assert found.text == "this host has no eth0, but ens3"
+    assert found.text == golden
+    assert "eth0" in found.text
+    assert "ens3" in found.text
     assert found.fix == "set NCCL_SOCKET_IFNAME=ens3, or leave it unset"
 
 
-def test_infiniband_that_is_there_is_not_to_be_switched_off(tmp_path: Path) -> None:
+def test_infiniband_that_is_there_is_not_to_be_switched_off(tmp_path: Path, golden: object) -> None:
     found = fits("A10", host(tmp_path, {"eth0": True}, {"mlx5_0": "4: ACTIVE"}))["NCCL_IB_DISABLE"]
     assert found.fits is False
-    assert found.text == "active ports here: mlx5_0:1"
-    assert found.fix == "leave NCCL_IB_DISABLE unset, so that NCCL uses mlx5_0:1"
+    assert found.text == golden
+    assert "mlx5_0" in found.text
+    assert found.fix == golden
+    assert "NCCL_IB_DISABLE" in found.fix
+    assert "mlx5_0" in found.fix
 
 
 @pytest.mark.parametrize("ports", [{}, {"mlx5_0": "1: DOWN"}])
-def test_infiniband_that_is_recommended_and_absent_or_down(ports: dict[str, str], tmp_path: Path) -> None:
+def test_infiniband_that_is_recommended_and_absent_or_down(
+    ports: dict[str, str], tmp_path: Path, golden: object
+) -> None:
     found = fits("H100 80GB HBM3", host(tmp_path, {"eth0": True}, ports))
     assert found["NCCL_IB_DISABLE"].fits is False
-    assert "no active port under /sys/class/infiniband" in found["NCCL_IB_DISABLE"].text
+    assert found["NCCL_IB_DISABLE"].text == golden
     assert found["NCCL_NET_GDR_LEVEL"].fits is False
     assert "modprobe" in str(found["NCCL_NET_GDR_LEVEL"].fix)
     assert found["NCCL_COLLNET_ENABLE"].fits is False
@@ -96,12 +103,14 @@ def test_a_bare_metal_h200_with_everything(tmp_path: Path) -> None:
     }
 
 
-def test_a_variable_that_nccl_does_not_know_is_never_recommended() -> None:
+def test_a_variable_that_nccl_does_not_know_is_never_recommended(golden: object) -> None:
     profile = profiles.of("H100 PCIe")
     assert profile is not None
     assert "NCCL_NVLINK_ENABLE" in {setting.variable for setting in profile.settings}
     assert "NCCL_" not in str(profile), "settings are for `doctor`, which knows the host"
-    assert "fp8 (not trained in here: bf16)" in str(profile)
+    assert str(profile) == golden
+    assert "fp8" in str(profile)
+    assert "bf16" in str(profile)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +143,9 @@ def test_variables_that_name_no_interface_are_found(environ: dict[str, str], exp
     assert profiles.unmatched(environ, ["eth0", "lo"]) == expected
 
 
-def test_doctor_calls_a_wrong_interface_bad_and_advice_never(tmp_path: Path, fake_nvml: FakeNvml) -> None:
+def test_doctor_calls_a_wrong_interface_bad_and_advice_never(
+    tmp_path: Path, fake_nvml: FakeNvml, golden: object
+) -> None:
     fake_nvml.names = ["NVIDIA H100 80GB HBM3", "NVIDIA H100 80GB HBM3"]
     root = host(tmp_path, {"ens3": True})
     interfaces, *advice = doctor._network_checks({"NCCL_SOCKET_IFNAME": "eth0"}, root)
@@ -144,4 +155,4 @@ def test_doctor_calls_a_wrong_interface_bad_and_advice_never(tmp_path: Path, fak
     assert len(advice) == 5
     assert {d.name for d in advice} == {"profile"}
     assert not [d for d in advice if d.ok is False]
-    assert any("NCCL knows no such variable" in d.text for d in advice)
+    assert [d.text for d in advice] == golden

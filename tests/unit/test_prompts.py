@@ -116,62 +116,61 @@ def test_a_trace_keeps_its_times(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "words"),
+    "data",
     [
-        ("synthetic:prompt=normal", "data prompt: 'normal' was given"),
-        ("synthetic:prompt_mean=0", "data prompt_mean: 0 was given"),
-        ("synthetic:turns=0", "data turns: 0 was given"),
-        ("synthetic:size=3", "data: 'synthetic:size=3' was given"),
-        ("books", "data: 'books' was given; accepted is synthetic, jsonl"),
-        ("jsonl:path=/nowhere", "cannot be read"),
-        ("jsonl", "accepted is jsonl:path=FILE"),
-        ("jsonl:path=/x,form=text", "accepted is jsonl:path=FILE"),
-        ("synthetic:form=chat", "data form: 'chat' was given; accepted is ids or text"),
+        "synthetic:prompt=normal",
+        "synthetic:prompt_mean=0",
+        "synthetic:turns=0",
+        "synthetic:size=3",
+        "books",
+        "jsonl:path=/nowhere",
+        "jsonl",
+        "jsonl:path=/x,form=text",
+        "synthetic:form=chat",
     ],
 )
-def test_what_cannot_be_is_one_sentence(data: str, words: str) -> None:
-    with pytest.raises(RequestError, match=words):
+def test_what_cannot_be_is_one_sentence(data: str, golden: object) -> None:
+    with pytest.raises(RequestError) as caught:
         prompts(data, 3)
+    assert str(caught.value) == golden
 
 
 @pytest.mark.parametrize(
-    ("kind", "text", "words"),
+    ("kind", "text"),
     [
-        ("jsonl", "{}", "line 1: nothing was given"),
-        ("jsonl", '{"prompt": "x"}\n[1]', "line 2: a list was given"),
-        ("jsonl", '{"token_ids": [1000]}', "token_ids"),
-        ("jsonl", '{"prompt": "x", "max_tokens": 0}', "max_tokens: 0 was given"),
-        ("jsonl", "", "at least one prompt"),
-        ("jsonl", '{"prompt": ""}', "line 1: prompt was given"),
-        ("jsonl", '{"prompt": "x"}\n\n{"prompt": "y", "reference": 5}', "line 3: reference: 5 was given"),
-        ("jsonl", '{"prompt": "x", "max_tokens": true}', "max_tokens: True was given"),
-        ("jsonl", '{"prompt": "x"}\n{"prompt": ', "line 2: no JSON was given"),
-        ("sharegpt", '[{"conversations": [{"from": "human"}]}]', "entry 0: value: None was given"),
-        ("sharegpt", '[{"id": 1}]', "entry 0: conversations: None was given"),
-        ("sharegpt", '{"conversations": []}\n[]', "line 2: a list was given"),
-        (
-            "summaries",
-            '[{"tok_input": [1, 2000], "input": "x", "output": "y"}]',
-            "tok_input: 2000 was given; accepted is",
-        ),
-        ("summaries", "[", "no JSON was given"),
-        ("sharegpt", "{}", "a list of objects"),
-        ("summaries", '[{"input": "x"}]', "entry 0: output: None was given"),
-        ("trace", '{"timestamp": -1, "input_length": 1, "output_length": 1}', "timestamp: -0.001 was given"),
+        ("jsonl", "{}"),
+        ("jsonl", '{"prompt": "x"}\n[1]'),
+        ("jsonl", '{"token_ids": [1000]}'),
+        ("jsonl", '{"prompt": "x", "max_tokens": 0}'),
+        ("jsonl", ""),
+        ("jsonl", '{"prompt": ""}'),
+        ("jsonl", '{"prompt": "x"}\n\n{"prompt": "y", "reference": 5}'),
+        ("jsonl", '{"prompt": "x", "max_tokens": true}'),
+        ("jsonl", '{"prompt": "x"}\n{"prompt": '),
+        ("sharegpt", '[{"conversations": [{"from": "human"}]}]'),
+        ("sharegpt", '[{"id": 1}]'),
+        ("sharegpt", '{"conversations": []}\n[]'),
+        ("summaries", '[{"tok_input": [1, 2000], "input": "x", "output": "y"}]'),
+        ("summaries", "["),
+        ("sharegpt", "{}"),
+        ("summaries", '[{"input": "x"}]'),
+        ("trace", '{"timestamp": -1, "input_length": 1, "output_length": 1}'),
     ],
 )
-def test_files_that_cannot_be(tmp_path: Path, kind: str, text: str, words: str) -> None:
-    with pytest.raises(RequestError, match=words):
+def test_files_that_cannot_be(tmp_path: Path, kind: str, text: str, golden: object) -> None:
+    with pytest.raises(RequestError) as caught:
         prompts(f"{kind}:path={write(tmp_path / 'f', text)}")
+    assert str(caught.value) == golden
 
 
-def test_a_trace_scenario_needs_the_times_of_a_trace() -> None:
+def test_a_trace_scenario_needs_the_times_of_a_trace(golden: object) -> None:
     check(Choice.parse("trace:path=t.jsonl"), "trace")
     check(Choice.parse("trace:path=t.jsonl"), "offline")
-    with pytest.raises(
-        RequestError, match="data: 'synthetic' was given; accepted is trace:path=FILE with scenario trace"
-    ):
+    with pytest.raises(RequestError) as caught:
         check(Choice.parse("synthetic"), "trace")
+    assert str(caught.value) == golden
+    assert "synthetic" in str(caught.value)
+    assert "FILE" in str(caught.value)
 
 
 def test_the_form_of_prompts_is_told() -> None:

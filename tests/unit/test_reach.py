@@ -29,11 +29,13 @@ def test_an_open_port_is_reached() -> None:
         connection.close()
 
 
-def test_an_address_of_this_very_host_is_called_that() -> None:
+def test_an_address_of_this_very_host_is_called_that(golden: object) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     _, problem = reach.connect("127.0.0.1", port)
-    assert f"node 0 at 127.0.0.1 port {port} is an address of this host itself (interface lo)" in str(problem)
+    assert str(problem) == golden
+    assert f"{port}" in str(problem)
+    assert "127.0.0.1" in str(problem)
 
 
 @pytest.mark.parametrize(
@@ -77,14 +79,20 @@ def test_interfaces_that_are_there(given: str) -> None:
 
 
 @pytest.mark.parametrize("given", ["eth7", "=eth", "eth1", "docker0", "^lo,eth,ib"])
-def test_interfaces_that_are_not_there_or_have_no_address(given: str) -> None:
-    with pytest.raises(LaunchError, match="it has eth0, ib0, lo; try: ip -brief address"):
+def test_interfaces_that_are_not_there_or_have_no_address(given: str, golden: object) -> None:
+    with pytest.raises(LaunchError) as caught:
         reach.check_interfaces({"NCCL_SOCKET_IFNAME": given}, ("NCCL_SOCKET_IFNAME",), INTERFACES)
+    assert str(caught.value) == golden
+    assert "eth0" in str(caught.value)
+    assert "ib0" in str(caught.value)
 
 
-def test_beginnings_of_names_mean_nothing_to_gloo() -> None:
-    with pytest.raises(LaunchError, match="GLOO_SOCKET_IFNAME is 'eth'"):
+def test_beginnings_of_names_mean_nothing_to_gloo(golden: object) -> None:
+    with pytest.raises(LaunchError) as caught:
         reach.check_interfaces({"GLOO_SOCKET_IFNAME": "eth"}, ("GLOO_SOCKET_IFNAME",), INTERFACES)
+    assert str(caught.value) == golden
+    assert "GLOO_SOCKET_IFNAME" in str(caught.value)
+    assert "eth" in str(caught.value)
 
 
 def test_this_host_has_loopback() -> None:

@@ -126,7 +126,7 @@ def leave(make_outcome: Make, make_step: Make) -> Callable[..., Leave]:
 
 @pytest.mark.parametrize(("spoke", "who"), [((0, 1), "node 1 of 2"), ((0, 1, 2), "rank 3 on node 1 of 2")])
 def test_a_node_that_a_run_went_on_without_stands_in_its_record(
-    make_spec: Make, execute: Make, make_outcome: Make, spoke: tuple[int, ...], who: str
+    make_spec: Make, execute: Make, make_outcome: Make, spoke: tuple[int, ...], who: str, golden: object
 ) -> None:
     served = make_spec(None, nodes=2, workload="inference", serving=Serving(), engine=Choice("vllm"))
 
@@ -139,7 +139,8 @@ def test_a_node_that_a_run_went_on_without_stands_in_its_record(
     record = store.read_run(run_dir)
     assert record.lost_nodes == (1,)
     lines = list(record_lines(record, None))
-    assert f"  {who} went away before the end; the run went on without it" in lines
+    assert [line for line in lines if who in line] == golden
+    assert any(who in line for line in lines)
 
 
 KILLED = DEATH.format(rank=0)
@@ -186,13 +187,13 @@ def test_a_machine_stands_in_the_record_just_where_a_step_of_it_does(
 
 
 def test_a_run_that_is_killed_always_fails_after_as_many_restarts_as_asked(
-    spec: RunSpec, execute: Make, leave: Make
+    spec: RunSpec, execute: Make, leave: Make, golden: object
 ) -> None:
     launcher = Scripted(leave(steps=range(2), log=KILLED))
     (status, error), run_dir, watcher = execute(spec, launcher)
     assert status is Status.FAILED
-    assert error.startswith("rank 0 was killed by signal 9")
-    assert error.endswith("; restarted 2 times, as often as max_restarts allows")
+    assert error == golden
+    assert "max_restarts" in error
     assert [left for _, left in watcher.restarts] == [1, 0]
     assert launcher.submitted == 3
     assert len(store.read_run(run_dir).attempts) == 3
@@ -247,15 +248,14 @@ def test_an_engine_that_refuses_is_asked_again_only_for_a_job_it_has_taken_befor
     assert never.submitted == 1
 
 
-def test_a_refusal_between_attempts_counts_as_one_of_them(spec: RunSpec, execute: Make, leave: Make) -> None:
+def test_a_refusal_between_attempts_counts_as_one_of_them(
+    spec: RunSpec, execute: Make, leave: Make, golden: object
+) -> None:
     ok = JobState(running=False, exit_code=0)
     launcher = Scripted(leave(steps=range(2), log=KILLED), refuse, leave(Status.OK, steps=range(4), state=ok))
     found, run_dir, watcher = execute(spec, launcher)
     assert found[0] is Status.OK
-    assert [reason.partition(" (")[0] for reason, _ in watcher.restarts] == [
-        "rank 0 was killed by signal 9",
-        "the engine is away",
-    ]
+    assert [reason.partition(" (")[0] for reason, _ in watcher.restarts] == golden
     record = store.read_run(run_dir)
     assert [s.step for s in record.steps] == [0, 1, 2, 3]
     assert [a.began_at is None for a in record.attempts] == [False, True, False]
@@ -321,15 +321,19 @@ class Stuck(Scripted):
         return False
 
 
-def test_nothing_follows_a_job_that_could_not_be_ended(spec: RunSpec, execute: Make, leave: Make) -> None:
+def test_nothing_follows_a_job_that_could_not_be_ended(
+    spec: RunSpec, execute: Make, leave: Make, golden: object
+) -> None:
     launcher = Stuck(leave(steps=range(2), log=KILLED))
     (status, error), _, _ = execute(spec, launcher)
     assert status is Status.FAILED
-    assert error.endswith("not restarted: its job could not be ended, and may still be running")
+    assert error == golden
     assert launcher.submitted == 1
 
 
-def test_nothing_follows_a_job_that_was_lost_with_its_engine(spec: RunSpec, execute: Make, leave: Make) -> None:
+def test_nothing_follows_a_job_that_was_lost_with_its_engine(
+    spec: RunSpec, execute: Make, leave: Make, golden: object
+) -> None:
     class Lost(Scripted):
         def poll(self, handle: Mapping[str, Any]) -> JobState:
             if self.submitted == 2:
@@ -342,7 +346,7 @@ def test_nothing_follows_a_job_that_was_lost_with_its_engine(spec: RunSpec, exec
     launcher = Lost(leave(steps=range(2), log=KILLED))
     (status, error), _, _ = execute(spec, launcher)
     assert status is Status.FAILED
-    assert error.startswith("the engine is away; not restarted")
+    assert error == golden
     assert launcher.submitted == 2
 
 
@@ -572,7 +576,7 @@ def merged(*lines: str) -> str:
     ids=["one after the other", "labelled and mixed", "the other node noticed"],
 )
 def test_of_several_nodes_logs_the_rank_that_died_is_blamed(
-    tmp_path: Path, make_spec: Make, make_run: Make, make_outcome: Make, log: str
+    tmp_path: Path, make_spec: Make, make_run: Make, make_outcome: Make, log: str, golden: object
 ) -> None:
     spec = make_spec("ddp", 4)
     noticed = make_outcome(1, Status.FAILED, "RuntimeError: Connection closed by peer")
@@ -580,27 +584,27 @@ def test_of_several_nodes_logs_the_rank_that_died_is_blamed(
     (run_dir / "log.txt").write_text(log)
     _, error = judge(spec, run_dir, End(JobState(running=False)))
     assert error is not None
-    assert error.startswith("rank 3 was killed by signal 9")
+    assert error == golden
 
 
-def test_an_engine_without_exit_codes_is_quoted_without_one(tmp_path: Path, make_spec: Make, make_run: Make) -> None:
+def test_an_engine_without_exit_codes_is_quoted_without_one(
+    tmp_path: Path, make_spec: Make, make_run: Make, golden: object
+) -> None:
     spec = make_spec("ddp", 2)
     run_dir = make_run(tmp_path, spec, None, outcomes=())
-    assert judge(spec, run_dir, End(JobState(running=False)))[1] == (
-        "the job ended without an exit code: it printed nothing"
-    )
+    assert judge(spec, run_dir, End(JobState(running=False)))[1] == golden
 
 
 # --- what a request says ---
 
 
 @pytest.mark.parametrize("workload", ["collectives", "compute", "memory", "nodes"])
-def test_checkpoints_of_what_has_no_trajectory_are_refused(make_spec: Make, workload: str) -> None:
+def test_checkpoints_of_what_has_no_trajectory_are_refused(make_spec: Make, workload: str, golden: object) -> None:
     spec = make_spec("ddp" if workload == "memory" else None, 2, workload=workload, checkpoint_every=5)
-    with pytest.raises(
-        RequestError, match=f"checkpoint_every: 5 was given; accepted is null with the workload {workload}"
-    ):
+    with pytest.raises(RequestError) as caught:
         run.unsupported(spec)
+    assert str(caught.value) == golden
+    assert f"{workload}" in str(caught.value)
     assert run.unsupported(make_spec("ddp", 2, checkpoint_every=5)) is None
 
 
@@ -610,15 +614,16 @@ def test_a_reference_writes_no_checkpoints_but_may_be_restarted(make_spec: Make)
     assert found.run_id == reference_of(make_spec("ddp", 2)).run_id, "one reference serves both"
 
 
-def test_ctrl_c_cancels_the_job_and_says_so(spec: RunSpec, execute: Make, leave: Make) -> None:
+def test_ctrl_c_cancels_the_job_and_says_so(spec: RunSpec, execute: Make, leave: Make, golden: object) -> None:
     launcher = Scripted(leave(state=JobState(running=True)))
 
     def interrupt(handle: Mapping[str, Any]) -> JobState:
         raise KeyboardInterrupt
 
     launcher.poll = interrupt  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt, match="the job under way was cancelled"):
+    with pytest.raises(KeyboardInterrupt) as caught:
         execute(spec, launcher)
+    assert str(caught.value) == golden
     assert launcher.cancelled >= 1
 
 

@@ -159,29 +159,30 @@ def test_instructions_can_be_learned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    "text",
     [
-        ("instructions:colour=1", "length (lognormal or fixed), mean, spread, prompt_share and packed"),
-        ("instructions:length=uniform", "lognormal or fixed"),
-        ("instructions:mean=1", "a number from 2"),
-        ("instructions:mean=true", "a number from 2"),
-        ("instructions:spread=-1", "a number from 0 to 3"),
-        ("instructions:prompt_share=1", "a number from 0, below 1"),
-        ("instructions:packed=yes", "true or false"),
-        ("instructions:length=fixed,mean=100", "rows are full"),
-        ("internet", "instructions"),
+        "instructions:colour=1",
+        "instructions:length=uniform",
+        "instructions:mean=1",
+        "instructions:mean=true",
+        "instructions:spread=-1",
+        "instructions:prompt_share=1",
+        "instructions:packed=yes",
+        "instructions:length=fixed,mean=100",
+        "internet",
     ],
 )
-def test_wrong_options_are_one_sentence(text: str, words: str) -> None:
+def test_wrong_options_are_one_sentence(text: str, golden: object) -> None:
     with pytest.raises(RequestError) as caught:
         check_data(Choice.parse(text), 32, rows=True)
-    assert words in str(caught.value)
+    assert str(caught.value) == golden
     assert "\n" not in str(caught.value)
 
 
-def test_training_from_scratch_takes_no_documents() -> None:
-    with pytest.raises(RequestError, match="instructions is for fine-tuning"):
+def test_training_from_scratch_takes_no_documents(golden: object) -> None:
+    with pytest.raises(RequestError) as caught:
         check_data(Choice.parse("instructions"), 32)
+    assert str(caught.value) == golden
     assert set(DOCUMENTS) == {"instructions", "jsonl"}
 
 

@@ -75,11 +75,13 @@ def test_all_ranks_ok_is_ok(folder: Make, spec: RunSpec, make_outcome: Make) -> 
 
 @pytest.mark.parametrize("status", [Status.FAILED, Status.OOM, Status.INVALID])
 def test_the_first_rank_that_ended_badly_is_named(
-    folder: Make, spec: RunSpec, make_outcome: Make, status: Status
+    folder: Make, spec: RunSpec, make_outcome: Make, status: Status, golden: object
 ) -> None:
     late = make_outcome(0, Status.FAILED, "connection reset", ended_at=9.0)
     first = make_outcome(1, status, "what happened", ended_at=8.0)
-    assert judge(spec, folder(late, first), FAILED) == (status, "rank 1 on node-a: what happened")
+    found = judge(spec, folder(late, first), FAILED)
+    assert found[0] == status
+    assert found[1] == golden
 
 
 def test_what_is_unsupported_is_so_for_all_ranks(folder: Make, spec: RunSpec, make_outcome: Make) -> None:
@@ -124,24 +126,33 @@ def test_a_rank_that_died_without_a_word_is_named_not_the_peer_that_noticed(
     assert words in judge(spec, run_dir, FAILED)[1], "both died within one look of torchrun"
 
 
-def test_a_rank_that_torchrun_ended_is_not_to_blame(folder: Make, spec: RunSpec, make_outcome: Make) -> None:
+def test_a_rank_that_torchrun_ended_is_not_to_blame(
+    folder: Make, spec: RunSpec, make_outcome: Make, golden: object
+) -> None:
     run_dir = folder(make_outcome(1, Status.OOM, "CUDA out of memory"))
     torchrun_says(run_dir, root=1, code=1, other=0, other_code=-15)
-    assert judge(spec, run_dir, FAILED) == (Status.OOM, "rank 1 on node-a: CUDA out of memory")
+    found = judge(spec, run_dir, FAILED)
+    assert found[0] == Status.OOM
+    assert found[1] == golden
+    assert "CUDA" in found[1]
 
 
-def test_a_rank_ended_from_outside_is_named(folder: Make, spec: RunSpec) -> None:
+def test_a_rank_ended_from_outside_is_named(folder: Make, spec: RunSpec, golden: object) -> None:
     run_dir = folder()
     torchrun_says(run_dir, root=1, code=-15, other=0, other_code=-15)
-    assert judge(spec, run_dir, FAILED)[1] == "rank 1 was ended by signal 15 (SIGTERM)"
+    text = judge(spec, run_dir, FAILED)[1]
+    assert text == golden
+    assert "15" in text
+    assert "SIGTERM" in text
 
 
-def test_a_job_without_outcomes_shows_its_last_line(folder: Make, spec: RunSpec) -> None:
+def test_a_job_without_outcomes_shows_its_last_line(folder: Make, spec: RunSpec, golden: object) -> None:
     run_dir = folder()
     status, error = judge(spec, run_dir, End(JobState(running=False, exit_code=3)))
-    assert (status, error) == (Status.FAILED, "the job ended with exit code 3: it printed nothing")
+    assert status == Status.FAILED
+    assert error == golden
     (run_dir / "log.txt").write_text("first\nNo module named torch\n\n")
-    assert judge(spec, run_dir, FAILED)[1] == "the job ended with exit code 1: No module named torch"
+    assert judge(spec, run_dir, FAILED)[1] == golden
 
 
 def test_a_rank_without_outcome_is_a_failure_even_at_exit_code_0(
@@ -157,9 +168,9 @@ def at(rank: int, step: int, phase: str, beat: float = 0.0, pid: int | None = No
     return Progress(rank, pid or os.getpid(), step, phase, beat, 0.0)
 
 
-def test_a_rank_that_never_came_is_named_first(spec: RunSpec) -> None:
-    assert name_stalled([at(0, 3, "forward")], spec) == "rank 1 never started"
-    assert name_stalled([], spec) == "rank 0 never started"
+def test_a_rank_that_never_came_is_named_first(spec: RunSpec, golden: object) -> None:
+    assert name_stalled([at(0, 3, "forward")], spec) == golden
+    assert name_stalled([], spec) == golden
 
 
 @pytest.mark.parametrize(
@@ -171,11 +182,13 @@ def test_a_rank_that_never_came_is_named_first(spec: RunSpec) -> None:
         ([at(0, 3, "backward", 5.0), at(1, 3, "backward", 4.0)], 1),
     ],
 )
-def test_the_rank_furthest_behind_is_named(spec: RunSpec, positions: list[Progress], rank: int) -> None:
-    assert name_stalled(positions, spec).startswith(f"rank {rank} stopped at step ")
+def test_the_rank_furthest_behind_is_named(spec: RunSpec, positions: list[Progress], rank: int, golden: object) -> None:
+    text = name_stalled(positions, spec)
+    assert text == golden
+    assert f"{rank}" in text
 
 
-def test_a_suspended_process_is_named_wherever_it_is(spec: RunSpec) -> None:
+def test_a_suspended_process_is_named_wherever_it_is(spec: RunSpec, golden: object) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         os.kill(child.pid, signal.SIGSTOP)
@@ -186,7 +199,7 @@ def test_a_suspended_process_is_named_wherever_it_is(spec: RunSpec) -> None:
     finally:
         child.kill()
         child.wait()
-    assert text.startswith("rank 0 stopped at step 9 in optimizer")
+    assert text == golden
     assert "suspended" in text
 
 
@@ -342,12 +355,14 @@ def test_an_unsealed_or_damaged_run_is_run_again(
     assert sorted(path.name for path in (run_dir / "attempts").iterdir()) == ["1", "2"]
 
 
-def test_what_is_unsupported_is_sealed_without_a_launch(tmp_path: Path, make_spec: Make, launcher: Make) -> None:
+def test_what_is_unsupported_is_sealed_without_a_launch(
+    tmp_path: Path, make_spec: Make, launcher: Make, golden: object
+) -> None:
     instant = launcher(lambda path: None)
     assert run.campaign([make_spec("single", 2)], tmp_path, Watcher()) == [Status.UNSUPPORTED]
     assert instant.submitted == 0
     (record,) = store.read_runs(tmp_path)[0]
-    assert record.error == "the strategy single runs on one process, not on 2"
+    assert record.error == golden
 
 
 class Closed(Instant):
@@ -373,11 +388,12 @@ def closed(monkeypatch: pytest.MonkeyPatch, make_outcome: Make) -> Closed:
 
 
 def test_an_engine_that_takes_nothing_is_one_sentence_and_leaves_no_trace(
-    tmp_path: Path, make_spec: Make, closed: Closed
+    tmp_path: Path, make_spec: Make, closed: Closed, golden: object
 ) -> None:
     specs = [replace(make_spec("ddp", 2), launcher=Choice("slurm", {"partition": name})) for name in "ab"]
-    with pytest.raises(RequestError, match="launcher slurm: no partition of that name; try: sinfo"):
+    with pytest.raises(RequestError) as caught:
         run.campaign(specs, tmp_path / "out", Watcher())
+    assert str(caught.value) == golden
     assert not (tmp_path / "out").exists()
     closed.open, closed.asked = True, []
     run.campaign(specs, tmp_path / "out", Watcher())
@@ -389,26 +405,27 @@ def test_an_engine_that_takes_nothing_is_one_sentence_and_leaves_no_trace(
 
 
 def test_an_engine_that_is_slow_to_answer_is_told_of(
-    tmp_path: Path, make_spec: Make, closed: Closed, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, make_spec: Make, closed: Closed, monkeypatch: pytest.MonkeyPatch, golden: object
 ) -> None:
     told: queue.Queue[str] = queue.Queue()
     heard: list[str] = []
     monkeypatch.setattr(run, "SLOW_S", 0.01)
     monkeypatch.setattr(closed, "preflight", lambda specs: heard.append(told.get(timeout=60)))
     run.campaign([replace(make_spec("ddp", 1), launcher=Choice("slurm"))], tmp_path, Watcher(), tell=told.put)
-    assert heard == ["asking slurm whether it can take these runs"]
+    assert heard == golden
 
 
 def test_half_a_campaign_loses_nothing_when_its_engine_is_away(
-    tmp_path: Path, make_spec: Make, make_run: Make, closed: Closed
+    tmp_path: Path, make_spec: Make, make_run: Make, closed: Closed, golden: object
 ) -> None:
     done, left = make_spec("ddp", 1), make_spec("fsdp2", 1)
     make_run(tmp_path, reference_of(done), Status.OK)
     make_run(tmp_path, done, Status.OOM, "full")
     make_run(tmp_path, left, None)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(RequestError, match="no partition"):
+    with pytest.raises(RequestError) as caught:
         run.campaign([done, left], tmp_path, Watcher())
+    assert str(caught.value) == golden
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     assert closed.asked == [[left]], "what is sealed needs no engine"
     assert run.campaign([done], tmp_path, Watcher()) == [Status.OK, Status.OOM]
@@ -417,15 +434,16 @@ def test_half_a_campaign_loses_nothing_when_its_engine_is_away(
 
 
 def test_a_job_of_a_dead_controller_is_collected_though_its_engine_takes_no_new_one(
-    tmp_path: Path, make_spec: Make, make_run: Make, closed: Closed, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, make_spec: Make, make_run: Make, closed: Closed, monkeypatch: pytest.MonkeyPatch, golden: object
 ) -> None:
     """A reservation has expired since: what ran in it must not be lost."""
     spec = make_spec("ddp", 1)
     make_run(tmp_path, reference_of(spec), Status.OK)
     run_dir = make_run(tmp_path, spec, None)
     store.write_json(run_dir / "job.json", {"handle": None})
-    with pytest.raises(RequestError, match="no partition"):
+    with pytest.raises(RequestError) as caught:
         run.campaign([spec], tmp_path, Watcher())
+    assert str(caught.value) == golden
 
     def adopt(job: Job, handle: object) -> Mapping[str, Any]:
         closed.leave(run_dir)
@@ -435,14 +453,18 @@ def test_a_job_of_a_dead_controller_is_collected_though_its_engine_takes_no_new_
     closed.asked = []
     assert run.campaign([spec], tmp_path, Watcher()) == [Status.OK, Status.OOM]
     assert (closed.asked, closed.submitted) == ([], 0)
-    with pytest.raises(RequestError, match="no partition"):
+    with pytest.raises(RequestError) as caught:
         run.campaign([spec], tmp_path, Watcher(), retry=True)
+    assert str(caught.value) == golden
 
 
-def test_a_folder_in_use_is_told_before_any_engine_is_asked(tmp_path: Path, make_spec: Make, closed: Closed) -> None:
+def test_a_folder_in_use_is_told_before_any_engine_is_asked(
+    tmp_path: Path, make_spec: Make, closed: Closed, golden: object
+) -> None:
     spec = make_spec("ddp", 1)
-    with store.exclusive(tmp_path / spec.experiment), pytest.raises(RequestError, match="in use by another"):
+    with store.exclusive(tmp_path / spec.experiment), pytest.raises(RequestError) as caught:
         run.campaign([spec], tmp_path, Watcher())
+    assert str(caught.value) == golden
     assert closed.asked == []
 
 
@@ -464,7 +486,13 @@ def test_an_engine_that_fails_later_still_gives_records(
 
 
 def test_a_run_without_a_reference_is_invalid(
-    tmp_path: Path, make_spec: Make, make_step: Make, make_outcome: Make, make_evidence: Make, launcher: Make
+    tmp_path: Path,
+    make_spec: Make,
+    make_step: Make,
+    make_outcome: Make,
+    make_evidence: Make,
+    launcher: Make,
+    golden: object,
 ) -> None:
     spec = make_spec("ddp", 1)
 
@@ -477,7 +505,7 @@ def test_a_run_without_a_reference_is_invalid(
     status, error = run.execute(spec, tmp_path, Watcher(), None)
     assert status is Status.INVALID
     assert error is not None
-    assert "no reference run of this work was found" in error
+    assert error == golden
 
 
 def test_an_interrupt_ends_the_job_and_leaves_no_seal(tmp_path: Path, make_spec: Make, launcher: Make) -> None:
@@ -506,11 +534,13 @@ def test_sigterm_takes_the_way_of_ctrl_c() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_folder_without_runs_is_the_users_mistake(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="holds no run"):
+def test_a_folder_without_runs_is_the_users_mistake(tmp_path: Path, golden: object) -> None:
+    with pytest.raises(RequestError) as caught:
         run.read_experiment(tmp_path)
-    with pytest.raises(RequestError, match="is no folder"):
+    assert str(caught.value) == golden
+    with pytest.raises(RequestError) as caught:
         run.read_experiment(tmp_path / "absent")
+    assert str(caught.value) == golden
 
 
 # --- searches ---

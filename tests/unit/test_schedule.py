@@ -124,35 +124,35 @@ def test_a_timer_that_is_too_early_or_too_late_does_nothing(out: Path, told: Cal
     assert agenda.occasions(out, "nightly") == []
 
 
-def test_a_second_start_is_skipped_and_says_why(out: Path, told: Callable[..., None]) -> None:
+def test_a_second_start_is_skipped_and_says_why(out: Path, told: Callable[..., None], golden: object) -> None:
     with agenda.exclusive(out, "nightly"):
         agenda.record(out, "nightly", "began", "x", at=time.time(), due_at=None)
         code, said = run(out)
         assert code == 1
     found = last(out)
     assert found.outcome == "skipped"
-    assert "is still at work" in str(found.sentence)
-    assert "is still at work" in said[0]
+    assert str(found.sentence) == golden
+    assert said[0] == golden
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "outcome", "code", "part"),
+    ("behaviour", "outcome", "code"),
     [
-        ({"code": 1, "says": "✗ 2/3 ddp failed: rank 1 was killed"}, "failed", 1, "rank 1 was killed"),
-        ({"code": 2, "says": "paceline: model: 'x' was given", "report": False}, "refused", 2, "model: 'x' was given"),
-        ({"code": 130, "says": WORDS, "report": False}, "interrupted", 130, "the next occasion starts anew"),
-        ({"signal": 9, "report": False}, "failed", 1, "ended by signal 9 (SIGKILL)"),
-        ({"code": 1, "says": "HF_TOKEN=hf_abcdefghijklmnop"}, "failed", 1, "[redacted]"),
+        ({"code": 1, "says": "✗ 2/3 ddp failed: rank 1 was killed"}, "failed", 1),
+        ({"code": 2, "says": "paceline: model: 'x' was given", "report": False}, "refused", 2),
+        ({"code": 130, "says": WORDS, "report": False}, "interrupted", 130),
+        ({"signal": 9, "report": False}, "failed", 1),
+        ({"code": 1, "says": "HF_TOKEN=hf_abcdefghijklmnop"}, "failed", 1),
     ],
 )
 def test_every_end_is_recorded_with_one_sentence(
-    behaviour: dict[str, Any], outcome: str, code: int, part: str, out: Path, told: Callable[..., None]
+    behaviour: dict[str, Any], outcome: str, code: int, out: Path, told: Callable[..., None], golden: object
 ) -> None:
     told(**behaviour)
     assert run(out)[0] == code
     found = last(out)
     assert (found.outcome, found.exit_code) == (outcome, code)
-    assert part in str(found.sentence)
+    assert str(found.sentence) == golden
     assert "hf_abcd" not in (agenda.folder_of(out, "nightly") / agenda.HISTORY).read_text()
 
 
@@ -211,7 +211,9 @@ def test_a_comparison_that_was_refused_does_not_pass_the_gate(out: Path, told: C
     assert (last(out).outcome, "other devices" in str(last(out).sentence)) == ("regression", True)
 
 
-def test_a_command_is_told_in_variables_and_no_name_becomes_code(out: Path, told: Callable[..., None]) -> None:
+def test_a_command_is_told_in_variables_and_no_name_becomes_code(
+    out: Path, told: Callable[..., None], golden: object
+) -> None:
     note = out / "note"
     command = (
         f'printf "%s|%s|%s|%s" "$PACELINE_NAME" "$PACELINE_OUTCOME" "$PACELINE_EXIT_CODE" "$PACELINE_REPORT" > "{note}"'
@@ -220,19 +222,21 @@ def test_a_command_is_told_in_variables_and_no_name_becomes_code(out: Path, told
     run(out)
     assert note.read_text() == f"nightly|ok|0|{(out / str(last(out).report)).absolute()}"
     assert not list(out.glob("**/evil"))
-    assert last(out).told == "the notify command was run"
+    assert last(out).told == golden
 
 
-def test_a_failure_to_notify_is_recorded_and_changes_nothing_else(out: Path, told: Callable[..., None]) -> None:
+def test_a_failure_to_notify_is_recorded_and_changes_nothing_else(
+    out: Path, told: Callable[..., None], golden: object
+) -> None:
     agenda.write(out, schedule_of(command="exit 7", webhook="NOT_SET_ANYWHERE"))
     assert run(out)[0] == 0
     assert last(out).outcome == "ok"
-    assert "ended with 7" in str(last(out).told)
-    assert "NOT_SET_ANYWHERE is not set" in str(last(out).told)
+    assert str(last(out).told) == golden
+    assert "NOT_SET_ANYWHERE" in str(last(out).told)
 
 
 def test_a_folder_that_cannot_be_written_is_a_failure_with_a_sentence(
-    out: Path, told: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    out: Path, told: Callable[..., None], monkeypatch: pytest.MonkeyPatch, golden: object
 ) -> None:
     """The disk is full when the campaign shall begin."""
     real = Path.open
@@ -244,7 +248,7 @@ def test_a_folder_that_cannot_be_written_is_a_failure_with_a_sentence(
 
     monkeypatch.setattr(Path, "open", full)
     assert run(out)[0] == 1
-    assert "No space left on device" in str(last(out).sentence)
+    assert str(last(out).sentence) == golden
 
 
 def test_asked_to_end_it_asks_the_campaign_and_writes_down_how_it_ended(tmp_path: Path) -> None:
@@ -271,24 +275,29 @@ def test_asked_to_end_it_asks_the_campaign_and_writes_down_how_it_ended(tmp_path
     assert not agenda.is_at_work(out, "nightly")
 
 
-def test_a_refused_timer_leaves_everything_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_timer_leaves_everything_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: object
+) -> None:
     monkeypatch.setenv("PATH", "")
     source = tmp_path / "new.yaml"
     source.write_text("name: new\n")
-    with pytest.raises(RequestError, match="crontab"):
+    with pytest.raises(RequestError) as caught:
         schedule.add(tmp_path, schedule_of(), source, None, replace=False)
+    assert str(caught.value) == golden
     assert agenda.names(tmp_path) == []
     agenda.write(tmp_path, schedule_of())
-    with pytest.raises(RequestError, match="exists in"):
+    with pytest.raises(RequestError) as caught:
         schedule.add(tmp_path, schedule_of(), source, None, replace=False)
-    with pytest.raises(RequestError, match="crontab"):
+    assert str(caught.value) == golden
+    with pytest.raises(RequestError) as caught:
         schedule.add(tmp_path, schedule_of(backend="crontab", source="other"), source, None, replace=True)
+    assert str(caught.value) == golden
     assert agenda.read(tmp_path, "nightly").source == "quick"
     assert not (agenda.folder_of(tmp_path, "nightly") / agenda.EXPERIMENT).exists()
 
 
 def test_a_full_disk_at_the_end_does_not_keep_anybody_from_being_told(
-    out: Path, told: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    out: Path, told: Callable[..., None], monkeypatch: pytest.MonkeyPatch, golden: object
 ) -> None:
     real = agenda.record
 
@@ -302,11 +311,11 @@ def test_a_full_disk_at_the_end_does_not_keep_anybody_from_being_told(
     code, said = run(out)
     assert code == 0
     assert (out.parent / "was-told").exists()
-    assert "nightly: the history cannot be written (No space left on device)" in said
+    assert said == golden
     assert last(out).outcome == "interrupted", "what could not be written is not made up"
 
 
-def test_the_reason_of_a_run_is_told_whole_though_the_log_broke_its_line(tmp_path: Path) -> None:
+def test_the_reason_of_a_run_is_told_whole_though_the_log_broke_its_line(tmp_path: Path, golden: object) -> None:
     log, report = tmp_path / "log.txt", tmp_path / "report.html"
     log.write_text("≠ 2/2 inference invalid (20.9 s): client: read up to\n5.5 ms late\nReport: report.html\n")
     runs = [{"status": "ok", "reason": None}, {"status": "invalid", "reason": "client: read up to 5.5 ms late"}]
@@ -316,7 +325,10 @@ def test_the_reason_of_a_run_is_told_whole_though_the_log_broke_its_line(tmp_pat
     lost = {"fails": True, "verdict": "INVALID(client)", "reasons": ["client: read up to 5.5 ms late"]}
     told = {"runs": runs[:1], "served": [{"fails": False, "verdict": "VALID", "reasons": []}, lost]}
     report.with_suffix(".json").write_text(json.dumps(told))
-    assert schedule._what_went_wrong(log, report) == "INVALID(client) (1 of 2 loads): client: read up to 5.5 ms late"
+    text = schedule._what_went_wrong(log, report)
+    assert text == golden
+    assert "INVALID" in text
+    assert "5.5" in text
     report.with_suffix(".json").write_text("{")
     assert str(schedule._what_went_wrong(log, report)).startswith("≠ 2/2 inference invalid")
     log.write_text("paceline: model: 'x' was given\n")

@@ -52,17 +52,17 @@ def test_a_client_that_is_right_is_believed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("worse", "word"),
+    "worse",
     [
-        ({"stamp_error_ns": 2 * MS}, "stamps are 2.00 ms off"),
-        ({"ttft_ns": 102 * MS}, "TTFT p50 is 2.0% off the law"),
-        ({"itl_ns": 21 * MS}, "TPOT p50 is 5.0% off the law"),
+        {"stamp_error_ns": 2 * MS},
+        {"ttft_ns": 102 * MS},
+        {"itl_ns": 21 * MS},
     ],
 )
-def test_what_the_server_knows_better_is_told(worse: dict[str, int], word: str) -> None:
+def test_what_the_server_knows_better_is_told(worse: dict[str, int], golden: object) -> None:
     found = rung([answer(n, **worse) for n in range(100)])
     assert not found.is_valid
-    assert word in found.text
+    assert found.text == golden
     assert f"INVALID({'client' if 'stamp_error_ns' in worse else 'server'})" in found.text
 
 
@@ -72,14 +72,17 @@ def test_a_tail_is_held_to_five_percent() -> None:
     assert [reason[:8] for reason in found.reasons] == ["TTFT p99"]
 
 
-def test_failures_and_the_clients_own_word_count() -> None:
+def test_failures_and_the_clients_own_word_count(golden: object) -> None:
     lost = Handled(number=9, replica=0, due_ns=0, error="reset")
-    assert rung([answer(0), lost]).reasons == ("1 requests failed",)
+    assert rung([answer(0), lost]).reasons == golden
     (reason,) = rung([answer(0)], cpu_s=0.9).reasons
-    assert "90% of a core" in reason
+    assert reason == golden
+    assert "90" in reason
     nothing = rung([lost])
     assert nothing.events_per_s == 0.0
-    assert "TTFT p50 is unknown" in nothing.text
+    assert nothing.text == golden
+    assert "TTFT" in nothing.text
+    assert "p50" in nothing.text
 
 
 def test_the_climb_ends_with_the_first_that_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,48 +19,38 @@ def shown(found: RunRecord) -> list[str]:
     return list(lines(served_run.loads(found), served_run.replicas(found)))
 
 
-def test_what_failed_is_told_by_class_with_one_detail() -> None:
+def test_what_failed_is_told_by_class_with_one_detail(golden: object) -> None:
     refused: dict[str, Any] = {"error": "http_429", "first_ns": None, "last_ns": None, "token_ns": (), "tokens": None}
     found = [request(0), request(1), request(2, **refused), request(3, **refused, detail="busy, Retry-After 1")]
-    assert shown(record([*found, request(4, **{**refused, "error": "reset"})])) == [
-        "  load offline: INVALID; 5 requests, 2 answered, 3 failed",
-        "    because: 3 of 5 requests failed (http_429 2 times, reset 1 times)",
-        "    failed, http_429 2 times, such as: busy, Retry-After 1",
-        "    failed, reset once",
-        "    median and p99 of those answered, ms: TTFT 102 and 102, TPOT 10.0 and 10.0, latency 140 and 140",
-    ]
+    assert shown(record([*found, request(4, **{**refused, "error": "reset"})])) == golden
 
 
-def test_loads_of_a_sweep_stand_beside_each_other() -> None:
+def test_loads_of_a_sweep_stand_beside_each_other(golden: object) -> None:
     loads = [stage(0, scenario="sweep", planned=1), stage(1, scenario="sweep", concurrency=2, planned=1)]
     found = shown(record([request(0), request(1, stage=1)], stages=loads, clients=(CLIENT,), scenario="sweep"))
-    assert [line for line in found if "load" in line] == [
-        "  load sweep, concurrency 1: VALID; 1 requests, 1 answered, 0 failed",
-        "  load sweep, concurrency 2: VALID; 1 requests, 1 answered, 0 failed",
-    ]
+    assert [line for line in found if "load" in line] == golden
 
 
-def test_limits_and_a_client_that_is_not_believed_are_told() -> None:
+def test_limits_and_a_client_that_is_not_believed_are_told(golden: object) -> None:
     slow = [request(n, first_ns=3 * S, last_ns=3 * S) for n in range(3)]
     found = shown(record(slow, scenario="server", rate_per_s=1.0))
-    assert found[0] == "  load server: INVALID; 3 requests, 3 answered, 0 failed, 3 late or failed"
-    assert "at least 459 are needed" in found[1]
+    assert found[0] == golden
+    assert "INVALID" in found[0]
+    assert found[1] == golden
+    assert "459" in found[1]
 
 
-def test_a_replica_that_died_is_named() -> None:
+def test_a_replica_that_died_is_named(golden: object) -> None:
     replicas = (replica(0), replica(1, died_ns=3 * S, reassigned=2))
-    assert shown(record([request(0), request(1, replica=1)], replicas=replicas))[-2:] == [
-        "  replica 0 on node-0, model tiny: 1 requests, 0 failed",
-        "  replica 1 on node-1, model tiny: 1 requests, 0 failed, gone after 3.0 s, 2 of its samples taken by others",
-    ]
+    assert shown(record([request(0), request(1, replica=1)], replicas=replicas))[-2:] == golden
 
 
-def test_a_rank_that_asked_has_no_steps() -> None:
-    assert "  rank 0: ok" in record_lines(record([request(0)]), None)
+def test_a_rank_that_asked_has_no_steps(golden: object) -> None:
+    assert list(record_lines(record([request(0)]), None)) == golden
     assert not any("step" in line for line in record_lines(record([request(0)]), None))
 
 
-def test_the_verb_prints_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb_prints_them(tmp_path: Path, capsys: pytest.CaptureFixture[str], golden: object) -> None:
     made = record([request(0)], replicas=(replica(0),))
     run_dir = store.create(tmp_path, made.spec)
     (run_dir / "samples-0.jsonl").write_text("".join(map(store.sample_line, (*made.requests, *made.replicas))))
@@ -68,5 +58,6 @@ def test_the_verb_prints_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     store.seal(run_dir, Status.OK, None, 0.0, 1.0)
     assert cli.main(["show", str(run_dir)]) == 0
     told = capsys.readouterr().out
-    assert "load offline: VALID; 1 requests, 1 answered, 0 failed" in told
-    assert "replica 0 on node-0, model tiny: 1 requests, 0 failed" in told
+    assert told == golden
+    assert "VALID" in told
+    assert "node-0" in told

@@ -52,10 +52,10 @@ def test_nested_options_survive_their_text(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", ":stage=1", "zero:stage", "zero:=2"])
-def test_a_malformed_choice_is_one_sentence(text: str) -> None:
+def test_a_malformed_choice_is_one_sentence(text: str, golden: object) -> None:
     with pytest.raises(RequestError) as caught:
         Choice.parse(text)
-    assert "was given; accepted is" in str(caught.value)
+    assert str(caught.value) == golden
     assert "\n" not in str(caught.value)
 
 
@@ -104,9 +104,10 @@ def test_an_invariant_speaks_in_one_sentence(make: Callable[[], object], where: 
         ("experiment", ""),
     ],
 )
-def test_a_run_refuses_impossible_fields(make_spec: Make, field: str, value: object) -> None:
-    with pytest.raises(RequestError, match="accepted is"):
+def test_a_run_refuses_impossible_fields(make_spec: Make, field: str, value: object, golden: object) -> None:
+    with pytest.raises(RequestError) as caught:
         make_spec(**{field: value})
+    assert str(caught.value) == golden
 
 
 def test_the_global_batch_counts_all_processes(make_spec: Make) -> None:

@@ -29,69 +29,75 @@ def asked(**more: Any) -> RunSpec:
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    "content",
     [
-        (None, "does not exist; accepted is jsonl:path=FILE"),
-        ("", "accepted is a file that holds at least one prompt"),
-        ('{"prompt": "x"}\nnot json', "line 2: no JSON was given"),
-        ('{"question": "x"}', "question was given; accepted is prompt"),
-        ('{"messages": [{"role": "user", "content": "x"}]}', "accepted is chat for prompts of messages"),
+        None,
+        "",
+        '{"prompt": "x"}\nnot json',
+        '{"question": "x"}',
+        '{"messages": [{"role": "user", "content": "x"}]}',
     ],
 )
-def test_a_file_is_read_before_anything_starts(tmp_path: Path, content: str | None, words: str) -> None:
+def test_a_file_is_read_before_anything_starts(tmp_path: Path, content: str | None, golden: object) -> None:
     if content is not None:
         (tmp_path / "f").write_text(content)
-    with pytest.raises(RequestError, match=words):
+    with pytest.raises(RequestError) as caught:
         unsupported(asked(data=f"jsonl:path={tmp_path / 'f'}"))
+    assert str(caught.value) == golden
 
 
-def test_a_file_that_was_mended_is_read_again(tmp_path: Path) -> None:
+def test_a_file_that_was_mended_is_read_again(tmp_path: Path, golden: object) -> None:
     spec = asked(data=f"jsonl:path={tmp_path / 'f'}")
     (tmp_path / "f").write_text('{"prompt": "x"}\n')
     assert unsupported(spec) is None
     (tmp_path / "f").write_text("no JSON any more")
-    with pytest.raises(RequestError, match="no JSON was given"):
+    with pytest.raises(RequestError) as caught:
         unsupported(spec)
+    assert str(caught.value) == golden
 
 
-def test_a_file_of_other_hosts_is_left_to_them(tmp_path: Path) -> None:
+def test_a_file_of_other_hosts_is_left_to_them(tmp_path: Path, golden: object) -> None:
     spec = asked(data=f"jsonl:path={tmp_path / 'there'}", launcher=ELSEWHERE)
     assert inference.check(spec) is None
     (tmp_path / "there").write_text("no JSON")
-    with pytest.raises(RequestError, match="no JSON was given"):
+    with pytest.raises(RequestError) as caught:
         inference.check(spec)
+    assert str(caught.value) == golden
 
 
-def test_one_replica_has_no_pair() -> None:
-    assert unsupported(asked(partition="paired")) == "a paired run compares replicas, and there is one alone"
+def test_one_replica_has_no_pair(golden: object) -> None:
+    assert unsupported(asked(partition="paired")) == golden
     assert unsupported(asked(partition="paired", engine='openai:urls=["http://a:1","http://b:1"]')) is None
 
 
 @pytest.mark.parametrize(
-    ("urls", "words"),
+    "urls",
     [
-        ([], r"openai.urls: \[\] was given; accepted is at least one URL"),
-        (
-            ["http://a:1", "http://b:1", "http://a:1/v1/"],
-            "openai.urls: 'http://a:1' was given; accepted is each URL once",
-        ),
+        [],
+        ["http://a:1", "http://b:1", "http://a:1/v1/"],
     ],
 )
-def test_urls_are_a_replica_each(urls: list[str], words: str) -> None:
-    with pytest.raises(RequestError, match=words):
+def test_urls_are_a_replica_each(urls: list[str], golden: object) -> None:
+    with pytest.raises(RequestError) as caught:
         Options(urls=tuple(urls))
+    assert str(caught.value) == golden
 
 
-def test_a_port_that_nobody_can_listen_at(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_that_nobody_can_listen_at(capsys: pytest.CaptureFixture[str], golden: object) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["mock-replica", "--port", str(port)]) == 2
-    assert f"127.0.0.1:{port} was given, where nobody can listen (Address already in use)" in capsys.readouterr().err
+    text = capsys.readouterr().err
+    assert text == golden
+    assert f"{port}" in text
+    assert "127.0.0.1" in text
     assert main(["mock-replica", "--port", "99999"]) == 2
     assert "--port: 99999 was given; accepted is 0 to 65535" in capsys.readouterr().err
 
 
-def test_endpoints_that_are_away_are_one_sentence_for_all_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endpoints_that_are_away_are_one_sentence_for_all_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: object
+) -> None:
     dead, there = asked(engine="openai:url=http://dead"), asked(engine="openai:url=http://there")
 
     def found(url: str, _chosen: Options) -> None:
@@ -99,15 +105,18 @@ def test_endpoints_that_are_away_are_one_sentence_for_all_runs(tmp_path: Path, m
             raise UnsupportedError(f"{url} does not answer")
 
     monkeypatch.setattr(openai, "_found", found)
-    with pytest.raises(RequestError, match="engine openai: http://dead does not answer"):
+    with pytest.raises(RequestError) as caught:
         run.campaign([dead, replace(dead, repeat=1)], tmp_path, Unseen())
+    assert str(caught.value) == golden
     assert not list(tmp_path.iterdir())
     # What holds for some runs only is left to their records, and what others than this host see is not asked here.
     run.ask_engines([dead, there])
     run.ask_engines([replace(dead, launcher=Choice.parse(ELSEWHERE))])
 
 
-def test_endpoints_are_asked_from_one_process_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endpoints_are_asked_from_one_process_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, golden: object
+) -> None:
     monkeypatch.setattr(machine, "usable_cores", lambda: 4)
 
     def made(**more: Any) -> RunSpec:
@@ -119,4 +128,4 @@ def test_endpoints_are_asked_from_one_process_unless_told_otherwise(monkeypatch:
     assert made(engine="transformers").topology.world_size == 4
     reason = unsupported(made(processes="all"))
     assert reason is not None
-    assert "from one process (nodes: 1, processes: 1)" in reason
+    assert reason == golden

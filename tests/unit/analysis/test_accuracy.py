@@ -31,11 +31,11 @@ def only(records: list[RunRecord]) -> Accuracy:
     return found
 
 
-def test_a_part_of_the_set_is_smoke_however_good() -> None:
+def test_a_part_of_the_set_is_smoke_however_good(golden: object) -> None:
     found = only([scored([RIGHT] * 20)])
     assert (found.verdict, found.scored, found.targets) == (SMOKE, 20, ())
     assert [m.value for m in found.scores] == pytest.approx([100.0] * 4)
-    assert "can neither pass nor fail" in (found.note or "")
+    assert found.note == golden
 
 
 def test_scores_are_means_over_samples_with_an_interval() -> None:
@@ -81,10 +81,11 @@ def test_the_whole_set_passes_or_fails() -> None:
 
 
 @pytest.mark.usefixtures("small_set")
-def test_targets_are_of_one_model_and_of_every_answer() -> None:
+def test_targets_are_of_one_model_and_of_every_answer(golden: object) -> None:
     other = only([scored([RIGHT] * 4)])
     assert other.verdict == SMOKE
-    assert other.note == "targets are of Llama-3.1-8B, and the model is tiny"
+    assert other.note == golden
+    assert "Llama-3" in other.note
     record = scored([RIGHT] * 4, replicas=LLAMA)
     lost = dataclasses.replace(record.requests[0], error="reset", text=None)
     assert only([dataclasses.replace(record, requests=(lost, *record.requests[1:]))]).verdict == SMOKE
@@ -116,10 +117,10 @@ def test_two_that_differ_have_no_majority_and_a_silent_one_is_told() -> None:
     assert silent.replicas[2].agreement == SILENT
 
 
-def test_answers_that_part_late_are_flagged_with_that() -> None:
+def test_answers_that_part_late_are_flagged_with_that(golden: object) -> None:
     long = "the same words at the beginning"
     found = only([asked([f"{long} a"], [f"{long} b"], [f"{long} a"])])
-    assert found.flags[1].endswith("all of which begin alike, as where rounding alone parts them")
+    assert found.flags[1] == golden
 
 
 def test_an_odd_answer_of_an_earlier_launch_is_not_forgotten() -> None:
@@ -150,9 +151,10 @@ def test_without_the_package_the_report_says_what_to_install(monkeypatch: pytest
     assert "pip install 'paceline[accuracy]'" in (found.note or "")
 
 
-def test_a_suspect_stands_in_the_answer() -> None:
+def test_a_suspect_stands_in_the_answer(golden: object) -> None:
     report = build([asked(["a", "b"], ["a", "x"], ["a", "b"])], "test")
-    assert any("Suspect: replica 1 (node-1) answered 1 of 2 questions otherwise" in text for text in answer(report))
+    assert answer(report) == golden
+    assert any("node-1" in text for text in answer(report))
     (table,) = present.tables(report)
     assert [row[0].text for row in table.rows] == ["0", "1", "2"]
-    assert table.rows[1][-1].text == "answered 1 of 2 questions otherwise than most replicas"
+    assert table.rows[1][-1].text == golden

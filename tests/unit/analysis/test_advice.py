@@ -82,12 +82,15 @@ def test_a_run_that_was_predicted_to_fit_asks_for_less_than_its_own_peak() -> No
     assert not found.fitting
 
 
-def test_how_its_own_peak_was_predicted_is_said() -> None:
+def test_how_its_own_peak_was_predicted_is_said(golden: object) -> None:
     note = "rehearsed without compilation"
     found = advice.of(record(told("", "", 70.0, note=note), told("checkpointing full", "checkpointing=full", 40.0)))
     assert found is not None
     assert found.own_note == note
-    assert f"predicted to hold 70.0 GiB ({note});" in sentence(found)
+    text = sentence(found)
+    assert text == golden
+    assert f"{note}" in text
+    assert "70.0" in text
     plain = advice.of(record())
     assert plain is not None
     assert plain.own_note is None
@@ -103,34 +106,43 @@ def test_only_out_of_memory_is_advised(status: Status) -> None:
     assert advice.of(record(status=status)) is None
 
 
-def test_the_sentence_says_every_number() -> None:
+def test_the_sentence_says_every_number(golden: object) -> None:
     found = advice.of(record())
     assert found is not None
-    assert sentence(found) == (
-        "out of memory at micro batch 8, sequence length 512, where it was predicted to hold 100 GiB; predicted to fit "
-        "in 79.1 GiB: micro batch 4 with accumulation 2 (61.2 GiB), checkpointing full (40.0 GiB), sequence length 256 "
-        "(55.0 GiB, other work)"
-    )
+    text = sentence(found)
+    assert text == golden
+    assert "512" in text
+    assert "100" in text
+    assert "79.1" in text
     assert list(lines(found))[1] == (
         "to apply micro batch 4 with accumulation 2: paceline run ... --set micro_batch=4 --set accumulation=2"
     )
 
 
-def test_a_prediction_without_compilation_says_so_with_its_number() -> None:
+def test_a_prediction_without_compilation_says_so_with_its_number(golden: object) -> None:
     note = "rehearsed without compilation"
     fitting = advice.of(record(told("checkpointing full", "checkpointing=full", 40.0, note=note)))
     assert fitting is not None
-    assert sentence(fitting).endswith(f"checkpointing full (40.0 GiB, {note})")
+    text = sentence(fitting)
+    assert text == golden
+    assert f"{note}" in text
+    assert "40.0" in text
     changed = told("sequence length 256", "sequence_length=256", 60.0, keeps_work=False, note=note)
     nearest = advice.of(record(changed, room=30.0))
     assert nearest is not None
-    assert f"the least is sequence length 256 (60.0 GiB, {note}, other work)" in sentence(nearest)
+    text = sentence(nearest)
+    assert text == golden
+    assert f"{note}" in text
+    assert "256" in text
+    assert "60.0" in text
 
 
-def test_where_nothing_fits_the_nearest_is_named() -> None:
+def test_where_nothing_fits_the_nearest_is_named(golden: object) -> None:
     found = advice.of(record(*TOLD, room=30.0))
     assert found is not None
-    assert "nothing that was tried; the least is checkpointing full (40.0 GiB)" in sentence(found)
+    text = sentence(found)
+    assert text == golden
+    assert "40.0" in text
     assert len(list(lines(found))) == 1
 
 

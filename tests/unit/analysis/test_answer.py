@@ -44,16 +44,21 @@ def said(report: Report) -> str:
     return " ".join((*answer(report), grounds(report), *recommendation_lines(report)))
 
 
-def test_the_winner_its_margin_and_the_place(campaign: Builder) -> None:
+def test_the_winner_its_margin_and_the_place(campaign: Builder, golden: object) -> None:
     first, _ = answer(build(campaign(fsdp2=1.0, zero3=1.34), "test"))
-    assert re.fullmatch(
-        r"FSDP2 is 1\.3[34]\d times as fast as ZeRO-3 on 2 processes \(95 % interval 1\.3\d\d to 1\.3\d\d\)\.", first
-    )
+    assert first == golden
+    assert first.startswith("FSDP2")
+    assert "1.3" in first
+    assert "ZeRO-3" in first
 
 
-def test_data_in_which_the_expected_winner_loses_say_the_opposite(campaign: Builder) -> None:
-    assert answer(build(campaign(ddp=1.0, fsdp2=1.2), "test"))[0].startswith("DDP is 1.")
-    assert answer(build(campaign(ddp=1.2, fsdp2=1.0), "test"))[0].startswith("FSDP2 is 1.")
+def test_data_in_which_the_expected_winner_loses_say_the_opposite(campaign: Builder, golden: object) -> None:
+    text = answer(build(campaign(ddp=1.0, fsdp2=1.2), "test"))[0]
+    assert text == golden
+    assert text.startswith("DDP")
+    text = answer(build(campaign(ddp=1.2, fsdp2=1.0), "test"))[0]
+    assert text == golden
+    assert text.startswith("FSDP2")
 
 
 @pytest.mark.parametrize(
@@ -74,14 +79,16 @@ def test_the_second_sentence_says_what_was_left_out(
     assert (left.name, left.status, left.reason, len(left.runs)) == ("zero:stage=3", status, "it ended so", 1)
 
 
-def test_an_invalid_cell_is_left_out_however_fast(campaign: Builder, make_cell: Builder) -> None:
+def test_an_invalid_cell_is_left_out_however_fast(campaign: Builder, make_cell: Builder, golden: object) -> None:
     wrong = [
         dataclasses.replace(r, steps=tuple(dataclasses.replace(s, updates=4) for s in r.steps))
         for r in make_cell(0.5, strategy="zero:stage=3")
     ]
     first, second = answer(build(campaign(*wrong, ddp=1.0, fsdp2=1.2), "test"))
-    assert first.startswith("DDP is")
-    assert second == "ZeRO-3 is invalid, its work not proved equal."
+    assert first == golden
+    assert first.startswith("DDP")
+    assert second == golden
+    assert second.startswith("ZeRO-3")
 
 
 def test_what_failed_elsewhere_was_not_left_out_of_this_group(campaign: Builder, make_spec: Builder) -> None:
@@ -89,67 +96,68 @@ def test_what_failed_elsewhere_was_not_left_out_of_this_group(campaign: Builder,
     assert "does not fit" not in " ".join(answer(build(campaign(alone, ddp=1.0, fsdp2=1.2), "test")))
 
 
-def test_with_nothing_left_out_the_second_sentence_is_about_memory(campaign: Builder, make_cell: Builder) -> None:
+def test_with_nothing_left_out_the_second_sentence_is_about_memory(
+    campaign: Builder, make_cell: Builder, golden: object
+) -> None:
     lean = make_cell(1.2, strategy="fsdp2", record={"memory_bytes": 40 * 2**20})
     _, second = answer(build(campaign(*lean, ddp=1.0), "test"))
-    assert re.match(r"FSDP2 needs 0\.4\d* times the peak memory of DDP \(95 % interval", second)
+    assert second == golden
+    assert second.startswith("FSDP2")
+    assert "0.4" in second
+    assert "DDP" in second
 
 
-def test_else_about_what_holds_the_winner_back(campaign: Builder) -> None:
+def test_else_about_what_holds_the_winner_back(campaign: Builder, golden: object) -> None:
     report = build(campaign(ddp=1.0, fsdp2=1.2), "test")
     assert {b.kind for b in report.bottlenecks} == {"undecided"}
     assert answer(report)[1] == "", "no headline is made of what nobody knows"
     decided = tuple(dataclasses.replace(b, kind="network", share_ratio=0.61) for b in report.bottlenecks)
     _, second = answer(dataclasses.replace(report, bottlenecks=decided))
-    assert second == "DDP waits most for network, 61% of its step or more."
+    assert second == golden
+    assert second.startswith("DDP")
+    assert "61" in second
 
 
-def test_ties_say_tie(campaign: Builder) -> None:
+def test_ties_say_tie(campaign: Builder, golden: object) -> None:
     first, _ = answer(build(campaign(ddp=1.0, fsdp2=1.002), "test"))
-    assert re.fullmatch(
-        r"Tie between (DDP and FSDP2|FSDP2 and DDP) on 2 processes: this data cannot tell them apart\.", first
-    )
+    assert first == golden
     first, _ = answer(build(campaign(ddp=1.0, fsdp2=1.002, zero1=1.4), "test"))
-    assert re.match(r"Tie between \S+ and \S+ on 2 processes: \S+ is 1\.\d+ times as fast as ZeRO-1 \(95 %", first)
+    assert first == golden
+    assert "ZeRO-1" in first
 
 
-def test_no_claim_without_a_comparison(campaign: Builder, make_spec: Builder) -> None:
+def test_no_claim_without_a_comparison(campaign: Builder, make_spec: Builder, golden: object) -> None:
     report = build(campaign(ended(make_spec("ddp"), Status.OOM), fsdp2=1.0), "test")
     assert report.comparisons == report.recommendations == ()
-    assert answer(report) == (
-        tables.NO_ANSWER,
-        "Measured: FSDP2 (tiny, 2 processes); DDP (tiny, 2 processes) does not fit.",
-    )
+    found = answer(report)
+    assert found[0] == tables.NO_ANSWER
+    assert found[1] == golden
+    assert "FSDP2" in found[1]
+    assert "DDP" in found[1]
     assert not re.search(r"faster|times as|better|choose", said(report))
 
 
-def test_the_recommendation_with_the_most_runs_answers(campaign: Builder, make_cell: Builder) -> None:
+def test_the_recommendation_with_the_most_runs_answers(campaign: Builder, make_cell: Builder, golden: object) -> None:
     compiled = make_cell(0.9, strategy="ddp", compile=True)
     report = build(campaign(*compiled, ddp=1.0, fsdp2=1.2, zero1=1.4), "test")
     found = headline(report)
     assert found is not None
     assert len(found.runs) == 9
     assert {r.metric for r in report.recommendations if len(r.runs) == 6} >= {"tokens_per_s"}
-    assert answer(report)[0].startswith("DDP is")
+    text = answer(report)[0]
+    assert text == golden
+    assert text.startswith("DDP")
 
 
-def test_a_recommendation_cites_every_run_and_names_what_never_varied(campaign: Builder) -> None:
+def test_a_recommendation_cites_every_run_and_names_what_never_varied(campaign: Builder, golden: object) -> None:
     report = build(campaign(ddp=1.0, fsdp2=1.2), "test")
     first = report.recommendations[0]
     assert set(first.runs) == {r.run for r in report.runs if not r.is_reference}
-    assert first.not_measured == (
-        "models other than tiny",
-        "world sizes other than 2",
-        "precisions other than fp32",
-        "sequence lengths other than 64",
-        "micro batches other than 2",
-        "checkpointing other than none",
-        "compilation other than off",
-    )
+    assert first.not_measured == golden
     (reasons, cited) = verdicts.details(report)
     assert len(reasons.rows) == len(report.bottlenecks) == 2
     assert all(run in cited.rows[0][4].text for run in first.runs)
-    assert any("not measured: models other than tiny" in line for line in recommendation_lines(report))
+    assert recommendation_lines(report) == golden
 
 
 def test_an_axis_that_varied_is_not_called_unmeasured(campaign: Builder, make_cell: Builder) -> None:
@@ -189,12 +197,13 @@ def test_runs_without_a_step_beyond_their_warm_up_are_no_success(
     make_reference: Builder,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    golden: object,
 ) -> None:
     spec = make_spec("ddp", steps=6, warmup=WarmUp(minimum=6, maximum=6))
     for record in (make_reference(spec), make_record(spec)):
         keep(record, tmp_path)
     assert cli.main(["report", str(tmp_path / "test"), "--format", "json"]) == 1
-    assert "no run has a step beyond its warm-up" in " ".join(capsys.readouterr().out.split())
+    assert " ".join(capsys.readouterr().out.split()) == golden
 
 
 @pytest.mark.parametrize(
@@ -227,12 +236,11 @@ def cheapest(records: list[RunRecord], *prices: Price) -> Recommendation:
     return found
 
 
-def test_at_one_price_cost_is_throughput_in_other_words(campaign: Builder) -> None:
+def test_at_one_price_cost_is_throughput_in_other_words(campaign: Builder, golden: object) -> None:
     found = cheapest(campaign(ddp=1.0, fsdp2=1.2), FIRM)
     assert found.choose == ("ddp",)
-    assert re.match(
-        r"At one price per GPU hour cost follows throughput\. A token of ddp costs 0\.8\d+ times as much", found.text
-    )
+    assert found.text == golden
+    assert "0.8" in found.text
 
 
 def test_cost_is_quoted_at_the_price_that_leads_the_table_and_names_it(campaign: Builder) -> None:
@@ -244,10 +252,11 @@ def test_cost_is_quoted_at_the_price_that_leads_the_table_and_names_it(campaign:
     assert all(len(usd) > 4 for usd in said.groups()), "rounded by the interval, not to three digits"
 
 
-def test_a_tie_in_cost_names_all_who_tie(campaign: Builder) -> None:
+def test_a_tie_in_cost_names_all_who_tie(campaign: Builder, golden: object) -> None:
     found = cheapest(campaign(**{"ddp": 1.0, "fsdp2": 1.002, "zero:stage=3": 1.4}), FIRM)
     assert len(found.choose) == 2
-    assert f"cost follows throughput. Tie between {' and '.join(found.choose)}. A token of" in found.text
+    assert found.text == golden
+    assert f"{' and '.join(found.choose)}" in found.text
 
 
 def test_at_two_prices_or_none_nothing_is_said_about_cost(campaign: Builder) -> None:
@@ -265,7 +274,7 @@ def test_only_names_that_people_know_are_spoken(name: str, text: str) -> None:
     assert spoken(name) == text
 
 
-def test_a_tie_in_memory_names_all_who_tie(make_cell: Builder, make_reference: Builder) -> None:
+def test_a_tie_in_memory_names_all_who_tie(make_cell: Builder, make_reference: Builder, golden: object) -> None:
     seconds = {"ddp": 1.0, "fsdp2": 1.2, "zero:stage=3": 1.4}
     cells = [
         make_cell(s, strategy=name, record={"memory_bytes": (100 if name == "ddp" else 40) * 2**20})
@@ -273,7 +282,7 @@ def test_a_tie_in_memory_names_all_who_tie(make_cell: Builder, make_reference: B
     ]
     report = build([make_reference(cells[0][0].spec), *(r for cell in cells for r in cell)], "test")
     second = answer(report)[1]
-    assert re.match(r"Tie between (FSDP2 and ZeRO-3|ZeRO-3 and FSDP2): .* times the peak memory of DDP", second)
+    assert second == golden
 
 
 @pytest.fixture
@@ -289,10 +298,13 @@ def two_kinds(make_cell: Builder, make_reference: Builder) -> list[RunRecord]:
     return [reference, *(r for cell in cells for r in cell)]
 
 
-def test_groups_on_two_kinds_of_device_are_told_apart(two_kinds: list[RunRecord]) -> None:
+def test_groups_on_two_kinds_of_device_are_told_apart(two_kinds: list[RunRecord], golden: object) -> None:
     report = build(two_kinds, "test")
     first, second = answer(report)
-    assert re.match(r"ZeRO-1 is 1\.\d+ times as fast as ZeRO-2 on 2 GPUs \(H200\) \(95 %", first)
+    assert first == golden
+    assert first.startswith("ZeRO-1")
+    assert "ZeRO-2" in first
+    assert "H200" in first
     assert "FSDP2" not in second
     lines = recommendation_lines(report)
     assert [line for line in lines if line.endswith(("A100", "H200"))] == [
@@ -326,8 +338,12 @@ def test_cells_on_two_kinds_of_device_are_ranked_apart(two_kinds: list[RunRecord
     assert all(name in group.title for name, group in found.items() if isinstance(name, str))
 
 
-def test_else_about_the_last(campaign: Builder) -> None:
+def test_else_about_the_last(campaign: Builder, golden: object) -> None:
     report = build(campaign(**{"ddp": 1.0, "fsdp2": 1.2, "zero:stage=3": 2.0}), "test")
     first, second = answer(report)
-    assert first.startswith("DDP is 1.2")
-    assert re.match(r"DDP is [12]\.[09]\d* times as fast as ZeRO-3 \(95 % interval", second)
+    assert first == golden
+    assert first.startswith("DDP")
+    assert "1.2" in first
+    assert second == golden
+    assert second.startswith("DDP")
+    assert "ZeRO-3" in second

@@ -61,12 +61,20 @@ class TestVerdicts:
         assert found.only_first == ()
         assert [text.split(",")[0] for text in found.only_second] == ["fsdp2"]
 
-    def test_the_opposite_data_gives_the_opposite_sentence(self, folder: Builder) -> None:
+    def test_the_opposite_data_gives_the_opposite_sentence(self, folder: Builder, golden: object) -> None:
         fast, slow = folder(ddp=1.0), later(folder(ddp=1.25))
-        assert present.sentence(compare_experiments(fast, slow)).startswith("B is 20.0 % slower than A in the cell")
-        assert present.sentence(compare_experiments(slow, fast)).startswith("B is 25.0 % faster than A in the cell")
+        text = present.sentence(compare_experiments(fast, slow))
+        assert text == golden
+        assert "20.0 %" in text
+        assert "slower" in text
+        text = present.sentence(compare_experiments(slow, fast))
+        assert text == golden
+        assert "25.0 %" in text
+        assert "faster" in text
 
-    def test_a_folder_with_itself_ties_everywhere_with_an_honest_interval(self, folder: Builder) -> None:
+    def test_a_folder_with_itself_ties_everywhere_with_an_honest_interval(
+        self, folder: Builder, golden: object
+    ) -> None:
         """Drawn with the same seed both sides would cancel to a ratio without any uncertainty."""
         records = folder(ddp=1.0, fsdp2=1.1)
         found = compare_experiments(records, records)
@@ -75,24 +83,25 @@ class TestVerdicts:
         assert speed.high is not None
         assert speed.low is not None
         assert speed.high - speed.low > 0.001
-        assert found.notes == ("A and B hold the same runs",)
-        assert present.sentence(found) == "B and A tie in all 2 cells; nothing recorded differs between them."
+        assert found.notes == golden
+        assert present.sentence(found) == golden
 
-    def test_memory_measured_once_has_a_ratio_and_no_verdict(self, folder: Builder) -> None:
+    def test_memory_measured_once_has_a_ratio_and_no_verdict(self, folder: Builder, golden: object) -> None:
         once = {"repeats": 1}
         more = folder({**once, "record": {"memory_bytes": 200 * 2**20}}, ddp=1.0)
         memory = change(compare_experiments(folder(once, ddp=1.0), later(more)), "peak_memory_bytes")
         assert memory.ratio > 1.5
         assert (memory.low, memory.verdict) == (None, None)
-        assert "not repeated" in memory.reason
+        assert memory.reason == golden
 
-    def test_many_comparisons_need_a_larger_effect(self) -> None:
+    def test_many_comparisons_need_a_larger_effect(self, golden: object) -> None:
         """Three standard errors decide a single comparison; of a hundred equal pairs some show as much."""
         found = Ratio(1.03, 1.01, 1.05, 0.01)
         assert verdict_among(1, found, "higher")[0] == "better"
         verdict, reason = verdict_among(100, found, "higher")
         assert verdict == "tie"
-        assert "among 100 comparisons" in reason
+        assert reason == golden
+        assert "100" in reason
         assert verdict_among(100, Ratio(1.05, 1.03, 1.07, 0.01), "higher")[0] == "better"
 
     def test_ranked_by_effect_with_decided_ones_first(self, folder: Builder) -> None:
@@ -135,53 +144,65 @@ class TestDifferences:
 
 class TestRefusals:
     @pytest.mark.parametrize(
-        ("other", "named"),
+        "other",
         [
-            ({"sequence_length": 128}, "training.sequence_length is 64 in A and 128 in B"),
-            ({"precision": "bf16"}, "training.precision.compute is 'fp32' in A and 'bf16' in B"),
-            ({"model": "tiny-llama"}, "model is tiny in A and tiny-llama in B"),
+            {"sequence_length": 128},
+            {"precision": "bf16"},
+            {"model": "tiny-llama"},
         ],
     )
-    def test_other_work_is_refused_with_the_field(self, folder: Builder, other: dict[str, Any], named: str) -> None:
+    def test_other_work_is_refused_with_the_field(self, folder: Builder, other: dict[str, Any], golden: object) -> None:
         """Error 10: 1024-token against 512-token samples."""
         with pytest.raises(RequestError) as refused:
             compare_experiments(folder(ddp=1.0), folder(other, ddp=1.0))
-        assert named in str(refused.value)
+        assert str(refused.value) == golden
 
-    def test_another_device_is_refused_unless_asked_for(self, folder: Builder) -> None:
+    def test_another_device_is_refused_unless_asked_for(self, folder: Builder, golden: object) -> None:
         first, moved = folder(ddp=1.0), later(folder(ddp=0.5), cpu="EPYC")
-        with pytest.raises(RequestError, match=r"is Xeon in A and EPYC in B; .* or --across-devices"):
+        with pytest.raises(RequestError) as caught:
             compare_experiments(first, moved)
+        assert str(caught.value) == golden
+        assert "EPYC" in str(caught.value)
+        assert "--across-devices" in str(caught.value)
         found = compare_experiments(first, moved, across_devices=True)
         assert change(found).verdict == "better"
         assert [d.path for d in found.shared] == ["cpu"]
 
-    def test_a_slice_of_a_gpu_is_another_device_than_the_whole(self, folder: Builder) -> None:
+    def test_a_slice_of_a_gpu_is_another_device_than_the_whole(self, folder: Builder, golden: object) -> None:
         whole, part = (
             folder({"device": "cuda", "record": {"gpus": [{"name": "H200", "mig": mig}]}}, ddp=1.0)
             for mig in (False, True)
         )
-        with pytest.raises(RequestError, match=r"is H200 in A and H200 \(MIG\) in B"):
+        with pytest.raises(RequestError) as caught:
             compare_experiments(whole, later(part))
+        assert str(caught.value) == golden
+        assert "H200" in str(caught.value)
+        assert "MIG" in str(caught.value)
 
-    def test_a_gpu_against_a_processor_compares_speed_but_not_memory(self, folder: Builder) -> None:
+    def test_a_gpu_against_a_processor_compares_speed_but_not_memory(self, folder: Builder, golden: object) -> None:
         gpu = folder({"device": "cuda", "record": {"gpus": [{"name": "H200"}]}}, ddp=0.1)
-        with pytest.raises(RequestError, match=r"topology.device is 'cpu' in A and 'cuda' in B"):
+        with pytest.raises(RequestError) as caught:
             compare_experiments(folder(ddp=1.0), gpu)
+        assert str(caught.value) == golden
+        assert "topology.device" in str(caught.value)
+        assert "cpu" in str(caught.value)
+        assert "cuda" in str(caught.value)
         found = compare_experiments(folder(ddp=1.0), gpu, across_devices=True)
         assert {c.metric for c in found.changes} == {"tokens_per_s", "step_time_s"}
 
-    def test_nothing_certified_is_refused(self, folder: Builder) -> None:
-        with pytest.raises(RequestError, match=r"second folder holds no certified run \(ddp.*no reference"):
+    def test_nothing_certified_is_refused(self, folder: Builder, golden: object) -> None:
+        with pytest.raises(RequestError) as caught:
             compare_experiments(folder(ddp=1.0), folder(ddp=1.0)[1:])
+        assert str(caught.value) == golden
 
-    def test_a_cell_in_both_folders_that_one_of_them_cannot_prove_is_named(self, folder: Builder) -> None:
+    def test_a_cell_in_both_folders_that_one_of_them_cannot_prove_is_named(
+        self, folder: Builder, golden: object
+    ) -> None:
         """The second folder has proved runs too, of other work: `no cell is in both folders` would be untrue."""
         unproved = folder(ddp=1.0)[1:]
-        with pytest.raises(
-            RequestError, match=r"of one in both folders, ddp.*: ok in A, invalid in B \(.*no reference"
-        ):
+        with pytest.raises(RequestError) as caught:
             compare_experiments(folder(ddp=1.0), [*unproved, *folder({"sequence_length": 128}, ddp=1.0)])
+        assert str(caught.value) == golden
 
 
 class TestGate:
@@ -192,30 +213,30 @@ class TestGate:
         assert regressions(found, 9.9) == (), "the interval reaches below the limit"
         assert regressions(compare_experiments(later(folder(ddp=1.10)), folder(ddp=1.0)), 0) == ()
 
-    def test_more_memory_is_a_regression_of_its_own(self, folder: Builder) -> None:
+    def test_more_memory_is_a_regression_of_its_own(self, folder: Builder, golden: object) -> None:
         heavy = folder({"record": {"memory_bytes": 130 * 2**20}}, ddp=1.0)
         found = compare_experiments(folder(ddp=1.0), later(heavy))
         (only,) = regressions(found, 10)
         assert "peak_memory_bytes" in only.text
         assert "B needs" in present.sentence(found)
-        assert "more peak memory in the cell" in present.sentence(found)
+        assert present.sentence(found) == golden
 
-    def test_a_cell_that_is_gone_or_fails_now(self, folder: Builder) -> None:
+    def test_a_cell_that_is_gone_or_fails_now(self, folder: Builder, golden: object) -> None:
         first = folder(ddp=1.0, fsdp2=1.0, single=1.0)
         second = later(folder(ddp=1.0, fsdp2=1.0))
         broken = dataclasses.replace(second[-1], status=Status.OOM, error="out of memory on rank 1")
         found = compare_experiments(first, [*second[:-1], broken])
         assert {(x.label.split(",")[0], x.status) for x in found.lost} == {("fsdp2", "oom"), ("single", "missing")}
         assert len(regressions(found, 50)) == 2
-        assert "1 of 3 runs: out of memory on rank 1" in regressions(found, 50)[0].text
-        assert "2 cells that were ok in A are missing or not ok in B" in present.sentence(found)
+        assert regressions(found, 50)[0].text == golden
+        assert present.sentence(found) == golden
 
-    def test_a_folder_in_which_everything_failed_is_an_answer(self, folder: Builder) -> None:
+    def test_a_folder_in_which_everything_failed_is_an_answer(self, folder: Builder, golden: object) -> None:
         gone = [dataclasses.replace(r, status=Status.FAILED, error="a crash") for r in later(folder(ddp=1.0))]
         found = compare_experiments(folder(ddp=1.0), gone)
         assert found.changes == ()
         assert len(regressions(found, 5)) == 1
-        assert present.sentence(found).startswith("Nothing could be compared; 1 cell that was ok in A")
+        assert present.sentence(found) == golden
 
     def test_a_cell_that_was_flaky_and_is_broken_now(self, folder: Builder) -> None:
         """One failed run in A excuses one in B, not the loss of all of them."""
@@ -229,25 +250,27 @@ class TestGate:
         assert len(regressions(found, 50)) == 1
         assert compare_experiments(flaky, failed(now, 2)).lost == ()
 
-    def test_a_cell_in_both_folders_without_a_pair_is_named(self, folder: Builder) -> None:
+    def test_a_cell_in_both_folders_without_a_pair_is_named(self, folder: Builder, golden: object) -> None:
         broken = [
             r if r.is_reference else dataclasses.replace(r, status=Status.OOM, error="no room") for r in folder(ddp=1.0)
         ]
         found = compare_experiments([*broken, *folder(single=1.0)], later(folder(ddp=1.0, single=1.0)))
         (note,) = found.notes
-        assert note.startswith("not compared: ddp, tiny, 2 processes")
-        assert note.endswith(": oom in A (no room), ok in B")
+        assert note == golden
         assert found.lost == ()
 
-    def test_speed_is_gated_as_the_sentence_tells_it(self, folder: Builder) -> None:
+    def test_speed_is_gated_as_the_sentence_tells_it(self, folder: Builder, golden: object) -> None:
         """10.7 % fewer tokens/s are 12 % more time: a gate at 11 must not trip where the sentence says less."""
         found = compare_experiments(folder(ddp=1.0), later(folder(ddp=1.12)))
-        assert present.sentence(found).startswith("B is 10.7 % slower")
+        text = present.sentence(found)
+        assert text == golden
+        assert "10.7 %" in text
+        assert "slower" in text
         assert change(found, "step_time_s").low > 1.11
         assert regressions(found, 11) == ()
         assert [r.text.split(": ")[1].split()[0] for r in regressions(found, 9)] == ["tokens_per_s"]
 
-    def test_what_has_no_verdict_is_in_the_sentence_with_its_worst(self, folder: Builder) -> None:
+    def test_what_has_no_verdict_is_in_the_sentence_with_its_worst(self, folder: Builder, golden: object) -> None:
         once = {"repeats": 1}
         heavy = folder({**once, "record": {"memory_bytes": 200 * 2**20}}, ddp=1.0)
         found = compare_experiments(folder(once, ddp=1.0), later(heavy))
@@ -256,15 +279,15 @@ class TestGate:
         assert worst in present.sentence(found)
         assert undecided_losses(found, 5) == (memory,)
         lighter = compare_experiments(heavy, later(folder(once, ddp=1.0)))
-        assert "1 cell without a verdict on peak memory;" in present.sentence(lighter)
+        assert present.sentence(lighter) == golden
         assert undecided_losses(lighter, 0) == ()
 
-    def test_rows_left_out_are_not_called_unchanged(self, folder: Builder) -> None:
+    def test_rows_left_out_are_not_called_unchanged(self, folder: Builder, golden: object) -> None:
         found = compare_experiments(folder(ddp=1.0), later(folder(ddp=1.0)))
         tie = change(found)
         silent = dataclasses.replace(tie, verdict=None, low=None, high=None)
         (table, *_) = present.tables(dataclasses.replace(found, changes=(tie,) * 33 + (silent,) * 2))
-        assert table.notes == ("Not shown: 3 tie, 2 without a verdict; --format json holds all.",)
+        assert table.notes == golden
 
 
 class TestMachines:
@@ -281,19 +304,22 @@ class TestMachines:
 
         return make
 
-    def test_bus_bandwidth_by_row(self, sweep: Callable[..., Records]) -> None:
+    def test_bus_bandwidth_by_row(self, sweep: Callable[..., Records], golden: object) -> None:
         found = compare_experiments(sweep(1e-3), later(sweep(1.25e-3, seed=1)))
         busbw = change(found, "busbw_bytes_per_s")
         assert (busbw.subject, busbw.row, busbw.verdict) == ("row", "all_reduce fp32 1 MiB single", "worse")
         assert busbw.ratio == pytest.approx(0.8, rel=0.01)
         assert change(found, "collective_time_s").verdict == "tie"
-        assert present.sentence(found).startswith("B is 20.0 % slower than A in 1 of 2 rows; 1 row ties")
+        text = present.sentence(found)
+        assert text == golden
+        assert "20.0 %" in text
+        assert "slower" in text
 
-    def test_one_launch_has_no_verdict(self, sweep: Callable[..., Records]) -> None:
+    def test_one_launch_has_no_verdict(self, sweep: Callable[..., Records], golden: object) -> None:
         found = compare_experiments(sweep(1e-3), later(sweep(1.25e-3, repeats=1)))
         busbw = change(found, "busbw_bytes_per_s")
         assert (busbw.low, busbw.verdict) == (None, None)
-        assert "not repeated in B" in busbw.reason
+        assert busbw.reason == golden
         assert regressions(found, 0) == ()
 
     def test_ceilings_by_row(self, make_spec: Builder, make_record: Builder) -> None:

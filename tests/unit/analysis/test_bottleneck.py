@@ -120,13 +120,15 @@ def shares(found: Bottleneck) -> dict[str, ShareOfStep]:
     return {share.kind: share for share in found.evidence}
 
 
-def test_compute(verdict: Builder) -> None:
+def test_compute(verdict: Builder, golden: object) -> None:
     found = verdict(trace(0.95), trace(0.95, rank=1), products_s=0.7, optimizer_s=0.1)
     assert (found.kind, found.missing) == ("compute", ())
     assert found.share_ratio == pytest.approx(0.7, rel=1e-3)
     assert shares(found)["compute"].high == pytest.approx(0.85, rel=1e-3)
     assert shares(found)["launch overhead"].share_ratio == pytest.approx(0.05)
-    assert found.text.startswith("compute, 70% of the step or more: its products need at least 700 ms at the ")
+    assert found.text == golden
+    assert "70" in found.text
+    assert "700" in found.text
     assert len(shares(found)["compute"].runs) == 2, "the run of the ceiling is cited too"
 
 
@@ -135,11 +137,11 @@ def test_full_checkpointing_counts_what_is_computed_again(verdict: Builder) -> N
     assert found.share_ratio == pytest.approx(0.7, rel=1e-3)
 
 
-def test_memory_bandwidth(verdict: Builder) -> None:
+def test_memory_bandwidth(verdict: Builder, golden: object) -> None:
     found = verdict(trace(1.0), trace(1.0, rank=1), products_s=0.2, optimizer_s=0.6)
     assert found.kind == "memory bandwidth"
     assert found.share_ratio == pytest.approx(0.6, rel=1e-3)
-    assert "of a copy here" in found.text
+    assert found.text == golden
 
 
 def test_a_sharded_optimizer_moves_its_part_only(verdict: Builder) -> None:
@@ -193,20 +195,22 @@ def test_a_profile_longer_than_the_step_is_fitted_into_it(verdict: Builder) -> N
     assert shares(found)["launch overhead"].share_ratio == pytest.approx(0)
 
 
-def test_without_ceilings_kernels_stay_undecided_and_the_command_is_named(verdict: Builder) -> None:
+def test_without_ceilings_kernels_stay_undecided_and_the_command_is_named(verdict: Builder, golden: object) -> None:
     found = verdict(trace(0.8), trace(0.8, rank=1))
     assert (found.kind, found.share_ratio) == ("undecided", None)
     assert found.missing == (floors.NO_CEILINGS,)
-    assert "undecided between compute and memory bandwidth" in found.text
+    assert found.text == golden
     assert "`paceline run compute`" in found.text
     assert shares(found)["compute"].share_ratio is None
 
 
-def test_kernels_that_neither_ceiling_explains_lie_between(verdict: Builder) -> None:
+def test_kernels_that_neither_ceiling_explains_lie_between(verdict: Builder, golden: object) -> None:
     found = verdict(trace(1.0), trace(1.0, rank=1), products_s=0.4, optimizer_s=0.05)
     assert found.kind == "between compute and memory bandwidth"
     assert found.share_ratio is None
-    assert "compute 40% to 95%" in found.text
+    assert found.text == golden
+    assert "40" in found.text
+    assert "95" in found.text
 
 
 def test_shares_nearer_than_the_profile_can_tell_lie_between(verdict: Builder) -> None:
@@ -237,11 +241,11 @@ def test_without_a_profile_only_floors_decide(verdict: Builder) -> None:
     assert shares(found)["network"].share_ratio is None
 
 
-def test_a_wait_that_was_not_recorded_leaves_gaps_open(verdict: Builder) -> None:
+def test_a_wait_that_was_not_recorded_leaves_gaps_open(verdict: Builder, golden: object) -> None:
     found = verdict(trace(0.2), trace(0.2, rank=1), wait_s=None, products_s=0.1, optimizer_s=0.05)
     assert found.kind == "undecided"
-    assert found.text.startswith("undecided between")
-    assert "the wait for data was not recorded" in found.missing
+    assert found.text == golden
+    assert found.missing == golden
 
 
 def test_one_process_has_no_network(verdict: Builder) -> None:
@@ -258,13 +262,15 @@ def test_the_same_data_give_the_same_words(verdict: Builder) -> None:
 QLORA: Mapping[str, Any] = {"world_size": 1, "strategy": "single", "workload": "finetune", "tuning": Tuning()}
 
 
-def test_dequantisation(verdict: Builder) -> None:
+def test_dequantisation(verdict: Builder, golden: object) -> None:
     """Without any ceiling: half of the step is dequantisation, and nothing else can have as much."""
     classes = {"products": 0.25, "attention": 0.05, "dequantisation": 0.5, "elementwise": 0.1}
     found = verdict(trace(0.9, **classes), **QLORA)
     assert (found.kind, found.told_apart) == ("dequantisation", True)
     assert found.share_ratio == pytest.approx(0.5)
-    assert found.text.startswith("dequantisation, 50% of the step or more: 500 ms turning weights of few bits")
+    assert found.text == golden
+    assert "50" in found.text
+    assert "500" in found.text
     assert shares(found)["memory bandwidth"].share_ratio == pytest.approx(0.1)
     assert shares(found)["memory bandwidth"].high == pytest.approx(0.4), "products may wait for memory too"
     assert found.missing == (floors.NO_CEILINGS,), "which decides nothing here but is said"
@@ -278,12 +284,12 @@ def test_compute_of_a_fine_tune_counts_no_gradient_of_frozen_weights(verdict: Bu
     assert shares(found)["compute"].high == pytest.approx(0.8, rel=1e-3)
 
 
-def test_memory_bandwidth_by_kernels_without_a_product(verdict: Builder) -> None:
+def test_memory_bandwidth_by_kernels_without_a_product(verdict: Builder, golden: object) -> None:
     """No ceiling is needed, and no copy was measured: their time is."""
     found = verdict(trace(0.95, products=0.2, elementwise=0.7, copies=0.05), trace(0.9, rank=1, products=0.2))
     assert found.kind == "memory bandwidth"
     assert found.share_ratio == pytest.approx(0.75)
-    assert "in kernels without a product" in found.text
+    assert found.text == golden
     assert "dequantisation" not in shares(found), "nothing here is held in few bits"
 
 

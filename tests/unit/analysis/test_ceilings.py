@@ -52,14 +52,14 @@ def named(measured: tuple[Measurement, ...], metric: str, **axes: Any) -> list[M
     return [m for m in measured if m.metric == metric and all(m.axes[k] == v for k, v in wanted.items())]
 
 
-def test_a_rate_is_work_over_the_median_iteration(ceiling_run: Builder) -> None:
+def test_a_rate_is_work_over_the_median_iteration(ceiling_run: Builder, golden: object) -> None:
     """One iteration of nine took a hundred times as long: a ceiling is what the device does, undisturbed."""
     found = ceilings.analyse([ceiling_run(kernel(seconds=[2.0] * 8 + [200.0]))])
     (m,) = named(found, "matmul_flops_per_s")
     assert (m.value, m.unit, m.better, m.n, m.launches) == (1e12, "FLOP/s", "higher", 9, 1)
     assert m.axes["kernel"] == "matmul"
     assert m.axes["workload"] == "compute"
-    assert "within one launch" in (m.note or "")
+    assert m.note == golden
 
 
 @pytest.mark.parametrize(
@@ -126,12 +126,13 @@ def test_a_device_without_a_datasheet_has_no_share(ceiling_run: Builder) -> None
         assert named(ceilings.analyse([run]), "datasheet_share_ratio") == []
 
 
-def test_several_ranks_give_the_median_and_each_its_own(ceiling_run: Builder) -> None:
+def test_several_ranks_give_the_median_and_each_its_own(ceiling_run: Builder, golden: object) -> None:
     run = ceiling_run(*(kernel(seconds=s, rank=rank) for rank, s in enumerate((1.0, 2.0, 1.0))))
     found = ceilings.analyse([run])
     (m,) = named(found, "matmul_flops_per_s")
     assert m.value == 2e12
-    assert "3 ranks: lowest 1e+12 (rank 1), highest 2e+12" in (m.note or "")
+    assert m.note == golden
+    assert "12" in m.note
     own = {rank: [x.value for x in named(found, "achievable_flops_per_s", rank=rank)] for rank in (0, 1, 2)}
     assert own == {0: [2e12], 1: [1e12], 2: [2e12]}
 
@@ -146,19 +147,21 @@ def test_launches_are_averaged_and_bound_the_interval(ceiling_run: Builder) -> N
     assert m.low < 2e12 / 1.2
 
 
-def test_a_row_that_was_not_measured_is_missing_with_its_reason(ceiling_run: Builder) -> None:
+def test_a_row_that_was_not_measured_is_missing_with_its_reason(ceiling_run: Builder, golden: object) -> None:
     refused = kernel(seconds=[], status="oom", error="2.00 GiB are needed, 1.00 GiB are free", wrong=None)
     (m,) = named(ceilings.analyse([ceiling_run(refused)]), "matmul_flops_per_s")
     assert (m.value, m.low, m.high, m.n) == (None, None, None, 0)
-    assert m.note == "oom: 2.00 GiB are needed, 1.00 GiB are free"
+    assert m.note == golden
+    assert "2.00" in m.note
+    assert "1.00" in m.note
     assert named(ceilings.analyse([ceiling_run(refused)]), "achievable_flops_per_s") == []
 
 
-def test_one_rank_without_memory_does_not_hide_the_others(ceiling_run: Builder) -> None:
+def test_one_rank_without_memory_does_not_hide_the_others(ceiling_run: Builder, golden: object) -> None:
     refused = kernel(seconds=[], rank=1, status="oom", error="no room", wrong=None)
     (m,) = named(ceilings.analyse([ceiling_run(kernel(), refused)]), "matmul_flops_per_s")
     assert m.value == 2e12
-    assert "oom: no room" in (m.note or "")
+    assert m.note == golden
 
 
 def test_the_same_records_give_the_same_numbers(ceiling_run: Builder) -> None:
@@ -186,20 +189,27 @@ def campaign(make_cell: Builder, make_reference: Builder) -> Builder:
     return make
 
 
-def test_the_share_of_achievable_is_flops_over_the_measured_peak(campaign: Builder, ceiling_run: Builder) -> None:
+def test_the_share_of_achievable_is_flops_over_the_measured_peak(
+    campaign: Builder, ceiling_run: Builder, golden: object
+) -> None:
     flops = models.flops_per_token(models.load(Choice("tiny")), 64)
     peak = ceiling_run(kernel(dtype="fp32", label="512 x 512 x 512", flops=10**9))
     m = ratio_of(build([*campaign(), peak], "test"))
     assert m.value == pytest.approx(flops * 256 / 1e9)
-    assert m.note == "causal attention FLOPs, of the 1 GFLOP/s reached here in fp32 (512 x 512 x 512)"
+    assert m.note == golden
+    assert "fp32" in m.note
+    assert "512" in m.note
 
 
-def test_without_a_measured_peak_it_is_missing_and_says_why(campaign: Builder, ceiling_run: Builder) -> None:
+def test_without_a_measured_peak_it_is_missing_and_says_why(
+    campaign: Builder, ceiling_run: Builder, golden: object
+) -> None:
     alone = ratio_of(build(campaign(), "test"))
     other_dtype = ratio_of(build([*campaign(), ceiling_run(kernel(dtype="bf16"))], "test"))
     for m in (alone, other_dtype):
         assert m.value is None
-        assert m.note == "share of achievable: no run of compute beside these measured fp32 products on this device"
+        assert m.note == golden
+        assert "fp32" in m.note
 
 
 @pytest.mark.parametrize(
@@ -216,12 +226,12 @@ def test_the_peak_of_another_device_is_never_used(
     assert ratio_of(build([*campaign(), peak], "test")).value is None
 
 
-def test_a_wrong_or_shared_peak_is_never_used(campaign: Builder, ceiling_run: Builder) -> None:
+def test_a_wrong_or_shared_peak_is_never_used(campaign: Builder, ceiling_run: Builder, golden: object) -> None:
     wrong = ceiling_run(kernel(dtype="fp32", wrong=3))
     shared = ceiling_run(kernel(dtype="fp32"), evidence={"settings": {"shared_gpu": True}})
     for peak in (wrong, shared):
         assert ratio_of(build([*campaign(), peak], "test")).value is None
-    assert validity.problems(wrong) == ["matmul fp32 (1 x 1 x 1) on rank 0: 3 wrong elements"]
+    assert validity.problems(wrong) == golden
 
 
 def test_the_best_of_several_runs_counts(campaign: Builder, ceiling_run: Builder) -> None:
@@ -239,14 +249,14 @@ def test_a_run_of_ceilings_is_neither_ranked_nor_missed(ceiling_run: Builder) ->
     assert not [note for note in report.notes if "nothing is measured" in note]
 
 
-def test_a_shared_gpu_has_no_share_of_the_datasheet_whatever_its_ranks(ceiling_run: Builder) -> None:
+def test_a_shared_gpu_has_no_share_of_the_datasheet_whatever_its_ranks(ceiling_run: Builder, golden: object) -> None:
     both = (kernel(), kernel(rank=1))
     alone = ceiling_run(*both, device="cuda", gpus=[FULL_H200])
     shared = ceiling_run(*both, device="cuda", gpus=[FULL_H200], evidence={"settings": {"shared_gpu": True}})
     assert named(ceilings.analyse([alone]), "datasheet_share_ratio")
     found = ceilings.analyse([shared])
     assert not named(found, "datasheet_share_ratio")
-    assert all("shared GPU" in (m.note or "") for m in found)
+    assert {m.note for m in found} == golden
 
 
 def test_repeats_on_two_kinds_of_device_are_two_ceilings(ceiling_run: Builder) -> None:

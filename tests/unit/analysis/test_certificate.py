@@ -69,18 +69,18 @@ class TestReference:
         assert failed(found) == ["reference"]
         assert found.reference is None
 
-    def test_failed_with_its_own_error(self, good: RunRecord, reference: RunRecord) -> None:
+    def test_failed_with_its_own_error(self, good: RunRecord, reference: RunRecord, golden: object) -> None:
         broken = dataclasses.replace(reference, status=Status.OOM, error="out of memory on rank 0")
         found = certify(good, broken, [])
         assert failed(found) == ["reference"]
-        assert "ended oom: out of memory on rank 0" in named(found, "reference").observed
+        assert named(found, "reference").observed == golden
 
 
 class TestStart:
-    def test_another_init(self, good: RunRecord, reference: RunRecord) -> None:
+    def test_another_init(self, good: RunRecord, reference: RunRecord, golden: object) -> None:
         found = certify(with_evidence(good, init_digest="beef"), reference, [])
         assert failed(found) == ["initial weights"]
-        assert "beef on rank 0" in found.reasons[0]
+        assert found.reasons[0] == golden
 
     def test_another_init_on_one_rank_only(self, good: RunRecord, reference: RunRecord) -> None:
         """Error 8: ranks had different initial weights."""
@@ -92,9 +92,9 @@ class TestStart:
         other = with_evidence(good, init_digest="beef", init_digests={"head": "a", "norm": "c"})
         assert "norm" in named(certify(other, told, []), "initial weights").observed
 
-    def test_rank_without_evidence(self, good: RunRecord, reference: RunRecord) -> None:
+    def test_rank_without_evidence(self, good: RunRecord, reference: RunRecord, golden: object) -> None:
         silent = dataclasses.replace(good, outcomes=good.outcomes[:1])
-        assert "rank 1 left no evidence" in named(certify(silent, reference, []), "initial weights").observed
+        assert named(certify(silent, reference, []), "initial weights").observed == golden
 
     def test_other_parameter_count(self, good: RunRecord, reference: RunRecord) -> None:
         """Error 7: "117M" was 236 M."""
@@ -108,11 +108,11 @@ class TestStart:
 
 
 class TestData:
-    def test_other_data(self, good: RunRecord, reference: RunRecord) -> None:
+    def test_other_data(self, good: RunRecord, reference: RunRecord, golden: object) -> None:
         spoiled = tuple(dataclasses.replace(s, data_digest=s.data_digest + (s.step == 3)) for s in good.steps)
         found = certify(dataclasses.replace(good, steps=spoiled), reference, [])
         assert failed(found) == ["data"]
-        assert "other token ids than the reference at step 3" in found.reasons[0]
+        assert found.reasons[0] == golden
 
     def test_ranks_training_on_identical_data(self, good: RunRecord, reference: RunRecord) -> None:
         """Error 8: every rank reads rank 0's share."""
@@ -129,10 +129,12 @@ class TestData:
         assert failed(certify(wrong, reference, others)) == ["data"]
         assert certify(others[0], reference, [wrong, others[1]]).valid
 
-    def test_padding_counted_as_tokens(self, good: RunRecord, reference: RunRecord) -> None:
+    def test_padding_counted_as_tokens(self, good: RunRecord, reference: RunRecord, golden: object) -> None:
         found = certify(with_steps(good, tokens=300), reference, [])
         assert "tokens per optimizer step" in failed(found)
-        assert "600 at step 0" in named(found, "tokens per optimizer step").observed
+        text = named(found, "tokens per optimizer step").observed
+        assert text == golden
+        assert "600" in text
 
     def test_padded_data_is_held_against_the_reference_count(self, good: RunRecord, reference: RunRecord) -> None:
         padded = with_steps(reference, tokens=200)
@@ -141,19 +143,22 @@ class TestData:
 
 
 class TestAmountOfWork:
-    def test_skipped_accumulation(self, good: RunRecord, reference: RunRecord) -> None:
+    def test_skipped_accumulation(self, good: RunRecord, reference: RunRecord, golden: object) -> None:
         """Error 1: four optimizer steps where one was asked."""
         found = certify(with_steps(good, updates=4), reference, [])
         assert failed(found) == ["optimizer steps"]
-        assert "4 updates at 30 steps (0, 1, 2, ...)" in found.reasons[0]
+        assert found.reasons[0] == golden
+        assert "30" in found.reasons[0]
 
     def test_fewer_micro_batches(self, good: RunRecord, reference: RunRecord) -> None:
         assert failed(certify(with_steps(good, micro_batches=1), reference, [])) == ["micro batches per step"]
 
-    def test_missing_steps_of_one_rank(self, good: RunRecord, reference: RunRecord) -> None:
+    def test_missing_steps_of_one_rank(self, good: RunRecord, reference: RunRecord, golden: object) -> None:
         short = tuple(s for s in good.steps if not (s.rank == 1 and s.step == 29))
         found = certify(dataclasses.replace(good, steps=short), reference, [])
-        assert "29 steps on rank 1" in named(found, "optimizer steps").observed
+        text = named(found, "optimizer steps").observed
+        assert text == golden
+        assert "29" in text
 
     def test_step_skipped_in_fp16_like_the_reference(
         self, make_spec: Builder, make_record: Builder, make_reference: Builder
@@ -170,29 +175,32 @@ class TestAmountOfWork:
 
 class TestArithmetic:
     @pytest.mark.parametrize("key", ["compute", "gradient", "gradient_reduction", "optimizer_state", "master_weights"])
-    def test_each_dtype(self, good: RunRecord, reference: RunRecord, key: str) -> None:
+    def test_each_dtype(self, good: RunRecord, reference: RunRecord, key: str, golden: object) -> None:
         assert good.evidence is not None
         found = certify(with_evidence(good, dtypes={**good.evidence.dtypes, key: "bf16"}), reference, [])
         assert failed(found) == ["dtypes"]
-        assert found.reasons[0].endswith(f"observed {key} bf16")
+        assert found.reasons[0] == golden
+        assert f"{key}" in found.reasons[0]
+        assert "bf16" in found.reasons[0]
 
     def test_dtype_known_only_from_the_reference(self, good: RunRecord, reference: RunRecord) -> None:
         assert good.evidence is not None
         found = certify(with_evidence(good, dtypes={**good.evidence.dtypes, "parameters": "bf16"}), reference, [])
         assert failed(found) == ["dtypes"]
 
-    def test_dtype_not_observed(self, good: RunRecord, reference: RunRecord) -> None:
+    def test_dtype_not_observed(self, good: RunRecord, reference: RunRecord, golden: object) -> None:
         found = certify(with_evidence(good, dtypes={}), reference, [])
-        assert "compute not observed" in named(found, "dtypes").observed
+        assert named(found, "dtypes").observed == golden
 
     def test_gradients_crossed_in_bf16_where_fp32_was_declared(
-        self, good: RunRecord, reference: RunRecord, make_wire: Builder
+        self, good: RunRecord, reference: RunRecord, make_wire: Builder, golden: object
     ) -> None:
         assert good.evidence is not None
         lying = dataclasses.replace(good, wire=make_wire(good.spec, good.evidence.parameters, "bf16"))
         found = certify(lying, reference, [])
         assert failed(found) == ["reduction dtype on the wire"]
-        assert "gradients crossed in bf16" in found.reasons[0]
+        assert found.reasons[0] == golden
+        assert "bf16" in found.reasons[0]
 
     def test_scalars_reduced_in_fp32_do_not_count(
         self, make_spec: Builder, make_record: Builder, make_reference: Builder
@@ -221,11 +229,12 @@ class TestTrajectory:
             ),
         )
 
-    def test_loss_beyond_the_fp32_tolerance(self, good: RunRecord, reference: RunRecord) -> None:
+    def test_loss_beyond_the_fp32_tolerance(self, good: RunRecord, reference: RunRecord, golden: object) -> None:
         assert certify(self.spoil(good, loss=1 + 9e-5), reference, []).valid
         found = certify(self.spoil(good, loss=1 + 2e-4), reference, [])
         assert failed(found) == ["loss trajectory"]
-        assert "observed 0.0002 at step" in found.reasons[0]
+        assert found.reasons[0] == golden
+        assert "0.0002" in found.reasons[0]
 
     def test_gradient_norm_beyond_the_fp32_tolerance(self, good: RunRecord, reference: RunRecord) -> None:
         assert failed(certify(self.spoil(good, grad_norm=1 + 2e-4), reference, [])) == ["gradient norm"]
@@ -234,10 +243,10 @@ class TestTrajectory:
         steps = tuple(dataclasses.replace(s, grad_norm=(s.grad_norm or 0) * (1 + s.rank)) for s in good.steps)
         assert failed(certify(dataclasses.replace(good, steps=steps), reference, [])) == ["gradient norm"]
 
-    def test_gradient_norm_never_observed(self, good: RunRecord, reference: RunRecord) -> None:
+    def test_gradient_norm_never_observed(self, good: RunRecord, reference: RunRecord, golden: object) -> None:
         found = certify(with_steps(good, grad_norm=None), reference, [])
         assert failed(found) == ["gradient norm"]
-        assert "no number at step 0" in found.reasons[0]
+        assert found.reasons[0] == golden
 
     def test_nan_loss(self, good: RunRecord, reference: RunRecord) -> None:
         steps = tuple(dataclasses.replace(s, loss=math.nan if s.step == 20 and s.rank else s.loss) for s in good.steps)
@@ -249,7 +258,7 @@ class TestTrajectory:
         assert failed(certify(with_steps(good, loss=math.nan), reference, [])) == ["finite loss", "loss trajectory"]
 
     def test_bf16_tolerance_is_twice_the_spread_of_reseeded_references(
-        self, make_spec: Builder, make_record: Builder, make_reference: Builder
+        self, make_spec: Builder, make_record: Builder, make_reference: Builder, golden: object
     ) -> None:
         run = make_record(make_spec(precision="bf16"))
         reference = make_reference(run.spec, variants=(0.0, 0.002, -0.004))
@@ -257,10 +266,12 @@ class TestTrajectory:
         found = certify(self.spoil(run, loss=1.0081), reference, [])
         assert failed(found) == ["loss trajectory"]
         assert "within 0.008" in found.reasons[0]
-        assert "2 x the spread so far of 2 re-seeded references in bf16, 0.004 at the last step" in found.reasons[0]
+        assert found.reasons[0] == golden
+        assert "bf16" in found.reasons[0]
+        assert "0.004" in found.reasons[0]
 
     def test_an_early_step_is_not_excused_by_a_later_spread(
-        self, make_spec: Builder, make_record: Builder, make_reference: Builder
+        self, make_spec: Builder, make_record: Builder, make_reference: Builder, golden: object
     ) -> None:
         run = make_record(make_spec(precision="bf16"))
         reference = make_reference(run.spec, variants=(0.0, 0.0))
@@ -276,15 +287,18 @@ class TestTrajectory:
         assert certify(off_by_4_percent(12), reference, []).valid
         found = certify(off_by_4_percent(3), reference, [])
         assert failed(found) == ["loss trajectory"]
-        assert "at step 3" in found.reasons[0]
+        assert found.reasons[0] == golden
 
-    def test_bf16_floors(self, make_spec: Builder, make_record: Builder, make_reference: Builder) -> None:
+    def test_bf16_floors(
+        self, make_spec: Builder, make_record: Builder, make_reference: Builder, golden: object
+    ) -> None:
         run = make_record(make_spec(precision="bf16"))
         reference = make_reference(run.spec, variants=(0.0, 1e-6))
         assert certify(self.spoil(run, loss=1.0009, grad_norm=1.009), reference, []).valid
         found = certify(self.spoil(run, loss=1.0011, grad_norm=1.011), reference, [])
         assert failed(found) == ["loss trajectory", "gradient norm"]
-        assert "at least 0.001" in found.reasons[0]
+        assert found.reasons[0] == golden
+        assert "0.001" in found.reasons[0]
 
 
 class TestSwitches:

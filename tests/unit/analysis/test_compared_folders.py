@@ -45,7 +45,7 @@ def campaign(make_cell: Builder, make_reference: Builder, tmp_path: Path) -> Cal
 
 
 def test_a_regression_is_exit_code_1_and_one_line(
-    campaign: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+    campaign: Callable[..., Path], capsys: pytest.CaptureFixture[str], golden: object
 ) -> None:
     a, b = campaign("a", 1.0, driver="580"), campaign("b", 1.1, day=1, driver="590")
     assert cli.main(["compare", str(a), str(b)]) == 0
@@ -55,7 +55,8 @@ def test_a_regression_is_exit_code_1_and_one_line(
     assert cli.main(["compare", str(a), str(b), "--fail-on-regression", "5"]) == 1
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert error.startswith("paceline: regression beyond 5 %: ddp, tiny, 2 processes")
+    assert error == golden
+    assert "5 %" in error
     assert cli.main(["compare", str(a), str(b), "--fail-on-regression", "20"]) == 0
     assert cli.main(["compare", str(b), str(a), "--fail-on-regression", "0"]) == 0
     assert cli.main(["compare", str(a), str(a), "--fail-on-regression", "0"]) == 0
@@ -63,7 +64,7 @@ def test_a_regression_is_exit_code_1_and_one_line(
 
 
 def test_a_gate_that_could_decide_nothing_does_not_pass(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], make_spec: Builder, make_record: Builder
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], make_spec: Builder, make_record: Builder, golden: object
 ) -> None:
     """Ceilings of one launch at half speed: no interval, so no verdict, and no reason to call that a pass."""
 
@@ -86,19 +87,23 @@ def test_a_gate_that_could_decide_nothing_does_not_pass(
     fast, slow = ceilings("fast", 1.0), ceilings("slow", 2.0)
     assert cli.main(["compare", fast, slow]) == 0
     shown = capsys.readouterr()
-    assert shown.out.startswith("1 row without a verdict, at worst 50.0 % slower")
+    assert shown.out == golden
+    assert "50.0 %" in shown.out
+    assert "slower" in shown.out
     assert shown.err == ""
     assert cli.main(["compare", fast, slow, "--fail-on-regression", "5"]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("paceline: 1 comparison has no verdict; the largest change for the worse is compute")
-    assert error.endswith("matmul_flops_per_s 50.0 % lower; nothing was decided, so this fails\n")
+    assert error == golden
+    assert "matmul_flops_per_s" in error
+    assert "50.0 %" in error
+    assert "lower" in error
     assert cli.main(["compare", fast, slow, "--fail-on-regression", "60"]) == 0
     assert cli.main(["compare", slow, fast, "--fail-on-regression", "5"]) == 0
     assert capsys.readouterr().err == ""
 
 
 def test_what_a_gate_could_not_judge_is_said_where_the_rest_was_judged(
-    make_cell: Builder, make_reference: Builder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    make_cell: Builder, make_reference: Builder, tmp_path: Path, capsys: pytest.CaptureFixture[str], golden: object
 ) -> None:
     def folder(name: str, start: float, memory_bytes: int) -> str:
         runs = make_cell(1.0, repeats=1, strategy="ddp", record={"memory_bytes": memory_bytes})
@@ -107,13 +112,12 @@ def test_what_a_gate_could_not_judge_is_said_where_the_rest_was_judged(
     a, b = folder("a", 1.7e9, 100 * 2**20), folder("b", 1.8e9, 200 * 2**20)
     assert cli.main(["compare", a, b, "--fail-on-regression", "5"]) == 0
     error = capsys.readouterr().err
-    assert error.startswith("paceline: 1 comparison has no verdict; the largest change for the worse is ddp")
+    assert error == golden
     assert "peak_memory_bytes" in error
-    assert "nothing was decided" not in error
 
 
 def test_formats_for_ci_stay_parsable_when_the_gate_fails(
-    campaign: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+    campaign: Callable[..., Path], capsys: pytest.CaptureFixture[str], golden: object
 ) -> None:
     a, b = campaign("a", 1.0), campaign("b", 1.1, day=1)
     assert cli.main(["compare", str(a), str(b), "--format", "json", "--fail-on-regression", "5"]) == 1
@@ -122,16 +126,20 @@ def test_formats_for_ci_stay_parsable_when_the_gate_fails(
     assert len(document["regressions"]) == 1
     assert cli.main(["compare", str(a), str(b), "--format", "markdown"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("**B is 9.1 % slower")
+    assert text == golden
+    assert "9.1 %" in text
+    assert "slower" in text
     assert "| tokens_per_s |" in text
 
 
 @pytest.mark.parametrize("given", ["-1", "100", "nan", "inf"])
 def test_a_limit_that_is_no_percentage_is_refused_before_anything_is_read(
-    given: str, capsys: pytest.CaptureFixture[str]
+    given: str, capsys: pytest.CaptureFixture[str], golden: object
 ) -> None:
     assert cli.main(["compare", "nowhere", "nowhere", f"--fail-on-regression={given}"]) == 2
-    assert "accepted is a number of percent from 0 to under 100" in capsys.readouterr().err
+    text = capsys.readouterr().err
+    assert text == golden
+    assert "100" in text
 
 
 def test_a_name_with_markup_stays_text(
@@ -148,7 +156,7 @@ def test_a_name_with_markup_stays_text(
 
 
 def test_history_keeps_every_launch_of_a_repeated_run(
-    campaign: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    campaign: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], golden: object
 ) -> None:
     """The same run_id on five days is five launches; the driver changed with the level."""
     for day in range(5):
@@ -163,25 +171,22 @@ def test_history_keeps_every_launch_of_a_repeated_run(
     assert [d["path"] for d in change["differences"]] == ["driver"]
     assert cli.main(["history", str(tmp_path / "days")]) == 0
     text = capsys.readouterr().out
-    assert text.startswith(
-        "1 change of level in 2 searched series; the newest for the worse that lasts: tokens_per_s of ddp"
-    )
+    assert text == golden
+    assert "tokens_per_s" in text
     assert "driver 580 -> 590" in text
     assert cli.main(["history", *(str(tmp_path / "days" / str(day)) for day in range(2))]) == 0
-    assert "too few launches" in capsys.readouterr().out
+    assert capsys.readouterr().out == golden
 
 
 def test_history_says_why_launches_do_not_count(
-    campaign: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+    campaign: Callable[..., Path], capsys: pytest.CaptureFixture[str], golden: object
 ) -> None:
     days = campaign("days", 1.0)
     for reference in days.glob("*/reference-*"):
         shutil.rmtree(reference)
     assert cli.main(["history", str(days)]) == 0
     text = capsys.readouterr().out
-    assert "0 of them ok and certified" in text
-    assert "not counted, 3 of them: invalid: " in text
-    assert "no reference" in text
+    assert text == golden
 
 
 def test_the_report_holds_what_history_says(

@@ -51,12 +51,12 @@ def test_power_is_integrated_by_trapezoids_where_no_counter_is_told() -> None:
     assert (found.joules, found.how) == (400 + 600, energy.POWER)
 
 
-def test_a_counter_that_was_set_back_gives_way_to_power() -> None:
+def test_a_counter_that_was_set_back_gives_way_to_power(golden: object) -> None:
     counts = [100.0, 200.0, 5.0, 105.0]
     with_power = [reading(i, energy_j=count, power_w=100.0) for i, count in enumerate(counts)]
     assert energy.between(with_power, 0, 3) == energy.WindowEnergy(300.0, 3, 0.0, 1, energy.POWER)
     without = [reading(i, energy_j=count) for i, count in enumerate(counts)]
-    assert energy.between(without, 0, 3).reason == "energy: its counter was set back during the run"
+    assert energy.between(without, 0, 3).reason == golden
 
 
 def test_a_counter_set_back_before_the_window_does_not_matter() -> None:
@@ -65,26 +65,28 @@ def test_a_counter_set_back_before_the_window_does_not_matter() -> None:
 
 
 @pytest.mark.parametrize(
-    ("samples", "reason"),
+    "samples",
     [
-        ([reading(i) for i in range(9)], "neither energy nor power is told here"),
-        (counter(steadily(3, 9), 100), "gauges were not read from before the measured window to after it"),
-        ([reading(at, power_w=100.0) for at in (0, 1, 9)], "power was not read for more than 5 s"),
+        [reading(i) for i in range(9)],
+        counter(steadily(3, 9), 100),
+        [reading(at, power_w=100.0) for at in (0, 1, 9)],
     ],
 )
-def test_what_cannot_be_told_says_why(samples: Sequence[GaugeSample], reason: str) -> None:
+def test_what_cannot_be_told_says_why(samples: Sequence[GaugeSample], golden: object) -> None:
     found = energy.between(samples, 1, 8)
     assert found.joules is None
-    assert reason in str(found.reason)
+    assert str(found.reason) == golden
 
 
 @pytest.mark.parametrize("gauge", ["energy_j", "power_w"])
 @pytest.mark.parametrize("times", [(0, 1, 2, 3, 2.5, 3.5, 4.5, 9), (0, 1, 2, 2, 3, 9), (0, 5, 6, 7, 0.5, 9)])
-def test_a_clock_that_was_set_back_leaves_the_energy_unknown(times: Sequence[float], gauge: str) -> None:
+def test_a_clock_that_was_set_back_leaves_the_energy_unknown(
+    times: Sequence[float], gauge: str, golden: object
+) -> None:
     samples = [reading(at, **{gauge: 100.0 * i}) for i, at in enumerate(times)]
     found = energy.between(samples, 1, 4)
     assert found.joules is None
-    assert found.reason == "energy: the clock of its readings was set back during the measured window"
+    assert found.reason == golden
 
 
 # --- a run ---
@@ -116,13 +118,13 @@ def measured(records: Sequence[RunRecord], metric: str) -> Any:
     return next(m for m in metrics.measure(cell) if m.metric == metric)
 
 
-def test_joules_per_token_are_those_of_all_gpus_over_all_tokens(run_on_gpus: Builder) -> None:
+def test_joules_per_token_are_those_of_all_gpus_over_all_tokens(run_on_gpus: Builder, golden: object) -> None:
     record = run_on_gpus()
     tokens = sum(s.tokens for s in record.steps if s.step >= 1)
     found = measured([record], "joules_per_token")
     assert found.value == pytest.approx(29 * (400 + 600) / tokens)
     assert (found.unit, found.better, found.low) == ("J/token", "lower", None)
-    assert "the energy counter" in found.note
+    assert found.note == golden
     assert measured([record], "power_w").value == pytest.approx(1000)
 
 
@@ -143,31 +145,28 @@ def test_launches_give_the_interval(run_on_gpus: Builder) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    "change",
     [
-        ({"gauges": ()}, "no gauge was recorded"),
-        ({"evidence": {"settings": {"shared_gpu": True}}}, "ranks share a GPU"),
-        ({"evidence": {"neighbours": 1}}, "other processes computed on a GPU"),
-        ({"evidence": {"window_began_at_s": None}}, "when the measured steps ran was not recorded"),
-        ({"gauges": counter(steadily(990, 1050), 400)}, "1 of 2 GPUs were read"),
-        (
-            {"gauges": [s for d in (0, 1) for s in counter(steadily(980, 1060, 40.0), 400, device=d)]},
-            "too short for how often gauges were read",
-        ),
+        {"gauges": ()},
+        {"evidence": {"settings": {"shared_gpu": True}}},
+        {"evidence": {"neighbours": 1}},
+        {"evidence": {"window_began_at_s": None}},
+        {"gauges": counter(steadily(990, 1050), 400)},
+        {"gauges": [s for d in (0, 1) for s in counter(steadily(980, 1060, 40.0), 400, device=d)]},
     ],
 )
 def test_a_run_that_cannot_tell_has_no_number_but_a_reason(
-    run_on_gpus: Builder, change: dict[str, Any], reason: str
+    run_on_gpus: Builder, change: dict[str, Any], golden: object
 ) -> None:
     found = measured([run_on_gpus(**change)], "joules_per_token")
     assert found.value is None
-    assert reason in found.note
+    assert found.note == golden
 
 
-def test_one_launch_without_energy_leaves_the_cell_without(run_on_gpus: Builder) -> None:
+def test_one_launch_without_energy_leaves_the_cell_without(run_on_gpus: Builder, golden: object) -> None:
     found = measured([run_on_gpus(), run_on_gpus((), repeat=1)], "joules_per_token")
     assert found.value is None
-    assert found.note == "energy: no gauge was recorded"
+    assert found.note == golden
 
 
 def test_a_run_on_processors_takes_the_hosts_counter(make_spec: Builder, make_record: Builder) -> None:

@@ -41,7 +41,7 @@ def weak(make_cell: Builder) -> tuple[list[RunRecord], list[RunRecord]]:
     return one, traced(make_cell(1.25, world_size=4, spread=0.001), 0.12)
 
 
-def test_the_loss_is_split_by_hand(weak: tuple[list[RunRecord], list[RunRecord]]) -> None:
+def test_the_loss_is_split_by_hand(weak: tuple[list[RunRecord], list[RunRecord]], golden: object) -> None:
     (found,) = explained(*weak)
     assert found.ideal_s == pytest.approx(1.0, rel=0.01)
     assert found.loss_s == pytest.approx(0.25, rel=0.02)
@@ -51,11 +51,13 @@ def test_the_loss_is_split_by_hand(weak: tuple[list[RunRecord], list[RunRecord]]
     assert found.exposed_loss_s is not None
     assert found.rest_s is not None
     assert found.step_s == pytest.approx(found.ideal_s + found.exposed_loss_s + found.rest_s)
-    assert "take 1,250 ms per step where 1,000 ms would be ideal (80.0%): 150 ms of the 249 ms lost" in found.text
-    assert "(60%) are communication that nothing hides" in found.text
+    assert found.text == golden
+    assert "1,250" in found.text
+    assert "1,000" in found.text
+    assert "80.0" in found.text
+    assert "60" in found.text
     assert found.karp_flatt_ratio is None
     assert found.network_share_ratio is None
-    assert "No sweep of this fabric is here" in found.text
 
 
 def test_what_the_baseline_exposes_already_explains_no_loss(make_cell: Builder) -> None:
@@ -67,11 +69,13 @@ def test_what_the_baseline_exposes_already_explains_no_loss(make_cell: Builder) 
     assert found.exposed_share_ratio == pytest.approx(0.1, rel=0.05)
 
 
-def test_not_profiled_is_not_measured_and_never_a_guess(weak: tuple[list[RunRecord], list[RunRecord]]) -> None:
+def test_not_profiled_is_not_measured_and_never_a_guess(
+    weak: tuple[list[RunRecord], list[RunRecord]], golden: object
+) -> None:
     one, four = weak
     (found,) = explained(one, traced(four, None))
     assert (found.exposed_s, found.exposed_loss_s, found.rest_s, found.exposed_share_ratio) == (None,) * 4
-    assert "was not measured" in found.text
+    assert found.text == golden
     assert found.loss_s > 0
 
 
@@ -81,20 +85,20 @@ def test_a_single_process_exposes_nothing_even_unprofiled(weak: tuple[list[RunRe
     assert found.exposed_share_ratio == pytest.approx(0.6, rel=0.02)
 
 
-def test_no_loss_has_no_share(make_cell: Builder) -> None:
+def test_no_loss_has_no_share(make_cell: Builder, golden: object) -> None:
     one, four = make_cell(1.0, world_size=1), make_cell(1.0, world_size=4)
     (found,) = explained(traced(one, 0.0), traced(four, 0.05))
     assert found.exposed_share_ratio is None
-    assert "no loss beyond chance" in found.text
+    assert found.text == golden
 
 
-def test_more_exposed_than_lost_is_all_of_it(weak: tuple[list[RunRecord], list[RunRecord]]) -> None:
+def test_more_exposed_than_lost_is_all_of_it(weak: tuple[list[RunRecord], list[RunRecord]], golden: object) -> None:
     one, four = weak
     (found,) = explained(one, traced(four, 0.4))
     assert found.exposed_share_ratio == 1.0
     assert found.rest_s is not None
     assert found.rest_s < 0
-    assert "accounts for all of the" in found.text
+    assert found.text == golden
 
 
 # --- prediction ---
@@ -109,7 +113,9 @@ def sweep_of(alpha: float, beta: float, operation: str = "all_reduce", factor: f
     return made.build_record(made.build_spec(4, **more), samples)
 
 
-def test_prediction_is_calls_times_alpha_plus_bytes_over_beta(weak: tuple[list[RunRecord], list[RunRecord]]) -> None:
+def test_prediction_is_calls_times_alpha_plus_bytes_over_beta(
+    weak: tuple[list[RunRecord], list[RunRecord]], golden: object
+) -> None:
     """Ten all-reduces of 20 MB each over 1 GB/s, 1 ms to start: 10 * 1 ms + 300 MB / 1 GB/s = 310 ms."""
     one, four = weak
     four = wired(four, WireSample(operation="all_reduce", calls=10, payload_bytes=200_000_000, **STEP))
@@ -117,16 +123,21 @@ def test_prediction_is_calls_times_alpha_plus_bytes_over_beta(weak: tuple[list[R
     assert found.predicted_s == pytest.approx(0.31)
     (traffic,) = found.traffic
     assert (traffic.calls, traffic.payload_bytes, traffic.sent_bytes) == (10, 200_000_000, 300_000_000)
-    assert "need 310 ms, of which about 160 ms are hidden" in found.text
+    assert found.text == golden
+    assert "310" in found.text
+    assert "160" in found.text
 
 
-def test_exposed_beyond_the_prediction_is_waiting(weak: tuple[list[RunRecord], list[RunRecord]]) -> None:
+def test_exposed_beyond_the_prediction_is_waiting(
+    weak: tuple[list[RunRecord], list[RunRecord]], golden: object
+) -> None:
     one, four = weak
     four = wired(four, WireSample(operation="all_reduce", calls=1, payload_bytes=20_000_000, **STEP))
     (found,) = explained(one, four, sweeps=(sweep_of(1e-3, 1e9),))
     assert found.predicted_s == pytest.approx(0.031)
     assert found.network_share_ratio == pytest.approx(0.031 / 0.249, rel=0.02)
-    assert "the network accounts for at most 12% of the loss, the rest of that is waiting" in found.text
+    assert found.text == golden
+    assert "12" in found.text
 
 
 @pytest.mark.parametrize(
@@ -151,16 +162,19 @@ def test_a_fit_of_another_fabric_predicts_nothing(
     assert {t.predicted_s for t in found.traffic} == {None}
 
 
-def test_one_operation_without_a_fit_leaves_no_sum(weak: tuple[list[RunRecord], list[RunRecord]]) -> None:
+def test_one_operation_without_a_fit_leaves_no_sum(
+    weak: tuple[list[RunRecord], list[RunRecord]], golden: object
+) -> None:
     one, four = weak
     two = [WireSample(operation=o, calls=1, payload_bytes=1000, **STEP) for o in ("all_reduce", "reduce_scatter")]
     (found,) = explained(one, wired(four, *two), sweeps=(sweep_of(1e-3, 1e9),))
     assert found.predicted_s is None
     assert [t.predicted_s is None for t in found.traffic] == [False, True]
-    assert any("as many bytes as its all_reduce" in note for note in found.notes)
+    assert found.notes == golden
+    assert any("all_reduce" in note for note in found.notes)
 
 
-def test_another_dtypes_fit_is_used_and_named(weak: tuple[list[RunRecord], list[RunRecord]]) -> None:
+def test_another_dtypes_fit_is_used_and_named(weak: tuple[list[RunRecord], list[RunRecord]], golden: object) -> None:
     one, four = weak
     (found,) = explained(
         one,
@@ -168,7 +182,7 @@ def test_another_dtypes_fit_is_used_and_named(weak: tuple[list[RunRecord], list[
         sweeps=(sweep_of(1e-3, 1e9),),
     )
     assert found.predicted_s is not None
-    assert found.notes == ("all_reduce in bf16 is predicted by its fit in fp32",)
+    assert found.notes == golden
 
 
 def test_the_busiest_rank_counts_per_step(weak: tuple[list[RunRecord], list[RunRecord]]) -> None:
@@ -225,10 +239,11 @@ def test_grades_by_the_interval(value: float, low: float | None, high: float | N
     assert grade(value, low, high) == word
 
 
-def test_a_baseline_that_was_not_profiled_leaves_a_sentence_and_no_share() -> None:
+def test_a_baseline_that_was_not_profiled_leaves_a_sentence_and_no_share(golden: object) -> None:
     split = explain._Split(1.0, 0.8, 0.3, None, True)
     said = explain._prediction(split, 0.1, 0.1)
-    assert said == "By the fits of this fabric the collectives of a step need 100 ms."
+    assert said == golden
+    assert "100" in said
     assert split.share(split.transfer_s(0.1)) is None
 
 

@@ -52,20 +52,18 @@ def test_a_negative_start_is_held_at_zero_and_said() -> None:
     assert fit.note == HELD_AT_ZERO
 
 
-def test_time_that_falls_with_size_has_no_fit_and_a_sentence() -> None:
+def test_time_that_falls_with_size_has_no_fit_and_a_sentence(golden: object) -> None:
     """A wrong direction: dividing by beta would promise bandwidth without end."""
     found = fabric.analyse([made.build_record(samples=made.sweep(lambda s: 1e-3 / s, SIZES[:8]))])
     assert found.fits == ()
-    assert found.notes == (
-        "no alpha-beta fit of all_reduce in fp32: time does not grow with size by more than its noise",
-    )
+    assert found.notes == golden
 
 
-def test_many_without_a_fit_are_counted() -> None:
+def test_many_without_a_fit_are_counted(golden: object) -> None:
     samples = [s for dtype in ("a", "b", "c", "d") for s in made.sweep(lambda s: 1e-3 / s, SIZES[:8], dtype=dtype)]
     (note,) = fabric.analyse([made.build_record(samples=samples)]).notes
-    assert note.startswith("no alpha-beta fit of 4 pairs of operation and dtype, such as all_reduce in a, ")
-    assert "all_reduce in d" not in note
+    assert note == golden
+    assert "all_reduce" in note
 
 
 def test_a_bandwidth_within_the_noise_is_not_told() -> None:

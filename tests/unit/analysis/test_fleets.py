@@ -44,7 +44,7 @@ def test_each_replica_has_the_rate_of_its_own_time() -> None:
     assert (fast.host, slow.host) == ("node-0", "node-1")
 
 
-def test_speedup_is_over_the_best_one_and_efficiency_over_as_many_of_it() -> None:
+def test_speedup_is_over_the_best_one_and_efficiency_over_as_many_of_it(golden: object) -> None:
     """Static: 120 tokens in 12 s are 10/s, no more than the fast one alone. Dynamic: 15/s."""
     slow, quick = fleet_of(static()), fleet_of(dynamic())
     assert slow.speedup
@@ -53,7 +53,7 @@ def test_speedup_is_over_the_best_one_and_efficiency_over_as_many_of_it() -> Non
     assert quick.efficiency
     assert (slow.best, slow.speedup.value, slow.efficiency.value) == (0, pytest.approx(1), pytest.approx(0.5))
     assert (quick.best, quick.speedup.value, quick.efficiency.value) == (0, pytest.approx(1.5), pytest.approx(0.75))
-    assert quick.speedup.note == "over the best replica's own rate in this run"
+    assert quick.speedup.note == golden
 
 
 def test_numbers_of_nodes_have_the_bounds_of_their_launches() -> None:
@@ -79,13 +79,14 @@ def test_samples_are_given_away_in_the_load_in_which_a_replica_was_lost() -> Non
     assert [fleets.share_of(load, 1, {}).reassigned for load in loads] == [5, 0]
 
 
-def test_the_last_replica_alone_is_the_straggler() -> None:
+def test_the_last_replica_alone_is_the_straggler(golden: object) -> None:
     found = fleet_of(static())
     assert (found.straggler_s, found.straggler_ratio, found.uneven_ratio) == (6, 0.5, 0.5)
-    assert "Replica 1 worked alone for 50% of the time, when the others had ended." in found.text
+    assert found.text == golden
+    assert "50" in found.text
     even = fleet_of(dynamic())
     assert (even.straggler_s, even.uneven_ratio) == (0, 0)
-    assert "alone for" not in even.text
+    assert even.text == golden
 
 
 def test_alone_is_taken_from_a_paired_run_where_all_were_asked() -> None:
@@ -112,7 +113,7 @@ def test_alone_is_taken_from_a_paired_run_where_all_were_asked() -> None:
     assert half_known.speedup.value == pytest.approx(1.5)
 
 
-def test_a_replica_that_died_is_said_and_not_waited_for() -> None:
+def test_a_replica_that_died_is_said_and_not_waited_for(golden: object) -> None:
     """Replica 1 answers one request of 2 s and is gone after 3; replica 0 does the rest in 11 s."""
     asked = [*in_turns(0, 11, 1.0), *in_turns(1, 1, 2.0, first=11)]
     lost = (replica(0), replica(1, died_ns=3 * S, reassigned=5))
@@ -120,14 +121,15 @@ def test_a_replica_that_died_is_said_and_not_waited_for() -> None:
     assert found.replicas[1].died_s == 3
     assert found.replicas[1].output_tokens_per_s == pytest.approx(10 / 3)
     assert found.straggler_s == 0
-    assert "Failed: replica 1 was gone after 3.0 s; others took 5 of its samples." in found.text
+    assert found.text == golden
+    assert "3.0" in found.text
 
 
-def test_a_node_that_went_away_late_is_told_though_no_replica_died() -> None:
+def test_a_node_that_went_away_late_is_told_though_no_replica_died(golden: object) -> None:
     whole = static()
-    assert "went away" not in fleet_of(whole).text
+    assert fleet_of(whole).text == golden
     found = fleet_of(replace(whole, lost_nodes=(1,)))
-    assert found.text.endswith("In 1 of 1 runs node 1 went away before the end; the rest went on without.")
+    assert found.text == golden
 
 
 def test_a_load_by_schedule_has_no_speedup() -> None:
@@ -141,7 +143,7 @@ def test_one_replica_is_no_fleet() -> None:
     assert fleets.fleet_of(load, {}) is None
 
 
-def test_the_gain_of_the_dynamic_partition_has_an_interval_over_launches() -> None:
+def test_the_gain_of_the_dynamic_partition_has_an_interval_over_launches(golden: object) -> None:
     slownesses = (0.99, 1.0, 1.01)
     records = [make(n, by) for make in (static, dynamic) for n, by in enumerate(slownesses)]
     (gain,) = fleets.partition_gains(served.gather(records))
@@ -151,7 +153,8 @@ def test_the_gain_of_the_dynamic_partition_has_an_interval_over_launches() -> No
     assert 1.4 < gain.low < 1.5 < gain.high < 1.6
     assert gain.verdict == "better"
     assert len(gain.runs) == 6
-    assert gain.text.startswith("The dynamic partition served 1.50 times the tokens/s of the static one (95 % interval")
+    assert gain.text == golden
+    assert "1.50" in gain.text
 
 
 def test_a_gain_within_the_spread_of_launches_is_a_tie() -> None:

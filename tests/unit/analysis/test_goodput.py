@@ -69,7 +69,7 @@ def test_of_every_step_the_last_attempts_stays(restarted: RunRecord) -> None:
     assert resumed_at(restarted) == [4]
 
 
-def test_the_time_of_a_restarted_run_adds_up(restarted: RunRecord) -> None:
+def test_the_time_of_a_restarted_run_adds_up(restarted: RunRecord, golden: object) -> None:
     """From 1010 s, when ranks were first seen, to the end of the last step: 1050 + 7 to load + 6 steps + 2 = 1065 s."""
     found = goodput(restarted)
     assert found is not None
@@ -78,13 +78,12 @@ def test_the_time_of_a_restarted_run_adds_up(restarted: RunRecord) -> None:
     assert (found.redone_s, found.checkpoint_s) == (2.0, 4.0)
     assert found.down_s == 55.0 - 5.0 - 10.0 - 2.0 - 4.0
     assert found.ratio == pytest.approx(10 / 55)
-    assert found.text == (
-        "restarted 1 time; 18% goodput; 2 s redone, 4 s checkpoints (2 times), 34 s down: "
-        "speeds are of its undisturbed steps"
-    )
+    assert found.text == golden
+    assert "18" in found.text
+    assert "34" in found.text
 
 
-def test_a_run_with_checkpoints_alone_was_never_down(restarted: RunRecord) -> None:
+def test_a_run_with_checkpoints_alone_was_never_down(restarted: RunRecord, golden: object) -> None:
     ours = {"attempt": 1}
     alone = replace(
         restarted,
@@ -96,7 +95,8 @@ def test_a_run_with_checkpoints_alone_was_never_down(restarted: RunRecord) -> No
     found = goodput(alone)
     assert found is not None
     assert (found.span_s, found.down_s, found.redone_s) == (5.0 + 10.0 + 4.0, 0.0, 0.0)
-    assert found.text.startswith("not restarted; 53% goodput; 0 s redone, 4 s checkpoints (2 times), 0 s down")
+    assert found.text == golden
+    assert "53" in found.text
 
 
 def test_a_run_in_one_piece_has_no_goodput_to_tell(tmp_path: Path, spec: RunSpec, make_run: Make) -> None:
@@ -136,12 +136,12 @@ def test_the_numbers_of_files_are_the_controllers(tmp_path: Path, spec: RunSpec,
     assert [s.attempt for s in store.read_run(run_dir).starts] == [3]
 
 
-def test_steps_after_a_restart_are_warm_up_again(restarted: RunRecord) -> None:
+def test_steps_after_a_restart_are_warm_up_again(restarted: RunRecord, golden: object) -> None:
     """The rule is asked of steps 0 to 3 and again of 4 to 9; steps of one length settle at once."""
     window = open_window(restarted)
     assert window.measured == (1, 2, 3, 5, 6, 7, 8, 9)
     assert (window.warmup.excluded_steps, window.warmup.measured_steps) == (2, 8)
-    assert window.warmup.text.endswith("; 1 more after 1 restart")
+    assert window.warmup.text == golden
     assert len(window.steps) == len(window.measured)
 
 
@@ -172,13 +172,13 @@ def test_energy_is_of_the_steps_and_not_of_what_lies_between(restarted: RunRecor
     assert (found.joules, found.seconds) == (1600.0, 8.0)
 
 
-def test_report_and_show_tell_it(restarted: RunRecord) -> None:
+def test_report_and_show_tell_it(restarted: RunRecord, golden: object) -> None:
     built = report.build([restarted], "x")
     assert built.runs[0].goodput == goodput(restarted)
     assert any("18% goodput" in note for note in built.runs[0].health)
     lines = list(record_lines(replace(restarted, machines=()), None))
     (told,) = [line for line in lines if line.startswith("  attempt 1: failed after ")]
-    assert told.endswith(" (rank 1 was killed)")
+    assert told == golden
 
 
 def test_goodput_of_launches_is_the_ratio_of_their_sums(restarted: RunRecord, spec: RunSpec) -> None:

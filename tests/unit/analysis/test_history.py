@@ -63,28 +63,35 @@ def test_a_change_stands_beside_what_separates_its_sides(days: Builder) -> None:
     assert [(d.path, d.first, d.second) for d in change.differences] == [("driver", "580", "590")]
 
 
-def test_where_nothing_separates_it_says_so(days: Builder) -> None:
+def test_where_nothing_separates_it_says_so(days: Builder, golden: object) -> None:
     found = [speed(days([1.0] * 4 + [1.1] * 4))]
     assert found[0].changes[0].differences == ()
     assert present.NOTHING_SEPARATES in present.sentence(found)
-    assert present.sentence(found).startswith("1 change of level in 1 searched series; the newest for the worse")
+    assert present.sentence(found) == golden
 
 
-def test_a_fault_that_was_mended_is_told_in_the_past(days: Builder) -> None:
+def test_a_fault_that_was_mended_is_told_in_the_past(days: Builder, golden: object) -> None:
     mended = present.sentence([speed(days([1.0] * 4 + [1.1] * 4 + [1.0] * 4))])
-    assert "the newest for the worse: tokens_per_s" in mended
-    assert " was 9.1 % lower (" in mended
-    assert "; recovered since; " in mended
+    assert mended == golden
+    assert "tokens_per_s" in mended
+    assert "9.1 %" in mended
+    assert "lower" in mended
     assert " is " not in mended
     in_part = present.sentence([speed(days([1.0] * 4 + [1.25] * 4 + [1.1] * 4))])
-    assert "; now 9.1 % lower than before; " in in_part
+    assert in_part == golden
+    assert "9.1 %" in in_part
+    assert "lower" in in_part
 
 
-def test_a_fault_that_lasts_comes_before_a_newer_one_that_was_mended(days: Builder) -> None:
+def test_a_fault_that_lasts_comes_before_a_newer_one_that_was_mended(days: Builder, golden: object) -> None:
     lasting = speed(days([1.0] * 3 + [1.3] * 9))
     mended = dataclasses.replace(speed(days([1.0] * 5 + [1.1] * 3 + [1.0] * 4)), label="another")
     text = present.sentence([mended, lasting])
-    assert f"the newest for the worse that lasts: tokens_per_s of {lasting.label} is 23.1 % lower" in text
+    assert text == golden
+    assert f"{lasting.label}" in text
+    assert "tokens_per_s" in text
+    assert "23.1 %" in text
+    assert "lower" in text
 
 
 def test_a_failed_reference_does_not_stand_in_for_one_that_ended_ok(days: Builder) -> None:
@@ -96,20 +103,21 @@ def test_a_failed_reference_does_not_stand_in_for_one_that_ended_ok(days: Builde
     assert len(speed([*records, failed]).points) == 8
 
 
-def test_launches_that_do_not_count_are_told_with_the_reason(days: Builder) -> None:
+def test_launches_that_do_not_count_are_told_with_the_reason(days: Builder, golden: object) -> None:
     records = days([1.0] * 2)
     broken = dataclasses.replace(records[-1], status=Status.OOM, error="no room")
     assert history.judge([*records[:-1], broken]).dropped == {"oom: no room": 1}
     ((reason, count),) = history.judge(records[1:]).dropped.items()
     assert reason.startswith("invalid: ")
-    assert "no reference" in reason
+    assert reason == golden
     assert count == 4
 
 
-def test_few_launches_are_shown_and_not_judged(days: Builder) -> None:
+def test_few_launches_are_shown_and_not_judged(days: Builder, golden: object) -> None:
     series = speed(days([1.0, 2.0]))
     assert series.changes == ()
-    assert series.note == "too few launches to look for a change: 4, and at least 11 are needed"
+    assert series.note == golden
+    assert "11" in series.note
     assert history.analyse(history.judge(days([1.0])).windows) == ()
 
 
@@ -127,16 +135,13 @@ def test_another_device_is_another_series(days: Builder) -> None:
     assert [len(s.points) for s in found if s.metric == "tokens_per_s"] == [4, 4]
 
 
-def test_the_report_counts_earlier_launches_in_histories_only(days: Builder) -> None:
+def test_the_report_counts_earlier_launches_in_histories_only(days: Builder, golden: object) -> None:
     records = days([1.0] * 3)
     newest = [records[0], *records[-2:]]
     report = build(newest, title="t", earlier=records[1:-2])
     assert {len(s.points) for s in report.histories} == {6}
     assert len(report.runs) == 3
-    assert (
-        "4 launches stand aside for newer or successful ones of the same runs: only histories count them"
-        in report.notes
-    )
+    assert report.notes == golden
     assert build(newest, title="t").histories == ()
     (points,) = [p for p in present.chart_points(report) if p.unit == "tokens/s"]
     assert len(points.times) == len(points.values) == 6

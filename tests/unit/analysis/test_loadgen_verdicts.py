@@ -61,17 +61,23 @@ def test_both_sides_from_their_own_numbers() -> None:
     assert found.ours.tpot_p99_s == pytest.approx(0.01)
 
 
-def test_a_verdict_over_failed_requests_does_not_count() -> None:
+def test_a_verdict_over_failed_requests_does_not_count(golden: object) -> None:
     (found,) = loadgen.verdicts([record(sample(errors={"reset": 2, "http_500": 1}))])
     assert (found.theirs.verdict, found.theirs.failed, found.theirs.ttft_p99_s) == ("INVALID", 3, None)
-    assert "3 of 500 requests failed (http_500 1 times, reset 2 times), which LoadGen cannot know" in found.text
+    assert found.text == golden
+    assert "500" in found.text
+    assert "http_500" in found.text
+    assert "LoadGen" in found.text
     assert not found.agrees
 
 
-def test_a_client_at_its_limit_is_told_though_loadgen_does_not_look() -> None:
+def test_a_client_at_its_limit_is_told_though_loadgen_does_not_look(golden: object) -> None:
     (found,) = loadgen.verdicts([record(sample(cpu_ratio=0.97))])
     assert found.theirs.verdict == "INVALID(client)"
-    assert "used 97% of a core (at most 80%), which it does not look at; it says VALID" in found.text
+    assert found.text == golden
+    assert "97" in found.text
+    assert "80" in found.text
+    assert "VALID" in found.text
     assert found.theirs.output_tokens_per_s == 40.0
     (found,) = loadgen.verdicts([record(sample(cpu_ratio=0.5))])
     assert found.theirs.verdict == "VALID"
@@ -85,30 +91,34 @@ def test_times_that_cannot_be_are_missing() -> None:
     assert found.theirs.output_tokens_per_s is None
 
 
-def test_too_few_requests_are_invalid_on_both_sides() -> None:
+def test_too_few_requests_are_invalid_on_both_sides(golden: object) -> None:
     few = sample(verdict="INVALID", reasons=("early stopping: Would need 435 more queries",), asked=24)
     (found,) = loadgen.verdicts([record(few, count=24)])
     assert found.agrees
-    assert found.text == "both say INVALID"
-    assert any("at least 459" in reason for reason in found.ours.reasons)
+    assert found.text == golden
+    assert "INVALID" in found.text
+    assert found.ours.reasons == golden
+    assert any("459" in reason for reason in found.ours.reasons)
 
 
-def test_our_word_is_that_of_the_verdict() -> None:
+def test_our_word_is_that_of_the_verdict(golden: object) -> None:
     """A load that ended early, and a client that had no files left, as everywhere else."""
     (found,) = loadgen.verdicts([record(sample(), least_s=600.0)])
-    assert found.ours.reasons == ("lasted 0.1 s; at least 600 s were asked for",)
+    assert found.ours.reasons == golden
     whole = record(sample())
     lacking = replace(whole, requests=(*whole.requests, replace(request(500), error="client")))
     (found,) = loadgen.verdicts([lacking])
     assert found.ours.verdict == "INVALID(client)"
 
 
-def test_the_table_has_both_rows_and_says_what_it_is_not() -> None:
+def test_the_table_has_both_rows_and_says_what_it_is_not(golden: object) -> None:
     (table,) = tables(build([record(sample())], title="t"))
     assert [row[1].text for row in table.rows] == ["LoadGen 6.0.17", "Paceline"]
     assert [row[2].text for row in table.rows] == ["VALID", "VALID"]
     assert table.rows[0][3].text == "40.0"
     assert not any("MLPerf" in note for note in table.notes)
     (table,) = tables(build([record(sample(), least_s=600.0)], title="t"))
-    assert table.notes[0] == "LoadGen-rule run, not an MLPerf(R) result."
+    assert table.notes[0] == golden
+    assert table.notes[0].startswith("LoadGen-rule")
+    assert "MLPerf" in table.notes[0]
     assert tables(build([record()], title="t")) == ()

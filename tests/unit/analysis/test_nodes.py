@@ -71,15 +71,17 @@ def test_a_node_slower_by_8_percent_is_found_in_the_same_noise() -> None:
 # --- one fault each ---
 
 
-def test_a_slow_node_fails_with_the_distance_and_what_to_try() -> None:
+def test_a_slow_node_fails_with_the_distance_and_what_to_try(golden: object) -> None:
     found = judged(synthetic.healthy(pace=slowed(3, 0.9)))
     assert {name for name, v in found.items() if v.verdict != PASS} == {"node-3"}
     verdict = found["node-3"]
     assert verdict.verdict == FAIL
     kinds = {e.kind: e for e in verdict.evidence}
     assert set(kinds) == {"slow matmul bf16", "slow memory copy", "slow host to device", "slow training"}
-    assert "training of rank 3 (cuda:0 NVIDIA H200) is 10.0 % [9." in kinds["slow training"].text
-    assert "under the median of 8 ranks" in kinds["slow training"].text
+    assert kinds["slow training"].text == golden
+    assert "NVIDIA" in kinds["slow training"].text
+    assert "H200" in kinds["slow training"].text
+    assert "10.0 %" in kinds["slow training"].text
     assert "GPU Link Info" in kinds["slow host to device"].next_command
     measure = next(m for m in verdict.measures if m.measure == "training")
     assert measure.value == pytest.approx(4096 / 0.5 * 0.9, rel=0.01)
@@ -104,15 +106,15 @@ def test_other_memory_fails() -> None:
     assert (found.verdict, [e.kind for e in found.evidence]) == (FAIL, ["peak memory"])
 
 
-def test_a_hot_node_is_suspect() -> None:
+def test_a_hot_node_is_suspect(golden: object) -> None:
     gauges = tuple(g for r in range(8) for g in synthetic.gauges(r, celsius=78.0 if r == 4 else 60.0))
     found = judged(synthetic.healthy(gauges=gauges))
     assert {name for name, v in found.items() if v.verdict != PASS} == {"node-4"}
     (evidence,) = found["node-4"].evidence
-    assert "C over the median" in evidence.text
+    assert evidence.text == golden
 
 
-def test_a_throttled_clock_is_named_with_its_reason() -> None:
+def test_a_throttled_clock_is_named_with_its_reason(golden: object) -> None:
     """The telemetry alone: every rate is as fast as the others'."""
     reason = ("hardware thermal slowdown",)
     gauges = tuple(g for r in range(8) for g in synthetic.gauges(r, *((1.2e9, reason) if r == 2 else ())))
@@ -120,8 +122,12 @@ def test_a_throttled_clock_is_named_with_its_reason() -> None:
     assert {name for name, v in found.items() if v.verdict != PASS} == {"node-2"}
     kinds = {e.kind: e for e in found["node-2"].evidence}
     assert kinds["throttled"].verdict == FAIL
-    assert "hardware thermal slowdown in 100% of 20 readings, 0% at the peers' median" in kinds["throttled"].text
-    assert "SM clock 1200 MHz" in kinds["throttled"].text
+    assert kinds["throttled"].text == golden
+    assert "100" in kinds["throttled"].text
+    assert "20" in kinds["throttled"].text
+    assert "SM" in kinds["throttled"].text
+    assert "1200" in kinds["throttled"].text
+    assert "MHz" in kinds["throttled"].text
     assert kinds["SM clock"].verdict == SUSPECT
 
 
@@ -133,34 +139,39 @@ def test_a_power_cap_that_all_meet_is_nobodys_fault() -> None:
     assert unsound(synthetic.healthy(gauges=one)) == {"node-1": SUSPECT}
 
 
-def test_a_wrong_driver_is_named_beside_the_majoritys() -> None:
+def test_a_wrong_driver_is_named_beside_the_majoritys(golden: object) -> None:
     machines = tuple(synthetic.machine(r, **({"driver": "535.104.05"} if r == 7 else {})) for r in range(8))
     found = judged(synthetic.healthy(machines=machines))
     assert {name for name, v in found.items() if v.verdict != PASS} == {"node-7"}
     (evidence,) = found["node-7"].evidence
-    assert evidence.text == "driver is 535.104.05, 7 of 8 ranks here have 580.95.05"
+    assert evidence.text == golden
+    assert "535.104.05" in evidence.text
+    assert "580.95.05" in evidence.text
     assert evidence.verdict == SUSPECT
     assert [(d.path, d.first, d.second) for d in found["node-7"].differences] == [("driver", "535.104.05", "580.95.05")]
 
 
-def test_a_flipped_bit_is_named_with_its_element() -> None:
+def test_a_flipped_bit_is_named_with_its_element(golden: object) -> None:
     wrong = {"wrong": 1, "place": (17, 4095), "found": 28800.0, "expected": 14400.0}
     found = judged(replaced(synthetic.healthy(), 5, "products", **wrong))
     assert {name: v.verdict for name, v in found.items() if v.verdict != PASS} == {"node-5": FAIL}
     (evidence,) = found["node-5"].evidence
-    assert "row 17, column 4095 is 28800 instead of 14400" in evidence.text
-    assert "wrong on rank 5 in 5 of 5 proofs" in evidence.text
+    assert evidence.text == golden
+    assert "17" in evidence.text
+    assert "4095" in evidence.text
+    assert "28800" in evidence.text
 
 
 @pytest.mark.parametrize(("dtype", "bit"), [("fp32", 22), ("bf16", 6), ("fp16", 9)])
-def test_the_flipped_bit_is_counted_in_the_dtype(dtype: str, bit: int) -> None:
+def test_the_flipped_bit_is_counted_in_the_dtype(dtype: str, bit: int, golden: object) -> None:
     """1.5 is 1 with the highest bit of the fraction set."""
     record = replaced(synthetic.healthy(3), 1, "products", dtype=dtype, wrong=1, place=(0, 0), found=1.5, expected=1.0)
     (evidence,) = judged(record)["node-1"].evidence
-    assert f"(bit {bit} flipped)" in evidence.text
+    assert evidence.text == golden
+    assert f"{bit}" in evidence.text
 
 
-def test_other_bits_from_the_same_steps_are_silent_corruption() -> None:
+def test_other_bits_from_the_same_steps_are_silent_corruption(golden: object) -> None:
     record = synthetic.healthy(4)
     late = tuple(
         synthetic.trajectory(r, turn, (5.5, 5.250001) if (r, turn) == (2, 1) else (5.5, 5.25))
@@ -169,20 +180,19 @@ def test_other_bits_from_the_same_steps_are_silent_corruption() -> None:
     )
     found = judged(dataclasses.replace(record, trajectories=late))
     assert {name: v.verdict for name, v in found.items() if v.verdict != PASS} == {"node-2": FAIL}
-    assert (
-        "after the timed work: the loss of step 1 is 5.250001, the majority's 5.25" in found["node-2"].evidence[0].text
-    )
+    assert found["node-2"].evidence[0].text == golden
+    assert "5.250001" in found["node-2"].evidence[0].text
 
 
 def test_equal_losses_with_other_weights_are_found_too() -> None:
     assert unsound(replaced(synthetic.healthy(3), 0, "trajectories", weights="xyz")) == {"node-0": FAIL}
 
 
-def test_kernels_that_are_not_deterministic_accuse_nobody_and_say_so() -> None:
+def test_kernels_that_are_not_deterministic_accuse_nobody_and_say_so(golden: object) -> None:
     many = tuple(synthetic.trajectory(r, turn, weights=f"{r}{turn}") for r in range(4) for turn in (0, 1))
     found = nodes.judge(synthetic.healthy(4, trajectories=many))
     assert {v.verdict for v in found.verdicts} == {PASS}
-    assert any("not deterministic here" in note for note in found.notes)
+    assert found.notes == golden
 
 
 def test_other_versions_need_not_compute_the_same_bits() -> None:
@@ -193,31 +203,31 @@ def test_other_versions_need_not_compute_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fact", "value", "verdict", "words"),
+    ("fact", "value", "verdict"),
     [
-        ("gpu.ecc_volatile_uncorrected", 3, FAIL, "3 uncorrected memory errors"),
-        ("gpu.remap_pending", True, FAIL, "until the GPU is reset"),
-        ("gpu.pcie_width", 8, SUSPECT, "PCIe runs at x8 of x16"),
-        ("gpu.pcie_generation", 3, SUSPECT, "generation 3 of generation 5"),
-        ("gpu.nvlinks_down", "2", SUSPECT, "NVLinks 2 are down"),
+        ("gpu.ecc_volatile_uncorrected", 3, FAIL),
+        ("gpu.remap_pending", True, FAIL),
+        ("gpu.pcie_width", 8, SUSPECT),
+        ("gpu.pcie_generation", 3, SUSPECT),
+        ("gpu.nvlinks_down", "2", SUSPECT),
     ],
 )
-def test_what_the_driver_knows_needs_no_peers(fact: str, value: Any, verdict: str, words: str) -> None:
+def test_what_the_driver_knows_needs_no_peers(fact: str, value: Any, verdict: str, golden: object) -> None:
     facts = synthetic.FACTS | {fact: value}
     found = judged(synthetic.healthy(1, health=(HealthSample(rank=0, moment="loaded", facts=facts),)))["node-0"]
     assert found.verdict == verdict
-    assert any(words in e.text for e in found.evidence)
+    assert [e.text for e in found.evidence] == golden
     assert dict(found.condition)[fact] == str(value)
 
 
 # --- few nodes ---
 
 
-def test_of_two_nodes_nobody_is_odd() -> None:
+def test_of_two_nodes_nobody_is_odd(golden: object) -> None:
     found = nodes.judge(synthetic.healthy(2, pace=slowed(1, 0.8)))
     assert {v.verdict for v in found.verdicts} == {SUSPECT}
-    assert all("a third one or --baseline tells which" in v.evidence[0].text for v in found.verdicts)
-    assert any("too few to tell an odd one" in note for note in found.notes)
+    assert {v.evidence[0].text for v in found.verdicts} == golden
+    assert found.notes == golden
 
 
 @pytest.mark.parametrize("count", [3, 4])
@@ -231,13 +241,13 @@ def test_two_groups_have_no_odd_one_but_the_slower_is_suspect() -> None:
     assert "--baseline tells which" in found["node-0"].evidence[0].text
 
 
-def test_repeats_that_scatter_are_said_to_hide_faults() -> None:
+def test_repeats_that_scatter_are_said_to_hide_faults(golden: object) -> None:
     def wild(rank: int, repeat: int) -> float:
         return 1 + 0.3 * ((7 * rank + 3 * repeat) % 5 - 2) / 2
 
     found = nodes.judge(synthetic.healthy(4, pace=wild))
     assert FAIL not in {v.verdict for v in found.verdicts}
-    assert any(note.startswith("training: repeats scatter, so only a node worse by") for note in found.notes)
+    assert found.notes == golden
 
 
 def test_kinds_of_device_are_not_each_others_peers() -> None:
@@ -265,7 +275,7 @@ def test_each_gpu_of_a_host_is_judged_where_a_process_is_a_node() -> None:
 # --- a baseline ---
 
 
-def test_all_nodes_slow_alike_fail_beside_a_baseline_only() -> None:
+def test_all_nodes_slow_alike_fail_beside_a_baseline_only(golden: object) -> None:
     slow = synthetic.healthy(pace=slowed(99, 0.9))
     slow = dataclasses.replace(slow, kernels=tuple(_slower(k) for k in slow.kernels))
     baseline = nodes.baseline_of([synthetic.healthy(4)], "healthy")
@@ -273,7 +283,7 @@ def test_all_nodes_slow_alike_fail_beside_a_baseline_only() -> None:
     found = judged(slow, baseline)
     assert {v.verdict for v in found.values()} == {FAIL}
     assert all(v.against == "healthy" for v in found.values())
-    assert "under the median of 4 devices of healthy" in found["node-0"].evidence[0].text
+    assert found["node-0"].evidence[0].text == golden
 
 
 def _slower(sample: Any) -> Any:
@@ -285,13 +295,11 @@ def test_a_baseline_tells_which_of_two_is_odd() -> None:
     assert unsound(synthetic.healthy(2, pace=slowed(1, 0.8)), baseline) == {"node-1": FAIL}
 
 
-def test_a_driver_that_the_baseline_had_not_is_named() -> None:
+def test_a_driver_that_the_baseline_had_not_is_named(golden: object) -> None:
     machines = tuple(synthetic.machine(r, driver="535.104.05") for r in range(2))
     baseline = nodes.baseline_of([synthetic.healthy(4)], "healthy")
     found = judged(synthetic.healthy(2, machines=machines), baseline)
-    assert {e.text for v in found.values() for e in v.evidence} == {
-        "driver is 535.104.05, 4 of 4 ranks of healthy have 580.95.05"
-    }
+    assert {e.text for v in found.values() for e in v.evidence} == golden
 
 
 def test_a_failed_node_is_no_part_of_a_baseline() -> None:
@@ -299,12 +307,13 @@ def test_a_failed_node_is_no_part_of_a_baseline() -> None:
     assert {len(values) for values in baseline.healthy.values()} == {3}
 
 
-def test_a_result_without_a_node_test_is_no_baseline() -> None:
+def test_a_result_without_a_node_test_is_no_baseline(golden: object) -> None:
     failed = dataclasses.replace(synthetic.healthy(2), status=Status.FAILED)
-    with pytest.raises(
-        RequestError, match="--baseline: 'there' was given; accepted is a result of `paceline run nodes`"
-    ):
+    with pytest.raises(RequestError) as caught:
         nodes.baseline_of([failed], "there")
+    assert str(caught.value) == golden
+    assert "--baseline" in str(caught.value)
+    assert "there" in str(caught.value)
 
 
 # --- the rule itself ---

@@ -137,23 +137,24 @@ def test_the_repeats_that_tell_follow_from_the_scatter(doubt: float, repeats: in
 # --- nodes ---
 
 
-def test_the_evidence_says_why_and_how_many_repeats_tell() -> None:
+def test_the_evidence_says_why_and_how_many_repeats_tell(golden: object) -> None:
     (verdict, *_) = nodes.judge(
         synthetic.healthy(4, pace=lambda r, i: math.exp(scattered([0.0] * 4, 0.05)[r][i]))
     ).verdicts
     assert verdict.verdict == UNDECIDED
     training = next(e for e in verdict.evidence if e.kind == "training not told")
     assert training.verdict == UNDECIDED
-    assert training.text == (
-        "training of rank 0 (cuda:0 NVIDIA H200) is 0.0 % [-6.7, 7.2] over the median of 4 ranks; repeats scatter more "
-        "than the band is wide, so only a node worse by 11% is told for certain; 5 repeats were taken, about 10 tell"
-    )
+    assert training.text == golden
+    assert "NVIDIA" in training.text
+    assert "H200" in training.text
+    assert "0.0 %" in training.text
     assert training.next_command == "paceline run nodes --set workload.repeats=10"
 
 
-def test_scatter_that_no_repeats_tell_says_so() -> None:
+def test_scatter_that_no_repeats_tell_says_so(golden: object) -> None:
     (verdict, _) = nodes.judge(synthetic.healthy(2, pace=restless)).verdicts
-    assert "not even 100 tell: find what disturbs it first" in verdict.evidence[0].text
+    assert verdict.evidence[0].text == golden
+    assert "100" in verdict.evidence[0].text
     assert verdict.evidence[0].next_command.startswith("nvidia-smi -q -d CLOCK")
 
 
@@ -164,9 +165,10 @@ def test_what_accuses_stands_before_what_is_not_told_and_decides() -> None:
     assert [e.verdict for e in found[3].evidence] == [SUSPECT] + [UNDECIDED] * (len(found[3].evidence) - 1)
 
 
-def test_undecided_nodes_are_no_baseline() -> None:
-    with pytest.raises(RequestError, match="in which a node passed"):
+def test_undecided_nodes_are_no_baseline(golden: object) -> None:
+    with pytest.raises(RequestError) as caught:
         nodes.baseline_of([synthetic.healthy(4, pace=restless)], "restless")
+    assert str(caught.value) == golden
 
 
 # --- what is told ---
@@ -176,24 +178,26 @@ def reported(record: RunRecord) -> Report:
     return build([record], "nodes", ())
 
 
-def test_headline_tables_and_charts_say_undecided() -> None:
+def test_headline_tables_and_charts_say_undecided(golden: object) -> None:
     report = reported(synthetic.healthy(4, pace=restless))
     first, second = answer.answer(report)
-    assert first == "0 of 4 nodes pass, 4 undecided."
-    assert second.startswith("Undecided, test again with more repeats: node-0 (matmul bf16 not told, ")
+    assert first == golden
+    assert second == golden
+    assert "node-0" in second
+    assert "bf16" in second
     standings, reasons = shown.tables(report)
     assert [row[1].text for row in standings.rows] == [UNDECIDED] * 4
     assert {cell.tone for row in standings.rows for cell in row[1:]} == {""}
     assert any(note.startswith("Undecided: ") for note in standings.notes)
-    assert reasons.title == "What speaks against nodes, or leaves them undecided"
+    assert reasons.title == golden
     (chart,) = charts.nodes.nodes(report)
     assert {p.series for p in chart.points if p.group == "training"} == {UNDECIDED}
     assert set(_node_chart.COLOURS) == {s.name for s in chart.series} == set(WORST_FIRST) == set(shown.TONES)
 
 
-def test_nobody_undecided_changes_no_word() -> None:
+def test_nobody_undecided_changes_no_word(golden: object) -> None:
     report = reported(synthetic.healthy(3))
-    assert answer.answer(report)[0] == "3 of 3 nodes pass."
+    assert answer.answer(report)[0] == golden
     assert "ndecided" not in str(shown.tables(report))
 
 

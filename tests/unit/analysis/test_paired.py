@@ -94,12 +94,13 @@ def test_samples_that_one_did_not_answer_are_left_out() -> None:
     assert (found.pairs, found.dropped) == (COUNT - 1, 1)
 
 
-def test_a_replica_that_answers_less_is_not_faster() -> None:
+def test_a_replica_that_answers_less_is_not_faster(golden: object) -> None:
     record = turns(lambda replica, number, at: (1.0, 0.5)[replica])
     requests = tuple(dataclasses.replace(q, tokens=3) if q.replica == 1 else q for q in record.requests)
     found = by_metric(dataclasses.replace(record, requests=requests))
     assert found["latency_s"].verdict is None
-    assert found["latency_s"].reason.startswith("not equal work: 60 of 60 samples")
+    assert found["latency_s"].reason == golden
+    assert "60" in found["latency_s"].reason
 
 
 def test_too_few_pairs_have_no_verdict() -> None:
@@ -108,7 +109,7 @@ def test_too_few_pairs_have_no_verdict() -> None:
     assert {r.verdict for r in only(dataclasses.replace(record, requests=few)).ratios} == {None}
 
 
-def test_what_else_differs_stands_beside_the_gap() -> None:
+def test_what_else_differs_stands_beside_the_gap(golden: object) -> None:
     replicas = (
         build_replica(0, "a", version="1.0", settings={"max_batch": 8}),
         build_replica(1, "b", version="1.1", settings={"max_batch": 8}),
@@ -124,23 +125,25 @@ def test_what_else_differs_stands_beside_the_gap() -> None:
     assert told == {"version": ("1.0", "1.1"), "driver": ("5", "6"), "temperature": ("60 C", "80 C")}
     report = build([record], "test")
     said = " ".join((*answer(report), grounds(report)))
-    assert "Replica 0 (a) is 1.198 times as fast" in said
+    assert said == golden
+    assert "1.198" in said
     assert "driver 5 -> 6" in said
 
 
-def test_faster_is_never_told_without_the_flag() -> None:
+def test_faster_is_never_told_without_the_flag(golden: object) -> None:
     answers = [build_answer(r, n, "right" if r != 0 else "wrong") for r in (0, 1, 2) for n in range(2)]
     law: Law = lambda replica, number, at: (0.5, 1.0, 1.0)[replica] * noise(number, replica)  # noqa: E731
     record = turns(law, (0, 1, 2, 2, 1, 0), answers=tuple(answers))
     report = build([record], "test")
     assert [(p.replica, p.other) for p in report.paired] == [(0, 1), (0, 2), (1, 2)]
     assert report.paired[0].ratios[1].verdict == FASTER
-    assert report.paired[0].flags == ("replica 0 answered 2 of 2 questions otherwise than most replicas",)
+    assert report.paired[0].flags == golden
     (table,) = present.tables(report)
-    assert table.rows[0][2].text.endswith("faster, flagged")
+    assert table.rows[0][2].text == golden
+    assert "faster" in table.rows[0][2].text
     assert table.rows[0][2].tone == "bad"
     assert SLOWER not in table.rows[-1][2].text
-    assert "flagged: replica 0 answered" in present.sentence(report)
+    assert present.sentence(report) == golden
 
 
 def test_a_run_that_is_not_paired_has_no_pairs() -> None:

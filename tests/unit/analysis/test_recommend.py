@@ -19,51 +19,50 @@ def recommended(*groups: list[RunRecord]) -> dict[str, Recommendation]:
     return {r.category: r for r in recommend(compare_cells(cells))}
 
 
-def test_one_winner_with_its_comparisons_and_numbers(make_cell: Builder) -> None:
+def test_one_winner_with_its_comparisons_and_numbers(make_cell: Builder, golden: object) -> None:
     found = recommended(
         make_cell(1.0, strategy="ddp"), make_cell(1.2, strategy="fsdp2"), make_cell(1.4, strategy="zero:stage=1")
     )["highest throughput"]
     assert found.choose == ("ddp",)
     assert found.over == ("fsdp2", "zero:stage=1")
     assert all("ddp" in (c.label, c.other_label) for c in found.because)
-    assert re.match(
-        r"ddp is 1\.(19|20)\d times as fast as fsdp2, the next best \(95 % interval 1\.1\d\d to 1\.2\d\d\)\.",
-        found.text,
-    )
-    assert re.search(r"the phase that differs most is backward, (499|50\d) ms against (599|60\d) ms", found.text)
-    assert "the same 1.85 MB on the wire per step" in found.text
+    assert found.text == golden
+    assert re.search(r"1\.(19|20)\d .*1\.1\d\d .*1\.2\d\d", found.text)
+    assert re.search(r"(499|50\d) ms .*(599|60\d) ms", found.text)
+    assert "1.85 MB" in found.text
     assert found.group.startswith("tiny, 2 processes, fp32, sequence 64, global batch 8")
 
 
-def test_nobody_is_chosen_alone_from_a_tie(make_cell: Builder) -> None:
+def test_nobody_is_chosen_alone_from_a_tie(make_cell: Builder, golden: object) -> None:
     found = recommended(
         make_cell(1.0, strategy="ddp"), make_cell(1.002, strategy="fsdp2"), make_cell(1.4, strategy="zero:stage=1")
     )["highest throughput"]
     assert set(found.choose) == {"ddp", "fsdp2"}
     assert found.over == ("zero:stage=1",)
-    assert found.text.startswith("Tie between ")
+    assert found.text == golden
 
 
-def test_all_tied(make_cell: Builder) -> None:
+def test_all_tied(make_cell: Builder, golden: object) -> None:
     found = recommended(make_cell(1.0, strategy="ddp"), make_cell(1.002, strategy="fsdp2"))["shortest step"]
     assert set(found.choose) == {"ddp", "fsdp2"}
     assert found.over == ()
-    assert "cannot tell them apart" in found.text
+    assert found.text == golden
 
 
-def test_lowest_memory_may_be_another_than_the_fastest(make_cell: Builder) -> None:
+def test_lowest_memory_may_be_another_than_the_fastest(make_cell: Builder, golden: object) -> None:
     found = recommended(
         make_cell(1.0, strategy="ddp"),
         make_cell(1.2, strategy="fsdp2", record={"memory_bytes": 40 * 2**20}),
     )
     assert found["highest throughput"].choose == ("ddp",)
     assert found["lowest memory"].choose == ("fsdp2",)
-    assert "peak memory" in found["lowest memory"].text
+    assert found["lowest memory"].text == golden
 
 
-def test_caveats(make_cell: Builder) -> None:
+def test_caveats(make_cell: Builder, golden: object) -> None:
     once = recommended(make_cell(1.0, 1, strategy="ddp"), make_cell(1.2, 1, strategy="fsdp2"))["highest throughput"]
-    assert once.caveats == ("launches were not repeated", GLOO)
+    assert once.caveats[0] == golden
+    assert once.caveats[1] == GLOO
     thrice = recommended(make_cell(1.0, strategy="ddp"), make_cell(1.2, strategy="zero:stage=1"))["highest throughput"]
     assert thrice.caveats == ()
     busy = {"evidence": {"neighbours": 2}}
@@ -71,7 +70,7 @@ def test_caveats(make_cell: Builder) -> None:
         make_cell(1.0, strategy="ddp", device="cuda", record=dict(busy)),
         make_cell(1.2, strategy="fsdp2", device="cuda", record=dict(busy)),
     )
-    assert crowded["highest throughput"].caveats == ("other processes ran on the GPU",)
+    assert crowded["highest throughput"].caveats == golden
     assert crowded["lowest memory"].caveats == ()
 
 
@@ -100,7 +99,7 @@ def test_one_group_names_nothing_beyond_the_usual(make_cell: Builder) -> None:
     assert title == "tiny, 2 processes, fp32, sequence 64, global batch 8"
 
 
-def test_titles_name_every_setting_that_varies_among_the_cells(make_cell: Builder) -> None:
+def test_titles_name_every_setting_that_varies_among_the_cells(make_cell: Builder, golden: object) -> None:
     cells = [
         make_cell(seconds, strategy=strategy, bucket_mb=bucket)
         for strategy, bucket, seconds in (
@@ -110,17 +109,13 @@ def test_titles_name_every_setting_that_varies_among_the_cells(make_cell: Builde
             ("fsdp2", 50, 1.1),
         )
     ]
-    start = "tiny, 2 processes, fp32, sequence 64, global batch 8"
-    assert titles(*cells) == [f"{start}, bucket mb default", f"{start}, bucket mb 50"]
+    assert titles(*cells) == golden
 
 
-def test_titles_name_the_split_of_a_batch_where_it_varies(make_cell: Builder) -> None:
+def test_titles_name_the_split_of_a_batch_where_it_varies(make_cell: Builder, golden: object) -> None:
     splits = ({"micro_batch": 2, "accumulation": 2}, {"micro_batch": 4, "accumulation": 1})
     cells = [make_cell(1.0 + i / 10, strategy=s, **split) for split in splits for i, s in enumerate(("ddp", "fsdp2"))]
-    assert [t.partition("global batch 8, ")[2] for t in titles(*cells)] == [
-        "micro batch 2, accumulation 2",
-        "micro batch 4, accumulation 1",
-    ]
+    assert [t.partition("global batch 8, ")[2] for t in titles(*cells)] == golden
 
 
 def test_titles_name_the_device_where_there_are_several_kinds(make_cell: Builder) -> None:

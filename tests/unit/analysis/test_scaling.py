@@ -60,14 +60,15 @@ def test_two_process_baseline_is_not_divided_as_if_it_were_one(make_cell: Builde
     assert found[4].efficiency.value == pytest.approx(right)
 
 
-def test_interval_holds_the_truth_and_notes_say_the_baseline(make_cell: Builder) -> None:
+def test_interval_holds_the_truth_and_notes_say_the_baseline(make_cell: Builder, golden: object) -> None:
     point = by_size(analyse(make_cell(1.0, world_size=1), make_cell(1.25, world_size=2)), "weak")[2].efficiency
     assert point.low is not None
     assert point.high is not None
     assert point.low < 0.8 < point.high
     assert point.high - point.low < 0.05
     assert point.metric == "scaling_efficiency_ratio"
-    assert "100 % at world size 1" in (point.note or "")
+    assert point.note == golden
+    assert "100 %" in point.note
     assert len(point.runs) == 6
 
 

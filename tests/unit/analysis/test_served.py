@@ -72,7 +72,7 @@ def test_launches_are_merged_as_requests_not_as_percentiles() -> None:
     assert found["ttft_p90_s"].launches == 2
 
 
-def test_early_stopping_decides_about_limits() -> None:
+def test_early_stopping_decides_about_limits(golden: object) -> None:
     def problems(count: int, late: int) -> list[str]:
         slow = [request(n, first_ns=3000 * MS, last_ns=3030 * MS) for n in range(late)]
         good = [request(n) for n in range(late, count)]
@@ -80,8 +80,8 @@ def test_early_stopping_decides_about_limits() -> None:
 
     assert problems(459, 0) == []
     assert problems(662, 1) == []
-    assert problems(661, 1) == ["1 of 661 requests were late or failed; 0 may be"]
-    assert problems(458, 0) == ["458 requests tell nothing about the 99th percentile: at least 459 are needed"]
+    assert problems(661, 1) == golden
+    assert problems(458, 0) == golden
     assert served.rule_problems(served.gather([record([request()])])[0]) == []
 
 
@@ -107,21 +107,19 @@ def test_a_client_that_was_the_bottleneck_says_so(change: dict[str, float], word
     assert found == ([] if words is None else [words])
 
 
-def test_a_request_sent_before_it_was_due_is_the_clients_fault() -> None:
+def test_a_request_sent_before_it_was_due_is_the_clients_fault(golden: object) -> None:
     found = served.client_problems([CLIENT], [request(0, due_ns=8 * MS)], "server")
-    assert found == ["client: sent up to 6.0 ms before it was due"]
+    assert found == golden
 
 
-def test_of_several_processes_the_worst_is_told_once() -> None:
+def test_of_several_processes_the_worst_is_told_once(golden: object) -> None:
     clients = [replace(CLIENT, read_lag_p99_ns=lag) for lag in (6e6, 9e6, None)]
-    assert served.client_problems(clients, [request()], "offline") == [
-        "client: read up to 9.0 ms late (p99; at most 5 ms)"
-    ]
+    assert served.client_problems(clients, [request()], "offline") == golden
 
 
-def test_a_sample_answered_twice_is_found() -> None:
+def test_a_sample_answered_twice_is_found(golden: object) -> None:
     assert served.exactly_once(record([request(0), request(1)])) == []
-    assert served.exactly_once(record([request(0), request(0)])) == ["requests 0 were answered more than once"]
+    assert served.exactly_once(record([request(0), request(0)])) == golden
     assert served.exactly_once(record([request(0, error="reset"), request(0)])) == []
 
 
@@ -219,35 +217,31 @@ def test_the_servers_count_is_audited(change: dict[str, Any], wrong: float | Non
 # --- exactly once, and long enough ---
 
 
-def test_a_sample_of_two_requests_and_one_that_is_nowhere_are_found() -> None:
-    assert served.exactly_once(record([request(0), request(1, sample=0)])) == [
-        "samples 0 were answered by several requests"
-    ]
+def test_a_sample_of_two_requests_and_one_that_is_nowhere_are_found(golden: object) -> None:
+    assert served.exactly_once(record([request(0), request(1, sample=0)])) == golden
     assert served.exactly_once(record([request(0), request(1, sample=0)], least_s=1.0)) == []
     planned = (stage(planned=3, scenario="offline"),)
     for least_s in (0.0, 1.0):
-        assert served.exactly_once(record([request(0), request(1)], stages=planned, least_s=least_s)) == [
-            "1 of 3 requests are neither answered nor failed"
-        ]
+        assert served.exactly_once(record([request(0), request(1)], stages=planned, least_s=least_s)) == golden
     scheduled = (stage(planned=3, scenario="server"),)
     assert served.exactly_once(record([request(0)], stages=scheduled, least_s=1.0, scenario="server", rate_per_s=1.0))
 
 
-def test_a_load_that_ended_early_says_so() -> None:
+def test_a_load_that_ended_early_says_so(golden: object) -> None:
     (load,) = served.gather([record([streamed(0, 0, 2)], least_s=3.0)])
-    assert served.duration_problems(load) == ["lasted 2.0 s; at least 3 s were asked for"]
+    assert served.duration_problems(load) == golden
     (load,) = served.gather([record([streamed(0, 0, 3)], least_s=3.0)])
     assert served.duration_problems(load) == []
 
 
-def test_a_client_is_held_to_the_schedule_of_a_search_too() -> None:
+def test_a_client_is_held_to_the_schedule_of_a_search_too(golden: object) -> None:
     late = replace(CLIENT, schedule_lag_p99_ns=5e6)
     stages = (stage(scenario="server", rate_per_s=2.0),)
     found = served.problems(record([request()], stages=stages, clients=(late,), scenario="search", rate_per_s=2.0))
-    assert found == ["client: sent up to 5.0 ms late (p99; at most 1.0 ms)"]
+    assert found == golden
 
 
-def test_a_search_is_believed_until_its_client_was_late() -> None:
+def test_a_search_is_believed_until_its_client_was_late(golden: object) -> None:
     """The second load is the client's own limit: the first one stands."""
     late = replace(CLIENT, stage=1, schedule_lag_p99_ns=5e6)
     stages = [stage(n, scenario="server", rate_per_s=2.0 + n) for n in (0, 1)]
@@ -256,4 +250,4 @@ def test_a_search_is_believed_until_its_client_was_late() -> None:
     assert served.problems(searched) == []
     first, second = served.gather([searched])
     assert [load.rate_per_s for load in served.believed([searched])] == [first.rate_per_s] == [2.0]
-    assert served.doubts_of(second) == ["client: sent up to 5.0 ms late (p99; at most 1.0 ms)"]
+    assert served.doubts_of(second) == golden

@@ -51,21 +51,23 @@ def test_a_result_that_keeps_its_limits_is_valid() -> None:
     assert verdict.rules == ()
 
 
-def test_a_model_without_a_known_shape_is_measured_and_said_to_be_one() -> None:
+def test_a_model_without_a_known_shape_is_measured_and_said_to_be_one(golden: object) -> None:
     found = record(timed(4))
     (outcome,) = found.outcomes
     assert outcome.evidence is not None
     told = replace(outcome.evidence, settings={**outcome.evidence.settings, "shape": "not known"})
     report = build(replace(found, outcomes=(replace(outcome, evidence=told),)))
-    assert any(note.startswith("the shape of tiny is not known: what needs it") for note in report.notes)
+    assert report.notes == golden
     assert any(m.metric == "ttft_p50_s" and m.value is not None for m in report.measurements)
     assert not any("shape" in note for note in build(found).notes)
 
 
-def test_a_server_that_counts_prompts_otherwise_is_told_of() -> None:
+def test_a_server_that_counts_prompts_otherwise_is_told_of(golden: object) -> None:
     ids = [request(0, sent_ids=64), request(1, sent_ids=10), request(2, sent_ids=64, error="reset")]
     (note,) = [note for note in build(record(ids)).notes if "token ids" in note]
-    assert "in 1 of 2 answers (10 where 64 were sent)" in note
+    assert note == golden
+    assert "10" in note
+    assert "64" in note
     as_text = [request(0), request(1, prompt_tokens=None, sent_ids=64)]
     assert not any("token ids" in note for note in build(record(as_text)).notes)
 
@@ -95,12 +97,12 @@ def test_a_result_that_does_not_count_says_why(found: RunRecord, word: str, reas
 
 
 @pytest.mark.parametrize("scenario", ["offline", "server"])
-def test_requests_that_the_client_had_no_files_for_are_the_clients(scenario: str) -> None:
+def test_requests_that_the_client_had_no_files_for_are_the_clients(scenario: str, golden: object) -> None:
     """They are no late answers of the server, with limits or without."""
     asked = [*timed(459), *(request(459 + n, error="client") for n in range(9))]
     (verdict,) = build(record(asked, scenario=scenario, rate_per_s=1.0)).served
     assert verdict.verdict == "INVALID(client)"
-    assert verdict.reasons == ("client: had no files, ports or buffers left for 9 requests",)
+    assert verdict.reasons == golden
     none = [request(n, error="client") for n in range(459)]
     (verdict,) = build(record(none, scenario=scenario, rate_per_s=1.0)).served
     assert verdict.verdict == "INVALID(client)"
@@ -141,31 +143,32 @@ def test_a_failed_accuracy_of_the_whole_set_is_a_reason() -> None:
     assert verdict_of(load, replace(failed, outcome=UNTOLD)).is_valid
 
 
-def test_a_launch_that_cannot_be_believed_is_left_out_and_named() -> None:
+def test_a_launch_that_cannot_be_believed_is_left_out_and_named(golden: object) -> None:
     doubted = record(timed(2), repeat=1, clients=(replace(CLIENT, cpu_s=0.9),))
     (verdict,) = build(record(timed(2)), doubted).served
     assert verdict.is_valid
     assert len(verdict.runs) == 1
-    assert verdict.left_out == (f"{doubted.spec.run_id}: client: used 90% of a core (at most 80%)",)
+    assert verdict.left_out == golden
 
 
-def test_each_load_of_a_sweep_has_a_row_and_a_verdict() -> None:
+def test_each_load_of_a_sweep_has_a_row_and_a_verdict(golden: object) -> None:
     stages = [stage(n, scenario="server", rate_per_s=rate) for n, rate in enumerate((2.0, 1.0))]
     asked = [replace(r, stage=0) for r in timed(459, 50)] + [replace(r, stage=1) for r in timed(459)]
     report = build(record(asked, stages=stages, scenario="search", rate_per_s=1.0))
     rows = cells(report, "Served model")
     assert [row[:2] for row in rows] == [["search, 1/s", "VALID"], ["search, 2/s", "INVALID"]]
-    assert answer(report)[0] == "Up to 1 requests/s kept the limits, 2 did not."
+    assert answer(report)[0] == golden
 
 
-def test_a_search_in_which_no_rate_failed_is_told_as_a_lower_bound() -> None:
+def test_a_search_in_which_no_rate_failed_is_told_as_a_lower_bound(golden: object) -> None:
     """The load whose client was late is the last one: its doubt is no part of the answer."""
     late = replace(CLIENT, schedule_lag_p99_ns=5e6, stage=1)
     stages = [stage(n, scenario="server", rate_per_s=rate) for n, rate in enumerate((8.0, 16.0))]
     asked = [replace(r, stage=0) for r in timed(459)] + [replace(r, stage=1) for r in timed(459)]
     found = record(asked, stages=stages, clients=(CLIENT, late), scenario="search", rate_per_s=8.0)
     first = answer(build(found))[0]
-    assert first.startswith("At least 8 requests/s kept the limits: 8/s passed (459 requests, 0 late); none failed")
+    assert first == golden
+    assert "459" in first
     assert "client" not in first
 
 
@@ -202,25 +205,30 @@ def both(repeats: int = 2) -> list[RunRecord]:
     return found
 
 
-def test_the_answer_comes_first() -> None:
+def test_the_answer_comes_first(golden: object) -> None:
     report = build(*both())
     first, second = answer(report)
-    assert first.startswith(
-        "2 replicas served 15.0 tokens/s at most (1.50 times the best one's own rate; offline, partition"
-    )
-    assert second.startswith("The dynamic partition served 1.50 times the tokens/s of the static one")
-    assert "The whole set of 120 samples would take 1 min 20 s" in grounds(report)
+    assert first == golden
+    assert "15.0" in first
+    assert "1.50" in first
+    assert second == golden
+    assert "1.50" in second
+    text = grounds(report)
+    assert text == golden
+    assert "120" in text
 
 
-def test_a_replica_asked_alone_is_not_the_answer() -> None:
+def test_a_replica_asked_alone_is_not_the_answer(golden: object) -> None:
     """Alone it serves 20 tokens/s, more than both do together: still the answer is about both."""
     stages = [stage(n, scenario="offline", replica=n) for n in (0, 1)]
     asked = [r for n in (0, 1) for r in in_turns(n, 4, 0.5, stage=n)]
     report = build(record(asked, stages=stages, replicas=TWO, partition="paired"), both(1)[1])
-    assert answer(report)[0].startswith("2 replicas served 15.0 tokens/s")
+    text = answer(report)[0]
+    assert text == golden
+    assert "15.0" in text
 
 
-def test_the_answer_says_under_how_much_load_the_best_one_was_alone() -> None:
+def test_the_answer_says_under_how_much_load_the_best_one_was_alone(golden: object) -> None:
     alone = [stage(n, scenario="offline", replica=n, concurrency=4) for n in (0, 1)]
     asked = [r for n in (0, 1) for r in in_turns(n, 4, 0.5, stage=n)]
     together = replace(both(1)[1], stages=(stage(0, scenario="offline", concurrency=8),))
@@ -228,7 +236,8 @@ def test_the_answer_says_under_how_much_load_the_best_one_was_alone() -> None:
     report = build(paired, together)
     words = "0.750 times the best one alone with its share of the 8 in flight"
     assert words in answer(report)[0]
-    assert "0.75 times the best one alone with its share of the 8 in flight (replica" in report.fleets[0].text
+    assert report.fleets[0].text == golden
+    assert "0.75" in report.fleets[0].text
 
 
 def test_a_rate_of_a_replica_says_over_which_time_it_is() -> None:
@@ -244,7 +253,7 @@ def test_a_rate_of_a_replica_says_over_which_time_it_is() -> None:
     assert rates == {"output in its own time, tokens/s": "10.0", "output over the whole load, tokens/s": "5.00"}
 
 
-def test_tables_of_replicas_gain_and_the_whole_set() -> None:
+def test_tables_of_replicas_gain_and_the_whole_set(golden: object) -> None:
     report = build(*both())
     static = cells(report, "Replicas (offline, static")
     assert [row[:3] for row in static] == [
@@ -255,13 +264,10 @@ def test_tables_of_replicas_gain_and_the_whole_set() -> None:
     assert [row[5] for row in static] == ["50", "100", "\u2013"]
     ((load, _, verdict, _),) = cells(report, "Gain of the dynamic partition")
     assert (load, verdict) == ("offline", "better")
-    assert {row[0] for row in cells(report, "Time for the whole set")} == {
-        "offline, partition static",
-        "offline, partition dynamic",
-    }
+    assert {row[0] for row in cells(report, "Time for the whole set")} == golden
 
 
-def test_of_a_sweep_the_replicas_of_the_load_that_served_most_are_shown() -> None:
+def test_of_a_sweep_the_replicas_of_the_load_that_served_most_are_shown(golden: object) -> None:
     def asked(number: int, seconds: float) -> list[RequestSample]:
         return [*in_turns(0, 3, seconds, stage=number), *in_turns(1, 3, seconds, first=3, stage=number)]
 
@@ -269,7 +275,7 @@ def test_of_a_sweep_the_replicas_of_the_load_that_served_most_are_shown() -> Non
     report = build(record([*asked(0, 1.0), *asked(1, 0.5)], stages=stages, replicas=TWO, scenario="sweep"))
     assert len(report.fleets) == 2
     titles = [table.title for table in machine_tables(report)]
-    assert titles == ["Served model", "Replicas (sweep, concurrency 3, static partition)"]
+    assert titles == golden
 
 
 def test_tables_of_replicas_are_told_apart_by_what_differs() -> None:
@@ -286,12 +292,16 @@ def test_measurements_over_replicas_are_told_apart_by_their_axes() -> None:
     assert {m.metric: m.value for m in report.measurements}["straggler_ratio"] == pytest.approx(0.5)
 
 
-def test_a_replica_that_died_stands_in_the_answer() -> None:
+def test_a_replica_that_died_stands_in_the_answer(golden: object) -> None:
     asked = [*in_turns(0, 11, 1.0), *in_turns(1, 1, 2.0, first=11)]
     lost = (replica(0), replica(1, died_ns=3 * S, reassigned=5))
     report = build(record(asked, replicas=lost))
-    assert answer(report)[1] == "Failed: replica 1 was gone after 3.0 s; others took 5 of its samples."
-    assert cells(report, "Replicas")[1][-1] == "gone after 3.0 s"
+    text = answer(report)[1]
+    assert text == golden
+    assert "3.0" in text
+    text = cells(report, "Replicas")[1][-1]
+    assert text == golden
+    assert "3.0" in text
 
 
 # --- records that hold little ---

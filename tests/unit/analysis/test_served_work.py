@@ -50,20 +50,20 @@ def test_equal_work_is_compared() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    "change",
     [
-        ({"tokens": 4}, "answered tokens: 600 against 480"),
-        ({"prompt_tokens": 16}, "prompt tokens: 1,800 against 1,920"),
-        ({"text": "something else entirely"}, "texts: 95% begin alike against 0 of 120 begin alike, 0 are equal"),
+        {"tokens": 4},
+        {"prompt_tokens": 16},
+        {"text": "something else entirely"},
     ],
 )
-def test_different_work_is_not_ranked(change: dict[str, Any], reason: str) -> None:
+def test_different_work_is_not_ranked(change: dict[str, Any], golden: object) -> None:
     found = only(run("vllm", text="what was asked for"), run(seconds=0.01, **{"text": "what was asked for"} | change))
-    assert found.reasons == (reason,)
+    assert found.reasons == golden
     assert found.comparisons == ()
     report = build([run("vllm", text="what was asked for"), run(seconds=0.01, **{"text": "a"} | change)], "test")
     (table,) = present.tables(report)
-    assert table.rows[0][4].text == "not ranked"
+    assert table.rows[0][4].text == golden
 
 
 def test_texts_that_part_late_are_the_same_work() -> None:
@@ -71,29 +71,29 @@ def test_texts_that_part_late_are_the_same_work() -> None:
     assert found.equal
 
 
-def test_half_of_the_samples_is_other_work() -> None:
+def test_half_of_the_samples_is_other_work(golden: object) -> None:
     half = run("vllm")
     found = only(dataclasses.replace(half, requests=half.requests[: COUNT // 2]), run())
-    assert found.reasons == ("samples: 120 answered by either against 60 by both",)
+    assert found.reasons == golden
 
 
-def test_a_dtype_that_engines_tell_must_agree() -> None:
+def test_a_dtype_that_engines_tell_must_agree(golden: object) -> None:
     def with_dtype(record: RunRecord, dtype: str) -> RunRecord:
         return dataclasses.replace(record, replicas=(build_replica(0, "a", settings={"dtype": dtype}),))
 
     assert only(with_dtype(run("vllm"), "torch.float32"), with_dtype(run(), "float32")).equal
     found = only(with_dtype(run("vllm"), "bfloat16"), with_dtype(run(), "float32"))
-    assert found.reasons == ("computes in: bf16 against fp32",)
+    assert found.reasons == golden
 
 
-def test_a_flag_goes_with_the_verdict() -> None:
+def test_a_flag_goes_with_the_verdict(golden: object) -> None:
     answers = [build_answer(r, n, "x" if r == 0 else "right") for r in range(3) for n in range(2)]
     wrong = dataclasses.replace(run("vllm", 0.05), answers=tuple(answers))
     report = build([wrong, run(phase=3)], "test")
     (pair,) = report.served_pairs
-    assert pair.flags == ("vllm: replica 0 answered 2 of 2 questions otherwise than most replicas",)
+    assert pair.flags == golden
     (table,) = present.tables(report)
-    assert table.rows[0][4].text.endswith("better, flagged")
+    assert table.rows[0][4].text == golden
 
 
 # --- two folders ---
@@ -107,15 +107,19 @@ def by_metric(found: Between) -> dict[str, Change]:
     return {c.metric: c for c in found.changes}
 
 
-def test_a_slower_server_is_a_regression() -> None:
+def test_a_slower_server_is_a_regression(golden: object) -> None:
     found = compared([run()], [run(seconds=0.13, phase=3)])
     changes = by_metric(found)
     assert changes["output_tokens_per_s"].verdict == WORSE
     assert changes["output_tokens_per_s"].ratio == pytest.approx(1 / 1.3, rel=0.01)
     assert changes["ttft_p50_s"].verdict == WORSE
     assert {r.text.partition(":")[0] for r in gate.regressions(found, 10)} == {changes["ttft_p50_s"].label}
-    assert told.sentence(found).startswith("Output tokens/s: B is 23")
-    assert "TTFT p50: B is 30" in told.sentence(found)
+    text = told.sentence(found)
+    assert text == golden
+    assert "23" in text
+    assert "TTFT" in text
+    assert "p50" in text
+    assert "30" in text
     assert by_metric(compared([run()], [run(phase=3)]))["output_tokens_per_s"].verdict == TIE
     assert gate.regressions(compared([run()], [run(phase=3)]), 0) == ()
 
@@ -126,25 +130,32 @@ def test_another_engine_meets_and_is_named() -> None:
     assert any(d.path == "engine" for d in found.shared)
 
 
-def test_other_answers_are_not_compared_and_other_questions_do_not_meet() -> None:
+def test_other_answers_are_not_compared_and_other_questions_do_not_meet(golden: object) -> None:
     found = compared([run()], [run(seconds=0.05, tokens=2, phase=3)])
     assert {c.verdict for c in found.changes} == {None}
-    assert found.changes[0].reason == "not equal work: answered tokens: 600 against 240"
+    assert found.changes[0].reason == golden
+    assert "600" in found.changes[0].reason
+    assert "240" in found.changes[0].reason
     longer = build_record(build_spec(max_tokens=64), one_by_one(0.1, COUNT))
-    with pytest.raises(RequestError, match=r"serving.max_tokens is 128 in A and 64 in B"):
+    with pytest.raises(RequestError) as caught:
         compared([run("openai:url=http://x")], [longer])
+    assert str(caught.value) == golden
+    assert "serving.max_tokens" in str(caught.value)
+    assert "128" in str(caught.value)
+    assert "64" in str(caught.value)
 
 
-def test_a_run_that_may_not_be_believed_is_not_ranked() -> None:
+def test_a_run_that_may_not_be_believed_is_not_ranked(golden: object) -> None:
     """It answered its first request as often as there are requests, so it counts for nothing."""
     broken = run(seconds=0.01, phase=3)
     twice = tuple(dataclasses.replace(q, number=0) for q in broken.requests)
-    with pytest.raises(RequestError, match="requests 0 were answered more than once"):
+    with pytest.raises(RequestError) as caught:
         compared([run()], [dataclasses.replace(broken, requests=twice)])
+    assert str(caught.value) == golden
     repeated = dataclasses.replace(broken, spec=dataclasses.replace(broken.spec, repeat=1), requests=twice)
     found = compared([run()], [run(phase=3), repeated])
     assert by_metric(found)["output_tokens_per_s"].verdict == TIE
-    assert [lost.reason for lost in found.lost] == ["1 of 2 runs: requests 0 were answered more than once"]
+    assert [lost.reason for lost in found.lost] == golden
 
 
 def test_loads_of_a_sweep_meet_by_their_load() -> None:

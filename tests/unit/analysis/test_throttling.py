@@ -54,11 +54,12 @@ def test_a_sample_stands_for_the_time_around_it_but_not_for_a_pause() -> None:
     assert ends.tolist() == [0.5, 1.5, 3.0, 9.5]
 
 
-def test_steps_that_overlap_a_throttled_sample_are_tagged(run_on_gpus: Builder) -> None:
+def test_steps_that_overlap_a_throttled_sample_are_tagged(run_on_gpus: Builder, golden: object) -> None:
     # Throttled readings at 1010 to 1012 stand for 1009.75 to 1012.25: steps 9, 10, 11 and 12.
     found = open_window(run_on_gpus(stream(during(1010, 1012)))).throttling
     assert found == gauges.Throttling(4, 29, CAP)
-    assert found.text == "4 of 29 steps while throttled: software power cap"
+    assert found.text == golden
+    assert "29" in found.text
 
 
 def test_steps_of_any_gpu_count_once_and_every_reason_is_named(run_on_gpus: Builder) -> None:
@@ -83,19 +84,22 @@ def test_a_gpu_that_does_not_tell_is_not_called_healthy(run_on_gpus: Builder, ma
     assert open_window(older).throttling is None, "nobody knows when its steps ran"
 
 
-def test_the_run_and_the_devices_say_so(run_on_gpus: Builder, make_reference: Builder) -> None:
+def test_the_run_and_the_devices_say_so(run_on_gpus: Builder, make_reference: Builder, golden: object) -> None:
     record = run_on_gpus(stream(during(1010, 1012)))
     found = report.build([make_reference(record.spec), record], "t")
     run = next(run for run in found.runs if not run.is_reference)
     assert (run.status, run.throttled_steps) == ("ok", 4)
-    assert "4 of 29 steps while throttled: software power cap" in run.health
+    assert run.health == golden
+    assert any("29" in note for note in run.health)
     (state,) = found.gauges
     assert (state.host, state.device, state.throttle_reasons) == ("node-a", 0, CAP)
     (table,) = tables(found)
     shown = dict(zip((column.heading for column in table.columns), table.rows[0], strict=True))
-    assert (shown["device"].text, shown["clock least / median, MHz"].text) == ("node-a, GPU 0", "1,700 / 1,700")
-    assert (shown["throttled"].text, shown["throttled"].detail) == ("8% of readings", "software power cap")
-    assert "Not told here: most memory." in table.notes
+    assert shown["clock least / median, MHz"].text == "1,700 / 1,700"
+    assert shown["device"].text == golden
+    assert shown["throttled"].detail == "software power cap"
+    assert shown["throttled"].text == golden
+    assert table.notes == golden
 
 
 # --- two sides ---
@@ -116,12 +120,14 @@ def sides(run_on_gpus: Builder, make_steps: Builder) -> Builder:
     return build
 
 
-def test_a_comparison_of_a_throttled_side_says_so(sides: Builder) -> None:
+def test_a_comparison_of_a_throttled_side_says_so(sides: Builder, golden: object) -> None:
     (compared,) = compare.compare_cells(sides(1020.0))
     speed = next(c for c in compared.comparisons if c.metric == "tokens_per_s")
     assert (speed.label, speed.verdict) == ("fsdp2", "better")
     assert speed.throttled == (0.0, pytest.approx(20 / 29))
-    assert "throttled in 0% of the steps of fsdp2, 69% of ddp" in speed.reason
+    assert speed.reason == golden
+    assert "fsdp2" in speed.reason
+    assert "69" in speed.reason
     assert turned(speed).throttled == speed.throttled[::-1]
 
 
@@ -130,17 +136,20 @@ def test_sides_throttled_alike_are_compared_as_ever(sides: Builder) -> None:
     assert all(c.throttled is None for c in compared.comparisons), "one step of 29 is under 5 %"
 
 
-def test_the_answer_and_the_recommendation_say_so(sides: Builder) -> None:
+def test_the_answer_and_the_recommendation_say_so(sides: Builder, golden: object) -> None:
     from paceline.analysis.recommend import recommend
 
     found = recommend(compare.compare_cells(sides(1020.0)))
     speed = next(r for r in found if r.metric == "tokens_per_s")
-    assert "share of steps while a GPU was throttled: ddp 69%" in speed.caveats
+    assert speed.caveats == golden
+    assert any("69" in caveat for caveat in speed.caveats)
     empty: dict[str, Any] = dict.fromkeys(("runs", "measurements", "certificates", "comparisons", "scaling"), ())
     page = Report(title="t", created_at=0.0, paceline_version="0", machines=(), recommendations=(speed,), **empty)
-    assert answer.answer(page)[1] == (
-        "GPUs were throttled in 0% of the steps of FSDP2 and 69% of those of DDP: that may be part of the difference."
-    )
+    text = answer.answer(page)[1]
+    assert text == golden
+    assert "FSDP2" in text
+    assert "69" in text
+    assert "DDP" in text
 
 
 # --- the table and the curves ---

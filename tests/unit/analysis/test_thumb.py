@@ -49,30 +49,39 @@ def test_a_longer_sequence_or_fewer_gpus_may_not_fit() -> None:
     assert long.activation_bytes == 2 * short.activation_bytes
 
 
-def test_nothing_is_said_about_speed() -> None:
+def test_nothing_is_said_about_speed(golden: object) -> None:
     table = verdicts.advice(thumb.advise(Choice("llama-8b"), "h100", 8))
     words = " ".join((table.title, *table.notes, *(column.heading for column in table.columns)))
-    assert "Rule of thumb" in words
+    assert words == golden
     assert not {"faster", "tokens/s", "fastest"} & set(words.split())
 
 
-def test_a_full_gpu_name_is_that_gpu_and_a_short_one_the_smallest_of_all() -> None:
+def test_a_full_gpu_name_is_that_gpu_and_a_short_one_the_smallest_of_all(golden: object) -> None:
     assert thumb.find_gpu("NVIDIA H100 NVL") == ("H100 NVL", 94e9)
-    assert thumb.find_gpu("h100") == ("H100 80GB HBM3, H100 PCIe", 80e9)
+    found = thumb.find_gpu("h100")
+    assert found[0] == golden
+    assert "H100" in found[0]
+    assert "80" in found[0]
+    assert "HBM3" in found[0]
+    assert found[1] == 80e9
     assert thumb.find_gpu("A100") == ("A100-SXM4-40GB", 40e9)
     assert thumb.find_gpu("A10") == ("A10", 24e9), "A10G is another word"
 
 
 @pytest.mark.parametrize("name", ["h1", "", "H1000", "Tesla V100-SXM2-32GB"])
-def test_an_unknown_gpu_is_refused(name: str) -> None:
-    with pytest.raises(RequestError, match=r"--gpu: .* was given; accepted is the name of one of A10, "):
+def test_an_unknown_gpu_is_refused(name: str, golden: object) -> None:
+    with pytest.raises(RequestError) as caught:
         thumb.find_gpu(name)
+    assert str(caught.value) == golden
+    assert "--gpu" in str(caught.value)
+    assert "A10" in str(caught.value)
 
 
-@pytest.mark.parametrize(("gpus", "length", "words"), [(0, None, "--gpus: 0"), (8, 10**9, "--sequence-length")])
-def test_wrong_numbers_are_refused(gpus: int, length: int | None, words: str) -> None:
-    with pytest.raises(RequestError, match=words):
+@pytest.mark.parametrize(("gpus", "length"), [(0, None), (8, 10**9)])
+def test_wrong_numbers_are_refused(gpus: int, length: int | None, golden: object) -> None:
+    with pytest.raises(RequestError) as caught:
         thumb.advise(Choice("llama-8b"), "h100", gpus, length)
+    assert str(caught.value) == golden
 
 
 def test_measured_peaks_lie_near_the_rule() -> None:

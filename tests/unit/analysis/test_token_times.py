@@ -19,10 +19,10 @@ def test_an_arrival_holds_all_tokens_of_its_time() -> None:
     assert np.flatnonzero(found.first).tolist() == [0, 3]
 
 
-def test_times_that_were_not_kept_are_not_made_up() -> None:
+def test_times_that_were_not_kept_are_not_made_up(golden: object) -> None:
     assert token_times.arrivals([request(token_ns=()), request(pieces=0, token_ns=())]).unknown == 1
     whole = token_times.steady([request(token_ns=())], 1)
-    assert whole.reason == "the times of the tokens of 1 answers were not kept"
+    assert whole.reason == golden
     assert len(token_times.gaps_between_tokens([]).seconds) == 0
 
 
@@ -59,9 +59,10 @@ def test_the_steady_part_leaves_ramp_and_end_out() -> None:
     assert rows[:, 1].tolist() == [1, 1, 1]
 
 
-def test_a_load_that_was_never_full_has_no_steady_part() -> None:
+def test_a_load_that_was_never_full_has_no_steady_part(golden: object) -> None:
     found = token_times.steady([streamed(0, 0, 1), streamed(1, 1, 2)], 4)
-    assert found.reason == "4 requests were never in flight at once, 95% of 4"
+    assert found.reason == golden
+    assert "95" in found.reason
 
 
 def by_name(scenario: str, count: int, **serving: object) -> dict[str, object]:
@@ -80,11 +81,15 @@ def test_the_steady_rate_stands_beside_the_whole() -> None:
     assert found["steady_ratio"].value == pytest.approx(0.5)
 
 
-def test_where_there_is_no_steady_rate_the_reason_stands() -> None:
+def test_where_there_is_no_steady_rate_the_reason_stands(golden: object) -> None:
     rate = by_name("server", 2, rate_per_s=1.0)["steady_output_tokens_per_s"]
     assert (rate.value, rate.note) == (None, served.OPEN_LOAD)
     rate = by_name("concurrency", 2, concurrency=40)["steady_output_tokens_per_s"]
-    assert (rate.value, rate.note) == (None, "38 requests were never in flight at once, 95% of 40")
+    assert rate.value is None
+    assert rate.note == golden
+    assert "38" in rate.note
+    assert "95" in rate.note
+    assert "40" in rate.note
 
 
 # --- a closed load: the steady part holds its refills and neither ramp nor end ---

@@ -21,14 +21,13 @@ def with_slow(rank: int, factor: float = 0.5) -> Callable[[int, int], float]:
     return lambda a, b: 1e9 * (factor if rank in (a, b) else 1.0)
 
 
-def test_one_slow_host_of_four_is_named_and_nothing_else() -> None:
+def test_one_slow_host_of_four_is_named_and_nothing_else(golden: object) -> None:
     (found,) = suspects(made.tournament(4, with_slow(2), noise=0.03), 4, nodes=4)
     assert (found.kind, found.ranks, found.hosts, found.devices) == ("node", (2,), ("node-c",), ("cpu",))
     assert found.confirmed
     assert found.ratio == pytest.approx(0.5, abs=0.06)
     assert found.z < -3.5
-    assert "node node-c (rank 2 cpu) is slow" in found.text
-    assert "a second turn says the same" in found.text
+    assert found.text == golden
 
 
 def test_nodes_that_carry_one_name_are_told_apart_by_their_number() -> None:
@@ -45,11 +44,11 @@ def test_exact_data_without_any_spread_are_judged_too() -> None:
     assert suspects(made.tournament(4), 4, nodes=4) == ()
 
 
-def test_one_slow_link_is_a_link_and_its_ends_are_fine() -> None:
+def test_one_slow_link_is_a_link_and_its_ends_are_fine(golden: object) -> None:
     (found,) = suspects(made.tournament(4, {(1, 3): 0.4e9}, noise=0.03), 4, nodes=4)
     assert (found.kind, found.ranks, found.hosts) == ("link", (1, 3), ("node-b", "node-d"))
     assert found.confirmed
-    assert "link between rank 1 on node-b, cpu and rank 3 on node-d, cpu" in found.text
+    assert found.text == golden
 
 
 @pytest.mark.parametrize("speedup", [1.3, 2.0, 4.0])
@@ -99,10 +98,10 @@ def test_three_are_enough_to_tell(rank: int) -> None:
     assert (found.kind, found.ranks) == ("link", (0, 2))
 
 
-def test_of_two_ranks_nothing_can_be_said_and_that_is_said() -> None:
+def test_of_two_ranks_nothing_can_be_said_and_that_is_said(golden: object) -> None:
     found = fabric.analyse([made.build_record(made.build_spec(2, 2), made.tournament(2, with_slow(0)))])
     assert found.suspects == ()
-    assert found.notes == ("pair tournament of two ranks: a slow one cannot be told from its partner",)
+    assert found.notes == golden
     assert [p.ranks for p in found.pairs] == [(0, 1)]
 
 
@@ -110,12 +109,12 @@ def test_a_little_slower_is_nobodys_business() -> None:
     assert suspects(made.tournament(4, with_slow(2, 0.85)), 4, nodes=4) == ()
 
 
-def test_what_one_turn_says_alone_is_not_confirmed() -> None:
+def test_what_one_turn_says_alone_is_not_confirmed(golden: object) -> None:
     once = [s for s in made.tournament(8, with_slow(2, 0.4)) if s.turn == 0]
     again = [s for s in made.tournament(8) if s.turn == 1]
     (found,) = suspects([*once, *again], 8, nodes=8)
     assert not found.confirmed
-    assert "not confirmed" in found.text
+    assert found.text == golden
     (single,) = suspects(list(once), 8, nodes=8)
     assert not single.confirmed
 
@@ -164,11 +163,11 @@ def test_launches_that_say_the_same_are_one_suspicion() -> None:
     assert len(found.runs) == 2
 
 
-def test_a_shared_gpu_accuses_nobody() -> None:
+def test_a_shared_gpu_accuses_nobody(golden: object) -> None:
     record = made.build_record(made.build_spec(4, device="cuda"), made.tournament(4, with_slow(2)), shared=True)
     found = fabric.analyse([record])
     assert found.suspects == ()
-    assert "shared GPU" in found.notes[0]
+    assert found.notes[0] == golden
 
 
 def test_z_has_a_floor_where_peers_agree_too_well() -> None:

@@ -38,36 +38,44 @@ def json_answer(body: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("key", [f"{KEY}\n", f"{KEY}\r\nX: y", f"{KEY}\u2019"])
-def test_a_key_that_no_header_carries_is_refused_unsaid(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_that_no_header_carries_is_refused_unsaid(
+    key: str, monkeypatch: pytest.MonkeyPatch, golden: object
+) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", key)
-    with pytest.raises(UnsupportedError, match="the key in OPENAI_API_KEY has a character") as told:
+    with pytest.raises(UnsupportedError) as told:
         openai._found("http://127.0.0.1:9", openai.Options())
+    assert str(told.value) == golden
+    assert "OPENAI_API_KEY" in str(told.value)
     assert KEY not in str(told.value)
 
 
-def test_the_key_follows_no_redirect(answering: Answering, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_follows_no_redirect(answering: Answering, monkeypatch: pytest.MonkeyPatch, golden: object) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     other, stolen = answering(json_answer(b'{"data": [{"id": "m"}]}'))
     moved = b"HTTP/1.1 302 Found\r\nLocation: %s/v1/models\r\nContent-Length: 0\r\n\r\n" % other.encode()
     url, asked = answering(moved)
-    with pytest.raises(UnsupportedError, match="/v1/models answers 302"):
+    with pytest.raises(UnsupportedError) as caught:
         openai._found(url, openai.Options())
+    assert str(caught.value) == golden
+    assert "v1" in str(caught.value)
+    assert "302" in str(caught.value)
     assert KEY.encode() in asked[0]
     assert stolen == []
 
 
 @pytest.mark.parametrize(
-    ("answer", "words"),
+    "answer",
     [
-        (b"SSH-2.0-OpenSSH_9.6\r\n", "does not speak HTTP"),
-        (json_answer(b"welcome"), "does not answer with JSON"),
-        (json_answer(b"[" * 200_000), "does not answer with JSON"),
-        (json_answer(b'{"data": 5}'), "lists no model"),
+        b"SSH-2.0-OpenSSH_9.6\r\n",
+        json_answer(b"welcome"),
+        json_answer(b"[" * 200_000),
+        json_answer(b'{"data": 5}'),
     ],
 )
-def test_ports_of_another_kind(answer: bytes, words: str, answering: Answering) -> None:
-    with pytest.raises(UnsupportedError, match=words):
+def test_ports_of_another_kind(answer: bytes, answering: Answering, golden: object) -> None:
+    with pytest.raises(UnsupportedError) as caught:
         openai._found(answering(answer)[0], openai.Options())
+    assert str(caught.value) == golden
 
 
 def test_a_version_is_no_must(answering: Answering) -> None:

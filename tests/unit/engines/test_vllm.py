@@ -102,7 +102,12 @@ def test_a_server_is_started_and_ended_with_all_its_processes(spec: Any, told: A
 
 
 def test_the_key_is_in_no_command_line_and_no_text(
-    spec: Any, told: Any, program: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    spec: Any,
+    told: Any,
+    program: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    golden: object,
 ) -> None:
     monkeypatch.setenv("STAND_IN", "ends")
     with pytest.raises(LaunchError) as caught, vllm.open(spec(executable=program), SEAT):
@@ -111,20 +116,22 @@ def test_the_key_is_in_no_command_line_and_no_text(
     key = given["env"]["VLLM_API_KEY"]
     assert len(key) >= 24
     assert not [word for word in given["argv"] if key in word]
-    assert str(caught.value) == "vllm serve ended before it answered: ValueError: no room for the cache; key ***"
+    assert str(caught.value) == golden
+    assert "ValueError" in str(caught.value)
     printed = capfd.readouterr().err
-    assert "no room for the cache" in printed
+    assert printed == golden
     assert key not in printed
     assert all_gone(given["pids"])
 
 
-def test_one_that_is_never_ready_is_told_with_its_last_words(tmp_path: Path) -> None:
+def test_one_that_is_never_ready_is_told_with_its_last_words(tmp_path: Path, golden: object) -> None:
     waits = [sys.executable, "-c", "import time; time.sleep(600)"]
     with _server.started("vllm serve", waits, dict(os.environ), tmp_path / "log", "key") as server:
         with server.log.open("a") as log:
             log.write("OSError: tried again\n(APIServer pid=7) INFO 11-16 10:30:14 [loader.py:2] Loading weights\n\n")
-        with pytest.raises(LaunchError, match=r"did not answer within 0 s; it said last: Loading weights$"):
+        with pytest.raises(LaunchError) as caught:
             server.wait_until_ready("http://127.0.0.1:9", 0.1)
+        assert str(caught.value) == golden
     assert server.process.returncode is not None
 
 
@@ -138,7 +145,7 @@ def test_a_port_that_somebody_took_meanwhile_is_exchanged(
 
 
 def test_a_server_that_ended_while_it_was_asked_is_told(
-    spec: Any, told: Any, program: str, capfd: pytest.CaptureFixture[str]
+    spec: Any, told: Any, program: str, capfd: pytest.CaptureFixture[str], golden: object
 ) -> None:
     """By its only rank as the end of the run; of several the client goes on with the others."""
 
@@ -149,14 +156,15 @@ def test_a_server_that_ended_while_it_was_asked_is_told(
             assert time.monotonic() < end
 
     with (
-        pytest.raises(LaunchError, match="vllm serve ended while it was asked"),
+        pytest.raises(LaunchError) as caught,
         vllm.open(spec(executable=program), SEAT) as (endpoint,),
     ):
         kill(endpoint.url)
+    assert str(caught.value) == golden
     assert all_gone(told()["pids"])
     with vllm.open(spec(executable=program), replace(SEAT, world_size=2)) as (endpoint,):
         kill(endpoint.url)
-    assert "vllm serve ended while it was asked" in capfd.readouterr().err
+    assert capfd.readouterr().err == golden
 
 
 def test_a_killed_rank_leaves_no_server(spec: Any, told: Any, program: str, tmp_path: Path) -> None:
@@ -180,29 +188,32 @@ with vllm.open(spec, Seat(rank=0, local_rank=0, world_size=1, device="cpu")):
     assert all_gone(told()["pids"])
 
 
-def test_a_program_that_is_not_there_is_one_sentence(spec: Any) -> None:
-    with pytest.raises(UnsupportedError, match=r"needs the program 'no-such-vllm'.*engine.executable=") as caught:
+def test_a_program_that_is_not_there_is_one_sentence(spec: Any, golden: object) -> None:
+    with pytest.raises(UnsupportedError) as caught:
         vllm.open(spec(executable="no-such-vllm"), SEAT).__enter__()
+    assert str(caught.value) == golden
+    assert "no-such-vllm" in str(caught.value)
+    assert "engine.executable" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    "options",
     [
-        ({"tensor_parallel": 0}, "vllm.tensor_parallel: 0 was given"),
-        ({"max_num_seqs": True}, "vllm.max_num_seqs: True was given"),
-        ({"gpu_memory_utilization": 1.5}, "at most 1"),
-        ({"ready_s": 200}, "less than stall_s (100)"),
-        ({"arguments": "--x"}, "a list of texts"),
-        ({"arguments": ["--api-key=abc"]}, "no key"),
-        ({"arguments": ["--tensor_parallel_size", "2"]}, "no option of the engine itself"),
-        ({"port": 1}, "'port' was given; accepted is executable"),
+        {"tensor_parallel": 0},
+        {"max_num_seqs": True},
+        {"gpu_memory_utilization": 1.5},
+        {"ready_s": 200},
+        {"arguments": "--x"},
+        {"arguments": ["--api-key=abc"]},
+        {"arguments": ["--tensor_parallel_size", "2"]},
+        {"port": 1},
     ],
 )
-def test_what_cannot_be_is_one_sentence(spec: Any, options: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_is_one_sentence(spec: Any, options: dict[str, Any], golden: object) -> None:
     with pytest.raises(RequestError) as caught:
         vllm.check(spec(**options))
-    assert words in str(caught.value)
+    assert str(caught.value) == golden
     assert "\n" not in str(caught.value)
 
 
@@ -219,11 +230,13 @@ def test_another_program_makes_another_run_without_telling_its_folder(spec: Any)
     assert spec(prefix_caching=True).cell != here.cell
 
 
-def test_what_does_not_divide_is_refused(spec: Any) -> None:
+def test_what_does_not_divide_is_refused(spec: Any, golden: object) -> None:
     assert vllm.check(spec(tensor_parallel=4)) is None
-    assert "does not divide the 4 heads" in vllm.check(spec(tensor_parallel=3))
-    assert "neither as Llama nor as GPT-2" in vllm.check(spec(model="tiny:gated=true"))
-    assert "one for each byte" in vllm.check(spec(model="tiny-llama:vocab=100"))
+    assert vllm.check(spec(tensor_parallel=3)) == golden
+    text = vllm.check(spec(model="tiny:gated=true"))
+    assert text == golden
+    assert "GPT-2" in text
+    assert vllm.check(spec(model="tiny-llama:vocab=100")) == golden
 
 
 @pytest.mark.parametrize(
@@ -243,22 +256,27 @@ def test_any_architecture_is_left_to_the_server(spec: Any, tmp_path: Path, confi
     assert max(max(p.token_ids or ()) for p in inference.prompts_of(asked)) < 32064
 
 
-def test_a_directory_that_does_not_say_its_vocabulary_is_refused(spec: Any, tmp_path: Path) -> None:
+def test_a_directory_that_does_not_say_its_vocabulary_is_refused(spec: Any, tmp_path: Path, golden: object) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "whisper"}')
-    with pytest.raises(RequestError, match="has no vocab_size; accepted is a model of text"):
+    with pytest.raises(RequestError) as caught:
         inference.check(spec(model=str(tmp_path)))
-    with pytest.raises(RequestError, match=r"accepted is a directory with a model's config\.json"):
+    assert str(caught.value) == golden
+    assert "vocab_size" in str(caught.value)
+    with pytest.raises(RequestError) as caught:
         inference.check(spec(model=str(tmp_path / "none")))
+    assert str(caught.value) == golden
+    assert "config.json" in str(caught.value)
 
 
-def test_gpus_are_those_of_the_rank() -> None:
+def test_gpus_are_those_of_the_rank(golden: object) -> None:
     def own(local_rank: int, tensor_parallel: int, shown: str = "4,5,6,GPU-7") -> tuple[str, ...]:
         seat = Seat(rank=local_rank, local_rank=local_rank, world_size=2, device="cuda")
         return vllm.devices_of(seat, tensor_parallel, {"CUDA_VISIBLE_DEVICES": shown})
 
     assert (own(0, 2), own(1, 2), own(3, 1)) == (("4", "5"), ("6", "GPU-7"), ("GPU-7",))
-    with pytest.raises(UnsupportedError, match="needs 6 GPUs of its host, which shows 4"):
+    with pytest.raises(UnsupportedError) as caught:
         own(2, 2)
+    assert str(caught.value) == golden
 
 
 def test_the_server_does_not_take_the_rank_s_place_for_its_own(spec: Any) -> None:

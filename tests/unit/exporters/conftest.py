@@ -295,5 +295,5 @@ def empty_report() -> Report:
 
 
 @pytest.fixture
-def golden() -> Path:
+def golden_folder() -> Path:
     return Path(__file__).parents[2] / "golden" / "exporters"

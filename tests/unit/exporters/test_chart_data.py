@@ -43,14 +43,17 @@ def test_a_builder_is_one_line(report: Report, monkeypatch: pytest.MonkeyPatch) 
     assert charts(report)[-1] is cost
 
 
-def test_throughput_is_the_ranking_with_its_intervals(report: Report) -> None:
+def test_throughput_is_the_ranking_with_its_intervals(report: Report, golden: object) -> None:
     first, second, *_ = named(report, "throughput").points
     assert (first.label, second.label) == ("ddp", "fsdp2")
     assert first.low is not None
     assert first.high is not None
     assert first.low < first.y == 12345.0 < first.high
     assert first.text == "12,345"
-    assert first.detail.startswith("12,345 [12,289, 12,401] tokens/s\n90 samples of 3 launches")
+    assert first.detail == golden
+    assert "12,345" in first.detail
+    assert "12,289" in first.detail
+    assert "12,401" in first.detail
     assert len(first.runs) == 3
 
 
@@ -103,9 +106,9 @@ def test_capacity_is_a_line_where_it_is_near_and_a_word_where_it_is_far(
     assert ("beyond this axis" in chart.subtitle) != drawn
 
 
-def test_scaling_names_its_measured_baseline(report: Report) -> None:
+def test_scaling_names_its_measured_baseline(report: Report, golden: object) -> None:
     chart = named(report, "scaling_weak")
-    assert chart.title == "Weak scaling against ddp, 1 process"
+    assert chart.title == golden
     assert [(p.x, round(p.y, 1)) for p in chart.points] == [(1, 100.0), (2, 91.1)]
     assert [rule.label for rule in chart.rules] == ["ideal"]
 
@@ -154,7 +157,7 @@ def test_parts_of_the_loss_never_reach_beyond_the_step(
     assert chart.points[-1].text == "91% efficient"
 
 
-def test_components_are_cut_at_their_peak(report: Report) -> None:
+def test_components_are_cut_at_their_peak(report: Report, golden: object) -> None:
     sizes = {"parameters": 2 * GIB, "activations": 3 * GIB, "peak": 4 * GIB}
     row = MemoryRow(
         cell="m",
@@ -172,7 +175,8 @@ def test_components_are_cut_at_their_peak(report: Report) -> None:
         ("parameters", 2.0, True),
         ("activations", 2.0, True),
     ]
-    assert chart.points[-1].text == "predicted +0.0 %"
+    assert chart.points[-1].text == golden
+    assert "0.0 %" in chart.points[-1].text
     assert [rule.y for rule in chart.rules] == [8.0]
 
 

@@ -74,9 +74,10 @@ def designed(report: Report) -> Report:
     return dataclasses.replace(report, effects=(outcome,))
 
 
-def test_the_ranked_table_says_what_did_not_matter_and_its_bound(designed: Report) -> None:
+def test_the_ranked_table_says_what_did_not_matter_and_its_bound(designed: Report, golden: object) -> None:
     ranked, crossed = effects.tables(designed)
-    assert (ranked.title, crossed.title) == ("What mattered, what did not", "Interactions")
+    assert crossed.title == "Interactions"
+    assert ranked.title == golden
     texts = [[cell.text for cell in row] for row in ranked.rows]
     assert texts[0][:3] == ["both", "+43.10", "speeds up"]
     assert ranked.rows[0][1].detail == "[+42.40, +43.80]"
@@ -85,21 +86,27 @@ def test_the_ranked_table_says_what_did_not_matter_and_its_bound(designed: Repor
     assert texts[2][4:6] == ["\u2013", "\u2013"], "memory that was not measured is a dash"
     assert [cell.text for cell in crossed.rows[0]][2] == "not told apart"
     assert crossed.rows[0][-1].text == "a \u00d7 b"
-    assert "Without a valid run: precision fp16 (oom: 7 GiB asked)." in ranked.notes
+    assert ranked.notes == golden
+    assert any("fp16" in note for note in ranked.notes)
     assert "Read this." in ranked.notes
 
 
-def test_the_answer_is_what_mattered(designed: Report) -> None:
+def test_the_answer_is_what_mattered(designed: Report, golden: object) -> None:
     first, second = answer(designed)
-    assert first == "What mattered most: both (+43 % tokens/s)."
-    assert second == "No effect on speed: rank 16 \u2192 8 (under 0.8 %)."
-    assert grounds(designed).startswith("Design: fractional from rank 16 and length 2; on single, tiny.")
+    assert first == golden
+    assert "43 %" in first
+    assert second == golden
+    assert "16" in second
+    assert "0.8 %" in second
+    text = grounds(designed)
+    assert text == golden
+    assert "16" in text
 
 
-def test_where_nothing_matters_the_answer_says_so(designed: Report) -> None:
+def test_where_nothing_matters_the_answer_says_so(designed: Report, golden: object) -> None:
     outcome = dataclasses.replace(designed.effects[0], effects=EFFECTS[1:3])
     first, _ = answer(dataclasses.replace(designed, effects=(outcome,)))
-    assert first == "Of the changes tried, none is known to matter."
+    assert first == golden
 
 
 def test_without_effects_the_answer_is_the_recommendation(report: Report, designed: Report) -> None:
@@ -107,14 +114,15 @@ def test_without_effects_the_answer_is_the_recommendation(report: Report, design
     assert answer(dataclasses.replace(designed, effects=(empty,))) == answer(report)
 
 
-def test_the_chart_has_a_panel_per_metric_around_no_change(designed: Report) -> None:
+def test_the_chart_has_a_panel_per_metric_around_no_change(designed: Report, golden: object) -> None:
     chart = charts(designed)[0]
     assert (chart.name, chart.kind, [rule.y for rule in chart.rules]) == ("effects", "spans", [0.0])
     first = chart.points[0]
     assert (first.y, first.low, first.high) == tuple(map(pytest.approx, (43.1, 42.4, 43.8)))
     unknown = "undecided or not told apart"
     assert [point.series for point in chart.points[:4]] == ["matters", unknown, "no effect", unknown]
-    assert chart.points[2].text == "under 0.8 %"
+    assert chart.points[2].text == golden
+    assert "0.8 %" in chart.points[2].text
     assert len({point.group for point in chart.points}) == 2
 
 
@@ -163,16 +171,24 @@ def test_cells_of_a_design_that_stand_alone_are_one_list(designed: Report) -> No
     assert all(row.rank is None for row in group.rows)
 
 
-def test_a_shown_run_tells_where_its_profiled_steps_went() -> None:
+def test_a_shown_run_tells_where_its_profiled_steps_went(golden: object) -> None:
     from paceline.present.record import _profile
     from paceline.records import TraceSample
 
     old = TraceSample(rank=1, steps=2, wall_s=2.0, compute_s=1.5, communication_s=0.4, exposed_s=0.2)
-    assert _profile(old) == ("  rank 1, 2 profiled steps of 1,000 ms: compute 75%, exposed communication 10%, gap 15%")
+    text = _profile(old)
+    assert text == golden
+    assert "1,000" in text
+    assert "75" in text
+    assert "10" in text
     told = dataclasses.replace(
         old, products_s=0.8, attention_s=0.2, dequantisation_s=0.3, elementwise_s=0.2, copies_s=0.0
     )
-    assert "products 40%, attention 10%, dequantisation 15%, elementwise 10%, copies 0%, exposed" in _profile(told)
+    text = _profile(told)
+    assert text == golden
+    assert "40" in text
+    assert "10" in text
+    assert "15" in text
 
 
 def test_cells_of_one_design_are_named_by_their_changes_and_not_chosen_between(designed: Report) -> None:

@@ -88,9 +88,9 @@ def printed(renderable: object, width: int) -> str:
 # --- tables ---
 
 
-def test_one_line_per_operation_and_dtype_with_peak_latency_and_fit(swept: Report) -> None:
+def test_one_line_per_operation_and_dtype_with_peak_latency_and_fit(swept: Report, golden: object) -> None:
     table = fabric.tables(swept)[0]
-    assert table.title == "Collectives, 4 processes"
+    assert table.title == golden
     assert column(table, "operation") == ["all_reduce", "all_reduce", "broadcast", "all_to_all", "barrier"]
     assert column(table, "latency")[0] == "20.5"
     assert column(table, "peak busbw")[0] == "9.62"
@@ -99,17 +99,21 @@ def test_one_line_per_operation_and_dtype_with_peak_latency_and_fit(swept: Repor
     assert (column(table, "fit \u03b1")[0], column(table, "fit \u03b2")[0]) == ("20.3", "9.70")
     assert column(table, "rows") == ["16 ok", "16 ok", "8 ok", "1 oom", "1 ok"]
     assert column(table, "peak busbw")[3:] == ["\u2013", "\u2013"]
-    assert "all_to_all in fp32, 1 MiB: oom: tried to allocate 2 GiB" in table.notes
+    assert table.notes == golden
+    assert any("all_to_all" in note for note in table.notes)
+    assert any("fp32" in note for note in table.notes)
 
 
-def test_every_row_reads_as_nccl_tests_prints_it(swept: Report) -> None:
+def test_every_row_reads_as_nccl_tests_prints_it(swept: Report, golden: object) -> None:
     fits, first, *_ = fabric.details(swept)
-    assert fits.title == "Every fit: latency and bandwidth"
+    assert fits.title == golden
     assert column(fits, "residual")[0] == "0.00"
-    assert first.title == "Every row: all_reduce, fp32, 4 processes"
+    assert first.title == golden
+    assert "all_reduce" in first.title
+    assert "fp32" in first.title
     names = [c.heading for c in first.columns]
-    assert names[:7] == ["size, B", "count", "type", "time, \u00b5s", "algbw, GB/s", "busbw, GB/s", "wrong"]
-    assert "in-place busbw, GB/s" in names
+    assert names[:7] == golden
+    assert names == golden
     last = cells(first)[-1]
     assert last[:7] == ["16,777,216", "4,194,304", "fp32", "2,610", "6.42", "9.62", "0"]
     assert len(first.rows) == len(SIZES)
@@ -127,14 +131,14 @@ def test_what_was_not_measured_is_a_dash_with_its_reason(swept: Report) -> None:
     assert (row[-1].text, row[-1].detail) == ("oom", "tried to allocate 2 GiB")
 
 
-def test_overlap_tournament_and_suspects_have_their_tables(swept: Report) -> None:
+def test_overlap_tournament_and_suspects_have_their_tables(swept: Report, golden: object) -> None:
     titles = {t.title: t for t in fabric.tables(swept)}
     assert column(titles["Collectives beside matrix products"], "hidden") == ["75.0"]
     assert column(titles["Pair tournament"], "of its kind") == ["50.0"]
     (suspect,) = cells(titles["Suspects"])
     assert suspect[:4] == ["node", "2", "node-c", "cpu"]
     assert suspect[-1] == "\u2713"
-    assert "node node-c" in titles["Suspects"].notes[0]
+    assert titles["Suspects"].notes[0] == golden
 
 
 @pytest.mark.parametrize(
@@ -159,10 +163,10 @@ def test_sweeps_are_told_apart_by_the_first_options_that_do(
     assert [text.removeprefix(f"{links.fabric_name(swept, first.axes)}, ") for text in shown] == names
 
 
-def test_nobody_suspected_is_said() -> None:
+def test_nobody_suspected_is_said(golden: object) -> None:
     found = build(*made.tournament(4, noise=0.02))
     table = next(t for t in fabric.tables(found) if t.title == "Pair tournament")
-    assert table.notes == ("No node, rank or link stands out among its peers.",)
+    assert table.notes == golden
     assert "Suspects" not in {t.title for t in fabric.tables(found)}
 
 
@@ -184,43 +188,49 @@ def test_sizes_read_in_powers_of_two(size: int, text: str) -> None:
 # --- sentences ---
 
 
-def test_the_answer_is_what_the_fabric_can_do(swept: Report) -> None:
+def test_the_answer_is_what_the_fabric_can_do(swept: Report, golden: object) -> None:
     first, second = answer(swept)
-    assert first == (
-        "all_reduce reaches 9.62 GB/s of bus bandwidth (fp32, 4 processes, at 16 MiB) and takes 20.3 \u00b5s to start."
-    )
-    assert second.startswith("Suspect: node node-c")
-    assert grounds(swept) == "Every payload arrived right; 1 of 42 rows could not be measured."
+    assert first == golden
+    assert "all_reduce" in first
+    assert "9.62" in first
+    assert "GB" in first
+    assert second == golden
+    text = grounds(swept)
+    assert text == golden
+    assert "42" in text
     assert present.recommendation_lines(swept) == [first, second, grounds(swept)]
 
 
-def test_wrong_data_comes_first_in_words() -> None:
+def test_wrong_data_comes_first_in_words(golden: object) -> None:
     wrong = made.row(0.001, "broadcast", 2 * MiB)
     wrong[1] = dataclasses.replace(wrong[1], wrong=3)
     found = build(*wrong)
-    assert "Data arrived wrong in 1 of 43 rows: those runs are invalid." in " ".join(answer(found))
+    text = " ".join(answer(found))
+    assert text == golden
+    assert "43" in text
     assert "invalid" in fabric.tables(found)[0].title
-    assert answer(found)[0] == "No collective was measured."
+    assert answer(found)[0] == golden
 
 
-def test_rows_without_a_check_are_not_called_right() -> None:
+def test_rows_without_a_check_are_not_called_right(golden: object) -> None:
     unchecked = [dataclasses.replace(s, wrong=None) for s in made.row(0.001, "reduce")]
     found = build(*unchecked)
-    assert "1 rows were not checked" in " ".join((*answer(found), grounds(found)))
+    assert " ".join((*answer(found), grounds(found))) == golden
 
 
-def test_a_report_about_training_keeps_its_answer(report: Report, swept: Report) -> None:
-    assert answer(dataclasses.replace(report, collectives=swept.collectives))[0].startswith("Tie between")
+def test_a_report_about_training_keeps_its_answer(report: Report, swept: Report, golden: object) -> None:
+    assert answer(dataclasses.replace(report, collectives=swept.collectives))[0] == golden
     undecided = dataclasses.replace(report, recommendations=(), collectives=swept.collectives)
     silent, beside = answer(undecided)
     assert silent == NO_ANSWER
-    assert beside.startswith("Measured: DDP (gpt-tiny, 2 processes)")
+    assert beside == golden
+    assert "DDP" in beside
     assert "all_reduce reaches" in grounds(undecided)
 
 
-def test_a_shared_gpu_says_so_beside_its_number() -> None:
+def test_a_shared_gpu_says_so_beside_its_number(golden: object) -> None:
     record = made.build_record(made.build_spec(4, device="cuda"), samples(), shared=True)
-    assert "shared GPU: not a speed" in answer(analysis.build([record], "fabric"))[0]
+    assert answer(analysis.build([record], "fabric"))[0] == golden
 
 
 # --- files ---
@@ -250,9 +260,9 @@ def test_csv_holds_every_row_beside_the_metrics(swept: Report, tmp_path: Path) -
     assert sum("busbw_bytes_per_s" in line for line in metrics.read_text().splitlines()) == 40
 
 
-def test_golden(swept: Report, golden: Path) -> None:
+def test_golden(swept: Report, golden_folder: Path) -> None:
     """PACELINE_UPDATE_GOLDEN=1 writes what is produced now; read the difference before you commit it."""
-    text, kept = markdown.text(swept), golden / "fabric.md"
+    text, kept = markdown.text(swept), golden_folder / "fabric.md"
     if os.environ.get("PACELINE_UPDATE_GOLDEN") == "1":
         write_atomically(kept, text)
     assert text == kept.read_text()
@@ -395,7 +405,7 @@ def svg_text(found: Report, name: str) -> str:
     return " ".join(ElementTree.fromstring(plots.image(found, name, "svg")).itertext())
 
 
-def test_the_charts_of_a_fabric(swept: Report, empty_report: Report) -> None:
+def test_the_charts_of_a_fabric(swept: Report, empty_report: Report, golden: object) -> None:
     assert plots.available(swept) == ("collective_bandwidth", "collective_latency", "pairs")
     assert plots.available(empty_report) == ()
     bandwidth = svg_text(swept, "collective_bandwidth")
@@ -404,12 +414,13 @@ def test_the_charts_of_a_fabric(swept: Report, empty_report: Report) -> None:
     assert "barrier" not in bandwidth
     latency = svg_text(swept, "collective_latency")
     assert "all_reduce  20.5 \u00b5s" in latency
-    assert "Time over size, fp32" in latency
+    assert latency == golden
+    assert "fp32" in latency
 
 
-def test_the_matrix_names_hosts_and_bandwidths(swept: Report) -> None:
+def test_the_matrix_names_hosts_and_bandwidths(swept: Report, golden: object) -> None:
     text = svg_text(swept, "pairs")
-    assert "node-c  2" in text
+    assert text == golden
     assert text.count("5.00") == 6
     assert text.count("10.0") == 6
 
@@ -420,11 +431,11 @@ def test_many_ranks_are_coloured_without_numbers() -> None:
     assert "1.00" not in text
 
 
-def test_the_loss_is_drawn_in_its_parts(report: Report) -> None:
+def test_the_loss_is_drawn_in_its_parts(report: Report, golden: object) -> None:
     text = svg_text(explained(report), "scaling_loss")
     for words in ("ideal", "exposed communication", "rest", "91% efficient; 75% of the loss is communication"):
         assert words in text
-    assert "not measured" not in text
+    assert text == golden
     unknown = explained(report, exposed_loss_s=None, rest_s=None, exposed_share_ratio=None)
     assert "not measured" in svg_text(unknown, "scaling_loss")
 

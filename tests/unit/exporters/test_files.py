@@ -44,14 +44,14 @@ def test_a_report_without_runs_is_exported_too(name: str, empty_report: Report, 
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_golden(name: str, report: Report, tmp_path: Path, golden: Path) -> None:
+def test_golden(name: str, report: Report, tmp_path: Path, golden_folder: Path) -> None:
     """PACELINE_UPDATE_GOLDEN=1 writes what is produced now; read the difference before you commit it."""
     written = {path.name: path.read_bytes() for path in exporter(name).export(report, tmp_path)}
     assert set(written) == set(GOLDEN[name])
     for file, content in written.items():
         if os.environ.get("PACELINE_UPDATE_GOLDEN") == "1":
-            write_atomically(golden / file, content)
-        assert content == (golden / file).read_bytes()
+            write_atomically(golden_folder / file, content)
+        assert content == (golden_folder / file).read_bytes()
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(

@@ -68,13 +68,17 @@ def test_charts_name_units_groups_and_the_measured_baseline(report: Report) -> N
     assert "ms per optimizer step" in svg_text(report, "step_time")
 
 
-def test_memory_stands_against_the_device_where_it_is_known(report: Report) -> None:
+def test_memory_stands_against_the_device_where_it_is_known(report: Report, golden: object) -> None:
     def on(memory_bytes: int | None) -> str:
         machine = {"host": "a", "gpus": [{"memory_bytes": memory_bytes}]}
         return svg_text(dataclasses.replace(report, machines=(machine,)), "memory")
 
-    assert "device: 1.0 GiB" in on(2**30)
-    assert "holds 80.0 GiB, beyond this axis" in on(80 * 2**30)
+    text = on(2**30)
+    assert text == golden
+    assert "1.0" in text
+    text = on(80 * 2**30)
+    assert text == golden
+    assert "80.0" in text
     assert "device" not in on(None)
 
 
@@ -135,13 +139,14 @@ def test_a_strategy_has_one_colour_in_every_chart(report: Report) -> None:
         assert {mark.label: mark.colour for mark in found.marks}.items() <= colours.items()
 
 
-def test_strong_scaling_is_a_family_of_the_same_global_batch(report: Report) -> None:
+def test_strong_scaling_is_a_family_of_the_same_global_batch(report: Report, golden: object) -> None:
     def halved(m: Measurement) -> Measurement:
         return dataclasses.replace(m, axes=dict(m.axes) | {"micro_batch": 4, "global_batch": 16})
 
     found = tuple(halved(m) if m.axes["world_size"] == 1 else m for m in report.measurements)
     (family,) = bars.throughput(dataclasses.replace(report, measurements=found)).families
-    assert "16 sequences in all" in family.title
+    assert family.title == golden
+    assert "16" in family.title
 
 
 def test_groups_that_differ_in_more_than_size_share_no_panel(report: Report) -> None:
@@ -162,16 +167,16 @@ def test_wire_shows_counted_beside_the_formula_and_nothing_where_nothing_was_sen
     assert not bars.wire(dataclasses.replace(report, measurements=alone))
 
 
-def test_phases_are_drawn_up_to_the_step_and_what_none_holds_is_named(report: Report) -> None:
+def test_phases_are_drawn_up_to_the_step_and_what_none_holds_is_named(report: Report, golden: object) -> None:
     assert not times.phases(report)
     whole = with_metric(report, "forward_s", "s", 0.01)
     text = svg_text(whole, "phases")
     assert "forward" in text
-    assert "not in a phase" in text
+    assert text == golden
     assert "backward" not in text
 
 
-def test_cost_shows_the_lowest_price_on_demand_beside_spot(report: Report) -> None:
+def test_cost_shows_the_lowest_price_on_demand_beside_spot(report: Report, golden: object) -> None:
     assert "cost" not in plots.available(report)
     dear = with_metric(report, "usd_per_mtok", "USD/Mtok", 3.0, price="cloud-a")
     cheap = with_metric(dear, "usd_per_mtok", "USD/Mtok", 2.0, price="cloud-b")
@@ -181,8 +186,7 @@ def test_cost_shows_the_lowest_price_on_demand_beside_spot(report: Report) -> No
     assert first.beside is not None
     assert first.beside.value == 1.0
     text = svg_text(both, "cost")
-    assert "solid: cloud-b; hatched: cloud-a spot; the lowest of 3 prices" in text
-    assert "USD per million tokens" in text
+    assert text == golden
 
 
 def test_names_at_the_ends_of_lines_never_touch_and_stay_inside() -> None:

@@ -139,11 +139,13 @@ def test_a_run_without_certificate_is_never_ranked(report: Report) -> None:
     assert ("not certified", 3) in [(item.status, len(item.runs)) for item in standing.unranked(bare)]
 
 
-def test_notes_stand_under_the_table_with_the_rows_they_concern(report: Report) -> None:
+def test_notes_stand_under_the_table_with_the_rows_they_concern(report: Report, golden: object) -> None:
     notes = tables.ranking(report)[0].notes
-    assert "fsdp2: two processes share one device: not a speed" in notes
-    assert "gloo moves bytes through host memory: strategies may order otherwise over NCCL." in notes
-    assert notes[-1] == "Not measured here: MFU (causal)."
+    assert notes == golden
+    assert any("fsdp2" in note for note in notes)
+    assert any("NCCL" in note for note in notes)
+    assert notes[-1] == golden
+    assert "MFU" in notes[-1]
 
 
 def test_alike_devices_are_told_once() -> None:
@@ -166,11 +168,11 @@ def printed(renderable: object, width: int) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 
-def test_the_terminal_shows_the_ranking_with_brackets_and_verdicts(report: Report) -> None:
+def test_the_terminal_shows_the_ranking_with_brackets_and_verdicts(report: Report, golden: object) -> None:
     text = printed(present.ranked_table(report), 160)
     for shown in ("[12,289, 12,401]", "0.893\u00d7 worse", "0.997\u00d7 tie", "(formula 120.3)", "3 runs"):
         assert shown in text
-    assert "note: gloo on a CPU" in text
+    assert text == golden
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
@@ -181,30 +183,31 @@ def test_the_terminal_never_overflows_and_names_what_it_left_out(report: Report,
     assert ("Too narrow to show" in text) == (width < 140)
 
 
-def test_the_terminal_breaks_sentences_before_it_leaves_out_a_column() -> None:
+def test_the_terminal_breaks_sentences_before_it_leaves_out_a_column(golden: object) -> None:
     columns = (Column("what", prose=True), Column("tokens/s", numeric=True), Column("padding, %", True, priority=1))
     table = Table("t", columns, ((Cell("a long name " * 6), Cell("9,548"), Cell("49")),))
     text = printed(terminal.Fitted(table), 60)
     assert "padding" in text
-    assert "Too narrow" not in text
+    assert text == golden
     assert max(map(len, text.splitlines())) <= 60
-    assert "Too narrow to show: padding." in printed(terminal.Fitted(table), 38)
+    assert printed(terminal.Fitted(table), 38) == golden
 
 
 def test_the_terminal_lists_failures_and_scaling_only_where_there_are_some(
-    report: Report, empty_report: Report
+    report: Report, empty_report: Report, golden: object
 ) -> None:
     assert "tp=3 does not divide 4 heads" in printed(present.failures_table(report), 120)
-    assert "ddp, 1 process" in printed(present.scaling_table(report), 120)
+    assert printed(present.scaling_table(report), 120) == golden
     assert present.failures_table(empty_report) is None
     assert present.scaling_table(empty_report) is None
-    assert "Nothing to rank" in printed(present.ranked_table(empty_report), 80)
+    assert printed(present.ranked_table(empty_report), 80) == golden
 
 
-def test_recommendations_read_by_group_with_each_caveat_once(report: Report) -> None:
+def test_recommendations_read_by_group_with_each_caveat_once(report: Report, golden: object) -> None:
     lines = present.recommendation_lines(report)
-    assert lines[0] == "gpt-tiny, 2 processes"
-    assert lines[1].startswith("  highest throughput: Tie between ddp and fsdp2")
+    assert lines[0] == golden
+    assert lines[1] == golden
+    assert "fsdp2" in lines[1]
     assert sum("caveat" in line for line in lines) == 1
     silent, measured = present.recommendation_lines(dataclasses.replace(report, recommendations=()))
     assert silent == tables.NO_ANSWER

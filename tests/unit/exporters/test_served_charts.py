@@ -94,12 +94,12 @@ def test_the_line_of_a_lost_replica_ends(served: Report) -> None:
     assert ends["node-b"] <= 2.0 < ends["node-a"]
 
 
-def test_a_client_beyond_its_bounds_is_shown_although_its_run_is_not(served: Report) -> None:
+def test_a_client_beyond_its_bounds_is_shown_although_its_run_is_not(served: Report, golden: object) -> None:
     (slow,) = [p for p in named(served, "served_client").points if p.label == "constant, 5/s"]
-    assert slow.series == "beyond a bound"
+    assert slow.series == golden
     assert slow.text == "260 %, sending"
     shown = {p.series for p in named(served, "served_distributions").points if "constant" in p.series}
-    assert shown == {"constant, 5/s (not believed)"}
+    assert shown == golden
 
 
 def test_what_took_no_time_does_not_spoil_a_logarithm() -> None:
@@ -130,7 +130,7 @@ def test_replicas_that_were_asked_alone_are_curves_of_their_own() -> None:
     assert labels == ["node-a", "node-b"]
 
 
-def test_only_what_tells_cells_apart_is_named() -> None:
+def test_only_what_tells_cells_apart_is_named(golden: object) -> None:
     both = [
         made.record(made.asked(20, TWO, in_flight=4), TWO, scenario="concurrency", concurrency=4, partition=partition)
         for partition in ("static", "dynamic")
@@ -138,22 +138,22 @@ def test_only_what_tells_cells_apart_is_named() -> None:
     alone = made.record(made.asked(20, TWO, rate_per_s=9), TWO, scenario="server", rate_per_s=9.0)
     found = named(build([*both, alone], title="t"), "served_distributions")
     names = {one.name for one in found.series}
-    assert names == {"server, 9/s", "4 in flight, partition static", "4 in flight, partition dynamic"}
+    assert names == golden
 
 
-def test_replicas_of_one_host_are_told_apart() -> None:
+def test_replicas_of_one_host_are_told_apart(golden: object) -> None:
     twins = (Replica("node-a"), Replica("node-a"))
     report = build([made.record(made.asked(30, twins, in_flight=4), twins, scenario="concurrency", concurrency=4)], "t")
-    assert {p.series for p in named(report, "served_in_flight").points} == {"node-a, replica 0", "node-a, replica 1"}
+    assert {p.series for p in named(report, "served_in_flight").points} == golden
 
 
-def test_more_replicas_than_colours_share_the_last() -> None:
+def test_more_replicas_than_colours_share_the_last(golden: object) -> None:
     many = tuple(Replica(f"node-{i:02}") for i in range(12))
     report = build(
         [made.record(made.asked(120, many, in_flight=24), many, scenario="concurrency", concurrency=24)], "t"
     )
     series = named(report, "served_in_flight").series
-    assert [one.name for one in series][-1] == "other replicas"
+    assert [one.name for one in series][-1] == golden
     assert len({one.colour for one in series}) == len(series) == 7
 
 
@@ -207,10 +207,11 @@ def test_a_strip_is_as_high_as_what_it_stands_for() -> None:
     assert strips.strip([], top=1.0) == strips.strip([0.0], top=0.0) == ""
 
 
-def test_the_terminal_shows_each_replica_over_the_run(served: Report, report: Report) -> None:
+def test_the_terminal_shows_each_replica_over_the_run(served: Report, report: Report, golden: object) -> None:
     (table,) = strips.tables(served)
     lost = next(row for row in table.rows if row[1].detail)
-    assert (lost[1].text, lost[1].detail) == ("node-b", "gone after 2 s")
+    assert lost[1].text == "node-b"
+    assert lost[1].detail == golden
     assert lost[2].text[-1] == " "
     assert len(table.cells) == len(table.rows) <= strips.MOST_ROWS
     assert strips.tables(report) == ()

@@ -78,12 +78,13 @@ def test_the_digest_follows_the_findings_and_nothing_else(report: Report) -> Non
 # --- folders that are replaced whole ---
 
 
-def test_a_folder_that_somebody_else_made_is_refused_and_kept(tmp_path: Path) -> None:
+def test_a_folder_that_somebody_else_made_is_refused_and_kept(tmp_path: Path, golden: object) -> None:
     theirs = tmp_path / "tensorboard"
     theirs.mkdir()
     (theirs / "precious").write_text("1")
-    with pytest.raises(RequestError, match="was not written by an export"), replacing(theirs):
+    with pytest.raises(RequestError) as caught, replacing(theirs):
         raise AssertionError("must not be entered")
+    assert str(caught.value) == golden
     assert (theirs / "precious").read_text() == "1"
 
 
@@ -115,23 +116,23 @@ NO_SERVER = "http://someone:secret@127.0.0.1:1"
 
 
 @pytest.mark.parametrize(
-    ("name", "variables", "sentence"),
+    ("name", "variables"),
     [
-        ("mlflow", {"MLFLOW_TRACKING_URI": NO_SERVER}, "MLFLOW_TRACKING_URI: 'http://127.0.0.1:1' was given"),
-        ("mlflow", {"MLFLOW_TRACKING_URI": "bogus://x"}, "MLFLOW_TRACKING_URI: 'bogus://x' was given"),
-        ("wandb", {"WANDB_MODE": "online"}, "no API key was found"),
-        ("wandb", {"WANDB_MODE": "bogus"}, "WANDB_MODE: 'bogus' was given; accepted is offline or online"),
+        ("mlflow", {"MLFLOW_TRACKING_URI": NO_SERVER}),
+        ("mlflow", {"MLFLOW_TRACKING_URI": "bogus://x"}),
+        ("wandb", {"WANDB_MODE": "online"}),
+        ("wandb", {"WANDB_MODE": "bogus"}),
     ],
 )
 def test_a_tracker_that_cannot_be_used_is_one_sentence_and_nothing_is_written(
     name: str,
     variables: dict[str, str],
-    sentence: str,
     tmp_path: Path,
     make_run: Any,
     make_spec: Any,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
+    golden: object,
 ) -> None:
     pytest.importorskip(name, reason=f"pip install 'paceline[{name}]'")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))  # the login of whoever runs the tests is not meant
@@ -144,7 +145,7 @@ def test_a_tracker_that_cannot_be_used_is_one_sentence_and_nothing_is_written(
     assert cli.main(["report", str(tmp_path), "--format", "csv", "--format", name]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("paceline: ")
-    assert sentence in error
+    assert error == golden
     assert "secret" not in error
     assert set(tmp_path.rglob("*")) == before
 
@@ -164,7 +165,7 @@ def test_a_server_that_is_not_there_is_given_up_soon_unless_the_user_said_otherw
 
 @pytest.mark.parametrize(("content", "known_by"), [(b"my notes", "check"), (b"SQLite format 3\0broken", "export")])
 def test_a_database_that_is_none_is_one_sentence_and_stays(
-    content: bytes, known_by: str, report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    content: bytes, known_by: str, report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: object
 ) -> None:
     pytest.importorskip("mlflow", reason="pip install 'paceline[mlflow]'")
     pytest.importorskip("alembic", reason="pip install 'paceline[mlflow]'")
@@ -173,8 +174,10 @@ def test_a_database_that_is_none_is_one_sentence_and_stays(
     exporter = plugins.load("exporters", "mlflow")
     # What the first bytes do not tell is found out by the export alone.
     attempt = {"check": lambda: exporter.check(tmp_path), "export": lambda: exporter.export(report, tmp_path)}[known_by]
-    with pytest.raises(RequestError, match=r"mlflow\.db: ") as caught:
+    with pytest.raises(RequestError) as caught:
         attempt()
+    assert str(caught.value) == golden
+    assert "mlflow.db" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert (tmp_path / "mlflow.db").read_bytes() == content
 
@@ -184,14 +187,21 @@ def test_a_database_that_is_none_is_one_sentence_and_stays(
 
 @pytest.mark.parametrize("name", PACKAGES)
 def test_a_missing_package_is_one_sentence_and_nothing_is_written(
-    name: str, tmp_path: Path, make_run: Any, make_spec: Any, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+    name: str,
+    tmp_path: Path,
+    make_run: Any,
+    make_spec: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: Any,
+    golden: object,
 ) -> None:
     make_run(tmp_path, make_spec())
     monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
     before = set(tmp_path.rglob("*"))
     assert cli.main(["report", str(tmp_path), "--format", "csv", "--format", name]) == 2
     error = capsys.readouterr().err
-    assert f"pip install 'paceline[{name}]'" in error
+    assert error == golden
+    assert f"{name}" in error
     assert error.count("\n") == 1
     assert set(tmp_path.rglob("*")) == before
 

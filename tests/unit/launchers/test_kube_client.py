@@ -185,12 +185,17 @@ def test_patience_has_an_end(cluster: Cluster, answers: Answers) -> None:
     assert len(answers.asked) > 1
 
 
-def test_nobody_listening_is_said(kubeconfig: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_listening_is_said(
+    kubeconfig: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, golden: object
+) -> None:
     monkeypatch.setattr(_kube_client, "RETRY_S", 0.01)
     # Port 9 is the discard service, which nobody runs.
     kubeconfig("http://127.0.0.1:9")
-    with pytest.raises(LaunchError, match=r"the API server http://127\.0\.0\.1:9 does not answer"):
+    with pytest.raises(LaunchError) as caught:
         Cluster.reach(None, None, 0.05).pods("a=b")
+    assert str(caught.value) == golden
+    assert "API" in str(caught.value)
+    assert "127.0.0.1" in str(caught.value)
 
 
 def test_a_log_comes_as_it_is(cluster: Cluster, answers: Answers) -> None:
@@ -202,24 +207,27 @@ def test_a_log_comes_as_it_is(cluster: Cluster, answers: Answers) -> None:
         next(cluster.log("p", "node", follow=True))
 
 
-def test_the_namespace_is_the_users_else_the_contexts_else_ours(kubeconfig: Callable[[str], None]) -> None:
+def test_the_namespace_is_the_users_else_the_contexts_else_ours(
+    kubeconfig: Callable[[str], None], golden: object
+) -> None:
     kubeconfig("http://127.0.0.1:9")
     assert Cluster.reach(None, None, 1.0).namespace == "paceline"
     assert Cluster.reach("two", None, 1.0).namespace == "own"
     assert Cluster.reach("two", "mine", 1.0).namespace == "mine"
-    with pytest.raises(
-        LaunchError, match=r"context 'three' is not in the kubeconfig .*; try: kubectl config get-contexts"
-    ):
+    with pytest.raises(LaunchError) as caught:
         Cluster.reach("three", None, 1.0)
+    assert str(caught.value) == golden
+    assert "three" in str(caught.value)
 
 
-def test_no_cluster_at_all_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_cluster_at_all_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: object) -> None:
     from kubernetes.config import kube_config
 
     monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "none"))
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    with pytest.raises(LaunchError, match="no cluster is known here"):
+    with pytest.raises(LaunchError) as caught:
         Cluster.reach(None, None, 1.0)
+    assert str(caught.value) == golden
 
 
 def test_who_is_not_known_is_told_where_to_look_and_not_to_ask_for_rights(
@@ -233,22 +241,22 @@ def test_who_is_not_known_is_told_where_to_look_and_not_to_ask_for_rights(
 
 SECRET = "s3cret-t0ken"
 UNREADABLE = {
-    "not YAML": (f"users: [token: {SECRET}, {{]".encode(), r"is not valid YAML \(line 1, column \d+\)$"),
-    "a list": (b"- one", "holds no mapping; try: kubectl config view$"),
-    "bytes": (b"\xff\xfe\x00\x80", r"cannot be read \(UnicodeDecodeError\)$"),
-    "another shape": (b"contexts: 3\nclusters: {a: 1}", r"cannot be used \(TypeError\); try: kubectl config view$"),
+    "not YAML": f"users: [token: {SECRET}, {{]".encode(),
+    "a list": b"- one",
+    "bytes": b"\xff\xfe\x00\x80",
+    "another shape": b"contexts: 3\nclusters: {a: 1}",
 }
 
 
 @pytest.mark.parametrize("case", UNREADABLE)
 def test_a_kubeconfig_that_is_none_is_one_sentence(
-    case: str, tmp_path: Path, kubeconfig: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+    case: str, tmp_path: Path, kubeconfig: Callable[[str], None], capsys: pytest.CaptureFixture[str], golden: object
 ) -> None:
-    content, sentence = UNREADABLE[case]
     kubeconfig("http://127.0.0.1:1")
-    (tmp_path / "kubeconfig").write_bytes(content)
-    with pytest.raises(LaunchError, match=sentence) as refusal:
+    (tmp_path / "kubeconfig").write_bytes(UNREADABLE[case])
+    with pytest.raises(LaunchError) as refusal:
         Cluster.reach(None, "bench", 1.0)
+    assert str(refusal.value) == golden
     assert str(tmp_path / "kubeconfig") in str(refusal.value)
     assert cli.main(["cluster", "check"]) == 2
     said = capsys.readouterr().err
@@ -257,14 +265,16 @@ def test_a_kubeconfig_that_is_none_is_one_sentence(
 
 
 def test_a_check_of_a_server_that_is_away_names_one_command(
-    kubeconfig: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kubeconfig: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    golden: object,
 ) -> None:
     monkeypatch.setattr(cluster_verbs, "PATIENCE_S", 0.0)
     monkeypatch.setattr(_kube_client, "RETRY_S", 0.01)
     kubeconfig("http://127.0.0.1:1")
     assert cli.main(["cluster", "check"]) == 1
     said = capsys.readouterr().out
-    assert "does not answer" in said
-    assert "(tried for 0 s)\n" in said
+    assert said == golden
     assert said.count("try: kubectl") == 1
     assert said.endswith("fix: try: kubectl version\n")

@@ -66,23 +66,23 @@ def test_init_prints_or_writes_what_kubectl_takes(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    "words",
     [
-        (["init", "--namespace", "Bad_NS"], "paceline: --namespace: 'Bad_NS' was given"),
-        (["init", "--image", "a b"], "paceline: --image: 'a b' was given"),
-        (["init", "--out", __file__], f"--out: {__file__} cannot be written to ("),
-        (["init", "--out", "/dev/null/x"], "--out: /dev/null/x cannot be written to ("),
-        (["init", "--kind", "pod"], "--kind: 'pod' was given"),
-        (["init", "--quota", "pods"], "--quota: 'pods' was given"),
-        (["init", "--apply", "--out", "x"], "not allowed with"),
-        (["check", "--launcher", "slurm"], "'slurm'"),
-        (["check", "--timeout", "0"], "--timeout: 0.0 was given"),
+        ["init", "--namespace", "Bad_NS"],
+        ["init", "--image", "a b"],
+        ["init", "--out", __file__],
+        ["init", "--out", "/dev/null/x"],
+        ["init", "--kind", "pod"],
+        ["init", "--quota", "pods"],
+        ["init", "--apply", "--out", "x"],
+        ["check", "--launcher", "slurm"],
+        ["check", "--timeout", "0"],
     ],
 )
-def test_a_wrong_request_is_one_sentence(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_request_is_one_sentence(words: list[str], capsys: pytest.CaptureFixture[str], golden: object) -> None:
     assert cli.main(["cluster", *words]) == 2
     said = capsys.readouterr().err
-    assert sentence in said
+    assert said == golden
     assert len(said.strip().splitlines()) == 1
 
 
@@ -140,21 +140,25 @@ def check(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
 
 @pytest.mark.slow
 def test_a_namespace_made_by_init_passes_with_the_rights_that_init_gave(
-    cluster: Cluster, check: Check, capsys: Any
+    cluster: Cluster, check: Check, capsys: Any, golden: object
 ) -> None:
     code, found = check("kubernetes:image=paceline:1")
-    assert (code, found["namespace"]["text"]) == (1, "ready does not exist")
-    assert "paceline cluster init --namespace ready" in found["namespace"]["fix"]
+    assert code == 1
+    assert found["namespace"]["text"] == golden
+    assert found["namespace"]["fix"] == golden
+    assert "--namespace" in found["namespace"]["fix"]
     for word in ("created", "updated"):
         assert cli.main(["cluster", "init", "--namespace", "ready", "--apply"]) == 0
         assert f"{word} Role {CONTROLLER_ACCOUNT}" in capsys.readouterr().out
     code, found = check("kubernetes:image=paceline:1", account=CONTROLLER_ACCOUNT)
     assert code == 0, found
     asked = sum(len(verbs) for verbs in rights("job").values())
-    assert found["permissions"]["text"] == f"all {asked} verbs in namespace ready"
+    assert found["permissions"]["text"] == golden
+    assert f"{asked}" in found["permissions"]["text"]
     assert found["nodes"]["ok"] is None, "runs need not see nodes"
     assert [found[name]["ok"] for name in ("image", "names", "shared memory")] == [True, True, True]
-    assert found["shared memory"]["text"] == "/dev/shm has 8.00 GiB of 8.00 asked for"
+    assert found["shared memory"]["text"] == golden
+    assert "8.00" in found["shared memory"]["text"]
     assert not [each for each in cluster.leftovers("ready") if each.startswith(("Job", "Service"))]
 
     code, found = check(
@@ -162,7 +166,10 @@ def test_a_namespace_made_by_init_passes_with_the_rights_that_init_gave(
     )
     assert code == 1
     assert [found[name]["ok"] for name in ("priority class", "claim", "queue")] == [False, False, False]
-    assert found["gpus"]["text"] == "8 nvidia.com/gpu on 1 nodes; NVIDIA-H100-80GB-HBM3; driver 580.65.06"
+    assert found["gpus"]["text"] == golden
+    assert "nvidia.com" in found["gpus"]["text"]
+    assert "NVIDIA-H100-80GB-HBM3" in found["gpus"]["text"]
+    assert "580.65.06" in found["gpus"]["text"]
     code, found = check("kubernetes:image=absent:1", "--timeout", "60")
     assert code == 1
     assert "ErrImagePull" in found["image"]["text"] or "ImagePullBackOff" in found["image"]["text"]
@@ -171,11 +178,12 @@ def test_a_namespace_made_by_init_passes_with_the_rights_that_init_gave(
 
     cluster.forbid("ready", CONTROLLER_ACCOUNT, "pods/log", "get")
     code, found = check("kubernetes:image=paceline:1", account=CONTROLLER_ACCOUNT)
-    assert (code, found["permissions"]["text"]) == (1, "may not get pods/log in namespace ready")
+    assert code == 1
+    assert found["permissions"]["text"] == golden
     cluster.stop_api_server()
     try:
         code, found = check("kubernetes:image=paceline:1")
     finally:
         cluster.start_api_server()
     assert (code, list(found)) == (1, ["api server"])
-    assert "does not answer" in found["api server"]["text"]
+    assert found["api server"]["text"] == golden

@@ -117,12 +117,13 @@ def test_a_job_that_ended_with_failed_indexes_has_ended_well_without_them(watche
     assert (state.running, state.exit_code, state.status, state.lost) == (False, 0, None, (1, 2))
 
 
-def test_before_rank_0_asks_nobody_is_expendable(watched: Watched, run_dir: Path) -> None:
+def test_before_rank_0_asks_nobody_is_expendable(watched: Watched, run_dir: Path, golden: object) -> None:
     """It waits for the replicas of all, and would wait without end."""
     at(run_dir, "setup")
     state = watched.state(pod(0), pod(1), pod(2, conditions=[TAKEN]), failed="2")
     assert (state.running, state.status, state.lost) == (False, Status.PREEMPTED, ())
-    assert "pod paceline-served-3x-2-x on host-2 was taken away" in str(state.reason)
+    assert str(state.reason) == golden
+    assert "host-2" in str(state.reason)
     state = watched.state(pod(0), pod(1), pod(2, **CRASHED), failed="2")
     assert (state.running, state.exit_code, state.status, state.lost) == (False, 1, None, ()), "the ranks' word counts"
 
@@ -137,14 +138,18 @@ def test_a_node_that_fell_just_before_rank_0_was_heard_is_expendable_after(
     assert watched.state(pod(0), pod(2), failed="1").lost == (1,)
 
 
-def test_the_node_of_the_client_is_never_expendable(watched: Watched, run_dir: Path) -> None:
+def test_the_node_of_the_client_is_never_expendable(watched: Watched, run_dir: Path, golden: object) -> None:
     at(run_dir, "timing")
     assert watched.state(pod(0), pod(2), failed="1").lost == (1,)
     state = watched.state(pod(0, conditions=[TAKEN]), pod(2), failed="1")
     assert (state.running, state.status) == (False, Status.PREEMPTED)
-    assert "0-x on host-0 was taken away: DeletionByTaintManager (no heartbeat)" in str(state.reason)
+    assert str(state.reason) == golden
+    assert "host-0" in str(state.reason)
+    assert "DeletionByTaintManager" in str(state.reason)
     state = watched.state(pod(2), failed="0,1")
-    assert (state.status, state.reason) == (Status.PREEMPTED, f"the pod of node 0 of {NAME} was taken away")
+    assert state.status == Status.PREEMPTED
+    assert state.reason == golden
+    assert f"{NAME}" in state.reason
 
 
 @pytest.mark.parametrize("reason", ["DeadlineExceeded", "BackoffLimitExceeded"])
@@ -156,7 +161,7 @@ def test_a_job_that_ends_all_of_its_pods_loses_none(watched: Watched, run_dir: P
 
 
 def test_a_cluster_that_drops_the_limit_of_each_index_is_told_of_and_loses_none(
-    watched: Watched, run_dir: Path
+    watched: Watched, run_dir: Path, golden: object
 ) -> None:
     """Its Job would start the pod again, which would find nobody."""
     at(run_dir, "timing")
@@ -164,7 +169,7 @@ def test_a_cluster_that_drops_the_limit_of_each_index_is_told_of_and_loses_none(
     for _ in range(2):
         assert watched.state(pod(0), pod(1), pod(2), **old).running
     ((told, _),) = watched.notes
-    assert "dropped backoffLimitPerIndex" in told
+    assert told == golden
     state = watched.state(pod(0), pod(1, **CRASHED), pod(2), **old)
     assert (state.running, state.lost) == (False, ())
 
@@ -187,9 +192,9 @@ def test_failed_indexes_are_read_as_the_job_writes_them() -> None:
     assert watch.failed_indexes({"status": {}}) == watch.failed_indexes(None) == set()
 
 
-def test_a_controller_that_comes_late_does_not_wait_for_pods_that_are_gone() -> None:
+def test_a_controller_that_comes_late_does_not_wait_for_pods_that_are_gone(golden: object) -> None:
     assert watch.why_waiting(sight_of(pod(0), pod(2), failed="1")) is None
-    assert "2 of 3 pods have started" in str(watch.why_waiting(sight_of(pod(0), pod(2))))
+    assert str(watch.why_waiting(sight_of(pod(0), pod(2)))) == golden
 
 
 def test_a_word_that_is_being_written_is_read_at_the_next_look(

@@ -194,12 +194,16 @@ def test_every_pod_knows_its_place(kind: str, spec_with: Callable[..., RunSpec])
 
 
 @pytest.mark.parametrize("nodes", [2, 10, 1000])
-def test_names_leave_room_for_what_a_jobset_appends(nodes: int, spec_with: Callable[..., RunSpec]) -> None:
+def test_names_leave_room_for_what_a_jobset_appends(
+    nodes: int, spec_with: Callable[..., RunSpec], golden: object
+) -> None:
     made = documents(spec_with({"kind": "jobset"}, nodes=nodes, model="gpt2-124m"))[0]
     assert len(made["metadata"]["name"]) >= _start.LONGEST_NAME - 1, "a name that was cut"
     check_jobset_names(made["metadata"]["name"], made["spec"])
-    with pytest.raises(Refusal, match="longer than 63 characters"):
+    with pytest.raises(Refusal) as caught:
         check_jobset_names(made["metadata"]["name"] + "-long", made["spec"])
+    assert str(caught.value) == golden
+    assert "63" in str(caught.value)
 
 
 HOSTILE = ["it's", 'say "hi"', "two\nlines", "$(HOME)", "$$(HOME)", "$(rm -rf /)", "- a: b", "{}", "#", "é\u202e"]
@@ -277,18 +281,22 @@ SECRET = "hf_abcdefghijklmnop"
         {"pod_patch": {"spec": {"containers": [{"name": "node", "env": [{"name": "X", "value": SECRET}]}]}}},
     ],
 )
-def test_a_secret_is_refused_and_not_repeated(options: dict[str, Any], spec_with: Callable[..., RunSpec]) -> None:
-    with pytest.raises(RequestError, match="secret_env") as caught:
+def test_a_secret_is_refused_and_not_repeated(
+    options: dict[str, Any], spec_with: Callable[..., RunSpec], golden: object
+) -> None:
+    with pytest.raises(RequestError) as caught:
         kubernetes.check(spec_with(options))
+    assert str(caught.value) == golden
+    assert "secret_env" in str(caught.value)
     assert SECRET not in str(caught.value)
     assert "a-long-password" not in str(caught.value)
 
 
-def test_what_pods_cannot_do_is_said(spec_with: Callable[..., RunSpec]) -> None:
+def test_what_pods_cannot_do_is_said(spec_with: Callable[..., RunSpec], golden: object) -> None:
     assert kubernetes.check(spec_with({"gpus": 8}, device="cuda", processes=8, nodes=4)) is None
-    assert "pods have 2" in str(kubernetes.check(spec_with({"gpus": 2}, device="cuda", processes=8)))
-    assert "pods have none" in str(kubernetes.check(spec_with({}, device="cuda", processes=1)))
-    assert "ranks on cpu" in str(kubernetes.check(spec_with({"gpus": 1})))
+    assert str(kubernetes.check(spec_with({"gpus": 2}, device="cuda", processes=8))) == golden
+    assert str(kubernetes.check(spec_with({}, device="cuda", processes=1))) == golden
+    assert str(kubernetes.check(spec_with({"gpus": 1}))) == golden
     restarted = dataclasses.replace(spec_with({}), max_restarts=2)
     assert "results_claim" in str(kubernetes.check(restarted))
     assert kubernetes.check(dataclasses.replace(spec_with({"results_claim": "r"}), max_restarts=2)) is None
@@ -307,7 +315,7 @@ def test_preparing_is_pure(spec_with: Callable[..., RunSpec], tmp_path: Path) ->
 
 
 def test_a_plan_is_what_kubectl_would_be_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], golden: object
 ) -> None:
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "mine.yaml"
@@ -324,11 +332,12 @@ def test_a_plan_is_what_kubectl_would_be_given(
         assert cli.main(["plan", str(file), "--manifests", "--launcher", other]) == 2
         said = capsys.readouterr()
         assert said.out == "", "no script of another engine"
-        assert "accepted is a launcher that writes YAML manifests: kubernetes" in said.err
+        assert said.err == golden
+        assert "YAML" in said.err
     assert cli.main(["plan", str(file)]) == 0
     assert "kubectl apply -f -" in capsys.readouterr().out
     monkeypatch.setattr(store, "is_sealed", lambda run_dir: "ddp" not in run_dir.name)
     assert cli.main(["plan", str(file), "--manifests"]) == 0
     said = capsys.readouterr()
     assert len(list(yaml.safe_load_all(said.out))) == 2, "the run alone"
-    assert "is left out: it is sealed" in said.err
+    assert said.err == golden

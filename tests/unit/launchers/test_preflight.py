@@ -90,28 +90,20 @@ def pods(**more: Any) -> dict[str, Any]:
     return {"name": "kubernetes", "image": "paceline", "patience_s": 0.5, **more}
 
 
-def test_no_kubeconfig_is_one_sentence(config: object, refused: Callable[..., str]) -> None:
-    assert refused(pods()).startswith("paceline: launcher kubernetes: no cluster is known here (")
+def test_no_kubeconfig_is_one_sentence(config: object, refused: Callable[..., str], golden: object) -> None:
+    assert refused(pods()) == golden
 
 
 @pytest.mark.parametrize(
-    ("options", "who", "sentence"),
+    ("options", "who"),
     [
-        ({"context": "nope"}, {}, "context 'nope' is not in the kubeconfig"),
-        ({"namespace": "absent"}, {}, "namespace absent does not exist: run `paceline cluster init --namespace absent"),
-        (
-            {"namespace": "absent"},
-            {"account": CONTROLLER_ACCOUNT},
-            "in namespace absent, if there is such a one; try: kubectl auth can-i create jobs.batch --namespace absent",
-        ),
-        (
-            {},
-            {"account": "nobody"},
-            "not permitted to create jobs.batch, get jobs.batch, create services, get pods,",
-        ),
-        ({}, {"token": "stale"}, "the cluster does not know these credentials"),
-        ({"results_claim": "none"}, {}, "claim none does not exist: create it, or name another claim"),
-        ({"priority_class": "none"}, {}, "priority class none does not exist: create it"),
+        ({"context": "nope"}, {}),
+        ({"namespace": "absent"}, {}),
+        ({"namespace": "absent"}, {"account": CONTROLLER_ACCOUNT}),
+        ({}, {"account": "nobody"}),
+        ({}, {"token": "stale"}),
+        ({"results_claim": "none"}, {}),
+        ({"priority_class": "none"}, {}),
     ],
 )
 def test_a_wrong_cluster_is_one_sentence(
@@ -119,24 +111,31 @@ def test_a_wrong_cluster_is_one_sentence(
     refused: Callable[..., str],
     options: dict[str, Any],
     who: dict[str, Any],
-    sentence: str,
+    golden: object,
 ) -> None:
     config(**who)
-    assert sentence in refused(pods(**options))
+    assert refused(pods(**options)) == golden
 
 
 def test_a_kind_that_is_not_installed_is_one_sentence(
-    cluster: Cluster, config: Callable[..., Path], refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster,
+    config: Callable[..., Path],
+    refused: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    golden: object,
 ) -> None:
     config()
     for key in [key for key, resource in KNOWN.items() if resource.group == "jobset.x-k8s.io"]:
         monkeypatch.delitem(KNOWN, key)
     said = refused(pods(kind="jobset"))
-    assert "kubernetes.kind: jobset was given, and the cluster knows no jobsets of jobset.x-k8s.io/v1alpha2" in said
+    assert said == golden
+    assert "kubernetes.kind" in said
+    assert "k8s" in said
+    assert "v1alpha2" in said
 
 
 def test_a_server_that_does_not_answer_is_waited_for_and_then_told(
-    cluster: Cluster, config: Callable[..., Path], refused: Callable[..., str]
+    cluster: Cluster, config: Callable[..., Path], refused: Callable[..., str], golden: object
 ) -> None:
     config()
     cluster.stop_api_server()
@@ -144,8 +143,8 @@ def test_a_server_that_does_not_answer_is_waited_for_and_then_told(
         said = refused(pods())
     finally:
         cluster.start_api_server()
-    assert "does not answer" in said
-    assert "(tried for 0.5 s)" in said
+    assert said == golden
+    assert "0.5" in said
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -206,46 +205,30 @@ def test_a_host_without_slurm_is_one_sentence(refused: Callable[..., str], monke
 
 
 @pytest.mark.parametrize(
-    ("options", "stderr", "sentence"),
+    ("options", "stderr"),
     [
         (
             {"partition": "nope"},
             "sbatch: error: invalid partition specified: nope\nallocation failure: Invalid partition name specified\n",
-            "slurm.partition: 'nope' was given, and Slurm says: Invalid partition name specified; accepted is one of "
-            "main, gpu; try: sinfo",
         ),
         (
             {"account": "x", "partition": "gpu"},
             "allocation failure: Invalid account or account/partition combination specified\n",
-            "slurm.account: 'x' was given, and Slurm says: Invalid account or account/partition combination specified; "
-            "try: sacctmgr show associations user=$USER",
         ),
-        ({"reservation": "r"}, "allocation failure: Requested reservation is invalid\n", "slurm.reservation: 'r' was"),
-        ({"constraint": "c"}, "allocation failure: Invalid feature specification\n", "slurm.constraint: 'c' was given"),
-        ({"nodelist": "n9"}, "allocation failure: Invalid node name specified\n", "slurm.nodelist: 'n9' was given"),
-        (
-            {"gres": "tpu:3"},
-            "sbatch: error: Invalid generic resource (gres) specification\n",
-            "slurm.gres: 'tpu:3' was",
-        ),
-        (
-            {},
-            "sbatch: fatal: Could not establish a configuration source\n",
-            "launcher slurm: Slurm says: Could not establish a configuration source; try: ls /etc/slurm",
-        ),
-        (
-            {},
-            "allocation failure: Invalid account or account/partition combination specified\n",
-            "slurm.account: nothing was given, and Slurm says: Invalid account",
-        ),
+        ({"reservation": "r"}, "allocation failure: Requested reservation is invalid\n"),
+        ({"constraint": "c"}, "allocation failure: Invalid feature specification\n"),
+        ({"nodelist": "n9"}, "allocation failure: Invalid node name specified\n"),
+        ({"gres": "tpu:3"}, "sbatch: error: Invalid generic resource (gres) specification\n"),
+        ({}, "sbatch: fatal: Could not establish a configuration source\n"),
+        ({}, "allocation failure: Invalid account or account/partition combination specified\n"),
     ],
 )
 def test_what_sbatch_calls_invalid_is_one_sentence(
-    refused: Callable[..., str], sbatch: Said, options: dict[str, Any], stderr: str, sentence: str
+    refused: Callable[..., str], sbatch: Said, options: dict[str, Any], stderr: str, golden: object
 ) -> None:
     sbatch(1, stderr)
     said = refused({"name": "slurm", **options})
-    assert sentence in said
+    assert said == golden
     assert "allocation failure" not in said
 
 
@@ -279,16 +262,19 @@ def test_a_full_temporary_folder_refuses_nothing(
 # --- SSH ---
 
 
-def test_a_host_that_refuses_is_one_sentence(refused: Callable[..., str]) -> None:
+def test_a_host_that_refuses_is_one_sentence(refused: Callable[..., str], golden: object) -> None:
     port = free_port()
     said = refused({"name": "ssh", "hosts": [f"127.0.0.1:{port}", "127.0.0.1:22"], "ssh_config": "/dev/null"})
-    assert said.startswith(f"paceline: launcher ssh: 127.0.0.1:{port} refuses the connection: no ssh server listens")
+    assert said == golden
+    assert f"{port}" in said
+    assert "127.0.0.1" in said
 
 
-def test_a_variable_that_is_not_there_is_one_sentence(refused: Callable[..., str]) -> None:
-    assert "ssh.forward names NO_SUCH_TOKEN" in refused(
-        {"name": "ssh", "hosts": ["a", "b"], "forward": ["NO_SUCH_TOKEN"]}
-    )
+def test_a_variable_that_is_not_there_is_one_sentence(refused: Callable[..., str], golden: object) -> None:
+    text = refused({"name": "ssh", "hosts": ["a", "b"], "forward": ["NO_SUCH_TOKEN"]})
+    assert text == golden
+    assert "ssh.forward" in text
+    assert "NO_SUCH_TOKEN" in text
 
 
 def on_hosts(make_spec: Make, nodes: int, processes: int = 1, device: str = "cpu") -> RunSpec:
@@ -296,7 +282,9 @@ def on_hosts(make_spec: Make, nodes: int, processes: int = 1, device: str = "cpu
     return replace(spec, launcher=Choice("ssh", {"hosts": ["a", "b", "c"]}))
 
 
-def test_only_hosts_that_every_run_needs_are_asked(make_spec: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_hosts_that_every_run_needs_are_asked(
+    make_spec: Make, monkeypatch: pytest.MonkeyPatch, golden: object
+) -> None:
     """A host that only larger runs need costs those, each a record; and so does what is wrong with some of them."""
     asked: list[str] = []
     facts = {"paceline": __version__, "versions": {"torch": "2.9"}, "gpus": [{"name": "H100"}]}
@@ -309,8 +297,9 @@ def test_only_hosts_that_every_run_needs_are_asked(make_spec: Make, monkeypatch:
     large = on_hosts(make_spec, 3, processes=2, device="cuda")
     ssh.preflight([large, on_hosts(make_spec, 2)])
     assert asked == ["a", "b"]
-    with pytest.raises(LaunchError, match="a shows 1 GPUs, and 2 processes need one each"):
+    with pytest.raises(LaunchError) as caught:
         ssh.preflight([large])
+    assert str(caught.value) == golden
 
 
 @pytest.mark.parametrize(
@@ -353,28 +342,32 @@ def test_a_ray_that_does_not_listen_is_asked_a_second_time(make_spec: Make, monk
     assert knocks == ["head:6379"] * 2
 
 
-def test_no_ray_at_the_address_is_one_sentence(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_ray_at_the_address_is_one_sentence(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, golden: object
+) -> None:
     monkeypatch.setattr(ray.importlib.util, "find_spec", lambda name: name)
     address = f"127.0.0.1:{free_port()}"
     said = refused({"name": "ray", "address": address})
-    assert said.startswith(f"paceline: launcher ray: no Ray cluster at {address}: nobody answers there (")
+    assert said == golden
+    assert f"{address}" in said
     assert f"try `ray status --address {address}`" in said
 
 
 @pytest.mark.parametrize(
-    ("code", "sentence"),
+    "code",
     [
-        ("print('a line of Ray'); print('paceline: refused: why'); print('another')", "why"),
-        ("import time; time.sleep(600)", "no Ray cluster let this host in at auto within 0.5 s"),
+        "print('a line of Ray'); print('paceline: refused: why'); print('another')",
+        "import time; time.sleep(600)",
     ],
 )
 def test_a_ray_that_does_not_let_in_is_one_sentence(
-    make_spec: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, sentence: str
+    make_spec: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, golden: object
 ) -> None:
     program = tmp_path / "python"
     program.write_text(f"#!{sys.executable}\n{code}\n")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     monkeypatch.setattr(ray, "ENTER_S", 0.5 if "sleep" in code else 60.0)
-    with pytest.raises(LaunchError, match=sentence):
+    with pytest.raises(LaunchError) as caught:
         ray.preflight([replace(make_spec(), launcher=Choice("ray"))])
+    assert str(caught.value) == golden

@@ -78,39 +78,40 @@ def test_hostile_text_stays_data(make_spec: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    "options",
     [
-        ({"address": "head"}, "accepted is auto, HOST:PORT or ray://HOST:PORT"),
-        ({"address": "http://head:1"}, "accepted is auto, HOST:PORT"),
-        ({"placement": "spread"}, "STRICT_SPREAD, SPREAD, PACK, STRICT_PACK"),
-        ({"cpus": 0}, "a whole number from 1"),
-        ({"gpus": -1}, "a whole number from 0"),
-        ({"threads": 0}, "a whole number from 1"),
-        ({"port": 70000}, "a port, or 0"),
-        ({"pending_s": 0}, "a positive number of seconds"),
-        ({"scratch": "here"}, "an absolute path"),
-        ({"resources": ["rack"]}, "a mapping of Ray's names"),
-        ({"resources": {"GPU": 1}}, "without CPU and GPU"),
-        ({"resources": {"rack": "one"}}, "positive numbers"),
-        ({"env": "A=1"}, "a mapping of names to text"),
-        ({"env": {"A B": "1"}}, "letters, digits and underscores"),
-        ({"env": {"A": [1]}}, "text or a number"),
-        ({"where": "x"}, "accepted is address, placement"),
+        {"address": "head"},
+        {"address": "http://head:1"},
+        {"placement": "spread"},
+        {"cpus": 0},
+        {"gpus": -1},
+        {"threads": 0},
+        {"port": 70000},
+        {"pending_s": 0},
+        {"scratch": "here"},
+        {"resources": ["rack"]},
+        {"resources": {"GPU": 1}},
+        {"resources": {"rack": "one"}},
+        {"env": "A=1"},
+        {"env": {"A B": "1"}},
+        {"env": {"A": [1]}},
+        {"where": "x"},
     ],
 )
-def test_a_wrong_option_is_one_sentence(make_spec: Make, options: dict[str, Any], words: str) -> None:
+def test_a_wrong_option_is_one_sentence(make_spec: Make, options: dict[str, Any], golden: object) -> None:
     with pytest.raises(RequestError) as caught:
         ray.check(with_options(make_spec(), **options))
-    assert words in str(caught.value)
+    assert str(caught.value) == golden
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("name", "value"), [("HF_TOKEN", "abc"), ("X", "hf_abcdefghijklmnop"), ("X", "aB3" * 12), ("MY_PASSWORD", "x")]
 )
-def test_a_secret_is_refused_and_not_repeated(make_spec: Make, name: str, value: str) -> None:
-    with pytest.raises(RequestError, match="no secret") as caught:
+def test_a_secret_is_refused_and_not_repeated(make_spec: Make, name: str, value: str, golden: object) -> None:
+    with pytest.raises(RequestError) as caught:
         ray.check(with_options(make_spec(), env={name: value}))
+    assert str(caught.value) == golden
     assert repr(value) not in str(caught.value)
     assert not environment.is_secret("NCCL_SOCKET_IFNAME", "eth0")
 
@@ -121,9 +122,13 @@ def test_the_offer_is_what_the_options_say() -> None:
     assert ray.offer(Choice("ray", {"gpus": 0})) == Offer(device="cpu", processes=1)
 
 
-def test_a_missing_package_names_its_installation(make_spec: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_names_its_installation(
+    make_spec: Make, monkeypatch: pytest.MonkeyPatch, golden: object
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "pip install 'paceline[ray]'" in (ray.check(with_options(make_spec())) or "")
+    text = ray.check(with_options(make_spec()))
+    assert text == golden
+    assert text == golden
 
 
 # --- the driver, as a process that is none ---
@@ -167,18 +172,20 @@ def test_an_end_carries_status_and_what_is_missing(tmp_path: Path) -> None:
     ray.cancel(handle)
 
 
-def test_a_refusal_is_raised(tmp_path: Path) -> None:
+def test_a_refusal_is_raised(tmp_path: Path, golden: object) -> None:
     handle = driver_that_says(tmp_path, '{"refused": "no Ray here"}', then="pass")
-    with pytest.raises(LaunchError, match="no Ray here"):
+    with pytest.raises(LaunchError) as caught:
         polled(handle, lambda s: False)
+    assert str(caught.value) == golden
     ray.cancel(handle)
 
 
-def test_a_driver_that_dies_is_a_failure_with_its_log(tmp_path: Path) -> None:
+def test_a_driver_that_dies_is_a_failure_with_its_log(tmp_path: Path, golden: object) -> None:
     handle = driver_that_says(tmp_path, then="sys.exit(3)")
     state = polled(handle, lambda s: not s.running)
     assert state.status is Status.FAILED
-    assert f"exit code 3; see {tmp_path / 'log.txt'}" in (state.reason or "")
+    assert state.reason == golden
+    assert f"{tmp_path / 'log.txt'}" in state.reason
     ray.cancel(handle)
 
 
@@ -196,18 +203,17 @@ NODES = [
 ]
 
 
-def test_what_can_never_be_placed_names_what_is_there(make_spec: Make) -> None:
+def test_what_can_never_be_placed_names_what_is_there(make_spec: Make, golden: object) -> None:
     asked = request(with_options(make_spec("ddp", 4, nodes=2, device="cuda")))
-    assert _ray_cluster.shortage(asked, NODES, {}) == (
-        "2 x 4 CPU + 4 GPU under STRICT_SPREAD was asked for, which the cluster cannot hold (it has a: 8 CPU; b: 8 CPU "
-        "+ 4 GPU)"
-    )
+    text = _ray_cluster.shortage(asked, NODES, {})
+    assert text == golden
+    assert "STRICT_SPREAD" in text
 
 
-def test_what_others_use_now_is_another_sentence(make_spec: Make) -> None:
+def test_what_others_use_now_is_another_sentence(make_spec: Make, golden: object) -> None:
     asked = request(with_options(make_spec("ddp", 4, nodes=2)))
     said = _ray_cluster.shortage(asked, NODES, {"CPU": 3.0, "node:10.0.0.1": 1.0})
-    assert said.endswith("2 nodes could hold one, and free is 3 CPU in all")
+    assert said == golden
 
 
 def test_the_name_of_a_node() -> None:
@@ -226,17 +232,17 @@ This process on node 10.0.0.1 was started with:
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    "words",
     [
-        (MISMATCH, "has Ray 2.60.0 on Python 3.12.3, this controller Ray 2.40.0 on Python 3.11.9"),
-        ("Could not find any running Ray instance. Please", "no Ray runs on this host and RAY_ADDRESS is not set"),
-        ("Can't find a `node_ip_address.json`\n of the raylet", "this host is no node of the Ray cluster at h:1"),
-        ("something\n else", "Ray at h:1 refused: something else"),
+        MISMATCH,
+        "Could not find any running Ray instance. Please",
+        "Can't find a `node_ip_address.json`\n of the raylet",
+        "something\n else",
     ],
 )
-def test_each_refusal_is_one_sentence(words: str, sentence: str) -> None:
+def test_each_refusal_is_one_sentence(words: str, golden: object) -> None:
     said = _ray_cluster.refusal("h:1", words)
-    assert sentence in said
+    assert said == golden
     assert "\n" not in said
 
 
@@ -294,12 +300,13 @@ def test_a_node_that_cannot_do_the_work_is_refused(make_spec: Make, facts: dict[
     assert said is None if words is None else words in (said or "")
 
 
-def test_who_is_to_blame(tmp_path: Path) -> None:
+def test_who_is_to_blame(tmp_path: Path, golden: object) -> None:
     (tmp_path / "outcome-0.json").write_text("{}")
     noticed, killed = member(0, code=1), member(1, code=-9)
     end = _ray_driver.conclusion([noticed, killed], tmp_path, None)
     assert end["status"] is Status.FAILED
-    assert "rank 1 on n0 was killed by signal 9" in end["reason"]
+    assert end["reason"] == golden
+    assert "n0" in end["reason"]
     lost = member(1, lost=(Status.PREEMPTED, "its Ray node was pre-empted"))
     assert _ray_driver.conclusion([noticed, lost], tmp_path, None)["status"] is Status.PREEMPTED
     spoken = _ray_driver.conclusion([noticed, member(1, code=0)], tmp_path, None)
@@ -324,26 +331,27 @@ def spared(asked: Request, members: list[_ray_driver.Member]) -> list[int]:
     return [each.rank for each in members if each.is_spared]
 
 
-def test_replicas_on_other_nodes_may_be_lost_once_rank_0_asks(make_spec: Make, tmp_path: Path) -> None:
+def test_replicas_on_other_nodes_may_be_lost_once_rank_0_asks(make_spec: Make, tmp_path: Path, golden: object) -> None:
     asked = served(make_spec, tmp_path, "warmup")
     gone = (Status.FAILED, "rank 3 on n1: its node has left the Ray cluster")
     crew = [member(0, code=0), member(1, code=0), member(2, code=-9), member(3, lost=gone)]
     assert spared(asked, crew) == [2, 3]
     assert spared(asked, crew) == [2, 3], "and are told of once"
     told = (tmp_path / "log.txt").read_text().splitlines()
-    assert told == [
-        "paceline: rank 2 on n1 ended with exit code -9; rank 0 goes on with the other replicas",
-        "paceline: rank 3 on n1: its node has left the Ray cluster; rank 0 goes on with the other replicas",
-    ]
+    assert told == golden
     end = _ray_driver.conclusion(crew, tmp_path, None)
     assert end == {"ended": 0, "status": None, "reason": None, "missing": None, "lost": [1]}
 
 
-def test_nobody_is_spared_on_the_node_of_the_client_or_before_it_asks(make_spec: Make, tmp_path: Path) -> None:
+def test_nobody_is_spared_on_the_node_of_the_client_or_before_it_asks(
+    make_spec: Make, tmp_path: Path, golden: object
+) -> None:
     crew = [member(0), member(1, code=-9), member(2), member(3, code=-9)]
     assert spared(served(make_spec, tmp_path, "setup"), crew) == []
     assert spared(served(make_spec, tmp_path, "warmup"), crew) == [3]
-    assert "rank 1 on n0 was killed by signal 9" in _ray_driver.conclusion(crew, tmp_path, None)["reason"]
+    text = _ray_driver.conclusion(crew, tmp_path, None)["reason"]
+    assert text == golden
+    assert "n0" in text
 
 
 def test_a_rank_that_says_what_went_wrong_is_not_spared(make_spec: Make, tmp_path: Path, make_outcome: Make) -> None:

@@ -110,9 +110,10 @@ def test_hostile_names_stay_data(make_spec: Make, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("broken", ["a\nb", "a\\b", "a\x1b[2Jb"])
-def test_a_folder_that_sbatch_cannot_carry_is_refused(make_spec: Make, broken: str) -> None:
-    with pytest.raises(RequestError, match="run folder"):
+def test_a_folder_that_sbatch_cannot_carry_is_refused(make_spec: Make, broken: str, golden: object) -> None:
+    with pytest.raises(RequestError) as caught:
         slurm.prepare(with_options(make_spec()), Path("/results") / broken)
+    assert str(caught.value) == golden
 
 
 @pytest.mark.parametrize(
@@ -153,20 +154,19 @@ def test_what_slurm_could_not_carry_is_one_sentence(make_spec: Make, option: str
 
 
 @pytest.mark.parametrize("env", [{"HF_TOKEN": "x"}, {"NAME": "hf_abcdefghijklmnopqrstuvwxyz"}])
-def test_a_secret_is_refused_and_not_repeated(make_spec: Make, env: dict[str, str]) -> None:
-    with pytest.raises(RequestError, match="export it where paceline is started") as caught:
+def test_a_secret_is_refused_and_not_repeated(make_spec: Make, env: dict[str, str], golden: object) -> None:
+    with pytest.raises(RequestError) as caught:
         slurm.check(with_options(make_spec(), env=env))
+    assert str(caught.value) == golden
     assert not any(value in str(caught.value).split("'") for value in env.values())
 
 
-def test_what_contradicts_itself_is_unsupported(make_spec: Make) -> None:
+def test_what_contradicts_itself_is_unsupported(make_spec: Make, golden: object) -> None:
     eight = make_spec("ddp", 8, device="cuda")
     assert slurm.check(with_options(eight)) is None
-    assert slurm.check(with_options(eight, gres="gpu:h100:4")) == (
-        "8 processes on a node need as many GPUs; the launcher slurm was given 4"
-    )
+    assert slurm.check(with_options(eight, gres="gpu:h100:4")) == golden
     restarting = replace(make_spec(), max_restarts=2)
-    assert "one of the two" in str(slurm.check(with_options(restarting, requeue=True)))
+    assert str(slurm.check(with_options(restarting, requeue=True))) == golden
 
 
 @pytest.mark.parametrize(
@@ -252,13 +252,13 @@ def answer(monkeypatch: pytest.MonkeyPatch, **answers: Any) -> Answers:
     ],
 )
 def test_an_end_that_only_slurm_knows_has_our_word(
-    monkeypatch: pytest.MonkeyPatch, handle: dict[str, Any], line: str, status: Status, words: str
+    monkeypatch: pytest.MonkeyPatch, handle: dict[str, Any], line: str, status: Status, words: str, golden: object
 ) -> None:
     answer(monkeypatch, squeue=[(0, line, "")])
     state = slurm.poll(handle)
     assert (state.running, state.status) == (False, status)
     assert words in str(state.reason)
-    assert "Slurm job 7 " in str(state.reason)
+    assert str(state.reason) == golden
 
 
 @pytest.mark.parametrize(("line", "code"), [(row("COMPLETED"), 0), (row("FAILED", 768), 3), (row("FAILED", 9), 137)])
@@ -271,14 +271,15 @@ def test_an_end_the_ranks_know_better_is_left_to_them(
 
 
 def test_a_job_that_started_no_rank_is_explained_by_its_log(
-    monkeypatch: pytest.MonkeyPatch, handle: dict[str, Any], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, handle: dict[str, Any], tmp_path: Path, golden: object
 ) -> None:
     answer(monkeypatch, squeue=[(0, row("FAILED", 512), "")])
     why = "slurmstepd-n1: error: execve(): /nowhere/python: No such file or directory"
     (tmp_path / "log.txt").write_text(f"{why}\nsrun: error: n1: task 0: Exited with exit code 2\n")
     state = slurm.poll(handle)
     assert state.status is Status.FAILED
-    assert state.reason == f"Slurm job 7 ended with exit code 2 before any rank had a word: {why}"
+    assert state.reason == golden
+    assert f"{why}" in state.reason
     (tmp_path / "outcome-0.json").write_text("{}")
     assert slurm.poll(handle).status is None, "a rank's own word counts more"
 
@@ -294,7 +295,9 @@ def test_a_state_of_a_newer_slurm_is_a_job_under_way(monkeypatch: pytest.MonkeyP
     assert slurm.poll(handle).running
 
 
-def test_waiting_says_why_and_ends_with_its_limit(monkeypatch: pytest.MonkeyPatch, handle: dict[str, Any]) -> None:
+def test_waiting_says_why_and_ends_with_its_limit(
+    monkeypatch: pytest.MonkeyPatch, handle: dict[str, Any], golden: object
+) -> None:
     answer(monkeypatch, squeue=[(0, row("PENDING", reason="PartitionDown", nodes=""), "")])
     state = slurm.poll(handle)
     assert state.waiting == (
@@ -303,7 +306,7 @@ def test_waiting_says_why_and_ends_with_its_limit(monkeypatch: pytest.MonkeyPatc
     late = slurm.poll(handle | {"pending_s": 1.0, "submitted_at": handle["submitted_at"] - 10})
     assert (late.running, late.status) == (False, Status.FAILED)
     assert "PartitionDown" in str(late.reason)
-    assert "did not begin within 1 s" in str(late.reason)
+    assert str(late.reason) == golden
 
 
 def test_a_slurmctld_that_is_away_is_waited_for(monkeypatch: pytest.MonkeyPatch, handle: dict[str, Any]) -> None:
@@ -311,11 +314,12 @@ def test_a_slurmctld_that_is_away_is_waited_for(monkeypatch: pytest.MonkeyPatch,
     assert [slurm.poll(handle).running for _ in range(4)] == [True, True, True, False]
 
 
-def test_patience_has_an_end(monkeypatch: pytest.MonkeyPatch, handle: dict[str, Any]) -> None:
+def test_patience_has_an_end(monkeypatch: pytest.MonkeyPatch, handle: dict[str, Any], golden: object) -> None:
     answer(monkeypatch, squeue=[(0, row("RUNNING"), ""), Away("Unable to contact slurm controller")])
     assert slurm.poll(handle).running
-    with pytest.raises(LaunchError, match="slurmctld has been away for"):
+    with pytest.raises(LaunchError) as caught:
         slurm.poll(handle | {"patience_s": -1.0})
+    assert str(caught.value) == golden
 
 
 def test_the_queue_is_not_asked_more_often_than_agreed(monkeypatch: pytest.MonkeyPatch, handle: dict[str, Any]) -> None:
@@ -342,23 +346,28 @@ def test_a_job_that_the_queue_has_forgotten_is_in_the_accounting(
 
 
 def test_without_accounting_the_file_it_left_says_how_it_ended(
-    monkeypatch: pytest.MonkeyPatch, handle: dict[str, Any], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, handle: dict[str, Any], tmp_path: Path, golden: object
 ) -> None:
     answer(monkeypatch, squeue=[FORGOTTEN], sacct=[NO_ACCOUNTING])
-    with pytest.raises(LaunchError, match="no longer knows job 7"):
+    with pytest.raises(LaunchError) as caught:
         slurm.poll(handle)
+    assert str(caught.value) == golden
     (tmp_path / "exit.txt").write_text("6 0\n")
-    with pytest.raises(LaunchError, match="no longer knows job 7"):
+    with pytest.raises(LaunchError) as caught:
         slurm.poll(handle)
+    assert str(caught.value) == golden
     (tmp_path / "exit.txt").write_text("7 1\n")
     assert slurm.poll(handle).exit_code == 1
 
 
-def test_slurms_own_sentence_is_the_refusal(monkeypatch: pytest.MonkeyPatch, make_spec: Make, tmp_path: Path) -> None:
+def test_slurms_own_sentence_is_the_refusal(
+    monkeypatch: pytest.MonkeyPatch, make_spec: Make, tmp_path: Path, golden: object
+) -> None:
     refusal = "sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified\n"
     answer(monkeypatch, sbatch=[(1, "", refusal)], squeue=[(0, "", "")])
-    with pytest.raises(LaunchError, match="Slurm did not take the job: Batch job submission failed: Invalid account"):
+    with pytest.raises(LaunchError) as caught:
         slurm.submit(slurm.prepare(with_options(make_spec()), tmp_path))
+    assert str(caught.value) == golden
 
 
 def test_a_slurmctld_that_fell_silent_after_taking_the_job_is_not_given_another(
@@ -372,18 +381,23 @@ def test_a_slurmctld_that_fell_silent_after_taking_the_job_is_not_given_another(
     assert slurm.submit(job)["job_id"] == "43"
 
 
-def test_submitting_has_patience_with_an_end(monkeypatch: pytest.MonkeyPatch, make_spec: Make, tmp_path: Path) -> None:
+def test_submitting_has_patience_with_an_end(
+    monkeypatch: pytest.MonkeyPatch, make_spec: Make, tmp_path: Path, golden: object
+) -> None:
     answer(monkeypatch, sbatch=[Away("nobody")], squeue=[(0, "", ""), Away("nobody")])
-    with pytest.raises(LaunchError, match="scontrol ping"):
+    with pytest.raises(LaunchError) as caught:
         slurm.submit(slurm.prepare(with_options(make_spec(), patience_s=0.05), tmp_path))
+    assert str(caught.value) == golden
 
 
 def test_a_job_that_is_still_there_is_neither_taken_for_a_new_one_nor_joined_by_one(
-    monkeypatch: pytest.MonkeyPatch, make_spec: Make, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, make_spec: Make, tmp_path: Path, golden: object
 ) -> None:
     found = answer(monkeypatch, squeue=[(0, "41\n", "")])
-    with pytest.raises(LaunchError, match="Slurm still has job 41 of this run: try scancel 41"):
+    with pytest.raises(LaunchError) as caught:
         slurm.submit(slurm.prepare(with_options(make_spec()), tmp_path))
+    assert str(caught.value) == golden
+    assert "41" in str(caught.value)
     assert found.asked == ["squeue"]
 
 
@@ -397,10 +411,11 @@ def test_a_job_taken_while_submitting_was_interrupted_is_ended(
     assert found.asked == ["squeue", "sbatch", "squeue", "scancel"]
 
 
-def test_a_host_without_slurm_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_without_slurm_is_said(monkeypatch: pytest.MonkeyPatch, golden: object) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
-    with pytest.raises(LaunchError, match="squeue is not installed here"):
+    with pytest.raises(LaunchError) as caught:
         _slurm_states.look("1")
+    assert str(caught.value) == golden
 
 
 @pytest.mark.parametrize(
@@ -436,11 +451,12 @@ def test_a_job_is_found_again_and_a_cancelled_one_is_none(
 
 
 def test_nothing_is_started_anew_while_nobody_can_say_whether_it_runs(
-    monkeypatch: pytest.MonkeyPatch, make_spec: Make, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, make_spec: Make, tmp_path: Path, golden: object
 ) -> None:
     answer(monkeypatch, squeue=[Away("gone")])
-    with pytest.raises(LaunchError, match="slurmctld cannot be reached"):
+    with pytest.raises(LaunchError) as caught:
         slurm.adopt(slurm.prepare(with_options(make_spec(), patience_s=0.05), tmp_path), None)
+    assert str(caught.value) == golden
     answer(monkeypatch, squeue=[Away("gone"), (0, "9\n", ""), (0, row("RUNNING"), "")])
     found = slurm.adopt(slurm.prepare(with_options(make_spec(), patience_s=60.0), tmp_path), None)
     assert found is not None
@@ -499,13 +515,15 @@ def test_files_of_nodes_come_home_through_their_output(
 
 
 def test_an_output_that_was_cut_is_known(
-    monkeypatch: pytest.MonkeyPatch, relayed: dict[str, Any], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, relayed: dict[str, Any], tmp_path: Path, golden: object
 ) -> None:
     answer(monkeypatch, squeue=[(0, row("COMPLETED"), "")])
     write_output(relayed, 0, node_lines(tmp_path / "n0", 0))
     write_output(relayed, 1, node_lines(tmp_path / "n1", 1)[:-2])
     slurm.poll(relayed)
-    assert slurm.collect(relayed, tmp_path / "run") == "node 1 (n1): its log ends early"
+    text = slurm.collect(relayed, tmp_path / "run")
+    assert text == golden
+    assert "n1" in text
 
 
 def test_a_job_put_back_into_the_queue_begins_its_lines_anew(

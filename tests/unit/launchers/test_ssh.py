@@ -104,9 +104,11 @@ def test_hosts_as_people_write_them(written: object, host: Host) -> None:
         {"host": "gpu1", "gpus": True},
     ],
 )
-def test_what_could_be_an_option_or_a_command_is_refused(written: object) -> None:
-    with pytest.raises(RequestError, match=r"ssh\.hosts.*was given; accepted is"):
+def test_what_could_be_an_option_or_a_command_is_refused(written: object, golden: object) -> None:
+    with pytest.raises(RequestError) as caught:
         Options(hosts=[written])
+    assert str(caught.value) == golden
+    assert "ssh.hosts" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -136,23 +138,32 @@ def test_what_could_be_an_option_or_a_command_is_refused(written: object) -> Non
         ({"forward": ["A=b"]}, "ssh.forward"),
     ],
 )
-def test_every_other_option_is_checked(options: dict[str, Any], where: str) -> None:
-    with pytest.raises(RequestError, match=where):
+def test_every_other_option_is_checked(options: dict[str, Any], where: str, golden: object) -> None:
+    with pytest.raises(RequestError) as caught:
         Options(**({} if where == "ssh.hosts" else {"hosts": ["gpu1"]}) | options)
+    assert str(caught.value) == golden
+    assert where in str(caught.value)
 
 
-def test_a_secret_is_refused_without_being_repeated() -> None:
-    with pytest.raises(RequestError, match=r"ssh\.env: HF_TOKEN: .*accepted is its name in `forward`") as refusal:
+def test_a_secret_is_refused_without_being_repeated(golden: object) -> None:
+    with pytest.raises(RequestError) as refusal:
         Options(hosts=["gpu1"], env={"HF_TOKEN": "hf_abcdefghijklmnop"})
+    assert str(refusal.value) == golden
+    assert "ssh.env" in str(refusal.value)
+    assert "HF_TOKEN" in str(refusal.value)
     assert "abcdefgh" not in str(refusal.value)
 
 
-def test_forwarded_variables_reach_ranks_and_no_command(make_spec: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forwarded_variables_reach_ranks_and_no_command(
+    make_spec: Make, monkeypatch: pytest.MonkeyPatch, golden: object
+) -> None:
     spec = asked(make_spec, nodes=2, hosts=["gpu1", "gpu2"], forward=["HF_TOKEN"], env={"NCCL_DEBUG": "WARN"})
     chosen = Options(**spec.launcher.options)
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    with pytest.raises(LaunchError, match="names HF_TOKEN, which this host's environment does not have"):
+    with pytest.raises(LaunchError) as caught:
         ssh._environments(spec, chosen, ["gpu1", "gpu2"], "x")
+    assert str(caught.value) == golden
+    assert "HF_TOKEN" in str(caught.value)
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefghijklmnop")
     first, second = ssh._environments(spec, chosen, ["gpu1", "gpu2"], "x")
     assert first["HF_TOKEN"] == second["HF_TOKEN"] == "hf_abcdefghijklmnop"
@@ -170,13 +181,15 @@ def test_an_address_and_an_interface_of_its_own(make_spec: Make) -> None:
     assert "GLOO_SOCKET_IFNAME" not in second
 
 
-def test_what_hosts_offer(make_spec: Make) -> None:
+def test_what_hosts_offer(make_spec: Make, golden: object) -> None:
     two = [{"host": "a", "gpus": 8}, {"host": "b", "gpus": 4}]
     assert ssh.offer(Choice("ssh", {"hosts": two})) == Offer(device="cuda", processes=4, nodes=2)
     assert ssh.offer(Choice("ssh", {"hosts": ["a"]})) == Offer(device="cpu", processes=1, nodes=1)
-    assert ssh.check(asked(make_spec, nodes=3, hosts=two)) == "3 nodes need as many hosts; ssh.hosts names 2"
+    text = ssh.check(asked(make_spec, nodes=3, hosts=two))
+    assert text == golden
+    assert "ssh.hosts" in text
     many = replace(make_spec("ddp", 8, nodes=2, device="cuda"), launcher=Choice("ssh", {"hosts": two}))
-    assert ssh.check(many) == "8 processes need as many GPUs; b has 4"
+    assert ssh.check(many) == golden
     assert ssh.check(replace(many, topology=Topology(device="cuda", nodes=1, processes_per_node=8))) is None
 
 
@@ -219,17 +232,18 @@ def test_a_checkpoint_needs_a_place_that_hosts_share(make_spec: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "option"),
+    "options",
     [
-        ({"hosts": ["a"], "key": "/no/key"}, "ssh.key: /no/key was given"),
-        ({"hosts": ["a"], "ssh_config": "/no/config"}, "ssh.ssh_config: /no/config was given"),
-        ({"hosts": ["a", {"host": "b", "key": "/no/key"}]}, "ssh.hosts: key of b: /no/key was given"),
+        {"hosts": ["a"], "key": "/no/key"},
+        {"hosts": ["a"], "ssh_config": "/no/config"},
+        {"hosts": ["a", {"host": "b", "key": "/no/key"}]},
     ],
 )
-def test_a_file_that_is_absent_is_told_by_its_option(options: dict[str, Any], option: str) -> None:
+def test_a_file_that_is_absent_is_told_by_its_option(options: dict[str, Any], golden: object) -> None:
     chosen = Options(**options)
-    with pytest.raises(LaunchError, match=option):
+    with pytest.raises(LaunchError) as caught:
         _ssh_inquiry.ask(chosen, chosen.machines)
+    assert str(caught.value) == golden
 
 
 def answer(torch: str | None = "2.13.0", version: str | None = None, gpus: int = 0, name: str = "H100") -> Any:
@@ -243,48 +257,43 @@ ON_GPUS = Topology(device="cuda", nodes=2, processes_per_node=2)
 
 
 @pytest.mark.parametrize(
-    ("answers", "sentence"),
+    "answers",
     [
-        ((answer(gpus=2), answer(gpus=2, version="9.9")), "b has paceline 9.9, this host"),
-        ((answer(gpus=2), answer(None, gpus=2)), "b has no torch in its Python"),
-        (
-            (answer(gpus=2), answer("2.11.0+cu130", gpus=2)),
-            r"a has torch 2\.13\.0, b torch 2\.11\.0\+cu130: hosts of one",
-        ),
-        ((answer(gpus=2), answer(gpus=1)), "b shows 1 GPUs, and 2 processes need one each"),
-        ((answer(), answer(gpus=2)), "a shows no GPUs, and 2 processes need one each"),
+        (answer(gpus=2), answer(gpus=2, version="9.9")),
+        (answer(gpus=2), answer(None, gpus=2)),
+        (answer(gpus=2), answer("2.11.0+cu130", gpus=2)),
+        (answer(gpus=2), answer(gpus=1)),
+        (answer(), answer(gpus=2)),
     ],
 )
-def test_hosts_that_cannot_run_together(answers: Any, sentence: str) -> None:
-    with pytest.raises(LaunchError, match=sentence):
+def test_hosts_that_cannot_run_together(answers: Any, golden: object) -> None:
+    with pytest.raises(LaunchError) as caught:
         _ssh_inquiry.compare(HOSTS, answers, ON_GPUS)
+    assert str(caught.value) == golden
 
 
-def test_different_gpus_are_allowed_and_said() -> None:
+def test_different_gpus_are_allowed_and_said(golden: object) -> None:
     found = _ssh_inquiry.compare(HOSTS, (answer(gpus=2), answer(gpus=4, name="A100")), ON_GPUS)
-    assert found == ["a has 2 GPUs (H100), b 4 GPUs (A100)"]
+    assert found == golden
 
 
 @pytest.mark.parametrize(
-    ("said", "code", "sentence"),
+    ("said", "code"),
     [
-        (
-            "ssh: Could not resolve hostname a: Name or service not known",
-            255,
-            "a has a name that does not resolve here",
-        ),
-        ("Permission denied (publickey).", 255, r"a refuses the key \(or the user\); try: ssh a true"),
-        ("@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @", 255, "a has another host key than the known one"),
-        ("ssh: connect to host a port 22: Connection timed out", 255, "a does not answer; try: ssh a true"),
-        ("/usr/bin/python3: No module named paceline", 1, r"pip install paceline=="),
-        ("agent: error: unrecognized arguments: --facts", 2, "a has another version of Paceline"),
-        ("Killed", 3, r"a could not be asked \(exit code 3: Killed\); try: ssh a true"),
+        ("ssh: Could not resolve hostname a: Name or service not known", 255),
+        ("Permission denied (publickey).", 255),
+        ("@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @", 255),
+        ("ssh: connect to host a port 22: Connection timed out", 255),
+        ("/usr/bin/python3: No module named paceline", 1),
+        ("agent: error: unrecognized arguments: --facts", 2),
+        ("Killed", 3),
     ],
 )
 def test_the_words_of_ssh_and_of_hosts_become_sentences(
-    said: str, code: int, sentence: str, monkeypatch: pytest.MonkeyPatch
+    said: str, code: int, monkeypatch: pytest.MonkeyPatch, golden: object
 ) -> None:
     script = f"echo {shlex.quote(said)} >&2; exit {code}"
     monkeypatch.setattr(_ssh_inquiry, "Connection", lambda command: Connection(["sh", "-c", script]))
-    with pytest.raises(LaunchError, match=sentence):
+    with pytest.raises(LaunchError) as caught:
         _ssh_inquiry.ask(Options(hosts=["a"]), [Host(host="a")])
+    assert str(caught.value) == golden

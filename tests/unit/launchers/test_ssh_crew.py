@@ -108,7 +108,7 @@ def test_a_job_of_replicas_goes_on_without_a_node(
     assert judge(served, run_dir, End(state)) == (Status.OK, None)
 
 
-def test_before_rank_0_asks_nobody_is_expendable(start: Start, served: RunSpec, run_dir: Path) -> None:
+def test_before_rank_0_asks_nobody_is_expendable(start: Start, served: RunSpec, run_dir: Path, golden: object) -> None:
     """It waits for the replicas of all, and would wait without end."""
     crew, agents = start(served)
     at(run_dir, "setup")
@@ -117,7 +117,7 @@ def test_before_rank_0_asks_nobody_is_expendable(start: Start, served: RunSpec, 
     crew.listen()
     state = crew.state()
     assert (state.running, state.status, state.lost) == (False, Status.FAILED, ())
-    assert state.reason == "the connection to c was lost; try: try c"
+    assert state.reason == golden
 
 
 def test_a_node_that_failed_just_before_rank_0_asked_is_expendable_after(
@@ -155,7 +155,7 @@ def test_a_rank_that_says_what_went_wrong_ends_the_job(
 
 
 def test_the_node_of_the_client_is_never_expendable(
-    start: Start, served: RunSpec, run_dir: Path, make_outcome: Any
+    start: Start, served: RunSpec, run_dir: Path, make_outcome: Any, golden: object
 ) -> None:
     crew, agents = start(served)
     at(run_dir, "timing")
@@ -164,7 +164,7 @@ def test_the_node_of_the_client_is_never_expendable(
     crew.listen()
     state = crew.state()
     assert (state.lost, state.status) == ((1,), Status.FAILED)
-    assert str(state.reason).startswith("the agent on a did not begin")
+    assert str(state.reason) == golden
     assert judge(served, run_dir, End(state))[0] is Status.FAILED
 
 
@@ -179,7 +179,7 @@ def test_ranks_that_train_need_each_other(start: Start, make_spec: Make, run_dir
 
 
 def test_what_a_rank_of_a_lost_node_said_before_still_counts(
-    start: Start, served: RunSpec, run_dir: Path, make_outcome: Any
+    start: Start, served: RunSpec, run_dir: Path, make_outcome: Any, golden: object
 ) -> None:
     crew, agents = start(served)
     at(run_dir, "timing")
@@ -190,7 +190,7 @@ def test_what_a_rank_of_a_lost_node_said_before_still_counts(
     crew.listen()
     status, error = judge(served, run_dir, End(crew.state()))
     assert status is Status.FAILED
-    assert str(error).startswith("rank 3 on node-a")
+    assert str(error) == golden
 
 
 def test_a_rank_that_is_left_must_speak(start: Start, served: RunSpec, run_dir: Path, make_outcome: Any) -> None:

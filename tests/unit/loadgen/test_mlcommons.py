@@ -34,10 +34,11 @@ def driven(replicas: list[MockReplica], folder: Path, **more: Any) -> Any:
 
 
 @installed
-def test_server_below_459_requests_is_invalid_by_its_own_rule(replica: Start, tmp_path: Path) -> None:
+def test_server_below_459_requests_is_invalid_by_its_own_rule(replica: Start, tmp_path: Path, golden: object) -> None:
     told = driven([replica(), replica()], tmp_path)
     assert (told.verdict, told.asked, dict(told.errors)) == ("INVALID", 30, {})
-    assert "429 more queries" in told.reasons[0]
+    assert told.reasons[0] == golden
+    assert "429" in told.reasons[0]
     assert told.settings["target_qps"] == 300
     assert 0 < told.cpu_ratio < 1
     assert [told.settings[name] for name in terms().seeds] == [7, 8, 9]
@@ -54,10 +55,12 @@ def test_other_scenarios(replica: Start, tmp_path: Path, scenario: str, requests
     assert (told.verdict, told.asked, told.reasons) == ("VALID", requests, ())
 
 
-def test_no_replica_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_replica_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: object) -> None:
     monkeypatch.setattr(mlcommons, "is_installed", lambda: True)
-    with pytest.raises(UnsupportedError, match="no replica is left for LoadGen to ask"):
+    with pytest.raises(UnsupportedError) as caught:
         driven([], tmp_path)
+    assert str(caught.value) == golden
+    assert "LoadGen" in str(caught.value)
 
 
 @installed
@@ -67,19 +70,25 @@ def test_requests_that_fail_end_the_test_and_are_counted(replica: Start, tmp_pat
 
 
 @installed
-def test_a_process_that_dies_is_a_sentence(replica: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_dies_is_a_sentence(
+    replica: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: object
+) -> None:
     def dies(*_: object) -> None:
         sys.exit(3)
 
     monkeypatch.setattr(mlcommons, "settings_of", dies)
-    with pytest.raises(UnsupportedError, match="LoadGen's process ended with code 3"):
+    with pytest.raises(UnsupportedError) as caught:
         driven([replica()], tmp_path)
+    assert str(caught.value) == golden
+    assert "LoadGen" in str(caught.value)
 
 
-def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: object) -> None:
     monkeypatch.setattr(mlcommons, "is_installed", lambda: False)
-    with pytest.raises(MissingPackageError, match=r"pip install 'paceline\[loadgen\]'"):
+    with pytest.raises(MissingPackageError) as caught:
         driven([], tmp_path)
+    assert str(caught.value) == golden
+    assert str(caught.value) == golden
 
 
 def log(tmp_path: Path, entries: dict[str, Any], tail: str = "") -> Path:
@@ -89,15 +98,17 @@ def log(tmp_path: Path, entries: dict[str, Any], tail: str = "") -> Path:
     return path
 
 
-def test_its_log_is_read_as_it_is(tmp_path: Path) -> None:
+def test_its_log_is_read_as_it_is(tmp_path: Path, golden: object) -> None:
     entries = {"loadgen_version": "6.0.17 @ NA", "result_validity": "INVALID", "result_perf_constraints_met": False}
     entries |= {"early_stopping_met": True, "result_query_count": 5, "result_completed_tokens_per_second": 12.5}
     told = read_back(log(tmp_path, entries, "\nno line of it\n:::MLLOG {cut"))
     assert (told.version, told.verdict) == ("6.0.17", "INVALID")
-    assert told.reasons == ("more requests were late than its percentile allows",)
+    assert told.reasons == golden
     assert told.numbers == {"query_count": 5.0, "completed_tokens_per_second": 12.5}
 
 
-def test_a_log_without_a_verdict_is_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="LoadGen wrote no verdict"):
+def test_a_log_without_a_verdict_is_a_sentence(tmp_path: Path, golden: object) -> None:
+    with pytest.raises(UnsupportedError) as caught:
         read_back(log(tmp_path, {"result_query_count": 5}))
+    assert str(caught.value) == golden
+    assert "LoadGen" in str(caught.value)

@@ -50,10 +50,14 @@ def test_two_processes_send_each_request_once(ports: list[int]) -> None:
     assert verdict.schedule_lag_p99_s is not None
 
 
-def test_more_connections_than_the_system_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_connections_than_the_system_allows(monkeypatch: pytest.MonkeyPatch, golden: object) -> None:
     monkeypatch.setattr(team.resource, "getrlimit", lambda _: (1024, 2048))
-    with pytest.raises(UnsupportedError, match="5000 connections need 5064 open files, this system allows 2048"):
+    with pytest.raises(UnsupportedError) as caught:
         team.require_files(5000)
+    assert str(caught.value) == golden
+    assert "5000" in str(caught.value)
+    assert "5064" in str(caught.value)
+    assert "2048" in str(caught.value)
 
 
 def test_a_process_of_the_client_may_open_all_files_the_system_allows(
@@ -95,21 +99,21 @@ def test_a_client_in_time_is_believed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "word"),
+    "change",
     [
-        ({"schedule_lag_ns": [50_000] * 98 + [2_000_000] * 2}, "sent up to 2.0 ms late"),
-        ({"read_lag_ns": [50_000] * 98 + [6_000_000] * 2}, "read up to 6.0 ms late"),
-        ({"cpu_s": 0.9}, "90% of a core"),
-        ({"clock_drift_ns": -3_000_000}, "clocks moved 3.0 ms"),
+        {"schedule_lag_ns": [50_000] * 98 + [2_000_000] * 2},
+        {"read_lag_ns": [50_000] * 98 + [6_000_000] * 2},
+        {"cpu_s": 0.9},
+        {"clock_drift_ns": -3_000_000},
     ],
 )
-def test_one_that_was_late_is_not(change: dict[str, object], word: str) -> None:
+def test_one_that_was_late_is_not(change: dict[str, object], golden: object) -> None:
     (reason,) = (
         audit.judge([GOOD, replace(GOOD, **change)]).reasons
         if "cpu_s" in change
         else audit.judge([replace(GOOD, **change)]).reasons
     )
-    assert word in reason
+    assert reason == golden
 
 
 def test_slow_servers_leave_more_room_for_lag() -> None:

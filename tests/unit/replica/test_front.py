@@ -102,35 +102,31 @@ def test_a_client_that_goes_away_is_told_to_the_model_and_its_tokens_go_nowhere(
 
 
 @pytest.mark.parametrize(
-    ("asked", "status", "words"),
+    ("asked", "status"),
     [
-        ({"key": "another"}, 401, "wants the key"),
-        ({"model": "other"}, 404, "'other' does not exist; it is 'tiny-llama'"),
-        ({"path": "/v1/embeddings"}, 404, "no such path"),
-        ({"method": "GET"}, 405, "accepted is POST"),
-        (
-            {"prompt": [1] * 30},
-            400,
-            "a prompt of 30 tokens and an answer of 3 were asked for; accepted are 32 together",
-        ),
-        ({"prompt": "text"}, 400, "no tokenizer: give the prompt as token ids"),
-        ({"prompt": [256]}, 400, "token ids from 0 to 255"),
-        ({"prompt": []}, 400, "at least one"),
-        ({"max_tokens": 0}, 400, "max_tokens: 0 was given"),
-        ({"temperature": 0.7}, 400, "accepted is 0, as this server is greedy"),
-        ({"n": 2}, 400, "n: 2 was given"),
-        ({"path": "/v1/chat/completions"}, 400, "messages"),
-        ({"path": "/v1/chat/completions", "messages": [{"role": "user", "content": "x"}]}, 400, "chat template"),
+        ({"key": "another"}, 401),
+        ({"model": "other"}, 404),
+        ({"path": "/v1/embeddings"}, 404),
+        ({"method": "GET"}, 405),
+        ({"prompt": [1] * 30}, 400),
+        ({"prompt": "text"}, 400),
+        ({"prompt": [256]}, 400),
+        ({"prompt": []}, 400),
+        ({"max_tokens": 0}, 400),
+        ({"temperature": 0.7}, 400),
+        ({"n": 2}, 400),
+        ({"path": "/v1/chat/completions"}, 400),
+        ({"path": "/v1/chat/completions", "messages": [{"role": "user", "content": "x"}]}, 400),
     ],
 )
 def test_what_cannot_be_is_refused_with_a_sentence_and_the_connection_stays(
-    asked: dict[str, Any], status: int, words: str
+    asked: dict[str, Any], status: int, golden: object
 ) -> None:
     talk = Talk()
     talk.send(**asked)
     ((found, body),) = talk.answers()
     assert found == status
-    assert words in json.loads(body)["error"]["message"]
+    assert json.loads(body)["error"]["message"] == golden
     assert not talk.told
     assert not talk.transport.closed
 

@@ -78,7 +78,7 @@ def test_what_is_printed_is_what_was_asked_and_hostile_texts_stay_texts(out: Pat
     assert asked["env_file"] is None
 
 
-def test_the_pod_finds_the_schedule_it_was_given(out: Path, tmp_path: Path) -> None:
+def test_the_pod_finds_the_schedule_it_was_given(out: Path, tmp_path: Path, golden: object) -> None:
     config, _ = kubernetes.documents(out, schedule_of())
     mounted, results = tmp_path / "mounted", tmp_path / "claim"
     mounted.mkdir()
@@ -87,14 +87,17 @@ def test_the_pod_finds_the_schedule_it_was_given(out: Path, tmp_path: Path) -> N
     schedule.adopt(results, "nightly", mounted)
     assert agenda.read(results, "nightly").cron == schedule_of().cron
     assert Path(agenda.experiment_of(results, agenda.read(results, "nightly"))).read_text() == HOSTILE
-    with pytest.raises(RequestError, match="holds the schedule 'nightly'"):
+    with pytest.raises(RequestError) as caught:
         schedule.adopt(results, "other", mounted)
+    assert str(caught.value) == golden
+    assert "nightly" in str(caught.value)
 
 
 @pytest.mark.parametrize("place", [{"image": "a b"}, {"image": "x\ny"}, {"claim": "A_b"}, {"namespace": "../x"}])
-def test_names_that_a_cluster_would_refuse_are_refused_here(place: dict[str, str]) -> None:
-    with pytest.raises(RequestError, match="accepted is"):
+def test_names_that_a_cluster_would_refuse_are_refused_here(place: dict[str, str], golden: object) -> None:
+    with pytest.raises(RequestError) as caught:
         kubernetes.Place(**{"image": "i", "claim": "c", **place})
+    assert str(caught.value) == golden
 
 
 class Cluster(BaseHTTPRequestHandler):
@@ -160,27 +163,31 @@ def test_applied_replaced_and_removed(cluster: type[Cluster], out: Path) -> None
     assert cluster.objects == {}
 
 
-def test_a_refusal_names_verb_resource_and_the_next_command(cluster: type[Cluster], out: Path) -> None:
+def test_a_refusal_names_verb_resource_and_the_next_command(cluster: type[Cluster], out: Path, golden: object) -> None:
     cluster.forbidden = True
-    with pytest.raises(RequestError, match="refused to create configmaps in the namespace bench") as refused:
+    with pytest.raises(RequestError) as refused:
         kubernetes.install(out, schedule_of(apply=True, namespace="bench"))
+    assert str(refused.value) == golden
     assert "(403 Forbidden); try: kubectl auth can-i create configmaps -n bench" in str(refused.value)
 
 
-def test_no_cluster_is_one_sentence(cluster: type[Cluster], out: Path, tmp_path: Path) -> None:
+def test_no_cluster_is_one_sentence(cluster: type[Cluster], out: Path, tmp_path: Path, golden: object) -> None:
     config = tmp_path / "kubeconfig"
     config.write_text(config.read_text().replace("127.0.0.1:", "127.0.0.1:1 #"))
-    with pytest.raises(RequestError, match="cannot be reached"):
+    with pytest.raises(RequestError) as caught:
         kubernetes.install(out, schedule_of(apply=True))
+    assert str(caught.value) == golden
 
 
 @pytest.mark.parametrize("content", ["users: [token: s3cret, {]", "contexts: 3"])
 def test_a_kubeconfig_that_is_none_is_one_sentence(
-    content: str, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    content: str, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: object
 ) -> None:
     path = tmp_path / "broken"
     path.write_text(content)
     monkeypatch.setenv("KUBECONFIG", str(path))
-    with pytest.raises(RequestError, match=f"--apply: {path} is not a usable kubeconfig") as refusal:
+    with pytest.raises(RequestError) as refusal:
         kubernetes.install(out, schedule_of(apply=True, namespace="bench"))
+    assert str(refusal.value) == golden
+    assert f"{path}" in str(refusal.value)
     assert "s3cret" not in str(refusal.value)

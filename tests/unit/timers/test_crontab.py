@@ -111,17 +111,20 @@ def test_the_same_name_in_two_folders_is_two_blocks(tab: Path, tmp_path: Path) -
     assert str(tmp_path / "a") not in tab.read_text()
 
 
-def test_a_crontab_that_cannot_be_read_is_not_replaced(tab: Path, tmp_path: Path) -> None:
+def test_a_crontab_that_cannot_be_read_is_not_replaced(tab: Path, tmp_path: Path, golden: object) -> None:
     (tab.parent / "bin" / "crontab").write_text('#!/bin/sh\necho "you may not use this" >&2; exit 1\n')
-    with pytest.raises(RequestError, match="you may not use this"):
+    with pytest.raises(RequestError) as caught:
         crontab.install(tmp_path, schedule_of())
+    assert str(caught.value) == golden
     assert not tab.exists()
 
 
-def test_without_cron_the_sentence_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_cron_the_sentence_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: object) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(RequestError, match="'crontab' is not on this host"):
+    with pytest.raises(RequestError) as caught:
         crontab.install(tmp_path, schedule_of())
+    assert str(caught.value) == golden
+    assert "crontab" in str(caught.value)
 
 
 def test_a_hostile_folder_stays_one_word(tmp_path: Path) -> None:
@@ -136,9 +139,10 @@ def test_a_hostile_folder_stays_one_word(tmp_path: Path) -> None:
     assert words[0] == sys.executable
 
 
-def test_a_line_break_in_a_folder_is_refused() -> None:
-    with pytest.raises(RequestError, match="without line breaks"):
+def test_a_line_break_in_a_folder_is_refused(golden: object) -> None:
+    with pytest.raises(RequestError) as caught:
         crontab.block(Path("/tmp/a\n* * * * * evil"), schedule_of(), ZoneInfo("UTC"), NOW)
+    assert str(caught.value) == golden
 
 
 def _private_spool() -> str | None:

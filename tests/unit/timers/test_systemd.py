@@ -59,18 +59,23 @@ def test_units_are_written_enabled_and_removed(asked: Path, tmp_path: Path) -> N
     assert asked.read_text().splitlines()[:2] == ["--user daemon-reload", f"--user enable --now {name}.timer"]
 
 
-def test_a_refusal_leaves_no_unit(asked: Path, tmp_path: Path) -> None:
+def test_a_refusal_leaves_no_unit(asked: Path, tmp_path: Path, golden: object) -> None:
     (tmp_path / "refuse").touch()
-    with pytest.raises(RequestError, match="no bus"):
+    with pytest.raises(RequestError) as caught:
         systemd.install(tmp_path, schedule_of())
+    assert str(caught.value) == golden
     assert list((tmp_path / "config" / "systemd" / "user").iterdir()) == []
 
 
-def test_a_host_without_systemd_is_left_without_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_without_systemd_is_left_without_units(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: object
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    with pytest.raises(RequestError, match="'systemctl' is not on this host"):
+    with pytest.raises(RequestError) as caught:
         systemd.install(tmp_path, schedule_of())
+    assert str(caught.value) == golden
+    assert "systemctl" in str(caught.value)
     assert list((tmp_path / "config" / "systemd" / "user").iterdir()) == []
 
 
@@ -89,9 +94,10 @@ def test_arguments_are_quoted_for_systemd(word: str, written: str) -> None:
     assert systemd.quoted(word) == written
 
 
-def test_a_line_break_in_a_folder_is_refused() -> None:
-    with pytest.raises(RequestError, match="without line breaks"):
+def test_a_line_break_in_a_folder_is_refused(golden: object) -> None:
+    with pytest.raises(RequestError) as caught:
         systemd.units(Path("/tmp/a\nExecStart=/bin/evil"), schedule_of())
+    assert str(caught.value) == golden
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")

@@ -20,40 +20,34 @@ def chosen(text: str) -> Options:
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"),
+    "text",
     [
-        ("operations=all_reduce+gossip", "collectives.operations: 'gossip' was given; accepted is all, or all_reduce"),
-        ("dtypes=fp64", "collectives.dtypes: 'fp64' was given; accepted is all, or fp32, bf16, fp16, int8, fp8"),
-        ("mode=burst", "collectives.mode: 'burst' was given; accepted is single, batch, graph"),
-        ("in_place=maybe", "collectives.in_place: 'maybe' was given; accepted is both, out, in"),
-        ("factor=1", "collectives.factor: 1 was given"),
-        ("iters=0", "collectives.iters: 0 was given"),
-        ("iters=many", 'collectives.iters: "many" was given; accepted is a whole number'),
-        ("warmup=-1", "collectives.warmup: -1 was given"),
-        ("budget_s=0", "collectives.budget_s: 0 was given"),
-        ("pair_bytes=4MB", "collectives.pair_bytes: '4MB' was given; accepted is a positive number of bytes such as 8"),
-        ("max_bytes=true", "collectives.max_bytes: True was given"),
-        ("max_bytes=0", "collectives.max_bytes: 0 was given"),
-        ("min_bytes=1.3KiB", "collectives.min_bytes: '1.3KiB' was given"),
-        ("sizes=3", "option of collectives: 'sizes' was given"),
-        (
-            "min_bytes=2KiB,max_bytes=1KiB",
-            "collectives.max_bytes: '1KiB' was given; accepted is at least min_bytes (2048)",
-        ),
-        ("max_bytes=4", "collectives.max_bytes: 4 was given; accepted is at least min_bytes (8)"),
-        (
-            "min_bytes=2",
-            "collectives.min_bytes: 2 was given; accepted is a multiple of 4 bytes, the largest element of",
-        ),
-        ("dtypes=bf16,min_bytes=9", "collectives.min_bytes: 9 was given; accepted is a multiple of 2 bytes"),
-        ("max_bytes=8", "collectives.max_bytes: 8 was given; accepted is at least 12 bytes: one element for each of 3"),
+        "operations=all_reduce+gossip",
+        "dtypes=fp64",
+        "mode=burst",
+        "in_place=maybe",
+        "factor=1",
+        "iters=0",
+        "iters=many",
+        "warmup=-1",
+        "budget_s=0",
+        "pair_bytes=4MB",
+        "max_bytes=true",
+        "max_bytes=0",
+        "min_bytes=1.3KiB",
+        "sizes=3",
+        "min_bytes=2KiB,max_bytes=1KiB",
+        "max_bytes=4",
+        "min_bytes=2",
+        "dtypes=bf16,min_bytes=9",
+        "max_bytes=8",
     ],
 )
-def test_a_wrong_option_is_one_sentence(make_spec: Callable[..., RunSpec], text: str, sentence: str) -> None:
+def test_a_wrong_option_is_one_sentence(make_spec: Callable[..., RunSpec], text: str, golden: object) -> None:
     spec = make_spec(None, processes=3, workload=f"collectives:{text}")
     with pytest.raises(RequestError) as caught:
         collectives.check(spec)
-    assert str(caught.value).startswith(sentence)
+    assert str(caught.value) == golden
     assert "\n" not in str(caught.value)
 
 
@@ -84,25 +78,27 @@ def test_the_seed_defaults() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "operation", "dtype", "ranks", "words"),
+    ("text", "operation", "dtype", "ranks"),
     [
-        ("iters=1", "send_recv", "fp32", 1, "send_recv needs 2 ranks"),
-        ("iters=1", "reduce_scatter", "fp8", 2, "cannot be verified"),
-        ("in_place=out", "all_reduce", "fp32", 2, "torch has all_reduce in place only"),
-        ("in_place=in", "all_to_all", "fp32", 2, "torch has all_to_all out of place only"),
-        ("mode=graph", "all_reduce", "fp32", 2, "a CUDA graph needs a CUDA device"),
+        ("iters=1", "send_recv", "fp32", 1),
+        ("iters=1", "reduce_scatter", "fp8", 2),
+        ("in_place=out", "all_reduce", "fp32", 2),
+        ("in_place=in", "all_to_all", "fp32", 2),
+        ("mode=graph", "all_reduce", "fp32", 2),
     ],
 )
-def test_refusals_before_any_backend_is_asked(text: str, operation: str, dtype: str, ranks: int, words: str) -> None:
+def test_refusals_before_any_backend_is_asked(
+    text: str, operation: str, dtype: str, ranks: int, golden: object
+) -> None:
     reason = chosen(text).refusal(OPERATIONS[operation], dtype, ranks, "cpu")
     assert reason is not None
-    assert words in reason
+    assert reason == golden
 
 
-def test_what_can_be_measured_is_not_refused() -> None:
+def test_what_can_be_measured_is_not_refused(golden: object) -> None:
     assert chosen("in_place=both").refusal(OPERATIONS["all_gather"], "fp8", 2, "cpu") is None
     assert chosen("mode=graph").refusal(OPERATIONS["all_gather"], "fp8", 2, "cuda") is None
-    assert "makes the host wait" in str(chosen("mode=graph").refusal(OPERATIONS["barrier"], "none", 2, "cuda"))
+    assert str(chosen("mode=graph").refusal(OPERATIONS["barrier"], "none", 2, "cuda")) == golden
 
 
 @pytest.mark.parametrize("name", [name for name, operation in OPERATIONS.items() if operation.has_payload])

@@ -39,25 +39,19 @@ def reason(asked: RunSpec) -> str | None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    "changes",
     [
-        ({"model": Choice("tiny")}, "models of the llama family only, and tiny is of the family gpt"),
-        ({"compute": "bf16", "reduce": "bf16"}, "reduce_dtype is fp32 with qlora"),
-        ({"method": "full", "compute": "bf16"}, "reduce_dtype is bf16 too"),
-        (
-            {"compute": "fp16", "strategy": Choice("zero", {"stage": 2})},
-            "DeepSpeed scales the loss only of models that are fp16 altogether",
-        ),
-        (
-            {"compute": "fp16", "strategy": Choice("fsdp2"), "optimizer": "adamw_8bit"},
-            "adamw_8bit sees one shard",
-        ),
+        {"model": Choice("tiny")},
+        {"compute": "bf16", "reduce": "bf16"},
+        {"method": "full", "compute": "bf16"},
+        {"compute": "fp16", "strategy": Choice("zero", {"stage": 2})},
+        {"compute": "fp16", "strategy": Choice("fsdp2"), "optimizer": "adamw_8bit"},
     ],
 )
-def test_refused_with_a_reason(changes: dict[str, Any], words: str) -> None:
+def test_refused_with_a_reason(changes: dict[str, Any], golden: object) -> None:
     found = reason(spec(**changes))
     assert found is not None
-    assert words in found
+    assert found == golden
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero:stage=3"])

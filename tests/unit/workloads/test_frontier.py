@@ -86,19 +86,22 @@ def test_not_even_one_fits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    "options",
     [
-        ({"most": 0}, "frontier.most: 0 was given"),
-        ({"limit_gib": -1}, "frontier.limit_gib: -1 was given"),
-        ({"limit_gib": "much"}, "frontier.limit_gib: 'much' was given"),
-        ({"least": 1}, "'least' was given"),
+        {"most": 0},
+        {"limit_gib": -1},
+        {"limit_gib": "much"},
+        {"least": 1},
     ],
 )
-def test_bad_options_are_one_sentence(options: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(RequestError, match=sentence):
+def test_bad_options_are_one_sentence(options: dict[str, Any], golden: object) -> None:
+    with pytest.raises(RequestError) as caught:
         frontier.check(spec(**options))
+    assert str(caught.value) == golden
 
 
-def test_a_first_probe_beyond_the_last_is_refused() -> None:
-    with pytest.raises(RequestError, match=r"at most frontier\.most"):
+def test_a_first_probe_beyond_the_last_is_refused(golden: object) -> None:
+    with pytest.raises(RequestError) as caught:
         frontier.check(spec(micro_batch=8, most=4))
+    assert str(caught.value) == golden
+    assert "frontier.most" in str(caught.value)

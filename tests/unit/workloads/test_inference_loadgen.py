@@ -35,35 +35,33 @@ def test_engine_loadgen_is_the_field_loadgen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    "fields",
     [
-        (
-            {"scenario": "concurrency", "concurrency": 2},
-            "scenario: 'concurrency' was given; accepted is offline, server",
-        ),
-        (
-            {"partition": "paired", "scenario": "offline"},
-            "partition: 'paired' was given; accepted is static or dynamic",
-        ),
-        ({"engine": "openai:loadgen=other"}, "loadgen: 'other' was given; accepted is own or mlcommons"),
+        {"scenario": "concurrency", "concurrency": 2},
+        {"partition": "paired", "scenario": "offline"},
+        {"engine": "openai:loadgen=other"},
     ],
 )
-def test_what_it_has_no_test_for_is_one_sentence(fields: dict[str, Any], words: str) -> None:
-    with pytest.raises(RequestError, match=words):
+def test_what_it_has_no_test_for_is_one_sentence(fields: dict[str, Any], golden: object) -> None:
+    with pytest.raises(RequestError) as caught:
         inference.check(spec(**fields))
+    assert str(caught.value) == golden
 
 
-def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch, golden: object) -> None:
     monkeypatch.setattr(mlcommons, "is_installed", lambda: False)
-    with pytest.raises(RequestError, match=r"needs the package mlcommons-loadgen: run `pip install 'paceline\[loadgen"):
+    with pytest.raises(RequestError) as caught:
         inference.check(spec())
+    assert str(caught.value) == golden
 
 
-def test_it_asks_for_as_long_again() -> None:
+def test_it_asks_for_as_long_again(golden: object) -> None:
     alone = spec(engine="openai", least_s=60.0, requests=10)
     both = spec(least_s=60.0, requests=10)
     assert [inference.lasting_s(each.serving) for each in (alone, both) if each.serving] == [60.0, 120.0]
-    assert ", then by LoadGen" in inference.outline(both)
+    text = inference.outline(both)
+    assert text == golden
+    assert "LoadGen" in text
     assert "LoadGen" not in inference.outline(alone)
 
 

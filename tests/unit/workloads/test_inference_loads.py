@@ -108,9 +108,10 @@ def test_a_sweep_of_rates_ends_where_the_replicas_do_not_keep_up() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "1+", "a", "0+1", "1.5", "inf", "nan", "-1"])
-def test_loads_that_are_none_are_one_sentence(text: str) -> None:
-    with pytest.raises(RequestError, match=r"loads: .* was given; accepted is whole numbers"):
+def test_loads_that_are_none_are_one_sentence(text: str, golden: object) -> None:
+    with pytest.raises(RequestError) as caught:
         next(loads(scenario="sweep", loads=text))
+    assert str(caught.value) == golden
 
 
 @pytest.mark.parametrize("capacity", [0.05, 1.0, 3.3, 7.9, 250.0])
@@ -148,51 +149,54 @@ def client_able_to(rate: float, rule: Rule) -> Rule:
 
 
 @pytest.mark.parametrize("capacity", [math.inf, 12.0])
-def test_nothing_is_learned_of_a_load_whose_client_is_doubted(capacity: float) -> None:
+def test_nothing_is_learned_of_a_load_whose_client_is_doubted(capacity: float, golden: object) -> None:
     """At 16 a second replicas without end pass and those of 12 a second fail: neither is believed."""
     rule = client_able_to(10.0, able_to(capacity))
     seen = drive(loads(scenario="search", rate_per_s=2.0), rule)
     assert [load.rate_per_s for load, _ in seen] == [2, 4, 8, 16]
     why = end_of(loads(scenario="search", rate_per_s=2.0), rule)
-    assert why == "at least 8/s: above it this client cannot ask; at 16/s: at lunch"
+    assert why == golden
+    assert "16" in why
 
 
-def test_a_client_that_is_late_once_a_rate_failed_leaves_the_bracket_wider() -> None:
+def test_a_client_that_is_late_once_a_rate_failed_leaves_the_bracket_wider(golden: object) -> None:
     """Between 8 and 16 a second the next is 11.31, their geometric mean to four digits."""
 
     def rule(load: Load) -> Outcome:
         return dataclasses.replace(able_to(12.0)(load), doubt="at lunch" if load.rate_per_s == 11.31 else None)
 
     why = end_of(loads(scenario="search", rate_per_s=2.0), rule)
-    assert why == "between 8 and 16/s: this client cannot ask at 11.31/s: at lunch"
+    assert why == golden
+    assert "16" in why
+    assert "11.31" in why
 
 
-def test_a_client_that_is_late_at_once_leaves_no_bound() -> None:
+def test_a_client_that_is_late_at_once_leaves_no_bound(golden: object) -> None:
     why = end_of(loads(scenario="search", rate_per_s=2.0), client_able_to(1.0, able_to(5.0)))
-    assert why == "no rate passed: this client cannot ask at 2/s: at lunch"
+    assert why == golden
 
 
-def test_a_rate_that_was_not_sent_is_not_passed() -> None:
+def test_a_rate_that_was_not_sent_is_not_passed(golden: object) -> None:
     def slow_to_send(load: Load) -> Outcome:
         assert load.rate_per_s is not None
         return dataclasses.replace(in_time(load), paced=min(1.0, 30.0 / load.rate_per_s))
 
     why = end_of(loads(scenario="search", rate_per_s=10.0), slow_to_send)
-    assert why == (
-        "at least 20/s: above it this client cannot ask; "
-        "at 40/s: only 75% of the requests were sent by when the last one was due"
-    )
+    assert why == golden
+    assert "20" in why
+    assert "40" in why
+    assert "75" in why
 
 
-def test_the_rate_of_a_search_is_bounded_even_where_everything_passes() -> None:
+def test_the_rate_of_a_search_is_bounded_even_where_everything_passes(golden: object) -> None:
     """A trial of 50 s at 20,480 a second is of 1,024,000 requests."""
     seen = drive(loads(scenario="search", rate_per_s=10.0), in_time)
     assert [load.rate_per_s for load, _ in seen] == [10 * 2**power for power in range(11)]
     why = end_of(loads(scenario="search", rate_per_s=10.0), in_time)
-    assert why == (
-        "at least 1.024e+04/s: above it this client cannot ask; "
-        "at 2.048e+04/s: a load would be of more than 1,000,000 requests"
-    )
+    assert why == golden
+    assert "1.024" in why
+    assert "04" in why
+    assert "2.048" in why
 
 
 # --- how long a trial lasts ---
@@ -246,13 +250,16 @@ def test_a_trial_lasts_25_times_the_longest_wait_in_time(asked: dict[str, Any], 
     assert trial_s(Serving(scenario="search", **asked), tokens) == pytest.approx(seconds)
 
 
-def test_a_search_says_why_it_ended() -> None:
+def test_a_search_says_why_it_ended(golden: object) -> None:
     def why(rule: Rule, left_s: float = math.inf) -> str | None:
         return end_of(loads(scenario="search", rate_per_s=2.0, left_s=lambda: left_s), rule)
 
-    assert why(able_to(5.0)) == "the rate is known closely enough"
-    assert why(able_to(1e-9)) == "no rate passed"
-    assert why(able_to(1.1), 300.0) == "a load at 1 a second lasts 459 s, longer than is left of timeout_s"
+    assert why(able_to(5.0)) == golden
+    assert why(able_to(1e-9)) == golden
+    text = why(able_to(1.1), 300.0)
+    assert text == golden
+    assert "459" in text
+    assert "timeout_s" in text
 
 
 def test_a_search_ends_where_nothing_passes_or_time_does_not_suffice() -> None:
@@ -290,13 +297,13 @@ def test_where_nothing_can_be_told_more_are_asked_at_that_rate() -> None:
     assert len({load.seed for load, _ in seen}) == len(seen)
 
 
-def test_a_rate_that_never_tells_is_no_failure_and_the_search_goes_on_below() -> None:
+def test_a_rate_that_never_tells_is_no_failure_and_the_search_goes_on_below(golden: object) -> None:
     late = (5, 10, 18, 37)
     seen = drive(loads(scenario="search", rate_per_s=4.0), with_late(*late))
     assert [load.rate_per_s for load, _ in seen[:5]] == [4, 4, 4, 4, 2]
     assert {outcome.told for _, outcome in seen[:4]} == {Told.TOO_FEW}
     why = end_of(loads(scenario="search", rate_per_s=4.0), with_late(*late))
-    assert why == "at 4 a second even 8 times the requests were too few to tell"
+    assert why == golden
 
 
 def test_more_requests_than_there_is_time_for_are_not_asked() -> None:

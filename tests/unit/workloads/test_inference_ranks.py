@@ -69,15 +69,15 @@ def test_rank_0_has_the_replicas_of_all_in_their_order() -> None:
         assert circle(store, 0).gathered() == [*own[0], *own[1]]
 
 
-def test_a_replica_that_rank_0_cannot_reach_is_named() -> None:
+def test_a_replica_that_rank_0_cannot_reach_is_named(golden: object) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     store = MemoryStore()
     circle(store, 0, size=1).tell([replica(0, port)])
-    with pytest.raises(
-        UnsupportedError, match=rf"that of rank 0 on host0 does not answer it at http://127.0.0.1:{port}"
-    ):
+    with pytest.raises(UnsupportedError) as caught:
         circle(store, 0, size=1).gathered()
+    assert str(caught.value) == golden
+    assert f"{port}" in str(caught.value)
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -230,11 +230,12 @@ def test_replicas_that_are_compared_are_asked_the_same_there_and_back(start: Sta
         assert [r.sample for r in ours] == [r.sample for r in found.requests if r.stage == 0]
 
 
-def test_one_alone_cannot_be_compared(start: Start, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_alone_cannot_be_compared(start: Start, ask: Ask, monkeypatch: pytest.MonkeyPatch, golden: object) -> None:
     """Known beforehand, unless an engine opens fewer than its options promise."""
     monkeypatch.setattr(inference, "replicas_of", lambda spec: 2)
-    with pytest.raises(UnsupportedError, match="one alone"):
+    with pytest.raises(UnsupportedError) as caught:
         ask(start(), partition="paired")
+    assert str(caught.value) == golden
 
 
 def test_the_same_questions_are_asked_of_all_and_their_answers_kept(start: Start, ask: Ask) -> None:
@@ -336,20 +337,20 @@ def _longest_ns(answer: RequestSample) -> int:
 
 
 @pytest.mark.parametrize(
-    ("ended", "late", "planned", "told"),
+    ("ended", "late", "planned"),
     [
-        (412, 1, 662, "412 of 662 needed, 1 late"),
+        (412, 1, 662),
         # 80 late ones want 10,328 requests, of which 200 are planned.
-        (88, 80, 200, "88 of 200 requests, 80 late"),
-        (600, 0, 7150, "600 of 7,150 requests, 0 late"),
+        (88, 80, 200),
+        (600, 0, 7150),
     ],
 )
 def test_a_load_is_counted_by_what_is_needed_up_to_what_is_planned(
-    ended: int, late: int, planned: int, told: str
+    ended: int, late: int, planned: int, golden: object
 ) -> None:
     load = loads.Load(scenario="server", requests=planned, seed=0, rate_per_s=4.0)
     tally = Tally(planned=planned, sent=ended, ended=ended, late=late, failed=0)
-    assert standing(load, 0, Serving(scenario="server", rate_per_s=4.0), tally) == told
+    assert standing(load, 0, Serving(scenario="server", rate_per_s=4.0), tally) == golden
 
 
 def test_how_many_were_sent_by_when_the_last_was_due() -> None:
@@ -373,11 +374,12 @@ def _waits(due_ns: list[int], service_s: float) -> Any:
     return np.array(waits)
 
 
-def test_whoever_watches_sees_requests_end_and_how_many_are_needed(start: Start, ask: Ask) -> None:
+def test_whoever_watches_sees_requests_end_and_how_many_are_needed(start: Start, ask: Ask, golden: object) -> None:
     found = ask(start(), scenario="constant", rate_per_s=40.0, ttft_limit_s=5.0)
     told = [phase for _, phase in found.moves if phase.startswith("timing: ")]
     # The 459 that would tell are never asked.
-    assert told[-1] == f"timing: {SAMPLES} of {SAMPLES} requests, 0 late"
+    assert told[-1] == golden
+    assert f"{SAMPLES}" in told[-1]
     ended = [step for step, phase in found.moves if phase.startswith("timing: ")]
     assert ended == sorted(ended)
     assert ended[-1] == SAMPLES
@@ -433,23 +435,23 @@ def test_how_long_a_schedule_rests(due: Any, sent: int, seconds: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "tally", "words"),
+    ("asked", "tally"),
     [
-        ({"scenario": "server", "rate_per_s": 1.0}, (412, 1, 0), "412 of 662 needed, 1 late"),
-        ({"scenario": "server", "rate_per_s": 1.0}, (412, 1, 1), "412 of 838 needed, 1 late, 1 failed"),
-        ({}, (1412, 0, 2), "1,412 of 2,000 requests, 2 failed"),
-        ({"scenario": "server", "rate_per_s": 1.0}, (1900, 1800, 0), "1,900 of 2,000 requests, 1,800 late"),
-        ({"least_s": 5.0}, (1412, 0, 0), "1,412 requests"),
-        ({"scenario": "search"}, (40, 0, 0), "load 3 (1.5 a second): 40 of 459 needed, 0 late"),
+        ({"scenario": "server", "rate_per_s": 1.0}, (412, 1, 0)),
+        ({"scenario": "server", "rate_per_s": 1.0}, (412, 1, 1)),
+        ({}, (1412, 0, 2)),
+        ({"scenario": "server", "rate_per_s": 1.0}, (1900, 1800, 0)),
+        ({"least_s": 5.0}, (1412, 0, 0)),
+        ({"scenario": "search"}, (40, 0, 0)),
     ],
 )
-def test_where_a_load_is_in_words(asked: dict[str, Any], tally: tuple[int, int, int], words: str) -> None:
+def test_where_a_load_is_in_words(asked: dict[str, Any], tally: tuple[int, int, int], golden: object) -> None:
     serving = Serving(**asked)
     plain = serving.scenario if serving.scenario != "search" else "server"
     load = loads.Load(scenario=plain, requests=9, seed=0, rate_per_s=1.5, least_s=serving.least_s)
     ended, late, failed = tally
     seen = Tally(planned=2000, sent=2000, ended=ended, late=late, failed=failed)
-    assert standing(load, 2, serving, seen) == words
+    assert standing(load, 2, serving, seen) == golden
 
 
 def test_a_model_of_any_architecture_is_asked(start: Start, ask: Ask, tmp_path: Path) -> None:
@@ -463,20 +465,21 @@ def test_a_model_of_any_architecture_is_asked(start: Start, ask: Ask, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    "asked",
     [
-        ({"scenario": "server", "rate_per_s": 1.0, "partition": "paired"}, "scenario: 'server' was given"),
-        ({"scenario": "trace", "least_s": 5.0}, "least_s: 5.0 was given; accepted is 0 with trace"),
-        ({"loads": "1+2"}, r"loads: '1\+2' was given; accepted is nothing without scenario sweep"),
-        ({"scenario": "sweep", "loads": "x"}, "loads: 'x' was given"),
+        {"scenario": "server", "rate_per_s": 1.0, "partition": "paired"},
+        {"scenario": "trace", "least_s": 5.0},
+        {"loads": "1+2"},
+        {"scenario": "sweep", "loads": "x"},
     ],
 )
-def test_what_does_not_fit_is_one_sentence(start: Start, ask: Ask, asked: dict[str, Any], words: str) -> None:
-    with pytest.raises(RequestError, match=words):
+def test_what_does_not_fit_is_one_sentence(start: Start, ask: Ask, asked: dict[str, Any], golden: object) -> None:
+    with pytest.raises(RequestError) as caught:
         ask(start(), **asked)
+    assert str(caught.value) == golden
 
 
-def test_a_load_longer_than_its_run_may_take_is_refused(make_spec: Callable[..., RunSpec]) -> None:
+def test_a_load_longer_than_its_run_may_take_is_refused(make_spec: Callable[..., RunSpec], golden: object) -> None:
     spec = make_spec(
         None,
         processes=1,
@@ -485,10 +488,15 @@ def test_a_load_longer_than_its_run_may_take_is_refused(make_spec: Callable[...,
         serving=Serving(scenario="server", rate_per_s=2.0, requests=1000),
         timeout_s=300.0,
     )
-    assert inference.check(spec) == "its load lasts 500 s at least, longer than timeout_s (300 s)"
-    assert inference.outline(spec) == (
-        "openai, server at 2 a second: 1,000 requests, 1 replica, static partition, about 8 min 20 s at least"
-    )
+    text = inference.check(spec)
+    assert text == golden
+    assert "500" in text
+    assert "timeout_s" in text
+    assert "300" in text
+    text = inference.outline(spec)
+    assert text == golden
+    assert "1,000" in text
+    assert "20" in text
 
 
 def test_a_plan_says_which_requests_are_too_few_for_their_limits(make_spec: Callable[..., RunSpec]) -> None:

@@ -68,9 +68,10 @@ def test_where_nothing_can_be_said_nothing_is(
     assert around("transformers").neighbours is None
 
 
-def test_a_served_run_tells_them_in_the_same_sentences() -> None:
+def test_a_served_run_tells_them_in_the_same_sentences(golden: object) -> None:
     found = record([request(0)])
     told = evidence([], Surroundings(2, {"NCCL_DEBUG": "INFO"}))
     outcomes = tuple(replace(outcome, evidence=told) for outcome in found.outcomes)
     (run,) = reports.build((replace(found, outcomes=outcomes),), "served").runs
-    assert run.health == ("debug switches: NCCL_DEBUG=INFO", "2 other processes on the GPU")
+    assert run.health[0] == "debug switches: NCCL_DEBUG=INFO"
+    assert run.health[1] == golden

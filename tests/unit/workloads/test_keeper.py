@@ -142,12 +142,14 @@ def test_both_damaged_is_starting_over(keep: Make) -> None:
     assert keep().resume() == 0
 
 
-def test_a_checkpoint_of_another_run_is_refused(keep: Make, spec: RunSpec) -> None:
+def test_a_checkpoint_of_another_run_is_refused(keep: Make, spec: RunSpec, golden: object) -> None:
     """Somebody copied it there: the folder's name holds the run and its launch."""
     theirs = saved(keep(seed=7), 2)
     (theirs.home).rename(keep().home)
-    with pytest.raises(RequestError, match=f"the checkpoint is of .*; accepted is one of .*{spec.run_id}"):
+    with pytest.raises(RequestError) as caught:
         keep().resume()
+    assert str(caught.value) == golden
+    assert f"{spec.run_id}" in str(caught.value)
 
 
 def test_another_launch_of_the_same_run_has_its_own(keep: Make) -> None:
@@ -155,17 +157,22 @@ def test_another_launch_of_the_same_run_has_its_own(keep: Make) -> None:
     assert keep(lineage="b2").resume() == 0
 
 
-def test_an_attempt_that_began_with_other_weights_is_invalid(keep: Make) -> None:
+def test_an_attempt_that_began_with_other_weights_is_invalid(keep: Make, golden: object) -> None:
     saved(keep(), 2)
-    with pytest.raises(InvalidRunError, match="began with weights of hash w0, and this attempt built w1"):
+    with pytest.raises(InvalidRunError) as caught:
         keep(initial="w1").resume()
+    assert str(caught.value) == golden
+    assert "w0" in str(caught.value)
+    assert "w1" in str(caught.value)
 
 
-def test_a_full_disk_keeps_the_old_one_and_leaves_no_part(keep: Make) -> None:
+def test_a_full_disk_keeps_the_old_one_and_leaves_no_part(keep: Make, golden: object) -> None:
     keeper = saved(keep(), 2)
     keeper.trainer.fails = True
-    with pytest.raises(CheckpointError, match=r"No space left on device\); step-00000002 is kept"):
+    with pytest.raises(CheckpointError) as caught:
         saved(keeper, 4)
+    assert str(caught.value) == golden
+    assert "step-00000002" in str(caught.value)
     assert [path.name for path in keeper.home.iterdir()] == ["step-00000002"]
     assert keep().resume() == 2
 
@@ -188,17 +195,22 @@ def test_a_run_that_ended_leaves_none(keep: Make, tmp_path: Path) -> None:
     assert not keeper.home.exists()
 
 
-def test_a_folder_that_another_node_does_not_see_is_refused(keep: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_another_node_does_not_see_is_refused(
+    keep: Make, monkeypatch: pytest.MonkeyPatch, golden: object
+) -> None:
     monkeypatch.setattr(_checkpoints, "_appears", lambda path: False)
     keeper = keep()
-    with pytest.raises(UnsupportedError, match=r"rank 0 does not see the folder .* PACELINE_CHECKPOINTS"):
+    with pytest.raises(UnsupportedError) as caught:
         keeper.resume()
+    assert str(caught.value) == golden
+    assert "PACELINE_CHECKPOINTS" in str(caught.value)
     assert list(keeper.home.iterdir()) == [], "nothing is left of the question"
 
 
-def test_a_strategy_without_save_is_refused(keep: Make) -> None:
-    with pytest.raises(UnsupportedError, match="cannot write checkpoints: it has no save and load"):
+def test_a_strategy_without_save_is_refused(keep: Make, golden: object) -> None:
+    with pytest.raises(UnsupportedError) as caught:
         keep(trainer=object())
+    assert str(caught.value) == golden
     assert keep(trainer=object(), checkpoint_every=None, max_restarts=1).resume() == 0
 
 
@@ -228,12 +240,13 @@ def test_a_trainer_that_went_on_is_the_one_that_never_stopped(make_spec: Make, t
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_a_disk_that_is_full_under_torch_is_a_sentence(make_spec: Make, tmp_path: Path) -> None:
+def test_a_disk_that_is_full_under_torch_is_a_sentence(make_spec: Make, tmp_path: Path, golden: object) -> None:
     """torch's own exception is no Exception, and would end the rank without an outcome."""
     trainer: Any = single.wrap(
         make_spec("single", 1, model="tiny:layers=1,hidden=64"), Seat(rank=0, local_rank=0, world_size=1, device="cpu")
     )
     file = tmp_path / "no folder"
     file.touch()
-    with pytest.raises(CheckpointError, match=r"^rank 0: \w+Error: "):
+    with pytest.raises(CheckpointError) as caught:
         trainer.save(file)
+    assert str(caught.value) == golden

@@ -99,31 +99,28 @@ def test_a_sweep_ends_where_it_is_told_to(largest: int | None, sides: list[int])
 
 
 @pytest.mark.parametrize(
-    ("option", "sentence"),
+    "option",
     [
-        (
-            "kernels=matmul+convolution",
-            "compute.kernels: 'matmul+convolution' was given; accepted is all, or names out",
-        ),
-        ("dtypes=int4", "compute.dtypes: 'int4' was given"),
-        ("iters=4", "compute.iters: 4 was given; accepted is a whole number from 5"),
-        ("warmup=-1", "compute.warmup: -1 was given"),
-        ("budget_s=0", "compute.budget_s: 0 was given"),
-        ("tokens=0", "compute.tokens: 0 was given"),
-        ("largest_matmul=1.5", "compute.largest_matmul: 1.5 was given"),
-        ("sizes=3", "option of compute: 'sizes' was given"),
+        "kernels=matmul+convolution",
+        "dtypes=int4",
+        "iters=4",
+        "warmup=-1",
+        "budget_s=0",
+        "tokens=0",
+        "largest_matmul=1.5",
+        "sizes=3",
     ],
 )
-def test_a_wrong_option_is_one_sentence(option: str, sentence: str, make_spec: Callable[..., RunSpec]) -> None:
+def test_a_wrong_option_is_one_sentence(option: str, make_spec: Callable[..., RunSpec], golden: object) -> None:
     with pytest.raises(RequestError) as caught:
         compute.check(make_spec(None, workload=f"compute:{option}"))
-    assert str(caught.value).startswith(sentence)
+    assert str(caught.value) == golden
     assert "\n" not in str(caught.value)
 
 
-def test_a_mixture_of_experts_is_refused_by_arithmetic(make_spec: Callable[..., RunSpec]) -> None:
+def test_a_mixture_of_experts_is_refused_by_arithmetic(make_spec: Callable[..., RunSpec], golden: object) -> None:
     spec = make_spec(None, workload="compute", model="tiny:experts=4,experts_per_token=2")
-    assert "mixture of experts" in (compute.check(spec) or "")
+    assert compute.check(spec) == golden
 
 
 # --- rows on this machine ---
@@ -277,7 +274,7 @@ def test_what_a_first_call_meets_becomes_the_rows_status(
 
 
 def test_a_row_that_breaks_later_has_failed_and_makes_the_run_invalid(
-    monkeypatch: pytest.MonkeyPatch, record: RunRecord
+    monkeypatch: pytest.MonkeyPatch, record: RunRecord, golden: object
 ) -> None:
     calls = iter([None])
 
@@ -289,7 +286,7 @@ def test_a_row_that_breaks_later_has_failed_and_makes_the_run_invalid(
     sample = bench().measure(row())
     assert (sample.status, sample.error) == ("failed", "lost the device")
     wrong = validity.problems(dataclasses.replace(record, kernels=(*record.kernels, sample)))
-    assert wrong == ["matmul fp32 NT (x) on rank 0: failed: lost the device"]
+    assert wrong == golden
 
 
 def test_a_row_that_does_not_fit_is_oom_before_it_is_tried() -> None:

@@ -167,10 +167,11 @@ def test_samples_count_what_was_done(accumulation: int) -> None:
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
-def test_a_loss_that_is_no_number_ends_the_run_after_it_was_recorded(loss: float) -> None:
+def test_a_loss_that_is_no_number_ends_the_run_after_it_was_recorded(loss: float, golden: object) -> None:
     loop, _, notes = loop_of(steps=3, loss=loss)
-    with pytest.raises(InvalidRunError, match="at step 0"):
+    with pytest.raises(InvalidRunError) as caught:
         loop.window(range(3))
+    assert str(caught.value) == golden
     assert len(notes.samples) == 1
 
 
@@ -237,9 +238,10 @@ def test_a_share_of_padding_has_no_loss_and_no_weight() -> None:
     ]
 
 
-def test_a_step_of_padding_alone_is_refused_in_one_sentence() -> None:
+def test_a_step_of_padding_alone_is_refused_in_one_sentence(golden: object) -> None:
     device, notes = Device(), Notes()
     trainer: Any = Learning(device)
     loop = Loop(trainer, PADDED, Partition(0, 1, 1, 1), SEAT, device, notes, 4)  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match="the global batch of step 1 is all padding"):
+    with pytest.raises(RequestError) as caught:
         loop.window(range(4))
+    assert str(caught.value) == golden

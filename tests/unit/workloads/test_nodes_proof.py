@@ -102,21 +102,22 @@ def test_another_error_is_not_hidden(acceptance: _nodes_stages.Acceptance, monke
 
 
 @pytest.mark.parametrize(
-    ("wrong", "part"),
+    "wrong",
     [
-        ("node=rack", "host or process"),
-        ("training=dance", "pretrain, finetune, none"),
-        ("repeats=1", "a whole number from 2"),
-        ("side=0", "a whole number from 1, or null"),
-        ("speed_ratio=1.5", "between 0 and 1"),
-        ("temperature_c=0", "degrees above 0"),
-        ("pair_bytes=many", "nodes.pair_bytes: .* a positive number of bytes"),
-        ("speed=0.1", "accepted is node, repeats"),
+        "node=rack",
+        "training=dance",
+        "repeats=1",
+        "side=0",
+        "speed_ratio=1.5",
+        "temperature_c=0",
+        "pair_bytes=many",
+        "speed=0.1",
     ],
 )
-def test_a_wrong_option_is_one_sentence(wrong: str, part: str) -> None:
-    with pytest.raises(RequestError, match=part):
+def test_a_wrong_option_is_one_sentence(wrong: str, golden: object) -> None:
+    with pytest.raises(RequestError) as caught:
         options(nodes.Options, Choice.parse(f"nodes:{wrong}"))
+    assert str(caught.value) == golden
 
 
 def test_each_process_trains_alone_whatever_the_topology(make_spec: Callable[..., RunSpec]) -> None:
