@@ -290,7 +290,7 @@ def _wait(ranks: dict[int, int], link: socket.socket) -> int:
     while watched:
         ready, _, _ = select.select([*watched, link], [], [])
         failed: dict[int, int] = {}
-        for file in set(ready) & set(watched):
+        for file in [file for file in watched if file in ready]:
             pid = watched.pop(file)
             os.close(file)
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

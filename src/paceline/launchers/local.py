@@ -22,7 +22,7 @@ from paceline.spec import RunSpec, require
 
 # Ranks are processes of this host.
 HERE = True
-_children: dict[str, subprocess.Popen[bytes] | _warm.ForkedRun] = {}
+_children: dict[int | str, subprocess.Popen[bytes] | _warm.ForkedRun] = {}
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def submit(job: Job) -> Mapping[str, Any]:
         run = _warm.start(job.settings, environment, Path(job.log))
         name = f"forked-{len(_children)}"
         _children[name] = run
-        return {"run": name, "ranks": "forked", "started_at": time.time()}
+        return {"run": name, "pid": run.server.pid, "ranks": "forked", "started_at": time.time()}
     with Path(job.log).open("wb") as log:
         child = subprocess.Popen(
             job.argv,
@@ -105,8 +105,8 @@ def submit(job: Job) -> Mapping[str, Any]:
             start_new_session=True,
             preexec_fn=_end_with_controller,
         )
-    _children[str(child.pid)] = child
-    return {"run": str(child.pid), "ranks": "torchrun", "pid": child.pid, "started_at": time.time()}
+    _children[child.pid] = child
+    return {"pid": child.pid, "ranks": "torchrun", "started_at": time.time()}
 
 
 def _end_with_controller() -> None:
@@ -115,7 +115,7 @@ def _end_with_controller() -> None:
 
 
 def poll(handle: Mapping[str, Any]) -> JobState:
-    child = _children.get(handle["run"])
+    child = _children.get(handle.get("run", handle["pid"]))
     if child is None:
         # A job of an earlier controller: it was told to stop when that one died.
         return JobState(running=False)
@@ -125,7 +125,7 @@ def poll(handle: Mapping[str, Any]) -> JobState:
 
 def cancel(handle: Mapping[str, Any]) -> None:
     """End torchrun, or the supervisor of forked ranks, and every process below it."""
-    child = _children.get(handle["run"])
+    child = _children.get(handle.get("run", handle["pid"]))
     if child is not None and child.poll() is None:
         end_all(child)
 

@@ -182,7 +182,7 @@ def evidence(
     from paceline.machine import debug_switches, neighbours
 
     dtypes, optimizer, settings = trainer.declare()
-    starting = {"shared_gpu": True} if places.shares_gpu(os.environ) else {}
+    starting: dict[str, Scalar] = {"shared_gpu": True} if places.shares_gpu(os.environ) else {}
     starting |= {"started": "forked"} if places.FORKED in os.environ else {}
     return Evidence(
         init_digest=start.learned.digest,
