@@ -73,7 +73,7 @@ def bring_up(run_dir: Path, link: socket.socket) -> int:
 
 
 def on_host(hosts: list[str], rank: int) -> None:
-    """As a scheduler starts it: on its host, under a name of its own, with torchrun's variables. Rank 0 has its store."""
+    """As a scheduler starts it: on its host, under a name of its own, with torchrun's variables, store in rank 0."""
     networks.enter(hosts[rank], f"node{rank}")
     networks.put_first()
     master, _, port = os.environ["FORKED_MASTER"].partition(":")
