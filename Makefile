@@ -1,4 +1,4 @@
-# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# Two commands do everything on a fresh machine: `make demo` and `make test`, which installs more.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,7 +10,7 @@ ITS_PACKAGES := $(shell $(PYTHON) -c "import sys, sysconfig; sys.prefix != sys.b
 
 .PHONY: demo test lint gpu-test vllm-env vllm-test overhead wheelhouse setup clean
 
-demo: setup
+demo: $(VENV)/.demo
 	$(BIN)/paceline run quick
 
 # Tests start hundreds of processes, so what Python compiles is kept, whatever the environment says. Those of engines
@@ -47,27 +47,33 @@ setup: $(VENV)/.ready
 # pip compiles 17,000 files one after the other, which is half of an installation: here all cores do, and leave out tests
 # and the fifth that nobody here imports (hundreds of models, Ray beside its core). Packages carry files that are no
 # Python, at which compileall fails; what it misses is compiled when imported.
-INSTALL := $(BIN)/pip install -q --no-compile
+INSTALL := DS_BUILD_OPS=0 $(BIN)/pip install --no-compile
 UNUSED := /tests?/|/transformers/models/|/ray/(data|llm|rllib|serve|train|tune)/
 COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '$(UNUSED)' $(VENV)/lib || true
 
+# The environment of the demo: Paceline, torch and DeepSpeed. The tests and linters add the rest to it.
+$(VENV)/.demo: pyproject.toml constraints.txt
+	@echo "Installing torch and DeepSpeed into $(VENV): a few minutes the first time."
 ifeq ($(HAS_TORCH),yes)
-$(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv --system-site-packages $(VENV)
 	echo '$(ITS_PACKAGES)' > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/host.pth"
 	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
-	DS_BUILD_OPS=0 $(INSTALL) -c $(VENV)/constraints.txt -e '.[zero,finetune,dev]'
-	$(COMPILE)
-	touch $@
 else
-$(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	@echo "Installing torch and the rest into $(VENV): a few minutes the first time."
+	cp constraints.txt $(VENV)/constraints.txt
 	$(INSTALL) torch==$$(sed -n 's/^torch==//p' constraints.txt)
-	DS_BUILD_OPS=0 $(INSTALL) -c constraints.txt -e '.[zero,finetune,dev]'
-	$(COMPILE)
-	touch $@
 endif
+	$(INSTALL) -c $(VENV)/constraints.txt -e '.[zero]'
+	@echo "Compiling the packages."
+	@$(COMPILE)
+	touch $@
+
+$(VENV)/.ready: $(VENV)/.demo
+	@echo "Installing what the tests and linters need into $(VENV): a few minutes the first time."
+	$(INSTALL) -c $(VENV)/constraints.txt -e '.[zero,finetune,dev]'
+	@echo "Compiling the packages."
+	@$(COMPILE)
+	touch $@
 
 clean:
 	rm -rf $(VENV) $(VENV)-vllm results build src/*.egg-info

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-from typing import Any
+from typing import Protocol
 
 GRACE_S = 5.0
 
 
-def end_all(child: subprocess.Popen[Any]) -> None:
+class Child(Protocol):
+    """What is used of `subprocess.Popen`."""
+
+    @property
+    def pid(self) -> int: ...
+    def terminate(self) -> None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def kill(self) -> None: ...
+
+
+def end_all(child: Child) -> None:
     """End a child and every process below it; ones that do not listen, or are stopped, are killed."""
     import psutil
 

@@ -20,6 +20,8 @@ _NODE = "PACELINE_NODE"
 # Different for each attempt at the same run, where the engine says one: nodes of two attempts never meet.
 ATTEMPT = "PACELINE_ATTEMPT"
 SHARED_GPU = "PACELINE_SHARED_GPU"
+# Set in ranks that were forked from a warm process instead of started by torchrun.
+FORKED = "PACELINE_FORKED"
 
 
 def shares_gpu(environ: Mapping[str, str]) -> bool:

@@ -51,11 +51,13 @@ CONTRACT: dict[str, dict[str, tuple[str, ...]]] = {
 # What a module of that kind may define besides; one that does is held to these arguments too.
 OPTIONAL: dict[str, dict[str, tuple[str, ...]]] = {
     "workloads": {"follow": ("spec", "records"), "outline": ("spec",)},
+    "strategies": {"preload": ("device",)},
     "launchers": {
         "preflight": ("specs",),
         "adopt": ("job", "handle"),
         "collect": ("handle", "run_dir"),
         "offer": ("choice",),
+        "close": (),
     },
     "engines": {"preflight": ("spec",)},
     "exporters": {"check": ("directory",)},
@@ -178,6 +180,9 @@ class Workload(Protocol):
 
 
 class Strategy(Protocol):
+    """One whose ranks import large packages also has `preload(device)`, which imports them, starts no thread and
+    touches no device: ranks on a CPU are forked from a process that has called it (see launchers/local)."""
+
     def check(self, spec: RunSpec) -> str | None: ...
     def wrap(self, spec: RunSpec, seat: Seat) -> Trainer: ...
 
@@ -214,7 +219,8 @@ class Launcher(Protocol):
     One on whose engine a job outlives the controller also has `adopt(job, handle) -> handle | None`: the job that an
     earlier controller has submitted, whether or not it lived to write the handle down. One without a shared disk also
     has `collect(handle, run_dir) -> str | None`, called after the end: brings home what is missing, and says what
-    could not be. One with machines of its own also has `offer(choice) -> Offer`. One whose ranks are processes of this
+    could not be. One with machines of its own also has `offer(choice) -> Offer`. One that keeps something between the
+    jobs of a campaign also has `close()`, called after the last of them. One whose ranks are processes of this
     host has `HERE = True`.
 
     One whose engine can be asked before any job also has `preflight(specs)`: given the runs of one choice of options

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -83,7 +83,7 @@ def _reference_launcher(launcher: Choice) -> Choice:
     stay, those that change how ranks share it do not."""
     if not getattr(load("launchers", launcher.name), "HERE", False):
         return launcher
-    return Choice("local", {k: v for k, v in launcher.options.items() if k == "threads"})
+    return Choice("local", {k: v for k, v in launcher.options.items() if k in ("threads", "warm")})
 
 
 def _gentler(known: RunSpec, candidate: RunSpec) -> RunSpec:
@@ -105,7 +105,7 @@ def campaign(
     ask_engines([spec for spec in everything if _is_left(spec, out, retry)])
     observer.begin(everything)
     statuses = []
-    with store.exclusive(out / specs[0].experiment):
+    with store.exclusive(out / specs[0].experiment), closing(everything):
         write_plan(out / specs[0].experiment, everything)
         for asked in tuple(everything):
             series = [asked]
@@ -117,6 +117,16 @@ def campaign(
                     write_plan(out / specs[0].experiment, everything)
                     observer.begin(everything)
     return statuses
+
+
+@contextlib.contextmanager
+def closing(specs: Sequence[RunSpec]) -> Iterator[None]:
+    """Afterwards, close the launchers that keep something between jobs."""
+    try:
+        yield
+    finally:
+        for name in {spec.launcher.name for spec in specs}:
+            getattr(load("launchers", name), "close", lambda: None)()
 
 
 def preflight(specs: Sequence[RunSpec], out: Path, retry: bool, tell: Tell) -> None:

@@ -44,7 +44,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("endpoint", "status_page", "mock_replica"),
     ("schedule", "selftest"),
     ("cli",),
-    ("entry",),
+    ("entry", "__main__"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 STANDARD_LIBRARY_ONLY = (

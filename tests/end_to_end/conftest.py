@@ -135,13 +135,17 @@ def campaign(
     return run
 
 
+# Modules from which ranks are forked.
+STARTERS = {"testbed.nursery", "paceline.launchers._warm"}
+
+
 def processes_of(out: Path) -> list[str]:
     """Command lines of living processes that work in this results folder; forked ranks have that of their nursery."""
     ranks = {position.pid for run_dir in store.run_dirs(out) for position in store.read_progress(run_dir)}
     found = []
     for process in psutil.process_iter(["cmdline", "status"]):
         words = process.info["cmdline"] or []
-        is_ours = any(str(out) in word for word in words) or (process.pid in ranks and "testbed.nursery" in words)
+        is_ours = any(str(out) in word for word in words) or (process.pid in ranks and STARTERS & set(words))
         if is_ours and process.info["status"] != psutil.STATUS_ZOMBIE:
             found.append(" ".join(words))
     return found

@@ -25,22 +25,27 @@ TROUBLES = {
     "kill": ("failed", ("rank 1", "killed by signal 9")),
     "exit": ("failed", ("rank 1", "exit code 7")),
 }
-# A rank that leaves no outcome is told of by torchrun; of the others it is the rank's own sentence that counts.
+# A rank that leaves no outcome is reported by torchrun or by the supervisor of forked ranks.
 DEADLY = ("kill", "exit")
-BELOW_TORCHRUN = {"launcher": ["local"]}
+TORCHRUN, FORKED = "local:warm=false", "local"
+
+
+SHARED = "testbed.forked"
+CASES = [(how, launcher) for how in TROUBLES for launcher in ((TORCHRUN, FORKED) if how in DEADLY else (SHARED,))]
 
 
 @pytest.fixture(scope="module")
 def troubled(campaign: Callable[..., Any]) -> Any:
     told = [f"faulty.trouble:how={how}" for how in TROUBLES if how not in DEADLY]
     dead = [f"faulty.trouble:how={how}" for how in DEADLY]
-    return campaign("troubles", [{"strategy": told}, {"strategy": dead, **BELOW_TORCHRUN}], global_batch=4)
+    matrix = [{"strategy": told}, {"strategy": dead, "launcher": [TORCHRUN, FORKED]}]
+    return campaign("troubles", matrix, global_batch=4)
 
 
-@pytest.mark.parametrize("how", TROUBLES)
-def test_a_failure_is_a_sealed_record_with_a_sentence(troubled: Any, how: str) -> None:
+@pytest.mark.parametrize(("how", "launcher"), CASES)
+def test_a_failure_is_a_sealed_record_with_a_sentence(troubled: Any, how: str, launcher: str) -> None:
     status, words = TROUBLES[how]
-    record = troubled.record(f"faulty.trouble:how={how}")
+    record = troubled.record(f"faulty.trouble:how={how}", launcher=launcher)
     assert record.status == status, record.error
     assert all(word in record.error for word in words), record.error
     assert "\n" not in record.error
@@ -51,8 +56,9 @@ def test_failures_stand_in_the_report_and_in_the_exit_code(troubled: Any) -> Non
     assert troubled.code == 1
     assert "Traceback" not in troubled.stdout + troubled.stderr
     text = (troubled.directory / "report.md").read_text()
-    for how, (status, words) in TROUBLES.items():
-        finding = troubled.finding(troubled.record(f"faulty.trouble:how={how}"))
+    for how, launcher in CASES:
+        status, words = TROUBLES[how]
+        finding = troubled.finding(troubled.record(f"faulty.trouble:how={how}", launcher=launcher))
         assert finding["status"] == status
         assert words[-1] in finding["reason"]
         assert words[-1] in text.replace("\\", "")
@@ -68,7 +74,7 @@ def test_a_second_run_repeats_nothing_and_resume_repeats_what_failed(troubled: A
     command = ("run", str(file), "--out", str(troubled.out), "--format", "json")
     again = paceline(*command)
     assert again.returncode == 1
-    assert again.stdout.count("already measured") == len(TROUBLES) + 1
+    assert again.stdout.count("already measured") == len(CASES) + 1
     # Both lines of the matrix made one cell.
     settings = ("--set", "strategy=faulty.trouble:how=raise", "--set", "launcher=testbed.forked")
     retried = paceline(*command, "--resume", *settings)
@@ -80,14 +86,17 @@ def test_a_second_run_repeats_nothing_and_resume_repeats_what_failed(troubled: A
 
 @pytest.fixture(scope="module")
 def limited(campaign: Callable[..., Any]) -> Any:
-    """One rank sleeps for ever; once only the time-out is noticed, once the stall is, below torchrun."""
+    """One rank sleeps for ever; once only the time-out is noticed (forked ranks), once the stall is (torchrun)."""
     strategy = ["faulty.trouble:how=sleep"]
-    matrix = [{"strategy": strategy, "timeout_s": [40.0]}, {"strategy": strategy, "stall_s": [25.0], **BELOW_TORCHRUN}]
+    matrix = [
+        {"strategy": strategy, "timeout_s": [40.0], "launcher": [FORKED]},
+        {"strategy": strategy, "stall_s": [25.0], "launcher": [TORCHRUN]},
+    ]
     return campaign("limits", matrix, global_batch=4)
 
 
 def test_a_hang_names_the_rank_that_stopped(limited: Any) -> None:
-    record = limited.record("faulty.trouble:how=sleep", launcher="local")
+    record = limited.record("faulty.trouble:how=sleep", launcher=TORCHRUN)
     assert record.status == "hang"
     assert "nothing moved for 25 s: rank 1 stopped at step 2 in forward" in record.error
     stack = (Path(record.path) / "stack-1.txt").read_text()
@@ -96,7 +105,7 @@ def test_a_hang_names_the_rank_that_stopped(limited: Any) -> None:
 
 
 def test_a_time_out_says_where_the_ranks_were(limited: Any) -> None:
-    record = limited.record("faulty.trouble:how=sleep", launcher="testbed.forked")
+    record = limited.record("faulty.trouble:how=sleep", launcher=FORKED)
     assert record.status == "timeout"
     assert record.error.startswith("did not end within 40 s; ")
     assert "rank 1 was at step 2 in forward" in record.error
@@ -114,8 +123,8 @@ def test_a_suspended_rank_is_named(
     eventually: Callable[..., Any],
     living: Callable[[Path], list[str]],
 ) -> None:
-    """By torchrun, which has to be ended with all below it, though a suspended rank does not hear its word."""
-    matrix = {"strategy": ["faulty.trouble:how=slow"], **BELOW_TORCHRUN}
+    """Forked ranks have to be ended, though a suspended rank does not act on any other signal than SIGKILL."""
+    matrix = {"strategy": ["faulty.trouble:how=slow"], "launcher": [FORKED]}
     small = {"launcher": "testbed.forked", "stall_s": 25.0, "global_batch": 2, "steps": 200}
     file = experiment_file(tmp_path, "suspended", matrix, **small)
     command = [sys.executable, "-m", "paceline.cli", "run", str(file), "--out", str(tmp_path), "--format", "json"]

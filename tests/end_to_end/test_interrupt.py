@@ -20,10 +20,8 @@ from paceline.samples import read_samples
 pytestmark = pytest.mark.slow
 
 SLOW = "faulty.trouble:how=slow"
-# What is interrupted is torchrun, which must end with its ranks; what is finished before may be forked.
-INTERRUPTED = {"strategy": [SLOW], "launcher": ["local"]}
-# One cell to be finished, and one that is interrupted while it trains; the order of two cells is that of the matrix.
-MATRIX = [{"strategy": ["ddp"]}, INTERRUPTED]
+# What is interrupted is torchrun, or the process that forks ranks.
+BOTH_WAYS = pytest.mark.parametrize("launcher", ["local:warm=false", "local"])
 SMALL: dict[str, Any] = {
     "launcher": "testbed.forked",
     "processes": 1,
@@ -73,7 +71,9 @@ def slow_run(out: Path) -> Path | None:
     return None
 
 
+@BOTH_WAYS
 def test_ctrl_c_ends_everything_keeps_samples_and_goes_on(
+    launcher: str,
     tmp_path: Path,
     experiment_file: Callable[..., Path],
     environment: Callable[..., dict[str, str]],
@@ -81,7 +81,9 @@ def test_ctrl_c_ends_everything_keeps_samples_and_goes_on(
     living: Callable[[Path], list[str]],
     paceline: Any,
 ) -> None:
-    file = experiment_file(tmp_path, "stopped", MATRIX, **SMALL)
+    # One cell to finish, and one to interrupt while it trains; the order of two cells is that of the matrix.
+    matrix = [{"strategy": ["ddp"]}, {"strategy": [SLOW], "launcher": [launcher]}]
+    file = experiment_file(tmp_path, "stopped", matrix, **SMALL)
     with started(file, environment) as child:
         run_dir = eventually(lambda: slow_run(tmp_path), "the slow run at step 2")
         child.send_signal(signal.SIGINT)
@@ -112,7 +114,9 @@ def test_ctrl_c_ends_everything_keeps_samples_and_goes_on(
     assert (run_dir / "attempts" / "1" / "samples-0.jsonl").stat().st_size > 0
 
 
+@BOTH_WAYS
 def test_a_killed_controller_leaves_no_orphans_and_the_campaign_goes_on(
+    launcher: str,
     tmp_path: Path,
     experiment_file: Callable[..., Path],
     environment: Callable[..., dict[str, str]],
@@ -120,13 +124,14 @@ def test_a_killed_controller_leaves_no_orphans_and_the_campaign_goes_on(
     living: Callable[[Path], list[str]],
     paceline: Any,
 ) -> None:
-    file = experiment_file(tmp_path, "killed", INTERRUPTED, **SMALL | {"processes": 2, "global_batch": 2})
+    matrix = {"strategy": [SLOW], "launcher": [launcher]}
+    file = experiment_file(tmp_path, "killed", matrix, **SMALL | {"processes": 2, "global_batch": 2})
     with started(file, environment) as child:
         run_dir = eventually(lambda: slow_run(tmp_path), "the slow run at step 2")
         second = paceline("run", str(file), "--out", str(tmp_path), "--format", "json")
         assert second.returncode == 2, "two controllers must not write into one experiment"
         assert "in use by another" in second.stderr
-        assert len(living(tmp_path)) >= 3
+        assert len(living(tmp_path)) >= 3, "the controller and two ranks"
         child.kill()
         child.wait()
         eventually(lambda: not living(tmp_path), "the end of all ranks", limit_s=30)

@@ -128,12 +128,6 @@ def _live(link: socket.socket, bring_up: Callable[[Path, socket.socket], int]) -
         os._exit(code)
 
 
-def is_alone(link: socket.socket) -> bool:
-    """Whether nobody waits for this run any more."""
-    ready, _, _ = select.select([link], [], [], 0)
-    return bool(ready) and not link.recv(1)
-
-
 def main(verb: str, kind: str, path: Path) -> int:
     if verb == "run":
         return answered(kind, path)

@@ -20,18 +20,24 @@ from paceline.cli import (
     schedules,
     serving,
 )
-from paceline.cli.verbs import INTERRUPTED, OK, SOME_FAILED, WRONG_REQUEST, Parser
+from paceline.cli.verbs import INTERRUPTED, OK, SOME_FAILED, WRONG_REQUEST, Parser, discard_output
 from paceline.errors import PacelineError
 
 __all__ = ["INTERRUPTED", "OK", "SOME_FAILED", "WRONG_REQUEST", "main", "parser"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 all ok and valid, 1 some run failed or is invalid, 2 the request was wrong, 130 interrupted."""
+    """Exit code: 0 all ok and valid, 1 some run failed or is invalid, 2 the request was wrong, 130 interrupted.
+
+    Without a verb it prints the help and returns 0. A reader that leaves early (`| head -1`) is no error.
+    """
     try:
-        arguments = parser().parse_args(argv)
-        call: Callable[[argparse.Namespace], int] = arguments.call
-        return call(arguments)
+        try:
+            arguments = parser().parse_args(argv)
+            call: Callable[[argparse.Namespace], int] = arguments.call
+            return call(arguments)
+        finally:
+            sys.stdout.flush()
     except PacelineError as error:
         # It may quote a file, and one that could not be read was not made harmless.
         print(f"paceline: {neutral.text(str(error))}", file=sys.stderr)
@@ -42,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"paceline: interrupted; {done}{kept}", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        sys.stderr.close()
+        discard_output()
         return OK
 
 
@@ -50,8 +56,14 @@ def parser() -> Parser:
     what = "Compare ways of training language models on work proved equal; ask served ones by a schedule."
     root = Parser(prog="paceline", description=what)
     root.add_argument("--version", action="version", version=f"paceline {__version__}")
-    verbs = root.add_subparsers(metavar="VERB", required=True, parser_class=Parser)
+    root.set_defaults(call=lambda _: _print_help(root))
+    verbs = root.add_subparsers(metavar="VERB", parser_class=Parser)
     beyond = (cluster, images, schedules, serving)
     for module in (experiments, results, comparisons, advice, capsules, imports, machines, *beyond):
         module.add_verbs(verbs)
     return root
+
+
+def _print_help(root: Parser) -> int:
+    root.print_help()
+    return OK

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 import textwrap
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -30,9 +32,21 @@ def add_verb(verbs: Any, name: str, call: Callable[[argparse.Namespace], int], t
 
 
 def console() -> Console:
+    """A console that goes on in silence when the reader of its output has left: the verb still ends its work."""
     from rich.console import Console
 
-    return Console()
+    class PipedConsole(Console):
+        def on_broken_pipe(self) -> None:
+            discard_output()
+
+    return PipedConsole()
+
+
+def discard_output() -> None:
+    """Send what is printed from now on to nowhere, also what Python flushes when it ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def print_hanging(screen: Console, text: str, indent: int) -> None:

@@ -72,6 +72,11 @@ def wrap(spec: RunSpec, seat: Seat) -> Trainer:
     return ZeroTrainer(engine, subject, optimizer, spec, chosen)
 
 
+def preload(device: str) -> None:
+    """Import what ranks of this strategy import."""
+    import_deepspeed(device)
+
+
 def import_deepspeed(device: str) -> Any:
     # Left alone, DeepSpeed guesses its accelerator, looks for CUDA's compiler and compiles a shared-memory operator.
     os.environ.setdefault("DS_ACCELERATOR", device)

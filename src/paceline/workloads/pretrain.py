@@ -182,7 +182,8 @@ def evidence(
     from paceline.machine import debug_switches, neighbours
 
     dtypes, optimizer, settings = trainer.declare()
-    shared = places.shares_gpu(os.environ)
+    starting: dict[str, Scalar] = {"shared_gpu": True} if places.shares_gpu(os.environ) else {}
+    starting |= {"started": "forked"} if places.FORKED in os.environ else {}
     return Evidence(
         init_digest=start.learned.digest,
         init_digests=start.learned.by_name,
@@ -190,7 +191,7 @@ def evidence(
         frozen_digest=start.frozen.digest if start.frozen else None,
         dtypes=dtypes,
         optimizer=optimizer,
-        settings={**settings, **(facts or {}), **({"shared_gpu": True} if shared else {})},
+        settings={**settings, **(facts or {}), **starting},
         switches=debug_switches(os.environ),
         neighbours=neighbours(seat.local_rank) if seat.device == "cuda" else None,
         window_wall_s=wall_s,

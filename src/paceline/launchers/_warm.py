@@ -1,0 +1,313 @@
+"""Ranks of CPU runs, forked from a warm process that has imported torch once (`python -m paceline.launchers._warm`).
+
+Importing torch and DeepSpeed in torchrun and in every rank takes longer than a small run itself. Three kinds of
+processes take part:
+
+    controller   starts the warm process, sends it one request per run, and reads the exit code of each run
+    warm process imports torch and what the strategy preloads; forks one supervisor per run; starts no thread
+    supervisor   leads a session of its own, forks the ranks, waits for them, and ends all of them when one fails
+
+Each run has a socket between controller and supervisor. The supervisor writes its process id and then its exit code.
+When the controller shuts its side down, or dies, the supervisor ends the ranks. Ranks die with their supervisor.
+
+Ranks have the environment variables that torchrun sets, and write a failure report that `ending` can parse. Two things
+differ from torchrun: the ranks of all runs share one address space layout and one hash seed, and code pages that a rank
+never uses do not count in its resident memory. The evidence of a run says `started: forked`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from paceline import places
+from paceline.errors import PacelineError
+from paceline.offspring import GRACE_S
+from paceline.processes import end_with_parent
+
+HOST = "127.0.0.1"
+MAX_REQUEST_BYTES = 1 << 16
+_warm: dict[str, WarmProcess] = {}
+
+
+# --- the controller's side ---
+
+
+@dataclass(slots=True)
+class WarmProcess:
+    """A process that forks the supervisors of runs: its requests, and the environment that its imports have read."""
+
+    process: subprocess.Popen[bytes]
+    requests: socket.socket
+    environment: Mapping[str, str]
+    directory: str
+
+    def close(self) -> None:
+        self.requests.close()
+        try:
+            self.process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+@dataclass(slots=True)
+class ForkedRun:
+    """The ranks of one run, with the methods of `subprocess.Popen` that the launcher local uses."""
+
+    link: socket.socket
+    server: subprocess.Popen[bytes]
+    received: bytes = b""
+    ended: bool = False
+    returncode: int | None = field(default=None)
+
+    @property
+    def pid(self) -> int:
+        """The supervisor's process id, or the warm process's while it still imports torch."""
+        self._receive(0)
+        lines = self.received.split(b"\n")
+        return int(lines[0]) if len(lines) > 1 else self.server.pid
+
+    def poll(self) -> int | None:
+        self._receive(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        while not self.ended:
+            if not self._receive(timeout):
+                raise subprocess.TimeoutExpired("ranks", timeout or 0)
+        assert self.returncode is not None
+        return self.returncode
+
+    def terminate(self) -> None:
+        with contextlib.suppress(OSError):
+            self.link.shutdown(socket.SHUT_WR)
+
+    def kill(self) -> None:
+        if not self.ended:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def _receive(self, timeout: float | None) -> bool:
+        """Read what the supervisor wrote; False where nothing came in time."""
+        if self.ended or not select.select([self.link], [], [], timeout)[0]:
+            return self.ended
+        try:
+            text = self.link.recv(4096)
+        except ConnectionResetError:
+            text = b""
+        self.received += text
+        if not text:
+            self.ended = True
+            self.link.close()
+            lines = self.received.split()
+            # Without an exit code, the supervisor was killed, or the warm process failed before it could fork.
+            self.returncode = int(lines[1]) if len(lines) > 1 else self.server.poll() or -signal.SIGKILL
+        return True
+
+
+def start(settings: Mapping[str, Any], environment: Mapping[str, str], log: Path) -> ForkedRun:
+    """Ask the warm process for the ranks of one run. Returns at once, also while torch is still being imported.
+
+    The warm process is started anew where it has died, or where another environment is requested: variables such as
+    OMP_NUM_THREADS are only read during the import. What it prints itself is in the log of the run that started it.
+    """
+    strategy = settings["preload"]
+    request = json.dumps({"run_dir": settings["run_dir"], "processes": settings["processes"]}).encode()
+    ours, theirs = socket.socketpair()
+    with log.open("wb") as output, theirs:
+        known = _warm.get(strategy)
+        if known and (
+            known.process.poll() is not None or (known.environment, known.directory) != (environment, str(Path.cwd()))
+        ):
+            known.close()
+            known = None
+        server = known or _start_warm_process(strategy, environment, output.fileno())
+        _warm[strategy] = server
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            # If it dies now, the run ends without an exit code.
+            socket.send_fds(server.requests, [request], [theirs.fileno(), output.fileno()])
+    return ForkedRun(ours, server.process)
+
+
+def _start_warm_process(strategy: str, environment: Mapping[str, str], output: int) -> WarmProcess:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(theirs.fileno()), *([strategy] if strategy else [])],
+            env=environment,
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            preexec_fn=end_with_parent,
+        )
+    return WarmProcess(process, ours, dict(environment), str(Path.cwd()))
+
+
+def close() -> None:
+    """End all warm processes of this controller."""
+    while _warm:
+        _warm.popitem()[1].close()
+
+
+# --- the warm process ---
+
+
+def main(argv: list[str]) -> None:
+    """Import once, then fork a supervisor for every request until the controller closes the socket."""
+    requests = socket.socket(fileno=int(argv[1]))
+    requests.set_inheritable(False)
+    preload(argv[2] if len(argv) > 2 else None)
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    if threads > 1:
+        sys.exit(f"{threads} threads run after the imports, and only one survives a fork: use local:warm=false")
+    while True:
+        message, files, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, 2)
+        # Supervisors that have ended keep their process ids until here.
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if not message:
+            # The interpreter would look through all of torch for garbage before it ends.
+            os._exit(0)
+        if os.fork() == 0:
+            requests.close()
+            _become_supervisor(json.loads(message), *files)
+        for file in files:
+            os.close(file)
+
+
+def preload(strategy: str | None) -> None:
+    """Import what every rank of this strategy imports, as far as that starts no thread and touches no device."""
+    # Ranks enable it again. A collection here would make no difference to them, but takes most of a second.
+    gc.disable()
+    for name in ("torch._dynamo", "torch.distributed", "paceline.worker"):
+        importlib.import_module(name)
+    if strategy is not None:
+        from paceline.plugins import load
+
+        # A missing package is the rank's to report.
+        with contextlib.suppress(PacelineError, ImportError):
+            load("strategies", strategy).preload("cpu")
+
+
+def _become_supervisor(request: Mapping[str, Any], link_file: int, log_file: int) -> NoReturn:
+    code = 1
+    link = socket.socket(fileno=link_file)
+    try:
+        os.setsid()
+        os.dup2(log_file, 1)
+        os.dup2(log_file, 2)
+        os.close(log_file)
+        link.sendall(f"{os.getpid()}\n".encode())
+        code = supervise(Path(request["run_dir"]), request["processes"], link)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError):
+            link.sendall(f"{code}\n".encode())
+        os._exit(code)
+
+
+# --- the supervisor of one run ---
+
+
+def supervise(
+    run_dir: Path, processes: int, link: socket.socket, prepare_rank: Callable[[int], None] | None = None
+) -> int:
+    """Fork the ranks and wait for them. 0 when all ended well; the first that did not ends the others, and so does the
+    end of the link. prepare_rank is called in each rank before it begins."""
+    from torch.distributed import TCPStore
+
+    # Connections wait in this socket until the store answers. The store starts a thread, so it comes after the forks.
+    rendezvous = socket.create_server((HOST, 0))
+    port = rendezvous.getsockname()[1]
+    shared = {"MASTER_ADDR": HOST, "MASTER_PORT": port, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+    shared |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "ROLE_NAME": "default", "ROLE_WORLD_SIZE": processes}
+    shared |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RUN_ID": "paceline", places.FORKED: 1}
+    shared |= {"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0}
+    os.environ |= {name: str(value) for name, value in shared.items()}
+    ranks: dict[int, int] = {}
+    supervisor = os.getpid()
+    try:
+        for rank in range(processes):
+            pid = os.fork()
+            if pid == 0:
+                link.close()
+                rendezvous.close()
+                _become_rank(rank, run_dir, supervisor, prepare_rank)
+            ranks[pid] = rank
+        _store = TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=rendezvous.detach())
+        return _wait(ranks, link)
+    finally:
+        for pid in ranks:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _become_rank(rank: int, run_dir: Path, supervisor: int, prepare_rank: Callable[[int], None] | None) -> NoReturn:
+    code = 1
+    try:
+        end_with_parent()
+        if os.getppid() != supervisor:
+            os._exit(code)  # it died before the kernel was asked to send a signal
+        gc.enable()
+        os.environ |= {name: str(rank) for name in ("RANK", "LOCAL_RANK", "ROLE_RANK")}
+        sys.argv = ["paceline.worker", str(run_dir)]
+        if prepare_rank is not None:
+            prepare_rank(rank)
+        from paceline import worker
+
+        code = worker.main(sys.argv)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _wait(ranks: dict[int, int], link: socket.socket) -> int:
+    """Wait for all ranks, and remove from `ranks` those that have ended."""
+    watched = {os.pidfd_open(pid): pid for pid in ranks}
+    while watched:
+        ready, _, _ = select.select([*watched, link], [], [])
+        failed: dict[int, int] = {}
+        for file in [file for file in watched if file in ready]:
+            pid = watched.pop(file)
+            os.close(file)
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            rank = ranks.pop(pid)
+            if code:
+                failed[pid] = code
+                sys.stderr.write(failure_text(rank, pid, code))
+        if failed or (link in ready and not link.recv(1)):
+            return 1
+    return 0
+
+
+def failure_text(rank: int, pid: int, code: int) -> str:
+    """How a rank ended, in the format of torchrun's report, which `ending` parses."""
+    lines = ("Root Cause:", f"  rank      : {rank} (local_rank: {rank})", f"  exitcode  : {code} (pid: {pid})")
+    return "".join(f"{line}\n" for line in lines)
+
+
+if __name__ == "__main__":
+    main(sys.argv)

@@ -1,0 +1,80 @@
+"""Ranks forked from a warm process do the same work as those of torchrun, and the record says which they were."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from paceline import store
+from paceline.launchers import local
+from paceline.records import RunRecord
+
+pytestmark = pytest.mark.slow
+
+FORKED, TORCHRUN = "local", "local:warm=false"
+STRATEGIES = ("ddp", "fsdp2", "zero:stage=3")
+
+
+@pytest.fixture(scope="module")
+def both(campaign: Callable[..., Any]) -> Any:
+    return campaign("both", {"strategy": list(STRATEGIES), "launcher": [FORKED, TORCHRUN]}, global_batch=4)
+
+
+def losses(record: RunRecord) -> dict[tuple[int, int], tuple[float, float | None, int]]:
+    return {(s.rank, s.step): (s.loss, s.grad_norm, s.data_digest) for s in record.steps}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_both_ways_of_starting_give_the_same_trajectory_and_certificate(both: Any, strategy: str) -> None:
+    assert both.code == 0, both.stdout + both.stderr
+    forked, started = (both.record(strategy, launcher=launcher) for launcher in (FORKED, TORCHRUN))
+    assert losses(forked) == losses(started), "to the last bit"
+    assert len(losses(forked)) == 2 * forked.spec.steps
+    certificates = {c["run"]: c for c in both.report["certificates"]}
+    assert all(certificates[record.spec.run_id]["valid"] for record in (forked, started))
+    assert forked.spec.work == started.spec.work
+    assert forked.spec.cell != started.spec.cell
+
+
+@pytest.mark.parametrize(("launcher", "ranks"), [(FORKED, "forked"), (TORCHRUN, "torchrun")])
+def test_the_record_says_how_ranks_were_started(both: Any, launcher: str, ranks: str) -> None:
+    for strategy in STRATEGIES:
+        record = both.record(strategy, launcher=launcher)
+        assert store.read_json(Path(record.path) / store.JOB)["handle"]["ranks"] == ranks
+        for outcome in record.outcomes:
+            assert outcome.evidence is not None
+            assert outcome.evidence.settings.get("started") == ("forked" if ranks == "forked" else None)
+
+
+def test_nothing_is_left_of_a_campaign(both: Any, living: Callable[[Path], list[str]]) -> None:
+    assert living(both.out) == []
+
+
+def test_a_warm_process_serves_many_runs_and_another_follows_one_that_died(
+    make_spec: Callable[..., Any], tmp_path: Path, eventually: Callable[..., Any]
+) -> None:
+    def finished(number: int) -> tuple[int, int | None]:
+        spec = make_spec("ddp", 1, experiment=f"e{number}")
+        handle = local.submit(local.prepare(spec, store.create(tmp_path, spec)))
+        eventually(lambda: not local.poll(handle).running, "the end of the run")
+        local.cancel(handle)
+        return handle["pid"], local.poll(handle).exit_code
+
+    try:
+        first, second = finished(1), finished(2)
+        assert first == second, "the same process"
+        assert first[1] == 0, (tmp_path / "e1").rglob("log.txt")
+        os.kill(first[0], signal.SIGKILL)
+        psutil.Process(first[0]).wait(30) if psutil.pid_exists(first[0]) else None
+        third = finished(3)
+        assert third[0] != first[0]
+        assert third[1] == 0
+    finally:
+        local.close()
+    assert not psutil.pid_exists(third[0])
