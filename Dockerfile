@@ -67,5 +67,5 @@ ENV PATH=/opt/paceline/bin:$PATH \
     RAY_USAGE_STATS_ENABLED=0
 WORKDIR /tmp
 USER 10001:10001
-ENTRYPOINT ["python", "-m", "paceline.entry"]
+ENTRYPOINT ["python", "-m", "paceline.cli.entry"]
 CMD ["--help"]

@@ -19,9 +19,11 @@ import sys
 import time
 from typing import Any
 
-from paceline import machine, worker
-from paceline.models import wire_factor
-from paceline.spec import Choice, RunSpec, Topology, Training
+from paceline.experiment.choices import Choice
+from paceline.experiment.spec import RunSpec, Topology, Training
+from paceline.host import machine
+from paceline.models.arithmetic import wire_factor
+from paceline.workloads import worker
 
 # Launches of one segment take about this long, and all pairs of a size together about that long.
 SEGMENT_S, SIZE_S = 0.02, 15.0
@@ -49,7 +51,7 @@ def start_processes() -> int:
 
 def compare(ensemble: Any, name: str, size_bytes: int) -> dict[str, Any]:
     """Alternating segments of one operation at one size; both times are the slowest rank's."""
-    from paceline.workloads._collectives_operations import OPERATIONS
+    from paceline.workloads.collectives.operations import OPERATIONS
 
     operation, place = OPERATIONS[name], ensemble.place
     count = operation.count(size_bytes, 4, place.ranks)
@@ -116,7 +118,7 @@ def bare_s(ensemble: Any, launch: Any, iterations: int) -> float:
 def main() -> int:
     if "RANK" not in os.environ:
         return start_processes()
-    from paceline.workloads._collectives_ensemble import Ensemble
+    from paceline.workloads.collectives.ensemble import Ensemble
 
     device = machine.device_kind()
     topology = Topology(device=device, processes_per_node=int(os.environ["WORLD_SIZE"]))

@@ -26,11 +26,12 @@ from typing import Any
 
 import torch
 
-from paceline import machine, models
-from paceline.decoder import DTYPES
-from paceline.replica import projections, weights
-from paceline.replica.decoding import Decoding
-from paceline.replica.settings import Settings
+from paceline.host import machine
+from paceline.models import arithmetic
+from paceline.serving.replica import projections, weights
+from paceline.serving.replica.decoding import Decoding
+from paceline.serving.replica.settings import Settings
+from paceline.training.decoder import DTYPES
 
 PREFILL_TOKENS = 16_384
 # A step of a row is repeated so often at most, and not beyond the row's share of time.
@@ -154,7 +155,7 @@ class Bench:
     def limit(self, ceilings: dict[str, float], batch: int, context: float) -> tuple[float, str]:
         """The least time of a step, and what bounds it."""
         read = step_bytes(self.shape, self.dtype.itemsize, batch, context)
-        multiplied = 2 * models.matmul_parameters(self.shape) * batch
+        multiplied = 2 * arithmetic.matmul_parameters(self.shape) * batch
         times = {
             "memory": read / ceilings["copy_bytes_per_s"],
             "products": multiplied / ceilings["matmul_flops_per_s"],
@@ -163,19 +164,19 @@ class Bench:
         return times[bound], bound
 
 
-def prefill_flops(shape: models.Shape, count: int, length: int) -> int:
+def prefill_flops(shape: arithmetic.Shape, count: int, length: int) -> int:
     """Products of the blocks and causal attention for every token, the head for the last of each prompt."""
     head = shape.hidden * shape.vocab
-    blocks = 2 * (models.matmul_parameters(shape) - head) + models.attention_flops_per_token(shape, length)
+    blocks = 2 * (arithmetic.matmul_parameters(shape) - head) + arithmetic.attention_flops_per_token(shape, length)
     return count * (length * blocks + 2 * head)
 
 
-def step_bytes(shape: models.Shape, element_bytes: int, batch: int, context: float) -> float:
+def step_bytes(shape: arithmetic.Shape, element_bytes: int, batch: int, context: float) -> float:
     """Weights that are multiplied with, once, and what every place keeps; the rows of the embedding are next to
     nothing."""
     # Keys and values of one token over all layers.
     kept = 2 * shape.layers * shape.kv_heads * shape.head_dim * element_bytes
-    return models.matmul_parameters(shape) * element_bytes + batch * context * kept
+    return arithmetic.matmul_parameters(shape) * element_bytes + batch * context * kept
 
 
 def measured(name: str, call: Callable[[], dict[str, Any]], deadline: float) -> dict[str, Any]:

@@ -32,10 +32,10 @@ from typing import Any
 
 import numpy as np
 
-from paceline import selftest
-from paceline.loadgen import arrivals, audit, plan, team
-from paceline.loadgen.orders import Shift, Target
-from paceline.mock_replica import Law
+from paceline.serving import selftest
+from paceline.serving.client import arrivals, audit, plan, team
+from paceline.serving.client.orders import Shift, Target
+from paceline.serving.mock.server import Law
 
 LAW = Law(ttft_s=0.1, itl_s=0.02, tokens=32)
 PROMPT_TOKENS = 8

@@ -22,8 +22,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from paceline import experiment, machine
-from paceline.spec import RunSpec
+from paceline import experiment
+from paceline.experiment.spec import RunSpec
+from paceline.host import machine
 
 PAIRS = 8
 
@@ -64,7 +65,7 @@ def _loop_spec(device: str, folder: Path) -> RunSpec:
 
 def _alternate(spec: RunSpec, folder: Path) -> tuple[list[float], list[float], list[float]]:
     """Bare and watched segments in turns, each pair in the reverse order of the one before, so that drift cancels."""
-    from paceline import worker
+    from paceline.workloads import worker
     from paceline.workloads.pretrain import attention_backends
 
     _join_alone(spec)
@@ -85,7 +86,7 @@ def _alternate(spec: RunSpec, folder: Path) -> tuple[list[float], list[float], l
 def _join_alone(spec: RunSpec) -> None:
     import torch.distributed as dist
 
-    from paceline import worker
+    from paceline.workloads import worker
 
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577"}
     os.environ.update(alone | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"})
@@ -97,9 +98,9 @@ def _bare_segment(spec: RunSpec, seat: Any) -> Any:
     """What a user would write: batches in memory, one clock around all steps."""
     import torch
 
-    from paceline.corpus import Partition, open_corpus
-    from paceline.models import load
-    from paceline.plugins import load as load_plugin
+    from paceline.contract import load as load_plugin
+    from paceline.models.arithmetic import load
+    from paceline.training.data.corpus import Partition, open_corpus
 
     training = spec.training
     trainer = load_plugin("strategies", "single").wrap(spec, seat)
@@ -127,12 +128,12 @@ def _bare_segment(spec: RunSpec, seat: Any) -> Any:
 
 def _watched_segment(spec: RunSpec, seat: Any, folder: Path) -> Any:
     """The same steps through the loop of the pretrain workload, recorder and progress included."""
-    from paceline.corpus import Partition, open_corpus
-    from paceline.measure import clock_for
-    from paceline.models import load
-    from paceline.plugins import load as load_plugin
-    from paceline.worker import FolderRecorder
+    from paceline.contract import load as load_plugin
+    from paceline.models.arithmetic import load
+    from paceline.training.data.corpus import Partition, open_corpus
+    from paceline.training.instruments import clock_for
     from paceline.workloads._loop import Loop
+    from paceline.workloads.worker import FolderRecorder
 
     training = spec.training
     trainer = load_plugin("strategies", "single").wrap(spec, seat)
@@ -180,7 +181,7 @@ def telemetry_overhead() -> dict[str, Any]:
 
 def _gauged_in_turns(spec: RunSpec, folder: Path) -> tuple[list[float], list[float]]:
     """Seconds of segments with and without gauges, each pair in the reverse order of the one before."""
-    from paceline import worker
+    from paceline.workloads import worker
     from paceline.workloads.pretrain import attention_backends
 
     _join_alone(spec)
@@ -198,7 +199,7 @@ def _gauged_in_turns(spec: RunSpec, folder: Path) -> tuple[list[float], list[flo
 
 
 def _reading_cost(readings: int = 50) -> dict[str, float]:
-    from paceline.telemetry import Gauges
+    from paceline.host.gauges import Gauges
 
     wall, own = [], []
     with Gauges() as gauges:

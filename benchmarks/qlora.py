@@ -22,8 +22,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from paceline import experiment, machine, run, store
-from paceline.spec import RunSpec
+from paceline import experiment
+from paceline.campaign.run import controller
+from paceline.experiment.spec import RunSpec
+from paceline.host import machine
+from paceline.results import store
 
 WARM_STEPS = 5
 
@@ -64,7 +67,7 @@ def paceline_launch(asked: argparse.Namespace) -> dict[str, Any]:
     """Seconds and loss of every step as a run of the workload recorded them; certified elsewhere."""
     with tempfile.TemporaryDirectory() as folder:
         spec = spec_of(asked)
-        run.execute(spec, Path(folder), Silent(), None)
+        controller.execute(spec, Path(folder), Silent(), None)
         record = store.read_run(Path(folder) / spec.experiment / spec.run_id)
     if not record.steps:
         return {"error": record.error}
@@ -78,11 +81,11 @@ def plain_launch(asked: argparse.Namespace) -> dict[str, Any]:
     import torch
     import torch.nn.functional as F
 
-    from paceline import tuned
-    from paceline.corpus import Partition, open_data
+    from paceline.training import finetuned
+    from paceline.training.data.corpus import Partition, open_data
 
     spec, device = spec_of(asked), "cuda" if machine.device_kind() == "cuda" else "cpu"
-    model = tuned.build(spec, device).model
+    model = finetuned.build(spec, device).model
     restore_layers(model)
     if asked.checkpointing == "full":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -18,10 +18,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from paceline import experiment, models, store
+from paceline import experiment
 from paceline.cli.results import DEFAULT_FORMATS
-from paceline.records import Evidence, MemorySample, Outcome, Status, StepSample, WireSample
-from paceline.spec import RunSpec
+from paceline.experiment.spec import RunSpec
+from paceline.models import arithmetic
+from paceline.results import store
+from paceline.results.records import Evidence, MemorySample, Outcome, Status, StepSample, WireSample
 
 STEPS, RANKS = 100, 8
 TIMED = {"json and csv": ("json", "csv"), **{name: (name,) for name in DEFAULT_FORMATS}, "all": DEFAULT_FORMATS}
@@ -58,7 +60,7 @@ def _timed(directory: Path, formats: tuple[str, ...]) -> dict[str, Any]:
 
 def write_store(folder: Path, runs: int, steps: int, ranks: int) -> None:
     """Made-up but complete runs: five repeats of cells that differ in strategy and micro batch, and references."""
-    from paceline.run import references_of
+    from paceline.campaign.run.controller import references_of
 
     file = folder / "many.yaml"
     file.write_text("name: many\nbase: {model: tiny, sequence_length: 64, precision: fp32, device: cpu}\n")
@@ -101,7 +103,7 @@ def _step(spec: RunSpec, rank: int, step: int, noise: random.Random) -> StepSamp
 
 
 def _parameters(spec: RunSpec) -> int:
-    return models.parameters(models.load(spec.model))
+    return arithmetic.parameters(arithmetic.load(spec.model))
 
 
 def _memory(rank: int) -> MemorySample:

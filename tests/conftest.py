@@ -16,9 +16,11 @@ from typing import Any, Protocol
 
 import pytest
 
-from paceline import __version__, store
-from paceline.records import Evidence, Outcome, Sample, Status, StepSample
-from paceline.spec import Choice, Precision, RunSpec, Topology, Training, WarmUp
+from paceline import __version__
+from paceline.experiment.choices import Choice
+from paceline.experiment.spec import Precision, RunSpec, Topology, Training, WarmUp
+from paceline.results import store
+from paceline.results.records import Evidence, Outcome, Sample, Status, StepSample
 
 # A shell starts what it runs in the background deaf to Ctrl-C, which children inherit; those of tests are sent it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

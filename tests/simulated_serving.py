@@ -7,9 +7,10 @@ import random
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from paceline.records import RunRecord, Status
-from paceline.serving import ClientSample, ReplicaSample, RequestSample, Serving, StageSample
-from paceline.spec import Choice, RunSpec, Topology, Training
+from paceline.experiment.choices import Choice
+from paceline.experiment.serving import ClientSample, ReplicaSample, RequestSample, Serving, StageSample
+from paceline.experiment.spec import RunSpec, Topology, Training
+from paceline.results.records import RunRecord, Status
 
 NS = 1_000_000_000
 TOKENS = 32

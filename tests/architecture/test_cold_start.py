@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.spec import RunSpec
+from paceline.experiment.spec import RunSpec
 
 PROBE = """
 import sys

@@ -235,11 +235,11 @@ def test_a_module_imports_only_lines_above_it(module: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("spec", "from paceline.records import Status"),
+        ("spec", "from paceline.results.records import Status"),
         ("analysis.report", "def f():\n    from paceline import store, run"),
         ("strategies.ddp", "from paceline.workloads.pretrain import check"),
         ("exporters.csv", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import paceline.analysis.report"),
-        ("worker", "import paceline.run"),
+        ("worker", "import paceline.campaign.run.controller"),
         ("store", "from paceline import telemetry"),
     ],
 )

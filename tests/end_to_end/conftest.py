@@ -17,8 +17,8 @@ import psutil
 import pytest
 import yaml
 
-from paceline import store
-from paceline.records import RunRecord
+from paceline.results import store
+from paceline.results.records import RunRecord
 
 # What campaigns of tests write: pictures take longer than many of them, and have tests of their own.
 TEXTS = ("html", "markdown", "csv", "json")

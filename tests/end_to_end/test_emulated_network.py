@@ -18,9 +18,11 @@ from testbed import forked
 from testbed.networks import Network, why_not
 from testbed.networks import network as built_network
 
-from paceline import models, store
-from paceline.analysis import fabric
-from paceline.records import CollectiveSample, RunRecord, Status
+from paceline.analysis.machine import fabric
+from paceline.models import arithmetic
+from paceline.results import store
+from paceline.results.machine_samples import CollectiveSample
+from paceline.results.records import RunRecord, Status
 
 HOSTS = 4
 MBIT = 1_000_000 / 8
@@ -141,7 +143,7 @@ def test_bus_bandwidth_follows_the_link(sweep: tuple[int, RunRecord]) -> None:
     mbit, record = sweep
     times = slowest_s(record, "all_reduce")
     largest = max(times)
-    busbw = largest / times[largest] * models.wire_factor("all_reduce", HOSTS)
+    busbw = largest / times[largest] * arithmetic.wire_factor("all_reduce", HOSTS)
     assert {s.wrong for s in record.collectives} == {0}
     assert 0.7 * mbit * MBIT < busbw < 1.1 * mbit * MBIT, f"{busbw / MBIT:.0f} Mbit/s, {times}"
     concluded = {row.size_bytes: row.busbw_bytes_per_s or 0.0 for row in fabric.analyse([record]).rows}

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from paceline import models
-from paceline.records import RunRecord
+from paceline.models import arithmetic
+from paceline.results.records import RunRecord
 
 pytestmark = pytest.mark.slow
 
@@ -125,27 +125,27 @@ def test_all_start_from_the_same_weights(equal: Any) -> None:
     digests = {o.evidence.init_digest for record in equal.records for o in record.outcomes if o.evidence}
     assert len(digests) == 1
     counts = {o.evidence.parameters for record in equal.records for o in record.outcomes if o.evidence}
-    assert counts == {models.parameters(models.load(equal.records[0].spec.model))}
+    assert counts == {arithmetic.parameters(arithmetic.load(equal.records[0].spec.model))}
 
 
 @pytest.mark.parametrize("strategy", [*STRATEGIES, *VARIANTS])
 def test_counted_wire_bytes_equal_the_formula(equal: Any, strategy: str) -> None:
     """Method, section 6 (6): exactly for gradients and weights; single numbers (a norm) come on top."""
     record = equal.record(strategy, world_size=2, checkpointing="none")
-    shape = models.load(record.spec.model)
-    formula = models.wire_bytes(
+    shape = arithmetic.load(record.spec.model)
+    formula = arithmetic.wire_bytes(
         record.spec.strategy,
-        models.parameters(shape),
+        arithmetic.parameters(shape),
         2,
         record.spec.training.accumulation,
         4,
         4,
-        models.root_parameters(shape),
-        models.tensor_sizes(shape),
+        arithmetic.root_parameters(shape),
+        arithmetic.tensor_sizes(shape),
     )
     for rank in (0, 1):
         mine = [w for w in record.wire if w.rank == rank]
-        counted = sum(w.payload_bytes * models.wire_factor(w.operation, w.group_size) for w in mine)
+        counted = sum(w.payload_bytes * arithmetic.wire_factor(w.operation, w.group_size) for w in mine)
         assert 0 <= counted - formula <= 16, (counted, formula)
         assert {w.group_size for w in mine} == {2}
         assert all(w.dtype == "fp32" for w in mine if w.payload_bytes > 16)
@@ -154,7 +154,7 @@ def test_counted_wire_bytes_equal_the_formula(equal: Any, strategy: str) -> None
 def test_the_formulas_by_hand(equal: Any) -> None:
     """The same numbers without `models.wire_bytes`: P parameters, G micro batches, 4 bytes, two ranks."""
     record = equal.record("ddp", world_size=2, checkpointing="none")
-    whole = models.parameters(models.load(record.spec.model))
+    whole = arithmetic.parameters(arithmetic.load(record.spec.model))
     g = 4
 
     def elements(strategy: str, operation: str) -> int:
@@ -177,7 +177,7 @@ def test_the_formulas_by_hand(equal: Any) -> None:
 def test_one_process_sends_nothing(equal: Any) -> None:
     for strategy in STRATEGIES:
         record = equal.record(strategy, world_size=1)
-        assert sum(w.payload_bytes * models.wire_factor(w.operation, w.group_size) for w in record.wire) == 0
+        assert sum(w.payload_bytes * arithmetic.wire_factor(w.operation, w.group_size) for w in record.wire) == 0
 
 
 @pytest.mark.parametrize(("strategy", "how"), CHECKPOINTED.items())

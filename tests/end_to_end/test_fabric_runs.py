@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from paceline.records import CollectiveSample, RunRecord
-from paceline.workloads._collectives_operations import OPERATIONS
+from paceline.results.machine_samples import CollectiveSample
+from paceline.results.records import RunRecord
+from paceline.workloads.collectives.operations import OPERATIONS
 
 pytestmark = pytest.mark.slow
 

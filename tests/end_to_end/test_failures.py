@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from paceline import store
+from paceline.results import store
 
 pytestmark = pytest.mark.slow
 

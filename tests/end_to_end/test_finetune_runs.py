@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from paceline.adapters import adapter_parameters
-from paceline.models import load
-from paceline.spec import Choice
+from paceline.experiment.choices import Choice
+from paceline.models.adapters import adapter_parameters
+from paceline.models.arithmetic import load
 
 pytestmark = pytest.mark.slow
 for package in ("transformers", "peft", "bitsandbytes"):

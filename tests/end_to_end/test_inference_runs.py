@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from paceline import client_ceiling, store
-from paceline.mock_replica import Law, serve_until_told
-from paceline.serving import CeilingSample
+from paceline.experiment.serving import CeilingSample
+from paceline.results import store
+from paceline.serving import client_ceiling
+from paceline.serving.mock.server import Law, serve_until_told
 
 Start = Callable[..., str]
 FILE = """

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from paceline import cli, store
-from paceline.samples import read_samples
+from paceline import cli
+from paceline.results import store
+from paceline.results.sample_lines import read_samples
 
 pytestmark = pytest.mark.slow
 

@@ -28,11 +28,12 @@ from testbed.kube_api.sandbox import why_not
 from testbed.kube_bed import OWN, Bed, light
 from testbed.ports import free_port
 
-from paceline import store
-from paceline.launchers._kube_cluster import CONTROLLER_ACCOUNT
+from paceline.experiment.choices import Choice
+from paceline.experiment.serving import Serving
+from paceline.experiment.spec import RunSpec, Training
 from paceline.launchers._losses import is_past_setup
-from paceline.serving import Serving
-from paceline.spec import Choice, RunSpec, Training
+from paceline.launchers.kubernetes.cluster import CONTROLLER_ACCOUNT
+from paceline.results import store
 
 pytestmark = [
     pytest.mark.slow,

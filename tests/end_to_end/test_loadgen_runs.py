@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from paceline import store
 from paceline.analysis import report
 from paceline.experiment.fields import Cell, build
-from paceline.loadgen import mlcommons
-from paceline.mock_replica import Law, serve_until_told
-from paceline.records import Status
+from paceline.results import store
+from paceline.results.records import Status
+from paceline.serving.client import mlcommons
+from paceline.serving.mock.server import Law, serve_until_told
 
 FIELDS = {
     "workload": "inference",
@@ -53,7 +53,7 @@ def test_two_verdicts_of_one_run(url: str, tmp_path: Path) -> None:
     spec = build("twice", Cell(**FIELDS, engine=f"openai:url={json.dumps(url)}"), "cpu")
     run_dir = store.create(tmp_path, spec)
     began = time.time()
-    subprocess.run([sys.executable, "-m", "paceline.worker", str(run_dir)], check=True, timeout=200)
+    subprocess.run([sys.executable, "-m", "paceline.workloads.worker", str(run_dir)], check=True, timeout=200)
     store.seal(run_dir, Status.OK, None, began, time.time())
     (record,) = store.read_runs(tmp_path / "twice")[0]
     # Its requests are not among ours: each of those is one sample, once.

@@ -13,15 +13,17 @@ import pytest
 from testbed.networks import Network, why_not
 from testbed.networks import network as built_network
 
-from paceline import parcel, places, store
+from paceline.experiment.choices import Choice
+from paceline.experiment.serving import Serving
+from paceline.experiment.spec import RunSpec
 from paceline.launchers._start import spec_text
-from paceline.records import Status
-from paceline.serving import Serving
-from paceline.spec import Choice, RunSpec
+from paceline.launchers.node import log_transport, placement
+from paceline.results import store
+from paceline.results.records import Status
 
 MASTER = "10.78.0.1"
 # In a network of its own each agent has its ports to itself.
-PORT = places.RENDEZVOUS_PORT
+PORT = placement.RENDEZVOUS_PORT
 
 
 WHY_NOT = why_not()
@@ -45,13 +47,13 @@ class Agent:
     process: subprocess.Popen[str]
     home: Path
 
-    def end(self, patience_s: float = 200.0) -> tuple[parcel.Receiver, str]:
+    def end(self, patience_s: float = 200.0) -> tuple[log_transport.Receiver, str]:
         try:
             told, _ = self.process.communicate(timeout=patience_s)
         finally:
             self.process.kill()
             self.process.wait()
-        receiver = parcel.Receiver(self.home)
+        receiver = log_transport.Receiver(self.home)
         return receiver, "\n".join(line for line in told.splitlines() if receiver.feed(line) is not None)
 
 
@@ -78,7 +80,7 @@ def start(
             network.hosts[node],
             sys.executable,
             "-m",
-            "paceline.agent",
+            "paceline.launchers.node.agent",
             "--relay",
             *words,
         ]

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from paceline import store
+from paceline.analysis.findings import Report
 from paceline.analysis.report import build
-from paceline.findings import Report
+from paceline.results import store
 
 pytestmark = pytest.mark.slow
 

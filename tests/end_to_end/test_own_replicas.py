@@ -17,13 +17,13 @@ from typing import Any
 import psutil
 import pytest
 
-from paceline import store
-from paceline.engines import _replica
-from paceline.engines import deepspeed as engine
-from paceline.engines import transformers as plain_engine
+from paceline.contract import Endpoint, Seat
 from paceline.errors import LaunchError, UnsupportedError
-from paceline.plugins import Endpoint, Seat
-from paceline.spec import Choice
+from paceline.experiment.choices import Choice
+from paceline.results import store
+from paceline.serving.engines import _replica
+from paceline.serving.engines import deepspeed as engine
+from paceline.serving.engines import transformers as plain_engine
 
 pytest.importorskip("transformers")
 
@@ -96,7 +96,9 @@ def replica(directory: Path, make_spec: Any) -> Iterator[Endpoint]:
     assert engine.check(spec) is None
     with engine.open(spec, SEAT) as (endpoint,):
         yield endpoint
-    assert not [child for child in psutil.Process().children(recursive=True) if "paceline.replica" in child.cmdline()]
+    assert not [
+        child for child in psutil.Process().children(recursive=True) if "paceline.serving.replica" in child.cmdline()
+    ]
 
 
 def ask(endpoint: Endpoint, path: str = "/v1/completions", **body: Any) -> Any:
@@ -151,9 +153,9 @@ base: {workload: inference, engine: "transformers:max_batch=4", device: cpu, pro
 def test_a_whole_run_asks_a_replica_of_random_weights(paceline: Any, tmp_path: Path) -> None:
     import torch
 
-    from paceline.prompts import open_prompts
-    from paceline.replica.settings import Settings
-    from paceline.replica.weights import open_model
+    from paceline.serving.prompts import open_prompts
+    from paceline.serving.replica.settings import Settings
+    from paceline.serving.replica.weights import open_model
 
     (tmp_path / "own.yaml").write_text(RUN)
     paceline("run", str(tmp_path / "own.yaml"), "--out", str(tmp_path), "--format", "json")

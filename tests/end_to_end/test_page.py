@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import simulated_serving as made
 
+from paceline.analysis.findings import Report
 from paceline.analysis.report import build
-from paceline.exporters import html
-from paceline.findings import Report
-from paceline.run import read_experiment
+from paceline.campaign.run.controller import read_experiment
+from paceline.report.exporters import html
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 

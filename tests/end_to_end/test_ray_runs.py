@@ -18,11 +18,13 @@ import pytest
 import yaml
 from testbed import ray_cluster
 
-from paceline import run, store
-from paceline.present.record import record_lines
-from paceline.records import Status
-from paceline.serving import Serving
-from paceline.spec import Choice, RunSpec
+from paceline.campaign.run import controller
+from paceline.experiment.choices import Choice
+from paceline.experiment.serving import Serving
+from paceline.experiment.spec import RunSpec
+from paceline.report.tables.one_run import record_lines
+from paceline.results import store
+from paceline.results.records import Status
 
 pytestmark = [
     pytest.mark.slow,
@@ -70,7 +72,7 @@ def light(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LIGHT_RAY_NET", cluster.net)
         # A reference of two ranks: the only work whose verdict needs no torch.
-        patch.setattr(run, "unsupported", lambda spec: None)
+        patch.setattr(controller, "unsupported", lambda spec: None)
         scratch = tmp_path_factory.mktemp("scratch")
 
         def make(env: dict[str, str], launcher: dict[str, Any] | None = None, **more: Any) -> RunSpec:
@@ -156,7 +158,7 @@ def troubled(light: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         out, watcher = tmp_path_factory.mktemp("trouble"), Watcher(at_work or (lambda run_dir: None))
         env = {key: value or str(tmp_path_factory.mktemp("meeting")) for key, value in env.items()}
         try:
-            return run.execute(light(env, launcher, **fields), out, watcher, None), out
+            return controller.execute(light(env, launcher, **fields), out, watcher, None), out
         except KeyboardInterrupt as caught:
             return caught, out
 
@@ -273,7 +275,7 @@ def test_a_node_that_disappears(cluster: ray_cluster.RayCluster, light: Any, tmp
         used = {path.stem.removeprefix("machine-") for path in run_dir.glob("machine-*.json")}
         cluster.ask(what="remove", node=max(used & {"left", "right"}))
 
-    status, error = run.execute(light(LONG, **STEPS), tmp_path, Watcher(take_away), None)
+    status, error = controller.execute(light(LONG, **STEPS), tmp_path, Watcher(take_away), None)
     assert status is Status.FAILED
     assert "its node has left the Ray cluster" in error
     assert remains_at_last(cluster, light) == []

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from testbed import llama_cpp, tiny_llama
 
-from paceline import store
-from paceline.prompts import Prompt, open_prompts
-from paceline.records import RunRecord
+from paceline.results import store
+from paceline.results.records import RunRecord
+from paceline.serving.prompts import Prompt, open_prompts
 
 pytest.importorskip("transformers")
 pytest.importorskip("gguf")

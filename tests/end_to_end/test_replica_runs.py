@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.records import Status
-from paceline.serving import RequestSample
+from paceline.experiment.serving import RequestSample
+from paceline.results.records import Status
 
 SERVED: dict[str, Any] = {
     "workload": "inference",

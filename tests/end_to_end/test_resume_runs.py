@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from paceline.analysis.goodput import goodput
-from paceline.records import RunRecord
+from paceline.analysis.training.goodput import goodput
+from paceline.results.records import RunRecord
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from paceline import agenda, store
+from paceline.campaign.schedule import agenda
+from paceline.results import store
 
 pytestmark = pytest.mark.slow
 

@@ -19,13 +19,16 @@ from typing import Any
 import pytest
 from testbed import slurm as testbed
 
-from paceline import run, store
-from paceline.launchers import _slurm_lines, _start
+from paceline.campaign.run import controller as run
+from paceline.experiment.choices import Choice
+from paceline.experiment.serving import Serving
+from paceline.experiment.spec import RunSpec
+from paceline.launchers import _start
 from paceline.launchers._losses import is_past_setup
-from paceline.present.record import record_lines
-from paceline.records import Status
-from paceline.serving import Serving
-from paceline.spec import Choice, RunSpec
+from paceline.launchers.slurm import lines
+from paceline.report.tables.one_run import record_lines
+from paceline.results import store
+from paceline.results.records import Status
 from paceline.workloads import reference
 
 pytestmark = pytest.mark.slow
@@ -159,7 +162,7 @@ def test_hostile_names_reach_slurm_as_they_are(bench: Bench) -> None:
 def test_without_a_shared_disk_results_travel_in_the_output(
     bench: Bench, tmp_path: Path, fetched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_slurm_lines, "FETCH_S", 0.5)
+    monkeypatch.setattr(lines, "FETCH_S", 0.5)
     places = {"scratch" if fetched else "output": str(tmp_path)}
     assert bench.run(options={"shared": False, **places}) == (Status.OK, None)
     record = store.read_run(bench.run_dir)

@@ -19,12 +19,17 @@ import psutil
 import pytest
 from testbed import sshd
 
-from paceline import __version__, clocks, run, store
-from paceline.launchers import _ssh_crew, _start
+from paceline import __version__
+from paceline.campaign.run import controller as run
+from paceline.experiment.choices import Choice
+from paceline.experiment.serving import Serving
+from paceline.experiment.spec import RunSpec
+from paceline.launchers import _start
 from paceline.launchers import ssh as launcher
-from paceline.records import Status
-from paceline.serving import Serving
-from paceline.spec import Choice, RunSpec
+from paceline.launchers.node import clock_offsets
+from paceline.launchers.ssh import crew as _ssh_crew
+from paceline.results import store
+from paceline.results.records import Status
 
 WHY_NOT = sshd.why_not()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
@@ -131,9 +136,9 @@ def test_files_come_home_whole_and_clocks_are_compared(field: Field) -> None:
     record = store.read_run(field.run_dir)
     assert [(o.rank, o.host) for o in record.outcomes] == [(0, FIRST), (1, SECOND)]
     assert len(record.steps) == 2 * record.spec.steps
-    for clock in clocks.read(field.run_dir):
+    for clock in clock_offsets.read(field.run_dir):
         assert clock.low_s <= 0 <= clock.high_s, "both are this machine's"
-        assert clocks.warning(clock) is None
+        assert clock_offsets.warning(clock) is None
 
 
 def test_a_disk_that_all_share_needs_no_lines(field: Field) -> None:
@@ -181,7 +186,7 @@ def test_the_time_limit_ends_the_job(field: Field) -> None:
 
 
 def sessions(hosts: sshd.Hosts, address: str) -> list[psutil.Process]:
-    return [p for p in hosts.processes(address) if "paceline.agent" in " ".join(p.cmdline())]
+    return [p for p in hosts.processes(address) if "paceline.launchers.node.agent" in " ".join(p.cmdline())]
 
 
 def test_a_host_that_disappears_is_named(field: Field) -> None:
@@ -336,8 +341,8 @@ def test_a_clock_that_is_off_is_told_and_stalls_nothing(
     python = altered("import time; t = time.time; time.time = lambda: t() - 400")
     status, error = field.run(hosts=differing(field.hosts, python), stall_s=60.0)
     assert status is Status.OK, error
-    first, second = clocks.read(field.run_dir)
-    assert clocks.warning(first) is None
+    first, second = clock_offsets.read(field.run_dir)
+    assert clock_offsets.warning(first) is None
     assert -401 < second.low_s <= -400 <= second.high_s < -399
     shown = paceline("show", str(field.run_dir)).stdout
     assert f"the clock of {SECOND} is at least 400.0 s behind the controller's" in shown

@@ -11,9 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
-from paceline import store
 from paceline.launchers import local
-from paceline.records import RunRecord
+from paceline.results import store
+from paceline.results.records import RunRecord
 
 pytestmark = pytest.mark.slow
 

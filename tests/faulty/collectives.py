@@ -10,10 +10,10 @@ import os
 import signal
 from typing import Any
 
-from paceline.plugins import Recorder, Seat
-from paceline.spec import RunSpec
+from paceline.contract import Recorder, Seat
+from paceline.experiment.spec import RunSpec
 from paceline.workloads import collectives
-from paceline.workloads._collectives_operations import OPERATIONS
+from paceline.workloads.collectives.operations import OPERATIONS
 
 FAULTY = "reduce_scatter"
 check = collectives.check

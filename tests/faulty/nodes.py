@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from paceline.plugins import Recorder, Seat
-from paceline.spec import RunSpec
+from paceline.contract import Recorder, Seat
+from paceline.experiment.spec import RunSpec
 from paceline.workloads import nodes
 
 CORRUPT, SLOW = 1, 2
@@ -24,9 +24,10 @@ check = nodes.check
 def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
     import torch
 
-    from paceline.workloads import _kernels, _nodes_proof, _nodes_stages
+    from paceline.workloads.compute import kernels
+    from paceline.workloads.nodes import proof, stages
 
-    multiply, timed, steps = _nodes_proof.multiply, _kernels.timed, _nodes_stages.Loop._step
+    multiply, timed, steps = proof.multiply, kernels.timed, stages.Loop._step
 
     def corrupted(a: Any, b: Any) -> Any:
         found = multiply(a, b)
@@ -41,8 +42,8 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
         time.sleep(20 * DAWDLE_S)
 
     if seat.rank == CORRUPT:
-        mock.patch.object(_nodes_proof, "multiply", corrupted).start()
+        mock.patch.object(proof, "multiply", corrupted).start()
     if seat.rank == SLOW:
-        mock.patch.object(_kernels, "timed", dawdling).start()
-        mock.patch.object(_nodes_stages.Loop, "_step", late).start()
+        mock.patch.object(kernels, "timed", dawdling).start()
+        mock.patch.object(stages.Loop, "_step", late).start()
     nodes.run(spec, seat, recorder)

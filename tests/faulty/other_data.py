@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import paceline.corpus
-from paceline.plugins import Recorder, Seat
-from paceline.spec import Choice, RunSpec
+import paceline.training.data.corpus
+from paceline.contract import Recorder, Seat
+from paceline.experiment.choices import Choice
+from paceline.experiment.spec import RunSpec
 from paceline.workloads import pretrain
 
 
@@ -13,10 +14,10 @@ def check(spec: RunSpec) -> str | None:
 
 
 def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
-    open_corpus = paceline.corpus.open_corpus
+    open_corpus = paceline.training.data.corpus.open_corpus
 
-    def open_other(data: Choice, vocab: int, length: int, seed: int) -> paceline.corpus.Corpus:
+    def open_other(data: Choice, vocab: int, length: int, seed: int) -> paceline.training.data.corpus.Corpus:
         return open_corpus(data, vocab, length, seed + 1)
 
-    paceline.corpus.open_corpus = open_other
+    paceline.training.data.corpus.open_corpus = open_other
     pretrain.run(spec, seat, recorder)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paceline.plugins import Seat, Trainer
-from paceline.spec import Choice, RunSpec
-from paceline.strategies.ddp import wrap as wrap_ddp
+from paceline.contract import Seat, Trainer
+from paceline.experiment.choices import Choice
+from paceline.experiment.spec import RunSpec
+from paceline.training.strategies.ddp import wrap as wrap_ddp
 
 
 def check(spec: RunSpec) -> str | None:

@@ -10,9 +10,10 @@ import dataclasses
 import random
 from typing import Any
 
-from paceline.plugins import Recorder, Seat
-from paceline.records import KernelSample, Sample, StepSample
-from paceline.spec import RunSpec
+from paceline.contract import Recorder, Seat
+from paceline.experiment.spec import RunSpec
+from paceline.results.machine_samples import KernelSample
+from paceline.results.records import Sample, StepSample
 from paceline.workloads import nodes
 
 # Of any kernel and of any step, and how far each strays from it: as nodes of one kind do.

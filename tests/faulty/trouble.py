@@ -8,10 +8,10 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.plugins import Seat, Trainer, options
-from paceline.spec import RunSpec
-from paceline.strategies.ddp import Options as DdpOptions
-from paceline.strategies.ddp import wrap as wrap_ddp
+from paceline.contract import Seat, Trainer, options
+from paceline.experiment.spec import RunSpec
+from paceline.training.strategies.ddp import Options as DdpOptions
+from paceline.training.strategies.ddp import wrap as wrap_ddp
 
 TROUBLED_STEP = 2
 
@@ -30,7 +30,7 @@ def check(spec: RunSpec) -> str | None:
 def wrap(spec: RunSpec, seat: Seat) -> Trainer:
     from dataclasses import replace
 
-    from paceline.spec import Choice
+    from paceline.experiment.choices import Choice
 
     assert spec.strategy is not None
     how = options(Options, spec.strategy).how

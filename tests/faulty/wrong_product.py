@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from unittest import mock
 
-from paceline.plugins import Recorder, Seat
-from paceline.spec import RunSpec
+from paceline.contract import Recorder, Seat
+from paceline.experiment.spec import RunSpec
 from paceline.workloads import compute
 
 check = compute.check
@@ -14,10 +14,10 @@ check = compute.check
 def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
     import torch
 
-    from paceline.workloads import _kernels
+    from paceline.workloads.compute import kernels
 
     def shortened(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, scale: torch.Tensor) -> None:
         torch.mm(a[:, :-1], b[:-1], out=out)
 
-    with mock.patch.object(_kernels, "multiply", shortened):
+    with mock.patch.object(kernels, "multiply", shortened):
         compute.run(spec, seat, recorder)

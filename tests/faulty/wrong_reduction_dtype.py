@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.plugins import Seat, Trainer
-from paceline.spec import RunSpec
-from paceline.strategies.ddp import wrap as wrap_ddp
+from paceline.contract import Seat, Trainer
+from paceline.experiment.spec import RunSpec
+from paceline.training.strategies.ddp import wrap as wrap_ddp
 
 
 def check(spec: RunSpec) -> str | None:

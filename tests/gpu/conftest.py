@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline import machine
-from paceline.records import Status
-from paceline.spec import RunSpec
-from paceline.store import Progress
+from paceline.experiment.spec import RunSpec
+from paceline.host import machine
+from paceline.results.records import Status
+from paceline.results.store import Progress
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

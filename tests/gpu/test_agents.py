@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from testbed.ports import free_port
 
-from paceline import parcel, store
+from paceline.experiment.spec import RunSpec
 from paceline.launchers._start import rank_environment, spec_text
-from paceline.records import Status
-from paceline.spec import RunSpec
+from paceline.launchers.node import log_transport
+from paceline.results import store
+from paceline.results.records import Status
 
 NODES = 2
 
@@ -23,7 +24,7 @@ def start(spec: RunSpec, node: int, port: int, environment: dict[str, str], log:
     shared = {"PACELINE_SHARED_GPU": "1", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
     with log.open("wb") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", "paceline.agent", "--relay", f"--port={port}"],
+            [sys.executable, "-m", "paceline.launchers.node.agent", "--relay", f"--port={port}"],
             env={**environment, **rank_environment(1), **place, **shared, "PACELINE_SPEC": spec_text(spec)},
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -43,7 +44,7 @@ def test_ranks_of_two_agents_train_over_nccl(strategy: str, tmp_path: Path, make
         for agent in agents:
             agent.kill()
             agent.wait()
-    receiver = parcel.Receiver(run_dir)
+    receiver = log_transport.Receiver(run_dir)
     rest = [line for log in logs for line in log.read_text().splitlines() if receiver.feed(line) is not None]
     assert codes == [0, 0], "\n".join(rest[-30:])
     assert receiver.missing(NODES) is None

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from paceline import experiment, store
-from paceline.records import RunRecord, Status
-from paceline.run import campaign
+from paceline import experiment
+from paceline.campaign.run.controller import campaign
+from paceline.results import store
+from paceline.results.records import RunRecord, Status
 
 for package in ("transformers", "peft", "bitsandbytes"):
     pytest.importorskip(package)

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from paceline import experiment, store
-from paceline.analysis import energy, gauges
+from paceline import experiment
+from paceline.analysis.findings import Report
 from paceline.analysis.report import build
-from paceline.findings import Report
-from paceline.records import RunRecord
-from paceline.run import campaign
+from paceline.analysis.training import energy, gauges
+from paceline.campaign.run.controller import campaign
+from paceline.results import store
+from paceline.results.records import RunRecord
 
 # Long enough for the measured window to hold some tens of readings.
 EXPERIMENT = """

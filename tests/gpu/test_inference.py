@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from paceline import experiment, store
-from paceline.records import RunRecord, Status
-from paceline.run import campaign
+from paceline import experiment
+from paceline.campaign.run.controller import campaign
+from paceline.results import store
+from paceline.results.records import RunRecord, Status
 
 pytest.importorskip("transformers")
 
@@ -22,7 +23,7 @@ ANSWER = 24
 
 
 def settings() -> Any:
-    from paceline.replica.settings import Settings
+    from paceline.serving.replica.settings import Settings
 
     return Settings(engine="transformers", model="tiny-llama", device="cuda", max_batch=4, max_length=128)
 
@@ -31,7 +32,7 @@ def sharpened_model(precision: str) -> Any:
     """Weights as they are drawn give nearly the same token for ever; larger ones tell answers apart."""
     import torch
 
-    from paceline.replica import weights
+    from paceline.serving.replica import weights
 
     torch.set_float32_matmul_precision("highest")
     model = weights.open_model(replace(settings(), precision=precision), 0, torch.device("cuda", 0))
@@ -43,8 +44,8 @@ def sharpened_model(precision: str) -> Any:
 
 
 def answers(model: Any, compiled: bool, graph: bool) -> list[list[int]]:
-    from paceline.replica import projections
-    from paceline.replica.decoding import Decoding
+    from paceline.serving.replica import projections
+    from paceline.serving.replica.decoding import Decoding
 
     decoding = Decoding(projections.join(model), places=4, length=128, reaches=(64, 128), heads=2, width=32)
     if compiled:
@@ -110,7 +111,7 @@ def test_a_step_looks_back_at_what_its_place_uses_and_no_further(
     heads are divided among processors; reaches are shorter than the room of a place, too."""
     import torch
 
-    from paceline.replica import attention
+    from paceline.serving.replica import attention
 
     torch.manual_seed(0)
     positions = torch.linspace(0, length // 2 - 1, places, device="cuda").long()

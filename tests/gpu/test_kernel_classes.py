@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from paceline.measure import clock_for
-from paceline.records import TraceSample
-from paceline.timeline import Profile
+from paceline.results.records import TraceSample
+from paceline.training.instruments import clock_for
+from paceline.training.step_profile import Profile
 
 
 @pytest.fixture

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from paceline import experiment, store
-from paceline.analysis.goodput import goodput
-from paceline.records import RunRecord, Status
-from paceline.run import campaign
+from paceline import experiment
+from paceline.analysis.training.goodput import goodput
+from paceline.campaign.run.controller import campaign
+from paceline.results import store
+from paceline.results.records import RunRecord, Status
 
 EVERY, KILLED_AT, STEPS = 3, 5, 8
 EXPERIMENT = """

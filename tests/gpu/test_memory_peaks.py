@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from paceline import experiment, store
+from paceline import experiment
+from paceline.analysis.findings import Report
 from paceline.analysis.report import build
-from paceline.findings import Report
-from paceline.run import campaign
+from paceline.campaign.run.controller import campaign
+from paceline.results import store
 
 LOOSE = 0.15
 EXPERIMENT = """

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
-from paceline import experiment, store
-from paceline.records import CollectiveSample, RunRecord, Status
-from paceline.run import campaign
-from paceline.workloads._collectives_operations import OPERATIONS
+from paceline import experiment
+from paceline.campaign.run.controller import campaign
+from paceline.results import store
+from paceline.results.machine_samples import CollectiveSample
+from paceline.results.records import RunRecord, Status
+from paceline.workloads.collectives.operations import OPERATIONS
 
 EXPERIMENT = """
 name: collectives

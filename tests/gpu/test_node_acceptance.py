@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from paceline import experiment, store
-from paceline.analysis import nodes
-from paceline.records import RunRecord, Status
-from paceline.run import campaign
+from paceline import experiment
+from paceline.analysis.machine import nodes
+from paceline.campaign.run.controller import campaign
+from paceline.results import store
+from paceline.results.records import RunRecord, Status
 
 # As long a sequence as the preset's: over a few keys even an attention without an order of sums repeats its bits.
 EXPERIMENT = """

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline import telemetry
+from paceline.host import gauges as telemetry
 
 
 @pytest.fixture(scope="module")

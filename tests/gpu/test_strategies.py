@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from paceline import experiment, store
+from paceline import experiment
 from paceline.analysis.report import build
-from paceline.records import RunRecord, Status
-from paceline.run import campaign
+from paceline.campaign.run.controller import campaign
+from paceline.results import store
+from paceline.results.records import RunRecord, Status
 
 STRATEGIES = ("ddp", "fsdp2", "zero:stage=1", "zero:stage=2", "zero:stage=3")
 EXPERIMENT = """

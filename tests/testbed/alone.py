@@ -6,10 +6,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from paceline.contract import Job
+from paceline.experiment.spec import RunSpec
 from paceline.launchers import local
 from paceline.launchers.local import HERE, cancel, poll, submit
-from paceline.plugins import Job
-from paceline.spec import RunSpec
 
 __all__ = ["HERE", "cancel", "check", "poll", "prepare", "submit"]
 
@@ -19,4 +19,4 @@ def check(spec: RunSpec) -> str | None:
 
 
 def prepare(spec: RunSpec, run_dir: Path) -> Job:
-    return replace(local.prepare(spec, run_dir), argv=(sys.executable, "-m", "paceline.worker", str(run_dir)))
+    return replace(local.prepare(spec, run_dir), argv=(sys.executable, "-m", "paceline.workloads.worker", str(run_dir)))

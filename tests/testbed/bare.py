@@ -1,4 +1,4 @@
-"""One rank a node in this very process, in the place of torchrun (`paceline.agent --runner testbed.bare`).
+"""One rank a node in this very process, in the place of torchrun (`paceline.launchers.node.agent --runner testbed.bare`).
 
 Without torchrun's own process torch is imported once a node instead of twice, and the store of the launch is that of
 rank 0, which ends with it.
@@ -10,7 +10,8 @@ import argparse
 import os
 import sys
 
-from paceline import places, worker
+from paceline.launchers.node import placement
+from paceline.workloads import worker
 
 
 def main(argv: list[str]) -> int:
@@ -18,10 +19,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--master-addr", required=True)
     parser.add_argument("--master-port", required=True)
     known, rest = parser.parse_known_args(argv[1:])
-    place = places.here(os.environ)
+    place = placement.here(os.environ)
     os.environ |= {"MASTER_ADDR": known.master_addr, "MASTER_PORT": known.master_port}
     os.environ |= {"RANK": str(place.node), "WORLD_SIZE": str(place.nodes), "LOCAL_RANK": "0"}
-    return worker.main(["paceline.worker", rest[-1]])
+    return worker.main(["paceline.workloads.worker", rest[-1]])
 
 
 if __name__ == "__main__":

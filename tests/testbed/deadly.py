@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from paceline.contract import Job
+from paceline.experiment.spec import RunSpec
 from paceline.launchers import local
 from paceline.launchers.local import HERE, cancel, check, poll, submit
-from paceline.plugins import Job
-from paceline.spec import RunSpec
 
 __all__ = ["HERE", "cancel", "check", "poll", "prepare", "submit"]
 
 
 def prepare(spec: RunSpec, run_dir: Path) -> Job:
     job = local.prepare(spec, run_dir)
-    return replace(job, argv=tuple("testbed.mortal" if word == "paceline.worker" else word for word in job.argv))
+    return replace(
+        job, argv=tuple("testbed.mortal" if word == "paceline.workloads.worker" else word for word in job.argv)
+    )

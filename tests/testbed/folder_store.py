@@ -14,9 +14,9 @@ from urllib.parse import quote
 
 import psutil
 
-from paceline import worker
-from paceline.plugins import Seat
-from paceline.workloads import _inference_ranks as ranks
+from paceline.contract import Seat
+from paceline.workloads import worker
+from paceline.workloads.inference import ranks
 
 POLL_S = 0.02
 BARRIER_S = 300.0
@@ -68,7 +68,7 @@ def serve(run_dir: Path, rank: int, size: int, on_node: int) -> int:
     places = {"RANK": rank, "LOCAL_RANK": rank % on_node, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": on_node}
     os.environ |= {name: str(value) for name, value in places.items()}
     os.environ.setdefault("MASTER_ADDR", os.environ.get("PACELINE_MASTER", "127.0.0.1"))
-    return worker.main(["paceline.worker", str(run_dir)])
+    return worker.main(["paceline.workloads.worker", str(run_dir)])
 
 
 def leave_together(node: int, nodes: int) -> None:

@@ -17,14 +17,14 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from paceline import store
+from paceline.contract import Job, load
+from paceline.experiment.spec import RunSpec
+from paceline.host.processes import end_with_parent
 from paceline.launchers import _warm, local
 from paceline.launchers.local import cancel, check, poll, submit
-from paceline.measure import collection_paused
-from paceline.plugins import Job, load
-from paceline.processes import end_with_parent
-from paceline.spec import RunSpec
-from paceline.strategies import zero
+from paceline.results import store
+from paceline.training.instruments import collection_paused
+from paceline.training.strategies import zero
 from testbed import mortal, networks
 
 __all__ = ["cancel", "check", "poll", "prepare", "submit"]

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from paceline.mock_replica import MockReplica
-from paceline.plugins import Endpoint, Seat
-from paceline.spec import RunSpec
+from paceline.contract import Endpoint, Seat
+from paceline.experiment.spec import RunSpec
+from paceline.serving.mock.server import MockReplica
 from testbed import replicas
 from testbed.replicas import check
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline import parcel
 from paceline.errors import LaunchError
-from paceline.launchers._kube_client import Cluster, Gone, Taken
-from paceline.launchers._kube_manifests import Resource
+from paceline.launchers.kubernetes.client import Cluster, Gone, Taken
+from paceline.launchers.kubernetes.manifests import Resource
+from paceline.launchers.node import log_transport
 
 RUNNING = {"running": {}}
 DONE = {"terminated": {"exitCode": 0, "reason": "Completed"}}
@@ -81,6 +81,6 @@ def parcel_of(folder: Path, node: int, stack: bytes = b"") -> bytes:
     (folder / f"stack-{node}.txt").write_bytes(stack)
     (folder / f"outcome-{node}.json").write_text("{}")
     (folder / f"samples-{node}.jsonl").write_text("{}\n" * 100)
-    sender = parcel.Sender(folder, node)
+    sender = log_transport.Sender(folder, node)
     lines = [sender.hello({"host": f"n{node}"}), "a line of its own", *sender.changes(), *sender.farewell(0)]
     return "".join(f"{line}\n" for line in lines).encode()

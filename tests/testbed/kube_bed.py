@@ -13,12 +13,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from paceline import run, store
-from paceline.launchers import _kube_run, _start
-from paceline.launchers._kube_cluster import CONTROLLER_ACCOUNT, cluster_manifests
-from paceline.launchers._kube_options import KINDS
-from paceline.records import RunRecord
-from paceline.spec import Choice, RunSpec
+from paceline.campaign.run import controller as run
+from paceline.experiment.choices import Choice
+from paceline.experiment.spec import RunSpec
+from paceline.launchers import _start
+from paceline.launchers.kubernetes import run as _kube_run
+from paceline.launchers.kubernetes.cluster import CONTROLLER_ACCOUNT, cluster_manifests
+from paceline.launchers.kubernetes.options import KINDS
+from paceline.results import store
+from paceline.results.records import RunRecord
 from paceline.workloads import reference
 from testbed.kube_api import Cluster, Node
 from testbed.kube_api.access import ADMIN_TOKEN

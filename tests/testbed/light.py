@@ -1,4 +1,4 @@
-"""Ranks without torch, in the place of torchrun (`paceline.agent --runner testbed.light`): engines are tested by them.
+"""Ranks without torch, in the place of torchrun (`paceline.launchers.node.agent --runner testbed.light`): engines are tested by them.
 
 They write what real ranks write, where they write it: position, samples, machine, outcome. What goes wrong is told by
 the variable LIGHT_FAULT, `WHAT:RANK`: die (killed by signal 9), fail (a sentence as its outcome), hang (moves no more),
@@ -21,10 +21,11 @@ import sys
 import time
 from pathlib import Path
 
-from paceline import places, store
-from paceline.processes import end_with_parent
-from paceline.records import Outcome, Status, StepSample
-from paceline.spec import RunSpec
+from paceline.experiment.spec import RunSpec
+from paceline.host.processes import end_with_parent
+from paceline.launchers.node import placement
+from paceline.results import store
+from paceline.results.records import Outcome, Status, StepSample
 
 
 def main(argv: list[str]) -> int:
@@ -34,7 +35,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--rdzv-endpoint", default=":0")
     known, rest = parser.parse_known_args(argv[1:])
     run_dir = Path(rest[-1])
-    spec, place = store.read_spec(run_dir), places.here(os.environ)
+    spec, place = store.read_spec(run_dir), placement.here(os.environ)
     port = known.master_port or int(known.rdzv_endpoint.rpartition(":")[2])
     # Where ranks would meet; agents have met before.
     _kept = socket.create_server(("", port)) if port and place.node == 0 else None
@@ -80,7 +81,7 @@ def live(spec: RunSpec, run_dir: Path, rank: int) -> int:
         return folder_store.serve(run_dir, rank, spec.topology.world_size, spec.topology.processes_per_node)
     what, _, whom = os.environ.get("LIGHT_FAULT", "").partition(":")
     fault = what if whom and int(whom) == rank else ""
-    host = places.node_name(os.environ)
+    host = placement.node_name(os.environ)
     store.write_json(run_dir / f"machine-{host}.json", {"host": host, "cpu": None, "gpus": [], "versions": {}})
     position, began = store.ProgressFile(run_dir, rank), time.time()
     pause = float(os.environ.get("LIGHT_S", "0.5")) / spec.steps
@@ -107,7 +108,7 @@ def live(spec: RunSpec, run_dir: Path, rank: int) -> int:
         ended_at=time.time(),
     )
     if fault == "fill":
-        from paceline.worker import leave_outcome
+        from paceline.workloads.worker import leave_outcome
 
         leave_outcome(run_dir, outcome)
     else:

@@ -13,16 +13,16 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from paceline import store
+from paceline.contract import Job
+from paceline.experiment.spec import RunSpec
 from paceline.launchers import _start, ray
 from paceline.launchers.ray import cancel, check, collect, offer, poll, submit
-from paceline.plugins import Job
-from paceline.spec import RunSpec
+from paceline.results import store
 from testbed import light
 
 __all__ = ["cancel", "check", "collect", "offer", "poll", "prepare", "submit"]
 
-_OTHER = "import sys, ray; ray.__version__ = sys.argv[1]; from paceline.launchers._ray_driver import main; main()"
+_OTHER = "import sys, ray; ray.__version__ = sys.argv[1]; from paceline.launchers.ray.driver import main; main()"
 
 
 def prepare(spec: RunSpec, run_dir: Path) -> Job:

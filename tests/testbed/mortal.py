@@ -7,7 +7,8 @@ import signal
 import sys
 from pathlib import Path
 
-from paceline import store, worker
+from paceline.results import store
+from paceline.workloads import worker
 
 
 def arm(rank: int, run_dir: Path) -> None:

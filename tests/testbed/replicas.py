@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from paceline.mock_replica import Law, MockReplica
-from paceline.plugins import Endpoint, Seat, options
-from paceline.processes import end_with_parent
-from paceline.spec import RunSpec
+from paceline.contract import Endpoint, Seat, options
+from paceline.experiment.spec import RunSpec
+from paceline.host.processes import end_with_parent
+from paceline.serving.mock.server import Law, MockReplica
 
 START_S = 60.0
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from paceline.processes import end_with_parent
+from paceline.host.processes import end_with_parent
 from testbed.ports import free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol")

@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from paceline.records import RunRecord, Status
-from paceline.serving import AnswerSample, ReplicaSample, RequestSample, Serving, StageSample
-from paceline.spec import Choice, RunSpec, Topology, Training
+from paceline.experiment.choices import Choice
+from paceline.experiment.serving import AnswerSample, ReplicaSample, RequestSample, Serving, StageSample
+from paceline.experiment.spec import RunSpec, Topology, Training
+from paceline.results.records import RunRecord, Status
 
 NS = 1_000_000_000
 TOKENS = 5

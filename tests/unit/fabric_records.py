@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from paceline.records import CollectiveSample, Evidence, Outcome, OverlapSample, RunRecord, Status
-from paceline.spec import Choice, RunSpec, Topology, Training
+from paceline.experiment.choices import Choice
+from paceline.experiment.spec import RunSpec, Topology, Training
+from paceline.results.machine_samples import CollectiveSample, OverlapSample
+from paceline.results.records import Evidence, Outcome, RunRecord, Status
 
 MiB = 2**20
 

@@ -7,18 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from paceline.acceptance import HealthSample, ProductSample, TrajectorySample
-from paceline.records import (
-    Evidence,
-    GaugeSample,
-    KernelSample,
-    MemorySample,
-    Outcome,
-    RunRecord,
-    Status,
-    StepSample,
-)
-from paceline.spec import Choice, RunSpec, Topology, Training
+from paceline.experiment.choices import Choice
+from paceline.experiment.spec import RunSpec, Topology, Training
+from paceline.results.acceptance import HealthSample, ProductSample, TrajectorySample
+from paceline.results.machine_samples import KernelSample
+from paceline.results.records import Evidence, GaugeSample, MemorySample, Outcome, RunRecord, Status, StepSample
 
 GIB = 2**30
 # Rate of one repeat of one rank over the usual one.

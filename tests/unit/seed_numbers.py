@@ -7,11 +7,14 @@ import statistics
 from collections.abc import Iterable
 from pathlib import Path
 
-from paceline import adapters, models, prices
-from paceline.analysis.cost import usd_per_1k_samples, usd_per_mtok
-from paceline.machine import gpu_row
-from paceline.models import Shape, wire_factor
-from paceline.spec import Choice, Tuning
+from paceline.analysis.cost.training import usd_per_1k_samples, usd_per_mtok
+from paceline.experiment.choices import Choice
+from paceline.experiment.spec import Tuning
+from paceline.host import prices
+from paceline.host.machine import gpu_row
+from paceline.models import adapters, arithmetic
+from paceline.models.arithmetic import wire_factor
+from paceline.models.shape import Shape
 
 FOLDER = Path(__file__).parents[2] / "docs" / "seed-qlora"
 NODES = ("1", "2", "4")
@@ -31,7 +34,7 @@ def stated() -> dict[tuple[str, str, str], float]:
 S = stated()
 PRICE, SPOT = S["000", "usd_per_gpu_hour", ""], S["001", "usd_per_gpu_hour_spot", ""]
 LENGTH, BATCH = int(S["000", "sequence_length", ""]), int(S["000", "batch", ""])
-MISTRAL = models.load(Choice("mistral-7b"))
+MISTRAL = arithmetic.load(Choice("mistral-7b"))
 
 
 def adapter_parameters(shape: Shape, rank: int, kv_heads: int) -> int:

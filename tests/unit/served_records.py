@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from paceline.records import Evidence, Outcome, RunRecord, Status
-from paceline.serving import ClientSample, ReplicaSample, RequestSample, Serving, StageSample
-from paceline.spec import Choice, RunSpec, Topology, Training
+from paceline.experiment.choices import Choice
+from paceline.experiment.serving import ClientSample, ReplicaSample, RequestSample, Serving, StageSample
+from paceline.experiment.spec import RunSpec, Topology, Training
+from paceline.results.records import Evidence, Outcome, RunRecord, Status
 
 MS = 1_000_000
 S = 1000 * MS

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from paceline import adapters, models
 from paceline.errors import RequestError
-from paceline.spec import Choice, Tuning
+from paceline.experiment.choices import Choice
+from paceline.experiment.spec import Tuning
+from paceline.models import adapters, arithmetic
 
 FULL, LORA, QLORA = (Tuning(method=method, optimizer="adamw") for method in ("full", "lora", "qlora"))
-MISTRAL = models.load(Choice("mistral-7b"))
-TINY = models.load(Choice("tiny-llama"))
+MISTRAL = arithmetic.load(Choice("mistral-7b"))
+TINY = arithmetic.load(Choice("tiny-llama"))
 # tiny-llama: 2 layers, hidden 128, 4 heads and 2 kv heads of 32, ffn 256, vocab 256.
 TINY_BLOCK = 128 * 128 + 2 * 128 * 64 + 128 * 128 + 3 * 128 * 256
 TINY_ADAPTERS = 2 * 16 * ((128 + 128) + 2 * (128 + 64) + (128 + 128))
@@ -22,21 +23,21 @@ def test_adapter_parameters_are_the_published_ones() -> None:
     assert adapters.adapter_parameters(MISTRAL, 8, "q+k+v+o") == 13_631_488 // 2
     assert adapters.adapter_parameters(MISTRAL, 16, "q+k+v+o+gate+up+down") == 41_943_040
     assert adapters.adapter_parameters(TINY, 16, "q+k+v+o") == TINY_ADAPTERS
-    assert adapters.trained_parameters(TINY, FULL) == models.parameters(TINY)
+    assert adapters.trained_parameters(TINY, FULL) == arithmetic.parameters(TINY)
 
 
 def test_a_mixture_has_adapters_on_every_expert_and_computes_with_few() -> None:
-    mixture = models.load(Choice("mixtral-8x7b"))
+    mixture = arithmetic.load(Choice("mixtral-8x7b"))
     dense = adapters.adapter_parameters(MISTRAL, 16, "up")
     assert adapters.adapter_parameters(mixture, 16, "up") == 8 * dense
     tuning = Tuning(method="lora", targets="up")
-    frozen = 4 * models.matmul_parameters(mixture)
+    frozen = 4 * arithmetic.matmul_parameters(mixture)
     assert adapters.flops_per_token(mixture, tuning, 0) == frozen + 6 * 2 * dense
 
 
 def test_a_target_the_model_lacks_is_refused(golden: object) -> None:
     with pytest.raises(RequestError) as caught:
-        adapters.adapter_parameters(models.load(Choice("tiny")), 16, "q+gate")
+        adapters.adapter_parameters(arithmetic.load(Choice("tiny")), 16, "q+gate")
     assert str(caught.value) == golden
     assert "gate" in str(caught.value)
 
@@ -44,9 +45,9 @@ def test_a_target_the_model_lacks_is_refused(golden: object) -> None:
 @pytest.mark.parametrize("length", [64, 512])
 def test_full_training_with_full_rows_is_what_training_from_scratch_is(length: int) -> None:
     keys = (length + 1) / 2
-    assert adapters.flops_per_token(MISTRAL, FULL, keys) == models.flops_per_token(MISTRAL, length)
+    assert adapters.flops_per_token(MISTRAL, FULL, keys) == arithmetic.flops_per_token(MISTRAL, length)
     recomputed = adapters.recomputed_flops_per_token(MISTRAL, FULL, keys, "full")
-    assert recomputed == models.recomputed_flops_per_token(MISTRAL, length, "full")
+    assert recomputed == arithmetic.recomputed_flops_per_token(MISTRAL, length, "full")
 
 
 def test_lora_flops_by_hand(golden: object) -> None:
@@ -77,7 +78,7 @@ def test_a_frozen_weight_in_four_bits() -> None:
 def test_frozen_bytes_by_hand() -> None:
     blocks, ends = 2 * TINY_BLOCK, 2 * 128 * 256 + 5 * 128
     assert adapters.quantised_parameters(TINY) == blocks
-    assert models.parameters(TINY) == blocks + ends
+    assert arithmetic.parameters(TINY) == blocks + ends
     assert adapters.frozen_bytes(TINY, FULL, "bf16") == 0
     assert adapters.frozen_bytes(TINY, LORA, "bf16") == 2 * (blocks + ends)
     assert adapters.frozen_bytes(TINY, QLORA, "bf16") == blocks * adapters.NF4_BYTES + 2 * ends
@@ -116,7 +117,7 @@ def test_state_is_sharded_as_the_strategy_shards() -> None:
         assert adapters.state_bytes(TINY, QLORA, strategy, stage, 4, "bf16") == pytest.approx(expected)
     assert adapters.state_bytes(TINY, QLORA, "mesh", None, 4, "bf16") is None
     full = adapters.state_bytes(TINY, FULL, "zero", 2, 4, "bf16")
-    assert full == models.state_bytes("zero", 2, models.parameters(TINY), 4)
+    assert full == arithmetic.state_bytes("zero", 2, arithmetic.parameters(TINY), 4)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,7 @@ def test_strategies_that_shard_weights_gather_the_frozen_ones_as_held() -> None:
     assert sent == pytest.approx((3 * (blocks + root) + 3 * 4 * TINY_ADAPTERS) / 2)
     whole = Choice("zero", {"stage": 3, "persistence_threshold": 0, "max_live_parameters": 0})
     sent = adapters.wire_bytes(TINY, LORA, whole, 2, 3, "fp32", "bf16")
-    frozen = 2 * models.parameters(TINY)
+    frozen = 2 * arithmetic.parameters(TINY)
     assert sent == pytest.approx(3 * (2 * (frozen + 4 * TINY_ADAPTERS) + 4 * TINY_ADAPTERS) / 2)
     default = adapters.wire_bytes(TINY, LORA, Choice("zero", {"stage": 3}), 2, 3, "fp32", "bf16")
     # Every tensor of this model is under 1e5 elements, so all stay and are gathered once.
@@ -167,23 +168,23 @@ def test_fsdp2_pads_the_rows_of_every_adapter(ranks: int, padded: int) -> None:
     assert adapters.sharded_adapter_parameters(TINY, QLORA, ranks) == padded
     strategy, share = Choice("fsdp2"), (ranks - 1) / ranks
     sent = adapters.wire_bytes(TINY, QLORA, strategy, ranks, 1, "fp32", "fp32")
-    frozen = 4 * models.root_parameters(TINY) + 2 * (2 * TINY_BLOCK / 2 + 4 * 2 * 2 * 128)
+    frozen = 4 * arithmetic.root_parameters(TINY) + 2 * (2 * TINY_BLOCK / 2 + 4 * 2 * 2 * 128)
     assert sent == pytest.approx((frozen + (2 + 1) * 4 * padded) * share)
 
 
 def test_tensors_hold_every_weight_once() -> None:
-    for shape in (TINY, MISTRAL, models.load(Choice("tiny")), models.load(Choice("mixtral-8x7b"))):
+    for shape in (TINY, MISTRAL, arithmetic.load(Choice("tiny")), arithmetic.load(Choice("mixtral-8x7b"))):
         tensors = adapters.weight_tensors(shape, FULL, "bf16")
-        assert sum(n for n, _ in tensors) == models.parameters(shape)
-        assert sum(held for _, held in tensors) == 2 * models.parameters(shape)
+        assert sum(n for n, _ in tensors) == arithmetic.parameters(shape)
+        assert sum(held for _, held in tensors) == 2 * arithmetic.parameters(shape)
 
 
 def test_full_fine_tuning_communicates_as_training_from_scratch_does() -> None:
-    count = models.parameters(TINY)
+    count = arithmetic.parameters(TINY)
     assert adapters.wire_bytes(TINY, FULL, Choice("ddp"), 2, 3, "fp32", "bf16") == 2 * count * 4 / 2
     whole = Choice("zero", {"stage": 3, "persistence_threshold": 0})
     for strategy in (Choice("zero", {"stage": 2}), Choice("fsdp2"), whole):
-        root = models.root_parameters(TINY)
-        expected = models.wire_bytes(strategy, count, 2, 3, 2, 2, root, models.tensor_sizes(TINY))
+        root = arithmetic.root_parameters(TINY)
+        expected = arithmetic.wire_bytes(strategy, count, 2, 3, 2, 2, root, arithmetic.tensor_sizes(TINY))
         assert adapters.wire_bytes(TINY, FULL, strategy, 2, 3, "bf16", "bf16") == expected
     assert adapters.wire_bytes(TINY, FULL, Choice("mesh"), 2, 3, "fp32", "bf16") is None

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from paceline import agenda, watch
-from paceline.cron import Cron
+from paceline.campaign.live import status
+from paceline.campaign.schedule import agenda
+from paceline.campaign.schedule.cron import Cron
 from paceline.errors import RequestError
 
 NOW = datetime(2026, 11, 16, 12, tzinfo=UTC)
@@ -149,7 +150,7 @@ def test_a_schedule_that_cannot_be_read_is_named_and_hides_no_other(out: Path) -
 def test_on_a_cluster_the_history_is_elsewhere(out: Path, golden: object) -> None:
     agenda.write(out, schedule_of(backend="kubernetes", place={"claim": "bench"}))
     assert agenda.view(out, "nightly", NOW).missed is None
-    lines, _ = watch.folder_lines(out)
+    lines, _ = status.folder_lines(out)
     assert lines == golden
 
 
@@ -162,7 +163,7 @@ def test_status_tells_what_ran_what_was_skipped_and_what_was_missed(out: Path, g
     agenda.record(
         out, "nightly", "skipped", "s", at=second.timestamp(), due_at=second.timestamp(), sentence="skipped: busy"
     )
-    text = "\n".join(watch.folder_lines(out)[0])
+    text = "\n".join(status.folder_lines(out)[0])
     assert text == golden
     assert "58" in text
     assert "12 %" in text

@@ -15,10 +15,11 @@ from typing import Any
 import psutil
 import pytest
 
-from paceline import parcel, store
+from paceline.experiment.spec import RunSpec
 from paceline.launchers._start import spec_text
-from paceline.records import Status
-from paceline.spec import RunSpec
+from paceline.launchers.node import log_transport
+from paceline.results import store
+from paceline.results.records import Status
 
 Make = Callable[..., RunSpec]
 LONG = "600"
@@ -35,7 +36,7 @@ class Agent:
         command = [
             sys.executable,
             "-m",
-            "paceline.agent",
+            "paceline.launchers.node.agent",
             "--runner=testbed.light",
             f"--scratch={self.scratch}",
             *words,
@@ -65,7 +66,7 @@ class Agent:
         self.process.kill()
         raise AssertionError(self.process.communicate()[0])
 
-    def end(self) -> parcel.Receiver:
+    def end(self) -> log_transport.Receiver:
         """Read to the end; the input stays open, as a living controller's does."""
         assert self.process.stdout is not None
         guard = threading.Timer(100, self.process.kill)
@@ -73,7 +74,7 @@ class Agent:
         self.told = self.process.stdout.read()
         self.process.wait()
         guard.cancel()
-        receiver = parcel.Receiver(self.home)
+        receiver = log_transport.Receiver(self.home)
         self.told = "\n".join(line for line in self.told.splitlines() if receiver.feed(line) is not None)
         return receiver
 
@@ -196,7 +197,7 @@ def test_a_scratch_that_is_not_there_is_told(agent: Callable[..., Agent]) -> Non
 
 
 def test_facts_and_the_time_on_request() -> None:
-    command = [sys.executable, "-m", "paceline.agent", "--facts"]
+    command = [sys.executable, "-m", "paceline.launchers.node.agent", "--facts"]
     before = time.time()
     done = subprocess.run(command, input="\n\n", capture_output=True, text=True, check=True)
     facts, *times = done.stdout.splitlines()

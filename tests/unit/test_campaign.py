@@ -14,13 +14,15 @@ from typing import Any
 
 import pytest
 
-from paceline import campaign, status_page, store
-from paceline.campaign import EndedRun, PlannedRun, forecast_s
-from paceline.present.progress import left_text, pulse_text, title
-from paceline.records import Status
-from paceline.serving import Serving
-from paceline.spec import Choice, RunSpec
-from paceline.watch import folder_lines
+from paceline.campaign.live import status_page
+from paceline.campaign.live.progress import left_text, pulse_text, title
+from paceline.campaign.live.status import folder_lines
+from paceline.experiment.choices import Choice
+from paceline.experiment.serving import Serving
+from paceline.experiment.spec import RunSpec
+from paceline.results import campaign_file, store
+from paceline.results.campaign_file import EndedRun, PlannedRun, forecast_s
+from paceline.results.records import Status
 
 Make = Callable[..., Any]
 
@@ -46,7 +48,7 @@ def begin(out: Path, spec: RunSpec, make_step: Make, steps: int = 3) -> store.Pr
 
 def age(run_dir: Path) -> None:
     """Every file of the run is older than this process."""
-    began_at = campaign._process_began_at(os.getpid())
+    began_at = campaign_file._process_began_at(os.getpid())
     assert began_at is not None
     for path in run_dir.iterdir():
         os.utime(path, (began_at - 60,) * 2)
@@ -84,20 +86,20 @@ def test_the_run_under_way_counts_by_its_last_steps(tmp_path: Path, make_spec: M
     first, *others = [make_spec("ddp", repeat=repeat, steps=13) for repeat in range(3)]
     begin(tmp_path, first, make_step)
     run_dir = tmp_path / first.experiment / first.run_id
-    pulse = campaign.read_pulse(run_dir, first, store.read_progress(run_dir))
+    pulse = campaign_file.read_pulse(run_dir, first, store.read_progress(run_dir))
     assert pulse is not None
     assert pulse.left_s == 10 * 0.5
     left = forecast_s(map(PlannedRun.of, (first, *others)), {}, pulse)
     assert left == pytest.approx(5 + 2 * (5 + time.time() - pulse.began_at), abs=1.0)
 
 
-def served_pulse(make_spec: Make, step: int, elapsed_s: float, **asked: Any) -> campaign.Pulse:
+def served_pulse(make_spec: Make, step: int, elapsed_s: float, **asked: Any) -> campaign_file.Pulse:
     engine = Choice("openai", {"urls": ("http://a:1", "http://b:1")})
     serving = Serving(**{"scenario": "offline", "requests": 200, **asked})
     spec = make_spec(None, workload="inference", serving=serving, engine=engine)
     began_at = time.time() - elapsed_s
     about = {"rank": 0, "phase": "timing", "step_s": None, "loss": None, "peak_bytes": None}
-    return campaign.Pulse(spec=spec, began_at=began_at, step=step, beat=began_at + elapsed_s, **about)
+    return campaign_file.Pulse(spec=spec, began_at=began_at, step=step, beat=began_at + elapsed_s, **about)
 
 
 def test_requests_of_a_paired_run_are_those_of_all_its_loads(make_spec: Make) -> None:
@@ -142,7 +144,7 @@ def test_the_pulse_is_of_the_last_steps_and_the_rank_behind(
     behind = store.ProgressFile(run_dir, 1)
     behind.peak_bytes = 5 * 2**30
     behind.mark(7, "forward")
-    pulse = campaign.read_pulse(run_dir, spec, store.read_progress(run_dir))
+    pulse = campaign_file.read_pulse(run_dir, spec, store.read_progress(run_dir))
     assert pulse is not None
     assert (pulse.rank, pulse.step, pulse.phase, pulse.peak_bytes) == (1, 7, "forward", 5 * 2**30)
     assert pulse.tokens_per_s == spec.tokens_per_step / 0.5
@@ -156,9 +158,9 @@ def test_the_pulse_is_of_the_last_steps_and_the_rank_behind(
 def test_what_is_not_known_is_not_said(tmp_path: Path, make_spec: Make, golden: object) -> None:
     spec = make_spec("ddp")
     run_dir = store.create(tmp_path, spec)
-    assert campaign.read_pulse(run_dir, spec, ()) is None
+    assert campaign_file.read_pulse(run_dir, spec, ()) is None
     store.ProgressFile(run_dir, 0).mark(0, "setup")
-    pulse = campaign.read_pulse(run_dir, spec, store.read_progress(run_dir))
+    pulse = campaign_file.read_pulse(run_dir, spec, store.read_progress(run_dir))
     assert pulse is not None
     assert pulse_text(pulse) == golden
     assert (pulse.tokens_per_s, pulse.left_s, pulse.loss, pulse.peak_bytes) == (None, None, None, None)
@@ -172,9 +174,9 @@ def test_a_running_campaign_is_told_from_its_folder(
 ) -> None:
     specs = repeats(make_spec)
     make_run(tmp_path, specs[0])
-    campaign.write_plan(tmp_path / "test", specs)
+    campaign_file.write_plan(tmp_path / "test", specs)
     begin(tmp_path, specs[1], make_step, steps=2)
-    (view,) = campaign.read_views(tmp_path)
+    (view,) = campaign_file.read_views(tmp_path)
     assert (view.planned, view.ended, view.running, view.interrupted) == (4, {"ok": 1}, True, ())
     # One repeat of ddp as the first (60 s by its seal); two of fsdp2 by the one under way, of which 1 s is left.
     assert view.left_s == pytest.approx(60 + 60 + 1, abs=2)
@@ -195,9 +197,9 @@ def test_a_dead_controller_is_not_running_whatever_its_files_say(
     begin(tmp_path, specs[1], make_step)
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    campaign.write_plan(tmp_path / "test", specs)
-    plan = store.read_json(tmp_path / "test" / campaign.PLAN)
-    store.write_json(tmp_path / "test" / campaign.PLAN, plan | {"pid": ended.pid})
+    campaign_file.write_plan(tmp_path / "test", specs)
+    plan = store.read_json(tmp_path / "test" / campaign_file.PLAN)
+    store.write_json(tmp_path / "test" / campaign_file.PLAN, plan | {"pid": ended.pid})
     lines, running = folder_lines(tmp_path)
     assert not running
     assert lines[0] == golden
@@ -205,8 +207,8 @@ def test_a_dead_controller_is_not_running_whatever_its_files_say(
 
 
 def test_a_process_that_was_given_the_number_later_is_not_the_controller(tmp_path: Path, make_spec: Make) -> None:
-    campaign.write_plan(tmp_path, [make_spec()])
-    plan = campaign.read_plan(tmp_path)
+    campaign_file.write_plan(tmp_path, [make_spec()])
+    plan = campaign_file.read_plan(tmp_path)
     assert plan is not None
     assert (plan.pid, plan.host, plan.is_driven) == (os.getpid(), socket.gethostname(), True)
     assert dataclasses.replace(plan, began_at=plan.began_at - 3600).is_driven is False
@@ -218,9 +220,9 @@ def test_what_an_earlier_campaign_left_open_is_not_called_running(
 ) -> None:
     specs = repeats(make_spec)
     begin(tmp_path, specs[0], make_step)
-    campaign.write_plan(tmp_path / "test", specs)
+    campaign_file.write_plan(tmp_path / "test", specs)
     age(tmp_path / "test" / specs[0].run_id)
-    view = campaign.read_view(tmp_path / "test")
+    view = campaign_file.read_view(tmp_path / "test")
     assert (view.pulses, view.interrupted, view.running) == ((), (specs[0].run_id,), True)
 
 
@@ -231,14 +233,14 @@ def test_a_run_that_goes_on_or_is_taken_up_again_is_running(
     """Its spec.json is that of its first start, under an earlier controller."""
     specs = repeats(make_spec)
     begin(tmp_path, specs[0], make_step)
-    campaign.write_plan(tmp_path / "test", specs)
+    campaign_file.write_plan(tmp_path / "test", specs)
     run_dir = tmp_path / "test" / specs[0].run_id
     store.write_json(
         run_dir / "job.json", {"outlives_controller": True, "launcher": "slurm", "handle": {"job_id": "17"}}
     )
     age(run_dir)
     (run_dir / touched).touch()
-    view = campaign.read_view(tmp_path / "test")
+    view = campaign_file.read_view(tmp_path / "test")
     assert ([pulse.spec.run_id for pulse in view.pulses], view.interrupted) == ([specs[0].run_id], ())
     assert view.left_jobs == {}
 
@@ -259,18 +261,18 @@ def test_a_job_in_a_queue_is_told_with_its_reason(
         store.create(tmp_path, specs[0])
     run_dir = tmp_path / "test" / specs[0].run_id
     age(run_dir)
-    campaign.write_plan(tmp_path / "test", specs)
-    plan = store.read_json(tmp_path / "test" / campaign.PLAN)
-    store.write_json(tmp_path / "test" / campaign.PLAN, plan | {"host": host or plan["host"]})
+    campaign_file.write_plan(tmp_path / "test", specs)
+    plan = store.read_json(tmp_path / "test" / campaign_file.PLAN)
+    store.write_json(tmp_path / "test" / campaign_file.PLAN, plan | {"host": host or plan["host"]})
     store.write_json(run_dir / "job.json", {"launcher": "slurm", "outlives_controller": True, "waiting": PENDING})
-    view = campaign.read_view(tmp_path / "test")
+    view = campaign_file.read_view(tmp_path / "test")
     assert (view.waiting, view.pulses, view.starting, view.interrupted) == ({specs[0].run_id: PENDING}, (), (), ())
     lines, running = folder_lines(tmp_path)
     assert running
     assert lines[1:] == [f"  waiting: {specs[0].run_id}: {PENDING}"]
     assert f"{specs[0].run_id} is waiting: {PENDING}" in status_page.html_text(status_page.standing(tmp_path))
     store.write_json(run_dir / "job.json", {"launcher": "slurm", "outlives_controller": True, "waiting": None})
-    assert campaign.read_view(tmp_path / "test").waiting == {}
+    assert campaign_file.read_view(tmp_path / "test").waiting == {}
 
 
 @pytest.mark.parametrize("host", ["", "elsewhere"])
@@ -281,16 +283,16 @@ def test_ranks_that_moved_are_newer_than_the_note_of_a_dead_controller(
     specs = repeats(make_spec)
     begin(tmp_path, specs[0], make_step)
     run_dir = tmp_path / "test" / specs[0].run_id
-    campaign.write_plan(tmp_path / "test", specs)
-    plan = store.read_json(tmp_path / "test" / campaign.PLAN)
+    campaign_file.write_plan(tmp_path / "test", specs)
+    plan = store.read_json(tmp_path / "test" / campaign_file.PLAN)
     # On its own host nothing says that it lives; elsewhere only the ranks do.
     dead = {"host": host} if host else {"pid": 2**22 + 1}
-    store.write_json(tmp_path / "test" / campaign.PLAN, plan | dead)
+    store.write_json(tmp_path / "test" / campaign_file.PLAN, plan | dead)
     job = {"launcher": "slurm", "outlives_controller": True, "handle": {"job_id": "17"}, "waiting": PENDING}
     store.write_json(run_dir / "job.json", job)
     moved_at = (run_dir / "progress-0").stat().st_mtime
     os.utime(run_dir / "job.json", (moved_at - 60,) * 2)
-    view = campaign.read_view(tmp_path / "test")
+    view = campaign_file.read_view(tmp_path / "test")
     assert view.waiting == {}
     if host:
         assert [pulse.step for pulse in view.pulses] == [3]
@@ -330,9 +332,9 @@ def test_a_dead_controllers_job_that_may_still_run_is_named(
     specs = repeats(make_spec)
     begin(tmp_path, specs[0], make_step)
     store.write_json(tmp_path / "test" / specs[0].run_id / "job.json", job)
-    campaign.write_plan(tmp_path / "test", specs)
-    plan = store.read_json(tmp_path / "test" / campaign.PLAN)
-    store.write_json(tmp_path / "test" / campaign.PLAN, plan | {"began_at": plan["began_at"] - 3600})
+    campaign_file.write_plan(tmp_path / "test", specs)
+    plan = store.read_json(tmp_path / "test" / campaign_file.PLAN)
+    store.write_json(tmp_path / "test" / campaign_file.PLAN, plan | {"began_at": plan["began_at"] - 3600})
     lines, _ = folder_lines(tmp_path)
     more = f" ({told}; the same command takes it up again)" if told else ""
     assert lines[1:] == [f"  interrupted: {specs[0].run_id}{more}"]
@@ -345,12 +347,12 @@ def test_another_hosts_run_is_judged_by_when_it_moved(
 ) -> None:
     specs = repeats(make_spec)
     begin(tmp_path, specs[0], make_step)
-    campaign.write_plan(tmp_path / "test", specs)
-    plan = store.read_json(tmp_path / "test" / campaign.PLAN)
-    store.write_json(tmp_path / "test" / campaign.PLAN, plan | {"host": "elsewhere"})
-    assert campaign.read_view(tmp_path / "test").running
-    monkeypatch.setattr(campaign, "FRESH_S", -1.0)
-    assert not campaign.read_view(tmp_path / "test").running
+    campaign_file.write_plan(tmp_path / "test", specs)
+    plan = store.read_json(tmp_path / "test" / campaign_file.PLAN)
+    store.write_json(tmp_path / "test" / campaign_file.PLAN, plan | {"host": "elsewhere"})
+    assert campaign_file.read_view(tmp_path / "test").running
+    monkeypatch.setattr(campaign_file, "FRESH_S", -1.0)
+    assert not campaign_file.read_view(tmp_path / "test").running
 
 
 @pytest.mark.parametrize("content", [None, "", "[]", '{"runs": [{"run": 1}]}'])
@@ -360,7 +362,7 @@ def test_a_folder_without_a_plan_is_read_as_well_as_it_can_be(
     make_run(tmp_path, make_spec("ddp"))
     make_run(tmp_path, make_spec("fsdp2"), None)
     if content is not None:
-        (tmp_path / "test" / campaign.PLAN).write_text(content)
+        (tmp_path / "test" / campaign_file.PLAN).write_text(content)
     lines, running = folder_lines(tmp_path)
     assert not running
     assert lines[0] == golden
@@ -369,7 +371,7 @@ def test_a_folder_without_a_plan_is_read_as_well_as_it_can_be(
 def test_a_complete_campaign_says_so(tmp_path: Path, make_spec: Make, make_run: Make) -> None:
     specs = [make_spec("ddp")]
     make_run(tmp_path, specs[0])
-    campaign.write_plan(tmp_path / "test", specs)
+    campaign_file.write_plan(tmp_path / "test", specs)
     lines, running = folder_lines(tmp_path)
     assert (running, lines[0].endswith("1 of 1 runs ended (1 ok); complete")) == (False, True)
 
@@ -387,7 +389,7 @@ def test_of_a_served_model_rank_0_tells_how_many_requests_are_needed(
     store.ProgressFile(run_dir, 0).mark(412, "timing: 412 of 662 needed, 1 late")
     # It holds its replica, and never moves.
     store.ProgressFile(run_dir, 1).mark(0, "setup")
-    pulse = campaign.read_pulse(run_dir, spec, store.read_progress(run_dir))
+    pulse = campaign_file.read_pulse(run_dir, spec, store.read_progress(run_dir))
     assert pulse is not None
     assert (pulse.rank, pulse.step, pulse.steps) == (0, 412, None)
     text = f"{title(spec)}: {pulse_text(pulse)}"

@@ -15,12 +15,15 @@ from typing import Any
 
 import pytest
 
-from paceline import capsule, cli, experiment, recipe, redaction, store
+from paceline import cli, experiment
+from paceline.campaign.run.controller import read_experiment
 from paceline.errors import RequestError
-from paceline.experiment import reading
-from paceline.records import GaugeSample, Status
-from paceline.run import read_experiment
-from paceline.spec import Choice, RunSpec
+from paceline.experiment import reading, recipe
+from paceline.experiment.choices import Choice
+from paceline.experiment.spec import RunSpec
+from paceline.host import redaction
+from paceline.results import capsule, store
+from paceline.results.records import GaugeSample, Status
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "capsules"
 MACHINE = {

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from paceline import models
-from paceline.checkpoints import read_shape
 from paceline.errors import RequestError
-from paceline.spec import Choice
+from paceline.experiment.choices import Choice
+from paceline.models import arithmetic
+from paceline.models.hf_config import read_shape
 from paceline.workloads import pretrain
 
 LLAMA = {
@@ -56,7 +56,7 @@ def test_the_shape_has_the_parameters_that_transformers_builds(tmp_path: Path, c
     built.config.save_pretrained(tmp_path)
     for folder in (tmp_path, write(tmp_path / "as_given", **config)):
         shape = read_shape(folder)
-        assert models.parameters(shape) == sum(p.numel() for p in built.parameters())
+        assert arithmetic.parameters(shape) == sum(p.numel() for p in built.parameters())
         assert shape.name == str(folder)
 
 
@@ -67,12 +67,12 @@ def test_rope_theta_is_found_in_old_and_new_configurations(tmp_path: Path) -> No
 
 def test_a_directory_is_a_model_like_a_named_one(tmp_path: Path, golden: object) -> None:
     folder = write(tmp_path / "model", **LLAMA)
-    assert models.load(Choice(str(folder))) == read_shape(str(folder))
+    assert arithmetic.load(Choice(str(folder))) == read_shape(str(folder))
     with pytest.raises(RequestError) as caught:
-        models.load(Choice(str(folder), {"layers": 1}))
+        arithmetic.load(Choice(str(folder), {"layers": 1}))
     assert str(caught.value) == golden
     with pytest.raises(RequestError) as caught:
-        models.load(Choice("no/such"))
+        arithmetic.load(Choice("no/such"))
     assert str(caught.value) == golden
 
 

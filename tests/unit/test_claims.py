@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from paceline import cli, store
+from paceline import cli
+from paceline.analysis.findings import Claim, Report
 from paceline.analysis.report import build
-from paceline.claims import import_table
 from paceline.errors import RequestError
-from paceline.findings import Claim, Report
-from paceline.present import claims as shown
-from paceline.present.standing import ranked_cells, unranked
-from paceline.records import Status
+from paceline.report.tables import claims as shown
+from paceline.report.text.cells import ranked_cells, unranked
+from paceline.results import store
+from paceline.results.claims import import_table
+from paceline.results.records import Status
 
 HEADER = "source,strategy,model,gpu,world_size,sequence_length,micro_batch,tokens_per_s"
 ROWS = ("them,ddp,small,A10,1,100,1,1000", "them,ddp,small,A10,4,100,1,3000", "them,fsdp,small,A10,4,100,1,2000")

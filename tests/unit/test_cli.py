@@ -13,11 +13,13 @@ import pytest
 import yaml
 from rich.console import Console
 
-from paceline import cli, experiment, models, plugins, store
+from paceline import cli, contract, experiment
 from paceline.cli import experiments, machines, results
 from paceline.cli.money import token_count
-from paceline.records import Status
-from paceline.spec import RunSpec
+from paceline.experiment.spec import RunSpec
+from paceline.models import arithmetic
+from paceline.results import store
+from paceline.results.records import Status
 
 Make = Callable[..., Any]
 
@@ -168,9 +170,9 @@ def test_plan_shows_every_run_and_starts_nothing(here: Path, capsys: pytest.Capt
     specs = experiment.load("mine.yaml", ["repeats=2"])
     for spec in specs:
         assert f"{spec.run_id}  [to run]" in text
-        assert f"paceline.worker results/mine/{spec.run_id}" in text
+        assert f"paceline.workloads.worker results/mine/{spec.run_id}" in text
     assert "3 cells, 6 runs and 1 references in results" in text
-    assert f"{models.parameters(models.load(specs[0].model)):,} parameters" in text
+    assert f"{arithmetic.parameters(arithmetic.load(specs[0].model)):,} parameters" in text
     assert "128 tokens per step" not in text
     assert "64 tokens per step" in text
     assert text.count("--nproc-per-node=2") == 6
@@ -211,8 +213,8 @@ def test_list_shows_what_exists(kind: str, capsys: pytest.CaptureFixture[str]) -
     assert len(lines) >= 1
     assert all(len(line.split()) >= 2 for line in lines), "a name and a description each"
     names = [line.split()[0] for line in lines]
-    if kind in plugins.KINDS:
-        assert names == list(plugins.names(kind))
+    if kind in contract.KINDS:
+        assert names == list(contract.names(kind))
     if kind == "prices":
         assert {"oci-a10-0.60", "oci-a10-1.50", "oci-a10-spot", "aws-h100"} <= set(names)
     if kind == "metrics":
@@ -252,7 +254,7 @@ def test_a_plan_hangs_on_a_terminal_and_its_commands_stay_whole(
     cli.main(["plan", "mine.yaml"])
     wrapped = capsys.readouterr().out
     assert wrapped.split() == plain.split()
-    commands = [line for line in plain.splitlines() if "paceline.worker" in line]
+    commands = [line for line in plain.splitlines() if "paceline.workloads.worker" in line]
     assert commands
     assert set(commands) <= set(wrapped.splitlines())
     assert all(len(line) <= 50 for line in wrapped.splitlines() if line not in commands)
@@ -314,7 +316,7 @@ def test_what_cannot_be_written_takes_no_answer_away(
         raise OSError(30, "Read-only file system", str(directory / name))
 
     exporter = {"report.json": "json", "report.md": "markdown", "plots": "plots"}[name]
-    monkeypatch.setattr(plugins.load("exporters", exporter), "export", refuse)
+    monkeypatch.setattr(contract.load("exporters", exporter), "export", refuse)
     assert cli.main(["report", str(stored), "--format", exporter]) == 2
     captured = capsys.readouterr()
     assert "CUDA out of memory" in captured.out
@@ -395,7 +397,7 @@ def test_compare_needs_certified_runs(stored: Path, capsys: pytest.CaptureFixtur
 def test_ctrl_c_is_130_and_one_line(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], golden: object
 ) -> None:
-    from paceline import run
+    from paceline.campaign.run import controller as run
 
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -429,10 +431,10 @@ def test_a_wrong_exporter_is_refused_before_anything_is_measured(
 
 def test_the_exit_code_is_of_the_runs_that_were_asked_for(tmp_path: Path, make_spec: Any, make_run: Any) -> None:
     """What an earlier command left in the folder is shown, and is no failure of this one."""
-    from paceline.analysis.cost import Costing
+    from paceline.analysis.cost.training import Costing
     from paceline.cli.results import conclude
     from paceline.cli.verbs import console
-    from paceline.records import MemorySample, Status
+    from paceline.results.records import MemorySample, Status
 
     sample = MemorySample(
         rank=0, moment="setup", allocated_bytes=1, reserved_bytes=1, device_bytes=None, resident_bytes=1

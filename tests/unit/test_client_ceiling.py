@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline import client_ceiling
 from paceline.cli import main
-from paceline.serving import CeilingSample
+from paceline.experiment.serving import CeilingSample
+from paceline.serving import client_ceiling
 
 
 def ceiling(processes: int = 1, events_per_s: float = 25_441.0) -> CeilingSample:
@@ -93,7 +93,7 @@ def climbed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, bool]]:
         def to_dict(self) -> dict[str, object]:
             return {"events_per_s": self.events_per_s, "valid": self.is_valid}
 
-    monkeypatch.setattr("paceline.selftest.climb", lambda *_: (Rung(*each) for each in told))
+    monkeypatch.setattr("paceline.serving.selftest.climb", lambda *_: (Rung(*each) for each in told))
     return told
 
 

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from paceline import contents, experiment
-from paceline.contents import digests
+from paceline import experiment
+from paceline.experiment import input_digests
+from paceline.experiment.choices import Choice
 from paceline.experiment.expansion import load
-from paceline.spec import Choice, RunSpec
+from paceline.experiment.input_digests import digests
+from paceline.experiment.spec import RunSpec
 
 CONFIG = {
     "model_type": "llama",
@@ -107,9 +109,9 @@ def test_a_tokenizer_is_part_of_the_data(home: Path) -> None:
 
 
 def test_of_a_large_file_blocks_from_start_to_end_are_read(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contents, "WHOLE_BYTES", 100)
-    monkeypatch.setattr(contents, "BLOCK_BYTES", 8)
-    monkeypatch.setattr(contents, "BLOCKS", 4)
+    monkeypatch.setattr(input_digests, "WHOLE_BYTES", 100)
+    monkeypatch.setattr(input_digests, "BLOCK_BYTES", 8)
+    monkeypatch.setattr(input_digests, "BLOCKS", 4)
     file, found = home / "tokens.bin", set()
     for number, place in enumerate((None, 0, 999, 333)):
         content = bytearray(1000)

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.corpus import Partition, Synthetic, TokenFile, open_corpus, prefetch
 from paceline.errors import RequestError, UnsupportedError
-from paceline.measure import add_digests, digest_tokens
-from paceline.spec import Choice, RunSpec
+from paceline.experiment.choices import Choice
+from paceline.experiment.spec import RunSpec
+from paceline.training.data.corpus import Partition, Synthetic, TokenFile, open_corpus, prefetch
+from paceline.training.instruments import add_digests, digest_tokens
 
 GLOBAL_BATCH = 8
 # world size, micro batch, accumulation: eight sequences a step in all of them

@@ -9,7 +9,7 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from paceline.cron import Cron, wall
+from paceline.campaign.schedule.cron import Cron, wall
 from paceline.errors import RequestError
 
 

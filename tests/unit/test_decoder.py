@@ -7,17 +7,18 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from paceline import decoder, models  # noqa: E402
-from paceline.decoder import Decoder, fill, initial_values  # noqa: E402
-from paceline.models import Shape  # noqa: E402
-from paceline.spec import Choice  # noqa: E402
+from paceline.experiment.choices import Choice  # noqa: E402
+from paceline.models import arithmetic  # noqa: E402
+from paceline.models.shape import Shape  # noqa: E402
+from paceline.training import decoder  # noqa: E402
+from paceline.training.decoder import Decoder, fill, initial_values  # noqa: E402
 
-DENSE = [name for name in models.names() if not models.load(Choice(name)).experts]
+DENSE = [name for name in arithmetic.names() if not arithmetic.load(Choice(name)).experts]
 GPT, LLAMA = "tiny", "tiny-llama"
 
 
 def shape_of(text: str) -> Shape:
-    return models.load(Choice.parse(text))
+    return arithmetic.load(Choice.parse(text))
 
 
 def built(text: str = GPT, seed: int = 42, checkpointing: str = "none", compute: str = "fp32") -> Decoder:
@@ -52,9 +53,9 @@ def test_the_module_holds_the_parameters_the_arithmetic_says(name: str) -> None:
     with torch.device("meta"):
         model = Decoder(shape)
     sizes = [parameter.numel() for parameter in model.parameters()]
-    assert sum(sizes) == models.parameters(shape)
-    assert sorted(sizes) == sorted(models.tensor_sizes(shape))
-    assert sum(p.numel() for p in model.blocks.parameters()) == shape.layers * models.block_parameters(shape)
+    assert sum(sizes) == arithmetic.parameters(shape)
+    assert sorted(sizes) == sorted(arithmetic.tensor_sizes(shape))
+    assert sum(p.numel() for p in model.blocks.parameters()) == shape.layers * arithmetic.block_parameters(shape)
 
 
 @pytest.mark.parametrize("name", [GPT, LLAMA])

@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from paceline.designs import FACTORIAL, FRACTIONAL, ONE_AT_A_TIME, Design, generators
+from paceline.experiment.factorial import FACTORIAL, FRACTIONAL, ONE_AT_A_TIME, Design, generators
 
 
 def two_level(kind: str, names: str, resolution: int | None = None) -> Design:

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.corpus import check_data, open_rows
-from paceline.dialogues import Dialogues
 from paceline.errors import RequestError, UnsupportedError
-from paceline.rows import IGNORED_LABEL
-from paceline.spec import Choice
+from paceline.experiment.choices import Choice
+from paceline.training.data.corpus import check_data, open_rows
+from paceline.training.data.jsonl_instructions import Dialogues
+from paceline.training.data.packing import IGNORED_LABEL
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}"

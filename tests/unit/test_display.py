@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from paceline import display, store
-from paceline.records import Status
+from paceline.campaign.live import display
+from paceline.results import store
+from paceline.results.records import Status
 
 Make = Callable[..., Any]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from paceline import doctor, machine
+from paceline.host import doctor, machine
 
 if TYPE_CHECKING:
     from conftest import FakeNvml

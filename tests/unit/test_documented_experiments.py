@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from paceline import experiment
+from paceline.campaign.run.controller import unsupported
 from paceline.errors import RequestError
-from paceline.run import unsupported
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^( *)```yaml\n(.*?)^\1```", re.DOTALL | re.MULTILINE)

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import yaml
 
-from paceline import experiment, machine, plugins, recipe
+from paceline import contract, experiment
+from paceline.campaign.live.progress import title
 from paceline.errors import RequestError
-from paceline.present.progress import title
-from paceline.serving import Serving
-from paceline.spec import RunSpec, WarmUp
+from paceline.experiment import recipe
+from paceline.experiment.serving import Serving
+from paceline.experiment.spec import RunSpec, WarmUp
+from paceline.host import machine
 
 
 @pytest.fixture
@@ -291,7 +293,7 @@ def test_every_preset_loads_and_is_understood(
     name: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With what only its user can give: a file, or the addresses of nodes."""
-    from paceline.run import references_of, unsupported
+    from paceline.campaign.run.controller import references_of, unsupported
 
     monkeypatch.setattr(machine, "device_count", lambda: 8)
     (tmp_path / "own.json").write_text('[{"input": "an article", "output": "a summary"}]')
@@ -299,7 +301,7 @@ def test_every_preset_loads_and_is_understood(
     specs = experiment.load(name, [f"device={device}", *([own[name]] if name in own else [])])
     assert specs
     assert {s.experiment for s in specs} == {name}
-    absent = {s.workload.name for s in specs} - set(plugins.names("workloads"))
+    absent = {s.workload.name for s in specs} - set(contract.names("workloads"))
     if absent:
         pytest.skip(f"workloads that are not installed: {', '.join(sorted(absent))}")
     assert [unsupported(s) for s in specs] == [None] * len(specs)

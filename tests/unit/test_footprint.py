@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.footprint import COMPONENTS, Held, components, largest_fitting, predicted_peaks
-from paceline.records import ComponentSample
+from paceline.results.memory_components import COMPONENTS, Held, components, largest_fitting, predicted_peaks
+from paceline.results.records import ComponentSample
 
 MOMENTS: dict[str, int | None] = {"begin": 130, "forward": 190, "backward": 170, "update": 130}
 

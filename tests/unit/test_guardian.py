@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from paceline import guardian
+from paceline.host import process_guard
 
 # Leaves a process that is in a session of its own, has lost its parent and does not listen.
 ORPHANS = """
@@ -43,7 +43,7 @@ def orphan_of(file: Path) -> int:
 def test_an_orphan_of_a_command_that_ended_is_ended(tmp_path: Path) -> None:
     file = tmp_path / "orphan"
     done = subprocess.run(
-        guardian.command([sys.executable, "-c", ORPHANS, str(file), "ends"]), timeout=120, check=False
+        process_guard.command([sys.executable, "-c", ORPHANS, str(file), "ends"]), timeout=120, check=False
     )
     assert done.returncode == 0
     assert not psutil.pid_exists(orphan_of(file))
@@ -51,7 +51,7 @@ def test_an_orphan_of_a_command_that_ended_is_ended(tmp_path: Path) -> None:
 
 def test_a_polite_end_takes_everything_along(tmp_path: Path) -> None:
     file = tmp_path / "orphan"
-    with subprocess.Popen(guardian.command([sys.executable, "-c", ORPHANS, str(file), "stays"])) as guarded:
+    with subprocess.Popen(process_guard.command([sys.executable, "-c", ORPHANS, str(file), "stays"])) as guarded:
         orphan = orphan_of(file)
         guarded.send_signal(signal.SIGTERM)
         assert guarded.wait(120) == 0
@@ -60,7 +60,7 @@ def test_a_polite_end_takes_everything_along(tmp_path: Path) -> None:
 
 def test_nothing_is_started_for_a_parent_that_is_gone(tmp_path: Path) -> None:
     file = tmp_path / "started"
-    argv = guardian.command([sys.executable, "-c", f"open({str(file)!r}, 'w')"])
+    argv = process_guard.command([sys.executable, "-c", f"open({str(file)!r}, 'w')"])
     argv[argv.index(str(os.getpid()))] = str(2**22 + 1)
     assert subprocess.run(argv, timeout=120, check=False).returncode == 0
     assert not file.exists()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline import health
+from paceline.host import health
 
 NVML = {
     "nvmlInit": lambda: None,

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline import plugins
-from paceline.identity import UNMEASURED, WAITING, measured
-from paceline.spec import Choice, RunSpec
+from paceline import contract
+from paceline.experiment.choices import Choice
+from paceline.experiment.identity import UNMEASURED, WAITING, measured
+from paceline.experiment.spec import RunSpec
 
 DOCS = Path(__file__).parents[2] / "docs"
 # What may change a measured number. A new option of a launcher fails a test until it is here or in the table.
@@ -39,7 +40,7 @@ ENGINES = sorted(MEASURED_OF_ENGINES)
 
 
 def options_of(launcher: str) -> set[str]:
-    return {field.name for field in fields(plugins.load("launchers", launcher).Options)}
+    return {field.name for field in fields(contract.load("launchers", launcher).Options)}
 
 
 def pairs(wanted: Callable[[str], set[str]]) -> Iterator[tuple[str, str]]:
@@ -51,7 +52,7 @@ def without_effect(launcher: str) -> set[str]:
 
 
 def test_every_launcher_has_a_table() -> None:
-    assert set(UNMEASURED) == set(MEASURED) == set(plugins.names("launchers"))
+    assert set(UNMEASURED) == set(MEASURED) == set(contract.names("launchers"))
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -63,13 +64,13 @@ def test_every_option_is_decided_on_once(launcher: str) -> None:
 
 
 def test_every_engine_is_decided_on() -> None:
-    assert set(ENGINES) == set(plugins.names("engines"))
+    assert set(ENGINES) == set(contract.names("engines"))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_option_of_an_engine_is_decided_on_once(engine: str) -> None:
     kept = set(MEASURED_OF_ENGINES[engine].split())
-    known = {field.name for field in fields(plugins.load("engines", engine).Options)}
+    known = {field.name for field in fields(contract.load("engines", engine).Options)}
     assert kept | (known & set(WAITING)) == known
     assert not kept & set(WAITING)
 

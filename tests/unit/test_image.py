@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
-from paceline import __version__, cli, entry, image
+from paceline import __version__, cli
+from paceline.cli import entry
 from paceline.errors import LaunchError, RequestError
+from paceline.launchers import image
 
 ROOT = Path(__file__).parents[2]
 GOOD: dict[str, Any] = {
@@ -68,7 +70,7 @@ def test_it_runs_as_a_user_of_its_own() -> None:
     assert arguments(FINAL, "USER") == ["10001:10001"]
     after = FINAL[[word for word, _ in FINAL].index("USER") :]
     assert [word for word, _ in after] == ["USER", "ENTRYPOINT", "CMD"], "nothing happens as root afterwards"
-    assert json.loads(arguments(FINAL, "ENTRYPOINT")[0]) == ["python", "-m", "paceline.entry"]
+    assert json.loads(arguments(FINAL, "ENTRYPOINT")[0]) == ["python", "-m", "paceline.cli.entry"]
 
 
 def test_whatever_is_written_goes_to_tmp() -> None:
@@ -234,7 +236,7 @@ def test_the_facts_of_this_environment(tmp_path: Path, monkeypatch: pytest.Monke
 def test_the_entry_is_a_node_where_an_engine_gave_it_a_job(
     words: list[str], environ: dict[str, str], started: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from paceline import agent
+    from paceline.launchers.node import agent
 
     calls: list[tuple[str, list[str]]] = []
     monkeypatch.setattr(agent, "main", lambda argv: calls.append(("agent", argv[1:])) or 7)

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from torch.distributed.tensor._sharding_prop import ShardingPropagator  # noqa: E402
 
-from paceline.ledger import Ledger  # noqa: E402
+from paceline.workloads.memory.ledger import Ledger  # noqa: E402
 
 KIB = 1024
 

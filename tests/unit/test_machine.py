@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from paceline import machine
-from paceline.environment import recorded_environment
+from paceline.host import machine
+from paceline.host.environment import recorded_environment
 
 if TYPE_CHECKING:
     from conftest import FakeNvml
 
-ROWS = tomllib.loads((Path(machine.__file__).parent / "data" / "gpus.toml").read_text())["gpu"]
+ROWS = tomllib.loads((Path(machine.__file__).parent / "gpus.toml").read_text())["gpu"]
 
 # --- the GPU table ---
 

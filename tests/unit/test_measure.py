@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 import torch.distributed._functional_collectives as functional  # noqa: E402
 
-from paceline import measure  # noqa: E402
-from paceline.measure import HostClock, Stopwatch, WireCounter, digest_parameters, read_memory, reset_peak  # noqa: E402
+from paceline.training import instruments  # noqa: E402
+from paceline.training.instruments import HostClock, Stopwatch, WireCounter, digest_parameters, read_memory, reset_peak  # noqa: E402
 
 
 def digest(**tensors: Any) -> str:
@@ -66,8 +66,8 @@ def test_a_digest_sees_zeros() -> None:
 
 def test_a_digest_does_not_depend_on_chunks_or_strides() -> None:
     value = weights(64, 32)
-    assert measure._digest_values(value, chunk=100) == measure._digest_values(value)
-    assert measure._digest_values(value.t().contiguous().t()) == measure._digest_values(value)
+    assert instruments._digest_values(value, chunk=100) == instruments._digest_values(value)
+    assert instruments._digest_values(value.t().contiguous().t()) == instruments._digest_values(value)
 
 
 # --- clocks ---
@@ -126,7 +126,7 @@ def test_work_queued_after_the_call_returned_is_seen() -> None:
 def test_the_host_clock_measures_seconds() -> None:
     import time
 
-    clock = measure.clock_for("cpu")
+    clock = instruments.clock_for("cpu")
     assert isinstance(clock, HostClock)
     begin = clock.mark()
     time.sleep(0.02)
@@ -137,7 +137,7 @@ def test_the_host_clock_measures_seconds() -> None:
 
 
 def test_cuda_has_a_clock_of_its_own() -> None:
-    assert isinstance(measure.clock_for("cuda"), measure.CudaClock)
+    assert isinstance(instruments.clock_for("cuda"), instruments.CudaClock)
 
 
 # --- memory ---
@@ -274,7 +274,7 @@ def test_each_operator_is_counted_by_hand(
     monkeypatch: pytest.MonkeyPatch, operator: str, args: Any, result: Any, operation: str, payload: int
 ) -> None:
     """In a group of four, once per call however many tensors it took; of gather and scatter all ranks' parts are S."""
-    monkeypatch.setattr(measure, "_group_size", lambda args: 4)
+    monkeypatch.setattr(instruments, "_group_size", lambda args: 4)
     counter = WireCounter()
     counter.add(operator, args(), result and [single(n) for n in result])
     assert dict(counter.bytes) == {(operation, "fp32", 4): payload}
@@ -283,7 +283,7 @@ def test_each_operator_is_counted_by_hand(
 
 def test_an_unknown_operator_is_kept_under_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rest would pass for the whole otherwise; what sends nothing makes nothing unknown."""
-    monkeypatch.setattr(measure, "_group_size", lambda args: 4)
+    monkeypatch.setattr(instruments, "_group_size", lambda args: 4)
     counter = WireCounter()
     counter.add("all_reduce_sparsely_", (single(6), "sum", "0"), None)
     counter.add("signal_", ("0",), None)
@@ -301,11 +301,11 @@ def test_every_operator_of_this_torch_is_decided_on() -> None:
     known = {name for namespace, name in schemas if namespace in ("c10d", "_c10d_functional")}
     assert "all_reduce" in known
     # A batch of sends and receives in one call: no count of ours tells them apart.
-    assert known - set(measure._OPERATIONS) - set(measure._SILENT) <= {"batch_p2p_ops"}
+    assert known - set(instruments._OPERATIONS) - set(instruments._SILENT) <= {"batch_p2p_ops"}
 
 
 def test_the_peak_for_a_look_follows_what_the_process_holds() -> None:
-    from paceline.measure import peak_bytes
+    from paceline.training.instruments import peak_bytes
 
     before = peak_bytes("cpu")
     held = bytearray(before + 32 * 2**20)
@@ -314,15 +314,15 @@ def test_the_peak_for_a_look_follows_what_the_process_holds() -> None:
 
 
 def test_collection_is_paused_inside_and_only_inside() -> None:
-    with measure.collection_paused():
+    with instruments.collection_paused():
         assert not gc.isenabled()
-        with measure.collection_paused():
+        with instruments.collection_paused():
             pass
         assert not gc.isenabled(), "whoever had paused it goes on pausing it"
     assert gc.isenabled()
 
 
 def test_collection_goes_on_after_an_import_that_failed() -> None:
-    with pytest.raises(ImportError), measure.collection_paused():
+    with pytest.raises(ImportError), instruments.collection_paused():
         raise ImportError("made up by a test")
     assert gc.isenabled()

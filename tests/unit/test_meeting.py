@@ -10,9 +10,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from paceline import meeting
 from paceline.errors import LaunchError
-from paceline.meeting import Gathering
+from paceline.launchers.node import rendezvous
+from paceline.launchers.node.rendezvous import Gathering
 
 
 @pytest.fixture
@@ -23,8 +23,8 @@ def port() -> int:
 
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "COURTESY_S", 0.2)
-    monkeypatch.setattr(meeting, "RETRY_S", 0.05)
+    monkeypatch.setattr(rendezvous, "COURTESY_S", 0.2)
+    monkeypatch.setattr(rendezvous, "RETRY_S", 0.05)
 
 
 def gathering(port: int, node: int, nodes: int = 3, key: str = "run") -> Gathering:
@@ -33,7 +33,7 @@ def gathering(port: int, node: int, nodes: int = 3, key: str = "run") -> Gatheri
 
 def met(*gatherings: Gathering, patience_s: float = 30.0) -> list[Future[str]]:
     with ThreadPoolExecutor(len(gatherings)) as pool:
-        return [pool.submit(meeting.meet, one, patience_s) for one in gatherings]
+        return [pool.submit(rendezvous.meet, one, patience_s) for one in gatherings]
 
 
 HELLO = {"key": "run", "node": 1, "host": "host1", "address": "127.0.0.1"}
@@ -56,8 +56,8 @@ def test_all_come_and_know_their_own_address(port: int) -> None:
 
 
 def test_one_address_for_all_where_some_came_from_node_0s_own_host() -> None:
-    assert meeting._outer(["127.0.1.1", "10.0.0.1"]) == "10.0.0.1"
-    assert meeting._outer(["::1", "127.0.0.1"]) == "::1"
+    assert rendezvous._outer(["127.0.1.1", "10.0.0.1"]) == "10.0.0.1"
+    assert rendezvous._outer(["::1", "127.0.0.1"]) == "::1"
 
 
 def test_who_never_came_is_named_to_all(port: int, golden: object) -> None:
@@ -73,7 +73,7 @@ def test_who_never_came_is_named_to_all(port: int, golden: object) -> None:
 
 
 def test_a_port_that_is_taken_is_told(port: int, monkeypatch: pytest.MonkeyPatch, golden: object) -> None:
-    monkeypatch.setattr(meeting, "PORT_WAIT_S", 0.1)
+    monkeypatch.setattr(rendezvous, "PORT_WAIT_S", 0.1)
     with socket.create_server(("127.0.0.1", port)):
         (first,) = met(gathering(port, 0), patience_s=0.2)
     with pytest.raises(LaunchError) as caught:
@@ -129,9 +129,9 @@ def test_strangers_at_the_door_change_nothing(port: int, said: bytes) -> None:
             stranger.sendall(said)
 
     with ThreadPoolExecutor(3) as pool:
-        first = pool.submit(meeting.meet, gathering(port, 0, nodes=2), 30.0)
+        first = pool.submit(rendezvous.meet, gathering(port, 0, nodes=2), 30.0)
         pool.submit(intrude).result()
-        second = pool.submit(meeting.meet, gathering(port, 1, nodes=2), 30.0)
+        second = pool.submit(rendezvous.meet, gathering(port, 1, nodes=2), 30.0)
         assert (first.result(), second.result()) == ("127.0.0.1", "127.0.0.1")
 
 
@@ -146,7 +146,7 @@ def test_a_node_that_cannot_be_called_back_is_named(port: int, golden: object) -
             return guest.recv(4096)
 
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(meeting.meet, gathering(port, 0, nodes=2), 30.0)
+        first = pool.submit(rendezvous.meet, gathering(port, 0, nodes=2), 30.0)
         word = pool.submit(come).result()
     with pytest.raises(LaunchError) as caught:
         first.result()
@@ -158,12 +158,12 @@ def test_a_node_that_cannot_be_called_back_is_named(port: int, golden: object) -
 def test_two_that_say_they_are_one(port: int) -> None:
     """The later one counts: the earlier may be its own dead connection."""
     with ThreadPoolExecutor(3) as pool, socket.create_server(("127.0.0.1", 0)) as bell:
-        first = pool.submit(meeting.meet, gathering(port, 0), 30.0)
+        first = pool.submit(rendezvous.meet, gathering(port, 0), 30.0)
         earlier = knock(port)
         earlier.sendall(json.dumps(HELLO | {"port": bell.getsockname()[1]}).encode() + b"\n")
         bell.accept()[0].close()
-        second = pool.submit(meeting.meet, gathering(port, 1), 30.0)
+        second = pool.submit(rendezvous.meet, gathering(port, 1), 30.0)
         assert earlier.recv(4096) == b""
-        third = pool.submit(meeting.meet, gathering(port, 2), 30.0)
+        third = pool.submit(rendezvous.meet, gathering(port, 2), 30.0)
         assert [future.result() for future in (first, second, third)] == ["127.0.0.1"] * 3
     earlier.close()

@@ -6,13 +6,13 @@ import dataclasses
 
 import pytest
 
-from paceline import models
 from paceline.errors import RequestError
-from paceline.spec import Choice
+from paceline.experiment.choices import Choice
+from paceline.models import arithmetic
 
 
-def load(text: str) -> models.Shape:
-    return models.load(Choice.parse(text))
+def load(text: str) -> arithmetic.Shape:
+    return arithmetic.load(Choice.parse(text))
 
 
 PUBLISHED = {
@@ -36,35 +36,35 @@ PUBLISHED = {
 
 @pytest.mark.parametrize(("name", "count"), PUBLISHED.items())
 def test_parameters_equal_the_published_count(name: str, count: int) -> None:
-    assert models.parameters(load(name)) == count
+    assert arithmetic.parameters(load(name)) == count
 
 
 def test_every_published_count_in_the_table_is_tested() -> None:
-    assert {n: load(n).published_parameters for n in models.names() if load(n).published_parameters} == PUBLISHED
+    assert {n: load(n).published_parameters for n in arithmetic.names() if load(n).published_parameters} == PUBLISHED
 
 
 @pytest.mark.parametrize(
     ("name", "billions"), [("gpt3-1.3b", 1.3), ("gpt3-2.7b", 2.7), ("gpt3-6.7b", 6.7), ("gpt3-175b", 175)]
 )
 def test_gpt3_rounds_to_what_the_paper_prints(name: str, billions: float) -> None:
-    assert round(models.parameters(load(name)) / 1e9, 1 if billions < 10 else 0) == billions
+    assert round(arithmetic.parameters(load(name)) / 1e9, 1 if billions < 10 else 0) == billions
 
 
 def test_the_seed_model_called_117m_is_counted_honestly() -> None:
-    assert models.parameters(load("tinygpt")) == 125_226_240
-    assert models.parameters(load("tinygpt-as-run")) == 236_406_784
+    assert arithmetic.parameters(load("tinygpt")) == 125_226_240
+    assert arithmetic.parameters(load("tinygpt-as-run")) == 236_406_784
 
 
 def test_parameters_of_the_tiny_models_by_hand() -> None:
     # gpt: 2 layers of 12*128^2 + 13*128, embedding 256*128, positions 256*128, final norm 2*128
-    assert models.parameters(load("tiny")) == 2 * (196_608 + 1_664) + 32_768 + 32_768 + 256
+    assert arithmetic.parameters(load("tiny")) == 2 * (196_608 + 1_664) + 32_768 + 32_768 + 256
     # llama: q and o 128*128, k and v 128*64, mlp 3*128*256, two norms; embedding and head apart; final norm
-    assert models.parameters(load("tiny-llama")) == 2 * (32_768 + 16_384 + 98_304 + 256) + 2 * 32_768 + 128
+    assert arithmetic.parameters(load("tiny-llama")) == 2 * (32_768 + 16_384 + 98_304 + 256) + 2 * 32_768 + 128
 
 
 def test_cpu_models_stay_cpu_sized() -> None:
-    assert 200_000 < models.parameters(load("tiny-llama")) < models.parameters(load("tiny")) < 500_000
-    assert 2_000_000 < models.parameters(load("small")) < 5_000_000
+    assert 200_000 < arithmetic.parameters(load("tiny-llama")) < arithmetic.parameters(load("tiny")) < 500_000
+    assert 2_000_000 < arithmetic.parameters(load("small")) < 5_000_000
 
 
 # --- options and user errors ---
@@ -73,7 +73,7 @@ def test_cpu_models_stay_cpu_sized() -> None:
 def test_options_override_the_shape_and_drop_the_published_count() -> None:
     whole, cut = load("gpt2-124m"), load("gpt2-124m:layers=2")
     assert cut == dataclasses.replace(whole, layers=2, published_parameters=None)
-    assert models.parameters(whole) - models.parameters(cut) == 10 * 7_087_872
+    assert arithmetic.parameters(whole) - arithmetic.parameters(cut) == 10 * 7_087_872
 
 
 def test_derived_fields_follow_the_overridden_ones() -> None:
@@ -83,8 +83,8 @@ def test_derived_fields_follow_the_overridden_ones() -> None:
 
 def test_a_family_can_be_reshaped_by_its_flags() -> None:
     tied, untied = load("gpt2-124m"), load("gpt2-124m:tied=false")
-    assert models.parameters(untied) - models.parameters(tied) == 50257 * 768
-    assert models.matmul_parameters(untied) == models.matmul_parameters(tied)
+    assert arithmetic.parameters(untied) - arithmetic.parameters(tied) == 50257 * 768
+    assert arithmetic.matmul_parameters(untied) == arithmetic.matmul_parameters(tied)
 
 
 def test_an_unknown_name_is_answered_with_close_matches(golden: object) -> None:
@@ -124,52 +124,52 @@ def test_a_shape_that_cannot_be_is_refused_in_one_sentence(text: str, golden: ob
 
 
 def test_matmul_parameters_by_hand() -> None:
-    assert models.matmul_parameters(load("gpt2-124m")) == 12 * 12 * 768**2 + 768 * 50257 == 123_532_032
+    assert arithmetic.matmul_parameters(load("gpt2-124m")) == 12 * 12 * 768**2 + 768 * 50257 == 123_532_032
     per_layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
-    assert models.matmul_parameters(load("llama-8b")) == 32 * per_layer + 4096 * 128256 == 7_504_658_432
+    assert arithmetic.matmul_parameters(load("llama-8b")) == 32 * per_layer + 4096 * 128256 == 7_504_658_432
 
 
 def test_a_mixture_multiplies_only_the_chosen_experts() -> None:
     per_layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 4096 * 8 + 2 * 3 * 4096 * 14336
-    assert models.matmul_parameters(load("mixtral-8x7b")) == 32 * per_layer + 4096 * 32000 == 12_748_587_008
+    assert arithmetic.matmul_parameters(load("mixtral-8x7b")) == 32 * per_layer + 4096 * 32000 == 12_748_587_008
 
 
 def test_flops_per_token_by_hand() -> None:
     shape = load("gpt2-124m")
-    assert models.attention_flops_per_token(shape, 1024, "causal") == 12 * 1025 * 12 * 128 == 18_892_800
-    assert models.attention_flops_per_token(shape, 1024, "full") == 12 * 2 * 1024 * 12 * 128 == 37_748_736
-    assert models.flops_per_token(shape, 1024) == 3 * (2 * 123_532_032 + 18_892_800) == 797_870_592
-    assert models.flops_per_token(shape, 1024, "full") == 3 * (2 * 123_532_032 + 37_748_736) == 854_438_400
+    assert arithmetic.attention_flops_per_token(shape, 1024, "causal") == 12 * 1025 * 12 * 128 == 18_892_800
+    assert arithmetic.attention_flops_per_token(shape, 1024, "full") == 12 * 2 * 1024 * 12 * 128 == 37_748_736
+    assert arithmetic.flops_per_token(shape, 1024) == 3 * (2 * 123_532_032 + 18_892_800) == 797_870_592
+    assert arithmetic.flops_per_token(shape, 1024, "full") == 3 * (2 * 123_532_032 + 37_748_736) == 854_438_400
 
 
 def test_causal_attention_is_the_mean_over_positions() -> None:
     shape = load("tiny")
     by_position = sum(2 * 2 * keys * shape.heads * shape.head_dim for keys in range(1, 65)) * shape.layers
-    assert models.attention_flops_per_token(shape, 64, "causal") * 64 == by_position
+    assert arithmetic.attention_flops_per_token(shape, 64, "causal") * 64 == by_position
 
 
 @pytest.mark.parametrize(("sequence_length", "ratio"), [(8192, 1.13), (32768, 1.36)])
 def test_the_two_conventions_differ_as_the_method_says(sequence_length: int, ratio: float) -> None:
     shape = load("llama-8b")
-    full = models.flops_per_token(shape, sequence_length, "full")
-    assert round(full / models.flops_per_token(shape, sequence_length, "causal"), 2) == ratio
+    full = arithmetic.flops_per_token(shape, sequence_length, "full")
+    assert round(full / arithmetic.flops_per_token(shape, sequence_length, "causal"), 2) == ratio
 
 
 def test_full_checkpointing_repeats_the_blocks_but_not_the_head() -> None:
     shape = load("gpt2-124m")
-    forward = models.flops_per_token(shape, 1024) // 3
-    assert models.recomputed_flops_per_token(shape, 1024, "full") == forward - 2 * 768 * 50257
-    assert models.recomputed_flops_per_token(shape, 1024, "selective") == 0
-    assert models.recomputed_flops_per_token(shape, 1024, "none") == 0
+    forward = arithmetic.flops_per_token(shape, 1024) // 3
+    assert arithmetic.recomputed_flops_per_token(shape, 1024, "full") == forward - 2 * 768 * 50257
+    assert arithmetic.recomputed_flops_per_token(shape, 1024, "selective") == 0
+    assert arithmetic.recomputed_flops_per_token(shape, 1024, "none") == 0
 
 
 def test_unknown_words_are_refused(golden: object) -> None:
     shape = load("tiny")
     with pytest.raises(RequestError) as caught:
-        models.flops_per_token(shape, 64, "half")
+        arithmetic.flops_per_token(shape, 64, "half")
     assert str(caught.value) == golden
     with pytest.raises(RequestError) as caught:
-        models.recomputed_flops_per_token(shape, 64, "some")
+        arithmetic.recomputed_flops_per_token(shape, 64, "some")
     assert str(caught.value) == golden
 
 
@@ -179,7 +179,7 @@ def test_unknown_words_are_refused(golden: object) -> None:
 @pytest.mark.parametrize("compute", ["bf16", "fp16", "fp32"])
 def test_state_of_one_rank_is_16_bytes_per_parameter_for_all(compute: str) -> None:
     for strategy, stage in (("ddp", None), ("zero", 1), ("zero", 2), ("zero", 3), ("fsdp2", None)):
-        assert models.state_bytes(strategy, stage, 1000, 1, compute) == 16_000
+        assert arithmetic.state_bytes(strategy, stage, 1000, 1, compute) == 16_000
 
 
 @pytest.mark.parametrize(
@@ -187,16 +187,16 @@ def test_state_of_one_rank_is_16_bytes_per_parameter_for_all(compute: str) -> No
     [("ddp", None, 16), ("zero", 1, 4 + 12 / 8), ("zero", 2, 2 + 14 / 8), ("zero", 3, 2), ("fsdp2", None, 2)],
 )
 def test_state_is_sharded_as_the_method_says(strategy: str, stage: int | None, per_parameter: float) -> None:
-    assert models.state_bytes(strategy, stage, 1000, 8) == pytest.approx(1000 * per_parameter)
+    assert arithmetic.state_bytes(strategy, stage, 1000, 8) == pytest.approx(1000 * per_parameter)
 
 
 def test_fp32_state_has_no_master_copy_to_shard() -> None:
-    assert models.state_bytes("zero", 1, 1000, 8, "fp32") == pytest.approx(1000 * (8 + 8 / 8))
+    assert arithmetic.state_bytes("zero", 1, 1000, 8, "fp32") == pytest.approx(1000 * (8 + 8 / 8))
 
 
 def test_state_of_an_unknown_strategy_is_unknown() -> None:
-    assert models.state_bytes("mesh", None, 1000, 8) is None
-    assert models.state_bytes("zero", 4, 1000, 8) is None
+    assert arithmetic.state_bytes("mesh", None, 1000, 8) is None
+    assert arithmetic.state_bytes("zero", 4, 1000, 8) is None
 
 
 # --- wire bytes ---
@@ -204,21 +204,26 @@ def test_state_of_an_unknown_strategy_is_unknown() -> None:
 
 @pytest.mark.parametrize(("ranks", "ring", "half_ring"), [(2, 1.0, 0.5), (3, 4 / 3, 2 / 3), (8, 1.75, 0.875)])
 def test_wire_factors_are_those_of_nccl_tests(ranks: int, ring: float, half_ring: float) -> None:
-    assert models.wire_factor("all_reduce", ranks) == pytest.approx(ring)
+    assert arithmetic.wire_factor("all_reduce", ranks) == pytest.approx(ring)
     for operation in ("all_gather", "reduce_scatter", "all_to_all"):
-        assert models.wire_factor(operation, ranks) == pytest.approx(half_ring)
+        assert arithmetic.wire_factor(operation, ranks) == pytest.approx(half_ring)
     for operation in ("broadcast", "reduce", "send", "recv"):
-        assert models.wire_factor(operation, ranks) == 1
+        assert arithmetic.wire_factor(operation, ranks) == 1
 
 
 def test_a_group_of_one_sends_nothing() -> None:
-    assert [models.wire_factor(name, 1) for name in ("all_reduce", "all_gather", "broadcast", "send")] == [0, 0, 0, 0]
-    assert models.wire_bytes(Choice("ddp"), 1000, 1, 4, 4, 4) == 0
+    assert [arithmetic.wire_factor(name, 1) for name in ("all_reduce", "all_gather", "broadcast", "send")] == [
+        0,
+        0,
+        0,
+        0,
+    ]
+    assert arithmetic.wire_bytes(Choice("ddp"), 1000, 1, 4, 4, 4) == 0
 
 
 def test_an_unknown_collective_is_refused(golden: object) -> None:
     with pytest.raises(RequestError) as caught:
-        models.wire_factor("allreduce", 2)
+        arithmetic.wire_factor("allreduce", 2)
     assert str(caught.value) == golden
     assert "all_reduce" in str(caught.value)
 
@@ -240,34 +245,36 @@ def test_an_unknown_collective_is_refused(golden: object) -> None:
     ],
 )
 def test_wire_bytes_by_hand(strategy: str, per_parameter: int) -> None:
-    observed = models.wire_bytes(Choice.parse(strategy), 1000, 8, 4, 4, 2)
+    observed = arithmetic.wire_bytes(Choice.parse(strategy), 1000, 8, 4, 4, 2)
     assert observed == pytest.approx(1000 * per_parameter * 7 / 8)
 
 
 def test_fsdp2_keeps_its_root_from_forward_to_backward() -> None:
     shape = load("gpt2-124m")
-    whole, root = models.parameters(shape), models.root_parameters(shape)
+    whole, root = arithmetic.parameters(shape), arithmetic.root_parameters(shape)
     assert root == (50257 + 1024) * 768 + 2 * 768
-    observed = models.wire_bytes(Choice("fsdp2"), whole, 2, 4, 4, 2, root)
+    observed = arithmetic.wire_bytes(Choice("fsdp2"), whole, 2, 4, 4, 2, root)
     assert observed == (4 * (2 * (whole - root) + root) * 2 + whole * 4) / 2
 
 
 def test_zero3_beyond_its_reuse_window_gathers_twice() -> None:
     billions = 8 * 10**9
-    assert models.wire_bytes(Choice("zero", {"stage": 3}), billions, 8, 1, 4, 2) == pytest.approx(billions * 8 * 7 / 8)
+    assert arithmetic.wire_bytes(Choice("zero", {"stage": 3}), billions, 8, 1, 4, 2) == pytest.approx(
+        billions * 8 * 7 / 8
+    )
 
 
 def test_small_tensors_of_zero3_are_gathered_once_per_step() -> None:
     """Counted with DeepSpeed 0.19.8: 600 of 1000 parameters in tensors above the threshold, accumulation 4."""
     tensors, half = (600, 300, 100), 1 / 2
     choice = Choice("zero", {"stage": 3, "persistence_threshold": 300})
-    assert models.wire_bytes(choice, 1000, 2, 4, 4, 4, 0, tensors) == (400 * 4 + 4 * 600 * 4 + 4 * 1000 * 4) * half
+    assert arithmetic.wire_bytes(choice, 1000, 2, 4, 4, 4, 0, tensors) == (400 * 4 + 4 * 600 * 4 + 4 * 1000 * 4) * half
     whole = Choice("zero", {"stage": 3, "persistence_threshold": 0, "max_live_parameters": 0})
-    assert models.wire_bytes(whole, 1000, 2, 4, 4, 4, 0, tensors) == 4 * (2 + 1) * 1000 * 4 * half
+    assert arithmetic.wire_bytes(whole, 1000, 2, 4, 4, 4, 0, tensors) == 4 * (2 + 1) * 1000 * 4 * half
     default = Choice("zero", {"stage": 3})
-    assert models.wire_bytes(default, 1000, 2, 4, 4, 4, 0, tensors) == (1 + 4) * 1000 * 4 * half
+    assert arithmetic.wire_bytes(default, 1000, 2, 4, 4, 4, 0, tensors) == (1 + 4) * 1000 * 4 * half
 
 
 def test_wire_bytes_of_an_unknown_strategy_are_unknown() -> None:
-    assert models.wire_bytes(Choice("mesh"), 1000, 8, 4, 4, 2) is None
-    assert models.wire_bytes(Choice("zero", {"stage": 4}), 1000, 8, 4, 4, 2) is None
+    assert arithmetic.wire_bytes(Choice("mesh"), 1000, 8, 4, 4, 2) is None
+    assert arithmetic.wire_bytes(Choice("zero", {"stage": 4}), 1000, 8, 4, 4, 2) is None

@@ -25,10 +25,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from paceline import campaign, cli, endpoint, monitor, store, telemetry
+from paceline import cli
+from paceline.campaign.live import metrics_endpoint, monitor
 from paceline.errors import RequestError
-from paceline.present.quantity import MISSING
-from paceline.telemetry import DeviceSample, HostSample, Snapshot
+from paceline.host import gauges
+from paceline.host.gauges import DeviceSample, HostSample, Snapshot
+from paceline.results import campaign_file, store
+from paceline.wording import MISSING
 
 if TYPE_CHECKING:
     from conftest import FakeNvml
@@ -98,16 +101,16 @@ def test_processors_that_count_their_energy_tell_it_since_the_start(golden: obje
     assert text == golden
     assert "1.5" in text
     assert "250" in text
-    assert "paceline_host_energy_joules_total 250" in endpoint.page_text(reading)
+    assert "paceline_host_energy_joules_total 250" in metrics_endpoint.page_text(reading)
 
 
 def test_a_terminal_gets_tables(fake_nvml: FakeNvml) -> None:
     from rich.console import Console
 
     tally = monitor.Tally()
-    tally.add(telemetry.read())
+    tally.add(gauges.read())
     shown = Console(width=160, record=True, file=io.StringIO())
-    shown.print(monitor.screen(telemetry.read(), tally))
+    shown.print(monitor.screen(gauges.read(), tally))
     table = shown.export_text()
     assert "memory clock" in table
     assert "3201 MHz" in table
@@ -218,7 +221,9 @@ def ask(address: str, path: str = "/metrics") -> tuple[int, str, str]:
 
 
 def test_metrics_are_served_and_nothing_else() -> None:
-    with endpoint.serving("127.0.0.1:0", lambda: endpoint.page_text(snapshot(reasons=("x",)), ())) as address:
+    with metrics_endpoint.serving(
+        "127.0.0.1:0", lambda: metrics_endpoint.page_text(snapshot(reasons=("x",)), ())
+    ) as address:
         status, kind, text = ask(address)
         assert (status, kind) == (200, "text/plain; version=0.0.4; charset=utf-8")
         assert 'paceline_gpu_utilisation_ratio{gpu="0"} 0.5\n' in text
@@ -231,7 +236,7 @@ def test_metrics_are_served_and_nothing_else() -> None:
 
 
 def test_a_head_request_is_answered_without_a_body() -> None:
-    with endpoint.serving("127.0.0.1:0", lambda: "paceline_x 1\n") as address:
+    with metrics_endpoint.serving("127.0.0.1:0", lambda: "paceline_x 1\n") as address:
         connection = http.client.HTTPConnection(address, timeout=PATIENCE_S)
         with contextlib.closing(connection):
             connection.request("HEAD", "/metrics")
@@ -247,8 +252,8 @@ def test_a_client_that_goes_away_is_no_news_and_a_defect_is(capfd: pytest.Captur
         gone.wait(PATIENCE_S)
         return "x" * 10_000_000
 
-    with endpoint.serving("127.0.0.1:0", page) as address:
-        client = socket.create_connection(endpoint.parse_address(address), timeout=PATIENCE_S)
+    with metrics_endpoint.serving("127.0.0.1:0", page) as address:
+        client = socket.create_connection(metrics_endpoint.parse_address(address), timeout=PATIENCE_S)
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close by a reset
         client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
         assert asked.wait(PATIENCE_S)
@@ -257,7 +262,7 @@ def test_a_client_that_goes_away_is_no_news_and_a_defect_is(capfd: pytest.Captur
         assert ask(address)[0] == 200
         assert wait_for(lambda: not [t for t in threading.enumerate() if "process_request" in t.name])
     assert capfd.readouterr().err == ""
-    with endpoint.serving("127.0.0.1:0", lambda: str(1 // 0)) as address:
+    with metrics_endpoint.serving("127.0.0.1:0", lambda: str(1 // 0)) as address:
         with pytest.raises(http.client.RemoteDisconnected):
             ask(address)
         assert wait_for(lambda: "ZeroDivisionError" in capfd.readouterr().err)
@@ -266,15 +271,15 @@ def test_a_client_that_goes_away_is_no_news_and_a_defect_is(capfd: pytest.Captur
 def test_an_address_that_is_taken_or_none_is_one_sentence(golden: object) -> None:
     for wrong in ("9109", "host", "a:b", "127.0.0.1:99999", "http://x:1"):
         with pytest.raises(RequestError) as caught:
-            endpoint.parse_address(wrong)
+            metrics_endpoint.parse_address(wrong)
         assert str(caught.value) == golden
         assert "HOST" in str(caught.value)
         assert "PORT" in str(caught.value)
-    assert endpoint.parse_address("[::1]:9109") == ("::1", 9109)
+    assert metrics_endpoint.parse_address("[::1]:9109") == ("::1", 9109)
     with (
-        endpoint.serving("127.0.0.1:0", str) as address,
+        metrics_endpoint.serving("127.0.0.1:0", str) as address,
         pytest.raises(RequestError) as caught,
-        endpoint.serving(address, str),
+        metrics_endpoint.serving(address, str),
     ):
         raise AssertionError("must not be served twice")
     assert str(caught.value) == golden
@@ -282,7 +287,7 @@ def test_an_address_that_is_taken_or_none_is_one_sentence(golden: object) -> Non
 
 def test_a_campaign_under_way_is_on_the_page(tmp_path: Path, make_spec: Make, make_run: Make) -> None:
     under_way(tmp_path, make_spec, make_run)
-    text = endpoint.page_text(None, campaign.read_views(tmp_path), tmp_path)
+    text = metrics_endpoint.page_text(None, campaign_file.read_views(tmp_path), tmp_path)
     assert 'paceline_campaign_runs_planned{experiment="test"} 2\n' in text
     assert 'paceline_campaign_runs_ended{experiment="test",status="oom"} 1\n' in text
     assert 'paceline_campaign_running{experiment="test"} 1\n' in text
@@ -293,20 +298,20 @@ def test_a_campaign_under_way_is_on_the_page(tmp_path: Path, make_spec: Make, ma
 def test_two_campaigns_of_one_name_stay_apart(tmp_path: Path, make_spec: Make, make_run: Make) -> None:
     for folder in ("monday", "tuesday"):
         under_way(tmp_path / folder, make_spec, make_run)
-    text = endpoint.page_text(None, campaign.read_views(tmp_path), tmp_path)
+    text = metrics_endpoint.page_text(None, campaign_file.read_views(tmp_path), tmp_path)
     assert 'paceline_campaign_runs_ended{experiment="monday/test",status="oom"} 1\n' in text
     assert 'paceline_campaign_runs_ended{experiment="tuesday/test",status="oom"} 1\n' in text
     assert text.count("paceline_run_step{") == 2
     inside = tmp_path / "monday" / "test"
-    assert 'running{experiment="test"}' in endpoint.page_text(None, campaign.read_views(inside), inside)
+    assert 'running{experiment="test"}' in metrics_endpoint.page_text(None, campaign_file.read_views(inside), inside)
 
 
 def under_way(out: Path, make_spec: Make, make_run: Make) -> None:
-    from paceline.records import Status
+    from paceline.results.records import Status
 
     first, second = make_spec("ddp"), make_spec("fsdp2")
     make_run(out, first, Status.OOM, "out of memory")
-    campaign.write_plan(out / "test", [first, second])
+    campaign_file.write_plan(out / "test", [first, second])
     store.ProgressFile(store.create(out, second), 0).mark(3, "forward")
 
 
@@ -345,8 +350,8 @@ def test_a_real_prometheus_scrapes_the_live_endpoint(
 ) -> None:
     out = tmp_path / "results"
     under_way(out, make_spec, make_run)
-    page = endpoint.page_text(snapshot(time.time()), campaign.read_views(out), out)
-    with endpoint.serving("127.0.0.1:0", lambda: page) as target, prometheus(tmp_path, target) as address:
+    page = metrics_endpoint.page_text(snapshot(time.time()), campaign_file.read_views(out), out)
+    with metrics_endpoint.serving("127.0.0.1:0", lambda: page) as target, prometheus(tmp_path, target) as address:
         (step,) = wait_for(lambda: query(address, "paceline_run_step"))
         assert step["value"][1] == "3"
         assert step["metric"]["title"] == golden

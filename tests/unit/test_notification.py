@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from paceline import notification
-from paceline.agenda import Schedule
-from paceline.cron import Cron
-from paceline.notification import Notice
+from paceline.campaign.schedule import notification
+from paceline.campaign.schedule.agenda import Schedule
+from paceline.campaign.schedule.cron import Cron
+from paceline.campaign.schedule.notification import Notice
 
 NOTICE = Notice(
     name="nightly",

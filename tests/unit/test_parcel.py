@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline import parcel
+from paceline.launchers.node import log_transport
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def texts(folder: Path) -> dict[str, bytes]:
 
 def lived(node: Path) -> list[str]:
     """The lines of a node whose rank writes twice, ends, and is sent whole."""
-    sender = parcel.Sender(node, 0)
+    sender = log_transport.Sender(node, 0)
     lines = [sender.hello({"host": "n1"})]
     words = random.Random(1)
     (node / "samples-0.jsonl").write_text("".join(f"{words.random()}\n" for _ in range(5000)))
@@ -49,7 +49,7 @@ def carried(node: Path) -> dict[str, bytes]:
 
 
 def test_everything_arrives_and_what_ranks_print_is_given_back(node: Path, home: Path, golden: object) -> None:
-    receiver = parcel.Receiver(home)
+    receiver = log_transport.Receiver(home)
     text = receiver.feed("loss is 3.2\n")
     assert text == golden
     assert "3.2" in text
@@ -64,7 +64,7 @@ def test_no_line_is_longer_than_a_container_runtime_keeps_whole(node: Path) -> N
 
 
 def test_what_came_before_a_node_vanished_stays(node: Path, home: Path, golden: object) -> None:
-    receiver = parcel.Receiver(home)
+    receiver = log_transport.Receiver(home)
     lines = [line for line in lived(node) if " whole " not in line and " end " not in line]
     for line in lines:
         receiver.feed(line)
@@ -75,7 +75,7 @@ def test_what_came_before_a_node_vanished_stays(node: Path, home: Path, golden: 
 
 
 def test_the_end_of_a_rotated_log_is_enough(node: Path, home: Path) -> None:
-    receiver = parcel.Receiver(home)
+    receiver = log_transport.Receiver(home)
     for line in lived(node):
         if " whole " in line or " end " in line:
             receiver.feed(line)
@@ -87,7 +87,7 @@ def test_the_end_of_a_rotated_log_is_enough(node: Path, home: Path) -> None:
 def test_a_log_with_holes_is_whole_or_said_to_be_cut(node: Path, home: Path, seed: int) -> None:
     lines = lived(node)
     lost = random.Random(seed).randrange(len(lines))
-    receiver = parcel.Receiver(home)
+    receiver = log_transport.Receiver(home)
     for number, line in enumerate(lines):
         if number != lost:
             receiver.feed(line)
@@ -97,10 +97,10 @@ def test_a_log_with_holes_is_whole_or_said_to_be_cut(node: Path, home: Path, see
 
 def test_a_log_read_again_from_its_beginning_changes_nothing(node: Path, home: Path) -> None:
     lines = lived(node)
-    first = parcel.Receiver(home)
+    first = log_transport.Receiver(home)
     for line in lines[: len(lines) // 2]:
         first.feed(line)
-    again = parcel.Receiver(home)
+    again = log_transport.Receiver(home)
     for line in [*lines, *lines]:
         again.feed(line)
     assert again.missing(1) is None
@@ -121,16 +121,16 @@ def test_a_log_read_again_from_its_beginning_changes_nothing(node: Path, home: P
     ],
 )
 def test_damaged_and_hostile_lines_write_nothing(home: Path, line: str) -> None:
-    receiver = parcel.Receiver(home)
+    receiver = log_transport.Receiver(home)
     receiver.feed(line)
     assert texts(home) == {}
     assert receiver.missing(1) is not None
 
 
 def test_what_the_disk_did_not_take_arrives_all_the_same(home: Path) -> None:
-    sender = parcel.Sender(None, 0)
+    sender = log_transport.Sender(None, 0)
     sender.keep("outcome-0.json", b"no room")
-    receiver = parcel.Receiver(home)
+    receiver = log_transport.Receiver(home)
     for line in [*sender.changes(), *sender.farewell(1)]:
         receiver.feed(line)
     assert texts(home) == {"outcome-0.json": b"no room"}
@@ -139,9 +139,9 @@ def test_what_the_disk_did_not_take_arrives_all_the_same(home: Path) -> None:
 
 def test_a_file_too_long_for_a_line_comes_with_the_whole(node: Path, home: Path) -> None:
     (node / "outcome-0.json").write_bytes(random.Random(2).randbytes(40_000))
-    sender = parcel.Sender(node, 0)
+    sender = log_transport.Sender(node, 0)
     assert list(sender.changes()) == []
-    receiver = parcel.Receiver(home)
+    receiver = log_transport.Receiver(home)
     for line in sender.farewell(0):
         assert len(line) < 16384
         receiver.feed(line)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paceline import places
 from paceline.errors import RequestError
+from paceline.launchers.node import placement
 
 KUBERNETES = {"JOB_COMPLETION_INDEX": "2", "PACELINE_NODES": "4", "PACELINE_MASTER": "job-0.job"}
 SLURM = {"SLURM_NODEID": "1", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "gpu[07-08]"}
@@ -24,12 +24,12 @@ SLURM = {"SLURM_NODEID": "1", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": 
     ],
 )
 def test_every_engine(environ: dict[str, str], node: int, nodes: int, master: str, engine: str) -> None:
-    assert places.here(environ) == places.Place(node=node, nodes=nodes, master=master, engine=engine)
+    assert placement.here(environ) == placement.Place(node=node, nodes=nodes, master=master, engine=engine)
 
 
 def test_a_number_beyond_the_job_is_refused(golden: object) -> None:
     with pytest.raises(RequestError) as caught:
-        places.here({**KUBERNETES, "JOB_COMPLETION_INDEX": "4"})
+        placement.here({**KUBERNETES, "JOB_COMPLETION_INDEX": "4"})
     assert str(caught.value) == golden
 
 
@@ -45,9 +45,9 @@ def test_a_number_beyond_the_job_is_refused(golden: object) -> None:
     ],
 )
 def test_first_host(nodelist: str, first: str) -> None:
-    assert places.first_host(nodelist) == first
+    assert placement.first_host(nodelist) == first
 
 
 def test_the_name_operators_use() -> None:
-    assert places.node_name({"PACELINE_NODE": "gpu-7", "SLURMD_NODENAME": "n1"}) == "gpu-7"
-    assert places.node_name({"SLURMD_NODENAME": "n1"}) == "n1"
+    assert placement.node_name({"PACELINE_NODE": "gpu-7", "SLURMD_NODENAME": "n1"}) == "gpu-7"
+    assert placement.node_name({"SLURMD_NODENAME": "n1"}) == "n1"

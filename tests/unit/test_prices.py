@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline import machine, prices
 from paceline.errors import RequestError
-from paceline.prices import ON_DEMAND, SPOT, Price
+from paceline.host import machine, prices
+from paceline.host.prices import ON_DEMAND, SPOT, Price
 
 
 def test_every_row_of_the_table_says_what_where_and_when() -> None:

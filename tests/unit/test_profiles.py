@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from paceline import doctor, machine, profiles
+from paceline.host import doctor, machine, recommended
 
 if TYPE_CHECKING:
     from conftest import FakeNvml
 
-DATA = Path(profiles.__file__).parent / "data" / "gpus.toml"
+DATA = Path(recommended.__file__).parent / "gpus.toml"
 
 
 def host(
@@ -34,11 +34,11 @@ def host(
     return root
 
 
-def fits(gpu: str, root: Path) -> dict[str, profiles.Fit]:
-    profile = profiles.of(gpu)
+def fits(gpu: str, root: Path) -> dict[str, recommended.Fit]:
+    profile = recommended.of(gpu)
     assert profile is not None
-    known = profiles.interconnect(root)
-    return {setting.variable: profiles.fit(setting, known) for setting in profile.settings}
+    known = recommended.interconnect(root)
+    return {setting.variable: recommended.fit(setting, known) for setting in profile.settings}
 
 
 def test_every_profile_names_rows_of_the_table_and_its_source() -> None:
@@ -47,12 +47,12 @@ def test_every_profile_names_rows_of_the_table_and_its_source() -> None:
         assert row["source"]
         assert row["date"]
     wanted = ("A10", "A100-SXM4-80GB", "H100 80GB HBM3", "NVIDIA H200")
-    assert [profiles.of(name).name for name in wanted] == ["A10", "A100", "H100", "H200"]  # type: ignore[union-attr]
+    assert [recommended.of(name).name for name in wanted] == ["A10", "A100", "H100", "H200"]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("name", ["A10G", "A30", "B200", "Z9000"])
 def test_no_gpu_gets_the_profile_of_a_relative(name: str) -> None:
-    assert profiles.of(name) is None
+    assert recommended.of(name) is None
 
 
 def test_an_a10_vm_is_as_its_profile_says(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_bare_metal_h200_with_everything(tmp_path: Path) -> None:
 
 
 def test_a_variable_that_nccl_does_not_know_is_never_recommended(golden: object) -> None:
-    profile = profiles.of("H100 PCIe")
+    profile = recommended.of("H100 PCIe")
     assert profile is not None
     assert "NCCL_NVLINK_ENABLE" in {setting.variable for setting in profile.settings}
     assert "NCCL_" not in str(profile), "settings are for `doctor`, which knows the host"
@@ -126,7 +126,7 @@ def test_a_variable_that_nccl_does_not_know_is_never_recommended(golden: object)
     ],
 )
 def test_interfaces_are_matched_as_nccl_does(value: str, expected: list[str]) -> None:
-    assert profiles.matching(value, ["docker0", "eth0", "eth1", "ib0"]) == expected
+    assert recommended.matching(value, ["docker0", "eth0", "eth1", "ib0"]) == expected
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_interfaces_are_matched_as_nccl_does(value: str, expected: list[str]) ->
     ],
 )
 def test_variables_that_name_no_interface_are_found(environ: dict[str, str], expected: dict[str, str]) -> None:
-    assert profiles.unmatched(environ, ["eth0", "lo"]) == expected
+    assert recommended.unmatched(environ, ["eth0", "lo"]) == expected
 
 
 def test_doctor_calls_a_wrong_interface_bad_and_advice_never(

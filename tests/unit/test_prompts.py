@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from paceline.errors import RequestError
-from paceline.prompts import SYNTHETIC_COUNT, Prompt, check, form_of, open_prompts
-from paceline.spec import Choice
+from paceline.experiment.choices import Choice
+from paceline.serving.prompts import SYNTHETIC_COUNT, Prompt, check, form_of, open_prompts
 
 
 def prompts(data: str, count: int | None = None, **more: Any) -> list[Prompt]:

@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 import served_records
 
-from paceline import cli, replay, store
+from paceline import cli
+from paceline.campaign.run import replay
 from paceline.errors import RequestError
-from paceline.records import RunRecord, Status
-from paceline.spec import Choice, RunSpec
+from paceline.experiment.choices import Choice
+from paceline.experiment.spec import RunSpec
+from paceline.results import store
+from paceline.results.records import RunRecord, Status
 
 MakeSpec = Callable[..., RunSpec]
 MakeRun = Callable[..., Path]

@@ -11,19 +11,23 @@ from typing import Any
 
 import pytest
 
-from paceline import attempts, plugins, recipe, restarts, run, store
-from paceline.campaign import CampaignView, read_view, write_plan
-from paceline.ending import judge
+from paceline import contract
+from paceline.campaign.run import controller, restarts
+from paceline.campaign.run.controller import reference_of
+from paceline.campaign.run.ending import judge
+from paceline.campaign.run.supervision import End
+from paceline.contract import Job, JobState
 from paceline.errors import LaunchError, RequestError
+from paceline.experiment import recipe
+from paceline.experiment.choices import Choice
+from paceline.experiment.serving import Serving
+from paceline.experiment.spec import RunSpec
 from paceline.launchers._start import job_name
-from paceline.plugins import Job, JobState
-from paceline.present.record import record_lines
-from paceline.records import Status
-from paceline.run import reference_of
-from paceline.serving import Serving
-from paceline.spec import Choice, RunSpec
-from paceline.store import Progress
-from paceline.supervision import End
+from paceline.report.tables.one_run import record_lines
+from paceline.results import attempts, store
+from paceline.results.campaign_file import CampaignView, read_view, write_plan
+from paceline.results.records import Status
+from paceline.results.store import Progress
 
 Make = Callable[..., Any]
 Leave = Callable[[Path], JobState]
@@ -86,12 +90,14 @@ def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def execute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
-    load = plugins.load
+    load = contract.load
 
     def call(spec: RunSpec, launcher: Any) -> tuple[Any, Path, Watcher]:
         watcher = Watcher()
-        monkeypatch.setattr(run, "load", lambda kind, name: launcher if kind == "launchers" else load(kind, name))
-        found = run.execute(spec, tmp_path, watcher, None)
+        monkeypatch.setattr(
+            controller, "load", lambda kind, name: launcher if kind == "launchers" else load(kind, name)
+        )
+        found = controller.execute(spec, tmp_path, watcher, None)
         return found, tmp_path / spec.experiment / spec.run_id, watcher
 
     return call
@@ -212,7 +218,7 @@ def test_a_run_that_is_killed_always_fails_after_as_many_restarts_as_asked(
 def test_what_would_come_again_is_not_tried_again(
     spec: RunSpec, execute: Make, leave: Make, monkeypatch: pytest.MonkeyPatch, status: Status, error: str
 ) -> None:
-    monkeypatch.setattr(run, "advise", lambda *_: None)
+    monkeypatch.setattr(controller, "advise", lambda *_: None)
     launcher = Scripted(leave(status, error))
     assert execute(spec, launcher)[0] == (status, error)
     assert launcher.submitted == 1
@@ -420,7 +426,7 @@ def die(run_dir: Path) -> JobState:
 @pytest.fixture
 def checkpointed(make_spec: Make, monkeypatch: pytest.MonkeyPatch) -> RunSpec:
     """A run that writes checkpoints; its verdict is not what is tested."""
-    monkeypatch.setattr(run, "verdict", lambda record, reference: (Status.OK, None))
+    monkeypatch.setattr(controller, "verdict", lambda record, reference: (Status.OK, None))
     found: RunSpec = replace(make_spec("ddp", 1, steps=6), max_restarts=1, checkpoint_every=2)
     return found
 
@@ -602,10 +608,10 @@ def test_an_engine_without_exit_codes_is_quoted_without_one(
 def test_checkpoints_of_what_has_no_trajectory_are_refused(make_spec: Make, workload: str, golden: object) -> None:
     spec = make_spec("ddp" if workload == "memory" else None, 2, workload=workload, checkpoint_every=5)
     with pytest.raises(RequestError) as caught:
-        run.unsupported(spec)
+        controller.unsupported(spec)
     assert str(caught.value) == golden
     assert f"{workload}" in str(caught.value)
-    assert run.unsupported(make_spec("ddp", 2, checkpoint_every=5)) is None
+    assert controller.unsupported(make_spec("ddp", 2, checkpoint_every=5)) is None
 
 
 def test_a_reference_writes_no_checkpoints_but_may_be_restarted(make_spec: Make) -> None:

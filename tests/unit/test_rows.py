@@ -8,12 +8,21 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from paceline.corpus import DOCUMENTS, Partition, Plain, TokenFile, check_data, is_packed, open_corpus, open_rows
 from paceline.errors import RequestError
-from paceline.instructions import BLOCK_ROWS, Instructions, Lengths, open_instructions
-from paceline.measure import add_digests
-from paceline.rows import IGNORED_LABEL, Amounts, Document, lay_out, pack, whole
-from paceline.spec import Choice
+from paceline.experiment.choices import Choice
+from paceline.training.data.corpus import (
+    DOCUMENTS,
+    Partition,
+    Plain,
+    TokenFile,
+    check_data,
+    is_packed,
+    open_corpus,
+    open_rows,
+)
+from paceline.training.data.packing import IGNORED_LABEL, Amounts, Document, lay_out, pack, whole
+from paceline.training.data.synthetic_instructions import BLOCK_ROWS, Instructions, Lengths, open_instructions
+from paceline.training.instruments import add_digests
 
 _ = IGNORED_LABEL
 PARTITIONS = [(1, 1, 8), (1, 8, 1), (1, 4, 2), (2, 1, 4), (2, 4, 1), (4, 1, 2), (8, 1, 1)]

@@ -13,21 +13,24 @@ from typing import Any
 
 import pytest
 
-from paceline import plugins, run, store, supervision
-from paceline.ending import judge
+from paceline import contract
+from paceline.campaign.run import controller, supervision
+from paceline.campaign.run.controller import reference_of, references_of
+from paceline.campaign.run.ending import judge
+from paceline.campaign.run.supervision import End, name_stalled
+from paceline.contract import Job, JobState
 from paceline.errors import LaunchError, RequestError
-from paceline.plugins import Job, JobState
-from paceline.records import MemorySample, Status
-from paceline.run import reference_of, references_of
-from paceline.spec import Choice, RunSpec
-from paceline.store import Progress
-from paceline.supervision import End, name_stalled
+from paceline.experiment.choices import Choice
+from paceline.experiment.spec import RunSpec
+from paceline.results import store
+from paceline.results.records import MemorySample, Status
+from paceline.results.store import Progress
 
 Make = Callable[..., Any]
 ENDED, FAILED = End(JobState(running=False, exit_code=0)), End(JobState(running=False, exit_code=1))
 
 DEATHS = """torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
-paceline.worker FAILED
+paceline.workloads.worker FAILED
 Failures:
 [1]:
   time      : 2026-11-15_19:51:45
@@ -223,7 +226,7 @@ def test_one_reference_serves_all_runs_of_one_work(make_spec: Make) -> None:
         assert reference.strategy is None
         assert (reference.workload.name, reference.repeat) == ("reference", 0)
         assert not reference.training.compile
-        assert run.unsupported(reference) is None
+        assert controller.unsupported(reference) is None
 
 
 def test_a_reference_is_named_by_the_work_not_by_whoever_asks(make_spec: Make) -> None:
@@ -315,8 +318,8 @@ class Watcher:
 def launcher(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Path], None]], Instant]:
     def use(leave: Callable[[Path], None]) -> Instant:
         instant = Instant(leave)
-        load = plugins.load
-        monkeypatch.setattr(run, "load", lambda kind, name: instant if kind == "launchers" else load(kind, name))
+        load = contract.load
+        monkeypatch.setattr(controller, "load", lambda kind, name: instant if kind == "launchers" else load(kind, name))
         return instant
 
     return use
@@ -332,11 +335,11 @@ def test_sealed_runs_are_skipped_and_retried_when_asked(
     make_run(tmp_path, spec, status, "why")
     instant = launcher(lambda run_dir: store.write_outcome(run_dir, make_outcome(0, Status.OOM, "again")))
     watcher = Watcher()
-    assert run.campaign([spec], tmp_path, watcher) == [Status.OK, status]
+    assert controller.campaign([spec], tmp_path, watcher) == [Status.OK, status]
     assert watcher.known == [True, True]
     assert instant.submitted == 0
     retried = status is not Status.OK
-    assert run.campaign([spec], tmp_path, watcher, retry=True) == [Status.OK, Status.OOM if retried else status]
+    assert controller.campaign([spec], tmp_path, watcher, retry=True) == [Status.OK, Status.OOM if retried else status]
     assert instant.submitted == int(retried)
 
 
@@ -347,9 +350,9 @@ def test_an_unsealed_or_damaged_run_is_run_again(
     make_run(tmp_path, reference_of(spec), Status.OK)
     run_dir = make_run(tmp_path, spec, None)
     instant = launcher(lambda path: store.write_outcome(path, make_outcome(0, Status.FAILED, "x")))
-    run.campaign([spec], tmp_path, Watcher())
+    controller.campaign([spec], tmp_path, Watcher())
     (run_dir / "status.json").write_text("{")
-    run.campaign([spec], tmp_path, Watcher())
+    controller.campaign([spec], tmp_path, Watcher())
     assert instant.submitted == 2
     assert instant.cancelled == 2
     assert sorted(path.name for path in (run_dir / "attempts").iterdir()) == ["1", "2"]
@@ -359,7 +362,7 @@ def test_what_is_unsupported_is_sealed_without_a_launch(
     tmp_path: Path, make_spec: Make, launcher: Make, golden: object
 ) -> None:
     instant = launcher(lambda path: None)
-    assert run.campaign([make_spec("single", 2)], tmp_path, Watcher()) == [Status.UNSUPPORTED]
+    assert controller.campaign([make_spec("single", 2)], tmp_path, Watcher()) == [Status.UNSUPPORTED]
     assert instant.submitted == 0
     (record,) = store.read_runs(tmp_path)[0]
     assert record.error == golden
@@ -382,8 +385,8 @@ class Closed(Instant):
 @pytest.fixture
 def closed(monkeypatch: pytest.MonkeyPatch, make_outcome: Make) -> Closed:
     found = Closed(lambda run_dir: store.write_outcome(run_dir, make_outcome(0, Status.OOM, "full")))
-    load = plugins.load
-    monkeypatch.setattr(run, "load", lambda kind, name: found if kind == "launchers" else load(kind, name))
+    load = contract.load
+    monkeypatch.setattr(controller, "load", lambda kind, name: found if kind == "launchers" else load(kind, name))
     return found
 
 
@@ -392,11 +395,11 @@ def test_an_engine_that_takes_nothing_is_one_sentence_and_leaves_no_trace(
 ) -> None:
     specs = [replace(make_spec("ddp", 2), launcher=Choice("slurm", {"partition": name})) for name in "ab"]
     with pytest.raises(RequestError) as caught:
-        run.campaign(specs, tmp_path / "out", Watcher())
+        controller.campaign(specs, tmp_path / "out", Watcher())
     assert str(caught.value) == golden
     assert not (tmp_path / "out").exists()
     closed.open, closed.asked = True, []
-    run.campaign(specs, tmp_path / "out", Watcher())
+    controller.campaign(specs, tmp_path / "out", Watcher())
     assert [{str(spec.launcher) for spec in group} for group in closed.asked] == [
         {"slurm:partition=a"},
         {"slurm:partition=b"},
@@ -409,9 +412,9 @@ def test_an_engine_that_is_slow_to_answer_is_told_of(
 ) -> None:
     told: queue.Queue[str] = queue.Queue()
     heard: list[str] = []
-    monkeypatch.setattr(run, "SLOW_S", 0.01)
+    monkeypatch.setattr(controller, "SLOW_S", 0.01)
     monkeypatch.setattr(closed, "preflight", lambda specs: heard.append(told.get(timeout=60)))
-    run.campaign([replace(make_spec("ddp", 1), launcher=Choice("slurm"))], tmp_path, Watcher(), tell=told.put)
+    controller.campaign([replace(make_spec("ddp", 1), launcher=Choice("slurm"))], tmp_path, Watcher(), tell=told.put)
     assert heard == golden
 
 
@@ -424,13 +427,13 @@ def test_half_a_campaign_loses_nothing_when_its_engine_is_away(
     make_run(tmp_path, left, None)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(RequestError) as caught:
-        run.campaign([done, left], tmp_path, Watcher())
+        controller.campaign([done, left], tmp_path, Watcher())
     assert str(caught.value) == golden
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     assert closed.asked == [[left]], "what is sealed needs no engine"
-    assert run.campaign([done], tmp_path, Watcher()) == [Status.OK, Status.OOM]
+    assert controller.campaign([done], tmp_path, Watcher()) == [Status.OK, Status.OOM]
     closed.open = True
-    assert run.campaign([done, left], tmp_path, Watcher()) == [Status.OK, Status.OOM, Status.OOM]
+    assert controller.campaign([done, left], tmp_path, Watcher()) == [Status.OK, Status.OOM, Status.OOM]
 
 
 def test_a_job_of_a_dead_controller_is_collected_though_its_engine_takes_no_new_one(
@@ -442,7 +445,7 @@ def test_a_job_of_a_dead_controller_is_collected_though_its_engine_takes_no_new_
     run_dir = make_run(tmp_path, spec, None)
     store.write_json(run_dir / "job.json", {"handle": None})
     with pytest.raises(RequestError) as caught:
-        run.campaign([spec], tmp_path, Watcher())
+        controller.campaign([spec], tmp_path, Watcher())
     assert str(caught.value) == golden
 
     def adopt(job: Job, handle: object) -> Mapping[str, Any]:
@@ -451,10 +454,10 @@ def test_a_job_of_a_dead_controller_is_collected_though_its_engine_takes_no_new_
 
     monkeypatch.setattr(closed, "adopt", adopt, raising=False)
     closed.asked = []
-    assert run.campaign([spec], tmp_path, Watcher()) == [Status.OK, Status.OOM]
+    assert controller.campaign([spec], tmp_path, Watcher()) == [Status.OK, Status.OOM]
     assert (closed.asked, closed.submitted) == ([], 0)
     with pytest.raises(RequestError) as caught:
-        run.campaign([spec], tmp_path, Watcher(), retry=True)
+        controller.campaign([spec], tmp_path, Watcher(), retry=True)
     assert str(caught.value) == golden
 
 
@@ -463,13 +466,13 @@ def test_a_folder_in_use_is_told_before_any_engine_is_asked(
 ) -> None:
     spec = make_spec("ddp", 1)
     with store.exclusive(tmp_path / spec.experiment), pytest.raises(RequestError) as caught:
-        run.campaign([spec], tmp_path, Watcher())
+        controller.campaign([spec], tmp_path, Watcher())
     assert str(caught.value) == golden
     assert closed.asked == []
 
 
 def test_what_is_unsupported_asks_no_engine(tmp_path: Path, make_spec: Make, closed: Closed) -> None:
-    assert run.campaign([make_spec("single", 2)], tmp_path, Watcher()) == [Status.UNSUPPORTED]
+    assert controller.campaign([make_spec("single", 2)], tmp_path, Watcher()) == [Status.UNSUPPORTED]
     assert closed.asked == []
 
 
@@ -481,7 +484,7 @@ def test_an_engine_that_fails_later_still_gives_records(
 
     closed.open = True
     monkeypatch.setattr(closed, "submit", gone)
-    assert run.campaign([make_spec("ddp", 1)], tmp_path, Watcher()) == [Status.FAILED, Status.FAILED]
+    assert controller.campaign([make_spec("ddp", 1)], tmp_path, Watcher()) == [Status.FAILED, Status.FAILED]
     assert {record.error for record in store.read_runs(tmp_path)[0]} == {"slurmctld cannot be reached"}
 
 
@@ -502,7 +505,7 @@ def test_a_run_without_a_reference_is_invalid(
         store.write_outcome(run_dir, make_outcome(0, evidence=make_evidence()))
 
     launcher(leave)
-    status, error = run.execute(spec, tmp_path, Watcher(), None)
+    status, error = controller.execute(spec, tmp_path, Watcher(), None)
     assert status is Status.INVALID
     assert error is not None
     assert error == golden
@@ -517,7 +520,7 @@ def test_an_interrupt_ends_the_job_and_leaves_no_seal(tmp_path: Path, make_spec:
 
     instant.poll = interrupt  # type: ignore[method-assign, assignment]
     with pytest.raises(KeyboardInterrupt):
-        run.campaign([spec], tmp_path, Watcher())
+        controller.campaign([spec], tmp_path, Watcher())
     assert instant.cancelled == 1
     assert not [path for path in store.run_dirs(tmp_path) if store.is_sealed(path)]
 
@@ -530,16 +533,16 @@ def test_sigterm_takes_the_way_of_ctrl_c() -> None:
 
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt):
-        run.interruptible(work)
+        controller.interruptible(work)
     assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_folder_without_runs_is_the_users_mistake(tmp_path: Path, golden: object) -> None:
     with pytest.raises(RequestError) as caught:
-        run.read_experiment(tmp_path)
+        controller.read_experiment(tmp_path)
     assert str(caught.value) == golden
     with pytest.raises(RequestError) as caught:
-        run.read_experiment(tmp_path / "absent")
+        controller.read_experiment(tmp_path / "absent")
     assert str(caught.value) == golden
 
 
@@ -562,14 +565,14 @@ def test_a_search_goes_on_by_its_records_and_resumes_without_repeating(
         (run_dir / "samples-0.jsonl").write_text(store.sample_line(sample))
 
     instant = launcher(leave)
-    statuses = run.campaign([asked], tmp_path, Watcher())
+    statuses = controller.campaign([asked], tmp_path, Watcher())
     tried = {r.spec.training.micro_batch: r.status for r in store.read_runs(tmp_path)[0]}
     assert tried == {1: "ok", 2: "ok", 4: "ok", 8: "oom", 6: "oom", 5: "ok"}
     assert len(statuses) == instant.submitted == 6
-    assert run.campaign([asked], tmp_path, Watcher(), retry=True) == statuses
+    assert controller.campaign([asked], tmp_path, Watcher(), retry=True) == statuses
     assert instant.submitted == 6
 
 
 def test_only_searching_workloads_lead_on(make_spec: Make) -> None:
-    assert not run.leads_on(make_spec("ddp", 1))
-    assert run.leads_on(replace(make_spec("ddp", 1), workload=Choice("frontier")))
+    assert not controller.leads_on(make_spec("ddp", 1))
+    assert controller.leads_on(replace(make_spec("ddp", 1), workload=Choice("frontier")))

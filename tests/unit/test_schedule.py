@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 
-from paceline import agenda, schedule
-from paceline.cron import Cron
+from paceline.campaign import scheduled_run
+from paceline.campaign.schedule import agenda
+from paceline.campaign.schedule import tables as present
+from paceline.campaign.schedule.cron import Cron
 from paceline.errors import RequestError
-from paceline.present import agenda as present
 
 STAND_IN = """
 import json, os, pathlib, sys, time
@@ -66,7 +67,7 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
     program, answers = tmp_path / "stand_in.py", tmp_path / "stand_in.json"
     program.write_text(STAND_IN)
     monkeypatch.setenv("STAND_IN", str(answers))
-    monkeypatch.setattr(schedule, "_paceline", lambda *arguments: [sys.executable, str(program), *arguments])
+    monkeypatch.setattr(scheduled_run, "_paceline", lambda *arguments: [sys.executable, str(program), *arguments])
 
     def tell(**behaviour: Any) -> None:
         answers.write_text(json.dumps(behaviour))
@@ -85,7 +86,7 @@ def out(tmp_path: Path) -> Path:
 def run(out: Path, within_s: float | None = None) -> tuple[int, list[str]]:
     said: list[str] = []
     within = None if within_s is None else timedelta(seconds=within_s)
-    return schedule.run(out, "nightly", within, said.append), said
+    return scheduled_run.run(out, "nightly", within, said.append), said
 
 
 def last(out: Path) -> agenda.Occasion:
@@ -242,7 +243,7 @@ def test_a_folder_that_cannot_be_written_is_a_failure_with_a_sentence(
     real = Path.open
 
     def full(self: Path, *arguments: Any, **more: Any) -> Any:
-        if self.name == schedule.LOG:
+        if self.name == scheduled_run.LOG:
             raise OSError(28, os.strerror(28))
         return real(self, *arguments, **more)
 
@@ -282,15 +283,15 @@ def test_a_refused_timer_leaves_everything_as_it_was(
     source = tmp_path / "new.yaml"
     source.write_text("name: new\n")
     with pytest.raises(RequestError) as caught:
-        schedule.add(tmp_path, schedule_of(), source, None, replace=False)
+        scheduled_run.add(tmp_path, schedule_of(), source, None, replace=False)
     assert str(caught.value) == golden
     assert agenda.names(tmp_path) == []
     agenda.write(tmp_path, schedule_of())
     with pytest.raises(RequestError) as caught:
-        schedule.add(tmp_path, schedule_of(), source, None, replace=False)
+        scheduled_run.add(tmp_path, schedule_of(), source, None, replace=False)
     assert str(caught.value) == golden
     with pytest.raises(RequestError) as caught:
-        schedule.add(tmp_path, schedule_of(backend="crontab", source="other"), source, None, replace=True)
+        scheduled_run.add(tmp_path, schedule_of(backend="crontab", source="other"), source, None, replace=True)
     assert str(caught.value) == golden
     assert agenda.read(tmp_path, "nightly").source == "quick"
     assert not (agenda.folder_of(tmp_path, "nightly") / agenda.EXPERIMENT).exists()
@@ -321,15 +322,15 @@ def test_the_reason_of_a_run_is_told_whole_though_the_log_broke_its_line(tmp_pat
     runs = [{"status": "ok", "reason": None}, {"status": "invalid", "reason": "client: read up to 5.5 ms late"}]
     report.with_suffix(".json").write_text(json.dumps({"runs": runs}))
     words = "invalid (1 of 2 runs): client: read up to 5.5 ms late"
-    assert schedule._what_went_wrong(log, report) == words
+    assert scheduled_run._what_went_wrong(log, report) == words
     lost = {"fails": True, "verdict": "INVALID(client)", "reasons": ["client: read up to 5.5 ms late"]}
     told = {"runs": runs[:1], "served": [{"fails": False, "verdict": "VALID", "reasons": []}, lost]}
     report.with_suffix(".json").write_text(json.dumps(told))
-    text = schedule._what_went_wrong(log, report)
+    text = scheduled_run._what_went_wrong(log, report)
     assert text == golden
     assert "INVALID" in text
     assert "5.5" in text
     report.with_suffix(".json").write_text("{")
-    assert str(schedule._what_went_wrong(log, report)).startswith("≠ 2/2 inference invalid")
+    assert str(scheduled_run._what_went_wrong(log, report)).startswith("≠ 2/2 inference invalid")
     log.write_text("paceline: model: 'x' was given\n")
-    assert schedule._what_went_wrong(log, report) == "model: 'x' was given"
+    assert scheduled_run._what_went_wrong(log, report) == "model: 'x' was given"

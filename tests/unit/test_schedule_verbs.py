@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from paceline import agenda
+from paceline.campaign.schedule import agenda
 from paceline.cli import main
 
 DAILY = ["--cron", "0 19 * * *", "--timezone", "Asia/Seoul"]

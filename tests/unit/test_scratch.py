@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline import scratch
-from paceline.scratch import PREFIX, own_folder, sweep
+from paceline.host import scratch
+from paceline.host.scratch import PREFIX, own_folder, sweep
 
 KILLED = """
 import os, sys

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import seed_numbers as seed
 
-from paceline import store
 from paceline.analysis.report import build
-from paceline.claims import import_table
+from paceline.results import store
+from paceline.results.claims import import_table
 
 PAGE = Path(__file__).parents[2] / "docs" / "seed-qlora.md"
 MARKED = re.compile(r"<!-- generated: (\w+) -->\n(.*?)<!-- end -->", re.DOTALL)

@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from paceline import models, store
+from paceline.analysis.findings import Report
 from paceline.analysis.report import build
-from paceline.claims import import_table
-from paceline.exporters import markdown
-from paceline.findings import Report
-from paceline.present import claims as shown
-from paceline.present import terminal
-from paceline.spec import Choice
+from paceline.experiment.choices import Choice
+from paceline.models import arithmetic
+from paceline.report import terminal
+from paceline.report.exporters import markdown
+from paceline.report.tables import claims as shown
+from paceline.results import store
+from paceline.results.claims import import_table
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE, TABLE = DOCS / "seed-table.md", DOCS / "seed-table" / "table.csv"
@@ -76,7 +77,7 @@ def test_bytes_explain_the_whole_table(report: Report) -> None:
 
 def test_what_the_rows_send_is_what_the_formulas_say(report: Report) -> None:
     """The columns that are not published: the model as run, and method.md's bytes per parameter of each row."""
-    count = models.parameters(models.load(Choice("tinygpt-as-run")))
+    count = arithmetic.parameters(arithmetic.load(Choice("tinygpt-as-run")))
     factors = {"ddp": 2 * 4, "fsdp": 2 * 4 + 4, "zero:stage=2": 2 * 2 + 2 / 4, "zero:stage=3": 2 * 2 + 2}
     (found,) = report.claimed_transfers
     for row in found.rows:
@@ -91,7 +92,7 @@ def test_what_the_rows_send_is_what_the_formulas_say(report: Report) -> None:
     for row in found.rows:
         if (known := ours.get(str(row.axes["strategy"]))) and isinstance(n := row.axes["world_size"], int):
             choice, accumulation, size = known
-            sent = models.wire_bytes(choice, count, n, accumulation, size, size)
+            sent = arithmetic.wire_bytes(choice, count, n, accumulation, size, size)
             assert sent == pytest.approx(row.sent_bytes * accumulation)
 
 

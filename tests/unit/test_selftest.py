@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from paceline import selftest
-from paceline.loadgen.orders import Handled, Shift
-from paceline.mock_replica import Law
+from paceline.serving import selftest
+from paceline.serving.client.orders import Handled, Shift
+from paceline.serving.mock.server import Law
 
 MS = 1_000_000
 LAW = Law(ttft_s=0.1, itl_s=0.02, tokens=5, mode="clock")

@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 from served_records import CLIENT, S, record, replica, request, stage
 
-from paceline import cli, store
-from paceline.analysis import served_run
-from paceline.present.record import record_lines
-from paceline.present.served_run import lines
-from paceline.records import RunRecord, Status
+from paceline import cli
+from paceline.analysis.served import run
+from paceline.report.tables.one_run import record_lines
+from paceline.report.tables.one_served_run import lines
+from paceline.results import store
+from paceline.results.records import RunRecord, Status
 
 
 def shown(found: RunRecord) -> list[str]:
-    return list(lines(served_run.loads(found), served_run.replicas(found)))
+    return list(lines(run.loads(found), run.replicas(found)))
 
 
 def test_what_failed_is_told_by_class_with_one_detail(golden: object) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from paceline.errors import RequestError
-from paceline.spec import Choice, Precision, RunSpec, Topology, Training, WarmUp
+from paceline.experiment.choices import Choice
+from paceline.experiment.spec import Precision, RunSpec, Topology, Training, WarmUp
 
 Make = Callable[..., RunSpec]
 

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
-from paceline import agenda, campaign, status_page
-from paceline.cron import Cron
-from paceline.spec import RunSpec
+from paceline.campaign.live import status_page
+from paceline.campaign.schedule import agenda
+from paceline.campaign.schedule.cron import Cron
+from paceline.experiment.spec import RunSpec
+from paceline.results import campaign_file
 
 EVIL = "<script>alert(1)</script>"
 
@@ -36,7 +38,7 @@ def out(tmp_path: Path, make_spec: Callable[..., RunSpec], make_run: Callable[..
     """One ended experiment, one schedule with a run that went wrong and two or three times missed."""
     spec = make_spec()
     make_run(tmp_path, spec)
-    campaign.write_plan(tmp_path / spec.experiment, [spec])
+    campaign_file.write_plan(tmp_path / spec.experiment, [spec])
     (tmp_path / spec.experiment / "report.html").write_text("<p>")
     agenda.write(tmp_path, schedule_of())
     first, *_ = schedule_of().cron.between(datetime.now(UTC) - timedelta(days=4), datetime.now(UTC))
@@ -107,7 +109,7 @@ def test_it_asks_again_by_itself_only_while_something_runs(
     status_page.Page(out).write()
     assert 'http-equiv="refresh"' not in (out / "status.html").read_text()
     spec = make_spec()
-    campaign.write_plan(out / spec.experiment, [spec, make_spec(repeat=1)])
+    campaign_file.write_plan(out / spec.experiment, [spec, make_spec(repeat=1)])
     status_page.Page(out).write()
     text = (out / "status.html").read_text()
     assert 'http-equiv="refresh"' in text

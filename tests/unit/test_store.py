@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
-from paceline import redaction, store
 from paceline.errors import RequestError, StoreError
-from paceline.records import SAMPLE_TYPES, MemorySample, Sample, Status, TraceSample, WireSample
-from paceline.samples import read_samples
-from paceline.spec import Choice, RunSpec
+from paceline.experiment.choices import Choice
+from paceline.experiment.spec import RunSpec
+from paceline.host import redaction
+from paceline.results import store
+from paceline.results.records import SAMPLE_TYPES, MemorySample, Sample, Status, TraceSample, WireSample
+from paceline.results.sample_lines import read_samples
 
 Make = Callable[..., Any]
 
@@ -69,7 +71,7 @@ def test_a_writer_that_is_killed_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     store.write_json(path, {"a": 1})
     code = (
-        "import os, sys, pathlib; from paceline import store\n"
+        "import os, sys, pathlib; from paceline.results import store\n"
         "pathlib.Path.replace = lambda *_: os._exit(9)\n"
         f"store.write_json(pathlib.Path({str(path)!r}), {{'a': 2}})"
     )
@@ -337,7 +339,7 @@ def test_a_look_at_the_lock_makes_nothing_and_holds_nothing(tmp_path: Path, gold
 
 def test_only_one_controller_writes(tmp_path: Path) -> None:
     code = (
-        "import sys, pathlib; from paceline import store, errors\n"
+        "import sys, pathlib; from paceline import errors; from paceline.results import store\n"
         "try:\n"
         f"    with store.exclusive(pathlib.Path({str(tmp_path)!r})): print('mine')\n"
         "except errors.RequestError as error: print(error)"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from paceline import telemetry
+from paceline.host import gauges as telemetry
 
 if TYPE_CHECKING:
     from conftest import FakeNvml

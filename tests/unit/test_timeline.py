@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from paceline.measure import HostClock
-from paceline.timeline import Profile, Span, class_of, covered_s, divided_s
+from paceline.training.instruments import HostClock
+from paceline.training.step_profile import Profile, Span, class_of, covered_s, divided_s
 
 
 @pytest.mark.parametrize(

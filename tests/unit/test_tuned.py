@@ -13,14 +13,15 @@ torch = pytest.importorskip("torch")
 for package in ("transformers", "peft", "bitsandbytes"):
     pytest.importorskip(package)
 
-from paceline import tuned  # noqa: E402
-from paceline.adapters import adapter_parameters  # noqa: E402
-from paceline.decoder import IGNORED_LABEL  # noqa: E402
 from paceline.errors import MissingPackageError, UnsupportedError  # noqa: E402
-from paceline.measure import digest_parameters  # noqa: E402
-from paceline.models import load  # noqa: E402
-from paceline.spec import Choice, Precision, RunSpec, Topology, Training, Tuning  # noqa: E402
-from paceline.strategies._torch import whole_weights  # noqa: E402
+from paceline.experiment.choices import Choice  # noqa: E402
+from paceline.experiment.spec import Precision, RunSpec, Topology, Training, Tuning  # noqa: E402
+from paceline.models.adapters import adapter_parameters  # noqa: E402
+from paceline.models.arithmetic import load  # noqa: E402
+from paceline.training import finetuned  # noqa: E402
+from paceline.training.data.packing import IGNORED_LABEL  # noqa: E402
+from paceline.training.instruments import digest_parameters  # noqa: E402
+from paceline.training.strategies._torch import whole_weights  # noqa: E402
 
 LENGTH, VOCAB = 12, 256
 
@@ -88,7 +89,7 @@ def dequantised(module: Any) -> Any:
 
 
 def test_4bit_training_equals_the_dequantised_model() -> None:
-    packed_bits, plain = tuned.build(spec(), "cpu"), dequantised(tuned.build(spec(), "cpu"))
+    packed_bits, plain = finetuned.build(spec(), "cpu"), dequantised(finetuned.build(spec(), "cpu"))
     teach(packed_bits), teach(plain)
     loss, gradients = loss_and_gradients(packed_bits)
     wanted, expected = loss_and_gradients(plain)
@@ -100,7 +101,7 @@ def test_4bit_training_equals_the_dequantised_model() -> None:
 
 def test_4bit_weights_are_not_the_16_bit_ones() -> None:
     """Quantisation costs something: a module that skipped it would pass every parity test."""
-    exact, coarse = tuned.build(spec("lora"), "cpu"), tuned.build(spec("qlora"), "cpu")
+    exact, coarse = finetuned.build(spec("lora"), "cpu"), finetuned.build(spec("qlora"), "cpu")
     assert loss_and_gradients(exact)[0] != pytest.approx(loss_and_gradients(coarse)[0], rel=1e-6)
     products = [p for n, p in coarse.named_parameters() if n.endswith("q_proj.base_layer.weight")]
     assert products[0].dtype == torch.uint8
@@ -109,12 +110,12 @@ def test_4bit_weights_are_not_the_16_bit_ones() -> None:
 
 def test_codes_held_as_floats_are_the_same_bits() -> None:
     """FSDP2 of torch 2.11 refuses a parameter of whole numbers, even one that does not learn."""
-    module, plain = tuned.build(spec(), "cpu"), tuned.build(spec(), "cpu")
+    module, plain = finetuned.build(spec(), "cpu"), finetuned.build(spec(), "cpu")
     names = module.hold_codes_as_floats()
     weights, wanted = dict(module.named_parameters()), dict(plain.named_parameters())
     assert all(weight.is_floating_point() for weight in weights.values())
     assert names == {name for name, weight in wanted.items() if not weight.is_floating_point()}
-    assert all(torch.equal(tuned.codes_of(weights[name]), wanted[name]) for name in names)
+    assert all(torch.equal(finetuned.codes_of(weights[name]), wanted[name]) for name in names)
     teach(module), teach(plain)
     loss, gradients = loss_and_gradients(module)
     expected_loss, expected = loss_and_gradients(plain)
@@ -123,7 +124,7 @@ def test_codes_held_as_floats_are_the_same_bits() -> None:
 
 
 def test_loss_is_the_mean_over_learned_labels() -> None:
-    module = tuned.build(spec(), "cpu")
+    module = finetuned.build(spec(), "cpu")
     inputs, labels = rows()
     with torch.no_grad():
         logits = module.model(input_ids=inputs[:, 0], position_ids=inputs[:, 1]).logits.double()
@@ -134,7 +135,7 @@ def test_loss_is_the_mean_over_learned_labels() -> None:
 
 
 def test_documents_of_a_packed_row_do_not_see_each_other() -> None:
-    module = tuned.build(spec("lora", data="instructions:packed=true"), "cpu")
+    module = finetuned.build(spec("lora", data="instructions:packed=true"), "cpu")
     inputs, labels = rows(packed=True)
     labels[:, : LENGTH // 2] = IGNORED_LABEL
     learned = torch.tensor(float((labels != IGNORED_LABEL).sum()))
@@ -152,7 +153,7 @@ def test_documents_of_a_packed_row_do_not_see_each_other() -> None:
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])
 @pytest.mark.parametrize("method", ["full", "qlora"])
 def test_checkpointing_changes_no_gradient(method: str, checkpointing: str) -> None:
-    plain, recomputed = (tuned.build(spec(method, checkpointing=c), "cpu") for c in ("none", checkpointing))
+    plain, recomputed = (finetuned.build(spec(method, checkpointing=c), "cpu") for c in ("none", checkpointing))
     teach(plain), teach(recomputed)
     loss, gradients = loss_and_gradients(plain)
     again, same = loss_and_gradients(recomputed)
@@ -162,14 +163,14 @@ def test_checkpointing_changes_no_gradient(method: str, checkpointing: str) -> N
 
 @pytest.mark.parametrize("targets", ["q+k+v+o", "q+v", "gate+up+down"])
 def test_adapters_are_as_many_as_arithmetic_says(targets: str) -> None:
-    module = tuned.build(spec("lora", targets=targets), "cpu")
+    module = finetuned.build(spec("lora", targets=targets), "cpu")
     learned = {n: p for n, p in module.named_parameters() if p.requires_grad}
     assert sum(p.numel() for p in learned.values()) == adapter_parameters(load(Choice("tiny-llama")), 4, targets)
     assert {p.dtype for p in learned.values()} == {torch.float32}
 
 
 def test_adapters_begin_as_nothing_and_within_pefts_bound() -> None:
-    module = tuned.build(spec("lora"), "cpu")
+    module = finetuned.build(spec("lora"), "cpu")
     values = dict(module.named_parameters())
     first = next(value for name, value in values.items() if "q_proj.lora_A" in name)
     assert 0.9 / math.sqrt(128) < first.abs().max() <= 1 / math.sqrt(128)
@@ -178,7 +179,7 @@ def test_adapters_begin_as_nothing_and_within_pefts_bound() -> None:
 
 def digests(module: Any, tuning: Tuning) -> tuple[str, str]:
     weights = list(whole_weights(module))
-    parts = [[w for w in weights if tuned.is_learned(w[0], tuning) is learned] for learned in (True, False)]
+    parts = [[w for w in weights if finetuned.is_learned(w[0], tuning) is learned] for learned in (True, False)]
     learned, frozen = (digest_parameters(part).digest for part in parts)
     return learned, frozen
 
@@ -186,11 +187,11 @@ def digests(module: Any, tuning: Tuning) -> tuple[str, str]:
 def test_two_builds_are_the_same_and_reseeding_moves_adapters_alone() -> None:
     asked = spec(compute="bf16")
     assert asked.tuning is not None
-    first, second, reseeded = (digests(tuned.build(asked, "cpu", reseed), asked.tuning) for reseed in (0, 0, 1))
+    first, second, reseeded = (digests(finetuned.build(asked, "cpu", reseed), asked.tuning) for reseed in (0, 0, 1))
     assert first == second
     assert reseeded[1] == first[1]
     assert reseeded[0] != first[0]
-    other = digests(tuned.build(replace(asked, seed=1), "cpu"), asked.tuning)
+    other = digests(finetuned.build(replace(asked, seed=1), "cpu"), asked.tuning)
     assert other[0] != first[0]
     assert other[1] != first[1]
 
@@ -198,10 +199,10 @@ def test_two_builds_are_the_same_and_reseeding_moves_adapters_alone() -> None:
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_reseeding_re_rounds_what_learns_of_a_directory(method: str, tmp_path: Path) -> None:
     """As of seeded weights, by no more than the last place; frozen weights stay as they are."""
-    tuned.build(spec("full", "bf16"), "cpu").model.save_pretrained(tmp_path)
+    finetuned.build(spec("full", "bf16"), "cpu").model.save_pretrained(tmp_path)
     asked = spec(method, "bf16", model=str(tmp_path))
     assert asked.tuning is not None
-    modules = [tuned.build(asked, "cpu", reseed) for reseed in (0, 0, 1)]
+    modules = [finetuned.build(asked, "cpu", reseed) for reseed in (0, 0, 1)]
     first, second, reseeded = (digests(module, asked.tuning) for module in modules)
     assert first == second
     assert reseeded[0] != first[0]
@@ -213,7 +214,7 @@ def test_reseeding_re_rounds_what_learns_of_a_directory(method: str, tmp_path: P
 def test_frozen_digest_sees_a_scale() -> None:
     asked = spec()
     assert asked.tuning is not None
-    module = tuned.build(asked, "cpu")
+    module = finetuned.build(asked, "cpu")
     before = digests(module, asked.tuning)
     next(value for name, value in module.scales() if name.endswith("absmax")).view(-1)[3] ^= 1
     after = digests(module, asked.tuning)
@@ -226,21 +227,21 @@ def test_frozen_digest_sees_a_scale() -> None:
     [("qlora", "bf16", ("fp32", "nf4")), ("lora", "bf16", ("fp32", "bf16")), ("full", "bf16", ("bf16", "none"))],
 )
 def test_dtypes_are_those_of_the_tensors(method: str, compute: str, held: tuple[str, str]) -> None:
-    module = tuned.build(spec(method, compute), "cpu")
+    module = finetuned.build(spec(method, compute), "cpu")
     assert (module.dtypes["parameters"], module.dtypes["frozen_weights"]) == held
     assert module.facts == {"weights": "random"}
 
 
 def test_a_directory_gives_its_own_weights(tmp_path: Path) -> None:
-    saved = tuned.build(spec("full"), "cpu").model
+    saved = finetuned.build(spec("full"), "cpu").model
     with torch.no_grad():
         saved.model.embed_tokens.weight.mul_(2)
     saved.save_pretrained(tmp_path)
-    read = tuned.build(spec("full", model=str(tmp_path)), "cpu")
+    read = finetuned.build(spec("full", model=str(tmp_path)), "cpu")
     assert read.facts == {"weights": "pretrained"}
     for name, value in saved.named_parameters():
         assert torch.equal(value, read.model.get_parameter(name)), name
-    frozen = tuned.build(spec("qlora", model=str(tmp_path)), "cpu")
+    frozen = finetuned.build(spec("qlora", model=str(tmp_path)), "cpu")
     assert frozen.dtypes["frozen_weights"] == "nf4"
 
 
@@ -248,12 +249,12 @@ def test_a_directory_that_lacks_weights_is_refused(tmp_path: Path, golden: objec
     """Filled with chance they would differ from rank to rank, under the name of a trained model."""
     from safetensors.torch import load_file, save_file
 
-    tuned.build(spec("full"), "cpu").model.save_pretrained(tmp_path)
+    finetuned.build(spec("full"), "cpu").model.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     kept = {name: value for name, value in load_file(file).items() if "layers.0.mlp.down_proj" not in name}
     save_file(kept, file, metadata={"format": "pt"})
     with pytest.raises(UnsupportedError) as caught:
-        tuned.build(spec("full", model=str(tmp_path)), "cpu")
+        finetuned.build(spec("full", model=str(tmp_path)), "cpu")
     assert str(caught.value) == golden
     assert "model.layers" in str(caught.value)
     assert "down_proj" in str(caught.value)
@@ -264,13 +265,13 @@ def test_a_model_that_is_built_otherwise_is_refused(tmp_path: Path, golden: obje
 
     GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64)).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedError) as caught:
-        tuned.build(spec(model=str(tmp_path)), "cpu")
+        finetuned.build(spec(model=str(tmp_path)), "cpu")
     assert str(caught.value) == golden
     assert "GPT2LMHeadModel" in str(caught.value)
 
 
 def test_a_missing_package_says_how_to_install_it(golden: object) -> None:
     with pytest.raises(MissingPackageError) as caught:
-        tuned.package("no_such_package", "fine-tuning")
+        finetuned.package("no_such_package", "fine-tuning")
     assert str(caught.value) == golden
     assert str(caught.value) == golden

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline import parcel
-from paceline.voice import LONGEST_PIECE, Voice
+from paceline.launchers.node import log_transport
+from paceline.launchers.node.output import LONGEST_PIECE, Voice
 
 
 @pytest.fixture
@@ -56,14 +56,14 @@ def test_a_rank_cannot_speak_as_the_agent(out: Path) -> None:
 
 
 def test_a_file_that_a_rank_hands_over_is_kept_and_not_said(out: Path) -> None:
-    line = parcel.spoken("outcome-3.json", b"{}").encode()
+    line = log_transport.spoken("outcome-3.json", b"{}").encode()
     assert spoken(out, b"before\n" + line + b"\nafter\n") == [b"before", b"after"]
     assert (out.parent / "outcome-3.json").read_bytes() == b"{}"
 
 
 @pytest.mark.parametrize("change", [lambda t: t[:-6], lambda t: t.replace("outcome-3", "../evil"), lambda t: t + " x"])
 def test_a_torn_or_hostile_file_stays_a_line(out: Path, change: object) -> None:
-    line = change(parcel.spoken("outcome-3.json", b"{}")).encode()  # type: ignore[operator]
+    line = change(log_transport.spoken("outcome-3.json", b"{}")).encode()  # type: ignore[operator]
     assert spoken(out, line + b"\n") == [line]
 
 

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
-from paceline import store, worker
+from paceline.contract import Seat
 from paceline.errors import InvalidRunError, MissingPackageError, RequestError, UnsupportedError
-from paceline.plugins import Seat
-from paceline.records import Status
-from paceline.samples import read_samples
-from paceline.spec import Choice, RunSpec
+from paceline.experiment.choices import Choice
+from paceline.experiment.spec import RunSpec
+from paceline.results import store
+from paceline.results.records import Status
+from paceline.results.sample_lines import read_samples
+from paceline.workloads import worker
 
 Make = Callable[..., Any]
 

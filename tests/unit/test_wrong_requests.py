@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 from testbed.observers import Unseen
 
-from paceline import machine, run
+from paceline.campaign.run import controller
+from paceline.campaign.run.controller import unsupported
 from paceline.cli import main
-from paceline.engines import openai
-from paceline.engines.openai import Options
 from paceline.errors import RequestError, UnsupportedError
+from paceline.experiment.choices import Choice
 from paceline.experiment.fields import Cell, build
-from paceline.run import unsupported
-from paceline.spec import Choice, RunSpec
+from paceline.experiment.spec import RunSpec
+from paceline.host import machine
+from paceline.serving.engines import openai
+from paceline.serving.engines.openai import Options
 from paceline.workloads import inference
 
 ELSEWHERE = 'ssh:hosts=["node-a"]'
@@ -106,12 +108,12 @@ def test_endpoints_that_are_away_are_one_sentence_for_all_runs(
 
     monkeypatch.setattr(openai, "_found", found)
     with pytest.raises(RequestError) as caught:
-        run.campaign([dead, replace(dead, repeat=1)], tmp_path, Unseen())
+        controller.campaign([dead, replace(dead, repeat=1)], tmp_path, Unseen())
     assert str(caught.value) == golden
     assert not list(tmp_path.iterdir())
     # What holds for some runs only is left to their records, and what others than this host see is not asked here.
-    run.ask_engines([dead, there])
-    run.ask_engines([replace(dead, launcher=Choice.parse(ELSEWHERE))])
+    controller.ask_engines([dead, there])
+    controller.ask_engines([replace(dead, launcher=Choice.parse(ELSEWHERE))])
 
 
 def test_endpoints_are_asked_from_one_process_unless_told_otherwise(

@@ -21,13 +21,14 @@ import pytest
 import yaml
 from testbed import llama_cpp, tiny_llama
 
-from paceline import store
-from paceline.engines import vllm
+from paceline.contract import Endpoint, Seat
 from paceline.errors import LaunchError
-from paceline.plugins import Endpoint, Seat
-from paceline.records import RunRecord
-from paceline.serving import Serving
-from paceline.spec import Choice, RunSpec
+from paceline.experiment.choices import Choice
+from paceline.experiment.serving import Serving
+from paceline.experiment.spec import RunSpec
+from paceline.results import store
+from paceline.results.records import RunRecord
+from paceline.serving.engines import vllm
 
 # One start takes half a minute alone on two cores, and several where others work beside it.
 LONG_S = 1800.0
@@ -48,13 +49,13 @@ class Family:
     def living(self) -> list[psutil.Process]:
         processes = [process for process in psutil.process_iter() if _words(process) is not None]
         marked = [process for process in processes if _mark_of(process) == self.mark]
-        self._sessions |= {each.pid for each in marked if "paceline.guardian" in (_words(each) or ())}
+        self._sessions |= {each.pid for each in marked if "paceline.host.process_guard" in (_words(each) or ())}
         return [*marked, *(each for each in processes if each not in marked and _session_of(each) in self._sessions)]
 
     def kill_servers(self) -> None:
         """Their API processes alone, by the one signal that nobody answers."""
         found = [(each, _words(each) or []) for each in self.living()]
-        servers = [each for each, words in found if "serve" in words and "paceline.guardian" not in words]
+        servers = [each for each, words in found if "serve" in words and "paceline.host.process_guard" not in words]
         assert servers
         for server in servers:
             server.kill()

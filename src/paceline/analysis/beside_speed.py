@@ -6,10 +6,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from paceline.analysis import accuracy, paired, served_cost, served_work
-from paceline.analysis.cost import Costing
-from paceline.findings import Report
-from paceline.records import RunRecord
+from paceline.analysis.cost import served
+from paceline.analysis.cost.training import Costing
+from paceline.analysis.findings import Report
+from paceline.analysis.served import accuracy, equal_work, paired
+from paceline.results.records import RunRecord
 
 
 def added_to(report: Report, records: Sequence[RunRecord], costing: Costing) -> Report:
@@ -18,14 +19,14 @@ def added_to(report: Report, records: Sequence[RunRecord], costing: Costing) -> 
     if not asked:
         return report
     answers = accuracy.analyse(asked)
-    costs = served_cost.analyse(asked, costing)
+    costs = served.analyse(asked, costing)
     scores = (m for found in answers for m in (*found.scores, *(s for r in found.replicas for s in r.scores)))
-    measured = (*scores, *served_cost.measurements(costs), *served_cost.energies(asked))
+    measured = (*scores, *served.measurements(costs), *served.energies(asked))
     return dataclasses.replace(
         report,
         accuracy=answers,
         paired=paired.analyse(asked, answers),
-        served_pairs=served_work.analyse(asked, answers),
+        served_pairs=equal_work.analyse(asked, answers),
         served_costs=costs,
         measurements=(*report.measurements, *measured),
         notes=(*report.notes, *_notes(asked, costs, costing)),

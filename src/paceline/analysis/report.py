@@ -10,40 +10,32 @@ from typing import Any
 
 import numpy as np
 
-from paceline import __version__, machine, models
-from paceline.analysis import (
-    advice,
-    beside_speed,
-    bottleneck,
-    ceilings,
-    claims,
-    compare,
-    cost,
-    effects,
-    explain,
-    fabric,
-    history,
-    loadgen,
-    memory,
-    metrics,
-    nodes,
-    recommend,
-    scaling,
-    served,
-    served_shapes,
-    served_verdicts,
-    thumb,
-    validity,
-    watch,
+from paceline import __version__
+from paceline.analysis import beside_speed
+from paceline.analysis.compare import cells as compare
+from paceline.analysis.compare import effects, history, recommend, scaling, scaling_loss, validity
+from paceline.analysis.compare.recipe import recipes
+from paceline.analysis.cost import claims, training
+from paceline.analysis.findings import (
+    SHARED_GPU,
+    Certificate,
+    HistorySeries,
+    Measurement,
+    Report,
+    RunFinding,
+    ScalingPoint,
 )
-from paceline.analysis.certificate import certify_all
-from paceline.analysis.metrics import Cell
-from paceline.analysis.recipe import recipes
-from paceline.analysis.window import Window, first_and_last_loss, open_window, step_table
+from paceline.analysis.machine import ceilings, fabric, nodes
+from paceline.analysis.served import curves, measurements, mlperf_verdict, verdicts
+from paceline.analysis.training import advice, bottleneck, gauge_summary, memory, metrics, rules_of_thumb
+from paceline.analysis.training.certificate import certify_all
+from paceline.analysis.training.metrics import Cell
+from paceline.analysis.training.window import Window, first_and_last_loss, open_window, step_table
 from paceline.errors import RequestError
-from paceline.findings import SHARED_GPU, Certificate, HistorySeries, Measurement, Report, RunFinding, ScalingPoint
-from paceline.records import RunRecord, Status
-from paceline.spec import RunSpec
+from paceline.experiment.spec import RunSpec
+from paceline.host import machine
+from paceline.models import arithmetic
+from paceline.results.records import RunRecord, Status
 
 LONGEST_DISTRIBUTION = 500
 
@@ -53,7 +45,7 @@ def build(
     title: str,
     skipped: Sequence[str] = (),
     created_at: float | None = None,
-    costing: cost.Costing | None = None,
+    costing: training.Costing | None = None,
     earlier: Sequence[RunRecord] = (),
     baseline: nodes.Baseline | None = None,
 ) -> Report:
@@ -89,22 +81,22 @@ def build(
         overlaps=network.overlaps,
         suspects=network.suspects,
         pairs=network.pairs,
-        explanations=explain.explain(grown.points, cells, network.fits, sound),
+        explanations=scaling_loss.explain(grown.points, cells, network.fits, sound),
         memory=held.rows,
         frontier=held.frontier,
         memory_advice=advice.analyse(ordered),
         histories=_histories(history.judge(earlier, records), trusted, sound),
         bottlenecks=bottleneck.judge(cells, sound, peaks),
         effects=effects.analyse(cells, ordered, runs),
-        rules_of_thumb=thumb.rules(sound),
+        rules_of_thumb=rules_of_thumb.rules(sound),
         distributions={cell.id: _distribution(cell) for cell in cells},
         recipes=recipes(ordered),
         notes=(*_notes(cells, runs, _machines(ordered)), *_superseded(earlier), *network.notes),
         skipped=tuple(skipped),
     )
-    costing = costing or cost.Costing()
+    costing = costing or training.Costing()
     found = beside_speed.added_to(_with_nodes(found, sound, baseline), sound, costing)
-    return _completed(watch.added_to(found, sound, windows), ordered, cells, costing)
+    return _completed(gauge_summary.added_to(found, sound, windows), ordered, cells, costing)
 
 
 def _measured(
@@ -114,8 +106,8 @@ def _measured(
     for cell in cells:
         yield from metrics.measure(cell)
     yield from (point.efficiency for point in points)
-    for asked in served.believed(sound):
-        yield from served.measure(asked)
+    for asked in measurements.believed(sound):
+        yield from measurements.measure(asked)
 
 
 def _histories(
@@ -130,14 +122,14 @@ def _with_nodes(found: Report, sound: Sequence[RunRecord], baseline: nodes.Basel
     return replace(found, nodes=tested.verdicts, notes=(*found.notes, *tested.notes))
 
 
-def _completed(found: Report, ordered: Sequence[RunRecord], cells: Sequence[Cell], costing: cost.Costing) -> Report:
+def _completed(found: Report, ordered: Sequence[RunRecord], cells: Sequence[Cell], costing: training.Costing) -> Report:
     """With what rests on the findings before it: costs and what they decide, claims beside them."""
     found = replace(found, recommendations=recommend.beside_designs(found.recommendations, found.effects))
-    found = served_verdicts.added_to(found, ordered)
-    priced = cost.added_to(found, cells, costing)
+    found = verdicts.added_to(found, ordered)
+    priced = training.added_to(found, cells, costing)
     priced = replace(priced, recommendations=(*priced.recommendations, *recommend.by_cost(priced)))
-    priced = replace(priced, loadgen=loadgen.verdicts(ordered))
-    return served_shapes.added_to(claims.added_to(priced, ordered), ordered)
+    priced = replace(priced, loadgen=mlperf_verdict.verdicts(ordered))
+    return curves.added_to(claims.added_to(priced, ordered), ordered)
 
 
 def _wrong(ordered: Sequence[RunRecord], runs: Sequence[RunFinding]) -> list[RunRecord]:
@@ -244,7 +236,7 @@ def _is_random(cell: Cell) -> bool:
 def _beyond_context(spec: RunSpec) -> str | None:
     """None also where the directory of the model is not on this machine."""
     with contextlib.suppress(RequestError):
-        return models.beyond_context(models.load(spec.model), spec.model_text, spec.training.sequence_length)
+        return arithmetic.beyond_context(arithmetic.load(spec.model), spec.model_text, spec.training.sequence_length)
     return None
 
 

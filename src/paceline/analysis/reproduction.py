@@ -11,24 +11,25 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.analysis import fingerprint, metrics
-from paceline.analysis.certificate import certify, certify_all
-from paceline.analysis.compare import (
-    SMALLEST_EFFECT,
-    SPEED_METRICS,
-    comparable_metrics,
-    device_kind,
-    verdict_of,
+from paceline.analysis.compare import fingerprint
+from paceline.analysis.compare.cells import SMALLEST_EFFECT, SPEED_METRICS, comparable_metrics, device_kind, verdict_of
+from paceline.analysis.compare.comparable import describe
+from paceline.analysis.findings import SHARED_GPU, TIE, Certificate, Measurement
+from paceline.analysis.findings.reproduction import (
+    CellReproduction,
+    Remeasured,
+    ReplayVerdict,
+    Reproduction,
+    Trajectory,
 )
-from paceline.analysis.metrics import BY_NAME, Cell
-from paceline.analysis.observation import observe
 from paceline.analysis.report import build
-from paceline.analysis.statistics import Ratio, ratio_between
-from paceline.analysis.subjects import describe
-from paceline.analysis.window import open_window
-from paceline.findings import SHARED_GPU, TIE, Certificate, Measurement
-from paceline.findings.reproduction import CellReproduction, Remeasured, ReplayVerdict, Reproduction, Trajectory
-from paceline.records import RunRecord, Status
+from paceline.analysis.statistics.intervals import Ratio, ratio_between
+from paceline.analysis.training import metrics
+from paceline.analysis.training.certificate import certify, certify_all
+from paceline.analysis.training.metrics import BY_NAME, Cell
+from paceline.analysis.training.observed import observe
+from paceline.analysis.training.window import open_window
+from paceline.results.records import RunRecord, Status
 
 # Of the rows of a sweep so many must agree: 95 % intervals promise no more.
 ROWS_WITHIN = 0.95

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from paceline import __version__, neutral
+from paceline import __version__
 from paceline.cli import (
     advice,
     capsules,
@@ -22,6 +22,7 @@ from paceline.cli import (
 )
 from paceline.cli.verbs import INTERRUPTED, OK, SOME_FAILED, WRONG_REQUEST, Parser, discard_output
 from paceline.errors import PacelineError
+from paceline.results import safe_text
 
 __all__ = ["INTERRUPTED", "OK", "SOME_FAILED", "WRONG_REQUEST", "main", "parser"]
 
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
     except PacelineError as error:
         # It may quote a file, and one that could not be read was not made harmless.
-        print(f"paceline: {neutral.text(str(error))}", file=sys.stderr)
+        print(f"paceline: {safe_text.text(str(error))}", file=sys.stderr)
         return WRONG_REQUEST
     except KeyboardInterrupt as stop:
         done = f"{stop}; " if str(stop) else ""

@@ -21,12 +21,12 @@ def add_verbs(verbs: Any) -> None:
 
 
 def advise(arguments: argparse.Namespace) -> int:
-    from paceline.analysis import thumb
-    from paceline.present import verdicts
-    from paceline.present.terminal import Fitted
-    from paceline.spec import Choice
+    from paceline.analysis.training import rules_of_thumb
+    from paceline.experiment.choices import Choice
+    from paceline.report.tables import verdicts
+    from paceline.report.terminal import Fitted
 
-    found = thumb.advise(
+    found = rules_of_thumb.advise(
         Choice.parse(arguments.model), arguments.gpu, arguments.gpus, sequence_length=arguments.sequence_length
     )
     screen = console()

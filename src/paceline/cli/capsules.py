@@ -12,8 +12,8 @@ from paceline.cli.verbs import OK, SOME_FAILED, add_verb, console
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from paceline.records import RunRecord
-    from paceline.replay import Request
+    from paceline.campaign.run.replay import Request
+    from paceline.results.records import RunRecord
 
 DEFAULT_OUT = "replays"
 
@@ -41,7 +41,7 @@ def add_verbs(verbs: Any) -> None:
 
 
 def capsule(arguments: argparse.Namespace) -> int:
-    from paceline.capsule import pack
+    from paceline.results.capsule import pack
 
     packed = pack(arguments.directory, arguments.target, logs=arguments.logs, force=arguments.force)
     for note in packed.notes:
@@ -51,9 +51,9 @@ def capsule(arguments: argparse.Namespace) -> int:
 
 
 def replay(arguments: argparse.Namespace) -> int:
-    from paceline import replay as replaying
-    from paceline.run import read_experiment, unsupported
-    from paceline.spec import require
+    from paceline.campaign.run import replay as replaying
+    from paceline.campaign.run.controller import read_experiment, unsupported
+    from paceline.experiment.choices import require
 
     require(not arguments.capsule.is_dir(), "replay", str(arguments.capsule), "a file that `paceline capsule` wrote")
     stored, skipped = read_experiment(arguments.capsule)
@@ -73,9 +73,10 @@ def replay(arguments: argparse.Namespace) -> int:
 
 
 def _show_plan(screen: Console, stored: Sequence[RunRecord], wanted: Request, out: Path) -> int:
-    from paceline import machine, store
-    from paceline.present.replay import difference_line
-    from paceline.run import references_of, unsupported
+    from paceline.campaign.run.controller import references_of, unsupported
+    from paceline.host import machine
+    from paceline.report.replay import difference_line
+    from paceline.results import store
 
     for number, spec in enumerate((*references_of(wanted.specs).values(), *wanted.specs), 1):
         reason = unsupported(spec)
@@ -96,11 +97,12 @@ def _show_plan(screen: Console, stored: Sequence[RunRecord], wanted: Request, ou
 def _run_again(screen: Console, stored: Sequence[RunRecord], wanted: Request, out: Path) -> int:
     import dataclasses
 
-    from paceline import display, store
-    from paceline import replay as replaying
     from paceline.analysis.reproduction import reproduce
-    from paceline.present.replay import reproduction_lines, reproduction_table
-    from paceline.run import campaign, interruptible, references_of
+    from paceline.campaign.live import display
+    from paceline.campaign.run import replay as replaying
+    from paceline.campaign.run.controller import campaign, interruptible, references_of
+    from paceline.report.replay import reproduction_lines, reproduction_table
+    from paceline.results import store
 
     known = replaying.known_runs(wanted.specs, out)
     observer = display.observer_for(screen)

@@ -12,7 +12,7 @@ from paceline.cli.verbs import OK, SOME_FAILED, Parser, add_verb
 from paceline.errors import RequestError
 
 if TYPE_CHECKING:
-    from paceline.launchers._kube_options import Options
+    from paceline.launchers.kubernetes.options import Options
 
 DEFAULT_NAMESPACE = "paceline"
 PATIENCE_S = 10.0
@@ -41,8 +41,8 @@ def add_verbs(verbs: Any) -> None:
 
 
 def init(arguments: argparse.Namespace) -> int:
-    from paceline.launchers._kube_cluster import cluster_manifests, smoke_job
-    from paceline.launchers._kube_options import KINDS, Options
+    from paceline.launchers.kubernetes.cluster import cluster_manifests, smoke_job
+    from paceline.launchers.kubernetes.options import KINDS, Options
 
     kinds = arguments.kind or ["job"]
     wrong = [kind for kind in kinds if kind not in KINDS]
@@ -55,8 +55,8 @@ def init(arguments: argparse.Namespace) -> int:
         raise RequestError(f"--{str(wrong).removeprefix('kubernetes.')}") from None
     files = cluster_manifests(arguments.namespace, kinds, _quota(arguments.quota))
     if arguments.apply:
-        from paceline.launchers._kube_apply import apply
-        from paceline.launchers._kube_client import Cluster
+        from paceline.launchers.kubernetes.apply import apply
+        from paceline.launchers.kubernetes.client import Cluster
 
         cluster = Cluster.reach(arguments.context, arguments.namespace, PATIENCE_S)
         print("\n".join(apply(cluster, [each for made in files.values() for each in made])))
@@ -93,8 +93,8 @@ def _quota(given: list[str]) -> dict[str, str]:
 
 
 def check(arguments: argparse.Namespace) -> int:
-    from paceline.launchers._kube_client import Cluster
-    from paceline.launchers._kube_survey import survey
+    from paceline.launchers.kubernetes.client import Cluster
+    from paceline.launchers.kubernetes.survey import survey
 
     chosen = _options(arguments.launcher)
     if arguments.timeout <= 0:
@@ -112,10 +112,10 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def _options(text: str) -> Options:
+    from paceline.contract import options
+    from paceline.experiment.choices import Choice
     from paceline.experiment.expansion import given_launcher
-    from paceline.launchers._kube_options import Options
-    from paceline.plugins import options
-    from paceline.spec import Choice
+    from paceline.launchers.kubernetes.options import Options
 
     choice = Choice.parse(given_launcher(text, None))
     if choice.name != "kubernetes":

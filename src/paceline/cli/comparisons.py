@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from paceline.cli.verbs import OK, SOME_FAILED, add_verb, console
 
 if TYPE_CHECKING:
-    from paceline.findings import Between, Regression
-    from paceline.present.tables import Table
+    from paceline.analysis.findings import Between, Regression
+    from paceline.report.tables.table import Table
 
 MOST_REASONS = 5
 FORMATS = ("terminal", "markdown", "json")
@@ -38,14 +38,15 @@ def add_verbs(verbs: Any) -> None:
 
 
 def compare(arguments: argparse.Namespace) -> int:
-    from paceline.analysis import between, gate
-    from paceline.run import read_experiment
+    from paceline.analysis.compare import folders
+    from paceline.campaign.run.controller import read_experiment
+    from paceline.report import gate
 
     limit = arguments.fail_on_regression
     if limit is not None:
         gate.checked_percent(limit)
     (a, skipped_a), (b, skipped_b) = read_experiment(arguments.a), read_experiment(arguments.b)
-    found = between.compare_experiments(a, b, (str(arguments.a), str(arguments.b)), arguments.across_devices)
+    found = folders.compare_experiments(a, b, (str(arguments.a), str(arguments.b)), arguments.across_devices)
     failing = () if limit is None else gate.regressions(found, limit)
     _show_comparison(found, failing, (*skipped_a, *skipped_b), arguments.format)
     if failing:
@@ -58,8 +59,8 @@ def compare(arguments: argparse.Namespace) -> int:
 def _told_blind(found: Between, limit: float) -> bool:
     """Says what the gate could not judge; True where nothing else could have shown it, so that to pass would mean
     nothing."""
-    from paceline.analysis import gate
-    from paceline.present.between import change_text
+    from paceline.report import gate
+    from paceline.report.tables.comparison import change_text
 
     losses, unseen = gate.undecided_losses(found, limit), gate.unseen_losses(found, limit)
     if not losses:
@@ -76,30 +77,29 @@ def _told_blind(found: Between, limit: float) -> bool:
 
 
 def _show_comparison(found: Between, failing: Sequence[Regression], skipped: Sequence[str], form: str) -> None:
-    from paceline.exporters.json import plain
-    from paceline.present import between
+    from paceline.report.exporters.json import plain
+    from paceline.report.tables import comparison as folders
 
-    answer = between.sentence(found)
+    answer = folders.sentence(found)
     if form == "json":
         told = {"schema": 1, "answer": answer, **plain(found)}
         _print_json(told | {"regressions": plain(failing), "skipped": skipped})
         return
     names = f"A is {found.first}, B is {found.second}."
-    lines = (*between.lines(found), *(f"regression: {r.text}" for r in failing), *(f"skipped: {s}" for s in skipped))
-    _show(form, answer, names, between.tables(found), lines)
+    lines = (*folders.lines(found), *(f"regression: {r.text}" for r in failing), *(f"skipped: {s}" for s in skipped))
+    _show(form, answer, names, folders.tables(found), lines)
 
 
 def history(arguments: argparse.Namespace) -> int:
-    from paceline.analysis import history as over_time
-    from paceline.exporters.json import plain
-    from paceline.present import history as present
-    from paceline.run import read_launches
+    from paceline.analysis.compare import history as over_time
+    from paceline.campaign.run.controller import read_launches
+    from paceline.report.exporters.json import plain
 
     read = [read_launches(directory) for directory in arguments.directories]
     launches, skipped = ([one for side in sides for one in side] for sides in zip(*read, strict=True))
     judged = over_time.judge(launches)
     found = over_time.analyse(judged.windows, fewest=1, asked=judged.asked)
-    answer = present.sentence(found)
+    answer = report.sentence(found)
     if arguments.format == "json":
         told = {"schema": 1, "answer": answer, "histories": plain(found)}
         _print_json(told | {"dropped": dict(judged.dropped), "skipped": skipped})
@@ -107,7 +107,7 @@ def history(arguments: argparse.Namespace) -> int:
     asked, where = sum(map(over_time.is_kept, launches)), ", ".join(map(str, arguments.directories))
     names = f"{asked} launches in {where}; {judged.count} of them ok and certified."
     lines = (*_dropped(judged.dropped), *(f"skipped: {text}" for text in skipped))
-    _show(arguments.format, answer, names, present.tables(found), lines)
+    _show(arguments.format, answer, names, report.tables(found), lines)
     return OK
 
 
@@ -125,8 +125,8 @@ def _print_json(document: dict[str, Any]) -> None:
 
 def _show(form: str, answer: str, names: str, tables: Sequence[Table], lines: Iterable[str]) -> None:
     """The answer, its evidence, what else to know: on a terminal, or as Markdown for a pull request."""
-    from paceline import present
-    from paceline.exporters import markdown
+    from paceline import report
+    from paceline.report.exporters import markdown
 
     if form == "markdown":
         page = markdown.Page()
@@ -137,6 +137,6 @@ def _show(form: str, answer: str, names: str, tables: Sequence[Table], lines: It
     screen = console()
     for text in (answer, names):
         screen.print(text, highlight=False, markup=False, soft_wrap=True)
-    screen.print(present.drawn(tables))
+    screen.print(report.drawn(tables))
     for line in lines:
         screen.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -14,7 +14,7 @@ from paceline.cli.results import add_baseline_option, add_format_option, baselin
 from paceline.cli.verbs import DEFAULT_OUT, OK, Parser, add_verb, console, print_hanging
 
 if TYPE_CHECKING:
-    from paceline.spec import RunSpec
+    from paceline.experiment.spec import RunSpec
 
 
 def add_verbs(verbs: Any) -> None:
@@ -57,7 +57,7 @@ def _experiment_verb(verbs: Any, name: str, call: Callable[[argparse.Namespace],
 def _specs(arguments: argparse.Namespace) -> list[RunSpec]:
     """All runs of the request, each understood by its plugins before anything starts."""
     from paceline import experiment
-    from paceline.run import unsupported
+    from paceline.campaign.run.controller import unsupported
 
     counts = {option: n for option in ("warmup", "iters") if (n := getattr(arguments, option)) is not None}
     specs = experiment.load(arguments.experiment, arguments.set, arguments.launcher, arguments.benchmark, counts)
@@ -67,9 +67,9 @@ def _specs(arguments: argparse.Namespace) -> list[RunSpec]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from paceline import display, status_page
-    from paceline.campaign import read_plan
-    from paceline.run import campaign, interruptible
+    from paceline.campaign.live import display, status_page
+    from paceline.campaign.run.controller import campaign, interruptible
+    from paceline.results.campaign_file import read_plan
 
     specs, costing, baseline = _specs(arguments), costing_of(arguments), baseline_of(arguments)
     exporters_of(arguments.format)
@@ -90,9 +90,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    from paceline import models, store
-    from paceline.plugins import load
-    from paceline.run import leads_on, references_of, unsupported
+    from paceline.campaign.run.controller import leads_on, references_of, unsupported
+    from paceline.contract import load
+    from paceline.models import arithmetic as models
+    from paceline.results import store
 
     specs = _specs(arguments)
     runs = [*references_of(specs).values(), *specs]
@@ -130,10 +131,10 @@ def _remark(spec: RunSpec, models: Any) -> str | None:
 def _print_files(runs: list[RunSpec], out: Path) -> int:
     """Byte for byte as the engine would get them: no console that wraps or marks up. Nothing is printed of a request
     that cannot be met as a whole."""
-    from paceline import store
-    from paceline.plugins import load
-    from paceline.run import unsupported
-    from paceline.spec import require
+    from paceline.campaign.run.controller import unsupported
+    from paceline.contract import load
+    from paceline.experiment.choices import require
+    from paceline.results import store
 
     wanted = []
     for spec in runs:
@@ -153,10 +154,10 @@ def _print_files(runs: list[RunSpec], out: Path) -> int:
 
 def _advised(run_dir: Path) -> Iterator[str]:
     """What is known of a run that was made before and was out of memory."""
-    from paceline import store
-    from paceline.analysis import advice
+    from paceline.analysis.training import advice
     from paceline.errors import StoreError
-    from paceline.present.advice import lines
+    from paceline.report.tables.advice import lines
+    from paceline.results import store
 
     with contextlib.suppress(StoreError):
         found = advice.of(store.read_run(run_dir))
@@ -164,7 +165,7 @@ def _advised(run_dir: Path) -> Iterator[str]:
 
 
 def _describe(spec: RunSpec, models: Any) -> str:
-    from paceline.plugins import load
+    from paceline.contract import load
 
     outline = getattr(load("workloads", spec.workload.name), "outline", None)
     if outline is not None:
@@ -198,13 +199,13 @@ def _parameters(spec: RunSpec, models: Any) -> str:
     whole = f"{models.parameters(shape):,} parameters"
     if spec.tuning is None or not spec.tuning.has_adapters:
         return whole
-    from paceline import adapters
+    from paceline.models import adapters
 
     return f"{whole}, {adapters.trained_parameters(shape, spec.tuning):,} of {spec.tuning.method} learn"
 
 
 def _state_bytes(spec: RunSpec, models: Any) -> float | None:
-    from paceline import adapters
+    from paceline.models import adapters
 
     shape, name = models.load(spec.model), spec.strategy.name if spec.strategy else "single"
     stage: Any = spec.strategy.options.get("stage", 1) if spec.strategy and name == "zero" else None

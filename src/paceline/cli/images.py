@@ -33,7 +33,7 @@ def build(arguments: argparse.Namespace) -> int:
     import shlex
     import subprocess
 
-    from paceline import image
+    from paceline.launchers import image
 
     chosen = "docker" if arguments.dry_run and not arguments.engine else image.engine(arguments.engine)
     command = image.build_command(chosen, arguments.context, arguments.tag, arguments.base)
@@ -44,7 +44,7 @@ def build(arguments: argparse.Namespace) -> int:
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    from paceline import image
+    from paceline.launchers import image
 
     constraints = arguments.context / "constraints.txt"
     if not constraints.is_file():
@@ -62,7 +62,7 @@ def verify(arguments: argparse.Namespace) -> int:
 def facts(arguments: argparse.Namespace) -> int:
     import json
 
-    from paceline import image
+    from paceline.launchers import image
 
     print(json.dumps(image.facts(), indent=1))
     return OK

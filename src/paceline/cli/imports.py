@@ -17,7 +17,7 @@ def add_verbs(verbs: Any) -> None:
 
 
 def import_claims(arguments: argparse.Namespace) -> int:
-    from paceline.claims import import_table
+    from paceline.results.claims import import_table
 
     directory, count = import_table(arguments.table, arguments.out)
     print(f"{count} claimed runs in {directory}; next: paceline report {directory}")

@@ -14,8 +14,8 @@ from paceline.errors import RequestError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from paceline.monitor import Tally
-    from paceline.telemetry import Snapshot
+    from paceline.campaign.live.monitor import Tally
+    from paceline.host.gauges import Snapshot
 
 DEFAULT_ADDRESS = "127.0.0.1:9109"
 LONGEST_INTERVAL_S = 86_400
@@ -60,13 +60,21 @@ def list_kind(arguments: argparse.Namespace) -> int:
 
 
 def _listing(kind: str) -> dict[str, str]:
-    from paceline import experiment, machine, models, plugins, prices
-    from paceline.analysis import accuracy, ceilings, cost, served, served_cost, sweep
-    from paceline.analysis.metrics import METRICS
-    from paceline.spec import Choice
+    from paceline import contract, experiment
+    from paceline.analysis.cost import served as served_cost
+    from paceline.analysis.cost import training
+    from paceline.analysis.machine import ceilings, sweep
+    from paceline.analysis.served import accuracy, measurements
+    from paceline.analysis.training.metrics import METRICS
+    from paceline.experiment.choices import Choice
+    from paceline.host import machine, prices
+    from paceline.models import arithmetic
 
     if kind == "models":
-        return {name: f"{models.parameters(models.load(Choice(name))):>15,} parameters" for name in models.names()}
+        return {
+            name: f"{arithmetic.parameters(arithmetic.load(Choice(name))):>15,} parameters"
+            for name in arithmetic.names()
+        }
     if kind == "presets":
         return experiment.presets()
     if kind == "gpus":
@@ -75,22 +83,22 @@ def _listing(kind: str) -> dict[str, str]:
         return prices.summaries()
     if kind == "metrics":
         known = {metric.name: (metric.unit, metric.better) for metric in METRICS}
-        known |= cost.METRICS | sweep.METRICS | served.METRICS | accuracy.METRICS | served_cost.METRICS
+        known |= training.METRICS | sweep.METRICS | measurements.METRICS | accuracy.METRICS | served_cost.METRICS
         known |= {name: (unit, "higher") for name, unit in ceilings.METRICS.values()}
         return {name: f"{unit}, {better} is better" for name, (unit, better) in known.items()}
-    return plugins.names(kind)
+    return contract.names(kind)
 
 
 def _with_profile(name: str, text: str) -> str:
     """The peaks of a GPU, and what others recommend to start with."""
-    from paceline import profiles
+    from paceline.host import recommended
 
-    profile = profiles.of(name)
+    profile = recommended.of(name)
     return f"{text}; {profile}" if profile else text
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    from paceline.doctor import checks
+    from paceline.host.doctor import checks
 
     found = checks(arguments.out)
     marks = {True: "ok  ", None: "note", False: "BAD "}
@@ -101,8 +109,9 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 def monitor(arguments: argparse.Namespace) -> int:
     """Ctrl-C is the way to end it, and the summary comes then."""
-    from paceline import campaign, endpoint
-    from paceline import monitor as readings
+    from paceline.campaign.live import metrics_endpoint
+    from paceline.campaign.live import monitor as readings
+    from paceline.results import campaign_file
 
     if not 0 < arguments.interval <= LONGEST_INTERVAL_S:
         raise RequestError(
@@ -120,13 +129,13 @@ def monitor(arguments: argparse.Namespace) -> int:
     tally, latest = readings.Tally(), Latest()
 
     def page() -> str:
-        views = campaign.read_views(arguments.out) if arguments.out is not None else ()
-        return endpoint.page_text(latest.snapshot, views, arguments.out)
+        views = campaign_file.read_views(arguments.out) if arguments.out is not None else ()
+        return metrics_endpoint.page_text(latest.snapshot, views, arguments.out)
 
     with contextlib.ExitStack() as stack:
         record = stack.enter_context(readings.Recording(arguments.record)) if arguments.record else None
         if arguments.serve:
-            address = stack.enter_context(endpoint.serving(arguments.serve, page))
+            address = stack.enter_context(metrics_endpoint.serving(arguments.serve, page))
             print(f"http://{address}/metrics", flush=True)
         show = stack.enter_context(_shown(tally, quiet=bool(arguments.serve)))
         with contextlib.suppress(KeyboardInterrupt):
@@ -151,7 +160,7 @@ def _readings(interval_s: float, count: int | None) -> Iterator[Snapshot]:
     import itertools
     import time
 
-    from paceline.telemetry import Gauges
+    from paceline.host.gauges import Gauges
 
     with Gauges() as gauges:
         gauges.read()
@@ -166,7 +175,7 @@ def _shown(tally: Tally, quiet: bool) -> Iterator[Callable[[Snapshot], None]]:
     """A table refreshed in place on a terminal; else lines, none where only scrapes are to be answered."""
     from rich.live import Live
 
-    from paceline import monitor as readings
+    from paceline.campaign.live import monitor as readings
 
     terminal = console()
     if not terminal.is_terminal:
@@ -184,7 +193,7 @@ def _require_folder(out: Path) -> None:
 def status(arguments: argparse.Namespace) -> int:
     import time
 
-    from paceline import watch
+    from paceline.campaign.live import status as watch
 
     _require_folder(arguments.out)
     terminal = console()
@@ -207,7 +216,7 @@ def _watch(out: Path, terminal: Console) -> int:
 
     from rich.live import Live
 
-    from paceline import watch
+    from paceline.campaign.live import status as watch
 
     with Live(console=terminal, auto_refresh=False) as live:
         while True:

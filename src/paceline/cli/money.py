@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from paceline.errors import RequestError
 
 if TYPE_CHECKING:
-    from paceline.analysis.cost import Costing
+    from paceline.analysis.cost.training import Costing
 
 MOST = 10**18
 _SIZES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
@@ -32,8 +32,8 @@ def add_cost_options(verb: argparse.ArgumentParser) -> None:
 
 def costing_of(arguments: argparse.Namespace) -> Costing:
     """What was asked about cost; wrong values are refused before anything is read or run."""
-    from paceline import prices
-    from paceline.analysis.cost import Costing
+    from paceline.analysis.cost.training import Costing
+    from paceline.host import prices
 
     asked = prices.chosen(arguments.price) if arguments.price is not None else None
     tokens, samples = arguments.train_tokens, arguments.train_samples

@@ -15,10 +15,10 @@ from paceline.errors import RequestError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from paceline.analysis.cost import Costing
-    from paceline.analysis.nodes import Baseline
-    from paceline.findings import Report
-    from paceline.plugins import Exporter
+    from paceline.analysis.cost.training import Costing
+    from paceline.analysis.findings import Report
+    from paceline.analysis.machine.nodes import Baseline
+    from paceline.contract import Exporter
 
 DEFAULT_FORMATS = ("html", "markdown", "csv", "json", "plots")
 _CAPSULE_SUFFIX = re.compile(r"\.(tar\.gz|tgz)$")
@@ -51,8 +51,8 @@ def add_baseline_option(verb: Parser) -> None:
 
 def baseline_of(arguments: argparse.Namespace) -> Baseline | None:
     """Read before anything is measured: a result that is no baseline is refused at once."""
-    from paceline.analysis import nodes
-    from paceline.run import read_experiment
+    from paceline.analysis.machine import nodes
+    from paceline.campaign.run.controller import read_experiment
 
     if arguments.baseline is None:
         return None
@@ -61,7 +61,7 @@ def baseline_of(arguments: argparse.Namespace) -> Baseline | None:
 
 def exporters_of(formats: Sequence[str] | None) -> list[Exporter]:
     """A name that is no exporter is refused here, before anything is measured."""
-    from paceline.plugins import load
+    from paceline.contract import load
 
     return [load("exporters", name) for name in formats or DEFAULT_FORMATS]
 
@@ -76,9 +76,9 @@ def conclude(
 ) -> int:
     """Build the report of a folder, print it, write its files; the exit code says whether all is well, of the runs that
     were asked for where there is more in the folder."""
-    from paceline import neutral, store
     from paceline.analysis.report import build
-    from paceline.run import read_launches
+    from paceline.campaign.run.controller import read_launches
+    from paceline.results import safe_text, store
 
     exporters = exporters_of(formats)
     for exporter in exporters:
@@ -86,7 +86,7 @@ def conclude(
             exporter.check(directory)
     launches, unreadable = read_launches(directory)
     records, earlier, _ = store.newest(launches)
-    title = neutral.text(directory.resolve().name)
+    title = safe_text.text(directory.resolve().name)
     found = build(records, title, unreadable, costing=costing, earlier=earlier, baseline=baseline)
     # First: an answer must not be lost because a disk is full.
     _print_report(screen, found)
@@ -121,7 +121,7 @@ def _write(found: Report, exporters: Sequence[Exporter], source: Path) -> list[P
 
 
 def _print_report(screen: Console, found: Report) -> None:
-    from paceline import present
+    from paceline import report as present
 
     parts = (
         present.ranked_table(found),
@@ -139,14 +139,15 @@ def _print_report(screen: Console, found: Report) -> None:
 
 
 def show(arguments: argparse.Namespace) -> int:
-    from paceline import clocks, neutral, store
-    from paceline.analysis import advice
-    from paceline.analysis import served_run as served
-    from paceline.analysis.certificate import certify_all
-    from paceline.analysis.goodput import goodput
-    from paceline.present import advice as present
-    from paceline.present import served_run
-    from paceline.present.record import record_lines
+    from paceline.analysis.served import run as served
+    from paceline.analysis.training import advice
+    from paceline.analysis.training.certificate import certify_all
+    from paceline.analysis.training.goodput import goodput
+    from paceline.launchers.node import clock_offsets
+    from paceline.report.tables import advice as present
+    from paceline.report.tables import one_served_run
+    from paceline.report.tables.one_run import record_lines
+    from paceline.results import safe_text, store
 
     if not (arguments.run / "spec.json").is_file():
         raise RequestError(f"{str(arguments.run)!r} was given; accepted is a run folder (DIR/<experiment>/<run_id>)")
@@ -155,19 +156,19 @@ def show(arguments: argparse.Namespace) -> int:
         files = len(list(arguments.run.glob("samples-*.jsonl")))
         unknown = f"{files} file{'s' if files > 1 else ''} of samples, no progress" if files else "no rank started"
         where = "; ".join(f"rank {p.rank} at step {p.step} in {p.phase}" for p in positions) or unknown
-        print(neutral.text(f"{arguments.run}: not sealed (running or interrupted): {where}"))
+        print(safe_text.text(f"{arguments.run}: not sealed (running or interrupted): {where}"))
         return SOME_FAILED
     record = store.read_run(arguments.run)
     group = [run for run in store.read_runs(arguments.run.resolve().parent)[0] if run.spec.work == record.spec.work]
     for line in record_lines(record, certify_all(group).get(record.spec.run_id)):
-        print(neutral.text(line))
-    for line in served_run.lines(served.loads(record), served.replicas(record)):
-        print(neutral.text(line))
-    for warning in filter(None, map(clocks.warning, clocks.read(arguments.run))):
-        print(neutral.text(f"  warning: {warning}"))
+        print(safe_text.text(line))
+    for line in one_served_run.lines(served.loads(record), served.replicas(record)):
+        print(safe_text.text(line))
+    for warning in filter(None, map(clock_offsets.warning, clock_offsets.read(arguments.run))):
+        print(safe_text.text(f"  warning: {warning}"))
     if held := goodput(record):
         print(f"  {held.text}")
     found = advice.of(record)
     for line in present.lines(found) if found else ():
-        print(neutral.text(f"  {line}"))
+        print(safe_text.text(f"  {line}"))
     return OK

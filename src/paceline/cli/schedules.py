@@ -16,7 +16,7 @@ from paceline.cli.verbs import DEFAULT_OUT, OK, Parser, add_verb
 from paceline.errors import RequestError
 
 if TYPE_CHECKING:
-    from paceline.agenda import Schedule, ScheduleView
+    from paceline.campaign.schedule.agenda import Schedule, ScheduleView
 
 BACKENDS = ("crontab", "systemd", "kubernetes")
 MOST_NEXT = 1000
@@ -72,10 +72,13 @@ def _add_action(actions: Any) -> None:
 
 
 def add(arguments: argparse.Namespace) -> int:
-    from paceline import cron, schedule, timers
+    from paceline.campaign import scheduled_run
+    from paceline.campaign.schedule import cron, timers
 
     made = _schedule(arguments)
-    said = schedule.add(arguments.out, made, _file(arguments.experiment), _launcher_file(arguments), arguments.replace)
+    said = scheduled_run.add(
+        arguments.out, made, _file(arguments.experiment), _launcher_file(arguments), arguments.replace
+    )
     if made.env_file is not None and Path(made.env_file).stat().st_mode & 0o077:
         print(f"note: others may read {made.env_file}; run `chmod 600` on it", file=sys.stderr)
     due = next(made.cron.after(datetime.now(UTC)), None)
@@ -90,10 +93,11 @@ def add(arguments: argparse.Namespace) -> int:
 
 def _schedule(arguments: argparse.Namespace) -> Schedule:
     """What was asked, all of it understood before anything is written."""
-    from paceline import agenda, experiment
-    from paceline.analysis.gate import checked_percent
-    from paceline.cron import Cron
-    from paceline.run import unsupported
+    from paceline import experiment
+    from paceline.campaign.run.controller import unsupported
+    from paceline.campaign.schedule import agenda
+    from paceline.campaign.schedule.cron import Cron
+    from paceline.report.gate import checked_percent
 
     specs = experiment.load(arguments.experiment, arguments.set, arguments.launcher)
     for spec in specs:
@@ -159,14 +163,14 @@ def _place(arguments: argparse.Namespace) -> dict[str, Any]:
         return {}
     if "image" not in given or "claim" not in given:
         raise RequestError("--backend kubernetes: accepted is one with --image IMAGE and --claim CLAIM")
-    from paceline.timers.kubernetes import Place
+    from paceline.campaign.schedule.timers.kubernetes import Place
 
     return dataclasses.asdict(Place(**given, apply=arguments.apply))
 
 
 def _views(out: Path, now: datetime) -> tuple[list[ScheduleView], list[str]]:
     """All schedules of a folder; where there are none, a sentence that says how to begin."""
-    from paceline import agenda
+    from paceline.campaign.schedule import agenda
 
     # The usual folder is made by the first run; any other that is not there was mistyped.
     if not out.is_dir() and (out.exists() or out != Path(DEFAULT_OUT)):
@@ -176,7 +180,8 @@ def _views(out: Path, now: datetime) -> tuple[list[ScheduleView], list[str]]:
 
 
 def show_all(arguments: argparse.Namespace) -> int:
-    from paceline import cron, neutral
+    from paceline.campaign.schedule import cron
+    from paceline.results import safe_text
 
     views, sentences = _views(arguments.out, datetime.now(UTC))
     for view in views:
@@ -185,24 +190,25 @@ def show_all(arguments: argparse.Namespace) -> int:
         following = f"next {cron.wall(view.next, zone)}" if view.next else "never due"
         lost = f", {len(view.missed)} missed" if view.missed else ""
         when = f"{view.schedule.cron.expression} {view.schedule.cron.timezone}"
-        print(neutral.text(f"{view.schedule.name}  {when}  {view.schedule.backend}  {following}  {last}{lost}"))
+        print(safe_text.text(f"{view.schedule.name}  {when}  {view.schedule.backend}  {following}  {last}{lost}"))
     for sentence in sentences:
         print(sentence)
     return OK
 
 
 def show(arguments: argparse.Namespace) -> int:
-    from paceline import agenda, cron, neutral, timers
-    from paceline.present import agenda as present
+    from paceline.campaign.schedule import agenda, cron, timers
+    from paceline.campaign.schedule import tables as present
+    from paceline.results import safe_text
 
     now = datetime.now(UTC)
     view = agenda.view(arguments.out, arguments.name, now)
     for line in present.lines(view, _counted(arguments.count)):
-        print(neutral.text(line))
+        print(safe_text.text(line))
     for due, _ in zip(view.schedule.cron.after(now), range(arguments.count), strict=False):
         print(f"  due {cron.wall(due, view.schedule.cron.zone)}")
     asked = (f"--launcher {view.schedule.launcher}" if view.schedule.launcher else "", *view.schedule.settings)
-    print(neutral.text(f"  runs {view.schedule.source} {' '.join(filter(None, asked))}".rstrip()))
+    print(safe_text.text(f"  runs {view.schedule.source} {' '.join(filter(None, asked))}".rstrip()))
     installed = getattr(timers.backend(view.schedule.backend), "is_installed", None)
     if installed is not None and not installed(arguments.out, view.schedule):
         print(f"  its timer is gone: add it again with --replace, or `paceline schedule remove {view.schedule.name}`")
@@ -219,7 +225,7 @@ def show_next(arguments: argparse.Namespace) -> int:
     import heapq
     import itertools
 
-    from paceline.present import agenda as present
+    from paceline.campaign.schedule import tables as present
 
     now, count = datetime.now(UTC), _counted(arguments.count)
     views, sentences = _views(arguments.out, now)
@@ -233,9 +239,10 @@ def show_next(arguments: argparse.Namespace) -> int:
 
 
 def remove(arguments: argparse.Namespace) -> int:
-    from paceline import agenda, schedule
+    from paceline.campaign import scheduled_run
+    from paceline.campaign.schedule import agenda
 
-    left = schedule.remove(arguments.out, arguments.name)
+    left = scheduled_run.remove(arguments.out, arguments.name)
     print(f"schedule {arguments.name}: removed; its results stay in {agenda.folder_of(arguments.out, arguments.name)}")
     if left is not None:
         print(left)
@@ -243,13 +250,13 @@ def remove(arguments: argparse.Namespace) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from paceline import schedule
+    from paceline.campaign import scheduled_run
 
     if arguments.definition is not None:
-        schedule.adopt(arguments.out, arguments.name, arguments.definition)
+        scheduled_run.adopt(arguments.out, arguments.name, arguments.definition)
     within = None if arguments.due_within is None else timedelta(seconds=arguments.due_within)
     try:
-        return schedule.run(arguments.out, arguments.name, within, _say)
+        return scheduled_run.run(arguments.out, arguments.name, within, _say)
     except OSError as error:
         raise RequestError(
             f"--out: {arguments.out} cannot be written ({error.strerror}); nothing was started"
@@ -257,6 +264,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _say(text: str) -> None:
-    from paceline import neutral
+    from paceline.results import safe_text
 
-    print(neutral.text(text), flush=True)
+    print(safe_text.text(text), flush=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.cli.verbs import OK, SOME_FAILED, add_verb, console, print_hanging
 
 if TYPE_CHECKING:
-    from paceline.serving import CeilingSample
+    from paceline.experiment.serving import CeilingSample
 
 
 def add_verbs(verbs: Any) -> None:
@@ -29,8 +29,8 @@ def add_verbs(verbs: Any) -> None:
 
 
 def mock_replica(arguments: argparse.Namespace) -> int:
-    from paceline.mock_replica import MODES, Law, serve_until_told
-    from paceline.spec import require
+    from paceline.experiment.choices import require
+    from paceline.serving.mock.server import MODES, Law, serve_until_told
 
     screen = console()
     if arguments.mode == "list":
@@ -56,8 +56,8 @@ def selftest(arguments: argparse.Namespace) -> int:
     import dataclasses
     import json
 
-    from paceline.selftest import ceiling_of, climb
-    from paceline.spec import require
+    from paceline.experiment.choices import require
+    from paceline.serving.selftest import ceiling_of, climb
 
     for option in ("streams", "shards"):
         require(getattr(arguments, option) >= 1, f"--{option}", getattr(arguments, option), "a whole number from 1")
@@ -83,7 +83,7 @@ def selftest(arguments: argparse.Namespace) -> int:
 
 def _kept(found: CeilingSample) -> str | None:
     """Why it was not; the measurement itself is none the worse for it."""
-    from paceline import client_ceiling
+    from paceline.serving import client_ceiling
 
     try:
         client_ceiling.keep(found)

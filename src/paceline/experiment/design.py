@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from paceline import designs, recipe
-from paceline.designs import Design, Level
+from paceline.experiment import factorial, recipe
+from paceline.experiment.choices import require
+from paceline.experiment.factorial import Design, Level
 from paceline.experiment.fields import Cell, DesignFields, validate
-from paceline.identity import NO_CELL
-from paceline.spec import RunSpec, require
+from paceline.experiment.identity import NO_CELL
+from paceline.experiment.spec import RunSpec
 
 PREFIX = "design."
 # An experiment has one device, and a level is one value, which a warm-up is not. Two levels of a field that makes no
@@ -61,17 +62,17 @@ def _check(block: DesignFields) -> None:
     for name, levels in block.factors.items():
         require(name in FACTORS, "design.factors", name, f"one of {', '.join(FACTORS)}")
         require(len(levels) > 1, f"design.factors.{name}", levels, "two levels or more, the baseline first")
-    if block.kind == designs.FRACTIONAL:
-        most, count = designs.MOST_FACTORS, len(block.factors)
-        sound = designs.FEWEST_FACTORS <= count <= most and all(len(v) == 2 for v in block.factors.values())
-        accepted = f"{designs.FEWEST_FACTORS} to {most} factors of two levels each; factorial takes any"
+    if block.kind == factorial.FRACTIONAL:
+        most, count = factorial.MOST_FACTORS, len(block.factors)
+        sound = factorial.FEWEST_FACTORS <= count <= most and all(len(v) == 2 for v in block.factors.values())
+        accepted = f"{factorial.FEWEST_FACTORS} to {most} factors of two levels each; factorial takes any"
         require(sound, "design.factors of a fraction", block.factors, accepted)
 
 
 def _generators(block: DesignFields) -> dict[str, tuple[str, ...]]:
-    if block.kind != designs.FRACTIONAL:
+    if block.kind != factorial.FRACTIONAL:
         return {}
-    found = designs.generators(tuple(block.factors), block.resolution)
+    found = factorial.generators(tuple(block.factors), block.resolution)
     accepted = f"a lower one, or kind: factorial ({len(block.factors)} factors have no such fraction)"
     require(found is not None, "design.resolution", block.resolution, accepted)
     return found or {}

@@ -13,9 +13,10 @@ import yaml
 
 from paceline.errors import RequestError
 from paceline.experiment import design
+from paceline.experiment.choices import Choice, require
 from paceline.experiment.fields import ALL, Cell, Experiment, build, offered, validate
 from paceline.experiment.reading import parse_yaml, read, read_launcher
-from paceline.spec import TUNED, UNTRAINED, Choice, RunSpec, Tuning, require
+from paceline.experiment.spec import TUNED, UNTRAINED, RunSpec, Tuning
 
 # `processes: doubling` is 1, 2, 4, ... up to one per device.
 DOUBLING = "doubling"

@@ -9,26 +9,24 @@ from typing import Any, Literal, cast, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from paceline import machine
-from paceline.contents import digests
+from paceline.contract import Offer, load
 from paceline.errors import RequestError
-from paceline.plugins import Offer, load
-from paceline.serving import Serving
-from paceline.spec import (
+from paceline.experiment.choices import Choice, Scalar, require
+from paceline.experiment.input_digests import digests
+from paceline.experiment.serving import Serving
+from paceline.experiment.spec import (
     ACCEPTING,
     SERVED,
     TUNED,
     UNTRAINED,
-    Choice,
     Precision,
     RunSpec,
-    Scalar,
     Topology,
     Training,
     Tuning,
     WarmUp,
-    require,
 )
+from paceline.host import machine
 
 # `processes: all` is one per device.
 ALL = "all"

@@ -24,7 +24,7 @@ Loader.add_implicit_resolver(
 def presets() -> dict[str, str]:
     """Name -> description of the experiments that ship with Paceline."""
     found = {}
-    for entry in resources.files("paceline").joinpath("presets").iterdir():
+    for entry in resources.files(__package__).joinpath("presets").iterdir():
         if entry.name.endswith(".yaml"):
             found[entry.name.removesuffix(".yaml")] = str(_parse(entry.read_text(), entry.name).get("description", ""))
     return dict(sorted(found.items()))
@@ -32,7 +32,7 @@ def presets() -> dict[str, str]:
 
 def read(source: str) -> dict[str, Any]:
     path = Path(source)
-    shipped = resources.files("paceline").joinpath("presets", f"{source}.yaml")
+    shipped = resources.files(__package__).joinpath("presets", f"{source}.yaml")
     if "/" not in source and not path.suffix and shipped.is_file():
         return _parse(shipped.read_text(), source)
     if path.is_file():

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from paceline import store
-from paceline.records import Status
+from paceline.results import store
+from paceline.results.records import Status
 
 
 def is_past_setup(run_dir: Path) -> bool:

@@ -8,7 +8,7 @@ import re
 import socket
 from pathlib import Path
 
-from paceline.spec import RunSpec
+from paceline.experiment.spec import RunSpec
 
 # Names of pods end at 63 characters; those of a JobSet append `-node-0-999-abcde`.
 LONGEST_NAME = 46
@@ -42,8 +42,8 @@ def spec_text(spec: RunSpec) -> str:
 def agent_arguments(
     *, port: int, shared: Path | None = None, rendezvous: str = "static", tether: bool = False
 ) -> list[str]:
-    """`-m paceline.agent ...`, to stand behind a Python of the node. Without a shared folder files travel as lines."""
-    arguments = ["-m", "paceline.agent", f"--port={port}", f"--rendezvous={rendezvous}"]
+    """`-m paceline.launchers.node.agent ...`, to stand behind a Python of the node. Without a shared folder files travel as lines."""
+    arguments = ["-m", "paceline.launchers.node.agent", f"--port={port}", f"--rendezvous={rendezvous}"]
     arguments += [f"--run-dir={shared}"] if shared is not None else ["--relay"]
     arguments += ["--tether"] if tether else []
     return arguments + ([f"--runner={RUNNER}"] if RUNNER else [])

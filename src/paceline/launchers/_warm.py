@@ -33,10 +33,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from paceline import places
 from paceline.errors import PacelineError
-from paceline.offspring import GRACE_S
-from paceline.processes import end_with_parent
+from paceline.host.offspring import GRACE_S
+from paceline.host.processes import end_with_parent
+from paceline.launchers.node import placement
 
 HOST = "127.0.0.1"
 MAX_REQUEST_BYTES = 1 << 16
@@ -196,10 +196,10 @@ def preload(strategy: str | None) -> None:
     """Import what every rank of this strategy imports, as far as that starts no thread and touches no device."""
     # Ranks enable it again. A collection here would make no difference to them, but takes most of a second.
     gc.disable()
-    for name in ("torch._dynamo", "torch.distributed", "paceline.worker"):
+    for name in ("torch._dynamo", "torch.distributed", "paceline.workloads.worker"):
         importlib.import_module(name)
     if strategy is not None:
-        from paceline.plugins import load
+        from paceline.contract import load
 
         # A missing package is the rank's to report.
         with contextlib.suppress(PacelineError, ImportError):
@@ -239,7 +239,7 @@ def supervise(
     port = rendezvous.getsockname()[1]
     shared = {"MASTER_ADDR": HOST, "MASTER_PORT": port, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
     shared |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "ROLE_NAME": "default", "ROLE_WORLD_SIZE": processes}
-    shared |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RUN_ID": "paceline", places.FORKED: 1}
+    shared |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RUN_ID": "paceline", placement.FORKED: 1}
     shared |= {"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0}
     os.environ |= {name: str(value) for name, value in shared.items()}
     ranks: dict[int, int] = {}
@@ -268,10 +268,10 @@ def _become_rank(rank: int, run_dir: Path, supervisor: int, prepare_rank: Callab
             os._exit(code)  # it died before the kernel was asked to send a signal
         gc.enable()
         os.environ |= {name: str(rank) for name in ("RANK", "LOCAL_RANK", "ROLE_RANK")}
-        sys.argv = ["paceline.worker", str(run_dir)]
+        sys.argv = ["paceline.workloads.worker", str(run_dir)]
         if prepare_rank is not None:
             prepare_rank(rank)
-        from paceline import worker
+        from paceline.workloads import worker
 
         code = worker.main(sys.argv)
     except SystemExit as end:

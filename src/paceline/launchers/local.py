@@ -12,13 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline import machine, places
+from paceline.contract import Job, JobState, load, options
+from paceline.experiment.choices import require
+from paceline.experiment.spec import RunSpec
+from paceline.host import machine
+from paceline.host.offspring import end_all
+from paceline.host.processes import end_with_parent
 from paceline.launchers import _warm
 from paceline.launchers._start import rank_environment
-from paceline.offspring import end_all
-from paceline.plugins import Job, JobState, load, options
-from paceline.processes import end_with_parent
-from paceline.spec import RunSpec, require
+from paceline.launchers.node import placement
 
 # Ranks are processes of this host.
 HERE = True
@@ -65,13 +67,13 @@ def prepare(spec: RunSpec, run_dir: Path) -> Job:
     # By its own name torchrun would wait for itself for minutes, where that name does not resolve.
     alone = ("--standalone", "--local-addr=127.0.0.1")
     torchrun = (sys.executable, "-m", "torch.distributed.run", *alone, no_logs, processes)
-    argv = (*torchrun, "-m", "paceline.worker", str(run_dir))
+    argv = (*torchrun, "-m", "paceline.workloads.worker", str(run_dir))
     env = rank_environment(chosen.threads)
     if sys.platform == "linux":
         # A host name that does not resolve would leave gloo without an address; one host needs only loopback.
         env["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     if chosen.shared_gpu:
-        env |= {places.SHARED_GPU: "1", "NCCL_SOCKET_IFNAME": "lo"}
+        env |= {placement.SHARED_GPU: "1", "NCCL_SOCKET_IFNAME": "lo"}
     # What the command above does is then done by forking; see _warm.
     forks = chosen.warm and chosen.threads == 1 and topology.device == "cpu" and spec.is_trained
     settings: dict[str, Any] = {}

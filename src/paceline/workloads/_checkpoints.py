@@ -24,12 +24,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from paceline.contract import Recorder, Seat, Trainer
 from paceline.errors import CheckpointError, InvalidRunError, RequestError, UnsupportedError
-from paceline.files import write_atomically
-from paceline.interruptions import CheckpointSample, StartSample
-from paceline.measure import Weights
-from paceline.plugins import Recorder, Seat, Trainer
-from paceline.spec import RunSpec
+from paceline.experiment.spec import RunSpec
+from paceline.host.files import write_atomically
+from paceline.results.attempt_samples import CheckpointSample, StartSample
+from paceline.training.instruments import Weights
 
 KEPT = 2
 MARKER = "complete.json"

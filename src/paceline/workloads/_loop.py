@@ -13,13 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.corpus import Corpus, Partition, StepBatch, prefetch
-from paceline.decoder import IGNORED_LABEL
+from paceline.contract import Recorder, Seat, Trainer
 from paceline.errors import InvalidRunError, RequestError
-from paceline.measure import Clock, Stopwatch, reset_peak
-from paceline.plugins import Recorder, Seat, Trainer
-from paceline.records import StepSample
-from paceline.rows import RowCorpus
+from paceline.results.records import StepSample
+from paceline.training.data.corpus import Corpus, Partition, StepBatch, prefetch
+from paceline.training.data.packing import IGNORED_LABEL, RowCorpus
+from paceline.training.instruments import Clock, Stopwatch, reset_peak
 
 if TYPE_CHECKING:
     from paceline.workloads._checkpoints import Keeper

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from paceline.corpus import check_data
+from paceline.contract import Recorder, Seat, options
 from paceline.errors import RequestError
-from paceline.models import Shape
-from paceline.models import load as load_shape
-from paceline.plugins import Recorder, Seat, options
-from paceline.spec import RunSpec, Tuning, require
+from paceline.experiment.choices import require
+from paceline.experiment.spec import RunSpec, Tuning
+from paceline.models.arithmetic import load as load_shape
+from paceline.models.shape import Shape
+from paceline.training.data.corpus import check_data
 from paceline.workloads import pretrain
 
 

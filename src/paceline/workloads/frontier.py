@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from paceline.capacity import allowed_bytes, check_limit, confine
-from paceline.footprint import largest_fitting, predicted_peaks
-from paceline.plugins import Recorder, Seat, options
-from paceline.records import RunRecord, Status
-from paceline.spec import RunSpec, require
+from paceline.contract import Recorder, Seat, options
+from paceline.experiment.choices import require
+from paceline.experiment.spec import RunSpec
+from paceline.host.memory_limit import allowed_bytes, check_limit, confine
+from paceline.results.memory_components import largest_fitting, predicted_peaks
+from paceline.results.records import RunRecord, Status
 from paceline.workloads import memory
 from paceline.workloads.pretrain import capacity_sample
 

@@ -9,18 +9,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline import places
-from paceline.capacity import allowed_bytes, check_limit, confine, release
-from paceline.corpus import check_data, row_bytes
-from paceline.models import load as load_shape
-from paceline.plugins import Recorder, Seat, Trainer, load, options
-from paceline.records import ComponentSample, Evidence
-from paceline.spec import RunSpec, Scalar, require
+from paceline.contract import Recorder, Seat, Trainer, load, options
+from paceline.experiment.choices import Scalar, require
+from paceline.experiment.spec import RunSpec
+from paceline.host.memory_limit import allowed_bytes, check_limit, confine, release
+from paceline.launchers.node import placement
+from paceline.models.arithmetic import load as load_shape
+from paceline.results.records import ComponentSample, Evidence
+from paceline.training.data.corpus import check_data, row_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from paceline.measure import Weights
+    from paceline.training.instruments import Weights
     from paceline.workloads._checkpoints import Keeper
     from paceline.workloads._loop import Loop
 
@@ -64,8 +65,8 @@ def check(spec: RunSpec) -> str | None:
 
 
 def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
-    from paceline.corpus import Partition, facts_of, open_data
-    from paceline.measure import clock_for, read_memory, release_unused
+    from paceline.training.data.corpus import Partition, facts_of, open_data
+    from paceline.training.instruments import clock_for, read_memory, release_unused
     from paceline.workloads._loop import Loop
 
     assert spec.strategy is not None
@@ -128,8 +129,8 @@ def watch_after_window(spec: RunSpec, seat: Seat, loop: Loop, recorder: Recorder
 
     Counting comes last because compiled code falls back to plain operators under a dispatch mode, and may stay there.
     """
-    from paceline.measure import WireCounter
-    from paceline.timeline import Profile
+    from paceline.training.instruments import WireCounter
+    from paceline.training.step_profile import Profile
 
     profile, counter, training = Profile(seat.device, loop.clock), WireCounter(), spec.training
     profiled = range(spec.steps, spec.steps + PROFILED_STEPS)
@@ -147,11 +148,11 @@ def watch_after_window(spec: RunSpec, seat: Seat, loop: Loop, recorder: Recorder
 
 def read_standing(spec: RunSpec, trainer: Trainer) -> Standing:
     """Digests of the weights as the strategy holds them, sharded ones gathered; called on every rank."""
-    from paceline.measure import digest_parameters
+    from paceline.training.instruments import digest_parameters
 
     if spec.tuning is None or not spec.tuning.has_adapters:
         return Standing(digest_parameters(trainer.full_parameters()), None)
-    from paceline.tuned import is_learned
+    from paceline.training.finetuned import is_learned
 
     def kept(learned: bool) -> Iterator[tuple[str, Tensor]]:
         whole = trainer.full_parameters()
@@ -179,11 +180,11 @@ def evidence(
     began_at_s: float | None = None,
 ) -> Evidence:
     """facts are the data's: what was read, beyond what the spec says."""
-    from paceline.machine import debug_switches, neighbours
+    from paceline.host.machine import debug_switches, neighbours
 
     dtypes, optimizer, settings = trainer.declare()
-    starting: dict[str, Scalar] = {"shared_gpu": True} if places.shares_gpu(os.environ) else {}
-    starting |= {"started": "forked"} if places.FORKED in os.environ else {}
+    starting: dict[str, Scalar] = {"shared_gpu": True} if placement.shares_gpu(os.environ) else {}
+    starting |= {"started": "forked"} if placement.FORKED in os.environ else {}
     return Evidence(
         init_digest=start.learned.digest,
         init_digests=start.learned.by_name,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.models import load as load_shape
-from paceline.plugins import Recorder, Seat, load, options
-from paceline.spec import RunSpec
+from paceline.contract import Recorder, Seat, load, options
+from paceline.experiment.spec import RunSpec
+from paceline.models.arithmetic import load as load_shape
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ def check(spec: RunSpec) -> str | None:
 
 
 def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
-    from paceline.corpus import Partition, facts_of, open_data
-    from paceline.measure import clock_for, release_unused
+    from paceline.training.data.corpus import Partition, facts_of, open_data
+    from paceline.training.instruments import clock_for, release_unused
     from paceline.workloads._loop import Loop
     from paceline.workloads.pretrain import attention_backends, evidence, read_standing
 

@@ -10,9 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline import models
-from paceline.records import Evidence, MemorySample, Outcome, RunRecord, Status, StepSample, TraceSample, WireSample
-from paceline.spec import Choice, Precision, RunSpec, Topology, Training, WarmUp
+from paceline.experiment.choices import Choice
+from paceline.experiment.spec import Precision, RunSpec, Topology, Training, WarmUp
+from paceline.models import arithmetic
+from paceline.results.records import (
+    Evidence,
+    MemorySample,
+    Outcome,
+    RunRecord,
+    Status,
+    StepSample,
+    TraceSample,
+    WireSample,
+)
 
 MiB = 2**20
 H200 = {"name": "NVIDIA H200", "peak_flops": {"bf16": 989e12, "fp16": 989e12, "fp32": 67e12}}
@@ -41,7 +51,7 @@ def build_evidence(spec: RunSpec, **more: Any) -> Evidence:
     precision = spec.training.precision
     usual: dict[str, Any] = {
         "init_digest": "5f2c9e",
-        "parameters": models.parameters(models.load(spec.model)),
+        "parameters": arithmetic.parameters(arithmetic.load(spec.model)),
         "dtypes": {
             "parameters": precision.compute,
             "compute": precision.compute,

@@ -8,12 +8,12 @@ import sys
 import pytest
 from answered_records import build_answer, build_record, build_replica, build_spec, one_by_one
 
-from paceline.analysis import accuracy
+from paceline.analysis.findings.accuracy import AGREES, DIFFERS, FAILED, PASSED, SILENT, SMOKE, UNDECIDED, Accuracy
 from paceline.analysis.report import build
-from paceline.findings.accuracy import AGREES, DIFFERS, FAILED, PASSED, SILENT, SMOKE, UNDECIDED, Accuracy
-from paceline.present import accuracy as present
-from paceline.present.answer import answer
-from paceline.records import RunRecord
+from paceline.analysis.served import accuracy
+from paceline.report.answer import answer
+from paceline.report.tables import accuracy as present
+from paceline.results.records import RunRecord
 
 pytest.importorskip("rouge_score", reason="pip install 'paceline[accuracy]'")
 RIGHT = "The bridge was closed on Monday. Nobody was hurt."

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from paceline.adapters import adapter_parameters
-from paceline.analysis.certificate import certify
-from paceline.models import load
-from paceline.records import RunRecord, WireSample
-from paceline.spec import Choice, RunSpec, Tuning
+from paceline.analysis.training.certificate import certify
+from paceline.experiment.choices import Choice
+from paceline.experiment.spec import RunSpec, Tuning
+from paceline.models.adapters import adapter_parameters
+from paceline.models.arithmetic import load
+from paceline.results.records import RunRecord, WireSample
 
 Builder = Callable[..., Any]
 SHAPE = load(Choice("tiny-llama"))
@@ -168,7 +169,7 @@ def test_moments_of_8_bit_follow_the_reference(tuned_spec: Builder, tuned_run: B
 
 
 def test_losses_weigh_learned_tokens(tuned_spec: Builder, tuned_run: Builder) -> None:
-    from paceline.analysis.observation import observe
+    from paceline.analysis.training.observed import observe
 
     record = tuned_run(tuned_spec())
     steps = tuple(

@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 
-from paceline import store
-from paceline.analysis import advice
 from paceline.analysis.report import build
-from paceline.exporters import html, markdown
-from paceline.footprint import goal_bytes, room_bytes
-from paceline.present.advice import lines, sentence, tables
-from paceline.records import AlternativeSample, ComponentSample, RunRecord, Status
-from paceline.spec import Choice, RunSpec, Topology, Training
+from paceline.analysis.training import advice
+from paceline.experiment.choices import Choice
+from paceline.experiment.spec import RunSpec, Topology, Training
+from paceline.report.exporters import html, markdown
+from paceline.report.tables.advice import lines, sentence, tables
+from paceline.results import store
+from paceline.results.memory_components import goal_bytes, room_bytes
+from paceline.results.records import AlternativeSample, ComponentSample, RunRecord, Status
 
 GIB = 2**30
 SPEC = RunSpec(
@@ -158,7 +159,7 @@ def test_every_form_of_the_report_has_a_line_of_it() -> None:
 def test_a_prediction_survives_the_store() -> None:
     import json
 
-    from paceline.samples import _sample
+    from paceline.results.sample_lines import _sample
 
     for sample in TOLD:
         assert _sample(json.loads(store.sample_line(sample))) == sample

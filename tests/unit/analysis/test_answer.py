@@ -10,16 +10,19 @@ from typing import Any
 
 import pytest
 
-from paceline import cli, store
-from paceline.analysis.cost import Costing
-from paceline.analysis.recommend import by_cost
+from paceline import cli
+from paceline.analysis.compare.recommend import by_cost
+from paceline.analysis.cost.training import Costing
+from paceline.analysis.findings import Recommendation, Report
 from paceline.analysis.report import build
-from paceline.findings import Recommendation, Report
-from paceline.present import recommendation_lines, standing, tables, verdicts
-from paceline.present.answer import answer, grounds, headline, spoken
-from paceline.prices import Price
-from paceline.records import RunRecord, Status
-from paceline.spec import WarmUp
+from paceline.experiment.spec import WarmUp
+from paceline.host.prices import Price
+from paceline.report import recommendation_lines
+from paceline.report.answer import answer, grounds, headline, spoken
+from paceline.report.tables import table, verdicts
+from paceline.report.text import cells as standing
+from paceline.results import store
+from paceline.results.records import RunRecord, Status
 
 Builder = Callable[..., Any]
 
@@ -130,7 +133,7 @@ def test_no_claim_without_a_comparison(campaign: Builder, make_spec: Builder, go
     report = build(campaign(ended(make_spec("ddp"), Status.OOM), fsdp2=1.0), "test")
     assert report.comparisons == report.recommendations == ()
     found = answer(report)
-    assert found[0] == tables.NO_ANSWER
+    assert found[0] == table.NO_ANSWER
     assert found[1] == golden
     assert "FSDP2" in found[1]
     assert "DDP" in found[1]
@@ -216,9 +219,9 @@ def test_runs_without_a_step_beyond_their_warm_up_are_no_success(
 def test_what_was_measured_stands_before_claims_and_the_machine_but_not_before_a_fault(
     machine: str, second: str, rest: str, campaign: Builder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.present.answer.MACHINE_SENTENCES", (lambda report: machine,))
+    monkeypatch.setattr("paceline.report.answer.MACHINE_SENTENCES", (lambda report: machine,))
     report = build(campaign(ddp=1.0), "test")
-    assert answer(report) == (tables.NO_ANSWER, second)
+    assert answer(report) == (table.NO_ANSWER, second)
     assert grounds(report) == rest
 
 

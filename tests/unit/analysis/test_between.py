@@ -10,13 +10,14 @@ import fabric_records
 import numpy as np
 import pytest
 
-from paceline.analysis.between import compare_experiments, verdict_among
-from paceline.analysis.gate import regressions, undecided_losses
-from paceline.analysis.statistics import Ratio
+from paceline.analysis.compare.folders import compare_experiments, verdict_among
+from paceline.analysis.findings import Between, Change
+from paceline.analysis.statistics.intervals import Ratio
 from paceline.errors import RequestError
-from paceline.findings import Between, Change
-from paceline.present import between as present
-from paceline.records import KernelSample, RunRecord, Status
+from paceline.report.gate import regressions, undecided_losses
+from paceline.report.tables import comparison as present
+from paceline.results.machine_samples import KernelSample
+from paceline.results.records import RunRecord, Status
 
 Builder = Callable[..., Any]
 Records = list[RunRecord]

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from paceline import adapters, models
-from paceline.analysis import bottleneck, floors
+from paceline.analysis.findings import Bottleneck, ShareOfStep
 from paceline.analysis.report import build
-from paceline.findings import Bottleneck, ShareOfStep
-from paceline.records import KernelSample, RunRecord, TraceSample
-from paceline.spec import Tuning
+from paceline.analysis.training import bottleneck, floors
+from paceline.experiment.spec import Tuning
+from paceline.models import adapters, arithmetic
+from paceline.results.machine_samples import KernelSample
+from paceline.results.records import RunRecord, TraceSample
 
 Builder = Callable[..., Any]
 STEP_S = 1.0
@@ -99,7 +100,7 @@ def ceilings_of(record: RunRecord, products_s: float | None, optimizer_s: float 
         work = {"flops": round(flops / products_s), "moved_bytes": None}
         found.append(KernelSample(kernel="matmul", dtype="bf16", **usual | work))
     if optimizer_s is not None:
-        moved = models.parameters(shape) * 28  # Adam: 24 B of fp32 state and a gradient of 4
+        moved = arithmetic.parameters(shape) * 28  # Adam: 24 B of fp32 state and a gradient of 4
         work = {"flops": None, "moved_bytes": round(moved / optimizer_s)}
         found.append(KernelSample(kernel="copy", dtype="bytes", **usual | work))
     return found
@@ -110,7 +111,7 @@ def training_flops(record: RunRecord) -> float:
     training, shape, tuning = record.spec.training, record.shape, record.spec.tuning
     length, mode = training.sequence_length, training.checkpointing
     if tuning is None:
-        return models.flops_per_token(shape, length) + models.recomputed_flops_per_token(shape, length, mode)
+        return arithmetic.flops_per_token(shape, length) + arithmetic.recomputed_flops_per_token(shape, length, mode)
     keys = (length + 1) / 2
     again = adapters.recomputed_flops_per_token(shape, tuning, keys, mode)
     return adapters.flops_per_token(shape, tuning, keys) + again

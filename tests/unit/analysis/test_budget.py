@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from paceline.analysis.cost import Costing
+from paceline.analysis.cost.training import Costing
+from paceline.analysis.findings import Report
 from paceline.analysis.report import build
 from paceline.cli.money import sample_count
 from paceline.errors import RequestError
-from paceline.exporters import markdown, plots
-from paceline.findings import Report
-from paceline.present import budget
-from paceline.present.charts import charts
-from paceline.prices import ON_DEMAND, SPOT, Price
-from paceline.spec import Topology
+from paceline.experiment.spec import Topology
+from paceline.host.prices import ON_DEMAND, SPOT, Price
+from paceline.report.charts import charts
+from paceline.report.exporters import markdown, plots
+from paceline.report.tables import budget
 
 Builder = Callable[..., Any]
 FIRM = Price(name="firm", usd_per_gpu_hour=0.60, kind=ON_DEMAND, source="a test", date="2026-01")

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
-from paceline import models
-from paceline.analysis import ceilings, validity
+from paceline.analysis.compare import validity
+from paceline.analysis.findings import Measurement
+from paceline.analysis.machine import ceilings
 from paceline.analysis.report import build
-from paceline.findings import Measurement
-from paceline.records import KernelSample, RunRecord
-from paceline.spec import Choice
+from paceline.experiment.choices import Choice
+from paceline.models import arithmetic
+from paceline.results.machine_samples import KernelSample
+from paceline.results.records import RunRecord
 
 Builder = Callable[..., Any]
 GIB = 2**30
@@ -192,7 +194,7 @@ def campaign(make_cell: Builder, make_reference: Builder) -> Builder:
 def test_the_share_of_achievable_is_flops_over_the_measured_peak(
     campaign: Builder, ceiling_run: Builder, golden: object
 ) -> None:
-    flops = models.flops_per_token(models.load(Choice("tiny")), 64)
+    flops = arithmetic.flops_per_token(arithmetic.load(Choice("tiny")), 64)
     peak = ceiling_run(kernel(dtype="fp32", label="512 x 512 x 512", flops=10**9))
     m = ratio_of(build([*campaign(), peak], "test"))
     assert m.value == pytest.approx(flops * 256 / 1e9)
@@ -242,7 +244,7 @@ def test_the_best_of_several_runs_counts(campaign: Builder, ceiling_run: Builder
 
 
 def test_a_run_of_ceilings_is_neither_ranked_nor_missed(ceiling_run: Builder) -> None:
-    from paceline.present.standing import unranked
+    from paceline.report.text.cells import unranked
 
     report = build([ceiling_run(kernel())], "test")
     assert unranked(report) == ()

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from paceline.analysis.certificate import certify, certify_all
-from paceline.findings import Certificate, Check
-from paceline.records import RunRecord, Status
+from paceline.analysis.findings import Certificate, Check
+from paceline.analysis.training.certificate import certify, certify_all
+from paceline.results.records import RunRecord, Status
 
 Builder = Callable[..., Any]
 

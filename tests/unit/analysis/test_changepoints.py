@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.analysis.changepoints import FEWEST, splits
-from paceline.analysis.statistics import Array
+from paceline.analysis.statistics.changepoints import FEWEST, splits
+from paceline.analysis.statistics.intervals import Array
 
 
 def noise(n: int, seed: int, spread: float = 0.01) -> Array:

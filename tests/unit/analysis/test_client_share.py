@@ -9,14 +9,14 @@ import pytest
 from served_records import CLIENT, MS, S, record, request, stage
 
 from paceline.analysis import report as reports
-from paceline.analysis.token_times import busiest_second
-from paceline.exporters import csv, html, markdown
-from paceline.findings import Report
-from paceline.findings.served_verdicts import CeilingUse
-from paceline.present.answer import answer, grounds
-from paceline.records import RunRecord
-from paceline.serving import CeilingSample
-from paceline.spec import Choice
+from paceline.analysis.findings import Report
+from paceline.analysis.findings.served_verdicts import CeilingUse
+from paceline.analysis.served.token_times import busiest_second
+from paceline.experiment.choices import Choice
+from paceline.experiment.serving import CeilingSample
+from paceline.report.answer import answer, grounds
+from paceline.report.exporters import csv, html, markdown
+from paceline.results.records import RunRecord
 
 MEASURED = 1_763_300_000.0  # 2025-11-16
 WHOLE = ", by answers that came whole"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.analysis import statistics
-from paceline.analysis.clustered_percentiles import _percentiles_of, clustered_percentiles
-from paceline.analysis.statistics import Array, Resampled
+from paceline.analysis.statistics import intervals
+from paceline.analysis.statistics.clustered_percentiles import _percentiles_of, clustered_percentiles
+from paceline.analysis.statistics.intervals import Array, Resampled
 
 Clusters = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
@@ -40,7 +40,7 @@ def test_the_same_as_drawing_clusters_one_by_one() -> None:
     times = seeded.multinomial(40 * launch[:, 0], np.full(40, 1 / 40))
     drawn = [np.repeat(np.arange(40), row) for row in times]
     again = np.array([np.percentile(np.concatenate([groups[g] for g in row]), 90) for row in drawn])
-    plain = statistics.from_replicates(float(np.percentile(values, 90)), again, 40, 1)
+    plain = intervals.from_replicates(float(np.percentile(values, 90)), again, 40, 1)
     # Values may stand in any order, and clusters have any numbers.
     order = rng.permutation(len(values))
     found = one(values[order], 3 * clusters[order], 90, seed=9, resamples=200)

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from paceline.analysis import metrics
-from paceline.analysis.compare import compare_cells, verdict_of
-from paceline.analysis.metrics import Cell
-from paceline.analysis.statistics import Ratio
-from paceline.analysis.window import open_window
-from paceline.findings import Comparison
-from paceline.records import RunRecord
-from paceline.spec import Choice
+from paceline.analysis.compare.cells import compare_cells, verdict_of
+from paceline.analysis.findings import Comparison
+from paceline.analysis.statistics.intervals import Ratio
+from paceline.analysis.training import metrics
+from paceline.analysis.training.metrics import Cell
+from paceline.analysis.training.window import open_window
+from paceline.experiment.choices import Choice
+from paceline.results.records import RunRecord
 
 Builder = Callable[..., Any]
 

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
-from paceline import cli, store
-from paceline.records import KernelSample, RunRecord
+from paceline import cli
+from paceline.results import store
+from paceline.results.machine_samples import KernelSample
+from paceline.results.records import RunRecord
 
 Builder = Callable[..., Any]
 

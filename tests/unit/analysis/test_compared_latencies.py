@@ -12,12 +12,15 @@ import pytest
 from answered_records import NS, build_record, build_request, build_spec
 from numpy.typing import NDArray
 
-from paceline.analysis import between, gate, load_estimates, served, served_work, statistics
-from paceline.analysis.compare import verdict_of
-from paceline.findings import LOWER, TIE, WORSE, Between, Change
-from paceline.present import between as told
-from paceline.present import served_work as present
-from paceline.records import RunRecord
+from paceline.analysis.compare import folders
+from paceline.analysis.compare.cells import verdict_of
+from paceline.analysis.findings import LOWER, TIE, WORSE, Between, Change
+from paceline.analysis.served import equal_work, estimates, measurements
+from paceline.analysis.statistics import intervals
+from paceline.report import gate
+from paceline.report.tables import comparison as told
+from paceline.report.tables import served_work as present
+from paceline.results.records import RunRecord
 
 IN_FLIGHT, SLOTS = 96, 24
 STEP_S, PREFILL_S, PREFILLS = 0.01, 0.05, 0.15
@@ -70,7 +73,7 @@ def on_schedule(ttft_s: float, seed: int, answers: int = 200, engine: str = ENGI
 
 
 def by_metric(a: Sequence[RunRecord], b: Sequence[RunRecord]) -> tuple[Between, dict[str, Change]]:
-    found = between.compare_experiments(a, b)
+    found = folders.compare_experiments(a, b)
     return found, {c.metric: c for c in found.changes}
 
 
@@ -85,11 +88,11 @@ def test_equal_servers_are_seldom_told_to_differ(metric: str, slots: int) -> Non
     7 %, and 2 and 2 %."""
     found = []
     for seed in range(16):
-        (load,) = served.gather([queued(seed, slots=slots)])
-        estimate = load_estimates.estimate(load, metric)
+        (load,) = measurements.gather([queued(seed, slots=slots)])
+        estimate = estimates.estimate(load, metric)
         assert estimate is not None
         found.append(estimate)
-    pairs = [statistics.ratio_between([b.redrawn()], [a]) for a, b in combinations(found, 2)]
+    pairs = [intervals.ratio_between([b.redrawn()], [a]) for a, b in combinations(found, 2)]
     ratios = [ratio for ratio in pairs if ratio is not None]
     assert len(ratios) == 120
     assert sum(not ratio.low <= 1 <= ratio.high for ratio in ratios) <= 0.08 * len(ratios)
@@ -115,8 +118,8 @@ def test_several_launches_have_the_spread_of_launches() -> None:
     """Three of one law at levels of their own: what they differ by is within the interval, and no difference."""
     levels = (1.0, 1.5, 1.2)
     a, b = ([queued(seed + n, 300, slower=level, repeat=n) for n, level in enumerate(levels)] for seed in (10, 20))
-    (load,) = served.gather(a)
-    estimate = load_estimates.estimate(load, "ttft_p50_s")
+    (load,) = measurements.gather(a)
+    estimate = estimates.estimate(load, "ttft_p50_s")
     assert estimate is not None
     assert (estimate.launches, estimate.freedom) == (3, 2)
     low, high = estimate.interval
@@ -134,10 +137,10 @@ def test_several_launches_have_the_spread_of_launches() -> None:
 
 @pytest.mark.parametrize(("launches", "answers"), [(1, 1200), (2, 300)])
 def test_a_comparison_knows_the_bounds_of_the_served_table(launches: int, answers: int) -> None:
-    (load,) = served.gather([queued(n, answers, repeat=n) for n in range(launches)])
-    table = {m.metric: (m.value, m.low, m.high) for m in served.measure(load)}
-    for metric in load_estimates.LATENCIES:
-        estimate = load_estimates.estimate(load, metric)
+    (load,) = measurements.gather([queued(n, answers, repeat=n) for n in range(launches)])
+    table = {m.metric: (m.value, m.low, m.high) for m in measurements.measure(load)}
+    for metric in estimates.LATENCIES:
+        estimate = estimates.estimate(load, metric)
         assert estimate is not None
         assert (estimate.value, *estimate.interval) == table[metric]
 
@@ -175,7 +178,7 @@ def test_a_gate_does_not_pass_latencies_it_cannot_see() -> None:
 
 
 def test_engines_beside_each_other_say_what_has_no_interval() -> None:
-    (pair,) = served_work.analyse([on_schedule(0.3, 1), on_schedule(0.1, 2, engine="vllm")])
+    (pair,) = equal_work.analyse([on_schedule(0.3, 1), on_schedule(0.1, 2, engine="vllm")])
     assert [c.metric for c in pair.comparisons] == ["output_tokens_per_s"]
     undecided = {u.metric: u for u in pair.undecided}
     assert undecided["ttft_p50_s"].ratio == pytest.approx(3, rel=0.05)

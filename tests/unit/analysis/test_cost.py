@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from paceline.analysis import cost
-from paceline.analysis.cost import Costing
+from paceline.analysis.cost import training
+from paceline.analysis.cost.training import Costing
+from paceline.analysis.findings import Cost, Report
 from paceline.analysis.report import build
-from paceline.findings import Cost, Report
-from paceline.present import cost as shown
-from paceline.present.charts import charts
-from paceline.present.quantity import TIMES
-from paceline.prices import SPOT, Price
-from paceline.records import RunRecord
+from paceline.host.prices import SPOT, Price
+from paceline.report.charts import charts
+from paceline.report.tables import cost as shown
+from paceline.results.records import RunRecord
+from paceline.wording import TIMES
 
 Builder = Callable[..., Any]
 HOURLY = Price(name="hourly", usd_per_gpu_hour=3.6, source="a test", date="2026-01")
@@ -31,14 +31,14 @@ def reported(groups: Sequence[Sequence[RunRecord]], make_reference: Builder, cos
 
 def test_tokens_per_usd_times_usd_per_token_is_one() -> None:
     for usd, devices, rate in ((0.18, 1, 3.0), (1.5, 4, 18147.0), (14.0, 512, 2.5e7)):
-        per_token = cost.usd_per_mtok(usd, devices, rate) / 1e6
-        assert cost.tokens_per_usd(usd, devices, rate) * per_token == pytest.approx(1, rel=1e-12)
+        per_token = training.usd_per_mtok(usd, devices, rate) / 1e6
+        assert training.tokens_per_usd(usd, devices, rate) * per_token == pytest.approx(1, rel=1e-12)
 
 
 def test_the_published_table_by_hand() -> None:
     """18,147 tokens/s on 4 GPUs at 1.50 USD are 65,329,200 tokens for 6 USD: not 3,025 for one."""
-    assert cost.tokens_per_usd(1.5, 4, 18147) == pytest.approx(10_888_200)
-    assert cost.usd_per_mtok(1.5, 4, 18147) == pytest.approx(0.0918425, rel=1e-5)
+    assert training.tokens_per_usd(1.5, 4, 18147) == pytest.approx(10_888_200)
+    assert training.usd_per_mtok(1.5, 4, 18147) == pytest.approx(0.0918425, rel=1e-5)
 
 
 def only(report: Report) -> Cost:
@@ -71,9 +71,9 @@ def test_intervals_are_those_of_the_throughput(make_cell: Builder, make_referenc
     assert rate.low is not None
     assert rate.high is not None
     assert rate.low < rate.high
-    assert found.usd_per_mtok.low == pytest.approx(cost.usd_per_mtok(3.6, 2, rate.high))
-    assert found.usd_per_mtok.high == pytest.approx(cost.usd_per_mtok(3.6, 2, rate.low))
-    assert found.tokens_per_usd.low == pytest.approx(cost.tokens_per_usd(3.6, 2, rate.low))
+    assert found.usd_per_mtok.low == pytest.approx(training.usd_per_mtok(3.6, 2, rate.high))
+    assert found.usd_per_mtok.high == pytest.approx(training.usd_per_mtok(3.6, 2, rate.low))
+    assert found.tokens_per_usd.low == pytest.approx(training.tokens_per_usd(3.6, 2, rate.low))
 
 
 def test_measurements_name_their_price_and_where_it_comes_from(
@@ -84,7 +84,7 @@ def test_measurements_name_their_price_and_where_it_comes_from(
     priced = [m for m in report.measurements if m.metric == "usd_per_mtok"]
     assert {(m.axes["price"], m.axes["price_kind"]) for m in priced} == {("hourly", "as given"), ("spotted", "spot")}
     assert {m.note for m in priced} == golden
-    assert {m.metric for m in report.measurements} >= set(cost.METRICS)
+    assert {m.metric for m in report.measurements} >= set(training.METRICS)
     times = [m for m in report.measurements if m.metric == "train_time_s"]
     assert len(times) == 1, "no price changes the time"
     assert "price" not in times[0].axes

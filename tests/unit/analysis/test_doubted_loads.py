@@ -12,19 +12,20 @@ import pytest
 from rich.console import Console
 from served_records import CLIENT, in_turns, record, request, stage
 
-from paceline.analysis import history, served, subjects
+from paceline.analysis.compare import comparable, history
+from paceline.analysis.compare.validity import status_of
+from paceline.analysis.findings import Report
 from paceline.analysis.report import build
-from paceline.analysis.validity import status_of
-from paceline.exporters import csv, html, markdown, prometheus
-from paceline.findings import Report
-from paceline.present.answer import answer
-from paceline.present.charts import charts
-from paceline.present.charts.chart import JOINED, RING
-from paceline.present.machine import machine_tables
-from paceline.present.quantity import MISSING
-from paceline.present.tables import Table
-from paceline.present.terminal import Fitted
-from paceline.records import RunRecord, Status
+from paceline.analysis.served import measurements
+from paceline.report.answer import answer
+from paceline.report.charts import charts
+from paceline.report.charts.chart import JOINED, RING
+from paceline.report.exporters import csv, html, markdown, prometheus
+from paceline.report.tables.sections import machine_tables
+from paceline.report.tables.table import Table
+from paceline.report.terminal import Fitted
+from paceline.results.records import RunRecord, Status
+from paceline.wording import MISSING
 
 LATE = "client: read up to 9.0 ms late (p99; at most 5 ms)"
 BUSY = {"read_lag_p99_ns": 9e6}
@@ -131,12 +132,12 @@ def test_charts_draw_them_hollow_and_join_them_to_none(golden: object) -> None:
 
 
 def test_they_are_in_no_comparison_and_no_history() -> None:
-    found = subjects.quantities_of([swept(2, 4)])
+    found = comparable.quantities_of([swept(2, 4)])
     assert {quantity.row for quantity in found} == {"concurrency 1"}
     days = [replace(swept(2, 4), started_at=float(n)) for n in range(8)]
     followed = history.analyse((), 1, [replace(day, path=f"{n}/x") for n, day in enumerate(days)])
     assert {series.axes.get("concurrency") for series in followed} == {1}
-    assert [load.concurrency for load in served.believed([swept(2, failing=4)])] == [1]
+    assert [load.concurrency for load in measurements.believed([swept(2, failing=4)])] == [1]
 
 
 # --- what the status and the exit code say ---

@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 
-from paceline.analysis import effects, metrics
-from paceline.analysis.window import open_window
-from paceline.designs import FACTORIAL, FRACTIONAL, ONE_AT_A_TIME, Design, Level, generators
-from paceline.findings import DesignOutcome, Effect
-from paceline.findings.effects import ALIASED, FASTER, LESS, NO_EFFECT, OPEN, SLOWER
-from paceline.present.effects import percent_up
-from paceline.records import RunRecord
-from paceline.spec import Choice
+from paceline.analysis.compare import effects
+from paceline.analysis.findings import DesignOutcome, Effect
+from paceline.analysis.findings.effects import ALIASED, FASTER, LESS, NO_EFFECT, OPEN, SLOWER
+from paceline.analysis.training import metrics
+from paceline.analysis.training.window import open_window
+from paceline.experiment.choices import Choice
+from paceline.experiment.factorial import FACTORIAL, FRACTIONAL, ONE_AT_A_TIME, Design, Level, generators
+from paceline.report.tables.effects import percent_up
+from paceline.results.records import RunRecord
 
 Builder = Callable[..., Any]
 RATE = 10_000.0

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from paceline.analysis import energy, metrics
-from paceline.analysis.window import open_window
-from paceline.records import GaugeSample, RunRecord
+from paceline.analysis.training import energy, metrics
+from paceline.analysis.training.window import open_window
+from paceline.results.records import GaugeSample, RunRecord
 
 Builder = Callable[..., Any]
 BEGAN = 1000.0

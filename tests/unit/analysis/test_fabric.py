@@ -6,9 +6,10 @@ import fabric_records as made
 import pytest
 from fabric_records import MiB
 
-from paceline.analysis import fabric, report
-from paceline.findings import CollectiveRow, Measurement
-from paceline.records import OverlapSample
+from paceline.analysis import report
+from paceline.analysis.findings import CollectiveRow, Measurement
+from paceline.analysis.machine import fabric
+from paceline.results.machine_samples import OverlapSample
 
 
 def only_row(*samples: object, **more: object) -> CollectiveRow:

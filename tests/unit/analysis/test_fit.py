@@ -4,8 +4,8 @@ import fabric_records as made
 import numpy as np
 import pytest
 
-from paceline.analysis import fabric
-from paceline.analysis.fit import HELD_AT_ZERO, line_through
+from paceline.analysis.machine import fabric
+from paceline.analysis.machine.alpha_beta import HELD_AT_ZERO, line_through
 
 SIZES = [2**k for k in range(3, 31)]
 ALPHA, BETA = 20e-6, 12.5e9

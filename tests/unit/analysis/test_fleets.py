@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from served_records import S, in_turns, record, replica, stage, streamed
 
-from paceline.analysis import fleets, served
-from paceline.findings import TIE, Fleet, Measurement
-from paceline.findings.served_verdicts import UNDECIDED_GAIN
-from paceline.records import RunRecord
+from paceline.analysis.findings import TIE, Fleet, Measurement
+from paceline.analysis.findings.served_verdicts import UNDECIDED_GAIN
+from paceline.analysis.served import fleets, measurements
+from paceline.results.records import RunRecord
 
 TWO = (replica(0), replica(1))
 
@@ -29,7 +29,7 @@ def dynamic(repeat: int = 0, slowness: float = 1.0, **more: Any) -> RunRecord:
 
 
 def fleet_of(*records: RunRecord, alone: fleets.Alone | None = None) -> Fleet:
-    (load,) = served.gather(records)
+    (load,) = measurements.gather(records)
     found = fleets.fleet_of(load, alone or {})
     assert found is not None
     return found
@@ -58,7 +58,7 @@ def test_speedup_is_over_the_best_one_and_efficiency_over_as_many_of_it(golden: 
 
 def test_numbers_of_nodes_have_the_bounds_of_their_launches() -> None:
     def found(*records: RunRecord) -> list[Measurement]:
-        (load,) = served.gather(records)
+        (load,) = measurements.gather(records)
         fleet = fleets.fleet_of(load, {})
         assert fleet is not None
         names = ("replica_output_tokens_per_s", "straggler_ratio")
@@ -75,7 +75,7 @@ def test_samples_are_given_away_in_the_load_in_which_a_replica_was_lost() -> Non
     second = [r for n in (0, 1) for r in (streamed(n, 20, 22, replica=n, stage=1),)]
     asked = [*in_turns(0, 3, 1.0), *in_turns(1, 3, 1.0, first=3), *second]
     lost = (replica(0), replica(1, died_ns=2 * S, reassigned=5))
-    loads = served.gather([record(asked, stages=stages, replicas=lost, scenario="sweep")])
+    loads = measurements.gather([record(asked, stages=stages, replicas=lost, scenario="sweep")])
     assert [fleets.share_of(load, 1, {}).reassigned for load in loads] == [5, 0]
 
 
@@ -99,7 +99,7 @@ def test_alone_is_taken_from_a_paired_run_where_all_were_asked() -> None:
     requests = [r for number, (of, tokens) in enumerate(order) for r in asked(number, of, tokens)]
     stages = [stage(n, scenario="offline", replica=of, started_ns=n * S) for n, (of, _) in enumerate(order)]
     paired = record(requests, stages=stages, replicas=TWO, partition="paired")
-    loads = served.gather([paired])
+    loads = measurements.gather([paired])
     assert [fleets.fleet_of(load, {}) for load in loads] == [None, None]
     (alone,) = fleets.alone_rates(loads).values()
     assert {number: rate.value for number, rate in alone.items()} == {0: 20, 1: 8}
@@ -139,14 +139,14 @@ def test_a_load_by_schedule_has_no_speedup() -> None:
 
 
 def test_one_replica_is_no_fleet() -> None:
-    (load,) = served.gather([record(in_turns(0, 3, 1), replicas=TWO[:1])])
+    (load,) = measurements.gather([record(in_turns(0, 3, 1), replicas=TWO[:1])])
     assert fleets.fleet_of(load, {}) is None
 
 
 def test_the_gain_of_the_dynamic_partition_has_an_interval_over_launches(golden: object) -> None:
     slownesses = (0.99, 1.0, 1.01)
     records = [make(n, by) for make in (static, dynamic) for n, by in enumerate(slownesses)]
-    (gain,) = fleets.partition_gains(served.gather(records))
+    (gain,) = fleets.partition_gains(measurements.gather(records))
     assert gain.ratio == pytest.approx(1.5)
     assert gain.low is not None
     assert gain.high is not None
@@ -159,15 +159,15 @@ def test_the_gain_of_the_dynamic_partition_has_an_interval_over_launches(golden:
 
 def test_a_gain_within_the_spread_of_launches_is_a_tie() -> None:
     wild = [make(n, by) for make in (static, dynamic) for n, by in enumerate((0.5, 1.0, 2.0))]
-    (gain,) = fleets.partition_gains(served.gather(wild))
+    (gain,) = fleets.partition_gains(measurements.gather(wild))
     assert gain.verdict == TIE
 
 
 def test_one_launch_of_each_gives_a_ratio_and_no_verdict() -> None:
-    (gain,) = fleets.partition_gains(served.gather([static(), dynamic()]))
+    (gain,) = fleets.partition_gains(measurements.gather([static(), dynamic()]))
     assert (gain.ratio, gain.low, gain.high) == (pytest.approx(1.5), None, None)
     assert gain.verdict == UNDECIDED_GAIN
 
 
 def test_cells_that_differ_in_more_than_the_partition_are_not_compared() -> None:
-    assert list(fleets.partition_gains(served.gather([static(), dynamic(max_tokens=7)]))) == []
+    assert list(fleets.partition_gains(measurements.gather([static(), dynamic(max_tokens=7)]))) == []

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 from served_records import in_turns, record, replica, streamed
 
-from paceline.analysis import full_set, served
-from paceline.findings import FullSet
-from paceline.records import RunRecord
+from paceline.analysis.findings import FullSet
+from paceline.analysis.served import extrapolation, measurements
+from paceline.results.records import RunRecord
 
 TWO = (replica(0), replica(1))
 
 
 def told(*records: RunRecord) -> FullSet:
-    (load,) = served.gather(records)
-    found = full_set.full_set(load)
+    (load,) = measurements.gather(records)
+    found = extrapolation.full_set(load)
     assert found is not None
     return found
 
@@ -28,7 +28,7 @@ def test_what_is_added_goes_at_the_steady_rate() -> None:
     assert found.time.low is not None
     assert found.time.high is not None
     assert found.time.low <= found.time.value <= found.time.high
-    assert (found.samples, found.asked, found.law) == (100, 10, full_set.LAW)
+    assert (found.samples, found.asked, found.law) == (100, 10, extrapolation.LAW)
 
 
 def test_answers_of_different_lengths_widen_the_interval() -> None:
@@ -50,7 +50,7 @@ def test_a_static_partition_ends_with_its_slowest_replica() -> None:
     found = told(record(asked, replicas=TWO, full_set=120))
     assert found.time is not None
     assert found.time.value == pytest.approx(120, rel=0.02)
-    assert found.law == full_set.LAW_OF_STATIC
+    assert found.law == extrapolation.LAW_OF_STATIC
 
 
 def test_launches_are_drawn_first() -> None:
@@ -84,8 +84,8 @@ def test_where_it_would_not_be_honest_the_reason_stands(asked: RunRecord, golden
 
 def test_nothing_is_told_where_the_size_is_unknown_or_all_was_asked() -> None:
     def of(**serving: int | str) -> FullSet | None:
-        (load,) = served.gather([record(in_turns(0, 5, 1.0), **serving)])  # type: ignore[arg-type]
-        return full_set.full_set(load)
+        (load,) = measurements.gather([record(in_turns(0, 5, 1.0), **serving)])  # type: ignore[arg-type]
+        return extrapolation.full_set(load)
 
     assert of() is None
     assert of(full_set=5) is None

@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 
-from paceline import attempts, store
-from paceline.analysis import gauges, metrics, report
-from paceline.analysis.energy import window_energy
-from paceline.analysis.goodput import goodput, resumed_at
-from paceline.analysis.window import open_window
-from paceline.interruptions import AttemptSample, CheckpointSample, StartSample
-from paceline.present.record import record_lines
-from paceline.records import GaugeSample, RunRecord, Sample, Status
-from paceline.spec import RunSpec, WarmUp
+from paceline.analysis import report
+from paceline.analysis.training import gauges, metrics
+from paceline.analysis.training.energy import window_energy
+from paceline.analysis.training.goodput import goodput, resumed_at
+from paceline.analysis.training.window import open_window
+from paceline.experiment.spec import RunSpec, WarmUp
+from paceline.report.tables.one_run import record_lines
+from paceline.results import attempts, store
+from paceline.results.attempt_samples import AttemptSample, CheckpointSample, StartSample
+from paceline.results.records import GaugeSample, RunRecord, Sample, Status
 
 Make = Callable[..., Any]
 

@@ -9,13 +9,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-from paceline.analysis import history
+from paceline.analysis.compare import history
+from paceline.analysis.findings import HistorySeries
 from paceline.analysis.report import build
-from paceline.exporters import plots
-from paceline.findings import HistorySeries
-from paceline.present import history as present
-from paceline.present.charts import charts
-from paceline.records import RunRecord, Status
+from paceline.report.charts import charts
+from paceline.report.exporters import plots
+from paceline.report.tables import history as present
+from paceline.results.records import RunRecord, Status
 
 Builder = Callable[..., Any]
 

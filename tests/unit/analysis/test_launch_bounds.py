@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from answered_records import NS, build_record, build_request, build_spec
 
-from paceline.analysis import full_set, served, shared_waits, statistics
-from paceline.analysis.clustered_percentiles import clustered_percentiles
-from paceline.analysis.statistics import Array, Resampled
-from paceline.findings import Measurement
-from paceline.present.quantity import format_measurement
-from paceline.records import RunRecord
+from paceline.analysis.findings import Measurement
+from paceline.analysis.served import extrapolation, latency_bounds, measurements
+from paceline.analysis.statistics import intervals
+from paceline.analysis.statistics.clustered_percentiles import clustered_percentiles
+from paceline.analysis.statistics.intervals import Array, Resampled
+from paceline.results.records import RunRecord
+from paceline.wording import format_measurement
 
 SLOTS, ANSWERS, TRIALS = 8, 480, 80
 
@@ -44,7 +45,7 @@ def times_per_token(rng: np.random.Generator, level: float = 1.0) -> Array:
 
 
 def median_of(launches: Sequence[Array], seed: int = 1) -> Resampled:
-    clusters = shared_waits.blocks(np.arange(ANSWERS), SLOTS, shared_waits.MOST_BLOCKS)
+    clusters = latency_bounds.blocks(np.arange(ANSWERS), SLOTS, latency_bounds.MOST_BLOCKS)
     (found,) = clustered_percentiles([(values, clusters) for values in launches], (50,), seed, resamples=200)
     assert found is not None
     return found
@@ -112,11 +113,11 @@ def test_steps_have_freedom_of_their_own() -> None:
     Student's factor of three launches the interval would be twice as wide."""
     rng = np.random.default_rng(4)
     rows = [np.column_stack((rng.permutation(np.arange(100.0, 200.0)), np.ones(100))) for _ in range(3)]
-    found = statistics.ratio_of_sums(rows, statistics.resample_sums(rows, 1), 0, 1)
+    found = intervals.ratio_of_sums(rows, intervals.resample_sums(rows, 1), 0, 1)
     assert found is not None
     assert (found.launches, found.freedom) == (3, 27)
     # 100 / sqrt(12) is the spread of steps; of 300 independent ones the mean has 1.67, which is 1.1 %.
-    assert width(found) == pytest.approx(2 * statistics.student_t(27) * 0.0111, rel=0.2)
+    assert width(found) == pytest.approx(2 * intervals.student_t(27) * 0.0111, rel=0.2)
 
 
 # --- all due at once ---
@@ -140,13 +141,13 @@ def queue(repeat: int, answers: int = 120, each_s: float = 0.25, seed: int = 0, 
 
 
 def told(*records: RunRecord) -> dict[str, Measurement]:
-    (load,) = served.gather(records)
-    return {m.metric: m for m in served.measure(load)}
+    (load,) = measurements.gather(records)
+    return {m.metric: m for m in measurements.measure(load)}
 
 
 @pytest.mark.parametrize("name", ["ttft", "latency"])
 def test_waits_of_one_launch_have_no_bounds_and_the_reason(name: str, golden: object) -> None:
-    for percent in served.PERCENTILES:
+    for percent in measurements.PERCENTILES:
         found = told(queue(0))[f"{name}_p{percent}_s"]
         assert found.value is not None
         assert (found.low, found.high) == (None, None)
@@ -179,8 +180,8 @@ def test_launches_that_agree_make_the_full_set_no_less_sure() -> None:
     """Two of one law: half a percent apart, and one that is alone knows 2 %."""
 
     def share(*records: RunRecord) -> float:
-        (load,) = served.gather(records)
-        found = full_set.full_set(load)
+        (load,) = measurements.gather(records)
+        found = extrapolation.full_set(load)
         assert found is not None
         assert found.time is not None
         assert found.time.low is not None

@@ -9,10 +9,11 @@ import pytest
 from answered_records import build_record, build_request, build_spec, in_stages, one_by_one
 from served_records import CLIENT
 
-from paceline.analysis import load_estimates, served, served_cost
-from paceline.analysis.cost import Costing
-from paceline.prices import Price
-from paceline.records import RunRecord
+from paceline.analysis.cost import served as served_cost
+from paceline.analysis.cost.training import Costing
+from paceline.analysis.served import estimates, measurements
+from paceline.host.prices import Price
+from paceline.results.records import RunRecord
 
 
 def sweep(*seconds: float, count: int = 50, **serving: object) -> RunRecord:
@@ -26,30 +27,28 @@ def sweep(*seconds: float, count: int = 50, **serving: object) -> RunRecord:
 
 
 def test_a_plain_run_is_one_load_without_a_name() -> None:
-    (load,) = served.gather([build_record(build_spec(), one_by_one(0.1))])
+    (load,) = measurements.gather([build_record(build_spec(), one_by_one(0.1))])
     assert load.name is None
-    assert load_estimates.value(load, "output_tokens_per_s") == pytest.approx(50)
-    rate = load_estimates.estimate(load, "output_tokens_per_s")
+    assert estimates.value(load, "output_tokens_per_s") == pytest.approx(50)
+    rate = estimates.estimate(load, "output_tokens_per_s")
     assert rate is not None
     assert rate.value == pytest.approx(50)
 
 
 def test_stages_are_loads_of_their_own() -> None:
-    found = served.gather([sweep(0.1, 0.1, 0.4)])
+    found = measurements.gather([sweep(0.1, 0.1, 0.4)])
     assert [load.name for load in found] == ["concurrency 1", "concurrency 2", "concurrency 4"]
     assert [len(load.requests) for load in found] == [50, 50, 50]
-    assert [load_estimates.value(load, "output_tokens_per_s") for load in found] == pytest.approx(
-        [50, 100, 48.08], rel=0.01
-    )
+    assert [estimates.value(load, "output_tokens_per_s") for load in found] == pytest.approx([50, 100, 48.08], rel=0.01)
     assert found[1].axes()["concurrency"] == 2
 
 
 def test_launches_of_a_cell_are_joined_by_load() -> None:
     first, second = sweep(0.1, 0.1), sweep(0.2, 0.2)
     again = dataclasses.replace(second, spec=dataclasses.replace(second.spec, repeat=1))
-    found = served.gather([first, again])
+    found = measurements.gather([first, again])
     assert [len(load.launches) for load in found] == [2, 2]
-    assert load_estimates.value(found[0], "output_tokens_per_s") == pytest.approx(500 / 15)
+    assert estimates.value(found[0], "output_tokens_per_s") == pytest.approx(500 / 15)
 
 
 def in_waves(repeat: int, seconds: float) -> RunRecord:
@@ -66,9 +65,9 @@ def in_waves(repeat: int, seconds: float) -> RunRecord:
 def test_one_rate_has_one_interval_wherever_a_report_tells_it() -> None:
     """Launches within 2 % of each other. Slices of time, in which prefill and decode take turns, would say 30 %."""
     records = [in_waves(repeat, seconds) for repeat, seconds in enumerate((1.0, 1.02, 1.001))]
-    (load,) = served.gather(records)
-    (told,) = (m for m in served.measure(load) if m.metric == "output_tokens_per_s")
-    rate = load_estimates.estimate(load, "output_tokens_per_s")
+    (load,) = measurements.gather(records)
+    (told,) = (m for m in measurements.measure(load) if m.metric == "output_tokens_per_s")
+    rate = estimates.estimate(load, "output_tokens_per_s")
     assert rate is not None
     assert (told.value, told.low, told.high) == (rate.value, *rate.interval)
     assert told.low is not None
@@ -82,27 +81,27 @@ def test_one_rate_has_one_interval_wherever_a_report_tells_it() -> None:
 def test_a_percentile_with_too_few_beyond_has_a_value_and_no_spread() -> None:
     """Of 400 four are beyond the 99th; of 90 none is."""
     rng = np.random.default_rng(1)
-    (load,) = served.gather([build_record(build_spec(), one_by_one(lambda n, at: rng.lognormal(-2, 0.2), 400))])
-    median, tail = (load_estimates.estimate(load, metric) for metric in ("ttft_p50_s", "ttft_p99_s"))
+    (load,) = measurements.gather([build_record(build_spec(), one_by_one(lambda n, at: rng.lognormal(-2, 0.2), 400))])
+    median, tail = (estimates.estimate(load, metric) for metric in ("ttft_p50_s", "ttft_p99_s"))
     assert median is not None
     assert tail is not None
     assert median.deviations is not None
-    assert (tail.value, tail.deviations) == (load_estimates.value(load, "ttft_p99_s"), None)
-    (few,) = served.gather([build_record(build_spec(), one_by_one(0.1, 90))])
-    assert load_estimates.estimate(few, "ttft_p99_s") is None
+    assert (tail.value, tail.deviations) == (estimates.value(load, "ttft_p99_s"), None)
+    (few,) = measurements.gather([build_record(build_spec(), one_by_one(0.1, 90))])
+    assert estimates.estimate(few, "ttft_p99_s") is None
 
 
 def test_the_load_at_the_limits_is_the_fastest_that_kept_them(golden: object) -> None:
     """First tokens after 20, 20 and 80 ms; the third load is not the fastest anyway, the second is."""
-    found = served.gather([sweep(0.1, 0.1, 0.1, 0.4, ttft_limit_s=0.05)])
-    chosen = load_estimates.at_limits(found)
+    found = measurements.gather([sweep(0.1, 0.1, 0.1, 0.4, ttft_limit_s=0.05)])
+    chosen = estimates.at_limits(found)
     assert chosen is not None
     assert chosen[0].name == "concurrency 4"
     assert chosen[1].ok is True
     assert not chosen[1].proved
-    strict = served.gather([sweep(0.1, 0.05, ttft_limit_s=0.005)])
-    assert load_estimates.at_limits(strict) is None
-    broken = load_estimates.at_limits(served.gather([build_record(build_spec(ttft_limit_s=0.005), one_by_one(0.1))]))
+    strict = measurements.gather([sweep(0.1, 0.05, ttft_limit_s=0.005)])
+    assert estimates.at_limits(strict) is None
+    broken = estimates.at_limits(measurements.gather([build_record(build_spec(ttft_limit_s=0.005), one_by_one(0.1))]))
     assert broken is not None
     assert broken[1].ok is False
     assert broken[1].text == golden
@@ -119,17 +118,17 @@ def searched(*rates: float | None, count: int = 50) -> RunRecord:
 
 
 def test_a_search_is_not_priced_at_its_guess() -> None:
-    chosen = load_estimates.at_limits(served.gather([searched(2.0, None)]))
+    chosen = estimates.at_limits(measurements.gather([searched(2.0, None)]))
     assert chosen is not None
     assert chosen[0].rate_per_s == 2.0
-    assert load_estimates.at_limits(served.gather([searched(None)])) is None
+    assert estimates.at_limits(measurements.gather([searched(None)])) is None
 
 
 def test_a_load_is_of_the_launches_in_which_it_was_put_on() -> None:
     """A search comes to other rates in each launch."""
     first, second = searched(2.0, 4.0), searched(2.0, 3.0)
     again = dataclasses.replace(second, spec=dataclasses.replace(second.spec, repeat=1))
-    found = {load.rate_per_s: load.runs for load in served.gather([first, again])}
+    found = {load.rate_per_s: load.runs for load in measurements.gather([first, again])}
     both = (first.spec.run_id, again.spec.run_id)
     assert found == {2.0: both, 4.0: both[:1], 3.0: both[1:]}
 
@@ -137,14 +136,14 @@ def test_a_load_is_of_the_launches_in_which_it_was_put_on() -> None:
 def test_a_load_whose_client_was_late_is_left_out() -> None:
     late = dataclasses.replace(CLIENT, stage=1, schedule_lag_p99_ns=9e6)
     record = dataclasses.replace(searched(2.0, 4.0), clients=(CLIENT, late))
-    assert [load.rate_per_s for load in served.believed([record])] == [2.0]
+    assert [load.rate_per_s for load in measurements.believed([record])] == [2.0]
 
 
 def test_of_loads_that_kept_their_limits_one_with_proof_comes_first() -> None:
     proved, faster = searched(2.0, count=459), searched(2.0, 4.0)
     spec = dataclasses.replace(faster.spec, repeat=1)
-    found = served.gather([proved, dataclasses.replace(faster, spec=spec)])
-    chosen = load_estimates.at_limits(found)
+    found = measurements.gather([proved, dataclasses.replace(faster, spec=spec)])
+    chosen = estimates.at_limits(found)
     assert chosen is not None
     assert (chosen[0].rate_per_s, chosen[1].proved) == (2.0, True)
 
@@ -152,19 +151,19 @@ def test_of_loads_that_kept_their_limits_one_with_proof_comes_first() -> None:
 def test_tokens_of_reasoning_come_when_they_came() -> None:
     """Of 10 s an answer thinks from the first on, and says its first word in the last: its rate is even."""
     asked = [build_request(n, 0.0, 10.0, first_ns=int(9e9), first_reasoning_ns=int(1e9)) for n in range(2)]
-    (load,) = served.gather([build_record(build_spec(), asked)])
-    rows = load_estimates._slices(load.launches[0])
+    (load,) = measurements.gather([build_record(build_spec(), asked)])
+    rows = estimates._slices(load.launches[0])
     assert rows[: len(rows) // 2, 0].sum() == pytest.approx(10 * (1 / 5 + 4 / 5 * 4 / 9))
 
 
 def test_enough_requests_are_judged_by_early_stopping(golden: object) -> None:
     late = [build_request(n, 0.0, 1.0 if n == 0 else 0.1) for n in range(661)]
     spec = build_spec(ttft_limit_s=0.05)
-    (load,) = served.gather([build_record(spec, late)])
-    found = load_estimates.kept(load)
+    (load,) = measurements.gather([build_record(spec, late)])
+    found = estimates.kept(load)
     assert found[0] is False
     assert found[1] == golden
     assert "661" in found[1]
     assert found[2] is True
-    (more,) = served.gather([build_record(spec, [*late, build_request(661, 0.0, 0.1)])])
-    assert load_estimates.kept(more).ok is True
+    (more,) = measurements.gather([build_record(spec, [*late, build_request(661, 0.0, 0.1)])])
+    assert estimates.kept(more).ok is True

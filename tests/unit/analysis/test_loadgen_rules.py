@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from served_records import CLIENT, MS, S, record, replica, request
 
-from paceline.analysis import loadgen_rules, served
-from paceline.findings.accuracy import Accuracy
-from paceline.findings.served_verdicts import KEPT, LOADGEN_LABEL, NOT_KEPT, UNTOLD, Rule
-from paceline.loadgen import arrivals
-from paceline.serving import RequestSample
+from paceline.analysis.findings.accuracy import Accuracy
+from paceline.analysis.findings.served_verdicts import KEPT, LOADGEN_LABEL, NOT_KEPT, UNTOLD, Rule
+from paceline.analysis.served import measurements, mlperf_rules
+from paceline.experiment.serving import RequestSample
+from paceline.serving.client import arrivals
 
 LONG = {"least_s": 600.0}
 
@@ -24,8 +24,8 @@ def at(number: int, due_ns: int, **more: Any) -> RequestSample:
 
 
 def outcomes(requests: list[RequestSample], accuracy: Rule | None = None, **more: Any) -> dict[str, str]:
-    (load,) = served.gather([record(requests, **LONG, **more)])
-    return {rule.name: rule.outcome for rule in loadgen_rules.checklist(load, accuracy)}
+    (load,) = measurements.gather([record(requests, **LONG, **more)])
+    return {rule.name: rule.outcome for rule in mlperf_rules.checklist(load, accuracy)}
 
 
 def by_poisson(count: int, rate: float = 1.0) -> list[RequestSample]:
@@ -34,8 +34,8 @@ def by_poisson(count: int, rate: float = 1.0) -> list[RequestSample]:
 
 def test_only_runs_that_were_asked_for_by_the_rules_carry_the_label() -> None:
     def label(**serving: Any) -> str | None:
-        (load,) = served.gather([record([request()], **serving)])
-        return loadgen_rules.label_of(load)
+        (load,) = measurements.gather([record([request()], **serving)])
+        return mlperf_rules.label_of(load)
 
     assert label(least_s=600.0) == LOADGEN_LABEL == "LoadGen-rule run, not an MLPerf(R) result"
     assert label(least_s=599.0) is None
@@ -63,10 +63,10 @@ def test_a_server_run_that_keeps_what_can_be_told() -> None:
 def test_kolmogorov_smirnov_against_known_values() -> None:
     """Three gaps at the quartiles of the law are a quarter away from it at most; p by Kolmogorov's series."""
     gaps = -np.log(1 - np.array([0.25, 0.5, 0.75]))
-    distance, probability = loadgen_rules.kolmogorov_smirnov(gaps, 1.0)
+    distance, probability = mlperf_rules.kolmogorov_smirnov(gaps, 1.0)
     assert distance == pytest.approx(0.25)
     assert probability == pytest.approx(0.96, abs=0.02)
-    assert loadgen_rules.kolmogorov_smirnov(np.full(100, 1.0), 1.0)[1] < 1e-6
+    assert mlperf_rules.kolmogorov_smirnov(np.full(100, 1.0), 1.0)[1] < 1e-6
 
 
 def test_arrivals_of_another_law_are_not_kept() -> None:
@@ -135,8 +135,8 @@ def test_the_whole_set_and_its_accuracy() -> None:
 
 
 def test_a_subset_is_smoke(golden: object) -> None:
-    (load,) = served.gather([record([at(0, 0)], **LONG)])
-    seen = {rule.name: rule.seen for rule in loadgen_rules.checklist(load)}
+    (load,) = measurements.gather([record([at(0, 0)], **LONG)])
+    seen = {rule.name: rule.seen for rule in mlperf_rules.checklist(load)}
     assert seen["accuracy"] == golden
 
 
@@ -150,5 +150,5 @@ def test_scores_decide_the_rule_about_them(verdict: str, outcome: str) -> None:
     scored = Accuracy(
         cell="x", axes={}, scored=9, scores=(), targets=(), verdict=verdict, replicas=(), runs=(), note=None
     )
-    assert loadgen_rules.accuracy_rules([scored])["x"].outcome == outcome
-    assert loadgen_rules.accuracy_rules([replace(scored, verdict=None)]) == {}
+    assert mlperf_rules.accuracy_rules([scored])["x"].outcome == outcome
+    assert mlperf_rules.accuracy_rules([replace(scored, verdict=None)]) == {}

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from paceline.analysis import loadgen
 from paceline.analysis.report import build
-from paceline.present.loadgen import tables
-from paceline.records import RunRecord, Status
-from paceline.serving import LoadgenSample, RequestSample, Serving
-from paceline.spec import Choice, RunSpec, Topology, Training
+from paceline.analysis.served import mlperf_verdict
+from paceline.experiment.choices import Choice
+from paceline.experiment.serving import LoadgenSample, RequestSample, Serving
+from paceline.experiment.spec import RunSpec, Topology, Training
+from paceline.report.tables.loadgen import tables
+from paceline.results.records import RunRecord, Status
 
 MS = 1_000_000
 NUMBERS = {
@@ -52,7 +53,7 @@ def record(*told: LoadgenSample, count: int = 500, **serving: Any) -> RunRecord:
 
 
 def test_both_sides_from_their_own_numbers() -> None:
-    (found,) = loadgen.verdicts([record(sample())])
+    (found,) = mlperf_verdict.verdicts([record(sample())])
     assert found.agrees
     assert found.theirs.output_tokens_per_s == 40.0
     assert (found.theirs.ttft_p99_s, found.theirs.tpot_p99_s, found.theirs.latency_p99_s) == (0.11, 0.011, 0.15)
@@ -62,7 +63,7 @@ def test_both_sides_from_their_own_numbers() -> None:
 
 
 def test_a_verdict_over_failed_requests_does_not_count(golden: object) -> None:
-    (found,) = loadgen.verdicts([record(sample(errors={"reset": 2, "http_500": 1}))])
+    (found,) = mlperf_verdict.verdicts([record(sample(errors={"reset": 2, "http_500": 1}))])
     assert (found.theirs.verdict, found.theirs.failed, found.theirs.ttft_p99_s) == ("INVALID", 3, None)
     assert found.text == golden
     assert "500" in found.text
@@ -72,28 +73,28 @@ def test_a_verdict_over_failed_requests_does_not_count(golden: object) -> None:
 
 
 def test_a_client_at_its_limit_is_told_though_loadgen_does_not_look(golden: object) -> None:
-    (found,) = loadgen.verdicts([record(sample(cpu_ratio=0.97))])
+    (found,) = mlperf_verdict.verdicts([record(sample(cpu_ratio=0.97))])
     assert found.theirs.verdict == "INVALID(client)"
     assert found.text == golden
     assert "97" in found.text
     assert "80" in found.text
     assert "VALID" in found.text
     assert found.theirs.output_tokens_per_s == 40.0
-    (found,) = loadgen.verdicts([record(sample(cpu_ratio=0.5))])
+    (found,) = mlperf_verdict.verdicts([record(sample(cpu_ratio=0.5))])
     assert found.theirs.verdict == "VALID"
 
 
 def test_times_that_cannot_be_are_missing() -> None:
     """Answers of one token: LoadGen divides by their further tokens."""
     numbers = {**NUMBERS, "time_per_output_token_99.00_percentile_ns": -50396.0, "completed_tokens_per_second": 0.0}
-    (found,) = loadgen.verdicts([record(sample(numbers=numbers))])
+    (found,) = mlperf_verdict.verdicts([record(sample(numbers=numbers))])
     assert found.theirs.tpot_p99_s is None
     assert found.theirs.output_tokens_per_s is None
 
 
 def test_too_few_requests_are_invalid_on_both_sides(golden: object) -> None:
     few = sample(verdict="INVALID", reasons=("early stopping: Would need 435 more queries",), asked=24)
-    (found,) = loadgen.verdicts([record(few, count=24)])
+    (found,) = mlperf_verdict.verdicts([record(few, count=24)])
     assert found.agrees
     assert found.text == golden
     assert "INVALID" in found.text
@@ -103,11 +104,11 @@ def test_too_few_requests_are_invalid_on_both_sides(golden: object) -> None:
 
 def test_our_word_is_that_of_the_verdict(golden: object) -> None:
     """A load that ended early, and a client that had no files left, as everywhere else."""
-    (found,) = loadgen.verdicts([record(sample(), least_s=600.0)])
+    (found,) = mlperf_verdict.verdicts([record(sample(), least_s=600.0)])
     assert found.ours.reasons == golden
     whole = record(sample())
     lacking = replace(whole, requests=(*whole.requests, replace(request(500), error="client")))
-    (found,) = loadgen.verdicts([lacking])
+    (found,) = mlperf_verdict.verdicts([lacking])
     assert found.ours.verdict == "INVALID(client)"
 
 

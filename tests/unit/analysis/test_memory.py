@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from paceline.analysis.report import build
-from paceline.present.memory import tables
-from paceline.records import ComponentSample, MemorySample, RunRecord, Status
-from paceline.spec import Choice, RunSpec, Topology, Training
+from paceline.experiment.choices import Choice
+from paceline.experiment.spec import RunSpec, Topology, Training
+from paceline.report.tables.memory import tables
+from paceline.results.records import ComponentSample, MemorySample, RunRecord, Status
 
 MiB = 2**20
 
@@ -130,7 +131,7 @@ def test_sequence_lengths_are_points_of_one_series(record: Callable[..., RunReco
 
 
 def test_charts_are_drawn_from_what_was_found(record: Callable[..., RunRecord]) -> None:
-    from paceline.exporters import plots
+    from paceline.report.exporters import plots
 
     told = (part("peak", 330, "predicted"), *held())
     runs = [record(spec("memory"), memory=tuple(moments(0)), components=told)]

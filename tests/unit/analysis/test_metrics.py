@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 
-from paceline import models
-from paceline.analysis import metrics
-from paceline.analysis.window import global_loss, open_window
-from paceline.designs import Design
-from paceline.findings import Measurement
-from paceline.identity import NO_CELL, UNMEASURED
-from paceline.records import RunRecord
-from paceline.serving import Serving
-from paceline.spec import Choice, Tuning
+from paceline.analysis.findings import Measurement
+from paceline.analysis.training import metrics
+from paceline.analysis.training.window import global_loss, open_window
+from paceline.experiment.choices import Choice
+from paceline.experiment.factorial import Design
+from paceline.experiment.identity import NO_CELL, UNMEASURED
+from paceline.experiment.serving import Serving
+from paceline.experiment.spec import Tuning
+from paceline.models import arithmetic
+from paceline.results.records import RunRecord
 
 Builder = Callable[..., Any]
 MiB = 2**20
@@ -131,7 +132,7 @@ def test_a_phase_one_rank_did_not_record_is_missing(
 def test_counted_wire_bytes_stand_beside_the_formula(make_spec: Builder, make_record: Builder) -> None:
     """DDP, n = 2: 2 P r (n-1)/n = 4 P bytes in fp32; the counted all_reduce also carried one loss of 4 bytes."""
     found = measured(make_record(make_spec()))
-    parameters = models.parameters(models.load(make_spec().model))
+    parameters = arithmetic.parameters(arithmetic.load(make_spec().model))
     assert found["wire_bytes_formula_per_step"].value == 4 * parameters
     assert found["wire_bytes_per_step"].value == 4 * parameters + 4
 

@@ -9,14 +9,14 @@ import node_records as synthetic
 import numpy as np
 import pytest
 
-from paceline.acceptance import HealthSample
-from paceline.analysis import nodes
-from paceline.analysis.peers import Band, among_peers, beside_baseline
+from paceline.analysis.findings import NodeVerdict
+from paceline.analysis.findings.nodes import FAIL, PASS, SUSPECT
+from paceline.analysis.machine import nodes
+from paceline.analysis.machine.peers import Band, among_peers, beside_baseline
 from paceline.errors import RequestError
-from paceline.findings import NodeVerdict
-from paceline.findings.nodes import FAIL, PASS, SUSPECT
-from paceline.records import RunRecord, Status
-from paceline.spec import Choice
+from paceline.experiment.choices import Choice
+from paceline.results.acceptance import HealthSample
+from paceline.results.records import RunRecord, Status
 
 
 def judged(record: RunRecord, baseline: nodes.Baseline | None = None) -> dict[str, NodeVerdict]:

@@ -8,9 +8,9 @@ import node_records as synthetic
 import numpy as np
 import pytest
 
-from paceline.analysis import nodes
-from paceline.analysis.peers import SPLIT, SPREAD, Band, among_peers, beside_baseline
-from paceline.findings.nodes import FAIL, PASS, SUSPECT, UNDECIDED
+from paceline.analysis.findings.nodes import FAIL, PASS, SUSPECT, UNDECIDED
+from paceline.analysis.machine import nodes
+from paceline.analysis.machine.peers import SPLIT, SPREAD, Band, among_peers, beside_baseline
 
 SPEED = Band(math.log(0.95), None)
 

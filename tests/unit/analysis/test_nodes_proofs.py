@@ -5,9 +5,9 @@ from __future__ import annotations
 import node_records as synthetic
 import pytest
 
-from paceline.acceptance import TrajectorySample
-from paceline.analysis import nodes
-from paceline.findings.nodes import FAIL, PASS, SUSPECT
+from paceline.analysis.findings.nodes import FAIL, PASS, SUSPECT
+from paceline.analysis.machine import nodes
+from paceline.results.acceptance import TrajectorySample
 
 
 def judged(*weights: str) -> nodes.Judged:

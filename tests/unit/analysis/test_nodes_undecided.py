@@ -13,19 +13,28 @@ import node_records as synthetic
 import numpy as np
 import pytest
 
-from paceline.analysis import nodes
-from paceline.analysis.cost import Costing
-from paceline.analysis.peers import EDGE, PAIR, SCATTER, Band, Standing, among_peers, beside_baseline, repeats_for
+from paceline.analysis.cost.training import Costing
+from paceline.analysis.findings import Report
+from paceline.analysis.findings.nodes import FAIL, PASS, SUSPECT, UNDECIDED, WORST_FIRST
+from paceline.analysis.machine import nodes
+from paceline.analysis.machine.peers import (
+    EDGE,
+    PAIR,
+    SCATTER,
+    Band,
+    Standing,
+    among_peers,
+    beside_baseline,
+    repeats_for,
+)
 from paceline.analysis.report import build
 from paceline.cli.results import conclude
 from paceline.cli.verbs import console
 from paceline.errors import RequestError
-from paceline.exporters import _node_chart
-from paceline.findings import Report
-from paceline.findings.nodes import FAIL, PASS, SUSPECT, UNDECIDED, WORST_FIRST
-from paceline.present import answer, charts
-from paceline.present import nodes as shown
-from paceline.records import RunRecord
+from paceline.report import answer, charts
+from paceline.report.exporters._matplotlib import node_chart
+from paceline.report.tables import nodes as shown
+from paceline.results.records import RunRecord
 
 SPEED = Band(math.log(0.95), None)
 # Deviations of five repeats over their largest; the median of their sizes is a half.
@@ -192,7 +201,7 @@ def test_headline_tables_and_charts_say_undecided(golden: object) -> None:
     assert reasons.title == golden
     (chart,) = charts.nodes.nodes(report)
     assert {p.series for p in chart.points if p.group == "training"} == {UNDECIDED}
-    assert set(_node_chart.COLOURS) == {s.name for s in chart.series} == set(WORST_FIRST) == set(shown.TONES)
+    assert set(node_chart.COLOURS) == {s.name for s in chart.series} == set(WORST_FIRST) == set(shown.TONES)
 
 
 def test_nobody_undecided_changes_no_word(golden: object) -> None:

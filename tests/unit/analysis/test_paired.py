@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from answered_records import build_answer, build_record, build_replica, build_spec, in_stages, one_by_one
 
-from paceline.analysis import paired
+from paceline.analysis.findings import TIE
+from paceline.analysis.findings.paired import FASTER, SLOWER, PairedRatio, PairedReplicas
 from paceline.analysis.report import build
-from paceline.findings import TIE
-from paceline.findings.paired import FASTER, SLOWER, PairedRatio, PairedReplicas
-from paceline.present import paired as present
-from paceline.present.answer import answer, grounds
-from paceline.records import GaugeSample, RunRecord
+from paceline.analysis.served import paired
+from paceline.report.answer import answer, grounds
+from paceline.report.tables import paired as present
+from paceline.results.records import GaugeSample, RunRecord
 
 COUNT = 60
 Law = Callable[[int, int, float], float]

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from served_records import S, record, request, stage
 
-from paceline import stopping
-from paceline.analysis import rate_search, served
-from paceline.analysis.compare import verdict_of
-from paceline.findings import HIGHER, TIE, WORSE, Measurement
-from paceline.records import RunRecord
+from paceline.analysis.compare.cells import verdict_of
+from paceline.analysis.findings import HIGHER, TIE, WORSE, Measurement
+from paceline.analysis.served import measurements, rate_search
+from paceline.results.records import RunRecord
+from paceline.serving import early_stopping
 
 
 def launch(*loads: tuple[float, int, int], scenario: str = "search", repeat: int = 0) -> RunRecord:
@@ -27,7 +27,7 @@ def launch(*loads: tuple[float, int, int], scenario: str = "search", repeat: int
 
 
 def searched(*loads: tuple[float, int, int], scenario: str = "search") -> Measurement | None:
-    return rate_search.max_rate(served.gather([launch(*loads, scenario=scenario)]))
+    return rate_search.max_rate(measurements.gather([launch(*loads, scenario=scenario)]))
 
 
 def test_the_highest_that_passed_below_the_lowest_that_failed(golden: object) -> None:
@@ -71,7 +71,7 @@ def test_a_search_that_found_no_rate_to_fail_says_why(golden: object) -> None:
     assert ended.evidence is not None
     told = dataclasses.replace(ended.evidence, settings={"search_ended_by": why})
     rank = dataclasses.replace(ended.outcomes[0], evidence=told)
-    found = rate_search.max_rate(served.gather([dataclasses.replace(ended, outcomes=(rank,))]))
+    found = rate_search.max_rate(measurements.gather([dataclasses.replace(ended, outcomes=(rank,))]))
     assert found is not None
     assert (found.value, found.high) == (8, None)
     assert found.note == golden
@@ -86,9 +86,9 @@ def test_a_plain_run_is_no_search() -> None:
 
 def test_failing_is_as_sure_as_passing() -> None:
     """Of 24 requests two may be late by chance at 1 %: P(2 or more) is 2.4 %, P(3 or more) 0.2 %."""
-    assert not stopping.too_many_late(24, 2, 0.99)
-    assert stopping.too_many_late(24, 3, 0.99)
-    assert not stopping.too_many_late(24, 0, 0.99)
+    assert not early_stopping.too_many_late(24, 2, 0.99)
+    assert early_stopping.too_many_late(24, 3, 0.99)
+    assert not early_stopping.too_many_late(24, 0, 0.99)
 
 
 # --- several launches ---
@@ -96,7 +96,7 @@ def test_failing_is_as_sure_as_passing() -> None:
 
 def launches(*found: tuple[tuple[float, int, int], ...], scenario: str = "search") -> Measurement | None:
     return rate_search.max_rate(
-        served.gather([launch(*loads, scenario=scenario, repeat=n) for n, loads in enumerate(found)])
+        measurements.gather([launch(*loads, scenario=scenario, repeat=n) for n, loads in enumerate(found)])
     )
 
 

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline import experiment, store
-from paceline.analysis.recipe import recipes
-from paceline.records import RunRecord
-from paceline.spec import RunSpec
+from paceline import experiment
+from paceline.analysis.compare.recipe import recipes
+from paceline.experiment.spec import RunSpec
+from paceline.results import store
+from paceline.results.records import RunRecord
 
 Spec = Callable[..., RunSpec]
 

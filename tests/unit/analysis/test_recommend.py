@@ -4,12 +4,12 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from paceline.analysis import metrics
-from paceline.analysis.compare import compare_cells
-from paceline.analysis.recommend import GLOO, recommend
-from paceline.analysis.window import open_window
-from paceline.findings import Recommendation
-from paceline.records import RunRecord
+from paceline.analysis.compare.cells import compare_cells
+from paceline.analysis.compare.recommend import GLOO, recommend
+from paceline.analysis.findings import Recommendation
+from paceline.analysis.training import metrics
+from paceline.analysis.training.window import open_window
+from paceline.results.records import RunRecord
 
 Builder = Callable[..., Any]
 

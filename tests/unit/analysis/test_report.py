@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from paceline import models
 from paceline.analysis.report import build
-from paceline.records import RunRecord, Status
-from paceline.shapes import Shape
-from paceline.spec import Choice
+from paceline.experiment.choices import Choice
+from paceline.models import arithmetic
+from paceline.models.shape import Shape
+from paceline.results.records import RunRecord, Status
 
 Builder = Callable[..., Any]
 
@@ -148,13 +148,13 @@ def test_empty() -> None:
 
 
 def test_a_sequence_beyond_the_context_is_noted(campaign: list[RunRecord], monkeypatch: pytest.MonkeyPatch) -> None:
-    spec, load = campaign[1].spec, models.load
+    spec, load = campaign[1].spec, arithmetic.load
     length = spec.training.sequence_length
 
     def shorter(choice: Choice) -> Shape:
         return dataclasses.replace(load(choice), context=length - 1, positions="rope")
 
-    monkeypatch.setattr(models, "load", shorter)
+    monkeypatch.setattr(arithmetic, "load", shorter)
     told = f"the sequence length {length} is beyond the {length - 1} positions that {spec.model} was made for"
     assert build(campaign, "quick").notes == (told,)
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from paceline import store
+from paceline.analysis.findings import Certificate, Comparison, Measurement, Report, RunFinding
 from paceline.analysis.report import build
-from paceline.findings import Certificate, Comparison, Measurement, Report, RunFinding
-from paceline.records import RunRecord, Status, StepSample
+from paceline.results import store
+from paceline.results.records import RunRecord, Status, StepSample
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "analysis" / "varied.txt"
 METRICS = (

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from paceline.analysis.findings.reproduction import CellReproduction, ReplayVerdict
 from paceline.analysis.reproduction import reproduce
-from paceline.findings.reproduction import CellReproduction, ReplayVerdict
-from paceline.present.replay import metrics_table, reproduction_lines, verdict_sentence
-from paceline.records import RunRecord, Status
+from paceline.report.replay import metrics_table, reproduction_lines, verdict_sentence
+from paceline.results.records import RunRecord, Status
 
 Builder = Callable[..., Any]
 LATER_S = 10_000.0

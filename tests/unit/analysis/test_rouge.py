@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from paceline.analysis import rouge
+from paceline.analysis.served import rouge
 
 rouge_scorer = pytest.importorskip("rouge_score.rouge_scorer", reason="pip install 'paceline[accuracy]'")
 TYPES = ["rouge1", "rouge2", "rougeL", "rougeLsum"]

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 
-from paceline.analysis import metrics, scaling
-from paceline.analysis.scaling import Scaling
-from paceline.analysis.window import open_window
-from paceline.findings import ScalingPoint
-from paceline.records import RunRecord
+from paceline.analysis.compare import scaling
+from paceline.analysis.compare.scaling import Scaling
+from paceline.analysis.findings import ScalingPoint
+from paceline.analysis.training import metrics
+from paceline.analysis.training.window import open_window
+from paceline.results.records import RunRecord
 
 Builder = Callable[..., Any]
 

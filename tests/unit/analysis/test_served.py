@@ -9,32 +9,32 @@ import numpy as np
 import pytest
 from served_records import CLIENT, MS, S, record, request, stage, streamed
 
-from paceline.analysis import served
-from paceline.records import RunRecord
+from paceline.analysis.served import measurements
+from paceline.results.records import RunRecord
 
 
 def test_times_of_one_request() -> None:
     one = request()
-    assert served.ttft_s(one) == 0.102
-    assert served.service_ttft_s(one) == 0.1
-    assert served.tpot_s(one) == pytest.approx(0.01)
-    assert served.latency_s(one) == 0.14
+    assert measurements.ttft_s(one) == 0.102
+    assert measurements.service_ttft_s(one) == 0.1
+    assert measurements.tpot_s(one) == pytest.approx(0.01)
+    assert measurements.latency_s(one) == 0.14
 
 
 def test_what_is_missing_is_none() -> None:
-    assert served.tpot_s(request(tokens=1)) is None
+    assert measurements.tpot_s(request(tokens=1)) is None
     lost = request(first_ns=None, last_ns=None, error="reset", tokens=None, pieces=0)
-    assert served.ttft_s(lost) is None
-    assert served.tpot_s(lost) is None
+    assert measurements.ttft_s(lost) is None
+    assert measurements.tpot_s(lost) is None
 
 
 def test_a_server_without_counts_is_counted_by_events() -> None:
-    assert served.tpot_s(request(tokens=None)) == pytest.approx(0.01)
+    assert measurements.tpot_s(request(tokens=None)) == pytest.approx(0.01)
 
 
 def by_name(records: list[RunRecord]) -> dict[str, Any]:
-    (cell,) = served.gather(records)
-    return {m.metric: m for m in served.measure(cell)}
+    (cell,) = measurements.gather(records)
+    return {m.metric: m for m in measurements.measure(cell)}
 
 
 def test_rates_are_of_what_was_completed() -> None:
@@ -76,13 +76,15 @@ def test_early_stopping_decides_about_limits(golden: object) -> None:
     def problems(count: int, late: int) -> list[str]:
         slow = [request(n, first_ns=3000 * MS, last_ns=3030 * MS) for n in range(late)]
         good = [request(n) for n in range(late, count)]
-        return served.rule_problems(served.gather([record([*slow, *good], scenario="server", rate_per_s=1.0)])[0])
+        return measurements.rule_problems(
+            measurements.gather([record([*slow, *good], scenario="server", rate_per_s=1.0)])[0]
+        )
 
     assert problems(459, 0) == []
     assert problems(662, 1) == []
     assert problems(661, 1) == golden
     assert problems(458, 0) == golden
-    assert served.rule_problems(served.gather([record([request()])])[0]) == []
+    assert measurements.rule_problems(measurements.gather([record([request()])])[0]) == []
 
 
 @pytest.mark.parametrize(
@@ -103,24 +105,24 @@ def test_early_stopping_decides_about_limits(golden: object) -> None:
 )
 def test_a_client_that_was_the_bottleneck_says_so(change: dict[str, float], words: str | None) -> None:
     requests = [request(0), request(1, due_ns=MS)]
-    found = served.client_problems([replace(CLIENT, **change)], requests, "server")
+    found = measurements.client_problems([replace(CLIENT, **change)], requests, "server")
     assert found == ([] if words is None else [words])
 
 
 def test_a_request_sent_before_it_was_due_is_the_clients_fault(golden: object) -> None:
-    found = served.client_problems([CLIENT], [request(0, due_ns=8 * MS)], "server")
+    found = measurements.client_problems([CLIENT], [request(0, due_ns=8 * MS)], "server")
     assert found == golden
 
 
 def test_of_several_processes_the_worst_is_told_once(golden: object) -> None:
     clients = [replace(CLIENT, read_lag_p99_ns=lag) for lag in (6e6, 9e6, None)]
-    assert served.client_problems(clients, [request()], "offline") == golden
+    assert measurements.client_problems(clients, [request()], "offline") == golden
 
 
 def test_a_sample_answered_twice_is_found(golden: object) -> None:
-    assert served.exactly_once(record([request(0), request(1)])) == []
-    assert served.exactly_once(record([request(0), request(0)])) == golden
-    assert served.exactly_once(record([request(0, error="reset"), request(0)])) == []
+    assert measurements.exactly_once(record([request(0), request(1)])) == []
+    assert measurements.exactly_once(record([request(0), request(0)])) == golden
+    assert measurements.exactly_once(record([request(0, error="reset"), request(0)])) == []
 
 
 # --- loads ---
@@ -131,9 +133,12 @@ def test_a_sweep_is_measured_load_by_load() -> None:
     first = [streamed(0, 0, 1)]
     second = [streamed(0, 2, 3, stage=1), streamed(1, 2, 3, stage=1)]
     stages = (stage(0, concurrency=1), stage(1, concurrency=2, started_ns=2 * S))
-    loads = served.gather([record([*first, *second], stages=stages, scenario="sweep")])
+    loads = measurements.gather([record([*first, *second], stages=stages, scenario="sweep")])
     rates = {
-        m.axes["concurrency"]: m for load in loads for m in served.measure(load) if m.metric == "output_tokens_per_s"
+        m.axes["concurrency"]: m
+        for load in loads
+        for m in measurements.measure(load)
+        if m.metric == "output_tokens_per_s"
     }
     assert {key: m.value for key, m in rates.items()} == {1: pytest.approx(10), 2: pytest.approx(20)}
     assert {key: m.axes["stage"] for key, m in rates.items()} == {1: 0, 2: 1}
@@ -145,7 +150,7 @@ def test_launches_of_a_search_are_merged_by_rate_not_by_place() -> None:
         stages = [stage(n, scenario="server", rate_per_s=rates[n], started_ns=2 * n * S) for n in (0, 1)]
         return record(asked, repeat, stages, scenario="search", rate_per_s=1.0)
 
-    loads = served.gather([launch(0, (1.0, 4.0)), launch(1, (4.0, 1.0))])
+    loads = measurements.gather([launch(0, (1.0, 4.0)), launch(1, (4.0, 1.0))])
     assert [load.load.rate_per_s for load in loads if load.load] == [1.0, 4.0]
     assert [len(load.requests) for load in loads] == [2, 2]
     assert [load.limits["ttft_s"] for load in loads] == [2.0, 2.0]
@@ -154,12 +159,12 @@ def test_launches_of_a_search_are_merged_by_rate_not_by_place() -> None:
 def test_the_guess_of_a_search_has_no_limits_to_keep() -> None:
     stages = (stage(0, concurrency=4), stage(1, scenario="server", concurrency=None, rate_per_s=2.0))
     asked = [request(0), request(1, stage=1)]
-    guess, trial = served.gather([record(asked, stages=stages, scenario="search")])
+    guess, trial = measurements.gather([record(asked, stages=stages, scenario="search")])
     assert (guess.has_limits, trial.has_limits) == (False, True)
 
 
 def test_records_of_before_there_were_loads_are_one() -> None:
-    (load,) = served.gather([record([request(0)])])
+    (load,) = measurements.gather([record([request(0)])])
     assert load.load is None
     assert "stage" not in load.axes()
 
@@ -218,26 +223,30 @@ def test_the_servers_count_is_audited(change: dict[str, Any], wrong: float | Non
 
 
 def test_a_sample_of_two_requests_and_one_that_is_nowhere_are_found(golden: object) -> None:
-    assert served.exactly_once(record([request(0), request(1, sample=0)])) == golden
-    assert served.exactly_once(record([request(0), request(1, sample=0)], least_s=1.0)) == []
+    assert measurements.exactly_once(record([request(0), request(1, sample=0)])) == golden
+    assert measurements.exactly_once(record([request(0), request(1, sample=0)], least_s=1.0)) == []
     planned = (stage(planned=3, scenario="offline"),)
     for least_s in (0.0, 1.0):
-        assert served.exactly_once(record([request(0), request(1)], stages=planned, least_s=least_s)) == golden
+        assert measurements.exactly_once(record([request(0), request(1)], stages=planned, least_s=least_s)) == golden
     scheduled = (stage(planned=3, scenario="server"),)
-    assert served.exactly_once(record([request(0)], stages=scheduled, least_s=1.0, scenario="server", rate_per_s=1.0))
+    assert measurements.exactly_once(
+        record([request(0)], stages=scheduled, least_s=1.0, scenario="server", rate_per_s=1.0)
+    )
 
 
 def test_a_load_that_ended_early_says_so(golden: object) -> None:
-    (load,) = served.gather([record([streamed(0, 0, 2)], least_s=3.0)])
-    assert served.duration_problems(load) == golden
-    (load,) = served.gather([record([streamed(0, 0, 3)], least_s=3.0)])
-    assert served.duration_problems(load) == []
+    (load,) = measurements.gather([record([streamed(0, 0, 2)], least_s=3.0)])
+    assert measurements.duration_problems(load) == golden
+    (load,) = measurements.gather([record([streamed(0, 0, 3)], least_s=3.0)])
+    assert measurements.duration_problems(load) == []
 
 
 def test_a_client_is_held_to_the_schedule_of_a_search_too(golden: object) -> None:
     late = replace(CLIENT, schedule_lag_p99_ns=5e6)
     stages = (stage(scenario="server", rate_per_s=2.0),)
-    found = served.problems(record([request()], stages=stages, clients=(late,), scenario="search", rate_per_s=2.0))
+    found = measurements.problems(
+        record([request()], stages=stages, clients=(late,), scenario="search", rate_per_s=2.0)
+    )
     assert found == golden
 
 
@@ -247,7 +256,7 @@ def test_a_search_is_believed_until_its_client_was_late(golden: object) -> None:
     stages = [stage(n, scenario="server", rate_per_s=2.0 + n) for n in (0, 1)]
     asked = [request(0), request(1, stage=1)]
     searched = record(asked, stages=stages, clients=(CLIENT, late), scenario="search", rate_per_s=2.0)
-    assert served.problems(searched) == []
-    first, second = served.gather([searched])
-    assert [load.rate_per_s for load in served.believed([searched])] == [first.rate_per_s] == [2.0]
-    assert served.doubts_of(second) == golden
+    assert measurements.problems(searched) == []
+    first, second = measurements.gather([searched])
+    assert [load.rate_per_s for load in measurements.believed([searched])] == [first.rate_per_s] == [2.0]
+    assert measurements.doubts_of(second) == golden

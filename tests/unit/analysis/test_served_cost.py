@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 from answered_records import build_record, build_replica, build_spec, build_stage, in_stages, one_by_one
 
-from paceline.analysis import served_cost
-from paceline.analysis.cost import Costing
+from paceline.analysis.cost import served
+from paceline.analysis.cost.training import Costing
+from paceline.analysis.findings import Measurement
 from paceline.analysis.report import build
 from paceline.cli.money import hours
 from paceline.errors import RequestError
-from paceline.findings import Measurement
-from paceline.present import served_cost as present
-from paceline.prices import Price
-from paceline.records import GaugeSample, RunRecord
+from paceline.host.prices import Price
+from paceline.report.tables import served_cost as present
+from paceline.results.records import GaugeSample, RunRecord
 
 OWN = Price(name="own", usd_per_gpu_hour=3.6)
 
@@ -28,7 +28,7 @@ def run(**more: Any) -> RunRecord:
 
 
 def costs(records: list[RunRecord], **costing: Any) -> Any:
-    (found,) = served_cost.analyse(records, Costing((OWN,), **costing))
+    (found,) = served.analyse(records, Costing((OWN,), **costing))
     return found
 
 
@@ -67,7 +67,7 @@ def test_of_a_sweep_the_load_at_its_limits_is_priced(golden: object) -> None:
 
 
 def test_gpus_that_are_shared_and_endpoints_elsewhere_have_no_listed_price(golden: object) -> None:
-    assert served_cost.analyse([run()], Costing()) == ()
+    assert served.analyse([run()], Costing()) == ()
     report = build([run()], "test", costing=Costing((dataclasses.replace(OWN, gpu="NVIDIA H200"),)))
     assert report.notes == golden
 
@@ -84,7 +84,7 @@ def test_the_table_states_its_assumptions(golden: object) -> None:
     (table,) = present.tables(report)
     assert table.notes == golden
     assert any("--busy-hours" in note for note in table.notes)
-    assert {m.metric for m in report.measurements} >= set(served_cost.METRICS)
+    assert {m.metric for m in report.measurements} >= set(served.METRICS)
 
 
 @pytest.mark.parametrize("text", ["0", "25", "many", "nan"])
@@ -111,7 +111,7 @@ def powered(engine: str = "vllm", watts: tuple[float, ...] = (300.0, 100.0), **m
 
 
 def joules(record: RunRecord) -> Measurement:
-    (found,) = served_cost.energies([record])
+    (found,) = served.energies([record])
     return found
 
 

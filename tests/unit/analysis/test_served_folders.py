@@ -19,9 +19,10 @@ from answered_records import (
     one_by_one,
 )
 
-from paceline import cli, store
-from paceline.records import Outcome, RunRecord, Status
-from paceline.serving import ClientSample
+from paceline import cli
+from paceline.experiment.serving import ClientSample
+from paceline.results import store
+from paceline.results.records import Outcome, RunRecord, Status
 
 COUNT = 120
 

@@ -10,12 +10,13 @@ import pytest
 import simulated_serving as made
 from simulated_serving import NS, TWO, Replica
 
-from paceline.analysis import served, served_traces
+from paceline.analysis.findings import ServedShapes
 from paceline.analysis.report import build
-from paceline.analysis.served_spread import spread
-from paceline.findings import ServedShapes
-from paceline.records import RunRecord
-from paceline.serving import RequestSample, StageSample
+from paceline.analysis.served import measurements
+from paceline.analysis.served import traces as served_traces
+from paceline.analysis.served.percentile_curve import spread
+from paceline.experiment.serving import RequestSample, StageSample
+from paceline.results.records import RunRecord
 
 
 def shapes_of(*records: RunRecord) -> ServedShapes:
@@ -63,7 +64,7 @@ def test_launches_of_one_load_are_merged_as_raw_requests() -> None:
     assert load.requests == 100
     assert len(load.runs) == 2
     ttft = load.spreads[0]
-    assert ttft.p99[0] == pytest.approx(np.percentile([served.ttft_s(r) for r in (*first, *second)], 99))
+    assert ttft.p99[0] == pytest.approx(np.percentile([measurements.ttft_s(r) for r in (*first, *second)], 99))
     walls = [max(r.ended_ns or 0 for r in part) / NS for part in (first, second)]
     assert load.output_tokens_per_s == pytest.approx(100 * made.TOKENS / sum(walls))
 
@@ -77,7 +78,7 @@ def test_stages_of_a_sweep_are_loads_of_their_own() -> None:
         assert load.requests == len(ours) == 50
         lasted = (max(r.ended_ns or 0 for r in ours) - stage.started_ns) / NS
         assert load.requests_per_s == pytest.approx(50 / lasted)
-        assert load.late == sum(not served.in_time(r, record.spec.serving.limits) for r in ours)  # type: ignore[union-attr]
+        assert load.late == sum(not measurements.in_time(r, record.spec.serving.limits) for r in ours)  # type: ignore[union-attr]
 
 
 def test_loads_stand_in_order_whatever_the_order_of_the_runs() -> None:
@@ -172,7 +173,7 @@ def test_a_lost_replica_and_late_requests_are_marked() -> None:
     (trace,) = shapes_of(record).traces
     assert [r.died_s for r in trace.replicas] == [None, 2.0]
     assert trace.replicas[1].failed > 0
-    assert sum(trace.late) == sum(not served.in_time(r, record.spec.serving.limits) for r in requests)  # type: ignore[union-attr]
+    assert sum(trace.late) == sum(not measurements.in_time(r, record.spec.serving.limits) for r in requests)  # type: ignore[union-attr]
     gone = [held for at, held in zip(trace.seconds, trace.replicas[1].in_flight, strict=True) if at > 2.1]
     assert not any(gone)
 

@@ -11,17 +11,17 @@ import pytest
 from served_records import CLIENT, S, in_turns, record, replica, request, stage
 
 from paceline.analysis import report as reports
-from paceline.analysis import served
-from paceline.analysis.served_loads import gather
-from paceline.analysis.served_verdicts import verdict_of
-from paceline.exporters import html, markdown
-from paceline.exporters import json as json_exporter
-from paceline.findings import Report
-from paceline.findings.served_verdicts import LOADGEN_LABEL, NOT_KEPT, UNTOLD, Rule
-from paceline.present.answer import answer, grounds
-from paceline.present.machine import machine_tables
-from paceline.records import RunRecord
-from paceline.serving import AnswerSample, ClientSample, RequestSample
+from paceline.analysis.findings import Report
+from paceline.analysis.findings.served_verdicts import LOADGEN_LABEL, NOT_KEPT, UNTOLD, Rule
+from paceline.analysis.served import measurements
+from paceline.analysis.served.loads import gather
+from paceline.analysis.served.verdicts import verdict_of
+from paceline.experiment.serving import AnswerSample, ClientSample, RequestSample
+from paceline.report.answer import answer, grounds
+from paceline.report.exporters import html, markdown
+from paceline.report.exporters import json as json_exporter
+from paceline.report.tables.sections import machine_tables
+from paceline.results.records import RunRecord
 
 TWO = (replica(0), replica(1))
 
@@ -117,13 +117,13 @@ def test_a_load_without_limits_counts_its_failures() -> None:
 def test_many_loads_of_one_launch_do_not_look_at_each_others_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the client says against itself takes as many looks at requests for 2 loads as for 40 of as many in all."""
     looked_at: list[int] = []
-    plain = served.client_problems
+    plain = measurements.client_problems
 
     def counted(clients: Sequence[ClientSample], requests: Sequence[RequestSample], scenario: str) -> list[str]:
         looked_at.append(len(requests))
         return plain(clients, requests, scenario)
 
-    monkeypatch.setattr(served, "client_problems", counted)
+    monkeypatch.setattr(measurements, "client_problems", counted)
     looks = []
     for loads in (2, 40):
         requests = [request(n, stage=n % loads) for n in range(80)]

@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 from answered_records import build_answer, build_record, build_replica, build_request, build_spec, in_stages, one_by_one
 
-from paceline.analysis import between, gate, history, load_estimates, served_work
+from paceline.analysis.compare import folders, history
+from paceline.analysis.findings import BETTER, TIE, WORSE, Between, Change
+from paceline.analysis.findings.served_work import ServedPair
 from paceline.analysis.report import build
+from paceline.analysis.served import equal_work, estimates
 from paceline.errors import RequestError
-from paceline.findings import BETTER, TIE, WORSE, Between, Change
-from paceline.findings.served_work import ServedPair
-from paceline.present import between as told
-from paceline.present import history as over_time
-from paceline.present import served_work as present
-from paceline.records import RunRecord
+from paceline.report import gate
+from paceline.report.tables import comparison as told
+from paceline.report.tables import history as over_time
+from paceline.report.tables import served_work as present
+from paceline.results.records import RunRecord
 
 COUNT = 120
 
@@ -34,7 +36,7 @@ def run(engine: str = "transformers", seconds: float = 0.1, phase: int = 0, **re
 
 
 def only(*records: RunRecord) -> ServedPair:
-    (found,) = served_work.analyse(records)
+    (found,) = equal_work.analyse(records)
     return found
 
 
@@ -42,7 +44,7 @@ def test_equal_work_is_compared() -> None:
     """Every eleventh answer takes longest, so that 120 of them tell the 99th percentile too."""
     found = only(run("vllm", 0.1), run("transformers", 0.2, phase=3))
     assert found.equal
-    assert {c.metric: c.verdict for c in found.comparisons} == dict.fromkeys(load_estimates.COMPARED, BETTER)
+    assert {c.metric: c.verdict for c in found.comparisons} == dict.fromkeys(estimates.COMPARED, BETTER)
     assert found.undecided == ()
     assert (found.label, found.other_label) == ("vllm", "transformers")
     same = only(run("vllm"), run("transformers", phase=3))
@@ -100,7 +102,7 @@ def test_a_flag_goes_with_the_verdict(golden: object) -> None:
 
 
 def compared(a: list[RunRecord], b: list[RunRecord]) -> Between:
-    return between.compare_experiments(a, b)
+    return folders.compare_experiments(a, b)
 
 
 def by_metric(found: Between) -> dict[str, Change]:
@@ -194,4 +196,4 @@ def test_a_cell_over_days_shows_where_its_level_changed() -> None:
 
 def test_a_request_of_nothing_is_no_load() -> None:
     lost = build_request(0, 0.0, 0.1, error="reset", first_ns=None, last_ns=None, tokens=None, pieces=0)
-    assert served_work.analyse([build_record(build_spec("vllm"), [lost]), run()]) == ()
+    assert equal_work.analyse([build_record(build_spec("vllm"), [lost]), run()]) == ()

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from served_records import S, record, request
 
-from paceline.analysis import served, shared_waits
+from paceline.analysis.findings import Measurement
 from paceline.analysis.report import build
-from paceline.analysis.statistics import Array
-from paceline.findings import Measurement
-from paceline.records import RunRecord
+from paceline.analysis.served import latency_bounds, measurements
+from paceline.analysis.statistics.intervals import Array
+from paceline.results.records import RunRecord
 
 PERCENTS = (50, 90)
 STALL, STALLED = 5.0, 0.15
@@ -46,8 +46,8 @@ def batched(
 
 
 def bounds(records: Sequence[RunRecord], quantity: str = "itl") -> dict[int, Measurement]:
-    (load,) = served.gather(records)
-    found = {m.metric: m for m in served.measure(load)}
+    (load,) = measurements.gather(records)
+    found = {m.metric: m for m in measurements.measure(load)}
     return {percent: found[f"{quantity}_p{percent}_s"] for percent in (*PERCENTS, 99)}
 
 
@@ -104,7 +104,7 @@ def test_the_curve_has_the_bounds_of_the_table() -> None:
 @pytest.mark.parametrize(("in_flight", "most", "count"), [(1, 2000, 20), (32, 2000, 6), (300, 2000, 1), (1, 5, 5)])
 def test_a_block_is_of_neighbours_and_longer_than_what_was_in_flight(in_flight: int, most: int, count: int) -> None:
     answers = np.repeat(np.arange(400), 3)
-    found = shared_waits.blocks(answers, in_flight, most)
+    found = latency_bounds.blocks(answers, in_flight, most)
     assert len(set(found)) == count
     assert (np.diff(found) >= 0).all()
-    assert min(np.bincount(found)) >= 3 * shared_waits.ROUNDS * in_flight or count == 1
+    assert min(np.bincount(found)) >= 3 * latency_bounds.ROUNDS * in_flight or count == 1

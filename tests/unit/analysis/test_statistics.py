@@ -5,9 +5,16 @@ import math
 import numpy as np
 import pytest
 
-from paceline.analysis import statistics
-from paceline.analysis.statistics import Array, Resampled, ratio_between, ratio_of_sums, resample_sums, warm_up
-from paceline.spec import WarmUp
+from paceline.analysis.statistics import intervals
+from paceline.analysis.statistics.intervals import (
+    Array,
+    Resampled,
+    ratio_between,
+    ratio_of_sums,
+    resample_sums,
+    warm_up,
+)
+from paceline.experiment.spec import WarmUp
 
 
 def columns(seconds: Array | list[float], tokens: float = 100.0) -> Array:
@@ -33,7 +40,7 @@ def drawn_one_by_one(launches: list[Array], seed: int, resamples: int) -> tuple[
     rng = np.random.default_rng(seed)
     within = np.zeros((resamples, launches[0].shape[1]))
     for rows in launches:
-        n, length = len(rows), statistics.block_length(len(rows))
+        n, length = len(rows), intervals.block_length(len(rows))
         blocks = math.ceil(n / length)
         starts = rng.integers(0, n, size=(blocks - 1, resamples))
         final = rng.integers(0, n, size=resamples)
@@ -157,7 +164,7 @@ def test_ratio_of_exact_sides() -> None:
 
 
 def test_detectable_effect_is_2_8_standard_errors_of_the_log_ratio() -> None:
-    spread = np.random.default_rng(1).standard_normal(statistics.RESAMPLES) * 0.01
+    spread = np.random.default_rng(1).standard_normal(intervals.RESAMPLES) * 0.01
     a, b = (Resampled(1.0, deviations, math.inf, 9, True) for deviations in (spread, np.zeros_like(spread)))
     found = ratio_between([a], [b])
     assert found is not None
@@ -168,38 +175,38 @@ def test_detectable_effect_is_2_8_standard_errors_of_the_log_ratio() -> None:
     ("freedom", "t"), [(1, 12.706), (2, 4.303), (4, 2.776), (30, 2.042), (60, 2.000), (1e9, 1.960)]
 )
 def test_student_t_against_the_published_table(freedom: float, t: float) -> None:
-    assert statistics.student_t(freedom) == pytest.approx(t, abs=0.003)
+    assert intervals.student_t(freedom) == pytest.approx(t, abs=0.003)
 
 
 def test_launch_notes_say_what_was_not_repeated(golden: object) -> None:
-    assert statistics.launches_note(1) == golden
-    assert statistics.launches_note(2) == golden
-    assert statistics.launches_note(3) is None
+    assert intervals.launches_note(1) == golden
+    assert intervals.launches_note(2) == golden
+    assert intervals.launches_note(3) is None
 
 
 class TestOutliers:
     def test_modified_z_by_hand(self) -> None:
         """Median 10, MAD 1: 15 has z = 0.6745 * 5 = 3.37, 15.3 has 3.57."""
         values = [9.0, 9.0, 10.0, 10.0, 10.0, 11.0, 11.0]
-        assert not statistics.outliers([*values, 15.0, 8.0, 8.0]).any()
-        assert statistics.outliers([*values, 15.3, 8.0, 8.0]).tolist() == [False] * 7 + [True, False, False]
+        assert not intervals.outliers([*values, 15.0, 8.0, 8.0]).any()
+        assert intervals.outliers([*values, 15.3, 8.0, 8.0]).tolist() == [False] * 7 + [True, False, False]
 
     def test_equal_values_but_one(self) -> None:
-        assert statistics.outliers([1.0] * 20 + [2.0]).tolist() == [False] * 20 + [True]
+        assert intervals.outliers([1.0] * 20 + [2.0]).tolist() == [False] * 20 + [True]
 
     def test_equal_values_and_none(self) -> None:
-        assert not statistics.outliers([1.0] * 20).any()
-        assert not statistics.outliers([]).any()
+        assert not intervals.outliers([1.0] * 20).any()
+        assert not intervals.outliers([]).any()
 
 
 class TestPercentile:
     def test_value(self) -> None:
-        assert statistics.percentile([float(i) for i in range(101)], 99) == pytest.approx(99)
+        assert intervals.percentile([float(i) for i in range(101)], 99) == pytest.approx(99)
 
     @pytest.mark.parametrize(("n", "q"), [(99, 99), (9, 90), (1, 50), (99, 1)])
     def test_none_when_n_cannot_support_it(self, n: int, q: float) -> None:
-        assert statistics.percentile([1.0] * n, q) is None
-        assert statistics.percentile([1.0] * 100, q) == 1.0
+        assert intervals.percentile([1.0] * n, q) is None
+        assert intervals.percentile([1.0] * 100, q) == 1.0
 
 
 class TestWarmUp:
@@ -246,4 +253,4 @@ class TestWarmUp:
 @pytest.mark.parametrize("values", [[], [2.0], [3.0, 1.0], [5.0, 1.0, 2.0], [1.0, math.nan, 2.0], [math.inf, 1.0, 0.1]])
 def test_the_median_is_numpys(values: list[float]) -> None:
     expected = float(np.median(values)) if values else math.nan
-    assert statistics.median(np.array(values)) == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
+    assert intervals.median(np.array(values)) == pytest.approx(expected, rel=0, abs=0, nan_ok=True)

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 from answered_records import build_record, build_spec, build_stage
 
-from paceline.analysis import compare, gauges, metrics, report, watch
-from paceline.analysis.window import open_window
-from paceline.findings import Report
-from paceline.present import answer
-from paceline.present.gauges import curves, tables
-from paceline.present.standing import turned
-from paceline.records import GaugeSample, RunRecord
+from paceline.analysis import report
+from paceline.analysis.compare import cells
+from paceline.analysis.findings import Report
+from paceline.analysis.training import gauge_summary, gauges, metrics
+from paceline.analysis.training.window import open_window
+from paceline.report import answer
+from paceline.report.tables.gauges import curves, tables
+from paceline.report.text.cells import turned
+from paceline.results.records import GaugeSample, RunRecord
 
 Builder = Callable[..., Any]
 BEGAN = 1000.0
@@ -121,7 +123,7 @@ def sides(run_on_gpus: Builder, make_steps: Builder) -> Builder:
 
 
 def test_a_comparison_of_a_throttled_side_says_so(sides: Builder, golden: object) -> None:
-    (compared,) = compare.compare_cells(sides(1020.0))
+    (compared,) = cells.compare_cells(sides(1020.0))
     speed = next(c for c in compared.comparisons if c.metric == "tokens_per_s")
     assert (speed.label, speed.verdict) == ("fsdp2", "better")
     assert speed.throttled == (0.0, pytest.approx(20 / 29))
@@ -132,14 +134,14 @@ def test_a_comparison_of_a_throttled_side_says_so(sides: Builder, golden: object
 
 
 def test_sides_throttled_alike_are_compared_as_ever(sides: Builder) -> None:
-    (compared,) = compare.compare_cells(sides(1001.5))
+    (compared,) = cells.compare_cells(sides(1001.5))
     assert all(c.throttled is None for c in compared.comparisons), "one step of 29 is under 5 %"
 
 
 def test_the_answer_and_the_recommendation_say_so(sides: Builder, golden: object) -> None:
-    from paceline.analysis.recommend import recommend
+    from paceline.analysis.compare.recommend import recommend
 
-    found = recommend(compare.compare_cells(sides(1020.0)))
+    found = recommend(cells.compare_cells(sides(1020.0)))
     speed = next(r for r in found if r.metric == "tokens_per_s")
     assert speed.caveats == golden
     assert any("69" in caveat for caveat in speed.caveats)
@@ -159,11 +161,11 @@ def test_the_table_tells_the_measured_steps_only(run_on_gpus: Builder) -> None:
     hot = [dataclasses.replace(s, temperature_c=99.0) if s.at_s < 1000 else s for s in stream(during(1010, 1012))]
     record = run_on_gpus(hot)
     window = open_window(record)
-    found = watch.watched([record], {window.run: window})
-    (state,) = watch.states(found)
+    found = gauge_summary.watched([record], {window.run: window})
+    (state,) = gauge_summary.states(found)
     assert (state.temperature_median_c, state.temperature_max_c, state.clock_min_hz) == (60.0, 60.0, 1.7e9)
     assert state.throttled_ratio == pytest.approx(5 / 59)
-    (trace,) = watch.traces(found)
+    (trace,) = gauge_summary.traces(found)
     assert trace.throttled == ((pytest.approx(8.75), pytest.approx(11.25)),)
     assert trace.window == (0.0, 29.0)
     assert trace.seconds[0] == -11.0, "set-up is drawn"
@@ -173,10 +175,10 @@ def test_of_a_served_run_the_loads_are_told_and_not_the_start_of_its_engine() ->
     read = [dataclasses.replace(s, utilisation_ratio=0.0) if s.at_s < 1010 else s for s in stream(during(0, 0))]
     loads = [build_stage(0, 0, 4, began_at_s=1010.0), build_stage(1, 5, 12, began_at_s=1015.0)]
     record = build_record(build_spec(device="cuda"), [], stages=tuple(loads), gauges=tuple(read))
-    found = watch.watched([record], {})
-    (state,) = watch.states(found)
+    found = gauge_summary.watched([record], {})
+    (state,) = gauge_summary.states(found)
     assert (state.readings, state.busy_median_ratio) == (25, 0.9), "from 1010 s to 1022 s, two a second"
-    (trace,) = watch.traces(found)
+    (trace,) = gauge_summary.traces(found)
     assert (trace.window, trace.seconds[0]) == ((0.0, 12.0), -15.0)
 
 
@@ -184,7 +186,7 @@ def test_a_trace_ends_a_margin_beyond_the_measured_steps(run_on_gpus: Builder) -
     early = [dataclasses.replace(s, at_s=s.at_s - 200) for s in stream(during(0, 0))]
     record = run_on_gpus([*early, *stream(during(0, 0))])
     window = open_window(record)
-    (trace,) = watch.traces(watch.watched([record], {window.run: window}))
+    (trace,) = gauge_summary.traces(gauge_summary.watched([record], {window.run: window}))
     assert trace.seconds[0] == -11.0, "what was read 200 s earlier is no part of it"
 
 
@@ -199,8 +201,8 @@ def test_curves_are_shares_of_the_machines_limits_or_of_the_most_seen(run_on_gpu
     record = run_on_gpus(stream(during(0, 0)))
     facts = {"host": "node-a", "gpus": [{"index": 0, "power_limit_w": 700.0}]}
     window = open_window(record)
-    found = watch.watched([dataclasses.replace(record, machines=(facts,))], {window.run: window})
-    shares = {curve.name: curve.points[0][1] for curve in curves(watch.traces(found)[0])}
+    found = gauge_summary.watched([dataclasses.replace(record, machines=(facts,))], {window.run: window})
+    shares = {curve.name: curve.points[0][1] for curve in curves(gauge_summary.traces(found)[0])}
     assert shares == {
         "power, % of the cap": pytest.approx(100 * 500 / 700),
         "clock, % of its maximum": 100.0,

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from paceline import models
-from paceline.analysis import thumb
 from paceline.analysis.report import build
+from paceline.analysis.training import rules_of_thumb
 from paceline.errors import RequestError
-from paceline.present import verdicts
-from paceline.spec import Choice
+from paceline.experiment.choices import Choice
+from paceline.models import arithmetic
+from paceline.report.tables import verdicts
 
 Builder = Callable[..., Any]
 GIB = 2**30
@@ -22,7 +22,7 @@ MEASURED = Path(__file__).parents[3] / "docs" / "measured" / "h200-memory" / "me
 
 
 def advised(model: str, gpu: str, gpus: int, **more: Any) -> dict[str, Any]:
-    return {rule.strategy: rule for rule in thumb.advise(Choice.parse(model), gpu, gpus, **more)}
+    return {rule.strategy: rule for rule in rules_of_thumb.advise(Choice.parse(model), gpu, gpus, **more)}
 
 
 def test_the_arithmetic_of_llama_8b() -> None:
@@ -34,7 +34,7 @@ def test_the_arithmetic_of_llama_8b() -> None:
         "zero:stage=3": True,
         "fsdp2": True,
     }
-    count = models.parameters(models.load(Choice("llama-8b")))
+    count = arithmetic.parameters(arithmetic.load(Choice("llama-8b")))
     assert found["ddp"].state_bytes == 16 * count
     assert found["zero:stage=3"].state_bytes == 2 * count
     assert found["zero:stage=3"].text.startswith(
@@ -50,28 +50,28 @@ def test_a_longer_sequence_or_fewer_gpus_may_not_fit() -> None:
 
 
 def test_nothing_is_said_about_speed(golden: object) -> None:
-    table = verdicts.advice(thumb.advise(Choice("llama-8b"), "h100", 8))
+    table = verdicts.advice(rules_of_thumb.advise(Choice("llama-8b"), "h100", 8))
     words = " ".join((table.title, *table.notes, *(column.heading for column in table.columns)))
     assert words == golden
     assert not {"faster", "tokens/s", "fastest"} & set(words.split())
 
 
 def test_a_full_gpu_name_is_that_gpu_and_a_short_one_the_smallest_of_all(golden: object) -> None:
-    assert thumb.find_gpu("NVIDIA H100 NVL") == ("H100 NVL", 94e9)
-    found = thumb.find_gpu("h100")
+    assert rules_of_thumb.find_gpu("NVIDIA H100 NVL") == ("H100 NVL", 94e9)
+    found = rules_of_thumb.find_gpu("h100")
     assert found[0] == golden
     assert "H100" in found[0]
     assert "80" in found[0]
     assert "HBM3" in found[0]
     assert found[1] == 80e9
-    assert thumb.find_gpu("A100") == ("A100-SXM4-40GB", 40e9)
-    assert thumb.find_gpu("A10") == ("A10", 24e9), "A10G is another word"
+    assert rules_of_thumb.find_gpu("A100") == ("A100-SXM4-40GB", 40e9)
+    assert rules_of_thumb.find_gpu("A10") == ("A10", 24e9), "A10G is another word"
 
 
 @pytest.mark.parametrize("name", ["h1", "", "H1000", "Tesla V100-SXM2-32GB"])
 def test_an_unknown_gpu_is_refused(name: str, golden: object) -> None:
     with pytest.raises(RequestError) as caught:
-        thumb.find_gpu(name)
+        rules_of_thumb.find_gpu(name)
     assert str(caught.value) == golden
     assert "--gpu" in str(caught.value)
     assert "A10" in str(caught.value)
@@ -80,7 +80,7 @@ def test_an_unknown_gpu_is_refused(name: str, golden: object) -> None:
 @pytest.mark.parametrize(("gpus", "length"), [(0, None), (8, 10**9)])
 def test_wrong_numbers_are_refused(gpus: int, length: int | None, golden: object) -> None:
     with pytest.raises(RequestError) as caught:
-        thumb.advise(Choice("llama-8b"), "h100", gpus, length)
+        rules_of_thumb.advise(Choice("llama-8b"), "h100", gpus, length)
     assert str(caught.value) == golden
 
 
@@ -90,9 +90,9 @@ def test_measured_peaks_lie_near_the_rule() -> None:
     peaks = [r for r in rows if r["metric"] == "peak_memory_bytes" and r["checkpointing"] == "full"]
     assert len(peaks) >= 3
     for row in peaks:
-        shape = models.load(Choice.parse(row["model"]))
+        shape = arithmetic.load(Choice.parse(row["model"]))
         sizes = int(row["sequence_length"]), int(row["micro_batch"])
-        rule = thumb.rule(shape, row["strategy"], "H200", 141e9, 1, *sizes)
+        rule = rules_of_thumb.rule(shape, row["strategy"], "H200", 141e9, 1, *sizes)
         assert 0.95 < rule.needed_bytes / float(row["value"]) < 1.25
 
 

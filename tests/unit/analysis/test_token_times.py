@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from served_records import MS, record, request, streamed
 
-from paceline.analysis import served, token_times
-from paceline.serving import RequestSample
+from paceline.analysis.served import measurements, token_times
+from paceline.experiment.serving import RequestSample
 
 
 def test_an_arrival_holds_all_tokens_of_its_time() -> None:
@@ -67,15 +67,15 @@ def test_a_load_that_was_never_full_has_no_steady_part(golden: object) -> None:
 
 def by_name(scenario: str, count: int, **serving: object) -> dict[str, object]:
     asked = [streamed(n, 0, 1) for n in range(count)]
-    (load,) = served.gather([record(asked, scenario=scenario, **serving)])
-    return {m.metric: m for m in served.measure(load)}
+    (load,) = measurements.gather([record(asked, scenario=scenario, **serving)])
+    return {m.metric: m for m in measurements.measure(load)}
 
 
 def test_the_steady_rate_stands_beside_the_whole() -> None:
     """Three at once for 1 s, and one more for another: 30 tokens in the steady second of two."""
     asked = [*(streamed(n, 0, 1) for n in range(3)), streamed(3, 1, 2)]
-    (load,) = served.gather([record(asked)])
-    found = {m.metric: m for m in served.measure(load)}
+    (load,) = measurements.gather([record(asked)])
+    found = {m.metric: m for m in measurements.measure(load)}
     assert found["output_tokens_per_s"].value == pytest.approx(20)
     assert found["steady_output_tokens_per_s"].value == pytest.approx(30)
     assert found["steady_ratio"].value == pytest.approx(0.5)
@@ -83,7 +83,7 @@ def test_the_steady_rate_stands_beside_the_whole() -> None:
 
 def test_where_there_is_no_steady_rate_the_reason_stands(golden: object) -> None:
     rate = by_name("server", 2, rate_per_s=1.0)["steady_output_tokens_per_s"]
-    assert (rate.value, rate.note) == (None, served.OPEN_LOAD)
+    assert (rate.value, rate.note) == (None, measurements.OPEN_LOAD)
     rate = by_name("concurrency", 2, concurrency=40)["steady_output_tokens_per_s"]
     assert rate.value is None
     assert rate.note == golden
@@ -111,8 +111,8 @@ def closed_load(
 
 def rates(asked: list[RequestSample], slots: int) -> tuple[float, float]:
     """Of the whole load, and of its steady part."""
-    (load,) = served.gather([record(asked, scenario="concurrency", concurrency=slots)])
-    found = {m.metric: m.value for m in served.measure(load)}
+    (load,) = measurements.gather([record(asked, scenario="concurrency", concurrency=slots)])
+    found = {m.metric: m.value for m in measurements.measure(load)}
     return found["output_tokens_per_s"] or 0.0, found["steady_output_tokens_per_s"] or 0.0
 
 

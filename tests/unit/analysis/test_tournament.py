@@ -7,9 +7,9 @@ import fabric_records as made
 import numpy as np
 import pytest
 
-from paceline.analysis import fabric
-from paceline.analysis.tournament import judge, modified_z
-from paceline.findings import Suspect
+from paceline.analysis.findings import Suspect
+from paceline.analysis.machine import fabric
+from paceline.analysis.machine.tournament import judge, modified_z
 
 
 def suspects(samples: list[object], ranks: int, nodes: int = 1, **more: object) -> tuple[Suspect, ...]:

@@ -8,20 +8,21 @@ from typing import Any
 
 import pytest
 
-from paceline import adapters, models
-from paceline.analysis import metrics, thumb
-from paceline.analysis.compare import comparable_metrics, compare_cells, comparison, why_not_compared
-from paceline.analysis.metrics import Cell
-from paceline.analysis.observation import observe
+from paceline.analysis.compare.cells import comparable_metrics, compare_cells, comparison, why_not_compared
+from paceline.analysis.findings import Measurement
 from paceline.analysis.report import build
-from paceline.analysis.statistics import Ratio
-from paceline.analysis.window import open_window
+from paceline.analysis.statistics.intervals import Ratio
+from paceline.analysis.training import metrics, rules_of_thumb
+from paceline.analysis.training.metrics import Cell
+from paceline.analysis.training.observed import observe
+from paceline.analysis.training.window import open_window
 from paceline.errors import RequestError
-from paceline.findings import Measurement
-from paceline.present import tuning
-from paceline.present.answer import answer
-from paceline.records import RunRecord
-from paceline.spec import Choice, Tuning
+from paceline.experiment.choices import Choice
+from paceline.experiment.spec import Tuning
+from paceline.models import adapters, arithmetic
+from paceline.report.answer import answer
+from paceline.report.tables import finetuning
+from paceline.results.records import RunRecord
 
 Builder = Callable[..., Any]
 LORA = Tuning(method="lora", optimizer="adamw")
@@ -74,8 +75,8 @@ def test_mfu_counts_frozen_weights_twice_and_the_keys_that_were_seen(
 ) -> None:
     more: dict[str, Any] = {"device": "cuda", "precision": "bf16/fp32", "record": {"gpus": [h200]}}
     found = measured(make_tuned(**more, checkpointing="full"))
-    shape = models.load(Choice("tiny-llama"))
-    products, count = models.matmul_parameters(shape), adapters.adapter_parameters(shape, 16, "q+k+v+o")
+    shape = arithmetic.load(Choice("tiny-llama"))
+    products, count = arithmetic.matmul_parameters(shape), adapters.adapter_parameters(shape, 16, "q+k+v+o")
     attention = 2 * 4 * 11 * 4 * 32
     per_gpu = 160 / 2.0 / 989e12
     needed = 4 * products + 6 * count + 3 * attention
@@ -91,7 +92,7 @@ def test_mfu_counts_frozen_weights_twice_and_the_keys_that_were_seen(
 
 
 def test_the_wire_formula_is_of_the_adapters(make_tuned: Builder) -> None:
-    count = adapters.adapter_parameters(models.load(Choice("tiny-llama")), 16, "q+k+v+o")
+    count = adapters.adapter_parameters(arithmetic.load(Choice("tiny-llama")), 16, "q+k+v+o")
     assert measured(make_tuned())["wire_bytes_formula_per_step"].value == 2 * count * 4 / 2
 
 
@@ -185,7 +186,7 @@ def test_the_table_shows_what_learns_and_every_rate(make_tuned: Builder, golden:
     ]
     measurements = tuple(m for cell in cells_of(*records) for m in metrics.measure(cell))
     report = dataclasses.replace(build([], title="test", created_at=0.0), measurements=measurements)
-    (table,) = tuning.tables(report)
+    (table,) = finetuning.tables(report)
     assert [c.heading for c in table.columns] == [
         *("what", "method", "rank", "optimizer"),
         *("tokens/s", "samples/s", "padding, %", "label tokens/s", "packing, %"),
@@ -202,7 +203,9 @@ def test_the_table_shows_what_learns_and_every_rate(make_tuned: Builder, golden:
 
 def test_no_table_without_a_cell_that_fine_tunes(make_spec: Builder, make_record: Builder) -> None:
     measurements = tuple(m for cell in cells_of(make_record(make_spec())) for m in metrics.measure(cell))
-    assert tuning.tables(dataclasses.replace(build([], title="test", created_at=0.0), measurements=measurements)) == ()
+    assert (
+        finetuning.tables(dataclasses.replace(build([], title="test", created_at=0.0), measurements=measurements)) == ()
+    )
 
 
 # --- the answer ---
@@ -226,4 +229,4 @@ def test_a_single_fine_tune_is_answered_by_its_rate(
 
 
 def test_no_rule_of_thumb_of_a_fine_tune(make_tuned: Builder) -> None:
-    assert thumb.rules([make_tuned(model="mistral-7b")]) == (), "16 bytes per weight is not its state"
+    assert rules_of_thumb.rules([make_tuned(model="mistral-7b")]) == (), "16 bytes per weight is not its state"

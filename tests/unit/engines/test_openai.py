@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from testbed.listener import listening
 
-from paceline.engines import openai, vllm
 from paceline.errors import UnsupportedError
+from paceline.serving.engines import openai, vllm
 
 KEY = "sk-verysecret"
 Answering = Callable[[bytes], tuple[str, list[bytes]]]

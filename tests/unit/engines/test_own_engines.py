@@ -10,12 +10,13 @@ from typing import Any, NoReturn
 
 import pytest
 
-from paceline.engines import _replica, _server, deepspeed, transformers
+from paceline.contract import Seat
 from paceline.errors import LaunchError, RequestError
-from paceline.plugins import Seat
-from paceline.replica.settings import Settings
-from paceline.serving import Serving
-from paceline.spec import Choice, RunSpec
+from paceline.experiment.choices import Choice
+from paceline.experiment.serving import Serving
+from paceline.experiment.spec import RunSpec
+from paceline.serving.engines import _replica, _server, deepspeed, transformers
+from paceline.serving.replica.settings import Settings
 from paceline.workloads import inference
 
 ENGINES = [transformers, deepspeed]
@@ -61,7 +62,9 @@ def test_a_replica_listens_at_the_interface_of_the_ranks(
     engine: Any, make: Any, monkeypatch: pytest.MonkeyPatch, nodes: int, host: str, golden: object
 ) -> None:
     """The one that is named, by an address that other hosts can reach; without a way to the first node too."""
-    monkeypatch.setattr("paceline.reach.all_interfaces", lambda: {"eth1": ["fe80::1", "10.1.0.5"]})
+    monkeypatch.setattr(
+        "paceline.launchers.node.reachability.all_interfaces", lambda: {"eth1": ["fe80::1", "10.1.0.5"]}
+    )
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
     monkeypatch.setenv("MASTER_ADDR", "node-that-is-not-there")
     listening: list[str] = []

@@ -16,14 +16,15 @@ from typing import Any
 import psutil
 import pytest
 
-from paceline import model_directory
-from paceline.checkpoints import read_shape
-from paceline.engines import _server, vllm
+from paceline.contract import Seat
 from paceline.errors import LaunchError, RequestError, UnsupportedError
-from paceline.models import load as load_shape
-from paceline.plugins import Seat
-from paceline.serving import Serving
-from paceline.spec import Choice, RunSpec
+from paceline.experiment.choices import Choice
+from paceline.experiment.serving import Serving
+from paceline.experiment.spec import RunSpec
+from paceline.models import directory
+from paceline.models.arithmetic import load as load_shape
+from paceline.models.hf_config import read_shape
+from paceline.serving.engines import _server, vllm
 from paceline.workloads import inference
 
 TESTS = Path(__file__).parents[2]
@@ -307,7 +308,7 @@ def test_where_a_server_listens() -> None:
 def test_a_named_shape_is_read_back_from_its_directory(tmp_path: Path, model: str) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     shape = load_shape(Choice.parse(model))
-    model_directory.write(tmp_path, shape, "float32")
+    directory.write(tmp_path, shape, "float32")
     assert replace(read_shape(tmp_path), name=shape.name) == shape
     reader = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     ids = reader.encode("größer\n").ids
@@ -319,5 +320,5 @@ def test_a_named_shape_is_read_back_from_its_directory(tmp_path: Path, model: st
 
 
 def test_a_mixture_is_one_in_its_configuration() -> None:
-    told = model_directory.configuration(load_shape(Choice("mixtral-8x7b")), "bfloat16")
+    told = directory.configuration(load_shape(Choice("mixtral-8x7b")), "bfloat16")
     assert (told["model_type"], told["num_local_experts"], told["num_experts_per_tok"]) == ("mixtral", 8, 2)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.findings import (
+from paceline.analysis.findings import (
     Certificate,
     Check,
     Comparison,
@@ -20,7 +20,7 @@ from paceline.findings import (
     ScalingPoint,
     WarmUpOutcome,
 )
-from paceline.spec import Scalar
+from paceline.experiment.choices import Scalar
 
 TIMES = (1753000000.0, 1753000300.0)
 REFERENCE = "reference-gpt-tiny-1x-r0-aa11bb22cc"

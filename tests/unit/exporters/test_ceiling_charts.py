@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from paceline.exporters import html, markdown, plots
-from paceline.findings import Measurement, Report
-from paceline.present import ceilings
-from paceline.present.tables import Table
+from paceline.analysis.findings import Measurement, Report
+from paceline.report.exporters import html, markdown, plots
+from paceline.report.tables import ceilings
+from paceline.report.tables.table import Table
 
 
 def measurement(metric: str, value: float | None, **axes: Any) -> Measurement:

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from paceline.findings import (
+from paceline.analysis.findings import (
     CollectiveFit,
     CollectiveRow,
     FrontierPoint,
@@ -17,9 +17,9 @@ from paceline.findings import (
     Report,
     ScalingExplanation,
 )
-from paceline.present.charts import BUILDERS, Chart, charts
-from paceline.present.charts.chart import CURVE, LOG, RING
-from paceline.present.charts.training import FEWEST_SAMPLES
+from paceline.report.charts import BUILDERS, Chart, charts
+from paceline.report.charts.chart import CURVE, LOG, RING
+from paceline.report.charts.training import FEWEST_SAMPLES
 
 GIB = 2**30
 
@@ -39,7 +39,7 @@ def test_charts_of_a_campaign(report: Report) -> None:
 def test_a_builder_is_one_line(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
     throughput = named(report, "throughput")
     cost = dataclasses.replace(throughput, name="cost")
-    monkeypatch.setattr("paceline.present.charts.BUILDERS", (*BUILDERS, lambda _: [cost]))
+    monkeypatch.setattr("paceline.report.charts.BUILDERS", (*BUILDERS, lambda _: [cost]))
     assert charts(report)[-1] is cost
 
 

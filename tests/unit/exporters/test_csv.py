@@ -6,8 +6,8 @@ import io
 import math
 from typing import Any
 
-from paceline.exporters import csv as exporter
-from paceline.findings import Report
+from paceline.analysis.findings import Report
+from paceline.report.exporters import csv as exporter
 
 
 def rows(text: str) -> list[dict[str, str]]:

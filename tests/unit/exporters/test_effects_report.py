@@ -9,14 +9,14 @@ from xml.etree import ElementTree
 
 import pytest
 
-from paceline.analysis import recommend
-from paceline.exporters import csv as csv_exporter
-from paceline.exporters import html, markdown, plots
-from paceline.findings import DesignOutcome, Effect, LeftOut, Report, Response
-from paceline.findings.effects import ALIASED, COMBINED, FACTOR, FASTER, INTERACTION, LESS, NO_EFFECT, OPEN
-from paceline.present import effects
-from paceline.present.answer import answer, grounds
-from paceline.present.charts import charts
+from paceline.analysis.compare import recommend
+from paceline.analysis.findings import DesignOutcome, Effect, LeftOut, Report, Response
+from paceline.analysis.findings.effects import ALIASED, COMBINED, FACTOR, FASTER, INTERACTION, LESS, NO_EFFECT, OPEN
+from paceline.report.answer import answer, grounds
+from paceline.report.charts import charts
+from paceline.report.exporters import csv as csv_exporter
+from paceline.report.exporters import html, markdown, plots
+from paceline.report.tables import effects
 
 SPEED, MEMORY = "tokens_per_s", "peak_memory_bytes"
 
@@ -158,7 +158,7 @@ def test_the_effects_stand_before_the_ranking(designed: Report) -> None:
 
 def test_cells_of_a_design_that_stand_alone_are_one_list(designed: Report) -> None:
     """ddp at 1 and at 2 processes stand in groups of their own once the others are gone."""
-    from paceline.present.standing import DESIGNED, groups
+    from paceline.report.text.cells import DESIGNED, groups
 
     ours = {m.cell for m in designed.measurements if m.axes["strategy"] == "ddp"}
     kept = tuple(m for m in designed.measurements if m.cell in ours)
@@ -172,8 +172,8 @@ def test_cells_of_a_design_that_stand_alone_are_one_list(designed: Report) -> No
 
 
 def test_a_shown_run_tells_where_its_profiled_steps_went(golden: object) -> None:
-    from paceline.present.record import _profile
-    from paceline.records import TraceSample
+    from paceline.report.tables.one_run import _profile
+    from paceline.results.records import TraceSample
 
     old = TraceSample(rank=1, steps=2, wall_s=2.0, compute_s=1.5, communication_s=0.4, exposed_s=0.2)
     text = _profile(old)

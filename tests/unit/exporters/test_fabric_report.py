@@ -15,16 +15,16 @@ import pytest
 from fabric_records import MiB
 from rich.console import Console
 
-from paceline import present
+from paceline import report as present
 from paceline.analysis import report as analysis
-from paceline.exporters import csv, html, markdown, plots, suite_json
-from paceline.files import write_atomically
-from paceline.findings import MemoryRow, Report, ScalingExplanation, Traffic
-from paceline.present import fabric, links
-from paceline.present.answer import answer, grounds
-from paceline.present.scaling import efficiency, explanation
-from paceline.present.tables import NO_ANSWER, Table
-from paceline.records import OverlapSample
+from paceline.analysis.findings import MemoryRow, Report, ScalingExplanation, Traffic
+from paceline.host.files import write_atomically
+from paceline.report.answer import answer, grounds
+from paceline.report.exporters import csv, html, markdown, plots, suite_json
+from paceline.report.tables import fabric, fabric_links
+from paceline.report.tables.scaling import efficiency, explanation
+from paceline.report.tables.table import NO_ANSWER, Table
+from paceline.results.machine_samples import OverlapSample
 
 SIZES = tuple(2**k for k in range(10, 25, 2))
 
@@ -159,8 +159,8 @@ def test_sweeps_are_told_apart_by_the_first_options_that_do(
     first = swept.collectives[0]
     rows = [dataclasses.replace(first, axes=dict(first.axes) | {"workload": w}) for w in workloads]
     report = dataclasses.replace(swept, collectives=tuple(rows), runs=swept.runs[:1])
-    shown = [links.fabric_name(report, row.axes) for row in rows]
-    assert [text.removeprefix(f"{links.fabric_name(swept, first.axes)}, ") for text in shown] == names
+    shown = [fabric_links.fabric_name(report, row.axes) for row in rows]
+    assert [text.removeprefix(f"{fabric_links.fabric_name(swept, first.axes)}, ") for text in shown] == names
 
 
 def test_nobody_suspected_is_said(golden: object) -> None:
@@ -182,7 +182,7 @@ def test_the_terminal_never_overflows(swept: Report, width: int) -> None:
     ("size", "text"), [(8, "8 B"), (1024, "1 KiB"), (1536 * 1024, "1.5 MiB"), (2**30, "1 GiB"), (1000, "1000 B")]
 )
 def test_sizes_read_in_powers_of_two(size: int, text: str) -> None:
-    assert links.format_size(size) == text
+    assert fabric_links.format_size(size) == text
 
 
 # --- sentences ---

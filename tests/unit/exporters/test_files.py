@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.files import write_atomically
-from paceline.findings import Report
+from paceline.analysis.findings import Report
+from paceline.host.files import write_atomically
 
 EXPORTERS = ("csv", "html", "json", "markdown", "plots", "suite_json")
 GOLDEN = {"markdown": ("report.md",), "csv": ("metrics.csv", "cells.csv"), "json": ("report.json",)}

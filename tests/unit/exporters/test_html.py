@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from paceline.exporters import html, markdown
-from paceline.findings import Measurement, Recipe, Report, RunFinding
-from paceline.present.charts import charts
-from paceline.present.charts.training import PHASES
+from paceline.analysis.findings import Measurement, Recipe, Report, RunFinding
+from paceline.report.charts import charts
+from paceline.report.charts.training import PHASES
+from paceline.report.exporters import html, markdown
 
 EVIL = "<script>alert('x')</script>\"onload=\"y"
 MOST_BYTES = 5_000_000

@@ -5,8 +5,8 @@ import json
 import math
 from types import MappingProxyType
 
-from paceline.exporters import json as exporter
-from paceline.findings import Report
+from paceline.analysis.findings import Report
+from paceline.report.exporters import json as exporter
 
 KEYS = [
     *("schema", "title", "created_at", "paceline_version", "machines", "runs", "measurements", "certificates"),

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from paceline.exporters import _schema
-from paceline.exporters import json as exporter
-from paceline.files import write_atomically
-from paceline.findings import Report
+from paceline.analysis.findings import Report
+from paceline.host.files import write_atomically
+from paceline.report.exporters import _schema
+from paceline.report.exporters import json as exporter
 
 jsonschema = pytest.importorskip("jsonschema")
 

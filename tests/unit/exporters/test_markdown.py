@@ -8,9 +8,9 @@ import pytest
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from paceline.exporters import markdown
-from paceline.findings import Report
-from paceline.spec import Scalar
+from paceline.analysis.findings import Report
+from paceline.experiment.choices import Scalar
+from paceline.report.exporters import markdown
 
 
 def test_the_answer_comes_first(report: Report, golden: object) -> None:

@@ -12,13 +12,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-from paceline.exporters import _bar_charts as bars
-from paceline.exporters import _cost_charts as cost
-from paceline.exporters import _time_charts as times
-from paceline.exporters import plots
-from paceline.exporters._arrangement import MOST_LANES, strategy_colours
-from paceline.exporters._canvas import End, canvas, entitle, name_ends
-from paceline.findings import Measurement, Report
+from paceline.analysis.findings import Measurement, Report
+from paceline.report.exporters import plots
+from paceline.report.exporters._matplotlib import bar_charts as bars
+from paceline.report.exporters._matplotlib import cost_charts as cost
+from paceline.report.exporters._matplotlib import time_charts as times
+from paceline.report.exporters._matplotlib.arrangement import MOST_LANES, strategy_colours
+from paceline.report.exporters._matplotlib.canvas import End, canvas, entitle, name_ends
 
 
 def svg_text(report: Report, name: str) -> str:
@@ -203,7 +203,7 @@ def test_names_at_the_ends_of_lines_never_touch_and_stay_inside() -> None:
 
 
 def test_matplotlib_is_not_imported_until_something_is_drawn() -> None:
-    code = "import sys, paceline.present, paceline.exporters.html, paceline.exporters.plots as p; "
+    code = "import sys, paceline.report, paceline.report.exporters.html, paceline.report.exporters.plots as p; "
     code += "print([m for m in ('matplotlib', 'rich', 'numpy', 'torch') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 

@@ -9,12 +9,15 @@ import math
 import pytest
 from rich.console import Console
 
-from paceline import present
-from paceline.findings import Report
-from paceline.present import standing, tables, terminal, words
-from paceline.present.facts import flatten
-from paceline.present.quantity import MISSING, format_duration, format_quantity
-from paceline.present.tables import Cell, Column, Table
+from paceline import report as present
+from paceline import words
+from paceline.analysis.findings import Report
+from paceline.report import terminal
+from paceline.report.tables import table as tables
+from paceline.report.tables.table import Cell, Column, Table
+from paceline.report.text import cells
+from paceline.report.text.machine_facts import flatten
+from paceline.wording import MISSING, format_duration, format_quantity
 
 
 @pytest.mark.parametrize(
@@ -82,7 +85,7 @@ def test_durations(seconds: float, text: str) -> None:
 
 
 def test_ties_share_a_rank_and_only_a_verdict_opens_the_next(report: Report) -> None:
-    first, single = standing.groups(report)
+    first, single = cells.groups(report)
     assert [(row.rank, row.label) for row in first.rows] == [
         (1, "ddp"),
         (1, "fsdp2"),
@@ -93,15 +96,15 @@ def test_ties_share_a_rank_and_only_a_verdict_opens_the_next(report: Report) -> 
 
 
 def test_without_comparisons_nothing_is_ranked(report: Report) -> None:
-    group = standing.groups(dataclasses.replace(report, comparisons=()))[0]
+    group = cells.groups(dataclasses.replace(report, comparisons=()))[0]
     assert {row.rank for row in group.rows} == {None}
     uncertified = tuple(dataclasses.replace(c, certified=False) for c in report.comparisons)
-    group = standing.groups(dataclasses.replace(report, comparisons=uncertified))[0]
+    group = cells.groups(dataclasses.replace(report, comparisons=uncertified))[0]
     assert {row.rank for row in group.rows} == {None}
 
 
 def test_a_comparison_reads_the_same_from_both_sides(report: Report) -> None:
-    verdicts = standing.throughput_comparisons(report)
+    verdicts = cells.throughput_comparisons(report)
     there, back = verdicts["ddp-2-cell", "zero-stage1-2-cell"], verdicts["zero-stage1-2-cell", "ddp-2-cell"]
     assert (there.verdict, back.verdict) == ("better", "worse")
     assert there.ratio * back.ratio == pytest.approx(1)
@@ -114,7 +117,7 @@ def test_a_cell_without_a_verdict_against_the_leader_has_no_rank(report: Report)
     kept = tuple(c for c in report.comparisons if {c.label, c.other_label}.isdisjoint({"zero:stage=1"}))
     lone = tuple(c for c in report.comparisons if {c.label, c.other_label} == {"zero:stage=1", "zero:stage=2"})
     (group,) = (
-        g for g in standing.groups(dataclasses.replace(report, comparisons=kept + lone)) if g.axes["world_size"] == 2
+        g for g in cells.groups(dataclasses.replace(report, comparisons=kept + lone)) if g.axes["world_size"] == 2
     )
     assert {row.label: row.rank for row in group.rows} == {
         "ddp": 1,
@@ -125,18 +128,18 @@ def test_a_cell_without_a_verdict_against_the_leader_has_no_rank(report: Report)
 
 
 def test_every_run_is_ranked_a_reference_or_listed_with_a_reason(report: Report) -> None:
-    ranked = {run for group in standing.groups(report) for row in group.rows for run in row.runs}
-    listed = {run for item in standing.unranked(report) for run in item.runs}
+    ranked = {run for group in cells.groups(report) for row in group.rows for run in row.runs}
+    listed = {run for item in cells.unranked(report) for run in item.runs}
     references = {run.run for run in report.runs if run.is_reference}
     assert ranked | listed | references == {run.run for run in report.runs}
     assert not ranked & listed
-    assert all(item.reason for item in standing.unranked(report))
+    assert all(item.reason for item in cells.unranked(report))
 
 
 def test_a_run_without_certificate_is_never_ranked(report: Report) -> None:
     bare = dataclasses.replace(report, certificates=tuple(c for c in report.certificates if c.cell != "fsdp2-2-cell"))
-    assert "fsdp2" not in [row.label for group in standing.groups(bare) for row in group.rows]
-    assert ("not certified", 3) in [(item.status, len(item.runs)) for item in standing.unranked(bare)]
+    assert "fsdp2" not in [row.label for group in cells.groups(bare) for row in group.rows]
+    assert ("not certified", 3) in [(item.status, len(item.runs)) for item in cells.unranked(bare)]
 
 
 def test_notes_stand_under_the_table_with_the_rows_they_concern(report: Report, golden: object) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.exporters import prometheus
-from paceline.findings import Report
-from paceline.present.exposition import Family, metric_name, render
+from paceline.analysis.findings import Report
+from paceline.report.exporters import prometheus
+from paceline.report.exporters._prometheus_text import Family, metric_name, render
 
 SAMPLE = re.compile(r'([a-z_][a-z0-9_]*)(\{[a-z_]\w*="(?:[^"\\\n]|\\.)*"(?:,[a-z_]\w*="(?:[^"\\\n]|\\.)*")*\})? \S+')
 

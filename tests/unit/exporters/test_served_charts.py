@@ -12,13 +12,13 @@ import pytest
 import simulated_serving as made
 from simulated_serving import TWO, Replica
 
+from paceline.analysis.findings import Report
 from paceline.analysis.report import build
-from paceline.exporters import html, plots
-from paceline.findings import Report
-from paceline.present import strips
-from paceline.present.charts import Chart, charts
-from paceline.present.charts.chart import AREA, CURVE, LONE
-from paceline.serving import StageSample
+from paceline.experiment.serving import StageSample
+from paceline.report import text_bars
+from paceline.report.charts import Chart, charts
+from paceline.report.charts.chart import AREA, CURVE, LONE
+from paceline.report.exporters import html, plots
 
 LOST = (Replica("node-a"), Replica("node-b", slowness=1.4, died_s=2.0), Replica("node-c"))
 NAMES = [
@@ -201,17 +201,17 @@ def test_the_smallest_run_is_drawn(tmp_path: Path) -> None:
 
 
 def test_a_strip_is_as_high_as_what_it_stands_for() -> None:
-    assert strips.strip([0.0, 1.0, 4.0, 8.0], top=8.0, width=4) == " ▂▅█"
-    assert strips.strip([2.0, 6.0, 0.001, 0.0], top=8.0, width=2) == "▅▁"
-    assert strips.strip([1.0, 2.0], top=2.0, width=30) == "▅█"
-    assert strips.strip([], top=1.0) == strips.strip([0.0], top=0.0) == ""
+    assert text_bars.strip([0.0, 1.0, 4.0, 8.0], top=8.0, width=4) == " ▂▅█"
+    assert text_bars.strip([2.0, 6.0, 0.001, 0.0], top=8.0, width=2) == "▅▁"
+    assert text_bars.strip([1.0, 2.0], top=2.0, width=30) == "▅█"
+    assert text_bars.strip([], top=1.0) == text_bars.strip([0.0], top=0.0) == ""
 
 
 def test_the_terminal_shows_each_replica_over_the_run(served: Report, report: Report, golden: object) -> None:
-    (table,) = strips.tables(served)
+    (table,) = text_bars.tables(served)
     lost = next(row for row in table.rows if row[1].detail)
     assert lost[1].text == "node-b"
     assert lost[1].detail == golden
     assert lost[2].text[-1] == " "
-    assert len(table.cells) == len(table.rows) <= strips.MOST_ROWS
-    assert strips.tables(report) == ()
+    assert len(table.cells) == len(table.rows) <= text_bars.MOST_ROWS
+    assert text_bars.tables(report) == ()

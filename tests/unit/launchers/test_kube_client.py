@@ -16,9 +16,9 @@ import yaml
 from paceline import cli
 from paceline.cli import cluster as cluster_verbs
 from paceline.errors import LaunchError
-from paceline.launchers import _kube_client
-from paceline.launchers._kube_client import Cluster, Gone, Taken
-from paceline.launchers._kube_manifests import RESOURCES
+from paceline.launchers.kubernetes import client
+from paceline.launchers.kubernetes.client import Cluster, Gone, Taken
+from paceline.launchers.kubernetes.manifests import RESOURCES
 
 JOBS = RESOURCES["job"]
 MANIFEST = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "j"}, "spec": {"newField": [1, {"a": "b"}]}}
@@ -89,7 +89,7 @@ def kubeconfig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
 
 @pytest.fixture
 def cluster(server: str, kubeconfig: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    monkeypatch.setattr(_kube_client, "RETRY_S", 0.01)
+    monkeypatch.setattr(client, "RETRY_S", 0.01)
     kubeconfig(server)
     return Cluster.reach(None, "bench", 30.0)
 
@@ -188,7 +188,7 @@ def test_patience_has_an_end(cluster: Cluster, answers: Answers) -> None:
 def test_nobody_listening_is_said(
     kubeconfig: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, golden: object
 ) -> None:
-    monkeypatch.setattr(_kube_client, "RETRY_S", 0.01)
+    monkeypatch.setattr(client, "RETRY_S", 0.01)
     # Port 9 is the discard service, which nobody runs.
     kubeconfig("http://127.0.0.1:9")
     with pytest.raises(LaunchError) as caught:
@@ -203,7 +203,7 @@ def test_a_log_comes_as_it_is(cluster: Cluster, answers: Answers) -> None:
     assert b"".join(cluster.log("p", "node", follow=True)) == b"one\ntwo"
     assert "follow=true" in answers.asked[0][1].lower()
     answers.next = [status(400, 'container "node" in pod "p" is waiting to start: ContainerCreating')]
-    with pytest.raises(_kube_client.NotYet):
+    with pytest.raises(client.NotYet):
         next(cluster.log("p", "node", follow=True))
 
 
@@ -271,7 +271,7 @@ def test_a_check_of_a_server_that_is_away_names_one_command(
     golden: object,
 ) -> None:
     monkeypatch.setattr(cluster_verbs, "PATIENCE_S", 0.0)
-    monkeypatch.setattr(_kube_client, "RETRY_S", 0.01)
+    monkeypatch.setattr(client, "RETRY_S", 0.01)
     kubeconfig("http://127.0.0.1:1")
     assert cli.main(["cluster", "check"]) == 1
     said = capsys.readouterr().out

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from testbed.known_cluster import KnownCluster, parcel_of
 
-from paceline.launchers._kube_client import Away
-from paceline.launchers._kube_logs import Logs
+from paceline.launchers.kubernetes.client import Away
+from paceline.launchers.kubernetes.logs import Logs
 
 
 @pytest.fixture

@@ -10,18 +10,21 @@ from typing import Any
 import pytest
 from testbed.known_cluster import DONE, RUNNING, KnownCluster
 
-from paceline import parcel, store
-from paceline.ending import judge
-from paceline.launchers import _kube_losses, _kube_run, kubernetes
-from paceline.launchers import _kube_watch as watch
-from paceline.launchers._kube_client import Away, Cluster
-from paceline.launchers._kube_losses import Losses
-from paceline.launchers._kube_watch import Sight
-from paceline.plugins import JobState, may_be_lost
-from paceline.records import Status
-from paceline.serving import Serving
-from paceline.spec import Choice, RunSpec
-from paceline.supervision import End
+from paceline.campaign.run.ending import judge
+from paceline.campaign.run.supervision import End
+from paceline.contract import JobState, may_be_lost
+from paceline.experiment.choices import Choice
+from paceline.experiment.serving import Serving
+from paceline.experiment.spec import RunSpec
+from paceline.launchers import kubernetes
+from paceline.launchers.kubernetes import losses as _kube_losses
+from paceline.launchers.kubernetes import run, watch
+from paceline.launchers.kubernetes.client import Away, Cluster
+from paceline.launchers.kubernetes.losses import Losses
+from paceline.launchers.kubernetes.watch import Sight
+from paceline.launchers.node import log_transport
+from paceline.results import store
+from paceline.results.records import Status
 
 Make = Callable[..., RunSpec]
 NAME = "paceline-served-3x"
@@ -212,7 +215,7 @@ def farewell(folder: Path, node: int, make_outcome: Any) -> bytes:
     """The log of a node whose two ranks have ended well."""
     folder.mkdir()
     spoke(folder, make_outcome, 2 * node, 2 * node + 1)
-    sender = parcel.Sender(folder, node)
+    sender = log_transport.Sender(folder, node)
     return "".join(f"{line}\n" for line in [sender.hello({"host": "n"}), *sender.farewell(0)]).encode()
 
 
@@ -222,9 +225,9 @@ def test_nobody_waits_for_the_files_and_the_log_of_a_lost_node(
     """Its kubelet answers no more, and whoever asks it for a log never hears the end."""
     cluster = KnownCluster()
     monkeypatch.setattr(Cluster, "reach", lambda *_: cluster)
-    monkeypatch.setattr(_kube_run, "Cluster", lambda *_: cluster)
-    monkeypatch.setattr(_kube_run, "LOOK_S", 0.0)
-    monkeypatch.setattr(_kube_run, "DRAIN_S", 600.0)
+    monkeypatch.setattr(run, "Cluster", lambda *_: cluster)
+    monkeypatch.setattr(run, "LOOK_S", 0.0)
+    monkeypatch.setattr(run, "DRAIN_S", 600.0)
     handle = kubernetes.submit(kubernetes.prepare(served, run_dir))
     name = handle["name"]
     log = cluster.log

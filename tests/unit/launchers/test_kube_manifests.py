@@ -15,15 +15,17 @@ import yaml
 from testbed.kube_api.admission import check_jobset_names
 from testbed.kube_api.refusals import Refusal
 
-from paceline import cli, store
+from paceline import cli
+from paceline.contract import Offer
 from paceline.errors import RequestError
+from paceline.experiment.choices import Choice
+from paceline.experiment.serving import Serving
+from paceline.experiment.spec import RunSpec
 from paceline.launchers import _start, kubernetes
-from paceline.launchers._kube_manifests import reader_manifest
-from paceline.launchers._kube_options import Options
-from paceline.launchers._kube_pod import merged
-from paceline.plugins import Offer
-from paceline.serving import Serving
-from paceline.spec import Choice, RunSpec
+from paceline.launchers.kubernetes.manifests import reader_manifest
+from paceline.launchers.kubernetes.options import Options
+from paceline.launchers.kubernetes.pod import merged
+from paceline.results import store
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "launchers"
 VERSIONS = [f"1.{minor}" for minor in range(29, 38)]

@@ -12,11 +12,12 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from paceline.contract import options
+from paceline.experiment.choices import Choice
+from paceline.experiment.spec import RunSpec
 from paceline.launchers import kubernetes
-from paceline.launchers._kube_manifests import manifests
-from paceline.launchers._kube_options import Options
-from paceline.plugins import options
-from paceline.spec import Choice, RunSpec
+from paceline.launchers.kubernetes.manifests import manifests
+from paceline.launchers.kubernetes.options import Options
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGES = ("kubernetes.md", "oke.md")

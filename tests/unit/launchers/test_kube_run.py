@@ -11,14 +11,17 @@ from typing import Any
 import pytest
 from testbed.known_cluster import DONE, RUNNING, KnownCluster, parcel_of
 
-from paceline import attempts, depot, store
+from paceline.contract import Job
 from paceline.errors import LaunchError
-from paceline.launchers import _kube_run, _start, kubernetes
-from paceline.launchers._kube_client import Away, Cluster
-from paceline.launchers._kube_manifests import Resource
-from paceline.plugins import Job
-from paceline.records import Status
-from paceline.spec import Choice, RunSpec
+from paceline.experiment.choices import Choice
+from paceline.experiment.spec import RunSpec
+from paceline.launchers import _start, kubernetes
+from paceline.launchers.kubernetes import run
+from paceline.launchers.kubernetes.client import Away, Cluster
+from paceline.launchers.kubernetes.manifests import Resource
+from paceline.launchers.node import job_disk
+from paceline.results import attempts, store
+from paceline.results.records import Status
 
 Make = Callable[..., RunSpec]
 
@@ -27,10 +30,10 @@ Make = Callable[..., RunSpec]
 def cluster(monkeypatch: pytest.MonkeyPatch) -> KnownCluster:
     known = KnownCluster()
     monkeypatch.setattr(Cluster, "reach", lambda *_: known)
-    monkeypatch.setattr(_kube_run, "LOOK_S", 0.0)
-    monkeypatch.setattr(_kube_run, "EVENTS_S", 0.0)
+    monkeypatch.setattr(run, "LOOK_S", 0.0)
+    monkeypatch.setattr(run, "EVENTS_S", 0.0)
     # What is removed goes through a client of its own, with a patience of its own.
-    monkeypatch.setattr(_kube_run, "Cluster", lambda *_: known)
+    monkeypatch.setattr(run, "Cluster", lambda *_: known)
     return known
 
 
@@ -97,7 +100,7 @@ def test_pods_that_never_came_are_the_reason_and_not_those_that_waited_for_them(
 def test_an_image_that_does_not_come_is_not_waited_for_as_long(
     cluster: KnownCluster, job: Job, monkeypatch: pytest.MonkeyPatch, golden: object
 ) -> None:
-    monkeypatch.setattr(_kube_run, "STUCK_S", 0.0)
+    monkeypatch.setattr(run, "STUCK_S", 0.0)
     handle = kubernetes.submit(job)
     assert kubernetes.poll(handle).running
     cluster.start(handle["name"], {"waiting": {"reason": "ImagePullBackOff", "message": "not found"}})
@@ -197,7 +200,7 @@ def test_the_job_of_an_earlier_attempt_is_not_taken_for_the_next_one(
 def test_no_attempt_starts_beside_pods_of_an_earlier_one(
     cluster: KnownCluster, job: Job, monkeypatch: pytest.MonkeyPatch, golden: object
 ) -> None:
-    monkeypatch.setattr(_kube_run, "REMOVAL_S", 0.0)
+    monkeypatch.setattr(run, "REMOVAL_S", 0.0)
     kubernetes.submit(job)
     cluster.start(str(job.name), RUNNING)
     cluster.objects.clear()
@@ -246,7 +249,7 @@ def test_what_a_failed_submission_could_not_remove_is_said(cluster: KnownCluster
 def test_a_removal_says_whether_everything_is_gone(
     cluster: KnownCluster, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_kube_run, "REMOVAL_S", 0.0)
+    monkeypatch.setattr(run, "REMOVAL_S", 0.0)
     handle = kubernetes.submit(job)
     stuck = [{"metadata": {"name": "p", "labels": handle["name"]}, "status": {}}]
     monkeypatch.setattr(cluster, "pods", lambda _: stuck)
@@ -306,7 +309,7 @@ def test_what_a_log_lost_comes_from_the_claim(
     claim = tmp_path / "claim"
     claim.mkdir()
     spec = make_spec("ddp", 1, nodes=2)
-    depot.enter(claim, json.dumps(spec.to_dict()))
+    job_disk.enter(claim, json.dumps(spec.to_dict()))
     assert store.read_spec(claim) == spec
     for node in range(2):
         (claim / f"outcome-{node}.json").write_text('{"of": "the claim"}')
@@ -315,7 +318,7 @@ def test_what_a_log_lost_comes_from_the_claim(
         cluster.start(handle["name"], DONE)
         kubernetes.poll(handle)
     reader = handle["reader"]["metadata"]["name"]
-    printed = ["".join(f"{line}\n" for line in depot.hand_over(claim, {"host": "n"})).encode()]
+    printed = ["".join(f"{line}\n" for line in job_disk.hand_over(claim, {"host": "n"})).encode()]
     create = cluster.create
 
     def created(resource: Resource, manifest: Mapping[str, Any]) -> dict[str, Any]:

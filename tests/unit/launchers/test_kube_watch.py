@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from paceline.launchers import _kube_watch as watch
-from paceline.launchers._kube_watch import Sight, state_of
-from paceline.records import Status
+from paceline.launchers.kubernetes import watch
+from paceline.launchers.kubernetes.watch import Sight, state_of
+from paceline.results.records import Status
 
 NAME = "paceline-ddp-2x"
 
@@ -140,7 +140,7 @@ def test_exit_codes_come_from_the_pods() -> None:
 
 @pytest.mark.parametrize(("kind", "done"), [("job", "Complete"), ("jobset", "Completed"), ("trainjob", "Complete")])
 def test_each_kind_has_its_own_word_for_done(kind: str, done: str) -> None:
-    from paceline.launchers._kube_manifests import RESOURCES
+    from paceline.launchers.kubernetes.manifests import RESOURCES
 
     assert RESOURCES[kind].done == done
     assert not state_of(sight(job({"type": done}), done=done)).running

@@ -12,11 +12,11 @@ from typing import Any
 import psutil
 import pytest
 
-from paceline import machine, offspring
+from paceline.contract import Job
 from paceline.errors import RequestError
+from paceline.experiment.spec import RunSpec
+from paceline.host import machine, offspring
 from paceline.launchers import local
-from paceline.plugins import Job
-from paceline.spec import RunSpec
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "launchers" / "local.txt"
 Make = Callable[..., RunSpec]
@@ -113,7 +113,7 @@ def test_a_job_of_another_controller_is_not_running() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent died")
 def test_a_job_ends_with_its_controller(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from paceline.launchers import local; from paceline.plugins import Job\n"
+        "import os, sys; from paceline.launchers import local; from paceline.contract import Job\n"
         f"job = Job(argv=(sys.executable, '-c', 'import time; time.sleep(600)'), log={str(tmp_path / 'log.txt')!r})\n"
         "print(local.submit(job)['pid'], flush=True)\n"
         "os.kill(os.getpid(), 9)"

@@ -19,21 +19,24 @@ from testbed.kube_api.resources import KNOWN
 from testbed.kube_api.sandbox import why_not
 from testbed.ports import free_port
 
-from paceline import __version__, cli, plugins
+from paceline import __version__, cli, contract
 from paceline.errors import LaunchError
-from paceline.launchers import _second_try, _slurm_states, _ssh_inquiry, kubernetes, ray, slurm, ssh
-from paceline.launchers._kube_cluster import CONTROLLER_ACCOUNT, cluster_manifests, rights
-from paceline.launchers._kube_options import KINDS
-from paceline.launchers._kube_preflight import essential
-from paceline.launchers._ssh_connections import Connection
-from paceline.spec import Choice, RunSpec
+from paceline.experiment.choices import Choice
+from paceline.experiment.spec import RunSpec
+from paceline.launchers import _retry, kubernetes, ray, slurm, ssh
+from paceline.launchers.kubernetes.cluster import CONTROLLER_ACCOUNT, cluster_manifests, rights
+from paceline.launchers.kubernetes.options import KINDS
+from paceline.launchers.kubernetes.preflight import essential
+from paceline.launchers.slurm import states
+from paceline.launchers.ssh import inquiry
+from paceline.launchers.ssh.connections import Connection
 
 Make = Callable[..., RunSpec]
 
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_second_try, "AGAIN_S", 0.0)
+    monkeypatch.setattr(_retry, "AGAIN_S", 0.0)
 
 
 @pytest.fixture
@@ -55,7 +58,7 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
 
 
 def test_every_engine_beyond_this_host_is_asked() -> None:
-    asked = {name for name in plugins.names("launchers") if hasattr(plugins.load("launchers", name), "preflight")}
+    asked = {name for name in contract.names("launchers") if hasattr(contract.load("launchers", name), "preflight")}
     assert asked == {"kubernetes", "slurm", "ssh", "ray"}
 
 
@@ -193,7 +196,7 @@ def sbatch(monkeypatch: pytest.MonkeyPatch) -> Said:
             assert "#SBATCH" in stdin
             return subprocess.CompletedProcess(argv, returncode, "", stderr)
 
-        monkeypatch.setattr(_slurm_states, "call", call)
+        monkeypatch.setattr(states, "call", call)
 
     return use
 
@@ -289,11 +292,11 @@ def test_only_hosts_that_every_run_needs_are_asked(
     asked: list[str] = []
     facts = {"paceline": __version__, "versions": {"torch": "2.9"}, "gpus": [{"name": "H100"}]}
 
-    def ask(chosen: object, hosts: Any) -> list[_ssh_inquiry.Answer]:
+    def ask(chosen: object, hosts: Any) -> list[inquiry.Answer]:
         asked.extend(host.host for host in hosts)
-        return [_ssh_inquiry.Answer(facts=facts, clock=None) for _ in hosts]
+        return [inquiry.Answer(facts=facts, clock=None) for _ in hosts]
 
-    monkeypatch.setattr(_ssh_inquiry, "ask", ask)
+    monkeypatch.setattr(inquiry, "ask", ask)
     large = on_hosts(make_spec, 3, processes=2, device="cuda")
     ssh.preflight([large, on_hosts(make_spec, 2)])
     assert asked == ["a", "b"]
@@ -318,7 +321,7 @@ def test_a_host_that_is_silent_is_asked_a_second_time(
         used.append(command)
         return Connection(["sh", "-c", next(scripts)])
 
-    monkeypatch.setattr(_ssh_inquiry, "Connection", connect)
+    monkeypatch.setattr(inquiry, "Connection", connect)
     spec = replace(make_spec("ddp", 1), launcher=Choice("ssh", {"hosts": ["a"]}))
     with contextlib.nullcontext() if asked == 2 else pytest.raises(LaunchError, match="a refuses the key"):
         ssh.preflight([spec])
@@ -334,7 +337,7 @@ def test_a_ray_that_does_not_listen_is_asked_a_second_time(make_spec: Make, monk
     def knock(address: str) -> None:
         knocks.append(address)
         if len(knocks) == 1:
-            raise _second_try.SilenceError("nobody answers there")
+            raise _retry.SilenceError("nobody answers there")
 
     monkeypatch.setattr(ray, "knock", knock)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess((), 0, "", ""))

@@ -12,14 +12,18 @@ from typing import Any
 
 import pytest
 
-from paceline import environment, parcel, store
+from paceline.contract import Job, Offer
 from paceline.errors import LaunchError, RequestError
-from paceline.launchers import _ray_cluster, _ray_driver, ray
-from paceline.launchers._ray_request import Request
-from paceline.plugins import Job, Offer
-from paceline.records import Status
-from paceline.serving import Serving
-from paceline.spec import Choice, RunSpec
+from paceline.experiment.choices import Choice
+from paceline.experiment.serving import Serving
+from paceline.experiment.spec import RunSpec
+from paceline.host import environment
+from paceline.launchers import ray
+from paceline.launchers.node import log_transport
+from paceline.launchers.ray import cluster, driver
+from paceline.launchers.ray.request import Request
+from paceline.results import store
+from paceline.results.records import Status
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "launchers" / "ray.txt"
 Make = Callable[..., RunSpec]
@@ -190,7 +194,7 @@ def test_a_driver_that_dies_is_a_failure_with_its_log(tmp_path: Path, golden: ob
 
 
 def test_the_launcher_never_imports_ray() -> None:
-    code = "import sys; from paceline import plugins; plugins.load('launchers', 'ray'); print('ray' in sys.modules)"
+    code = "import sys; from paceline import contract as plugins; plugins.load('launchers', 'ray'); print('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
 
 
@@ -205,21 +209,21 @@ NODES = [
 
 def test_what_can_never_be_placed_names_what_is_there(make_spec: Make, golden: object) -> None:
     asked = request(with_options(make_spec("ddp", 4, nodes=2, device="cuda")))
-    text = _ray_cluster.shortage(asked, NODES, {})
+    text = cluster.shortage(asked, NODES, {})
     assert text == golden
     assert "STRICT_SPREAD" in text
 
 
 def test_what_others_use_now_is_another_sentence(make_spec: Make, golden: object) -> None:
     asked = request(with_options(make_spec("ddp", 4, nodes=2)))
-    said = _ray_cluster.shortage(asked, NODES, {"CPU": 3.0, "node:10.0.0.1": 1.0})
+    said = cluster.shortage(asked, NODES, {"CPU": 3.0, "node:10.0.0.1": 1.0})
     assert said == golden
 
 
 def test_the_name_of_a_node() -> None:
     named = {"NodeName": "gpu-7", "NodeManagerAddress": "10.0.0.1", "NodeManagerHostname": "pod-x"}
-    assert _ray_cluster.node_name(named) == "gpu-7"
-    assert _ray_cluster.node_name({**named, "NodeName": "10.0.0.1"}) == "pod-x"
+    assert cluster.node_name(named) == "gpu-7"
+    assert cluster.node_name({**named, "NodeName": "10.0.0.1"}) == "pod-x"
 
 
 MISMATCH = """Version mismatch: The cluster was started with:
@@ -241,7 +245,7 @@ This process on node 10.0.0.1 was started with:
     ],
 )
 def test_each_refusal_is_one_sentence(words: str, golden: object) -> None:
-    said = _ray_cluster.refusal("h:1", words)
+    said = cluster.refusal("h:1", words)
     assert said == golden
     assert "\n" not in said
 
@@ -249,7 +253,7 @@ def test_each_refusal_is_one_sentence(words: str, golden: object) -> None:
 # --- what the driver concludes ---
 
 
-def member(rank: int, **more: Any) -> _ray_driver.Member:
+def member(rank: int, **more: Any) -> driver.Member:
     facts = {
         "version": "0.1.0",
         "has_scratch": True,
@@ -258,7 +262,7 @@ def member(rank: int, **more: Any) -> _ray_driver.Member:
         "gpus": [],
         "interface": None,
     }
-    found = _ray_driver.Member(rank, rank // 2, actor=None, name=f"n{rank // 2}")
+    found = driver.Member(rank, rank // 2, actor=None, name=f"n{rank // 2}")
     found.facts = facts | more.pop("facts", {})
     for key, value in more.items():
         setattr(found, key, value)
@@ -270,7 +274,7 @@ def test_ranks_see_the_gpus_of_their_node_in_order(make_spec: Make, tmp_path: Pa
     asked = request(with_options(make_spec("ddp", 2, nodes=2, device="cuda")), tmp_path)
     gpus = [["3"], ["1"], ["0"], ["2"]]
     crew = [member(rank, facts={"gpus": gpus[rank], "interface": "eth1"}) for rank in range(4)]
-    seats = list(_ray_driver.seats(asked, crew))
+    seats = list(driver.seats(asked, crew))
     assert [seat["CUDA_VISIBLE_DEVICES"] for seat in seats] == ["3,1", "3,1", "0,2", "0,2"]
     assert [seat["LOCAL_RANK"] for seat in seats] == ["0", "1", "0", "1"]
     assert {seat["MASTER_PORT"] for seat in seats} == {"4000"}
@@ -280,7 +284,7 @@ def test_ranks_see_the_gpus_of_their_node_in_order(make_spec: Make, tmp_path: Pa
 def test_what_the_user_sets_wins(make_spec: Make, tmp_path: Path) -> None:
     (tmp_path / "spec.json").write_text("{}")
     spec = with_options(make_spec("ddp", 1), env={"NCCL_SOCKET_IFNAME": "ib0"}, port=7777)
-    (seat,) = _ray_driver.seats(request(spec, tmp_path), [member(0, facts={"interface": "eth1"})])
+    (seat,) = driver.seats(request(spec, tmp_path), [member(0, facts={"interface": "eth1"})])
     assert seat["NCCL_SOCKET_IFNAME"] == "ib0"
     assert seat["MASTER_PORT"] == "7777"
 
@@ -296,22 +300,22 @@ def test_what_the_user_sets_wins(make_spec: Make, tmp_path: Path) -> None:
 )
 def test_a_node_that_cannot_do_the_work_is_refused(make_spec: Make, facts: dict[str, Any], words: str | None) -> None:
     asked = request(with_options(make_spec(), scratch="/data"))
-    said = _ray_driver.unfit(asked, member(0, facts={"version": asked.version} | facts))
+    said = driver.unfit(asked, member(0, facts={"version": asked.version} | facts))
     assert said is None if words is None else words in (said or "")
 
 
 def test_who_is_to_blame(tmp_path: Path, golden: object) -> None:
     (tmp_path / "outcome-0.json").write_text("{}")
     noticed, killed = member(0, code=1), member(1, code=-9)
-    end = _ray_driver.conclusion([noticed, killed], tmp_path, None)
+    end = driver.conclusion([noticed, killed], tmp_path, None)
     assert end["status"] is Status.FAILED
     assert end["reason"] == golden
     assert "n0" in end["reason"]
     lost = member(1, lost=(Status.PREEMPTED, "its Ray node was pre-empted"))
-    assert _ray_driver.conclusion([noticed, lost], tmp_path, None)["status"] is Status.PREEMPTED
-    spoken = _ray_driver.conclusion([noticed, member(1, code=0)], tmp_path, None)
+    assert driver.conclusion([noticed, lost], tmp_path, None)["status"] is Status.PREEMPTED
+    spoken = driver.conclusion([noticed, member(1, code=0)], tmp_path, None)
     assert (spoken["ended"], spoken["status"]) == (1, None), "the rank's own word is enough"
-    assert _ray_driver.conclusion([member(0, code=0)], tmp_path, "half")["missing"] == "half"
+    assert driver.conclusion([member(0, code=0)], tmp_path, "half")["missing"] == "half"
 
 
 # --- replicas that the job goes on without ---
@@ -325,9 +329,9 @@ def served(make_spec: Make, run_dir: Path, phase: str) -> Request:
     return asked
 
 
-def spared(asked: Request, members: list[_ray_driver.Member]) -> list[int]:
+def spared(asked: Request, members: list[driver.Member]) -> list[int]:
     with (Path(asked.run_dir) / "log.txt").open("a") as log:
-        _ray_driver.spare(asked, members, _ray_driver.Home(parcel.Receiver(Path(asked.run_dir)), log))
+        driver.spare(asked, members, driver.Home(log_transport.Receiver(Path(asked.run_dir)), log))
     return [each.rank for each in members if each.is_spared]
 
 
@@ -339,7 +343,7 @@ def test_replicas_on_other_nodes_may_be_lost_once_rank_0_asks(make_spec: Make, t
     assert spared(asked, crew) == [2, 3], "and are told of once"
     told = (tmp_path / "log.txt").read_text().splitlines()
     assert told == golden
-    end = _ray_driver.conclusion(crew, tmp_path, None)
+    end = driver.conclusion(crew, tmp_path, None)
     assert end == {"ended": 0, "status": None, "reason": None, "missing": None, "lost": [1]}
 
 
@@ -349,7 +353,7 @@ def test_nobody_is_spared_on_the_node_of_the_client_or_before_it_asks(
     crew = [member(0), member(1, code=-9), member(2), member(3, code=-9)]
     assert spared(served(make_spec, tmp_path, "setup"), crew) == []
     assert spared(served(make_spec, tmp_path, "warmup"), crew) == [3]
-    text = _ray_driver.conclusion(crew, tmp_path, None)["reason"]
+    text = driver.conclusion(crew, tmp_path, None)["reason"]
     assert text == golden
     assert "n0" in text
 

@@ -6,15 +6,18 @@ from typing import Any
 
 import pytest
 
+from paceline.contract import options
 from paceline.errors import RequestError
-from paceline.launchers import _kube_options, _slurm_options, _ssh_hosts, ray
-from paceline.plugins import options
-from paceline.spec import Choice
+from paceline.experiment.choices import Choice
+from paceline.launchers import ray
+from paceline.launchers.kubernetes import options as _kube_options
+from paceline.launchers.slurm import options as _slurm_options
+from paceline.launchers.ssh import hosts
 
 HIDDEN = "hf_abcdefghijklmnopqrstuvwxyz012345"
 LAUNCHERS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "slurm": (_slurm_options.Options, {}),
-    "ssh": (_ssh_hosts.Options, {"hosts": ["n1"]}),
+    "ssh": (hosts.Options, {"hosts": ["n1"]}),
     "ray": (ray.Options, {}),
     "kubernetes": (_kube_options.Options, {}),
 }

@@ -14,14 +14,17 @@ from typing import Any
 
 import pytest
 
-from paceline import parcel
+from paceline.contract import Offer
 from paceline.errors import LaunchError, RequestError
-from paceline.launchers import _slurm_lines, _slurm_states, _start, slurm
-from paceline.launchers._slurm_states import Away, Phase, Seen
-from paceline.plugins import Offer
-from paceline.records import Status
-from paceline.serving import Serving
-from paceline.spec import Choice, RunSpec
+from paceline.experiment.choices import Choice
+from paceline.experiment.serving import Serving
+from paceline.experiment.spec import RunSpec
+from paceline.launchers import _start, slurm
+from paceline.launchers.node import log_transport
+from paceline.launchers.slurm import lines as _slurm_lines
+from paceline.launchers.slurm import states
+from paceline.launchers.slurm.states import Away, Phase, Seen
+from paceline.results.records import Status
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "launchers" / "slurm.txt"
 RUN_DIR = Path("/results/test/RUN")
@@ -187,7 +190,7 @@ def test_offer_is_what_the_options_ask_slurm_for(options: dict[str, Any], offer:
 def test_variables_of_an_allocation_around_the_controller_are_not_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"SBATCH_PARTITION": "debug", "SLURM_JOB_ID": "3", "SLURM_CONF": "/etc/slurm.conf", "OTHER": "x"}
     monkeypatch.setattr(os, "environ", given)
-    assert _slurm_states.environment() == {"SLURM_CONF": "/etc/slurm.conf", "OTHER": "x"}
+    assert states.environment() == {"SLURM_CONF": "/etc/slurm.conf", "OTHER": "x"}
 
 
 # --- Slurm's answers
@@ -217,7 +220,7 @@ class Answers:
 
 def row(state: str, exit_code: int = 0, restarts: int = 0, reason: str = "None", nodes: str = "n[1-2]") -> str:
     values = ("7", state, str(exit_code), str(restarts), reason, nodes)
-    return "".join(f"{v:<{w}}" for v, w in zip(values, _slurm_states._WIDTHS.values(), strict=True)) + "\n"
+    return "".join(f"{v:<{w}}" for v, w in zip(values, states._WIDTHS.values(), strict=True)) + "\n"
 
 
 FORGOTTEN = (1, "", "slurm_load_jobs error: Invalid job id specified\n")
@@ -233,7 +236,7 @@ def handle(make_spec: Make, tmp_path: Path) -> dict[str, Any]:
 
 def answer(monkeypatch: pytest.MonkeyPatch, **answers: Any) -> Answers:
     found = Answers(**answers)
-    monkeypatch.setattr(_slurm_states, "call", found)
+    monkeypatch.setattr(states, "call", found)
     monkeypatch.setattr(slurm, "RETRY_S", 0.01)
     return found
 
@@ -285,7 +288,7 @@ def test_a_job_that_started_no_rank_is_explained_by_its_log(
 
 
 def test_every_state_of_the_table_is_a_whole_sentence() -> None:
-    for name, meaning in _slurm_states.STATES.items():
+    for name, meaning in states.STATES.items():
         assert (meaning.status is None) == (not meaning.text), name
         assert meaning.status is None or meaning.phase is Phase.ENDED, name
 
@@ -414,7 +417,7 @@ def test_a_job_taken_while_submitting_was_interrupted_is_ended(
 def test_a_host_without_slurm_is_said(monkeypatch: pytest.MonkeyPatch, golden: object) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(LaunchError) as caught:
-        _slurm_states.look("1")
+        states.look("1")
     assert str(caught.value) == golden
 
 
@@ -487,7 +490,7 @@ def relayed(make_spec: Make, tmp_path: Path) -> dict[str, Any]:
 def node_lines(folder: Path, node: int) -> list[str]:
     folder.mkdir()
     (folder / f"outcome-{node}.json").write_text(f'{{"rank": {node}}}')
-    sender = parcel.Sender(folder, node)
+    sender = log_transport.Sender(folder, node)
     return [sender.hello({"host": f"n{node}"}), "a word of torch", *sender.changes(), *sender.farewell(0)]
 
 
@@ -576,7 +579,7 @@ def test_disks_of_nodes_are_visited_by_steps_and_later_by_jobs(
 
 
 def test_a_wait_status_is_read_as_a_shell_would() -> None:
-    assert [_slurm_states._exit_code(status) for status in (0, 256, 768, 9, 15)] == [0, 1, 3, 137, 143]
+    assert [states._exit_code(status) for status in (0, 256, 768, 9, 15)] == [0, 1, 3, 137, 143]
 
 
 def test_a_cut_first_word_is_still_a_state() -> None:

@@ -10,15 +10,18 @@ from typing import Any
 
 import pytest
 
-from paceline import store
-from paceline.ending import judge
-from paceline.launchers import _slurm_losses, _slurm_script, _slurm_states, slurm
-from paceline.launchers._slurm_losses import BEGIN, Losses
-from paceline.plugins import JobState
-from paceline.records import Status
-from paceline.serving import Serving
-from paceline.spec import Choice, RunSpec
-from paceline.supervision import End
+from paceline.campaign.run.ending import judge
+from paceline.campaign.run.supervision import End
+from paceline.contract import JobState
+from paceline.experiment.choices import Choice
+from paceline.experiment.serving import Serving
+from paceline.experiment.spec import RunSpec
+from paceline.launchers import slurm
+from paceline.launchers.slurm import losses as _slurm_losses
+from paceline.launchers.slurm import script, states
+from paceline.launchers.slurm.losses import BEGIN, Losses
+from paceline.results import store
+from paceline.results.records import Status
 
 Make = Callable[..., RunSpec]
 KILLED = "srun: error: n10: task 1: Exited with exit code 1"
@@ -35,7 +38,7 @@ class Slurm:
         out = ""
         if argv[0] == "squeue":
             values = ("7", self.state, "256", "0", "None", "n[9-11]")
-            out = "".join(f"{v:<{w}}" for v, w in zip(values, _slurm_states._WIDTHS.values(), strict=True)) + "\n"
+            out = "".join(f"{v:<{w}}" for v, w in zip(values, states._WIDTHS.values(), strict=True)) + "\n"
         elif argv[0] == "scontrol":
             out = "n9\nn10\nn11\n"
         elif argv[0] == "scancel":
@@ -47,7 +50,7 @@ class Slurm:
 def engine(monkeypatch: pytest.MonkeyPatch) -> Slurm:
     slurm._watches.clear()
     found = Slurm()
-    monkeypatch.setattr(_slurm_states, "call", found)
+    monkeypatch.setattr(states, "call", found)
     return found
 
 
@@ -83,7 +86,7 @@ def spoke(run_dir: Path, make_outcome: Any, *ranks: int, status: Status = Status
 
 
 def losses(handle: dict[str, Any]) -> Losses:
-    return _slurm_losses.read(handle, _slurm_states.hosts)
+    return _slurm_losses.read(handle, states.hosts)
 
 
 def test_a_job_of_replicas_goes_on_without_a_node_and_ends_when_the_others_have_spoken(
@@ -128,7 +131,7 @@ def test_before_rank_0_asks_nobody_is_expendable(
     assert losses(handle) == Losses(fatal=(2,), vanished=(2,))
     slurm.poll(handle)
     assert not engine.cancelled, "the others may notice it themselves"
-    monkeypatch.setattr(_slurm_script, "WAIT_S", -1)
+    monkeypatch.setattr(script, "WAIT_S", -1)
     slurm.poll(handle)
     assert engine.cancelled == [("--signal=TERM", "7")]
     engine.state = "FAILED"

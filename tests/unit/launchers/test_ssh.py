@@ -13,13 +13,16 @@ from typing import Any
 
 import pytest
 
-from paceline import places
+from paceline.contract import Offer
 from paceline.errors import LaunchError, RequestError
-from paceline.launchers import _ssh_hosts, _ssh_inquiry, ssh
-from paceline.launchers._ssh_connections import Connection
-from paceline.launchers._ssh_hosts import Host, Options, read_host
-from paceline.plugins import Offer
-from paceline.spec import Choice, RunSpec, Topology
+from paceline.experiment.choices import Choice
+from paceline.experiment.spec import RunSpec, Topology
+from paceline.launchers import ssh
+from paceline.launchers.node import placement
+from paceline.launchers.ssh import hosts as _ssh_hosts
+from paceline.launchers.ssh import inquiry
+from paceline.launchers.ssh.connections import Connection
+from paceline.launchers.ssh.hosts import Host, Options, read_host
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "launchers" / "ssh.txt"
 Make = Callable[..., RunSpec]
@@ -169,7 +172,7 @@ def test_forwarded_variables_reach_ranks_and_no_command(
     assert first["HF_TOKEN"] == second["HF_TOKEN"] == "hf_abcdefghijklmnop"
     assert first["NCCL_DEBUG"] == "WARN"
     assert "abcdefgh" not in str(ssh.prepare(spec, Path("/out/test/RUN")))
-    assert places.here(second) == places.Place(node=1, nodes=2, master="gpu1", engine="paceline")
+    assert placement.here(second) == placement.Place(node=1, nodes=2, master="gpu1", engine="paceline")
 
 
 def test_an_address_and_an_interface_of_its_own(make_spec: Make) -> None:
@@ -242,14 +245,14 @@ def test_a_checkpoint_needs_a_place_that_hosts_share(make_spec: Make) -> None:
 def test_a_file_that_is_absent_is_told_by_its_option(options: dict[str, Any], golden: object) -> None:
     chosen = Options(**options)
     with pytest.raises(LaunchError) as caught:
-        _ssh_inquiry.ask(chosen, chosen.machines)
+        inquiry.ask(chosen, chosen.machines)
     assert str(caught.value) == golden
 
 
 def answer(torch: str | None = "2.13.0", version: str | None = None, gpus: int = 0, name: str = "H100") -> Any:
     versions = {"torch": torch} if torch else {}
-    facts = {"paceline": version or _ssh_inquiry.__version__, "versions": versions, "gpus": [{"name": name}] * gpus}
-    return _ssh_inquiry.Answer(facts=facts, clock=None)
+    facts = {"paceline": version or inquiry.__version__, "versions": versions, "gpus": [{"name": name}] * gpus}
+    return inquiry.Answer(facts=facts, clock=None)
 
 
 HOSTS = (Host(host="a"), Host(host="b"))
@@ -268,12 +271,12 @@ ON_GPUS = Topology(device="cuda", nodes=2, processes_per_node=2)
 )
 def test_hosts_that_cannot_run_together(answers: Any, golden: object) -> None:
     with pytest.raises(LaunchError) as caught:
-        _ssh_inquiry.compare(HOSTS, answers, ON_GPUS)
+        inquiry.compare(HOSTS, answers, ON_GPUS)
     assert str(caught.value) == golden
 
 
 def test_different_gpus_are_allowed_and_said(golden: object) -> None:
-    found = _ssh_inquiry.compare(HOSTS, (answer(gpus=2), answer(gpus=4, name="A100")), ON_GPUS)
+    found = inquiry.compare(HOSTS, (answer(gpus=2), answer(gpus=4, name="A100")), ON_GPUS)
     assert found == golden
 
 
@@ -293,7 +296,7 @@ def test_the_words_of_ssh_and_of_hosts_become_sentences(
     said: str, code: int, monkeypatch: pytest.MonkeyPatch, golden: object
 ) -> None:
     script = f"echo {shlex.quote(said)} >&2; exit {code}"
-    monkeypatch.setattr(_ssh_inquiry, "Connection", lambda command: Connection(["sh", "-c", script]))
+    monkeypatch.setattr(inquiry, "Connection", lambda command: Connection(["sh", "-c", script]))
     with pytest.raises(LaunchError) as caught:
-        _ssh_inquiry.ask(Options(hosts=["a"]), [Host(host="a")])
+        inquiry.ask(Options(hosts=["a"]), [Host(host="a")])
     assert str(caught.value) == golden

@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 
-from paceline import store, tether
-from paceline.ending import judge
-from paceline.launchers import _ssh_crew
-from paceline.launchers._ssh_crew import Crew
-from paceline.plugins import may_be_lost
-from paceline.records import Status
-from paceline.serving import Serving
-from paceline.spec import Choice, RunSpec
-from paceline.supervision import End
+from paceline.campaign.run.ending import judge
+from paceline.campaign.run.supervision import End
+from paceline.contract import may_be_lost
+from paceline.experiment.choices import Choice
+from paceline.experiment.serving import Serving
+from paceline.experiment.spec import RunSpec
+from paceline.launchers.node import controller_link
+from paceline.launchers.ssh import crew as _ssh_crew
+from paceline.launchers.ssh.crew import Crew
+from paceline.results import store
+from paceline.results.records import Status
 
 Make = Callable[..., RunSpec]
 
@@ -36,7 +38,7 @@ class Agent:
 
     def send(self, data: bytes) -> None:
         self.sent.append(data)
-        if data == tether.END + b"\n":
+        if data == controller_link.END + b"\n":
             self.code = 143
 
     def hang_up(self) -> None:
@@ -98,7 +100,7 @@ def test_a_job_of_replicas_goes_on_without_a_node(
     # Two of the four ranks that are left have ended: the others are not cut off.
     spoke(run_dir, make_outcome, 0, 4)
     crew.listen()
-    assert not any(tether.END + b"\n" in agent.sent for agent in agents)
+    assert not any(controller_link.END + b"\n" in agent.sent for agent in agents)
     spoke(run_dir, make_outcome, 1, 5)
     crew.listen()
     assert [agent.code for agent in agents] == [143, 255, 143]
@@ -133,7 +135,7 @@ def test_a_node_that_failed_just_before_rank_0_asked_is_expendable_after(
     # What the others were given to notice the loss themselves is over.
     monkeypatch.setattr(_ssh_crew, "NOTICE_S", -1.0)
     crew.listen()
-    assert not any(tether.END + b"\n" in agent.sent for agent in agents)
+    assert not any(controller_link.END + b"\n" in agent.sent for agent in agents)
     spoke(run_dir, make_outcome, 0, 1, 4, 5)
     crew.listen()
     assert (crew.state().status, crew.state().lost) == (None, (1,))

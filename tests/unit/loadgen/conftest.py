@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from testbed.requests import request
 
-from paceline.loadgen import arrivals
-from paceline.loadgen.orders import Orders, Shift, Target
-from paceline.loadgen.shard import Shard
-from paceline.mock_replica import Law, MockReplica, serve_until_told
+from paceline.serving.client import arrivals
+from paceline.serving.client.orders import Orders, Shift, Target
+from paceline.serving.client.shard import Shard
+from paceline.serving.mock.server import Law, MockReplica, serve_until_told
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from testbed.requests import request
 
-from paceline.loadgen import courier as courier_module
-from paceline.loadgen.courier import Courier, Errand
-from paceline.loadgen.orders import Target
-from paceline.mock_replica import MockReplica
+from paceline.serving.client import courier as courier_module
+from paceline.serving.client.courier import Courier, Errand
+from paceline.serving.client.orders import Target
+from paceline.serving.mock.server import MockReplica
 
 TOKENS = 4
 Start = Callable[..., MockReplica]

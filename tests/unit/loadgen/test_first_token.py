@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from paceline.loadgen import first_token, response
-from paceline.loadgen.first_token import FirstToken
-from paceline.loadgen.response import BrokenResponse, Event, Response, understand
+from paceline.serving.client import first_token, response
+from paceline.serving.client.first_token import FirstToken
+from paceline.serving.client.response import BrokenResponse, Event, Response, understand
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 BARE = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"

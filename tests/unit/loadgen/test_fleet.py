@@ -13,11 +13,11 @@ import psutil
 import pytest
 from testbed.requests import request
 
-from paceline.loadgen import arrivals, plan, team
-from paceline.loadgen.fleet import REFUSALS, Fleet, Lanes
-from paceline.loadgen.orders import Limits, Orders, Shift, Target
-from paceline.loadgen.tally import Tally
-from paceline.mock_replica import MockReplica
+from paceline.serving.client import arrivals, plan, team
+from paceline.serving.client.fleet import REFUSALS, Fleet, Lanes
+from paceline.serving.client.orders import Limits, Orders, Shift, Target
+from paceline.serving.client.tally import Tally
+from paceline.serving.mock.server import MockReplica
 
 Send = Callable[..., Shift]
 Make = Callable[..., MockReplica]

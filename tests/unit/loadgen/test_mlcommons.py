@@ -12,10 +12,10 @@ import pytest
 from testbed.requests import request
 
 from paceline.errors import MissingPackageError, UnsupportedError
-from paceline.loadgen import mlcommons
-from paceline.loadgen.mlcommons import Terms, drive, read_back
-from paceline.loadgen.orders import Target
-from paceline.mock_replica import MockReplica
+from paceline.serving.client import mlcommons
+from paceline.serving.client.mlcommons import Terms, drive, read_back
+from paceline.serving.client.orders import Target
+from paceline.serving.mock.server import MockReplica
 
 Start = Callable[..., MockReplica]
 installed = pytest.mark.skipif(not mlcommons.is_installed(), reason="the package mlcommons-loadgen is not installed")

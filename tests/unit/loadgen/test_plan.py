@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from paceline.loadgen import arrivals, plan
+from paceline.serving.client import arrivals, plan
 
 
 def made(count: int = 1000, replicas: int = 3, seed: int = 7) -> plan.Plan:

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from paceline.loadgen.orders import Handled, Limits, Target
-from paceline.loadgen.reading import DETAIL_BYTES, Reading, is_late
-from paceline.loadgen.response import Response
+from paceline.serving.client.orders import Handled, Limits, Target
+from paceline.serving.client.reading import DETAIL_BYTES, Reading, is_late
+from paceline.serving.client.response import Response
 
 KEY = "sk-verysecret"
 HEAD = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nAccept: */*\r\n".encode()

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from paceline.loadgen import response as module
-from paceline.loadgen.orders import LONGEST_BODY, longest_body
-from paceline.loadgen.response import BrokenResponse, Response, understand
+from paceline.serving.client import response as module
+from paceline.serving.client.orders import LONGEST_BODY, longest_body
+from paceline.serving.client.response import BrokenResponse, Response, understand
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 

@@ -16,11 +16,11 @@ import pytest
 from testbed.listener import listening
 from testbed.requests import request
 
-from paceline.loadgen import arrivals, connection, pool
-from paceline.loadgen.orders import Shift, Target
-from paceline.loadgen.shard import AT_ONCE_NS
-from paceline.mock_replica import MODES, MockReplica
-from paceline.mock_wire import WORDS
+from paceline.serving.client import arrivals, connection, pool
+from paceline.serving.client.orders import Shift, Target
+from paceline.serving.client.shard import AT_ONCE_NS
+from paceline.serving.mock.server import MODES, MockReplica
+from paceline.serving.mock.wire import WORDS
 
 Send = Callable[..., Shift]
 Make = Callable[..., MockReplica]

@@ -7,9 +7,9 @@ from typing import Any
 
 from testbed.requests import request
 
-from paceline.loadgen import arrivals
-from paceline.loadgen.orders import Shift
-from paceline.mock_replica import MockReplica
+from paceline.serving.client import arrivals
+from paceline.serving.client.orders import Shift
+from paceline.serving.mock.server import MockReplica
 
 Start = Callable[..., MockReplica]
 Send = Callable[..., Shift]

@@ -12,9 +12,9 @@ import pytest
 from testbed.requests import request
 
 from paceline.errors import UnsupportedError
-from paceline.loadgen import arrivals, audit, plan, team
-from paceline.loadgen.orders import Handled, Shift, Target
-from paceline.mock_replica import Law, serve_until_told
+from paceline.serving.client import arrivals, audit, plan, team
+from paceline.serving.client.orders import Handled, Shift, Target
+from paceline.serving.mock.server import Law, serve_until_told
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from paceline.replica.batching import Batching, Guest, serve
-from paceline.replica.line import Hangup, Line
-from paceline.replica.settings import Settings
+from paceline.serving.replica.batching import Batching, Guest, serve
+from paceline.serving.replica.line import Hangup, Line
+from paceline.serving.replica.settings import Settings
 
 
 def settings(**more: Any) -> Settings:

@@ -13,10 +13,10 @@ pytest.importorskip("transformers")
 import torch
 
 from paceline.errors import UnsupportedError
-from paceline.replica import attention, projections, weights
-from paceline.replica.decoding import Decoding
-from paceline.replica.model import device_of
-from paceline.replica.settings import Settings
+from paceline.serving.replica import attention, projections, weights
+from paceline.serving.replica.decoding import Decoding
+from paceline.serving.replica.model import device_of
+from paceline.serving.replica.settings import Settings
 
 CPU = torch.device("cpu")
 PROMPTS = [[5, 6, 7, 8, 9], [3], [11] * 11, [1, 2]]

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from paceline.loadgen.response import Response, understand
-from paceline.replica.front import Connection, Front
-from paceline.replica.settings import Settings
-from paceline.replica.words import Speech, StandIn
+from paceline.serving.client.response import Response, understand
+from paceline.serving.replica.front import Connection, Front
+from paceline.serving.replica.settings import Settings
+from paceline.serving.replica.words import Speech, StandIn
 
 KEY = "a-key"
 SETTINGS = Settings(engine="transformers", model="tiny-llama", max_length=32)

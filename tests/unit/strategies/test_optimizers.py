@@ -11,8 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("bitsandbytes")
 
-from paceline.spec import Tuning  # noqa: E402
-from paceline.strategies._optimizers import SMALLEST_8BIT, LocalShards, optimizer_of, state_dtypes  # noqa: E402
+from paceline.experiment.spec import Tuning  # noqa: E402
+from paceline.training.strategies._optimizers import SMALLEST_8BIT, LocalShards, optimizer_of, state_dtypes  # noqa: E402
 
 Builder = Callable[..., Any]
 RANKS = 3

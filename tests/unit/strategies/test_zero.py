@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from paceline.strategies.zero import _hidden
+from paceline.training.strategies.zero import _hidden
 
 
 def test_a_hidden_package_cannot_be_imported_until_it_is_shown_again(monkeypatch: pytest.MonkeyPatch) -> None:

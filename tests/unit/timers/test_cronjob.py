@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
-from paceline import agenda, schedule
-from paceline.cron import Cron
+from paceline.campaign import scheduled_run
+from paceline.campaign.schedule import agenda
+from paceline.campaign.schedule.cron import Cron
+from paceline.campaign.schedule.timers import kubernetes
 from paceline.errors import RequestError
-from paceline.timers import kubernetes
 
 VERSIONS = ("1.29.0", "1.32.0", "1.36.0")
 HOSTILE = 'name: "a: $(id)"\nbase: {model: "it\'s"}\n# ---\n'
@@ -84,11 +85,11 @@ def test_the_pod_finds_the_schedule_it_was_given(out: Path, tmp_path: Path, gold
     mounted.mkdir()
     for name, text in config["data"].items():
         (mounted / name).write_text(text)
-    schedule.adopt(results, "nightly", mounted)
+    scheduled_run.adopt(results, "nightly", mounted)
     assert agenda.read(results, "nightly").cron == schedule_of().cron
     assert Path(agenda.experiment_of(results, agenda.read(results, "nightly"))).read_text() == HOSTILE
     with pytest.raises(RequestError) as caught:
-        schedule.adopt(results, "other", mounted)
+        scheduled_run.adopt(results, "other", mounted)
     assert str(caught.value) == golden
     assert "nightly" in str(caught.value)
 

@@ -13,10 +13,10 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from paceline.agenda import Schedule
-from paceline.cron import Cron
+from paceline.campaign.schedule.agenda import Schedule
+from paceline.campaign.schedule.cron import Cron
+from paceline.campaign.schedule.timers import crontab
 from paceline.errors import RequestError
-from paceline.timers import crontab
 
 NOW = datetime(2026, 11, 16, tzinfo=UTC)
 OTHERS = 'MAILTO=me\n# mine\n5 4 * * * echo "100\\%"\n@reboot true\n'
@@ -162,7 +162,7 @@ def test_the_real_crontab_takes_and_gives_back_the_block(tmp_path: Path) -> None
     program = tmp_path / "program.py"
     program.write_text(
         "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from pathlib import Path\nfrom test_crontab import OTHERS, schedule_of\nfrom paceline.timers import crontab\n"
+        "from pathlib import Path\nfrom test_crontab import OTHERS, schedule_of\nfrom paceline.campaign.schedule.timers import crontab\n"
         "crontab._write(OTHERS)\n"
         'out = Path("/tmp/it\'s 50% $(x)")\n'
         "crontab.install(out, schedule_of()); print(crontab._read())\n"

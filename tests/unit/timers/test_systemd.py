@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.agenda import Schedule
-from paceline.cron import Cron
+from paceline.campaign.schedule.agenda import Schedule
+from paceline.campaign.schedule.cron import Cron
+from paceline.campaign.schedule.timers import mark, systemd
 from paceline.errors import RequestError
-from paceline.timers import mark, systemd
 
 
 def schedule_of(cron: str = "0 19 * * *") -> Schedule:

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from paceline import adviser
-from paceline.spec import Choice, Precision, RunSpec, Topology, Training, Tuning
-from paceline.workloads._alternatives import Alternative, combined_changes, single_changes
+from paceline.experiment.choices import Choice
+from paceline.experiment.spec import Precision, RunSpec, Topology, Training, Tuning
+from paceline.workloads.memory import adviser
+from paceline.workloads.memory.alternatives import Alternative, combined_changes, single_changes
 
 
 def spec(strategy: str = "ddp", processes: int = 4, tuning: Tuning | None = None, **training: Any) -> RunSpec:

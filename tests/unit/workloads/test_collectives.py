@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
+from paceline.contract import options
 from paceline.errors import RequestError
-from paceline.models import wire_factor
-from paceline.plugins import options
-from paceline.spec import Choice, RunSpec
+from paceline.experiment.choices import Choice
+from paceline.experiment.spec import RunSpec
+from paceline.models.arithmetic import wire_factor
 from paceline.workloads import collectives
-from paceline.workloads._collectives_operations import OPERATIONS
 from paceline.workloads.collectives import Options
+from paceline.workloads.collectives.operations import OPERATIONS
 
 
 def chosen(text: str) -> Options:

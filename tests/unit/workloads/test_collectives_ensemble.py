@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from paceline.measure import HostClock
-from paceline.plugins import Seat
-from paceline.workloads import _collectives_ensemble as ensemble_module
-from paceline.workloads._collectives_ensemble import Ensemble, affordable
+from paceline.contract import Seat
+from paceline.training.instruments import HostClock
+from paceline.workloads.collectives import ensemble as ensemble_module
+from paceline.workloads.collectives.ensemble import Ensemble, affordable
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.workloads._collectives_operations import OPERATIONS, Buffers, Operation, Place
-from paceline.workloads._collectives_payload import EXACT, PERIOD, TORCH_DTYPES, Payload, pattern
+from paceline.workloads.collectives.operations import OPERATIONS, Buffers, Operation, Place
+from paceline.workloads.collectives.payload import EXACT, PERIOD, TORCH_DTYPES, Payload, pattern
 
 DTYPES = ("fp32", "bf16", "fp16", "int8", "fp8")
 SUMMABLE = ("fp32", "bf16", "fp16", "int8")

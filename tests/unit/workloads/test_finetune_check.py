@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from paceline.plugins import load
-from paceline.spec import Choice, Precision, RunSpec, Topology, Training, Tuning
+from paceline.contract import load
+from paceline.experiment.choices import Choice
+from paceline.experiment.spec import Precision, RunSpec, Topology, Training, Tuning
 
 
 def spec(method: str = "qlora", compute: str = "fp32", reduce: str = "fp32", **changes: Any) -> RunSpec:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from paceline.errors import RequestError
-from paceline.records import ComponentSample, RunRecord, Status
-from paceline.spec import Choice, RunSpec, Topology, Training
+from paceline.experiment.choices import Choice
+from paceline.experiment.spec import RunSpec, Topology, Training
+from paceline.results.records import ComponentSample, RunRecord, Status
 from paceline.workloads import frontier
 
 GIB = 2**30

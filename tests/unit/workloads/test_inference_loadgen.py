@@ -8,10 +8,10 @@ import pytest
 
 from paceline.errors import RequestError
 from paceline.experiment.fields import Cell, build
-from paceline.loadgen import mlcommons
-from paceline.spec import RunSpec
-from paceline.workloads import _inference_loadgen as second
+from paceline.experiment.spec import RunSpec
+from paceline.serving.client import mlcommons
 from paceline.workloads import inference
+from paceline.workloads.inference import loadgen as second
 
 
 def spec(**more: Any) -> RunSpec:

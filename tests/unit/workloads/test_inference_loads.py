@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from paceline.errors import RequestError
-from paceline.loadgen.arrivals import NS, WHEN_FREE
-from paceline.loadgen.plan import ANY_REPLICA
-from paceline.prompts import Prompt
-from paceline.serving import Serving
-from paceline.stopping import Told
-from paceline.workloads._inference_loads import (
+from paceline.experiment.serving import Serving
+from paceline.serving.client.arrivals import NS, WHEN_FREE
+from paceline.serving.client.orders import ANY_REPLICA
+from paceline.serving.early_stopping import Told
+from paceline.serving.prompts import Prompt
+from paceline.workloads.inference.loads import (
     OFFLINE_CAP,
     Load,
     Loads,

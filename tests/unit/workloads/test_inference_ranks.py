@@ -8,10 +8,10 @@ import threading
 
 import pytest
 
+from paceline.contract import Endpoint, Seat
 from paceline.errors import UnsupportedError
-from paceline.plugins import Endpoint, Seat
-from paceline.workloads import _inference_ranks as ranks
-from paceline.workloads._inference_requests import Replica
+from paceline.workloads.inference import ranks
+from paceline.workloads.inference.requests import Replica
 
 
 class MemoryStore:

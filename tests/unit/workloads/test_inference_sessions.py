@@ -12,19 +12,21 @@ import numpy as np
 import pytest
 from testbed import replicas as bed
 
-from paceline import self_audit, stopping
+from paceline.contract import Seat
 from paceline.errors import InvalidRunError, RequestError, UnsupportedError
-from paceline.loadgen import arrivals, team
-from paceline.loadgen.orders import Handled, Shift
-from paceline.loadgen.tally import Tally
-from paceline.plugins import Seat
-from paceline.records import Evidence, Sample
-from paceline.serving import AnswerSample, ClientSample, ReplicaSample, RequestSample, Serving, StageSample
-from paceline.spec import Choice, RunSpec
-from paceline.stopping import Told
-from paceline.workloads import _inference_loads as loads
+from paceline.experiment.choices import Choice
+from paceline.experiment.serving import AnswerSample, ClientSample, ReplicaSample, RequestSample, Serving, StageSample
+from paceline.experiment.spec import RunSpec
+from paceline.results import client_audit
+from paceline.results.records import Evidence, Sample
+from paceline.serving import early_stopping
+from paceline.serving.client import arrivals, team
+from paceline.serving.client.orders import Handled, Shift
+from paceline.serving.client.tally import Tally
+from paceline.serving.early_stopping import Told
 from paceline.workloads import inference
-from paceline.workloads._inference_session import Pulse, paced_of, rest_s, standing
+from paceline.workloads.inference import loads
+from paceline.workloads.inference.session import Pulse, paced_of, rest_s, standing
 
 Start = Callable[..., bed.Replica]
 SAMPLES = 40
@@ -293,10 +295,10 @@ def test_a_search_never_passes_what_the_law_of_the_server_forbids(
     makes requests late must fail. At the 90th percentile fewer requests tell, which is enough for a test. The client of
     a busy machine is believed here: what it makes late may fail, and never pass."""
     service_s, limit_s = 0.01, 0.05
-    monkeypatch.setattr(self_audit, "reasons", lambda facts: [])
+    monkeypatch.setattr(client_audit, "reasons", lambda facts: [])
     monkeypatch.setattr(loads, "PACED", 0.0)
     monkeypatch.setattr(loads, "PERCENTILE", 0.9)
-    monkeypatch.setattr(loads, "LEAST_SEARCHED", stopping.requests_needed(0, 0.9))
+    monkeypatch.setattr(loads, "LEAST_SEARCHED", early_stopping.requests_needed(0, 0.9))
     found = ask(
         start(service_s=service_s, itl_s=0.0),
         scenario="search",
@@ -309,10 +311,10 @@ def test_a_search_never_passes_what_the_law_of_the_server_forbids(
     for stage in found.of(StageSample):
         ours = sorted((r for r in found.requests if r.stage == stage.stage), key=lambda r: r.due_ns)
         late = [r.error is not None or _longest_ns(r) > limit_s * 1e9 for r in ours]
-        told = stopping.told_by(len(ours), sum(late), 0.9)
+        told = early_stopping.told_by(len(ours), sum(late), 0.9)
         rates[told].append(stage.rate_per_s)
         forbidden = int((_waits([r.due_ns for r in ours], service_s) > limit_s * 1e9).sum())
-        assert not (told is Told.PASSED and stopping.told_by(len(ours), forbidden, 0.9) is not Told.PASSED)
+        assert not (told is Told.PASSED and early_stopping.told_by(len(ours), forbidden, 0.9) is not Told.PASSED)
     assert rates[Told.FAILED]
     assert max(rates[Told.PASSED], default=0.0) < min(rates[Told.FAILED], default=math.inf)
 
@@ -405,7 +407,7 @@ def test_a_load_is_alive_until_the_time_out_of_what_it_waits_for(monkeypatch: py
 def test_a_schedule_that_rests_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trace with 400 s between two requests, longer than the 300 s after which a controller sees a hang."""
     clock, told = [0.0], []
-    monkeypatch.setattr("paceline.workloads._inference_session.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("paceline.workloads.inference.session.time.monotonic", lambda: clock[0])
     due = arrivals.trace(np.array([0.0, 3.0, 403.0]))
     pulse = Pulse(told.append, 600.0, lambda sent: rest_s(due, sent))
     resting = Tally(planned=3, sent=2, ended=2, late=0, failed=0)

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from served_records import record, request
 
-from paceline import places
 from paceline.analysis import report as reports
-from paceline.plugins import Seat
-from paceline.serving import Serving
-from paceline.spec import Choice, RunSpec
+from paceline.contract import Seat
+from paceline.experiment.choices import Choice
+from paceline.experiment.serving import Serving
+from paceline.experiment.spec import RunSpec
+from paceline.launchers.node import placement
 from paceline.workloads.inference import Surroundings, evidence, surroundings
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def test_of_several_devices_the_fullest_counts(
     around: Around, fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_gpu = {0: 9, 1: 1, 2: 0, 3: 3}
-    monkeypatch.setattr("paceline.machine.neighbours", on_gpu.get)
+    monkeypatch.setattr("paceline.host.machine.neighbours", on_gpu.get)
     assert around("vllm", local_rank=1, tensor_parallel=2).neighbours == 3
     assert around("vllm", local_rank=1).neighbours == 1
     # What the driver does not tell is unknown, not none.
@@ -64,7 +65,7 @@ def test_where_nothing_can_be_said_nothing_is(
     fake_nvml.pids = [41]
     assert around("openai", url="http://x") == Surroundings(None, {})
     assert around("transformers", device="cpu") == Surroundings(None, {"CUDA_LAUNCH_BLOCKING": "1"})
-    monkeypatch.setenv(places.SHARED_GPU, "1")
+    monkeypatch.setenv(placement.SHARED_GPU, "1")
     assert around("transformers").neighbours is None
 
 

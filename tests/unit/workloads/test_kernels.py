@@ -14,21 +14,27 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 from faulty import wrong_product  # noqa: E402
 
-from paceline import models  # noqa: E402
-from paceline.analysis import validity  # noqa: E402
+from paceline.analysis.compare import validity  # noqa: E402
+from paceline.campaign.run.controller import verdict  # noqa: E402
+from paceline.contract import Seat, options  # noqa: E402
 from paceline.errors import RequestError  # noqa: E402
-from paceline.measure import HostClock  # noqa: E402
-from paceline.plugins import Seat, options  # noqa: E402
-from paceline.records import Evidence, KernelSample, RunRecord, Status  # noqa: E402
-from paceline.run import verdict  # noqa: E402
-from paceline.samples import read_samples  # noqa: E402
-from paceline.spec import Choice, RunSpec  # noqa: E402
-from paceline.workloads import _kernels, compute  # noqa: E402
-from paceline.workloads.compute import Options, Row  # noqa: E402
+from paceline.experiment.choices import Choice  # noqa: E402
+from paceline.experiment.spec import RunSpec  # noqa: E402
+from paceline.models import arithmetic  # noqa: E402
+from paceline.results.machine_samples import KernelSample  # noqa: E402
+from paceline.results.records import Evidence, RunRecord, Status  # noqa: E402
+from paceline.results.sample_lines import read_samples  # noqa: E402
+from paceline.training.instruments import HostClock  # noqa: E402
+from paceline.workloads import compute  # noqa: E402
+from paceline.workloads.compute import (  # noqa: E402
+    Options,
+    Row,
+    kernels,  # noqa: E402
+)
 
 SEAT = Seat(rank=0, local_rank=0, world_size=1, device="cpu")
 SMALL = "compute:iters=5,warmup=0,budget_s=0.05,largest_matmul=64,largest_copy_bytes=4096,longest_sequence=32,tokens=32"
-LLAMA = models.load(Choice("llama-1b"))
+LLAMA = arithmetic.load(Choice("llama-1b"))
 
 
 def rows(**chosen: Any) -> dict[tuple[str, str, str, str], Row]:
@@ -62,11 +68,11 @@ def test_the_models_products_are_those_of_its_layers_forward_and_backward() -> N
 @pytest.mark.parametrize("name", ["llama-1b", "gpt2-124m", "tiny"])
 def test_the_products_add_up_to_the_flops_of_mfu(name: str) -> None:
     """3 * 2 * N_mm per token, with each layer's products once per layer and the head once."""
-    shape = models.load(Choice(name))
+    shape = arithmetic.load(Choice(name))
     found = list(compute.model_products(shape, 1, "fp32"))
     blocks = sum(r.flops or 0 for r in found[:12])
     head = sum(r.flops or 0 for r in found[12:])
-    assert shape.layers * blocks + head == 6 * models.matmul_parameters(shape)
+    assert shape.layers * blocks + head == 6 * arithmetic.matmul_parameters(shape)
 
 
 def test_attention_counts_the_causal_flops_and_a_backward_as_two_forwards() -> None:
@@ -202,9 +208,9 @@ def test_a_wrong_product_makes_the_run_invalid(make_spec: Callable[..., RunSpec]
     assert "more rows" in (reason or "")
 
 
-def bench(**chosen: Any) -> _kernels.Bench:
+def bench(**chosen: Any) -> kernels.Bench:
     usual = {"iters": 5, "warmup": 0, "budget_s": 0.05}
-    return _kernels.Bench(SEAT, models.load(Choice("tiny")), Options(**usual | chosen), 1, 42)
+    return kernels.Bench(SEAT, arithmetic.load(Choice("tiny")), Options(**usual | chosen), 1, 42)
 
 
 def row(kernel: str = "matmul", **more: Any) -> Row:
@@ -224,7 +230,7 @@ def test_attention_that_sees_the_future_is_wrong(monkeypatch: pytest.MonkeyPatch
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=False)
 
     right = bench().measure(row("attention_backward", variant="flash", dims=(1, 32)))
-    monkeypatch.setattr(_kernels, "attend", careless)
+    monkeypatch.setattr(kernels, "attend", careless)
     wrong = bench().measure(row("attention_backward", variant="flash", dims=(1, 32)))
     assert (right.status, right.wrong) == ("ok", 0)
     assert wrong.wrong
@@ -232,7 +238,7 @@ def test_attention_that_sees_the_future_is_wrong(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_copy_that_loses_a_byte_is_wrong() -> None:
-    kernel = _kernels._copy(_kernels._random_bytes(4096, torch.device("cpu")), torch.device("cpu"))
+    kernel = kernels._copy(kernels._random_bytes(4096, torch.device("cpu")), torch.device("cpu"))
     assert kernel.wrong() > 0, "nothing was copied yet"
     kernel.call()
     assert kernel.wrong() == 0
@@ -243,13 +249,13 @@ def test_tf32_cannot_pass_for_fp32() -> None:
     a, b = torch.randn(64, 1024), torch.randn(1024, 64)
     cut = [(t.view(torch.int32) & ~0x1FFF).view(torch.float32) for t in (a, b)]
     exact = a.double() @ b.double()
-    assert _kernels.count_wrong(cut[0] @ cut[1], exact, _kernels.TOLERANCES["fp32"]) > 0
-    assert _kernels.count_wrong(cut[0] @ cut[1], exact, _kernels.TOLERANCES["tf32"]) == 0
-    assert _kernels.count_wrong(a @ b, exact, _kernels.TOLERANCES["fp32"]) == 0
+    assert kernels.count_wrong(cut[0] @ cut[1], exact, kernels.TOLERANCES["fp32"]) > 0
+    assert kernels.count_wrong(cut[0] @ cut[1], exact, kernels.TOLERANCES["tf32"]) == 0
+    assert kernels.count_wrong(a @ b, exact, kernels.TOLERANCES["fp32"]) == 0
 
 
 def test_not_a_number_is_wrong() -> None:
-    assert _kernels.count_wrong(torch.tensor([1.0, float("nan")]), torch.ones(2).double(), 0.1) == 1
+    assert kernels.count_wrong(torch.tensor([1.0, float("nan")]), torch.ones(2).double(), 0.1) == 1
 
 
 @pytest.mark.parametrize(
@@ -266,7 +272,7 @@ def test_what_a_first_call_meets_becomes_the_rows_status(
     def fail(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(_kernels, "multiply", fail)
+    monkeypatch.setattr(kernels, "multiply", fail)
     sample = bench().measure(row())
     assert (sample.status, sample.error) == (status, str(error).partition("\n")[0])
     monkeypatch.undo()
@@ -282,7 +288,7 @@ def test_a_row_that_breaks_later_has_failed_and_makes_the_run_invalid(
         if next(calls, "broken"):
             raise RuntimeError("lost the device")
 
-    monkeypatch.setattr(_kernels, "multiply", breaks)
+    monkeypatch.setattr(kernels, "multiply", breaks)
     sample = bench().measure(row())
     assert (sample.status, sample.error) == ("failed", "lost the device")
     wrong = validity.problems(dataclasses.replace(record, kernels=(*record.kernels, sample)))
@@ -313,7 +319,7 @@ def test_the_budget_reduces_iterations_but_never_below_five(
         counts.append(count)
         return (seconds,) * count
 
-    monkeypatch.setattr(_kernels, "timed", timed)
+    monkeypatch.setattr(kernels, "timed", timed)
     bench(iters=100, warmup=10, budget_s=2.0).measure(row())
     estimate, warmup, measured = counts
     assert (estimate, measured) == (1, expected)
@@ -330,7 +336,7 @@ def test_flushing_stays_outside_the_clock() -> None:
     def pass_time(seconds: float) -> Callable[[], None]:
         return lambda: now.__setitem__(0, now[0] + seconds)
 
-    assert _kernels.timed(pass_time(1.0), Clock(), pass_time(100.0), 3) == (1.0, 1.0, 1.0)
+    assert kernels.timed(pass_time(1.0), Clock(), pass_time(100.0), 3) == (1.0, 1.0, 1.0)
 
 
 def test_options_reach_the_plan_through_the_spec(make_spec: Callable[..., RunSpec]) -> None:
@@ -339,7 +345,7 @@ def test_options_reach_the_plan_through_the_spec(make_spec: Callable[..., RunSpe
 
 
 def test_samples_survive_the_folder(tmp_path: Path, record: RunRecord) -> None:
-    from paceline import store
+    from paceline.results import store
 
     path = tmp_path / "samples-0.jsonl"
     path.write_text("".join(map(store.sample_line, record.kernels)))
@@ -349,9 +355,9 @@ def test_samples_survive_the_folder(tmp_path: Path, record: RunRecord) -> None:
 
 
 def test_the_head_is_padded_as_the_decoder_pads_it() -> None:
-    from paceline.decoder import VOCAB_MULTIPLE
+    from paceline.training.decoder import VOCAB_MULTIPLE
 
     assert compute.HEAD_MULTIPLE == VOCAB_MULTIPLE
-    shape = models.load(Choice("gpt2-124m"))
+    shape = arithmetic.load(Choice("gpt2-124m"))
     assert compute.linear_layers(shape)[-1] == ("head", 50257, 768)
     assert compute.linear_layers(shape, padded=True)[-1] == ("head", 50304, 768)

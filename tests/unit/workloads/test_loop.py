@@ -12,14 +12,14 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 
-from paceline.analysis.window import global_loss  # noqa: E402
-from paceline.corpus import Partition, Synthetic, TokenFile  # noqa: E402
+from paceline.analysis.training.window import global_loss  # noqa: E402
+from paceline.contract import Seat  # noqa: E402
 from paceline.errors import InvalidRunError, RequestError  # noqa: E402
-from paceline.instructions import open_instructions  # noqa: E402
-from paceline.plugins import Seat  # noqa: E402
-from paceline.records import StepSample  # noqa: E402
-from paceline.rows import IGNORED_LABEL, Amounts  # noqa: E402
-from paceline.spec import Choice  # noqa: E402
+from paceline.experiment.choices import Choice  # noqa: E402
+from paceline.results.records import StepSample  # noqa: E402
+from paceline.training.data.corpus import Partition, Synthetic, TokenFile  # noqa: E402
+from paceline.training.data.packing import IGNORED_LABEL, Amounts  # noqa: E402
+from paceline.training.data.synthetic_instructions import open_instructions  # noqa: E402
 from paceline.workloads import _loop  # noqa: E402
 from paceline.workloads._loop import Loop  # noqa: E402
 

@@ -10,10 +10,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from paceline.contract import Seat, options  # noqa: E402
 from paceline.errors import RequestError  # noqa: E402
-from paceline.plugins import Seat, options  # noqa: E402
-from paceline.spec import Choice, RunSpec  # noqa: E402
-from paceline.workloads import _nodes_proof, _nodes_stages, nodes  # noqa: E402
+from paceline.experiment.choices import Choice  # noqa: E402
+from paceline.experiment.spec import RunSpec  # noqa: E402
+from paceline.workloads import nodes  # noqa: E402
+from paceline.workloads.nodes import proof, stages  # noqa: E402
 
 SEAT = Seat(rank=2, local_rank=0, world_size=4, device="cpu")
 DTYPES = {"fp32": torch.int32, "bf16": torch.int16, "fp16": torch.int16}
@@ -21,7 +23,7 @@ DTYPES = {"fp32": torch.int32, "bf16": torch.int16, "fp16": torch.int16}
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_the_known_result_is_the_exact_one(dtype: str) -> None:
-    a, b, expected = _nodes_proof.known_product(24, dtype, torch.device("cpu"), 7)
+    a, b, expected = proof.known_product(24, dtype, torch.device("cpu"), 7)
     assert torch.equal(expected.double(), a.double() @ b.double())
     assert (expected != 0).all()
     assert torch.isfinite(expected).all()
@@ -29,24 +31,24 @@ def test_the_known_result_is_the_exact_one(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_sound_products_are_right_and_change_with_the_repeat(dtype: str) -> None:
-    found = [_nodes_proof.prove_product(SEAT, repeat, 48, dtype, 42) for repeat in range(3)]
+    found = [proof.prove_product(SEAT, repeat, 48, dtype, 42) for repeat in range(3)]
     assert [(s.rank, s.repeat, s.wrong, s.place) for s in found] == [(2, i, 0, None) for i in range(3)]
-    values = [_nodes_proof.known_product(48, dtype, torch.device("cpu"), 42 + i)[2] for i in range(2)]
+    values = [proof.known_product(48, dtype, torch.device("cpu"), 42 + i)[2] for i in range(2)]
     assert not torch.equal(*values)
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("bit", [0, 9, 15])
 def test_every_flipped_bit_is_found_and_placed(monkeypatch: pytest.MonkeyPatch, dtype: str, bit: int) -> None:
-    sound = _nodes_proof.multiply
+    sound = proof.multiply
 
     def corrupt(a: Any, b: Any) -> Any:
         found = sound(a, b)
         found.view(DTYPES[dtype])[11, 30] ^= torch.tensor(1 << bit).to(DTYPES[dtype])
         return found
 
-    monkeypatch.setattr(_nodes_proof, "multiply", corrupt)
-    sample = _nodes_proof.prove_product(SEAT, 0, 48, dtype, 42)
+    monkeypatch.setattr(proof, "multiply", corrupt)
+    sample = proof.prove_product(SEAT, 0, 48, dtype, 42)
     assert (sample.wrong, sample.place) == (1, (11, 30))
     assert sample.found != sample.expected
 
@@ -54,7 +56,7 @@ def test_every_flipped_bit_is_found_and_placed(monkeypatch: pytest.MonkeyPatch, 
 def test_settings_are_put_back() -> None:
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_bf16_reduced_precision_reduction
-    with _nodes_proof.whole_sums(), _nodes_proof.deterministic():
+    with proof.whole_sums(), proof.deterministic():
         assert torch.are_deterministic_algorithms_enabled()
         # Else fused attention keeps its backward whose sums have no order.
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
@@ -78,21 +80,21 @@ class Proved:
 
 
 @pytest.fixture
-def acceptance(monkeypatch: pytest.MonkeyPatch, make_spec: Callable[..., RunSpec]) -> _nodes_stages.Acceptance:
-    monkeypatch.setattr(_nodes_stages, "OwnTraining", Proved)
-    monkeypatch.setattr(_nodes_stages.Acceptance, "_meet", lambda *_: None)
+def acceptance(monkeypatch: pytest.MonkeyPatch, make_spec: Callable[..., RunSpec]) -> stages.Acceptance:
+    monkeypatch.setattr(stages, "OwnTraining", Proved)
+    monkeypatch.setattr(stages.Acceptance, "_meet", lambda *_: None)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     spec = make_spec(None, workload="nodes")
-    return _nodes_stages.Acceptance(spec, SEAT, Mock())
+    return stages.Acceptance(spec, SEAT, Mock())
 
 
-def test_where_a_kernel_is_lacking_the_steps_are_taken_without_it(acceptance: _nodes_stages.Acceptance) -> None:
+def test_where_a_kernel_is_lacking_the_steps_are_taken_without_it(acceptance: stages.Acceptance) -> None:
     proved = acceptance._proved_training(turn=0)
     assert proved is not None
     assert proved.strict is False  # type: ignore[attr-defined]
 
 
-def test_another_error_is_not_hidden(acceptance: _nodes_stages.Acceptance, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_error_is_not_hidden(acceptance: stages.Acceptance, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Proved, "error", "CUDA error: an illegal memory access was encountered")
     with pytest.raises(RuntimeError, match="illegal memory access"):
         acceptance._proved_training(turn=0)

@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 
-from paceline import models
-from paceline.spec import Choice, Precision, RunSpec, Topology, Training
+from paceline.experiment.choices import Choice
+from paceline.experiment.spec import Precision, RunSpec, Topology, Training
+from paceline.models import arithmetic
 
 pytest.importorskip("torch")
 
-from paceline.workloads._rehearsal import Answer, Question, rehearse
+from paceline.workloads.memory.rehearsal import Answer, Question, rehearse
 
-SHAPE = models.load(Choice("tiny"))
-COUNT = models.parameters(SHAPE)
-TENSORS = len(models.tensor_sizes(SHAPE))
+SHAPE = arithmetic.load(Choice("tiny"))
+COUNT = arithmetic.parameters(SHAPE)
+TENSORS = len(arithmetic.tensor_sizes(SHAPE))
 
 
 def spec(
@@ -55,7 +56,7 @@ CASES: dict[str, Question] = {
 def answers() -> Iterator[dict[str, Answer]]:
     """Each in a fresh process, as in a run; two at a time, forked from one that has torch and no more."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "paceline.workloads._rehearsal"])
+    context.set_forkserver_preload(["torch._dynamo", "paceline.workloads.memory.rehearsal"])
     with ProcessPoolExecutor(2, mp_context=context, max_tasks_per_child=1) as pool:
         yield dict(zip(CASES, pool.map(rehearse, CASES.values()), strict=True))
 

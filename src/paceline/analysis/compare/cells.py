@@ -1,0 +1,285 @@
+"""A against B within one campaign: a ratio with its interval, the smallest effect this data could show, and a verdict
+that may be "tie".
+
+Only cells that differ in the one axis under test meet; world size is an axis of its own kind (see scaling).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from paceline.analysis.findings import BETTER, HIGHER, TIE, WORSE, Comparison
+from paceline.analysis.machine.ceilings import device_names
+from paceline.analysis.statistics.intervals import Ratio, ratio_between
+from paceline.analysis.training import metrics
+from paceline.analysis.training.metrics import BY_NAME, Cell
+from paceline.errors import RequestError
+from paceline.experiment.choices import Scalar
+from paceline.experiment.spec import RunSpec
+from paceline.report.text.cells import DEVICE, telling_axes
+
+SPEED_METRICS = ("tokens_per_s", "step_time_s")
+UNSLOWED_METRICS = ("peak_memory_bytes",)
+COMPARED_METRICS = (*SPEED_METRICS, *UNSLOWED_METRICS)
+SMALLEST_EFFECT = 0.01
+# Sides whose GPUs were held back in shares of their steps that differ by more than this may differ for that alone.
+THROTTLED_APART = 0.05
+
+# Axis -> the fields of a spec that may differ. The split of one global batch counts as one axis.
+AXES: Mapping[str, tuple[str, ...]] = {
+    "strategy": ("strategy",),
+    "precision": ("training.precision.compute",),
+    "reduce_dtype": ("training.precision.reduce",),
+    "checkpointing": ("training.checkpointing",),
+    "compile": ("training.compile",),
+    "bucket_mb": ("training.bucket_mb",),
+    "micro_batch": ("training.micro_batch", "training.accumulation"),
+    "launcher": ("launcher",),
+    # Adapters reduce in fp32 and weights that all learn in their own dtype, so the method brings its reduction along.
+    "method": ("tuning.method", "training.precision.reduce"),
+    "optimizer": ("tuning.optimizer",),
+    "rank": ("tuning.rank", "tuning.alpha"),
+    "targets": ("tuning.targets",),
+    "data": ("training.data",),
+}
+# Axes of cells that fine-tune.
+TUNED_AXES = ("method", "optimizer", "rank", "targets", "data")
+# Numbers that speak of a whole step or sample, which mean something else where steps or samples hold other work.
+PER_STEP = ("step_time_s", "samples_per_s", "usd_per_1k_samples")
+# What every title says; of device, GPUs or processes.
+_TITLED = frozenset(
+    {
+        "strategy",
+        "model",
+        "device",
+        "world_size",
+        "precision",
+        "sequence_length",
+        "global_batch",
+        "checkpointing",
+        "compile",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Cells that differ in one axis only, the highest throughput first; names tells them apart.
+
+    title says what they share, in words; key is equal for no two groups.
+    """
+
+    axis: str
+    key: str
+    title: str
+    cells: tuple[Cell, ...]
+    names: Mapping[str, str]
+    axes: Mapping[str, Scalar]
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A group with every pair of its cells compared, as far as the data allows."""
+
+    group: Group
+    comparisons: tuple[Comparison, ...]
+
+
+def key_without(cell: Cell, fields: Iterable[str], **more: object) -> str:
+    """Equal for cells that agree in everything but `fields`, on one kind of device, under the same debug switches."""
+    skipped = set(fields)
+    rest = {name: value for name, value in cell.fields.items() if name not in skipped}
+    return json.dumps([rest, more, device_kind(cell), cell.switches, cell.shared_gpu], sort_keys=True)
+
+
+# --- one pair ---
+
+
+def verdict_of(found: Ratio, better: str) -> tuple[str, str]:
+    """Verdict about the numerator and the reason. Effects are max(r, 1/r) - 1, so that A/B and B/A agree."""
+    effect = max(found.value, 1 / found.value) - 1
+    if found.low <= 1 <= found.high:
+        return TIE, "the interval includes 1"
+    if effect < SMALLEST_EFFECT:
+        return TIE, f"the effect of {effect:.2%} is under {SMALLEST_EFFECT:.0%}"
+    if effect < found.detectable:
+        return TIE, f"the effect of {effect:.1%} is under the {found.detectable:.1%} this data could show"
+    verdict = BETTER if (found.value > 1) == (better == HIGHER) else WORSE
+    return verdict, f"the effect of {effect:.1%} exceeds the {found.detectable:.1%} this data could show"
+
+
+def comparison(
+    metric: str, better: str, sides: tuple[Cell, Cell], names: tuple[str, str], found: Ratio, axes: Mapping[str, Scalar]
+) -> Comparison:
+    """The finding about two certified cells, which the metric must be able to compare."""
+    refused = why_not_compared(metric, [side.spec for side in sides])
+    if refused:
+        raise RequestError(refused)
+    ids, runs = (sides[0].id, sides[1].id), sides[0].runs + sides[1].runs
+    judged = judged_ratio(metric, better, ids, names, found, axes=axes, runs=runs)
+    throttled = _throttled(sides) if metric not in UNSLOWED_METRICS else None
+    if throttled is None:
+        return judged
+    slowed = f"throttled in {throttled[0]:.0%} of the steps of {names[0]}, {throttled[1]:.0%} of {names[1]}"
+    return replace(judged, reason=f"{judged.reason}; {slowed}", throttled=throttled)
+
+
+def judged_ratio(
+    metric: str,
+    better: str,
+    cells: tuple[str, str],
+    names: tuple[str, str],
+    found: Ratio,
+    *,
+    axes: Mapping[str, Scalar],
+    runs: tuple[str, ...],
+) -> Comparison:
+    """The ratio with its verdict, of cells of which the caller knows that they did equal work."""
+    verdict, reason = verdict_of(found, better)
+    return Comparison(
+        metric=metric,
+        better=better,
+        cell=cells[0],
+        other=cells[1],
+        label=names[0],
+        other_label=names[1],
+        ratio=found.value,
+        low=found.low,
+        high=found.high,
+        detectable_ratio=found.detectable,
+        verdict=verdict,
+        reason=reason,
+        certified=True,
+        axes=axes,
+        runs=runs,
+    )
+
+
+def why_not_compared(metric: str, specs: Iterable[RunSpec]) -> str | None:
+    """Why these runs may not be set beside each other by a metric; None where they may.
+
+    A sample of 1,024 tokens is twice the work of one of 512, and a packed row holds several documents: by samples the
+    one with less work in each wins whatever the machine does. By token that is no padding they can be compared.
+    """
+    if metric not in PER_STEP:
+        return None
+    kinds = {(spec.training.sequence_length, str(spec.training.data)) for spec in specs}
+    if len(kinds) < 2:
+        return None
+    differs = "lengths" if len({length for length, _ in kinds}) > 1 else "data"
+    return (
+        f"{metric} is not compared across sequences of different {differs}: use tokens_per_s, which counts no padding"
+    )
+
+
+def _throttled(sides: tuple[Cell, Cell]) -> tuple[float, float] | None:
+    a, b = (cell.throttled_ratio for cell in sides)
+    return (a, b) if a is not None and b is not None and abs(a - b) > THROTTLED_APART else None
+
+
+def comparable_metrics(cells: Iterable[Cell]) -> tuple[str, ...]:
+    """On a shared GPU nothing is a speed, and across other samples nothing is one by sample or step."""
+    known = tuple(cells)
+    found = COMPARED_METRICS if not any(c.shared_gpu for c in known) else COMPARED_METRICS[len(SPEED_METRICS) :]
+    return tuple(m for m in found if why_not_compared(m, [c.spec for c in known]) is None)
+
+
+# --- within one campaign ---
+
+
+def compare_cells(cells: Sequence[Cell], axes: Iterable[str] = tuple(AXES)) -> list[Compared]:
+    """Every group of at least two certified cells, with all its pairs. A metric without spread is not compared."""
+    named = title_axes(cells)
+    return [Compared(group, tuple(_pairs(group))) for axis in axes for group in groups_of(cells, axis, named)]
+
+
+def groups_of(cells: Sequence[Cell], axis: str, named: Sequence[str]) -> list[Group]:
+    by_key: defaultdict[str, list[Cell]] = defaultdict(list)
+    for cell in cells:
+        if axis in TUNED_AXES and cell.spec.tuning is None:
+            continue
+        same = {"global_batch": cell.spec.global_batch} if axis == "micro_batch" else {}
+        by_key[key_without(cell, AXES[axis], **same)].append(cell)
+    return [_group(axis, digest(axis, key), found, named) for key, found in by_key.items() if len(found) > 1]
+
+
+def digest(*parts: str) -> str:
+    """A short name for what `key_without` tells apart."""
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=5).hexdigest()
+
+
+def _group(axis: str, key: str, members: Sequence[Cell], named: Sequence[str]) -> Group:
+    speeds = {c.id: metrics.estimate(c, "tokens_per_s") for c in members}
+    ordered = sorted(members, key=lambda c: (-(s.value if (s := speeds[c.id]) else 0.0), c.id))
+    everything = [cell.axes for cell in ordered]
+    shared = {name: value for name, value in everything[0].items() if all(a[name] == value for a in everything)}
+    names = {cell.id: name_of(cell.spec, axis) for cell in ordered}
+    title = title_of({**shared, DEVICE: device_kind(ordered[0])}, named)
+    return Group(axis, key, title, tuple(ordered), names, shared)
+
+
+def name_of(spec: RunSpec, axis: str) -> str:
+    """`zero:stage=2`, `compile on`, `micro batch 2 x 4`."""
+    value = spec.axes()[axis]
+    if axis == "strategy":
+        return str(value or spec.workload)
+    if axis == "micro_batch":
+        return f"micro batch {value} x {spec.training.accumulation}"
+    return _setting(axis, value)
+
+
+def _setting(axis: str, value: Scalar) -> str:
+    if axis == DEVICE:
+        return str(value)
+    if isinstance(value, bool):
+        value = "on" if value else "off"
+    return f"{axis.replace('_', ' ')} {'default' if value is None else value}"
+
+
+def title_axes(cells: Iterable[Cell]) -> tuple[str, ...]:
+    """What titles must name beside what they always do, lest two groups of these cells read alike."""
+    return untitled_axes([{**cell.axes, DEVICE: device_kind(cell)} for cell in cells])
+
+
+def untitled_axes(cells: Sequence[Mapping[str, Scalar]]) -> tuple[str, ...]:
+    """Axes that tell these cells apart and that no title names by itself."""
+    return tuple(name for name in telling_axes(cells) if name not in _TITLED)
+
+
+def title_of(axes: Mapping[str, Scalar], named: Iterable[str] = ()) -> str:
+    """What all cells of a group share, in the words people use; unremarkable defaults are left out but for `named`."""
+    unit = "GPU" if axes.get("device") == "cuda" else "process"
+    size = axes.get("world_size")
+    plural = "" if size == 1 else "s" if unit == "GPU" else "es"
+    parts = [
+        axes.get("strategy"),
+        axes.get("model"),
+        f"{size} {unit}{plural}" if size else None,
+        axes.get("precision"),
+        f"sequence {axes['sequence_length']}" if axes.get("sequence_length") else None,
+        f"global batch {axes['global_batch']}" if axes.get("global_batch") else None,
+        f"checkpointing {axes['checkpointing']}" if axes.get("checkpointing") not in (None, "none") else None,
+        "compiled" if axes.get("compile") else None,
+        *(_setting(name, axes[name]) for name in named if name in axes),
+    ]
+    return ", ".join(str(part) for part in parts if part)
+
+
+def _pairs(group: Group) -> Iterable[Comparison]:
+    for metric in comparable_metrics(group.cells):
+        known = [(cell, found) for cell in group.cells if (found := metrics.estimate(cell, metric))]
+        for (cell, over), (other, under) in itertools.combinations(known, 2):
+            ratio = ratio_between([over], [under])
+            if ratio is not None:
+                names = group.names[cell.id], group.names[other.id]
+                yield comparison(metric, BY_NAME[metric].better, (cell, other), names, ratio, group.axes)
+
+
+def device_kind(cell: Cell) -> str:
+    """Names of the GPUs, or of the processors, the cell ran on."""
+    return device_names(cell.spec.topology.device, [m for w in cell.windows for m in w.record.machines])

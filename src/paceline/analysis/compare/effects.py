@@ -1,0 +1,275 @@
+"""What each change of a designed experiment did to speed and memory, from its repeats: a ratio with its interval, the
+smallest effect the data could have shown, and a verdict that may be "no effect, under 0.8 %".
+
+Work differs between the cells of a design on purpose (sequence length, precision, rank), so each cell is proved against
+a reference of its own, and only non-pad tokens per second and bytes are compared, never samples.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from paceline.analysis.compare.cells import device_kind, title_of, verdict_of
+from paceline.analysis.compare.contrasts import Question, key_of, level_text, product_words, questions
+from paceline.analysis.findings import HIGHER, TIE, LeftOut, RunFinding
+from paceline.analysis.findings.effects import (
+    ALIASED,
+    FACTOR,
+    FASTER,
+    INTERACTION,
+    LESS,
+    MORE,
+    NO_EFFECT,
+    OPEN,
+    SLOWER,
+    DesignOutcome,
+    Effect,
+    Response,
+)
+from paceline.analysis.statistics import intervals
+from paceline.analysis.statistics.intervals import Ratio
+from paceline.analysis.training import metrics
+from paceline.analysis.training.metrics import Cell
+from paceline.experiment import recipe
+from paceline.experiment.choices import Choice
+from paceline.experiment.factorial import FACTORIAL, FRACTIONAL, ONE_AT_A_TIME, Design, Level
+from paceline.experiment.identity import NO_CELL
+from paceline.experiment.spec import RunSpec
+from paceline.report.tables.effects import percent_up
+from paceline.report.text.cells import DEVICE
+from paceline.results.records import RunRecord
+
+SPEED, MEMORY = "tokens_per_s", "peak_memory_bytes"
+UP_AND_DOWN = {SPEED: (FASTER, SLOWER), MEMORY: (MORE, LESS)}
+# "No effect" is said only where the interval excludes anything larger; a wider one leaves the question open.
+LARGEST_NULL = 0.05
+# Chance that an effect of nothing passes interval and 2.8 widened standard errors: 0.5 % with many launches, 3.5 % with
+# two of each (Student's t with 1 degree of freedom beyond 18.2).
+FALSE_VERDICTS = 0.035
+# Factors that accumulation may follow, so that the global batch stays. Where none of them varies, it is a setting.
+_SHARES_OF_BATCH = ("micro_batch", "processes", "nodes")
+
+OTHER_WORK = (
+    "The cells differ in their work on purpose: each was proved against a reference of its own, and what is compared "
+    "is non-pad tokens per second and peak memory, never samples per second."
+)
+_KIND_NOTES = {
+    ONE_AT_A_TIME: "One factor at a time: every effect is that at the baseline of all others; interactions are not "
+    "estimated, because no point changes two factors.",
+    FACTORIAL: "Full factorial: effects are averaged over all levels of the others. Where two factors interact, read "
+    "their effects together.",
+}
+
+
+def analyse(
+    cells: Sequence[Cell], records: Sequence[RunRecord], runs: Sequence[RunFinding]
+) -> tuple[DesignOutcome, ...]:
+    """One outcome per design, what its points share, and kind of device. runs are the findings about the records."""
+    found = []
+    asked = [r.spec for r in records if r.spec.design is not None and not r.is_reference]
+    for rest, design in {_rest(spec, spec.design): spec.design for spec in asked if spec.design}.items():
+        planned = {key_of(p, design) for p in (*design.points(), *design.combined_points().values())}
+        ours = [c for c in cells if _rest(c.spec, design) == rest and _key(c.spec, design) in planned]
+        tried = [r.spec for r in records if not r.is_reference and _rest(r.spec, design) == rest]
+        ended = {f.run: f for f in runs}
+        lost = [(s, ended[s.run_id]) for s in tried if _key(s, design) in planned and s.run_id in ended]
+        found += [_outcome(design, members, lost) for members in _by_place(ours).values()]
+    return tuple(found)
+
+
+def _rest(spec: RunSpec, design: Design | None) -> str:
+    """Equal for specs that agree in all that the design holds fixed and that makes a cell; the design itself is part
+    of it."""
+    assert design is not None
+    follows = ("accumulation",) if any(name in design.baseline for name in _SHARES_OF_BATCH) else ()
+    asked = recipe.fields(spec) | {"launcher": str(Choice(**spec.configuration()["launcher"]))}
+    held = {k: v for k, v in asked.items() if k not in (*design.baseline, *NO_CELL, *follows)}
+    contents = {k: v for k, v in spec.contents.items() if k not in design.baseline}
+    plan = [design.kind, design.baseline, design.levels, design.combined, design.generators]
+    return json.dumps([held, contents, plan], sort_keys=True, default=str)
+
+
+def _key(spec: RunSpec, design: Design) -> tuple[Level, ...]:
+    return tuple(recipe.setting(spec, name) for name in design.baseline)
+
+
+def _by_place(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
+    found: dict[str, list[Cell]] = {}
+    for cell in cells:
+        place = json.dumps([device_kind(cell), cell.switches, cell.shared_gpu], sort_keys=True)
+        found.setdefault(place, []).append(cell)
+    return found
+
+
+def _outcome(design: Design, cells: Sequence[Cell], tried: Sequence[tuple[RunSpec, RunFinding]]) -> DesignOutcome:
+    members = {_key(cell.spec, design): cell for cell in cells}
+    asked = questions(design, {key: cell.id for key, cell in members.items()})
+    by_id = {cell.id: cell for cell in cells}
+    effects = [effect for q in asked if (effect := _effect(q, by_id)) is not None]
+    left_out = tuple(_left_out(design, members, tried))
+    axes = [cell.axes for cell in cells]
+    shared = {name: value for name, value in axes[0].items() if all(a.get(name) == value for a in axes)}
+    baseline = members.get(key_of(design.baseline, design))
+    return DesignOutcome(
+        kind=design.kind,
+        title=title_of({**shared, DEVICE: device_kind(cells[0])}),
+        levels={n: tuple(map(level_text, (design.baseline[n], *ls))) for n, ls in design.levels.items()},
+        names={cell.id: _name(key, design) for key, cell in members.items()},
+        baseline=baseline.id if baseline else None,
+        resolution=design.resolution,
+        relation=tuple(product_words(sorted(word, key=design.factors.index)) for word in design.words),
+        effects=tuple(sorted(effects, key=_rank)),
+        left_out=left_out,
+        notes=tuple(_notes(design, effects, cells, left_out)),
+    )
+
+
+def _left_out(
+    design: Design, members: Mapping[tuple[Level, ...], Cell], tried: Sequence[tuple[RunSpec, RunFinding]]
+) -> Iterator[LeftOut]:
+    """Planned points without a valid run, and how their runs ended."""
+    for point in (*design.points(), *design.combined_points().values()):
+        key = key_of(point, design)
+        if key in members:
+            continue
+        ended = [finding for spec, finding in tried if _key(spec, design) == key]
+        yield LeftOut(
+            name=_name(key, design),
+            status=ended[0].status if ended else "not run",
+            reason=ended[0].reason if ended else None,
+            runs=tuple(f.run for f in ended),
+        )
+
+
+def _name(key: tuple[Level, ...], design: Design) -> str:
+    """`baseline`, `rank 8`, or the name that a combined point was given."""
+    named = {key_of(point, design): name for name, point in design.combined_points().items()}
+    levels = zip(design.baseline, key, strict=True)
+    changed = [f"{n.replace('_', ' ')} {level_text(v)}" for n, v in levels if v != design.baseline[n]]
+    return named.get(key) or ", ".join(changed) or "baseline"
+
+
+# --- one effect ---
+
+
+def _effect(question: Question, cells: Mapping[str, Cell]) -> Effect | None:
+    ours = [cells[cell] for cell in question.weights]
+    speeds = () if any(cell.shared_gpu for cell in ours) else (SPEED,)
+    found = [_response(metric, question, cells) for metric in (*speeds, MEMORY)]
+    responses = tuple(response for response in found if response is not None)
+    if not responses:
+        return None
+    return Effect(
+        kind=question.kind,
+        name=question.name,
+        factors=question.factors,
+        pairs=question.pairs,
+        aliases=question.aliases,
+        responses=responses,
+        cells=tuple(cell.id for cell in ours),
+        runs=tuple(run for cell in ours for run in cell.runs),
+    )
+
+
+def _response(metric: str, question: Question, cells: Mapping[str, Cell]) -> Response | None:
+    sides = [(metrics.estimate(cells[cell], metric), weight) for cell, weight in question.weights.items()]
+    known = [(side, weight) for side, weight in sides if side is not None and side.value > 0]
+    if len(known) < len(sides):
+        return None
+    found = intervals.contrast(known)
+    ratio = found.value if found else math.prod(side.value**weight for side, weight in known)
+    verdict = _verdict(metric, question, found)
+    return Response(
+        metric=metric,
+        ratio=ratio,
+        low=found.low if found else None,
+        high=found.high if found else None,
+        detectable_ratio=found.detectable if found else None,
+        bound_ratio=_bound(found) if found else None,
+        verdict=verdict,
+        text=_text(question, verdict, found),
+    )
+
+
+def _bound(found: Ratio) -> float:
+    """The largest effect that the interval allows, told as `compare` does: the same for A/B and B/A."""
+    return max(found.high, 1 / found.low) - 1
+
+
+def _verdict(metric: str, question: Question, found: Ratio | None) -> str:
+    if question.kind == INTERACTION and question.aliases:
+        return ALIASED
+    if found is None:
+        return OPEN
+    if verdict_of(found, HIGHER)[0] != TIE:
+        return UP_AND_DOWN[metric][0 if found.value > 1 else 1]
+    return NO_EFFECT if _bound(found) <= LARGEST_NULL else OPEN
+
+
+def _text(question: Question, verdict: str, found: Ratio | None) -> str:
+    """The whole finding in one sentence without its full stop."""
+    words = f"{question.name}: "
+    if found is None:
+        return f"{words}{verdict}, a single launch has no spread"
+    span = f"{_signed(found.low)} to {_signed(found.high)}"
+    if verdict == ALIASED:
+        others = ", ".join(question.aliases)
+        return f"{words}{_signed(found.value)} ({span}) together with {others}: not told apart"
+    if verdict == NO_EFFECT:
+        words += (
+            f"no {'interaction' if question.kind == INTERACTION else 'effect'}, under {percent_up(_bound(found))} %"
+        )
+    elif verdict == OPEN:
+        words += f"undecided, {span}"
+    elif question.kind == INTERACTION:
+        words += f"interact, {_signed(found.value)} (95 % interval {span}) beyond what each brings alone"
+    else:
+        words += f"{verdict}, {_signed(found.value)} (95 % interval {span})"
+    return f"{words}; or {', '.join(question.aliases)}, its alias" if question.aliases else words
+
+
+def _signed(ratio: float) -> str:
+    return f"{round(100 * (ratio - 1), 1) + 0.0:+.1f} %"
+
+
+def _rank(effect: Effect) -> tuple[int, float, float]:
+    """What is known to matter by its size, then what is open, then what is known not to, by the bound."""
+    first, last = effect.responses[0], effect.responses[-1]
+    order = {OPEN: 1, ALIASED: 1, NO_EFFECT: 2}.get(first.verdict, 0)
+    size = abs(math.log(first.ratio)) if order == 0 else first.bound_ratio
+    return order, -(math.inf if size is None else size), -abs(math.log(last.ratio))
+
+
+# --- what a reader must know ---
+
+
+def _notes(
+    design: Design, effects: Sequence[Effect], cells: Sequence[Cell], left_out: Sequence[LeftOut]
+) -> Iterator[str]:
+    yield OTHER_WORK
+    yield _KIND_NOTES.get(design.kind) or _fraction_note(design)
+    if design.kind == FRACTIONAL and not any(effect.kind == FACTOR for effect in effects):
+        yield "A point of the fraction has no valid run, and it has none to spare: its effects are not estimated."
+    elif left_out and design.kind == FACTORIAL:
+        yield "Points without a valid run are left out together with those they would be compared with."
+    if effects:
+        n = len(effects)
+        yield (
+            f"{n} effects on each metric are judged one by one, each at 95 %: about {n * 0.05:.1g} of these intervals "
+            "miss the truth by chance. A verdict also needs 2.8 standard errors: where launches were repeated, at most "
+            f"{n * FALSE_VERDICTS:.1g} false ones are expected."
+        )
+    if note := intervals.launches_note(min(len(cell.windows) for cell in cells)):
+        yield note[0].upper() + note[1:] + "."
+
+
+def _fraction_note(design: Design) -> str:
+    made = "; ".join(f"{name} = {product_words(sources)}" for name, sources in design.generators.items())
+    words = ", ".join(product_words(sorted(word, key=design.factors.index)) for word in design.words)
+    return (
+        f"A two-level fraction of resolution {design.resolution}: {len(design.points())} of "
+        f"{2 ** len(design.factors)} points; {made} (words {words}). Effects whose product is a word are one number. "
+        "Interactions of three factors and more are taken to be null."
+    )

@@ -1,0 +1,112 @@
+"""What was recorded about the circumstances of a launch, and in which of it two sets of launches differ."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from paceline.analysis.findings import Differing
+from paceline.experiment.choices import Choice
+from paceline.host import machine
+from paceline.results.records import RunRecord
+
+# Fields of a spec that leave the work as it is: launches that differ in them alone may meet, with the difference told.
+CIRCUMSTANCES = (
+    *("launcher", "steps", "warmup", "reference_steps", "timeout_s", "stall_s", "telemetry_hz"),
+    *("max_restarts", "checkpoint_every"),
+)
+# What explains a change most often stands first.
+_ORDER = (
+    "gpus.name",
+    "engine",
+    "driver",
+    "cuda",
+    "versions",
+    "gpus",
+    "switches",
+    "settings",
+    "environment",
+    "launcher",
+)
+_INDEX = re.compile(r"\.\d+(?=\.|$)")
+
+Read = Callable[[RunRecord], Iterable[tuple[str, Any]]]
+
+
+def _everything(record: RunRecord) -> Iterable[tuple[str, Any]]:
+    """What is known of the machines, and how the launch was asked for and set up."""
+    yield from _machines(record)
+    yield from _setup(record)
+
+
+def _machines(record: RunRecord) -> Iterable[tuple[str, Any]]:
+    for facts in record.machines:
+        # The difference to nothing is everything, by dotted path.
+        yield from ((path, value) for path, (value, _) in machine.fingerprint_diff(facts, {}).items())
+
+
+def _setup(record: RunRecord) -> Iterable[tuple[str, Any]]:
+    spec = record.spec.to_dict()
+    for name in CIRCUMSTANCES if record.spec.is_trained else ("launcher",):
+        value = str(Choice(**spec[name])) if name == "launcher" else spec[name]
+        yield from ((path, inner) for path, (inner, _) in machine.fingerprint_diff({name: value}, {}).items())
+    if record.spec.engine:
+        yield "engine", str(record.spec.engine)
+    for sample in record.replicas:
+        told = {"version": sample.version, "devices": sample.devices, "settings": dict(sample.settings)}
+        yield from ((f"engine.{path}", value) for path, (value, _) in machine.fingerprint_diff(told, {}).items())
+    evidence = record.evidence
+    for group in ("settings", "switches") if evidence else ():
+        yield from ((f"{group}.{key}", value) for key, value in getattr(evidence, group).items())
+
+
+def _text(value: object) -> str:
+    return {True: "on", False: "off"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+
+
+Judge = Callable[[frozenset[str], frozenset[str]], bool]
+
+
+def differences(first: Sequence[RunRecord], second: Sequence[RunRecord]) -> tuple[Differing, ...]:
+    """Every fact whose values on one side are not those on the other."""
+    return _differences(first, second, lambda a, b: a != b, _everything)
+
+
+def machine_differences(first: Sequence[RunRecord], second: Sequence[RunRecord]) -> tuple[Differing, ...]:
+    """The same of the machines alone, over all hosts of a side; none where a side recorded none."""
+    if not all(any(r.machines for r in side) for side in (first, second)):
+        return ()
+    return _differences(first, second, lambda a, b: a != b, _machines)
+
+
+def separating(first: Sequence[RunRecord], second: Sequence[RunRecord]) -> tuple[Differing, ...]:
+    """Every fact that no launch of one side shares with a launch of the other: those that could explain a change."""
+    return _differences(first, second, lambda a, b: not a & b, _everything)
+
+
+def _differences(
+    first: Sequence[RunRecord], second: Sequence[RunRecord], differ: Judge, read: Read
+) -> tuple[Differing, ...]:
+    a, b = _facts(first, read), _facts(second, read)
+    none: frozenset[str] = frozenset()
+    paths = [path for path in dict.fromkeys((*a, *b)) if differ(a.get(path, none), b.get(path, none))]
+    found = [Differing(path=p, first=_joined(a.get(p)), second=_joined(b.get(p))) for p in paths]
+    return tuple(sorted(found, key=lambda d: (_rank(d.path), d.path)))
+
+
+def _facts(records: Sequence[RunRecord], read: Read) -> dict[str, frozenset[str]]:
+    """Dotted name -> every value it had on any host and device of any launch; what is unknown is absent."""
+    found: dict[str, set[str]] = {}
+    for path, value in (each for record in records for each in read(record)):
+        if value is not None and not path.endswith(".index"):
+            found.setdefault(_INDEX.sub("", path), set()).add(_text(value))
+    return {path: frozenset(values) for path, values in found.items()}
+
+
+def _joined(values: frozenset[str] | None) -> str | None:
+    return ", ".join(sorted(values)) if values else None
+
+
+def _rank(path: str) -> int:
+    return next((i for i, start in enumerate(_ORDER) if path == start or path.startswith(f"{start}.")), len(_ORDER))

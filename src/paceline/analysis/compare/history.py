@@ -1,0 +1,260 @@
+"""Each cell over time: one value per launch in the order they started, and where its level changed.
+
+The same run repeated on another day counts as another launch. Every campaign is certified by itself, with a reference
+lent by another one where it has none of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from paceline.analysis.compare import fingerprint, validity
+from paceline.analysis.compare.cells import title_of, untitled_axes
+from paceline.analysis.compare.comparable import is_search, rate_searched
+from paceline.analysis.findings import BETTER, HIGHER, WORSE, ChangePoint, HistoryPoint, HistorySeries
+from paceline.analysis.machine.ceilings import device_of
+from paceline.analysis.served import equal_work, estimates, measurements, rate_search
+from paceline.analysis.statistics import changepoints
+from paceline.analysis.statistics.intervals import Array, seed_of, student_t
+from paceline.analysis.training.certificate import certify_all
+from paceline.analysis.training.metrics import BY_NAME
+from paceline.analysis.training.window import LAUNCH_COLUMNS, STEP_COLUMNS, Window, open_window
+from paceline.experiment.choices import Scalar
+from paceline.results.records import RunRecord, Status
+
+SPEED, MEMORY = "tokens_per_s", "peak_memory_bytes"
+# A chart of fewer says no more than the table of cells.
+FEWEST_SHOWN = 4
+NOTHING_FOUND = "the search found no rate within its limits"
+
+T = TypeVar("T")
+
+
+def analyse(
+    windows: Iterable[Window], fewest: int = FEWEST_SHOWN, asked: Iterable[RunRecord] = ()
+) -> tuple[HistorySeries, ...]:
+    """A series per cell, kind of device and metric with at least `fewest` launches; the caller passes trusted ones.
+    asked are those of served models."""
+    trained = _grouped(((w.record, w) for w in windows if len(w.steps)), fewest)
+    answered = _grouped(((record, record) for record in asked), fewest)
+    named = untitled_axes([each[0].record.spec.axes() for each in trained] + [r[0].spec.axes() for r in answered])
+    series = (s for found in trained for s in _cell(found, fewest, named))
+    return (*series, *(s for found in answered for s in _served_cell(found, fewest, named)))
+
+
+def _grouped(launches: Iterable[tuple[RunRecord, T]], fewest: int) -> list[list[T]]:
+    """By cell and kind of device."""
+    groups: defaultdict[tuple[object, ...], dict[tuple[str, float], T]] = defaultdict(dict)
+    for record, launch in launches:
+        # A folder that was copied holds the same launch again.
+        groups[record.spec.cell, device_of(record)][record.spec.run_id, record.started_at] = launch
+    return [list(found.values()) for found in groups.values() if len(found) >= fewest]
+
+
+@dataclass(frozen=True, slots=True)
+class Launches:
+    """Those that may be believed (asked: of served models), and of the others how many there are for each reason."""
+
+    windows: list[Window]
+    dropped: Mapping[str, int]
+    asked: list[RunRecord] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        return len(self.windows) + len(self.asked)
+
+
+def judge(launches: Sequence[RunRecord], lenders: Sequence[RunRecord] = ()) -> Launches:
+    """Every certified kind of launch, as the newest reference that ended ok sees it where its campaign has none, and
+    every launch that asked a served model."""
+    references = {r.spec.work: r for r in sorted((*launches, *lenders), key=_start) if _can_prove(r)}
+    campaigns: defaultdict[str, dict[str, RunRecord]] = defaultdict(dict)
+    for record in sorted(launches, key=_start):
+        campaigns[campaign_of(record)][record.spec.run_id] = record
+    windows, asked, dropped = [], [], Counter[str]()
+    for members in campaigns.values():
+        for record, reason in _judged(list(members.values()), references):
+            if reason is not None:
+                dropped[reason] += 1
+            elif record.spec.serving:
+                asked.append(record)
+            else:
+                windows.append(open_window(record))
+    return Launches(windows, dict(dropped.most_common()), asked)
+
+
+def is_kept(record: RunRecord) -> bool:
+    """Whether launches of this kind are looked at over time."""
+    return record.spec.is_certified or record.spec.serving is not None
+
+
+def _can_prove(record: RunRecord) -> bool:
+    """A reference that failed proves nothing, so it must not stand in for one that can be lent."""
+    return record.is_reference and record.status is Status.OK
+
+
+def campaign_of(record: RunRecord) -> str:
+    return str(PurePath(record.path).parent)
+
+
+def _start(record: RunRecord) -> float:
+    return record.started_at
+
+
+def _judged(
+    members: Sequence[RunRecord], references: Mapping[str, RunRecord]
+) -> Iterator[tuple[RunRecord, str | None]]:
+    """Launches of one campaign, each with the reason why it does not count."""
+    own = {r.spec.work for r in members if _can_prove(r)}
+    wanted = dict.fromkeys(r.spec.work for r in members)
+    lent = [references[work] for work in wanted if work not in own and work in references]
+    certificates = certify_all([*members, *lent])
+    for r in members:
+        if is_kept(r):
+            status, reason = validity.status_of(r, certificates.get(r.spec.run_id))
+            missing = NOTHING_FOUND if _found_nothing(r) else None if r.steps or r.requests else "no step was recorded"
+            yield r, missing if status is Status.OK else ": ".join(filter(None, (str(status), reason)))
+
+
+# --- one cell ---
+
+
+def _cell(windows: Sequence[Window], fewest: int, named: Sequence[str]) -> Iterator[HistorySeries]:
+    ordered = sorted(windows, key=lambda w: (w.record.started_at, w.run))
+    for metric in (SPEED, MEMORY):
+        if metric == SPEED and any(w.record.shares_gpu for w in ordered):
+            continue
+        values = [_value(w, metric) for w in ordered]
+        known = [(w, v) for w, v in zip(ordered, values, strict=True) if math.isfinite(v) and v > 0]
+        if len(known) >= fewest:
+            about = BY_NAME[metric].unit, BY_NAME[metric].better
+            yield _series(metric, about, [w.record for w, _ in known], np.array([v for _, v in known]), named)
+
+
+def _served_cell(records: Sequence[RunRecord], fewest: int, named: Sequence[str]) -> Iterator[HistorySeries]:
+    """Of a search what it found; of any other run each load, of which a sweep has several."""
+    found: defaultdict[tuple[str | None, str], list[tuple[RunRecord, Followed]]] = defaultdict(list)
+    for record in sorted(records, key=lambda r: (r.started_at, r.spec.run_id)):
+        for each in _followed(record):
+            found[each.load, each.metric].append((record, each))
+    for (load, metric), points in found.items():
+        if len(points) >= fewest:
+            values = np.array([each.value for _, each in points])
+            about = measurements.METRICS[metric]
+            yield _series(metric, about, [r for r, _ in points], values, named, (load, points[0][1].axes))
+
+
+class Followed(NamedTuple):
+    """One number of one launch; load is None where it has no other."""
+
+    load: str | None
+    metric: str
+    value: float
+    axes: Mapping[str, Scalar]
+
+
+def _followed(record: RunRecord) -> Iterator[Followed]:
+    if record.shares_gpu:
+        return
+    searched = rate_searched([record])
+    if searched is not None and searched.value is not None:
+        yield Followed(None, rate_search.METRIC, searched.value, searched.axes)
+    for load in () if is_search([record]) else measurements.believed([record]):
+        # Where it stood among the others of one launch is nothing to tell it by over time.
+        axes = {name: value for name, value in load.axes().items() if name != "stage"}
+        for metric in equal_work.metrics_of(load):
+            value = estimates.value(load, metric)
+            if value is not None and value > 0:
+                yield Followed(load.name, metric, value, axes)
+
+
+def _found_nothing(record: RunRecord) -> bool:
+    return is_search([record]) and bool(record.requests) and rate_search.bracket(rate_searched([record])) is None
+
+
+def _value(window: Window, metric: str) -> float:
+    """NaN where the launch did not record it."""
+    if metric == SPEED:
+        tokens, wall = (float(window.steps[:, STEP_COLUMNS.index(name)].sum()) for name in ("tokens", "wall"))
+        return tokens / wall if wall > 0 else math.nan
+    column = "allocated" if window.record.spec.topology.device == "cuda" else "resident"
+    return float(window.launch[0, LAUNCH_COLUMNS.index(column)])
+
+
+def _series(
+    metric: str,
+    about: tuple[str, str],
+    records: Sequence[RunRecord],
+    values: Array,
+    named: Sequence[str],
+    of_load: tuple[str | None, Mapping[str, Scalar] | None] = (None, None),
+) -> HistorySeries:
+    """about is the metric's unit and direction; of_load the name and the axes of one load of a cell with several."""
+    spec, (unit, better), (load, axes) = records[0].spec, about, of_load
+    found = changepoints.splits(np.log(values), seed_of(*filter(None, (spec.cell, load, metric, "history"))))
+    bounds = [0, *(split.at for split in found), len(values)]
+    segments = np.searchsorted(bounds[1:-1], np.arange(len(values)), side="right")
+    return HistorySeries(
+        metric=metric,
+        unit=unit,
+        better=better,
+        cell=spec.cell,
+        label=", ".join(filter(None, (title_of(spec.axes(), named), load))),
+        axes=axes or spec.axes(),
+        points=tuple(_point(*each) for each in zip(records, values, segments, strict=True)),
+        changes=tuple(
+            _change(records, values, (bounds[i], split, bounds[i + 2]), better) for i, split in enumerate(found)
+        ),
+        note=None if len(values) >= changepoints.FEWEST else _too_few(len(values)),
+    )
+
+
+def _too_few(launches: int) -> str:
+    return f"too few launches to look for a change: {launches}, and at least {changepoints.FEWEST} are needed"
+
+
+def _point(record: RunRecord, value: float, segment: int) -> HistoryPoint:
+    return HistoryPoint(
+        run=record.spec.run_id,
+        campaign=campaign_of(record),
+        started_at=record.started_at,
+        value=float(value),
+        segment=int(segment),
+    )
+
+
+def _change(
+    records: Sequence[RunRecord], values: Array, place: tuple[int, changepoints.Split, int], better: str
+) -> ChangePoint:
+    start, (index, p_value), end = place
+    ratio, low, high = _ratio(np.log(values[start:index]), np.log(values[index:end]))
+    throughout = fingerprint.separating(records[start:index], records[index:end])
+    around = fingerprint.differences(records[index - 1 : index], records[index : index + 1])
+    return ChangePoint(
+        index=index,
+        before_at=records[index - 1].started_at,
+        after_at=records[index].started_at,
+        ratio=ratio,
+        low=low,
+        high=high,
+        p_value=p_value,
+        verdict=BETTER if (ratio > 1) == (better == HIGHER) else WORSE,
+        differences=throughout or around,
+        throughout=bool(throughout),
+    )
+
+
+def _ratio(before: Array, after: Array) -> tuple[float, float, float]:
+    """Level after over level before with Welch's 95 % interval of the logarithms."""
+    errors = [float(x.var(ddof=1)) / len(x) for x in (before, after)]
+    penalty = sum(e * e / (len(x) - 1) for e, x in zip(errors, (before, after), strict=True))
+    freedom = sum(errors) ** 2 / penalty if penalty > 0 else math.inf
+    middle, half = float(after.mean() - before.mean()), student_t(freedom) * math.sqrt(sum(errors))
+    return math.exp(middle), math.exp(middle - half), math.exp(middle + half)

@@ -1,0 +1,337 @@
+"""A verdict for every node of a test, with its evidence: speed, memory and heat among peers or beside a baseline,
+results that must be equal to the bit, defects that the driver knows, and facts in which a node stands apart.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from paceline.analysis.findings import SHARED_GPU, Differing
+from paceline.analysis.findings.nodes import (
+    FAIL,
+    PASS,
+    SUSPECT,
+    UNDECIDED,
+    WORST_FIRST,
+    NodeEvidence,
+    NodeMeasure,
+    NodeVerdict,
+    worst,
+)
+from paceline.analysis.machine import node_conditions as conditions
+from paceline.analysis.machine import node_proofs as proofs
+from paceline.analysis.machine import peers, tournament
+from paceline.analysis.machine.node_measures import Measure, measures_of
+from paceline.analysis.machine.tournament import Place, places_of
+from paceline.analysis.statistics.intervals import Array
+from paceline.experiment.choices import require
+from paceline.experiment.spec import ACCEPTING
+from paceline.results.records import RunRecord, Status
+
+PEERS = "peers"
+# What to try next where a measure is odd, on a GPU and on a CPU.
+_NEXT = {
+    "matmul": "nvidia-smi -q -d CLOCK,PERFORMANCE,POWER,TEMPERATURE",
+    "training": "nvidia-smi -q -d CLOCK,PERFORMANCE,POWER,TEMPERATURE",
+    "memory": "nvidia-smi -q -d ECC,ROW_REMAPPER,CLOCK",
+    "host": "nvidia-smi -q | grep -A 9 'GPU Link Info'; nvidia-smi topo -m; numactl --hardware",
+    "device": "nvidia-smi -q | grep -A 9 'GPU Link Info'; nvidia-smi topo -m; numactl --hardware",
+    "peak": "nvidia-smi --query-compute-apps=pid,used_memory --format=csv; pip freeze",
+    "temperature": "nvidia-smi -q -d TEMPERATURE,POWER; ipmitool sdr type Fan",
+    "SM": "nvidia-smi -q -d CLOCK,PERFORMANCE",
+}
+_NEXT_ON_CPU = "lscpu; uptime; cat /sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"
+_NEXT_FOR_PAIRS = "paceline run fabric --set workload.operations=pairs"
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """Every node of the runs given, and what a reader must know beside."""
+
+    verdicts: tuple[NodeVerdict, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """Healthy devices of another result: their values by device and measure, and the facts that most of them share."""
+
+    name: str
+    healthy: Mapping[tuple[str, str], Array]
+    usual: Mapping[str, tuple[str, int, int]]
+
+
+@dataclass(slots=True)
+class _Case:
+    """What is held against each rank of one run, collected source by source."""
+
+    record: RunRecord
+    places: Mapping[int, Place]
+    kinds: Mapping[int, str]
+    evidence: defaultdict[int, list[NodeEvidence]] = field(default_factory=lambda: defaultdict(list))
+    measures: list[NodeMeasure] = field(default_factory=list)
+    differences: Mapping[int, list[Differing]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, found: Iterator[tuple[int, NodeEvidence]] | Sequence[tuple[int, NodeEvidence]]) -> None:
+        for rank, evidence in found:
+            self.evidence[rank].append(evidence)
+
+
+def analyse(records: Sequence[RunRecord], baseline: Baseline | None = None) -> Judged:
+    """Of all node tests among the records; others, and those that did not end ok, are left alone."""
+    judged = [judge(record, baseline) for record in _tests(records)]
+    notes = dict.fromkeys(note for one in judged for note in one.notes)
+    return Judged(tuple(v for one in judged for v in one.verdicts), tuple(notes))
+
+
+def _tests(records: Sequence[RunRecord]) -> list[RunRecord]:
+    return [r for r in records if r.spec.workload.name in ACCEPTING and r.status is Status.OK]
+
+
+def baseline_of(records: Sequence[RunRecord], name: str) -> Baseline:
+    """Only of ranks whose node passed among its own peers; a result without such a node is no baseline."""
+    tests = _tests(records)
+    values: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    facts: dict[int, Mapping[str, str]] = {}
+    for record in tests:
+        passed = {r for v in judge(record).verdicts if v.verdict == PASS for r in v.ranks}
+        kinds = _kinds(places_of(record))
+        for measure in measures_of(record):
+            ranks, table = measure.of(sorted(passed))
+            for rank, row in zip(ranks, table, strict=True):
+                values[kinds[rank], measure.key].append(float(np.median(row)))
+        known = conditions.facts_of(record)
+        facts |= {len(facts) + i: known[rank] for i, rank in enumerate(sorted(passed)) if rank in known}
+    require(bool(values), "--baseline", name, "a result of `paceline run nodes` in which a node passed")
+    healthy = {key: np.array(found) for key, found in values.items()}
+    return Baseline(name, healthy, conditions.usual_facts(facts))
+
+
+def judge(record: RunRecord, baseline: Baseline | None = None) -> Judged:
+    places = places_of(record)
+    case = _Case(record, places, _kinds(places))
+    for measure in measures_of(record):
+        for kind in dict.fromkeys(case.kinds.values()):
+            _compare(case, measure, kind, baseline)
+    case.add(list(proofs.all_proofs(record)))
+    found, notes = proofs.trajectory_evidence(record, _alike(record, case.kinds))
+    case.add(found)
+    case.notes += notes
+    case.add(conditions.condition_evidence(record))
+    case.add(conditions.throttle_evidence(record))
+    _compare_facts(case, baseline)
+    _hold_tournament(case)
+    case.notes += _shortcomings(case, baseline)
+    return Judged(tuple(_verdicts(case, baseline)), tuple(dict.fromkeys(case.notes)))
+
+
+def _kinds(places: Mapping[int, Place]) -> dict[int, str]:
+    """The device's name without its number: only equal kinds are peers."""
+    return {rank: place.device.partition(" ")[2] or place.device.partition(":")[0] for rank, place in places.items()}
+
+
+def _alike(record: RunRecord, kinds: Mapping[int, str]) -> dict[int, str]:
+    """Device, processor and versions: ranks that agree in all of them must compute the same bits."""
+    hosts = {str(m.get("host")): m for m in record.machines}
+    found = {}
+    for outcome in record.outcomes:
+        facts = hosts.get(outcome.host, {})
+        versions = sorted((facts.get("versions") or {}).items())
+        found[outcome.rank] = f"{kinds.get(outcome.rank)} {facts.get('cpu')} {versions}"
+    return found
+
+
+# --- measures ---
+
+
+def _compare(case: _Case, measure: Measure, kind: str, baseline: Baseline | None) -> None:
+    ranks, table = measure.of(rank for rank, own in case.kinds.items() if own == kind)
+    if not ranks:
+        return
+    healthy = baseline.healthy.get((kind, measure.key)) if baseline else None
+    if healthy is None:
+        against = f"the median of {len(ranks)} ranks"
+        standings = peers.among_peers(table, measure.band)
+        if baseline:
+            case.notes.append(f"{baseline.name} holds no {measure.name} of this kind: ranks are compared with peers")
+    else:
+        against = f"the median of {len(healthy)} devices of {baseline.name if baseline else ''}"
+        standings = peers.beside_baseline(table, healthy, measure.band)
+    case.notes += _blindness(measure, standings)
+    for rank, row, standing in zip(ranks, table, standings, strict=True):
+        value = float(np.median(row))
+        case.measures.append(_measured(measure, rank, measure.relative(value), standing))
+        if standing.verdict == UNDECIDED:
+            case.add([(rank, _untold(case, measure, rank, standing, against, len(row)))])
+        elif standing.verdict != PASS:
+            case.add([(rank, _odd(case, measure, rank, standing, against))])
+
+
+def _blindness(measure: Measure, standings: Sequence[peers.Standing]) -> list[str]:
+    """To pass means little where the repeats scatter more than the band is wide: say what would still be found."""
+    doubt = float(np.median([s.doubt for s in standings]))
+    if doubt <= measure.band.width or not measure.logarithmic:
+        return []
+    return [
+        f"{measure.name}: repeats scatter, so only a node worse by {_certain(measure, doubt)} is told for certain; "
+        "more repeats or steps see more"
+    ]
+
+
+def _certain(measure: Measure, doubt: float) -> str:
+    """How much worse than the others a node must be to lie outside the band with its whole interval."""
+    return f"{1 - measure.relative(-measure.band.width - doubt):.0%}"
+
+
+def _measured(measure: Measure, rank: int, value: float, standing: peers.Standing) -> NodeMeasure:
+    half, band = standing.half, measure.band
+    low, high = (None, None) if half is None else (standing.effect - half, standing.effect + half)
+    ends = (low, high, band.low, band.high)
+    low, high, *accepted = (None if end is None else measure.relative(end) for end in ends)
+    return NodeMeasure(
+        measure=measure.name,
+        unit=measure.unit,
+        rank=rank,
+        value=value,
+        relative=measure.relative(standing.effect),
+        low=low,
+        high=high,
+        accepted=(accepted[0], accepted[1]),
+        z=standing.z,
+        verdict=standing.verdict,
+    )
+
+
+def _odd(case: _Case, measure: Measure, rank: int, standing: peers.Standing, against: str) -> NodeEvidence:
+    place = case.places[rank]
+    words = {
+        peers.ODD: "",
+        peers.PAIR: "; of two ranks nobody is odd: a third one or --baseline tells which",
+        peers.SPLIT: "; a group of faster ranks stands apart, so nobody is odd: --baseline tells which is healthy",
+        peers.SPREAD: "; these are spread as far, so nobody is odd, but it is outside the band",
+    }[standing.reason]
+    text = f"{measure.name} of rank {rank} ({place.device}) is {_distance(measure, standing)} {against}{words}"
+    kind = measure.name if measure.unit in ("bytes", "C", "Hz") else f"slow {measure.name}"
+    return NodeEvidence(kind=kind, verdict=standing.verdict, text=text, next_command=_diagnosis(case, measure))
+
+
+def _diagnosis(case: _Case, measure: Measure) -> str:
+    return _NEXT.get(measure.name.split()[0], "") if case.record.spec.topology.device == "cuda" else _NEXT_ON_CPU
+
+
+def _untold(
+    case: _Case, measure: Measure, rank: int, standing: peers.Standing, against: str, repeats: int
+) -> NodeEvidence:
+    """Why this rank did not pass though nothing speaks against it, and how many repeats would tell."""
+    why = {
+        peers.SCATTER: "repeats scatter more than the band is wide, so only a node worse by "
+        f"{_certain(measure, standing.doubt)} is told for certain",
+        peers.EDGE: "this is outside the band, its whole interval is not",
+    }[standing.reason]
+    enough = peers.repeats_for(standing, repeats, measure.band)
+    advice = f"about {enough} tell" if enough else f"not even {peers.MOST_REPEATS} tell: find what disturbs it first"
+    is_at = f"{measure.name} of rank {rank} ({case.places[rank].device}) is {_distance(measure, standing)} {against}"
+    return NodeEvidence(
+        kind=f"{measure.name} not told",
+        verdict=UNDECIDED,
+        text=f"{is_at}; {why}; {repeats} repeats were taken, {advice}",
+        next_command=f"paceline run nodes --set workload.repeats={enough}" if enough else _diagnosis(case, measure),
+    )
+
+
+def _distance(measure: Measure, standing: peers.Standing) -> str:
+    """An interval that holds 0 begins on the other side, with a minus."""
+    side, sign = ("under", -1) if standing.effect < 0 else ("over", 1)
+    if not measure.logarithmic:
+        return f"{abs(standing.effect):.0f} {measure.unit} {side}"
+    ends = (
+        [standing.effect]
+        if standing.half is None
+        else [standing.effect - standing.half, standing.effect + standing.half]
+    )
+    percents = [sign * (measure.relative(end) - 1) * 100 for end in ends]
+    interval = f" [{min(percents):.1f}, {max(percents):.1f}]" if len(ends) > 1 else ""
+    return f"{abs(measure.relative(standing.effect) - 1) * 100:.1f} %{interval} {side}"
+
+
+# --- facts and pairs ---
+
+
+def _compare_facts(case: _Case, baseline: Baseline | None) -> None:
+    facts = conditions.facts_of(case.record)
+    usual = baseline.usual if baseline and baseline.usual else conditions.usual_facts(facts)
+    whose = f"of {baseline.name}" if baseline and baseline.usual else "here"
+    case.differences = conditions.differences(facts, usual)
+    case.add(conditions.difference_evidence(case.differences, usual, whose))
+    if not (baseline and baseline.usual):
+        case.notes += [
+            f"nodes differ, and no majority tells which is right: {t}" for t in conditions.undecided_facts(facts)
+        ]
+
+
+def _hold_tournament(case: _Case) -> None:
+    """A node or rank that is slow with all others fails where both turns say so; a slow link makes two suspects."""
+    for suspect in tournament.hold(case.record).suspects:
+        single = suspect.kind != tournament.LINK
+        verdict = FAIL if single and suspect.confirmed else SUSPECT
+        evidence = NodeEvidence(
+            kind=f"slow {suspect.kind}", verdict=verdict, text=suspect.text, next_command=_NEXT_FOR_PAIRS
+        )
+        case.add([(rank, evidence) for rank in suspect.ranks])
+
+
+def _shortcomings(case: _Case, baseline: Baseline | None) -> Iterator[str]:
+    """What this test could not tell."""
+    if case.record.shares_gpu:
+        yield f"nodes: {SHARED_GPU}, so their speed is not judged"
+    if baseline is not None:
+        return
+    for kind in dict.fromkeys(case.kinds.values()):
+        count = sum(own == kind for own in case.kinds.values())
+        if count < peers.FEWEST_PEERS:
+            many = f"{count} rank{'s' if count > 1 else ''} of {kind}"
+            yield f"{many}: too few to tell an odd one by its peers; --baseline compares with a healthy result"
+
+
+# --- nodes ---
+
+
+def _verdicts(case: _Case, baseline: Baseline | None) -> Iterator[NodeVerdict]:
+    """Ranks of one host as one node, or each rank as its own; the worst evidence decides."""
+    spec = case.record.spec
+    single = spec.workload.options.get("node", "host") == "process"
+    nodes: defaultdict[int, list[int]] = defaultdict(list)
+    for rank, place in case.places.items():
+        nodes[rank if single else place.node].append(rank)
+    facts = conditions.loaded_facts(case.record)
+    for ranks in nodes.values():
+        host = case.places[ranks[0]].host
+        evidence = tuple(dict.fromkeys(e for rank in ranks for e in case.evidence[rank]))
+        yield NodeVerdict(
+            run=spec.run_id,
+            cell=spec.cell,
+            node=f"{host}, rank {ranks[0]}" if single else host,
+            host=host,
+            ranks=tuple(ranks),
+            devices=tuple(case.places[rank].device for rank in ranks),
+            verdict=worst(tuple(e.verdict for e in evidence)),
+            against=baseline.name if baseline else PEERS,
+            evidence=tuple(sorted(evidence, key=lambda e: WORST_FIRST.index(e.verdict))),
+            measures=tuple(m for m in case.measures if m.rank in ranks),
+            differences=tuple(dict.fromkeys(d for rank in ranks for d in case.differences.get(rank, ()))),
+            condition=tuple(_condition(ranks, facts)),
+        )
+
+
+def _condition(ranks: Sequence[int], facts: Mapping[int, conditions.Facts]) -> Iterator[tuple[str, str]]:
+    """Every fact once, with the values of all ranks where they differ."""
+    for name in dict.fromkeys(name for rank in ranks for name in facts.get(rank, {})):
+        told = [facts[rank].get(name) for rank in ranks if rank in facts]
+        known = dict.fromkeys(str(value) for value in told if value not in (None, ""))
+        if known:
+            yield name, ", ".join(known)

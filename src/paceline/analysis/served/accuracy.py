@@ -1,0 +1,281 @@
+"""What served models answered, beside how fast: ROUGE where references exist, agreement of replicas everywhere.
+
+Scores are means over samples, times 100, with a bootstrap interval over samples. Targets are of one task, and of its
+whole set alone: a part of it can neither pass nor fail. Nothing here is timed, and no speed is told without it.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from paceline.analysis.findings import HIGHER, Measurement
+from paceline.analysis.findings.accuracy import (
+    AGREES,
+    DIFFERS,
+    FAILED,
+    PASSED,
+    SILENT,
+    SMOKE,
+    UNDECIDED,
+    Accuracy,
+    AccuracyTarget,
+    ReplicaAnswers,
+)
+from paceline.analysis.served import measurements, rouge
+from paceline.analysis.served.equal_work import BEGINNING
+from paceline.analysis.served.mlperf_rules import MOST_TOKENS, WHOLE_SET
+from paceline.analysis.statistics import intervals
+from paceline.analysis.statistics.intervals import Array
+from paceline.errors import MissingPackageError
+from paceline.experiment.choices import Scalar
+from paceline.experiment.serving import RequestSample
+from paceline.results.records import RunRecord
+
+METRICS = dict.fromkeys(("rouge1_score", "rouge2_score", "rouge_l_score", "rouge_lsum_score"), ("score", HIGHER))
+CHARACTERS = "answer_characters"
+# Llama-3.1-8B on CNN/DailyMail, greedy, at most 128 tokens: what the whole set scores, and the part that must be kept.
+MODEL = "llama318b"
+FULL_SCORES = dict(zip(METRICS, (38.7792, 15.9075, 24.4957, 35.793), strict=True))
+LEAST_OF_SCORE = 0.99
+FULL_CHARACTERS, CHARACTERS_WITHIN = 8_167_644, 0.1
+FEWEST_SCORED = 2
+_KEPT_SCORES = 1 << 16
+
+
+def analyse(records: Sequence[RunRecord]) -> tuple[Accuracy, ...]:
+    """Of every cell whose answers can be judged: kept beside a reference, or asked of several replicas."""
+    by_cell: defaultdict[str, list[RunRecord]] = defaultdict(list)
+    for record in records:
+        if record.requests:
+            by_cell[record.spec.cell].append(record)
+    return tuple(found for ours in by_cell.values() if (found := _accuracy(ours)))
+
+
+def _accuracy(records: Sequence[RunRecord]) -> Accuracy | None:
+    requests = [request for record in records for request in record.requests]
+    agreements = _agreements(records)
+    if not any(map(_is_scored, requests)) and len(agreements) < 2:
+        return None
+    try:
+        scored, note = [_scored(request) for request in requests if _is_scored(request)], None
+    except MissingPackageError as error:
+        scored, note = [], f"not scored: {error}"
+    why_smoke = _why_smoke(records, requests, scored)
+    targets = () if why_smoke else tuple(_targets(scored))
+    verdict = (PASSED if all(t.ok for t in targets) else FAILED) if targets else SMOKE
+    return Accuracy(
+        cell=records[0].spec.cell,
+        axes=records[0].spec.axes(),
+        scored=len({one.sample for one in scored}),
+        scores=tuple(_measured(records, scored)),
+        targets=targets,
+        verdict=verdict if scored else None,
+        replicas=tuple(_replicas(records, scored, agreements)),
+        runs=tuple(record.spec.run_id for record in records),
+        note=why_smoke if scored else note,
+    )
+
+
+def _is_scored(request: RequestSample) -> bool:
+    return request.error is None and request.text is not None and request.reference is not None
+
+
+# --- scores ---
+
+
+class Scored(NamedTuple):
+    """One answer beside its reference: the four scores times 100, and its length in characters."""
+
+    sample: int
+    replica: int
+    scores: tuple[float, ...]
+    characters: int
+
+
+def _scored(request: RequestSample) -> Scored:
+    answer = (request.text or "").strip()
+    scores = tuple(100 * score for score in _rouge(answer, (request.reference or "").strip()))
+    return Scored(request.sample, request.replica, scores, len(answer))
+
+
+@functools.lru_cache(maxsize=_KEPT_SCORES)
+def _rouge(answer: str, reference: str) -> rouge.Scores:
+    """A greedy model gives the same answer in every launch, and a report is made more than once: scored once."""
+    return rouge.score(answer, reference)
+
+
+def _measured(records: Sequence[RunRecord], found: Sequence[Scored], replica: int | None = None) -> list[Measurement]:
+    """Means over samples; one that was asked several times counts once, by the mean of its answers."""
+    if not found:
+        return []
+    by_sample: defaultdict[int, list[tuple[float, ...]]] = defaultdict(list)
+    for one in found:
+        by_sample[one.sample].append(one.scores)
+    table = np.array([np.mean(rows, axis=0) for _, rows in sorted(by_sample.items())])
+    own = {} if replica is None else {"replica": replica}
+    return [_measurement(records, metric, table[:, column], own) for column, metric in enumerate(METRICS)]
+
+
+def _measurement(records: Sequence[RunRecord], metric: str, values: Array, own: Mapping[str, Scalar]) -> Measurement:
+    spec, (unit, better) = records[0].spec, METRICS[metric]
+    low, high = _interval(values, intervals.seed_of(spec.cell, metric, str(own)))
+    return Measurement(
+        metric=metric,
+        unit=unit,
+        better=better,
+        cell=spec.cell,
+        value=float(values.mean()),
+        low=low,
+        high=high,
+        n=len(values),
+        launches=len(records),
+        axes={**spec.axes(), **own},
+        runs=tuple(record.spec.run_id for record in records),
+    )
+
+
+def _interval(values: Array, seed: int) -> tuple[float | None, float | None]:
+    """Samples are asked in a drawn order and answered each by itself, so single ones are drawn."""
+    if len(values) < FEWEST_SCORED:
+        return None, None
+    rng = np.random.default_rng(seed)
+    means = [float(values[rng.integers(0, len(values), len(values))].mean()) for _ in range(intervals.RESAMPLES)]
+    low, high = np.percentile(means, (2.5, 97.5))
+    return float(low), float(high)
+
+
+# --- targets ---
+
+
+def _why_smoke(records: Sequence[RunRecord], requests: Sequence[RequestSample], scored: Sequence[Scored]) -> str | None:
+    """Why the targets do not apply; None where the whole set was answered as they ask for."""
+    spec = records[0].spec
+    assert spec.serving is not None
+    if {one.sample for one in scored} != set(range(WHOLE_SET)) or len(scored) != len(requests):
+        count = len({one.sample for one in scored})
+        return f"{count:,} samples can neither pass nor fail: targets are of all {WHOLE_SET:,} of the set"
+    if spec.serving.max_tokens != MOST_TOKENS:
+        return f"targets are of answers of at most {MOST_TOKENS} tokens, and {spec.serving.max_tokens} were allowed"
+    served_as = {str(sample.model) for record in records for sample in record.replicas} | {spec.model_text}
+    if not any(MODEL in re.sub(r"[^a-z0-9]", "", name.lower()) for name in served_as):
+        return f"targets are of Llama-3.1-8B, and the model is {', '.join(sorted(served_as))}"
+    return None
+
+
+def _targets(scored: Sequence[Scored]) -> Iterator[AccuracyTarget]:
+    means = np.mean([one.scores for one in scored], axis=0).tolist()
+    for (metric, full), value in zip(FULL_SCORES.items(), means, strict=True):
+        low = LEAST_OF_SCORE * full
+        yield AccuracyTarget(metric=metric, value=value, low=low, high=None, ok=value >= low)
+    characters = sum(one.characters for one in scored) * WHOLE_SET / len(scored)
+    low, high = ((1 + part) * FULL_CHARACTERS for part in (-CHARACTERS_WITHIN, CHARACTERS_WITHIN))
+    yield AccuracyTarget(metric=CHARACTERS, value=characters, low=low, high=high, ok=low <= characters <= high)
+
+
+# --- replicas ---
+
+Question = Mapping[int, str | None]
+
+
+class Agreement(NamedTuple):
+    """How a replica stands to the others: of so many questions how many it answered otherwise than most (or that have
+    no majority), and whether all those answers begin alike, as they do where rounding alone parts them."""
+
+    verdict: str | None = None
+    asked: int = 0
+    odd: int = 0
+    begins_alike: bool = False
+
+
+def _agreements(records: Sequence[RunRecord]) -> dict[int, Agreement]:
+    """By replica. The same question in another launch is another question."""
+    questions: defaultdict[tuple[int, int], dict[int, str | None]] = defaultdict(dict)
+    for launch, record in enumerate(records):
+        for answer in record.answers:
+            questions[launch, answer.sample][answer.replica] = None if answer.error else answer.text
+    replicas = sorted({answer.replica for record in records for answer in record.answers})
+    return {replica: _agreement(replica, list(questions.values())) for replica in replicas}
+
+
+def _agreement(replica: int, questions: Sequence[Question]) -> Agreement:
+    ours = [texts for texts in questions if replica in texts]
+    if not any(texts[replica] for texts in ours):
+        return Agreement(SILENT, len(ours), len(ours))
+    usual = [(texts, _majority(texts)) for texts in ours]
+    odd = [texts for texts, most in usual if most is not None and texts[replica] != most]
+    split = [texts for texts, most in usual if most is None]
+    verdict = DIFFERS if odd else UNDECIDED if split else AGREES
+    return Agreement(verdict, len(ours), len(odd or split), all(map(_begin_alike, odd or split)))
+
+
+def _majority(texts: Question) -> str | None:
+    """What more than half of the replicas answered."""
+    text, often = Counter(texts.values()).most_common(1)[0]
+    return text if 2 * often > len(texts) else None
+
+
+def _begin_alike(texts: Question) -> bool:
+    return len({None if text is None else text[:BEGINNING] for text in texts.values()}) == 1
+
+
+def _replicas(
+    records: Sequence[RunRecord], scored: Sequence[Scored], agreements: Mapping[int, Agreement]
+) -> Iterator[ReplicaAnswers]:
+    """None where there is one replica alone."""
+    hosts = {sample.replica: sample.host for record in records for sample in record.replicas}
+    everyone = sorted({*hosts, *agreements, *(one.replica for one in scored)})
+    rates = _rates(records)
+    for replica in everyone if len(everyone) > 1 else ():
+        own = _measured(records, [one for one in scored if one.replica == replica], replica)
+        others = _measured(records, [one for one in scored if one.replica != replica])
+        standing = agreements.get(replica, Agreement())
+        yield ReplicaAnswers(
+            replica=replica,
+            host=hosts.get(replica),
+            agreement=standing.verdict,
+            asked=standing.asked,
+            odd=standing.odd,
+            tokens_per_s=rates.get(replica),
+            scores=tuple(own),
+            flag=_flag(standing) or _scores_less(own, others),
+        )
+
+
+def _rates(records: Sequence[RunRecord]) -> dict[int, float]:
+    """Output tokens of each replica over the time that loads were on for it: what stands beside a flag."""
+    tokens: Counter[int] = Counter()
+    seconds: defaultdict[int, float] = defaultdict(float)
+    for load in measurements.gather(records):
+        for launch in load.launches:
+            for replica in {request.replica for request in launch.answered}:
+                seconds[replica] += launch.wall_s()
+            for request in launch.answered:
+                tokens[request.replica] += measurements.tokens_of(request)
+    return {replica: tokens[replica] / time for replica, time in seconds.items() if time > 0}
+
+
+def _flag(found: Agreement) -> str | None:
+    late = ", all of which begin alike, as where rounding alone parts them" if found.begins_alike else ""
+    if found.verdict == SILENT:
+        return f"answered none of {found.asked} questions that every replica was asked"
+    if found.verdict == UNDECIDED:
+        return (
+            f"is one of those that answered {found.odd} of {found.asked} questions differently without a majority{late}"
+        )
+    if found.verdict == DIFFERS:
+        return f"answered {found.odd} of {found.asked} questions otherwise than most replicas{late}"
+    return None
+
+
+def _scores_less(own: Sequence[Measurement], others: Sequence[Measurement]) -> str | None:
+    """Where the whole interval of a score lies below that of the other replicas together."""
+    for ours, theirs in zip(own, others, strict=False):
+        if ours.high is not None and theirs.low is not None and ours.high < theirs.low:
+            return f"scores {ours.value:.1f} in {ours.metric}, the other replicas {theirs.value:.1f}"
+    return None

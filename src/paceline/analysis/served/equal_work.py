@@ -1,0 +1,192 @@
+"""Equal work of served runs: the same model, samples, limits and precision were asked for, and as much was answered.
+
+A server that answers less, or something else, is not faster. Greedy answers of two engines in a short format part ways
+after some tokens, by rounding alone; broken ones part at once. So lengths must agree over all answers, and texts, where
+both sides kept them, in how they begin.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from paceline.analysis.compare.cells import judged_ratio
+from paceline.analysis.findings import Check, Comparison
+from paceline.analysis.findings.accuracy import Accuracy
+from paceline.analysis.findings.served_work import ServedPair, Undecided
+from paceline.analysis.served import estimates, measurements
+from paceline.analysis.served.estimates import COMPARED
+from paceline.analysis.served.loads import Load, Served
+from paceline.analysis.statistics.intervals import ratio_between
+from paceline.analysis.training import metrics
+from paceline.experiment.choices import Scalar
+from paceline.experiment.serving import RequestSample
+from paceline.experiment.spec import RunSpec
+from paceline.results.records import RunRecord
+
+# Answered tokens of both sides may differ by this part: servers count the end of an answer differently.
+TOKENS_WITHIN = 0.01
+# Texts that share so many characters from the start began alike; so many of them must.
+BEGINNING, ALIKE = 16, 0.95
+# Fields of a served spec that say how it was asked and kept, not what was asked.
+FREE = ("engine", "launcher", "serving.keeps_text", "serving.request_timeout_s", "serving.full_set")
+
+Answered = Mapping[int, RequestSample]
+
+
+# --- what must be the same ---
+
+
+def checks(ours: Sequence[RunRecord], theirs: Sequence[RunRecord]) -> tuple[Check, ...]:
+    """Each with what the one side has as expected and what the other has as observed."""
+    sides = (ours, theirs)
+    asked = [_asked(records[0].spec) for records in sides]
+    found = [_same(name, *(side[name] for side in asked)) for name in asked[0]]
+    found += _dtypes(*sides)
+    answers = [_answers(records) for records in sides]
+    found.append(_same_samples(*answers))
+    found += _counts(*answers)
+    texts = _texts(*answers)
+    return (*found, *((texts,) if texts else ()))
+
+
+def _same(name: str, a: str, b: str) -> Check:
+    return Check(name=name, ok=a == b, expected=a, observed=b)
+
+
+def _asked(spec: RunSpec) -> dict[str, str]:
+    assert spec.serving is not None
+    return {
+        "model": spec.model_text,
+        "precision": spec.training.precision.compute,
+        "data": spec.data_text,
+        "seed": str(spec.seed),
+        "API": spec.serving.api,
+        "most tokens": str(spec.serving.max_tokens),
+    }
+
+
+def _dtypes(*sides: Sequence[RunRecord]) -> Iterator[Check]:
+    """What each engine says it computes in; nothing where one does not say."""
+    told = [
+        {_dtype(s.settings["dtype"]) for r in side for s in r.replicas if s.settings.get("dtype")} for side in sides
+    ]
+    if all(told):
+        yield _same("computes in", *(", ".join(sorted(each)) for each in told))
+
+
+def _dtype(told: Scalar) -> str:
+    """`torch.bfloat16` and `bfloat16` are what a spec calls bf16."""
+    name = str(told).removeprefix("torch.")
+    return {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(name, name)
+
+
+def _answers(records: Sequence[RunRecord]) -> dict[int, RequestSample]:
+    """Sample -> one answer: a greedy model gives the same one every time it is asked."""
+    return {q.sample: q for record in records for q in record.requests if q.error is None}
+
+
+def _same_samples(ours: Answered, theirs: Answered) -> Check:
+    """A sample that one side failed on is no reason against the other; too few in common are."""
+    both, every = len({*ours} & {*theirs}), len({*ours} | {*theirs})
+    ok = every > 0 and both >= (1 - TOKENS_WITHIN) * every
+    return Check(name="samples", ok=ok, expected=f"{every} answered by either", observed=f"{both} by both")
+
+
+def _counts(ours: Answered, theirs: Answered) -> Iterator[Check]:
+    shared = sorted({*ours} & {*theirs})
+    prompts = [[side[sample].prompt_tokens for sample in shared] for side in (ours, theirs)]
+    if shared and None not in prompts[0] and None not in prompts[1]:
+        a, b = (sum(count for count in side if count is not None) for side in prompts)
+        yield Check(name="prompt tokens", ok=prompts[0] == prompts[1], expected=f"{a:,}", observed=f"{b:,}")
+    a, b = (sum(measurements.tokens_of(side[sample]) for sample in shared) for side in (ours, theirs))
+    ok = abs(a - b) <= TOKENS_WITHIN * max(a, b)
+    yield Check(name="answered tokens", ok=ok, expected=f"{a:,}", observed=f"{b:,}")
+
+
+def _texts(ours: Answered, theirs: Answered) -> Check | None:
+    """None where a side kept none."""
+    pairs = [
+        (ours[sample].text or "", theirs[sample].text or "")
+        for sample in sorted({*ours} & {*theirs})
+        if ours[sample].text is not None and theirs[sample].text is not None
+    ]
+    if not pairs:
+        return None
+    alike = sum(a[:BEGINNING] == b[:BEGINNING] for a, b in pairs)
+    told = f"{alike} of {len(pairs)} begin alike, {sum(a == b for a, b in pairs)} are equal"
+    return Check(name="texts", ok=alike >= ALIKE * len(pairs), expected=f"{ALIKE:.0%} begin alike", observed=told)
+
+
+def reasons(found: Sequence[Check]) -> list[str]:
+    return [f"{check.name}: {check.expected} against {check.observed}" for check in found if not check.ok]
+
+
+# --- engines within one report ---
+
+
+def analyse(records: Sequence[RunRecord], accuracy: Sequence[Accuracy] = ()) -> tuple[ServedPair, ...]:
+    """Every two cells that differ in their engine alone, load by load."""
+    flags = {found.cell: found.flags for found in accuracy}
+    groups: defaultdict[tuple[str, Load | None], list[Served]] = defaultdict(list)
+    for load in measurements.believed(records):
+        if load.replica is None:
+            groups[_without_engine(load.spec), load.load].append(load)
+    return tuple(_pair(a, b, flags) for found in groups.values() for a, b in itertools.combinations(found, 2))
+
+
+def _without_engine(spec: RunSpec) -> str:
+    return str(sorted((name, str(value)) for name, value in metrics.flat(spec).items() if name not in FREE))
+
+
+def _pair(a: Served, b: Served, flags: Mapping[str, Mapping[int, str]]) -> ServedPair:
+    found = checks(a.records, b.records)
+    names = _name(a.spec, b.spec), _name(b.spec, a.spec)
+    compared = tuple(_comparisons(a, b, names)) if all(check.ok for check in found) else ()
+    decided = tuple(c for c in compared if isinstance(c, Comparison))
+    told = [
+        f"{name}: replica {replica} {why}"
+        for load, name in zip((a, b), names, strict=True)
+        for replica, why in flags.get(load.spec.cell, {}).items()
+    ]
+    return ServedPair(
+        cell=a.spec.cell,
+        other=b.spec.cell,
+        label=names[0],
+        other_label=names[1],
+        load=a.name,
+        checks=found,
+        comparisons=decided,
+        flags=tuple(told),
+        runs=a.runs + b.runs,
+        undecided=tuple(c for c in compared if isinstance(c, Undecided)),
+    )
+
+
+def _name(spec: RunSpec, beside: RunSpec) -> str:
+    """The engine's name; where both have the same, what its options add."""
+    assert spec.engine is not None
+    assert beside.engine is not None
+    return spec.engine.name if spec.engine.name != beside.engine.name else str(spec.engine)
+
+
+def _comparisons(a: Served, b: Served, names: tuple[str, str]) -> Iterator[Comparison | Undecided]:
+    for metric in metrics_of(a):
+        over, under = estimates.estimate(a, metric), estimates.estimate(b, metric)
+        if over is None or under is None or min(over.value, under.value) <= 0:
+            continue
+        ratio = ratio_between([over], [under.redrawn()])
+        if ratio is not None:
+            cells, runs = (a.cell, b.cell), a.runs + b.runs
+            yield judged_ratio(metric, COMPARED[metric][1], cells, names, ratio, axes=a.axes(), runs=runs)
+            continue
+        sides = ((names[0], over), (names[1], under))
+        silent = ((name, estimates.why_unbounded(side, metric)) for name, side in sides if side.deviations is None)
+        yield Undecided(metric=metric, ratio=over.value / under.value, reason="; ".join(map(": ".join, silent)))
+
+
+def metrics_of(load: Served) -> tuple[str, ...]:
+    """Of everything asked at once the first token tells a request's place in the queue, which the rate tells too."""
+    offline = load.serving.scenario == "offline"
+    return (estimates.TOKENS_PER_S,) if offline else tuple(COMPARED)

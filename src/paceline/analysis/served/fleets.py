@@ -1,0 +1,335 @@
+"""Several replicas under one load: what each did, what they gain together, and what is lost to the last one.
+
+A replica by itself is known from the same run (its tokens over its own time), or, better, from a paired run in which it
+was asked alone. The gain of a dynamic partition over a static one is told between cells that differ in nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from paceline.analysis.compare.cells import verdict_of
+from paceline.analysis.findings import HIGHER, Measurement
+from paceline.analysis.findings.served_verdicts import UNDECIDED_GAIN, Fleet, PartitionGain, ReplicaShare
+from paceline.analysis.served import measurements as measured
+from paceline.analysis.served.loads import Served, Stretch
+from paceline.analysis.served.token_times import spans_of_at_least, tokens_of
+from paceline.analysis.statistics.intervals import Resampled, ratio_between
+from paceline.analysis.statistics.launch_spread import Bounded, bounded, over_launches, quotient
+from paceline.experiment.serving import ReplicaSample
+from paceline.results.records import RunRecord
+
+NS = 1e9
+# What a speed-up is over. A paired run puts on one replica as many requests as it has beside the others.
+PAIRED = "over the best replica alone with its share in flight, from a paired run"
+OWN_TIME = "over the best replica's own rate in this run"
+Alone = Mapping[int, Resampled]
+
+
+# --- one replica ---
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one replica did in one stretch, from its start: seconds to its last answer, or to its end where it died."""
+
+    requests: int
+    failed: int
+    tokens: float
+    prompt_tokens: float
+    seconds: float
+    busy_s: float
+    died_s: float | None
+
+
+def part_of(stretch: Stretch, replica: int) -> Part:
+    ours = [request for request in stretch.requests if request.replica == replica]
+    answered = [request for request in ours if request.error is None]
+    told = next((r for r in stretch.record.replicas if r.replica == replica), None)
+    died = _died_s(told, stretch)
+    last = max((r.ended_ns for r in answered if r.ended_ns is not None), default=stretch.started_ns)
+    prompts = [math.nan if r.prompt_tokens is None else r.prompt_tokens for r in answered]
+    return Part(
+        requests=len(ours),
+        failed=len(ours) - len(answered),
+        tokens=float(sum(map(tokens_of, answered))),
+        prompt_tokens=float(sum(prompts)),
+        seconds=(last - stretch.started_ns) / NS if died is None else died,
+        busy_s=spans_of_at_least(ours, 1).seconds,
+        died_s=died,
+    )
+
+
+def _died_s(told: ReplicaSample | None, stretch: Stretch) -> float | None:
+    """From the start of the stretch; None where it outlived it."""
+    if told is None or told.died_ns is None:
+        return None
+    after = (told.died_ns - stretch.started_ns) / NS
+    return max(after, 0.0) if after <= stretch.wall_s else None
+
+
+def replicas_of(served: Served) -> list[int]:
+    """All that there were, those too that answered nothing."""
+    told = {replica.replica for record in served.records for replica in record.replicas}
+    return sorted(told | {request.replica for request in served.requests if request.replica >= 0})
+
+
+def share_of(served: Served, replica: int, alone: Alone) -> ReplicaShare:
+    parts = [part_of(stretch, replica) for stretch in served.stretches]
+    seconds, wall = sum(part.seconds for part in parts), served.wall_s()
+    prompts = sum(part.prompt_tokens for part in parts)
+    samples = [r for record in served.records for r in record.replicas if r.replica == replica]
+    return ReplicaShare(
+        replica=replica,
+        host=", ".join(dict.fromkeys(sample.host for sample in samples)) or None,
+        requests=sum(part.requests for part in parts),
+        failed=sum(part.failed for part in parts),
+        output_tokens_per_s=sum(part.tokens for part in parts) / seconds if seconds > 0 else None,
+        prompt_tokens_per_s=prompts / seconds if seconds > 0 and math.isfinite(prompts) else None,
+        busy_ratio=sum(part.busy_s for part in parts) / wall if wall > 0 else None,
+        finished_s=max(part.seconds for part in parts),
+        alone_tokens_per_s=alone[replica].value if replica in alone else None,
+        died_s=next((part.died_s for part in parts if part.died_s is not None), None),
+        reassigned=sum(sample.reassigned for sample in samples) if _gave_away(served, parts) else 0,
+    )
+
+
+def _gave_away(served: Served, parts: Sequence[Part]) -> bool:
+    """Counted over a run: of one with several loads they are of the load in which the replica was lost,
+    not of those after it."""
+    return served.load is None or any(part.died_s is not None and part.died_s > 0 for part in parts)
+
+
+# --- all of them ---
+
+
+def fleet_of(served: Served, alone: Alone) -> Fleet | None:
+    """None where one replica was asked alone: there is nothing to combine."""
+    numbers = replicas_of(served)
+    if len(numbers) < 2 or served.replica is not None:
+        return None
+    # By the same kind of number for all: alone only where all were asked alone.
+    alone = alone if all(number in alone for number in numbers) else {}
+    shares = tuple(share_of(served, number, alone) for number in numbers)
+    best = _best(shares) if not served.is_open else None
+    combined = measured.measurement(served, "output_tokens_per_s", bounded(_rate(served)))
+    speedup = _speedup(served, best, alone) if best else None
+    straggler_s, uneven = (None, None) if served.is_open else _straggling(served, numbers)
+    wall, over = served.wall_s(), _over_what(served, bool(alone))
+    return Fleet(
+        cell=served.cell,
+        axes=served.axes(),
+        replicas=shares,
+        combined=combined,
+        speedup=speedup,
+        efficiency=_efficiency(served, speedup, len(numbers)) if speedup else None,
+        best=best.replica if best else None,
+        straggler_s=straggler_s,
+        straggler_ratio=straggler_s / wall if straggler_s is not None and wall > 0 else None,
+        uneven_ratio=uneven,
+        text=" ".join([*_sentences(shares, combined, speedup, over, best, straggler_s, wall), *_losses(served)]),
+        runs=served.runs,
+        is_paired=bool(alone),
+        over=over,
+    )
+
+
+def measurements_of(fleet: Fleet, served: Served) -> Iterator[Measurement]:
+    """Of each replica, and of all together beside the best one."""
+    for share in fleet.replicas:
+        axes = {"replica": share.replica, "host": share.host}
+        rows = [_own_counts(launch, share.replica) for launch in served.launches]
+        for column, kind in enumerate(("output", "prompt")):
+            name = f"replica_{kind}_tokens_per_s"
+            rate = over_launches(rows, quotient(column, 2), served.cell, name, str(share.replica))
+            yield measured.measurement(served, name, bounded(rate), n=share.requests, axes=axes)
+    yield from (found for found in (fleet.speedup, fleet.efficiency) if found is not None)
+    numbers = [share.replica for share in fleet.replicas]
+    waits = [[_straggling(launch, numbers)[0], launch.wall_s()] for launch in served.launches]
+    straggler = None if served.is_open else over_launches(waits, quotient(), served.cell, "straggler")
+    yield measured.measurement(served, "straggler_ratio", bounded(straggler))
+
+
+def _own_counts(launch: Served, replica: int) -> list[float]:
+    """Tokens that a replica answered, those it was asked, and the seconds it took."""
+    parts = [part_of(stretch, replica) for stretch in launch.stretches]
+    columns = zip(*((part.tokens, part.prompt_tokens, part.seconds) for part in parts), strict=True)
+    return [float(sum(column)) for column in columns]
+
+
+def _by_itself(share: ReplicaShare) -> float | None:
+    return share.output_tokens_per_s if share.alone_tokens_per_s is None else share.alone_tokens_per_s
+
+
+def _best(shares: Sequence[ReplicaShare]) -> ReplicaShare | None:
+    return max((share for share in shares if _by_itself(share)), key=lambda s: _by_itself(s) or 0.0, default=None)
+
+
+def _rate(served: Served) -> Resampled | None:
+    rows = [[float(sum(map(tokens_of, each.answered))), each.wall_s()] for each in served.launches]
+    return over_launches(rows, quotient(), served.cell, "combined")
+
+
+def _speedup(served: Served, best: ReplicaShare, alone: Alone) -> Measurement | None:
+    """Over the best one alone where a paired run tells it, else over its own time in this run."""
+    if best.alone_tokens_per_s is not None:
+        together = _rate(served)
+        found = _over(together, alone[best.replica]) if together else (None, None, None)
+        note = PAIRED
+    else:
+        rows = [_beside(launch, best.replica) for launch in served.launches]
+        ratio = over_launches(rows, lambda s: s[..., 0] / s[..., 1] / (s[..., 2] / s[..., 3]), served.cell, "speedup")
+        found, note = bounded(ratio), OWN_TIME
+    return measured.measurement(served, "replicas_speedup_ratio", found, note=note) if found[0] is not None else None
+
+
+def _over(together: Resampled, single: Resampled) -> Bounded:
+    ratio = ratio_between([together], [single])
+    return (ratio.value, ratio.low, ratio.high) if ratio else (together.value / single.value, None, None)
+
+
+def _beside(launch: Served, replica: int) -> list[float]:
+    parts = [part_of(stretch, replica) for stretch in launch.stretches]
+    tokens = float(sum(map(tokens_of, launch.answered)))
+    return [tokens, launch.wall_s(), sum(part.tokens for part in parts), sum(part.seconds for part in parts)]
+
+
+def _efficiency(served: Served, speedup: Measurement, count: int) -> Measurement:
+    value, low, high = (None if x is None else x / count for x in (speedup.value, speedup.low, speedup.high))
+    return measured.measurement(served, "replicas_efficiency_ratio", (value, low, high), note=speedup.note)
+
+
+def _straggling(served: Served, numbers: Sequence[int]) -> tuple[float, float | None]:
+    """Seconds in which the last replica worked alone, summed, and the share of time in which not all had a request. One
+    that died is not waited for."""
+    alone = together = 0.0
+    for stretch in served.stretches:
+        parts = [part_of(stretch, number) for number in numbers]
+        ends = sorted(part.seconds for part in parts if part.died_s is None)
+        alone += ends[-1] - ends[-2] if len(ends) > 1 else 0.0
+        together += _all_busy_s(stretch, numbers)
+    wall = served.wall_s()
+    return alone, 1 - together / wall if wall > 0 else None
+
+
+def _all_busy_s(stretch: Stretch, numbers: Sequence[int]) -> float:
+    """The time in which every replica had at least one request."""
+    edges: list[tuple[float, int]] = []
+    for number in numbers:
+        spans = spans_of_at_least([r for r in stretch.requests if r.replica == number], 1)
+        edges += [*((start, 1) for start in spans.starts), *((end, -1) for end in spans.ends)]
+    busy, since, total = 0, 0.0, 0.0
+    for moment, change in sorted(edges):
+        if busy == len(numbers):
+            total += moment - since
+        busy, since = busy + change, moment
+    return float(total) / NS
+
+
+# --- in words ---
+
+
+def _over_what(served: Served, is_paired: bool) -> str:
+    """A replica asked alone with all that is in flight would be faster than with its share, and the gain smaller."""
+    if not is_paired:
+        return "the best one's own rate"
+    stage = served.stretches[0].stage
+    several = stage is not None and stage.concurrency is not None and stage.concurrency > 1
+    of_all = f" of the {stage.concurrency}" if stage is not None and several else ""
+    return f"the best one alone with its share{of_all} in flight"
+
+
+def _sentences(
+    shares: Sequence[ReplicaShare],
+    combined: Measurement,
+    speedup: Measurement | None,
+    over: str,
+    best: ReplicaShare | None,
+    straggler_s: float | None,
+    wall_s: float,
+) -> Iterator[str]:
+    beside = ""
+    if speedup is not None and speedup.value is not None and best is not None:
+        own = f"replica {best.replica}, {_by_itself(best):,.0f} tokens/s"
+        beside = f", {speedup.value:.2f} times {over} ({own})"
+    launches = f"{combined.launches} launch{'' if combined.launches == 1 else 'es'}"
+    yield f"{len(shares)} replicas served {combined.value or 0.0:,.0f} tokens/s together{beside}; {launches}."
+    if straggler_s is not None and wall_s > 0 and straggler_s / wall_s >= 0.01:
+        last = max(shares, key=lambda share: share.finished_s)
+        time = f"{straggler_s / wall_s:.0%} of the time"
+        yield f"Replica {last.replica} worked alone for {time}, when the others had ended."
+    for share in shares:
+        if share.died_s is not None:
+            gone = f"Failed: replica {share.replica} was gone after {share.died_s:.1f} s"
+            yield f"{gone}; others took {share.reassigned} of its samples."
+
+
+def _losses(served: Served) -> Iterator[str]:
+    """Nodes that went away, also where no replica's death tells of it: late, when its requests were answered."""
+    runs = [record for record in served.records if record.lost_nodes]
+    nodes = sorted({node for record in runs for node in record.lost_nodes})
+    if nodes:
+        named = f"node{'' if len(nodes) == 1 else 's'} {', '.join(map(str, nodes))}"
+        share = f"{len(runs)} of {len(served.records)} runs"
+        yield f"In {share} {named} went away before the end; the rest went on without."
+
+
+# --- dynamic over static ---
+
+
+def alone_rates(served: Sequence[Served]) -> dict[str, dict[int, Resampled]]:
+    """By configuration without its partition: what each replica does when it is asked alone, from paired runs."""
+    found: dict[str, dict[int, Resampled]] = {}
+    for each in served:
+        if each.replica is not None and not each.is_open and (rate := _rate(each)):
+            found.setdefault(unpartitioned(each.records[0]), {})[each.replica] = rate
+    return found
+
+
+def unpartitioned(record: RunRecord) -> str:
+    """The same for cells that differ in their partition alone."""
+    serving = record.spec.serving
+    assert serving is not None
+    return dataclasses.replace(record.spec, serving=dataclasses.replace(serving, partition="static")).cell
+
+
+def partition_gains(served: Sequence[Served]) -> Iterator[PartitionGain]:
+    """Of loads that are served as fast as they can be: one that comes by a schedule gains nothing."""
+    by_key: dict[tuple[object, ...], dict[str, Served]] = {}
+    for each in served:
+        if not each.is_open and each.replica is None:
+            key = unpartitioned(each.records[0]), each.load
+            by_key.setdefault(key, {})[each.serving.partition] = each
+    for found in by_key.values():
+        if "dynamic" in found and "static" in found:
+            gain = _gain(found["dynamic"], found["static"])
+            if gain is not None:
+                yield gain
+
+
+def _gain(dynamic: Served, static: Served) -> PartitionGain | None:
+    over, under = _rate(dynamic), _rate(static)
+    if over is None or under is None or under.value <= 0:
+        return None
+    ratio = ratio_between([over], [under])
+    low, high = (ratio.low, ratio.high) if ratio else (None, None)
+    single = "one of them has a single launch, so that nothing bounds the ratio"
+    verdict, reason = verdict_of(ratio, HIGHER) if ratio else (UNDECIDED_GAIN, single)
+    value = over.value / under.value
+    interval = f" (95 % interval {ratio.low:.2f} to {ratio.high:.2f})" if ratio else ""
+    said = f"The dynamic partition served {value:.2f} times the tokens/s of the static one{interval}"
+    return PartitionGain(
+        cell=dynamic.cell,
+        other=static.cell,
+        axes={name: value for name, value in dynamic.axes().items() if name != "partition"},
+        ratio=value,
+        low=low,
+        high=high,
+        verdict=verdict,
+        reason=reason,
+        text=f"{said}: {verdict}, {reason}.",
+        runs=(*dynamic.runs, *static.runs),
+    )

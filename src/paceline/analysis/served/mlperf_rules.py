@@ -1,0 +1,213 @@
+"""The rules of LoadGen, one by one: what each asks for, what the record shows, and whether it was kept.
+
+A rule that the record cannot decide is said to be undecided, never kept: what another's endpoint does inside is not
+ours to say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from paceline.analysis.findings.accuracy import FAILED, PASSED, Accuracy
+from paceline.analysis.findings.served_verdicts import CLIENT, KEPT, LOADGEN_LABEL, NOT_KEPT, UNTOLD, Rule
+from paceline.analysis.served import measurements as measured
+from paceline.analysis.served.loads import Served, Stretch
+from paceline.analysis.served.token_times import most_in_flight
+from paceline.analysis.statistics.intervals import Array
+from paceline.experiment.serving import LIMITS, PERCENTILE
+from paceline.serving import early_stopping
+
+NS = 1e9
+SCENARIOS = ("offline", "server", "interactive", "single_stream")
+LEAST_S = 600.0
+MOST_TOKENS = 128
+WHOLE_SET = 13_368
+SET_NAME = "summaries"
+# Of true Poisson arrivals so few would be refused.
+LEAST_PROBABILITY = 1e-3
+# A single stream is told by its 90th percentile, and 64 requests let one be above it.
+STREAM_PERCENTILE, STREAM_LATE = 0.9, 1
+
+
+def label_of(served: Served) -> str | None:
+    """Runs that were asked for by these rules carry it, whatever they kept of them."""
+    asked = served.serving
+    return LOADGEN_LABEL if asked.scenario in SCENARIOS and asked.least_s >= LEAST_S else None
+
+
+def checklist(served: Served, accuracy: Rule | None = None) -> tuple[Rule, ...]:
+    """All rules of the scenario, in reading order."""
+    return (
+        _arrivals(served),
+        _duration(served),
+        *_counts(served),
+        *_limits(served),
+        _answers_once(served),
+        *_requests_asked(served),
+        _prefix_caching(served),
+        _whole_set(served),
+        accuracy or _accuracy_untold(served),
+        _client(served),
+    )
+
+
+def _rule(name: str, asked: str, seen: str, kept: bool | None) -> Rule:
+    outcome = UNTOLD if kept is None else KEPT if kept else NOT_KEPT
+    return Rule(name=name, asked=asked, seen=seen, outcome=outcome)
+
+
+# --- when requests came ---
+
+
+def _arrivals(served: Served) -> Rule:
+    scenario = served.scenario
+    if scenario in LIMITS:
+        return _poisson(served)
+    if scenario == "offline":
+        at_once = all(len({request.due_ns for request in stretch.requests}) == 1 for stretch in served.stretches)
+        return _rule(
+            "scenario", "offline: all due at once", "all due at once" if at_once else "due one by one", at_once
+        )
+    most = max(most_in_flight(stretch.requests) for stretch in served.stretches)
+    return _rule("scenario", "single_stream: one at a time", f"{most} in flight at most", most <= 1)
+
+
+def _poisson(served: Served) -> Rule:
+    rate = served.rate_per_s
+    asked = f"{served.scenario}: Poisson arrivals"
+    gaps = planned_gaps(served.stretches[0])
+    if rate is None or len(gaps) < 2:
+        return _rule("scenario", asked, "too few requests", None)
+    distance, probability = kolmogorov_smirnov(gaps, rate)
+    seen = f"{len(gaps):,} gaps at {rate:g}/s: K-S distance {distance:.3f}, p {probability:.2g}"
+    return _rule("scenario", asked, seen, probability >= LEAST_PROBABILITY)
+
+
+def planned_gaps(stretch: Stretch) -> Array:
+    """Seconds between the times at which requests were due."""
+    return np.diff(np.sort(np.array([request.due_ns for request in stretch.requests], dtype=np.float64))) / NS
+
+
+def kolmogorov_smirnov(gaps: Array, rate_per_s: float) -> tuple[float, float]:
+    """The largest distance between the distribution of the gaps and the exponential one of the rate, and how probable
+    a larger one is if they are of it: Kolmogorov's series with Stephens' correction for few."""
+    n = len(gaps)
+    law = 1 - np.exp(-rate_per_s * np.sort(gaps))
+    steps = np.arange(n + 1) / n
+    distance = float(max((steps[1:] - law).max(), (law - steps[:-1]).max()))
+    scaled = (math.sqrt(n) + 0.12 + 0.11 / math.sqrt(n)) * distance
+    terms = (2 * (-1) ** (k - 1) * math.exp(-2 * (k * scaled) ** 2) for k in range(1, 101))
+    return distance, min(1.0, max(0.0, math.fsum(terms))) if scaled > 0.2 else 1.0
+
+
+# --- how much was asked, and how well it was answered ---
+
+
+def _duration(served: Served) -> Rule:
+    shortest = min(stretch.wall_s for stretch in served.stretches)
+    return _rule("minimum duration", f"{LEAST_S:g} s", f"{shortest:,.1f} s", shortest >= LEAST_S)
+
+
+def _counts(served: Served) -> Iterator[Rule]:
+    """By early stopping; offline states no percentile."""
+    count = len(served.requests)
+    if served.scenario == "single_stream":
+        least = early_stopping.requests_needed(STREAM_LATE, STREAM_PERCENTILE)
+        yield _rule("requests for p90", f"{least}", f"{count:,}", count >= least)
+    elif served.has_limits:
+        late = measured.late_of(served)
+        needed = early_stopping.requests_needed(late, PERCENTILE)
+        yield _rule("requests n(t) for p99", f"{needed:,} with {late:,} late", f"{count:,}", count >= needed)
+
+
+def _limits(served: Served) -> Iterator[Rule]:
+    """Those of the scenario: looser ones are not its rule, whether or not they were kept."""
+    if served.scenario not in LIMITS:
+        return
+    ttft, tpot = LIMITS[served.scenario]
+    late = sum(not measured.in_time(r, {"ttft_s": ttft, "tpot_s": tpot}) for r in served.requests)
+    allowed = early_stopping.late_allowed(len(served.requests), PERCENTILE)
+    asked = f"TTFT {ttft * 1e3:g} ms, TPOT {tpot * 1e3:g} ms"
+    seen = f"{late:,} late or failed, " + ("too few to tell" if allowed is None else f"{allowed:,} may be")
+    yield _rule("limits at p99", asked, seen, None if allowed is None else late <= allowed)
+
+
+def _answers_once(served: Served) -> Rule:
+    wrong = [problem for record in served.records for problem in measured.exactly_once(record)]
+    failed = len(served.requests) - len(served.answered)
+    seen = "; ".join(wrong[:2]) or (f"{failed:,} failed" if failed else f"{len(served.answered):,} answered")
+    return _rule("each request answered once", "none twice, none lost", seen, not wrong and not failed)
+
+
+def _requests_asked(served: Served) -> Iterator[Rule]:
+    yield _rule("greedy", "temperature 0", "temperature 0 in every request", True)
+    most = max(max(request.asked_tokens, request.tokens or 0) for request in served.requests)
+    yield _rule("tokens of an answer", f"at most {MOST_TOKENS}", f"at most {most}", most <= MOST_TOKENS)
+    if served.serving.api == "chat":
+        yield _rule("prompts", "token ids, no chat template", "chat", False)
+        return
+    form = prompt_form(served)
+    yield _rule("prompts", "token ids, no chat template", _spoken(form), form == "token_ids" if form else None)
+
+
+def _spoken(form: str | None) -> str:
+    return form.replace("_", " ") if form else "not recorded"
+
+
+def prompt_form(served: Served) -> str | None:
+    """token_ids, text or messages, as the run recorded it; None where it did not."""
+    told = {str(e.settings["prompts"]) for r in served.records if (e := r.evidence) and e.settings.get("prompts")}
+    return told.pop() if len(told) == 1 else None
+
+
+def _prefix_caching(served: Served) -> Rule:
+    told = [replica.settings.get("prefix_caching") for record in served.records for replica in record.replicas]
+    known = [bool(value) for value in told if value is not None]
+    kept = False if any(known) else None if not told or len(known) < len(told) else True
+    seen = "on" if kept is False else "off" if kept else "not told by the endpoint"
+    return _rule("prefix caching", "off", seen, kept)
+
+
+def _whole_set(served: Served) -> Rule:
+    """Each launch by itself: samples of two halves are no whole."""
+    name = served.records[0].spec.training.data.name
+    distinct = min(_distinct_samples(stretch) for stretch in served.stretches)
+    seen = f"{distinct:,} samples of {name}"
+    return _rule("whole set", f"{WHOLE_SET:,} samples", seen, name == SET_NAME and distinct >= WHOLE_SET)
+
+
+def _distinct_samples(stretch: Stretch) -> int:
+    return len({request.sample for request in stretch.requests if request.error is None})
+
+
+def _accuracy_untold(served: Served) -> Rule:
+    if _whole_set(served).outcome != KEPT:
+        return _rule("accuracy", "of the whole set", "smoke: a subset can neither pass nor fail", None)
+    return _rule("accuracy", "of the whole set", "no scores", None)
+
+
+def accuracy_rules(scored: Sequence[Accuracy]) -> dict[str, Rule]:
+    """By cell, of those that were scored; smoke can be neither kept nor broken."""
+    kept = {PASSED: True, FAILED: False}
+    return {
+        found.cell: _rule("accuracy", "of the whole set", _scored(found), kept.get(found.verdict))
+        for found in scored
+        if found.verdict is not None
+    }
+
+
+def _scored(found: Accuracy) -> str:
+    smoke = ": a subset can neither pass nor fail" if found.verdict not in (PASSED, FAILED) else ""
+    return f"{found.verdict}, {found.scored:,} scored{smoke}"
+
+
+def _client(served: Served) -> Rule:
+    found = client_reasons(served)
+    return _rule("client", "never what was measured", "; ".join(found[:2]) or "within its bounds", not found)
+
+
+def client_reasons(served: Served) -> Sequence[str]:
+    return [problem.removeprefix(f"{CLIENT}: ") for problem in measured.doubts_of(served)]

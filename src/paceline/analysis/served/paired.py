@@ -1,0 +1,240 @@
+"""Replica against replica: the same samples on both, one replica after the other and back again (A B B A).
+
+Each sample is its own control: what differs between samples cancels in the pair, and a drift that is steady over time
+cancels because both replicas are asked around the same moment on average. Samples are drawn in blocks of neighbours,
+both replicas' values together.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from paceline.analysis.compare.cells import verdict_of
+from paceline.analysis.findings import BETTER, HIGHER, LOWER, TIE, Differing
+from paceline.analysis.findings.accuracy import Accuracy
+from paceline.analysis.findings.paired import FASTER, SLOWER, PairedRatio, PairedReplicas
+from paceline.analysis.served import measurements
+from paceline.analysis.served.equal_work import TOKENS_WITHIN
+from paceline.analysis.statistics import intervals
+from paceline.analysis.statistics.intervals import Array, Draws, Ratio
+from paceline.analysis.training import gauges
+from paceline.experiment.choices import Scalar
+from paceline.experiment.serving import ReplicaSample, RequestSample, StageSample
+from paceline.host import machine
+from paceline.results.records import RunRecord
+
+NS = 1e9
+FEWEST_PAIRS = 8
+# Replicas whose mean moments lie further apart than this part of the whole do not cancel a drift.
+BALANCED_WITHIN = 0.1
+# What two devices may differ by without telling anything: degrees, and a part of the clock.
+TEMPERATURE_APART_C, CLOCK_APART = 5.0, 0.02
+# Columns of a pair: tokens and seconds of the first replica, then of the second.
+TOKENS, SECONDS, OTHER_TOKENS, OTHER_SECONDS = range(4)
+_IGNORED = ("host", "environment.")
+
+Answers = Mapping[int, Mapping[int, Sequence[RequestSample]]]
+
+
+def analyse(records: Sequence[RunRecord], accuracy: Sequence[Accuracy] = ()) -> tuple[PairedReplicas, ...]:
+    """Every two replicas of every cell that was asked in turn; launches of a cell are drawn as a whole."""
+    flags = {found.cell: found.flags for found in accuracy}
+    by_cell: defaultdict[str, list[RunRecord]] = defaultdict(list)
+    for record in records:
+        if len({stage.replica for stage in record.stages if stage.replica is not None}) > 1:
+            by_cell[record.spec.cell].append(record)
+    return tuple(
+        _compared(ours, pair, flags.get(cell, {}))
+        for cell, ours in by_cell.items()
+        for pair in itertools.combinations(_replicas_of(ours), 2)
+    )
+
+
+def _replicas_of(records: Sequence[RunRecord]) -> list[int]:
+    return sorted({s.replica for record in records for s in record.stages if s.replica is not None})
+
+
+def _compared(records: Sequence[RunRecord], pair: tuple[int, int], flags: Mapping[int, str]) -> PairedReplicas:
+    tables, dropped = zip(*(_pairs(record, pair) for record in records), strict=True)
+    known = [{s.replica: s for s in record.replicas} for record in records]
+    hosts = [next((each[one].host for each in known if one in each), None) for one in pair]
+    return PairedReplicas(
+        cell=records[0].spec.cell,
+        replica=pair[0],
+        other=pair[1],
+        host=hosts[0],
+        other_host=hosts[1],
+        pairs=sum(map(len, tables)),
+        dropped=sum(dropped),
+        balanced=all(_is_balanced(record.stages, pair) for record in records),
+        ratios=tuple(_ratios([t for t in tables if len(t)], records[0].spec.cell, pair)),
+        differences=tuple(_differences(records[0], pair)),
+        flags=tuple(f"replica {one} {flags[one]}" for one in pair if one in flags),
+        runs=tuple(record.spec.run_id for record in records),
+    )
+
+
+# --- pairs ---
+
+
+def _pairs(record: RunRecord, pair: tuple[int, int]) -> tuple[Array, int]:
+    """A row for each sample that both answered every time they were asked, in the order it was first due; and how
+    many were not."""
+    asked: defaultdict[int, dict[int, list[RequestSample]]] = defaultdict(dict)
+    for request in sorted(record.requests, key=lambda r: (r.stage, r.due_ns, r.number)):
+        if request.replica in pair:
+            asked[request.sample].setdefault(request.replica, []).append(request)
+    rows = [row for answers in asked.values() if (row := _row(answers, pair)) is not None]
+    return np.array(rows).reshape(-1, 4), len(asked) - len(rows)
+
+
+def _row(answers: Mapping[int, Sequence[RequestSample]], pair: tuple[int, int]) -> list[float] | None:
+    """Means over the passes of each: tokens, and seconds from when it was due to its end."""
+    row: list[float] = []
+    for replica in pair:
+        passes = answers.get(replica, ())
+        seconds = [measurements.latency_s(request) for request in passes if request.error is None]
+        if not seconds or len(seconds) < len(passes) or None in seconds:
+            return None
+        row += [float(np.mean([measurements.tokens_of(request) for request in passes]))]
+        row += [float(np.mean([value for value in seconds if value is not None]))]
+    return row
+
+
+def _is_balanced(stages: Sequence[StageSample], pair: tuple[int, int]) -> bool:
+    """Whether the mean moments of both lie together, beside how long all of it took."""
+    ours = [stage for stage in stages if stage.replica in pair]
+    middles = [np.mean([(s.started_ns + s.ended_ns) / 2 for s in ours if s.replica == one]) for one in pair]
+    length = max(s.ended_ns for s in ours) - min(s.started_ns for s in ours)
+    return bool(abs(middles[0] - middles[1]) <= BALANCED_WITHIN * length)
+
+
+# --- ratios ---
+
+
+def _ratios(tables: Sequence[Array], cell: str, pair: tuple[int, int]) -> Iterator[PairedRatio]:
+    if not tables:
+        return
+    seed = intervals.seed_of(cell, "paired", *map(str, pair))
+    draws = intervals.resample_sums(tables, seed)
+    total = np.sum([table.sum(axis=0) for table in tables], axis=0)
+    different = _different_work(tables)
+    for metric, unit, better, of in (
+        ("latency_s", "s", LOWER, _latency),
+        ("output_tokens_per_s", "tokens/s", HIGHER, _speed),
+    ):
+        yield _ratio(metric, unit, better, float(of(total)), _interval(of, total, draws, tables), tables, different)
+
+
+def _latency(sums: Array) -> Array:
+    return np.asarray(sums[..., SECONDS] / sums[..., OTHER_SECONDS])
+
+
+def _speed(sums: Array) -> Array:
+    """Tokens per second of request: by Little's law the ratio of tokens per second at equal requests in flight."""
+    ours, theirs = sums[..., TOKENS] / sums[..., SECONDS], sums[..., OTHER_TOKENS] / sums[..., OTHER_SECONDS]
+    return np.asarray(ours / theirs)
+
+
+def _different_work(tables: Sequence[Array]) -> str | None:
+    """Answers of other lengths are other work: a replica that stops early is not fast."""
+    unequal = sum(int((table[:, TOKENS] != table[:, OTHER_TOKENS]).sum()) for table in tables)
+    every = sum(map(len, tables))
+    ours, theirs = (sum(float(table[:, column].sum()) for table in tables) for column in (TOKENS, OTHER_TOKENS))
+    if abs(ours - theirs) <= TOKENS_WITHIN * max(ours, theirs):
+        return None
+    return (
+        f"{unequal} of {every} samples were answered with other numbers of tokens ({ours:,.0f} against {theirs:,.0f})"
+    )
+
+
+def _ratio(
+    metric: str,
+    unit: str,
+    better: str,
+    value: float,
+    found: Ratio | None,
+    tables: Sequence[Array],
+    different: str | None,
+) -> PairedRatio:
+    verdict, reason = (None, f"not equal work: {different}") if different else _verdict(found, better, tables)
+    return PairedRatio(
+        metric=metric,
+        unit=unit,
+        ratio=value,
+        low=found.low if found else None,
+        high=found.high if found else None,
+        detectable_ratio=found.detectable if found else None,
+        verdict=verdict,
+        reason=reason,
+    )
+
+
+def _interval(of: Callable[[Array], Array], total: Array, draws: Draws, tables: Sequence[Array]) -> Ratio | None:
+    if sum(map(len, tables)) < FEWEST_PAIRS:
+        return None
+    within, between = (None if sums is None else of(sums) for sums in draws)
+    found = intervals.components(within, between, [intervals.block_count(len(table)) for table in tables])
+    return intervals.contrast([(intervals.from_components(float(of(total)), found, len(tables)), 1)])
+
+
+def _verdict(found: Ratio | None, better: str, tables: Sequence[Array]) -> tuple[str | None, str]:
+    if found is None:
+        return None, f"{sum(map(len, tables))} samples were answered by both, and at least {FEWEST_PAIRS} are needed"
+    verdict, reason = verdict_of(found, better)
+    return {TIE: TIE, BETTER: FASTER}.get(verdict, SLOWER), reason
+
+
+# --- what else differs ---
+
+
+def _differences(record: RunRecord, pair: tuple[int, int]) -> Iterator[Differing]:
+    """Settings of the replicas, facts of their hosts, and how warm and how fast their devices were meanwhile."""
+    known = {s.replica: s for s in record.replicas}
+    ours, theirs = (known.get(one) for one in pair)
+    if ours is None or theirs is None:
+        return
+    yield from _told_apart(_facts(ours), _facts(theirs))
+    machines = {str(facts.get("host")): facts for facts in record.machines}
+    if ours.host != theirs.host and {ours.host, theirs.host} <= set(machines):
+        for path, (a, b) in machine.fingerprint_diff(machines[ours.host], machines[theirs.host]).items():
+            if not path.startswith(_IGNORED):
+                yield Differing(path=path, first=_text(a), second=_text(b))
+        yield from _conditions(record, (ours.host, theirs.host))
+
+
+def _facts(sample: ReplicaSample) -> dict[str, Scalar]:
+    own: dict[str, Scalar] = {"engine": sample.engine, "model": sample.model, "version": sample.version}
+    own |= {"devices": sample.devices, "tensor_parallel": sample.tensor_parallel}
+    return own | {f"settings.{name}": value for name, value in sample.settings.items()}
+
+
+def _told_apart(a: Mapping[str, Scalar], b: Mapping[str, Scalar]) -> Iterator[Differing]:
+    for path in dict.fromkeys((*a, *b)):
+        if a.get(path) != b.get(path):
+            yield Differing(path=path, first=_text(a.get(path)), second=_text(b.get(path)))
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)
+
+
+def _conditions(record: RunRecord, hosts: tuple[str, str]) -> Iterator[Differing]:
+    """Medians of what gauges read on each host; told only where they lie apart."""
+    for name, label, unit, factor in (
+        ("temperature_c", "temperature", "C", 1.0),
+        ("sm_clock_hz", "SM clock", "MHz", 1e-6),
+    ):
+        values = [
+            gauges.known(getattr(s, name) for s in record.gauges if s.host == host and s.device is not None)
+            for host in hosts
+        ]
+        if all(values):
+            a, b = (float(np.median(found)) for found in values)
+            if abs(a - b) > (TEMPERATURE_APART_C if unit == "C" else CLOCK_APART * max(a, b)):
+                told = (f"{factor * value:.0f} {unit}" for value in (a, b))
+                yield Differing(path=label, first=next(told), second=next(told))

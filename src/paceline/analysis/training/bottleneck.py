@@ -1,0 +1,299 @@
+"""What a step waits for most, by rules that a reader can check (docs/recommendations.md); never from a guess.
+
+A step is divided on the rank that waits least for others. Network, input and launch overhead are measured times, and so
+are, where the profile tells kernels apart, dequantisation and the kernels without a product, which only memory holds
+back. Of products and attention a floor is certain: their FLOPs at the measured matmul ceiling are compute, the rest may
+be compute or memory bandwidth. Where kernels were not told apart, floors are all that is certain of their time:
+products at that ceiling, the optimizer's bytes at the measured copy ceiling. Whoever's certain share exceeds all that
+any other may have is the bottleneck.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics as stdlib_statistics
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from paceline.analysis.findings import SHARED_GPU, Bottleneck, Measurement, ShareOfStep
+from paceline.analysis.findings.verdicts import (
+    BOTTLENECKS,
+    COMPUTE,
+    DEQUANTISATION,
+    INPUT,
+    LAUNCH,
+    MEMORY,
+    NETWORK,
+    UNDECIDED,
+)
+from paceline.analysis.statistics.intervals import student_t
+from paceline.analysis.training.floors import Copies, Floor, copies_by_device, milliseconds, optimizer, products
+from paceline.analysis.training.metrics import Cell
+from paceline.analysis.training.window import STEP_COLUMNS, Window
+from paceline.results.records import RunRecord
+from paceline.words import listed
+
+# Shares nearer than this are not told apart, and a smaller one is never the bottleneck: the profile is of two steps
+# beside the window, and its seconds are set against the window's, which differ by a few percent.
+RESOLUTION_RATIO = 0.05
+NO_PROFILE = "no step was profiled, so that gaps of the device and exposed communication are not known"
+NO_CLASSES = "the profile does not tell kernels apart, so that dequantisation is not known"
+
+
+def judge(
+    cells: Sequence[Cell], records: Sequence[RunRecord], measured: Sequence[Measurement]
+) -> tuple[Bottleneck, ...]:
+    """One verdict per cell; records and measured are those of the ceilings."""
+    copies = copies_by_device(records, measured)
+    return tuple(_bottleneck(cell, copies) for cell in cells)
+
+
+def _bottleneck(cell: Cell, copies: Copies) -> Bottleneck:
+    floors = {COMPUTE: products(cell), MEMORY: optimizer(cell, copies)}
+    divisions = [_divide(window, floors) for window in cell.windows]
+    missing = _missing(cell, floors)
+    kinds = [kind for kind in BOTTLENECKS if kind != DEQUANTISATION or _is_quantised(cell)]
+    shares = tuple(_share(kind, cell, divisions, floors, missing) for kind in kinds)
+    kind, contenders = _verdict(shares, _largest_at_least(shares, divisions), missing)
+    decided = kind in BOTTLENECKS
+    return Bottleneck(
+        cell=cell.id,
+        kind=kind,
+        share_ratio=contenders[0].share_ratio if decided else None,
+        evidence=shares,
+        text=_text(kind, contenders, missing),
+        missing=tuple(dict.fromkeys(missing.values())),
+        axes=cell.axes,
+        runs=cell.runs,
+        told_apart=_is_told_apart(cell),
+    )
+
+
+def _is_quantised(cell: Cell) -> bool:
+    """Whether it holds weights in few bits, by what was asked or by what ran."""
+    ran = any(t.dequantisation_s for w in cell.windows for t in w.record.traces)
+    return ran or _asks_for_few_bits(cell.windows[0].record)
+
+
+def _asks_for_few_bits(record: RunRecord) -> bool:
+    return record.spec.tuning is not None and record.spec.tuning.method == "qlora"
+
+
+# --- where one launch's step went ---
+
+
+class Division(NamedTuple):
+    """Shares of a step that a kind certainly has, and shares that one of several kinds has, nobody knows which."""
+
+    certain: Mapping[str, float]
+    unassigned: tuple[tuple[float, frozenset[str]], ...]
+
+    def claimable(self, kind: str) -> float:
+        return sum(share for share, kinds in self.unassigned if kind in kinds)
+
+
+class _Pace(NamedTuple):
+    """Seconds per profiled step of the rank that waits least for others: it is the one that sets the pace.
+
+    matrix_s is products and attention; it and dequantisation_s are None where kernels were not told apart.
+    """
+
+    compute_s: float
+    exposed_s: float
+    h2d_s: float
+    matrix_s: float | None
+    dequantisation_s: float | None
+
+
+def _divide(window: Window, floors: Mapping[str, Floor]) -> Division:
+    step_s = float(window.steps[:, STEP_COLUMNS.index("wall")].mean())
+    waited = float(window.steps[:, STEP_COLUMNS.index("data_wait_s")].mean())
+    wait = None if math.isnan(waited) else waited / step_s
+    known = {kind: floor.seconds / step_s for kind, floor in floors.items() if floor.seconds is not None}
+    pace = _pace(window.record)
+    if pace is None:
+        return _unprofiled(window.record, wait, known)
+    return _profiled(pace, step_s, wait, known, few_bits=_asks_for_few_bits(window.record))
+
+
+def _pace(record: RunRecord) -> _Pace | None:
+    ranks = []
+    for rank in {trace.rank for trace in record.traces}:
+        ours = [t for t in record.traces if t.rank == rank]
+        steps = sum(t.steps for t in ours)
+        if steps > 0:
+            plain = (
+                sum(x) / steps for x in zip(*((t.compute_s, t.exposed_s, t.h2d_s or 0.0) for t in ours), strict=True)
+            )
+            matrix = [_sum(t.products_s, t.attention_s) for t in ours]
+            told = (_sum(*matrix), _sum(*(t.dequantisation_s for t in ours)))
+            ranks.append(_Pace(*plain, *(None if x is None else x / steps for x in told)))
+    return min(ranks, key=lambda p: (p.exposed_s, -p.compute_s), default=None)
+
+
+def _sum(*values: float | None) -> float | None:
+    """None where one is missing."""
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
+
+
+def _profiled(
+    pace: _Pace, step_s: float, wait: float | None, floors: Mapping[str, float], *, few_bits: bool
+) -> Division:
+    """Device times of the profile beside the step of the window: the profiler slows the host, not the kernels.
+
+    What the device did in no time of its own (idle) is first the wait for a batch, then the host being late.
+    """
+    busy = (pace.compute_s + pace.exposed_s) / step_s
+    fitted = min(1.0, 1 / busy) / step_s if busy > 0 else 0.0  # a profiled step may be the longer one
+    idle = 1 - (pace.compute_s + pace.exposed_s) * fitted
+    kernels = (pace.compute_s - pace.h2d_s) * fitted
+    stalled = 0.0 if wait is None else min(wait, idle)
+    if pace.matrix_s is None or pace.dequantisation_s is None:
+        held = _within(floors, kernels)
+        may_be = {COMPUTE, MEMORY, *((DEQUANTISATION,) if few_bits else ())}
+    else:
+        held = _told_apart(kernels, pace.matrix_s * fitted, pace.dequantisation_s * fitted, floors.get(COMPUTE, 0.0))
+        may_be = {COMPUTE, MEMORY}
+    certain = {
+        **held,
+        NETWORK: pace.exposed_s * fitted,
+        INPUT: pace.h2d_s * fitted + stalled,
+        LAUNCH: 0.0 if wait is None else idle - stalled,
+    }
+    rest = kernels - sum(held.values())
+    gaps = ((idle, frozenset((INPUT, LAUNCH))),) if wait is None else ()
+    return Division(certain, ((rest, frozenset(may_be)), *gaps))
+
+
+def _told_apart(kernels: float, matrix: float, dequantisation: float, floor: float) -> dict[str, float]:
+    """What is certain of kernels whose kinds are known; the rest of products and attention is left to be claimed."""
+    matrix = min(matrix, kernels)
+    dequantisation = min(dequantisation, kernels - matrix)
+    return {
+        COMPUTE: min(floor, matrix),
+        DEQUANTISATION: dequantisation,
+        MEMORY: kernels - matrix - dequantisation,
+    }
+
+
+def _unprofiled(record: RunRecord, wait: float | None, floors: Mapping[str, float]) -> Division:
+    """On a CPU nothing else goes on while a batch is waited for; on a GPU the wait may be hidden."""
+    topology = record.spec.topology
+    stalled = wait if wait is not None and topology.device == "cpu" else None
+    certain = _within(floors, 1 - (stalled or 0.0)) | ({} if stalled is None else {INPUT: stalled})
+    open_to = {COMPUTE, MEMORY, LAUNCH}
+    open_to |= {NETWORK} if topology.world_size > 1 else set()
+    open_to |= {DEQUANTISATION} if _asks_for_few_bits(record) else set()
+    open_to |= {INPUT} if stalled is None else set()
+    return Division(certain, ((1 - sum(certain.values()), frozenset(open_to)),))
+
+
+def _within(floors: Mapping[str, float], limit: float) -> dict[str, float]:
+    """A ceiling that noise made too low gives floors above the time there was: they are fitted into it."""
+    total = sum(floors.values())
+    factor = limit / total if total > limit else 1.0
+    return {kind: share * factor for kind, share in floors.items()}
+
+
+# --- shares and the verdict ---
+
+
+def _missing(cell: Cell, floors: Mapping[str, Floor]) -> dict[str, str]:
+    """Why a kind has no number, by kind."""
+    found = {kind: floor.text for kind, floor in floors.items() if floor.seconds is None}
+    if cell.shared_gpu:
+        return dict.fromkeys(BOTTLENECKS, SHARED_GPU)
+    if _is_told_apart(cell):
+        found.pop(MEMORY, None)
+    elif _is_quantised(cell):
+        found[DEQUANTISATION] = NO_CLASSES
+    if any(_pace(w.record) is None for w in cell.windows):
+        on_gpu, alone = cell.spec.topology.device == "cuda", cell.spec.topology.world_size == 1
+        blind = [LAUNCH, *(() if alone else (NETWORK,)), *((INPUT,) if on_gpu else ())]
+        found |= dict.fromkeys(blind, NO_PROFILE)
+    if cell.per("data_wait_s") is None:
+        found |= {kind: "the wait for data was not recorded" for kind in (INPUT, LAUNCH) if kind not in found}
+    return found
+
+
+def _is_told_apart(cell: Cell) -> bool:
+    return all((pace := _pace(w.record)) and pace.matrix_s is not None for w in cell.windows)
+
+
+def _share(
+    kind: str, cell: Cell, divisions: Sequence[Division], floors: Mapping[str, Floor], missing: Mapping[str, str]
+) -> ShareOfStep:
+    certain = [d.certain.get(kind, 0.0) for d in divisions]
+    value, half = stdlib_statistics.fmean(certain), _half_width(certain)
+    claimable = stdlib_statistics.fmean(d.claimable(kind) for d in divisions)
+    floor = None if kind == MEMORY and _is_told_apart(cell) else floors.get(kind)
+    return ShareOfStep(
+        kind=kind,
+        share_ratio=None if kind in missing else value,
+        low=max(0.0, value - half),
+        high=min(1.0, value + half + claimable),
+        text=missing.get(kind) or (floor.text if floor else _measured_text(kind, value, cell)),
+        runs=(*cell.runs, *(floor.runs if floor else ())),
+    )
+
+
+def _half_width(values: Sequence[float]) -> float:
+    """Of a 95 % interval over launches; 0 for one launch, whose spread nobody knows."""
+    if len(values) < 2:
+        return 0.0
+    return student_t(len(values) - 1) * stdlib_statistics.stdev(values) / math.sqrt(len(values))
+
+
+def _largest_at_least(shares: Sequence[ShareOfStep], divisions: Sequence[Division]) -> float:
+    """Somebody's share is at least this: of kinds that divide time between them one has no less than the average."""
+    shared = []
+    for division in divisions:
+        pools = (
+            (time + sum(division.certain.get(k, 0.0) for k in kinds), kinds) for time, kinds in division.unassigned
+        )
+        shared.append(max((total / len(kinds) for total, kinds in pools), default=0.0))
+    return max(*(share.low for share in shares), stdlib_statistics.fmean(shared) - _half_width(shared))
+
+
+def _verdict(
+    shares: Sequence[ShareOfStep], leading: float, missing: Mapping[str, str]
+) -> tuple[str, list[ShareOfStep]]:
+    """The kind, and the shares between which it was decided or not, the largest first."""
+    threshold = max(leading - RESOLUTION_RATIO, RESOLUTION_RATIO)
+    contenders = sorted((s for s in shares if s.high > threshold), key=lambda s: (-(s.share_ratio or 0.0), -s.high))
+    if any(s.kind in missing for s in contenders):
+        return UNDECIDED, contenders
+    if len(contenders) == 1:
+        return contenders[0].kind, contenders
+    return f"between {listed([s.kind for s in contenders])}", contenders
+
+
+# --- words ---
+
+
+def _measured_text(kind: str, share: float, cell: Cell) -> str:
+    wall = cell.per("wall")
+    took = milliseconds(share * (wall.value if wall else 0.0))
+    if kind == NETWORK:
+        if cell.spec.topology.world_size == 1:
+            return "one process has nobody to talk to"
+        return f"{took} of communication that nothing hides, on the rank that waits least"
+    if kind == MEMORY:
+        return f"{took} in kernels without a product: norms, activations, the loss, the optimizer, copies"
+    if kind == DEQUANTISATION:
+        return f"{took} turning weights of few bits into numbers that products take"
+    if kind == INPUT:
+        return f"{took} waiting for batches and copying them"
+    return f"the device had nothing to do for {took} while the host prepared its work"
+
+
+def _text(kind: str, contenders: Sequence[ShareOfStep], missing: Mapping[str, str]) -> str:
+    first = contenders[0]
+    if kind in BOTTLENECKS:
+        return f"{kind}, {first.share_ratio:.0%} of the step or more: {first.text}."
+    if kind == UNDECIDED:
+        reasons = dict.fromkeys(missing[s.kind] for s in contenders if s.kind in missing)
+        return f"undecided between {listed([s.kind for s in contenders])}: {'; '.join(reasons)}."
+    spans = "; ".join(f"{s.kind} {s.low:.0%} to {s.high:.0%} ({s.text})" for s in contenders)
+    return f"{kind}, whose shares of the step cannot be told apart: {spans}."

@@ -1,0 +1,178 @@
+"""What GPUs and hosts did while runs were measured: their usual state over a campaign, and a trace of each cell."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from paceline.analysis.findings import DeviceGauges, GaugeTrace, Report
+from paceline.analysis.statistics import intervals
+from paceline.analysis.training import gauges
+from paceline.analysis.training.gauges import Source, known, slowing
+from paceline.analysis.training.window import Window
+from paceline.results.records import GaugeSample, RunRecord
+
+# A trace of fewer readings shows nothing that the table does not.
+FEWEST_READINGS, MOST_READINGS = 5, 120
+MOST_TRACES = 6
+# A trace begins and ends this long before and after the measured steps, or as long as they took if that is longer: a
+# set-up of minutes would leave them a hair's width.
+LEAST_MARGIN_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """One source of one run, with the window of its measured steps, or of its loads, where it has one."""
+
+    record: RunRecord
+    source: Source
+    samples: Sequence[GaugeSample]
+    window: tuple[float, float] | None
+
+    @property
+    def measured(self) -> Sequence[GaugeSample]:
+        return gauges.within(self.samples, self.window)
+
+    @property
+    def around(self) -> Sequence[GaugeSample]:
+        """Those of the measured steps and of a margin on both sides; all where no window is known."""
+        if self.window is None:
+            return self.samples
+        begin, end = self.window
+        margin = max(LEAST_MARGIN_S, end - begin)
+        return gauges.within(self.samples, (begin - margin, end + margin))
+
+
+def added_to(report: Report, records: Iterable[RunRecord], windows: Mapping[str, Window]) -> Report:
+    """The report with what was read beside these runs."""
+    found = watched(records, windows)
+    return replace(report, gauges=states(found), gauge_traces=traces(found))
+
+
+def watched(records: Iterable[RunRecord], windows: Mapping[str, Window]) -> list[Watched]:
+    """Every GPU of the runs that used one, every host of the others."""
+    found = []
+    for record in records:
+        cuda = record.spec.topology.device == "cuda"
+        opened = windows.get(record.spec.run_id)
+        for source, samples in gauges.sources(record).items():
+            if (source.device is not None) == cuda:
+                span = gauges.window_of(record, source.rank, opened.measured) if opened else _loaded(record)
+                found.append(Watched(record, source, samples, span))
+    return found
+
+
+def _loaded(record: RunRecord) -> tuple[float, float] | None:
+    """From the first load of a served run to the end of its last, by the client's clock; None where nothing was
+    served."""
+    begins = [stage.began_at_s for stage in record.stages]
+    ends = [stage.began_at_s + (stage.ended_ns - stage.started_ns) * 1e-9 for stage in record.stages]
+    return (min(begins), max(ends)) if begins else None
+
+
+# --- usual state ---
+
+
+def states(found: Iterable[Watched]) -> tuple[DeviceGauges, ...]:
+    """One row per device of each host, over all runs on it."""
+
+    def device(one: Watched) -> tuple[str, int]:
+        return one.source.host, -1 if one.source.device is None else one.source.device
+
+    ordered = sorted(found, key=device)
+    return tuple(_state(list(ours)) for _, ours in itertools.groupby(ordered, device))
+
+
+def _state(ours: Sequence[Watched]) -> DeviceGauges:
+    samples = [sample for one in ours for sample in one.measured]
+    told = [sample for sample in samples if sample.throttle_reasons is not None]
+    slowed = [slowing(sample) for sample in told]
+    return DeviceGauges(
+        host=ours[0].source.host,
+        device=ours[0].source.device,
+        readings=len(samples),
+        busy_median_ratio=_median(map(busy, samples)),
+        memory_max_bytes=max(known(s.memory_used_bytes for s in samples), default=None),
+        power_median_w=_median(s.power_w for s in samples),
+        power_max_w=max(known(s.power_w for s in samples), default=None),
+        temperature_median_c=_median(s.temperature_c for s in samples),
+        temperature_max_c=max(known(s.temperature_c for s in samples), default=None),
+        clock_min_hz=min(known(map(clock, samples)), default=None),
+        clock_median_hz=_median(map(clock, samples)),
+        throttled_ratio=sum(map(bool, slowed)) / len(told) if told else None,
+        throttle_reasons=tuple(dict.fromkeys(reason for reasons in slowed for reason in reasons)),
+        runs=tuple(dict.fromkeys(one.record.spec.run_id for one in ours)),
+    )
+
+
+def busy(sample: GaugeSample) -> float | None:
+    return sample.cpu_ratio if sample.device is None else sample.utilisation_ratio
+
+
+def clock(sample: GaugeSample) -> float | None:
+    return sample.frequency_hz if sample.device is None else sample.sm_clock_hz
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    found = known(values)
+    return intervals.median(np.array(found)) if found else None
+
+
+# --- traces ---
+
+
+def traces(found: Sequence[Watched]) -> tuple[GaugeTrace, ...]:
+    """Of each cell the device that was held back most, else the one that drew most; the cells held back most first.
+
+    References prove work and are not measured: they have no trace.
+    """
+    by_cell: dict[str, list[Watched]] = {}
+    for one in found:
+        if len(one.around) >= FEWEST_READINGS and not one.record.is_reference:
+            by_cell.setdefault(one.record.spec.cell, []).append(one)
+    chosen = sorted((max(ours, key=_interest) for ours in by_cell.values()), key=_interest, reverse=True)
+    return tuple(map(_trace, chosen[:MOST_TRACES]))
+
+
+def _interest(one: Watched) -> tuple[int, float]:
+    return sum(bool(slowing(s)) for s in one.measured), max(known(s.power_w for s in one.measured), default=0.0)
+
+
+def _trace(one: Watched) -> GaugeTrace:
+    samples = [one.around[i] for i in _spread(len(one.around))]
+    start = one.window[0] if one.window else samples[0].at_s
+    facts = _facts(one)
+
+    def column(read: Callable[[GaugeSample], float | None]) -> tuple[float | None, ...]:
+        return tuple(map(read, samples))
+
+    return GaugeTrace(
+        run=one.record.spec.run_id,
+        cell=one.record.spec.cell,
+        host=one.source.host,
+        device=one.source.device,
+        seconds=tuple(sample.at_s - start for sample in samples),
+        power_w=column(lambda s: s.power_w),
+        temperature_c=column(lambda s: s.temperature_c),
+        clock_hz=column(clock),
+        busy_ratio=column(busy),
+        throttled=tuple((begin - start, end - start) for begin, end in gauges.throttled_spans(one.around)),
+        window=(0.0, one.window[1] - start) if one.window else None,
+        power_cap_w=facts.get("power_limit_w"),
+        clock_max_hz=facts.get("sm_clock_max_hz"),
+    )
+
+
+def _spread(count: int) -> list[int]:
+    """Evenly spaced places, the first and the last among them."""
+    return np.linspace(0, count - 1, min(count, MOST_READINGS)).round().astype(int).tolist()  # type: ignore[no-any-return]
+
+
+def _facts(one: Watched) -> Mapping[str, Any]:
+    """The recorded limits of the GPU."""
+    gpus = [g for m in one.record.machines if m.get("host") == one.source.host for g in m.get("gpus") or ()]
+    return next((gpu for gpu in gpus if gpu.get("index") == one.source.device), {})

@@ -1,0 +1,88 @@
+"""Goodput: how much of a run's time went into steps that counted, where it was restarted or wrote checkpoints.
+
+Ranks tell durations, the controller tells when it first saw each attempt's ranks: no two clocks are ever subtracted.
+method.md, section 4.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from paceline.analysis.findings import Goodput
+from paceline.results.attempt_samples import AttemptSample
+from paceline.results.attempts import INTERRUPTED
+from paceline.results.records import RunRecord, StepSample
+from paceline.results.step_columns import StepSeries
+
+
+def resumed_at(record: RunRecord) -> list[int]:
+    """The steps at which a later attempt took over for good, in order."""
+    first_rank = min((start.rank for start in record.starts), default=0)
+    starts = [s for s in sorted(record.starts, key=lambda s: s.attempt) if s.rank == first_rank]
+    standing = standing_starts([(start.step, float(start.attempt)) for start in starts])
+    return [step for step, attempt in standing if attempt > 1 and step > 0]
+
+
+def standing_starts(starts: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Of starts in the order of attempts those whose steps still stand: one that began earlier again replaces them."""
+    standing: list[tuple[int, float]] = []
+    for start in starts:
+        while standing and standing[-1][0] >= start[0]:
+            standing.pop()
+        standing.append(start)
+    return standing
+
+
+def goodput(record: RunRecord) -> Goodput | None:
+    """None where nothing interrupted the run and it wrote no checkpoint, or where its start was not recorded."""
+    if not record.starts or not (record.attempts or record.checkpoints):
+        return None
+    last = max(start.attempt for start in record.starts)
+    setups = {n: max(s.setup_s for s in record.starts if s.attempt == n) for n in {s.attempt for s in record.starts}}
+    paused = {n: _longest((c.rank, c.duration_s) for c in record.checkpoints if c.attempt == n) for n in setups}
+    counted_s, redone_s = _duration(record.steps), _duration(record.redone)
+    checkpoint_s, start_s = sum(paused.values()), setups.get(1, 0.0)
+    first_step = min(start.step for start in record.starts if start.attempt == last)
+    at_last_s = setups[last] + paused[last] + _duration([s for s in record.steps if s.step >= first_step])
+    span_s = _between(record.attempts, last) + at_last_s
+    return Goodput(
+        span_s=span_s,
+        start_s=start_s,
+        counted_s=counted_s,
+        redone_s=redone_s,
+        checkpoint_s=checkpoint_s,
+        # The controller looks ten times a second: what it saw may be a little less than what ranks did.
+        down_s=max(span_s - start_s - counted_s - redone_s - checkpoint_s, 0.0),
+        restarts=sum(attempt.status != INTERRUPTED for attempt in record.attempts[:-1]),
+        checkpoints=len({(c.attempt, c.step) for c in record.checkpoints}),
+    )
+
+
+def _between(attempts: Sequence[AttemptSample], last: int) -> float:
+    """From when the first attempt's ranks were seen to when those of the last one were; 0 where there was one alone.
+    Left out is the time in which no controller was there: it is as long as its user stays away."""
+    if not attempts:
+        return 0.0
+    began = {a.attempt: a.submitted_at if a.began_at is None else a.began_at for a in attempts}
+    away_s = sum(
+        max(following.submitted_at - attempt.ended_at, 0.0)
+        for attempt, following in itertools.pairwise(attempts)
+        if attempt.status == INTERRUPTED and following.attempt <= last
+    )
+    return began.get(last, attempts[-1].ended_at) - began[min(began)] - away_s
+
+
+def _duration(steps: Sequence[StepSample]) -> float:
+    series = StepSeries.of(steps)
+    ranks = (int(rank) for rank in series.column("rank"))
+    return _longest(zip(ranks, series.column("duration_s"), strict=True))
+
+
+def _longest(durations: Iterable[tuple[int, float]]) -> float:
+    """The sum of the rank that took longest: ranks wait for each other, so it is the time that passed."""
+    totals: defaultdict[int, float] = defaultdict(float)
+    for rank, seconds in durations:
+        totals[rank] += seconds
+    return max(totals.values(), default=0.0)

@@ -1,0 +1,388 @@
+"""Every number of a report: one row per metric, with unit, direction and formula, computed from raw samples only.
+
+A step's time is the maximum over ranks; a rate is the ratio of sums over the window after warm-up, never a mean of
+rates; tokens are non-pad tokens; missing is None, never 0 (method.md, sections 2 and 4).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from paceline.analysis.findings import HIGHER, LOWER, SHARED_GPU, Measurement
+from paceline.analysis.machine import ceilings
+from paceline.analysis.statistics import intervals
+from paceline.analysis.statistics.intervals import Array, Draws, Resampled
+from paceline.analysis.training.window import LAUNCH_COLUMNS, PHASES, STEP_COLUMNS, Window
+from paceline.errors import RequestError
+from paceline.experiment.choices import Choice, Scalar
+from paceline.experiment.spec import RunSpec
+from paceline.models import adapters, arithmetic
+from paceline.models.adapters import DTYPE_BYTES as DTYPE_BYTES
+from paceline.training.data.corpus import is_packed
+
+# --- one cell ---
+
+
+class Estimate(NamedTuple):
+    """A metric of a cell, or None, and what a reader should know about it."""
+
+    resampled: Resampled | None
+    note: str | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cell:
+    """All certified repeats of one configuration, resampled once for all metrics.
+
+    fields are the spec's, by dotted name, without what may differ between repeats. achievable is the measured matmul
+    peak of each dtype on this kind of device, empty where no run measured it.
+    """
+
+    id: str
+    spec: RunSpec
+    fields: Mapping[str, Any]
+    axes: Mapping[str, Scalar]
+    windows: tuple[Window, ...]
+    step_sums: Draws
+    launch_sums: Draws
+    achievable: Mapping[str, Measurement] = field(default_factory=dict)
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        return tuple(w.run for w in self.windows)
+
+    @property
+    def shared_gpu(self) -> bool:
+        """Processes that share a GPU say nothing about speed."""
+        return any(w.record.shares_gpu for w in self.windows)
+
+    @property
+    def switches(self) -> dict[str, str]:
+        """Debug switches of all runs: a certificate lets them pass only where the whole group has them."""
+        return {k: v for w in self.windows if (e := w.record.evidence) for k, v in e.switches.items()}
+
+    @property
+    def throttled_ratio(self) -> float | None:
+        """Share of the measured steps in which a GPU was held back; None unless every launch was watched."""
+        found = [w.throttling for w in self.windows if w.throttling]
+        if not found or len(found) != len(self.windows):
+            return None
+        return sum(t.steps for t in found) / sum(t.measured for t in found)
+
+    def per(self, numerator: str, denominator: str = "steps") -> Resampled | None:
+        """Ratio of two sums over all steps of the windows."""
+        columns = STEP_COLUMNS.index(numerator), STEP_COLUMNS.index(denominator)
+        return intervals.ratio_of_sums([w.steps for w in self.windows], self.step_sums, *columns)
+
+    def mean(self, column: str, denominator: str = "launches") -> Resampled | None:
+        """Mean over launches of what each launch shows once, or the ratio of two such sums."""
+        columns = LAUNCH_COLUMNS.index(column), LAUNCH_COLUMNS.index(denominator)
+        return intervals.ratio_of_sums([w.launch for w in self.windows], self.launch_sums, *columns)
+
+    def seconds(self) -> Array:
+        """Step times of all windows, in launch order."""
+        return np.concatenate([w.seconds for w in self.windows])
+
+
+def gather(windows: Iterable[Window], peaks: ceilings.Peaks | None = None) -> list[Cell]:
+    """Cells of all windows that hold a step, in the order of their first run; the caller passes certified runs only.
+
+    peaks are the measured matmul peaks by kind of device, where a run of the workload compute measured them.
+    """
+    by_cell: defaultdict[str, list[Window]] = defaultdict(list)
+    for window in windows:
+        if len(window.steps):
+            by_cell[window.record.spec.cell].append(window)
+    return [_resampled_cell(cell, found, peaks or {}) for cell, found in by_cell.items()]
+
+
+def _resampled_cell(cell: str, windows: Sequence[Window], peaks: ceilings.Peaks) -> Cell:
+    ordered = tuple(sorted(windows, key=lambda w: (w.record.spec.repeat, w.run)))
+    spec = ordered[0].record.spec
+    devices = {ceilings.device_of(w.record) for w in ordered}
+    return Cell(
+        cell,
+        spec,
+        flat(spec),
+        spec.axes(),
+        ordered,
+        intervals.resample_sums([w.steps for w in ordered], intervals.seed_of(cell, "steps")),
+        intervals.resample_sums([w.launch for w in ordered], intervals.seed_of(cell, "launches")),
+        peaks.get(devices.pop(), {}) if len(devices) == 1 else {},
+    )
+
+
+def flat(spec: RunSpec) -> dict[str, Any]:
+    """All that decides the cell, by dotted name; a choice is one field, without options that measure nothing."""
+    found: dict[str, Any] = {}
+    for name, value in spec.configuration().items():
+        inner = value if name in ("topology", "training", "tuning", "warmup", "serving") else None
+        found |= {f"{name}.{key}": part for key, part in inner.items()} if inner else {name: value}
+    precision = found.pop("training.precision", {})
+    return found | {f"training.precision.{key}": value for key, value in precision.items()}
+
+
+# --- formulas ---
+
+
+def _step_time(cell: Cell) -> Estimate:
+    """The value stands on all steps; the note says what it would be without the tagged ones."""
+    seconds = cell.seconds()
+    tagged = np.concatenate([intervals.outliers(w.seconds) for w in cell.windows])
+    notes = [intervals.launches_note(len(cell.windows))]
+    if tagged.any():
+        without = float(seconds[~tagged].mean())
+        notes.append(f"{int(tagged.sum())} of {len(seconds)} steps are outliers; without them {without:.4g} s per step")
+    return Estimate(cell.per("seconds"), "; ".join(filter(None, notes)) or None)
+
+
+def _rate(numerator: str, *, per_process: bool = False) -> Callable[[Cell], Estimate]:
+    def formula(cell: Cell) -> Estimate:
+        found = cell.per(numerator, "wall")
+        if found and per_process:
+            found = found.times(1 / cell.spec.topology.world_size)
+        return Estimate(found, SHARED_GPU if cell.shared_gpu else None)
+
+    return formula
+
+
+def _padding(cell: Cell) -> Estimate:
+    """Share of the places that hold no token, of cells that fine-tune."""
+    return Estimate(cell.per("padding", "positions") if cell.spec.tuning else None)
+
+
+def _packing(cell: Cell) -> Estimate:
+    return Estimate(cell.per("tokens", "positions") if is_packed(cell.spec.training.data) else None)
+
+
+def _percentile(q: float) -> Callable[[Cell], Estimate]:
+    def formula(cell: Cell) -> Estimate:
+        value = intervals.percentile(cell.seconds(), q)
+        return Estimate(None if value is None else Resampled(value, None, math.inf, len(cell.windows), True))
+
+    return formula
+
+
+def _phase(column: str) -> Callable[[Cell], Estimate]:
+    return lambda cell: Estimate(cell.per(column))
+
+
+def _per_launch(column: str, missing: str | None = None) -> Callable[[Cell], Estimate]:
+    def formula(cell: Cell) -> Estimate:
+        found = cell.mean(column)
+        return Estimate(found, None if found else missing)
+
+    return formula
+
+
+def _peak_memory(cell: Cell) -> Estimate:
+    if cell.spec.topology.device == "cuda":
+        return Estimate(cell.mean("allocated"), "peak memory is the CUDA allocator's, of the rank with most")
+    return Estimate(cell.mean("resident"), "peak memory is the process's resident set, of the rank with most")
+
+
+def _h2d_rate(cell: Cell) -> Estimate:
+    """Bytes over seconds of the token copies on the device's time line, summed over ranks: the rate of one process."""
+    return Estimate(cell.mean("h2d_bytes", "h2d_seconds"))
+
+
+def _energy(denominator: str) -> Callable[[Cell], Estimate]:
+    """Joules of all launches over what they were spent on; the note says by what they were told, or why not."""
+
+    def formula(cell: Cell) -> Estimate:
+        notes = dict.fromkeys(w.energy.note for w in cell.windows if w.energy)
+        found = cell.mean("joules", denominator)
+        reasons = dict.fromkeys(w.energy.reason for w in cell.windows if w.energy and w.energy.reason)
+        told = notes if found else reasons
+        return Estimate(found, next((note for note in told if note), None))
+
+    return formula
+
+
+def _counted_wire(cell: Cell) -> Estimate:
+    """None with the operators that stand in no table, where one was counted: the rest is not the whole."""
+    counted = {w.operation for window in cell.windows for w in window.record.wire}
+    unknown = sorted(operation for operation in counted if operation not in arithmetic.COLLECTIVES)
+    told = f"bytes on the wire are not known: {', '.join(unknown)} cannot be counted" if unknown else _NO_WIRE
+    return _per_launch("wire", told)(cell)
+
+
+def _predicted_wire(cell: Cell) -> Estimate:
+    """method.md section 4; r by the reduction dtype, p by the dtype in which weights are gathered (compute)."""
+    spec, evidence = cell.spec, cell.windows[0].record.evidence
+    if spec.strategy is None or evidence is None:
+        return Estimate(None)
+    try:
+        value = _wire_formula(spec, spec.strategy, evidence.parameters, cell.windows[0].record.shape)
+    except RequestError as error:
+        return Estimate(None, str(error))
+    return Estimate(None if value is None else Resampled(float(value), None, math.inf, len(cell.windows), value > 0))
+
+
+def _wire_formula(spec: RunSpec, strategy: Choice, parameters: int, shape: arithmetic.Shape) -> float | None:
+    precision, ranks, accumulation = spec.training.precision, spec.topology.world_size, spec.training.accumulation
+    if spec.tuning:
+        dtypes = precision.reduce, precision.compute
+        return adapters.wire_bytes(shape, spec.tuning, strategy, ranks, accumulation, *dtypes)
+    sizes = DTYPE_BYTES[precision.reduce], DTYPE_BYTES[precision.compute]
+    root, tensors = arithmetic.root_parameters(shape), arithmetic.tensor_sizes(shape)
+    return arithmetic.wire_bytes(strategy, parameters, ranks, accumulation, *sizes, root, tensors)
+
+
+def dense_peak(cell: Cell) -> tuple[float | None, str]:
+    """FLOP/s of one GPU in the compute dtype and where that comes from; None with the reason, never another GPU's."""
+    dtype = cell.spec.training.precision.compute
+    if cell.spec.topology.device == "cpu":
+        return None, "MFU needs a dense peak, and none is known for a CPU"
+    if cell.shared_gpu:
+        return None, SHARED_GPU
+    gpus = [gpu for w in cell.windows for machine in w.record.machines for gpu in machine.get("gpus") or ()]
+    peaks = {(str(gpu.get("name")), (gpu.get("peak_flops") or {}).get(dtype)) for gpu in gpus}
+    names = ", ".join(sorted({name for name, _ in peaks})) or "an unrecorded GPU"
+    values = {value for _, value in peaks}
+    peak = next(iter(values), None)
+    if peak is None or len(values) > 1:
+        why = "is unknown for" if None in values or not values else "differs between"
+        return None, f"MFU needs one dense {dtype} peak, which {why} {names}"
+    return peak, f"of {peak / 1e12:.0f} TFLOP/s dense {dtype} ({names})"
+
+
+def measured_peak(cell: Cell) -> tuple[float | None, str]:
+    """The best matrix product of the compute dtype that this kind of device showed, as `dense_peak`; no fallback."""
+    dtype = cell.spec.training.precision.compute
+    if cell.shared_gpu:
+        return None, SHARED_GPU
+    found = cell.achievable.get(dtype)
+    if found is None or found.value is None:
+        return None, f"share of achievable: no run of compute beside these measured {dtype} products on this device"
+    size, unit = (1e12, "TFLOP/s") if found.value >= 1e12 else (1e9, "GFLOP/s")
+    return found.value, f"of the {found.value / size:.3g} {unit} reached here in {dtype} ({found.axes['label']})"
+
+
+def flops_per_token(cell: Cell, convention: str = "causal", *, recomputed: bool = False) -> float:
+    """F of a token that is no padding, with what checkpointing computes again where asked.
+
+    Of rows of documents the causal convention counts the keys that tokens saw, the mean over the window.
+    """
+    shape, training, tuning = cell.windows[0].record.shape, cell.spec.training, cell.spec.tuning
+    length = training.sequence_length
+    if tuning is None:
+        again = arithmetic.recomputed_flops_per_token(shape, length, training.checkpointing, convention)
+        return arithmetic.flops_per_token(shape, length, convention) + (again if recomputed else 0)
+    seen = cell.per("attended_keys", "tokens") if convention == "causal" else None
+    keys = seen.value if seen else (length + 1) / 2 if convention == "causal" else length
+    again_tuned = adapters.recomputed_flops_per_token(shape, tuning, keys, training.checkpointing)
+    return adapters.flops_per_token(shape, tuning, keys) + (again_tuned if recomputed else 0)
+
+
+def _flops_note(cell: Cell, convention: str) -> str:
+    tuning = cell.spec.tuning
+    if tuning is None:
+        return f"{convention} attention FLOPs"
+    weights = "4 per frozen weight and 6 per adapter weight" if tuning.has_adapters else "6 per weight"
+    return f"{weights} and token that is no padding, {convention} attention FLOPs"
+
+
+Peak = Callable[[Cell], tuple[float | None, str]]
+
+
+def _utilisation(convention: str, *, recomputed: bool, of: Peak = dense_peak) -> Callable[[Cell], Estimate]:
+    """F * tokens/s/GPU / peak of the compute dtype; HFU adds what checkpointing computes again."""
+
+    def formula(cell: Cell) -> Estimate:
+        peak, note = of(cell)
+        rate = cell.per("tokens", "wall")
+        if peak is None or rate is None:
+            return Estimate(None, note)
+        try:
+            flops = flops_per_token(cell, convention, recomputed=recomputed)
+        except RequestError as error:
+            return Estimate(None, str(error))
+        share = rate.times(flops / peak / cell.spec.topology.world_size)
+        return Estimate(share, f"{_flops_note(cell, convention)}, {note}")
+
+    return formula
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    name: str
+    unit: str
+    better: str
+    formula: Callable[[Cell], Estimate]
+
+
+_NO_TRACE = "exposed communication: no step was profiled"
+_NO_WIRE = "wire bytes: no collective was counted"
+
+METRICS: tuple[Metric, ...] = (
+    Metric("step_time_s", "s", LOWER, _step_time),
+    Metric("step_time_p50_s", "s", LOWER, _percentile(50)),
+    Metric("step_time_p99_s", "s", LOWER, _percentile(99)),
+    Metric("tokens_per_s", "tokens/s", HIGHER, _rate("tokens")),
+    Metric("tokens_per_s_per_gpu", "tokens/s", HIGHER, _rate("tokens", per_process=True)),
+    Metric("samples_per_s", "samples/s", HIGHER, _rate("samples")),
+    Metric("label_tokens_per_s", "tokens/s", HIGHER, _rate("label_tokens")),
+    Metric("padding_ratio", "ratio", LOWER, _padding),
+    Metric("packing_efficiency_ratio", "ratio", HIGHER, _packing),
+    Metric("mfu_ratio", "ratio", HIGHER, _utilisation("causal", recomputed=False)),
+    Metric("mfu_full_attention_ratio", "ratio", HIGHER, _utilisation("full", recomputed=False)),
+    Metric("hfu_ratio", "ratio", HIGHER, _utilisation("causal", recomputed=True)),
+    Metric("hfu_full_attention_ratio", "ratio", HIGHER, _utilisation("full", recomputed=True)),
+    Metric("achievable_ratio", "ratio", HIGHER, _utilisation("causal", recomputed=False, of=measured_peak)),
+    Metric("peak_memory_bytes", "bytes", LOWER, _peak_memory),
+    Metric("peak_memory_reserved_bytes", "bytes", LOWER, _per_launch("reserved")),
+    Metric("peak_memory_device_bytes", "bytes", LOWER, _per_launch("device")),
+    Metric("comm_exposed_ratio", "ratio", LOWER, _per_launch("exposed", _NO_TRACE)),
+    Metric("wire_bytes_per_step", "bytes/step", LOWER, _counted_wire),
+    Metric("wire_bytes_formula_per_step", "bytes/step", LOWER, _predicted_wire),
+    Metric("h2d_bytes_per_s", "bytes/s", HIGHER, _h2d_rate),
+    Metric("joules_per_token", "J/token", LOWER, _energy("energy_tokens")),
+    Metric("power_w", "W", LOWER, _energy("energy_s")),
+    *(Metric(phase, "s", LOWER, _phase(phase)) for phase in PHASES),
+    Metric("loss_first", "nat", LOWER, _per_launch("first")),
+    Metric("loss_last", "nat", LOWER, _per_launch("last")),
+)
+# Of cells with a launch that was restarted or wrote checkpoints; others have nothing to tell there.
+INTERRUPTED_METRICS: tuple[Metric, ...] = (
+    Metric("goodput_ratio", "ratio", HIGHER, lambda cell: Estimate(cell.mean("counted_s", "span_s"))),
+    Metric("redone_s", "s", LOWER, _per_launch("redone_s")),
+    Metric("checkpoint_s", "s", LOWER, _per_launch("checkpoint_s")),
+    Metric("down_s", "s", LOWER, _per_launch("down_s")),
+)
+BY_NAME = {metric.name: metric for metric in (*METRICS, *INTERRUPTED_METRICS)}
+
+
+def estimate(cell: Cell, metric: str) -> Resampled | None:
+    return BY_NAME[metric].formula(cell).resampled
+
+
+def measure(cell: Cell) -> list[Measurement]:
+    """One measurement per row of METRICS, missing ones included: their value is None."""
+    interrupted = INTERRUPTED_METRICS if any(w.goodput for w in cell.windows) else ()
+    return [_measurement(cell, metric) for metric in (*METRICS, *interrupted)]
+
+
+def _measurement(cell: Cell, metric: Metric) -> Measurement:
+    found, note = metric.formula(cell)
+    low, high = found.interval if found else (None, None)
+    return Measurement(
+        metric=metric.name,
+        unit=metric.unit,
+        better=metric.better,
+        cell=cell.id,
+        value=found.value if found else None,
+        low=low,
+        high=high,
+        n=sum(len(w.steps) for w in cell.windows),
+        launches=len(cell.windows),
+        axes=cell.axes,
+        runs=cell.runs,
+        note=note or (intervals.launches_note(len(cell.windows)) if low is not None else None),
+    )

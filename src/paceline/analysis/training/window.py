@@ -1,0 +1,260 @@
+"""One run after warm-up: raw samples of all ranks laid out as one row per step and one row per launch.
+
+A step's time is the maximum over ranks; rates divide by the wall time of the window, which is less where ranks are late
+in turns. What one rank did not record is missing for the step, never 0.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from array import array
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from operator import mul
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.analysis.findings import Goodput, WarmUpOutcome
+from paceline.analysis.statistics import intervals
+from paceline.analysis.statistics.intervals import Array
+from paceline.analysis.training import energy, gauges
+from paceline.analysis.training.goodput import goodput, resumed_at
+from paceline.errors import RequestError
+from paceline.models import arithmetic
+from paceline.results.records import RunRecord
+from paceline.results.step_columns import StepSeries
+
+PHASES = ("data_wait_s", "h2d_s", "forward_s", "backward_s", "optimizer_s")
+AMOUNTS = ("tokens", "samples", "positions", "label_tokens", "attended_keys")
+STEP_COLUMNS = ("seconds", "steps", *AMOUNTS, "padding", *PHASES, "wall")
+_ONCE = ("exposed", "wire", "first", "last", "h2d_bytes", "h2d_seconds", "joules", "energy_s", "energy_tokens")
+_SPENT = ("counted_s", "span_s", "redone_s", "checkpoint_s", "down_s")
+LAUNCH_COLUMNS = ("launches", "allocated", "reserved", "device", "resident", *_ONCE, *_SPENT)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Window:
+    """One run after warm-up: a row per step (STEP_COLUMNS), a row for the launch (LAUNCH_COLUMNS); NaN is missing.
+
+    measured are the steps of the rows: those after warm-up, and after every restart those after its own."""
+
+    run: str
+    record: RunRecord
+    warmup: WarmUpOutcome
+    steps: Array
+    launch: Array
+    outliers: int
+    energy: energy.WindowEnergy | None = None
+    throttling: gauges.Throttling | None = None
+    measured: tuple[int, ...] = ()
+    goodput: Goodput | None = None
+
+    @property
+    def seconds(self) -> Array:
+        return self.steps[:, STEP_COLUMNS.index("seconds")]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepTable:
+    """Step samples of every rank, by step in order and within a step as they were recorded.
+
+    Row `order[i]` of the series is the i-th; those of step `steps[k]` are the rows from bounds[k] to bounds[k + 1].
+    """
+
+    series: StepSeries
+    order: NDArray[np.intp]
+    steps: tuple[int, ...]
+    bounds: tuple[int, ...]
+
+    def numbers(self, field: str) -> Array:
+        """One value per row; what is missing is NaN."""
+        column = self.series.column(field)
+        if isinstance(column, list) and column.count(None) == len(column):
+            return np.full(len(self.order), math.nan)
+        return np.asarray(column, dtype=np.float64)[self.order]
+
+    def values(self, field: str) -> list[Any]:
+        """One value per row, as it was recorded."""
+        column = self.series.column(field)
+        if isinstance(column, array):
+            found: list[Any] = np.asarray(column)[self.order].tolist()
+            return found
+        return [column[row] for row in self.order.tolist()]
+
+    def by_step(self, field: str) -> list[list[Any]]:
+        values = self.values(field)
+        return [values[a:b] for a, b in itertools.pairwise(self.bounds)]
+
+    def at(self, step: int, field: str) -> list[Any]:
+        """What the ranks recorded at one of the steps."""
+        column = self.series.column(field)
+        index = bisect_left(self.steps, step)
+        return [column[row] for row in self.order[self.bounds[index] : self.bounds[index + 1]].tolist()]
+
+
+def step_table(record: RunRecord, variant: int = 0) -> StepTable:
+    series = StepSeries.of(record.steps)
+    rows = np.flatnonzero(np.asarray(series.column("variant")) == variant)
+    recorded = np.asarray(series.column("step"))[rows]
+    order = np.argsort(recorded, kind="stable")
+    ascending = recorded[order]
+    starts = np.flatnonzero(np.diff(ascending, prepend=ascending[:1] - 1))
+    return StepTable(series, rows[order], tuple(ascending[starts].tolist()), (*starts.tolist(), len(rows)))
+
+
+def global_loss(losses: Sequence[float], learned: Sequence[int]) -> float:
+    """Mean over all learned tokens of the step: ranks' means weighted by theirs."""
+    total = sum(learned)
+    return sum(map(mul, losses, learned)) / total if total else math.nan
+
+
+def learned_tokens(table: StepTable) -> list[list[int]]:
+    """By step, what each rank's loss is the mean of: its label tokens, all its tokens where none are told apart."""
+    labels, tokens = table.by_step("label_tokens"), table.by_step("tokens")
+    return [
+        [token if label is None else label for label, token in zip(*ranks, strict=True)]
+        for ranks in zip(labels, tokens, strict=True)
+    ]
+
+
+def first_and_last_loss(table: StepTable) -> tuple[float, float]:
+    """Of the whole run, warm-up included; NaN where there is no step."""
+    if not table.steps:
+        return math.nan, math.nan
+    first, last = (global_loss(table.at(s, "loss"), _learned_at(table, s)) for s in (table.steps[0], table.steps[-1]))
+    return first, last
+
+
+def _learned_at(table: StepTable, step: int) -> list[int]:
+    pairs = zip(table.at(step, "label_tokens"), table.at(step, "tokens"), strict=True)
+    return [token if label is None else label for label, token in pairs]
+
+
+def open_window(record: RunRecord) -> Window:
+    """Applies the warm-up rule to the slowest rank of every step and keeps what follows."""
+    table = step_table(record)
+    rows = _step_rows(table)
+    chosen, end = _settled(rows[:, 0], table.steps, record)
+    measured = tuple(itertools.compress(table.steps, chosen))
+    steps = np.column_stack([rows[chosen], _wall(table, chosen)])
+    run = record.spec.run_id
+    outcome = WarmUpOutcome(
+        run=run,
+        excluded_steps=end.excluded,
+        measured_steps=len(steps),
+        by_rule=end.by_rule,
+        text=end.text,
+    )
+    used, held = energy.window_energy(record, measured), goodput(record)
+    once = [*_launch_row(record, table, measured), *_energy_row(used, steps), *_goodput_row(held)]
+    outliers = int(intervals.outliers(steps[:, 0]).sum())
+    slowed = gauges.throttling(record, measured)
+    return Window(run, record, outcome, steps, np.array([once]), outliers, used, slowed, measured, held)
+
+
+def _settled(seconds: Array, steps: Sequence[int], record: RunRecord) -> tuple[NDArray[np.bool_], intervals.WarmUpEnd]:
+    """Which steps are measured: caches are cold again after a restart, so the rule is asked of every stretch."""
+    bounds = [0, *(bisect_left(steps, step) for step in resumed_at(record)), len(steps)]
+    ends = [intervals.warm_up(seconds[a:b], record.spec.warmup) for a, b in itertools.pairwise(bounds)]
+    chosen = np.ones(len(steps), dtype=np.bool_)
+    for begin, end in zip(bounds, ends, strict=False):
+        chosen[begin : begin + end.excluded] = False
+    again = sum(end.excluded for end in ends[1:])
+    later = len(ends) - 1
+    text = ends[0].text + (f"; {again} more after {later} restart{'' if later == 1 else 's'}" if later else "")
+    return chosen, intervals.WarmUpEnd(ends[0].excluded + again, ends[0].by_rule, text)
+
+
+def _step_rows(table: StepTable) -> Array:
+    """STEP_COLUMNS without wall: times are maxima over ranks, amounts are sums; one None makes a NaN of both."""
+    if not table.steps:
+        return np.empty((0, len(STEP_COLUMNS) - 1))
+    raw = np.column_stack([table.numbers(field) for field in ("duration_s", *PHASES, *AMOUNTS)])
+    starts = table.bounds[:-1]
+    slowest, total = np.maximum.reduceat(raw, starts), np.add.reduceat(raw, starts)
+    seconds, phases = slowest[:, :1], slowest[:, 1 : 1 + len(PHASES)]
+    amounts = total[:, -len(AMOUNTS) :]
+    padding = amounts[:, AMOUNTS.index("positions")] - amounts[:, AMOUNTS.index("tokens")]
+    return np.column_stack([seconds, np.ones(len(starts)), amounts, padding, phases])
+
+
+def _wall(table: StepTable, chosen: NDArray[np.bool_]) -> Array:
+    """Step times of the rank whose window lasted longest: they add up to wall time, as maxima over ranks do not."""
+    counts = np.diff(table.bounds)
+    inside = np.repeat(chosen, counts)
+    ranks, seconds = np.asarray(table.values("rank"))[inside], np.asarray(table.values("duration_s"))[inside]
+    totals: defaultdict[int, float] = defaultdict(float)
+    for rank, duration in zip(ranks.tolist(), seconds.tolist(), strict=True):
+        totals[rank] += duration
+    longest = max(totals, key=lambda rank: totals[rank], default=0)
+    wall = np.full(int(chosen.sum()), math.nan)
+    # Backwards, so that of a rank's samples of one step the first stays.
+    own = np.flatnonzero(ranks == longest)[::-1]
+    step_of_row = np.repeat(np.arange(len(wall)), counts[chosen])
+    wall[step_of_row[own]] = seconds[own]
+    return wall
+
+
+def _launch_row(record: RunRecord, table: StepTable, measured: Sequence[int]) -> list[float]:
+    peaks = [m for m in record.memory if m.moment == "steps"]
+    return [
+        1.0,
+        *(_reduce(max, (getattr(m, f"{k}_bytes") for m in peaks)) for k in LAUNCH_COLUMNS[1:5]),
+        _exposed_ratio(record),
+        _wire_bytes(record, measured),
+        *first_and_last_loss(table),
+        _reduce(sum, (t.h2d_bytes for t in record.traces)),
+        _reduce(sum, (t.h2d_s for t in record.traces)),
+    ]
+
+
+def _energy_row(used: energy.WindowEnergy, steps: Array) -> list[float]:
+    """Joules with the seconds and tokens they were spent in: launches add up before anything is divided."""
+    if used.joules is None or used.seconds is None:
+        return [math.nan] * 3
+    return [used.joules, used.seconds, float(steps[:, STEP_COLUMNS.index("tokens")].sum())]
+
+
+def _goodput_row(held: Goodput | None) -> list[float]:
+    """In the order of LAUNCH_COLUMNS; seconds of launches add up before anything is divided."""
+    if held is None:
+        return [math.nan] * 5
+    return [held.counted_s, held.span_s, held.redone_s, held.checkpoint_s, held.down_s]
+
+
+def _reduce(reduction: Callable[[Iterable[float]], float], values: Iterable[float | None]) -> float:
+    """NaN as soon as one rank did not say: the maximum of those that did would be a number about other ranks."""
+    known = [math.nan if value is None else float(value) for value in values]
+    return reduction(known) if known and not any(math.isnan(v) for v in known) else math.nan
+
+
+def _exposed_ratio(record: RunRecord) -> float:
+    """Share of the profiled time in which a rank communicated and computed nothing; the worst rank's."""
+    exposed: defaultdict[int, float] = defaultdict(float)
+    wall: defaultdict[int, float] = defaultdict(float)
+    for trace in record.traces:
+        exposed[trace.rank] += trace.exposed_s
+        wall[trace.rank] += trace.wall_s
+    return max((exposed[rank] / wall[rank] for rank in wall if wall[rank] > 0), default=math.nan)
+
+
+def _wire_bytes(record: RunRecord, measured: Sequence[int]) -> float:
+    """Counted payload times the operation's factor, per step counted (in the window if any was); the busiest rank's."""
+    if record.spec.topology.world_size == 1:
+        return 0.0
+    inside = set(measured)
+    counted = [w for w in record.wire if w.step in inside] or record.wire
+    moved: defaultdict[int, float] = defaultdict(float)
+    steps: defaultdict[int, set[int]] = defaultdict(set)
+    for w in counted:
+        try:
+            moved[w.rank] += w.payload_bytes * arithmetic.wire_factor(w.operation, w.group_size)
+        except RequestError:
+            return math.nan
+        steps[w.rank].add(w.step)
+    return max((total / len(steps[rank]) for rank, total in moved.items()), default=math.nan)

@@ -1,0 +1,190 @@
+"""What a user sees while a campaign runs: a live bar on a terminal, plain lines anywhere else. Observers of `run`."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.campaign.live.progress import left_text, pulse_text, title
+from paceline.campaign.run.supervision import Observer
+from paceline.experiment.spec import PROBING, RunSpec
+from paceline.results.campaign_file import EndedRun, PlannedRun, Pulse, forecast_s, read_end, read_pulse
+from paceline.results.records import Status
+from paceline.results.store import Progress
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+MARKS = {Status.OK: "[green]✓[/]", Status.UNSUPPORTED: "[yellow]-[/]", Status.INVALID: "[red]≠[/]"}
+FAILED_MARK, PROBED_MARK = "[red]✗[/]", "[yellow]▲[/]"
+ADVISING = "out of memory; rehearsing what would fit"
+# A log is told of a long run this often at most.
+HEARTBEAT_S = 30.0
+# The folder is looked at this often: the controller polls ten times as often, beside a run that is being measured.
+LOOK_S = 1.0
+
+
+class Lines:
+    """One line per event, and one now and then of a long run: for logs and pipes."""
+
+    look_s = HEARTBEAT_S
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.planned: dict[str, PlannedRun] = {}
+        self.ends: dict[str, EndedRun] = {}
+        self.unread: list[str] = []
+        self.done = 0
+        self.run_began = self.looked = time.monotonic()
+        self.run_dir: Path | None = None
+        self.advised: str | None = None
+        self.waited_for: set[tuple[str, str]] = set()
+
+    @property
+    def total(self) -> int:
+        return len(self.planned)
+
+    def begin(self, specs: Sequence[RunSpec]) -> None:
+        self.planned = {spec.run_id: PlannedRun.of(spec) for spec in specs}
+
+    def started(self, spec: RunSpec, run_dir: Path) -> None:
+        self.run_began = self.looked = time.monotonic()
+        self.run_dir = run_dir
+        # What an earlier campaign measured tells how long its repeats will take.
+        for run in self.unread:
+            if (end := read_end(run_dir.parent / run)) is not None:
+                self.ends[run] = end
+        self.unread.clear()
+
+    def moved(self, spec: RunSpec, positions: Sequence[Progress]) -> None:
+        now = time.monotonic()
+        if now - self.looked >= self.look_s and self.run_dir is not None:
+            self.looked = now
+            pulse = read_pulse(self.run_dir, spec, positions)
+            if pulse is not None:
+                self.show(pulse)
+
+    def show(self, pulse: Pulse) -> None:
+        from rich.markup import escape
+
+        where = f"{title(pulse.spec)}: {pulse_text(pulse)}; {left_text(self.left_s(pulse))}"
+        self.console.print(f"  {self.done + 1:>3}/{self.total} {escape(where)}", highlight=False, soft_wrap=True)
+
+    def waiting(self, spec: RunSpec, reason: str, seconds: float) -> None:
+        """Each of the engine's reasons is told once, whatever it counts in it."""
+        told = (spec.run_id, re.sub(r"\d+", "#", reason))
+        if told not in self.waited_for:
+            self.waited_for.add(told)
+            where = f"  {self.done + 1:>3}/{self.total} {title(spec)}: waiting: {reason}"
+            self.console.print(where, highlight=False, markup=False, soft_wrap=True)
+
+    def restarting(self, spec: RunSpec, reason: str, left: int) -> None:
+        where = f"  {self.done + 1:>3}/{self.total} {title(spec)}: restarting: {reason}; {_left(left)}"
+        self.console.print(where, highlight=False, markup=False, soft_wrap=True)
+
+    def advising(self, spec: RunSpec, seconds: float) -> None:
+        """Said once: it lasts seconds for a small model, minutes for a large one."""
+        if self.advised != spec.run_id:
+            self.advised = spec.run_id
+            self.console.print(
+                f"  {self.done + 1:>3}/{self.total} {title(spec)}: {ADVISING}", highlight=False, markup=False
+            )
+
+    def ended(self, spec: RunSpec, status: Status, error: str | None, known: bool) -> None:
+        from rich.markup import escape
+
+        self.done += 1
+        took = time.monotonic() - self.run_began
+        self.run_began += took  # a run that is refused is never started
+        if known:
+            self.unread.append(spec.run_id)
+        else:
+            self.ends[spec.run_id] = EndedRun(status, took)
+        tail = "already measured" if known else f"{took:.1f} s"
+        reason = f": {escape(error)}" if error else ""
+        probed = status is Status.OOM and spec.workload.name in PROBING
+        mark = PROBED_MARK if probed else MARKS.get(status, FAILED_MARK)
+        self.console.print(
+            f"{mark} {self.done:>3}/{self.total} {escape(title(spec))} {status} ({tail}){reason}", highlight=False
+        )
+
+    def close(self) -> None:
+        """Nothing stays open."""
+
+    def left_s(self, pulse: Pulse | None) -> float | None:
+        return forecast_s(self.planned.values(), self.ends, pulse)
+
+
+class Bars(Lines):
+    """The same lines above two live bars, the campaign and the current run, and a line of where that is."""
+
+    look_s = LOOK_S
+
+    def __init__(self, console: Console) -> None:
+        from rich.live import Live
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        super().__init__(console)
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
+        self.progress = Progress(*columns, console=console)
+        self.overall = self.progress.add_task("campaign", total=None)
+        self.current = self.progress.add_task("", total=None, visible=False)
+        self.below = ""
+        self.live = Live(console=console, get_renderable=self.screen, transient=True)
+
+    def screen(self) -> RenderableType:
+        """The bars, then one line that is cut where the terminal ends."""
+        from rich.console import Group
+        from rich.text import Text
+
+        return Group(self.progress, Text(self.below, style="dim", no_wrap=True, overflow="ellipsis"))
+
+    def begin(self, specs: Sequence[RunSpec]) -> None:
+        super().begin(specs)
+        self.progress.update(self.overall, total=self.total)
+        self.live.start()
+
+    def started(self, spec: RunSpec, run_dir: Path) -> None:
+        super().started(spec, run_dir)
+        self.below = left_text(self.left_s(None))
+        steps = spec.steps if spec.is_trained else None
+        self.progress.reset(self.current, total=steps, visible=True, description=title(spec))
+
+    def show(self, pulse: Pulse) -> None:
+        self.below = f"{pulse_text(pulse)}; {left_text(self.left_s(pulse))}"
+        self.progress.update(self.current, completed=pulse.step)
+
+    def waiting(self, spec: RunSpec, reason: str, seconds: float) -> None:
+        self.below = f"waiting for {seconds:.0f} s: {reason}"
+
+    def restarting(self, spec: RunSpec, reason: str, left: int) -> None:
+        super().restarting(spec, reason, left)
+        self.below = "restarting"
+
+    def advising(self, spec: RunSpec, seconds: float) -> None:
+        self.below = f"{ADVISING}, {seconds:.0f} s"
+
+    def ended(self, spec: RunSpec, status: Status, error: str | None, known: bool) -> None:
+        super().ended(spec, status, error, known)
+        self.progress.update(self.overall, completed=self.done)
+        self.progress.update(self.current, visible=False)
+        self.below = ""
+
+    def close(self) -> None:
+        self.live.stop()
+
+
+def _left(restarts: int) -> str:
+    return f"{restarts} more restart{'' if restarts == 1 else 's'} allowed"
+
+
+def observer_for(console: Console) -> Lines:
+    return Bars(console) if console.is_terminal else Lines(console)
+
+
+def _implements_observer(lines: Lines) -> Observer:
+    """Keeps the type checker honest about the protocol."""
+    return lines

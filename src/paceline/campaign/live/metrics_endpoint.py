@@ -1,0 +1,184 @@
+"""/metrics for Prometheus to scrape: gauges of this machine, and the campaigns of a results folder under way."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from paceline.campaign.live.progress import title
+from paceline.errors import RequestError
+from paceline.experiment.choices import Scalar
+from paceline.host.gauges import Snapshot
+from paceline.report.exporters._prometheus_text import CONTENT_TYPE, Family, render
+from paceline.results.campaign_file import CampaignView
+
+HOST_GAUGES = {
+    "cpu_ratio": "Busy share of all cores since the reading before.",
+    "memory_used_bytes": "Memory of the host in use.",
+    "memory_total_bytes": "Memory of the host.",
+    "load": "Runnable processes, averaged over a minute.",
+    "frequency_hz": "Mean clock of the cores.",
+    "temperature_c": "Hottest sensor of the processor.",
+}
+GPU_GAUGES = {
+    "utilisation_ratio": "Busy share by the driver.",
+    "memory_used_bytes": "Memory of the GPU in use.",
+    "memory_total_bytes": "Memory of the GPU.",
+    "power_w": "Power drawn.",
+    "temperature_c": "Temperature of the GPU.",
+    "sm_clock_hz": "Clock of the multiprocessors.",
+    "memory_clock_hz": "Clock of the memory.",
+}
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """HOST:PORT, with an IPv6 host in brackets; port 0 takes a free one."""
+    found = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]/\s]+):(\d{1,5})", text)
+    if found is None or int(found[2]) > 65535:
+        raise RequestError(f"--serve: {text!r} was given; accepted is HOST:PORT, such as 127.0.0.1:9109")
+    return found[1].strip("[]"), int(found[2])
+
+
+@contextlib.contextmanager
+def serving(address: str, page: Callable[[], str]) -> Iterator[str]:
+    """Answer GET /metrics with `page()` in threads until the block ends; yields the address that was taken."""
+    host, port = parse_address(address)
+    try:
+        server = _server(host, port, page)
+    except OSError as error:
+        raise RequestError(f"--serve: {address!r} was given, which cannot be listened on ({error.strerror})") from None
+    thread = threading.Thread(target=server.serve_forever, name="paceline-metrics", daemon=True)
+    thread.start()
+    try:
+        yield f"{f'[{host}]' if ':' in host else host}:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(timeout=5)
+
+
+def _server(host: str, port: int, page: Callable[[], str]) -> ThreadingHTTPServer:
+    import socket
+
+    class MetricsPage(BaseHTTPRequestHandler):
+        # A client that connects and says nothing must not hold a thread for ever.
+        timeout = 10
+
+        def do_GET(self) -> None:
+            self.wfile.write(self._begin())
+
+        def do_HEAD(self) -> None:
+            self._begin()
+
+        def _begin(self) -> bytes:
+            """Send all but the body, which is returned."""
+            known = self.path.partition("?")[0] == "/metrics"
+            body = (page() if known else "paceline: the metrics are at /metrics\n").encode()
+            self.send_response(200 if known else 404)
+            self.send_header("Content-Type", CONTENT_TYPE if known else "text/plain; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            return body
+
+        def log_message(self, format: str, *args: object) -> None:
+            """A scrape every few seconds is no news."""
+
+    class Server(ThreadingHTTPServer):
+        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        daemon_threads = True
+
+        def handle_error(self, request: object, client_address: object) -> None:
+            # A client that goes away is its own affair; what fails here is not.
+            if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+                super().handle_error(request, client_address)  # type: ignore[arg-type]
+
+    return Server((host, port), MetricsPage)
+
+
+def page_text(snapshot: Snapshot | None, views: Sequence[CampaignView] = (), out: Path | None = None) -> str:
+    """`views` are of experiments at or below `out`."""
+    named = {_experiment(view, out): view for view in views}
+    return render([*machine_families(snapshot), *campaign_families(named)])
+
+
+def _experiment(view: CampaignView, out: Path | None) -> str:
+    """Its path below the results folder: two folders may hold experiments of the same name."""
+    inner = view.experiment.relative_to(out).as_posix() if out is not None else "."
+    return view.experiment.resolve().name if inner == "." else inner
+
+
+def machine_families(snapshot: Snapshot | None) -> list[Family]:
+    """Nothing before the first reading."""
+    if snapshot is None:
+        return []
+    host = {name: Family(f"host_{name}", text) for name, text in HOST_GAUGES.items()}
+    for name, family in host.items():
+        family.add(getattr(snapshot.host, name))
+    energy = Family("host_energy_joules_total", "Energy of the processors since the first reading.", "counter")
+    energy.add(snapshot.host.energy_j)
+    cores = Family("host_core_ratio", "Busy share of one core since the reading before.")
+    for number, ratio in enumerate(snapshot.host.cores_ratio or ()):
+        cores.add(ratio, {"core": number})
+    read = Family("reading_timestamp_seconds", "When the gauges were read, in seconds since 1970.")
+    read.add(snapshot.host.at_s)
+    return [*host.values(), energy, cores, *_gpu_families(snapshot), read]
+
+
+def _gpu_families(snapshot: Snapshot) -> list[Family]:
+    gpus = {name: Family(f"gpu_{name}", text) for name, text in GPU_GAUGES.items()}
+    energy = Family("gpu_energy_joules_total", "Energy since the driver was loaded.", "counter")
+    throttled = Family("gpu_throttled", "1 for each reason why the GPU runs slower than it could.")
+    for device in snapshot.devices:
+        labels: dict[str, Scalar] = {"gpu": device.device}
+        for name, family in gpus.items():
+            family.add(getattr(device, name), labels)
+        energy.add(device.energy_j, labels)
+        for reason in device.throttle_reasons or ():
+            throttled.add(1, {**labels, "reason": reason})
+    return [*gpus.values(), energy, throttled]
+
+
+def campaign_families(views: Mapping[str, CampaignView]) -> list[Family]:
+    """Per experiment what is planned and how runs ended; per run under way its step, rate, memory and loss."""
+    ended = Family("campaign_runs_ended", "Runs that ended, by status.")
+    planned = Family("campaign_runs_planned", "Runs of the plan, references included.")
+    running = Family("campaign_running", "1 while a controller is at work, else 0.")
+    left = Family("campaign_left_seconds", "Expected time to the end of the plan.")
+    for experiment, view in views.items():
+        labels: dict[str, Scalar] = {"experiment": experiment}
+        for status, count in view.ended.items():
+            ended.add(count, {**labels, "status": status})
+        planned.add(view.planned, labels)
+        running.add(view.running, labels)
+        left.add(view.left_s, labels)
+    return [planned, ended, running, left, *_run_families(views)]
+
+
+def _run_families(views: Mapping[str, CampaignView]) -> list[Family]:
+    step = Family("run_step", "Step of the rank furthest behind, from 0.")
+    steps = Family("run_steps", "Steps that were asked for.")
+    rate = Family("run_tokens_per_s", "Tokens per second of all ranks over the last few steps; no measurement.")
+    peak = Family("run_peak_memory_bytes", "Most memory that any rank has held so far.")
+    loss = Family("run_loss", "Last loss of rank 0, in nats.")
+    beat = Family("run_beat_timestamp_seconds", "When a rank last moved, in seconds since 1970.")
+    for experiment, view in views.items():
+        for pulse in view.pulses:
+            spec = pulse.spec
+            labels: dict[str, Scalar] = {
+                "experiment": experiment,
+                "run": spec.run_id,
+                "cell": spec.cell,
+                "title": title(spec),
+            }
+            step.add(pulse.step, labels)
+            steps.add(pulse.steps, labels)
+            rate.add(pulse.tokens_per_s, labels)
+            peak.add(pulse.peak_bytes, labels)
+            loss.add(pulse.loss, labels)
+            beat.add(pulse.beat, labels)
+    return [step, steps, rate, peak, loss, beat]

@@ -1,0 +1,253 @@
+"""status.md and status.html of a results folder: what is running, what ran, what was missed.
+
+Written beside a run that is being measured, so seldom and whole: a reader never sees half a page, and a disk that is
+full costs the page, not the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from html import escape
+from pathlib import Path
+from string import Template
+
+from paceline import __version__
+from paceline.campaign.live import status as watch
+from paceline.campaign.live.progress import left_text, pulse_text, title
+from paceline.campaign.run.supervision import Observer
+from paceline.campaign.schedule import agenda
+from paceline.campaign.schedule import tables as present
+from paceline.experiment.spec import RunSpec
+from paceline.host.files import write_atomically
+from paceline.report.exporters import markdown
+from paceline.report.exporters._page_tables import paragraph, render
+from paceline.report.exporters.html import asset
+from paceline.report.tables.table import Cell, Column, Table
+from paceline.results.campaign_file import CampaignView
+from paceline.results.records import Status
+from paceline.results.store import Progress
+from paceline.wording import MISSING
+
+REFRESH_S = 5.0
+# Never more than one part in so many of the controller's time.
+LEAST_PAUSE = 20
+HTML, MARKDOWN = "status.html", "status.md"
+
+PAGE = Template("""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'">
+$refresh<title>$title</title>
+<style>$style</style>
+</head>
+<body>
+<main>
+$body
+</main>
+</body>
+</html>
+""")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """A results folder at one moment."""
+
+    out: Path
+    at: datetime
+    campaigns: tuple[CampaignView, ...]
+    schedules: tuple[agenda.ScheduleView, ...]
+    unreadable: tuple[str, ...] = ()
+
+    @property
+    def running(self) -> list[CampaignView]:
+        return [view for view in self.campaigns if view.running]
+
+
+def standing(out: Path) -> Standing:
+    now = datetime.now(UTC)
+    schedules, unreadable = agenda.views(out, now)
+    campaigns = tuple(watch.campaigns(out, schedules))
+    return Standing(out=out, at=now, campaigns=campaigns, schedules=tuple(schedules), unreadable=tuple(unreadable))
+
+
+# --- what it says ---
+
+
+def headline(now: Standing) -> str:
+    """The answer in one breath: what runs, then what went wrong."""
+    names = ", ".join(_name(now, view) for view in now.running)
+    said = [f"Running: {names}." if names else "Nothing is running."]
+    count = sum(len(view.missed or ()) for view in now.schedules)
+    if count:
+        said.append(f"{count} scheduled run{' was' if count == 1 else 's were'} missed.")
+    refused = {v.schedule.name: v.last.sentence for v in now.schedules if v.last and v.last.outcome == "refused"}
+    # Nothing was measured, and no report tells why.
+    said += [f"The last run of {name} was refused: {why or 'see its log.txt'}." for name, why in refused.items()]
+    fine = ("ok", "running", "refused")
+    if bad := [v.schedule.name for v in now.schedules if v.last and v.last.outcome not in fine]:
+        said.append(f"The last run of {', '.join(bad)} did not end well.")
+    return " ".join(said)
+
+
+def tables(now: Standing) -> Iterator[Table]:
+    found = (
+        _running(now),
+        present.missed(now.schedules),
+        present.schedules(now.schedules),
+        present.ran(now.schedules),
+        _experiments(now),
+    )
+    yield from (table for table in found if table is not None)
+
+
+def _name(now: Standing, view: CampaignView) -> str:
+    experiment = Path(view.experiment)
+    return str(experiment.relative_to(now.out)) if experiment.is_relative_to(now.out) else str(experiment)
+
+
+def _running(now: Standing) -> Table | None:
+    columns = (Column("experiment"), Column("ended", True), Column("now", prose=True), Column("left"))
+    rows = tuple(
+        (Cell(_name(now, view)), Cell(_count(view)), Cell(_doing(view)), Cell(_left(view))) for view in now.running
+    )
+    return Table("Running", columns, rows) if rows else None
+
+
+def _count(view: CampaignView) -> str:
+    ended = sum(view.ended.values())
+    return str(ended) if view.planned is None else f"{ended} of {view.planned}"
+
+
+def _left(view: CampaignView) -> str:
+    """The column says that it is time left."""
+    return MISSING if view.left_s is None else left_text(view.left_s).removesuffix(" left")
+
+
+def _doing(view: CampaignView) -> str:
+    pulses = [f"{title(pulse.spec)}: {pulse_text(pulse)}" for pulse in view.pulses]
+    waiting = (f"{run} is waiting: {why}" for run, why in view.waiting.items())
+    return "; ".join((*pulses, *waiting, *(f"starting {run}" for run in view.starting))) or "between runs"
+
+
+def _experiments(now: Standing) -> Table | None:
+    columns = (Column("experiment"), Column("standing", prose=True))
+    rows = tuple(
+        (
+            Cell(_name(now, view), link=_report(now, view)),
+            Cell(watch.standing_text(view), watch.left_jobs_text(view), _tone(view)),
+        )
+        for view in now.campaigns
+        if not view.running
+    )
+    return Table("Experiments", columns, rows) if rows else None
+
+
+def _report(now: Standing, view: CampaignView) -> str:
+    path = now.out / _name(now, view) / "report.html"
+    return f"{_name(now, view)}/report.html" if path.is_file() else ""
+
+
+def _tone(view: CampaignView) -> str:
+    known = set(view.ended) - {Status.OK, Status.UNSUPPORTED}
+    return "bad" if known or view.interrupted else ""
+
+
+# --- files ---
+
+
+def html_text(now: Standing) -> str:
+    sections = "".join(f"<section><h2>{escape(table.title)}</h2>{render(table)}</section>" for table in tables(now))
+    # Without a script the browser asks again by itself, while there is something to see.
+    refresh = f'<meta http-equiv="refresh" content="{REFRESH_S:g}">\n' if now.running else ""
+    name = now.out.absolute().name or str(now.out)
+    body = (
+        f'<header><div class="top"><h1>{escape(name)}</h1></div>{paragraph(headline(now), "answer")}</header>'
+        f"{sections}{''.join(paragraph(text, 'bad') for text in now.unreadable)}<footer>{escape(_made(now))}</footer>"
+    )
+    return PAGE.substitute(
+        refresh=refresh, title=escape(f"{name}: Paceline status"), style=asset("page.css"), body=body
+    )
+
+
+def markdown_text(now: Standing) -> str:
+    page = markdown.Page()
+    parts = [f"# {markdown.escape(now.out.absolute().name)}", f"**{markdown.escape(headline(now))}**"]
+    parts += [page.section(table.title, table) for table in tables(now)]
+    parts += [markdown.escape(text) for text in now.unreadable]
+    return "\n\n".join([*parts, f"<sub>{markdown.escape(_made(now))}</sub>"]) + "\n"
+
+
+def _made(now: Standing) -> str:
+    made = f"Paceline {__version__}, {now.at:%Y-%m-%d %H:%M:%S} UTC."
+    return f"{made} The command paceline status tells the same at any moment."
+
+
+class Page:
+    """The two files of one results folder."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.due = 0.0
+
+    def refresh(self) -> None:
+        """Write them if it is time."""
+        if time.monotonic() >= self.due:
+            self.write()
+
+    def write(self) -> None:
+        """What cannot be written is not: nothing depends on it."""
+        began = time.monotonic()
+        with contextlib.suppress(OSError):
+            now = standing(self.out)
+            write_atomically(self.out / MARKDOWN, markdown_text(now))
+            write_atomically(self.out / HTML, html_text(now))
+        ended = time.monotonic()
+        self.due = ended + max(REFRESH_S, LEAST_PAUSE * (ended - began))
+
+
+class Paged:
+    """An observer that also keeps the page of its folder, for whoever looks from elsewhere."""
+
+    def __init__(self, observer: Observer, out: Path) -> None:
+        self.observer, self.page = observer, Page(out)
+        self.is_begun = False
+
+    def begin(self, specs: Sequence[RunSpec]) -> None:
+        self.is_begun = True
+        self.observer.begin(specs)
+
+    def close(self) -> None:
+        """The last word. A campaign that was refused before it began has changed nothing that a page could tell."""
+        if self.is_begun:
+            self.page.write()
+
+    def started(self, spec: RunSpec, run_dir: Path) -> None:
+        self.observer.started(spec, run_dir)
+        self.page.refresh()
+
+    def waiting(self, spec: RunSpec, reason: str, seconds: float) -> None:
+        self.observer.waiting(spec, reason, seconds)
+        self.page.refresh()
+
+    def moved(self, spec: RunSpec, positions: Sequence[Progress]) -> None:
+        self.observer.moved(spec, positions)
+        self.page.refresh()
+
+    def restarting(self, spec: RunSpec, reason: str, left: int) -> None:
+        self.observer.restarting(spec, reason, left)
+        self.page.refresh()
+
+    def advising(self, spec: RunSpec, seconds: float) -> None:
+        self.observer.advising(spec, seconds)
+        self.page.refresh()
+
+    def ended(self, spec: RunSpec, status: Status, error: str | None, known: bool) -> None:
+        self.observer.ended(spec, status, error, known)
+        self.page.refresh()

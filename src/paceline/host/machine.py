@@ -1,0 +1,392 @@
+"""What this machine is: probe, GPU table, visible devices, and what would spoil a measurement on it.
+
+Nothing here imports torch: planning and `paceline doctor` must work without it. What cannot be found out is None.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.host.environment import recorded_environment
+
+PEAK_DTYPES = ("bf16", "fp16", "fp32", "fp8")
+
+_PACKAGES = (
+    "paceline",
+    "torch",
+    "deepspeed",
+    "numpy",
+    "triton",
+    "transformers",
+    "peft",
+    "bitsandbytes",
+    "psutil",
+    "nvidia-ml-py",
+)
+_NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+
+# On unless set to one of _OFF; two more have their own rule in `debug_switches`.
+_OFF = ("", "0", "off", "false", "no", "none")
+_SWITCH = re.compile(
+    r"TORCH_DISTRIBUTED_DEBUG|CUDA_LAUNCH_BLOCKING|(TORCH_)?NCCL_BLOCKING_WAIT|TORCH_NCCL_(DESYNC_DEBUG|ENABLE_TIMING)"
+    r"|NCCL_CHECK_POINTERS|PYTORCH_NO_CUDA_MEMORY_CACHING|TORCH_COMPILE_(DEBUG|DISABLE)|TORCHDYNAMO_DISABLE"
+    r"|PYTHONDEVMODE|PYTHONTRACEMALLOC|MALLOC_(PERTURB|CHECK)_"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One visible GPU. index is CUDA's (after CUDA_VISIBLE_DEVICES); peaks are dense, per dtype, None where unknown.
+
+    A GPU in MIG mode has no peaks here: what a slice of it can do is not in any datasheet row.
+    """
+
+    index: int
+    name: str | None
+    memory_bytes: int | None
+    sm_clock_max_hz: float | None
+    power_limit_w: float | None
+    ecc: bool | None
+    mig: bool | None
+    capability: str | None
+    pcie_generation: int | None
+    pcie_width: int | None
+    nvlink_links: int | None
+    peak_flops: Mapping[str, float | None] | None
+    memory_bytes_per_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """One host as it was when probed. links is the way between its GPUs: nvlink, pcie, or None with fewer than two."""
+
+    host: str
+    os: str
+    cpu: str | None
+    cores: int | None
+    memory_bytes: int | None
+    gpus: tuple[Gpu, ...]
+    links: str | None
+    driver: str | None
+    cuda: str | None
+    versions: Mapping[str, str]
+    revision: str | None
+    environment: Mapping[str, str]
+
+
+# --- probing ---
+
+
+def probe() -> Machine:
+    """This host now. Reads, never changes anything; a part that cannot be read is None."""
+    gpus, driver, cuda = _gpus_and_driver()
+    links = None
+    if len(gpus) > 1:
+        links = "nvlink" if all(gpu.nvlink_links for gpu in gpus) else "pcie"
+    return Machine(
+        host=socket.gethostname(),
+        os=platform.platform(),
+        cpu=cpu_model(),
+        cores=usable_cores(),
+        memory_bytes=_host_memory_bytes(),
+        gpus=gpus,
+        links=links,
+        driver=driver,
+        cuda=cuda,
+        versions=_versions(),
+        revision=_revision(),
+        environment=recorded_environment(os.environ),
+    )
+
+
+def to_dict(machine: Machine) -> dict[str, Any]:
+    """JSON-ready."""
+    return dataclasses.asdict(machine)
+
+
+def fingerprint_diff(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What differs between two machine dicts, by dotted path ("gpus.0.name"); a side that lacks it is None."""
+    left, right = dict(_flat(a)), dict(_flat(b))
+    paths = [*left, *(path for path in right if path not in left)]
+    return {p: (left.get(p), right.get(p)) for p in paths if left.get(p) != right.get(p)}
+
+
+def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        items: Iterator[tuple[Any, Any]] = iter(value.items())
+    elif isinstance(value, list | tuple):
+        items = iter(enumerate(value))
+    else:
+        yield path, value
+        return
+    for key, inner in items:
+        yield from _flat(inner, f"{path}.{key}" if path else str(key))
+
+
+def cpu_model() -> str | None:
+    """From /proc/cpuinfo; Arm kernels leave the name out there, and lscpu knows it."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    pattern = re.compile(r"^model name\s*:\s*(.+)$", re.MULTILINE | re.IGNORECASE)
+    found = pattern.search(text) or pattern.search(_output("lscpu") or "")
+    return found.group(1).strip() if found else platform.processor() or None
+
+
+def usable_cores() -> int | None:
+    """Logical cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def _host_memory_bytes() -> int | None:
+    try:
+        return int(importlib.import_module("psutil").virtual_memory().total)
+    except ImportError:
+        return None
+
+
+def version(package: str) -> str | None:
+    """The installed version of a distribution, without importing it."""
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()} | {p: v for p in _PACKAGES if (v := version(p))}
+    nccl = _loaded_nccl() or next((v for p in _NCCL_PACKAGES if (v := version(p))), None)
+    return found | ({"nccl": nccl} if nccl else {})
+
+
+def _loaded_nccl() -> str | None:
+    """The NCCL that torch really uses, where torch is imported and has one."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def _revision() -> str | None:
+    """The commit Paceline runs from, with "-dirty" when changed since; None outside its own checkout."""
+    git = ("git", "-C", str(Path(__file__).parent))
+    if _output(*git, "ls-files", "--error-unmatch", "__init__.py") is None:
+        return None
+    return _output(*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+
+
+def _output(*command: str) -> str | None:
+    """Standard output of a short command, or None when it is absent, slow or fails."""
+    quiet = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, env=quiet, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+# --- what changes speed without being asked for ---
+
+
+def debug_switches(environ: Mapping[str, str]) -> dict[str, str]:
+    """Switches that change speed and are on: in the environment, and in torch itself where it is already imported."""
+    on = {name: value for name, value in sorted(environ.items()) if _switched_on(name, value.strip().lower())}
+    return on | _torch_modes()
+
+
+def _switched_on(name: str, value: str) -> bool:
+    if name == "NCCL_DEBUG":
+        return value in ("info", "trace")
+    if name == "PYTHONMALLOC":
+        return "debug" in value
+    return bool(_SWITCH.fullmatch(name)) and value not in _OFF
+
+
+def _torch_modes() -> dict[str, str]:
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {}
+    modes = {
+        "torch.use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "torch.backends.cudnn.deterministic": torch.backends.cudnn.deterministic,
+        "torch.autograd.set_detect_anomaly": torch.is_anomaly_enabled(),
+    }
+    return {name: "True" for name, on in modes.items() if on}
+
+
+# --- GPUs ---
+
+
+@functools.cache
+def _gpu_rows() -> dict[str, dict[str, Any]]:
+    rows = tomllib.loads((Path(__file__).parent / "gpus.toml").read_text(encoding="utf-8"))["gpu"]
+    return {_plain(name): row for row in rows for name in row["names"]}
+
+
+def _plain(name: str) -> str:
+    return " ".join(name.split()).casefold().removeprefix("nvidia ")
+
+
+def gpu_row(name: str) -> dict[str, Any] | None:
+    """The table row of exactly this GPU, with source and date; None for any other, never a relative's."""
+    return _gpu_rows().get(_plain(name))
+
+
+def gpu_summaries() -> dict[str, str]:
+    """Every GPU of the table with its dense peaks, as `paceline list gpus` shows it."""
+
+    def peaks(row: Mapping[str, Any]) -> str:
+        return ", ".join(f"{dtype} {row[dtype] / 1e12:g}" for dtype in PEAK_DTYPES if row.get(dtype))
+
+    rows = tomllib.loads((Path(__file__).parent / "gpus.toml").read_text(encoding="utf-8"))["gpu"]
+    return {row["names"][0]: f"{peaks(row)} TFLOP/s dense ({row['source'].partition(',')[0]})" for row in rows}
+
+
+def gpu_peaks(name: str) -> dict[str, float | None] | None:
+    """Dense peak FLOP/s by dtype; None for a GPU that is not in the table."""
+    row = gpu_row(name)
+    return None if row is None else {dtype: row.get(dtype) for dtype in PEAK_DTYPES}
+
+
+@contextmanager
+def nvml() -> Iterator[Any | None]:
+    """The pynvml module, initialised; None where it, the library or the driver is missing."""
+    library = ask(importlib.import_module, "pynvml")
+    if library is None or ask(lambda: library.nvmlInit() or True) is None:
+        yield None
+        return
+    try:
+        yield library
+    finally:
+        ask(library.nvmlShutdown)
+
+
+def ask(call: Callable[..., Any], *arguments: Any) -> Any | None:
+    """A gauge's answer, or None where this machine, driver or container does not give one."""
+    try:
+        return call(*arguments)
+    except Exception:  # NVMLError, whose module may be absent, or a function that the installed library lacks
+        return None
+
+
+def visible(uuids: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """Which of the host's GPUs CUDA would show, in its order: CUDA_VISIBLE_DEVICES by number, UUID or MIG UUID.
+
+    As in CUDA, the list ends at the first entry that names no GPU. All GPUs are taken to be of one model, where CUDA's
+    order and the driver's agree.
+    """
+    wanted = environ.get("CUDA_VISIBLE_DEVICES")
+    if wanted is None:
+        return list(uuids)
+    chosen: list[str] = []
+    for entry in (part.strip() for part in wanted.split(",")):
+        found = [entry] if entry.startswith("MIG-") else [u for u in uuids if entry and u.startswith(entry)]
+        if entry.isdecimal():
+            found = list(uuids[int(entry) : int(entry) + 1])
+        if len(found) != 1 or found[0] in chosen:
+            break
+        chosen += found
+    return chosen
+
+
+def host_uuids(library: Any | None) -> list[str]:
+    """Every GPU of the host, from NVML or else from nvidia-smi."""
+    if library is None:
+        return re.findall(r"UUID: (GPU-[\w-]+)", _output("nvidia-smi", "-L") or "")
+    handles = [ask(library.nvmlDeviceGetHandleByIndex, i) for i in range(ask(library.nvmlDeviceGetCount) or 0)]
+    return [uuid for handle in handles if handle is not None and (uuid := ask(library.nvmlDeviceGetUUID, handle))]
+
+
+def handles(library: Any) -> list[Any]:
+    """NVML handles of the visible GPUs in CUDA's order."""
+    return [ask(library.nvmlDeviceGetHandleByUUID, uuid) for uuid in visible(host_uuids(library), os.environ)]
+
+
+def device_count() -> int:
+    """GPUs that CUDA would show here, without importing torch."""
+    with nvml() as library:
+        return len(visible(host_uuids(library), os.environ))
+
+
+def device_kind() -> str:
+    """ "cuda" where a GPU is visible and the installed torch can use one, else "cpu"."""
+    return "cuda" if device_count() and not (version("torch") or "").endswith("+cpu") else "cpu"
+
+
+def _gpus_and_driver() -> tuple[tuple[Gpu, ...], str | None, str | None]:
+    with nvml() as library:
+        if library is None:
+            return (), None, None
+        number = ask(library.nvmlSystemGetCudaDriverVersion)
+        cuda = f"{number // 1000}.{number % 1000 // 10}" if number else None
+        gpus = tuple(_gpu(library, index, handle) for index, handle in enumerate(handles(library)))
+        return gpus, ask(library.nvmlSystemGetDriverVersion), cuda
+
+
+def _gpu(library: Any, index: int, handle: Any) -> Gpu:
+    name = ask(library.nvmlDeviceGetName, handle)
+    mig = ask(lambda: library.nvmlDeviceGetMigMode(handle)[0] == 1)
+    row = gpu_row(name) if name and not mig else None
+    return Gpu(
+        index=index,
+        name=name,
+        memory_bytes=ask(lambda: int(library.nvmlDeviceGetMemoryInfo(handle).total)),
+        sm_clock_max_hz=ask(lambda: library.nvmlDeviceGetMaxClockInfo(handle, library.NVML_CLOCK_SM) * 1e6),
+        power_limit_w=ask(lambda: library.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000),
+        ecc=ask(lambda: library.nvmlDeviceGetEccMode(handle)[0] == 1),
+        mig=mig,
+        capability=ask(lambda: ".".join(map(str, library.nvmlDeviceGetCudaComputeCapability(handle)))),
+        pcie_generation=ask(library.nvmlDeviceGetMaxPcieLinkGeneration, handle),
+        pcie_width=ask(library.nvmlDeviceGetMaxPcieLinkWidth, handle),
+        nvlink_links=_nvlink_links(library, handle),
+        peak_flops=gpu_peaks(name) if name and row else None,
+        memory_bytes_per_s=row.get("memory_bytes_per_s") if row else None,
+    )
+
+
+def _nvlink_links(library: Any, handle: Any) -> int | None:
+    """Links that are up; None where the GPU has no NVLink or does not say."""
+    states = [ask(library.nvmlDeviceGetNvLinkState, handle, link) for link in range(library.NVML_NVLINK_MAX_LINKS)]
+    known = [state for state in states if state is not None]
+    return sum(state == 1 for state in known) if known else None
+
+
+def neighbours(gpu_index: int, ours: Collection[int] = ()) -> int | None:
+    """Other processes computing on that GPU; this process and the pids in `ours` (our ranks on it) are not others.
+
+    In a container NVML may show pids of the host, among which we cannot find ourselves: then as many are taken to be
+    ours as should be there. None where NVML does not tell.
+    """
+    mine = {os.getpid(), *ours}
+    with nvml() as library:
+        if library is None or gpu_index >= len(devices := handles(library)):
+            return None
+        running = ask(library.nvmlDeviceGetComputeRunningProcesses, devices[gpu_index])
+    if running is None:
+        return None
+    pids = {process.pid for process in running}
+    if pids & mine or not _holds_gpu():
+        return len(pids - mine)
+    return len(running) - len(mine) if len(running) >= len(mine) else None
+
+
+def _holds_gpu() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda.is_initialized())

@@ -1,0 +1,136 @@
+"""What a GPU-hour costs: the table of published prices, and prices of the user's own; each says where it comes from."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import RequestError
+from paceline.experiment.choices import require
+from paceline.host import machine
+
+ON_DEMAND, SPOT, GIVEN = "on demand", "spot", "as given"
+KINDS = (ON_DEMAND, SPOT, GIVEN)
+# Beyond these lies a slip of units, not a price: the cheapest device costs more, a rack of the dearest less.
+LOWEST_USD, HIGHEST_USD = 1e-4, 1e5
+_RANGE = f"from {LOWEST_USD} to {HIGHEST_USD:g}"
+_ACCEPTED = f"USD per GPU-hour ({_RANGE}), a .toml file of prices, or a name that `paceline list prices` shows"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Price:
+    """USD for one GPU for one hour. gpu None holds for any device; anything else that is None was not stated."""
+
+    name: str
+    usd_per_gpu_hour: float
+    kind: str = GIVEN
+    provider: str | None = None
+    gpu: str | None = None
+    instance: str | None = None
+    region: str | None = None
+    source: str | None = None
+    date: str | None = None
+    note: str | None = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name == "usd_per_gpu_hour":
+                number = isinstance(value, int | float) and not isinstance(value, bool)
+                require(number and _is_price(value), "usd_per_gpu_hour", value, f"a number {_RANGE}")
+            else:
+                required = field.name in ("name", "kind")
+                text = isinstance(value, str) and bool(value.strip())
+                require(text or (value is None and not required), field.name, value, "text")
+        require(self.kind in KINDS, "kind", self.kind, ", ".join(KINDS))
+
+    def holds_for(self, gpu: str | None) -> bool:
+        """Exactly that GPU, by any of its names in the GPU table; a price without a GPU holds for all."""
+        if self.gpu is None:
+            return True
+        if gpu is None:
+            return False
+        row = machine.gpu_row(self.gpu)
+        return (row is not None and row is machine.gpu_row(gpu)) or self.gpu.casefold() == gpu.casefold()
+
+    @property
+    def origin(self) -> str:
+        """`oci-a10: 2 USD per GPU-hour on demand (Oracle Cloud price list, 2025-06)`."""
+        where = ", ".join(filter(None, (self.source, self.date)))
+        kind = "" if self.kind == GIVEN else f" {self.kind}"
+        return f"{self.name}: {self.usd_per_gpu_hour:g} USD per GPU-hour{kind}" + (f" ({where})" if where else "")
+
+
+def _is_price(usd_per_gpu_hour: float) -> bool:
+    return LOWEST_USD <= usd_per_gpu_hour <= HIGHEST_USD
+
+
+@functools.cache
+def table() -> tuple[Price, ...]:
+    """The published prices that come with Paceline."""
+    return read(Path(__file__).parent / "prices.toml")
+
+
+def read(path: Path) -> tuple[Price, ...]:
+    """All rows of a price file, in its order; a file that cannot be understood is refused with the row at fault."""
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RequestError(
+            f"--price: {str(path)!r} cannot be read ({error.strerror}); accepted is {_ACCEPTED}"
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"--price: {str(path)!r} is not TOML ({error}); accepted is {_ACCEPTED}") from None
+    rows = raw.get("price")
+    listed = isinstance(rows, list) and bool(rows) and all(isinstance(row, dict) for row in rows)
+    require(listed and set(raw) == {"price"}, f"--price: {path}", sorted(raw), "one or more tables [[price]]")
+    found = tuple(_row(path, number, row) for number, row in enumerate(rows or (), 1))
+    names = [price.name for price in found]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    require(twice is None, f"--price: {path}, name", twice, "a name of its own for every row")
+    return found
+
+
+def _row(path: Path, number: int, row: dict[str, Any]) -> Price:
+    fields = [field.name for field in dataclasses.fields(Price)]
+    where = f"--price: {path}, row {number}"
+    unknown = next((key for key in row if key not in fields), None)
+    require(unknown is None, where, unknown, ", ".join(fields))
+    for needed in ("name", "usd_per_gpu_hour"):
+        require(needed in row, where, f"no {needed}", f"at least name and usd_per_gpu_hour, of {', '.join(fields)}")
+    values = {key: value.isoformat() if hasattr(value, "isoformat") else value for key, value in row.items()}
+    try:
+        return Price(**values)
+    except RequestError as error:
+        raise RequestError(f"{where}, {error}") from None
+
+
+def chosen(text: str) -> tuple[Price, ...]:
+    """The prices that `--price TEXT` means: a number for every device, a file's rows, or one row of the table."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = None
+    if number is not None:
+        require(_is_price(number), "--price", text, _ACCEPTED)
+        return (Price(name="own", usd_per_gpu_hour=number, source="given with --price"),)
+    if text.endswith(".toml"):
+        return read(Path(text))
+    known = {price.name: price for price in table()}
+    close = difflib.get_close_matches(text, known, n=1)
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    require(text in known, "--price", text, _ACCEPTED + hint)
+    return (known[text],)
+
+
+def summaries() -> dict[str, str]:
+    """Every price as `paceline list prices` shows it."""
+    return {
+        p.name: f"{p.usd_per_gpu_hour:>7.3f} USD per GPU-hour {p.kind}, {p.gpu}, {p.instance}, {p.date} ({p.source})"
+        for p in table()
+    }

@@ -1,0 +1,363 @@
+"""Named model shapes and what follows from a shape by arithmetic alone: parameters, FLOPs, state bytes, wire bytes.
+
+Every formula is of docs/method.md section 4 and uses its letters: h hidden, H heads, K kv heads, d head dim, f ffn,
+V vocab, s sequence, g = 3 for a gated MLP else 2; P parameters, G micro batches per step, n ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from paceline.errors import RequestError
+from paceline.models.hf_config import read_shape, read_vocabulary, unknown_shape
+from paceline.models.shape import FAMILIES, SETTABLE, accepted_by, require_field
+from paceline.models.shape import Shape as Shape
+
+CONVENTIONS = ("causal", "full")
+
+
+class Named(Protocol):
+    """Anything with a name and options: a `spec.Choice`, which this module may not import."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def options(self) -> Mapping[str, Any]: ...
+
+
+@functools.cache
+def _rows() -> dict[str, dict[str, Any]]:
+    return tomllib.loads((Path(__file__).parent / "models.toml").read_text(encoding="utf-8"))
+
+
+def names() -> tuple[str, ...]:
+    """Every named shape, in the order of models.toml."""
+    return tuple(_rows())
+
+
+def load(choice: Named) -> Shape:
+    """The named shape with its options laid over it; an altered shape carries no published count.
+
+    A name with a slash is the directory of a checkpoint, whose shape is what its config.json says.
+    """
+    if _is_directory(choice):
+        return read_shape(choice.name)
+    if choice.name not in _rows():
+        raise RequestError(_unknown("model", choice.name, names()) + "; `paceline list models` shows all")
+    row = dict(_rows()[choice.name])
+    for option in choice.options:
+        if option not in SETTABLE:
+            raise RequestError(_unknown(f"option of model {choice.name}", option, SETTABLE, whole_list=True))
+    if choice.options:
+        row = {**row, **choice.options, "published_parameters": None}
+    return Shape(name=choice.name, **_completed(choice.name, row))
+
+
+def vocabulary(choice: Named) -> int:
+    """Its token ids: all that must be known of a model that others serve, whatever its architecture."""
+    return read_vocabulary(choice.name) if _is_directory(choice) else load(choice).vocab
+
+
+def known_shape(choice: Named) -> Shape | None:
+    """None for the directory of a checkpoint that no shape describes."""
+    return None if _is_directory(choice) and unknown_shape(choice.name) else load(choice)
+
+
+def _is_directory(choice: Named) -> bool:
+    if "/" in choice.name and choice.options:
+        raise RequestError(f"model: options were given with the directory {choice.name!r}; accepted is none")
+    return "/" in choice.name
+
+
+def beyond_context(shape: Shape, name: str, length: int) -> str | None:
+    """The remark that a sequence is longer than the model was made for: rotary positions compute it all the same,
+    learned ones refuse it."""
+    if length <= shape.context or shape.positions == "learned":
+        return None
+    return f"the sequence length {length} is beyond the {shape.context} positions that {name} was made for"
+
+
+def _completed(name: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row with what its family implies; an option on heads or hidden moves what follows from them."""
+    require_field(row["family"] in FAMILIES, name, "family", row["family"], " or ".join(FAMILIES))
+    full = {**FAMILIES[row["family"]], **row}
+    for field in ("hidden", "heads"):
+        accepted = accepted_by(field, full[field])
+        require_field(accepted is None, name, field, full[field], accepted or "")
+    full.setdefault("kv_heads", full["heads"])
+    full.setdefault("ffn", 4 * full["hidden"])
+    if "head_dim" not in full:
+        require_field(
+            full["hidden"] % full["heads"] == 0, name, "heads", full["heads"], f"a divisor of {full['hidden']}"
+        )
+        full["head_dim"] = full["hidden"] // full["heads"]
+    return full
+
+
+def _unknown(what: str, given: str, known: tuple[str, ...], *, whole_list: bool = False) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(given, known, n=3, cutoff=0.5)
+    accepted = known if whole_list or not close else close
+    return f"{what}: {given!r} was given; accepted is {'' if whole_list else 'for example '}{', '.join(accepted)}"
+
+
+# --- parameters ---
+
+
+def parameters(shape: Shape) -> int:
+    """All trainable numbers, a tied head counted once: exactly what the reference decoder holds."""
+    embedding = shape.vocab * shape.hidden * (1 if shape.tied else 2)
+    positions = shape.context * shape.hidden if shape.positions == "learned" else 0
+    return embedding + positions + shape.layers * block_parameters(shape) + _norm_parameters(shape)
+
+
+def block_parameters(shape: Shape) -> int:
+    """One layer: two norms, attention, MLP (all experts and the router of a mixture)."""
+    router = shape.hidden * (shape.experts or 0)
+    mlp = (shape.experts or 1) * (_mlp_weights(shape) + _mlp_biases(shape))
+    return 2 * _norm_parameters(shape) + _attention_weights(shape) + _attention_biases(shape) + router + mlp
+
+
+def tensor_sizes(shape: Shape) -> tuple[int, ...]:
+    """Elements of every weight tensor of the (dense) reference decoder, which joins q, k, v and gate, up."""
+    h, heads_out, wide = shape.hidden, shape.heads * shape.head_dim, shape.ffn * (2 if shape.gated else 1)
+    linears = ((heads_out + 2 * shape.kv_heads * shape.head_dim, h), (h, heads_out), (wide, h), (h, shape.ffn))
+    norm = (h,) * (2 if shape.norm == "layernorm" else 1)
+    biases = tuple(rows for rows, _ in linears) if shape.bias else ()
+    block = (*norm, *norm, *(rows * columns for rows, columns in linears), *biases)
+    ends = (shape.vocab * h,) * (1 if shape.tied else 2)
+    return (*block * shape.layers, *ends, *norm, *((shape.context * h,) if shape.positions == "learned" else ()))
+
+
+def root_parameters(shape: Shape) -> int:
+    """What stands outside the blocks: embeddings, positions, last norm, an untied head."""
+    return parameters(shape) - shape.layers * block_parameters(shape)
+
+
+def _norm_parameters(shape: Shape) -> int:
+    return shape.hidden * (2 if shape.norm == "layernorm" else 1)
+
+
+def _attention_weights(shape: Shape) -> int:
+    """q and output h*H*d each, k and v h*K*d each."""
+    return 2 * shape.hidden * shape.head_dim * (shape.heads + shape.kv_heads)
+
+
+def _attention_biases(shape: Shape) -> int:
+    """Of a norm on q and k too, which is as small."""
+    joined = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    norms = 2 * shape.head_dim if shape.qk_norm else 0
+    return norms + (joined + shape.hidden if shape.bias else joined if shape.qkv_bias else 0)
+
+
+def _mlp_weights(shape: Shape) -> int:
+    return (3 if shape.gated else 2) * shape.hidden * shape.ffn
+
+
+def _mlp_biases(shape: Shape) -> int:
+    return (2 if shape.gated else 1) * shape.ffn + shape.hidden if shape.bias else 0
+
+
+def matmul_parameters(shape: Shape) -> int:
+    """N_mm: the weights each token is multiplied with, the head included once.
+
+    sum over layers (h*H*d + 2*h*K*d + H*d*h + g*h*f) + h*V; a mixture has h*E + k*g*h*f in place of g*h*f.
+    """
+    return shape.layers * _block_matmul_parameters(shape) + shape.hidden * shape.vocab
+
+
+def _block_matmul_parameters(shape: Shape) -> int:
+    router = shape.hidden * (shape.experts or 0)
+    return _attention_weights(shape) + router + (shape.experts_per_token or 1) * _mlp_weights(shape)
+
+
+# --- FLOPs ---
+
+
+def attention_flops_per_token(shape: Shape, sequence_length: int, convention: str = "causal") -> int:
+    """Forward, all layers. Per layer, with d_qk = d_v = d: full 2*s*H*2d; causal (s+1)*H*2d, the mean of 1..s keys.
+
+    Of rows with padding or several documents, `adapters.attention_flops_per_token` counts the keys that were seen.
+    """
+    require_field(convention in CONVENTIONS, shape.name, "FLOP convention", convention, " or ".join(CONVENTIONS))
+    keys_twice = sequence_length + 1 if convention == "causal" else 2 * sequence_length
+    return shape.layers * keys_twice * shape.heads * 2 * shape.head_dim
+
+
+def flops_per_token(shape: Shape, sequence_length: int, convention: str = "causal") -> int:
+    """Training, the F of MFU: 3 * (2*N_mm + attention), a backward costing two forwards."""
+    return 3 * (2 * matmul_parameters(shape) + attention_flops_per_token(shape, sequence_length, convention))
+
+
+def recomputed_flops_per_token(
+    shape: Shape, sequence_length: int, checkpointing: str, convention: str = "causal"
+) -> int:
+    """What HFU adds to F. full: one more forward of the blocks; the head is not checkpointed, so not recomputed.
+    selective: 0, because the outputs of matrix products and attention are kept. none: 0."""
+    if checkpointing in ("none", "selective"):
+        return 0
+    require_field(checkpointing == "full", shape.name, "checkpointing", checkpointing, "none, full or selective")
+    blocks = shape.layers * _block_matmul_parameters(shape)
+    return 2 * blocks + attention_flops_per_token(shape, sequence_length, convention)
+
+
+# --- state bytes ---
+
+
+def state_bytes(
+    strategy: str, stage: int | None, parameters: int, group_size: int, compute: str = "bf16"
+) -> float | None:
+    """Parameters, gradients and Adam's state per rank, without live units and buffers; None for an unknown strategy.
+
+    16 B per parameter. Half precision: weights 2, gradients 2, fp32 master and moments 12; fp32: 4, 4 and 8.
+    ddp shards nothing, ZeRO-1 the optimizer state, ZeRO-2 gradients too, ZeRO-3 and FSDP2 all three. FSDP2 between
+    unsynchronised micro batches holds whole gradients besides.
+    """
+    split = sharded_parts(strategy, stage)
+    if split is None:
+        return None
+    optimizer_first = (8, 4, 4) if compute == "fp32" else (12, 2, 2)
+    return parameters * (sum(optimizer_first[:split]) / group_size + sum(optimizer_first[split:]))
+
+
+def sharded_parts(strategy: str, stage: int | None) -> int | None:
+    """How many of optimizer state, gradients and weights, in that order, are split over ranks."""
+    sharded = {
+        ("single", None): 0,
+        ("ddp", None): 0,
+        ("zero", 1): 1,
+        ("zero", 2): 2,
+        ("zero", 3): 3,
+        ("fsdp2", None): 3,
+    }
+    return sharded.get((strategy, stage if strategy == "zero" else None))
+
+
+# --- wire bytes ---
+
+_WIRE_FACTORS: Mapping[str, Callable[[int], float]] = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "gather": lambda n: (n - 1) / n,
+    "scatter": lambda n: (n - 1) / n,
+    "broadcast": lambda n: 1.0,
+    "reduce": lambda n: 1.0,
+    "send": lambda n: 1.0,
+    "recv": lambda n: 1.0,
+    "send_recv": lambda n: 1.0,
+    "ring": lambda n: 1.0,
+    "pair": lambda n: 1.0,
+}
+
+COLLECTIVES = tuple(_WIRE_FACTORS)
+
+
+def wire_factor(operation: str, group_size: int) -> float:
+    """busbw = S/t * factor, and bytes on the wire = S * factor (nccl-tests, PERFORMANCE.md); 0 for a group of one."""
+    if operation not in _WIRE_FACTORS:
+        raise RequestError(_unknown("collective", operation, tuple(_WIRE_FACTORS), whole_list=True))
+    return _WIRE_FACTORS[operation](group_size) if group_size > 1 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Traffic:
+    """What a wire formula may depend on: gradient_bytes is P*r, weight_bytes P*p, root the part outside the blocks."""
+
+    options: Mapping[str, Any]
+    parameters: int
+    accumulation: int
+    gradient_bytes: int
+    weight_bytes: int
+    root_weight_bytes: int
+    tensors: Sequence[int]
+
+
+def _ddp(t: _Traffic) -> float:
+    """2Pr: one all-reduce on the last micro batch, the others run under no_sync."""
+    return 2 * t.gradient_bytes
+
+
+def _fsdp2(t: _Traffic) -> float:
+    """2G*Pp + Pr: gathered for forward and backward of every micro batch, gradients reduce-scattered once.
+
+    reshard_after_forward=false keeps the weights for the backward: G*Pp. The root unit (embeddings, last norm, head)
+    is always kept so. sync_every_micro_batch=true: G*Pr.
+    """
+    again = t.weight_bytes - t.root_weight_bytes if t.options.get("reshard_after_forward", True) else 0
+    reductions = t.accumulation if t.options.get("sync_every_micro_batch", False) else 1
+    return t.accumulation * (t.weight_bytes + again) + reductions * t.gradient_bytes
+
+
+def _zero1(t: _Traffic) -> float:
+    """2Pr + Pp: DeepSpeed all-reduces the whole gradient once and all-gathers the updated weights."""
+    return 2 * t.gradient_bytes + t.weight_bytes
+
+
+def _zero2(t: _Traffic) -> float:
+    """2G*Pr + Pp: DeepSpeed's bucketed all-reduce every micro batch, then the updated weights."""
+    return 2 * t.accumulation * t.gradient_bytes + t.weight_bytes
+
+
+def _zero3(t: _Traffic) -> float:
+    """G*(2Pp + Pr), or G*(Pp + Pr) for a model within DeepSpeed's reuse window, kept from forward to backward.
+
+    The window is the smaller of max_live_parameters and max_reuse_distance (both 1e9 by default). A model somewhat
+    larger is reused in part, so beyond the window this is an upper bound. Tensors of at most persistence_threshold
+    elements (1e5 by default) stay on every rank and are gathered once per step, after the update.
+    """
+    window = min(t.options.get(name, 1e9) for name in ("max_live_parameters", "max_reuse_distance"))
+    small = sum(size for size in t.tensors if size <= t.options.get("persistence_threshold", 1e5))
+    kept = t.weight_bytes * small / t.parameters
+    gathers = t.accumulation * (1 if t.parameters <= window else 2)
+    return kept + gathers * (t.weight_bytes - kept) + t.accumulation * t.gradient_bytes
+
+
+_WIRE: Mapping[tuple[str, Any], Callable[[_Traffic], float]] = {
+    ("single", None): lambda t: 0.0,
+    ("ddp", None): _ddp,
+    ("fsdp2", None): _fsdp2,
+    ("zero", 1): _zero1,
+    ("zero", 2): _zero2,
+    ("zero", 3): _zero3,
+}
+
+
+def wire_bytes(
+    strategy: Named,
+    parameters: int,
+    group_size: int,
+    accumulation: int,
+    reduce_bytes: int,
+    parameter_bytes: int,
+    root_parameters: int = 0,
+    tensors: Sequence[int] = (),
+) -> float | None:
+    """Predicted bytes each rank sends per optimizer step; None where we have no formula for the strategy.
+
+    reduce_bytes is r, bytes per reduced gradient element; parameter_bytes is p, bytes per gathered parameter;
+    root_parameters those outside the blocks, which FSDP2 gathers once per micro batch instead of twice; tensors the
+    sizes of the weight tensors, of which ZeRO-3 does not shard the small ones.
+    """
+    stage = strategy.options.get("stage", 1) if strategy.name == "zero" else None
+    formula = _WIRE.get((strategy.name, stage))
+    if formula is None:
+        return None
+    traffic = _Traffic(
+        options=strategy.options,
+        parameters=parameters,
+        accumulation=accumulation,
+        gradient_bytes=parameters * reduce_bytes,
+        weight_bytes=parameters * parameter_bytes,
+        root_weight_bytes=root_parameters * parameter_bytes,
+        tensors=tensors,
+    )
+    return formula(traffic) * (group_size - 1) / group_size

@@ -1,0 +1,254 @@
+"""The answer in two sentences: a recommendation where runs were ranked, else what the machine can do.
+
+The first says what won and by how much, or that nothing did; the second what was left out and why, else what a reader
+asks next. Both are put together from findings alone: without a comparison behind it nothing is said to be better.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+from paceline.analysis.findings import WORSE, Comparison, Recommendation, Report
+from paceline.analysis.findings.verdicts import UNDECIDED
+from paceline.report.tables import beside_speed, ceilings, claims, effects, fabric, finetuning, memory, nodes, served
+from paceline.report.tables.table import NO_ANSWER, first_sentence, trains
+from paceline.report.text.cells import (
+    THROUGHPUT,
+    axes_of,
+    axis_text,
+    describe,
+    ranked_cells,
+    turned,
+    unranked,
+    varying_axes,
+)
+from paceline.words import listed, ratio_words
+
+# What a report about the machine says; each is empty where the report holds no such runs.
+MACHINE_SENTENCES: tuple[Callable[[Report], str], ...] = (
+    served.sentence,
+    beside_speed.sentence,
+    nodes.sentence,
+    fabric.sentence,
+    memory.sentence,
+    ceilings.sentence,
+    claims.sentence,
+)
+# A reader must not miss these, whatever else there is to say.
+_URGENT = ("Data arrived wrong", "Failed", "Suspect", "Undecided")
+_MEMORY = "peak_memory_bytes"
+_MARGINS = {THROUGHPUT: "is {ratio} times as fast as", _MEMORY: "needs {ratio} times the peak memory of"}
+# How a cell without a valid run is told: of one, of several.
+_ENDS = {
+    "oom": ("does not fit", "do not fit"),
+    "invalid": ("is invalid, its work not proved equal", "are invalid, their work not proved equal"),
+    "unsupported": ("is not supported here", "are not supported here"),
+    "timeout": ("ran out of time", "ran out of time"),
+    "hang": ("hung", "hung"),
+    "preempted": ("was preempted", "were preempted"),
+    "not certified": ("is not certified", "are not certified"),
+    "not measured": ("left no measured step", "left no measured step"),
+}
+_MOST_NAMED = 4
+
+
+def headline(report: Report) -> Recommendation | None:
+    """The recommendation with the most runs behind it, in throughput where there is one."""
+    speed = [r for r in report.recommendations if r.metric == THROUGHPUT]
+    return max(speed or report.recommendations, key=lambda r: len(r.runs), default=None)
+
+
+def answer(report: Report) -> tuple[str, str]:
+    """The two sentences; the second is empty where there is no more to say. A design is asked for its own sake."""
+    if designed := effects.sentences(report):
+        return designed[:2]
+    found = headline(report)
+    if found is not None:
+        return _decision(report, found), _beside(report, found)
+    first, *others = _without_choice(report)
+    return first, others[0] if others else ""
+
+
+def grounds(report: Report) -> str:
+    """What was measured beside the answer and on which group; of a machine all that the answer did not say."""
+    if designed := effects.sentences(report):
+        return designed[2]
+    found = headline(report)
+    if found is None:
+        return " ".join(_without_choice(report)[2:])
+    why = found.text.partition(" Measured beside it: ")[2]
+    parts = (why and f"Measured beside it: {why}", f"Measured on {found.group}." if found.group else "")
+    return " ".join(filter(None, parts))
+
+
+def recommendation_lines(report: Report) -> list[str]:
+    """Every recommendation by group: its sentences, then its caveats and what was not measured, each once."""
+    lines: list[str] = []
+    by_group: dict[tuple[str, str], list[Recommendation]] = {}
+    for r in report.recommendations:
+        by_group.setdefault((r.group_key, r.group), []).append(r)
+    for (_, title), ours in by_group.items():
+        lines += [title, *(f"  {r.category}: {r.text}" for r in ours)]
+        lines += dict.fromkeys(f"  caveat: {caveat}" for r in ours for caveat in r.caveats)
+        lines += dict.fromkeys(f"  not measured: {'; '.join(r.not_measured)}" for r in ours if r.not_measured)
+    return lines or [part for part in (*answer(report), grounds(report)) if part]
+
+
+def spoken(name: str) -> str:
+    """A strategy as people write it: `ZeRO-3`, `FSDP2`; any other name stays what it is."""
+    stage = re.fullmatch(r"zero:stage=(\d)", name)
+    return f"ZeRO-{stage[1]}" if stage else {"ddp": "DDP", "fsdp2": "FSDP2"}.get(name, name)
+
+
+# --- the first sentence ---
+
+
+def _decision(report: Report, found: Recommendation) -> str:
+    if found.metric not in _MARGINS:
+        return first_sentence(found.text)[0]
+    return " ".join(filter(None, (_outcome(found, _where(report, found)), _rates(report, found))))
+
+
+def _rates(report: Report, found: Recommendation) -> str:
+    """`DDP: 880 tokens/s.` of those chosen to fine-tune with: what a fine-tune takes follows from it."""
+    told = finetuning.rates(report)
+    cells = {name: cell for c in found.because for name, cell in ((c.label, c.cell), (c.other_label, c.other))}
+    rates = [f"{spoken(name)}: {told[cells[name]]}" for name in found.choose if cells.get(name) in told]
+    return f"{'; '.join(rates)}." if rates else ""
+
+
+def _outcome(found: Recommendation, where: str = "") -> str:
+    """Who won and by how much; of several that nobody beats, that they tie."""
+    versus, names = found.decisive, listed(map(spoken, found.choose))
+    if versus is None:
+        return f"Tie between {names}{where}: this data cannot tell them apart."
+    if len(found.choose) > 1:
+        return f"Tie between {names}{where}: {_margin(versus)}."
+    return f"{_margin(versus, where)}."
+
+
+def _margin(versus: Comparison, where: str = "") -> str:
+    """`FSDP2 is 1.34 times as fast as ZeRO-3 on 4 GPUs (95 % interval 1.31 to 1.37)`, told from the winner's side."""
+    c = turned(versus) if versus.verdict == WORSE else versus
+    ratio, interval = ratio_words(c.ratio, c.low, c.high)
+    words = _MARGINS[c.metric].format(ratio=ratio)
+    return f"{spoken(c.label)} {words} {spoken(c.other_label)}{where}{interval}"
+
+
+def _where(report: Report, found: Recommendation) -> str:
+    """The world size; the model and the kind of device too where the report holds several."""
+    axes = found.because[0].axes if found.because else {}
+    runs = [run for run in report.runs if run.is_certified and not run.is_reference]
+    model = axes.get("model") if len({run.axes.get("model") for run in runs}) > 1 else None
+    kinds = {run.device_name for run in runs if run.device_name and run.run in found.runs}
+    size = axis_text("world_size", axes) if axes.get("world_size") else None
+    several = len({run.device_name for run in runs if run.device_name}) > 1
+    device = f" ({', '.join(sorted(kinds))})" if several and kinds else ""
+    return (f" with {model}" if model else "") + (f" on {size}{device}" if size else "")
+
+
+# --- the second ---
+
+
+def _beside(report: Report, found: Recommendation) -> str:
+    """That one side was throttled more, else what was left out, else who needs least memory, else what holds the winner
+    back, else how far the last is."""
+    cited = (found.decisive,) if found.decisive else found.because
+    if uneven := next((c for c in cited if c.throttled), None):
+        return _held_down(uneven)
+    if found.left_out:
+        return _endings((cell.status, spoken(cell.name)) for cell in found.left_out)
+    ours = [r for r in report.recommendations if (r.group_key, r.group) == (found.group_key, found.group)]
+    lean = next((r for r in ours if r.metric == _MEMORY), None)
+    if lean is not None and lean is not found and lean.decisive:
+        return _outcome(lean)
+    return _held_back(report, found) or _last(found)
+
+
+def _held_down(versus: Comparison) -> str:
+    """A speed that heat or a power cap decided is not the strategy's."""
+    a, b = versus.throttled or (0.0, 0.0)
+    share = f"{a:.0%} of the steps of {spoken(versus.label)} and {b:.0%} of those of {spoken(versus.other_label)}"
+    return f"GPUs were throttled in {share}: that may {'hide a' if versus.is_tie else 'be part of the'} difference."
+
+
+def _last(found: Recommendation) -> str:
+    """The largest difference that was decided, where the first sentence told a smaller one."""
+    decided = [c for c in found.because if not c.is_tie and c.metric in _MARGINS]
+    widest = max(decided, key=lambda c: abs(math.log(c.ratio)), default=None)
+    return f"{_margin(widest)}." if widest is not None and widest is not found.decisive else ""
+
+
+def _held_back(report: Report, found: Recommendation) -> str:
+    """Of the winner, or of the first of a tie of all; nothing where the evidence decides nothing."""
+    versus = found.decisive or next(iter(found.because), None)
+    winner = turned(versus) if versus and versus.verdict == WORSE else versus
+    verdict = next((b for b in report.bottlenecks if winner and b.cell == winner.cell), None)
+    if winner is None or verdict is None or verdict.kind == UNDECIDED:
+        return ""
+    name = spoken(winner.label)
+    if verdict.share_ratio is not None:
+        return f"{name} waits most for {verdict.kind}, {verdict.share_ratio:.0%} of its step or more."
+    kinds = verdict.kind.removeprefix("between ").replace(" and ", " or ")
+    return f"{name} waits most for {kinds}; this data cannot say which."
+
+
+def _endings_of(report: Report, told: str) -> str:
+    """Of a report that decides nothing: what was measured all the same, unless that is told, and how the rest ended."""
+    named = varying_axes(report)
+    measured = (
+        [] if told else [_bracketed(describe(axes_of(report, cell) or {}, named)) for cell in ranked_cells(report)]
+    )
+    left = [(u.status, _bracketed(u.label)) for u in unranked(report) if not u.label.startswith("reference: ")]
+    ended = _endings(left)
+    if not measured:
+        return ended
+    start = f"Measured: {listed(_named(measured))}"
+    return f"{start}; {ended}" if ended else f"{start}."
+
+
+def _endings(left: Iterable[tuple[str, str]]) -> str:
+    """`DDP does not fit; ZeRO-1 and ZeRO-2 failed.`"""
+    by_status: dict[str, list[str]] = {}
+    for status, name in left:
+        by_status.setdefault(status, []).append(name)
+    parts = [_ending(status, list(dict.fromkeys(names))) for status, names in by_status.items()]
+    return f"{'; '.join(parts)}." if parts else ""
+
+
+def _bracketed(label: str) -> str:
+    """`ddp (gpt-tiny, 2 processes)`: a list of such names can be read."""
+    name, comma, where = label.partition(", ")
+    return f"{spoken(name)} ({where})" if comma else spoken(name)
+
+
+def _ending(status: str, names: Sequence[str]) -> str:
+    return f"{listed(_named(names))} {_ENDS.get(status, ('failed', 'failed'))[len(names) > 1]}"
+
+
+def _named(names: Sequence[str]) -> list[str]:
+    rest = len(names) - _MOST_NAMED
+    return [*names[:_MOST_NAMED], f"{rest} more"] if rest > 0 else list(names)
+
+
+# --- a report that chooses nothing ---
+
+
+def _without_choice(report: Report) -> list[str]:
+    """All there is to say: what was trained before what the machine can do and what others claim of it."""
+    machine = _about_the_machine(report)
+    if machine and not trains(report):
+        return machine
+    tuned = finetuning.sentence(report)
+    ended = [_endings_of(report, tuned)] if ranked_cells(report) or not machine else []
+    said = sorted((*ended, *machine), key=lambda sentence: not sentence.startswith(_URGENT))
+    return [tuned or NO_ANSWER, *filter(None, said)]
+
+
+def _about_the_machine(report: Report) -> list[str]:
+    """One sentence of each subject first, then the others; what is urgent stands second at the latest."""
+    subjects = [re.split(r"(?<=\.) (?=[A-Z0-9])", text) for say in MACHINE_SENTENCES if (text := say(report))]
+    said = [*(s[0] for s in subjects), *(sentence for s in subjects for sentence in s[1:])]
+    return sorted(said, key=lambda sentence: 0 if sentence is said[0] else 1 if sentence.startswith(_URGENT) else 2)

@@ -1,0 +1,62 @@
+"""Charts as data: what is drawn, in which unit, with which words; whoever draws decides nothing but pixels.
+
+chart < training, effects, money, time, memory, nodes, fabric, ceilings, gauges, served < served_time. A new chart is a
+function from the report to charts and a line in BUILDERS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from paceline.analysis.findings import Report
+from paceline.report.charts import (
+    ceilings,
+    effects,
+    fabric,
+    gauges,
+    memory,
+    money,
+    nodes,
+    served,
+    served_time,
+    time,
+    training,
+)
+from paceline.report.charts.chart import EVERYWHERE, SERVED, Axis, Chart, Point, Rule, Series, Span
+
+__all__ = ["BUILDERS", "EVERYWHERE", "SERVED", "Axis", "Chart", "Point", "Rule", "Series", "Span", "charts"]
+
+# In reading order.
+BUILDERS: tuple[Callable[[Report], Iterable[Chart]], ...] = (
+    served.curve,
+    served.distributions,
+    served_time.in_flight,
+    served_time.replicas,
+    served_time.replica_ttft,
+    served.client,
+    effects.effects,
+    training.throughput,
+    training.step_time,
+    training.phases,
+    training.peak_memory,
+    training.scaling,
+    training.scaling_loss,
+    money.cost,
+    money.budget,
+    time.history,
+    memory.components,
+    memory.frontier,
+    nodes.nodes,
+    fabric.collectives,
+    fabric.pairs,
+    ceilings.products,
+    ceilings.copies,
+    ceilings.attention,
+    gauges.traces,
+)
+
+
+def charts(report: Report) -> tuple[Chart, ...]:
+    """Every chart that holds a point; names are unique."""
+    found = [chart for build in BUILDERS for chart in build(report) if chart.points]
+    return tuple({chart.name: chart for chart in found}.values())

@@ -1,0 +1,116 @@
+"""Charts of the machine's ceilings: rates over size, one line per dtype, way or backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from paceline.analysis.findings import Measurement, Report
+from paceline.report.charts.chart import COLOURS, LINEAR, LINES, LOG, LOG2, Axis, Chart, Point, Series, told
+from paceline.report.tables.ceilings import GIGA, scale_for
+from paceline.report.text.cells import describe
+from paceline.wording import Scale, format_brief
+
+# Rates further apart than this are drawn on a logarithmic axis, where all of them can be read.
+LINEAR_RANGE = 20
+COPIES = {"copy": "memory copy", "h2d": "host to device", "d2h": "device to host"}
+Name = Callable[[Measurement], str]
+
+
+def products(report: Report) -> Iterator[Chart]:
+    found = _swept(report, ("matmul_flops_per_s",))
+    about = "Square products of random data; median iteration."
+    x = Axis(label="side of the matrices", scale=LOG2)
+    yield from _chart("ceilings_products", "Matrix products", about, found, scale_for(found), x, _dtype, _dtype)
+
+
+def copies(report: Report) -> Iterator[Chart]:
+    found = _swept(report, tuple(f"{kernel}_bytes_per_s" for kernel in COPIES))
+    about = "Memory copies count every byte twice, read and written."
+    x = Axis(label="size", scale=LOG2, ticks="bytes")
+    yield from _chart("ceilings_copies", "Copies", about, found, GIGA, x, _way, lambda m: str(m.axes["kernel"]))
+
+
+def attention(report: Report) -> Iterator[Chart]:
+    found = _swept(report, ("attention_flops_per_s",))
+    shape = f"{describe(found[0].axes, ('model',)).partition(', ')[2]}, {found[0].axes['dtype']}; " if found else ""
+    about = f"{shape}causal FLOPs; a backward counts as two forwards."
+    x = Axis(label="sequence length", scale=LOG2)
+    scale = scale_for(found)
+    yield from _chart("ceilings_attention", "Attention", about, found, scale, x, _backend, _variant)
+
+
+def _swept(report: Report, metrics: Sequence[str]) -> list[Measurement]:
+    """Measured points of the first cell that has such a sweep: another cell is another machine or model."""
+    found = [
+        m
+        for m in report.measurements
+        if m.metric in metrics and m.axes.get("size") is not None and m.axes.get("rank") is None and m.value is not None
+    ]
+    return [m for m in found if m.cell == found[0].cell and "kernel" in m.axes]
+
+
+def _dtype(m: Measurement) -> str:
+    return str(m.axes["dtype"])
+
+
+def _variant(m: Measurement) -> str:
+    return str(m.axes["variant"])
+
+
+def _way(m: Measurement) -> str:
+    return f"{COPIES[str(m.axes['kernel'])]} {m.axes['variant']}".strip()
+
+
+def _backend(m: Measurement) -> str:
+    return f"{_variant(m)} {str(m.axes['kernel']).removeprefix('attention_')}"
+
+
+def _chart(
+    name: str, title: str, about: str, found: Sequence[Measurement], scale: Scale, x: Axis, line: Name, family: Name
+) -> Iterator[Chart]:
+    """Lines of one family share a colour; those with one size say nothing and are left out."""
+    named = [line(m) for m in found]
+    kept = [m for m in found if named.count(line(m)) > 1]
+    if not kept:
+        return
+    families = list(dict.fromkeys(map(family, kept)))
+    values = [m.value for m in kept if m.value]
+    far_apart = max(values) > LINEAR_RANGE * min(values)
+    yield Chart(
+        name=name,
+        title=title,
+        subtitle=about,
+        kind=LINES,
+        x=x,
+        y=Axis(label=scale.unit, unit=scale.unit, scale=LOG if far_apart else LINEAR, zero=not far_apart),
+        points=tuple(_point(m, scale, line(m)) for m in sorted(kept, key=_size)),
+        series=tuple(
+            Series(name=line(m), colour=min(families.index(family(m)), COLOURS - 1), dashed=_second(m))
+            for m in {line(m): m for m in kept}.values()
+        ),
+    )
+
+
+def _second(m: Measurement) -> bool:
+    """The second of a pair: pageable memory, a backward."""
+    return _variant(m) == "pageable" or m.axes["kernel"] == "attention_backward"
+
+
+def _size(m: Measurement) -> float:
+    size = m.axes["size"]
+    return float(size) if isinstance(size, int | float) else 0.0
+
+
+def _point(m: Measurement, scale: Scale, series: str) -> Point:
+    return Point(
+        x=_size(m),
+        y=scale.apply(m.value) or 0.0,
+        low=scale.apply(m.low),
+        high=scale.apply(m.high),
+        series=series,
+        label=f"{series}, {m.axes['label']}",
+        text=format_brief(m, scale),
+        detail=told(m, scale),
+        cells=(m.cell,),
+        runs=m.runs,
+    )

@@ -1,0 +1,131 @@
+"""What a chart is made of. Numbers are in the unit the reader sees; every word is rounded by its uncertainty."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from paceline.analysis.findings import Measurement, Report
+from paceline.report.text.cells import describe, groups
+from paceline.wording import Scale, format_measurement
+
+# How a chart is drawn: lanes of bars, of parts on top of each other, of single samples, of intervals on both sides of
+# a rule; curves; a matrix.
+BARS, STACK, DOTS, SPANS, LINES, HEAT = "bars", "stack", "dots", "spans", "lines", "heat"
+# How a point of a curve is drawn: joined dots, a curve without dots (a fit), dots alone, a ring (a prediction), a curve
+# without dots whose points are told on demand, an area between low and high.
+JOINED, CURVE, LONE, RING, TRAIL, AREA = "joined", "curve", "lone", "ring", "trail", "area"
+# nines: percent on which 90, 99 and 99.9 are equally far apart.
+LINEAR, LOG, LOG2, NINES = "linear", "log", "log2", "nines"
+# Where a chart stands on the page.
+EVERYWHERE, SERVED = "charts", "served"
+COLOURS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """scale is linear, log, log2 or nines; ticks are the points' own places as number or bytes, or round numbers; zero
+    says whether the axis must begin there, shared whether all panels have its one range."""
+
+    label: str
+    unit: str = ""
+    scale: str = LINEAR
+    ticks: str = "number"
+    zero: bool = True
+    shared: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """One colour of the legend: its place in the palette, the same for the same thing in every chart."""
+
+    name: str
+    colour: int
+    dashed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One mark. y is the value, low and high its interval; x is where it stands on a curve or a matrix.
+
+    Lanes are named by label under the heading group; on curves and matrices group is the panel. text stands beside the
+    mark, detail is told on demand. A filter keeps the point as long as it keeps one of its cells.
+    """
+
+    y: float
+    cells: tuple[str, ...]
+    runs: tuple[str, ...] = ()
+    x: float | str | None = None
+    low: float | None = None
+    high: float | None = None
+    label: str = ""
+    group: str = ""
+    series: str = ""
+    text: str = ""
+    detail: str = ""
+    drawn: str = JOINED
+    faint: bool = False
+    samples: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """A line across the chart at one value of y: a capacity, an ideal. Upright it stands at that value of x; group is
+    the only panel that has it, empty for all."""
+
+    y: float
+    label: str
+    group: str = ""
+    upright: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """A stretch of x that is shaded in one panel of curves."""
+
+    start: float
+    end: float
+    group: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """x is None where lanes take its place. section is the part of the page it belongs to, panel_px the least width of
+    one of its panels."""
+
+    name: str
+    title: str
+    subtitle: str
+    kind: str
+    y: Axis
+    points: tuple[Point, ...]
+    series: tuple[Series, ...]
+    x: Axis | None = None
+    rules: tuple[Rule, ...] = ()
+    spans: tuple[Span, ...] = ()
+    section: str = EVERYWHERE
+    panel_px: int = 240
+
+
+def numbered(names: Iterable[str]) -> tuple[Series, ...]:
+    """Colours in the order of the names; past the palette all share the last."""
+    return tuple(Series(name=n, colour=min(i, COLOURS - 1)) for i, n in enumerate(dict.fromkeys(names)))
+
+
+def strategies(report: Report) -> tuple[Series, ...]:
+    """The same strategy has the same colour in every chart, the plainest name the first."""
+    labels = {row.label for group in groups(report) for row in group.rows}
+    labels |= {describe(p.efficiency.axes, ()) for p in report.scaling}
+    return numbered(sorted(labels, key=lambda label: (len(label), label)))
+
+
+def used(series: Iterable[Series], points: Iterable[Point]) -> tuple[Series, ...]:
+    """Only what the chart shows."""
+    shown = {point.series for point in points}
+    return tuple(one for one in series if one.name in shown)
+
+
+def told(m: Measurement, scale: Scale | None = None) -> str:
+    """A measurement in full: value, interval, unit, and what it stands on."""
+    launches = f"{m.launches} launch{'' if m.launches == 1 else 'es'}"
+    return "\n".join(filter(None, (format_measurement(m, scale), f"{m.n} samples of {launches}", m.note)))

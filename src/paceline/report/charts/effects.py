@@ -1,0 +1,69 @@
+"""Chart of a designed experiment: what each change did to speed and to memory, with intervals, around no change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from paceline.analysis.findings import DesignOutcome, Effect, Report, Response
+from paceline.analysis.findings.effects import ALIASED, INTERACTION, NO_EFFECT, OPEN
+from paceline.report.charts.chart import SPANS, Axis, Chart, Point, Rule, Series, used
+from paceline.report.tables.effects import MEMORY, SPEED, change, percent_up, plan, verdict
+
+MARKS = "Dots are effects, lines their 95 % intervals."
+MATTERS, OPEN_WORD = "matters", "undecided or not told apart"
+SERIES = (Series(name=MATTERS, colour=1), Series(name=OPEN_WORD, colour=5), Series(name=NO_EFFECT, colour=0))
+PANELS = {SPEED: "Non-pad tokens per second: right is faster", MEMORY: "Peak memory: left is less"}
+
+
+def effects(report: Report) -> Iterator[Chart]:
+    """One chart per design, a panel per metric, the changes in their rank."""
+    for number, outcome in enumerate(report.effects, 1):
+        points = [p for metric in PANELS for effect in outcome.effects if (p := _point(effect, metric)) is not None]
+        yield Chart(
+            name="effects" if number == 1 else f"effects_{number}",
+            title="What mattered, what did not",
+            subtitle=_words(outcome, len(report.effects) > 1),
+            kind=SPANS,
+            y=Axis(label="change, %", unit="%", zero=False),
+            points=tuple(points),
+            series=used(SERIES, points),
+            rules=(Rule(y=0.0, label="no change"),),
+        )
+
+
+def _words(outcome: DesignOutcome, several: bool) -> str:
+    """Which design, where there are several: one stands above the chart already."""
+    return f"{plan(outcome)} {MARKS}" if several else MARKS
+
+
+def _point(effect: Effect, metric: str) -> Point | None:
+    response = effect.response(metric)
+    if response is None:
+        return None
+    number, interval = change(response)
+    return Point(
+        y=_percent(response.ratio),
+        low=None if response.low is None else _percent(response.low),
+        high=None if response.high is None else _percent(response.high),
+        label=f"{effect.name} (interaction)" if effect.kind == INTERACTION else effect.name,
+        group=PANELS[metric],
+        series=_series(response),
+        text=f"under {percent_up(response.bound_ratio)} %" if _is_none(response) else f"{number} %",
+        detail="\n".join(filter(None, (f"{number} {interval} %", verdict(response, effect.kind), response.text))),
+        cells=effect.cells,
+        runs=effect.runs,
+    )
+
+
+def _is_none(response: Response) -> bool:
+    return response.verdict == NO_EFFECT
+
+
+def _series(response: Response) -> str:
+    if _is_none(response):
+        return NO_EFFECT
+    return OPEN_WORD if response.verdict in (OPEN, ALIASED) else MATTERS
+
+
+def _percent(ratio: float) -> float:
+    return 100 * (ratio - 1)

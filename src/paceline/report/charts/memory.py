@@ -1,0 +1,134 @@
+"""Charts of memory: components stacked up to the peak, predicted beside measured, and the frontier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from paceline.analysis.findings import FrontierPoint, MemoryRow, Report
+from paceline.report.charts.chart import LINES, LOG2, RING, STACK, Axis, Chart, Point, Rule, Series, numbered, used
+from paceline.report.tables.memory import labels, scale
+from paceline.results.memory_components import COMPONENTS
+from paceline.wording import Scale, format_number, format_parts
+from paceline.words import short_names
+
+# A device much larger than every bar would leave nothing to see of them.
+FAR = 2.5
+WORDS = {"communication": "standing buffers", "other": "temporaries, gathered weights, workspaces"}
+
+
+def components(report: Report) -> Iterator[Chart]:
+    """Two lanes per cell, measured and predicted, each cut where its peak is reached."""
+    rows = [row for row in report.memory if row.measured.get("peak")]
+    if not rows:
+        return
+    unit, names = scale(rows), labels(rows)
+    rows.sort(key=lambda row: names[row.cell])
+    points = [point for row in rows for point in _stacks(row, names[row.cell], unit)]
+    capacity, near = _capacity(rows)
+    text = f"device: {format_number(capacity * unit.factor, 1)} {unit.unit}" if capacity else ""
+    words = "Solid: measured on the highest process; pale: predicted from the shape alone."
+    yield Chart(
+        name="memory_components",
+        title="Memory by component",
+        subtitle=words if near or not text else f"{words} The {text}, beyond this axis.",
+        kind=STACK,
+        y=Axis(label=unit.unit, unit=unit.unit),
+        points=tuple(points),
+        series=used(numbered(map(_word, COMPONENTS)), points),
+        rules=(Rule(y=capacity * unit.factor, label=text),) if capacity and near else (),
+    )
+
+
+def _capacity(rows: Sequence[MemoryRow]) -> tuple[int | None, bool]:
+    """Of the smallest device, and whether it is near enough to be drawn."""
+    capacity = min((row.capacity_bytes for row in rows if row.capacity_bytes), default=None)
+    top = max(max(row.measured.get("peak") or 0, row.predicted.get("peak") or 0) for row in rows)
+    return capacity, capacity is not None and capacity < FAR * top
+
+
+def _word(component: str) -> str:
+    return WORDS.get(component, component)
+
+
+def _stacks(row: MemoryRow, name: str, unit: Scale) -> list[Point]:
+    peak = format_parts(row.measured.get("peak"), None, None, unit)[0]
+    found = _stack(row, name, row.measured, unit, f"{peak} {unit.unit}", "measured")
+    if not row.predicted.get("peak"):
+        return found
+    # Adding 0.0 makes a positive zero of what rounds to a negative one.
+    error = "" if row.error_ratio is None else f"predicted {round(100 * row.error_ratio, 1) + 0.0:+.1f} %"
+    return found + _stack(row, name, row.predicted, unit, error, "predicted")
+
+
+def _stack(
+    row: MemoryRow, name: str, sizes: Mapping[str, int | None], unit: Scale, text: str, kind: str
+) -> list[Point]:
+    """Components are cut where the peak is reached, because not all are there at one moment."""
+    peak, reached = sizes.get("peak") or 0, 0
+    parts = []
+    for component in COMPONENTS:
+        part = min(sizes.get(component) or 0, peak - reached)
+        reached += part
+        if part > 0:
+            parts.append((component, part))
+    return [
+        Point(
+            y=part * unit.factor,
+            label=name,
+            series=_word(component),
+            text=text if i == len(parts) - 1 else "",
+            detail=f"{kind}, {_word(component)}: {format_parts(sizes.get(component), None, None, unit)[0]} {unit.unit}",
+            faint=kind == "predicted",
+            cells=(row.cell,),
+            runs=row.runs,
+        )
+        for i, (component, part) in enumerate(parts)
+    ]
+
+
+def frontier(report: Report) -> Iterator[Chart]:
+    """Largest micro batch over the sequence length, proved by probes, beside what was predicted."""
+    found = [point for point in report.frontier if point.largest_fitting]
+    names = short_names(sorted({point.series for point in found}))
+    cells = {run.run: run.cell for run in report.runs}
+    ordered = sorted(found, key=lambda p: (p.series, p.sequence_length))
+    points = [point for p in ordered for point in _marks(p, names[p.series], cells)]
+    yield Chart(
+        name="frontier",
+        title="Largest micro batch that fits",
+        subtitle="Filled: the largest that ran, proved by a probe. Ring: predicted before any probe.",
+        kind=LINES,
+        x=Axis(label="sequence length, tokens", scale=LOG2),
+        y=Axis(label="micro batch, sequences", scale=LOG2),
+        points=tuple(points),
+        series=tuple(Series(name=s.name, colour=s.colour) for s in numbered(names.values())),
+    )
+
+
+def _marks(p: FrontierPoint, name: str, cells: Mapping[str, str]) -> list[Point]:
+    runs = tuple(probe.run for probe in p.probes)
+    ours = tuple(dict.fromkeys(cells[run] for run in runs if run in cells))
+    tried = ", ".join(f"{probe.micro_batch} {probe.status}" for probe in p.probes)
+    settled = "" if p.settled else "\nnot settled: sizes between are untried"
+    proved = Point(
+        x=p.sequence_length,
+        y=float(p.largest_fitting or 0),
+        series=name,
+        label=name,
+        text=str(p.largest_fitting),
+        detail=f"fits: {p.largest_fitting}, does not: {p.smallest_failing}\nprobes: {tried}{settled}",
+        cells=ours,
+        runs=runs,
+    )
+    if not p.predicted:
+        return [proved]
+    ring = Point(
+        x=p.sequence_length,
+        y=float(p.predicted),
+        series=name,
+        label=name,
+        detail=f"predicted before any probe: {p.predicted}",
+        drawn=RING,
+        cells=ours,
+    )
+    return [proved, ring]

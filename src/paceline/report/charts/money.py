@@ -1,0 +1,104 @@
+"""Charts of cost: what a million tokens costs, and cost against time of a training at each number of nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from paceline.analysis.findings import Cost, Report, offers_of
+from paceline.report.charts.chart import BARS, LINES, Axis, Chart, Point, Series, numbered, strategies, told, used
+from paceline.report.tables import budget as sized
+from paceline.report.text.cells import groups
+from paceline.wording import Scale, format_brief, short_count
+
+SPOT = ", spot"
+LEAST_PER_MILLION = 0.1  # below it digits are mostly zeros, and a billion tokens is said instead
+
+
+def cost(report: Report) -> Iterator[Chart]:
+    by_cell = {offer.lead.cell: offer for offer in offers_of(report.costs)}
+    dear = max((o.lead.usd_per_mtok.value or 0.0 for o in by_cell.values()), default=0.0) >= LEAST_PER_MILLION
+    scale = Scale("USD per million tokens") if dear else Scale("USD per billion tokens", 1e3)
+    points = []
+    for group in groups(report):
+        for row in group.rows:
+            if offer := by_cell.get(row.cell):
+                points.append(_bar(offer.lead, row.label, group.title, scale, faint=False))
+                points += [_bar(offer.spot, row.label, group.title, scale, faint=True)] if offer.spot else []
+    yield Chart(
+        name="cost",
+        title="Cost",
+        subtitle="Lower is better. The lowest price that is not spot; thin bar: the lowest spot price. "
+        "Whiskers are 95 % intervals of throughput; the price itself is taken as exact.",
+        kind=BARS,
+        y=Axis(label=scale.unit, unit=scale.unit),
+        points=tuple(points),
+        series=used(strategies(report), points),
+    )
+
+
+def _bar(found: Cost, label: str, group: str, scale: Scale, *, faint: bool) -> Point:
+    m = found.usd_per_mtok
+    price = f"{found.price.name}: {found.price.usd_per_gpu_hour:g} USD per GPU-hour, {found.price.kind}"
+    return Point(
+        y=scale.apply(m.value) or 0.0,
+        low=scale.apply(m.low),
+        high=scale.apply(m.high),
+        label=label,
+        group=group,
+        series=label,
+        text=f"{format_brief(m, scale)}{' spot' if faint else ''}",
+        detail=f"{told(m, scale)}\n{price}",
+        cells=(found.cell,),
+        runs=m.runs,
+        faint=faint,
+    )
+
+
+def budget(report: Report) -> Iterator[Chart]:
+    """Cost against time of the samples that were asked for: one line per series and price, one panel per kind of
+    sample. To the left is sooner, below is cheaper."""
+    found = sized.offers(report)
+    if not found:
+        return
+    several = any(offer.lead.axes.get("nodes") != 1 for offer in found)
+    points = []
+    for offer in found:
+        name, where = sized.series_name(report, offer), sized.place(offer, several_nodes=several)
+        points.append(_spent(offer.lead, name, where))
+        points += [_spent(offer.spot, name + SPOT, where)] if offer.spot else []
+    colours = {s.name: s.colour for s in numbered(p.series.removesuffix(SPOT) for p in points)}
+    count = short_count(found[0].lead.train_samples or 0)
+    yield Chart(
+        name="budget",
+        title=f"Cost against time of {count} samples",
+        subtitle="Left is sooner, below is cheaper. Each point is a number of nodes that was measured; dashed: the "
+        "lowest spot price. Whiskers are 95 % intervals of throughput.",
+        kind=LINES,
+        x=Axis(label="time, h", unit="h"),
+        y=Axis(label="USD", unit="USD"),
+        points=tuple(points),
+        series=tuple(
+            Series(name=name, colour=colours[name.removesuffix(SPOT)], dashed=name.endswith(SPOT))
+            for name in dict.fromkeys(p.series for p in points)
+        ),
+    )
+
+
+def _spent(found: Cost, series: str, where: str) -> Point:
+    cost, time = found.samples_cost_usd, found.samples_time_s
+    assert cost is not None
+    assert time is not None
+    axes = found.axes
+    return Point(
+        x=(time.value or 0.0) / 3600,
+        y=cost.value or 0.0,
+        low=cost.low,
+        high=cost.high,
+        group=f"samples of {axes.get('sequence_length')} tokens, {axes.get('data')}",
+        series=series,
+        label=where,
+        text=where,
+        detail=f"{where}\n{told(time, Scale('h', 1 / 3600))}\n{told(cost)}",
+        cells=(found.cell,),
+        runs=cost.runs,
+    )

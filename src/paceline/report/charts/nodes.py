@@ -1,0 +1,52 @@
+"""The chart of a node test: every node's measures over the median of its peers, with the end of the accepted band."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from paceline.analysis.findings import NodeMeasure, NodeVerdict, Report
+from paceline.analysis.findings.nodes import FAIL, PASS, SUSPECT, UNDECIDED
+from paceline.report.charts.chart import BARS, Axis, Chart, Point, Rule, Series
+from paceline.report.tables.nodes import band, furthest, measure_names, shown
+
+# Places in the palette; what could not be told is grey.
+COLOURS = {PASS: 0, SUSPECT: 1, FAIL: 2, UNDECIDED: 7}
+
+
+def nodes(report: Report) -> Iterator[Chart]:
+    """Lanes by measure; a temperature is no ratio and stands in the table only."""
+    points = tuple(
+        _point(node, m)
+        for name in measure_names(report.nodes)
+        for node in report.nodes
+        if (m := furthest(node, name)) is not None and m.unit != "C"
+    )
+    ends = {shown(m, m.accepted[0]) for node in report.nodes for m in node.measures if m.unit not in ("C", "bytes")}
+    lowest = min((end for end in ends if end is not None), default=None)
+    yield Chart(
+        name="nodes",
+        title="Nodes beside their peers",
+        subtitle="Of each measure the furthest rank; whiskers are 95 % intervals over the repeats.",
+        kind=BARS,
+        y=Axis(label="% of the median", unit="%"),
+        points=points,
+        series=tuple(Series(name=verdict, colour=i) for verdict, i in COLOURS.items()),
+        rules=(Rule(y=lowest, label=f"accepted from {lowest:.4g} %"),) if lowest is not None else (),
+    )
+
+
+def _point(node: NodeVerdict, m: NodeMeasure) -> Point:
+    value = shown(m, m.relative) or 0.0
+    odd = "" if m.verdict == PASS else f" ({m.verdict})"
+    return Point(
+        y=value,
+        low=shown(m, m.low),
+        high=shown(m, m.high),
+        label=node.node,
+        group=m.measure,
+        series=m.verdict,
+        text=f"{value:.1f}{odd}",
+        detail=f"{node.node}, rank {m.rank}: {m.measure}\n{value:.1f} % of the median; accepted {band(m)}",
+        cells=(node.cell,),
+        runs=(node.run,),
+    )

@@ -1,0 +1,303 @@
+"""Charts of served models: latency over throughput, how latencies spread, and what the client used of its bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from paceline.analysis.findings import ClientAudit, LatencySpread, Report, ServedLoad, ServedShapes
+from paceline.analysis.findings.served_shapes import LATENCY, TPOT, TTFT
+from paceline.report.charts.chart import (
+    BARS,
+    CURVE,
+    JOINED,
+    LINES,
+    LOG,
+    LONE,
+    NINES,
+    RING,
+    SERVED,
+    Axis,
+    Chart,
+    Point,
+    Rule,
+    Series,
+    numbered,
+    used,
+)
+from paceline.report.tables.served import MS
+from paceline.report.text.load_names import (
+    NOT_BELIEVED,
+    Beside,
+    beside,
+    cell_words,
+    family_words,
+    marked,
+    served_words,
+    short_load,
+)
+from paceline.wording import MISSING, format_number, format_parts, places
+
+# As many as colours tell apart.
+MOST_LOADS = 8
+# Fewer requests have no distribution.
+FEWEST_REQUESTS = 5
+WORDS = {TTFT: "Time to first token", TPOT: "Time per further token", LATENCY: "Whole answer"}
+PERCENTILES = {"p50": 50.0, "p90": 90.0, "p99": 99.0}
+WITHIN, BEYOND = "within its bounds", "beyond a bound"
+
+
+def in_ms(seconds: float | None) -> str:
+    value = MS.apply(seconds)
+    return MISSING if value is None else format_number(value, max(0, places(value, None, None)))
+
+
+# --- latency over throughput ---
+
+
+def curve(report: Report) -> Iterator[Chart]:
+    """A line per scenario through its loads, from the smallest on: where throughput ends and latency begins to grow."""
+    found = report.served_shapes
+    loads = [load for load in found.loads if _is_on_curve(load)] if found else []
+    doubted = sum(not load.is_believed for load in loads)
+    if found is None or len(loads) < 2:
+        return
+    named = beside(found)
+    families = dict.fromkeys(family_words(load, named) for load in loads)
+    points = [
+        point
+        for load in loads
+        for spread in load.spreads
+        for point in _curve_points(load, spread, named, len(families))
+    ]
+    series = [
+        Series(name=_series(family, percentile, len(families)), colour=min(i, 7), dashed=percentile == "p50")
+        for i, family in enumerate(families)
+        for percentile in ("p99", "p50")
+    ]
+    yield Chart(
+        name="served_curve",
+        title="Latency over throughput",
+        subtitle=f"Each point is one load ({_loads_told(loads)}): median (dashed) and 99th percentile, counted from "
+        f"when requests were due; whiskers are 95 % bounds. Latency is logarithmic.{_hollow(doubted)}{_ceiling(found)}",
+        kind=LINES,
+        x=Axis(label="output, tokens/s", unit="tokens/s", ticks="round"),
+        y=Axis(label="ms", unit="ms", scale=LOG, zero=False, shared=False),
+        points=tuple(points),
+        series=used(series, points),
+        rules=tuple(_limits(loads, (TTFT, TPOT))),
+        section=SERVED,
+        panel_px=380,
+    )
+
+
+def _is_on_curve(load: ServedLoad) -> bool:
+    """Everything at once has a throughput, but its latency is the length of the run."""
+    return load.scenario != "offline" and bool(load.output_tokens_per_s) and bool(load.spreads)
+
+
+def _curve_points(load: ServedLoad, spread: LatencySpread, named: Beside, families: int) -> Iterator[Point]:
+    if spread.quantity == LATENCY:
+        return
+    for name, (value, low, high) in (("p99", spread.p99), ("p50", spread.p50)):
+        if value <= 0:
+            continue  # all of an answer in one read has no time per token that a logarithm could show
+        shown, interval = format_parts(value, low, high, MS)
+        rate = f"{load.output_tokens_per_s:,.4g} tokens/s, {load.requests_per_s:,.4g} requests/s"
+        yield Point(
+            x=load.output_tokens_per_s,
+            y=value * 1e3,
+            low=MS.apply(low) if low else None,
+            high=MS.apply(high),
+            group=WORDS[spread.quantity],
+            series=_series(family_words(load, named), name, families),
+            label=marked(served_words(load, named), load.is_believed),
+            text=short_load(load.rate_per_s, load.concurrency) if name == "p99" else "",
+            detail=f"{name} {shown} {interval} ms\n{rate}\n{_counted(load)}",
+            drawn=JOINED if load.is_believed else RING,
+            cells=(load.cell,),
+            runs=load.runs,
+        )
+
+
+def _hollow(doubted: int) -> str:
+    return f" Hollow: {doubted} load{'' if doubted == 1 else 's'} {NOT_BELIEVED}." if doubted else ""
+
+
+def _loads_told(loads: Sequence[ServedLoad]) -> str:
+    told = {"requests a second" if load.rate_per_s is not None else "requests in flight" for load in loads}
+    return " or ".join(sorted(told, reverse=True))
+
+
+def _series(family: str, percentile: str, families: int) -> str:
+    return percentile if families == 1 else f"{family}, {percentile}"
+
+
+def _counted(load: ServedLoad) -> str:
+    bad = [f"{load.late:,} late"] if load.late else []
+    bad += [f"{load.failed:,} failed"] if load.failed else []
+    return ", ".join((f"{load.requests:,} requests", *bad))
+
+
+def _ceiling(found: ServedShapes) -> str:
+    offline = [load.output_tokens_per_s for load in found.loads if load.scenario == "offline" and load.is_believed]
+    most = max((rate for rate in offline if rate is not None), default=None)
+    return f" Offline: {format_number(most, places(most, None, None))} tokens/s." if most else ""
+
+
+def _limits(loads: Sequence[ServedLoad], quantities: Sequence[str]) -> Iterator[Rule]:
+    """Once for each panel and value; with the scenario where these differ."""
+    told = {
+        (spread.quantity, spread.limit_s): load.scenario
+        for load in loads
+        for spread in load.spreads
+        if spread.limit_s is not None and spread.quantity in quantities
+    }
+    several = len({limit for _, limit in told}) > len({quantity for quantity, _ in told})
+    for (quantity, limit), scenario in told.items():
+        of = f" of {scenario}" if several else ""
+        yield Rule(y=(limit or 0.0) * 1e3, label=f"limit{of} {(limit or 0.0) * 1e3:,.4g} ms", group=WORDS[quantity])
+
+
+# --- distributions ---
+
+
+def distributions(report: Report) -> Iterator[Chart]:
+    """A panel per quantity, a curve per load: what each share of the requests took at most."""
+    found = report.served_shapes
+    if found is None or not found.loads:
+        return
+    named = beside(found)
+    loads = _chosen([load for load in found.loads if load.spreads])
+    names = {marked(served_words(load, named), load.is_believed): load for load in loads}
+    points = [
+        point
+        for quantity in WORDS
+        for name, load in names.items()
+        for spread in load.spreads
+        if spread.quantity == quantity
+        for point in spread_points(
+            spread, WORDS[quantity], name, load.cell, load.runs, LONE if load.is_believed else RING
+        )
+    ]
+    left = len(found.loads) - len(loads)
+    rest = f" {left} of {len(found.loads)} loads are left out." if left else ""
+    yield Chart(
+        name="served_distributions",
+        title="Latency by percentile",
+        subtitle="What each share of the requests took at most: the right end is the slowest, dots are p50, p90 and "
+        f"p99. Counted from when requests were due; logarithmic.{rest}",
+        kind=LINES,
+        x=Axis(label="percentile", unit="%", scale=NINES),
+        y=Axis(label="ms", unit="ms", scale=LOG, zero=False, shared=False),
+        points=tuple(points),
+        series=numbered(names),
+        rules=tuple(_limits(loads, tuple(WORDS))),
+        section=SERVED,
+        panel_px=300,
+    )
+
+
+def _chosen(loads: Sequence[ServedLoad]) -> list[ServedLoad]:
+    """Evenly over their order, the first and the last among them."""
+    if len(loads) <= MOST_LOADS:
+        return list(loads)
+    return [loads[round(i * (len(loads) - 1) / (MOST_LOADS - 1))] for i in range(MOST_LOADS)]
+
+
+def spread_points(
+    spread: LatencySpread, group: str, series: str, cell: str, runs: tuple[str, ...], drawn: str = LONE
+) -> Iterator[Point]:
+    """The curve, and dots at the percentiles that people quote, as far as there are requests to tell them from."""
+    if spread.n < FEWEST_REQUESTS:
+        return
+    for share, seconds in zip(spread.shares, spread.seconds, strict=True):
+        if seconds > 0:
+            yield Point(x=100 * share, y=seconds * 1e3, group=group, series=series, drawn=CURVE, cells=(cell,))
+    for name, (value, low, high) in (("p50", spread.p50), ("p90", spread.p90), ("p99", spread.p99)):
+        if PERCENTILES[name] <= 100 * spread.shares[-1] and value > 0:
+            shown, interval = format_parts(value, low, high, MS)
+            yield Point(
+                x=PERCENTILES[name],
+                y=value * 1e3,
+                group=group,
+                series=series,
+                label=series,
+                detail=f"{name} {shown} {interval} ms\n{spread.n:,} requests",
+                drawn=drawn,
+                cells=(cell,),
+                runs=runs,
+            )
+
+
+# --- the client ---
+
+
+def client(report: Report) -> Iterator[Chart]:
+    """A lane per cell: how much of its tightest bound the client used, and which one that was."""
+    found = report.served_shapes
+    if found is None:
+        return
+    named = beside(found)
+    points = [point for audit in found.audits if (point := _audited(audit, cell_words(audit.axes, named)))]
+    yield Chart(
+        name="served_client",
+        title="The client's own lateness",
+        subtitle="Of sending, reading and its processor the one nearest to its bound, in the worst process. "
+        "Beyond a bound a load is not believed.",
+        kind=BARS,
+        y=Axis(label="% of the bound", unit="%"),
+        points=tuple(points),
+        series=(Series(name=WITHIN, colour=2), Series(name=BEYOND, colour=1)),
+        rules=(Rule(y=100.0, label="bound"),),
+        section=SERVED,
+    )
+
+
+class _Used(NamedTuple):
+    """A measure of the client beside its bound, and how both are read."""
+
+    what: str
+    value: float
+    bound: float
+    factor: float
+    unit: str
+
+    @property
+    def percent(self) -> float:
+        return 100 * self.value / self.bound
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.value * self.factor:,.3g} {self.unit}, at most {self.bound * self.factor:,.3g}"
+
+
+def _told_too(audit: ClientAudit) -> Iterator[str]:
+    """What has no bound of its own, and still says how far times can be read."""
+    if audit.clock_drift_s is not None:
+        yield f"clocks: moved {audit.clock_drift_s * 1e3:,.3g} ms against each other"
+    if audit.unstamped_ratio is not None:
+        yield f"answers without the kernel's times: {audit.unstamped_ratio:.1%}"
+    if audit.coalesced_ratio is not None:
+        yield f"events that shared a read: {audit.coalesced_ratio:.1%}"
+
+
+def _audited(audit: ClientAudit, name: str) -> Point | None:
+    measures = (
+        ("sending", audit.schedule_lag_s, audit.schedule_bound_s, 1e3, "ms late (p99)"),
+        ("reading", audit.read_lag_s, audit.read_bound_s, 1e3, "ms late (p99)"),
+        ("processor", audit.cpu_ratio, audit.cpu_bound_ratio, 1e2, "% of a core"),
+    )
+    known = [_Used(what, value, bound, by, unit) for what, value, bound, by, unit in measures if value is not None]
+    if not known:
+        return None
+    worst = max(known, key=lambda one: one.percent)
+    processes = f"{audit.processes} process{'' if audit.processes == 1 else 'es'}"
+    return Point(
+        y=worst.percent,
+        label=name,
+        series=WITHIN if worst.percent <= 100 else BEYOND,
+        text=f"{worst.percent:,.0f} %, {worst.what}",
+        detail="\n".join((*map(str, known), *_told_too(audit), processes)),
+        cells=(audit.cell,),
+        runs=audit.runs,
+    )

@@ -1,0 +1,59 @@
+"""Chart of cells over time: every launch as a share of the first level, the levels, and what changed between them."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+from dataclasses import replace
+
+from paceline.analysis.findings import HistorySeries, Report
+from paceline.report.charts.chart import CURVE, LINES, LONE, Axis, Chart, Point, Series
+from paceline.report.tables.history import ChartPoints, points_of
+from paceline.wording import format_number
+
+DAY_S = 86_400.0
+LAUNCH, LEVEL = Series(name="launch", colour=0), Series(name="level", colour=1)
+# Of many series those that changed are drawn first; the table holds all.
+MOST_PANELS = 12
+
+
+def history(report: Report) -> Iterator[Chart]:
+    """One chart per metric, a panel per cell. Shares of the first level let cells of any speed stand on one axis.
+
+    What never moved is in the table only.
+    """
+    moved = [series for series in report.histories if len({point.value for point in series.points}) > 1]
+    for metric in dict.fromkeys(series.metric for series in moved):
+        ours = sorted((s for s in moved if s.metric == metric), key=lambda s: not s.changes)[:MOST_PANELS]
+        began = min(p.started_at for s in ours for p in s.points)
+        points = [point for series in ours for point in _panel(series, points_of(series), began)]
+        day = datetime.datetime.fromtimestamp(began, datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+        yield Chart(
+            name=f"history_{metric}",
+            title=f"Over time: {metric}",
+            subtitle="Each dot is one launch, the line its level. 100 % is the level at the beginning.",
+            kind=LINES,
+            x=Axis(label=f"days since {day}"),
+            y=Axis(label="% of the first level", unit="%", zero=False),
+            points=tuple(points),
+            series=(LAUNCH, LEVEL),
+        )
+
+
+def _panel(series: HistorySeries, drawn: ChartPoints, began: float) -> Iterator[Point]:
+    place = Point(y=100.0, group=series.label, cells=(series.cell,))
+    first = drawn.levels[0][2]
+    for at, value, run in zip(drawn.times, drawn.values, drawn.runs, strict=True):
+        detail = f"{format_number(value, 3 if value < 100 else 0)} {drawn.unit}\n{_when(at)}"
+        x, y = (at - began) / DAY_S, 100 * value / first
+        yield replace(place, x=x, y=y, series=LAUNCH.name, drawn=LONE, detail=detail, runs=(run,))
+    # Both ends of each level, joined to the next: the step between two levels is where the change is.
+    told = ["", *(text for _, text in drawn.marks)]
+    for (start, end, level), detail in zip(drawn.levels, told, strict=True):
+        for at in (start, end):
+            x, y = (at - began) / DAY_S, 100 * level / first
+            yield replace(place, x=x, y=y, series=LEVEL.name, drawn=CURVE, detail=detail)
+
+
+def _when(at: float) -> str:
+    return datetime.datetime.fromtimestamp(at, datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")

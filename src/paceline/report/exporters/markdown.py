@@ -1,0 +1,212 @@
+"""report.md: the answer and its evidence, fit for a pull request."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+from paceline.analysis.findings import Report
+from paceline.host.files import write_atomically
+from paceline.report.answer import answer, grounds
+from paceline.report.exporters import plots
+from paceline.report.tables import (
+    advice,
+    claims,
+    cost,
+    effects,
+    finetuning,
+    history,
+    scaling,
+    verdicts,
+)
+from paceline.report.tables import (
+    table as tables,
+)
+from paceline.report.tables.sections import machine_details, machine_tables
+from paceline.report.tables.table import Cell, Table
+
+# GitHub refuses a longer comment or description.
+MOST_CHARACTERS = 65_536
+# How many rows of a table, tables of a section or items of a list are kept, and how many characters of a text.
+CUTS = ((None, None), (200, 1000), (60, 400), (25, 250), (10, 160), (5, 100), (2, 60))
+WHERE = "report.html and metrics.csv hold all of it"
+
+
+def export(report: Report, directory: Path) -> list[Path]:
+    return [write_atomically(directory / "report.md", text(report))]
+
+
+def text(report: Report) -> str:
+    """The whole document where a pull request can hold it, else as much of every part, and a sentence on the cut.
+
+    Plots are linked where the report holds data for them.
+    """
+    drawn = plots.available(report)
+    whole = ""
+    for rows, characters in CUTS:
+        page = Page(rows, characters)
+        whole = "\n\n".join(part for part in page.parts(report, drawn) if part) + "\n"
+        if len(whole) <= MOST_CHARACTERS:
+            return whole
+    return _hard_cut(whole)
+
+
+def _hard_cut(whole: str) -> str:
+    """For a report that no limit on tables makes short enough: whole lines from the top, folds closed again."""
+    last = f"\n\nThe rest is cut to fit a pull request: {WHERE}.\n"
+    kept = whole[: MOST_CHARACTERS - len(last) - len("\n\n</details>")].rpartition("\n")[0]
+    open_folds = kept.count("<details>") - kept.count("</details>")
+    return kept + "\n\n</details>" * open_folds + last
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Renders the parts of a report, at most so many rows and characters of each; None keeps all."""
+
+    rows: int | None = None
+    characters: int | None = None
+
+    def parts(self, report: Report, drawn: Sequence[str]) -> Iterator[str]:
+        yield f"# {escape(report.title)}"
+        yield " ".join(f"**{escape(sentence)}**" for sentence in answer(report) if sentence)
+        yield escape(grounds(report))
+        if self.rows is not None:
+            most = f"at most {self.rows} rows of a table and {self.characters} characters of a text are shown"
+            yield f"Cut to fit a pull request: {most}; {WHERE}."
+        yield from (self.section(table.title, table) for table in effects.tables(report))
+        yield from self._ranking(report)
+        yield escape(tables.common(report))
+        yield f"Read all of it with this in mind:\n\n{self.bullets(report.notes)}" if report.notes else ""
+        yield self.section("Winners by category", tables.winners(report))
+        yield self.section("Not ranked", tables.failures(report))
+        yield from (self.section(table.title, table) for table in advice.tables(report))
+        yield self.section("Scaling", scaling.efficiency(report))
+        yield self.section("Where the step time goes", scaling.explanation(report))
+        yield from (self.section(table.title, table) for table in _subjects(report))
+        yield from (self.folded(table.title, table) for table in machine_details(report))
+        yield from _pictures(drawn)
+        yield from self._evidence(report)
+
+    def _ranking(self, report: Report) -> Iterator[str]:
+        ranking = tables.ranking(report)
+        if tables.trains(report):
+            yield "## Ranking"
+            yield "" if ranking else "Nothing to rank: no run is both complete and certified."
+        kept = ranking[: self.rows]
+        yield from (f"### {escape(table.title)}\n\n{self.render(table)}" for table in kept)
+        yield _more(len(ranking) - len(kept), "ranked groups")
+
+    def _evidence(self, report: Report) -> Iterator[str]:
+        if tables.trains(report):
+            yield f"## Certificates\n\n{tables.certified_sentence(report)}"
+        yield self.folded("Certificates by cell", tables.certification(report))
+        yield "## How it was measured"
+        yield from (self.folded(table.title, table) for table in verdicts.details(report))
+        compared = tables.comparisons(report)
+        yield self.folded("Comparisons, with the smallest effect the data could have shown", compared)
+        yield self.folded("Runs: warm-up, outliers and loss", tables.run_details(report))
+        health = tables.health(report)
+        yield f"Health notes:\n\n{self.bullets(health)}" if health else ""
+        machines = tables.machine_facts(report)
+        yield from (self.folded(f"Machine {table.title}", table) for table in machines[: self.rows])
+        yield _more(len(machines[self.rows :]) if self.rows else 0, "machines")
+        yield f"Folders that could not be read:\n\n{self.bullets(report.skipped)}" if report.skipped else ""
+        made = f"Paceline {escape(report.paceline_version)}, {tables.created(report)}"
+        yield f"<sub>{made}; brackets are 95 % intervals.</sub>"
+
+    def section(self, title: str, table: Table | None) -> str:
+        return f"## {escape(title)}\n\n{self.render(table)}" if table else ""
+
+    def folded(self, summary: str, table: Table | None) -> str:
+        """Evidence on demand: GitHub and most renderers fold it. The blank lines let Markdown begin inside."""
+        return f"<details><summary>{_html(summary)}</summary>\n\n{self.render(table)}\n\n</details>" if table else ""
+
+    def render(self, table: Table) -> str:
+        kept = table.rows[: self.rows]
+        lines = [
+            _line(escape(column.heading) for column in table.columns),
+            _line("---:" if column.numeric else "---" for column in table.columns),
+            *(_line(map(self._cell, row)) for row in kept),
+        ]
+        below = (_more(len(table.rows) - len(kept), "rows"), self.bullets(table.notes))
+        return "\n\n".join(filter(None, ("\n".join(lines), *below)))
+
+    def bullets(self, lines: Sequence[str]) -> str:
+        kept = [f"- {_block(self._short(line))}" for line in lines[: self.rows]]
+        cut = _more(len(lines) - len(kept), "notes")
+        return "\n".join((*kept, f"- {cut}") if cut else kept)
+
+    def _cell(self, cell: Cell) -> str:
+        short = self._short(cell.text)
+        shown = _code(short) if cell.tone == "code" else escape(short)
+        shown = f"[{shown}]({quote(cell.link)})" if cell.link else shown
+        return f"{shown} {escape(cell.detail)}" if cell.detail else shown
+
+    def _short(self, value: str) -> str:
+        limit = self.characters
+        return value if limit is None or len(value) <= limit else f"{value[: limit - 1]}\u2026"
+
+
+def _subjects(report: Report) -> Iterator[Table]:
+    """What holds each cell back, what the machine can do, what it costs, and how it went over time."""
+    yield from (*finetuning.tables(report), *verdicts.tables(report), *machine_tables(report))
+    yield from (*cost.tables(report), *claims.tables(report), *history.tables(report.histories))
+
+
+def _pictures(drawn: Sequence[str]) -> Iterator[str]:
+    """The first is seen at once, the others on demand."""
+    links = [f"![{name.replace('_', ' ').capitalize()}](plots/{name}.png)" for name in drawn]
+    if links:
+        yield "## Plots"
+        yield links[0]
+    if links[1:]:
+        others = ", ".join(name.replace("_", " ") for name in drawn[1:])
+        yield "\n\n".join((f"<details><summary>More: {others}</summary>", *links[1:], "</details>"))
+
+
+def _more(count: int, what: str) -> str:
+    return f"{count:,} more {what} are cut here." if count > 0 else ""
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+# --- text stays text -----------------------------------------------------------------------------------------------
+
+
+def _one_line(value: str) -> str:
+    return " ".join(value.split())
+
+
+def _html(value: str) -> str:
+    """For inside a tag, where Markdown is not read."""
+    return _uncalled(_one_line(value).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;"))
+
+
+def _code(value: str) -> str:
+    """Inside a table a bar ends the cell even in code, unless a backslash stands before it, which GFM removes."""
+    return "`" + _one_line(value).replace("`", "").replace("|", "\\|") + "`"
+
+
+def escape(value: str) -> str:
+    """No tag, link, emphasis, table cell or mention of a person comes from a name."""
+    one_line = _one_line(value).replace("&", "&amp;").replace("<", "&lt;")
+    marked = re.sub(r"([\\|*`~])", r"\\\1", one_line)
+    # Underscores inside a word are plain in GitHub's dialect, and names of metrics stay readable so.
+    marked = re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", marked)
+    return _uncalled(marked.replace("](", "]\\("))
+
+
+def _uncalled(value: str) -> str:
+    """GitHub calls whoever follows an at sign and links what looks like an address, unless something stands between."""
+    unlinked = re.sub(r"(?i)\b(https?:|ftp:|www)(?=//|\.)", r"\1<!-- -->", value)
+    return re.sub(r"@(?=\w)", "@<!-- -->", unlinked)
+
+
+def _block(value: str) -> str:
+    """As escape; at the beginning of a line also no heading, quotation, list or rule."""
+    return re.sub(r"^([#>+=-]|\d+(?=[.)]))", lambda m: f"{m[0]}\\" if m[0].isdigit() else f"\\{m[0]}", escape(value))

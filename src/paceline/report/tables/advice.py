@@ -1,0 +1,88 @@
+"""What would have fitted where a run was out of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from paceline.analysis.findings import Alternative, MemoryAdvice, Report
+from paceline.report.tables.memory import GIB, MIB
+from paceline.report.tables.table import Cell, Column, Table
+from paceline.report.text.cells import describe, varying_axes
+from paceline.results.memory_components import SPARE_RATIO
+from paceline.wording import format_parts
+
+ESTIMATED = "estimated"
+OTHER_WORK = "other work"
+NOTE = (
+    "Predicted by rehearsing the strategy itself on fake tensors after the run had failed; nothing of it was measured. "
+    f"A peak fits that leaves {100 * SPARE_RATIO:.0f} % of the room free; where the run itself was predicted to fit "
+    "and did not, it must be that much below its own."
+)
+OTHER_WORK_NOTE = f"{OTHER_WORK}: the change trains on other batches or by other arithmetic, so it is another result."
+
+
+def tables(report: Report) -> tuple[Table, ...]:
+    """One row per run out of memory that was advised; empty where there is none."""
+    named = varying_axes(report)
+    rows = tuple(
+        (Cell(describe(found.axes, named), f"at {batch_text(found)}, in {size(found.room_bytes)}"), Cell(remedy(found)))
+        for found in report.memory_advice
+    )
+    columns = (Column("out of memory", prose=True), Column("predicted to fit", prose=True))
+    changes = any(each.fits and not each.keeps_work for found in report.memory_advice for each in found.alternatives)
+    notes = (NOTE, *((OTHER_WORK_NOTE,) if changes else ()), *_unpredicted(report))
+    cells = tuple((found.cell,) for found in report.memory_advice)
+    return (Table("Out of memory: what is predicted to fit", columns, rows, notes, cells),) if rows else ()
+
+
+def _unpredicted(report: Report) -> Iterator[str]:
+    seen = dict.fromkeys(
+        f"Not predicted: {each.change} ({each.note})."
+        for found in report.memory_advice
+        for each in found.alternatives
+        if each.peak_bytes is None
+    )
+    yield from seen
+
+
+def sentence(found: MemoryAdvice) -> str:
+    """`out of memory at micro batch 8; predicted to fit in 79.1 GiB: micro batch 4 with accumulation 2 (61.2 GiB)`."""
+    note = f" ({found.own_note})" if found.own_note else ""
+    own = f", where it was predicted to hold {size(found.own_peak_bytes)}{note}" if found.own_peak_bytes else ""
+    return f"out of memory at {batch_text(found)}{own}; predicted to fit in {size(found.room_bytes)}: {remedy(found)}"
+
+
+def batch_text(found: MemoryAdvice) -> str:
+    return f"micro batch {found.axes.get('micro_batch')}, sequence length {found.axes.get('sequence_length')}"
+
+
+def remedy(found: MemoryAdvice) -> str:
+    """What fits, in the order of the findings; else the change that came nearest."""
+    if found.fitting:
+        return ", ".join(f"{each.change} ({_peak(each)})" for each in found.fitting)
+    predicted = [each for each in found.alternatives if each.peak_bytes is not None]
+    if not predicted:
+        return "nothing could be predicted"
+    least = min(predicted, key=lambda each: each.peak_bytes or 0)
+    return f"nothing that was tried; the least is {least.change} ({_peak(least)}): use more or larger devices"
+
+
+def _peak(each: Alternative) -> str:
+    """Its size and all that qualifies it. The note of a prediction says how it was made; of none, why there is none."""
+    words = [size(each.peak_bytes), *([ESTIMATED] if each.origin == ESTIMATED else [])]
+    return ", ".join([*words, *([each.note] if each.note else []), *([] if each.keeps_work else [OTHER_WORK])])
+
+
+def lines(found: MemoryAdvice) -> Iterator[str]:
+    """For one run: the sentence, and the words that apply the first remedy."""
+    yield sentence(found)
+    if found.fitting:
+        first = found.fitting[0]
+        options = " ".join(f"--set {setting}" for setting in first.settings.split())
+        yield f"to apply {first.change}: paceline run ... {options}"
+
+
+def size(count: int | None) -> str:
+    """GiB, or MiB below one."""
+    unit = GIB if (count or 0) >= 2**30 else MIB
+    return f"{format_parts(count, None, None, unit)[0]} {unit.unit}"

@@ -1,0 +1,104 @@
+"""What a training on so many samples takes and costs, at every number of nodes that was measured.
+
+Samples are comparable only where they are equally long and of the same data: each such set has a table of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from paceline.analysis.findings import Measurement, Offer, Report, offers_of
+from paceline.host.prices import GIVEN
+from paceline.report.tables.table import Cell, Column, Table
+from paceline.report.text.cells import axis_text, cell_name, describe, varying_axes
+from paceline.wording import MISSING, Scale, format_number, format_parts, short_count
+
+_USD, _PERCENT, _HOURS = Scale("USD"), Scale("%", 100.0), Scale("h", 1 / 3600)
+EFFICIENCY = "scaling_efficiency_ratio"
+# Axes that say on how much a series ran; all others are the same along it.
+SIZES = ("nodes", "world_size", "global_batch", "accumulation")
+MEASURED_ONLY = (
+    "Only numbers of nodes that were measured; nothing is extrapolated. The measured rate is taken to hold to the end: "
+    "no failure, evaluation or checkpoint is in it, and no interruption of spot capacity."
+)
+PER_NODE_COST = "Cost rises with the nodes by as much as efficiency falls: without a loss it would stay the same."
+
+
+def offers(report: Report) -> list[Offer]:
+    """Cells for which a number of samples was asked, on the fewest devices first."""
+    asked = [offer for offer in offers_of(report.costs) if offer.lead.samples_cost_usd]
+    return sorted(asked, key=lambda offer: (describe(offer.lead.axes, ()), offer.lead.devices))
+
+
+def tables(report: Report) -> tuple[Table, ...]:
+    """One per length, data and pair of prices; empty where nobody asked for a number of samples."""
+    sets: dict[tuple[object, ...], list[Offer]] = {}
+    for offer in offers(report):
+        lead, spot = offer.lead, offer.spot
+        names = (lead.price.name, spot.price.name if spot else None)
+        sets.setdefault((lead.axes.get("sequence_length"), lead.axes.get("data"), *names), []).append(offer)
+    return tuple(_table(report, ours) for ours in sets.values())
+
+
+def _table(report: Report, ours: Sequence[Offer]) -> Table:
+    lead, spot = ours[0].lead, ours[0].spot
+    kind = "cost" if lead.price.kind == GIVEN else lead.price.kind
+    columns = (
+        Column("what", prose=True),
+        Column("nodes", numeric=True),
+        Column("time, h", numeric=True),
+        Column(f"{kind}, USD", numeric=True),
+        *([Column("spot, USD", numeric=True)] if spot else []),
+        Column("1000 samples, USD", numeric=True, priority=3),
+        Column("efficiency, %", numeric=True, priority=2),
+        Column("tokens per sample", numeric=True, priority=4),
+    )
+    named = [name for name in varying_axes(report) if name != "nodes"]
+    efficiencies = {m.cell: m for m in report.measurements if m.metric == EFFICIENCY}
+    rows = tuple(
+        _row(o, cell_name(report, o.lead.cell, o.lead.axes, named), efficiencies.get(o.lead.cell)) for o in ours
+    )
+    axes, count = lead.axes, short_count(lead.train_samples or 0)
+    title = f"{count} samples of {axes.get('sequence_length')} tokens, {axes.get('data')}: time and cost"
+    return Table(title, columns, rows, tuple(_notes(ours, efficiencies.values())), tuple((o.lead.cell,) for o in ours))
+
+
+def _row(offer: Offer, label: str, efficiency: Measurement | None) -> tuple[Cell, ...]:
+    lead, spot = offer.lead, offer.spot
+    mean = lead.tokens_per_sample
+    return (
+        Cell(label),
+        Cell(str(lead.axes.get("nodes"))),
+        _cell(lead.samples_time_s, _HOURS),
+        _cell(lead.samples_cost_usd, _USD),
+        *([_cell(spot.samples_cost_usd, _USD)] if spot else []),
+        _cell(lead.usd_per_1k_samples, _USD),
+        _cell(efficiency, _PERCENT),
+        Cell(MISSING if mean is None else format_number(mean, 0)),
+    )
+
+
+def _cell(m: Measurement | None, scale: Scale) -> Cell:
+    return Cell(MISSING) if m is None else Cell(*format_parts(m.value, m.low, m.high, scale))
+
+
+def _notes(ours: Sequence[Offer], efficiencies: Iterable[Measurement]) -> Iterable[str]:
+    yield from (f"{cost.price.origin}." for cost in (ours[0].lead, ours[0].spot) if cost)
+    yield MEASURED_ONLY
+    cells = {offer.lead.cell for offer in ours}
+    if any(m.cell in cells for m in efficiencies):
+        yield PER_NODE_COST
+
+
+def series_name(report: Report, offer: Offer) -> str:
+    """What all points of one line have in common."""
+    named = [name for name in varying_axes(report) if name not in SIZES]
+    return describe(offer.lead.axes, named)
+
+
+def place(offer: Offer, *, several_nodes: bool) -> str:
+    """`2 nodes`, or `2 GPUs` where everything ran on one node."""
+    nodes = offer.lead.axes.get("nodes")
+    if not several_nodes:
+        return axis_text("world_size", offer.lead.axes)
+    return f"{nodes} node{'' if nodes == 1 else 's'}"

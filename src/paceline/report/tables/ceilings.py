@@ -1,0 +1,260 @@
+"""The machine's ceilings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from paceline.analysis.findings import Measurement, Report
+from paceline.experiment.choices import Scalar
+from paceline.report.tables.table import Cell, Column, Table
+from paceline.report.text.cells import describe
+from paceline.wording import MISSING, Scale, format_brief, format_number, format_parts
+
+TERA, GIGA, PERCENT = Scale("TFLOP/s", 1e-12), Scale("GB/s", 1e-9), Scale("%", 100.0)
+GIGAFLOPS = Scale("GFLOP/s", 1e-9)
+PINNED, PAGEABLE = "pinned", "pageable"
+DIRECTIONS = ("forward", "grad input", "grad weight")
+# A device this far under the median of its peers is worth a look.
+SLOW_DEVICE_RATIO = 0.95
+MOST_REASONS = 4
+
+Rows = tuple[tuple[Cell, ...], ...]
+
+
+def tables(report: Report) -> tuple[Table, ...]:
+    """Empty where the report holds no such runs. One set per cell that measured kernels."""
+    found: dict[str, list[Measurement]] = {}
+    for m in report.measurements:
+        if "kernel" in m.axes:
+            found.setdefault(m.cell, []).append(m)
+    made = [_tables_of(_title(ours, len(found) > 1), ours) for ours in found.values()]
+    return tuple(table for tables in made for table in tables if table.rows)
+
+
+def sentence(report: Report) -> str:
+    """The achievable peak of each dtype and the fastest copy of the first machine measured."""
+    ours = [m for m in report.measurements if "kernel" in m.axes and m.axes["rank"] is None and m.value is not None]
+    ours = [m for m in ours if m.cell == ours[0].cell]
+    best = [m for m in ours if m.metric == "achievable_flops_per_s"]
+    copies = [m for m in ours if m.metric == "copy_bytes_per_s"]
+    said = []
+    if best:
+        scale = scale_for(best)
+        peaks = ", ".join(f"{format_brief(m, scale)} in {m.axes['dtype']}" for m in best)
+        said.append(f"Matrix products reach {peaks} ({scale.unit}).")
+    if copies:
+        # The largest: smaller ones may lie in a cache.
+        largest = max(copies, key=lambda m: float(m.axes["size"] or 0))
+        said.append(f"Memory is copied at {format_brief(largest, GIGA)} GB/s, reading and writing.")
+    return " ".join(said)
+
+
+def _title(measured: Sequence[Measurement], several: bool) -> str:
+    return f" ({describe(measured[0].axes)})" if several else ""
+
+
+def _tables_of(suffix: str, measured: Sequence[Measurement]) -> tuple[Table, ...]:
+    whole = [m for m in measured if m.axes["rank"] is None]
+    return (
+        peaks(f"Ceilings: matrix products{suffix}", whole),
+        products(f"Ceilings: products of {measured[0].axes['model']}{suffix}", whole),
+        copies(f"Ceilings: copies{suffix}", whole),
+        attention(f"Ceilings: attention of {measured[0].axes['model']}{suffix}", whole),
+        devices(f"Ceilings by device{suffix}", measured),
+    )
+
+
+def scale_for(measured: Iterable[Measurement]) -> Scale:
+    """TFLOP/s where the fastest reaches one, else GFLOP/s: a CPU's numbers should not begin with 0.0."""
+    return TERA if any((m.value or 0.0) >= 1e12 for m in measured) else GIGAFLOPS
+
+
+def peaks(title: str, measured: Sequence[Measurement]) -> Table:
+    """The best product of each dtype and the shape that reached it; a dtype without one says why."""
+    best = {m.axes["dtype"]: m for m in measured if m.metric == "achievable_flops_per_s"}
+    shares = {m.axes["dtype"]: m for m in measured if m.metric == "datasheet_share_ratio"}
+    ridges = {m.axes["dtype"]: m for m in measured if m.metric == "ridge_flops_per_byte"}
+    scale = scale_for(best.values())
+    dtypes = list(dict.fromkeys(m.axes["dtype"] for m in measured if m.axes["kernel"] == "matmul"))
+    rows = tuple(
+        (
+            Cell(str(dtype)),
+            _cell(best.get(dtype), scale, interval=True),
+            Cell(str(best[dtype].axes["label"]) if dtype in best else _reason(measured, dtype)),
+            _cell(shares.get(dtype), PERCENT),
+            _cell(ridges.get(dtype), Scale("FLOP/byte")),
+        )
+        for dtype in dtypes
+    )
+    columns = (
+        Column("dtype"),
+        Column(f"achievable, {scale.unit}", numeric=True),
+        Column("reached by (m x n x k)", prose=True),
+        Column("of datasheet, %", numeric=True, priority=1),
+        Column("ridge, FLOP/byte", numeric=True, priority=2),
+    )
+    said = "Best product measured, by its median iteration; random data." + (
+        " fp8: e4m3, bf16 result, fast accumulation." if "fp8" in dtypes else ""
+    )
+    return _without_empty(Table(title, columns, rows, (said, *_notes(best.values()))))
+
+
+def _reason(measured: Iterable[Measurement], dtype: Scalar) -> str:
+    return next((m.note for m in measured if m.axes["dtype"] == dtype and m.value is None and m.note), MISSING)
+
+
+def products(title: str, measured: Sequence[Measurement]) -> Table:
+    """The decoder's own products: forward and the two of backward, by layer and dtype."""
+    ours = [m for m in measured if m.metric == "matmul_flops_per_s" and m.axes["size"] is None]
+    cells = {_product_of(m): m for m in ours}
+    scale = scale_for(ours)
+    layers, dtypes = (dict.fromkeys(key[i] for key in cells) for i in (0, 2))
+    rows = tuple(
+        (Cell(layer), Cell(dtype), *(_cell(cells.get((layer, way, dtype)), scale) for way in DIRECTIONS))
+        for layer in layers
+        for dtype in dtypes
+        if any(m.value is not None for (_, _, of), m in cells.items() if of == dtype)
+    )
+    columns = (Column("layer"), Column("dtype"), *(Column(f"{way}, {scale.unit}", numeric=True) for way in DIRECTIONS))
+    return Table(title, columns, rows, (*_shapes(ours), *_refusals(ours)))
+
+
+def _product_of(m: Measurement) -> tuple[str, str, str]:
+    """Layer, direction and dtype of `mlp in grad input, 512 x 768 x 3072`."""
+    name = str(m.axes["label"]).partition(",")[0]
+    way = next(way for way in DIRECTIONS if name.endswith(way))
+    return name.removesuffix(way).strip(), way, str(m.axes["dtype"])
+
+
+def _shapes(ours: Sequence[Measurement]) -> tuple[str, ...]:
+    shapes = dict.fromkeys(
+        str(m.axes["label"]).replace(" forward,", "") for m in ours if _product_of(m)[1] == "forward"
+    )
+    return (f"Forward shapes (m x n x k): {'; '.join(shapes)}.",) if shapes else ()
+
+
+def copies(title: str, measured: Sequence[Measurement]) -> Table:
+    """By size: within memory (read + write), and over the bus with pinned beside pageable host memory."""
+    wanted = (("copy", ""), ("h2d", PINNED), ("h2d", PAGEABLE), ("d2h", PINNED), ("d2h", PAGEABLE))
+    ours = {(m.axes["kernel"], m.axes["variant"], m.axes["size"]): m for m in measured if m.metric in _COPIES}
+    labels = {m.axes["size"]: str(m.axes["label"]) for m in ours.values()}
+    sizes = sorted((size for size in labels if isinstance(size, int)), key=int)
+    rows = tuple(
+        (Cell(labels[size]), *(_cell(ours.get((*way, size)), GIGA) for way in wanted))
+        for size in sizes
+        if any((m := ours.get((*way, size))) and m.value is not None for way in wanted)
+    )
+    named = {"copy": "memory copy", "h2d": "host to device", "d2h": "device to host"}
+    heads = (f"{named[kernel]}{' ' if variant else ''}{variant}, GB/s" for kernel, variant in wanted)
+    columns = (Column("size"), *(Column(head, numeric=True) for head in heads))
+    said = ("Memory copy counts every byte twice, read and written; the bus once. GB is 1e9 bytes.",)
+    return _without_empty(Table(title, columns, rows, (*said, *_refusals(ours.values()))))
+
+
+_COPIES = ("copy_bytes_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s")
+
+
+def attention(title: str, measured: Sequence[Measurement]) -> Table:
+    """Forward and backward by sequence length, a column pair per backend."""
+    ours = [m for m in measured if m.metric == "attention_flops_per_s"]
+    cells = {(m.axes["variant"], m.axes["kernel"], m.axes["size"]): m for m in ours}
+    labels = {m.axes["size"]: str(m.axes["label"]) for m in ours}
+    backends = [b for b in dict.fromkeys(str(m.axes["variant"]) for m in ours) if _ran(cells, b)]
+    kernels = ("attention_forward", "attention_backward")
+    scale = scale_for(ours)
+    rows = tuple(
+        (Cell(label), *(_cell(cells.get((b, kernel, size)), scale) for b in backends for kernel in kernels))
+        for size, label in labels.items()
+        if backends
+    )
+    heads = (f"{b} {kernel.removeprefix('attention_')}, {scale.unit}" for b in backends for kernel in kernels)
+    columns = (Column("tokens"), *(Column(head, numeric=True) for head in heads))
+    dtypes = ", ".join(dict.fromkeys(str(m.axes["dtype"]) for m in ours))
+    said = f"{dtypes}; causal FLOPs: (s+1) keys' worth per two tokens; a backward counts as two forwards."
+    return Table(title, columns, rows, (said, *_refusals(ours)))
+
+
+def _ran(cells: Mapping[tuple[Scalar, Scalar, Scalar], Measurement], backend: str) -> bool:
+    return any(m.value is not None for (variant, _, _), m in cells.items() if variant == backend)
+
+
+def devices(title: str, measured: Sequence[Measurement]) -> Table:
+    """Each rank's own ceilings; one that is 5 % under the median of its peers stands out."""
+    own = [m for m in measured if m.axes["rank"] is not None]
+    kinds = list(dict.fromkeys(map(_ceiling_name, own)))
+    by = {(m.axes["rank"], _ceiling_name(m)): m for m in own}
+    ranks = sorted({m.axes["rank"] for m in own if isinstance(m.axes["rank"], int)}, key=int)
+    scales = {kind: _ceiling_scale([m for m in own if _ceiling_name(m) == kind]) for kind in kinds}
+    middles = {kind: _median([m.value for (_, k), m in by.items() if k == kind]) for kind in kinds}
+    rows = tuple(
+        (Cell(str(rank)), *(_beside_peers(by.get((rank, kind)), scales[kind], middles[kind]) for kind in kinds))
+        for rank in ranks
+    )
+    columns = (Column("rank", numeric=True), *(Column(f"{k}, {scales[k].unit}", numeric=True) for k in kinds))
+    return Table(title, columns, rows, ("Smaller print: over the median of all ranks.",))
+
+
+def _ceiling_name(m: Measurement) -> str:
+    if m.metric == "achievable_flops_per_s":
+        return f"matmul {m.axes['dtype']}"
+    return " ".join(filter(None, (str(m.axes["kernel"]), str(m.axes["variant"]))))
+
+
+def _ceiling_scale(ours: Sequence[Measurement]) -> Scale:
+    return scale_for(ours) if ours[0].unit == "FLOP/s" else GIGA
+
+
+def _median(values: Iterable[float | None]) -> float:
+    import statistics
+
+    return statistics.median(v for v in values if v is not None)
+
+
+def _beside_peers(m: Measurement | None, scale: Scale, middle: float) -> Cell:
+    if m is None or m.value is None:
+        return Cell(MISSING)
+    share = m.value / middle
+    return Cell(format_brief(m, scale), format_number(share, 3), "bad" if share < SLOW_DEVICE_RATIO else "")
+
+
+def _cell(m: Measurement | None, scale: Scale, interval: bool = False) -> Cell:
+    if m is None or m.value is None:
+        return Cell(MISSING)
+    return Cell(*format_parts(m.value, m.low, m.high, scale)) if interval else Cell(format_brief(m, scale))
+
+
+def _notes(measured: Iterable[Measurement]) -> tuple[str, ...]:
+    """Each note once, with the dtypes it is about where it is not about all."""
+    said: dict[str, list[str]] = {}
+    found = list(measured)
+    for m in found:
+        for note in filter(None, (m.note or "").split("; ")):
+            said.setdefault(note, []).append(str(m.axes["dtype"]))
+    return tuple(
+        f"{'' if len(dtypes) == len(found) else ', '.join(dtypes) + ': '}{note.rstrip('.')}."
+        for note, dtypes in said.items()
+    )
+
+
+def _refusals(measured: Iterable[Measurement]) -> tuple[str, ...]:
+    """Why rows have no number: each reason once with what it stopped; the rest stands in the stored measurements."""
+    said: dict[str, list[str]] = {}
+    for m in measured:
+        if m.value is None and m.note:
+            said.setdefault(m.note, []).append(_stopped(m))
+    lines = [f"{', '.join(dict.fromkeys(what))}: {reason.rstrip('.')}." for reason, what in said.items()]
+    more = [f"and {len(lines) - MOST_REASONS} more reasons"] if len(lines) > MOST_REASONS else []
+    return (*lines[:MOST_REASONS], *more)
+
+
+def _stopped(m: Measurement) -> str:
+    if m.axes["kernel"] == "matmul":
+        return " ".join((_product_of(m)[0], str(m.axes["dtype"])))
+    return str(m.axes["variant"] or m.axes["kernel"])
+
+
+def _without_empty(table: Table) -> Table:
+    """Columns in which no row has a number say nothing."""
+    keep = [i for i in range(len(table.columns)) if any(row[i].text != MISSING for row in table.rows)]
+    rows = tuple(tuple(row[i] for i in keep) for row in table.rows)
+    return Table(table.title, tuple(table.columns[i] for i in keep), rows, table.notes)

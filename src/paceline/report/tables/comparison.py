@@ -1,0 +1,248 @@
+"""Two result folders as text: one sentence first, then changes by their size, each beside what else differs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from paceline.analysis.findings import BETTER, HIGHER, TIE, WORSE, Between, Change, Differing
+from paceline.report.tables.table import Cell, Column, Table
+from paceline.report.text.cells import THROUGHPUT
+from paceline.wording import DIGITS_OF_RATIO, TIMES, format_number, format_parts, places, scale_of
+
+MEMORY, RATE = "peak_memory_bytes", "max_rate_per_s"
+MOST_ROWS = 30
+MOST_NAMED = 3
+DIGITS_OF_PERCENT = 1
+_TONES = {BETTER: "good", WORSE: "bad", TIE: "quiet", None: "quiet"}
+# What worse and better are called.
+_SPEED, _SIZE, _LEVEL = ("slower", "faster"), ("more peak memory", "less peak memory"), ("lower", "higher")
+SERVED = {
+    RATE: "highest rate within the limits",
+    "output_tokens_per_s": "output tokens/s",
+    "ttft_p50_s": "TTFT p50",
+    "ttft_p99_s": "TTFT p99",
+    "tpot_p50_s": "TPOT p50",
+    "tpot_p99_s": "TPOT p99",
+}
+_NAMES = {"gpus.name": "GPU", "cuda": "CUDA", "gpus.power_limit_w": "power limit", "gpus.sm_clock_max_hz": "GPU clock"}
+_UNITS = {"gpus.power_limit_w": ("W", 1.0), "gpus.sm_clock_max_hz": ("MHz", 1e-6)}
+_BARE = ("versions.", "environment.", "switches.", "settings.")
+
+
+# --- one difference, one change ---
+
+
+def differing_text(d: Differing) -> str:
+    """`driver 580 -> 590`; a side that has no such fact reads `none`."""
+    name = _NAMES.get(d.path, d.path.replace("gpus.", "GPU "))
+    for prefix in _BARE:
+        name = name.removeprefix(prefix)
+    return f"{name} {_value(d.path, d.first)} -> {_value(d.path, d.second)}"
+
+
+def _value(path: str, text: str | None) -> str:
+    if text is None:
+        return "none"
+    unit, factor = _UNITS.get(path, ("", 1.0))
+    try:
+        return f"{float(text) * factor:g} {unit}" if unit else text
+    except ValueError:
+        return text
+
+
+def differences_text(found: Sequence[Differing], most: int = MOST_NAMED, glue: str = "; ") -> str:
+    """The first few, which explain most often, and how many more there are."""
+    named = [differing_text(d) for d in found[:most]]
+    rest = len(found) - len(named)
+    return glue.join((*named, *((f"{rest} more",) if rest else ())))
+
+
+def percent_text(ratio: float, low: float | None, high: float | None) -> tuple[str, str]:
+    """The distance from 1 without its sign, `4.2 %`, and its interval, `3.9 to 4.5 %`, rounded by that."""
+    value, sign = (ratio - 1) * 100, 1 if ratio >= 1 else -1
+    ends = None if low is None or high is None else sorted((sign * (low - 1) * 100, sign * (high - 1) * 100))
+    digits = min(places(value, *(ends or (None, None))), DIGITS_OF_PERCENT)
+    interval = " to ".join(format_number(end, digits) for end in ends) + " %" if ends else ""
+    return f"{format_number(abs(value), digits)} %", interval
+
+
+def change_text(c: Change) -> str:
+    """`ddp, tiny, 2 processes: tokens_per_s 12.1 % lower (95 % interval 11.0 to 13.2 %)`."""
+    size, interval = percent_text(c.ratio, c.low, c.high)
+    way = "lower" if c.ratio < 1 else "higher"
+    name = c.label if c.row is None else f"{c.label}, {c.row}"
+    return f"{name}: {c.metric} {size} {way}" + (f" (95 % interval {interval})" if interval else "")
+
+
+# --- the sentence ---
+
+
+def sentence(found: Between) -> str:
+    """The whole answer: how much, in how many, what differs, what ties and what is gone."""
+    parts = [*_speed_clauses(found), *_served_clauses(found), *_row_clauses(found), *_memory_clauses(found)]
+    parts = parts or ["nothing could be compared"]
+    if found.changes:
+        differs = differences_text(found.shared, glue=" and ")
+        verb = "differs" if len(found.shared) == 1 else "differ"
+        parts.append(f"{differs} {verb}" if differs else _no_shared(found))
+    if found.lost:
+        count = len(found.lost)
+        was, now = ("was", "is") if count == 1 else ("were", "are")
+        parts.append(f"{count} {_plural('cell', count)} that {was} ok in A {now} missing or not ok in B")
+    text = "; ".join(parts)
+    return text[0].upper() + text[1:] + "."
+
+
+def _no_shared(found: Between) -> str:
+    own = any(c.differences for c in found.changes)
+    return "nothing recorded differs in all cells" if own else "nothing recorded differs between them"
+
+
+def _plural(word: str, count: int) -> str:
+    return word if count == 1 else f"{word}s"
+
+
+def _speed_clauses(found: Between) -> list[str]:
+    return _clauses([c for c in found.changes if c.metric == THROUGHPUT], "cell", _SPEED)
+
+
+def _served_clauses(found: Between) -> list[str]:
+    """Of served models each number by itself: one may answer sooner and say less a second."""
+    parts: list[str] = []
+    for metric, name in SERVED.items():
+        ours = [c for c in found.changes if c.metric == metric]
+        noun = "load" if len(ours) > 1 and metric != RATE else "cell"
+        parts += (f"{name}: {text}" for text in _clauses(ours, noun, _LEVEL if metric == RATE else _SPEED))
+    return parts
+
+
+def _row_clauses(found: Between) -> list[str]:
+    return _clauses([c for c in found.changes if c.row is not None and c.metric not in SERVED], "row", _SPEED)
+
+
+def _memory_clauses(found: Between) -> list[str]:
+    """Only where memory changed: a tie of memory is in the table."""
+    ours = [c for c in found.changes if c.metric == MEMORY]
+    parts = [_clause(side, len(ours), "cell", words) for side, words in _decided(ours, _SIZE)]
+    return [*parts, *_undecided(ours, "cell", _SIZE)]
+
+
+def _clauses(changes: Sequence[Change], noun: str, words: tuple[str, str]) -> list[str]:
+    if not changes:
+        return []
+    ties = sum(c.verdict == TIE for c in changes)
+    if ties == len(changes):
+        return [f"B and A tie in {'the' if ties == 1 else f'all {ties}'} {_plural(noun, ties)}"]
+    parts = [_clause(side, len(changes), noun, word) for side, word in _decided(changes, words)]
+    parts += [f"{ties} {_plural(noun, ties)} {'ties' if ties == 1 else 'tie'}"] if ties else []
+    return [*parts, *_undecided(changes, noun, words)]
+
+
+def _undecided(changes: Sequence[Change], noun: str, words: tuple[str, str]) -> list[str]:
+    """How many have no verdict, and what they would hide at worst."""
+    found = [c for c in changes if c.verdict is None]
+    if not found:
+        return []
+    about = " on peak memory" if words == _SIZE else ""
+    text = f"{len(found)} {_plural(noun, len(found))} without a verdict{about}"
+    worst = max(found, key=lambda c: c.ratio if c.better != HIGHER else 1 / c.ratio)
+    if worst.ratio == 1 or (worst.ratio > 1) == (worst.better == HIGHER):
+        return [text]
+    return [f"{text}, at worst {percent_text(worst.ratio, None, None)[0]} {words[0].removesuffix(' peak memory')}"]
+
+
+def _decided(changes: Sequence[Change], words: tuple[str, str]) -> Iterator[tuple[list[Change], str]]:
+    """Those for the worse, then those for the better, each with its word."""
+    for verdict, word in zip((WORSE, BETTER), words, strict=True):
+        side = [c for c in changes if c.verdict == verdict]
+        if side:
+            yield side, word
+
+
+def _clause(side: Sequence[Change], total: int, noun: str, word: str) -> str:
+    sizes = [percent_text(c.ratio, c.low, c.high)[0] for c in sorted(side, key=lambda c: abs(c.ratio - 1))]
+    size = sizes[0] if sizes[0] == sizes[-1] else f"{sizes[0].removesuffix(' %')} to {sizes[-1]}"
+    where = f"the {noun}" if total == 1 else f"{len(side)} of {total} {noun}s"
+    return f"B is {size} {word} than A in {where}" if "memory" not in word else f"B needs {size} {word} in {where}"
+
+
+# --- tables ---
+
+
+def tables(found: Between) -> tuple[Table, ...]:
+    """Cells, rows of sweeps, what differs, what is lost; each only where there is something to show."""
+    cells = [c for c in found.changes if c.row is None]
+    rows = [c for c in found.changes if c.row is not None]
+    wanted = (
+        _changes("Cells, B over A", cells),
+        _changes("Rows of sweeps and ceilings, B over A", rows),
+        _shared(found),
+        _lost(found),
+    )
+    return tuple(table for table in wanted if table)
+
+
+def _changes(title: str, changes: Sequence[Change]) -> Table | None:
+    shown = changes[: max(MOST_ROWS, sum(c.verdict in (BETTER, WORSE) for c in changes))]
+    own = any(c.differences for c in changes)
+    columns = (
+        Column("what", prose=True),
+        Column("metric"),
+        Column("A -> B", numeric=True, priority=2),
+        Column("B over A"),
+        Column("detectable effect", numeric=True, priority=3),
+        *((Column("differs here", prose=True),) if own else ()),
+        Column("reason", priority=4, prose=True),
+    )
+    notes = (_rest(changes[len(shown) :]),) if len(shown) < len(changes) else ()
+    return Table(title, columns, tuple(_row(c, own) for c in shown), notes) if changes else None
+
+
+def _rest(left: Sequence[Change]) -> str:
+    """What the rows left out are: a tie was decided, the others were not."""
+    ties = sum(c.verdict == TIE for c in left)
+    counts = ((ties, "tie" if ties > 1 else "ties"), (len(left) - ties, "without a verdict"))
+    return f"Not shown: {', '.join(f'{n} {word}' for n, word in counts if n)}; --format json holds all."
+
+
+def _row(c: Change, own: bool) -> tuple[Cell, ...]:
+    detectable = "" if c.detectable_ratio is None else f"{c.detectable_ratio * 100:.2g} %"
+    scale = scale_of(c.unit, c.metric, (c.first, c.second))
+    first, second = (format_parts(x, None, None, scale)[0] for x in (c.first, c.second))
+    return (
+        Cell(c.label if c.row is None else f"{c.row} ({c.label})"),
+        Cell(c.metric),
+        Cell(f"{first} -> {second} {scale.unit}"),
+        _ratio_cell(c),
+        Cell(detectable),
+        *((Cell(differences_text(c.differences)),) if own else ()),
+        Cell(c.reason),
+    )
+
+
+def _ratio_cell(c: Change) -> Cell:
+    digits = min(places(c.ratio, c.low, c.high), DIGITS_OF_RATIO)
+    interval = "" if c.low is None else f"[{format_number(c.low, digits)}, {format_number(c.high, digits)}]"
+    return Cell(f"{format_number(c.ratio, digits)}{TIMES} {c.verdict or 'no verdict'}", interval, _TONES[c.verdict])
+
+
+def _shared(found: Between) -> Table | None:
+    rows = tuple((Cell(d.path), Cell(d.first or "none"), Cell(d.second or "none")) for d in found.shared)
+    columns = (Column("differs in every cell"), Column("A", prose=True), Column("B", prose=True))
+    return Table("What else differs", columns, rows) if rows else None
+
+
+def _lost(found: Between) -> Table | None:
+    rows = tuple((Cell(x.label), Cell(x.status, "", "bad"), Cell(x.reason)) for x in found.lost)
+    columns = (Column("cell"), Column("in B"), Column("reason", prose=True))
+    return Table("Ok in A, not in B", columns, rows) if rows else None
+
+
+def lines(found: Between) -> tuple[str, ...]:
+    """What stands under the tables."""
+    lost = {x.label for x in found.lost}
+    return (
+        *(f"note: {note}" for note in found.notes),
+        *(f"only in A: {name}" for name in found.only_first if name not in lost),
+        *(f"only in B: {name}" for name in found.only_second),
+    )

@@ -1,0 +1,146 @@
+"""What mattered and what did not: the effects of a designed experiment, ranked, and its interactions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+from paceline.analysis.findings import DesignOutcome, Effect, Report, Response
+from paceline.analysis.findings.effects import ALIASED, FASTER, INTERACTION, LESS, MORE, NO_EFFECT, OPEN, SLOWER
+from paceline.report.tables.table import Cell, Column, Table
+from paceline.wording import MISSING, format_number, places
+from paceline.words import listed
+
+SPEED, MEMORY = "tokens_per_s", "peak_memory_bytes"
+MOST_DIGITS = 2
+MOST_NAMED = 3
+_TONES = {FASTER: "good", LESS: "good", SLOWER: "bad", MORE: "bad"}
+_NUMBERED = "Changes are 100 (changed / unchanged - 1), with 95 % intervals; ranked by the change of speed."
+_RATIO_OF_RATIOS = (
+    "An interaction is by how much the effect of one factor grows when the other is changed too; 0 is none."
+)
+
+
+def tables(report: Report) -> tuple[Table, ...]:
+    """In reading order; empty where nothing was designed."""
+    several = len(report.effects) > 1
+    return tuple(table for outcome in report.effects for table in _tables(outcome, several))
+
+
+def _tables(outcome: DesignOutcome, several: bool) -> Iterator[Table]:
+    of = f": {outcome.kind}, {outcome.title}" if several else ""
+    changes = [e for e in outcome.effects if e.kind != INTERACTION]
+    crossed = [e for e in outcome.effects if e.kind == INTERACTION]
+    notes = (plan(outcome), *outcome.notes, *_left_out(outcome))
+    if changes:
+        yield _ranked(f"What mattered, what did not{of}", "change", changes, (_NUMBERED, *notes))
+    if crossed:
+        yield _ranked(f"Interactions{of}", "factors", crossed, (_RATIO_OF_RATIOS, *(() if changes else notes)))
+    if not outcome.effects:
+        yield Table(f"What mattered, what did not{of}", (Column("change"),), ((Cell("nothing to judge"),),), notes)
+
+
+def sentences(report: Report) -> tuple[str, str, str] | None:
+    """What mattered most, what did not, and the plan behind it; None where no design has an effect to tell."""
+    outcome = max(report.effects, key=lambda found: len(found.effects), default=None)
+    if outcome is None or not outcome.effects:
+        return None
+    told = [(e, r) for e in outcome.effects if (r := e.response(SPEED) or e.response(MEMORY)) is not None]
+    decided = [f"{e.name} ({_brief(r)})" for e, r in told if r.verdict in _TONES and e.kind != INTERACTION]
+    crossed = [f"{e.name} interact ({_brief(r)})" for e, r in told if r.verdict in _TONES and e.kind == INTERACTION]
+    none = [f"{e.name} (under {percent_up(r.bound_ratio)} %)" for e, r in told if _is_null(e, r)]
+    mattered = listed((*decided[:MOST_NAMED], *crossed[:1]))
+    first = f"What mattered most: {mattered}." if mattered else "Of the changes tried, none is known to matter."
+    return first, f"No effect on speed: {listed(none[:MOST_NAMED])}." if none else "", plan(outcome)
+
+
+def _is_null(effect: Effect, response: Response) -> bool:
+    return effect.kind != INTERACTION and response.metric == SPEED and response.verdict == NO_EFFECT
+
+
+def _brief(response: Response) -> str:
+    percent = 100 * (response.ratio - 1)
+    number = _signed(percent, 1 if abs(percent) < 10 else 0)
+    return f"{number} % {'tokens/s' if response.metric == SPEED else 'peak memory'}"
+
+
+def plan(outcome: DesignOutcome) -> str:
+    """`Design: one-at-a-time from optimizer paged_adamw_8bit, rank 16; ...`."""
+    start = listed(f"{name.replace('_', ' ')} {levels[0]}" for name, levels in outcome.levels.items())
+    return f"Design: {outcome.kind} from {start}; on {outcome.title}."
+
+
+def _left_out(outcome: DesignOutcome) -> Iterator[str]:
+    for left in outcome.left_out:
+        yield f"Without a valid run: {left.name} ({left.status}{f': {left.reason}' if left.reason else ''})."
+
+
+def _ranked(title: str, what: str, effects: Iterable[Effect], notes: tuple[str, ...]) -> Table:
+    effects = list(effects)
+    columns = [
+        Column(what, prose=True),
+        Column("tokens/s, %", numeric=True),
+        Column("speed"),
+        Column("visible from, %", numeric=True, priority=3),
+        Column("peak memory, %", numeric=True, priority=1),
+        Column("memory", priority=1),
+        Column("pairs", numeric=True, priority=4),
+    ]
+    aliased = any(effect.aliases for effect in effects)
+    columns += [Column("not told from", prose=True, priority=2)] if aliased else []
+    rows = tuple(_row(effect, aliased=aliased) for effect in effects)
+    return Table(title, tuple(columns), rows, notes, tuple(effect.cells for effect in effects))
+
+
+def _row(effect: Effect, *, aliased: bool) -> tuple[Cell, ...]:
+    speed, memory = effect.response(SPEED), effect.response(MEMORY)
+    visible = speed.detectable_ratio if speed else None
+    cells = (
+        Cell(effect.name),
+        *_judged(speed, effect),
+        Cell(percent_up(visible)),
+        *_judged(memory, effect),
+        Cell(str(effect.pairs)),
+    )
+    return (*cells, Cell(", ".join(effect.aliases) or MISSING)) if aliased else cells
+
+
+def _judged(response: Response | None, effect: Effect) -> tuple[Cell, Cell]:
+    if response is None:
+        return Cell(MISSING), Cell(MISSING)
+    number, interval = change(response)
+    return Cell(number, interval), Cell(verdict(response, effect.kind), "", _TONES.get(response.verdict, "quiet"))
+
+
+def change(response: Response) -> tuple[str, str]:
+    """`+12.3` and `[+11.8, +12.8]`, in percent."""
+    value, low, high = (None if x is None else 100 * (x - 1) for x in (response.ratio, response.low, response.high))
+    assert value is not None
+    if low is None or high is None or high - low < 10**-MOST_DIGITS:
+        return _signed(value, 1), ""
+    digits = min(max(places(value, low, high), 0), MOST_DIGITS)
+    return _signed(value, digits), f"[{_signed(low, digits)}, {_signed(high, digits)}]"
+
+
+def _signed(value: float, digits: int) -> str:
+    text = format_number(value, digits)
+    return text if text.startswith("-") or not float(text.replace(",", "")) else f"+{text}"
+
+
+def verdict(response: Response, kind: str) -> str:
+    """With the bound where there is none: `no effect, under 0.8 %`."""
+    if response.verdict == NO_EFFECT:
+        word = "no interaction" if kind == INTERACTION else NO_EFFECT
+        return f"{word}, under {percent_up(response.bound_ratio)} %"
+    if response.verdict == ALIASED:
+        return "not told apart"
+    if kind == INTERACTION and response.verdict != OPEN:
+        return "more together" if response.ratio > 1 else "less together"
+    return response.verdict
+
+
+def percent_up(bound: float | None) -> str:
+    """Rounded up to a tenth, so that the sentence stays true."""
+    if bound is None:
+        return MISSING
+    return f"{max(math.ceil(bound * 1000 - 1e-6), 1) / 10:g}"

@@ -1,0 +1,253 @@
+"""Collectives as nccl-tests prints them, fits, overlap, suspects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from paceline.analysis.findings import CollectiveFit, CollectiveRow, Report
+from paceline.report.tables import fabric_links
+from paceline.report.tables.fabric_links import US, fabric_name, format_size, number, verdict_sentence
+from paceline.report.tables.table import Cell, Column, Table
+from paceline.report.text.cells import axis_text
+from paceline.wording import MISSING, Scale, scale_of
+
+MOST_ERRORS = 5
+
+
+def tables(report: Report) -> tuple[Table, ...]:
+    """One line per operation and dtype, then what was concluded; all fits and all rows stand in `details`."""
+    return (*_summaries(report), *fabric_links.tables(report))
+
+
+def details(report: Report) -> tuple[Table, ...]:
+    """All fits, then all rows, one table per operation and dtype."""
+    fits = fabric_links.fits(report)
+    rows = (
+        _rows(f"Every row: {sweep.operation}, {sweep.dtype}, {name}", sweep.rows)
+        for name, sweeps in _grouped(report)
+        for sweep in sweeps
+    )
+    return (*((fits,) if fits else ()), *rows)
+
+
+# --- the sentence ---
+
+
+def sentence(report: Report) -> str:
+    """What the fabric can do, whether data arrived right, and who is suspect; empty without a sweep."""
+    parts = [_peak_sentence(report), _payload_sentence(report), verdict_sentence(report)]
+    return " ".join(filter(None, parts)) if report.collectives or report.pairs else ""
+
+
+def _peak_sentence(report: Report) -> str:
+    best = best_row(report.collectives)
+    if best is None:
+        return "No collective was measured." if report.collectives else ""
+    where = f"{best.dtype}, {axis_text('world_size', best.axes)}, at {format_size(best.size_bytes)}"
+    peak = _rate(best.busbw_bytes_per_s)
+    shared = f" ({best.note})" if best.note else ""
+    return f"{best.operation} reaches {peak} of bus bandwidth ({where}){_start(report, best)}{shared}."
+
+
+def best_row(rows: Sequence[CollectiveRow]) -> CollectiveRow | None:
+    """The peak of all_reduce at the largest world size; of the first operation with a bandwidth where none was run."""
+    ok = [r for r in rows if r.status == "ok" and r.busbw_bytes_per_s]
+    named = [r for r in ok if r.operation == "all_reduce"] or [r for r in ok if r.operation == ok[0].operation]
+    return max(named, key=lambda r: (r.world_size, r.busbw_bytes_per_s or 0.0), default=None)
+
+
+def _start(report: Report, row: CollectiveRow) -> str:
+    """alpha of its fit; the time of the smallest size where there is none."""
+    key = (row.operation, row.dtype, row.world_size, row.in_place)
+    fits = [f for f in report.fits if (f.operation, f.dtype, f.world_size, f.in_place) == key and f.axes == row.axes]
+    if fits and fits[0].alpha_s > 0:
+        return f" and takes {number(fits[0].alpha_s, US)} {US.unit} to start"
+    same = [r for r in report.collectives if r.cell == row.cell and (r.operation, r.dtype) == key[:2] and r.time_s]
+    least = min(same, key=lambda r: r.size_bytes)
+    return f" and takes {number(least.time_s, US)} {US.unit} for {format_size(least.size_bytes)}"
+
+
+def _payload_sentence(report: Report) -> str:
+    rows = report.collectives
+    wrong = [r for r in rows if r.wrong]
+    unchecked = [r for r in rows if r.status == "ok" and r.wrong is None and r.size_bytes]
+    missing = [r for r in rows if r.status in ("oom", "unsupported")]
+    if wrong:
+        return f"Data arrived wrong in {len(wrong)} of {len(rows)} rows: those runs are invalid."
+    if not rows:
+        return ""
+    checked = f"{len(unchecked)} rows were not checked" if unchecked else "Every payload arrived right"
+    return f"{checked}{f'; {len(missing)} of {len(rows)} rows could not be measured' if missing else ''}."
+
+
+# --- one line per operation and dtype ---
+
+
+class Sweep(NamedTuple):
+    """All sizes of one operation in one dtype and mode, both places."""
+
+    operation: str
+    dtype: str
+    mode: str
+    rows: tuple[CollectiveRow, ...]
+
+
+def _grouped(report: Report) -> Iterable[tuple[str, list[Sweep]]]:
+    """By cell, and whether its runs are invalid: the name of the fabric, and its sweeps in the order measured."""
+    cells: dict[tuple[str, bool], dict[tuple[str, str, str], list[CollectiveRow]]] = {}
+    for r in report.collectives:
+        key = (r.cell, r.status == "invalid")
+        cells.setdefault(key, {}).setdefault((r.operation, r.dtype, r.mode), []).append(r)
+    for (_, invalid), sweeps in cells.items():
+        first = next(iter(sweeps.values()))[0]
+        name = fabric_name(report, first.axes) + (", invalid" if invalid else "")
+        order = list(dict.fromkeys(operation for operation, _, _ in sweeps))
+        keys = sorted(sweeps, key=lambda key: order.index(key[0]))
+        yield name, [Sweep(*key, tuple(sweeps[key])) for key in keys]
+
+
+def _summaries(report: Report) -> Iterable[Table]:
+    for name, sweeps in _grouped(report):
+        peaks = [r.busbw_bytes_per_s for sweep in sweeps for r in sweep.rows]
+        scale = scale_of("bytes/s", "busbw", peaks)
+        columns = (
+            Column("operation"),
+            Column("dtype"),
+            Column(f"latency, {US.unit}", numeric=True),
+            Column(f"peak busbw, {scale.unit}", numeric=True),
+            Column("at", numeric=True, priority=3),
+            Column("half from", numeric=True, priority=5),
+            Column(f"in-place peak, {scale.unit}", numeric=True, priority=6),
+            Column(f"fit \u03b1, {US.unit}", numeric=True, priority=2),
+            Column(f"fit \u03b2, {scale.unit}", numeric=True, priority=2),
+            Column("worst skew", numeric=True, priority=7),
+            Column("wrong", numeric=True),
+            Column("rows", priority=1),
+        )
+        fits = {(f.operation, f.dtype, f.in_place): f for f in report.fits if f.axes == sweeps[0].rows[0].axes}
+        rows = tuple(_summary(sweep, scale, fits) for sweep in sweeps)
+        notes = dict.fromkeys(r.note for sweep in sweeps for r in sweep.rows if r.note)
+        about = tuple((sweep.rows[0].cell,) for sweep in sweeps)
+        yield Table(f"Collectives, {name}", columns, rows, (*notes, *_errors(sweeps)), about)
+
+
+def _errors(sweeps: Sequence[Sweep]) -> Iterable[str]:
+    """Each reason once, with the first row it is true of; at most five."""
+    first: dict[str, CollectiveRow] = {}
+    for sweep in sweeps:
+        for r in sweep.rows:
+            first.setdefault(r.error or "", r)
+    first.pop("", None)
+    for error, r in list(first.items())[:MOST_ERRORS]:
+        yield f"{r.operation} in {r.dtype}, {format_size(r.size_bytes)}: {r.status}: {error}"
+
+
+def _summary(sweep: Sweep, scale: Scale, fits: Mapping[tuple[str, str, bool], CollectiveFit]) -> tuple[Cell, ...]:
+    measured = [r for r in sweep.rows if r.time_s]
+    out, inside = ([r for r in measured if r.in_place == place] for place in (False, True))
+    shown = out or inside
+    least = min(shown, key=lambda r: r.size_bytes, default=None)
+    peak, peak_inside = _peak(shown), _peak(inside) if out else None
+    half = half_peak_size(shown)
+    fit = fits.get((sweep.operation, sweep.dtype, not out)) if sweep.mode == "single" else None
+    skews = [r.skew_ratio for r in measured if r.skew_ratio is not None]
+    wrong = [r.wrong for r in sweep.rows if r.wrong is not None]
+    mode = "" if sweep.mode == "single" else f" ({sweep.mode})"
+    return (
+        Cell(sweep.operation + mode),
+        Cell(sweep.dtype),
+        Cell(number(least.time_s if least else None, US)),
+        Cell(number(peak.busbw_bytes_per_s if peak else None, scale)),
+        Cell(format_size(peak.size_bytes) if peak else MISSING),
+        Cell(format_size(half) if half is not None else MISSING),
+        Cell(number(peak_inside.busbw_bytes_per_s if peak_inside else None, scale)),
+        Cell(number(fit.alpha_s if fit else None, US)),
+        Cell(number(fit.beta_bytes_per_s if fit else None, scale)),
+        Cell(f"{number(max(skews, default=None), Scale(''))}"),
+        _wrong(sum(wrong) if wrong else None),
+        _statuses(sweep.rows),
+    )
+
+
+def _peak(rows: Sequence[CollectiveRow]) -> CollectiveRow | None:
+    return max((r for r in rows if r.busbw_bytes_per_s), key=lambda r: r.busbw_bytes_per_s or 0.0, default=None)
+
+
+def half_peak_size(rows: Sequence[CollectiveRow]) -> int | None:
+    """n1/2: the smallest size that reaches half of the peak bus bandwidth."""
+    peak = _peak(rows)
+    if peak is None or peak.busbw_bytes_per_s is None:
+        return None
+    return min(r.size_bytes for r in rows if (r.busbw_bytes_per_s or 0.0) >= peak.busbw_bytes_per_s / 2)
+
+
+def _wrong(count: int | None) -> Cell:
+    return Cell(MISSING) if count is None else Cell(str(count), "", "bad" if count else "good")
+
+
+def _statuses(rows: Sequence[CollectiveRow]) -> Cell:
+    counts = {word: sum(r.status == word for r in rows) for word in dict.fromkeys(r.status for r in rows)}
+    return Cell(", ".join(f"{n} {word}" for word, n in counts.items()), "", "" if set(counts) == {"ok"} else "bad")
+
+
+# --- every row ---
+
+
+def _rows(title: str, rows: Sequence[CollectiveRow]) -> Table:
+    """Out-of-place and in-place of one size side by side, as nccl-tests prints them."""
+    both: dict[tuple[int, int], dict[bool, CollectiveRow]] = {}
+    for r in rows:
+        both.setdefault((r.size_bytes, r.count), {})[r.in_place] = r
+    scale = scale_of("bytes/s", "busbw", [r.busbw_bytes_per_s for r in rows])
+    timed = ("time, " + US.unit, f"algbw, {scale.unit}", f"busbw, {scale.unit}", "wrong")
+    places = [place for place in (False, True) if any(r.in_place == place for r in rows)]
+    columns = [
+        Column("size, B", numeric=True),
+        Column("count", numeric=True),
+        Column("type"),
+        *(Column(f"in-place {h}" if place else h, numeric=True) for place in places for h in timed),
+        *(Column(f"p{q}, {US.unit}", numeric=True) for q in (50, 95, 99)),
+        Column("skew", numeric=True),
+        Column("late rank", numeric=True),
+        Column("status"),
+    ]
+    ordered = [both[key] for key in sorted(both)]
+    mode = {r.mode for r in rows} - {"single"}
+    title += f" ({', '.join(sorted(mode))})" if mode else ""
+    return Table(title, tuple(columns), tuple(_row(pair, places, scale) for pair in ordered), _row_notes(rows))
+
+
+def _row(pair: Mapping[bool, CollectiveRow], places: Sequence[bool], scale: Scale) -> tuple[Cell, ...]:
+    first = pair.get(False) or pair[True]
+    bad = next((r for r in pair.values() if r.status != "ok"), None)
+    return (
+        Cell(f"{first.size_bytes:,}"),
+        Cell(f"{first.count:,}"),
+        Cell(first.dtype),
+        *(cell for place in places for cell in _timed(pair.get(place), scale)),
+        *(Cell(number(seconds, US)) for seconds in (first.p50_s, first.p95_s, first.p99_s)),
+        Cell(number(first.skew_ratio, Scale(""))),
+        Cell(MISSING if first.late_rank is None else str(first.late_rank)),
+        Cell(bad.status, bad.error or "", "bad") if bad else Cell("ok"),
+    )
+
+
+def _timed(row: CollectiveRow | None, scale: Scale) -> tuple[Cell, ...]:
+    if row is None:
+        return (Cell(MISSING),) * 4
+    numbers = ((row.time_s, US), (row.algbw_bytes_per_s, scale), (row.busbw_bytes_per_s, scale))
+    return (*(Cell(number(value, unit)) for value, unit in numbers), _wrong(row.wrong))
+
+
+def _row_notes(rows: Sequence[CollectiveRow]) -> tuple[str, ...]:
+    launches = max(r.launches for r in rows)
+    counts = {r.iterations for r in rows if r.iterations}
+    spread = f"{min(counts):,} to {max(counts):,}" if len(counts) > 1 else f"{max(counts, default=0):,}"
+    made = f"{spread} iterations in {launches} launch{'es' if launches > 1 else ''}; percentiles: out-of-place, if any."
+    return (made, *dict.fromkeys(r.note for r in rows if r.note))
+
+
+def _rate(bytes_per_s: float | None) -> str:
+    scale = scale_of("bytes/s", "", [bytes_per_s])
+    return f"{number(bytes_per_s, scale)} {scale.unit}"

@@ -1,0 +1,188 @@
+"""Cells over time as text: one sentence, every series with its latest level, every change with what else changed.
+
+`chart_points` is the same as plain numbers, for whatever draws it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.analysis.findings import WORSE, ChangePoint, HistorySeries, Report
+from paceline.report.tables.comparison import differences_text, percent_text
+from paceline.report.tables.table import Cell, Column, Table
+from paceline.wording import MISSING, format_parts, scale_of
+
+# Less than this no change of level is looked for either.
+RECOVERED_WITHIN = 0.01
+NOTHING_SEPARATES = "nothing recorded separates the levels"
+
+
+def day(timestamp: float) -> str:
+    return datetime.datetime.fromtimestamp(timestamp, datetime.UTC).strftime("%Y-%m-%d %H:%M")
+
+
+# --- text ---
+
+
+def sentence(found: Sequence[HistorySeries]) -> str:
+    """How many series were searched, and the newest change: one for the worse that lasts, else any for the worse."""
+    if not found:
+        return "No certified launch to show over time."
+    searched = [series for series in found if series.note is None]
+    changes = [(series, change) for series in found for change in series.changes]
+    if not searched:
+        return f"{_count(len(found), 'series', 'series')}, all with too few launches to look for a change."
+    if not changes:
+        return f"No change of level in {_count(len(searched), 'searched series', 'searched series')}."
+    worse = [each for each in changes if each[1].verdict == WORSE]
+    lasting = [each for each in worse if each[1] is each[0].changes[-1]]
+    series, newest = max(lasting or worse or changes, key=lambda each: each[1].after_at)
+    told = f"{_count(len(changes), 'change', 'changes')} of level in {len(searched)} searched series"
+    which = "the newest" + " for the worse" * bool(worse) + " that lasts" * bool(lasting)
+    return f"{told}; {which}: {_told(series, newest)}; {differs_text(newest)}."
+
+
+def _told(series: HistorySeries, change: ChangePoint) -> str:
+    """In the present only where nothing came after it."""
+    what = f"{series.metric} of {series.label}"
+    later = series.changes[series.changes.index(change) + 1 :]
+    if not later:
+        return f"{what} is {_size(change)} since {day(change.after_at)} UTC"
+    then = f"{what} was {_size(change)} from {day(change.after_at)} to {day(later[0].before_at)} UTC"
+    now = math.prod(each.ratio for each in (change, *later))
+    if (now < 1) != (change.ratio < 1) or abs(now - 1) < RECOVERED_WITHIN:
+        return f"{then}; recovered since"
+    return f"{then}; now {percent_text(now, None, None)[0]} {_way(now)} than before"
+
+
+def _count(count: int, one: str, many: str) -> str:
+    return f"{count} {one if count == 1 else many}"
+
+
+def _size(change: ChangePoint) -> str:
+    size, interval = percent_text(change.ratio, change.low, change.high)
+    return f"{size} {_way(change.ratio)} ({interval})"
+
+
+def _way(ratio: float) -> str:
+    return "lower" if ratio < 1 else "higher"
+
+
+def differs_text(change: ChangePoint) -> str:
+    """What separates before from after; where nothing does, what differs between the two launches around the change."""
+    named = differences_text(change.differences)
+    if change.throughout:
+        return named
+    return f"{NOTHING_SEPARATES}; around it {named}" if named else NOTHING_SEPARATES
+
+
+# --- tables ---
+
+
+def tables(found: Sequence[HistorySeries]) -> tuple[Table, ...]:
+    """Changes first, the newest on top, then every series; none where there is no series."""
+    return tuple(table for table in (_changes(found), _series(found)) if table)
+
+
+def _changes(found: Sequence[HistorySeries]) -> Table | None:
+    pairs = [(series, change) for series in found for change in series.changes]
+    rows = tuple(_change_row(*each) for each in sorted(pairs, key=lambda each: -each[1].after_at))
+    columns = (
+        Column("cell", prose=True),
+        Column("metric"),
+        Column("between"),
+        Column("change"),
+        Column("differs", prose=True),
+        Column("chance", numeric=True, priority=2),
+    )
+    note = "Intervals are Welch's; a change was looked for where it shows best, which makes them a little too narrow."
+    return Table("Changes of level", columns, rows, (note,)) if rows else None
+
+
+def _change_row(series: HistorySeries, change: ChangePoint) -> tuple[Cell, ...]:
+    size, interval = percent_text(change.ratio, change.low, change.high)
+    return (
+        Cell(series.label),
+        Cell(series.metric),
+        Cell(f"{day(change.before_at)} and {day(change.after_at)}"),
+        Cell(f"{size} {_way(change.ratio)}, {change.verdict}", interval, "bad" if change.verdict == WORSE else "good"),
+        Cell(differs_text(change)),
+        Cell(f"{change.p_value:.2g}"),
+    )
+
+
+def _series(found: Sequence[HistorySeries]) -> Table | None:
+    columns = (
+        Column("cell", prose=True),
+        Column("metric"),
+        Column("launches", numeric=True),
+        Column("campaigns", numeric=True, priority=2),
+        Column("first", priority=3),
+        Column("last", priority=1),
+        Column("latest level", numeric=True),
+        Column("changes", prose=True),
+    )
+    return Table("Cells over time", columns, tuple(map(_series_row, found))) if found else None
+
+
+def _series_row(series: HistorySeries) -> tuple[Cell, ...]:
+    points = series.points
+    latest = [p.value for p in points if p.segment == points[-1].segment]
+    scale = scale_of(series.unit, series.metric, latest)
+    mean = sum(latest) / len(latest)
+    return (
+        Cell(series.label),
+        Cell(series.metric),
+        Cell(str(len(points))),
+        Cell(str(len({p.campaign for p in points}))),
+        Cell(day(points[0].started_at)),
+        Cell(day(points[-1].started_at)),
+        Cell(f"{format_parts(mean, None, None, scale)[0]} {scale.unit}", f"mean of {len(latest)}"),
+        Cell(series.note or (str(len(series.changes)) if series.changes else MISSING), "", "quiet"),
+    )
+
+
+# --- for charts ---
+
+
+@dataclass(frozen=True, slots=True)
+class ChartPoints:
+    """One series ready to draw: times in seconds since 1970, values in `unit`, its levels and what changed where.
+
+    levels are (first time, last time, value) of each segment; marks are (time between the launches, text).
+    """
+
+    title: str
+    unit: str
+    times: tuple[float, ...]
+    values: tuple[float, ...]
+    runs: tuple[str, ...]
+    levels: tuple[tuple[float, float, float], ...]
+    marks: tuple[tuple[float, str], ...]
+
+
+def chart_points(report: Report) -> tuple[ChartPoints, ...]:
+    """Every history of the report; none where no cell has enough launches."""
+    return tuple(map(points_of, report.histories))
+
+
+def points_of(series: HistorySeries) -> ChartPoints:
+    values = [p.value for p in series.points]
+    scale = scale_of(series.unit, series.metric, values)
+    levels = []
+    for segment in sorted({p.segment for p in series.points}):
+        ours = [p for p in series.points if p.segment == segment]
+        mean = sum(p.value for p in ours) / len(ours)
+        levels.append((ours[0].started_at, ours[-1].started_at, mean * scale.factor))
+    return ChartPoints(
+        title=f"{series.label}: {series.metric}",
+        unit=scale.unit,
+        times=tuple(p.started_at for p in series.points),
+        values=tuple(value * scale.factor for value in values),
+        runs=tuple(p.run for p in series.points),
+        levels=tuple(levels),
+        marks=tuple(((c.before_at + c.after_at) / 2, f"{_size(c)}; {differs_text(c)}") for c in series.changes),
+    )

@@ -1,0 +1,57 @@
+"""Engines beside each other: only those that did the same work are compared, and why the others are not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from paceline.analysis.findings import BETTER, TIE, WORSE, Comparison, Report
+from paceline.analysis.findings.served_work import ServedPair
+from paceline.report.tables.table import CROSS, TICK, Cell, Column, Table
+from paceline.wording import DIGITS_OF_RATIO, TIMES, format_number, format_ratio, places
+
+_TONES = {BETTER: "good", WORSE: "bad", TIE: "quiet"}
+NOTE = (
+    "Compared only where model, data, limits and precision are the same and as much was answered: tokens within 1 %, "
+    "texts, where both kept them, alike in how they begin."
+)
+
+
+def tables(report: Report) -> tuple[Table, ...]:
+    if not report.served_pairs:
+        return ()
+    columns = (
+        Column("engines", prose=True),
+        Column("load", priority=1),
+        Column("equal work"),
+        Column("metric"),
+        Column("first over second"),
+        Column("reason", prose=True, priority=2),
+    )
+    rows = [(pair, row) for pair in report.served_pairs for row in _rows(pair)]
+    cells = tuple((pair.cell, pair.other) for pair, _ in rows)
+    flags = dict.fromkeys(flag for pair in report.served_pairs for flag in pair.flags)
+    return (Table("Engines at equal work", columns, tuple(row for _, row in rows), (NOTE, *flags), cells),)
+
+
+def _rows(pair: ServedPair) -> Iterator[tuple[Cell, ...]]:
+    names = f"{pair.label} : {pair.other_label}"
+    head = (Cell(names), Cell(pair.load or ""))
+    if not pair.equal:
+        yield (*head, Cell(CROSS, "", "bad"), Cell(""), Cell("not ranked", "", "quiet"), Cell("; ".join(pair.reasons)))
+        return
+    proof = Cell(f"{TICK} {len(pair.checks)} checks", "", "good")
+    for c in pair.comparisons:
+        yield (*head, proof, Cell(c.metric), _ratio(c, bool(pair.flags)), Cell(c.reason))
+    for u in pair.undecided:
+        digits = min(places(u.ratio, None, None), DIGITS_OF_RATIO)
+        told = f"{format_number(u.ratio, digits)}{TIMES} no verdict"
+        yield (*head, proof, Cell(u.metric), Cell(told, "", "quiet"), Cell(u.reason))
+    if not pair.comparisons and not pair.undecided:
+        yield (*head, proof, Cell(""), Cell("no interval", "", "quiet"), Cell("too few answers to tell a spread"))
+
+
+def _ratio(c: Comparison, flagged: bool) -> Cell:
+    ratio, interval = format_ratio(c)
+    return Cell(
+        f"{ratio} {c.verdict}{', flagged' if flagged else ''}", interval, "bad" if flagged else _TONES[c.verdict]
+    )

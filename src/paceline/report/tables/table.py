@@ -1,0 +1,336 @@
+"""Each table and sentence of a report as text, once, for the terminal and every exporter alike.
+
+A `Table` knows nothing of Markdown, HTML or terminals; they render the same cells. Columns in which nothing was
+measured are left out and named under the table, so that a table never suggests a zero.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from paceline.analysis.findings import BETTER, TIE, WORSE, Certificate, Comparison, Report, RunFinding
+from paceline.report.text.cells import (
+    THROUGHPUT,
+    WIRE,
+    WIRE_FORMULA,
+    Group,
+    Row,
+    axes_of,
+    axis_text,
+    cell_name,
+    groups,
+    unranked,
+    varying_axes,
+)
+from paceline.report.text.machine_facts import flatten
+from paceline.wording import (
+    MISSING,
+    TIMES,
+    format_brief,
+    format_duration,
+    format_number,
+    format_parts,
+    format_ratio,
+    places,
+    scale_of,
+)
+
+TICK, CROSS = "\u2713", "\u2717"
+NO_ANSWER = "No recommendation: no certified comparison of these runs decides one."
+_TONES = {BETTER: "good", WORSE: "bad", TIE: "quiet"}
+
+
+class Cell(NamedTuple):
+    """One table cell. detail is the smaller print (an interval); tone is good, bad, quiet or code; link is the relative
+    path of a file beside the page."""
+
+    text: str
+    detail: str = ""
+    tone: str = ""
+    link: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """priority 0 is always shown; where room is short the highest number goes first. prose holds sentences."""
+
+    heading: str
+    numeric: bool = False
+    priority: int = 0
+    prose: bool = False
+
+    @property
+    def name(self) -> str:
+        """The heading without its unit."""
+        return self.heading.partition(", ")[0]
+
+    @property
+    def unit(self) -> str:
+        return self.heading.partition(", ")[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """cells names for each row the cells it speaks of, so that a reader may filter; empty where rows speak of none."""
+
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    notes: tuple[str, ...] = ()
+    cells: tuple[tuple[str, ...], ...] = ()
+
+
+Filled = tuple[Column, Callable[[Row], Cell]]
+
+
+def first_sentence(text: str) -> tuple[str, str]:
+    sentence, stop, rest = text.partition(". ")
+    return sentence + stop.strip(), rest
+
+
+def _because(text: str) -> str:
+    """The first sentence; of a tie also the next, which says whom those that tie beat."""
+    first, rest = first_sentence(text)
+    return f"{first} {first_sentence(rest)[0]}" if first.startswith("Tie") and rest else first
+
+
+def created(report: Report) -> str:
+    return datetime.datetime.fromtimestamp(report.created_at, datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def common(report: Report) -> str:
+    """The configuration in which all runs agree, in one line."""
+    ours = [r.axes for r in report.runs if not r.is_reference]
+    same = [n for n in (ours[0] if ours else ()) if n != "strategy" and all(a.get(n) == ours[0].get(n) for a in ours)]
+    known = [axis_text(name, ours[0]) for name in same if ours[0].get(name) is not None]
+    return f"Common to all runs: {', '.join(known)}." if known else ""
+
+
+def trains(report: Report) -> bool:
+    """Whether there is something to rank by speed: a report about the machine alone needs no ranking."""
+    ours = [r for r in report.runs if not r.is_reference]
+    return not ours or any(run.is_certified for run in ours)
+
+
+def ranking(report: Report) -> tuple[Table, ...]:
+    """One table per comparison group: certified cells only, ties on one rank, each against the first row."""
+    return tuple(_ranking_of(group) for group in groups(report))
+
+
+def _ranking_of(group: Group) -> Table:
+    filled = [(column, [fill(row) for row in group.rows]) for column, fill in _ranking_columns(group)]
+    shown = [(column, cells) for column, cells in filled if any(c.text != MISSING for c in cells)]
+    absent = [column.name for column, cells in filled if all(c.text == MISSING for c in cells) and column.priority]
+    notes = (f"Not measured here: {', '.join(absent)}.",) if absent else ()
+    rows = tuple(zip(*(cells for _, cells in shown), strict=True))
+    cells = tuple((row.cell,) for row in group.rows)
+    return Table(group.title, tuple(column for column, _ in shown), rows, (*group.notes, *notes), cells)
+
+
+def _ranking_columns(group: Group) -> list[Filled]:
+    return [
+        (Column("#", numeric=True), lambda row: Cell(MISSING if row.rank is None else str(row.rank))),
+        (Column(group.heading), lambda row: Cell(row.label)),
+        _metric(group, THROUGHPUT, "tokens/s", 0, interval=True),
+        (Column("vs best"), lambda row: _versus(row, group)),
+        (
+            Column("equal work", priority=1),
+            lambda row: Cell(f"{TICK} {len(row.runs)} run{'' if len(row.runs) == 1 else 's'}", "", "good"),
+        ),
+        _metric(group, "step_time_s", "step time", 2, interval=True),
+        _metric(group, "mfu_ratio", "MFU (causal)", 4),
+        *([_metric(group, "achievable_ratio", "of achievable", 4)] if _known(group, "achievable_ratio") else ()),
+        _metric(group, "peak_memory_bytes", "peak memory", 3),
+        *([_metric(group, "joules_per_token", "energy", 4)] if _known(group, "joules_per_token") else ()),
+        _metric(group, "comm_exposed_ratio", "exposed comm.", 5),
+        _wire(group),
+    ]
+
+
+def _known(group: Group, metric: str) -> bool:
+    return any((m := row.measurements.get(metric)) and m.value is not None for row in group.rows)
+
+
+def _metric(group: Group, metric: str, heading: str, priority: int, interval: bool = False) -> Filled:
+    found = [row.measurements[metric] for row in group.rows if metric in row.measurements]
+    unit = found[0].unit if found else ""
+    scale = scale_of(unit, metric, [m.value for m in found])
+    heading = heading if not scale.unit or heading == scale.unit else f"{heading}, {scale.unit}"
+
+    def fill(row: Row) -> Cell:
+        m = row.measurements.get(metric)
+        if m is None:
+            return Cell(MISSING)
+        return Cell(*format_parts(m.value, m.low, m.high, scale)) if interval else Cell(format_brief(m, scale))
+
+    return Column(heading, numeric=True, priority=priority), fill
+
+
+def _wire(group: Group) -> Filled:
+    """Counted bytes with the formula's beside them, on one scale."""
+    found = [row.measurements[name] for row in group.rows for name in (WIRE, WIRE_FORMULA) if name in row.measurements]
+    scale = scale_of("bytes", WIRE, [m.value for m in found])
+
+    def number(row: Row, name: str) -> str:
+        m = row.measurements.get(name)
+        value = scale.apply(m.value) if m else None
+        return MISSING if value is None else format_number(value, places(value, None, None) + 1)  # counted, not timed
+
+    def fill(row: Row) -> Cell:
+        counted, formula = number(row, WIRE), number(row, WIRE_FORMULA)
+        return Cell(counted, f"(formula {formula})") if {counted, formula} != {MISSING} else Cell(MISSING)
+
+    return Column(f"wire per step, {scale.unit}", numeric=True, priority=6), fill
+
+
+def _versus(row: Row, group: Group) -> Cell:
+    if len(group.rows) == 1 or group.is_listed:
+        return Cell(MISSING)
+    if row.cell == group.rows[0].cell:
+        return Cell(f"1{TIMES}", "", "quiet")
+    return verdict_cell(row.versus_best) if row.versus_best else Cell("not compared", "", "quiet")
+
+
+def verdict_cell(c: Comparison) -> Cell:
+    ratio, interval = format_ratio(c)
+    return Cell(f"{ratio} {c.verdict}", interval, _TONES.get(c.verdict, ""))
+
+
+def failures(report: Report) -> Table | None:
+    """Every run outside the ranking, with its reason."""
+    found, cells = unranked(report), {run.run: run.cell for run in report.runs}
+    rows = tuple(
+        (Cell(u.label), Cell(u.status, "", "bad"), Cell(u.reason), Cell(str(len(u.runs)), "", "quiet")) for u in found
+    )
+    columns = (Column("what"), Column("status"), Column("reason", prose=True), Column("runs", numeric=True))
+    about = tuple((cells[u.runs[0]],) for u in found)
+    return Table("Not ranked", columns, rows, cells=about) if rows else None
+
+
+def winners(report: Report) -> Table | None:
+    """One line per recommendation, so none where verdicts do not allow one; a tie of all has no winner."""
+    rows = tuple(
+        (
+            Cell(r.category),
+            Cell(", ".join(r.choose) if r.over else "no winner", "", "" if r.over else "quiet"),
+            Cell(", ".join(r.over) or MISSING),
+            Cell(_because(r.text)),
+            Cell(r.group),
+        )
+        for r in report.recommendations
+    )
+    columns = (Column("category"), Column("choose"), Column("over"), Column("because", prose=True), Column("group"))
+    notes = dict.fromkeys(caveat for r in report.recommendations for caveat in r.caveats)
+    return Table("Winners by category", columns, rows, tuple(notes)) if rows else None
+
+
+def comparisons(report: Report) -> Table | None:
+    """All pairs with the smallest effect the data could have shown."""
+    rows = tuple(
+        (
+            Cell(c.metric),
+            Cell(f"{c.label} / {c.other_label}"),
+            verdict_cell(c),
+            Cell(f"{c.detectable_ratio * 100:.2g} %"),
+            Cell(c.reason + ("" if c.certified else " (not certified)")),
+        )
+        for c in report.comparisons
+    )
+    columns = (
+        Column("metric"),
+        Column("pair"),
+        Column("ratio"),
+        Column("detectable effect", True),
+        Column("reason", prose=True),
+    )
+    about = tuple((c.cell, c.other) for c in report.comparisons)
+    return Table("All comparisons", columns, rows, cells=about) if rows else None
+
+
+def certification(report: Report) -> Table | None:
+    """Per cell: how many runs proved equal work, by how many checks, against which reference."""
+    named, by_cell = varying_axes(report), dict[str, list[Certificate]]()
+    for c in report.certificates:
+        by_cell.setdefault(c.cell, []).append(c)
+    rows = []
+    for cell, found in by_cell.items():
+        passed = sum(c.valid for c in found)
+        badge = Cell(f"{TICK if passed == len(found) else CROSS} {passed} of {len(found)} runs", "")
+        checks = Cell(str(max(len(c.checks) for c in found)))
+        references = ", ".join(dict.fromkeys(c.reference or MISSING for c in found))
+        failed = "; ".join(dict.fromkeys(reason for c in found for reason in c.reasons)) or "all agree"
+        name = Cell(cell_name(report, cell, axes_of(report, cell) or {}, named) or cell)
+        tone = "good" if passed == len(found) else "bad"
+        rows.append((name, badge._replace(tone=tone), checks, Cell(failed), Cell(references, "", "code")))
+    columns = (
+        Column("cell"),
+        Column("equal work"),
+        Column("checks", True),
+        Column("outcome", prose=True),
+        Column("reference"),
+    )
+    return Table("Certificates", columns, tuple(rows), cells=tuple((cell,) for cell in by_cell)) if rows else None
+
+
+def certified_sentence(report: Report) -> str:
+    total, passed = len(report.certificates), sum(c.valid for c in report.certificates)
+    return f"{passed} of {total} runs are certified: equal work, proved." if total else "No run carries a certificate."
+
+
+def checks(certificate: Certificate) -> Table:
+    rows = tuple(
+        (Cell(TICK if c.ok else CROSS, "", "good" if c.ok else "bad"), Cell(c.name), Cell(c.expected), Cell(c.observed))
+        for c in certificate.checks
+    )
+    return Table(certificate.run, (Column(""), Column("check"), Column("expected"), Column("observed")), rows)
+
+
+def run_details(report: Report) -> Table | None:
+    """Each run that stepped: what warm-up took, how it ended, outliers, and that the loss fell."""
+    stepped = [r for r in report.runs if r.warmup or r.loss_first is not None]
+    columns = (
+        Column("run"),
+        Column("took", True),
+        Column("warm-up steps", True),
+        Column("measured steps", True),
+        Column("warm-up ended by", prose=True),
+        Column("outliers", True),
+        Column("first loss", True),
+        Column("last loss", True),
+    )
+    about = tuple((r.cell,) for r in stepped)
+    return Table("Runs", columns, tuple(map(_run_row, stepped)), cells=about) if stepped else None
+
+
+def _run_row(r: RunFinding) -> tuple[Cell, ...]:
+    w = r.warmup
+    return (
+        Cell(r.run, "", "code"),
+        Cell(format_duration(r.duration_s)),
+        Cell(str(w.excluded_steps) if w else MISSING),
+        Cell(str(w.measured_steps) if w else MISSING),
+        Cell(f"{'rule' if w.by_rule else 'cap'}: {w.text}", "", "" if w.by_rule else "bad") if w else Cell(MISSING),
+        Cell(str(r.outlier_steps) if w else MISSING),
+        *(Cell(format_number(loss, 4)) for loss in (r.loss_first, r.loss_last)),
+    )
+
+
+def health(report: Report) -> tuple[str, ...]:
+    """Each health note once, with the runs it is true of."""
+    said: dict[str, list[str]] = {}
+    for run in report.runs:
+        for note in run.health:
+            said.setdefault(note, []).append(run.run)
+    return tuple(f"{note} ({len(runs)} of {len(report.runs)} runs)" for note, runs in said.items())
+
+
+def machine_facts(report: Report) -> tuple[Table, ...]:
+    columns = (Column("fact"), Column("value"))
+    facts = dict.fromkeys(tuple(flatten("", machine)) for machine in report.machines)
+    return tuple(
+        Table(dict(f).get("host", f"machine {i}"), columns, tuple((Cell(k), Cell(v)) for k, v in f))
+        for i, f in enumerate(facts)
+    )

@@ -1,0 +1,334 @@
+"""Where each cell stands: ranked among those that did the same work, or left out with its reason.
+
+Nothing is concluded here that the comparisons do not say: a cell ranks below another only by a certified verdict.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+
+from paceline.analysis.findings import BETTER, TIE, WORSE, Certificate, Comparison, Measurement, Report, RunFinding
+from paceline.experiment.choices import Scalar
+
+THROUGHPUT = "tokens_per_s"
+WIRE, WIRE_FORMULA = "wire_bytes_per_step", "wire_bytes_formula_per_step"
+SHARES = ("mfu_ratio", "achievable_ratio")
+SHOWN = (THROUGHPUT, "step_time_s", *SHARES, "peak_memory_bytes", "comm_exposed_ratio", WIRE, WIRE_FORMULA)
+_OPPOSITE = {BETTER: WORSE, WORSE: BETTER, TIE: TIE}
+_ALWAYS_NAMED = ("model", "world_size")
+# The kind of device is no axis of a spec: a run tells it beside its axes.
+DEVICE = "device_name"
+# Named only where nothing else tells two cells apart, the least telling first.
+_SELDOM_NAMED = ("steps", "seed", "launcher", "workload")
+
+DESIGNED = "cells of a design: their work differs on purpose, so they are listed, not ranked"
+
+Verdicts = Mapping[tuple[str, str], Comparison]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One certified cell: its measurements by metric, its verdict against the first row, and its rank if it has one."""
+
+    rank: int | None
+    cell: str
+    label: str
+    measurements: Mapping[str, Measurement]
+    versus_best: Comparison | None
+    runs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Cells that differ in strategy only, on one kind of device, the highest throughput first.
+
+    warnings are true of every run in it; heading says what the labels of its rows are.
+    """
+
+    title: str
+    axes: Mapping[str, Scalar]
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+    heading: str = "strategy"
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether its cells did different work, so that none stands against another."""
+        return DESIGNED in self.notes
+
+
+@dataclass(frozen=True, slots=True)
+class Unranked:
+    """Runs of one cell that are not ranked, all for the same reason."""
+
+    label: str
+    status: str
+    reason: str
+    runs: tuple[str, ...]
+
+
+def groups(report: Report) -> tuple[Group, ...]:
+    """All comparison groups that hold a ranked cell, the largest first, then by world size."""
+    by_axes: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    cells, context = ranked_cells(report), _Context.of(report)
+    for cell, metrics in cells.items():
+        by_axes.setdefault(_group_key(context.placed(metrics[THROUGHPUT])), []).append(cell)
+    found = [_group(context, {cell: cells[cell] for cell in members}) for members in by_axes.values()]
+    for outcome in report.effects:
+        found = _gathered(outcome.names, found)
+    return tuple(sorted(found, key=lambda g: (-len(g.rows), _whole(g.axes.get("world_size")), g.title)))
+
+
+def ranked_cells(report: Report) -> dict[str, dict[str, Measurement]]:
+    """Measurements by cell and metric of cells with a throughput, all of whose runs ended ok and are certified."""
+    trusted = trusted_runs(report)
+    found: dict[str, dict[str, Measurement]] = {}
+    for m in report.measurements:
+        if m.runs and trusted.issuperset(m.runs):
+            found.setdefault(m.cell, {})[m.metric] = m
+    return {cell: metrics for cell, metrics in found.items() if _has_value(metrics.get(THROUGHPUT))}
+
+
+def trusted_runs(report: Report) -> frozenset[str]:
+    valid = {c.run for c in report.certificates if c.valid}
+    return frozenset(r.run for r in report.runs if r.status == "ok" and not r.is_reference and r.run in valid)
+
+
+def throughput_comparisons(report: Report) -> dict[tuple[str, str], Comparison]:
+    """Certified comparisons of throughput by (cell, other), each told from both sides."""
+    certified = [c for c in report.comparisons if c.metric == THROUGHPUT and c.certified]
+    return {(c.cell, c.other): c for c in (*map(turned, certified), *certified)}
+
+
+def turned(c: Comparison) -> Comparison:
+    """The same finding told from the other side: B over A instead of A over B."""
+    return dataclasses.replace(
+        c,
+        cell=c.other,
+        other=c.cell,
+        label=c.other_label,
+        other_label=c.label,
+        ratio=1 / c.ratio,
+        low=1 / c.high,
+        high=1 / c.low,
+        verdict=_OPPOSITE[c.verdict],
+        throttled=c.throttled and c.throttled[::-1],
+    )
+
+
+def unranked(report: Report) -> tuple[Unranked, ...]:
+    """Every run that failed, was refused, is not certified or left nothing to rank, merged by cell and reason."""
+    certificates = {c.run: c for c in report.certificates}
+    named = varying_axes(report)
+    measured = {m.cell for m in report.measurements if _has_value(m)}
+    merged: dict[tuple[str, str, str, str], list[str]] = {}
+    for run in report.runs:
+        if run.status == "ok" and not run.is_certified:
+            continue
+        trouble = _trouble(run, certificates.get(run.run)) or _unmeasured(run, measured)
+        if trouble:
+            label = ("reference: " if run.is_reference else "") + describe(_placed(run.axes, run.device_name), named)
+            merged.setdefault((run.cell, label, *trouble), []).append(run.run)
+    return tuple(Unranked(label, status, why, tuple(runs)) for (_, label, status, why), runs in merged.items())
+
+
+def describe(axes: Mapping[str, Scalar], named: Sequence[str] = _ALWAYS_NAMED) -> str:
+    """`ddp, gpt-tiny, 2 processes`: the strategy, then the named axes."""
+    first = str(axes.get("strategy") or axes.get("workload") or "")
+    return ", ".join(filter(None, (first, *(axis_text(name, axes) for name in named if axes.get(name) is not None))))
+
+
+def axis_text(name: str, axes: Mapping[str, Scalar]) -> str:
+    """One axis in words: `2 GPUs`, `gpt-tiny`, `sequence length 2048`, `compile on`."""
+    value = axes.get(name)
+    if name == "world_size":
+        noun = "GPU" if axes.get("device") == "cuda" else "process"
+        plural = "" if value == 1 else "s" if noun == "GPU" else "es"
+        return f"{value} {noun}{plural}"
+    if name in {"model", "workload", "strategy", DEVICE}:
+        return str(value)
+    if isinstance(value, bool):
+        return f"{name.replace('_', ' ')} {'on' if value else 'off'}"
+    return f"{name.replace('_', ' ')} {value}"
+
+
+def varying_axes(report: Report) -> tuple[str, ...]:
+    """Those that tell the runs of the report apart, the kind of device among them."""
+    runs = {(run.cell, run.device_name): run for run in report.runs if not run.is_reference}
+    return telling_axes([_placed(run.axes, run.device_name) for run in runs.values()])
+
+
+def telling_axes(cells: Sequence[Mapping[str, Scalar]]) -> tuple[str, ...]:
+    """Model and world size, then every other axis in which the cells differ; not those that follow from the rest."""
+    seen: dict[str, set[str]] = {}
+    for axes in cells:
+        for name, value in axes.items():
+            seen.setdefault(name, set()).add(repr(value))
+    differing = [name for name, values in seen.items() if len(values) > 1]
+    named = [*_ALWAYS_NAMED, *(n for n in differing if n not in {*_ALWAYS_NAMED, "strategy", "global_batch"})]
+    told_apart = len({describe(axes, named) for axes in cells})
+    for name in _SELDOM_NAMED:
+        rest = [other for other in named if other != name]
+        if name in named and len({describe(axes, rest) for axes in cells}) == told_apart:
+            named = rest
+    return tuple(named)
+
+
+def axes_of(report: Report, cell: str) -> Mapping[str, Scalar] | None:
+    return next((run.axes for run in report.runs if run.cell == cell), None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Context:
+    """What all groups look up, found once."""
+
+    named: tuple[str, ...]
+    verdicts: Verdicts
+    health: Mapping[str, tuple[str, ...]]
+    devices: Mapping[str, str | None]
+    caveats: tuple[tuple[frozenset[str], tuple[str, ...]], ...]
+
+    @classmethod
+    def of(cls, report: Report) -> _Context:
+        cited = ((frozenset((c.cell, c.other)), r.caveats) for r in report.recommendations for c in r.because[:1])
+        health = {run.run: run.health for run in report.runs}
+        devices = {run.run: run.device_name for run in report.runs}
+        return cls(varying_axes(report), throughput_comparisons(report), health, devices, tuple(cited))
+
+    def placed(self, m: Measurement) -> dict[str, Scalar]:
+        """The axes of a measurement with the kinds of device that its runs were made on."""
+        kinds = {kind for run in m.runs if (kind := self.devices.get(run))}
+        return _placed(m.axes, ", ".join(sorted(kinds)) or None)
+
+
+def _placed(axes: Mapping[str, Scalar], device_name: str | None) -> dict[str, Scalar]:
+    return {**axes, DEVICE: device_name} if device_name else dict(axes)
+
+
+def _group(context: _Context, cells: Mapping[str, Mapping[str, Measurement]]) -> Group:
+    order = sorted(cells, key=lambda cell: -(cells[cell][THROUGHPUT].value or 0.0))
+    axes = {k: v for k, v in context.placed(cells[order[0]][THROUGHPUT]).items() if k != "strategy"}
+    rows = tuple(
+        Row(
+            rank,
+            cell,
+            describe(cells[cell][THROUGHPUT].axes, ()),
+            cells[cell],
+            context.verdicts.get((cell, order[0])),
+            cells[cell][THROUGHPUT].runs,
+        )
+        for rank, cell in zip(_ranks(order, context.verdicts), order, strict=True)
+    )
+    title = ", ".join(axis_text(name, axes) for name in context.named if axes.get(name) is not None)
+    return Group(title, axes, rows, _notes(context, rows), _warnings(context, rows))
+
+
+def _gathered(names: Mapping[str, str], found: Sequence[Group]) -> list[Group]:
+    """Cells of one design that stand alone in their groups, as one group: listed by throughput, never ranked."""
+    alone = [g for g in found if len(g.rows) == 1 and g.rows[0].cell in names]
+    if len(alone) < 2:
+        return list(found)
+    alone.sort(key=lambda g: -(g.rows[0].measurements[THROUGHPUT].value or 0.0))
+    rows = tuple(dataclasses.replace(g.rows[0], label=names[g.rows[0].cell]) for g in alone)
+    axes = {k: v for k, v in alone[0].axes.items() if all(g.axes.get(k) == v for g in alone)}
+    words = [g.title.split(", ") for g in alone]
+    title = ", ".join(word for word in words[0] if all(word in other for other in words))
+    said: dict[str, list[str]] = {}
+    for group, row in zip(alone, rows, strict=True):
+        for note in group.notes:
+            said.setdefault(note, []).append(row.label)
+    notes = [f"{start}{note}" for note, who in said.items() for start in (_true_of(who, [r.label for r in rows]),)]
+    warnings = tuple(w for w in alone[0].warnings if all(w in g.warnings for g in alone))
+    merged = Group(title, axes, rows, (DESIGNED, *notes), warnings, heading="cell of the design")
+    return [g for g in found if g not in alone] + [merged]
+
+
+def _true_of(who: Sequence[str], everyone: Sequence[str]) -> str:
+    """Of whom a note speaks, by the shorter list; nothing where it is all."""
+    rest = [name for name in everyone if name not in who]
+    if not rest:
+        return ""
+    return f"all but {'; '.join(rest)}: " if len(rest) < len(who) - 1 else f"{'; '.join(who)}: "
+
+
+def cell_name(report: Report, cell: str, axes: Mapping[str, Scalar], named: Sequence[str]) -> str:
+    """A cell of a design by its changes from the baseline, any other by its axes."""
+    own = next((outcome.names[cell] for outcome in report.effects if cell in outcome.names), None)
+    return own or describe(axes, named)
+
+
+def _ranks(order: Sequence[str], verdicts: Verdicts) -> list[int | None]:
+    """Competition ranks: a cell opens a new rank only if a verdict puts it behind the first cell of the current one.
+
+    A cell without a verdict against that cell has no rank; the first with a verdict against any other leads.
+    """
+    ranks: list[int | None] = []
+    leader, rank, ranked = None, 1, 0
+    for cell in order:
+        found = verdicts.get((cell, leader)) if leader else None
+        first = leader is None and any((cell, other) in verdicts for other in order)
+        if first or (found is not None and found.verdict == WORSE):
+            leader, rank = cell, ranked + 1
+        placed = first or found is not None
+        ranked += placed
+        ranks.append(rank if placed else None)
+    return ranks
+
+
+def _warnings(context: _Context, rows: Sequence[Row]) -> tuple[str, ...]:
+    health = [context.health.get(run, ()) for row in rows for run in row.runs]
+    return tuple(note for note in health[0] if all(note in other for other in health))
+
+
+def _notes(context: _Context, rows: Sequence[Row]) -> tuple[str, ...]:
+    """What a reader must know before trusting the table; said once, with names where it is not true of every row."""
+    said: dict[str, list[str]] = {}
+    for row in rows:
+        health = (note for run in row.runs for note in context.health.get(run, ()))
+        measured = (m.note for name in SHOWN if (m := row.measurements.get(name)) and m.note)
+        for note in dict.fromkeys((*health, *measured)):
+            said.setdefault(note, []).append(row.label)
+    for note in list(said):
+        # `A; B` where A is a note of its own says A again: only B is left of it.
+        start = next((other for other in said if note.startswith(f"{other}; ")), None)
+        if start is not None:
+            labels = said.pop(note)
+            said.setdefault(note.removeprefix(f"{start}; "), []).extend(labels)
+            said[start] = [row.label for row in rows if row.label in {*said[start], *labels}]
+    notes = [n if len(labels) == len(rows) else f"{', '.join(labels)}: {n}" for n, labels in said.items()]
+    cells = {row.cell for row in rows}
+    cited = (caveat for pair, caveats in context.caveats if pair <= cells for caveat in caveats)
+    return tuple(dict.fromkeys((*notes, *(c for c in cited if not any(note.startswith(c) for note in notes)))))
+
+
+def _trouble(run: RunFinding, certificate: Certificate | None) -> tuple[str, str] | None:
+    reasons = "; ".join(certificate.reasons) if certificate else ""
+    if run.is_failure or run.status in ("unsupported", "claimed"):
+        return run.status, run.reason or reasons or "no reason was recorded"
+    if run.is_reference or not run.is_certified:
+        return None
+    if certificate is None:
+        return "not certified", run.reason or "the run carries no certificate of equal work"
+    return None if certificate.valid else ("invalid", reasons or "the certificate holds no check")
+
+
+def _unmeasured(run: RunFinding, measured: Container[str]) -> tuple[str, str] | None:
+    if run.is_reference or run.cell in measured or not run.is_certified:
+        return None
+    return "not measured", run.reason or "the run left no step inside the measured window"
+
+
+def _has_value(m: Measurement | None) -> bool:
+    return m is not None and m.value is not None and math.isfinite(m.value)
+
+
+def _group_key(axes: Mapping[str, Scalar]) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted((name, repr(value)) for name, value in axes.items() if name != "strategy"))
+
+
+def _whole(value: Scalar) -> int:
+    return value if isinstance(value, int) else 0

@@ -1,0 +1,399 @@
+"""Run folders: create, write, seal, read, iterate.
+
+DIR/<experiment>/<run_id>/
+  spec.json           what was asked (controller, first)
+  job.json            how it was started, so that a later controller finds it
+  progress-<rank>     where the rank is now: step, phase, time (binary, overwritten in place)
+  samples-<rank>.jsonl, outcome-<rank>.json, machine-<host>.json    written by ranks
+  samples-gauges-<rank>.jsonl   GPUs and host beside the run (first rank of a host)
+  samples-advice.jsonl    after a run out of memory: what was predicted of other settings (adviser)
+  loadgen-*-<rank>.*  LoadGen's own logs, where it asked too
+  log.txt             everything the processes printed
+  clocks.json         how far the clocks of other hosts are off, where some took part
+  status.json         how it ended (controller, last): its existence means complete
+  checkpoints/        of a run that writes them, the last two; gone when it ended ok
+  samples-<rank>.<n>.jsonl, samples-attempts.jsonl, restarts/<n>/    of lost attempts that this launch made up for
+  attempts/<n>/       files of earlier attempts that were interrupted
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import math
+import mmap
+import multiprocessing
+import os
+import shutil
+import signal
+import struct
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from paceline.results import safe_text, joined_attempts
+from paceline.host import redaction
+from paceline.errors import RequestError, StoreError
+from paceline.host.files import write_atomically
+from paceline.host.processes import end_with_parent
+from paceline.results.records import SCHEMA, Evidence, Outcome, RunRecord, Sample, Status
+from paceline.results.step_columns import StepSeries
+from paceline.experiment.spec import RunSpec
+
+PHASES = (
+    "start",
+    "setup",
+    "data",
+    "forward",
+    "backward",
+    "optimizer",
+    "checkpoint",
+    "warmup",
+    "timing",
+    "verify",
+    "done",
+)
+JOB = "job.json"
+# The last part is a note: what a workload says of itself in its own words.
+_PROGRESS = struct.Struct("<qqqddd120s")
+CHECKPOINTS = "checkpoints"
+# What ranks leave besides samples and positions: left where it is, it would pass for that of an attempt after theirs.
+LEFT_BY_RANKS = ("outcome-*.json", "machine-*.json", "stack-*.txt", "loadgen-*")
+
+
+# --- writing -------------------------------------------------------------------------------------------------------
+
+
+def write_json(path: Path, value: object) -> None:
+    """Whole or not at all, however the process ends."""
+    write_atomically(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
+
+
+def create(out: Path, spec: RunSpec) -> Path:
+    """A folder ready for a fresh attempt; files of an interrupted one are kept under attempts/."""
+    run_dir = out / spec.experiment / spec.run_id
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RequestError(f"--out: {str(out)!r} was given, where no folder can be made ({error.strerror})") from None
+    _set_aside(run_dir)
+    write_json(run_dir / "spec.json", spec.to_dict())
+    return run_dir
+
+
+def _set_aside(run_dir: Path) -> None:
+    # Nothing goes on from the checkpoints of a launch that is set aside, and they are large.
+    shutil.rmtree(run_dir / CHECKPOINTS, ignore_errors=True)
+    left = [path for path in run_dir.iterdir() if path.name != "attempts"]
+    if not left:
+        return
+    attempts = run_dir / "attempts"
+    attempts.mkdir(exist_ok=True)
+    # Beside them stand what a user left of them, and what an engine set aside under names of its own.
+    known = [int(path.name) for path in attempts.iterdir() if path.name.isdecimal()]
+    target = attempts / str(max(known, default=0) + 1)
+    target.mkdir()
+    for path in left:
+        path.rename(target / path.name)
+
+
+def seal(
+    run_dir: Path, status: Status, error: str | None, started_at: float, ended_at: float, lost: Sequence[int] = ()
+) -> None:
+    """The last file of a run. lost: nodes that went away and that it went on without."""
+    error = error and redaction.clean_text(error)
+    body = {"schema": SCHEMA, "status": status, "error": error, "started_at": started_at, "ended_at": ended_at}
+    write_json(run_dir / "status.json", {**body, **({"lost_nodes": list(lost)} if lost else {})})
+
+
+def is_sealed(run_dir: Path) -> bool:
+    return (run_dir / "status.json").is_file()
+
+
+@contextlib.contextmanager
+def exclusive(experiment_dir: Path) -> Iterator[None]:
+    """Only one controller at a time writes into an experiment; the lock ends with the process that holds it."""
+    try:
+        experiment_dir.mkdir(parents=True, exist_ok=True)
+        handle = (experiment_dir / ".lock").open("w")
+    except OSError as error:
+        raise RequestError(f"--out: no file can be written in {experiment_dir} ({error.strerror})") from None
+    with handle:
+        _lock(handle, experiment_dir)
+        yield
+
+
+def require_free(experiment_dir: Path) -> None:
+    """RequestError where a controller writes into the experiment now. Nothing is made: where no lock can be opened,
+    there is none yet, or `exclusive` will say what is wrong."""
+    with contextlib.suppress(OSError), (experiment_dir / ".lock").open("r+") as handle:
+        _lock(handle, experiment_dir)
+
+
+def _lock(handle: TextIO, experiment_dir: Path) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise RequestError(f"{experiment_dir} is in use by another `paceline run`; wait for it or use --out") from None
+
+
+# --- progress ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a rank was last seen; `beat` is the wall time of that mark, `loss` the last one recorded, `peak_bytes` the
+    most memory the rank has told of so far, `note` what it says in words of its own."""
+
+    rank: int
+    pid: int
+    step: int
+    phase: str
+    beat: float
+    loss: float
+    peak_bytes: int | None = None
+    note: str = ""
+
+
+class ProgressFile:
+    """One rank's position in a mapped file: a mark costs well under a microsecond."""
+
+    def __init__(self, run_dir: Path, rank: int) -> None:
+        path = run_dir / f"progress-{rank}"
+        self._pid = os.getpid()
+        # Not a number is not known yet: the file has no room for None.
+        self.loss = self.peak_bytes = math.nan
+        path.write_bytes(_PROGRESS.pack(self._pid, 0, 0, time.time(), self.loss, self.peak_bytes, b""))
+        with path.open("r+b") as handle:
+            self._map = mmap.mmap(handle.fileno(), _PROGRESS.size)
+
+    def mark(self, step: int, phase: str) -> None:
+        """`timing`, or `timing: 412 of 662 needed`: a phase of the list, and words of the workload's own."""
+        name, _, words = (phase, "", "") if phase in PHASES else phase.partition(": ")
+        number, note = PHASES.index(name) if name in PHASES else 1, words.encode()
+        _PROGRESS.pack_into(self._map, 0, self._pid, step, number, time.time(), self.loss, self.peak_bytes, note)
+
+
+def read_progress(run_dir: Path) -> tuple[Progress, ...]:
+    """Of every rank that has started, in rank order."""
+    found = []
+    for path in run_dir.glob("progress-*"):
+        raw = path.read_bytes()
+        if len(raw) == _PROGRESS.size:
+            pid, step, phase, beat, loss, peak, note = _PROGRESS.unpack(raw)
+            rank, held = int(path.name.rpartition("-")[2]), None if math.isnan(peak) else int(peak)
+            words = note.rstrip(b"\0").decode(errors="ignore")
+            found.append(Progress(rank, pid, step, PHASES[phase], beat, loss, held, words))
+    return tuple(sorted(found, key=lambda p: p.rank))
+
+
+# --- reading -------------------------------------------------------------------------------------------------------
+
+
+def read_run(run_dir: Path) -> RunRecord:
+    """A sealed run folder as a record; StoreError says in one sentence what is wrong with a folder that is not."""
+    if not is_sealed(run_dir):
+        raise StoreError(f"{run_dir}: not sealed (still running, or interrupted)")
+    status = read_json(run_dir / "status.json")
+    try:
+        found = _assemble(run_dir, Status(status["status"]), status["error"], status["started_at"], status["ended_at"])
+        return dataclasses.replace(found, lost_nodes=tuple(map(int, status.get("lost_nodes", ()))))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise StoreError(f"{run_dir}: a file does not fit the schema ({error})") from None
+    except RequestError as error:
+        raise StoreError(f"{run_dir}: {error}") from None
+
+
+def read_unsealed(run_dir: Path, ended_at: float, started_at: float) -> RunRecord:
+    """What ranks have left so far, as the controller sees it before it decides the status."""
+    return _assemble(run_dir, Status.OK, None, started_at, ended_at)
+
+
+def _assemble(run_dir: Path, status: Status, error: str | None, started_at: float, ended_at: float) -> RunRecord:
+    found = joined_attempts.read(sorted(run_dir.glob("samples-*.jsonl")))
+    return RunRecord(
+        spec=read_spec(run_dir),
+        status=status,
+        error=error and redaction.clean_text(error),
+        started_at=started_at,
+        ended_at=ended_at,
+        path=str(run_dir),
+        outcomes=read_outcomes(run_dir),
+        machines=read_machines(run_dir),
+        steps=StepSeries(found.steps),
+        redone=StepSeries(found.redone) if found.redone else (),
+        **{field: tuple(s for s in found.others if s.kind == kind) for field, kind in _FIELDS.items()},  # type: ignore[arg-type]
+    )
+
+
+_FIELDS = {
+    "memory": "memory",
+    "wire": "wire",
+    "traces": "trace",
+    "collectives": "collective",
+    "overlaps": "overlap",
+    "kernels": "kernel",
+    "components": "component",
+    "alternatives": "alternative",
+    "claims": "claim",
+    "gauges": "gauge",
+    "products": "product",
+    "trajectories": "trajectory",
+    "health": "health",
+    "requests": "request",
+    "clients": "client",
+    "stages": "stage",
+    "replicas": "replica",
+    "answers": "answer",
+    "loadgens": "loadgen",
+    "client_ceilings": "ceiling",
+    "starts": "start",
+    "checkpoints": "checkpoint",
+    "attempts": "attempt",
+}
+
+
+def read_spec(run_dir: Path) -> RunSpec:
+    return RunSpec.from_dict(_current(read_json(run_dir / "spec.json"), run_dir))
+
+
+def spec_of(text: str) -> RunSpec:
+    """A spec that came without a folder."""
+    return RunSpec.from_dict(_current(json.loads(text), "the spec"))
+
+
+def _current(raw: Mapping[str, Any], run_dir: Path | str) -> Mapping[str, Any]:
+    """Bring an older schema up to date; schema 1 is the first, so nothing has to be moved yet."""
+    schema = raw.get("schema")
+    if schema != SCHEMA:
+        raise StoreError(
+            f"{run_dir}: schema {schema!r} was written by another Paceline; this one reads schema {SCHEMA}"
+        )
+    return raw
+
+
+def read_machines(run_dir: Path) -> tuple[dict[str, Any], ...]:
+    """What was recorded of every host, without what today's rules call a secret."""
+    return tuple(redaction.clean_facts(read_json(path))[0] for path in sorted(run_dir.glob("machine-*.json")))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object whose texts are harmless to print."""
+    try:
+        text = path.read_text()
+        value = safe_text.document(json.loads(text), text)
+    except FileNotFoundError:
+        raise StoreError(f"{path.parent}: {path.name} is missing") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise StoreError(f"{path.parent}: {path.name} cannot be read ({error})") from None
+    if not isinstance(value, dict):
+        raise StoreError(f"{path.parent}: {path.name} holds a {type(value).__name__}, not an object")
+    return value
+
+
+def read_outcomes(run_dir: Path) -> tuple[Outcome, ...]:
+    found = []
+    for path in run_dir.glob("outcome-*.json"):
+        raw = read_json(path)
+        evidence = raw.pop("evidence", None)
+        status = Status(raw.pop("status"))
+        raw["error"] = raw["error"] and redaction.clean_text(raw["error"])
+        found.append(Outcome(**raw, status=status, evidence=Evidence(**evidence) if evidence else None))
+    return tuple(sorted(found, key=lambda o: o.rank))
+
+
+def write_outcome(run_dir: Path, outcome: Outcome) -> None:
+    error = outcome.error and redaction.clean_text(outcome.error)
+    write_json(run_dir / f"outcome-{outcome.rank}.json", {**dataclasses.asdict(outcome), "error": error})
+
+
+def sample_line(sample: Sample) -> str:
+    return json.dumps({"kind": sample.kind, **dataclasses.asdict(sample)}) + "\n"
+
+
+def run_dirs(directory: Path) -> list[Path]:
+    """Every run folder at or below `directory`, oldest name first."""
+    if (directory / "spec.json").is_file():
+        return [directory]
+    found = (path.parent for path in directory.rglob("spec.json"))
+    return sorted(path for path in found if not _is_attempt(path.relative_to(directory)))
+
+
+def _is_attempt(folder: Path) -> bool:
+    """<run>/attempts/<n>; an experiment may be called so too, but no run is called by a number alone."""
+    return folder.parent.name == "attempts" and folder.name.isdecimal()
+
+
+def read_launches(directory: Path) -> tuple[list[RunRecord], list[str]]:
+    """All sealed runs below `directory`, one asked for twice as often as it ran; and what had to be skipped."""
+    records, skipped = [], []
+    for found in _read_each(run_dirs(directory)):
+        if isinstance(found, StoreError):
+            skipped.append(str(found))
+        else:
+            records.append(found)
+    return records, skipped
+
+
+def newest(launches: Iterable[RunRecord]) -> tuple[list[RunRecord], list[RunRecord], list[str]]:
+    """Of each run the launch that stands, the others, and one sentence for each of those.
+
+    The last one that ended ok stands: a launch that failed later takes no measurement away. Without any, the last one.
+    """
+    latest: dict[str, RunRecord] = {}
+    earlier, passed_over = [], []
+    for record in launches:
+        known = latest.setdefault(record.spec.run_id, record)
+        if known is not record:
+            other, standing = sorted((known, record), key=lambda r: (r.status is Status.OK, r.started_at))
+            latest[record.spec.run_id] = standing
+            earlier.append(other)
+            why = "is newer" if other.started_at <= standing.started_at else f"ended ok; this one {other.status}"
+            passed_over.append(safe_text.text(f"{other.path}: the same run stands in {standing.path}, which {why}"))
+    return list(latest.values()), earlier, passed_over
+
+
+def read_runs(directory: Path) -> tuple[list[RunRecord], list[str]]:
+    """Of each sealed run below `directory` the launch that stands, and one sentence for each folder passed over."""
+    launches, unreadable = read_launches(directory)
+    records, _, passed_over = newest(launches)
+    return records, [*unreadable, *passed_over]
+
+
+# Below this many runs, starting processes takes longer than they save.
+PARALLEL_FROM = 100
+MOST_READERS = 8
+
+
+def _read_each(folders: Sequence[Path]) -> Iterator[RunRecord | StoreError]:
+    """In the order of `folders`; many are read by a few processes, as parsing keeps one busy."""
+    readers = min(MOST_READERS, os.cpu_count() or 1)
+    # Only a forked process leaves the program that called it alone; elsewhere one process reads them all.
+    if len(folders) < PARALLEL_FROM or readers < 2 or sys.platform != "linux":
+        yield from map(_read_or_reason, folders)
+        return
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(readers, mp_context=context, initializer=_follow_parent) as pool:
+        yield from pool.map(_read_or_reason, folders, chunksize=10)
+
+
+def _read_or_reason(run_dir: Path) -> RunRecord | StoreError:
+    try:
+        record = read_run(run_dir)
+    except StoreError as error:
+        return StoreError(safe_text.text(str(error)))
+    # A spec keeps its hashes: asked for here, they are made by the readers and travel with it.
+    _ = record.spec.run_id, record.spec.cell, record.spec.work
+    return record
+
+
+def _follow_parent() -> None:
+    """Ctrl-C is the parent's to answer; a reader ends with it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent()

@@ -1,0 +1,52 @@
+"""A model of transformers served here: static key-value cache, compiled decode step, continuous or static batching.
+
+Requests are batched by places (see `replica/settings.py`), and this is stated with every result. transformers' own
+continuous batching is not wrapped: `transformers serve --continuous-batching` serves it as it is, and `engine: openai`
+asks that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from paceline.contract import Endpoint, Seat, options
+from paceline.experiment.choices import require
+from paceline.experiment.spec import RunSpec
+from paceline.serving.engines import _replica
+
+# It starts servers on the devices of its rank: what else runs there is counted before.
+STARTS = True
+
+
+@dataclass(frozen=True)
+class Options(_replica.ReplicaOptions):
+    """compile: the layers of a decode step go through torch.compile; graph: a decode step is one CUDA graph. Both are
+    on for GPUs and off for CPUs unless given. Prompts are read eagerly, as their lengths differ."""
+
+    compile: bool | None = None
+    graph: bool | None = None
+
+    def __post_init__(self) -> None:
+        _replica.ReplicaOptions.__post_init__(self)
+        for name in ("compile", "graph"):
+            require(
+                getattr(self, name) in (None, True, False), f"transformers.{name}", getattr(self, name), "true or false"
+            )
+
+
+def check(spec: RunSpec) -> str | None:
+    assert spec.engine is not None
+    chosen = options(Options, spec.engine)
+    if chosen.graph and spec.topology.device == "cpu":
+        return "transformers.graph is for GPUs, and the device is cpu"
+    return _replica.refusal(spec, chosen)
+
+
+def open(spec: RunSpec, seat: Seat) -> AbstractContextManager[Sequence[Endpoint]]:
+    assert spec.engine is not None
+    chosen = options(Options, spec.engine)
+    on_gpu = seat.device == "cuda"
+    compiled, graph = (on_gpu if asked is None else asked for asked in (chosen.compile, chosen.graph))
+    return _replica.opened(spec, seat, chosen, compiled=compiled, graph=graph)

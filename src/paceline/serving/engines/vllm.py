@@ -1,0 +1,276 @@
+"""vLLM: starts `vllm serve` for each rank on the devices of its own, and ends it with the run."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import secrets
+import shutil
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.contract import Endpoint, Seat, options
+from paceline.errors import LaunchError, UnsupportedError
+from paceline.experiment.choices import require
+from paceline.experiment.spec import RunSpec
+from paceline.host import machine
+from paceline.host.environment import is_secret
+from paceline.host.scratch import own_folder
+from paceline.launchers.node import placement
+from paceline.models import directory
+from paceline.models.arithmetic import known_shape
+from paceline.models.arithmetic import load as load_shape
+from paceline.serving.engines import _server
+from paceline.serving.engines._replica import MEANINGLESS
+
+# It starts servers on the devices of its rank: what else runs there is counted before.
+STARTS = True
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+PORTS_TRIED = 3
+# What is decided here, and so may not be said a second time.
+_OURS = re.compile(
+    r"--(host|port|api-key|dtype|served-model-name|load-format|tensor-parallel-size|max-model-len|max-num-seqs|seed"
+    r"|gpu-memory-utilization|kv-cache-memory-bytes|(no-)?enable-prefix-caching|enforce-eager|generation-config)(=.*)?"
+)
+# Of the rank, and meant for ranks: a server would take them for its own.
+_OF_RANKS = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|PACELINE_SPEC|NCCL_HOSTID"
+)
+# What vLLM tells of its cache.
+_CACHE = ("block_size", "cache_dtype", "gpu_memory_utilization", "kv_cache_memory_bytes", "kv_cache_size_tokens")
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """executable: the program, by its path or as PATH finds it. tensor_parallel: devices of each replica.
+
+    max_model_len, max_num_seqs, gpu_memory_utilization, kv_cache_bytes: vLLM's own defaults unless given.
+    prefix_caching is off, as samples that share a beginning would be answered faster the second time. eager: without
+    compiled graphs. ignore_eos: answers go on to the length asked for; by default where lengths are by law, or weights
+    random. ready_s: how long it may take to start (default: 80 % of stall_s). arguments: more of `vllm serve`.
+    """
+
+    executable: str = "vllm"
+    tensor_parallel: int = 1
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    gpu_memory_utilization: float | None = None
+    kv_cache_bytes: int | None = None
+    prefix_caching: bool = False
+    eager: bool = False
+    ignore_eos: bool | None = None
+    ready_s: float | None = None
+    arguments: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel", "max_model_len", "max_num_seqs", "kv_cache_bytes"):
+            value = getattr(self, name)
+            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            require(value is None or whole, f"vllm.{name}", value, "a whole number from 1")
+        for name, most in (("gpu_memory_utilization", 1.0), ("ready_s", 86_400.0)):
+            value = getattr(self, name)
+            number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= most
+            require(value is None or number, f"vllm.{name}", value, f"a number above 0, at most {most:g}")
+        require(self.ignore_eos in (None, True, False), "vllm.ignore_eos", self.ignore_eos, "true or false")
+        self._check_arguments()
+
+    def _check_arguments(self) -> None:
+        given = self.arguments
+        texts = isinstance(given, list | tuple) and all(isinstance(word, str) for word in given)
+        require(given is None or texts, "vllm.arguments", given, "a list of texts")
+        for word in given or ():
+            # argparse takes a dash for an underscore too in vLLM.
+            ours = _OURS.fullmatch(word.replace("_", "-"))
+            require(not ours, "vllm.arguments", word, "what is no option of the engine itself, and no key")
+
+
+def check(spec: RunSpec) -> str | None:
+    assert spec.engine is not None
+    chosen = options(Options, spec.engine)
+    shape = known_shape(spec.model)
+    _server.require_patience(chosen.ready_s, spec.stall_s, "vllm.ready_s")
+    if shape is None:
+        return None  # what it can do with an architecture of its own, vLLM says when it starts
+    if shape.heads % chosen.tensor_parallel:
+        return f"tensor_parallel {chosen.tensor_parallel} does not divide the {shape.heads} heads of {spec.model_text}"
+    return None if "/" in spec.model.name else directory.unservable(shape)
+
+
+@contextlib.contextmanager
+def open(spec: RunSpec, seat: Seat) -> Iterator[Sequence[Endpoint]]:
+    assert spec.engine is not None
+    chosen = options(Options, spec.engine)
+    program = executable(chosen.executable)
+    devices = devices_of(seat, chosen.tensor_parallel, os.environ)
+    secret = secrets.token_urlsafe(24)
+    env = environment(spec, devices, secret, os.environ)
+    patience_s = _server.patience_s(chosen.ready_s, spec.stall_s)
+    with own_folder(None) as folder, contextlib.ExitStack() as running:
+        log = folder / "server.log"
+        model = model_folder(spec, folder)
+        for left in reversed(range(PORTS_TRIED)):
+            address = _server.own_address(spec.topology.nodes, os.environ)
+            port = _server.free_port(address)
+            argv = [program, *command(spec, chosen, model, address, port)]
+            server = running.enter_context(_server.started("vllm serve", argv, env, log, secret))
+            url = _server.url_of(address, port)
+            try:
+                ready_s = server.wait_until_ready(url, patience_s)
+                break
+            except LaunchError as error:
+                # Between looking for a free port and listening at it somebody else may have taken it.
+                if not left or "ddress already in use" not in str(error):
+                    raise
+                running.close()
+        facts = facts_of(spec, chosen, url, devices) | {"ready_s": ready_s}
+        yield [Endpoint(url=url, model=served_name(spec), secret=secret, facts=facts)]
+        server.require_alive(url, alone=seat.world_size == 1)
+
+
+def executable(given: str) -> str:
+    found = shutil.which(given)
+    if found is None:
+        raise UnsupportedError(
+            f"the engine vllm needs the program {given!r}, which is not on {placement.node_name(os.environ)}: install "
+            "vLLM (pip install vllm, in an environment of its own) and give engine.executable=/ITS/bin/vllm"
+        )
+    return found
+
+
+def model_folder(spec: RunSpec, folder: Path) -> Path:
+    """The checkpoint's own directory; of a named shape one without weights, in the rank's scratch folder."""
+    if "/" in spec.model.name:
+        return Path(spec.model.name).expanduser().resolve()
+    made = folder / served_name(spec)
+    made.mkdir()
+    directory.write(made, load_shape(spec.model), DTYPES[spec.training.precision.compute])
+    return made
+
+
+def served_name(spec: RunSpec) -> str:
+    return spec.model.name.rstrip("/").rpartition("/")[2]
+
+
+def command(spec: RunSpec, chosen: Options, model: Path, address: str, port: int) -> list[str]:
+    """Words of `vllm` after its own name. The key is not among them: every user of a host sees its command lines."""
+    given: dict[str, object] = {
+        "host": address,
+        "port": port,
+        "served-model-name": served_name(spec),
+        "dtype": DTYPES[spec.training.precision.compute],
+        "tensor-parallel-size": chosen.tensor_parallel,
+        "seed": spec.seed,
+        # Defaults of sampling that lie beside the weights would change a greedy answer.
+        "generation-config": "vllm",
+        "max-model-len": chosen.max_model_len,
+        "max-num-seqs": chosen.max_num_seqs,
+        "gpu-memory-utilization": chosen.gpu_memory_utilization,
+        "kv-cache-memory-bytes": chosen.kv_cache_bytes,
+        "load-format": None if "/" in spec.model.name else "dummy",
+    }
+    flags = ["--enable-prefix-caching" if chosen.prefix_caching else "--no-enable-prefix-caching"]
+    flags += ["--enforce-eager"] if chosen.eager else []
+    # A line for each request costs the server time.
+    flags += ["--disable-uvicorn-access-log"]
+    pairs = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
+    return ["serve", str(model), *pairs, *flags, *(chosen.arguments or ())]
+
+
+def devices_of(seat: Seat, tensor_parallel: int, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Names of the GPUs that are this rank's, as CUDA_VISIBLE_DEVICES has them; none on a CPU."""
+    if seat.device != "cuda":
+        return ()
+    named = environ.get("CUDA_VISIBLE_DEVICES")
+    shown = [str(n) for n in range(machine.device_count())] if named is None else [n for n in named.split(",") if n]
+    first = seat.local_rank * tensor_parallel
+    own = tuple(shown[first : first + tensor_parallel])
+    if len(own) < tensor_parallel:
+        raise UnsupportedError(
+            f"local rank {seat.local_rank} with tensor_parallel {tensor_parallel} needs {first + tensor_parallel} GPUs "
+            f"of its host, which shows {len(shown)}"
+        )
+    return own
+
+
+def environment(spec: RunSpec, devices: Sequence[str], secret: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """This rank's, without what is meant for ranks alone; nothing is asked of any hub, and nothing told to one."""
+    kept = {name: value for name, value in environ.items() if not _OF_RANKS.fullmatch(name)}
+    quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    ours = {**quiet, "VLLM_API_KEY": secret}
+    if spec.topology.device == "cuda":
+        return {**kept, **ours, "CUDA_VISIBLE_DEVICES": ",".join(devices)}
+    # Several servers on one host must not all be bound to its first cores.
+    alone = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    return {**alone, **kept, **ours}
+
+
+# --- what was started ---
+
+
+def facts_of(spec: RunSpec, chosen: Options, url: str, devices: Sequence[str]) -> dict[str, Any]:
+    told = _told(url)
+    return {
+        "body": {"ignore_eos": True} if ignores_eos(spec, chosen) else {},
+        "version": _version(url),
+        "devices": len(devices) or None,
+        "tensor_parallel": chosen.tensor_parallel,
+        "settings": settings(spec, chosen, told, os.environ),
+    }
+
+
+def ignores_eos(spec: RunSpec, chosen: Options) -> bool:
+    by_law = spec.training.data.name in MEANINGLESS or "/" not in spec.model.name
+    return by_law if chosen.ignore_eos is None else chosen.ignore_eos
+
+
+def settings(
+    spec: RunSpec, chosen: Options, told: Mapping[str, str], environ: Mapping[str, str]
+) -> dict[str, str | int | float | bool | None]:
+    """What changes speed: as it was asked for, and what vLLM made of the rest by its own word."""
+    switches = {name: value for name, value in environ.items() if name.startswith("VLLM_")}
+    return {
+        "dtype": DTYPES[spec.training.precision.compute],
+        "batching": "continuous",
+        "max_batch": chosen.max_num_seqs,
+        "max_model_len": chosen.max_model_len,
+        "prefix_caching": told.get("enable_prefix_caching", str(chosen.prefix_caching)) == "True",
+        "eager": chosen.eager,
+        "ignore_eos": ignores_eos(spec, chosen),
+        "weights": "checkpoint" if "/" in spec.model.name else "random",
+        "arguments": " ".join(chosen.arguments or ()) or None,
+        **{name: told[name] for name in _CACHE if told.get(name, "None") != "None"},
+        **{name: value for name, value in sorted(switches.items()) if not is_secret(name, value)},
+    }
+
+
+def _told(url: str) -> dict[str, str]:
+    """Labels of vLLM's own metric about its cache; empty where a version has none."""
+    for line in _read(url, "/metrics").splitlines():
+        if line.startswith("vllm:cache_config_info{"):
+            return dict(_LABEL.findall(line))
+    return {}
+
+
+def _version(url: str) -> str | None:
+    try:
+        told = json.loads(_read(url, "/version"))
+    except ValueError:
+        return None
+    version = told.get("version") if isinstance(told, dict) else None
+    return None if version is None else str(version)
+
+
+def _read(url: str, path: str) -> str:
+    """Text of a page of facts; empty where there is none: they are good to know, and no run fails for want of one."""
+    try:
+        with urllib.request.urlopen(url + path, timeout=_server.LOOK_S) as answer:
+            return str(answer.read(1 << 20).decode(errors="replace"))
+    except (OSError, http.client.HTTPException):
+        return ""

@@ -1,0 +1,340 @@
+"""What a served model is asked: prompts of a stated law, or of a file the user brings, each with the tokens allowed.
+
+    synthetic:prompt=lognormal,prompt_mean=512,prompt_spread=0.6,answer=fixed,answer_mean=128
+    synthetic:shared_prefix=1024,prefixes=4,turns=3       prefixes shared by prompts; dialogues that grow
+    jsonl:path=FILE          {"prompt" | "token_ids" | "messages", "max_tokens"?, "reference"?} a line
+    sharegpt:path=FILE       a list, or lines, of {"conversations": [{"from": "human" | "gpt", "value"}]}
+    summaries:path=FILE      a list of {"tok_input" | "input", "output"}: the 13,368 articles of CNN/DailyMail
+    trace:path=FILE          {"timestamp_s" | "timestamp" (ms), "input_length", "output_length"} a line
+
+Prompt i is a function of the seed and i, or of line i; whoever sends it and in whatever order. What is made here
+(synthetic, trace) is token ids; as text (`form=text`), and in a chat, it is as many common words.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.errors import RequestError
+from paceline.experiment.choices import Choice, require
+
+LAWS = ("fixed", "uniform", "lognormal")
+FORMS = ("ids", "text")
+# How many synthetic prompts there are where nobody says.
+SYNTHETIC_COUNT = 256
+# Most tokenizers have one token for each of these after a space.
+_TEXT = (
+    "the of and to in is you that it he was for on are as with his they at be this have from or one had by word but "
+    "not what all were we when your can said there use an each which she do how their if will up other about out many "
+    "then them these so some her would make like him into time has look two more write go see number way could people"
+)
+_WORDS = tuple(_TEXT.split())
+LARGEST_FILE = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """Exactly one of token_ids, text and messages. due_s is a trace's time, reference what a good answer says."""
+
+    token_ids: tuple[int, ...] | None = None
+    text: str | None = None
+    messages: tuple[Mapping[str, str], ...] | None = None
+    max_tokens: int
+    reference: str | None = None
+    due_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Law:
+    """Lengths in tokens: all alike, evenly spread over mean +- spread * mean, or lognormal with that mean and the
+    standard deviation of the logarithm."""
+
+    name: str
+    mean: float
+    spread: float
+
+    def draw(self, random: np.random.Generator, count: int) -> list[int]:
+        if self.name == "fixed":
+            drawn = np.full(count, self.mean)
+        elif self.name == "uniform":
+            drawn = random.uniform(self.mean * (1 - self.spread), self.mean * (1 + self.spread), count)
+        else:
+            drawn = random.lognormal(math.log(self.mean) - self.spread**2 / 2, self.spread, count)
+        sizes: list[int] = np.maximum(np.rint(drawn), 1).astype(int).tolist()
+        return sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Synthetic:
+    """Options of `synthetic`. A dialogue of several turns is as many prompts, each with all that was said before."""
+
+    prompt: str = "lognormal"
+    prompt_mean: float = 512.0
+    prompt_spread: float = 0.6
+    answer: str = "fixed"
+    answer_mean: float = 128.0
+    answer_spread: float = 0.0
+    shared_prefix: int = 0
+    prefixes: int = 1
+    turns: int = 1
+    form: str = "ids"
+
+    def __post_init__(self) -> None:
+        require(self.form in FORMS, "data form", self.form, " or ".join(FORMS))
+        for part in ("prompt", "answer"):
+            law, mean, spread = (getattr(self, f"{part}{end}") for end in ("", "_mean", "_spread"))
+            require(law in LAWS, f"data {part}", law, ", ".join(LAWS))
+            require(_is_number(mean) and mean >= 1, f"data {part}_mean", mean, "a number of tokens from 1")
+            most = 1 if law == "uniform" else 3
+            require(_is_number(spread) and 0 <= spread <= most, f"data {part}_spread", spread, f"0 to {most}")
+        for name, least in (("shared_prefix", 0), ("prefixes", 1), ("turns", 1)):
+            value = getattr(self, name)
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            require(whole and value >= least, f"data {name}", value, f"a whole number from {least}")
+
+    def prompts(self, count: int, seed: int, vocab: int, api: str) -> list[Prompt]:
+        lengths = np.random.default_rng([seed, 2])
+        sizes = Law(self.prompt, self.prompt_mean, self.prompt_spread).draw(lengths, count)
+        answers = Law(self.answer, self.answer_mean, self.answer_spread).draw(lengths, count)
+        made: list[Prompt] = []
+        said: list[Said] = []
+        for number, (size, answer) in enumerate(zip(sizes, answers, strict=True)):
+            random = np.random.default_rng([seed, 3, number])
+            if number % self.turns == 0:
+                said = self._prefix(number // self.turns, seed, vocab)
+            said = [*said, ("user", tuple(random.integers(0, vocab, size).tolist()))]
+            made.append(_formed(said, answer, self.form, api))
+            # What the model would have said: the next turn needs something in its place, of the same length.
+            said = [*said, ("assistant", tuple(random.integers(0, vocab, answer).tolist()))]
+        return made
+
+    def _prefix(self, dialogue: int, seed: int, vocab: int) -> list[Said]:
+        random = np.random.default_rng([seed, 4, dialogue % self.prefixes])
+        tokens = tuple(random.integers(0, vocab, self.shared_prefix).tolist())
+        return [("system", tokens)] if tokens else []
+
+
+# Who says which tokens.
+Said = tuple[str, tuple[int, ...]]
+
+
+def _formed(said: Sequence[Said], max_tokens: int, form: str, api: str, due_s: float | None = None) -> Prompt:
+    """What was made of tokens as it is sent: the tokens themselves, words in their place, or the turns of a chat."""
+    if api == "chat":
+        turns = tuple({"role": role, "content": _words(tokens)} for role, tokens in said)
+        return Prompt(messages=turns, max_tokens=max_tokens, due_s=due_s)
+    tokens = tuple(token for _, each in said for token in each)
+    if form == "text":
+        return Prompt(text=_words(tokens), max_tokens=max_tokens, due_s=due_s)
+    return Prompt(token_ids=tokens, max_tokens=max_tokens, due_s=due_s)
+
+
+def _words(tokens: Sequence[int]) -> str:
+    return " ".join(_WORDS[token % len(_WORDS)] for token in tokens)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def check(data: Choice, scenario: str | None = None) -> None:
+    """RequestError for data that cannot be, as far as its words tell: files are read where the client runs."""
+    if data.name == "synthetic":
+        _synthetic(data)
+    require(data.name in ("synthetic", *_READERS), "data", data.name, f"synthetic, {', '.join(_READERS)}")
+    has_times = data.name == "trace"
+    require(scenario != "trace" or has_times, "data", str(data), "trace:path=FILE with scenario trace")
+    if data.name in _READERS:
+        accepted = {"path", "form"} if has_times else {"path"}
+        fits = "path" in data.options and set(data.options) <= accepted
+        require(fits, "data", str(data), f"{data.name}:path=FILE")
+        form = data.options.get("form", FORMS[0])
+        require(form in FORMS, "data form", form, " or ".join(FORMS))
+
+
+def _synthetic(data: Choice) -> Synthetic:
+    names = {field.name for field in fields(Synthetic)}
+    require(set(data.options) <= names, "data", str(data), f"the options {', '.join(sorted(names))}")
+    options: dict[str, Any] = dict(data.options)
+    return Synthetic(**options)
+
+
+def form_of(prompts: Sequence[Prompt]) -> str:
+    """What is sent of all of them: token_ids, text or messages; mixed where they differ."""
+    forms = {"token_ids" if p.token_ids is not None else "messages" if p.messages else "text" for p in prompts}
+    return forms.pop() if len(forms) == 1 else "mixed"
+
+
+def open_prompts(
+    data: Choice, *, count: int | None, seed: int, vocab: int, max_tokens: int, api: str = "completions"
+) -> list[Prompt]:
+    """As many prompts as asked for; of a file at most as many as it holds, and all of them where none are asked for."""
+    check(data)
+    if data.name == "synthetic":
+        return _synthetic(data).prompts(count or SYNTHETIC_COUNT, seed, vocab, api)
+    form = str(data.options.get("form", FORMS[0]))
+    asked = Asked(max_tokens=max_tokens, vocab=vocab, seed=seed, form=form, api=api)
+    found = list(_READERS[data.name](Path(str(data.options["path"])).expanduser(), asked))
+    require(bool(found), "data", str(data), "a file that holds at least one prompt")
+    return found[:count]
+
+
+# --- files ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a file does not tell: the tokens of an answer, and of a trace what its prompts are made of."""
+
+    max_tokens: int
+    vocab: int
+    seed: int
+    form: str
+    api: str
+
+
+Reader = Callable[[Path, Asked], Iterator[Prompt]]
+
+
+def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    # Only line feeds end a line: JSON may hold other signs that Unicode takes for ends.
+    for number, line in enumerate(_text(path).split("\n"), 1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            yield where, _object(_parsed(line, where), where)
+
+
+def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A list of objects; a file that begins with an object has one to a line."""
+    text = _text(path)
+    if text.lstrip()[:1] == "{" and "\n" in text.strip():
+        yield from _lines(path)
+        return
+    whole = _parsed(text, str(path))
+    require(isinstance(whole, list), f"data {path}", type(whole).__name__, "a list of objects")
+    for number, entry in enumerate(whole):
+        where = f"{path}, entry {number}"
+        yield where, _object(entry, where)
+
+
+def _text(path: Path) -> str:
+    try:
+        require(path.stat().st_size <= LARGEST_FILE, "data", str(path), "a file of at most 1 GiB")
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"data: {str(path)!r} cannot be read ({error}); accepted is a text file") from None
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"data {where}: no JSON was given ({error})") from None
+
+
+def _object(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise RequestError(f"data {where}: a {type(value).__name__} was given; accepted is an object")
+    return value
+
+
+def _read_jsonl(path: Path, asked: Asked) -> Iterator[Prompt]:
+    for where, line in _lines(path):
+        most = line.get("max_tokens", asked.max_tokens)
+        require(type(most) is int and most >= 1, f"data {where}: max_tokens", most, "a whole number from 1")
+        reference = line.get("reference")
+        require(reference is None or isinstance(reference, str), f"data {where}: reference", reference, "text")
+        if isinstance(line.get("prompt"), str) and line["prompt"]:
+            yield Prompt(text=line["prompt"], max_tokens=most, reference=reference)
+        elif _are_tokens(line.get("token_ids"), asked.vocab):
+            yield Prompt(token_ids=tuple(line["token_ids"]), max_tokens=most, reference=reference)
+        elif _are_messages(line.get("messages")):
+            yield Prompt(messages=tuple(line["messages"]), max_tokens=most, reference=reference)
+        else:
+            accepted = f"prompt (text), token_ids (below {asked.vocab}) or messages (role and content)"
+            raise RequestError(f"data {where}: {', '.join(line) or 'nothing'} was given; accepted is {accepted}")
+
+
+def _are_tokens(value: object, vocab: int) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(token) is int and 0 <= token < vocab for token in value)
+
+
+def _are_messages(value: object) -> bool:
+    def is_one(each: object) -> bool:
+        return isinstance(each, dict) and all(isinstance(each.get(key), str) for key in ("role", "content"))
+
+    return isinstance(value, list) and bool(value) and all(map(is_one, value))
+
+
+def _read_sharegpt(path: Path, asked: Asked) -> Iterator[Prompt]:
+    """The first question of each conversation; what was answered there is no reference. A conversation in which nobody
+    asks is left out."""
+    for where, entry in _entries(path):
+        said: Any = next((entry[key] for key in ("conversations", "conversation", "messages") if key in entry), None)
+        require(isinstance(said, list), f"data {where}: conversations", said, "a list of {from, value}")
+        questions = [_told(each) for each in said if isinstance(each, dict) and _speaker(each) in ("human", "user")]
+        first = questions[0] if questions else ""
+        require(isinstance(first, str), f"data {where}: value", first, "text")
+        if first.strip():
+            yield Prompt(text=first, max_tokens=asked.max_tokens)
+
+
+def _speaker(said: Mapping[str, Any]) -> object:
+    return said.get("from", said.get("role"))
+
+
+def _told(said: Mapping[str, Any]) -> Any:
+    return said.get("value", said.get("content"))
+
+
+def _read_summaries(path: Path, asked: Asked) -> Iterator[Prompt]:
+    for where, entry in _entries(path):
+        reference = entry.get("output")
+        require(isinstance(reference, str), f"data {where}: output", reference, "the summary as text")
+        # Text in the place of ids that the model cannot have would be another question.
+        if entry.get("tok_input") is not None:
+            fits = _are_tokens(entry["tok_input"], asked.vocab)
+            accepted = f"token ids below {asked.vocab}, the vocabulary of the model"
+            require(fits, f"data {where}: tok_input", _short(entry["tok_input"], asked.vocab), accepted)
+            yield Prompt(token_ids=tuple(entry["tok_input"]), max_tokens=asked.max_tokens, reference=reference)
+        else:
+            text = entry.get("input")
+            require(isinstance(text, str), f"data {where}: input", text, "tok_input (token ids) or input (text)")
+            yield Prompt(text=text, max_tokens=asked.max_tokens, reference=reference)
+
+
+def _short(tokens: object, vocab: int) -> object:
+    """Of a long list the one that cannot be."""
+    if not isinstance(tokens, list) or not tokens:
+        return tokens
+    return next((token for token in tokens if not _are_tokens([token], vocab)), None)
+
+
+def _read_trace(path: Path, asked: Asked) -> Iterator[Prompt]:
+    for number, (where, line) in enumerate(_lines(path)):
+        seconds: Any = line["timestamp_s"] if "timestamp_s" in line else _milliseconds(line.get("timestamp"))
+        require(_is_number(seconds) and seconds >= 0, f"data {where}: timestamp", seconds, "timestamp_s or timestamp")
+        lengths: list[Any] = [line.get(key) for key in ("input_length", "output_length")]
+        whole = all(type(n) is int and n >= 1 for n in lengths)
+        require(whole, f"data {where}: lengths", lengths, "input_length and output_length, whole numbers from 1")
+        tokens = np.random.default_rng([asked.seed, 3, number]).integers(0, asked.vocab, lengths[0]).tolist()
+        yield _formed([("user", tuple(tokens))], lengths[1], asked.form, asked.api, float(seconds))
+
+
+def _milliseconds(value: object) -> object:
+    return value / 1e3 if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+_READERS: dict[str, Reader] = {
+    "jsonl": _read_jsonl,
+    "sharegpt": _read_sharegpt,
+    "summaries": _read_summaries,
+    "trace": _read_trace,
+}

@@ -1,0 +1,229 @@
+"""How much load this host's client can be believed at: steps up until it cannot, against a server of known law.
+
+The server writes into every token when it sent it, on the clock that both share, so that each stamp of the client is
+held against the truth. Client and server share the host here: the ceiling is no higher than with the server elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.experiment.serving import CeilingSample
+from paceline.serving.client import arrivals, audit, plan, team
+from paceline.serving.client.orders import Handled, Orders, Shift, Target
+from paceline.serving.mock.server import Law, serve_until_told
+
+TTFT_S = 0.1
+FIRST_EVENTS_PER_S = 1000.0
+FACTOR = 1.6
+MOST_EVENTS_PER_S = 200_000.0
+START_S = 60.0
+# How far a believed client may be off: stamps against the server's own times, medians and 99th percentiles against
+# its law.
+MOST_STAMP_ERROR_S = 1e-3
+MOST_ERROR_P50, MOST_ERROR_P99 = 0.01, 0.05
+# Longer than the server holds a connection's first token back at worst.
+TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One try. asked is the load that was planned; what was seen is computed from every request."""
+
+    asked_events_per_s: float
+    law: Law
+    shifts: Sequence[Shift]
+
+    @cached_property
+    def answered(self) -> list[Handled]:
+        return [each for shift in self.shifts for each in shift.handled if each.error is None]
+
+    @cached_property
+    def verdict(self) -> audit.Verdict:
+        return audit.judge(self.shifts)
+
+    @property
+    def failed(self) -> int:
+        return sum(len(shift.handled) for shift in self.shifts) - len(self.answered)
+
+    @property
+    def streams(self) -> int:
+        return sum(shift.most_in_flight for shift in self.shifts)
+
+    @cached_property
+    def events_per_s(self) -> float:
+        """Over the second half of the arrivals: an answer lasts as long as the first, so that from then on as many end
+        as begin."""
+        due = [each.due_ns for each in self.answered]
+        if not due or max(due) == min(due):
+            return 0.0
+        begin, end = (min(due) + max(due)) // 2, max(due)
+        times = np.concatenate([np.asarray(each.token_ns, dtype=np.int64) for each in self.answered])
+        return float(np.count_nonzero((times >= begin) & (times <= end)) / ((end - begin) / 1e9))
+
+    @cached_property
+    def stamp_errors_s(self) -> NDArray[np.float64]:
+        """The kernel's time of every token after the server's of sending it."""
+        told = [np.array(str(each.text).split(), dtype=np.int64) for each in self.answered]
+        seen = [np.asarray(each.token_ns, dtype=np.int64) for each in self.answered]
+        pairs = [(s, t) for s, t in zip(seen, told, strict=True) if len(s) == len(t)]
+        return np.concatenate([(s - t) / 1e9 for s, t in pairs]) if pairs else np.zeros(0)
+
+    @cached_property
+    def off(self) -> dict[str, float | None]:
+        """How far medians and 99th percentiles are from the law, as a share of it."""
+        first = [(h.first_ns - h.sent_ns) / 1e9 for h in self.answered if h.first_ns and h.sent_ns]
+        each = [
+            (h.last_ns - h.first_ns) / 1e9 / (h.pieces - 1)
+            for h in self.answered
+            if h.first_ns and h.last_ns and h.pieces > 1
+        ]
+        laws = (("TTFT", first, self.law.ttft_s), ("TPOT", each, self.law.itl_s))
+        return {f"{name} p{p}": _off(seen, p, law) for name, seen, law in laws for p in (50, 99)}
+
+    @cached_property
+    def client_reasons(self) -> tuple[str, ...]:
+        """Why the client's times are not believed: its own word, and the server's times of sending."""
+        found = list(self.verdict.reasons)
+        if self.failed:
+            found.append(f"{self.failed} requests failed")
+        if (error := _percentile(self.stamp_errors_s, 99)) is None or error > MOST_STAMP_ERROR_S:
+            found.append(f"stamps are {_ms(error)} off (p99), more than {_ms(MOST_STAMP_ERROR_S)}")
+        return tuple(found)
+
+    @cached_property
+    def law_reasons(self) -> tuple[str, ...]:
+        """Where the law was not kept; by the server, on the same processors, where the client is believed."""
+        found = []
+        for name, off in self.off.items():
+            most = MOST_ERROR_P50 if name.endswith("p50") else MOST_ERROR_P99
+            if off is None or off > most:
+                found.append(
+                    f"{name} is {'unknown' if off is None else f'{off:.1%} off the law'}, more than {most:.0%}"
+                )
+        return tuple(found)
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        return self.client_reasons + self.law_reasons
+
+    @property
+    def is_valid(self) -> bool:
+        return not self.reasons
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready, in seconds and shares; None is unknown."""
+        return {
+            "asked_events_per_s": self.asked_events_per_s,
+            "events_per_s": self.events_per_s,
+            "streams": self.streams,
+            "schedule_lag_p99_s": self.verdict.schedule_lag_p99_s,
+            "read_lag_p99_s": self.verdict.read_lag_p99_s,
+            "stamp_error_p99_s": _percentile(self.stamp_errors_s, 99),
+            "cpu_ratio": self.verdict.cpu_ratio,
+            "off_the_law": dict(self.off),
+            "valid": self.is_valid,
+            "client_reasons": list(self.client_reasons),
+            "server_reasons": list(self.law_reasons),
+        }
+
+    @property
+    def text(self) -> str:
+        late, read = _ms(self.verdict.schedule_lag_p99_s), _ms(self.verdict.read_lag_p99_s)
+        off = ", ".join(f"{name} {'unknown' if off is None else f'{off:.2%}'}" for name, off in self.off.items())
+        blamed = "client" if self.client_reasons else "server"
+        said = "VALID" if self.is_valid else f"INVALID({blamed}): {'; '.join(self.reasons)}"
+        return (
+            f"{self.asked_events_per_s:>9,.0f} events/s asked, {self.events_per_s:,.0f} seen over {self.streams:,} "
+            f"streams: sent {late} late, read {read} late, stamped {_ms(_percentile(self.stamp_errors_s, 99))} off "
+            f"(p99), {self.verdict.cpu_ratio:.0%} of a core, off the law by {off}: {said}"
+        )
+
+
+def ceiling_of(rungs: Sequence[Rung], shards: int) -> CeilingSample | None:
+    """The highest rung that was believed, as runs on this host are held against; None where none was."""
+    best = next((rung for rung in reversed(rungs) if rung.is_valid and rung.events_per_s > 0), None)
+    if best is None:
+        return None
+    return CeilingSample(
+        rank=0, processes=shards, events_per_s=best.events_per_s, streams=best.streams, measured_at_s=time.time()
+    )
+
+
+def climb(streams: int, seconds: float, shards: int) -> Iterator[Rung]:
+    """Ever more events per second; the first rung that is not believed is the last."""
+    asked = FIRST_EVENTS_PER_S
+    while asked <= MOST_EVENTS_PER_S:
+        rung = one(asked, min(streams, round(asked / 2)), seconds, shards)
+        yield rung
+        if not rung.is_valid:
+            return
+        asked *= FACTOR
+
+
+def one(events_per_s: float, streams: int, seconds: float, shards: int) -> Rung:
+    """Poisson arrivals that keep so many answers under way, for so long."""
+    itl_s = streams / events_per_s
+    law = Law(ttft_s=TTFT_S, itl_s=itl_s, tokens=max(2, round(seconds / 2 / itl_s)), mode="clock")
+    team.require_files(2 * streams)
+    with served(law) as port:
+        return Rung(events_per_s, law, team.run(poisson_load(law, port, streams, seconds, shards)))
+
+
+@contextmanager
+def served(law: Law) -> Iterator[int]:
+    """The port of a replica in a process of its own."""
+    context = multiprocessing.get_context("fork")
+    ports = context.Queue()
+    server = context.Process(target=serve_until_told, args=(law, "127.0.0.1", 0, ports.put), daemon=True)
+    server.start()
+    try:
+        yield int(ports.get(timeout=START_S))
+    finally:
+        server.terminate()
+        server.join()
+
+
+def poisson_load(law: Law, port: int, streams: int, seconds: float, shards: int) -> list[Orders]:
+    rate = streams / (law.ttft_s + law.itl_s * law.tokens)
+    count = max(1, int(rate * seconds))
+    whole = plan.Plan(
+        due_ns=arrivals.poisson(rate, count, seed=1),
+        samples=np.zeros(count, dtype=np.int64),
+        replicas=plan.spread(count, 1),
+    )
+    more = {"connections": min(count, round(streams * 1.2 / shards) + 1), "timeout_s": TIMEOUT_S, "keeps_text": True}
+    targets, payload = [Target(host="127.0.0.1", port=port)], completion(law.tokens, port)
+    return [
+        plan.orders_of(whole, part, lambda _: payload, targets, **more) for part in whole.shares(shards) if len(part)
+    ]
+
+
+def completion(tokens: int, port: int) -> bytes:
+    """A whole HTTP request for so many tokens."""
+    body = json.dumps({"model": "mock", "prompt": "x", "max_tokens": tokens, "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+def _off(seen: Sequence[float], percentile: int, law: float) -> float | None:
+    found = _percentile(seen, percentile)
+    return None if found is None else abs(found / law - 1)
+
+
+def _percentile(values: Sequence[float] | NDArray[np.float64], percentile: int) -> float | None:
+    return float(np.percentile(values, percentile)) if len(values) else None
+
+
+def _ms(seconds: float | None) -> str:
+    return "unknown" if seconds is None else f"{seconds * 1e3:.2f} ms"

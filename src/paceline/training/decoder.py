@@ -1,0 +1,252 @@
+"""The reference decoder: GPT and Llama families, one arithmetic and one set of initial weights for every strategy.
+
+Each weight is cast to the compute dtype where it is used. A strategy that keeps fp32 weights (DDP) and one that hands
+over 16-bit copies (FSDP2, ZeRO) then run the same kernels on the same numbers, and their losses can be compared.
+Initial weights are a function of (seed, parameter name, position), exact on every device and rounded to the compute
+dtype, so a master copy taken from 16-bit weights equals one taken before the rounding.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from paceline.models.shape import Shape
+from paceline.training.data.packing import IGNORED_LABEL as IGNORED_LABEL
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Tensor cores want the vocabulary in multiples of 64; the padded rows never reach the loss.
+VOCAB_MULTIPLE = 64
+INIT_STD = 0.02
+INIT_CHUNK = 1 << 20
+
+
+class Linear(nn.Linear):
+    """A linear layer that computes in its input's dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
+
+
+class LayerNorm(nn.LayerNorm):
+    """Layer norm in its input's dtype (its statistics are fp32 inside the kernel)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), bias, self.eps)
+
+
+class RMSNorm(nn.RMSNorm):
+    """RMS norm in its input's dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+def _norm(shape: Shape) -> nn.Module:
+    kind = LayerNorm if shape.norm == "layernorm" else RMSNorm
+    return kind(shape.hidden, eps=shape.norm_eps)
+
+
+def rotation(shape: Shape, length: int, device: torch.device) -> Tensor:
+    """Cosines and sines of RoPE for each position, as (2, length, head_dim / 2)."""
+    exponents = torch.arange(0, shape.head_dim, 2, device=device, dtype=torch.float32) / shape.head_dim
+    angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), shape.rope_theta**-exponents)
+    return torch.stack((angles.cos(), angles.sin()))
+
+
+def rotate(x: Tensor, turn: Tensor) -> Tensor:
+    """Apply RoPE to (batch, heads, length, head_dim), halves rotated against each other as Llama does."""
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = turn[0], turn[1]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal fused attention with grouped keys and values."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
+        self.inputs = Linear(shape.hidden, (shape.heads + 2 * shape.kv_heads) * shape.head_dim, bias=shape.bias)
+        self.output = Linear(shape.heads * shape.head_dim, shape.hidden, bias=shape.bias)
+
+    def forward(self, x: Tensor, turn: Tensor | None) -> Tensor:
+        batch, length, _ = x.shape
+        parts = self.inputs(x).view(batch, length, self.heads + 2 * self.kv_heads, self.head_dim).transpose(1, 2)
+        q, k, v = parts.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        if turn is not None:
+            q, k = rotate(q, turn), rotate(k, turn)
+        grouped = self.kv_heads != self.heads
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        return self.output(mixed.transpose(1, 2).reshape(batch, length, self.heads * self.head_dim))  # type: ignore[no-any-return]
+
+
+class MLP(nn.Module):
+    """Plain (GELU) or gated (SiLU) feed-forward layer."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gated = shape.gated
+        self.inputs = Linear(shape.hidden, shape.ffn * (2 if shape.gated else 1), bias=shape.bias)
+        self.output = Linear(shape.ffn, shape.hidden, bias=shape.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.inputs(x)
+        if self.gated:
+            gate, up = inner.chunk(2, dim=-1)
+            return self.output(F.silu(gate) * up)  # type: ignore[no-any-return]
+        return self.output(F.gelu(inner, approximate="tanh"))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """One layer: the unit of sharding, of checkpointing and of per-block compilation."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = _norm(shape), Attention(shape)
+        self.mlp_norm, self.mlp = _norm(shape), MLP(shape)
+
+    def forward(self, x: Tensor, turn: Tensor | None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), turn)
+        return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
+
+
+class Decoder(nn.Module):
+    """Maps tokens to the sum of their losses divided by `normaliser`, so micro batches of unequal length add up."""
+
+    def __init__(self, shape: Shape, compute: str = "fp32", checkpointing: str = "none") -> None:
+        super().__init__()
+        self.shape, self.dtype = shape, DTYPES[compute]
+        self.embedding = nn.Embedding(shape.vocab, shape.hidden)
+        self.positions = nn.Embedding(shape.context, shape.hidden) if shape.positions == "learned" else None
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = _norm(shape)
+        self.head = None if shape.tied else Linear(shape.hidden, shape.vocab, bias=False)
+        self.run_block = block_runner(checkpointing)
+
+    def forward(self, tokens: Tensor, labels: Tensor, normaliser: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        table = self.embedding.weight.to(self.dtype)
+        x = F.embedding(tokens, table)
+        turn = None
+        if self.positions is not None:
+            x = x + self.positions.weight[:length].to(self.dtype)
+        else:
+            turn = rotation(self.shape, length, tokens.device)
+        for block in self.blocks:
+            x = self.run_block(block, x, turn)
+        head = table if self.head is None else self.head.weight.to(self.dtype)
+        return self._loss(F.linear(self.norm(x), *_head(head)), labels, normaliser)
+
+    def _loss(self, logits: Tensor, labels: Tensor, normaliser: Tensor) -> Tensor:
+        flat = logits.flatten(0, 1).float()
+        losses = F.cross_entropy(flat, labels.flatten(), reduction="sum", ignore_index=IGNORED_LABEL)
+        return losses / normaliser
+
+
+def _head(weight: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of the last product: padded where there are tensor cores."""
+    return padded_head(weight) if weight.is_cuda else (weight, None)
+
+
+def padded_head(weight: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The head with rows to a multiple that tensor cores like, and a bias that keeps those rows out of the softmax.
+
+    The bias is 0 for words and so low for padding that its exponential is exactly 0, as is its gradient. It rides on
+    the product's epilogue for free, where masking or slicing the logits costs a pass over the largest tensor there is.
+    """
+    words = weight.shape[0]
+    rows = -words % VOCAB_MULTIPLE
+    if not rows:
+        return weight, None
+    is_word = torch.arange(words + rows, device=weight.device) < words
+    lowest = torch.finfo(weight.dtype).min / 2
+    return F.pad(weight, (0, 0, 0, rows)), torch.where(is_word, 0.0, lowest).to(weight.dtype)
+
+
+def block_runner(checkpointing: str) -> Callable[..., Tensor]:
+    """How a block is called: plainly, recomputed whole, or recomputed except for matrix products and attention."""
+    if checkpointing == "none":
+        return lambda block, *arguments, **named: block(*arguments, **named)
+    if checkpointing == "full":
+        return partial(checkpoint, use_reentrant=False)
+    return partial(checkpoint, use_reentrant=False, context_fn=_selective_contexts)
+
+
+def _selective_contexts() -> Any:
+    return create_selective_checkpoint_contexts(_keep_expensive)  # type: ignore[no-untyped-call]
+
+
+def _keep_expensive(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    name = str(operation)
+    expensive = any(part in name for part in ("aten.mm", "aten.addmm", "aten.bmm", "gemm_4bit", "scaled_dot_product"))
+    return CheckpointPolicy.MUST_SAVE if expensive else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def initial_values(name: str, size: torch.Size, layers: int, seed: int, device: torch.device) -> Tensor:
+    """The fp32 initial value of one whole parameter, a function of its name alone: norms 1, biases 0, matrices uniform.
+
+    The last projections of attention and MLP are scaled by 1/sqrt(2 * layers), as GPT-2 does.
+    """
+    if name.endswith("bias"):
+        return torch.zeros(size, device=device)
+    if "norm" in name:
+        return torch.ones(size, device=device)
+    scale = 1 / math.sqrt(2 * layers) if name.endswith("output.weight") else 1.0
+    bound = INIT_STD * math.sqrt(3) * scale
+    stream = zlib.crc32(f"{seed}/{name}".encode())
+    count = size.numel()
+    flat = torch.empty(count, device=device)
+    for start in range(0, count, INIT_CHUNK):
+        index = torch.arange(start, min(start + INIT_CHUNK, count), device=device, dtype=torch.int64)
+        flat[start : start + INIT_CHUNK] = _uniform(index, stream) * bound
+    return flat.view(size)
+
+
+def _uniform(index: Tensor, stream: int) -> Tensor:
+    """Uniform in [-1, 1) from an integer hash (lowbias32), which is exact on CPU and GPU alike."""
+    mask = 0xFFFFFFFF
+    x = (index * 0x9E3779B1 + stream) & mask
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & mask
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & mask
+    x = x ^ (x >> 16)
+    return (x >> 8).to(torch.float32) * (2.0 / (1 << 24)) - 1.0
+
+
+def fill(
+    decoder: nn.Module, layers: int, seed: int, compute: str, place: Callable[[Tensor, Tensor], None], reseed: int = 0
+) -> None:
+    """Give every parameter its initial value; `place(parameter, value)` writes it however the strategy stores it.
+
+    reseed 0 rounds to nearest. Any other rounds up or down by a seeded chance: weights as good as the others, which
+    show how far a trajectory moves when nothing but the rounding changes.
+    """
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            value = initial_values(name, parameter.shape, layers, seed, parameter.device)
+            place(parameter, rounded(name, value, compute, reseed))
+
+
+def rounded(name: str, value: Tensor, compute: str, reseed: int = 0) -> Tensor:
+    """The fp32 value rounded to the compute dtype: to nearest, or for a `reseed` by a chance of the name's own."""
+    if reseed:
+        value = value + _rounding_noise(value, DTYPES[compute], zlib.crc32(f"{reseed}/{name}".encode()))
+    return value.to(DTYPES[compute]).to(torch.float32)
+
+
+def _rounding_noise(value: Tensor, dtype: torch.dtype, stream: int) -> Tensor:
+    """Uniform noise of half a unit in the last place of `dtype`, so that rounding to nearest rounds by chance."""
+    _, exponent = torch.frexp(value)
+    last_place = torch.ldexp(torch.finfo(dtype).eps * torch.ones_like(value), exponent - 1)
+    chance = _uniform(torch.arange(value.numel(), device=value.device), stream).view_as(value)
+    return chance * last_place / 2 * (value != 0)

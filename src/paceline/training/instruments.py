@@ -1,0 +1,364 @@
+"""Clocks, memory, digests and byte counting: everything a rank observes, with nothing computed from it.
+
+torch is imported inside functions, so that the controller may import the names in this module without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from paceline.results.records import MemorySample, WireSample
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+Mark = Any
+PHASES = ("h2d", "forward", "backward", "optimizer")
+_MASK64 = (1 << 64) - 1
+
+
+class Clock(Protocol):
+    """Marks points in a rank's work. On CUDA a mark is an event on the stream, so reading it never stops the device."""
+
+    def mark(self) -> Mark: ...
+    def elapsed_s(self, begin: Mark, end: Mark) -> float: ...
+    def passed(self, mark: Mark) -> bool: ...
+    def drain(self) -> None: ...
+
+
+class HostClock:
+    """perf_counter: on a CPU the work is done when the call returns."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def elapsed_s(self, begin: float, end: float) -> float:
+        return end - begin
+
+    def passed(self, mark: float) -> bool:
+        return True
+
+    def drain(self) -> None:
+        """Nothing is queued on a CPU."""
+
+
+class CudaClock:
+    """CUDA events on the current stream: what the device did, however far ahead the host has run."""
+
+    def mark(self) -> Any:
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def elapsed_s(self, begin: Any, end: Any) -> float:
+        return float(begin.elapsed_time(end)) / 1e3
+
+    def passed(self, mark: Any) -> bool:
+        return bool(mark.query())
+
+    def drain(self) -> None:
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def clock_for(device: str) -> Clock:
+    return CudaClock() if device == "cuda" else HostClock()
+
+
+class Stopwatch:
+    """Collects the marks of one step's phases; durations are read later, when the device has passed them."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.start = clock.mark()
+        self.spans: list[tuple[str, Mark, Mark]] = []
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        begin = self.clock.mark()
+        yield
+        self.spans.append((name, begin, self.clock.mark()))
+
+    def seconds(self, name: str) -> float | None:
+        """Sum over the phase's spans; None when the step had no such phase."""
+        spans = [self.clock.elapsed_s(begin, end) for phase, begin, end in self.spans if phase == name]
+        return sum(spans) if spans else None
+
+
+# --- digests -------------------------------------------------------------------------------------------------------
+
+
+def digest_tokens(index: int, tokens: np.ndarray[Any, Any]) -> int:
+    """64-bit digest of one sequence at its global index. Sums of these modulo 2**64 do not depend on the partition."""
+    head = hashlib.blake2b(index.to_bytes(8, "little"), digest_size=8)
+    head.update(tokens.astype("<i4").tobytes())
+    return int.from_bytes(head.digest(), "little")
+
+
+def add_digests(digests: Iterable[int]) -> int:
+    return sum(digests) & _MASK64
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Digest of a whole model, of each of its parameters by name, and the number of their elements."""
+
+    digest: str
+    by_name: dict[str, str]
+    count: int
+
+
+def digest_parameters(parameters: Iterable[tuple[str, Tensor]]) -> Weights:
+    """Digests of full, unsharded weights. Values enter as fp32, so 16-bit copies of equal weights agree.
+
+    Each element's bits are weighted by an odd function of its position and summed modulo 2**64 on the device.
+    """
+    by_name, count = {}, 0
+    for name, value in parameters:
+        by_name[name] = f"{'x'.join(map(str, value.shape))}:{_digest_values(value):016x}"
+        count += value.numel()
+    whole = "\n".join(f"{name} {digest}" for name, digest in sorted(by_name.items()))
+    return Weights(hashlib.sha256(whole.encode()).hexdigest()[:16], by_name, count)
+
+
+def _digest_values(value: Tensor, chunk: int = 1 << 22) -> int:
+    import torch
+
+    flat = value.detach().reshape(-1)
+    total = 0
+    for start in range(0, flat.numel(), chunk):
+        bits = flat[start : start + chunk].float().contiguous().view(torch.int32).to(torch.int64)
+        position = torch.arange(start, start + bits.numel(), device=bits.device, dtype=torch.int64)
+        total += int(((bits + 1) * (position * 0x9E3779B97F4A7C1 | 1)).sum().item())
+    return total & _MASK64
+
+
+# --- memory --------------------------------------------------------------------------------------------------------
+
+
+def release_unused(device: str) -> None:
+    """Give memory that only setting up needed back to the device, so that later peaks hold none of it."""
+    gc.collect()
+    if device == "cuda":
+        import torch
+
+        torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def collection_paused() -> Iterator[None]:
+    """No garbage collection inside. Importing torch makes a million objects that all stay; looking through them over
+    and over takes a sixth of the import."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def reset_peak(device: str) -> None:
+    """Start a new high-water mark, without stopping the device."""
+    if device == "cuda":
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def read_memory(rank: int, moment: str, device: str, *, peak: bool) -> MemorySample:
+    """Memory now, or its high-water mark since `reset_peak`. What the platform cannot tell is None."""
+    allocated = reserved = whole = None
+    if device == "cuda":
+        import torch
+
+        allocated = torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
+        reserved = torch.cuda.max_memory_reserved() if peak else torch.cuda.memory_reserved()
+        free, total = torch.cuda.mem_get_info()
+        whole = total - free
+    return MemorySample(
+        rank=rank,
+        moment=moment,
+        allocated_bytes=allocated,
+        reserved_bytes=reserved,
+        device_bytes=whole,
+        resident_bytes=_resident_bytes("VmHWM" if peak else "VmRSS"),
+    )
+
+
+def peak_bytes(device: str) -> int:
+    """The most this process has held: the CUDA allocator's count since it was set back, on a CPU the resident memory.
+
+    For a look beside the run, not for a record: getrusage takes a microsecond where /proc takes two hundred, but its
+    mark is inherited, so it never lies below what the launcher held when it started this process.
+    """
+    if device == "cuda":
+        import torch
+
+        return int(torch.cuda.max_memory_allocated())
+    import resource
+    import sys
+
+    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return held if sys.platform == "darwin" else held * 1024
+
+
+def _resident_bytes(field: str) -> int | None:
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        import resource
+        import sys
+
+        # macOS has no /proc; ru_maxrss is bytes there and always a high-water mark.
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if field == "VmHWM" and sys.platform == "darwin" else None
+    values = [line.split()[1] for line in lines if line.startswith(field + ":")]
+    return int(values[0]) * 1024 if values else None
+
+
+# --- bytes on the wire ---------------------------------------------------------------------------------------------
+
+# c10d's operator -> (our operation, which argument holds the payload nccl-tests calls S)
+_OPERATIONS = {
+    "allreduce_": ("all_reduce", 0),
+    "allreduce_coalesced_": ("all_reduce", 0),
+    "all_reduce": ("all_reduce", 0),
+    "all_reduce_": ("all_reduce", 0),
+    "all_reduce_coalesced": ("all_reduce", 0),
+    "all_reduce_coalesced_": ("all_reduce", 0),
+    "_allgather_base_": ("all_gather", 0),
+    "allgather_": ("all_gather", 0),
+    "allgather_coalesced_": ("all_gather", 0),
+    "allgather_into_tensor_coalesced_": ("all_gather", 0),
+    "all_gather_into_tensor": ("all_gather", "result"),
+    "all_gather_into_tensor_coalesced": ("all_gather", "result"),
+    "all_gather_into_tensor_out": ("all_gather", "result"),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "reduce_scatter_": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "reduce_scatter_tensor": ("reduce_scatter", 0),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 0),
+    "reduce_scatter_tensor_out": ("reduce_scatter", 0),
+    "alltoall_base_": ("all_to_all", 1),
+    "alltoall_": ("all_to_all", 1),
+    "all_to_all_single": ("all_to_all", 0),
+    "broadcast_": ("broadcast", 0),
+    "broadcast": ("broadcast", 0),
+    "reduce_": ("reduce", 0),
+    "gather_": ("gather", 1),
+    "scatter_": ("scatter", 0),
+    "send": ("send", 0),
+    "isend": ("send", 0),
+}
+# Their argument is what one rank holds; S is that of the whole group, which only the root has in one place.
+_PARTS = ("gather_", "scatter_")
+# Operators that send nothing: what is received was counted by whoever sent it.
+_SILENT = (
+    *("barrier", "monitored_barrier_", "wait_tensor", "_wrap_tensor_autograd", "check_for_nan"),
+    *("recv_", "recv_any_source_", "irecv"),
+)
+
+
+class WireCounter:
+    """Counts payload bytes of every collective this process starts, whoever starts it (DDP, DeepSpeed, ...).
+
+    An operator that is not known here is kept under its own name, so that nobody takes the rest for the whole.
+    """
+
+    def __init__(self) -> None:
+        self.bytes: Counter[tuple[str, str, int]] = Counter()
+        self.calls: Counter[tuple[str, str, int]] = Counter()
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        counter = self
+
+        class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                result = func(*args, **(kwargs or {}))
+                if func.namespace in ("c10d", "_c10d_functional"):
+                    counter.add(func._schema.name.partition("::")[2], args, result)
+                return result
+
+        with Watch():  # type: ignore[no-untyped-call]
+            yield
+
+    def add(self, operator: str, args: Any, result: Any) -> None:
+        if operator in _SILENT:
+            return
+        operation, position = _OPERATIONS.get(operator, (operator, "all"))
+        held = {"result": result, "all": args}[position] if isinstance(position, str) else args[position]
+        size = _group_size(args)
+        parts = size if operator in _PARTS else 1
+        moved: Counter[tuple[str, str, int]] = Counter()
+        for tensor in _tensors(held):
+            moved[operation, _dtype_name(tensor), size] += parts * tensor.numel() * tensor.element_size()
+        if not moved and operator not in _OPERATIONS:
+            moved[operation, "unknown", size] = 0
+        for key, payload in moved.items():
+            self.bytes[key] += payload
+            self.calls[key] += 1
+
+    def samples(self, rank: int, step: int) -> list[WireSample]:
+        return [
+            WireSample(
+                rank=rank,
+                step=step,
+                operation=operation,
+                dtype=dtype,
+                group_size=size,
+                calls=self.calls[operation, dtype, size],
+                payload_bytes=payload,
+            )
+            for (operation, dtype, size), payload in sorted(self.bytes.items())
+        ]
+
+
+def _tensors(value: Any) -> Iterator[Any]:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _dtype_name(tensor: Any) -> str:
+    import torch
+
+    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    return names.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+
+
+def _group_size(args: Any) -> int:
+    """Size of the group a c10d operator was given, as object (c10d) or by name (_c10d_functional)."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    for argument in args:
+        if isinstance(argument, torch.ScriptObject):
+            with contextlib.suppress(RuntimeError, TypeError, AttributeError):
+                return int(dist.ProcessGroup.unbox(argument).size())
+        if isinstance(argument, str):
+            with contextlib.suppress(KeyError, RuntimeError, ValueError):
+                return int(cast(Any, distributed_c10d)._resolve_process_group(argument).size())
+    return dist.get_world_size()

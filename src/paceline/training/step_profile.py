@@ -1,0 +1,144 @@
+"""Exposed communication and time by class of kernel, read from a profile of a few steps after the timed window.
+
+Exposed is the time in which a collective is under way and nothing computes. On CUDA both come from kernels on the
+device; on a CPU compute is the operators of torch and bitsandbytes, and a collective lasts from its start to its
+completion in gloo. Operators on a CPU hold others inside them, and kernels may run side by side: every moment of
+compute counts for the first class in PRECEDENCE that runs in it, so that the classes add up to compute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from paceline.results.records import TraceSample
+from paceline.training.instruments import Clock, collection_paused
+
+Span = tuple[float, float]
+
+ATTENTION, DEQUANTISATION, PRODUCTS = "attention", "dequantisation", "products"
+COPIES, ELEMENTWISE = "copies", "elementwise"
+# A copy beside a kernel costs nothing; on a CPU a copy is inside the operator that asked for it.
+PRECEDENCE: Mapping[str, tuple[str, ...]] = {
+    "cuda": (ATTENTION, DEQUANTISATION, PRODUCTS, ELEMENTWISE, COPIES),
+    "cpu": (ATTENTION, DEQUANTISATION, PRODUCTS, COPIES, ELEMENTWISE),
+}
+# Looked for in this order: Inductor names its fused elementwise kernels after all that they serve
+# (triton_poi_fused_mm_..), and fused attention is built from the same libraries as products (fmha_cutlassF). Kernels:
+# FlashAttention (flash_fwd, flash_bwd), cuDNN (sdpa), memory-efficient (fmha); bitsandbytes (kDequantizeBlockwise);
+# cuBLAS (gemm, gemv, nvjet on Hopper and later, splitKreduce), CUTLASS, Triton's templates.
+_CLASSES: Sequence[tuple[str, re.Pattern[str]]] = (
+    (ELEMENTWISE, re.compile(r"^triton_(poi|red|per|for)_")),
+    (ATTENTION, re.compile(r"flash|fmha|sdpa|attention", re.IGNORECASE)),
+    (DEQUANTISATION, re.compile(r"dequant", re.IGNORECASE)),
+    (PRODUCTS, re.compile(r"gemm|gemv|cutlass|nvjet|cublas|xmma|splitk|triton_tem|_mm_|::matmul", re.IGNORECASE)),
+    (COPIES, re.compile(r"^Memcpy|^Unified Memory")),
+)
+# Operators of a CPU by their whole names.
+_OPERATORS: Mapping[str, str] = {
+    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "mv", "addmv", "dot"), PRODUCTS),
+    # bitsandbytes' product holds its dequantisation as an operator of its own, unless the kernel is a fused one.
+    **dict.fromkeys(("mkldnn_linear", "_mkl_linear", "gemm_4bit", "gemv_4bit"), PRODUCTS),
+    **dict.fromkeys(("copy_", "_to_copy", "to", "clone", "contiguous"), COPIES),
+}
+_LIBRARIES = ("aten::", "bitsandbytes::", "mkldnn::", "mkl::")
+
+
+def class_of(name: str, device: str) -> str:
+    """Of a kernel on a GPU or of an operator on a CPU; elementwise stands for all that is nothing else."""
+    operator = name.rpartition("::")[2]
+    if device == "cpu" and operator in _OPERATORS:
+        return _OPERATORS[operator]
+    told = _CLASSES if device == "cuda" else [c for c in _CLASSES if c[0] in (ATTENTION, DEQUANTISATION)]
+    return next((kind for kind, pattern in told if pattern.search(name)), ELEMENTWISE)
+
+
+class Profile:
+    """Profiles the block `recording()` and then tells how its time divides."""
+
+    def __init__(self, device: str, clock: Clock) -> None:
+        self.device, self.clock = device, clock
+        self.computing: dict[str, list[Span]] = {kind: [] for kind in PRECEDENCE[device]}
+        self.communication: list[Span] = []
+        self.batches: list[Span] = []
+        self.wall_s = 0.0
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        import torch.distributed as dist
+        from torch.profiler import ProfilerActivity, profile
+
+        activity = ProfilerActivity.CUDA if self.device == "cuda" else ProfilerActivity.CPU
+        with profile(activities=[activity]) as profiler:
+            # Ranks come here at different times; waiting for the last of them is not communication.
+            if dist.is_initialized():
+                dist.barrier()
+            self.clock.drain()
+            begin = time.perf_counter()
+            yield
+            self.clock.drain()
+            self.wall_s = time.perf_counter() - begin
+        with collection_paused():
+            events = profiler.events() or ()
+        for event in events:
+            self._sort(event)
+        if self.device == "cuda" and self.communication:
+            self.communication.remove(min(self.communication))  # the barrier, which NCCL runs as a reduction
+
+    def _sort(self, event: Any) -> None:
+        if self.device == "cuda" and "CUDA" not in str(event.device_type):
+            return  # a call on the host (launching, waiting) is not work on the device
+        span = (event.time_range.start / 1e6, event.time_range.end / 1e6)
+        if event.name.startswith("Memcpy HtoD"):
+            self.batches.append(span)
+        if event.name == "gloo:barrier":
+            return
+        if event.name.startswith(("nccl", "gloo:")):
+            self.communication.append(span)
+        elif self.device == "cuda" or event.name.startswith(_LIBRARIES):
+            self.computing[class_of(event.name, self.device)].append(span)
+
+    def sample(self, rank: int, steps: int, batches: int = 0, batch_bytes: int = 0) -> TraceSample:
+        """batches and batch_bytes: host-to-device copies of token batches, which are the longest of all such copies."""
+        everything = [span for spans in self.computing.values() for span in spans]
+        compute = covered_s(everything)
+        copies = sorted((end - begin for begin, end in self.batches), reverse=True)[:batches]
+        complete = len(copies) == batches > 0
+        classes = divided_s(self.computing)
+        return TraceSample(
+            rank=rank,
+            steps=steps,
+            wall_s=self.wall_s,
+            compute_s=compute,
+            communication_s=covered_s(self.communication),
+            exposed_s=covered_s([*everything, *self.communication]) - compute,
+            h2d_s=sum(copies) if complete else None,
+            h2d_bytes=batches * batch_bytes if complete else None,
+            products_s=classes[PRODUCTS],
+            attention_s=classes[ATTENTION],
+            dequantisation_s=classes[DEQUANTISATION],
+            elementwise_s=classes[ELEMENTWISE],
+            copies_s=classes[COPIES],
+        )
+
+
+def divided_s(classes: Mapping[str, Sequence[Span]]) -> dict[str, float]:
+    """Seconds of each class in which none before it runs: together the length of the union of all."""
+    found, before, reached = {}, list[Span](), 0.0
+    for kind, spans in classes.items():
+        before += spans
+        total = covered_s(before)
+        found[kind], reached = total - reached, total
+    return found
+
+
+def covered_s(spans: Iterable[Span]) -> float:
+    """Length of the union of the spans."""
+    total, reached = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total

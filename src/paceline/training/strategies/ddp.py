@@ -1,0 +1,53 @@
+"""DistributedDataParallel: whole model on every rank, gradients all-reduced once per optimizer step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.contract import Seat, Trainer, options
+from paceline.experiment.spec import RunSpec
+
+DEFAULT_BUCKET_MB = 25.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """static_graph lets DDP assume that every step uses the same parameters."""
+
+    static_graph: bool = False
+
+
+def check(spec: RunSpec) -> str | None:
+    assert spec.strategy is not None
+    options(Options, spec.strategy)
+    return None
+
+
+def wrap(spec: RunSpec, seat: Seat) -> Trainer:
+    from torch.nn.parallel import DistributedDataParallel
+
+    from paceline.training.strategies._torch import TorchTrainer, compile_whole, whole_subject, whole_weights
+
+    assert spec.strategy is not None
+    chosen = options(Options, spec.strategy)
+    bucket_mb = spec.training.bucket_mb or DEFAULT_BUCKET_MB
+    subject = whole_subject(spec, seat, spec.training.precision.reduce)
+    if spec.training.compile:
+        compile_whole(subject)
+    ddp = DistributedDataParallel(
+        subject,
+        device_ids=[seat.local_rank] if seat.device == "cuda" else None,
+        bucket_cap_mb=bucket_mb,
+        gradient_as_bucket_view=True,
+        # Angles of the rotation are buffers of a fine-tuned model: equal on all ranks, and not gradients.
+        broadcast_buffers=False,
+        static_graph=chosen.static_graph,
+    )
+
+    def sync(last: bool) -> None:
+        # What no_sync() sets, without opening a context around forward and backward.
+        ddp.require_backward_grad_sync = last
+
+    settings: dict[str, Any] = {"bucket_mb": bucket_mb, "static_graph": chosen.static_graph}
+    return TorchTrainer(ddp, spec, seat, full_parameters=lambda: whole_weights(subject), sync=sync, settings=settings)

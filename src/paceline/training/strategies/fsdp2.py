@@ -1,0 +1,133 @@
+"""FSDP2 (`fully_shard` per block): weights, gradients and optimizer state sharded over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from paceline.contract import Seat, Trainer, options
+from paceline.experiment.spec import RunSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from paceline.training.decoder import Decoder
+    from paceline.training.strategies._torch import Subject
+
+
+@dataclass(frozen=True)
+class Options:
+    """sync_every_micro_batch reduces (and shards) gradients after each micro batch: less memory, more traffic.
+
+    reshard_after_forward=false keeps gathered weights until backward: more memory, less traffic.
+    """
+
+    sync_every_micro_batch: bool = False
+    reshard_after_forward: bool = True
+
+
+def check(spec: RunSpec) -> str | None:
+    assert spec.strategy is not None
+    options(Options, spec.strategy)
+    tuning = spec.tuning
+    if tuning is not None and tuning.optimizer != "adamw" and spec.training.precision.compute == "fp16":
+        return (
+            f"the optimizer {tuning.optimizer} sees one shard, and would not know that another one overflowed in fp16"
+        )
+    return None
+
+
+def wrap(spec: RunSpec, seat: Seat) -> Trainer:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from paceline.training.finetuned import Tuned
+    from paceline.training.strategies._torch import TorchTrainer, compile_parts, whole_subject
+
+    assert spec.strategy is not None
+    chosen = options(Options, spec.strategy)
+    subject = whole_subject(spec, seat, "fp32") if spec.tuning else empty_decoder(spec)
+    codes = subject.hold_codes_as_floats() if isinstance(subject, Tuned) else frozenset[str]()
+    if spec.training.compile:
+        compile_parts(subject)
+    policy, mesh = mixed_precision(spec), init_device_mesh(seat.device, (seat.world_size,))
+    units = block_units(subject, spec.training.bucket_mb)
+    for unit in units:
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=chosen.reshard_after_forward)
+    root: Any = fully_shard(subject, mesh=mesh, mp_policy=policy)
+    if spec.tuning is None:
+        place_shards(cast("Decoder", subject), spec, seat)
+
+    def sync(last: bool) -> None:
+        root.set_is_last_backward(last)
+        if not chosen.sync_every_micro_batch:
+            root.set_requires_gradient_sync(last)
+
+    gathered = "as held" if spec.tuning else spec.training.precision.compute
+    settings = {**asdict(chosen), "units": len(units) + 1, "gathered_dtype": gathered}
+    return TorchTrainer(
+        subject, spec, seat, full_parameters=lambda: full_parameters(subject, codes), sync=sync, settings=settings
+    )
+
+
+def empty_decoder(spec: RunSpec) -> Decoder:
+    """Without memory, so that the whole of it never stands on one rank."""
+    from paceline.training.strategies._torch import build_decoder
+
+    return build_decoder(spec, "meta")
+
+
+def mixed_precision(spec: RunSpec) -> Any:
+    """fp32 shards; gathered in the compute dtype, reduced in the reduction dtype. The decoder casts its own inputs.
+
+    A fine-tuned model is gathered as it is held: 4-bit storage must not be cast, and adapters are cast where used.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from paceline.training.decoder import DTYPES
+
+    precision = spec.training.precision
+    gathered = DTYPES[precision.compute] if spec.tuning is None else None
+    return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=DTYPES[precision.reduce], cast_forward_inputs=False)
+
+
+def block_units(subject: Subject, bucket_mb: float | None) -> list[Any]:
+    """One unit per block, or consecutive blocks joined until a unit holds at least bucket_mb of weights as sharded."""
+    if bucket_mb is None:
+        return list(subject.blocks)
+    units: list[list[nn.Module]] = [[]]
+    size_mb = 0.0
+    for block in subject.blocks:
+        if size_mb >= bucket_mb:
+            units.append([])
+            size_mb = 0.0
+        units[-1].append(block)
+        size_mb += sum(p.nbytes for p in block.parameters()) / 2**20
+    return units
+
+
+def place_shards(decoder: Decoder, spec: RunSpec, seat: Seat) -> None:
+    """Give each rank its shard of the common initial weights, one whole parameter in memory at a time."""
+    from torch.distributed.tensor import distribute_tensor
+
+    from paceline.training.decoder import fill
+
+    decoder.to_empty(device=seat.torch_device)
+
+    def place(parameter: Any, value: Tensor) -> None:
+        shard = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.to_local().copy_(shard.to_local())
+
+    fill(decoder, decoder.shape.layers, spec.seed, spec.training.precision.compute, place)
+
+
+def full_parameters(subject: Subject, codes: frozenset[str]) -> Iterator[tuple[str, Tensor]]:
+    """`codes` names the 4-bit weights, whose bits are told as bitsandbytes packed them."""
+    from paceline.training.finetuned import codes_of
+    from paceline.training.strategies._torch import scales_of
+
+    for name, parameter in subject.named_parameters():
+        whole = cast(Any, parameter).full_tensor()
+        yield name, codes_of(whole) if name in codes else whole
+    yield from scales_of(subject)

@@ -1,0 +1,31 @@
+"""One process, no wrapper: the plain loop that every other strategy is certified against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.contract import Seat, Trainer, options
+from paceline.experiment.spec import RunSpec
+
+
+@dataclass(frozen=True)
+class Options:
+    """None."""
+
+
+def check(spec: RunSpec) -> str | None:
+    assert spec.strategy is not None
+    options(Options, spec.strategy)
+    if spec.topology.world_size != 1:
+        return f"the strategy single runs on one process, not on {spec.topology.world_size}"
+    return None
+
+
+def wrap(spec: RunSpec, seat: Seat, reseed: int = 0) -> Trainer:
+    """reseed is the reference's alone: another rounding of the same initial weights."""
+    from paceline.training.strategies._torch import TorchTrainer, compile_whole, whole_subject, whole_weights
+
+    subject = whole_subject(spec, seat, spec.training.precision.reduce, reseed)
+    if spec.training.compile:
+        compile_whole(subject)
+    return TorchTrainer(subject, spec, seat, full_parameters=lambda: whole_weights(subject))

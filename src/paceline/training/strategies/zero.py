@@ -1,0 +1,208 @@
+"""ZeRO on DeepSpeed, stage 1, 2 or 3: optimizer state, then gradients, then weights sharded over all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, cast
+
+from paceline.contract import Seat, Trainer, options
+from paceline.errors import CheckpointError, MissingPackageError
+from paceline.experiment.choices import require
+from paceline.experiment.spec import RunSpec
+from paceline.training.instruments import collection_paused
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from paceline.training.strategies._torch import Subject
+
+# The folder within a checkpoint; any word will do.
+TAG = "zero"
+
+
+@dataclass(frozen=True)
+class Options:
+    """overlap starts reductions while backward still runs. The others (stage 3) carry DeepSpeed's names and defaults:
+    gathered weights may stay for backward within max_live_parameters and max_reuse_distance (0 and 0: every weight is
+    gathered twice per micro batch), and weights smaller than persistence_threshold are never sharded."""
+
+    stage: int = 1
+    overlap: bool = True
+    max_live_parameters: int = 1_000_000_000
+    max_reuse_distance: int = 1_000_000_000
+    persistence_threshold: int = 100_000
+
+    def __post_init__(self) -> None:
+        require(self.stage in (1, 2, 3), "zero.stage", self.stage, "1, 2 or 3")
+
+
+def check(spec: RunSpec) -> str | None:
+    assert spec.strategy is not None
+    options(Options, spec.strategy)
+    if has_adapters(spec) and spec.training.precision.compute == "fp16":
+        return "DeepSpeed scales the loss only of models that are fp16 altogether, and adapters are fp32"
+    return None
+
+
+def has_adapters(spec: RunSpec) -> bool:
+    return spec.tuning is not None and spec.tuning.has_adapters
+
+
+def wrap(spec: RunSpec, seat: Seat) -> Trainer:
+    deepspeed = import_deepspeed(seat.device)
+    deepspeed.init_distributed(dist_backend="nccl" if seat.device == "cuda" else "gloo", verbose=False)
+    from paceline.training.strategies._optimizers import optimizer_of
+    from paceline.training.strategies._torch import compile_parts, compile_whole, learning, whole_subject
+
+    assert spec.strategy is not None
+    chosen = options(Options, spec.strategy)
+    # DeepSpeed makes this cast itself, but with both copies on the device at once.
+    subject = whole_subject(spec, seat, spec.training.precision.compute)
+    if spec.training.compile:
+        # Stage 3 fetches weights in hooks between layers, which one graph over the whole model would not see.
+        compile_parts(subject) if chosen.stage == 3 else compile_whole(subject)
+    config = configuration(spec, chosen)
+    optimizer = optimizer_of(spec, learning(subject))
+    engine, *_ = deepspeed.initialize(model=subject, optimizer=optimizer, config=config)
+    return ZeroTrainer(engine, subject, optimizer, spec, chosen)
+
+
+def preload(device: str) -> None:
+    """Import what ranks of this strategy import."""
+    import_deepspeed(device)
+
+
+def import_deepspeed(device: str) -> Any:
+    # Left alone, DeepSpeed guesses its accelerator, looks for CUDA's compiler and compiles a shared-memory operator.
+    os.environ.setdefault("DS_ACCELERATOR", device)
+    os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")
+    try:
+        with collection_paused(), _hidden("mlflow"):
+            import deepspeed
+    except ImportError as error:
+        raise MissingPackageError(error.name or "deepspeed", "the strategy zero", "'paceline[zero]'") from None
+    # Its Muon optimizer, which every stage imports and none here uses, would import torch's compiler when defined.
+    deepspeed.runtime.compiler.compile = lambda: deepspeed.runtime.compiler.dummy_decorator
+    deepspeed.utils.logger.setLevel("ERROR")
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+@contextlib.contextmanager
+def _hidden(package: str) -> Iterator[None]:
+    """Not importable inside: DeepSpeed's autotuner, which nobody calls, imports all of MLflow where it is installed."""
+    known = package in sys.modules
+    sys.modules.setdefault(package, cast(ModuleType, None))
+    try:
+        yield
+    finally:
+        if not known:
+            del sys.modules[package]
+
+
+def configuration(spec: RunSpec, chosen: Options) -> dict[str, Any]:
+    """DeepSpeed's configuration with every value that would otherwise be guessed: batch sizes, clipping, dtypes."""
+    training = spec.training
+    compute, reduce = training.precision.compute, training.precision.reduce
+    zero: dict[str, Any] = {"stage": chosen.stage, "overlap_comm": chosen.overlap}
+    if training.bucket_mb is not None:
+        elements = int(training.bucket_mb * 2**20) // (4 if reduce == "fp32" else 2) & ~1
+        zero |= {"reduce_bucket_size": elements, "allgather_bucket_size": elements}
+    if chosen.stage == 3:
+        zero |= {
+            "stage3_max_live_parameters": chosen.max_live_parameters,
+            "stage3_max_reuse_distance": chosen.max_reuse_distance,
+            "stage3_param_persistence_threshold": chosen.persistence_threshold,
+            # Its replacement of torch's linear rounds before adding the bias: other arithmetic than everyone else's.
+            "memory_efficient_linear": False,
+        }
+    config: dict[str, Any] = {
+        "train_batch_size": spec.global_batch,
+        "train_micro_batch_size_per_gpu": training.micro_batch,
+        "gradient_accumulation_steps": training.accumulation,
+        "gradient_clipping": training.clip_norm,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": zero,
+        "communication_data_type": reduce,
+        "data_types": {"grad_accum_dtype": reduce},
+        "steps_per_print": 1 << 30,
+    }
+    if has_adapters(spec):
+        # Adapters are fp32 for DeepSpeed, which leaves frozen weights as they are; the module casts by itself.
+        return config
+    if compute == "bf16":
+        config["bf16"] = {"enabled": True}
+    if compute == "fp16":
+        # The schedule of torch.amp.GradScaler, so that all strategies skip and grow alike.
+        config["fp16"] = {"enabled": True, "initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1}
+    return config
+
+
+class ZeroTrainer:
+    """Implements `plugins.Trainer`: the engine divides, reduces, clips and steps at its own boundary."""
+
+    def __init__(self, engine: Any, subject: Subject, optimizer: Any, spec: RunSpec, chosen: Options) -> None:
+        self.engine, self.subject, self.optimizer = engine, subject, optimizer
+        self.spec, self.chosen = spec, chosen
+
+    @property
+    def updates(self) -> int:
+        return int(self.engine.global_steps - self.engine.skipped_steps)
+
+    def forward(self, tokens: Tensor, labels: Tensor, normaliser: Tensor, last: bool) -> Tensor:
+        return self.engine(tokens, labels, normaliser)  # type: ignore[no-any-return]
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        self.engine.backward(loss)
+        if not last:
+            self.engine.step()
+
+    def update(self) -> Tensor | float:
+        self.engine.step()
+        return self.engine.get_global_grad_norm()  # type: ignore[no-any-return]
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        import deepspeed
+
+        from paceline.training.strategies._torch import scales_of
+
+        for name, parameter in self.subject.named_parameters():
+            with deepspeed.zero.GatheredParameters([parameter], enabled=self.chosen.stage == 3):
+                yield name, parameter.detach()
+        yield from scales_of(self.subject)
+
+    def save(self, folder: Path) -> None:
+        # Frozen weights are what they were, and large: whoever loads has made them again.
+        self.engine.save_checkpoint(
+            str(folder), tag=TAG, save_latest=False, exclude_frozen_parameters=has_adapters(self.spec)
+        )
+
+    def load(self, folder: Path) -> None:
+        found, _ = self.engine.load_checkpoint(
+            str(folder), tag=TAG, load_module_strict=not has_adapters(self.spec), load_lr_scheduler_states=False
+        )
+        if found is None:
+            raise CheckpointError(f"DeepSpeed found no checkpoint in {folder}")
+
+    def declare(self) -> tuple[dict[str, str], dict[str, Any], dict[str, Any]]:
+        from paceline.training.strategies._optimizers import DTYPE_NAMES, optimizer_facts, state_dtypes
+        from paceline.training.strategies._torch import tuning_facts
+
+        model_dtype, accumulation = self.engine.get_data_types()
+        dtypes = {
+            "parameters": DTYPE_NAMES[model_dtype],
+            "compute": DTYPE_NAMES[self.subject.dtype],
+            "gradient": DTYPE_NAMES[accumulation],
+            "gradient_reduction": DTYPE_NAMES[self.engine.communication_data_type],
+            **state_dtypes(self.optimizer),
+        }
+        special, more = tuning_facts(self.subject)
+        facts = optimizer_facts(self.optimizer, self.engine.gradient_clipping())
+        bucket = self.engine.zero_reduce_bucket_size()
+        return dtypes | special, facts, {**asdict(self.chosen), "reduce_bucket_elements": bucket, **more}

@@ -1,0 +1,152 @@
+"""How a number reads: the unit people use, rounded by its own uncertainty. Missing is a dash, never 0."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from paceline.analysis.findings import Comparison, Measurement
+
+MISSING = "\u2013"
+TIMES = "\u00d7"
+DIGITS_OF_INTERVAL = 2
+LEAST_DIGITS = 3
+# Of thousands of requests an interval is tighter than anybody can use, or than another day would give.
+MOST_DIGITS = 5
+DIGITS_OF_RATIO = 3
+
+_SI = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """A unit to read and the factor that takes the SI value there."""
+
+    unit: str
+    factor: float = 1.0
+
+    def apply(self, value: float | None) -> float | None:
+        """None for what is missing; so does a value that is not finite."""
+        return value * self.factor if value is not None and math.isfinite(value) else None
+
+
+def scale_of(unit: str, metric: str = "", values: Iterable[float | None] = ()) -> Scale:
+    """Seconds in ms, memory in GiB, traffic in SI multiples of bytes (by the largest value), shares in %."""
+    if unit == "s":
+        return Scale("ms", 1e3)
+    if unit == "ratio":
+        return Scale(TIMES) if "speedup" in metric else Scale("%", 100.0)
+    if unit == "bytes" and "wire" not in metric and "h2d" not in metric:
+        return Scale("GiB", 2.0**-30)
+    if unit.startswith("bytes"):
+        return _si_scale("B" + unit.removeprefix("bytes"), values)
+    return Scale(unit)
+
+
+def _si_scale(unit: str, values: Iterable[float | None]) -> Scale:
+    largest = max((abs(v) for v in values if v is not None and math.isfinite(v)), default=0.0)
+    size, prefix = next(((size, prefix) for size, prefix in _SI if largest >= size), (1.0, ""))
+    return Scale(f"{prefix}{unit}", 1.0 / size)
+
+
+def places(value: float, low: float | None, high: float | None) -> int:
+    """Decimal places that show two digits of the interval's half width, but of the value at least LEAST_DIGITS, as of
+    one without an interval, and at most MOST_DIGITS: a wide interval says how little is known, and rounding what was
+    seen would hide that as well. A difference that may be none is told as finely as its interval."""
+    if low is None or high is None or high <= low:
+        return _places_of(value, LEAST_DIGITS) if value else 0
+    told = _places_of((high - low) / 2, DIGITS_OF_INTERVAL)
+    if not value:
+        return told
+    least = told if low < 0 < high else _places_of(value, LEAST_DIGITS)
+    return min(max(told, least), _places_of(value, MOST_DIGITS))
+
+
+def _places_of(value: float, digits: int) -> int:
+    """Decimal places that show so many digits of it."""
+    return digits - 1 - math.floor(math.log10(abs(value)))
+
+
+def format_number(value: float | None, decimal_places: int) -> str:
+    """12,345; negative places round before the point."""
+    if value is None or not math.isfinite(value):
+        return MISSING
+    rounded = round(value, decimal_places) + 0.0  # a negative zero becomes 0
+    return f"{rounded:,.{max(decimal_places, 0)}f}"
+
+
+def format_own(value: float, decimal_places: int) -> str:
+    """As many places, more where they would leave no digit of the value: what is not 0 never reads as 0."""
+    return format_number(value, max(decimal_places, -math.floor(math.log10(abs(value)))) if value else decimal_places)
+
+
+def format_parts(
+    value: float | None, low: float | None, high: float | None, scale: Scale | None = None
+) -> tuple[str, str]:
+    """The value and its interval as two texts; the interval is empty where none is known or it has no width."""
+    scale = scale or Scale("")
+    value, low, high = scale.apply(value), scale.apply(low), scale.apply(high)
+    if value is None:
+        return MISSING, ""
+    digits = places(value, low, high)
+    return format_own(value, digits), _interval(low, high, digits)
+
+
+def _interval(low: float | None, high: float | None, digits: int) -> str:
+    if low is None or high is None or low == high:
+        return ""
+    return f"[{format_own(low, digits)}, {format_own(high, digits)}]"
+
+
+def format_quantity(
+    value: float | None, low: float | None, high: float | None, unit: str, metric: str = "", scale: Scale | None = None
+) -> str:
+    """One text with interval and unit: `12,345 [12,290, 12,400] tokens/s`; unit is the SI one of the measurement."""
+    scale = scale or scale_of(unit, metric, (value,))
+    number, interval = format_parts(value, low, high, scale)
+    if number == MISSING:
+        return MISSING
+    glue = "" if scale.unit == TIMES else " "
+    return f"{number}{glue}{scale.unit}".strip() if not interval else f"{number} {interval} {scale.unit}".strip()
+
+
+def format_si(value: float, unit: str) -> str:
+    """A fact of hardware with its prefix: `989 TFLOP/s`."""
+    return format_quantity(value, None, None, unit, scale=_si_scale(unit, (value,)))
+
+
+def format_measurement(m: Measurement, scale: Scale | None = None) -> str:
+    return format_quantity(m.value, m.low, m.high, m.unit, m.metric, scale)
+
+
+def format_brief(m: Measurement, scale: Scale) -> str:
+    """The number alone: three digits."""
+    value = scale.apply(m.value)
+    return MISSING if value is None else format_own(value, places(value, None, None))
+
+
+def format_ratio(c: Comparison) -> tuple[str, str]:
+    """`0.912x` and `[0.900, 0.924]`: never finer than a tenth of the percent under which everything is a tie."""
+    digits = min(places(c.ratio, c.low, c.high), DIGITS_OF_RATIO)
+    return f"{format_own(c.ratio, digits)}{TIMES}", _interval(c.low, c.high, digits)
+
+
+def format_duration(seconds: float) -> str:
+    """Wall time for people: 42 s, 3 min 05 s, 2 h 10 min."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+_PREFIXES = ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K"))
+
+
+def short_count(count: int) -> str:
+    """`1.5B`; a number that no prefix makes short is written out."""
+    size, prefix = next(((s, p) for s, p in _PREFIXES if count >= s), (1, ""))
+    short = f"{count / size:g}{prefix}"
+    return short if float(f"{count / size:g}") * size == count else f"{count:,}"

@@ -1,0 +1,87 @@
+"""Pair tournament: every two ranks exchange a buffer both ways, disjoint pairs at once: a slow one stands out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paceline.results.machine_samples import CollectiveSample
+from paceline.workloads.collectives.ensemble import Ensemble, affordable
+from paceline.workloads.collectives.operations import OPERATIONS, Segment, exchange
+from paceline.workloads.collectives.payload import TORCH_DTYPES, Payload
+from paceline.workloads.collectives.schedule import Pair, rounds
+
+if TYPE_CHECKING:
+    from paceline.workloads.collectives import Options
+
+TURNS = 2
+DTYPE = "int8"
+WARMUP = 2
+
+
+class Tournament:
+    """Both turns on one rank. Each pair is a sample of each of its two ranks; a rank that rests only keeps step."""
+
+    def __init__(self, ensemble: Ensemble, options: Options, number: int) -> None:
+        self.ensemble, self.options, self.number = ensemble, options, number
+        self.count = options.exchanged_bytes // TORCH_DTYPES[DTYPE].itemsize
+        self.payload = Payload(ensemble.place, DTYPE, False, ensemble.seat.torch_device)
+        self.buffers, self.refusal = ensemble.allocate(OPERATIONS["ring"], DTYPE, self.count, False)
+
+    def run(self) -> int:
+        """Plays every round; returns the number of progress steps taken."""
+        for turn in range(TURNS):
+            for pairs in rounds(self.ensemble.place.ranks, turn):
+                self.ensemble.recorder.progress(self.number, "timing")
+                self.play(pairs, turn)
+                self.number += 1
+        return self.number
+
+    def play(self, pairs: tuple[Pair, ...], turn: int) -> None:
+        """One round. Ranks meet before the warm-up and before the clock: none begins while another is still timed."""
+        ensemble, rank = self.ensemble, self.ensemble.place.rank
+        peer = next((b if a == rank else a for a, b in pairs if rank in (a, b)), None)
+        if self.buffers is None:
+            if peer is not None:
+                self.record(peer, turn, (), None, "oom", self.refusal)
+            return
+        launch = exchange(self.buffers, peer, peer, None)
+        ensemble.fence()
+        for _ in range(WARMUP):
+            estimate_s = ensemble.wall_s(launch)
+        # Pairs of one round share the slowest one's count, so that none of them ends long before its neighbours.
+        iterations = affordable(self.options.pair_iters, ensemble.largest([estimate_s])[0], self.options.budget_s)
+        durations_s = ensemble.durations(launch, iterations)
+        self.payload.fill(self.buffers)
+        ensemble.wall_s(launch)
+        if peer is not None:
+            wrong = self.payload.count_wrong(self.buffers.receive, (Segment(0, self.count, peer),))
+            self.record(peer, turn, durations_s, wrong)
+
+    def record(
+        self,
+        peer: int,
+        turn: int,
+        durations_s: tuple[float, ...],
+        wrong: int | None,
+        status: str = "ok",
+        error: str | None = None,
+    ) -> None:
+        self.ensemble.recorder.add(
+            CollectiveSample(
+                rank=self.ensemble.place.rank,
+                operation="pair",
+                dtype=DTYPE,
+                size_bytes=self.count,
+                count=self.count,
+                group_size=2,
+                in_place=False,
+                mode="single",
+                batch=1,
+                durations_s=durations_s,
+                wrong=wrong,
+                status=status,
+                error=error,
+                peer=peer,
+                turn=turn,
+            )
+        )

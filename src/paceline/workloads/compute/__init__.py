@@ -1,0 +1,299 @@
+"""The machine's ceilings: matrix products, memory and host-device copies, attention, each device measured alone.
+
+Here stands what is measured and how much work that is, by arithmetic alone; `_kernels` does it. Every rank measures its
+own device; ranks wait for each other between rows, so that all of a host are loaded alike, never inside one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from paceline.contract import Recorder, Seat, options
+from paceline.experiment.choices import require
+from paceline.experiment.spec import RunSpec
+from paceline.launchers.node import placement
+from paceline.models.arithmetic import attention_flops_per_token, parameters
+from paceline.models.arithmetic import load as load_shape
+from paceline.models.shape import Shape
+from paceline.results.records import Evidence
+
+# decoder.VOCAB_MULTIPLE, which cannot be imported here without torch; a test holds them equal.
+HEAD_MULTIPLE = 64
+KERNELS = ("matmul", "copy", "h2d", "d2h", "attention")
+DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
+FEWEST_ITERATIONS = 5
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+# A backward costs two forwards, as in F of MFU; what a fused kernel computes again is not counted.
+BACKWARD_OVER_FORWARD = 2
+ELEMENT_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Ranges:
+    """What `all` and an option left out mean on one kind of device. sides, copies and lengths are first and last."""
+
+    dtypes: tuple[str, ...]
+    sides: tuple[int, int]
+    copies: tuple[int, int]
+    bus: tuple[int, int]
+    lengths: tuple[int, int]
+    backends: tuple[str, ...]
+    attention_dtypes: tuple[str, ...]
+    tokens: int
+
+
+RANGES = {
+    "cuda": Ranges(
+        dtypes=DTYPES,
+        sides=(256, 16384),
+        copies=(MIB, GIB),
+        bus=(64 * KIB, GIB),
+        lengths=(512, 8192),
+        backends=("flash", "cudnn", "efficient"),
+        attention_dtypes=("bf16", "fp16", "fp32"),
+        tokens=8192,
+    ),
+    "cpu": Ranges(
+        dtypes=("fp32", "bf16"),
+        sides=(64, 2048),
+        copies=(MIB, 256 * MIB),
+        bus=(64 * KIB, 64 * KIB),
+        lengths=(128, 1024),
+        backends=("flash",),
+        attention_dtypes=("fp32", "bf16", "fp16"),
+        tokens=512,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """kernels and dtypes: `all`, or names joined by '+'. None takes the device's own default.
+
+    A row takes budget_s at most, by fewer iterations, but never fewer than 5. tokens is micro batch x sequence length
+    of the model's products. largest_matmul, largest_copy_bytes and longest_sequence end the sweeps.
+    """
+
+    kernels: str = "all"
+    dtypes: str = "all"
+    iters: int = 100
+    warmup: int = 10
+    budget_s: float = 2.0
+    tokens: int | None = None
+    largest_matmul: int | None = None
+    largest_copy_bytes: int | None = None
+    longest_sequence: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, known in (("kernels", KERNELS), ("dtypes", DTYPES)):
+            given = getattr(self, name)
+            accepted = f"all, or names out of {', '.join(known)} joined by '+'"
+            require(given == "all" or set(given.split("+")) <= set(known), f"compute.{name}", given, accepted)
+        require(
+            self.iters >= FEWEST_ITERATIONS, "compute.iters", self.iters, f"a whole number from {FEWEST_ITERATIONS}"
+        )
+        require(self.warmup >= 0, "compute.warmup", self.warmup, "a whole number from 0")
+        require(0 < self.budget_s < float("inf"), "compute.budget_s", self.budget_s, "a positive number of seconds")
+        for name in ("tokens", "largest_matmul", "largest_copy_bytes", "longest_sequence"):
+            given = getattr(self, name)
+            accepted = "a whole number from 1, or null for the device's default"
+            require(given is None or (type(given) is int and given >= 1), f"compute.{name}", given, accepted)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One row of the sweep and its work. kernel, dtype, label, variant and size are those of `records.KernelSample`.
+
+    dims: m, n, k of a product; bytes of a copy; batch and sequence length of attention. needed_bytes is its memory.
+    """
+
+    kernel: str
+    dtype: str
+    label: str
+    variant: str
+    dims: tuple[int, ...]
+    needed_bytes: int
+    size: int | None = None
+    flops: int | None = None
+    moved_bytes: int | None = None
+
+
+def check(spec: RunSpec) -> str | None:
+    options(Options, spec.workload)
+    if load_shape(spec.model).experts:
+        return f"the products of a mixture of experts, which {spec.model} has, are not of fixed shape"
+    return None
+
+
+def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
+    import torch.distributed as dist
+
+    from paceline.workloads.compute.kernels import Bench
+
+    recorder.progress(0, "setup")
+    shape, chosen = load_shape(spec.model), options(Options, spec.workload)
+    bench = Bench(seat, shape, chosen, spec.topology.processes_per_node, spec.seed)
+    for number, row in enumerate(plan(shape, chosen, seat.device)):
+        recorder.progress(number, "forward")
+        dist.barrier()
+        recorder.add(bench.measure(row))
+    recorder.conclude(evidence(seat, shape))
+
+
+def evidence(seat: Seat, shape: Shape) -> Evidence:
+    """Nothing is trained: what a reader needs is whether something else may have slowed the device."""
+    import torch
+
+    from paceline.host.machine import debug_switches, neighbours
+
+    shared = {"shared_gpu": True} if placement.shares_gpu(os.environ) else {}
+    return Evidence(
+        init_digest="",
+        parameters=parameters(shape),
+        dtypes={},
+        optimizer={},
+        settings={"threads": torch.get_num_threads(), **shared},
+        switches=debug_switches(os.environ),
+        neighbours=neighbours(seat.local_rank) if seat.device == "cuda" else None,
+        window_wall_s=None,
+        shape=dataclasses.asdict(shape),
+    )
+
+
+# --- what is measured ---
+
+
+def plan(shape: Shape, chosen: Options, device: str) -> tuple[Row, ...]:
+    """All rows in the order they are measured, small ones first: the same on every rank."""
+    ranges = RANGES[device]
+    kernels = KERNELS if chosen.kernels == "all" else tuple(k for k in KERNELS if k in chosen.kernels.split("+"))
+    dtypes = ranges.dtypes if chosen.dtypes == "all" else tuple(d for d in DTYPES if d in chosen.dtypes.split("+"))
+    tokens = chosen.tokens or ranges.tokens
+    rows: list[Row] = []
+    if "matmul" in kernels:
+        sides = _ladder(ranges.sides, chosen.largest_matmul, 2)
+        rows += (_square(side, dtype) for dtype in dtypes for side in sides)
+        rows += (row for dtype in dtypes for row in model_products(shape, tokens, dtype, padded=device == "cuda"))
+    if "copy" in kernels:
+        rows += map(_memory_copy, _ladder(ranges.copies, chosen.largest_copy_bytes, 4))
+    for way in ("h2d", "d2h"):
+        sizes = _ladder(ranges.bus, chosen.largest_copy_bytes, 4) if way in kernels else []
+        rows += (_bus_copy(way, variant, size) for variant in ("pinned", "pageable") for size in sizes)
+    if "attention" in kernels:
+        dtype = next((d for d in ranges.attention_dtypes if d in dtypes), ranges.attention_dtypes[0])
+        lengths = _ladder(ranges.lengths, chosen.longest_sequence, 2)
+        rows += (
+            row for backend in ranges.backends for s in lengths for row in attention(shape, tokens, s, dtype, backend)
+        )
+    return tuple(rows)
+
+
+def _ladder(ends: tuple[int, int], largest: int | None, factor: int) -> list[int]:
+    """From the first to the last by powers; an end asked for is a step of its own where it meets none."""
+    last = largest or ends[1]
+    steps = [min(ends[0], last)]
+    while steps[-1] * factor <= last:
+        steps.append(steps[-1] * factor)
+    return steps if steps[-1] == last else [*steps, last]
+
+
+def _square(side: int, dtype: str) -> Row:
+    return _product(dtype, "NT", (side, side, side), size=side)
+
+
+def model_products(shape: Shape, tokens: int, dtype: str, padded: bool = False) -> Iterator[Row]:
+    """Each linear layer of the decoder as training computes it, on row-major tensors: y = x W' (NT), dx = dy W (NN),
+    dW = dy' x (TN). All three are 2 * tokens * in * out FLOPs."""
+    for name, out, into in linear_layers(shape, padded):
+        yield _product(dtype, "NT", (tokens, out, into), f"{name} forward")
+        yield _product(dtype, "NN", (tokens, into, out), f"{name} grad input")
+        yield _product(dtype, "TN", (out, into, tokens), f"{name} grad weight")
+
+
+def linear_layers(shape: Shape, padded: bool = False) -> tuple[tuple[str, int, int], ...]:
+    """Name, outputs and inputs; q, k, v and the two halves of a gated MLP are one product each, as in the decoder,
+    which pads the head on a GPU."""
+    heads, wide = shape.heads * shape.head_dim, shape.ffn * (2 if shape.gated else 1)
+    return (
+        ("qkv", heads + 2 * shape.kv_heads * shape.head_dim, shape.hidden),
+        ("attention output", shape.hidden, heads),
+        ("mlp in", wide, shape.hidden),
+        ("mlp out", shape.hidden, shape.ffn),
+        ("head", shape.vocab + (-shape.vocab % HEAD_MULTIPLE if padded else 0), shape.hidden),
+    )
+
+
+def _product(dtype: str, layout: str, dims: tuple[int, int, int], name: str = "", size: int | None = None) -> Row:
+    """2mnk FLOPs. fp8 kernels take one layout only, so all its products are stored as NT."""
+    m, n, k = dims
+    wide = ELEMENT_BYTES["bf16"] if dtype == "fp8" else ELEMENT_BYTES[dtype]
+    operands = (m * k + n * k) * ELEMENT_BYTES[dtype]
+    return Row(
+        kernel="matmul",
+        dtype=dtype,
+        label=", ".join(filter(None, (name, f"{m} x {n} x {k}"))),
+        variant="NT, fast accumulation" if dtype == "fp8" else layout,
+        dims=dims,
+        size=size,
+        flops=2 * m * n * k,
+        # An fp8 operand is rounded from a wider one, which stands beside it for a moment.
+        needed_bytes=operands + m * n * wide + (max(m, n) * k * wide if dtype == "fp8" else 0),
+    )
+
+
+def _memory_copy(size: int) -> Row:
+    """Every byte is read once and written once: 2 x size."""
+    return Row(
+        kernel="copy",
+        dtype="bytes",
+        label=bytes_text(size),
+        variant="",
+        dims=(size,),
+        size=size,
+        moved_bytes=2 * size,
+        needed_bytes=2 * size,
+    )
+
+
+def _bus_copy(way: str, variant: str, size: int) -> Row:
+    """Between host and device: size bytes cross the bus."""
+    return Row(
+        kernel=way,
+        dtype="bytes",
+        label=bytes_text(size),
+        variant=variant,
+        dims=(size,),
+        size=size,
+        moved_bytes=size,
+        needed_bytes=size,
+    )
+
+
+def attention(shape: Shape, tokens: int, length: int, dtype: str, backend: str) -> Iterator[Row]:
+    """One layer's causal attention forward and backward over the same tokens at every length, by the FLOPs of MFU."""
+    batch = max(1, tokens // length)
+    forward = attention_flops_per_token(shape, length) // shape.layers * batch * length
+    one = batch * length * shape.head_dim * ELEMENT_BYTES[dtype]
+    tensors = 2 * shape.heads + 2 * shape.kv_heads
+    for way, factor, sets in (("forward", 1, 1), ("backward", BACKWARD_OVER_FORWARD, 2)):
+        yield Row(
+            kernel=f"attention_{way}",
+            dtype=dtype,
+            label=f"sequence {length}, batch {batch}",
+            variant=backend,
+            dims=(batch, length),
+            size=length,
+            flops=factor * forward,
+            needed_bytes=one * tensors * sets,
+        )
+
+
+def bytes_text(size: int) -> str:
+    """64 KiB, 1 GiB; bytes where no such unit divides it."""
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if size % unit == 0:
+            return f"{size // unit} {name}"
+    return f"{size} bytes"

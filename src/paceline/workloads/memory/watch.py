@@ -1,0 +1,122 @@
+"""A trainer under observation: live bytes at the moments of one step, and the tensors that the trainer owns then."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.contract import Trainer
+from paceline.results.memory_components import Held
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _storages(tensors: Iterable[Any]) -> dict[int, Any]:
+    """Distinct storages by address: views of one flat buffer are one storage."""
+    local = (_local(t.detach()) for t in tensors if isinstance(t, Tensor))
+    return {s._cdata: s for s in (t.untyped_storage() for t in local)}
+
+
+def _size(storages: Mapping[int, Any], without: Iterable[int] = ()) -> int:
+    return sum(storage.nbytes() for key, storage in storages.items() if key not in set(without))
+
+
+def _module(trainer: Any) -> torch.nn.Module:
+    """TorchTrainer keeps its (wrapped) module, ZeroTrainer what its engine wraps."""
+    return trainer.module if hasattr(trainer, "module") else trainer.subject  # type: ignore[no-any-return]
+
+
+def _parameters(trainer: Any) -> Iterator[Any]:
+    for parameter in _module(trainer).parameters():
+        yield parameter
+        # ZeRO-3 keeps its shard beside a parameter that is empty between uses.
+        yield getattr(parameter, "ds_tensor", None)
+
+
+def _optimizer_tensors(trainer: Any) -> Iterator[Any]:
+    """What AdamW steps on (masters, or the parameters themselves) and its moments."""
+    for group in trainer.optimizer.param_groups:
+        yield from group["params"]
+    for parameter, state in trainer.optimizer.state.items():
+        yield parameter
+        yield from state.values()
+
+
+def _gradients(trainer: Any) -> Iterator[Any]:
+    for parameter in _module(trainer).parameters():
+        yield parameter.grad
+    sharded = getattr(getattr(trainer, "engine", None), "optimizer", None)
+    yield getattr(sharded, "grad_partitions_flat_buffer", None)
+    for group in (getattr(sharded, "averaged_gradients", None) or {}).values():
+        yield from group or ()
+
+
+class Watched:
+    """Implements `plugins.Trainer` around another. `read(moment)` is called at the moments of step `step`; `start` just
+    before that step, when the peak shall begin anew."""
+
+    def __init__(self, trainer: Trainer, step: int, read: Callable[[str], None], start: Callable[[], None]) -> None:
+        self._trainer, self._step, self._read, self._start = trainer, step, read, start
+        self._steps = self._forwards = 0
+        self._gradients: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self.held: Held | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+    @property
+    def updates(self) -> int:
+        return self._trainer.updates
+
+    @property
+    def _watching(self) -> bool:
+        return self._steps == self._step
+
+    def forward(self, tokens: Tensor, labels: Tensor, normaliser: Tensor, last: bool) -> Tensor:
+        first = self._watching and self._forwards == 0
+        self._forwards += 1
+        if first:
+            self._start()
+            self._read("begin")
+        loss = self._trainer.forward(tokens, labels, normaliser, last)
+        if first:
+            self._read("forward")
+        return loss
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        self._trainer.backward(loss, last)
+        if last and self._watching:
+            self._read("backward")
+            found = _storages(_gradients(self._trainer))
+            self._gradients = {key: (weakref.ref(storage), storage.nbytes()) for key, storage in found.items()}
+
+    def update(self) -> Tensor | float:
+        norm = self._trainer.update()
+        if self._watching:
+            self._read("update")
+            self.held = self._holdings()
+        self._steps, self._forwards = self._steps + 1, 0
+        return norm
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        return self._trainer.full_parameters()
+
+    def declare(self) -> tuple[Mapping[str, str], Mapping[str, Any], Mapping[str, Any]]:
+        return self._trainer.declare()
+
+    def _holdings(self) -> Held:
+        parameters = _storages(_parameters(self._trainer))
+        optimizer = _storages(_optimizer_tensors(self._trainer))
+        gradients = self._gradients.values()
+        return Held(
+            parameters=_size(parameters),
+            optimizer=_size(optimizer, without=parameters),
+            gradients=sum(size for _, size in gradients),
+            standing_gradients=sum(size for reference, size in gradients if reference() is not None),
+        )

@@ -1,0 +1,162 @@
+"""The stages of a node's acceptance on one process: condition, proofs, k interleaved windows, and the pairs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from paceline.contract import Recorder, Seat, load, options
+from paceline.experiment.spec import RunSpec
+from paceline.host import health
+from paceline.models.arithmetic import load as load_shape
+from paceline.results.acceptance import HealthSample, TrajectorySample
+from paceline.training.data.corpus import Partition, open_data
+from paceline.training.instruments import clock_for, digest_parameters, read_memory, release_unused
+from paceline.workloads import collectives, compute
+from paceline.workloads._loop import Loop
+from paceline.workloads.collectives.ensemble import Ensemble
+from paceline.workloads.collectives.tournament import Tournament
+from paceline.workloads.compute import Row
+from paceline.workloads.compute.kernels import Bench
+from paceline.workloads.nodes import SIDES, Options, alone, plan
+from paceline.workloads.nodes.proof import deterministic, lacks_kernel, prepare_products, prove_product
+from paceline.workloads.pretrain import attention_backends
+
+# Products queued while the condition is read: a tenth of a second and more of work for a device they fill.
+QUEUED = 100
+
+
+class Acceptance:
+    """Everything one rank does, in an order that is the same on all of them."""
+
+    def __init__(self, spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
+        prepare_products()
+        self.spec, self.seat, self.recorder = spec, seat, recorder
+        self.chosen = options(Options, spec.workload)
+        self.side = self.chosen.side or SIDES[seat.device]
+        asked = compute.Options(iters=self.chosen.iters, warmup=5, budget_s=self.chosen.budget_s)
+        processes = spec.topology.processes_per_node
+        self.bench = Bench(seat, load_shape(spec.model), asked, processes, spec.seed)
+        self.trains = self.chosen.training != "none"
+        self.number = 0
+
+    def hold(self) -> None:
+        self._read_condition("before")
+        training = self._proved_training(turn=0)
+        for repeat in range(self.chosen.repeats):
+            self._window_of_each(repeat, training)
+            self._prove(repeat)
+        del training
+        self._proved_training(turn=1)
+        release_unused(self.seat.device)
+        self._read_loaded_condition()
+        self._meet()
+        if self.chosen.tournament and self.seat.world_size > 1:
+            asked = collectives.Options(pair_bytes=self.chosen.pair_bytes, budget_s=self.chosen.budget_s)
+            Tournament(Ensemble(self.seat, self.recorder), asked, self.number).run()
+
+    def _meet(self, phase: str = "timing") -> None:
+        """All ranks go on together; nothing is being measured anywhere."""
+        self.number += 1
+        self.recorder.progress(self.number, phase)
+        dist.barrier()
+
+    # --- measures ---
+
+    def _window_of_each(self, repeat: int, training: OwnTraining | None) -> None:
+        """Forwards and backwards by turns, so that what follows what does not decide a number."""
+        windows: list[Callable[[], None]] = [_bound(self._measure_row, row, repeat) for row in plan(self.spec)]
+        if training is not None:
+            windows.append(_bound(training.window, repeat))
+        for window in windows[:: -1 if repeat % 2 else 1]:
+            self._meet()
+            window()
+
+    def _measure_row(self, row: Row, repeat: int) -> None:
+        self.recorder.add(dataclasses.replace(self.bench.measure(row), repeat=repeat))
+
+    # --- proofs ---
+
+    def _prove(self, repeat: int) -> None:
+        self._meet("verify")
+        for dtype in dict.fromkeys((self.spec.training.precision.compute, "fp32")):
+            self.recorder.add(prove_product(self.seat, repeat, self.side, dtype, self.spec.seed))
+
+    def _proved_training(self, turn: int) -> OwnTraining | None:
+        """A training whose first steps are the proof; None where none is asked for."""
+        if not self.trains:
+            return None
+        self._meet("setup")
+        return self._strictly_proved(turn) or self._new_training(turn, strict=False)
+
+    def _strictly_proved(self, turn: int) -> OwnTraining | None:
+        """None where a kernel is lacking. All alike ranks lack it, so that they go on together."""
+        try:
+            return self._new_training(turn, strict=True)
+        except RuntimeError as error:
+            if not lacks_kernel(error):
+                raise
+        return None
+
+    def _new_training(self, turn: int, strict: bool) -> OwnTraining:
+        training = OwnTraining(self.spec, self.seat, self.recorder, self.chosen)
+        training.prove(turn, strict)
+        return training
+
+    # --- condition ---
+
+    def _read_condition(self, moment: str) -> None:
+        facts = health.read(self.seat.local_rank if self.seat.device == "cuda" else None)
+        self.recorder.add(HealthSample(rank=self.seat.rank, moment=moment, facts=facts))
+
+    def _read_loaded_condition(self) -> None:
+        """While products are queued: an idle GPU lowers its clocks and its bus, which would look like a defect."""
+        self._meet()
+        if self.seat.device == "cuda":
+            kind = torch.bfloat16 if self.spec.training.precision.compute == "bf16" else torch.float16
+            a = torch.ones((self.side, self.side), dtype=kind, device=self.seat.torch_device)
+            for _ in range(QUEUED):
+                torch.mm(a, a)
+        self._read_condition("loaded")
+        self.bench.clock.drain()
+
+
+def _bound(call: Callable[..., None], *arguments: object) -> Callable[[], None]:
+    return lambda: call(*arguments)
+
+
+class OwnTraining:
+    """The training of one process, without strategy or peers: first the proof, then warm-up, then timed windows."""
+
+    def __init__(self, spec: RunSpec, seat: Seat, recorder: Recorder, chosen: Options) -> None:
+        own = alone(spec)
+        self.seat, self.recorder, self.chosen, self.spec = seat, recorder, chosen, spec
+        self.trainer = load("strategies", "single").wrap(own, seat)
+        corpus = open_data(own, load_shape(spec.model).vocab)
+        self.begin = chosen.proof_steps + spec.warmup.minimum
+        steps = self.begin + chosen.repeats * spec.steps
+        clock = clock_for(seat.device)
+        self.loop = Loop(self.trainer, corpus, Partition.of(own, 0), seat, clock, recorder, steps)
+        self.is_warm = False
+
+    def prove(self, turn: int, strict: bool) -> None:
+        steps = self.chosen.proof_steps
+        with attention_backends(self.seat.device), deterministic(strict):
+            self.loop.unrecorded(range(steps))
+            self.loop.clock.drain()
+            weights = digest_parameters(self.trainer.full_parameters())
+        losses = tuple(self.loop.scalars[:steps, 0].tolist())
+        self.recorder.add(TrajectorySample(rank=self.seat.rank, turn=turn, losses=losses, weights=weights.digest))
+
+    def window(self, repeat: int) -> None:
+        """Steps carry their repeat as `variant`; the peak is that of this window."""
+        with attention_backends(self.seat.device):
+            if not self.is_warm:
+                self.loop.unrecorded(range(self.chosen.proof_steps, self.begin))
+                self.is_warm = True
+            first, self.loop.variant = self.begin + repeat * self.spec.steps, repeat
+            self.loop.window(range(first, first + self.spec.steps), reset_at=first)
+        self.recorder.add(read_memory(self.seat.rank, "steps", self.seat.device, peak=True))
