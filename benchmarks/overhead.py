@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from paceline import experiment
+from paceline.experiment import expansion
 from paceline.experiment.spec import RunSpec
 from paceline.host import machine
 
@@ -60,13 +60,13 @@ def _loop_spec(device: str, folder: Path) -> RunSpec:
     file = folder / "loop.yaml"
     file.write_text(f"name: loop\nbase: {sizes[device]}\n")
     settings = ["strategy=single", "processes=1", "accumulation=2", f"device={device}"]
-    return experiment.load(str(file), settings)[0]
+    return expansion.load(str(file), settings)[0]
 
 
 def _alternate(spec: RunSpec, folder: Path) -> tuple[list[float], list[float], list[float]]:
     """Bare and watched segments in turns, each pair in the reverse order of the one before, so that drift cancels."""
+    from paceline.training.instruments import attention_backends
     from paceline.workloads import worker
-    from paceline.workloads.pretrain import attention_backends
 
     _join_alone(spec)
     seat = worker.take_seat(spec, 0)
@@ -98,7 +98,7 @@ def _bare_segment(spec: RunSpec, seat: Any) -> Any:
     """What a user would write: batches in memory, one clock around all steps."""
     import torch
 
-    from paceline.contract import load as load_plugin
+    from paceline.experiment.plugins import load as load_plugin
     from paceline.models.arithmetic import load
     from paceline.training.data.corpus import Partition, open_corpus
 
@@ -128,7 +128,7 @@ def _bare_segment(spec: RunSpec, seat: Any) -> Any:
 
 def _watched_segment(spec: RunSpec, seat: Any, folder: Path) -> Any:
     """The same steps through the loop of the pretrain workload, recorder and progress included."""
-    from paceline.contract import load as load_plugin
+    from paceline.experiment.plugins import load as load_plugin
     from paceline.models.arithmetic import load
     from paceline.training.data.corpus import Partition, open_corpus
     from paceline.training.instruments import clock_for
@@ -181,8 +181,8 @@ def telemetry_overhead() -> dict[str, Any]:
 
 def _gauged_in_turns(spec: RunSpec, folder: Path) -> tuple[list[float], list[float]]:
     """Seconds of segments with and without gauges, each pair in the reverse order of the one before."""
+    from paceline.training.instruments import attention_backends
     from paceline.workloads import worker
-    from paceline.workloads.pretrain import attention_backends
 
     _join_alone(spec)
     seat = worker.take_seat(spec, 0)

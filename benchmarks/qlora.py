@@ -22,7 +22,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from paceline import experiment
 from paceline.campaign.run import controller
 from paceline.experiment.spec import RunSpec
 from paceline.host import machine
@@ -59,8 +58,8 @@ def spec_of(asked: argparse.Namespace) -> RunSpec:
         "sequence_length": asked.sequence_length,
         "micro_batch": asked.micro_batch,
     }
-    cell = experiment.Cell.model_validate(fields)
-    return experiment.build("qlora", cell, machine.device_kind())
+    cell = fields.Cell.model_validate(fields)
+    return fields.build("qlora", cell, machine.device_kind())
 
 
 def paceline_launch(asked: argparse.Namespace) -> dict[str, Any]:

@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from paceline import experiment
 from paceline.cli.results import DEFAULT_FORMATS
+from paceline.experiment import expansion
 from paceline.experiment.spec import RunSpec
 from paceline.models import arithmetic
 from paceline.results import store
@@ -69,7 +69,7 @@ def write_store(folder: Path, runs: int, steps: int, ranks: int) -> None:
         f"steps={steps}", f"processes={ranks}", "reference_steps=2", "repeats=5", f"micro_batch={sizes}",
         "strategy=[ddp, fsdp2, 'zero:stage=1', 'zero:stage=2', 'zero:stage=3']",
     ]  # fmt: skip
-    specs = experiment.load(str(file), settings)[:runs]
+    specs = expansion.load(str(file), settings)[:runs]
     for spec in [*references_of(specs).values(), *specs]:
         _write_run(folder, spec)
 

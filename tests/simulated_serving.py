@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from paceline.experiment.choices import Choice
-from paceline.experiment.serving import ClientSample, ReplicaSample, RequestSample, Serving, StageSample
+from paceline.experiment.serving import Serving
 from paceline.experiment.spec import RunSpec, Topology, Training
 from paceline.results.records import RunRecord, Status
+from paceline.results.served_samples import ClientSample, ReplicaSample, RequestSample, StageSample
 
 NS = 1_000_000_000
 TOKENS = 32

@@ -54,3 +54,12 @@ class LaunchError(PacelineError):
 
 class StrayJobError(LaunchError):
     """The engine was lost with the job in it: it may still be running."""
+
+
+Scalar = str | int | float | bool | None
+
+
+def require(condition: bool, where: str, given: object, accepted: str) -> None:
+    """Refuse a value with the one sentence every user error has: where, what was given, what is accepted."""
+    if not condition:
+        raise RequestError(f"{where}: {given!r} was given; accepted is {accepted}")

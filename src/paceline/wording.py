@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-
-from paceline.analysis.findings import Comparison, Measurement
 
 MISSING = "\u2013"
 TIMES = "\u00d7"
@@ -116,22 +114,6 @@ def format_si(value: float, unit: str) -> str:
     return format_quantity(value, None, None, unit, scale=_si_scale(unit, (value,)))
 
 
-def format_measurement(m: Measurement, scale: Scale | None = None) -> str:
-    return format_quantity(m.value, m.low, m.high, m.unit, m.metric, scale)
-
-
-def format_brief(m: Measurement, scale: Scale) -> str:
-    """The number alone: three digits."""
-    value = scale.apply(m.value)
-    return MISSING if value is None else format_own(value, places(value, None, None))
-
-
-def format_ratio(c: Comparison) -> tuple[str, str]:
-    """`0.912x` and `[0.900, 0.924]`: never finer than a tenth of the percent under which everything is a tie."""
-    digits = min(places(c.ratio, c.low, c.high), DIGITS_OF_RATIO)
-    return f"{format_own(c.ratio, digits)}{TIMES}", _interval(c.low, c.high, digits)
-
-
 def format_duration(seconds: float) -> str:
     """Wall time for people: 42 s, 3 min 05 s, 2 h 10 min."""
     whole = round(seconds)
@@ -150,3 +132,42 @@ def short_count(count: int) -> str:
     size, prefix = next(((s, p) for s, p in _PREFIXES if count >= s), (1, ""))
     short = f"{count / size:g}{prefix}"
     return short if float(f"{count / size:g}") * size == count else f"{count:,}"
+
+
+def listed(names: Iterable[str]) -> str:
+    """`a`, `a and b`, `a, b and c`; empty of none."""
+    known = list(names)
+    return f"{', '.join(known[:-1])} and {known[-1]}" if len(known) > 1 else "".join(known)
+
+
+def ratio_words(ratio: float, low: float, high: float) -> tuple[str, str]:
+    """`1.34` and ` (95 % interval 1.31 to 1.37)`: as many digits as the interval supports, the same everywhere.
+
+    The interval is empty where both ends print alike: it would say no more than the ratio.
+    """
+    digits = min(max(places(ratio, low, high) - 1, 1), DIGITS_OF_RATIO)
+    value, start, end = (format_own(x, digits) for x in (ratio, low, high))
+    return value, f" (95 % interval {start} to {end})" if start != end else ""
+
+
+def short_names(series: Sequence[str]) -> dict[str, str]:
+    """Each series by the words that the others lack; the first word where it has none of its own."""
+    words = {name: name.split(", ") for name in series}
+    shared = set.intersection(*map(set, words.values())) if words else set()
+    return {name: ", ".join(w for w in found if w not in shared) or found[0] for name, found in words.items()}
+
+
+_BINARY = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+
+def format_size(size_bytes: float) -> str:
+    """`8 B`, `4 KiB`, `1.5 MiB`: powers of two read as such."""
+    scale, unit = next(((s, u) for s, u in _BINARY if size_bytes >= s), (1, "B"))
+    return f"{size_bytes / scale:.4g} {unit}"
+
+
+def percent_up(bound: float | None) -> str:
+    """Rounded up to a tenth, so that the sentence stays true."""
+    if bound is None:
+        return MISSING
+    return f"{max(math.ceil(bound * 1000 - 1e-6), 1) / 10:g}"

@@ -12,17 +12,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from paceline import contract
 from paceline.errors import RequestError
+from paceline.experiment import plugins
 from paceline.experiment.choices import Choice
 from paceline.experiment.spec import RunSpec
 
 # Read from the package's folders, so a plugin that somebody installs beside it is not judged here.
 SHIPPED = [
-    (kind, name)
-    for kind in contract.KINDS
-    for name, text in contract.names(kind).items()
-    if not text.startswith("from ")
+    (kind, name) for kind in plugins.KINDS for name, text in plugins.names(kind).items() if not text.startswith("from ")
 ]
 # Options without which a plugin has nothing to work with.
 NEEDED = {
@@ -34,18 +31,18 @@ IDS = [f"{kind}.{name}" for kind, name in SHIPPED]
 
 
 def test_the_plugins_of_the_foundation_are_there() -> None:
-    assert {"single", "ddp", "fsdp2", "zero"} <= set(contract.names("strategies"))
-    assert {"pretrain", "reference"} <= set(contract.names("workloads"))
-    assert {"local"} <= set(contract.names("launchers"))
-    assert {"html", "markdown", "csv", "json", "plots"} <= set(contract.names("exporters"))
-    assert set(contract.CONTRACT) == set(contract.KINDS)
+    assert {"single", "ddp", "fsdp2", "zero"} <= set(plugins.names("strategies"))
+    assert {"pretrain", "reference"} <= set(plugins.names("workloads"))
+    assert {"local"} <= set(plugins.names("launchers"))
+    assert {"html", "markdown", "csv", "json", "plots"} <= set(plugins.names("exporters"))
+    assert set(plugins.CONTRACT) == set(plugins.KINDS)
 
 
 @pytest.mark.parametrize(("kind", "name"), SHIPPED, ids=IDS)
 def test_functions_and_parameters(kind: str, name: str) -> None:
-    module = contract.load(kind, name)
-    optional = contract.OPTIONAL.get(kind, {})
-    for function, parameters in {**contract.CONTRACT[kind], **optional}.items():
+    module = plugins.load(kind, name)
+    optional = plugins.OPTIONAL.get(kind, {})
+    for function, parameters in {**plugins.CONTRACT[kind], **optional}.items():
         found = getattr(module, function, None)
         if found is None and function in optional:
             continue
@@ -58,14 +55,14 @@ def test_functions_and_parameters(kind: str, name: str) -> None:
 
 @pytest.mark.parametrize(("kind", "name"), SHIPPED, ids=IDS)
 def test_the_first_docstring_line_is_a_description(kind: str, name: str) -> None:
-    text = contract.names(kind)[name]
+    text = plugins.names(kind)[name]
     assert text.endswith(".")
     assert 20 < len(text) < 121
-    assert (contract.load(kind, name).__doc__ or "").startswith(text)
+    assert (plugins.load(kind, name).__doc__ or "").startswith(text)
 
 
 def test_importing_every_plugin_imports_no_torch() -> None:
-    code = "import sys\nfrom paceline import contract as plugins\n"
+    code = "import sys\nfrom paceline.experiment import plugins\n"
     code += "".join(f"plugins.load({kind!r}, {name!r})\n" for kind, name in SHIPPED)
     code += "print(sorted({'torch', 'deepspeed', 'transformers', 'matplotlib', 'pydantic'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -99,22 +96,22 @@ for name in plugins.names({kind!r}):
 
 
 def test_names_reads_without_importing() -> None:
-    code = "import sys; from paceline import contract as plugins; [plugins.names(kind) for kind in plugins.KINDS];"
+    code = "import sys; from paceline.experiment import plugins; [plugins.names(kind) for kind in plugins.KINDS];"
     code += "print([m for m in sys.modules if m.startswith(tuple('paceline.' + k + '.' for k in plugins.KINDS))])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
 def test_underscore_modules_are_not_plugins() -> None:
-    assert not [name for kind in contract.KINDS for name in contract.names(kind) if name.startswith("_")]
+    assert not [name for kind in plugins.KINDS for name in plugins.names(kind) if name.startswith("_")]
     with pytest.raises(RequestError):
-        contract.load("strategies", "_torch")
+        plugins.load("strategies", "_torch")
 
 
 def test_a_hyphen_in_the_word_is_an_underscore_in_the_file() -> None:
-    assert "suite-json" in contract.names("exporters")
-    assert "suite_json" not in contract.names("exporters")
-    assert contract.load("exporters", "suite-json") is contract.load("exporters", "suite_json")
+    assert "suite-json" in plugins.names("exporters")
+    assert "suite_json" not in plugins.names("exporters")
+    assert plugins.load("exporters", "suite-json") is plugins.load("exporters", "suite_json")
 
 
 @pytest.mark.parametrize(
@@ -122,28 +119,28 @@ def test_a_hyphen_in_the_word_is_an_underscore_in_the_file() -> None:
 )
 def test_an_unknown_name_is_one_sentence_with_a_close_match(kind: str, given: str, meant: str, golden: object) -> None:
     with pytest.raises(RequestError) as caught:
-        contract.load(kind, given)
+        plugins.load(kind, given)
     sentence = str(caught.value)
     assert "\n" not in sentence
     assert repr(given) in sentence
     assert sentence == golden
     assert f"{meant!r}" in sentence
-    assert all(name in sentence for name in contract.names(kind))
+    assert all(name in sentence for name in plugins.names(kind))
 
 
 def test_a_name_like_nothing_gets_the_list_without_a_guess(golden: object) -> None:
     with pytest.raises(RequestError) as caught:
-        contract.load("strategies", "qqqqqqq")
+        plugins.load("strategies", "qqqqqqq")
     assert str(caught.value) == golden
 
 
 def test_a_dotted_name_is_any_importable_module(golden: object) -> None:
     assert (
-        contract.load("strategies", "paceline.training.strategies.ddp").wrap.__module__
+        plugins.load("strategies", "paceline.training.strategies.ddp").wrap.__module__
         == "paceline.training.strategies.ddp"
     )
     with pytest.raises(RequestError) as caught:
-        contract.load("strategies", "nowhere.at_all")
+        plugins.load("strategies", "nowhere.at_all")
     assert str(caught.value) == golden
 
 
@@ -155,13 +152,13 @@ def test_entry_points_are_listed_and_loaded(monkeypatch: pytest.MonkeyPatch) -> 
         return [point] if group == "paceline.strategies" and name in (None, "theirs") else []
 
     monkeypatch.setattr(metadata, "entry_points", entry_points)
-    assert contract.names("strategies")["theirs"] == "from their_package.strategy"
-    assert contract.load("strategies", "theirs") is ours
-    assert "theirs" not in contract.names("workloads")
+    assert plugins.names("strategies")["theirs"] == "from their_package.strategy"
+    assert plugins.load("strategies", "theirs") is ours
+    assert "theirs" not in plugins.names("workloads")
 
 
 def test_options_are_typed_and_named(make_spec: Callable[..., RunSpec]) -> None:
-    check = contract.load("strategies", "zero").check
+    check = plugins.load("strategies", "zero").check
     assert check(make_spec("zero:stage=2")) is None
     for wrong, part in {
         "zero:stage=4": "1, 2 or 3",
@@ -183,6 +180,6 @@ def test_an_option_that_is_a_number_takes_whole_and_broken_ones() -> None:
         share: float = 0.5
         limit: int | None = None
 
-    assert contract.options(Options, Choice("x", {"share": 1, "limit": 3})).share == 1
+    assert plugins.options(Options, Choice("x", {"share": 1, "limit": 3})).share == 1
     with pytest.raises(RequestError):
-        contract.options(Options, Choice("x", {"share": "half"}))
+        plugins.options(Options, Choice("x", {"share": "half"}))

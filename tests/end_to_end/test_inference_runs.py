@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from paceline.experiment.serving import CeilingSample
 from paceline.results import store
+from paceline.results.served_samples import CeilingSample
 from paceline.serving import client_ceiling
 from paceline.serving.mock.server import Law, serve_until_told
 

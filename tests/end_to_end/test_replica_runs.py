@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.experiment.serving import RequestSample
 from paceline.results.records import Status
+from paceline.results.served_samples import RequestSample
 
 SERVED: dict[str, Any] = {
     "workload": "inference",

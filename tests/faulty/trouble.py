@@ -8,7 +8,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.contract import Seat, Trainer, options
+from paceline.contract import Seat, Trainer
+from paceline.experiment.plugins import options
 from paceline.experiment.spec import RunSpec
 from paceline.training.strategies.ddp import Options as DdpOptions
 from paceline.training.strategies.ddp import wrap as wrap_ddp

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from paceline import experiment
 from paceline.analysis.report import build
 from paceline.campaign.run.controller import campaign
+from paceline.experiment import expansion
 from paceline.results import store
 from paceline.results.records import RunRecord, Status
 
@@ -23,7 +23,7 @@ base: {workload: "compute:iters=20,warmup=3,budget_s=0.5,largest_matmul=2048,lar
 def record(tmp_path_factory: pytest.TempPathFactory, remember: Any) -> RunRecord:
     folder = tmp_path_factory.mktemp("ceilings")
     (folder / "ceilings.yaml").write_text(EXPERIMENT)
-    campaign(experiment.load(str(folder / "ceilings.yaml")), folder, remember)
+    campaign(expansion.load(str(folder / "ceilings.yaml")), folder, remember)
     (found,), skipped = store.read_runs(folder / "ceilings")
     assert not skipped
     return found

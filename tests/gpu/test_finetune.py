@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from paceline import experiment
 from paceline.campaign.run.controller import campaign
+from paceline.experiment import expansion
 from paceline.results import store
 from paceline.results.records import RunRecord, Status
 
@@ -39,7 +39,7 @@ GROUPS = {
 def tuned(folder: Path, remember: Any, settings: list[str]) -> list[RunRecord]:
     file = folder / "tuned.yaml"
     file.write_text(EXPERIMENT)
-    campaign(experiment.load(str(file), settings), folder, remember)
+    campaign(expansion.load(str(file), settings), folder, remember)
     found, skipped = store.read_runs(folder / "tuned")
     assert not skipped
     return found

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from paceline import experiment
 from paceline.analysis.findings import Report
 from paceline.analysis.report import build
 from paceline.analysis.training import energy, gauges
 from paceline.campaign.run.controller import campaign
+from paceline.experiment import expansion
 from paceline.results import store
 from paceline.results.records import RunRecord
 
@@ -28,7 +28,7 @@ base: {model: gpt2-124m, precision: bf16, sequence_length: 1024, micro_batch: 16
 def records(tmp_path_factory: pytest.TempPathFactory, remember: Any) -> list[RunRecord]:
     folder = tmp_path_factory.mktemp("gauges")
     (folder / "gauges.yaml").write_text(EXPERIMENT)
-    campaign(experiment.load(str(folder / "gauges.yaml")), folder, remember)
+    campaign(expansion.load(str(folder / "gauges.yaml")), folder, remember)
     found, skipped = store.read_runs(folder / "gauges")
     assert not skipped
     return found

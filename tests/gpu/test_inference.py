@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from paceline import experiment
 from paceline.campaign.run.controller import campaign
+from paceline.experiment import expansion
 from paceline.results import store
 from paceline.results.records import RunRecord, Status
 
@@ -150,7 +150,7 @@ matrix:
 def test_a_whole_run_is_answered_token_by_token(batching: str, tmp_path: Path, remember: Any) -> None:
     file = tmp_path / "own.yaml"
     file.write_text(RUN)
-    campaign(experiment.load(str(file), [f"engine.batching={batching}"]), tmp_path, remember)
+    campaign(expansion.load(str(file), [f"engine.batching={batching}"]), tmp_path, remember)
     records, skipped = store.read_runs(tmp_path / "own")
     assert not skipped
     assert len(records) == 2
@@ -186,7 +186,7 @@ def asked_together(model: Path, tmp_path: Path, remember: Any, chosen: Sequence[
     file = tmp_path / "together.yaml"
     file.write_text(TOGETHER)
     told = [f"model={model}", f"data=jsonl:path={tmp_path / 'asked.jsonl'}", *chosen]
-    campaign(experiment.load(str(file), told), tmp_path, remember)
+    campaign(expansion.load(str(file), told), tmp_path, remember)
     records, skipped = store.read_runs(tmp_path / "together")
     assert not skipped
     for record in records:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from paceline import experiment
 from paceline.analysis.training.goodput import goodput
 from paceline.campaign.run.controller import campaign
+from paceline.experiment import expansion
 from paceline.results import store
 from paceline.results.records import RunRecord, Status
 
@@ -59,7 +59,7 @@ def test_a_killed_run_goes_on(
         monkeypatch.setenv(name, value)
     file = tmp_path / "broken.yaml"
     file.write_text(EXPERIMENT)
-    campaign(experiment.load(str(file), settings_of(group)), tmp_path, remember)
+    campaign(expansion.load(str(file), settings_of(group)), tmp_path, remember)
     records, _ = store.read_runs(tmp_path / "broken")
     runs = [record for record in records if not record.is_reference]
     assert {(r.status, r.error) for r in records} == {(Status.OK, None)}

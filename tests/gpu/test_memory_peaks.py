@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from paceline import experiment
 from paceline.analysis.findings import Report
 from paceline.analysis.report import build
 from paceline.campaign.run.controller import campaign
+from paceline.experiment import expansion
 from paceline.results import store
 
 LOOSE = 0.15
@@ -30,7 +30,7 @@ matrix:
 def report(tmp_path_factory: pytest.TempPathFactory, remember: Any) -> Report:
     folder: Path = tmp_path_factory.mktemp("gpu-memory")
     (folder / "gpu-memory.yaml").write_text(EXPERIMENT)
-    campaign(experiment.load(str(folder / "gpu-memory.yaml")), folder, remember)
+    campaign(expansion.load(str(folder / "gpu-memory.yaml")), folder, remember)
     records, skipped = store.read_runs(folder / "gpu-memory")
     assert not skipped
     return build(records, "gpu-memory")

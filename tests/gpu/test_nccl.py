@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from paceline import experiment
 from paceline.campaign.run.controller import campaign
+from paceline.experiment import expansion
 from paceline.results import store
 from paceline.results.machine_samples import CollectiveSample
 from paceline.results.records import RunRecord, Status
@@ -31,7 +31,7 @@ DTYPES = ("fp32", "bf16", "fp16", "int8", "fp8")
 def records(tmp_path_factory: pytest.TempPathFactory, remember: Any) -> dict[tuple[str, int], RunRecord]:
     folder = tmp_path_factory.mktemp("collectives")
     (folder / "collectives.yaml").write_text(EXPERIMENT)
-    campaign(experiment.load(str(folder / "collectives.yaml")), folder, remember)
+    campaign(expansion.load(str(folder / "collectives.yaml")), folder, remember)
     runs, skipped = store.read_runs(folder / "collectives")
     assert not skipped
     return {(str(r.spec.workload.options.get("mode", "single")), r.spec.topology.world_size): r for r in runs}
@@ -92,7 +92,7 @@ def test_a_duration_covers_the_batch(mode: str, ranks: int, records: dict[tuple[
 def test_more_ranks_than_gpus_is_unsupported(tmp_path: Path, remember: Any) -> None:
     file = tmp_path / "many.yaml"
     file.write_text("name: many\nbase: {device: cuda, processes: 64, workload: 'collectives:iters=5'}\n")
-    campaign(experiment.load(str(file)), tmp_path, remember)
+    campaign(expansion.load(str(file)), tmp_path, remember)
     (record,), _ = store.read_runs(tmp_path / "many")
     assert record.status is Status.UNSUPPORTED
     assert "64 processes need as many GPUs" in str(record.error)
@@ -102,7 +102,7 @@ def test_a_size_beyond_the_device_is_a_row(tmp_path: Path, remember: Any) -> Non
     file = tmp_path / "large.yaml"
     options = "operations=all_reduce,dtypes=bf16,min_bytes=1MiB,max_bytes=1TiB,factor=1048576,iters=5,overlap=false"
     file.write_text(f"name: large\nbase: {{device: cuda, processes: 1, workload: 'collectives:{options}'}}\n")
-    campaign(experiment.load(str(file)), tmp_path, remember)
+    campaign(expansion.load(str(file)), tmp_path, remember)
     (record,), _ = store.read_runs(tmp_path / "large")
     assert record.status is Status.OK
     assert [(s.size_bytes, s.status) for s in record.collectives] == [(1 << 20, "ok"), (1 << 40, "oom")]

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from paceline import experiment
 from paceline.analysis.machine import nodes
 from paceline.campaign.run.controller import campaign
+from paceline.experiment import expansion
 from paceline.results import store
 from paceline.results.records import RunRecord, Status
 
@@ -25,7 +25,7 @@ base: {workload: "nodes:node=process,repeats=3,side=2048,copy_bytes=67108864,ite
 def record(tmp_path_factory: pytest.TempPathFactory, remember: Any) -> RunRecord:
     folder = tmp_path_factory.mktemp("nodes")
     (folder / "nodes.yaml").write_text(EXPERIMENT)
-    campaign(experiment.load(str(folder / "nodes.yaml")), folder, remember)
+    campaign(expansion.load(str(folder / "nodes.yaml")), folder, remember)
     (found,), skipped = store.read_runs(folder / "nodes")
     assert not skipped
     return found

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from paceline import experiment
 from paceline.analysis.report import build
 from paceline.campaign.run.controller import campaign
+from paceline.experiment import expansion
 from paceline.results import store
 from paceline.results.records import RunRecord, Status
 
@@ -29,7 +29,7 @@ matrix:
 def records(tmp_path_factory: pytest.TempPathFactory, remember: Any) -> dict[tuple[str, int], RunRecord]:
     folder = tmp_path_factory.mktemp("gpu")
     (folder / "gpu.yaml").write_text(EXPERIMENT)
-    campaign(experiment.load(str(folder / "gpu.yaml")), folder, remember)
+    campaign(expansion.load(str(folder / "gpu.yaml")), folder, remember)
     runs, skipped = store.read_runs(folder / "gpu")
     assert not skipped
     return {(str(r.spec.strategy), r.spec.topology.world_size): r for r in runs}
@@ -84,7 +84,7 @@ def test_fp16_with_loss_scaling(strategy: str, tmp_path: Path, remember: Any) ->
     """Runs and is certified, or is a record that says why not; never a traceback."""
     file = tmp_path / "fp16.yaml"
     file.write_text(EXPERIMENT.replace("bf16", "fp16").replace("name: gpu", "name: fp16").split("matrix:")[0])
-    campaign(experiment.load(str(file), [f"strategy={strategy}", "processes=1"]), tmp_path, remember)
+    campaign(expansion.load(str(file), [f"strategy={strategy}", "processes=1"]), tmp_path, remember)
     runs, _ = store.read_runs(tmp_path / "fp16")
     statuses = {r.spec.run_id: (r.status, r.error) for r in runs if not r.is_reference}
     assert all(status in (Status.OK, Status.UNSUPPORTED) for status, _ in statuses.values()), statuses

@@ -1,4 +1,4 @@
-"""One rank a node in this very process, in the place of torchrun (`paceline.launchers.node.agent --runner testbed.bare`).
+"""One rank per node in this process, instead of torchrun (`agent --runner testbed.bare`).
 
 Without torchrun's own process torch is imported once a node instead of twice, and the store of the launch is that of
 rank 0, which ends with it.

@@ -17,7 +17,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.contract import Job, load
+from paceline.contract import Job
+from paceline.experiment.plugins import load
 from paceline.experiment.spec import RunSpec
 from paceline.host.processes import end_with_parent
 from paceline.launchers import _warm, local

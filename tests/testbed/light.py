@@ -1,4 +1,4 @@
-"""Ranks without torch, in the place of torchrun (`paceline.launchers.node.agent --runner testbed.light`): engines are tested by them.
+"""Ranks without torch, instead of torchrun (`agent --runner testbed.light`), to test engines.
 
 They write what real ranks write, where they write it: position, samples, machine, outcome. What goes wrong is told by
 the variable LIGHT_FAULT, `WHAT:RANK`: die (killed by signal 9), fail (a sentence as its outcome), hang (moves no more),

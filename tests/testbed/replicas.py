@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from paceline.contract import Endpoint, Seat, options
+from paceline.contract import Endpoint, Seat
+from paceline.experiment.plugins import options
 from paceline.experiment.spec import RunSpec
 from paceline.host.processes import end_with_parent
 from paceline.serving.mock.server import Law, MockReplica

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from paceline.experiment.choices import Choice
-from paceline.experiment.serving import AnswerSample, ReplicaSample, RequestSample, Serving, StageSample
+from paceline.experiment.serving import Serving
 from paceline.experiment.spec import RunSpec, Topology, Training
 from paceline.results.records import RunRecord, Status
+from paceline.results.served_samples import AnswerSample, ReplicaSample, RequestSample, StageSample
 
 NS = 1_000_000_000
 TOKENS = 5

@@ -9,8 +9,7 @@ import numpy as np
 
 from paceline.experiment.choices import Choice
 from paceline.experiment.spec import RunSpec, Topology, Training
-from paceline.results.acceptance import HealthSample, ProductSample, TrajectorySample
-from paceline.results.machine_samples import KernelSample
+from paceline.results.machine_samples import HealthSample, KernelSample, ProductSample, TrajectorySample
 from paceline.results.records import Evidence, GaugeSample, MemorySample, Outcome, RunRecord, Status, StepSample
 
 GIB = 2**30

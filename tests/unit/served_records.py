@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from paceline.experiment.choices import Choice
-from paceline.experiment.serving import ClientSample, ReplicaSample, RequestSample, Serving, StageSample
+from paceline.experiment.serving import Serving
 from paceline.experiment.spec import RunSpec, Topology, Training
 from paceline.results.records import Evidence, Outcome, RunRecord, Status
+from paceline.results.served_samples import ClientSample, ReplicaSample, RequestSample, StageSample
 
 MS = 1_000_000
 S = 1000 * MS

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from paceline import cli, experiment
+from paceline import cli
 from paceline.campaign.run.controller import read_experiment
 from paceline.errors import RequestError
-from paceline.experiment import reading, recipe
+from paceline.experiment import expansion, reading, recipe
 from paceline.experiment.choices import Choice
 from paceline.experiment.spec import RunSpec
 from paceline.host import redaction
@@ -406,19 +406,19 @@ class TestRecipe:
             make_spec("ddp", processes=2, repeat=1, learning_rate=1e-05, launcher="local:threads=2"),
         ]
         (tmp_path / "again.yaml").write_text(recipe.text(specs))
-        again = experiment.load(str(tmp_path / "again.yaml"))
+        again = expansion.load(str(tmp_path / "again.yaml"))
         assert {spec.cell for spec in again} == {spec.cell for spec in specs}
         assert {spec.run_id for spec in specs} <= {spec.run_id for spec in again}
 
     @pytest.mark.parametrize("preset", sorted(reading.presets()))
     def test_every_preset_is_recreated_to_the_run_id(self, tmp_path: Path, preset: str) -> None:
-        specs = experiment.load(preset, ["device=cpu"])
+        specs = expansion.load(preset, ["device=cpu"])
         (tmp_path / "again.yaml").write_text(recipe.text(specs))
-        assert {s.run_id for s in experiment.load(str(tmp_path / "again.yaml"))} == {s.run_id for s in specs}
+        assert {s.run_id for s in expansion.load(str(tmp_path / "again.yaml"))} == {s.run_id for s in specs}
 
     def test_one_cell_needs_no_matrix(self, tmp_path: Path, make_spec: MakeSpec) -> None:
         (tmp_path / "one.yaml").write_text(recipe.text([make_spec("ddp")]))
-        assert experiment.load(str(tmp_path / "one.yaml")) == [make_spec("ddp")]
+        assert expansion.load(str(tmp_path / "one.yaml")) == [make_spec("ddp")]
 
 
 class TestGolden:

@@ -13,9 +13,10 @@ import pytest
 import yaml
 from rich.console import Console
 
-from paceline import cli, contract, experiment
+from paceline import cli
 from paceline.cli import experiments, machines, results
 from paceline.cli.money import token_count
+from paceline.experiment import expansion, plugins
 from paceline.experiment.spec import RunSpec
 from paceline.models import arithmetic
 from paceline.results import store
@@ -167,7 +168,7 @@ def test_plan_shows_every_run_and_starts_nothing(here: Path, capsys: pytest.Capt
     assert cli.main(["plan", "mine.yaml", "--set", "repeats=2"]) == 0
     text = capsys.readouterr().out
     assert files(here) == before
-    specs = experiment.load("mine.yaml", ["repeats=2"])
+    specs = expansion.load("mine.yaml", ["repeats=2"])
     for spec in specs:
         assert f"{spec.run_id}  [to run]" in text
         assert f"paceline.workloads.worker results/mine/{spec.run_id}" in text
@@ -198,7 +199,7 @@ def test_plan_remarks_a_sequence_beyond_the_context(here: Path, capsys: pytest.C
 def test_plan_knows_what_is_sealed_and_what_cannot_be(
     here: Path, make_run: Make, capsys: pytest.CaptureFixture[str], golden: object
 ) -> None:
-    spec = experiment.load("mine.yaml")[0]
+    spec = expansion.load("mine.yaml")[0]
     make_run(here / "results", spec, Status.OK)
     assert cli.main(["plan", "mine.yaml", "--set", 'strategy=["ddp","single","fsdp2","zero:stage=3"]']) == 0
     text = capsys.readouterr().out
@@ -213,8 +214,8 @@ def test_list_shows_what_exists(kind: str, capsys: pytest.CaptureFixture[str]) -
     assert len(lines) >= 1
     assert all(len(line.split()) >= 2 for line in lines), "a name and a description each"
     names = [line.split()[0] for line in lines]
-    if kind in contract.KINDS:
-        assert names == list(contract.names(kind))
+    if kind in plugins.KINDS:
+        assert names == list(plugins.names(kind))
     if kind == "prices":
         assert {"oci-a10-0.60", "oci-a10-1.50", "oci-a10-spot", "aws-h100"} <= set(names)
     if kind == "metrics":
@@ -316,7 +317,7 @@ def test_what_cannot_be_written_takes_no_answer_away(
         raise OSError(30, "Read-only file system", str(directory / name))
 
     exporter = {"report.json": "json", "report.md": "markdown", "plots": "plots"}[name]
-    monkeypatch.setattr(contract.load("exporters", exporter), "export", refuse)
+    monkeypatch.setattr(plugins.load("exporters", exporter), "export", refuse)
     assert cli.main(["report", str(stored), "--format", exporter]) == 2
     captured = capsys.readouterr()
     assert "CUDA out of memory" in captured.out

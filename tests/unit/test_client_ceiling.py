@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli import main
-from paceline.experiment.serving import CeilingSample
+from paceline.results.served_samples import CeilingSample
 from paceline.serving import client_ceiling
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline import experiment
-from paceline.experiment import input_digests
+from paceline.experiment import expansion, input_digests
 from paceline.experiment.choices import Choice
 from paceline.experiment.expansion import load
 from paceline.experiment.input_digests import digests
@@ -95,7 +94,7 @@ def test_a_run_that_reads_no_file_keeps_its_identity(home: Path) -> None:
     spec = only(home, "model=tiny-llama", "data=instructions")
     assert spec.contents == {}
     assert spec.axes()["model"] == "tiny-llama"
-    assert experiment.load("quick", ["device=cpu"])[0].contents == {}
+    assert expansion.load("quick", ["device=cpu"])[0].contents == {}
 
 
 def test_a_tokenizer_is_part_of_the_data(home: Path) -> None:

@@ -11,7 +11,7 @@ from paceline.errors import RequestError, UnsupportedError
 from paceline.experiment.choices import Choice
 from paceline.experiment.spec import RunSpec
 from paceline.training.data.corpus import Partition, Synthetic, TokenFile, open_corpus, prefetch
-from paceline.training.instruments import add_digests, digest_tokens
+from paceline.training.data.digests import add_digests, digest_tokens
 
 GLOBAL_BATCH = 8
 # world size, micro batch, accumulation: eight sequences a step in all of them

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline import experiment
 from paceline.campaign.run.controller import unsupported
 from paceline.errors import RequestError
+from paceline.experiment import expansion
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^( *)```yaml\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
@@ -39,7 +39,7 @@ def test_it_can_be_planned_and_run(place: str, tmp_path: Path) -> None:
     file = tmp_path / "shown.yaml"
     file.write_text(EXPERIMENTS[place])
     try:
-        reasons = [unsupported(spec) for spec in experiment.load(str(file))]
+        reasons = [unsupported(spec) for spec in expansion.load(str(file))]
     except RequestError as error:
         if READERS_OWN in str(error):
             pytest.skip(str(error))

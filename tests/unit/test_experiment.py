@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from paceline import contract, experiment
 from paceline.campaign.live.progress import title
 from paceline.errors import RequestError
-from paceline.experiment import recipe
+from paceline.experiment import expansion, plugins, reading, recipe
 from paceline.experiment.serving import Serving
 from paceline.experiment.spec import RunSpec, WarmUp
 from paceline.host import machine
@@ -28,7 +27,7 @@ def file(tmp_path: Path) -> Any:
             base = {"model": "tiny", "device": "cpu", "processes": 2, **content.get("base", {})}
             content = yaml.safe_dump({"name": "test", **content, "base": base})
         path.write_text(content)
-        return experiment.load(str(path), settings, **more)
+        return expansion.load(str(path), settings, **more)
 
     return load
 
@@ -190,10 +189,10 @@ def test_a_wrong_file_is_one_sentence(file: Any, content: str, golden: object) -
 
 
 def test_an_unknown_experiment_names_the_presets(golden: object) -> None:
-    sentence = refused(experiment.load, "quikc")
+    sentence = refused(expansion.load, "quikc")
     assert sentence == golden
     assert "quikc" in sentence
-    assert all(name in sentence for name in experiment.presets())
+    assert all(name in sentence for name in reading.presets())
 
 
 # --- this machine ---
@@ -287,7 +286,7 @@ def test_rounds_are_shuffled_with_the_recorded_seed(file: Any) -> None:
 TWO = "[http://node-a:8000, http://node-b:8000]"
 
 
-@pytest.mark.parametrize("name", experiment.presets())
+@pytest.mark.parametrize("name", reading.presets())
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_preset_loads_and_is_understood(
     name: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -298,19 +297,19 @@ def test_every_preset_loads_and_is_understood(
     monkeypatch.setattr(machine, "device_count", lambda: 8)
     (tmp_path / "own.json").write_text('[{"input": "an article", "output": "a summary"}]')
     own = {"inference-summaries": f"data.path={tmp_path / 'own.json'}", "inference-nodes": f"engine.urls={TWO}"}
-    specs = experiment.load(name, [f"device={device}", *([own[name]] if name in own else [])])
+    specs = expansion.load(name, [f"device={device}", *([own[name]] if name in own else [])])
     assert specs
     assert {s.experiment for s in specs} == {name}
-    absent = {s.workload.name for s in specs} - set(contract.names("workloads"))
+    absent = {s.workload.name for s in specs} - set(plugins.names("workloads"))
     if absent:
         pytest.skip(f"workloads that are not installed: {', '.join(sorted(absent))}")
     assert [unsupported(s) for s in specs] == [None] * len(specs)
     assert set(references_of(specs)) == {s.work for s in specs if s.is_certified}
-    assert experiment.presets()[name]
+    assert reading.presets()[name]
 
 
 def test_quick_is_the_campaign_of_the_issue() -> None:
-    specs = experiment.load("quick", ["device=cpu"])
+    specs = expansion.load("quick", ["device=cpu"])
     cells = {(str(s.strategy), s.topology.world_size) for s in specs}
     five = {(name, 2) for name in ("ddp", "fsdp2", "zero:stage=1", "zero:stage=2", "zero:stage=3")}
     assert cells == five | {("ddp", 1)}
@@ -318,7 +317,7 @@ def test_quick_is_the_campaign_of_the_issue() -> None:
 
 
 def test_strategies_is_the_comparison_of_the_issue() -> None:
-    spec = experiment.load("strategies", ["device=cpu"])[0]
+    spec = expansion.load("strategies", ["device=cpu"])[0]
     t = spec.training
     assert (t.sequence_length, t.micro_batch, t.accumulation, spec.steps, spec.seed) == (2048, 1, 4, 100, 42)
     assert (t.precision.compute, t.learning_rate, t.weight_decay, t.clip_norm) == ("bf16", 1e-4, 0.01, 1.0)
@@ -355,24 +354,24 @@ def test_the_suite_holds_every_benchmark_and_gives_each_alone(
     benchmark: str, workloads: set[str], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "device_count", lambda: 8)
-    specs = experiment.load("suite", [f"device={device}"], benchmark=benchmark)
+    specs = expansion.load("suite", [f"device={device}"], benchmark=benchmark)
     assert {s.workload.name for s in specs} == workloads
 
 
 def test_a_benchmark_that_leaves_no_cell_is_one_sentence(golden: object) -> None:
     with pytest.raises(RequestError) as caught:
-        experiment.load("quick", ["device=cpu"], benchmark="comm")
+        expansion.load("quick", ["device=cpu"], benchmark="comm")
     assert str(caught.value) == golden
     assert "--benchmark" in str(caught.value)
     assert "comm" in str(caught.value)
     with pytest.raises(RequestError) as caught:
-        experiment.load("quick", ["device=cpu"], benchmark="network")
+        expansion.load("quick", ["device=cpu"], benchmark="network")
     assert str(caught.value) == golden
     assert "network" in str(caught.value)
 
 
 def test_counts_reach_the_workloads_that_have_iterations_only() -> None:
-    specs = experiment.load("suite", ["device=cpu"], counts={"iters": 20, "warmup": 2})
+    specs = expansion.load("suite", ["device=cpu"], counts={"iters": 20, "warmup": 2})
     options = {s.workload.name: dict(s.workload.options) for s in specs}
     assert options["collectives"].items() >= {("iters", 20), ("warmup", 2)}
     assert "iters" not in options["pretrain"]
@@ -381,7 +380,7 @@ def test_counts_reach_the_workloads_that_have_iterations_only() -> None:
 
 def test_counts_without_anything_to_count_are_one_sentence(golden: object) -> None:
     with pytest.raises(RequestError) as caught:
-        experiment.load("quick", ["device=cpu"], counts={"iters": 20})
+        expansion.load("quick", ["device=cpu"], counts={"iters": 20})
     assert str(caught.value) == golden
     assert "--iters" in str(caught.value)
     assert "20" in str(caught.value)
@@ -485,7 +484,7 @@ def test_a_wrong_design_is_one_sentence(file: Any, design: dict[str, Any], golde
 
 
 def test_diagnose_is_the_suite_of_the_issue() -> None:
-    specs = experiment.load("diagnose", ["device=cuda"])
+    specs = expansion.load("diagnose", ["device=cuda"])
     cells = {
         (t.micro_batch, t.sequence_length, s.tuning.rank, s.tuning.optimizer, t.precision.compute)
         for s in specs
@@ -511,14 +510,14 @@ def test_a_setting_of_tuning_is_refused_where_nothing_is_tuned(setting: str, gol
     """Who gives it would believe to have measured it."""
     name = setting.partition("=")[0]
     with pytest.raises(RequestError) as caught:
-        experiment.load("quick", ["device=cpu", setting])
+        expansion.load("quick", ["device=cpu", setting])
     assert str(caught.value) == golden
     assert f"{name}" in str(caught.value)
-    assert experiment.load("finetune", ["device=cpu", setting])
+    assert expansion.load("finetune", ["device=cpu", setting])
 
 
 def test_the_points_of_a_design_are_told_apart_while_they_run(golden: object) -> None:
-    titles = {title(spec) for spec in experiment.load("diagnose", ["device=cpu", "repeats=1"])}
+    titles = {title(spec) for spec in expansion.load("diagnose", ["device=cpu", "repeats=1"])}
     assert titles == golden
 
 
@@ -532,7 +531,7 @@ matrix: {api: [completions, chat]}
 def test_the_api_is_an_axis(tmp_path: Path) -> None:
     path = tmp_path / "served.yaml"
     path.write_text(SERVED)
-    specs = experiment.load(str(path), ["device=cpu"])
+    specs = expansion.load(str(path), ["device=cpu"])
     assert sorted(str(spec.axes()["api"]) for spec in specs) == ["chat", "completions"]
     assert len({spec.cell for spec in specs}) == 2
 
@@ -540,7 +539,7 @@ def test_the_api_is_an_axis(tmp_path: Path) -> None:
 def test_what_an_experiment_leaves_out_about_serving_is_what_a_spec_leaves_out(tmp_path: Path) -> None:
     path = tmp_path / "served.yaml"
     path.write_text(SERVED.replace("completions, chat", "completions"))
-    (spec,) = experiment.load(str(path), ["device=cpu"])
+    (spec,) = expansion.load(str(path), ["device=cpu"])
     assert spec.serving == Serving(requests=4)
 
 
@@ -548,6 +547,6 @@ def test_a_field_of_serving_is_refused_by_its_type(tmp_path: Path, golden: objec
     path = tmp_path / "served.yaml"
     path.write_text(SERVED.replace("requests: 4", "requests: many"))
     with pytest.raises(RequestError) as caught:
-        experiment.load(str(path), ["device=cpu"])
+        expansion.load(str(path), ["device=cpu"])
     assert str(caught.value) == golden
     assert "many" in str(caught.value)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline import contract
 from paceline.analysis.findings import accuracy, nodes, served_verdicts, training
 from paceline.analysis.findings.reproduction import ReplayVerdict
+from paceline.experiment import plugins
 from paceline.results.records import Status
 
 TEXT = (Path(__file__).parents[2] / "docs" / "glossary.md").read_text()
@@ -37,9 +37,9 @@ STORED = {
 }
 
 
-@pytest.mark.parametrize("kind", contract.KINDS)
+@pytest.mark.parametrize("kind", plugins.KINDS)
 def test_it_defines_every_plugin(kind: str) -> None:
-    own = {name for name, description in contract.names(kind).items() if not description.startswith("from ")}
+    own = {name for name, description in plugins.names(kind).items() if not description.startswith("from ")}
     assert own - {name for name, of in TERMS if of == SINGULAR[kind]} == set()
 
 
@@ -55,4 +55,4 @@ def test_it_defines_each_term_once_and_nothing_that_is_gone() -> None:
     rows = re.findall(r"^\| (\*\*.+?\*\*(?: \(\w+\))?) \|", TEXT, re.MULTILINE)
     assert len(rows) == len(set(rows))
     for kind, singular in SINGULAR.items():
-        assert {name for name, of in TERMS if of == singular} <= contract.names(kind).keys()
+        assert {name for name, of in TERMS if of == singular} <= plugins.names(kind).keys()

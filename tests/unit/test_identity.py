@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline import contract
+from paceline.experiment import plugins
 from paceline.experiment.choices import Choice
 from paceline.experiment.identity import UNMEASURED, WAITING, measured
 from paceline.experiment.spec import RunSpec
@@ -40,7 +40,7 @@ ENGINES = sorted(MEASURED_OF_ENGINES)
 
 
 def options_of(launcher: str) -> set[str]:
-    return {field.name for field in fields(contract.load("launchers", launcher).Options)}
+    return {field.name for field in fields(plugins.load("launchers", launcher).Options)}
 
 
 def pairs(wanted: Callable[[str], set[str]]) -> Iterator[tuple[str, str]]:
@@ -52,7 +52,7 @@ def without_effect(launcher: str) -> set[str]:
 
 
 def test_every_launcher_has_a_table() -> None:
-    assert set(UNMEASURED) == set(MEASURED) == set(contract.names("launchers"))
+    assert set(UNMEASURED) == set(MEASURED) == set(plugins.names("launchers"))
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -64,13 +64,13 @@ def test_every_option_is_decided_on_once(launcher: str) -> None:
 
 
 def test_every_engine_is_decided_on() -> None:
-    assert set(ENGINES) == set(contract.names("engines"))
+    assert set(ENGINES) == set(plugins.names("engines"))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_option_of_an_engine_is_decided_on_once(engine: str) -> None:
     kept = set(MEASURED_OF_ENGINES[engine].split())
-    known = {field.name for field in fields(contract.load("engines", engine).Options)}
+    known = {field.name for field in fields(plugins.load("engines", engine).Options)}
     assert kept | (known & set(WAITING)) == known
     assert not kept & set(WAITING)
 

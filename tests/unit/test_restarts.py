@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 
-from paceline import contract
 from paceline.campaign.run import controller, restarts
 from paceline.campaign.run.controller import reference_of
 from paceline.campaign.run.ending import judge
 from paceline.campaign.run.supervision import End
 from paceline.contract import Job, JobState
 from paceline.errors import LaunchError, RequestError
-from paceline.experiment import recipe
+from paceline.experiment import plugins, recipe
 from paceline.experiment.choices import Choice
 from paceline.experiment.serving import Serving
 from paceline.experiment.spec import RunSpec
@@ -90,7 +89,7 @@ def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def execute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
-    load = contract.load
+    load = plugins.load
 
     def call(spec: RunSpec, launcher: Any) -> tuple[Any, Path, Watcher]:
         watcher = Watcher()

@@ -20,9 +20,9 @@ from paceline.training.data.corpus import (
     open_corpus,
     open_rows,
 )
+from paceline.training.data.digests import add_digests
 from paceline.training.data.packing import IGNORED_LABEL, Amounts, Document, lay_out, pack, whole
 from paceline.training.data.synthetic_instructions import BLOCK_ROWS, Instructions, Lengths, open_instructions
-from paceline.training.instruments import add_digests
 
 _ = IGNORED_LABEL
 PARTITIONS = [(1, 1, 8), (1, 8, 1), (1, 4, 2), (2, 1, 4), (2, 4, 1), (4, 1, 2), (8, 1, 1)]

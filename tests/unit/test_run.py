@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from paceline import contract
 from paceline.campaign.run import controller, supervision
 from paceline.campaign.run.controller import reference_of, references_of
 from paceline.campaign.run.ending import judge
 from paceline.campaign.run.supervision import End, name_stalled
 from paceline.contract import Job, JobState
 from paceline.errors import LaunchError, RequestError
+from paceline.experiment import plugins
 from paceline.experiment.choices import Choice
 from paceline.experiment.spec import RunSpec
 from paceline.results import store
@@ -318,7 +318,7 @@ class Watcher:
 def launcher(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Path], None]], Instant]:
     def use(leave: Callable[[Path], None]) -> Instant:
         instant = Instant(leave)
-        load = contract.load
+        load = plugins.load
         monkeypatch.setattr(controller, "load", lambda kind, name: instant if kind == "launchers" else load(kind, name))
         return instant
 
@@ -385,7 +385,7 @@ class Closed(Instant):
 @pytest.fixture
 def closed(monkeypatch: pytest.MonkeyPatch, make_outcome: Make) -> Closed:
     found = Closed(lambda run_dir: store.write_outcome(run_dir, make_outcome(0, Status.OOM, "full")))
-    load = contract.load
+    load = plugins.load
     monkeypatch.setattr(controller, "load", lambda kind, name: found if kind == "launchers" else load(kind, name))
     return found
 

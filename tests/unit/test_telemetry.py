@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from paceline.host import gauges as telemetry
+from paceline.workloads import worker
 
 if TYPE_CHECKING:
     from conftest import FakeNvml
@@ -119,7 +120,7 @@ def test_only_as_many_gpus_are_read_as_the_run_uses(fake_nvml: FakeNvml) -> None
 
 
 def test_a_reading_becomes_samples_of_the_run(fake_nvml: FakeNvml) -> None:
-    host, *gpus = telemetry.gauge_samples(telemetry.read(), rank=8, host="node-b")
+    host, *gpus = worker.gauge_samples(telemetry.read(), rank=8, host="node-b")
     assert (host.rank, host.host, host.device, host.utilisation_ratio) == (8, "node-b", None, None)
     assert host.memory_used_bytes
     assert [gpu.device for gpu in gpus] == [0, 1]

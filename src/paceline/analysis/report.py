@@ -256,7 +256,7 @@ def _notes(cells: Sequence[Cell], runs: Sequence[RunFinding], machines: Sequence
         notes.append("launches were not repeated in every cell: peak memory is compared only between repeated ones")
     if any(cell.shared_gpu for cell in cells):
         notes.append(f"{SHARED_GPU}; throughput and step time of such runs are shown but neither compared nor ranked")
-    if len({compare.device_kind(cell) for cell in cells}) > 1:
+    if len({metrics.device_kind(cell) for cell in cells}) > 1:
         notes.append("the runs were made on several kinds of device; only runs on the same kind are compared")
     if invalid := sum(run.status == Status.INVALID for run in measured):
         notes.append(f"{invalid} of {len(measured)} runs are invalid: shown with the reason, never ranked")

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.analysis.compare import fingerprint
-from paceline.analysis.compare.cells import SMALLEST_EFFECT, SPEED_METRICS, comparable_metrics, device_kind, verdict_of
+from paceline.analysis.compare.cells import SPEED_METRICS, comparable_metrics
 from paceline.analysis.compare.comparable import describe
 from paceline.analysis.findings import SHARED_GPU, TIE, Certificate, Measurement
 from paceline.analysis.findings.reproduction import (
@@ -24,9 +24,10 @@ from paceline.analysis.findings.reproduction import (
 )
 from paceline.analysis.report import build
 from paceline.analysis.statistics.intervals import Ratio, ratio_between
+from paceline.analysis.statistics.verdict import SMALLEST_EFFECT, verdict_of
 from paceline.analysis.training import metrics
 from paceline.analysis.training.certificate import certify, certify_all
-from paceline.analysis.training.metrics import BY_NAME, Cell
+from paceline.analysis.training.metrics import BY_NAME, Cell, device_kind
 from paceline.analysis.training.observed import observe
 from paceline.analysis.training.window import open_window
 from paceline.results.records import RunRecord, Status

@@ -53,7 +53,7 @@ def capsule(arguments: argparse.Namespace) -> int:
 def replay(arguments: argparse.Namespace) -> int:
     from paceline.campaign.run import replay as replaying
     from paceline.campaign.run.controller import read_experiment, unsupported
-    from paceline.experiment.choices import require
+    from paceline.errors import require
 
     require(not arguments.capsule.is_dir(), "replay", str(arguments.capsule), "a file that `paceline capsule` wrote")
     stored, skipped = read_experiment(arguments.capsule)

@@ -112,9 +112,9 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def _options(text: str) -> Options:
-    from paceline.contract import options
     from paceline.experiment.choices import Choice
     from paceline.experiment.expansion import given_launcher
+    from paceline.experiment.plugins import options
     from paceline.launchers.kubernetes.options import Options
 
     choice = Choice.parse(given_launcher(text, None))

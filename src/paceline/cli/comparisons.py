@@ -94,12 +94,13 @@ def history(arguments: argparse.Namespace) -> int:
     from paceline.analysis.compare import history as over_time
     from paceline.campaign.run.controller import read_launches
     from paceline.report.exporters.json import plain
+    from paceline.report.tables import history as history_tables
 
     read = [read_launches(directory) for directory in arguments.directories]
     launches, skipped = ([one for side in sides for one in side] for sides in zip(*read, strict=True))
     judged = over_time.judge(launches)
     found = over_time.analyse(judged.windows, fewest=1, asked=judged.asked)
-    answer = report.sentence(found)
+    answer = history_tables.sentence(found)
     if arguments.format == "json":
         told = {"schema": 1, "answer": answer, "histories": plain(found)}
         _print_json(told | {"dropped": dict(judged.dropped), "skipped": skipped})
@@ -107,7 +108,7 @@ def history(arguments: argparse.Namespace) -> int:
     asked, where = sum(map(over_time.is_kept, launches)), ", ".join(map(str, arguments.directories))
     names = f"{asked} launches in {where}; {judged.count} of them ok and certified."
     lines = (*_dropped(judged.dropped), *(f"skipped: {text}" for text in skipped))
-    _show(arguments.format, answer, names, report.tables(found), lines)
+    _show(arguments.format, answer, names, history_tables.tables(found), lines)
     return OK
 
 

@@ -56,11 +56,11 @@ def _experiment_verb(verbs: Any, name: str, call: Callable[[argparse.Namespace],
 
 def _specs(arguments: argparse.Namespace) -> list[RunSpec]:
     """All runs of the request, each understood by its plugins before anything starts."""
-    from paceline import experiment
     from paceline.campaign.run.controller import unsupported
+    from paceline.experiment import expansion
 
     counts = {option: n for option in ("warmup", "iters") if (n := getattr(arguments, option)) is not None}
-    specs = experiment.load(arguments.experiment, arguments.set, arguments.launcher, arguments.benchmark, counts)
+    specs = expansion.load(arguments.experiment, arguments.set, arguments.launcher, arguments.benchmark, counts)
     for spec in specs:
         unsupported(spec)
     return specs
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def plan(arguments: argparse.Namespace) -> int:
     from paceline.campaign.run.controller import leads_on, references_of, unsupported
-    from paceline.contract import load
+    from paceline.experiment.plugins import load
     from paceline.models import arithmetic as models
     from paceline.results import store
 
@@ -132,8 +132,8 @@ def _print_files(runs: list[RunSpec], out: Path) -> int:
     """Byte for byte as the engine would get them: no console that wraps or marks up. Nothing is printed of a request
     that cannot be met as a whole."""
     from paceline.campaign.run.controller import unsupported
-    from paceline.contract import load
-    from paceline.experiment.choices import require
+    from paceline.errors import require
+    from paceline.experiment.plugins import load
     from paceline.results import store
 
     wanted = []
@@ -165,7 +165,7 @@ def _advised(run_dir: Path) -> Iterator[str]:
 
 
 def _describe(spec: RunSpec, models: Any) -> str:
-    from paceline.contract import load
+    from paceline.experiment.plugins import load
 
     outline = getattr(load("workloads", spec.workload.name), "outline", None)
     if outline is not None:

@@ -60,12 +60,12 @@ def list_kind(arguments: argparse.Namespace) -> int:
 
 
 def _listing(kind: str) -> dict[str, str]:
-    from paceline import contract, experiment
     from paceline.analysis.cost import served as served_cost
     from paceline.analysis.cost import training
     from paceline.analysis.machine import ceilings, sweep
     from paceline.analysis.served import accuracy, measurements
     from paceline.analysis.training.metrics import METRICS
+    from paceline.experiment import plugins, reading
     from paceline.experiment.choices import Choice
     from paceline.host import machine, prices
     from paceline.models import arithmetic
@@ -76,7 +76,7 @@ def _listing(kind: str) -> dict[str, str]:
             for name in arithmetic.names()
         }
     if kind == "presets":
-        return experiment.presets()
+        return reading.presets()
     if kind == "gpus":
         return {name: _with_profile(name, text) for name, text in machine.gpu_summaries().items()}
     if kind == "prices":
@@ -86,7 +86,7 @@ def _listing(kind: str) -> dict[str, str]:
         known |= training.METRICS | sweep.METRICS | measurements.METRICS | accuracy.METRICS | served_cost.METRICS
         known |= {name: (unit, "higher") for name, unit in ceilings.METRICS.values()}
         return {name: f"{unit}, {better} is better" for name, (unit, better) in known.items()}
-    return contract.names(kind)
+    return plugins.names(kind)
 
 
 def _with_profile(name: str, text: str) -> str:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from paceline.analysis.cost.training import Costing
     from paceline.analysis.findings import Report
     from paceline.analysis.machine.nodes import Baseline
-    from paceline.contract import Exporter
+    from paceline.report.exporters import Exporter
 
 DEFAULT_FORMATS = ("html", "markdown", "csv", "json", "plots")
 _CAPSULE_SUFFIX = re.compile(r"\.(tar\.gz|tgz)$")
@@ -61,7 +61,7 @@ def baseline_of(arguments: argparse.Namespace) -> Baseline | None:
 
 def exporters_of(formats: Sequence[str] | None) -> list[Exporter]:
     """A name that is no exporter is refused here, before anything is measured."""
-    from paceline.contract import load
+    from paceline.experiment.plugins import load
 
     return [load("exporters", name) for name in formats or DEFAULT_FORMATS]
 

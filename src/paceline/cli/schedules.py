@@ -93,13 +93,13 @@ def add(arguments: argparse.Namespace) -> int:
 
 def _schedule(arguments: argparse.Namespace) -> Schedule:
     """What was asked, all of it understood before anything is written."""
-    from paceline import experiment
     from paceline.campaign.run.controller import unsupported
     from paceline.campaign.schedule import agenda
     from paceline.campaign.schedule.cron import Cron
+    from paceline.experiment import expansion
     from paceline.report.gate import checked_percent
 
-    specs = experiment.load(arguments.experiment, arguments.set, arguments.launcher)
+    specs = expansion.load(arguments.experiment, arguments.set, arguments.launcher)
     for spec in specs:
         unsupported(spec)
     limit = arguments.fail_on_regression
@@ -131,9 +131,9 @@ def _slug(name: str) -> str:
 
 def _file(source: str) -> Path | None:
     """The file of an experiment, to be kept with the schedule; a preset has none."""
-    from paceline import experiment
+    from paceline.experiment import reading
 
-    return None if source in experiment.presets() else Path(source)
+    return None if source in reading.presets() else Path(source)
 
 
 def _launcher_file(arguments: argparse.Namespace) -> Path | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.cli.verbs import OK, SOME_FAILED, add_verb, console, print_hanging
 
 if TYPE_CHECKING:
-    from paceline.experiment.serving import CeilingSample
+    from paceline.results.served_samples import CeilingSample
 
 
 def add_verbs(verbs: Any) -> None:
@@ -29,7 +29,7 @@ def add_verbs(verbs: Any) -> None:
 
 
 def mock_replica(arguments: argparse.Namespace) -> int:
-    from paceline.experiment.choices import require
+    from paceline.errors import require
     from paceline.serving.mock.server import MODES, Law, serve_until_told
 
     screen = console()
@@ -56,7 +56,7 @@ def selftest(arguments: argparse.Namespace) -> int:
     import dataclasses
     import json
 
-    from paceline.experiment.choices import require
+    from paceline.errors import require
     from paceline.serving.selftest import ceiling_of, climb
 
     for option in ("streams", "shards"):

@@ -7,16 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.errors import RequestError
+from paceline.errors import require
 
-Scalar = str | int | float | bool | None
 _JSON_SIGNS = frozenset('",[]{}\\')
-
-
-def require(condition: bool, where: str, given: object, accepted: str) -> None:
-    """Refuse a value with the one sentence every user error has: where, what was given, what is accepted."""
-    if not condition:
-        raise RequestError(f"{where}: {given!r} was given; accepted is {accepted}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from paceline.errors import require
 from paceline.experiment import factorial, recipe
-from paceline.experiment.choices import require
 from paceline.experiment.factorial import Design, Level
 from paceline.experiment.fields import Cell, DesignFields, validate
 from paceline.experiment.identity import NO_CELL

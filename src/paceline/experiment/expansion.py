@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import yaml
 
-from paceline.errors import RequestError
+from paceline.errors import RequestError, require
 from paceline.experiment import design
-from paceline.experiment.choices import Choice, require
+from paceline.experiment.choices import Choice
 from paceline.experiment.fields import ALL, Cell, Experiment, build, offered, validate
 from paceline.experiment.reading import parse_yaml, read, read_launcher
 from paceline.experiment.spec import TUNED, UNTRAINED, RunSpec, Tuning

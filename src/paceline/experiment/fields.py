@@ -9,10 +9,10 @@ from typing import Any, Literal, cast, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from paceline.contract import Offer, load
-from paceline.errors import RequestError
-from paceline.experiment.choices import Choice, Scalar, require
+from paceline.errors import RequestError, Scalar, require
+from paceline.experiment.choices import Choice
 from paceline.experiment.input_digests import digests
+from paceline.experiment.plugins import Offer, load
 from paceline.experiment.serving import Serving
 from paceline.experiment.spec import (
     ACCEPTING,

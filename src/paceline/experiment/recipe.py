@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from paceline.experiment.choices import Scalar, require
+from paceline.errors import Scalar, require
 from paceline.experiment.spec import RunSpec
 
 

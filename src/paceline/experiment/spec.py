@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from paceline.errors import Scalar as Scalar
+from paceline.errors import require as require
 from paceline.experiment.choices import Choice as Choice
-from paceline.experiment.choices import Scalar as Scalar
-from paceline.experiment.choices import require as require
 from paceline.experiment.factorial import Design
 from paceline.experiment.identity import NO_CELL, NO_RUN, measured
 from paceline.experiment.serving import Serving

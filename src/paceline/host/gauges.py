@@ -18,7 +18,6 @@ from types import TracebackType
 from typing import Any
 
 from paceline.host import machine
-from paceline.results.records import GaugeSample
 
 # Bits of NVML's clocks event reasons that mean the GPU runs slower than it could (nvml.h); idle is not one of them.
 THROTTLE_REASONS = {
@@ -200,38 +199,6 @@ class Sampler:
                 self.sink(snapshot)
         except Exception:
             self.failures += 1
-
-
-def gauge_samples(snapshot: Snapshot, rank: int, host: str) -> list[GaugeSample]:
-    """A reading as the samples of a run: the host first, then each GPU."""
-    own = GaugeSample(
-        rank=rank,
-        host=host,
-        at_s=snapshot.host.at_s,
-        memory_used_bytes=snapshot.host.memory_used_bytes,
-        energy_j=snapshot.host.energy_j,
-        temperature_c=snapshot.host.temperature_c,
-        cpu_ratio=snapshot.host.cpu_ratio,
-        frequency_hz=snapshot.host.frequency_hz,
-    )
-    return [own, *(_gauge_sample(device, rank, host) for device in snapshot.devices)]
-
-
-def _gauge_sample(device: DeviceSample, rank: int, host: str) -> GaugeSample:
-    return GaugeSample(
-        rank=rank,
-        host=host,
-        at_s=device.at_s,
-        device=device.device,
-        utilisation_ratio=device.utilisation_ratio,
-        memory_used_bytes=device.memory_used_bytes,
-        power_w=device.power_w,
-        energy_j=device.energy_j,
-        temperature_c=device.temperature_c,
-        sm_clock_hz=device.sm_clock_hz,
-        memory_clock_hz=device.memory_clock_hz,
-        throttle_reasons=device.throttle_reasons,
-    )
 
 
 def throttle_reasons(bits: int) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from paceline.experiment.choices import Scalar
+from paceline.errors import Scalar
 from paceline.host.gauges import throttle_reasons
 from paceline.host.machine import ask, handles, nvml
 

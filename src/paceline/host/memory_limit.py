@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from paceline.errors import UnsupportedError
-from paceline.experiment.choices import require
+from paceline.errors import UnsupportedError, require
 
 GIB = 2**30
 # Of the host's free memory, for a CPU run that was given no limit: the rest of the host must live on.

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import RequestError
-from paceline.experiment.choices import require
+from paceline.errors import RequestError, require
 from paceline.host import machine
 
 ON_DEMAND, SPOT, GIVEN = "on demand", "spot", "as given"

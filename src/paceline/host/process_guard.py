@@ -1,4 +1,6 @@
-"""A command and everything it starts, ended when whoever asked for it ends (`python -m paceline.host.process_guard PID COMMAND`).
+"""A command and everything it starts, ended when its owner ends.
+
+Used as `python -m paceline.host.process_guard PID COMMAND`.
 
 A rank that is killed runs no clean-up of its own, and servers leave processes of theirs behind when they are killed
 alone. This process stands between: it is told by the kernel when its parent dies, and orphans of the command become
@@ -16,8 +18,7 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
-from paceline.host.offspring import GRACE_S, end_all
-from paceline.host.processes import end_with_parent
+from paceline.host.processes import GRACE_S, end_all, end_with_parent
 
 _ADOPT_ORPHANS = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
 ROUNDS = 3

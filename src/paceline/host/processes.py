@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
+from typing import Protocol
 
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
@@ -43,3 +46,35 @@ def is_running(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+GRACE_S = 5.0
+
+
+class Child(Protocol):
+    """What is used of `subprocess.Popen`."""
+
+    @property
+    def pid(self) -> int: ...
+    def terminate(self) -> None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def kill(self) -> None: ...
+
+
+def end_all(child: Child) -> None:
+    """End a child and every process below it; ones that do not listen, or are stopped, are killed."""
+    import psutil
+
+    try:
+        family = psutil.Process(child.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        family = []
+    child.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(GRACE_S)
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    child.kill()
+    child.wait()
+    psutil.wait_procs(family, GRACE_S)

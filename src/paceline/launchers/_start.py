@@ -42,7 +42,7 @@ def spec_text(spec: RunSpec) -> str:
 def agent_arguments(
     *, port: int, shared: Path | None = None, rendezvous: str = "static", tether: bool = False
 ) -> list[str]:
-    """`-m paceline.launchers.node.agent ...`, to stand behind a Python of the node. Without a shared folder files travel as lines."""
+    """Arguments that start the agent with the node's Python. Without a shared folder, files travel as log lines."""
     arguments = ["-m", "paceline.launchers.node.agent", f"--port={port}", f"--rendezvous={rendezvous}"]
     arguments += [f"--run-dir={shared}"] if shared is not None else ["--relay"]
     arguments += ["--tether"] if tether else []

@@ -34,8 +34,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from paceline.errors import PacelineError
-from paceline.host.offspring import GRACE_S
-from paceline.host.processes import end_with_parent
+from paceline.host.processes import GRACE_S, end_with_parent
 from paceline.launchers.node import placement
 
 HOST = "127.0.0.1"
@@ -199,7 +198,7 @@ def preload(strategy: str | None) -> None:
     for name in ("torch._dynamo", "torch.distributed", "paceline.workloads.worker"):
         importlib.import_module(name)
     if strategy is not None:
-        from paceline.contract import load
+        from paceline.experiment.plugins import load
 
         # A missing package is the rank's to report.
         with contextlib.suppress(PacelineError, ImportError):

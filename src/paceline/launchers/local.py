@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.contract import Job, JobState, load, options
-from paceline.experiment.choices import require
+from paceline.contract import Job, JobState
+from paceline.errors import require
+from paceline.experiment.plugins import load, options
 from paceline.experiment.spec import RunSpec
 from paceline.host import machine
-from paceline.host.offspring import end_all
-from paceline.host.processes import end_with_parent
+from paceline.host.processes import end_all, end_with_parent
 from paceline.launchers import _warm
 from paceline.launchers._start import rank_environment
 from paceline.launchers.node import placement

@@ -6,7 +6,7 @@ import math
 
 from paceline.analysis.findings import HIGHER, WORSE, Between, Change, Regression
 from paceline.analysis.served.estimates import LATENCIES
-from paceline.experiment.choices import require
+from paceline.errors import require
 from paceline.report.tables.comparison import change_text
 
 

@@ -13,7 +13,8 @@ from paceline.analysis.findings.reproduction import (
     Trajectory,
 )
 from paceline.report.tables.table import CROSS, TICK, Cell, Column, Table
-from paceline.wording import DIGITS_OF_RATIO, MISSING, TIMES, format_measurement, format_number, places
+from paceline.report.text.measurements import format_measurement
+from paceline.wording import DIGITS_OF_RATIO, MISSING, TIMES, format_number, places
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -15,7 +15,8 @@ from pathlib import Path
 from paceline.results import store
 from paceline.errors import RequestError
 from paceline.results.records import ClaimSample, Status
-from paceline.experiment.choices import Choice, require
+from paceline.errors import require
+from paceline.experiment.choices import Choice
 from paceline.experiment.spec import Precision, RunSpec, Topology, Training
 
 TEXTS = ("source", "strategy", "model", "gpu")

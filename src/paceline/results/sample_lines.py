@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from paceline.results import safe_text
-from paceline.results.acceptance import ProductSample, TrajectorySample
+from paceline.results.machine_samples import ProductSample, TrajectorySample
 from paceline.errors import StoreError
 from paceline.results.records import SAMPLE_TYPES, GaugeSample, Sample, StepSample
 from paceline.results.machine_samples import CollectiveSample, KernelSample, OverlapSample
 from paceline.results.step_columns import StepSeries
-from paceline.experiment.serving import LoadgenSample, RequestSample
+from paceline.results.served_samples import LoadgenSample, RequestSample
 
 # Samples that hold a tuple, which JSON knows as a list.
 _WITH_SERIES = (

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline import __version__
-from paceline.experiment.serving import CeilingSample
 from paceline.host.files import write_atomically
 from paceline.host.machine import cpu_model, usable_cores
+from paceline.results.served_samples import CeilingSample
 
 SCHEMA = 1
 # A file of ours has some hundred bytes for each number of processes.

@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from paceline.errors import RequestError
-from paceline.experiment.choices import Choice, require
+from paceline.errors import RequestError, require
+from paceline.experiment.choices import Choice
 
 LAWS = ("fixed", "uniform", "lognormal")
 FORMS = ("ids", "text")

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.experiment.serving import CeilingSample
+from paceline.results.served_samples import CeilingSample
 from paceline.serving.client import arrivals, audit, plan, team
 from paceline.serving.client.orders import Handled, Orders, Shift, Target
 from paceline.serving.mock.server import Law, serve_until_told

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from paceline.results.records import MemorySample, WireSample
+from paceline.training.data.digests import _MASK64
 
 if TYPE_CHECKING:
-    import numpy as np
     from torch import Tensor
 
 Mark = Any
 PHASES = ("h2d", "forward", "backward", "optimizer")
-_MASK64 = (1 << 64) - 1
 
 
 class Clock(Protocol):
@@ -98,17 +97,6 @@ class Stopwatch:
 
 
 # --- digests -------------------------------------------------------------------------------------------------------
-
-
-def digest_tokens(index: int, tokens: np.ndarray[Any, Any]) -> int:
-    """64-bit digest of one sequence at its global index. Sums of these modulo 2**64 do not depend on the partition."""
-    head = hashlib.blake2b(index.to_bytes(8, "little"), digest_size=8)
-    head.update(tokens.astype("<i4").tobytes())
-    return int.from_bytes(head.digest(), "little")
-
-
-def add_digests(digests: Iterable[int]) -> int:
-    return sum(digests) & _MASK64
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,3 +350,13 @@ def _group_size(args: Any) -> int:
             with contextlib.suppress(KeyError, RuntimeError, ValueError):
                 return int(cast(Any, distributed_c10d)._resolve_process_group(argument).size())
     return dist.get_world_size()
+
+
+def attention_backends(device: str):  # type: ignore[no-untyped-def]
+    """Fused attention only, cuDNN's kernel first: others find it faster on Hopper, our one try did not."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    if device != "cuda":
+        return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
+    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return sdpa_kernel(order, set_priority=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from paceline.contract import Recorder, Seat, options
-from paceline.errors import RequestError
-from paceline.experiment.choices import require
+from paceline.contract import Recorder, Seat
+from paceline.errors import RequestError, require
+from paceline.experiment.plugins import options
 from paceline.experiment.spec import RunSpec, Tuning
 from paceline.models.arithmetic import load as load_shape
 from paceline.models.shape import Shape

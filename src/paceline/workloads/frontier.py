@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from paceline.contract import Recorder, Seat, options
-from paceline.experiment.choices import require
+from paceline.contract import Recorder, Seat
+from paceline.errors import require
+from paceline.experiment.plugins import options
 from paceline.experiment.spec import RunSpec
 from paceline.host.memory_limit import allowed_bytes, check_limit, confine
 from paceline.results.memory_components import largest_fitting, predicted_peaks

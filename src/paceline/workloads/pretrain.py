@@ -9,14 +9,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline.contract import Recorder, Seat, Trainer, load, options
-from paceline.experiment.choices import Scalar, require
+from paceline.contract import Recorder, Seat, Trainer
+from paceline.errors import Scalar, require
+from paceline.experiment.plugins import load, options
 from paceline.experiment.spec import RunSpec
 from paceline.host.memory_limit import allowed_bytes, check_limit, confine, release
 from paceline.launchers.node import placement
 from paceline.models.arithmetic import load as load_shape
 from paceline.results.records import ComponentSample, Evidence
 from paceline.training.data.corpus import check_data, row_bytes
+from paceline.training.instruments import attention_backends
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -199,13 +201,3 @@ def evidence(
         window_began_at_s=began_at_s,
         shape=dataclasses.asdict(load_shape(spec.model)),
     )
-
-
-def attention_backends(device: str):  # type: ignore[no-untyped-def]
-    """Fused attention only, cuDNN's kernel first: others find it faster on Hopper, our one try did not."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    if device != "cuda":
-        return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
-    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    return sdpa_kernel(order, set_priority=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.contract import Recorder, Seat, load, options
+from paceline.contract import Recorder, Seat
+from paceline.experiment.plugins import load, options
 from paceline.experiment.spec import RunSpec
 from paceline.models.arithmetic import load as load_shape
 
@@ -27,9 +28,9 @@ def check(spec: RunSpec) -> str | None:
 
 def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
     from paceline.training.data.corpus import Partition, facts_of, open_data
-    from paceline.training.instruments import clock_for, release_unused
+    from paceline.training.instruments import attention_backends, clock_for, release_unused
     from paceline.workloads._loop import Loop
-    from paceline.workloads.pretrain import attention_backends, evidence, read_standing
+    from paceline.workloads.pretrain import evidence, read_standing
 
     corpus = open_data(spec, load_shape(spec.model).vocab)
     single = load("strategies", "single")

@@ -1,4 +1,7 @@
-"""One rank (`python -m paceline.workloads.worker RUN_DIR`): read the spec, run the workload, leave samples and an outcome."""
+"""One rank: read the spec, run the workload, leave samples and an outcome.
+
+Used as `python -m paceline.workloads.worker RUN_DIR`.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,18 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from paceline.contract import Seat, load
+from paceline.contract import Seat
 from paceline.errors import InvalidRunError, RequestError, UnsupportedError
+from paceline.experiment.plugins import load
 from paceline.experiment.spec import RunSpec
-from paceline.host.gauges import Sampler, Snapshot, gauge_samples
+from paceline.host.gauges import DeviceSample, Sampler, Snapshot
 from paceline.host.machine import probe
 from paceline.host.machine import to_dict as machine_facts
 from paceline.host.memory_limit import room_bytes
 from paceline.host.processes import end_with_parent
 from paceline.launchers.node import log_transport, placement
 from paceline.results import store
-from paceline.results.records import ComponentSample, Evidence, Outcome, Sample, Status, StepSample
+from paceline.results.records import ComponentSample, Evidence, GaugeSample, Outcome, Sample, Status, StepSample
 from paceline.training.instruments import collection_paused, peak_bytes
 
 PEAK_INTERVAL_S = 1.0
@@ -267,3 +271,35 @@ if __name__ == "__main__":
     # The interpreter would look through all of torch for garbage before it ends, for most of a second.
     gc.freeze()
     sys.exit(exit_code)
+
+
+def gauge_samples(snapshot: Snapshot, rank: int, host: str) -> list[GaugeSample]:
+    """A reading as the samples of a run: the host first, then each GPU."""
+    own = GaugeSample(
+        rank=rank,
+        host=host,
+        at_s=snapshot.host.at_s,
+        memory_used_bytes=snapshot.host.memory_used_bytes,
+        energy_j=snapshot.host.energy_j,
+        temperature_c=snapshot.host.temperature_c,
+        cpu_ratio=snapshot.host.cpu_ratio,
+        frequency_hz=snapshot.host.frequency_hz,
+    )
+    return [own, *(_gauge_sample(device, rank, host) for device in snapshot.devices)]
+
+
+def _gauge_sample(device: DeviceSample, rank: int, host: str) -> GaugeSample:
+    return GaugeSample(
+        rank=rank,
+        host=host,
+        at_s=device.at_s,
+        device=device.device,
+        utilisation_ratio=device.utilisation_ratio,
+        memory_used_bytes=device.memory_used_bytes,
+        power_w=device.power_w,
+        energy_j=device.energy_j,
+        temperature_c=device.temperature_c,
+        sm_clock_hz=device.sm_clock_hz,
+        memory_clock_hz=device.memory_clock_hz,
+        throttle_reasons=device.throttle_reasons,
+    )

@@ -13,10 +13,10 @@ from paceline.analysis.findings import Report
 from paceline.analysis.findings.served_verdicts import CeilingUse
 from paceline.analysis.served.token_times import busiest_second
 from paceline.experiment.choices import Choice
-from paceline.experiment.serving import CeilingSample
 from paceline.report.answer import answer, grounds
 from paceline.report.exporters import csv, html, markdown
 from paceline.results.records import RunRecord
+from paceline.results.served_samples import CeilingSample
 
 MEASURED = 1_763_300_000.0  # 2025-11-16
 WHOLE = ", by answers that came whole"

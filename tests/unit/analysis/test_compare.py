@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from paceline.analysis.compare.cells import compare_cells, verdict_of
+from paceline.analysis.compare.cells import compare_cells
 from paceline.analysis.findings import Comparison
 from paceline.analysis.statistics.intervals import Ratio
+from paceline.analysis.statistics.verdict import verdict_of
 from paceline.analysis.training import metrics
 from paceline.analysis.training.metrics import Cell
 from paceline.analysis.training.window import open_window

@@ -13,10 +13,10 @@ from answered_records import NS, build_record, build_request, build_spec
 from numpy.typing import NDArray
 
 from paceline.analysis.compare import folders
-from paceline.analysis.compare.cells import verdict_of
 from paceline.analysis.findings import LOWER, TIE, WORSE, Between, Change
 from paceline.analysis.served import equal_work, estimates, measurements
 from paceline.analysis.statistics import intervals
+from paceline.analysis.statistics.verdict import verdict_of
 from paceline.report import gate
 from paceline.report.tables import comparison as told
 from paceline.report.tables import served_work as present

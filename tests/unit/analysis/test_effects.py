@@ -16,8 +16,8 @@ from paceline.analysis.training import metrics
 from paceline.analysis.training.window import open_window
 from paceline.experiment.choices import Choice
 from paceline.experiment.factorial import FACTORIAL, FRACTIONAL, ONE_AT_A_TIME, Design, Level, generators
-from paceline.report.tables.effects import percent_up
 from paceline.results.records import RunRecord
+from paceline.wording import percent_up
 
 Builder = Callable[..., Any]
 RATE = 10_000.0

@@ -15,8 +15,8 @@ from paceline.analysis.served import extrapolation, latency_bounds, measurements
 from paceline.analysis.statistics import intervals
 from paceline.analysis.statistics.clustered_percentiles import clustered_percentiles
 from paceline.analysis.statistics.intervals import Array, Resampled
+from paceline.report.text.measurements import format_measurement
 from paceline.results.records import RunRecord
-from paceline.wording import format_measurement
 
 SLOTS, ANSWERS, TRIALS = 8, 480, 80
 

@@ -10,10 +10,11 @@ import pytest
 from paceline.analysis.report import build
 from paceline.analysis.served import mlperf_verdict
 from paceline.experiment.choices import Choice
-from paceline.experiment.serving import LoadgenSample, RequestSample, Serving
+from paceline.experiment.serving import Serving
 from paceline.experiment.spec import RunSpec, Topology, Training
 from paceline.report.tables.loadgen import tables
 from paceline.results.records import RunRecord, Status
+from paceline.results.served_samples import LoadgenSample, RequestSample
 
 MS = 1_000_000
 NUMBERS = {

@@ -15,7 +15,7 @@ from paceline.analysis.machine import nodes
 from paceline.analysis.machine.peers import Band, among_peers, beside_baseline
 from paceline.errors import RequestError
 from paceline.experiment.choices import Choice
-from paceline.results.acceptance import HealthSample
+from paceline.results.machine_samples import HealthSample
 from paceline.results.records import RunRecord, Status
 
 

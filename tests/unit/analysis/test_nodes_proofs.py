@@ -7,7 +7,7 @@ import pytest
 
 from paceline.analysis.findings.nodes import FAIL, PASS, SUSPECT
 from paceline.analysis.machine import nodes
-from paceline.results.acceptance import TrajectorySample
+from paceline.results.machine_samples import TrajectorySample
 
 
 def judged(*weights: str) -> nodes.Judged:

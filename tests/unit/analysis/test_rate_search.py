@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from served_records import S, record, request, stage
 
-from paceline.analysis.compare.cells import verdict_of
 from paceline.analysis.findings import HIGHER, TIE, WORSE, Measurement
 from paceline.analysis.served import measurements, rate_search
+from paceline.analysis.statistics.verdict import verdict_of
 from paceline.results.records import RunRecord
 from paceline.serving import early_stopping
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline import experiment
 from paceline.analysis.compare.recipe import recipes
+from paceline.experiment import expansion
 from paceline.experiment.spec import RunSpec
 from paceline.results import store
 from paceline.results.records import RunRecord
@@ -22,7 +22,7 @@ def record(make_run: Callable[..., Path], tmp_path: Path) -> Callable[[RunSpec],
 def loaded(text: str, tmp_path: Path) -> list[RunSpec]:
     path = tmp_path / "recipe.yaml"
     path.write_text(text)
-    return experiment.load(str(path))
+    return expansion.load(str(path))
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ from answered_records import (
 )
 
 from paceline import cli
-from paceline.experiment.serving import ClientSample
 from paceline.results import store
 from paceline.results.records import Outcome, RunRecord, Status
+from paceline.results.served_samples import ClientSample
 
 COUNT = 120
 

@@ -15,8 +15,8 @@ from paceline.analysis.report import build
 from paceline.analysis.served import measurements
 from paceline.analysis.served import traces as served_traces
 from paceline.analysis.served.percentile_curve import spread
-from paceline.experiment.serving import RequestSample, StageSample
 from paceline.results.records import RunRecord
+from paceline.results.served_samples import RequestSample, StageSample
 
 
 def shapes_of(*records: RunRecord) -> ServedShapes:

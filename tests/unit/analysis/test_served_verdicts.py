@@ -16,12 +16,12 @@ from paceline.analysis.findings.served_verdicts import LOADGEN_LABEL, NOT_KEPT, 
 from paceline.analysis.served import measurements
 from paceline.analysis.served.loads import gather
 from paceline.analysis.served.verdicts import verdict_of
-from paceline.experiment.serving import AnswerSample, ClientSample, RequestSample
 from paceline.report.answer import answer, grounds
 from paceline.report.exporters import html, markdown
 from paceline.report.exporters import json as json_exporter
 from paceline.report.tables.sections import machine_tables
 from paceline.results.records import RunRecord
+from paceline.results.served_samples import AnswerSample, ClientSample, RequestSample
 
 TWO = (replica(0), replica(1))
 

@@ -7,7 +7,7 @@ import pytest
 from served_records import MS, record, request, streamed
 
 from paceline.analysis.served import measurements, token_times
-from paceline.experiment.serving import RequestSample
+from paceline.results.served_samples import RequestSample
 
 
 def test_an_arrival_holds_all_tokens_of_its_time() -> None:

@@ -20,7 +20,7 @@ from paceline.analysis.findings import (
     ScalingPoint,
     WarmUpOutcome,
 )
-from paceline.experiment.choices import Scalar
+from paceline.errors import Scalar
 
 TIMES = (1753000000.0, 1753000300.0)
 REFERENCE = "reference-gpt-tiny-1x-r0-aa11bb22cc"

@@ -16,6 +16,7 @@ from fabric_records import MiB
 from rich.console import Console
 
 from paceline import report as present
+from paceline import wording
 from paceline.analysis import report as analysis
 from paceline.analysis.findings import MemoryRow, Report, ScalingExplanation, Traffic
 from paceline.host.files import write_atomically
@@ -182,7 +183,7 @@ def test_the_terminal_never_overflows(swept: Report, width: int) -> None:
     ("size", "text"), [(8, "8 B"), (1024, "1 KiB"), (1536 * 1024, "1.5 MiB"), (2**30, "1 GiB"), (1000, "1000 B")]
 )
 def test_sizes_read_in_powers_of_two(size: int, text: str) -> None:
-    assert fabric_links.format_size(size) == text
+    assert wording.format_size(size) == text
 
 
 # --- sentences ---

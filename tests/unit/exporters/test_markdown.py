@@ -9,7 +9,7 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 from paceline.analysis.findings import Report
-from paceline.experiment.choices import Scalar
+from paceline.errors import Scalar
 from paceline.report.exporters import markdown
 
 

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from paceline import report as present
-from paceline import words
+from paceline import wording
 from paceline.analysis.findings import Report
 from paceline.report import terminal
 from paceline.report.tables import table as tables
@@ -65,13 +65,13 @@ def test_what_is_not_zero_never_reads_as_zero() -> None:
 def test_a_ratio_has_the_digits_of_its_interval_and_no_interval_that_says_nothing(
     numbers: tuple[float, float, float], text: str
 ) -> None:
-    assert "".join(words.ratio_words(*numbers)) == text
+    assert "".join(wording.ratio_words(*numbers)) == text
 
 
 def test_names_in_a_row_and_cut_short() -> None:
-    assert [words.listed("abc"[:n]) for n in range(4)] == ["", "a", "a and b", "a, b and c"]
-    assert words.short_names([]) == {}
-    assert words.short_names(["ddp, tiny, fp32", "ddp, tiny, bf16"]) == {
+    assert [wording.listed("abc"[:n]) for n in range(4)] == ["", "a", "a and b", "a, b and c"]
+    assert wording.short_names([]) == {}
+    assert wording.short_names(["ddp, tiny, fp32", "ddp, tiny, bf16"]) == {
         "ddp, tiny, fp32": "fp32",
         "ddp, tiny, bf16": "bf16",
     }

@@ -14,11 +14,11 @@ from simulated_serving import TWO, Replica
 
 from paceline.analysis.findings import Report
 from paceline.analysis.report import build
-from paceline.experiment.serving import StageSample
 from paceline.report import text_bars
 from paceline.report.charts import Chart, charts
 from paceline.report.charts.chart import AREA, CURVE, LONE
 from paceline.report.exporters import html, plots
+from paceline.results.served_samples import StageSample
 
 LOST = (Replica("node-a"), Replica("node-b", slowness=1.4, died_s=2.0), Replica("node-c"))
 NAMES = [

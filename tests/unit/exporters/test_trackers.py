@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
-from paceline import cli, contract
+from paceline import cli
 from paceline.analysis.findings import Report
 from paceline.errors import RequestError
+from paceline.experiment import plugins
 from paceline.report.exporters import _cells
 from paceline.report.exporters._folder import OWNER, replacing
 
@@ -158,7 +159,7 @@ def test_a_server_that_is_not_there_is_given_up_soon_unless_the_user_said_otherw
     # Set and deleted, so that what the exporter sets is undone at the end.
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "")
     monkeypatch.delenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES")
-    contract.load("exporters", "mlflow")._client("http://127.0.0.1:1")
+    plugins.load("exporters", "mlflow")._client("http://127.0.0.1:1")
     assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "2"
     assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "7"
 
@@ -171,7 +172,7 @@ def test_a_database_that_is_none_is_one_sentence_and_stays(
     pytest.importorskip("alembic", reason="pip install 'paceline[mlflow]'")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     (tmp_path / "mlflow.db").write_bytes(content)
-    exporter = contract.load("exporters", "mlflow")
+    exporter = plugins.load("exporters", "mlflow")
     # What the first bytes do not tell is found out by the export alone.
     attempt = {"check": lambda: exporter.check(tmp_path), "export": lambda: exporter.export(report, tmp_path)}[known_by]
     with pytest.raises(RequestError) as caught:
@@ -223,7 +224,7 @@ def test_tensorboard_reads_what_was_measured(report: Report, tmp_path: Path) -> 
     from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
     from tensorboard.util.tensor_util import make_ndarray
 
-    (folder,) = contract.load("exporters", "tensorboard").export(report, tmp_path)
+    (folder,) = plugins.load("exporters", "tensorboard").export(report, tmp_path)
     read = EventMultiplexer(size_guidance={"tensors": 0}).AddRunsFromDirectory(str(folder)).Reload()
     runs = {name.rpartition(" (")[0]: name for name in read.Runs()}
     assert len(runs) == 8
@@ -248,7 +249,7 @@ def tensorboard_hyperparameters(read: Any, run: str) -> dict[str, Any]:
 
 def test_tensorboard_files_are_the_same_twice_and_follow_a_change(report: Report, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="pip install 'paceline[tensorboard]'")
-    export = contract.load("exporters", "tensorboard").export
+    export = plugins.load("exporters", "tensorboard").export
 
     def content() -> dict[str, bytes]:
         return {str(p.relative_to(tmp_path)): p.read_bytes() for p in tmp_path.rglob("events.*")}
@@ -282,7 +283,7 @@ def test_mlflow_holds_each_cell_once_and_as_it_is_now(
     pytest.importorskip("mlflow", reason="pip install 'paceline[mlflow]'")
     pytest.importorskip("alembic", reason="pip install 'paceline[mlflow]'")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    export = contract.load("exporters", "mlflow").export
+    export = plugins.load("exporters", "mlflow").export
     assert export(report, tmp_path) == [tmp_path / "mlflow.db"]
     first = mlflow_runs(tmp_path)
     assert len(first) == 8
@@ -336,7 +337,7 @@ def test_wandb_writes_offline_runs_that_its_messages_read(
     pytest.importorskip("wandb", reason="pip install 'paceline[wandb]'")
     for name in ("WANDB_MODE", "WANDB_PROJECT", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)
-    export = contract.load("exporters", "wandb").export
+    export = plugins.load("exporters", "wandb").export
     export(two_cells, tmp_path)
     export(two_cells, tmp_path)
     files = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))

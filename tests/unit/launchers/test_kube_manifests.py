@@ -16,9 +16,9 @@ from testbed.kube_api.admission import check_jobset_names
 from testbed.kube_api.refusals import Refusal
 
 from paceline import cli
-from paceline.contract import Offer
 from paceline.errors import RequestError
 from paceline.experiment.choices import Choice
+from paceline.experiment.plugins import Offer
 from paceline.experiment.serving import Serving
 from paceline.experiment.spec import RunSpec
 from paceline.launchers import _start, kubernetes

@@ -12,8 +12,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from paceline.contract import options
 from paceline.experiment.choices import Choice
+from paceline.experiment.plugins import options
 from paceline.experiment.spec import RunSpec
 from paceline.launchers import kubernetes
 from paceline.launchers.kubernetes.manifests import manifests

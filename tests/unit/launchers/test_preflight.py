@@ -19,8 +19,9 @@ from testbed.kube_api.resources import KNOWN
 from testbed.kube_api.sandbox import why_not
 from testbed.ports import free_port
 
-from paceline import __version__, cli, contract
+from paceline import __version__, cli
 from paceline.errors import LaunchError
+from paceline.experiment import plugins
 from paceline.experiment.choices import Choice
 from paceline.experiment.spec import RunSpec
 from paceline.launchers import _retry, kubernetes, ray, slurm, ssh
@@ -58,7 +59,7 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
 
 
 def test_every_engine_beyond_this_host_is_asked() -> None:
-    asked = {name for name in contract.names("launchers") if hasattr(contract.load("launchers", name), "preflight")}
+    asked = {name for name in plugins.names("launchers") if hasattr(plugins.load("launchers", name), "preflight")}
     assert asked == {"kubernetes", "slurm", "ssh", "ray"}
 
 

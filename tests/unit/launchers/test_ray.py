@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from paceline.contract import Job, Offer
+from paceline.contract import Job
 from paceline.errors import LaunchError, RequestError
 from paceline.experiment.choices import Choice
+from paceline.experiment.plugins import Offer
 from paceline.experiment.serving import Serving
 from paceline.experiment.spec import RunSpec
 from paceline.host import environment
@@ -194,7 +195,7 @@ def test_a_driver_that_dies_is_a_failure_with_its_log(tmp_path: Path, golden: ob
 
 
 def test_the_launcher_never_imports_ray() -> None:
-    code = "import sys; from paceline import contract as plugins; plugins.load('launchers', 'ray'); print('ray' in sys.modules)"
+    code = "import sys; from paceline.experiment.plugins import load; load('launchers', 'ray'); print('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from paceline.contract import options
 from paceline.errors import RequestError
 from paceline.experiment.choices import Choice
+from paceline.experiment.plugins import options
 from paceline.launchers import ray
 from paceline.launchers.kubernetes import options as _kube_options
 from paceline.launchers.slurm import options as _slurm_options

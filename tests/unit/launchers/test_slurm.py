@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from paceline.contract import Offer
 from paceline.errors import LaunchError, RequestError
 from paceline.experiment.choices import Choice
+from paceline.experiment.plugins import Offer
 from paceline.experiment.serving import Serving
 from paceline.experiment.spec import RunSpec
 from paceline.launchers import _start, slurm

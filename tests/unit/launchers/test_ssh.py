@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from paceline.contract import Offer
 from paceline.errors import LaunchError, RequestError
 from paceline.experiment.choices import Choice
+from paceline.experiment.plugins import Offer
 from paceline.experiment.spec import RunSpec, Topology
 from paceline.launchers import ssh
 from paceline.launchers.node import placement

@@ -162,7 +162,8 @@ def test_the_real_crontab_takes_and_gives_back_the_block(tmp_path: Path) -> None
     program = tmp_path / "program.py"
     program.write_text(
         "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from pathlib import Path\nfrom test_crontab import OTHERS, schedule_of\nfrom paceline.campaign.schedule.timers import crontab\n"
+        "from pathlib import Path\nfrom test_crontab import OTHERS, schedule_of\n"
+        "from paceline.campaign.schedule.timers import crontab\n"
         "crontab._write(OTHERS)\n"
         'out = Path("/tmp/it\'s 50% $(x)")\n'
         "crontab.install(out, schedule_of()); print(crontab._read())\n"

@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
-from paceline.contract import options
 from paceline.errors import RequestError
 from paceline.experiment.choices import Choice
+from paceline.experiment.plugins import options
 from paceline.experiment.spec import RunSpec
 from paceline.models.arithmetic import wire_factor
 from paceline.workloads import collectives
-from paceline.workloads.collectives import Options
 from paceline.workloads.collectives.operations import OPERATIONS
+from paceline.workloads.collectives.options import Options
 
 
 def chosen(text: str) -> Options:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from paceline.contract import load
 from paceline.experiment.choices import Choice
+from paceline.experiment.plugins import load
 from paceline.experiment.spec import Precision, RunSpec, Topology, Training, Tuning
 
 

@@ -15,10 +15,11 @@ from testbed import replicas as bed
 from paceline.contract import Seat
 from paceline.errors import InvalidRunError, RequestError, UnsupportedError
 from paceline.experiment.choices import Choice
-from paceline.experiment.serving import AnswerSample, ClientSample, ReplicaSample, RequestSample, Serving, StageSample
+from paceline.experiment.serving import Serving
 from paceline.experiment.spec import RunSpec
 from paceline.results import client_audit
 from paceline.results.records import Evidence, Sample
+from paceline.results.served_samples import AnswerSample, ClientSample, ReplicaSample, RequestSample, StageSample
 from paceline.serving import early_stopping
 from paceline.serving.client import arrivals, team
 from paceline.serving.client.orders import Handled, Shift

@@ -16,9 +16,10 @@ from faulty import wrong_product  # noqa: E402
 
 from paceline.analysis.compare import validity  # noqa: E402
 from paceline.campaign.run.controller import verdict  # noqa: E402
-from paceline.contract import Seat, options  # noqa: E402
+from paceline.contract import Seat  # noqa: E402
 from paceline.errors import RequestError  # noqa: E402
 from paceline.experiment.choices import Choice  # noqa: E402
+from paceline.experiment.plugins import options  # noqa: E402
 from paceline.experiment.spec import RunSpec  # noqa: E402
 from paceline.models import arithmetic  # noqa: E402
 from paceline.results.machine_samples import KernelSample  # noqa: E402
@@ -26,11 +27,8 @@ from paceline.results.records import Evidence, RunRecord, Status  # noqa: E402
 from paceline.results.sample_lines import read_samples  # noqa: E402
 from paceline.training.instruments import HostClock  # noqa: E402
 from paceline.workloads import compute  # noqa: E402
-from paceline.workloads.compute import (  # noqa: E402
-    Options,
-    Row,
-    kernels,  # noqa: E402
-)
+from paceline.workloads.compute import kernels  # noqa: E402
+from paceline.workloads.compute.options import Options, Row  # noqa: E402
 
 SEAT = Seat(rank=0, local_rank=0, world_size=1, device="cpu")
 SMALL = "compute:iters=5,warmup=0,budget_s=0.05,largest_matmul=64,largest_copy_bytes=4096,longest_sequence=32,tokens=32"

@@ -10,12 +10,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from paceline.contract import Seat, options  # noqa: E402
+from paceline.contract import Seat  # noqa: E402
 from paceline.errors import RequestError  # noqa: E402
 from paceline.experiment.choices import Choice  # noqa: E402
+from paceline.experiment.plugins import options  # noqa: E402
 from paceline.experiment.spec import RunSpec  # noqa: E402
 from paceline.workloads import nodes  # noqa: E402
-from paceline.workloads.nodes import proof, stages  # noqa: E402
+from paceline.workloads.nodes import plan, proof, stages  # noqa: E402
 
 SEAT = Seat(rank=2, local_rank=0, world_size=4, device="cpu")
 DTYPES = {"fp32": torch.int32, "bf16": torch.int16, "fp16": torch.int16}
@@ -118,20 +119,20 @@ def test_another_error_is_not_hidden(acceptance: stages.Acceptance, monkeypatch:
 )
 def test_a_wrong_option_is_one_sentence(wrong: str, golden: object) -> None:
     with pytest.raises(RequestError) as caught:
-        options(nodes.Options, Choice.parse(f"nodes:{wrong}"))
+        options(plan.Options, Choice.parse(f"nodes:{wrong}"))
     assert str(caught.value) == golden
 
 
 def test_each_process_trains_alone_whatever_the_topology(make_spec: Callable[..., RunSpec]) -> None:
     spec = make_spec(None, workload="nodes:side=64,copy_bytes=4096")
-    own = nodes.alone(spec)
+    own = plan.alone(spec)
     assert (own.topology.world_size, str(own.strategy), own.workload.name) == (1, "single", "pretrain")
     assert nodes.check(spec) is None
-    assert [(row.kernel, row.size) for row in nodes.plan(spec)] == [("matmul", 64), ("copy", 4096)]
+    assert [(row.kernel, row.size) for row in plan.plan(spec)] == [("matmul", 64), ("copy", 4096)]
 
 
 def test_a_gpu_is_measured_both_ways_over_its_bus(make_spec: Callable[..., RunSpec]) -> None:
-    rows = nodes.plan(make_spec(None, workload="nodes", device="cuda"))
+    rows = plan.plan(make_spec(None, workload="nodes", device="cuda"))
     assert [(r.kernel, r.size, r.variant) for r in rows] == [
         ("matmul", 8192, "NT"),
         ("copy", 2**30, ""),

@@ -13,20 +13,18 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from paceline.analysis.findings import BETTER, HIGHER, TIE, WORSE, Comparison
-from paceline.analysis.machine.ceilings import device_names
+from paceline.analysis.findings import Comparison
+from paceline.analysis.findings.cell_axes import DEVICE, telling_axes
 from paceline.analysis.statistics.intervals import Ratio, ratio_between
+from paceline.analysis.statistics.verdict import judged_ratio
 from paceline.analysis.training import metrics
-from paceline.analysis.training.metrics import BY_NAME, Cell
-from paceline.errors import RequestError
-from paceline.experiment.choices import Scalar
+from paceline.analysis.training.metrics import BY_NAME, Cell, device_kind
+from paceline.errors import RequestError, Scalar
 from paceline.experiment.spec import RunSpec
-from paceline.report.text.cells import DEVICE, telling_axes
 
 SPEED_METRICS = ("tokens_per_s", "step_time_s")
 UNSLOWED_METRICS = ("peak_memory_bytes",)
 COMPARED_METRICS = (*SPEED_METRICS, *UNSLOWED_METRICS)
-SMALLEST_EFFECT = 0.01
 # Sides whose GPUs were held back in shares of their steps that differ by more than this may differ for that alone.
 THROTTLED_APART = 0.05
 
@@ -100,19 +98,6 @@ def key_without(cell: Cell, fields: Iterable[str], **more: object) -> str:
 # --- one pair ---
 
 
-def verdict_of(found: Ratio, better: str) -> tuple[str, str]:
-    """Verdict about the numerator and the reason. Effects are max(r, 1/r) - 1, so that A/B and B/A agree."""
-    effect = max(found.value, 1 / found.value) - 1
-    if found.low <= 1 <= found.high:
-        return TIE, "the interval includes 1"
-    if effect < SMALLEST_EFFECT:
-        return TIE, f"the effect of {effect:.2%} is under {SMALLEST_EFFECT:.0%}"
-    if effect < found.detectable:
-        return TIE, f"the effect of {effect:.1%} is under the {found.detectable:.1%} this data could show"
-    verdict = BETTER if (found.value > 1) == (better == HIGHER) else WORSE
-    return verdict, f"the effect of {effect:.1%} exceeds the {found.detectable:.1%} this data could show"
-
-
 def comparison(
     metric: str, better: str, sides: tuple[Cell, Cell], names: tuple[str, str], found: Ratio, axes: Mapping[str, Scalar]
 ) -> Comparison:
@@ -127,37 +112,6 @@ def comparison(
         return judged
     slowed = f"throttled in {throttled[0]:.0%} of the steps of {names[0]}, {throttled[1]:.0%} of {names[1]}"
     return replace(judged, reason=f"{judged.reason}; {slowed}", throttled=throttled)
-
-
-def judged_ratio(
-    metric: str,
-    better: str,
-    cells: tuple[str, str],
-    names: tuple[str, str],
-    found: Ratio,
-    *,
-    axes: Mapping[str, Scalar],
-    runs: tuple[str, ...],
-) -> Comparison:
-    """The ratio with its verdict, of cells of which the caller knows that they did equal work."""
-    verdict, reason = verdict_of(found, better)
-    return Comparison(
-        metric=metric,
-        better=better,
-        cell=cells[0],
-        other=cells[1],
-        label=names[0],
-        other_label=names[1],
-        ratio=found.value,
-        low=found.low,
-        high=found.high,
-        detectable_ratio=found.detectable,
-        verdict=verdict,
-        reason=reason,
-        certified=True,
-        axes=axes,
-        runs=runs,
-    )
 
 
 def why_not_compared(metric: str, specs: Iterable[RunSpec]) -> str | None:
@@ -278,8 +232,3 @@ def _pairs(group: Group) -> Iterable[Comparison]:
             if ratio is not None:
                 names = group.names[cell.id], group.names[other.id]
                 yield comparison(metric, BY_NAME[metric].better, (cell, other), names, ratio, group.axes)
-
-
-def device_kind(cell: Cell) -> str:
-    """Names of the GPUs, or of the processors, the cell ran on."""
-    return device_names(cell.spec.topology.device, [m for w in cell.windows for m in w.record.machines])

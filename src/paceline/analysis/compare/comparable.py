@@ -17,8 +17,8 @@ from paceline.analysis.training.certificate import certify_all
 from paceline.analysis.training.metrics import BY_NAME
 from paceline.analysis.training.window import open_window
 from paceline.experiment.spec import PROBING, SERVED, RunSpec
-from paceline.report.tables.fabric_links import format_size
 from paceline.results.records import RunRecord, Status
+from paceline.wording import format_size
 
 CELL, ROW = "cell", "row"
 

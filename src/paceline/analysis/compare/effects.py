@@ -11,9 +11,10 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from paceline.analysis.compare.cells import device_kind, title_of, verdict_of
+from paceline.analysis.compare.cells import title_of
 from paceline.analysis.compare.contrasts import Question, key_of, level_text, product_words, questions
 from paceline.analysis.findings import HIGHER, TIE, LeftOut, RunFinding
+from paceline.analysis.findings.cell_axes import DEVICE
 from paceline.analysis.findings.effects import (
     ALIASED,
     FACTOR,
@@ -30,16 +31,16 @@ from paceline.analysis.findings.effects import (
 )
 from paceline.analysis.statistics import intervals
 from paceline.analysis.statistics.intervals import Ratio
+from paceline.analysis.statistics.verdict import verdict_of
 from paceline.analysis.training import metrics
-from paceline.analysis.training.metrics import Cell
+from paceline.analysis.training.metrics import Cell, device_kind
 from paceline.experiment import recipe
 from paceline.experiment.choices import Choice
 from paceline.experiment.factorial import FACTORIAL, FRACTIONAL, ONE_AT_A_TIME, Design, Level
 from paceline.experiment.identity import NO_CELL
 from paceline.experiment.spec import RunSpec
-from paceline.report.tables.effects import percent_up
-from paceline.report.text.cells import DEVICE
 from paceline.results.records import RunRecord
+from paceline.wording import percent_up
 
 SPEED, MEMORY = "tokens_per_s", "peak_memory_bytes"
 UP_AND_DOWN = {SPEED: (FASTER, SLOWER), MEMORY: (MORE, LESS)}

@@ -15,11 +15,11 @@ from statistics import NormalDist
 from typing import Any
 
 from paceline.analysis.compare import fingerprint
-from paceline.analysis.compare.cells import verdict_of
 from paceline.analysis.compare.comparable import ROW, Judged, Quantity, Subject, judge, rate_searched, subject_of
 from paceline.analysis.findings import TIE, Between, Change, Differing, Lost
 from paceline.analysis.served import equal_work, rate_search
 from paceline.analysis.statistics.intervals import Ratio, launches_note, ratio_between
+from paceline.analysis.statistics.verdict import verdict_of
 from paceline.analysis.training import metrics
 from paceline.errors import RequestError
 from paceline.experiment.choices import Choice

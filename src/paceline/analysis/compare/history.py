@@ -26,7 +26,7 @@ from paceline.analysis.statistics.intervals import Array, seed_of, student_t
 from paceline.analysis.training.certificate import certify_all
 from paceline.analysis.training.metrics import BY_NAME
 from paceline.analysis.training.window import LAUNCH_COLUMNS, STEP_COLUMNS, Window, open_window
-from paceline.experiment.choices import Scalar
+from paceline.errors import Scalar
 from paceline.results.records import RunRecord, Status
 
 SPEED, MEMORY = "tokens_per_s", "peak_memory_bytes"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from paceline.analysis.compare.cells import SPEED_METRICS, Compared, Group, device_kind
+from paceline.analysis.compare.cells import SPEED_METRICS, Compared, Group
 from paceline.analysis.compare.scaling import METRIC as EFFICIENCY
 from paceline.analysis.findings import (
     BETTER,
@@ -27,11 +27,10 @@ from paceline.analysis.findings import (
 )
 from paceline.analysis.statistics.intervals import launches_note
 from paceline.analysis.training import metrics
-from paceline.analysis.training.metrics import Cell
+from paceline.analysis.training.metrics import Cell, device_kind
 from paceline.analysis.training.window import PHASES
-from paceline.experiment.choices import Scalar
-from paceline.wording import format_parts
-from paceline.words import listed, ratio_words
+from paceline.errors import Scalar
+from paceline.wording import format_parts, listed, ratio_words
 
 CATEGORIES: Mapping[str, str] = {
     "tokens_per_s": "highest throughput",

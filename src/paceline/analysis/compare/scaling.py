@@ -12,21 +12,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.analysis.compare.cells import (
-    Compared,
-    Group,
-    comparison,
-    device_kind,
-    digest,
-    key_without,
-    title_axes,
-    title_of,
-)
+from paceline.analysis.compare.cells import Compared, Group, comparison, digest, key_without, title_axes, title_of
 from paceline.analysis.findings import HIGHER, Comparison, Measurement, ScalingPoint
+from paceline.analysis.findings.cell_axes import DEVICE
 from paceline.analysis.statistics.intervals import Ratio, Resampled, launches_note, ratio_between
 from paceline.analysis.training import metrics
-from paceline.analysis.training.metrics import Cell
-from paceline.report.text.cells import DEVICE
+from paceline.analysis.training.metrics import Cell, device_kind
 
 METRIC = "scaling_efficiency_ratio"
 WEAK, STRONG = "weak", "strong"

@@ -11,15 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from paceline.analysis.compare.cells import device_kind
 from paceline.analysis.compare.recommend import GLOO
 from paceline.analysis.compare.scaling import STRONG
 from paceline.analysis.findings import SHARED_GPU, CollectiveFit, ScalingExplanation, ScalingPoint, Traffic
 from paceline.analysis.machine.ceilings import device_names
 from paceline.analysis.machine.sweep import factor_of
 from paceline.analysis.training import metrics
-from paceline.analysis.training.metrics import Cell
-from paceline.experiment.choices import Choice, Scalar
+from paceline.analysis.training.metrics import Cell, device_kind
+from paceline.errors import Scalar
+from paceline.experiment.choices import Choice
 from paceline.results.records import RunRecord, WireSample
 
 EXCELLENT, GOOD = 0.9, 0.8

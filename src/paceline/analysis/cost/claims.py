@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from paceline.analysis.cost import training
 from paceline.analysis.findings import Claim, ClaimedTransfer, ClaimedTransfers, Report
-from paceline.experiment.choices import Scalar
+from paceline.errors import Scalar
 from paceline.experiment.spec import RunSpec
 from paceline.results.records import RunRecord, Status
 

@@ -25,7 +25,7 @@ from paceline.analysis.statistics import intervals
 from paceline.analysis.statistics.intervals import Resampled, launches_note
 from paceline.analysis.statistics.launch_spread import Bounded
 from paceline.analysis.training import energy
-from paceline.experiment.choices import Scalar
+from paceline.errors import Scalar
 from paceline.host import prices
 from paceline.host.prices import Price
 from paceline.results.records import RunRecord

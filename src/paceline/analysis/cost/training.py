@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from paceline.analysis.compare.cells import device_kind
 from paceline.analysis.findings import (
     BETTER,
     HIGHER,
@@ -26,7 +25,7 @@ from paceline.analysis.findings import (
 )
 from paceline.analysis.statistics.intervals import Resampled, launches_note
 from paceline.analysis.training import metrics
-from paceline.analysis.training.metrics import Cell
+from paceline.analysis.training.metrics import Cell, device_kind
 from paceline.host import prices
 from paceline.host.prices import Price
 

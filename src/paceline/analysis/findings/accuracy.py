@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.analysis.findings.training import Measurement
-from paceline.experiment.choices import Scalar
+from paceline.errors import Scalar
 
 PASSED, FAILED, SMOKE = "passed", "failed", "smoke"
 AGREES, DIFFERS, UNDECIDED, SILENT = "agrees", "differs", "undecided", "silent"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from paceline.experiment.choices import Scalar
+from paceline.errors import Scalar
 
 # Published numbers are rounded to three digits or so: less than this is no contradiction.
 AGREES_WITHIN = 0.01

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.analysis.findings.training import Measurement
-from paceline.experiment.choices import Scalar
+from paceline.errors import Scalar
 from paceline.host.prices import SPOT, Price
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from paceline.experiment.choices import Scalar
+from paceline.errors import Scalar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

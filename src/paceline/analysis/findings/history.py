@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.analysis.findings.between import Differing
-from paceline.experiment.choices import Scalar
+from paceline.errors import Scalar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from paceline.experiment.choices import Scalar
+from paceline.errors import Scalar
 
 TTFT, TPOT, LATENCY = "ttft", "tpot", "latency"
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.analysis.findings.training import Measurement
-from paceline.experiment.choices import Scalar
+from paceline.errors import Scalar
 
 # What such a run is, and is not: the only words in which the other name stands.
 LOADGEN_LABEL = "LoadGen-rule run, not an MLPerf(R) result"

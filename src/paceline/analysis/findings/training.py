@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.analysis.findings.verdicts import LeftOut
-from paceline.experiment.choices import Scalar
+from paceline.errors import Scalar
 from paceline.experiment.spec import PROBING, UNCERTIFIED
 
 BETTER, WORSE, TIE = "better", "worse", "tie"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from paceline.experiment.choices import Scalar
+from paceline.errors import Scalar
 
 COMPUTE, MEMORY, NETWORK, INPUT, LAUNCH = "compute", "memory bandwidth", "network", "input", "launch overhead"
 # Of runs that hold weights in few bits; no share of any other.

@@ -17,7 +17,7 @@ import numpy as np
 from paceline.analysis.findings import HIGHER, SHARED_GPU, Measurement
 from paceline.analysis.statistics import intervals
 from paceline.analysis.statistics.intervals import Array, Resampled
-from paceline.experiment.choices import Scalar
+from paceline.errors import Scalar
 from paceline.experiment.spec import ACCEPTING, RunSpec
 from paceline.results.machine_samples import KernelSample
 from paceline.results.records import RunRecord

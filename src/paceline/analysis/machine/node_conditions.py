@@ -11,7 +11,7 @@ from paceline.analysis.findings import Differing
 from paceline.analysis.findings.nodes import FAIL, SUSPECT, NodeEvidence
 from paceline.analysis.machine.node_measures import gauges_by_rank, local_ranks
 from paceline.analysis.machine.tournament import places_of
-from paceline.experiment.choices import Scalar
+from paceline.errors import Scalar
 from paceline.host import machine
 from paceline.results.records import GaugeSample, RunRecord
 

@@ -15,8 +15,7 @@ from paceline.analysis.machine.peers import Band
 from paceline.analysis.machine.tournament import Place, places_of
 from paceline.analysis.statistics.intervals import Array
 from paceline.experiment.spec import RunSpec
-from paceline.results.acceptance import MEMORY_RATIO, SPEED_RATIO, TEMPERATURE_C
-from paceline.results.machine_samples import KernelSample
+from paceline.results.machine_samples import MEMORY_RATIO, SPEED_RATIO, TEMPERATURE_C, KernelSample
 from paceline.results.records import GaugeSample, RunRecord, StepSample
 
 TRAINING, MEMORY, TEMPERATURE, CLOCK = "training", "peak memory", "temperature", "SM clock"

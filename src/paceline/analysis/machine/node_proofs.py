@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from paceline.analysis.findings.nodes import FAIL, SUSPECT, NodeEvidence
-from paceline.results.acceptance import ProductSample, TrajectorySample
+from paceline.results.machine_samples import ProductSample, TrajectorySample
 from paceline.results.records import RunRecord
 
 DIAGNOSE = "dcgmi diag -r 4   (take the node out of service first)"

@@ -28,7 +28,7 @@ from paceline.analysis.machine import peers, tournament
 from paceline.analysis.machine.node_measures import Measure, measures_of
 from paceline.analysis.machine.tournament import Place, places_of
 from paceline.analysis.statistics.intervals import Array
-from paceline.experiment.choices import require
+from paceline.errors import require
 from paceline.experiment.spec import ACCEPTING
 from paceline.results.records import RunRecord, Status
 

@@ -32,10 +32,9 @@ from paceline.analysis.served.equal_work import BEGINNING
 from paceline.analysis.served.mlperf_rules import MOST_TOKENS, WHOLE_SET
 from paceline.analysis.statistics import intervals
 from paceline.analysis.statistics.intervals import Array
-from paceline.errors import MissingPackageError
-from paceline.experiment.choices import Scalar
-from paceline.experiment.serving import RequestSample
+from paceline.errors import MissingPackageError, Scalar
 from paceline.results.records import RunRecord
+from paceline.results.served_samples import RequestSample
 
 METRICS = dict.fromkeys(("rouge1_score", "rouge2_score", "rouge_l_score", "rouge_lsum_score"), ("score", HIGHER))
 CHARACTERS = "answer_characters"

@@ -14,7 +14,8 @@ from datetime import UTC, datetime
 from paceline.analysis.findings.served_verdicts import CeilingUse
 from paceline.analysis.served.loads import Served, Stretch
 from paceline.analysis.served.token_times import busiest_second
-from paceline.experiment.serving import MOST_CEILING_RATIO, CeilingSample, ClientSample
+from paceline.experiment.serving import MOST_CEILING_RATIO
+from paceline.results.served_samples import CeilingSample, ClientSample
 
 # The end of the year 9999: a record may hold any number.
 LAST_DAY_S = 253_402_300_799.0

@@ -32,11 +32,10 @@ from paceline.experiment.serving import (
     MOST_SCHEDULE_LAG_S,
     OPEN,
     SCENARIOS,
-    ClientSample,
-    RequestSample,
     Serving,
 )
 from paceline.results.records import RunRecord, Status
+from paceline.results.served_samples import ClientSample, RequestSample
 
 QUANTITIES: dict[str, Callable[[RequestSample], float | None]] = {
     TTFT: measurements.ttft_s,

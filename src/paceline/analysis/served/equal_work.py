@@ -11,7 +11,6 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from paceline.analysis.compare.cells import judged_ratio
 from paceline.analysis.findings import Check, Comparison
 from paceline.analysis.findings.accuracy import Accuracy
 from paceline.analysis.findings.served_work import ServedPair, Undecided
@@ -19,11 +18,12 @@ from paceline.analysis.served import estimates, measurements
 from paceline.analysis.served.estimates import COMPARED
 from paceline.analysis.served.loads import Load, Served
 from paceline.analysis.statistics.intervals import ratio_between
+from paceline.analysis.statistics.verdict import judged_ratio
 from paceline.analysis.training import metrics
-from paceline.experiment.choices import Scalar
-from paceline.experiment.serving import RequestSample
+from paceline.errors import Scalar
 from paceline.experiment.spec import RunSpec
 from paceline.results.records import RunRecord
+from paceline.results.served_samples import RequestSample
 
 # Answered tokens of both sides may differ by this part: servers count the end of an answer differently.
 TOKENS_WITHIN = 0.01

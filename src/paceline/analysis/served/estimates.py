@@ -14,7 +14,8 @@ from paceline.analysis.served.loads import NS, Served, Stretch
 from paceline.analysis.served.token_times import first_token_ns
 from paceline.analysis.statistics import intervals
 from paceline.analysis.statistics.intervals import Array, Resampled
-from paceline.experiment.serving import PERCENTILE, RequestSample
+from paceline.experiment.serving import PERCENTILE
+from paceline.results.served_samples import RequestSample
 from paceline.serving import early_stopping
 
 # A load is cut into slices of time of two answers each: from the fewest that tell a spread to the most that tell more.

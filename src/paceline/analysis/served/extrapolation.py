@@ -33,7 +33,7 @@ from paceline.analysis.statistics.intervals import (
     unbounded,
 )
 from paceline.analysis.statistics.launch_spread import bounded
-from paceline.experiment.serving import RequestSample
+from paceline.results.served_samples import RequestSample
 
 # Every place in flight must have been used so often, else what was seen is one burst and no rate.
 LEAST_TURNS = 3

@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.analysis.compare.cells import verdict_of
 from paceline.analysis.findings import HIGHER, Measurement
 from paceline.analysis.findings.served_verdicts import UNDECIDED_GAIN, Fleet, PartitionGain, ReplicaShare
 from paceline.analysis.served import measurements as measured
@@ -19,8 +18,9 @@ from paceline.analysis.served.loads import Served, Stretch
 from paceline.analysis.served.token_times import spans_of_at_least, tokens_of
 from paceline.analysis.statistics.intervals import Resampled, ratio_between
 from paceline.analysis.statistics.launch_spread import Bounded, bounded, over_launches, quotient
-from paceline.experiment.serving import ReplicaSample
+from paceline.analysis.statistics.verdict import verdict_of
 from paceline.results.records import RunRecord
+from paceline.results.served_samples import ReplicaSample
 
 NS = 1e9
 # What a speed-up is over. A paired run puts on one replica as many requests as it has beside the others.

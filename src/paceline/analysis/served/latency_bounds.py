@@ -19,7 +19,7 @@ from paceline.analysis.served.token_times import Gaps, most_in_flight
 from paceline.analysis.statistics.clustered_percentiles import FEWEST_BEYOND, clustered_percentiles
 from paceline.analysis.statistics.intervals import Array, Resampled, block_length, seed_of, unbounded
 from paceline.analysis.statistics.launch_spread import Bounded, bounded
-from paceline.experiment.serving import RequestSample
+from paceline.results.served_samples import RequestSample
 
 # Of a launch its values, and the number of the answer that each is of, in the order of time.
 Timed = tuple[Array, NDArray[np.int64]]

@@ -13,18 +13,11 @@ from functools import cached_property
 from typing import NamedTuple
 
 from paceline.analysis.served.token_times import first_token_ns, tokens_of
-from paceline.experiment.choices import Scalar
-from paceline.experiment.serving import (
-    OPEN,
-    PLAIN_SCENARIOS,
-    STAGED_SCENARIOS,
-    ClientSample,
-    RequestSample,
-    Serving,
-    StageSample,
-)
+from paceline.errors import Scalar
+from paceline.experiment.serving import OPEN, PLAIN_SCENARIOS, STAGED_SCENARIOS, Serving
 from paceline.experiment.spec import RunSpec
 from paceline.results.records import RunRecord
+from paceline.results.served_samples import ClientSample, RequestSample, StageSample
 
 NS = 1e9
 WHOLE_RUN = "the whole run"

@@ -29,10 +29,11 @@ from paceline.analysis.served.token_times import Steady, gaps_between_tokens, st
 from paceline.analysis.served.token_times import tokens_of as tokens_of
 from paceline.analysis.statistics.intervals import Resampled
 from paceline.analysis.statistics.launch_spread import Bounded, bounded, over_launches, quotient
-from paceline.experiment.choices import Scalar
-from paceline.experiment.serving import OPEN, PERCENTILE, STAGED_SCENARIOS, ClientSample, RequestSample, StageSample
+from paceline.errors import Scalar
+from paceline.experiment.serving import OPEN, PERCENTILE, STAGED_SCENARIOS
 from paceline.results import client_audit
 from paceline.results.records import RunRecord
+from paceline.results.served_samples import ClientSample, RequestSample, StageSample
 from paceline.serving import early_stopping
 
 NS = 1e9

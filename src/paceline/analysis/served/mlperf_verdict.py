@@ -11,8 +11,9 @@ from paceline.analysis.findings.served_verdicts import INVALID, INVALID_CLIENT, 
 from paceline.analysis.served import measurements
 from paceline.analysis.served.mlperf_rules import label_of
 from paceline.analysis.served.verdicts import verdict_of
-from paceline.experiment.serving import MOST_CPU_RATIO, LoadgenSample, RequestSample
+from paceline.experiment.serving import MOST_CPU_RATIO
 from paceline.results.records import RunRecord
+from paceline.results.served_samples import LoadgenSample, RequestSample
 
 NS = 1e9
 # Where its log has each figure. Of tokens it tells `completed_tokens_per_second`, or in `Offline` tokens_per_second:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from paceline.analysis.compare.cells import verdict_of
 from paceline.analysis.findings import BETTER, HIGHER, LOWER, TIE, Differing
 from paceline.analysis.findings.accuracy import Accuracy
 from paceline.analysis.findings.paired import FASTER, SLOWER, PairedRatio, PairedReplicas
@@ -21,11 +20,12 @@ from paceline.analysis.served import measurements
 from paceline.analysis.served.equal_work import TOKENS_WITHIN
 from paceline.analysis.statistics import intervals
 from paceline.analysis.statistics.intervals import Array, Draws, Ratio
+from paceline.analysis.statistics.verdict import verdict_of
 from paceline.analysis.training import gauges
-from paceline.experiment.choices import Scalar
-from paceline.experiment.serving import ReplicaSample, RequestSample, StageSample
+from paceline.errors import Scalar
 from paceline.host import machine
 from paceline.results.records import RunRecord
+from paceline.results.served_samples import ReplicaSample, RequestSample, StageSample
 
 NS = 1e9
 FEWEST_PAIRS = 8

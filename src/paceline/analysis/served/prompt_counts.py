@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from paceline.experiment.serving import RequestSample
 from paceline.results.records import RunRecord
+from paceline.results.served_samples import RequestSample
 
 
 def notes(records: Sequence[RunRecord]) -> Iterator[str]:

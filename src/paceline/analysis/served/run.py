@@ -9,8 +9,8 @@ import numpy as np
 from paceline.analysis.findings.served_run import FailureClass, LoadOfRun, ReplicaOfRun
 from paceline.analysis.served.loads import Served, gather, latency_s, tpot_s, ttft_s
 from paceline.analysis.served.verdicts import verdict_of
-from paceline.experiment.serving import RequestSample
 from paceline.results.records import RunRecord
+from paceline.results.served_samples import RequestSample
 
 NS = 1e9
 LATENCIES = {"TTFT": ttft_s, "TPOT": tpot_s, "latency": latency_s}

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.analysis.statistics.intervals import Array
-from paceline.experiment.serving import RequestSample
+from paceline.results.served_samples import RequestSample
 
 NS = 1e9
 STEADY_RATIO = 0.95

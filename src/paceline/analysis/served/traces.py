@@ -12,8 +12,8 @@ from paceline.analysis.served import measurements
 from paceline.analysis.served.measurements import NS
 from paceline.analysis.served.percentile_curve import spread
 from paceline.analysis.served.token_times import first_token_ns
-from paceline.experiment.serving import RequestSample
 from paceline.results.records import RunRecord
+from paceline.results.served_samples import RequestSample
 
 # Moments of what is in flight, and of rates: fewer of these, so that several requests end in each.
 MOMENTS = 120

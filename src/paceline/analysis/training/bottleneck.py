@@ -31,7 +31,7 @@ from paceline.analysis.training.floors import Copies, Floor, copies_by_device, m
 from paceline.analysis.training.metrics import Cell
 from paceline.analysis.training.window import STEP_COLUMNS, Window
 from paceline.results.records import RunRecord
-from paceline.words import listed
+from paceline.wording import listed
 
 # Shares nearer than this are not told apart, and a smaller one is never the bottleneck: the profile is of two steps
 # beside the window, and its seconds are set against the window's, which differ by a few percent.

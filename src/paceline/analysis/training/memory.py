@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.analysis.findings import FrontierPoint, Measurement, MemoryRow, Probe, RunFinding
-from paceline.experiment.choices import Scalar
+from paceline.errors import Scalar
 from paceline.experiment.spec import RunSpec
 from paceline.results.memory_components import COMPONENTS, MOMENTS, Held, components, largest_fitting, predicted_peaks
 from paceline.results.records import MemorySample, RunRecord, Status

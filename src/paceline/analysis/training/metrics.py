@@ -16,11 +16,12 @@ import numpy as np
 
 from paceline.analysis.findings import HIGHER, LOWER, SHARED_GPU, Measurement
 from paceline.analysis.machine import ceilings
+from paceline.analysis.machine.ceilings import device_names
 from paceline.analysis.statistics import intervals
 from paceline.analysis.statistics.intervals import Array, Draws, Resampled
 from paceline.analysis.training.window import LAUNCH_COLUMNS, PHASES, STEP_COLUMNS, Window
-from paceline.errors import RequestError
-from paceline.experiment.choices import Choice, Scalar
+from paceline.errors import RequestError, Scalar
+from paceline.experiment.choices import Choice
 from paceline.experiment.spec import RunSpec
 from paceline.models import adapters, arithmetic
 from paceline.models.adapters import DTYPE_BYTES as DTYPE_BYTES
@@ -386,3 +387,8 @@ def _measurement(cell: Cell, metric: Metric) -> Measurement:
         runs=cell.runs,
         note=note or (intervals.launches_note(len(cell.windows)) if low is not None else None),
     )
+
+
+def device_kind(cell: Cell) -> str:
+    """Names of the GPUs, or of the processors, the cell ran on."""
+    return device_names(cell.spec.topology.device, [m for w in cell.windows for m in w.record.machines])

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from paceline.analysis.findings import RuleOfThumb
-from paceline.errors import RequestError
-from paceline.experiment.choices import Choice, require
+from paceline.errors import RequestError, require
+from paceline.experiment.choices import Choice
 from paceline.host import machine
 from paceline.models import arithmetic
 from paceline.models.adapters import DTYPE_BYTES

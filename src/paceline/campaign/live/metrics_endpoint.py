@@ -11,8 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from paceline.campaign.live.progress import title
-from paceline.errors import RequestError
-from paceline.experiment.choices import Scalar
+from paceline.errors import RequestError, Scalar
 from paceline.host.gauges import Snapshot
 from paceline.report.exporters._prometheus_text import CONTENT_TYPE, Family, render
 from paceline.results.campaign_file import CampaignView

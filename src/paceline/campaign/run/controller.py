@@ -18,9 +18,10 @@ from paceline.analysis.compare import validity
 from paceline.analysis.training.certificate import certify
 from paceline.campaign.run import restarts, supervision
 from paceline.campaign.run.supervision import Launch, Observer
-from paceline.contract import Launcher, load
-from paceline.errors import LaunchError, RequestError, StoreError, UnsupportedError
-from paceline.experiment.choices import Choice, require
+from paceline.contract import Launcher
+from paceline.errors import LaunchError, RequestError, StoreError, UnsupportedError, require
+from paceline.experiment.choices import Choice
+from paceline.experiment.plugins import load
 from paceline.experiment.spec import PROBING, RunSpec, Topology, WarmUp
 from paceline.results import attempts, capsule, store
 from paceline.results.campaign_file import write_plan

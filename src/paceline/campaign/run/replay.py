@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline import experiment
 from paceline.campaign.run.controller import leads_on
-from paceline.contract import load
-from paceline.errors import RequestError, StoreError
-from paceline.experiment import recipe
-from paceline.experiment.choices import Choice, require
+from paceline.errors import RequestError, StoreError, require
+from paceline.experiment import expansion, recipe
+from paceline.experiment.choices import Choice
+from paceline.experiment.fields import Experiment
+from paceline.experiment.plugins import load
 from paceline.experiment.spec import RunSpec, WarmUp
 from paceline.results import store
 from paceline.results.records import RunRecord, Status
@@ -57,7 +57,7 @@ def request(
 
 
 def _given(settings: Sequence[str], launcher: str | None) -> dict[str, Any]:
-    given = dict(experiment.parse_setting(text) for text in settings)
+    given = dict(expansion.parse_setting(text) for text in settings)
     accepted = f"one value for {', '.join(SETTABLE)}: a replay does the same work"
     for key, value in given.items():
         known = key.partition(".")[0] in SETTABLE and not isinstance(value, list)
@@ -111,11 +111,11 @@ def _changed(asked: Sequence[RunSpec], given: Mapping[str, Any]) -> list[RunSpec
     given, specs = dict(given), []
     for name, device in dict.fromkeys((s.experiment, s.topology.device) for s in asked):
         group = [s for s in asked if (s.experiment, s.topology.device) == (name, device)]
-        plan = experiment.Experiment.model_validate(recipe.recreate(group))
+        plan = Experiment.model_validate(recipe.recreate(group))
         repeats = given.get("repeats", plan.repeats)
         require(type(repeats) is int and repeats >= 1, "--set repeats", repeats, "a whole number from 1")
         fields = {key: value for key, value in given.items() if key != "repeats"}
-        specs += experiment.order(experiment.expand(plan, fields, device), repeats, plan.order_seed)
+        specs += expansion.order(expansion.expand(plan, fields, device), repeats, plan.order_seed)
     return specs
 
 

@@ -29,8 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.campaign.schedule.cron import Cron, moment
-from paceline.errors import RequestError, StoreError
-from paceline.experiment.choices import require
+from paceline.errors import RequestError, StoreError, require
 from paceline.results import safe_text, store
 
 FOLDER = "schedules"

@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.contract import Job, JobState, Offer, may_be_lost, options
-from paceline.experiment.choices import Choice, require
+from paceline.contract import Job, JobState, may_be_lost
+from paceline.errors import require
+from paceline.experiment.choices import Choice
+from paceline.experiment.plugins import Offer, options
 from paceline.experiment.spec import RunSpec
 from paceline.launchers._start import job_name
 from paceline.launchers.kubernetes import run

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.experiment.choices import require
+from paceline.errors import require
 from paceline.host.environment import is_secret
 from paceline.launchers.node.placement import RENDEZVOUS_PORT
 

@@ -1,4 +1,6 @@
-"""One node of a job (`python -m paceline.launchers.node.agent`): take a place, meet the others, start the ranks, hand on their files.
+"""One node of a job: find the other nodes, start the ranks, pass on their files.
+
+Used as `python -m paceline.launchers.node.agent`.
 
 Engines start this once per node, by whatever means; what follows is the same on all of them. The spec is in the run
 folder, in the variable PACELINE_SPEC or the first line of standard input; without a shared run folder what ranks leave
@@ -30,8 +32,7 @@ from paceline import __version__
 from paceline.errors import PacelineError, RequestError
 from paceline.experiment.spec import RunSpec
 from paceline.host import machine
-from paceline.host.offspring import end_all
-from paceline.host.processes import end_with_parent
+from paceline.host.processes import end_all, end_with_parent
 from paceline.host.scratch import own_folder
 from paceline.launchers.node import job_disk, log_transport, placement, reachability, rendezvous
 from paceline.launchers.node.controller_link import Tether, first_line

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from paceline import __version__
-from paceline.contract import Job, JobState, Offer, may_be_lost, options
-from paceline.errors import LaunchError, MissingPackageError
-from paceline.experiment.choices import Choice, require
+from paceline.contract import Job, JobState, may_be_lost
+from paceline.errors import LaunchError, MissingPackageError, require
+from paceline.experiment.choices import Choice
+from paceline.experiment.plugins import Offer, options
 from paceline.experiment.spec import RunSpec
 from paceline.host.environment import is_secret
-from paceline.host.offspring import end_all
-from paceline.host.processes import end_with_parent
+from paceline.host.processes import end_all, end_with_parent
 from paceline.launchers import _start
 from paceline.launchers._retry import asked_again
 from paceline.launchers.ray.cluster import REFUSED, knock

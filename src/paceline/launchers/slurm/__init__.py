@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline.contract import Job, JobState, Offer, may_be_lost, options
+from paceline.contract import Job, JobState, may_be_lost
 from paceline.errors import LaunchError
 from paceline.experiment.choices import Choice
+from paceline.experiment.plugins import Offer, options
 from paceline.experiment.spec import RunSpec
 from paceline.launchers._losses import awaited_ranks, have_spoken
 from paceline.launchers._start import job_name

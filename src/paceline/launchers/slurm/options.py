@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.experiment.choices import require
+from paceline.errors import require
 from paceline.host.environment import is_secret
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from paceline.contract import may_be_lost
-from paceline.experiment.choices import require
+from paceline.errors import require
 from paceline.experiment.spec import RunSpec
 from paceline.launchers._start import agent_arguments, rank_environment, spec_text
 from paceline.launchers.slurm.losses import BEGIN

@@ -16,9 +16,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.contract import Job, JobState, Offer, may_be_lost, options
+from paceline.contract import Job, JobState, may_be_lost
 from paceline.errors import LaunchError
 from paceline.experiment.choices import Choice
+from paceline.experiment.plugins import Offer, options
 from paceline.experiment.spec import RunSpec
 from paceline.launchers._retry import asked_again
 from paceline.launchers._start import agent_arguments, job_name, rank_environment

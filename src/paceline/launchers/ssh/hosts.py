@@ -9,8 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import RequestError
-from paceline.experiment.choices import require
+from paceline.errors import RequestError, require
 from paceline.host.environment import is_secret
 from paceline.launchers.node.placement import RENDEZVOUS_PORT
 

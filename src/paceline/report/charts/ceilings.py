@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from paceline.analysis.findings import Measurement, Report
+from paceline.analysis.findings.cell_axes import describe
 from paceline.report.charts.chart import COLOURS, LINEAR, LINES, LOG, LOG2, Axis, Chart, Point, Series, told
 from paceline.report.tables.ceilings import GIGA, scale_for
-from paceline.report.text.cells import describe
-from paceline.wording import Scale, format_brief
+from paceline.report.text.measurements import format_brief
+from paceline.wording import Scale
 
 # Rates further apart than this are drawn on a logarithmic axis, where all of them can be read.
 LINEAR_RANGE = 20

@@ -6,8 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from paceline.analysis.findings import Measurement, Report
-from paceline.report.text.cells import describe, groups
-from paceline.wording import Scale, format_measurement
+from paceline.analysis.findings.cell_axes import describe
+from paceline.report.text.cells import groups
+from paceline.report.text.measurements import format_measurement
+from paceline.wording import Scale
 
 # How a chart is drawn: lanes of bars, of parts on top of each other, of single samples, of intervals on both sides of
 # a rule; curves; a matrix.

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from paceline.analysis.findings import DesignOutcome, Effect, Report, Response
 from paceline.analysis.findings.effects import ALIASED, INTERACTION, NO_EFFECT, OPEN
 from paceline.report.charts.chart import SPANS, Axis, Chart, Point, Rule, Series, used
-from paceline.report.tables.effects import MEMORY, SPEED, change, percent_up, plan, verdict
+from paceline.report.tables.effects import MEMORY, SPEED, change, plan, verdict
+from paceline.wording import percent_up
 
 MARKS = "Dots are effects, lines their 95 % intervals."
 MATTERS, OPEN_WORD = "matters", "undecided or not told apart"

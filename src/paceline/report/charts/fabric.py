@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from paceline.analysis.findings import CollectiveFit, CollectiveRow, Pair, Report
 from paceline.report.charts.chart import CURVE, HEAT, LINES, LOG, LOG2, LONE, Axis, Chart, Point, numbered
-from paceline.report.tables.fabric_links import US, fabric_name, format_size, number
-from paceline.wording import Scale, scale_of
+from paceline.report.tables.fabric_links import US, fabric_name, number
+from paceline.wording import Scale, format_size, scale_of
 
 # The fabrics with most rows; the tables hold the others too.
 MOST_FABRICS = 3

@@ -8,8 +8,7 @@ from paceline.analysis.findings import FrontierPoint, MemoryRow, Report
 from paceline.report.charts.chart import LINES, LOG2, RING, STACK, Axis, Chart, Point, Rule, Series, numbered, used
 from paceline.report.tables.memory import labels, scale
 from paceline.results.memory_components import COMPONENTS
-from paceline.wording import Scale, format_number, format_parts
-from paceline.words import short_names
+from paceline.wording import Scale, format_number, format_parts, short_names
 
 # A device much larger than every bar would leave nothing to see of them.
 FAR = 2.5

@@ -8,7 +8,8 @@ from paceline.analysis.findings import Cost, Report, offers_of
 from paceline.report.charts.chart import BARS, LINES, Axis, Chart, Point, Series, numbered, strategies, told, used
 from paceline.report.tables import budget as sized
 from paceline.report.text.cells import groups
-from paceline.wording import Scale, format_brief, short_count
+from paceline.report.text.measurements import format_brief
+from paceline.wording import Scale, short_count
 
 SPOT = ", spot"
 LEAST_PER_MILLION = 0.1  # below it digits are mostly zeros, and a billion tokens is said instead

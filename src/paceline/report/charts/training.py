@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from paceline.analysis.findings import Measurement, Report, ScalingExplanation, ScalingPoint
+from paceline.analysis.findings.cell_axes import axis_text, describe
 from paceline.report.charts.chart import (
     BARS,
     DOTS,
@@ -22,9 +23,9 @@ from paceline.report.charts.chart import (
     used,
 )
 from paceline.report.tables.scaling import baseline_name
-from paceline.report.text.cells import THROUGHPUT, Group, Row, axis_text, describe, groups
-from paceline.wording import Scale, format_brief, format_number, format_parts, places
-from paceline.words import short_names
+from paceline.report.text.cells import THROUGHPUT, Group, Row, groups
+from paceline.report.text.measurements import format_brief
+from paceline.wording import Scale, format_number, format_parts, places, short_names
 
 MS, GIB, PERCENT = Scale("ms", 1e3), Scale("GiB", 2.0**-30), Scale("%", 100.0)
 PHASES = {

@@ -1,1 +1,17 @@
-"""Exporters: each module writes the findings in one form; `export` returns the files it wrote."""
+"""Exporters: each writes a report for one kind of reader. They print findings and conclude nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from paceline.analysis.findings import Report
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Exporter(Protocol):
+    """One that needs a package or a folder of its own also has `check(directory)`, which raises RequestError before
+    anything is written by any exporter."""
+
+    def export(self, report: Report, directory: Path) -> list[Path]: ...

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from paceline.analysis.findings import Measurement, Report, RunFinding
-from paceline.errors import RequestError
-from paceline.experiment.choices import Scalar
-from paceline.report.text.cells import describe, trusted_runs, varying_axes
+from paceline.analysis.findings.cell_axes import describe
+from paceline.errors import RequestError, Scalar
+from paceline.report.text.cells import trusted_runs, varying_axes
 
 STEP_CURVE = "step_time_s.steps"
 

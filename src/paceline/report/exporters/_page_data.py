@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from paceline.analysis.findings import Report, RunFinding
-from paceline.experiment.choices import Scalar
+from paceline.analysis.findings.cell_axes import axis_text
+from paceline.errors import Scalar
 from paceline.report.charts import Chart, Point
-from paceline.report.text.cells import axis_text
 
 DIGITS = 6  # far beyond what an axis shows
 

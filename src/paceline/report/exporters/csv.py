@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from paceline.analysis.findings import CollectiveRow, Measurement, Report, Response
-from paceline.experiment.choices import Scalar
+from paceline.errors import Scalar
 from paceline.experiment.spec import SERVED
 from paceline.host.files import write_atomically
 from paceline.report.text.cells import THROUGHPUT, trusted_runs

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from paceline.analysis.findings import CollectiveRow, MemoryRow, Report
-from paceline.experiment.choices import Choice, Scalar
+from paceline.analysis.findings.cell_axes import describe
+from paceline.errors import Scalar
+from paceline.experiment.choices import Choice
 from paceline.host.files import write_atomically
 from paceline.report.exporters.json import plain
-from paceline.report.text.cells import describe, ranked_cells, varying_axes
+from paceline.report.text.cells import ranked_cells, varying_axes
 
 # The words that parsers of such files look for; an operation that is not here keeps its own.
 WORDS = {"all_reduce": "allreduce", "all_gather": "allgather", "all_to_all": "alltoall", "send_recv": "p2p"}

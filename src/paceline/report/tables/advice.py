@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from paceline.analysis.findings import Alternative, MemoryAdvice, Report
+from paceline.analysis.findings.cell_axes import describe
 from paceline.report.tables.memory import GIB, MIB
 from paceline.report.tables.table import Cell, Column, Table
-from paceline.report.text.cells import describe, varying_axes
+from paceline.report.text.cells import varying_axes
 from paceline.results.memory_components import SPARE_RATIO
 from paceline.wording import format_parts
 

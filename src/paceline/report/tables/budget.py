@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from paceline.analysis.findings import Measurement, Offer, Report, offers_of
+from paceline.analysis.findings.cell_axes import axis_text, describe
 from paceline.host.prices import GIVEN
 from paceline.report.tables.table import Cell, Column, Table
-from paceline.report.text.cells import axis_text, cell_name, describe, varying_axes
+from paceline.report.text.cells import cell_name, varying_axes
 from paceline.wording import MISSING, Scale, format_number, format_parts, short_count
 
 _USD, _PERCENT, _HOURS = Scale("USD"), Scale("%", 100.0), Scale("h", 1 / 3600)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from paceline.analysis.findings import Measurement, Report
-from paceline.experiment.choices import Scalar
+from paceline.analysis.findings.cell_axes import describe
+from paceline.errors import Scalar
 from paceline.report.tables.table import Cell, Column, Table
-from paceline.report.text.cells import describe
-from paceline.wording import MISSING, Scale, format_brief, format_number, format_parts
+from paceline.report.text.measurements import format_brief
+from paceline.wording import MISSING, Scale, format_number, format_parts
 
 TERA, GIGA, PERCENT = Scale("TFLOP/s", 1e-12), Scale("GB/s", 1e-9), Scale("%", 100.0)
 GIGAFLOPS = Scale("GFLOP/s", 1e-9)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.analysis.findings import Claim, ClaimedTransfers, Report
+from paceline.analysis.findings.cell_axes import describe
 from paceline.report.tables.table import Cell, Column, Table
-from paceline.report.text.cells import describe
 from paceline.wording import MISSING, Scale, format_number, format_parts, places, scale_of
 
 _MS, _PERCENT, _MEGABYTES = Scale("ms", 1e3), Scale("%", 100.0), Scale("MB", 1e-6)

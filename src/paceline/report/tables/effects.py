@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 
 from paceline.analysis.findings import DesignOutcome, Effect, Report, Response
 from paceline.analysis.findings.effects import ALIASED, FASTER, INTERACTION, LESS, MORE, NO_EFFECT, OPEN, SLOWER
 from paceline.report.tables.table import Cell, Column, Table
-from paceline.wording import MISSING, format_number, places
-from paceline.words import listed
+from paceline.wording import MISSING, format_number, listed, percent_up, places
 
 SPEED, MEMORY = "tokens_per_s", "peak_memory_bytes"
 MOST_DIGITS = 2
@@ -137,10 +135,3 @@ def verdict(response: Response, kind: str) -> str:
     if kind == INTERACTION and response.verdict != OPEN:
         return "more together" if response.ratio > 1 else "less together"
     return response.verdict
-
-
-def percent_up(bound: float | None) -> str:
-    """Rounded up to a tenth, so that the sentence stays true."""
-    if bound is None:
-        return MISSING
-    return f"{max(math.ceil(bound * 1000 - 1e-6), 1) / 10:g}"

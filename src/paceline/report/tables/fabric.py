@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from paceline.analysis.findings import CollectiveFit, CollectiveRow, Report
+from paceline.analysis.findings.cell_axes import axis_text
 from paceline.report.tables import fabric_links
-from paceline.report.tables.fabric_links import US, fabric_name, format_size, number, verdict_sentence
+from paceline.report.tables.fabric_links import US, fabric_name, number, verdict_sentence
 from paceline.report.tables.table import Cell, Column, Table
-from paceline.report.text.cells import axis_text
-from paceline.wording import MISSING, Scale, scale_of
+from paceline.wording import MISSING, Scale, format_size, scale_of
 
 MOST_ERRORS = 5
 

@@ -5,24 +5,18 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from paceline.analysis.findings import CollectiveFit, Overlap, Pair, Report, Suspect
-from paceline.experiment.choices import Scalar
+from paceline.analysis.findings.cell_axes import axis_text
+from paceline.errors import Scalar
 from paceline.report.tables.table import CROSS, TICK, Cell, Column, Table
-from paceline.report.text.cells import axis_text, varying_axes
-from paceline.wording import Scale, format_number, format_parts, scale_of
+from paceline.report.text.cells import varying_axes
+from paceline.wording import Scale, format_number, format_parts, format_size, scale_of
 
 US, PERCENT = Scale("\u00b5s", 1e6), Scale("%", 100.0)
-_BINARY = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
 def tables(report: Report) -> tuple[Table, ...]:
     found = (_overlaps(report), _tournament(report), _suspects(report))
     return tuple(table for table in found if table)
-
-
-def format_size(size_bytes: float) -> str:
-    """`8 B`, `4 KiB`, `1.5 MiB`: powers of two read as such."""
-    scale, unit = next(((s, u) for s, u in _BINARY if size_bytes >= s), (1, "B"))
-    return f"{size_bytes / scale:.4g} {unit}"
 
 
 def number(value: float | None, scale: Scale) -> str:

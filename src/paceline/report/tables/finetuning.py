@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from paceline.analysis.findings import Measurement, Report
+from paceline.analysis.findings.cell_axes import axis_text, telling_axes
 from paceline.report.tables.table import Cell, Column, Table
-from paceline.report.text.cells import THROUGHPUT, axis_text, cell_name, ranked_cells, telling_axes
+from paceline.report.text.cells import THROUGHPUT, cell_name, ranked_cells
 from paceline.wording import MISSING, Scale, format_parts, scale_of
 
 SETTINGS = ("method", "rank", "targets", "optimizer")

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from paceline.analysis.findings import FrontierPoint, MemoryRow, Report
+from paceline.analysis.findings.cell_axes import describe
 from paceline.report.tables.table import CROSS, TICK, Cell, Column, Table
-from paceline.report.text.cells import describe
 from paceline.results.memory_components import COMPONENTS
 from paceline.wording import MISSING, Scale, format_number, format_parts
 

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from paceline.analysis.findings import NodeEvidence, NodeMeasure, NodeVerdict, Report
 from paceline.analysis.findings.nodes import FAIL, PASS, SUSPECT, UNDECIDED, WORST_FIRST
 from paceline.report.tables.table import Cell, Column, Table
-from paceline.wording import MISSING
-from paceline.words import listed
+from paceline.wording import MISSING, listed
 
 TONES = {PASS: "good", UNDECIDED: "", SUSPECT: "", FAIL: "bad"}
 MOST_NAMED = 6

@@ -8,8 +8,7 @@ from paceline.analysis.findings import TIE, Report
 from paceline.analysis.findings.paired import FASTER, SLOWER, PairedRatio, PairedReplicas
 from paceline.report.tables.comparison import differences_text
 from paceline.report.tables.table import Cell, Column, Table
-from paceline.wording import DIGITS_OF_RATIO, TIMES, format_number, places
-from paceline.words import ratio_words
+from paceline.wording import DIGITS_OF_RATIO, TIMES, format_number, places, ratio_words
 
 SPEED = "output_tokens_per_s"
 _TONES = {FASTER: "good", SLOWER: "bad", TIE: "quiet", None: "quiet"}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from paceline.analysis.findings import Report, ScalingExplanation, ScalingPoint
+from paceline.analysis.findings.cell_axes import describe
 from paceline.report.tables.table import Cell, Column, Table
-from paceline.report.text.cells import axes_of, describe
+from paceline.report.text.cells import axes_of
 from paceline.wording import MISSING, TIMES, Scale, format_number, format_parts, places, scale_of
 
 _TONES = {"excellent": "good", "good": "good", "poor": "bad"}

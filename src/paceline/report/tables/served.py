@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from paceline.analysis.findings import Fleet, Measurement, Report, ServedVerdict
+from paceline.analysis.findings.cell_axes import axis_text
 from paceline.analysis.findings.served_verdicts import NOT_KEPT, UNTOLD
-from paceline.experiment.choices import Scalar
+from paceline.errors import Scalar
 from paceline.experiment.serving import MOST_CEILING_RATIO, STAGED_SCENARIOS
 from paceline.experiment.spec import SERVED
 from paceline.report.tables.table import Cell, Column, Table
-from paceline.report.text.cells import axis_text
 from paceline.report.text.load_names import axes_load
-from paceline.wording import MISSING, Scale, format_brief, format_duration, format_parts
+from paceline.report.text.measurements import format_brief
+from paceline.wording import MISSING, Scale, format_duration, format_parts
 
 MS, PERCENT, PLAIN = Scale("ms", 1e3), Scale("%", 100.0), Scale("tokens/s")
 # metric, heading, scale, priority

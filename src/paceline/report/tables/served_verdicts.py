@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from paceline.analysis.findings import Fleet, PartitionGain, ReplicaShare, Report, Rule, ServedVerdict
+from paceline.analysis.findings.cell_axes import axis_text
 from paceline.analysis.findings.served_verdicts import KEPT, NOT_KEPT
 from paceline.analysis.findings.training import BETTER, WORSE
-from paceline.experiment.choices import Scalar
+from paceline.errors import Scalar
 from paceline.report.tables.served import load_text, loads_of, rules_text, span
 from paceline.report.tables.table import Cell, Column, Table
-from paceline.report.text.cells import axis_text
 from paceline.report.text.load_names import BESIDE
-from paceline.wording import MISSING, Scale, format_brief, format_duration, format_number, format_parts, places
-from paceline.words import listed
+from paceline.report.text.measurements import format_brief
+from paceline.wording import MISSING, Scale, format_duration, format_number, format_parts, listed, places
 
 # A replica that had ended earlier than another is not slower for it.
 OWN_TIME = "A replica's own time is from the start of the load to its last answer; together is over the whole time."

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from paceline.analysis.findings import BETTER, TIE, WORSE, Comparison, Report
 from paceline.analysis.findings.served_work import ServedPair
 from paceline.report.tables.table import CROSS, TICK, Cell, Column, Table
-from paceline.wording import DIGITS_OF_RATIO, TIMES, format_number, format_ratio, places
+from paceline.report.text.measurements import format_ratio
+from paceline.wording import DIGITS_OF_RATIO, TIMES, format_number, places
 
 _TONES = {BETTER: "good", WORSE: "bad", TIE: "quiet"}
 NOTE = (

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from paceline.analysis.findings import BETTER, TIE, WORSE, Certificate, Comparison, Report, RunFinding
+from paceline.analysis.findings.cell_axes import axis_text
 from paceline.report.text.cells import (
     THROUGHPUT,
     WIRE,
@@ -19,24 +20,14 @@ from paceline.report.text.cells import (
     Group,
     Row,
     axes_of,
-    axis_text,
     cell_name,
     groups,
     unranked,
     varying_axes,
 )
 from paceline.report.text.machine_facts import flatten
-from paceline.wording import (
-    MISSING,
-    TIMES,
-    format_brief,
-    format_duration,
-    format_number,
-    format_parts,
-    format_ratio,
-    places,
-    scale_of,
-)
+from paceline.report.text.measurements import format_brief, format_ratio
+from paceline.wording import MISSING, TIMES, format_duration, format_number, format_parts, places, scale_of
 
 TICK, CROSS = "\u2713", "\u2717"
 NO_ANSWER = "No recommendation: no certified comparison of these runs decides one."

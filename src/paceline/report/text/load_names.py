@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from paceline.analysis.findings import ReplicaTrace, ServedLoad, ServedShapes, ServedTrace
-from paceline.experiment.choices import Scalar
-from paceline.report.text.cells import axis_text
+from paceline.analysis.findings.cell_axes import axis_text
+from paceline.errors import Scalar
 
 # Axes that may tell two cells of one load apart, in the order in which they are told.
 BESIDE = ("model", "engine", "partition", "nodes", "world_size", "precision", "data", "api", "max_tokens", "requests")

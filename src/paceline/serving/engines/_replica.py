@@ -16,10 +16,9 @@ from dataclasses import dataclass, replace
 from typing import IO, Any
 
 from paceline.contract import Endpoint, Seat
-from paceline.errors import LaunchError, UnsupportedError
-from paceline.experiment.choices import require
+from paceline.errors import LaunchError, UnsupportedError, require
 from paceline.experiment.spec import RunSpec
-from paceline.host.offspring import end_all
+from paceline.host.processes import end_all
 from paceline.serving.engines import _server
 from paceline.serving.replica.settings import BATCHING, Settings
 

@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from paceline.errors import LaunchError
-from paceline.experiment.choices import require
+from paceline.errors import LaunchError, require
 from paceline.host import process_guard
-from paceline.host.offspring import end_all
+from paceline.host.processes import end_all
 from paceline.launchers.node import reachability
 
 POLL_S = 0.25

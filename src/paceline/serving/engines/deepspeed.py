@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
-from paceline.contract import Endpoint, Seat, options
+from paceline.contract import Endpoint, Seat
+from paceline.experiment.plugins import options
 from paceline.experiment.spec import RunSpec
 from paceline.serving.engines import _replica
 

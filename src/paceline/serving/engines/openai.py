@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
-from paceline.contract import Endpoint, Seat, options
-from paceline.errors import UnsupportedError
-from paceline.experiment.choices import require
+from paceline.contract import Endpoint, Seat
+from paceline.errors import UnsupportedError, require
+from paceline.experiment.plugins import options
 from paceline.experiment.spec import RunSpec
 
 LOOK_S = 10.0

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from paceline.contract import Endpoint, Seat, options
-from paceline.experiment.choices import require
+from paceline.contract import Endpoint, Seat
+from paceline.errors import require
+from paceline.experiment.plugins import options
 from paceline.experiment.spec import RunSpec
 from paceline.serving.engines import _replica
 

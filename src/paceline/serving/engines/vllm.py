@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.contract import Endpoint, Seat, options
-from paceline.errors import LaunchError, UnsupportedError
-from paceline.experiment.choices import require
+from paceline.contract import Endpoint, Seat
+from paceline.errors import LaunchError, UnsupportedError, require
+from paceline.experiment.plugins import options
 from paceline.experiment.spec import RunSpec
 from paceline.host import machine
 from paceline.host.environment import is_secret

@@ -11,13 +11,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from paceline.errors import RequestError, UnsupportedError
-from paceline.experiment.choices import Choice, Scalar, require
+from paceline.errors import RequestError, Scalar, UnsupportedError, require
+from paceline.experiment.choices import Choice
 from paceline.experiment.spec import RunSpec
+from paceline.training.data.digests import add_digests, digest_tokens
 from paceline.training.data.jsonl_instructions import check_dialogues, open_dialogues
 from paceline.training.data.packing import Amounts, Row, RowCorpus, Tokens, whole
 from paceline.training.data.synthetic_instructions import counting_runs, open_instructions
-from paceline.training.instruments import add_digests, digest_tokens
 
 Indices = np.ndarray[Any, Any]
 TOKEN_BYTES = 8

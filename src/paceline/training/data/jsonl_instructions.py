@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from paceline.errors import MissingPackageError, RequestError, UnsupportedError
-from paceline.experiment.choices import Choice, Scalar, require
+from paceline.errors import MissingPackageError, RequestError, Scalar, UnsupportedError, require
+from paceline.experiment.choices import Choice
 from paceline.training.data.packing import Document, Row, lay_out, pack
 
 ACCEPTED = "an object with prompt and response, instruction, input and output, or messages"

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from paceline.experiment.choices import Choice, Scalar, require
+from paceline.errors import Scalar, require
+from paceline.experiment.choices import Choice
 from paceline.training.data.packing import Document, Row, Tokens, lay_out, pack
 
 BLOCK_ROWS = 256

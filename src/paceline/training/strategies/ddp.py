@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.contract import Seat, Trainer, options
+from paceline.contract import Seat, Trainer
+from paceline.experiment.plugins import options
 from paceline.experiment.spec import RunSpec
 
 DEFAULT_BUCKET_MB = 25.0

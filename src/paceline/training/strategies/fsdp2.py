@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from paceline.contract import Seat, Trainer, options
+from paceline.contract import Seat, Trainer
+from paceline.experiment.plugins import options
 from paceline.experiment.spec import RunSpec
 
 if TYPE_CHECKING:

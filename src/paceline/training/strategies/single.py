@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.contract import Seat, Trainer, options
+from paceline.contract import Seat, Trainer
+from paceline.experiment.plugins import options
 from paceline.experiment.spec import RunSpec
 
 

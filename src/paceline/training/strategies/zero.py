@@ -11,9 +11,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
-from paceline.contract import Seat, Trainer, options
-from paceline.errors import CheckpointError, MissingPackageError
-from paceline.experiment.choices import require
+from paceline.contract import Seat, Trainer
+from paceline.errors import CheckpointError, MissingPackageError, require
+from paceline.experiment.plugins import options
 from paceline.experiment.spec import RunSpec
 from paceline.training.instruments import collection_paused
 

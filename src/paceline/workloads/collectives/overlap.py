@@ -12,7 +12,7 @@ from paceline.workloads.collectives.operations import OPERATIONS, Launch
 from paceline.workloads.collectives.payload import Payload
 
 if TYPE_CHECKING:
-    from paceline.workloads.collectives import Options
+    from paceline.workloads.collectives.options import Options
 
 OPERATION = OPERATIONS["all_reduce"]
 LARGEST_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}

@@ -16,7 +16,7 @@ from paceline.workloads.collectives.payload import TORCH_DTYPES, Payload
 from paceline.workloads.collectives.schedule import sizes
 
 if TYPE_CHECKING:
-    from paceline.workloads.collectives import Options
+    from paceline.workloads.collectives.options import Options
 
 
 @dataclass(frozen=True, slots=True)

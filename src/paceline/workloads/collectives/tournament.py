@@ -11,7 +11,7 @@ from paceline.workloads.collectives.payload import TORCH_DTYPES, Payload
 from paceline.workloads.collectives.schedule import Pair, rounds
 
 if TYPE_CHECKING:
-    from paceline.workloads.collectives import Options
+    from paceline.workloads.collectives.options import Options
 
 TURNS = 2
 DTYPE = "int8"

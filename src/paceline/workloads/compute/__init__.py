@@ -11,20 +11,18 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from paceline.contract import Recorder, Seat, options
-from paceline.experiment.choices import require
+from paceline.contract import Recorder, Seat
+from paceline.experiment.plugins import options
 from paceline.experiment.spec import RunSpec
 from paceline.launchers.node import placement
 from paceline.models.arithmetic import attention_flops_per_token, parameters
 from paceline.models.arithmetic import load as load_shape
 from paceline.models.shape import Shape
 from paceline.results.records import Evidence
+from paceline.workloads.compute.options import DTYPES, KERNELS, Options, Row
 
 # decoder.VOCAB_MULTIPLE, which cannot be imported here without torch; a test holds them equal.
 HEAD_MULTIPLE = 64
-KERNELS = ("matmul", "copy", "h2d", "d2h", "attention")
-DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
-FEWEST_ITERATIONS = 5
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 # A backward costs two forwards, as in F of MFU; what a fused kernel computes again is not counted.
 BACKWARD_OVER_FORWARD = 2
@@ -67,58 +65,6 @@ RANGES = {
         tokens=512,
     ),
 }
-
-
-@dataclass(frozen=True)
-class Options:
-    """kernels and dtypes: `all`, or names joined by '+'. None takes the device's own default.
-
-    A row takes budget_s at most, by fewer iterations, but never fewer than 5. tokens is micro batch x sequence length
-    of the model's products. largest_matmul, largest_copy_bytes and longest_sequence end the sweeps.
-    """
-
-    kernels: str = "all"
-    dtypes: str = "all"
-    iters: int = 100
-    warmup: int = 10
-    budget_s: float = 2.0
-    tokens: int | None = None
-    largest_matmul: int | None = None
-    largest_copy_bytes: int | None = None
-    longest_sequence: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, known in (("kernels", KERNELS), ("dtypes", DTYPES)):
-            given = getattr(self, name)
-            accepted = f"all, or names out of {', '.join(known)} joined by '+'"
-            require(given == "all" or set(given.split("+")) <= set(known), f"compute.{name}", given, accepted)
-        require(
-            self.iters >= FEWEST_ITERATIONS, "compute.iters", self.iters, f"a whole number from {FEWEST_ITERATIONS}"
-        )
-        require(self.warmup >= 0, "compute.warmup", self.warmup, "a whole number from 0")
-        require(0 < self.budget_s < float("inf"), "compute.budget_s", self.budget_s, "a positive number of seconds")
-        for name in ("tokens", "largest_matmul", "largest_copy_bytes", "longest_sequence"):
-            given = getattr(self, name)
-            accepted = "a whole number from 1, or null for the device's default"
-            require(given is None or (type(given) is int and given >= 1), f"compute.{name}", given, accepted)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One row of the sweep and its work. kernel, dtype, label, variant and size are those of `records.KernelSample`.
-
-    dims: m, n, k of a product; bytes of a copy; batch and sequence length of attention. needed_bytes is its memory.
-    """
-
-    kernel: str
-    dtype: str
-    label: str
-    variant: str
-    dims: tuple[int, ...]
-    needed_bytes: int
-    size: int | None = None
-    flops: int | None = None
-    moved_bytes: int | None = None
 
 
 def check(spec: RunSpec) -> str | None:

@@ -25,7 +25,7 @@ from paceline.errors import UnsupportedError
 from paceline.models.shape import Shape
 from paceline.results.machine_samples import KernelSample
 from paceline.training.instruments import Clock, clock_for, release_unused
-from paceline.workloads.compute import FEWEST_ITERATIONS, Options, Row
+from paceline.workloads.compute.options import FEWEST_ITERATIONS, Options, Row
 
 TORCH_DTYPES = {
     "fp32": torch.float32,

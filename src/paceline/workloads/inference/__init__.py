@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.contract import Endpoint, Recorder, Seat, load, options
-from paceline.errors import RequestError, UnsupportedError
-from paceline.experiment.choices import Choice, require
+from paceline.contract import Endpoint, Recorder, Seat
+from paceline.errors import RequestError, UnsupportedError, require
+from paceline.experiment.choices import Choice
+from paceline.experiment.plugins import load, options
 from paceline.experiment.serving import PERCENTILE, UNKNOWN_SHAPE, Serving
 from paceline.experiment.spec import RunSpec
 from paceline.launchers.node import placement

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from paceline.contract import Endpoint, Recorder, load
-from paceline.errors import RequestError
-from paceline.experiment.choices import require
-from paceline.experiment.serving import LoadgenSample
+from paceline.contract import Endpoint, Recorder
+from paceline.errors import RequestError, require
+from paceline.experiment.plugins import load
 from paceline.experiment.spec import RunSpec
+from paceline.results.served_samples import LoadgenSample
 from paceline.serving.client import mlcommons
 from paceline.serving.prompts import Prompt
 from paceline.workloads.inference.loads import OFFLINE_CAP

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from paceline.experiment.choices import require
+from paceline.errors import require
 from paceline.experiment.serving import PERCENTILE, Serving
 from paceline.serving import early_stopping
 from paceline.serving.client import arrivals, plan

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from paceline.contract import Endpoint
-from paceline.experiment.serving import ClientSample, RequestSample
+from paceline.results.served_samples import ClientSample, RequestSample
 from paceline.serving.client.orders import Handled, Shift, Target
 from paceline.serving.prompts import Prompt
 

@@ -14,8 +14,9 @@ import numpy as np
 
 from paceline.contract import Recorder
 from paceline.errors import InvalidRunError
-from paceline.experiment.serving import PERCENTILE, AnswerSample, ReplicaSample, Serving, StageSample
+from paceline.experiment.serving import PERCENTILE, Serving
 from paceline.host.machine import usable_cores
+from paceline.results.served_samples import AnswerSample, ReplicaSample, StageSample
 from paceline.serving import early_stopping
 from paceline.serving.client import arrivals, audit, plan, team
 from paceline.serving.client.arrivals import NS

@@ -9,11 +9,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from paceline.contract import Recorder, Seat, Trainer, load
-from paceline.experiment.choices import Choice, require
+from paceline.contract import Recorder, Seat, Trainer
+from paceline.errors import require
+from paceline.experiment.choices import Choice
+from paceline.experiment.plugins import load
 from paceline.experiment.spec import RunSpec
 from paceline.host.processes import end_with_parent
 from paceline.results.records import ComponentSample, MemorySample
+from paceline.training import instruments
 from paceline.training.instruments import collection_paused
 from paceline.workloads import pretrain
 
@@ -60,7 +63,7 @@ def observe(spec: RunSpec, seat: Seat, recorder: Recorder, prediction: Predictio
     steps = max(spec.steps, FEWEST_STEPS)
     corpus = open_corpus(spec.training.data, load_shape(spec.model).vocab, spec.training.sequence_length, spec.seed)
     recorder.progress(0, "setup")
-    with pretrain.attention_backends(seat.device), gauge(seat) as meter:
+    with instruments.attention_backends(seat.device), gauge(seat) as meter:
         trainer: Trainer = load("strategies", spec.strategy.name).wrap(spec, seat)
         start = pretrain.read_standing(spec, trainer)
         release_unused(seat.device)

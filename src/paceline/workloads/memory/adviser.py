@@ -1,4 +1,6 @@
-"""After a run out of memory (`python -m paceline.workloads.memory.adviser RUN_DIR`): what other settings would hold, on fake tensors.
+"""After an out-of-memory error: which other settings would fit, computed on fake tensors.
+
+Used as `python -m paceline.workloads.memory.adviser RUN_DIR`.
 
 A process of its own, because the controller stays without torch and may end this one when its time is up. Each
 prediction is handed to the system as soon as it is made, the least intrusive change first.
@@ -15,8 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
-from paceline.contract import load
 from paceline.errors import RequestError
+from paceline.experiment.plugins import load
 from paceline.experiment.spec import RunSpec
 from paceline.host.processes import end_with_parent
 from paceline.results import store

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import paceline.training.decoder
-from paceline.contract import Seat, Trainer, load
+from paceline.contract import Seat, Trainer
+from paceline.experiment.plugins import load
 from paceline.experiment.spec import RunSpec
 from paceline.results.memory_components import Held, components, largest_fitting
 from paceline.workloads.memory.ledger import Ledger
@@ -114,7 +115,7 @@ class Stage:
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
-        from paceline.workloads.pretrain import attention_backends
+        from paceline.training.instruments import attention_backends
 
         size = self.spec.topology.world_size
         os.environ |= {"DS_ACCELERATOR": "cpu", "DS_SKIP_CUDA_CHECK": "1"}

@@ -7,61 +7,12 @@ else's numbers. `_nodes_stages` does the work; here stands what is asked.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
-from paceline.contract import Recorder, Seat, load, options
-from paceline.experiment.choices import Choice, require
-from paceline.experiment.spec import RunSpec, Topology
+from paceline.contract import Recorder, Seat
+from paceline.experiment.plugins import load, options
+from paceline.experiment.spec import RunSpec
 from paceline.models.arithmetic import load as load_shape
-from paceline.results.acceptance import MEMORY_RATIO, SPEED_RATIO, TEMPERATURE_C
 from paceline.workloads import compute
-from paceline.workloads.collectives import read_bytes
-from paceline.workloads.compute import Row
-
-NODES = ("host", "process")
-TRAININGS = ("pretrain", "finetune", "none")
-PINNED = ("", "NT", "pinned")
-# Side of the products and bytes of the copies where none are given: large enough to fill the device.
-SIDES = {"cuda": 8192, "cpu": 512}
-COPIES = {"cuda": 2**30, "cpu": 2**24}
-
-
-@dataclass(frozen=True)
-class Options:
-    """node: what is judged as one, a `host` with all its processes or each `process` (GPU by GPU).
-
-    repeats: windows of every measure, interleaved. training: what each process trains by itself. proof_steps: seeded
-    steps that must give the same bits everywhere; side, copy_bytes, iters and budget_s are of products and copies.
-    speed_ratio, memory_ratio and temperature_c: how far a node may lie from its peers' median, or from a baseline.
-    """
-
-    node: str = "host"
-    repeats: int = 5
-    training: str = "pretrain"
-    proof_steps: int = 4
-    side: int | None = None
-    copy_bytes: int | None = None
-    iters: int = 50
-    budget_s: float = 0.5
-    tournament: bool = True
-    pair_bytes: int | str | None = None
-    speed_ratio: float = SPEED_RATIO
-    memory_ratio: float = MEMORY_RATIO
-    temperature_c: float = TEMPERATURE_C
-
-    def __post_init__(self) -> None:
-        require(self.node in NODES, "nodes.node", self.node, " or ".join(NODES))
-        require(self.training in TRAININGS, "nodes.training", self.training, ", ".join(TRAININGS))
-        for name, least in (("repeats", 2), ("proof_steps", 1), ("iters", compute.FEWEST_ITERATIONS)):
-            require(getattr(self, name) >= least, f"nodes.{name}", getattr(self, name), f"a whole number from {least}")
-        for name in ("side", "copy_bytes"):
-            given, accepted = getattr(self, name), "a whole number from 1, or null for the device's default"
-            require(given is None or (type(given) is int and given >= 1), f"nodes.{name}", given, accepted)
-        read_bytes("nodes.pair_bytes", self.pair_bytes)
-        for name in ("speed_ratio", "memory_ratio"):
-            require(0 < getattr(self, name) < 1, f"nodes.{name}", getattr(self, name), "a number between 0 and 1")
-        require(0 < self.temperature_c < 1000, "nodes.temperature_c", self.temperature_c, "degrees above 0")
-        require(0 < self.budget_s < float("inf"), "nodes.budget_s", self.budget_s, "a positive number of seconds")
+from paceline.workloads.nodes.plan import Options, alone
 
 
 def check(spec: RunSpec) -> str | None:
@@ -72,28 +23,6 @@ def check(spec: RunSpec) -> str | None:
         return None
     reason: str | None = load("workloads", chosen.training).check(alone(spec))
     return reason
-
-
-def alone(spec: RunSpec) -> RunSpec:
-    """What one process of the test trains: the same work on every node, with nobody to wait for."""
-    training = options(Options, spec.workload).training
-    one = Topology(device=spec.topology.device)
-    return replace(spec, workload=Choice(training), strategy=Choice("single"), topology=one)
-
-
-def plan(spec: RunSpec) -> tuple[Row, ...]:
-    """One product in the dtype of the training, and one copy each way that the device has."""
-    device, chosen = spec.topology.device, options(Options, spec.workload)
-    side, size = chosen.side or SIDES[device], chosen.copy_bytes or COPIES[device]
-    asked = compute.Options(
-        kernels="matmul+copy+h2d+d2h" if device == "cuda" else "matmul+copy",
-        dtypes=spec.training.precision.compute,
-        largest_matmul=side,
-        largest_copy_bytes=size,
-    )
-    largest = {"matmul": side, "copy": size, "h2d": size, "d2h": size}
-    rows = compute.plan(load_shape(spec.model), asked, device)
-    return tuple(row for row in rows if row.size == largest[row.kernel] and row.variant in PINNED)
 
 
 def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.contract import Seat
-from paceline.results.acceptance import ProductSample
+from paceline.results.machine_samples import ProductSample
 from paceline.workloads.compute.kernels import TORCH_DTYPES
 
 # Terms of a sum, and the largest operand: 256 x 15 x 15 is below fp16's largest number, 15 x 15 needs the 8 significant

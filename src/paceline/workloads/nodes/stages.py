@@ -8,22 +8,23 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from paceline.contract import Recorder, Seat, load, options
+from paceline.contract import Recorder, Seat
+from paceline.experiment.plugins import load, options
 from paceline.experiment.spec import RunSpec
 from paceline.host import health
 from paceline.models.arithmetic import load as load_shape
-from paceline.results.acceptance import HealthSample, TrajectorySample
+from paceline.results.machine_samples import HealthSample, TrajectorySample
 from paceline.training.data.corpus import Partition, open_data
-from paceline.training.instruments import clock_for, digest_parameters, read_memory, release_unused
-from paceline.workloads import collectives, compute
+from paceline.training.instruments import attention_backends, clock_for, digest_parameters, read_memory, release_unused
 from paceline.workloads._loop import Loop
 from paceline.workloads.collectives.ensemble import Ensemble
+from paceline.workloads.collectives.options import Options as CollectivesOptions
 from paceline.workloads.collectives.tournament import Tournament
-from paceline.workloads.compute import Row
 from paceline.workloads.compute.kernels import Bench
-from paceline.workloads.nodes import SIDES, Options, alone, plan
+from paceline.workloads.compute.options import Options as ComputeOptions
+from paceline.workloads.compute.options import Row
+from paceline.workloads.nodes.plan import SIDES, Options, alone, plan
 from paceline.workloads.nodes.proof import deterministic, lacks_kernel, prepare_products, prove_product
-from paceline.workloads.pretrain import attention_backends
 
 # Products queued while the condition is read: a tenth of a second and more of work for a device they fill.
 QUEUED = 100
@@ -37,7 +38,7 @@ class Acceptance:
         self.spec, self.seat, self.recorder = spec, seat, recorder
         self.chosen = options(Options, spec.workload)
         self.side = self.chosen.side or SIDES[seat.device]
-        asked = compute.Options(iters=self.chosen.iters, warmup=5, budget_s=self.chosen.budget_s)
+        asked = ComputeOptions(iters=self.chosen.iters, warmup=5, budget_s=self.chosen.budget_s)
         processes = spec.topology.processes_per_node
         self.bench = Bench(seat, load_shape(spec.model), asked, processes, spec.seed)
         self.trains = self.chosen.training != "none"
@@ -55,7 +56,7 @@ class Acceptance:
         self._read_loaded_condition()
         self._meet()
         if self.chosen.tournament and self.seat.world_size > 1:
-            asked = collectives.Options(pair_bytes=self.chosen.pair_bytes, budget_s=self.chosen.budget_s)
+            asked = CollectivesOptions(pair_bytes=self.chosen.pair_bytes, budget_s=self.chosen.budget_s)
             Tournament(Ensemble(self.seat, self.recorder), asked, self.number).run()
 
     def _meet(self, phase: str = "timing") -> None:

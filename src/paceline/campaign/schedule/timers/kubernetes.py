@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.campaign.schedule.agenda import DEFINITION, EXPERIMENT, LAUNCHER, Schedule, folder_of
-from paceline.errors import RequestError
-from paceline.experiment.choices import require
+from paceline.errors import RequestError, require
 from paceline.results.store import read_json
 
 # How late the cluster may start a pod, and how long that pod may take to come up.

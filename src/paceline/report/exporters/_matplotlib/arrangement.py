@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.analysis.findings import Measurement, Report
-from paceline.experiment.choices import Scalar
+from paceline.analysis.findings.cell_axes import axis_text, describe
+from paceline.errors import Scalar
 from paceline.report.exporters._matplotlib.canvas import PALETTE
-from paceline.report.text.cells import Group, Row, axis_text, describe, groups
+from paceline.report.text.cells import Group, Row, groups
 
 MOST_LANES, MOST_FAMILIES = 60, 4
 _PLACES = ("world_size", "nodes")

@@ -22,7 +22,8 @@ from paceline.report.exporters._matplotlib.canvas import (
     thousands,
 )
 from paceline.report.text.cells import WIRE, WIRE_FORMULA
-from paceline.wording import MISSING, Scale, format_brief, format_number, format_parts, scale_of
+from paceline.report.text.measurements import format_brief
+from paceline.wording import MISSING, Scale, format_number, format_parts, scale_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.analysis.findings import Measurement, Report
+from paceline.analysis.findings.cell_axes import describe
 from paceline.report.exporters._matplotlib.canvas import PALETTE, End, canvas, name_ends, thousands
 from paceline.report.tables.ceilings import GIGA, scale_for
-from paceline.report.text.cells import describe
-from paceline.wording import Scale, format_brief
+from paceline.report.text.measurements import format_brief
+from paceline.wording import Scale
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

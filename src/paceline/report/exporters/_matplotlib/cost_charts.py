@@ -11,7 +11,8 @@ from paceline.report.exporters._matplotlib.arrangement import Arrangement, arran
 from paceline.report.exporters._matplotlib.bar_charts import Quantity, draw_bars
 from paceline.report.exporters._matplotlib.canvas import PALETTE, canvas, entitle, key, say
 from paceline.report.text.cells import Row
-from paceline.wording import Scale, format_brief
+from paceline.report.text.measurements import format_brief
+from paceline.wording import Scale
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

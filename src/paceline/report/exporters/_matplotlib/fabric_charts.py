@@ -18,8 +18,8 @@ from paceline.report.exporters._matplotlib.canvas import (
     say,
     thousands,
 )
-from paceline.report.tables.fabric_links import fabric_name, format_size
-from paceline.wording import format_number, places, scale_of
+from paceline.report.tables.fabric_links import fabric_name
+from paceline.wording import format_number, format_size, places, scale_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

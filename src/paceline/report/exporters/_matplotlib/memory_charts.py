@@ -9,8 +9,7 @@ from paceline.analysis.findings import FrontierPoint, MemoryRow, Report
 from paceline.report.exporters._matplotlib.canvas import INK, PALETTE, QUIET, End, brief, canvas, key, name_ends, say
 from paceline.report.tables.memory import labels, scale
 from paceline.results.memory_components import COMPONENTS
-from paceline.wording import Scale, format_number, format_parts
-from paceline.words import short_names
+from paceline.wording import Scale, format_number, format_parts, short_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from paceline.analysis.findings import Report, ScalingPoint
+from paceline.analysis.findings.cell_axes import axis_text, describe
 from paceline.report.exporters._matplotlib.arrangement import strategy_colours
 from paceline.report.exporters._matplotlib.canvas import INK, End, canvas, entitle, name_ends
 from paceline.report.tables.scaling import baseline_name
-from paceline.report.text.cells import axis_text, describe
-from paceline.wording import Scale, format_brief
-from paceline.words import short_names
+from paceline.report.text.measurements import format_brief
+from paceline.wording import Scale, short_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
