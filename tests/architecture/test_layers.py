@@ -1,193 +1,137 @@
-"""The laws of the architecture that a reader cannot check by eye: who imports whom, and what starts without torch."""
+"""The laws of the architecture that a reader cannot check by eye: who imports whom, and what starts without torch.
+
+Each test names every offender with its line, so one run shows all there is to fix.
+"""
 
 from __future__ import annotations
 
 import ast
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
-
 import paceline
+from paceline.experiment import plugins
 
 ROOT = Path(paceline.__file__).parent
 
-# Each line may import only lines above it; names on one line do not see each other.
-LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "environment", "neutral", "designs", "offspring", "clocks", "tether", "scratch", "stopping", "identity"),
-    ("shapes", "choices", "parcel"),
-    ("voice", "serving"),
-    ("checkpoints", "self_audit"),
-    ("spec", "models", "machine", "processes", "files", "places", "reach", "cron", "probes"),
-    (
-        *("prices", "rows", "adapters", "acceptance", "contents", "profiles", "meeting", "interruptions", "depot"),
-        *("prompts", "loadgen", "guardian", "model_directory", "client_ceiling"),
-    ),
-    ("instructions", "dialogues", "records", "findings", "doctor", "recipe", "redaction", "image"),
-    ("series",),
-    ("samples",),
-    ("trajectory",),
-    ("store", "measure", "telemetry", "decoder", "ledger", "footprint", "capacity"),
-    ("campaign", "health", "agenda", "attempts"),
-    ("timers", "notification"),
-    ("corpus", "timeline", "present", "claims", "capsule"),
-    ("plugins", "tuned"),
-    ("replica",),
-    ("workloads", "strategies", "launchers", "exporters", "analysis", "experiment", "engines"),
-    ("supervision",),
-    ("ending",),
-    ("restarts",),
-    ("run", "worker", "adviser", "agent"),
-    ("display", "watch", "monitor", "replay", "mock_wire"),
-    ("endpoint", "status_page", "mock_replica"),
-    ("schedule", "selftest"),
+# A package may import only from lines below its own. Packages on one line do not import each other.
+ORDER: tuple[tuple[str, ...], ...] = (
+    ("__main__",),
     ("cli",),
-    ("entry", "__main__"),
+    ("campaign",),
+    ("report",),
+    ("analysis", "workloads"),
+    ("serving",),
+    ("launchers", "training"),
+    ("contract",),
+    ("results",),
+    ("models",),
+    ("experiment",),
+    ("host",),
+    ("wording",),
+    ("errors",),
 )
-LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-STANDARD_LIBRARY_ONLY = (
-    "errors",
-    "identity",
-    "environment",
-    "neutral",
-    "designs",
-    "shapes",
-    "choices",
-    "serving",
-    "self_audit",
-    "stopping",
-    "probes",
-    "checkpoints",
-    "spec",
-    "models",
-    "machine",
-    "processes",
-    "files",
-    "acceptance",
-    "contents",
-    "interruptions",
-    "records",
-    "findings",
-    "doctor",
-    "profiles",
-    "health",
-)
-
-# Imported inside functions, so that every analysis verb starts without them.
+# The same inside the packages that have floors of their own.
+INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
+    "analysis": (
+        ("reproduction",),
+        ("report",),
+        ("beside_speed",),
+        ("compare", "cost"),
+        ("served",),
+        ("training",),
+        ("machine",),
+        ("findings", "statistics"),
+    ),
+    "report": (
+        ("gate",),
+        ("exporters",),
+        ("replay",),
+        ("terminal",),
+        ("answer", "charts"),
+        ("tables", "text_bars"),
+        ("text",),
+    ),
+    "campaign": (("scheduled_run",), ("live",), ("run", "schedule")),
+    "training": (("strategies",), ("finetuned", "step_profile"), ("decoder", "instruments"), ("data",)),
+    "launchers": (
+        ("kubernetes", "ray", "slurm", "ssh"),
+        ("local",),
+        ("image", "_losses", "_retry", "_start", "_warm"),
+        ("node",),
+    ),
+    "serving": (
+        ("selftest",),
+        ("engines", "mock"),
+        ("client_ceiling",),
+        ("client", "replica"),
+        ("early_stopping", "prompts"),
+    ),
+}
+# Imported inside functions, so that verbs that only read start fast and without them.
 HEAVY = {
-    "torch",
-    "deepspeed",
-    "transformers",
-    "peft",
-    "bitsandbytes",
-    "matplotlib",
-    "rich",
-    "pydantic",
-    "kubernetes",
-    "ray",
-    "pynvml",
-    "psutil",
-    "tensorboard",
-    "mlflow",
-    "sqlalchemy",
-    "alembic",
-    "mlperf_loadgen",
-    "wandb",
-    "prometheus_client",
-    "rouge_score",
-    "nltk",
+    *(
+        "torch",
+        "deepspeed",
+        "transformers",
+        "peft",
+        "bitsandbytes",
+        "matplotlib",
+        "rich",
+        "pydantic",
+        "kubernetes",
+        "ray",
+    ),
+    *(
+        "pynvml",
+        "psutil",
+        "tensorboard",
+        "mlflow",
+        "sqlalchemy",
+        "alembic",
+        "mlperf_loadgen",
+        "wandb",
+        "rouge_score",
+        "nltk",
+    ),
 }
-EAGER = {
-    "decoder": {"torch"},
-    "tuned": {"torch"},
-    "strategies._optimizers": {"torch"},
-    "strategies._torch": {"torch"},
-    "ledger": {"torch"},
-    "workloads._loop": {"torch"},
-    "workloads._checkpoints": {"torch"},
-    "workloads._collectives_ensemble": {"torch"},
-    "workloads._collectives_overlap": {"torch"},
-    "workloads._collectives_payload": {"torch"},
-    "workloads._collectives_sweep": {"torch"},
-    "workloads._kernels": {"torch"},
-    "workloads._nodes_proof": {"torch"},
-    "workloads._nodes_stages": {"torch"},
-    "workloads._rehearsal": {"torch"},
-    "workloads._watch": {"torch"},
-    "replica.attention": {"torch"},
-    "replica.decoding": {"torch"},
-    "replica.ensemble": {"torch"},
-    "replica.injection": {"torch"},
-    "replica.projections": {"torch"},
-    "replica.weights": {"torch"},
-    "experiment.fields": {"pydantic"},
-}
-# Modules with torch at their top: whoever imports one outside a function must be one.
-TORCH_MODULES = {
-    "decoder",
-    "tuned",
-    "ledger",
-    "strategies._optimizers",
-    "strategies._torch",
-    "workloads._loop",
-    "workloads._checkpoints",
-    "workloads._collectives_ensemble",
-    "workloads._collectives_overlap",
-    "workloads._collectives_payload",
-    "workloads._collectives_sweep",
-    "workloads._collectives_tournament",
-    "workloads._kernels",
-    "workloads._nodes_proof",
-    "workloads._nodes_stages",
-    "workloads._rehearsal",
-    "workloads._watch",
-    "replica.attention",
-    "replica.decoding",
-    "replica.ensemble",
-    "replica.injection",
-    "replica.projections",
-    "replica.weights",
-}
-
-# Every broad except, with the number of them: the worker's turns exceptions into records, corpus hands one to the
-# thread that waits for the batch, machine and telemetry ask a driver that may answer with any error of its own, the
-# courier tells LoadGen the end of every request, for which it waits without a bound.
-BROAD_EXCEPTS = {"worker": 1, "corpus": 1, "machine": 1, "telemetry": 1, "loadgen.courier": 1}
-FORBIDDEN_WORDS = {"util", "utils", "helper", "helpers", "common", "misc", "base", "manager", "handler", "factory"}
-LONGEST_FILE, LONGEST_FUNCTION = 400, 60
+# Read by the verbs that read an experiment, and by no others.
+EAGER = {"experiment.fields": {"pydantic"}}
+KINDS = tuple(plugins.FOLDERS.values())
 
 
 class Import(NamedTuple):
-    """One imported module; executed is False under TYPE_CHECKING, deferred is True inside a function."""
+    """One imported name; deferred is True inside a function, executed is False under TYPE_CHECKING."""
 
-    module: str
+    name: str
     line: int
     deferred: bool
     executed: bool
 
 
 def module_name(path: Path) -> str:
-    """`strategies._torch`; a package's __init__ carries the package's name, the root's is empty."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 SOURCES = {module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
-TREES = {name: ast.parse(path.read_text()) for name, path in SOURCES.items()}
+TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in SOURCES.items()}
+
+
+PLUGINS = {
+    f"{folder}.{name.replace('-', '_')}" for kind, folder in plugins.FOLDERS.items() for name in plugins.names(kind)
+}
 
 
 def imports(tree: ast.AST, deferred: bool = False, executed: bool = True) -> Iterator[Import]:
-    """All imports, wherever they stand; `from paceline import x` counts as paceline.x."""
+    """All imports of a file, lazy and type-checking ones included; `from paceline import x` counts as paceline.x."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield Import(alias.name, node.lineno, deferred, executed)
+            yield from (Import(alias.name, node.lineno, deferred, executed) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"relative import at line {node.lineno}"
-            for alias in node.names:
-                yield Import(f"{node.module}.{alias.name}", node.lineno, deferred, executed)
+            yield from (Import(f"{node.module}.{a.name}", node.lineno, deferred, executed) for a in node.names)
         elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             yield from imports(node, deferred, executed=False)
         else:
@@ -205,133 +149,161 @@ def own_module(dotted: str) -> str | None:
     return name
 
 
-def kind(module: str) -> str:
-    return module.partition(".")[0]
+EDGES = [
+    (module, target, item)
+    for module, tree in TREES.items()
+    for item in imports(tree)
+    if (target := own_module(item.name)) and target != module
+]
 
 
-def violations(module: str, tree: ast.AST) -> list[str]:
-    """Imports of `module` that the table does not allow. TYPE_CHECKING imports count: they are knowledge too."""
+def upward(order: tuple[tuple[str, ...], ...], below: str = "") -> list[str]:
+    """Imports between parts of one package (of the root by default) that do not go down."""
+    floor = {name: -level for level, names in enumerate(order) for name in names}
     found = []
-    for item in imports(tree):
-        target = own_module(item.module)
-        if not target or kind(target) == kind(module):
+    for module, target, item in EDGES:
+        if not module.startswith(below) or not target.startswith(below):
             continue
-        if LEVEL[kind(target)] >= LEVEL[kind(module)]:
+        importer, imported = module.removeprefix(below).split(".")[0], target.removeprefix(below).split(".")[0]
+        if importer and imported and importer != imported and floor[imported] >= floor[importer]:
             found.append(f"{module}:{item.line} imports {target}")
     return found
 
 
-def test_every_module_stands_in_the_table() -> None:
-    unlisted = {kind(module) for module in SOURCES if module} - set(LEVEL)
-    assert not unlisted, f"not in the layer table: {sorted(unlisted)}"
-    assert not set(LEVEL) - {kind(module) for module in SOURCES}, "the table names a module that does not exist"
+def test_every_package_is_listed() -> None:
+    assert {name.split(".")[0] for name in SOURCES if name} == {name for names in ORDER for name in names}
+    for package, order in INSIDE.items():
+        parts = {name.split(".")[1] for name in SOURCES if name.startswith(f"{package}.")}
+        assert parts == {name for names in order for name in names}, package
 
 
-@pytest.mark.parametrize("module", [name for name in SOURCES if name])
-def test_a_module_imports_only_lines_above_it(module: str) -> None:
-    assert not violations(module, TREES[module])
+def test_packages_import_only_what_is_below_them() -> None:
+    assert not upward(ORDER)
 
 
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
-        ("spec", "from paceline.results.records import Status"),
-        ("analysis.report", "def f():\n    from paceline import store, run"),
-        ("strategies.ddp", "from paceline.workloads.pretrain import check"),
-        ("exporters.csv", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import paceline.analysis.report"),
-        ("worker", "import paceline.campaign.run.controller"),
-        ("store", "from paceline import telemetry"),
-    ],
-)
-def test_the_law_bites(module: str, source: str) -> None:
-    assert violations(module, ast.parse(source))
+def test_parts_of_a_package_import_only_what_is_below_them() -> None:
+    assert not [line for package, order in INSIDE.items() for line in upward(order, f"{package}.")]
 
 
-@pytest.mark.parametrize(("package", "never"), [("analysis", "store"), ("exporters", "analysis"), ("run", "worker")])
-def test_never_imported_even_where_the_table_allows(package: str, never: str) -> None:
-    found = [
-        f"{module}:{item.line}"
-        for module, tree in TREES.items()
-        if kind(module) == package
-        for item in imports(tree)
-        if (target := own_module(item.module)) and kind(target) == never
+def test_no_import_cycle() -> None:
+    """Tarjan's algorithm over all imports, lazy and type-checking ones included."""
+    graph: dict[str, set[str]] = {module: set() for module in SOURCES}
+    for module, target, _ in EDGES:
+        # A package's own __init__ is the plugin or the docstring of its parts, never a part of a cycle by itself.
+        graph[module].add(target)
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    cycles = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other in graph[node]:
+            if other not in index:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], index[other])
+        if low[node] == index[node]:
+            group = []
+            while not group or group[-1] != node:
+                group.append(stack.pop())
+            if len(group) > 1:
+                cycles.append(sorted(group))
+
+    for module in graph:
+        if module not in index:
+            visit(module)
+    assert not cycles
+
+
+def test_plugins_of_one_kind_reach_another_only_through_the_registry() -> None:
+    kind_of = {name: kind for kind in KINDS for name in SOURCES if f"{name}.".startswith(f"{kind}.")}
+    assert not [
+        f"{module}:{item.line} imports {target}"
+        for module, target, item in EDGES
+        if target in PLUGINS and module in kind_of and kind_of[module] != kind_of[target]
+    ], "use experiment.plugins.load"
+
+
+def test_analysis_reads_records_and_report_reads_findings() -> None:
+    never = (
+        ("analysis", "results.store"),
+        ("report", "results.store"),
+        ("report.charts", "results.records"),
+        ("report.exporters", "results.records"),
+    )
+    assert not [
+        f"{module}:{item.line} imports {target}"
+        for module, target, item in EDGES
+        for package, forbidden in never
+        if module.startswith(package) and f"{target}.".startswith(f"{forbidden}.")
     ]
+
+
+def eager_closure(module: str, seen: set[str]) -> set[str]:
+    """Every module of ours that `import module` executes, its parent packages included."""
+    pending = [module]
+    while pending:
+        name = pending.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        parts = name.split(".")
+        pending += [".".join(parts[:n]) for n in range(1, len(parts))]
+        pending += [t for m, t, item in EDGES if m == name and item.executed and not item.deferred]
+    return seen
+
+
+def test_what_every_verb_imports_stays_light() -> None:
+    """Plugins and everything outside training, workloads and serving import heavy packages inside functions only."""
+    ranks_only = ("training.", "workloads.", "serving.")
+    light = [name for name in SOURCES if name and (name in PLUGINS or not f"{name}.".startswith(ranks_only))]
+    found = []
+    for module in light:
+        for name in eager_closure(module, set()):
+            heavy = {i.name.split(".")[0] for i in imports(TREES[name]) if i.executed and not i.deferred} & HEAVY
+            found += [f"{module} -> {name} imports {package}" for package in heavy - EAGER.get(name, set())]
     assert not found
 
 
-@pytest.mark.parametrize("module", STANDARD_LIBRARY_ONLY)
-def test_the_lowest_lines_need_the_standard_library_only(module: str) -> None:
-    eager = {i.module.partition(".")[0] for i in imports(TREES[module]) if i.executed and not i.deferred}
-    assert eager <= set(sys.stdlib_module_names) | {"paceline"}
-
-
-@pytest.mark.parametrize("module", list(SOURCES))
-def test_heavy_packages_are_imported_inside_functions(module: str) -> None:
-    eager = {i.module.partition(".")[0] for i in imports(TREES[module]) if i.executed and not i.deferred}
-    assert eager & HEAVY <= EAGER.get(module, set())
-
-
-@pytest.mark.parametrize("module", [name for name in SOURCES if name not in TORCH_MODULES])
-def test_modules_with_torch_are_imported_inside_functions(module: str) -> None:
-    eager = {own_module(i.module) for i in imports(TREES[module]) if i.executed and not i.deferred}
-    assert not eager & TORCH_MODULES
-
-
-def broad_excepts(tree: ast.AST) -> int:
-    handlers = [node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler)]
-    names = [{n.id for n in ast.walk(h.type) if isinstance(n, ast.Name)} if h.type else None for h in handlers]
-    return sum(found is None or bool(found & {"Exception", "BaseException"}) for found in names)
-
-
-def test_broad_excepts_stand_where_they_are_documented() -> None:
-    found = {module: broad_excepts(tree) for module, tree in TREES.items()}
-    assert {module: count for module, count in found.items() if count} == BROAD_EXCEPTS
-
-
-def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
-    return ((ast.unparse(node.func), node) for node in ast.walk(tree) if isinstance(node, ast.Call))
+def calls(tree: ast.AST) -> Iterator[str]:
+    return (ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call))
 
 
 def test_print_and_exit_live_in_the_command_line() -> None:
+    programs = ("cli.", "workloads.worker.", "launchers.node.agent.", "launchers._warm.", "__main__.")
     found = {
-        f"{kind(module)}: {name}"
+        f"{module}: {name}"
         for module, tree in TREES.items()
-        for name, _ in calls(tree)
-        if name in ("print", "sys.exit", "exit", "quit", "os._exit")
+        for name in calls(tree)
+        if name in ("print", "sys.exit", "exit", "quit", "os._exit") and not f"{module}.".startswith(programs)
     }
-    assert found == {"cli: print", "cli: sys.exit", "worker: sys.exit", "agent: sys.exit"}
+    assert not found
 
 
-@pytest.mark.parametrize("module", ["cli.__main__", "worker", "agent"])
-def test_exit_is_the_last_line_of_a_program(module: str) -> None:
-    tree = TREES[module]
-    last = tree.body[-1]
-    assert isinstance(last, ast.If) or module.endswith("__main__")
-    inside = {id(node) for node in ast.walk(last)}
-    assert all(id(node) in inside for name, node in calls(tree) if name == "sys.exit")
+def test_broad_excepts_are_the_documented_ones() -> None:
+    """The worker turns exceptions into records, the corpus hands one to the thread that waits, drivers raise errors of
+    their own, and LoadGen waits for every request's end without a bound."""
+    documented = {"workloads.worker", "training.data.corpus", "host.machine", "host.gauges", "serving.client.courier"}
+    found = {
+        module
+        for module, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ExceptHandler)
+        and (
+            node.type is None
+            or {"Exception", "BaseException"} & {ast.unparse(n) for n in ast.walk(node.type) if isinstance(n, ast.Name)}
+        )
+    }
+    assert found == documented
 
 
-@pytest.mark.parametrize("module", list(SOURCES))
-def test_files_and_functions_stay_short(module: str) -> None:
-    assert len(SOURCES[module].read_text().splitlines()) < LONGEST_FILE
-    for node in ast.walk(TREES[module]):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert node.end_lineno is not None
-            assert node.end_lineno - node.lineno + 1 < LONGEST_FUNCTION, f"{node.name} in {module}"
-
-
-@pytest.mark.parametrize("module", [name for name in SOURCES if name])
-def test_module_names_say_something(module: str) -> None:
-    words = set(module.replace(".", "_").lower().split("_"))
-    assert not words & FORBIDDEN_WORDS
-
-
-def test_class_names_say_something() -> None:
-    names = [n.name for tree in TREES.values() for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
-    assert not [n for n in names if n.endswith(("Impl", "Mixin", "Manager", "Handler", "Factory", "Helper", "Base"))]
-
-
-def test_no_two_test_modules_share_a_name() -> None:
-    """pytest imports them by their base name: the second of two would not be run."""
-    names = [path.name for path in Path(__file__).parents[1].rglob("test_*.py")]
-    assert not {name for name in names if names.count(name) > 1}
+def test_every_package_says_what_it_holds() -> None:
+    short = [
+        name
+        for name, path in SOURCES.items()
+        if path.name == "__init__.py" and len((ast.get_docstring(TREES[name]) or "").splitlines()) < 3
+    ]
+    assert not [name for name in short if name and "." not in name]

@@ -74,9 +74,11 @@ def test_check_is_arithmetic_on_the_controller(kind: str) -> None:
     """`check` answers without torch, for every plugin of the kind, given what it cannot do without."""
     code = f"""
 import sys
-from paceline import plugins
-from paceline.spec import *
-from paceline.serving import Serving
+from paceline.experiment import plugins
+import dataclasses
+from paceline.experiment.choices import Choice
+from paceline.experiment.spec import *
+from paceline.experiment.serving import Serving
 for name in plugins.names({kind!r}):
     spec = RunSpec(experiment="x", workload=Choice("pretrain"), model=Choice("tiny-llama"), steps=1,
                    strategy=Choice("ddp"), topology=Topology(device="cpu"), tuning=Tuning() if name in TUNED else None,

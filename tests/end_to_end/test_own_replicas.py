@@ -237,7 +237,8 @@ def wait_for_the_end_of_others(before: set[int]) -> None:
 
 ORPHANED = """
 from paceline.experiment.fields import Cell, build
-from paceline.plugins import Seat, load
+from paceline.contract import Seat
+from paceline.experiment.plugins import load
 
 cell = Cell(workload="inference", engine="transformers", model="tiny-llama", precision="fp32", processes=1)
 seat = Seat(rank=0, local_rank=0, world_size=1, device="cpu")

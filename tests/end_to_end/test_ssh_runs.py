@@ -226,7 +226,8 @@ def test_a_dropped_connection_leaves_nothing(field: Field) -> None:
 CONTROLLER = """
 import sys
 from pathlib import Path
-from paceline import run, store
+from paceline.campaign.run import controller as run
+from paceline.results import store
 from paceline.launchers import _start
 _start.RUNNER, run.unsupported = "testbed.light", lambda spec: None
 class Silent:

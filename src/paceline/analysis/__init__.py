@@ -1,5 +1,6 @@
-"""From records to findings: pure functions, no files, no torch.
+"""Conclusions: from records of runs to findings. Reads no files and prints nothing.
 
-Each module imports only those before it: statistics < gauges < energy < window < metrics < observation < certificate <
-compare < scaling < recommend < report.
+`findings` defines what can be concluded, `statistics` the intervals and verdicts, `machine`, `training` and `served`
+the three kinds of measurement, `compare` and `cost` what follows from them. Start with `report.build`. May import
+`results`, `models`, `experiment` and `host`.
 """

@@ -1,4 +1,8 @@
-"""The command line: parse, call, print. Nothing is decided here."""
+"""The command line: one module for each group of verbs, and the only package that prints.
+
+May import everything. Start with `__init__.main`, which finds the verb, then `verbs`, which holds what verbs share
+(exit codes, the console). A verb parses its arguments, calls one function of a lower package and prints the result.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,5 @@
-"""What is asked: the YAML of an experiment, its runs, and the choices and identities in them."""
+"""What is requested: the YAML of an experiment, expanded to run specs.
+
+`reading` and `fields` read the file, `expansion` makes the runs, `spec` defines one run, `plugins` finds plugins by
+name. Start with `spec`. May import `host` and below.
+"""

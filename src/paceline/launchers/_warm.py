@@ -270,9 +270,8 @@ def _become_rank(rank: int, run_dir: Path, supervisor: int, prepare_rank: Callab
         sys.argv = ["paceline.workloads.worker", str(run_dir)]
         if prepare_rank is not None:
             prepare_rank(rank)
-        from paceline.workloads import worker
-
-        code = worker.main(sys.argv)
+        # By name, as torchrun does: a launcher knows how to start the worker and nothing else about it.
+        code = importlib.import_module(sys.argv[0]).main(sys.argv)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
     except BaseException:

@@ -1,8 +1,7 @@
-"""How findings read: numbers rounded by their uncertainty, cells in their places, tables, and the terminal.
+"""Showing findings: terminal, Markdown, one HTML page, plots and exports to other tools.
 
-quantity < facts, standing < tables < links < fabric, memory, ceilings, scaling, effects, verdicts, cost, claims,
-between < history < machine, answer < terminal < replay; charts stand beside the terminal. Exporters and the command
-line print what stands here, no more.
+Reads findings of `analysis` and concludes nothing. `text` names things, `tables` builds tables, `charts` builds charts,
+`exporters` writes files. Start with `answer` (the headline) and `terminal`. May import `analysis` and below.
 """
 
 from paceline.report.answer import recommendation_lines

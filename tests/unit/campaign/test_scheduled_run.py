@@ -258,7 +258,7 @@ def test_asked_to_end_it_asks_the_campaign_and_writes_down_how_it_ended(tmp_path
     agenda.write(out, schedule_of())
     program = tmp_path / "program.py"
     program.write_text(
-        "import sys\nfrom pathlib import Path\nfrom paceline import schedule\n"
+        "import sys\nfrom pathlib import Path\nfrom paceline.campaign import scheduled_run as schedule\n"
         "child = 'import signal, sys, time; signal.signal(15, lambda *_: sys.exit(130)); '\n"
         "child += 'print(1, flush=True); time.sleep(60)'\n"
         "schedule._paceline = lambda *_: [sys.executable, '-c', child]\n"

@@ -98,7 +98,7 @@ def test_no_name_stands_in_two_rows() -> None:
 
 def test_this_machine_is_probed_without_torch_and_is_json() -> None:
     code = (
-        "import json, sys; from paceline import machine; m = machine.to_dict(machine.probe());"
+        "import json, sys; from paceline.host import machine; m = machine.to_dict(machine.probe());"
         "machine.device_kind(); assert 'torch' not in sys.modules; print(json.dumps(m))"
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
@@ -243,7 +243,7 @@ def test_debug_switches_that_change_speed_are_seen(name: str, value: str, on: bo
 
 def test_deterministic_modes_of_torch_are_seen(golden: object) -> None:
     code = (
-        "import torch; from paceline import machine; assert machine.debug_switches({}) == {};"
+        "import torch; from paceline.host import machine; assert machine.debug_switches({}) == {};"
         "torch.use_deterministic_algorithms(True); torch.autograd.set_detect_anomaly(True);"
         "print(sorted(machine.debug_switches({})))"
     )

@@ -14,7 +14,7 @@ from paceline.host.scratch import PREFIX, own_folder, sweep
 KILLED = """
 import os, sys
 from pathlib import Path
-from paceline.scratch import own_folder
+from paceline.host.scratch import own_folder
 with own_folder(Path(sys.argv[1])) as own:
     (own / "samples-0.jsonl").write_text("left")
     os.kill(os.getpid(), 9)

@@ -15,7 +15,7 @@ import pytest
 from paceline.contract import Job
 from paceline.errors import RequestError
 from paceline.experiment.spec import RunSpec
-from paceline.host import machine, offspring
+from paceline.host import machine, processes
 from paceline.launchers import local
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "launchers" / "local.txt"
@@ -82,7 +82,7 @@ time.sleep(600)
 
 @pytest.mark.parametrize("deaf", [False, True])
 def test_cancel_ends_the_whole_family(tmp_path: Path, deaf: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offspring, "GRACE_S", 0.5)
+    monkeypatch.setattr(processes, "GRACE_S", 0.5)
     job = Job(argv=(sys.executable, "-c", FAMILY.format(deaf=deaf)), log=str(tmp_path / "log.txt"))
     handle = local.submit(job)
     while not (tmp_path / "log.txt").read_text().strip():

@@ -1,1 +1,4 @@
-"""statistics."""
+"""Statistics: confidence intervals, verdicts on ratios, change points. Pure functions of numbers.
+
+Start with `intervals` and `verdict`.
+"""

@@ -1,1 +1,4 @@
-"""training."""
+"""Training: the certificate of equal work, metrics, bottlenecks, memory, energy and goodput.
+
+Start with `certificate` and `metrics`.
+"""

@@ -42,7 +42,7 @@ while "peer" not in found and time.monotonic() < end:
         found["name_error"] = str(error)
         time.sleep(0.2)
 if os.environ.get("GPUS"):
-    from paceline import machine
+    from paceline.host import machine
     found["gpus"] = machine.device_count()
 print("@paceline-probe " + json.dumps(found), flush=True)
 # The other one may still be asking for this pod's name, which goes with it.

@@ -1,1 +1,1 @@
-"""data."""
+"""Training data: token files, instruction files, synthetic instructions, packing and digests. Start with `corpus`."""

@@ -76,8 +76,8 @@ def test_a_reader_that_is_gone_is_no_error() -> None:
 
 def test_a_reader_that_hangs_holds_up_only_for_so_long() -> None:
     code = (
-        "import os, sys; from paceline import voice; voice.DEAF_S = 1\n"
-        "voice.Voice(sys.stdout.fileno()).say_last('x' * 1000 for _ in range(1000))"
+        "import os, sys; from paceline.launchers.node import output; output.DEAF_S = 1\n"
+        "output.Voice(sys.stdout.fileno()).say_last('x' * 1000 for _ in range(1000))"
     )
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     try:

@@ -172,10 +172,10 @@ def test_a_killed_rank_leaves_no_server(spec: Any, told: Any, program: str, tmp_
     """Killed, not ended: none of its own clean-up runs."""
     script = """
 import json, sys, time
-from paceline.checkpoints import read_shape
-from paceline.engines import vllm
-from paceline.plugins import Seat
-from paceline.spec import RunSpec
+from paceline.models.hf_config import read_shape
+from paceline.serving.engines import vllm
+from paceline.contract import Seat
+from paceline.experiment.spec import RunSpec
 spec = RunSpec.from_dict(json.loads(sys.argv[1]))
 with vllm.open(spec, Seat(rank=0, local_rank=0, world_size=1, device="cpu")):
     print("ready", flush=True)

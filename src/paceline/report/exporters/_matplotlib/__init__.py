@@ -1,1 +1,1 @@
-"""_matplotlib."""
+"""Charts as PNG and SVG files, drawn by matplotlib."""
