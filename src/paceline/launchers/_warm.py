@@ -231,7 +231,7 @@ def supervise(
 ) -> int:
     """Fork the ranks and wait for them. 0 when all ended well; the first that did not ends the others, and so does the
     end of the link. prepare_rank is called in each rank before it begins."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     # Connections wait in this socket until the store answers. The store starts a thread, so it comes after the forks.
     rendezvous = socket.create_server((HOST, 0))
@@ -286,7 +286,7 @@ def _wait(ranks: dict[int, int], link: socket.socket) -> int:
     """Wait for all ranks, and remove from `ranks` those that have ended."""
     watched = {os.pidfd_open(pid): pid for pid in ranks}
     while watched:
-        ready, _, _ = select.select([*watched, link], [], [])
+        ready, _, _ = select.select([*watched, link.fileno()], [], [])
         failed: dict[int, int] = {}
         for file in [file for file in watched if file in ready]:
             pid = watched.pop(file)
@@ -296,7 +296,7 @@ def _wait(ranks: dict[int, int], link: socket.socket) -> int:
             if code:
                 failed[pid] = code
                 sys.stderr.write(failure_text(rank, pid, code))
-        if failed or (link in ready and not link.recv(1)):
+        if failed or (link.fileno() in ready and not link.recv(1)):
             return 1
     return 0
 

@@ -34,7 +34,7 @@ from paceline.launchers.ray.request import Request
 from paceline.results.records import Status
 
 PLACEMENTS = ("STRICT_SPREAD", "SPREAD", "PACK", "STRICT_PACK")
-# Ranks get 5 s to end politely (see `offspring`), and what they left is then fetched.
+# Ranks get 5 s to end politely (see `host.processes`), and what they left is then fetched.
 END_S = 30.0
 # To enter a cluster takes some seconds; Ray itself gives up after half a minute, or never.
 ENTER_S = 120.0
