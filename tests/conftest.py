@@ -160,7 +160,7 @@ def golden(snapshot: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
         (r"((?<=\bport )|(?<= = :)|(?<='', )|(?<=-p ))\d{5}\b", "PORT"),
         (r"\b\d\d:\d\d:\d\d(?= host)", "TIME"),
         (r"(?<=\bprocess )\d{3,}\b", "PID"),
-        (r"(?<=-r\d-[0-9a-f]{10}-)[0-9a-f]{8}\b", "HASH"),
+        (r"(?<=-r\d-[0-9a-f]{10}-)[0-9a-f]{8}\b|\b[0-9a-f]{8}(?=\.timer\b)", "HASH"),
     ]
 
     def neutral(*, data: Any, path: Any) -> Any:

@@ -60,6 +60,11 @@ Scalar = str | int | float | bool | None
 
 
 def require(condition: bool, where: str, given: object, accepted: str) -> None:
-    """Refuse a value with the one sentence every user error has: where, what was given, what is accepted."""
+    """Raise a RequestError of the one form that user errors have, unless the condition is true.
+
+    >>> require(3 < 2, "steps", 3, "a number below 2")
+    Traceback (most recent call last):
+    paceline.errors.RequestError: steps: got 3, expected a number below 2.
+    """
     if not condition:
-        raise RequestError(f"{where}: {given!r} was given; accepted is {accepted}")
+        raise RequestError(f"{where}: got {given!r}, expected {accepted}.")

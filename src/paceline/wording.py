@@ -62,8 +62,12 @@ def places(value: float, low: float | None, high: float | None) -> int:
 
 
 def _places_of(value: float, digits: int) -> int:
-    """Decimal places that show so many digits of it."""
-    return digits - 1 - math.floor(math.log10(abs(value)))
+    """Decimal places that show so many significant digits of the value as it will be rounded.
+
+    >>> _places_of(9.96, 3), _places_of(9.996, 3)  # prints 9.96 and 10.0
+    (2, 1)
+    """
+    return digits - 1 - int(f"{abs(value):.{digits - 1}e}".partition("e")[2])
 
 
 def format_number(value: float | None, decimal_places: int) -> str:
@@ -76,7 +80,7 @@ def format_number(value: float | None, decimal_places: int) -> str:
 
 def format_own(value: float, decimal_places: int) -> str:
     """As many places, more where they would leave no digit of the value: what is not 0 never reads as 0."""
-    return format_number(value, max(decimal_places, -math.floor(math.log10(abs(value)))) if value else decimal_places)
+    return format_number(value, max(decimal_places, _places_of(value, 1)) if value else decimal_places)
 
 
 def format_parts(

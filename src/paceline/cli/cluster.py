@@ -47,7 +47,7 @@ def init(arguments: argparse.Namespace) -> int:
     kinds = arguments.kind or ["job"]
     wrong = [kind for kind in kinds if kind not in KINDS]
     if wrong:
-        raise RequestError(f"--kind: {wrong[0]!r} was given; accepted is {', '.join(KINDS)}")
+        raise RequestError(f"--kind: got {wrong[0]!r}, expected {', '.join(KINDS)}.")
     try:
         chosen = Options(namespace=arguments.namespace, image=arguments.image)
     except RequestError as wrong:

@@ -50,7 +50,7 @@ def list_kind(arguments: argparse.Namespace) -> int:
         print("\n".join(LISTS))
         return OK
     if arguments.kind not in LISTS:
-        raise RequestError(f"list: {arguments.kind!r} was given; accepted is {', '.join(LISTS)}")
+        raise RequestError(f"list: got {arguments.kind!r}, expected {', '.join(LISTS)}.")
     rows = _listing(arguments.kind)
     width = max(len(name) for name in rows)
     screen = console()

@@ -69,5 +69,5 @@ def _count(text: str, option: str, accepted: str) -> int:
     found = re.fullmatch(r"(\d{1,30}(?:\.\d{1,30})?)([KMBGT]?)", text.strip().upper(), re.ASCII)
     count = Fraction(found[1]) * _SIZES[found[2]] if found else Fraction(0)
     if not (count.denominator == 1 and 1 <= count <= MOST):
-        raise RequestError(f"{option}: {text!r} was given; accepted is {accepted}")
+        raise RequestError(f"{option}: got {text!r}, expected {accepted}.")
     return int(count)

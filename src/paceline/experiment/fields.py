@@ -128,7 +128,7 @@ def validate(model: type[Any], raw: Mapping[str, Any], where: str) -> Any:
         given = first.get("input")
         if first["type"] == "extra_forbidden":
             accepted = "one of " + ", ".join(model.model_fields)
-            raise RequestError(f"{where}: field {field!r} was given; accepted is {accepted}") from None
+            raise RequestError(f"{where}: field got {field!r}, expected {accepted}.") from None
         raise RequestError(f"{where}: {field} = {given!r} was given; accepted: {first['msg']}") from None
 
 

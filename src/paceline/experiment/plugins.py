@@ -146,7 +146,7 @@ def _import(kind: str, name: str) -> ModuleType:
             raise RequestError(f"{kind}: {name!r} was given, which cannot be imported ({error})") from None
     known = names(kind)
     accepted = f"{', '.join(known)} or a dotted module name{_did_you_mean(name, known)}"
-    raise RequestError(f"{kind}: {name!r} was given; accepted is {accepted}")
+    raise RequestError(f"{kind}: got {name!r}, expected {accepted}.")
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -168,7 +168,7 @@ def options(cls: type[Options], choice: Choice) -> Options:
         default = fields[key].default
         if default is not None and not _fits(value, default):
             accepted = _WORDS[type(default)]
-            raise RequestError(f"{choice.name}.{key}: {json.dumps(value)} was given; accepted is {accepted}")
+            raise RequestError(f"{choice.name}.{key}: got {json.dumps(value)}, expected {accepted}.")
     chosen = cls(**choice.options)
     _refuse_secrets(choice)
     return chosen
@@ -179,7 +179,7 @@ def _refuse_secrets(choice: Choice) -> None:
     for key, value in choice.options.items():
         if any(redaction.SECRET.search(text) for text in _texts(value)):
             accepted = "no secret: let the nodes read it from a file or from their own environment"
-            raise RequestError(f"{choice.name}.{key}: what looks like a secret was given; accepted is {accepted}")
+            raise RequestError(f"{choice.name}.{key}: what looks like a got secret, expected {accepted}.")
 
 
 def _texts(value: object) -> Iterator[str]:

@@ -32,7 +32,7 @@ _PIN = re.compile(r"^([A-Za-z0-9._-]+)==(\S+)$", re.MULTILINE)
 def engine(asked: str | None = None) -> str:
     """The program that builds and runs images here: the one asked for, else the first of those known."""
     if asked is not None and asked not in ENGINES:
-        raise RequestError(f"--engine: {asked!r} was given; accepted is {', '.join(ENGINES)}")
+        raise RequestError(f"--engine: got {asked!r}, expected {', '.join(ENGINES)}.")
     for name in (asked,) if asked else ENGINES:
         if shutil.which(name) is not None:
             return name

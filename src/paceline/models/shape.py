@@ -73,7 +73,7 @@ class Shape:
 
 def require_field(condition: bool, model: str, field: str, given: object, accepted: str) -> None:
     if not condition:
-        raise RequestError(f"model {model}, {field}: {given!r} was given; accepted is {accepted}")
+        raise RequestError(f"model {model}, {field}: got {given!r}, expected {accepted}.")
 
 
 def accepted_by(field: str, value: object) -> str | None:

@@ -259,7 +259,7 @@ def _read_jsonl(path: Path, asked: Asked) -> Iterator[Prompt]:
             yield Prompt(messages=tuple(line["messages"]), max_tokens=most, reference=reference)
         else:
             accepted = f"prompt (text), token_ids (below {asked.vocab}) or messages (role and content)"
-            raise RequestError(f"data {where}: {', '.join(line) or 'nothing'} was given; accepted is {accepted}")
+            raise RequestError(f"data {where}: got {', '.join(line) or 'nothing'}, expected {accepted}.")
 
 
 def _are_tokens(value: object, vocab: int) -> bool:

@@ -45,7 +45,7 @@ class Cron:
         _check_zone(self.timezone)
         fields = self.expression.split()
         if len(fields) != 5 or _EXTENSION.search(self.expression):
-            raise RequestError(f"--cron: {self.expression!r} was given; accepted is {ACCEPTED}")
+            raise RequestError(f"--cron: got {self.expression!r}, expected {ACCEPTED}.")
         try:
             next(CronSim(self.expression, datetime(2026, 1, 1)))
         except (CronSimError, StopIteration) as error:

@@ -27,7 +27,7 @@ def check(directory: Path) -> None:
     check_owned(directory / FOLDER)
     mode = os.environ.get("WANDB_MODE", "offline")
     if mode not in MODES:
-        raise RequestError(f"WANDB_MODE: {mode!r} was given; accepted is {' or '.join(MODES)}")
+        raise RequestError(f"WANDB_MODE: got {mode!r}, expected {' or '.join(MODES)}.")
     if mode == "online" and not _has_key():
         raise RequestError("WANDB_MODE=online: no API key was found; run `wandb login`, or set WANDB_API_KEY")
 

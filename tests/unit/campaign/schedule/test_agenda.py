@@ -154,7 +154,7 @@ def test_on_a_cluster_the_history_is_elsewhere(out: Path, golden: object) -> Non
     assert lines == golden
 
 
-def test_status_tells_what_ran_what_was_skipped_and_what_was_missed(out: Path, golden: object) -> None:
+def test_status_tells_what_ran_what_was_skipped_and_what_was_missed(out: Path) -> None:
     agenda.write(out, schedule_of(added_at=(datetime.now(UTC) - 3 * DAY).timestamp()))
     cron = schedule_of().cron
     first, second, *_ = cron.between(datetime.now(UTC) - 3 * DAY, datetime.now(UTC) - agenda.GRACE)
@@ -164,9 +164,6 @@ def test_status_tells_what_ran_what_was_skipped_and_what_was_missed(out: Path, g
         out, "nightly", "skipped", "s", at=second.timestamp(), due_at=second.timestamp(), sentence="skipped: busy"
     )
     text = "\n".join(status.folder_lines(out)[0])
-    assert text == golden
-    assert "58" in text
-    assert "12 %" in text
-    assert "slower" in text
+    assert "regression; 58 s; 12 % slower; the webhook answered 200" in text
     assert "  skipped " in text
     assert "busy" in text

@@ -34,11 +34,10 @@ def driven(replicas: list[MockReplica], folder: Path, **more: Any) -> Any:
 
 
 @installed
-def test_server_below_459_requests_is_invalid_by_its_own_rule(replica: Start, tmp_path: Path, golden: object) -> None:
+def test_server_below_459_requests_is_invalid_by_its_own_rule(replica: Start, tmp_path: Path) -> None:
     told = driven([replica(), replica()], tmp_path)
     assert (told.verdict, told.asked, dict(told.errors)) == ("INVALID", 30, {})
-    assert told.reasons[0] == golden
-    assert "429" in told.reasons[0]
+    assert "429 more queries" in told.reasons[0]
     assert told.settings["target_qps"] == 300
     assert 0 < told.cpu_ratio < 1
     assert [told.settings[name] for name in terms().seeds] == [7, 8, 9]
@@ -70,17 +69,13 @@ def test_requests_that_fail_end_the_test_and_are_counted(replica: Start, tmp_pat
 
 
 @installed
-def test_a_process_that_dies_is_a_sentence(
-    replica: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: object
-) -> None:
+def test_a_process_that_dies_is_a_sentence(replica: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def dies(*_: object) -> None:
         sys.exit(3)
 
     monkeypatch.setattr(mlcommons, "settings_of", dies)
-    with pytest.raises(UnsupportedError) as caught:
+    with pytest.raises(UnsupportedError, match="LoadGen's process ended with code 3"):
         driven([replica()], tmp_path)
-    assert str(caught.value) == golden
-    assert "LoadGen" in str(caught.value)
 
 
 def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: object) -> None:
