@@ -78,7 +78,9 @@ class Campaign:
     def record(self, strategy: str | None, **axes: Any) -> RunRecord:
         """The one run of this strategy (None: the reference) whose axes have these values."""
         wanted = {"strategy": strategy, **axes}
-        found = [r for r in self.records if all(r.spec.axes()[key] == value for key, value in wanted.items())]
+        # With its options: the axis has only the launcher's name.
+        known = [(r, {**r.spec.axes(), "launcher": str(r.spec.launcher)}) for r in self.records]
+        found = [r for r, axes_of in known if all(axes_of[key] == value for key, value in wanted.items())]
         assert len(found) == 1, f"{len(found)} runs of {wanted}"
         return found[0]
 
