@@ -14,6 +14,8 @@
 A run that fails is a record in the store, not an exception: only the worker turns one into the other.
 """
 
+from collections.abc import Iterable
+
 
 class PacelineError(Exception):
     """Root of the tree; its text is always one sentence for the user."""
@@ -68,3 +70,17 @@ def require(condition: bool, where: str, given: object, accepted: str) -> None:
     """
     if not condition:
         raise RequestError(f"{where}: got {given!r}, expected {accepted}.")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of an error message that suggests the closest known name; empty if none is close.
+
+    >>> did_you_mean("quik", ["quick", "scaling"])
+    " Did you mean 'quick'?"
+    >>> did_you_mean("pdf", ["html", "json"])
+    ''
+    """
+    import difflib
+
+    close = difflib.get_close_matches(name, known, n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""

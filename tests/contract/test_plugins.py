@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -128,6 +129,26 @@ def test_an_unknown_name_is_one_sentence_with_a_close_match(kind: str, given: st
     assert sentence == golden
     assert f"{meant!r}" in sentence
     assert all(name in sentence for name in plugins.names(kind))
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "meant"),
+    [
+        ("strategies", "zero3", "zero:stage=3"),
+        ("strategies", "zero-3", "zero:stage=3"),
+        ("strategies", "zero_2", "zero:stage=2"),
+        ("strategies", "ZeRO1", "zero:stage=1"),
+        ("strategies", "zero-stage-2", "zero:stage=2"),
+        ("strategies", "zero9", "zero"),
+        ("strategies", "fsdp1", "fsdp2"),
+        ("strategies", "ddp2", "ddp"),
+        ("workloads", "reference4", "reference:variants=4"),
+        ("workloads", "compute-iters-20", "compute:iters=20"),
+    ],
+)
+def test_a_number_behind_a_name_is_matched_to_a_whole_number_option(kind: str, given: str, meant: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(f"Did you mean {meant!r}?")):
+        plugins.load(kind, given)
 
 
 def test_a_name_like_nothing_gets_the_list_without_a_guess(golden: object) -> None:

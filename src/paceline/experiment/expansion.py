@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import yaml
 
-from paceline.errors import RequestError, require
+from paceline.errors import RequestError, did_you_mean, require
 from paceline.experiment import design
 from paceline.experiment.choices import Choice
 from paceline.experiment.fields import ALL, Cell, Experiment, build, offered, validate
@@ -185,8 +185,9 @@ def _place(base: dict[str, Any], nested: Mapping[str, Any]) -> dict[str, Any]:
     result = dict(base)
     for key, value in nested.items():
         group, _, field = key.partition(".")
-        accepted = f"warmup.FIELD, or NAME.OPTION with NAME one of {', '.join(CHOICES)}"
-        require(group == "warmup" or group in CHOICES, "--set", key, accepted)
+        if group != "warmup" and group not in CHOICES:
+            accepted = f"warmup.FIELD, or NAME.OPTION with NAME one of {', '.join(CHOICES)}"
+            raise RequestError(f"--set: got {key!r}, expected {accepted}.{did_you_mean(group, CHOICES)}")
         if group == "warmup":
             before = result.get(group, {})
             require(isinstance(before, dict), group, before, "a mapping of its fields")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast, get_type_hints
+from typing import Any, Literal, cast, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from paceline.errors import RequestError, Scalar, require
+from paceline.errors import RequestError, Scalar, did_you_mean, require
 from paceline.experiment.choices import Choice
 from paceline.experiment.input_digests import digests
 from paceline.experiment.plugins import Offer, load
@@ -127,9 +127,20 @@ def validate(model: type[Any], raw: Mapping[str, Any], where: str) -> Any:
         field = ".".join(str(part) for part in first["loc"]) or "(top)"
         given = first.get("input")
         if first["type"] == "extra_forbidden":
-            accepted = "one of " + ", ".join(model.model_fields)
-            raise RequestError(f"{where}: field got {field!r}, expected {accepted}.") from None
+            known = _known_fields(model, first["loc"])
+            hint = did_you_mean(str(first["loc"][-1]), known)
+            accepted = "a known field" if hint else f"one of {', '.join(known)}"
+            raise RequestError(f"{where}: got the field {field!r}, expected {accepted}.{hint}") from None
         raise RequestError(f"{where}: {field} = {given!r} was given; accepted: {first['msg']}") from None
+
+
+def _known_fields(model: type[Any], location: Sequence[int | str]) -> list[str]:
+    """Fields of the model at this location, which may be nested: `design.kind` is a field of DesignFields."""
+    for part in location[:-1]:
+        field = model.model_fields.get(part)
+        parts = () if field is None else (field.annotation, *get_args(field.annotation))
+        model = next((each for each in parts if isinstance(each, type) and issubclass(each, BaseModel)), model)
+    return list(model.model_fields)
 
 
 def build(name: str, cell: OwnFields, device: str) -> RunSpec:

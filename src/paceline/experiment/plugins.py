@@ -7,19 +7,20 @@ any importable module; installed packages may register modules under the entry p
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
-import difflib
 import functools
 import importlib
 import inspect
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata, resources
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
-from paceline.errors import RequestError
+from paceline.errors import RequestError, did_you_mean
 from paceline.experiment.choices import Choice
 from paceline.host import redaction
 
@@ -145,13 +146,36 @@ def _import(kind: str, name: str) -> ModuleType:
         except ImportError as error:
             raise RequestError(f"{kind}: {name!r} was given, which cannot be imported ({error})") from None
     known = names(kind)
-    accepted = f"{', '.join(known)} or a dotted module name{_did_you_mean(name, known)}"
-    raise RequestError(f"{kind}: got {name!r}, expected {accepted}.")
+    where = {"strategies": "strategy"}.get(kind, kind.removesuffix("s"))
+    hint = _with_number(kind, name, known) or did_you_mean(name, known)
+    raise RequestError(f"{where}: got {name!r}, expected {', '.join(known)} or a dotted module name.{hint}")
 
 
-def _did_you_mean(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+def _with_number(kind: str, name: str, known: Iterable[str]) -> str:
+    """A suggestion for a known name with a number behind it: `zero3`, `zero-3` and `zero_stage3` are `zero:stage=3`.
+
+    The number is read as the option that the name spells, else as the plugin's first whole-number option. Empty unless
+    the plugin accepts that value.
+    """
+    for plugin in sorted(known, key=len, reverse=True):
+        match = re.fullmatch(rf"{re.escape(plugin)}[-_]?([a-z_]*?)[-_]?(\d{{1,9}})", name.lower())
+        options_class = getattr(_import_if_possible(kind, plugin), "Options", None) if match else None
+        if match is None or not dataclasses.is_dataclass(options_class):
+            continue
+        numbers = [field.name for field in dataclasses.fields(options_class) if type(field.default) is int]
+        option = match[1] if match[1] in numbers else numbers[0] if numbers and not match[1] else None
+        if option is None:
+            continue
+        with contextlib.suppress(RequestError):
+            options_class(**{option: int(match[2])})
+            return f" Did you mean '{plugin}:{option}={int(match[2])}'?"
+    return ""
+
+
+def _import_if_possible(kind: str, name: str) -> ModuleType | None:
+    with contextlib.suppress(ImportError):
+        return _import(kind, name)
+    return None
 
 
 Options = TypeVar("Options")
@@ -163,8 +187,8 @@ def options(cls: type[Options], choice: Choice) -> Options:
     for key, value in choice.options.items():
         if key not in fields:
             accepted = ", ".join(fields) or "no option"
-            hint = _did_you_mean(str(key), fields)
-            raise RequestError(f"option of {choice.name}: {key!r} was given; accepted is {accepted}{hint}")
+            hint = did_you_mean(str(key), fields)
+            raise RequestError(f"option of {choice.name}: got {key!r}, expected {accepted}.{hint}")
         default = fields[key].default
         if default is not None and not _fits(value, default):
             accepted = _WORDS[type(default)]

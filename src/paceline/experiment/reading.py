@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from paceline.errors import RequestError
+from paceline.errors import RequestError, did_you_mean
 
 
 class Loader(yaml.SafeLoader):
@@ -37,8 +37,11 @@ def read(source: str) -> dict[str, Any]:
         return _parse(shipped.read_text(), source)
     if path.is_file():
         return _parse(_text_of(path, f"experiment: {source!r}"), source)
-    known = ", ".join(sorted(presets()))
-    raise RequestError(f"experiment: {source!r} was given; accepted is a YAML file or one of the presets {known}")
+    known = presets()
+    hint = did_you_mean(source, known)
+    raise RequestError(
+        f"experiment: got {source!r}, expected a YAML file or one of the presets {', '.join(known)}.{hint}"
+    )
 
 
 def read_launcher(path: str) -> dict[str, Any]:
