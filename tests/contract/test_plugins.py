@@ -185,9 +185,9 @@ def test_options_are_typed_and_named(make_spec: Callable[..., RunSpec]) -> None:
     assert check(make_spec("zero:stage=2")) is None
     for wrong, part in {
         "zero:stage=4": "1, 2 or 3",
-        "zero:stage=true": "accepted is a whole number",
-        "zero:sage=1": "accepted is stage, overlap",
-        "zero:overlap=1": "accepted is true or false",
+        "zero:stage=true": "expected a whole number",
+        "zero:sage=1": "expected stage, overlap",
+        "zero:overlap=1": "expected true or false",
     }.items():
         with pytest.raises(RequestError) as caught:
             check(make_spec(wrong))

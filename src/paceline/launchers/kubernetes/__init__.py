@@ -13,7 +13,7 @@ from typing import Any
 from paceline.contract import Job, JobState, may_be_lost
 from paceline.errors import require
 from paceline.experiment.choices import Choice
-from paceline.experiment.plugins import Offer, options
+from paceline.experiment.plugins import Offer, options as parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.launchers._start import job_name
 from paceline.launchers.kubernetes import run
@@ -28,7 +28,7 @@ _runs: dict[tuple[str, str], run.Run] = {}
 
 
 def check(spec: RunSpec) -> str | None:
-    chosen = options(Options, spec.launcher)
+    chosen = parse_options(Options, spec.launcher)
     accepted = "the name of an image that holds Paceline, such as registry.example/paceline:1.0"
     require(chosen.image is not None, "kubernetes.image", chosen.image, accepted)
     count, gpus = spec.topology.processes_per_node, chosen.gpus
@@ -43,18 +43,18 @@ def check(spec: RunSpec) -> str | None:
 
 def offer(choice: Choice) -> Offer:
     """A rank per GPU of a pod, or one on its CPUs."""
-    chosen = options(Options, choice)
+    chosen = parse_options(Options, choice)
     return Offer(device="cuda" if chosen.gpus else "cpu", processes=chosen.gpus or 1)
 
 
 def preflight(specs: Sequence[RunSpec]) -> None:
-    refuse(options(Options, specs[0].launcher))
+    refuse(parse_options(Options, specs[0].launcher))
 
 
 def prepare(spec: RunSpec, run_dir: Path) -> Job:
     import yaml
 
-    chosen, name = options(Options, spec.launcher), job_name(spec, run_dir)
+    chosen, name = parse_options(Options, spec.launcher), job_name(spec, run_dir)
     attempt = str(len(attempts.ended(run_dir)) + 1)
     made = manifests(spec, chosen, name, run_dir, attempt)
     text = yaml.safe_dump_all(made, sort_keys=False, explicit_start=True, width=float("inf"))

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from paceline.contract import Job, JobState, may_be_lost
 from paceline.errors import LaunchError
 from paceline.experiment.choices import Choice
-from paceline.experiment.plugins import Offer, options
+from paceline.experiment.plugins import Offer, options as parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.launchers._losses import awaited_ranks, have_spoken
 from paceline.launchers._start import job_name
@@ -55,7 +55,7 @@ _watches: dict[str, Watch] = {}
 
 
 def check(spec: RunSpec) -> str | None:
-    chosen = options(Options, spec.launcher)
+    chosen = parse_options(Options, spec.launcher)
     gpus, processes = chosen.gpus_per_node, spec.topology.processes_per_node
     if spec.topology.device == "cuda" and gpus is not None and processes > gpus:
         return f"{processes} processes on a node need as many GPUs; the launcher slurm was given {gpus}"
@@ -67,7 +67,7 @@ def check(spec: RunSpec) -> str | None:
 
 
 def offer(choice: Choice) -> Offer:
-    chosen = options(Options, choice)
+    chosen = parse_options(Options, choice)
     if chosen.gpus_per_node:
         return Offer(device="cuda", processes=chosen.gpus_per_node)
     return Offer(device="cpu", processes=max(1, (chosen.cpus_per_task or 1) // chosen.threads))
@@ -76,7 +76,7 @@ def offer(choice: Choice) -> Offer:
 def preflight(specs: Sequence[RunSpec]) -> None:
     """sbatch itself is asked, with the script of the smallest run, for what it would refuse from any of them. It reads
     the script from its input: nothing is written, as no folder may be writable before the first run."""
-    chosen, smallest = options(Options, specs[0].launcher), min(specs, key=lambda spec: spec.topology.world_size)
+    chosen, smallest = parse_options(Options, specs[0].launcher), min(specs, key=lambda spec: spec.topology.world_size)
     (script,) = prepare(smallest, Path(smallest.run_id)).files.values()
     words = ("sbatch", "--test-only", "--parsable")
     done = _patiently(lambda: states.call(*words, stdin=script), chosen.patience_s)
@@ -85,7 +85,7 @@ def preflight(specs: Sequence[RunSpec]) -> None:
 
 
 def prepare(spec: RunSpec, run_dir: Path) -> Job:
-    chosen = options(Options, spec.launcher)
+    chosen = parse_options(Options, spec.launcher)
     run_dir = run_dir.absolute()
     name = job_name(spec, run_dir)
     script = _slurm_script.render(spec, chosen, name, run_dir)

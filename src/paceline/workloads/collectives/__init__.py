@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from paceline.contract import Recorder, Seat
 from paceline.errors import require
-from paceline.experiment.plugins import options
+from paceline.experiment.plugins import options as parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.launchers.node import placement
 from paceline.results.records import Evidence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def check(spec: RunSpec) -> str | None:
-    _check_sizes(options(Options, spec.workload), spec.topology.world_size)
+    _check_sizes(parse_options(Options, spec.workload), spec.topology.world_size)
     return None
 
 
@@ -50,7 +50,7 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
     from paceline.workloads.collectives.sweep import Sweep
     from paceline.workloads.collectives.tournament import Tournament
 
-    chosen = options(Options, spec.workload)
+    chosen = parse_options(Options, spec.workload)
     ensemble, began = Ensemble(seat, recorder), time.perf_counter()
     ensemble.fence()
     number = Sweep(ensemble, chosen).run()

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from paceline.contract import Recorder, Seat
-from paceline.experiment.plugins import options
+from paceline.experiment.plugins import options as parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.launchers.node import placement
 from paceline.models.arithmetic import attention_flops_per_token, parameters
@@ -68,7 +68,7 @@ RANGES = {
 
 
 def check(spec: RunSpec) -> str | None:
-    options(Options, spec.workload)
+    parse_options(Options, spec.workload)
     if load_shape(spec.model).experts:
         return f"the products of a mixture of experts, which {spec.model} has, are not of fixed shape"
     return None
@@ -80,7 +80,7 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
     from paceline.workloads.compute.kernels import Bench
 
     recorder.progress(0, "setup")
-    shape, chosen = load_shape(spec.model), options(Options, spec.workload)
+    shape, chosen = load_shape(spec.model), parse_options(Options, spec.workload)
     bench = Bench(seat, shape, chosen, spec.topology.processes_per_node, spec.seed)
     for number, row in enumerate(plan(shape, chosen, seat.device)):
         recorder.progress(number, "forward")
