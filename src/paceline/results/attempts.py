@@ -13,11 +13,11 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.host import redaction
-from paceline.results import sample_lines, store, joined_attempts
 from paceline.errors import RequestError, StoreError
-from paceline.results.attempt_samples import AttemptSample
 from paceline.experiment.spec import RunSpec
+from paceline.host import redaction
+from paceline.results import joined_attempts, sample_lines, store
+from paceline.results.attempt_samples import AttemptSample
 from paceline.results.joined_attempts import number_of
 
 FILE = "samples-attempts.jsonl"

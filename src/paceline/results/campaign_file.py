@@ -19,12 +19,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from paceline.results import safe_text, store
 from paceline.errors import PacelineError
-from paceline.results.records import Status
-from paceline.experiment.serving import STAGED_SCENARIOS
 from paceline.experiment.choices import Choice
+from paceline.experiment.serving import STAGED_SCENARIOS
 from paceline.experiment.spec import RunSpec
+from paceline.results import safe_text, store
+from paceline.results.records import Status
 
 PLAN = "campaign.json"
 # On another host a process cannot be asked for: whoever has not moved for this long is not called running.

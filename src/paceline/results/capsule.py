@@ -30,13 +30,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from paceline import __version__
-from paceline.results import safe_text, store
-from paceline.experiment import recipe
-from paceline.host import redaction
 from paceline.errors import PacelineError, RequestError, StoreError
-from paceline.host.processes import is_running
-from paceline.results.records import RunRecord
+from paceline.experiment import recipe
 from paceline.experiment.spec import RunSpec
+from paceline.host import redaction
+from paceline.host.processes import is_running
+from paceline.results import safe_text, store
+from paceline.results.records import RunRecord
 
 FORMAT, SCHEMA = "paceline-capsule", 1
 ROOT, MANIFEST = "capsule", "manifest.json"

@@ -12,12 +12,11 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from paceline.results import store
-from paceline.errors import RequestError
-from paceline.results.records import ClaimSample, Status
-from paceline.errors import require
+from paceline.errors import RequestError, require
 from paceline.experiment.choices import Choice
 from paceline.experiment.spec import Precision, RunSpec, Topology, Training
+from paceline.results import store
+from paceline.results.records import ClaimSample, Status
 
 TEXTS = ("source", "strategy", "model", "gpu")
 COUNTS = ("world_size", "sequence_length", "micro_batch")

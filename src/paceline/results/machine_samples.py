@@ -1,11 +1,12 @@
 """Observed of the machine itself: collectives, overlap, kernels and copies, every timed iteration."""
 
 from __future__ import annotations
-from collections.abc import Mapping
-from paceline.errors import Scalar
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
+
+from paceline.errors import Scalar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,16 +10,24 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar, get_args
 
-from paceline.results.machine_samples import HealthSample, ProductSample, TrajectorySample
-from paceline.results.attempt_samples import AttemptSample, CheckpointSample, StartSample
-from paceline.models.shape import Shape
+from paceline.errors import Scalar
+from paceline.experiment.spec import PROBING, RunSpec
 from paceline.models.arithmetic import load as load_shape
+from paceline.models.shape import Shape
+from paceline.results.attempt_samples import AttemptSample, CheckpointSample, StartSample
 from paceline.results.machine_samples import CollectiveSample as CollectiveSample
+from paceline.results.machine_samples import HealthSample, ProductSample, TrajectorySample
 from paceline.results.machine_samples import KernelSample as KernelSample
 from paceline.results.machine_samples import OverlapSample as OverlapSample
-from paceline.results.served_samples import AnswerSample, CeilingSample, ClientSample, LoadgenSample, ReplicaSample, RequestSample, StageSample
-from paceline.experiment.spec import PROBING, RunSpec
-from paceline.errors import Scalar
+from paceline.results.served_samples import (
+    AnswerSample,
+    CeilingSample,
+    ClientSample,
+    LoadgenSample,
+    ReplicaSample,
+    RequestSample,
+    StageSample,
+)
 
 SCHEMA = 1
 

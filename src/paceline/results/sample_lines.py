@@ -8,13 +8,18 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from paceline.results import safe_text
-from paceline.results.machine_samples import ProductSample, TrajectorySample
 from paceline.errors import StoreError
+from paceline.results import safe_text
+from paceline.results.machine_samples import (
+    CollectiveSample,
+    KernelSample,
+    OverlapSample,
+    ProductSample,
+    TrajectorySample,
+)
 from paceline.results.records import SAMPLE_TYPES, GaugeSample, Sample, StepSample
-from paceline.results.machine_samples import CollectiveSample, KernelSample, OverlapSample
-from paceline.results.step_columns import StepSeries
 from paceline.results.served_samples import LoadgenSample, RequestSample
+from paceline.results.step_columns import StepSeries
 
 # Samples that hold a tuple, which JSON knows as a list.
 _WITH_SERIES = (

@@ -1,10 +1,10 @@
 """What a served run records: requests, answers, replicas and the client itself."""
 
 from __future__ import annotations
-from dataclasses import dataclass
-from dataclasses import field
-from typing import ClassVar
+
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

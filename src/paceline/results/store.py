@@ -37,14 +37,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from paceline.results import safe_text, joined_attempts
-from paceline.host import redaction
 from paceline.errors import RequestError, StoreError
+from paceline.experiment.spec import RunSpec
+from paceline.host import redaction
 from paceline.host.files import write_atomically
 from paceline.host.processes import end_with_parent
+from paceline.results import joined_attempts, safe_text
 from paceline.results.records import SCHEMA, Evidence, Outcome, RunRecord, Sample, Status
 from paceline.results.step_columns import StepSeries
-from paceline.experiment.spec import RunSpec
 
 PHASES = (
     "start",

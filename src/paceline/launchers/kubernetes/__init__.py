@@ -19,9 +19,9 @@ from paceline.launchers._start import job_name
 from paceline.launchers.kubernetes import run
 from paceline.launchers.kubernetes.client import Cluster
 from paceline.launchers.kubernetes.logs import Logs
-from paceline.launchers.kubernetes.manifests import RESOURCES, manifests, reader_manifest
+from paceline.launchers.kubernetes.manifests import RESOURCES, job_manifests, reader_manifest
 from paceline.launchers.kubernetes.options import Options
-from paceline.launchers.kubernetes.preflight import refuse
+from paceline.launchers.kubernetes.readiness import refuse
 from paceline.results import attempts
 
 _runs: dict[tuple[str, str], run.Run] = {}
@@ -56,7 +56,7 @@ def prepare(spec: RunSpec, run_dir: Path) -> Job:
 
     chosen, name = parse_options(Options, spec.launcher), job_name(spec, run_dir)
     attempt = str(len(attempts.ended(run_dir)) + 1)
-    made = manifests(spec, chosen, name, run_dir, attempt)
+    made = job_manifests(spec, chosen, name, run_dir, attempt)
     text = yaml.safe_dump_all(made, sort_keys=False, explicit_start=True, width=float("inf"))
     context = ("--context", chosen.context) if chosen.context else ()
     settings = {

@@ -49,7 +49,7 @@ RESOURCES = {
 RUNTIME = Resource("trainer.kubeflow.org/v1alpha1", "trainingruntimes", "")
 
 
-def manifests(spec: RunSpec, chosen: Options, name: str, run_dir: Path, attempt: str) -> list[Manifest]:
+def job_manifests(spec: RunSpec, chosen: Options, name: str, run_dir: Path, attempt: str) -> list[Manifest]:
     """In the order in which they are created; the one that carries the pods is found by `carrier`."""
     made = {"job": _job_and_service, "jobset": _jobset, "trainjob": _trainjob}[chosen.kind](spec, chosen, name)
     place = {"namespace": chosen.namespace} if chosen.namespace else {}

@@ -13,10 +13,10 @@ import pytest
 import yaml
 
 from paceline.experiment.choices import Choice
-from paceline.experiment.plugins import options
+from paceline.experiment.plugins import read_options
 from paceline.experiment.spec import RunSpec
 from paceline.launchers import kubernetes
-from paceline.launchers.kubernetes.manifests import manifests
+from paceline.launchers.kubernetes.manifests import job_manifests
 from paceline.launchers.kubernetes.options import Options
 
 DOCS = Path(__file__).parents[4] / "docs"
@@ -37,12 +37,12 @@ def test_every_launcher_file_makes_manifests_that_the_schemas_accept(
     assert len(found) >= 2
     for launcher in found:
         given = {key: value for key, value in launcher.items() if key != "name"}
-        chosen = options(Options, Choice("kubernetes", given))
+        chosen = read_options(Options, Choice("kubernetes", given))
         device, processes = ("cuda", chosen.gpus) if chosen.gpus else ("cpu", 1)
         spec = make_spec("ddp", processes, nodes=2, device=device)
         spec = dataclasses.replace(spec, launcher=Choice("kubernetes", given))
         assert kubernetes.check(spec) is None
-        for manifest in manifests(spec, chosen, "paceline-x", Path("/runs/one"), "1"):
+        for manifest in job_manifests(spec, chosen, "paceline-x", Path("/runs/one"), "1"):
             kubernetes_validate.validate(manifest, "1.36", strict=True)
 
 
