@@ -203,6 +203,6 @@ def test_an_option_that_is_a_number_takes_whole_and_broken_ones() -> None:
         share: float = 0.5
         limit: int | None = None
 
-    assert plugins.read_options(Options, Choice("x", {"share": 1, "limit": 3})).share == 1
+    assert plugins.parse_options(Options, Choice("x", {"share": 1, "limit": 3})).share == 1
     with pytest.raises(RequestError):
-        plugins.read_options(Options, Choice("x", {"share": "half"}))
+        plugins.parse_options(Options, Choice("x", {"share": "half"}))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.contract import Seat, Trainer
-from paceline.experiment.plugins import read_options
+from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.training.strategies.ddp import Options as DdpOptions
 from paceline.training.strategies.ddp import wrap as wrap_ddp
@@ -34,7 +34,7 @@ def wrap(spec: RunSpec, seat: Seat) -> Trainer:
     from paceline.experiment.choices import Choice
 
     assert spec.strategy is not None
-    how = read_options(Options, spec.strategy).how
+    how = parse_options(Options, spec.strategy).how
     trainer: Any = wrap_ddp(replace(spec, strategy=Choice("ddp")), seat)
     forward, first = trainer.forward, []
 

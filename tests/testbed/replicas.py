@@ -19,7 +19,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from paceline.contract import Endpoint, Seat
-from paceline.experiment.plugins import read_options
+from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.host.processes import end_with_parent
 from paceline.serving.mock.server import Law, MockReplica
@@ -115,14 +115,14 @@ class Options:
 
 def check(spec: RunSpec) -> str | None:
     assert spec.engine is not None
-    read_options(Options, spec.engine)
+    parse_options(Options, spec.engine)
     return None
 
 
 @contextlib.contextmanager
 def open(spec: RunSpec, seat: Seat) -> Iterator[Sequence[Endpoint]]:
     assert spec.engine is not None
-    chosen = read_options(Options, spec.engine)
+    chosen = parse_options(Options, spec.engine)
     mortal = chosen.dies_after >= 0 and seat.rank == chosen.whose
     fate = {"dies_after": chosen.dies_after, "takes_parent": chosen.takes_rank, "lives_on": chosen.falls_silent}
     replica = start(_own_address(spec), ttft_s=chosen.ttft_s, **fate if mortal else {})

@@ -114,10 +114,10 @@ def check(arguments: argparse.Namespace) -> int:
 def _options(text: str) -> Options:
     from paceline.experiment.choices import Choice
     from paceline.experiment.expansion import given_launcher
-    from paceline.experiment.plugins import read_options
+    from paceline.experiment.plugins import parse_options
     from paceline.launchers.kubernetes.options import Options
 
     choice = Choice.parse(given_launcher(text, None))
     if choice.name != "kubernetes":
         raise RequestError(f"--launcher: {choice.name!r} was given; accepted is kubernetes, with its options")
-    return read_options(Options, choice)
+    return parse_options(Options, choice)

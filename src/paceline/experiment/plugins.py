@@ -181,7 +181,7 @@ def _import_if_possible(kind: str, name: str) -> ModuleType | None:
 Options = TypeVar("Options")
 
 
-def read_options(cls: type[Options], choice: Choice) -> Options:
+def parse_options(cls: type[Options], choice: Choice) -> Options:
     """Fill a plugin's options dataclass from a choice; unknown names and wrong types are the user's mistake."""
     fields = {f.name: f for f in dataclasses.fields(cast(Any, cls))}
     for key, value in choice.options.items():

@@ -14,7 +14,7 @@ from typing import Any
 
 from paceline.contract import Job, JobState
 from paceline.errors import require
-from paceline.experiment.plugins import load, read_options
+from paceline.experiment.plugins import load, parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.host import machine
 from paceline.host.processes import end_all, end_with_parent
@@ -46,7 +46,7 @@ class Options:
 
 
 def check(spec: RunSpec) -> str | None:
-    chosen = read_options(Options, spec.launcher)
+    chosen = parse_options(Options, spec.launcher)
     topology = spec.topology
     if topology.nodes != 1:
         return f"the launcher local has one node, not {topology.nodes}"
@@ -59,7 +59,7 @@ def check(spec: RunSpec) -> str | None:
 
 
 def prepare(spec: RunSpec, run_dir: Path) -> Job:
-    chosen = read_options(Options, spec.launcher)
+    chosen = parse_options(Options, spec.launcher)
     topology = spec.topology
     processes = f"--nproc-per-node={topology.processes_per_node}"
     # What the ranks print is in log.txt; without this torchrun leaves an empty folder among the temporary files.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paceline.contract import Recorder, Seat
 from paceline.errors import RequestError, require
-from paceline.experiment.plugins import read_options
+from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec, Tuning
 from paceline.models.arithmetic import load as load_shape
 from paceline.models.shape import Shape
@@ -13,7 +13,7 @@ from paceline.workloads import pretrain
 
 
 def check(spec: RunSpec) -> str | None:
-    read_options(pretrain.Options, spec.workload)
+    parse_options(pretrain.Options, spec.workload)
     require(spec.strategy is not None, "strategy", None, "a strategy; `paceline list strategies` shows them")
     if spec.tuning is None:
         raise RequestError("tuning: None was given; accepted is a method, which an experiment's fields always name")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from paceline.contract import Recorder, Seat
 from paceline.errors import require
-from paceline.experiment.plugins import read_options
+from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.host.memory_limit import allowed_bytes, check_limit, confine
 from paceline.results.memory_components import largest_fitting, predicted_peaks
@@ -31,7 +31,7 @@ class Options:
 
 
 def check(spec: RunSpec) -> str | None:
-    chosen = read_options(Options, spec.workload)
+    chosen = parse_options(Options, spec.workload)
     accepted = f"at most frontier.most ({chosen.most})"
     require(spec.training.micro_batch <= chosen.most, "micro_batch of frontier", spec.training.micro_batch, accepted)
     return memory.check_training(spec)
@@ -39,7 +39,7 @@ def check(spec: RunSpec) -> str | None:
 
 def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
     """One probe. Running out of memory is its result as much as running through."""
-    chosen = read_options(Options, spec.workload)
+    chosen = parse_options(Options, spec.workload)
     capacity = allowed_bytes(chosen.limit_gib, seat.device, spec.topology.processes_per_node)
     recorder.add(capacity_sample(spec, seat, capacity))
     with memory.Prediction.asked(spec, seat, recorder, capacity, chosen.most) as prediction:
@@ -55,7 +55,7 @@ def follow(spec: RunSpec, records: Sequence[RunRecord]) -> RunSpec | None:
     """
     if any(record.status not in (Status.OK, Status.OOM) for record in records):
         return None
-    most = read_options(Options, spec.workload).most
+    most = parse_options(Options, spec.workload).most
     ended = {record.spec.training.micro_batch: record.status for record in records}
     micro_batch = next_probe(ended, predicted_largest(records, most), most)
     if micro_batch is None:

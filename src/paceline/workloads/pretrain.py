@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from paceline.contract import Recorder, Seat, Trainer
 from paceline.errors import Scalar, require
-from paceline.experiment.plugins import load, read_options
+from paceline.experiment.plugins import load, parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.host.memory_limit import allowed_bytes, check_limit, confine, release
 from paceline.launchers.node import placement
@@ -51,7 +51,7 @@ class Options:
 
 
 def check(spec: RunSpec) -> str | None:
-    read_options(Options, spec.workload)
+    parse_options(Options, spec.workload)
     require(spec.strategy is not None, "strategy", None, "a strategy; `paceline list strategies` shows them")
     check_data(spec.training.data, spec.training.sequence_length)
     shape = load_shape(spec.model)
@@ -107,7 +107,7 @@ def keeper_of(spec: RunSpec, seat: Seat, trainer: Trainer, recorder: Recorder, s
 @contextlib.contextmanager
 def limited(spec: RunSpec, seat: Seat, recorder: Recorder) -> Iterator[None]:
     """Hold the process to the memory that was asked for, and record it; nothing where none was."""
-    chosen = read_options(Options, spec.workload)
+    chosen = parse_options(Options, spec.workload)
     if chosen.limit_gib is None:
         yield
         return

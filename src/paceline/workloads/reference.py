@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.contract import Recorder, Seat
-from paceline.experiment.plugins import load, read_options
+from paceline.experiment.plugins import load, parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.models.arithmetic import load as load_shape
 
@@ -20,7 +20,7 @@ class Options:
 
 
 def check(spec: RunSpec) -> str | None:
-    read_options(Options, spec.workload)
+    parse_options(Options, spec.workload)
     if spec.topology.world_size != 1:
         return "a reference is computed by one process"
     return None
@@ -34,7 +34,7 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
 
     corpus = open_data(spec, load_shape(spec.model).vocab)
     single = load("strategies", "single")
-    for variant in range(read_options(Options, spec.workload).variants):
+    for variant in range(parse_options(Options, spec.workload).variants):
         recorder.progress(0, f"setup of variant {variant}")
         with attention_backends(seat.device):
             trainer = single.wrap(spec, seat, reseed=variant)

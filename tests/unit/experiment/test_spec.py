@@ -74,7 +74,11 @@ WRONG: list[tuple[Callable[[], object], str, str]] = [
     (lambda: Training(sequence_length=0, micro_batch=1), "sequence_length: got 0", "from 1"),
     (lambda: Training(sequence_length=1, micro_batch=0), "micro_batch: got 0", "from 1"),
     (lambda: Training(sequence_length=1, micro_batch=1, accumulation=0), "accumulation: got 0", "from 1"),
-    (lambda: Training(sequence_length=1, micro_batch=1, checkpointing="some"), "checkpointing: got 'some'", "selective"),
+    (
+        lambda: Training(sequence_length=1, micro_batch=1, checkpointing="some"),
+        "checkpointing: got 'some'",
+        "selective",
+    ),
     (lambda: Training(sequence_length=1, micro_batch=1, bucket_mb=0.0), "bucket_mb: got 0.0", "a positive number"),
     (lambda: Training(sequence_length=1, micro_batch=1, learning_rate=0.0), "learning_rate: got 0.0", "positive"),
     (lambda: Training(sequence_length=1, micro_batch=1, weight_decay=-1.0), "weight_decay: got -1.0", "from 0"),

@@ -13,7 +13,7 @@ from typing import Any
 from paceline.contract import Job, JobState, may_be_lost
 from paceline.errors import require
 from paceline.experiment.choices import Choice
-from paceline.experiment.plugins import Offer, options as parse_options
+from paceline.experiment.plugins import Offer, parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.launchers._start import job_name
 from paceline.launchers.kubernetes import run

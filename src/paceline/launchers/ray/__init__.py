@@ -23,7 +23,7 @@ from paceline import __version__
 from paceline.contract import Job, JobState, may_be_lost
 from paceline.errors import LaunchError, MissingPackageError, require
 from paceline.experiment.choices import Choice
-from paceline.experiment.plugins import Offer, read_options
+from paceline.experiment.plugins import Offer, parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.host.environment import is_secret
 from paceline.host.processes import end_all, end_with_parent
@@ -105,12 +105,12 @@ def _check_variables(variables: object) -> None:
 
 def offer(choice: Choice) -> Offer:
     """What the options say: a cluster is not asked before a job is."""
-    chosen = read_options(Options, choice)
+    chosen = parse_options(Options, choice)
     return Offer(device="cuda" if chosen.gpus else "cpu", processes=max(1, chosen.gpus))
 
 
 def check(spec: RunSpec) -> str | None:
-    read_options(Options, spec.launcher)
+    parse_options(Options, spec.launcher)
     if importlib.util.find_spec("ray") is None:
         return str(MissingPackageError("ray", "the launcher ray", "'paceline[ray]'"))
     return None
@@ -118,7 +118,7 @@ def check(spec: RunSpec) -> str | None:
 
 def preflight(specs: Sequence[RunSpec]) -> None:
     """Enter the cluster once, by a process of its own, and leave it again."""
-    address = read_options(Options, specs[0].launcher).address
+    address = parse_options(Options, specs[0].launcher).address
     asked_again(lambda: knock(address))
     command = [sys.executable, "-m", "paceline.launchers.ray.cluster", address]
     try:
@@ -146,7 +146,7 @@ def _driver_environment() -> dict[str, str]:
 
 
 def prepare(spec: RunSpec, run_dir: Path) -> Job:
-    chosen = read_options(Options, spec.launcher)
+    chosen = parse_options(Options, spec.launcher)
     topology = spec.topology
     request = Request(
         name=_start.job_name(spec, run_dir),

@@ -19,7 +19,7 @@ from typing import Any
 from paceline.contract import Job, JobState, may_be_lost
 from paceline.errors import LaunchError
 from paceline.experiment.choices import Choice
-from paceline.experiment.plugins import Offer, read_options
+from paceline.experiment.plugins import Offer, parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.launchers._retry import asked_again
 from paceline.launchers._start import agent_arguments, job_name, rank_environment
@@ -37,7 +37,7 @@ _crews: dict[str, Crew] = {}
 
 
 def check(spec: RunSpec) -> str | None:
-    chosen = read_options(Options, spec.launcher)
+    chosen = parse_options(Options, spec.launcher)
     hosts, topology = chosen.machines, spec.topology
     if topology.nodes > len(hosts):
         return f"{topology.nodes} nodes need as many hosts; ssh.hosts names {len(hosts)}"
@@ -59,14 +59,14 @@ def _keeps_checkpoints(chosen: Options) -> bool:
 
 def offer(choice: Choice) -> Offer:
     """As many processes as the host with the fewest GPUs can take; one on each host where none are told of."""
-    hosts = read_options(Options, choice).machines
+    hosts = parse_options(Options, choice).machines
     fewest = min(host.gpus or 0 for host in hosts)
     return Offer(device="cuda" if fewest else "cpu", processes=fewest or 1, nodes=len(hosts))
 
 
 def preflight(specs: Sequence[RunSpec]) -> None:
     """Hosts that every run needs answer, and are fit for at least one of them."""
-    chosen = read_options(Options, specs[0].launcher)
+    chosen = parse_options(Options, specs[0].launcher)
     _forwarded(chosen)
     hosts = chosen.machines[: min(spec.topology.nodes for spec in specs)]
     answers = asked_again(lambda: inquiry.ask(chosen, hosts))
@@ -92,7 +92,7 @@ def prepare(spec: RunSpec, run_dir: Path) -> Job:
 
 def agent_commands(spec: RunSpec, run_dir: Path) -> list[list[str]]:
     """The local command for each node. The spec and all variables go through standard input, not through these."""
-    chosen = read_options(Options, spec.launcher)
+    chosen = parse_options(Options, spec.launcher)
     # By the folder of the experiment, not by its path here: the hosts may have the shared disk elsewhere.
     shared = Path(chosen.shared, *run_dir.parts[-2:]) if chosen.shared else None
     arguments = [*agent_arguments(port=chosen.port, shared=shared), "--spec-stdin", f"--tether={SILENCE_S:g}"]
@@ -106,7 +106,7 @@ def submit(job: Job) -> Mapping[str, Any]:
     """Ask all hosts, then start an agent on each. LaunchError where one cannot be reached or differs."""
     run_dir = Path(job.settings["run_dir"])
     spec = RunSpec.from_dict(job.settings["spec"])
-    chosen = read_options(Options, spec.launcher)
+    chosen = parse_options(Options, spec.launcher)
     hosts = chosen.machines[: spec.topology.nodes]
     names, attempt = labels(hosts), uuid.uuid4().hex
     variables = _environments(spec, chosen, names, attempt)

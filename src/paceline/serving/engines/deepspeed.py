@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 from paceline.contract import Endpoint, Seat
-from paceline.experiment.plugins import read_options
+from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.serving.engines import _replica
 
@@ -21,9 +21,9 @@ STARTS = True
 
 def check(spec: RunSpec) -> str | None:
     assert spec.engine is not None
-    return _replica.refusal(spec, read_options(Options, spec.engine))
+    return _replica.refusal(spec, parse_options(Options, spec.engine))
 
 
 def open(spec: RunSpec, seat: Seat) -> AbstractContextManager[Sequence[Endpoint]]:
     assert spec.engine is not None
-    return _replica.opened(spec, seat, read_options(Options, spec.engine))
+    return _replica.opened(spec, seat, parse_options(Options, spec.engine))

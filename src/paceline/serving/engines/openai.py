@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from paceline.contract import Endpoint, Seat
 from paceline.errors import UnsupportedError, require
-from paceline.experiment.plugins import read_options
+from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
 
 LOOK_S = 10.0
@@ -65,7 +65,7 @@ def _is_address(url: str) -> bool:
 
 def check(spec: RunSpec) -> str | None:
     assert spec.engine is not None
-    read_options(Options, spec.engine)
+    parse_options(Options, spec.engine)
     if spec.topology.world_size != 1:
         return "the engine openai asks endpoints from one process (nodes: 1, processes: 1); replicas are several urls"
     return None
@@ -74,7 +74,7 @@ def check(spec: RunSpec) -> str | None:
 def preflight(spec: RunSpec) -> None:
     """Endpoints that are away, or serve another model, are told once and not by every run."""
     assert spec.engine is not None
-    chosen = read_options(Options, spec.engine)
+    chosen = parse_options(Options, spec.engine)
     for url in chosen.all_urls:
         _found(url, chosen)
 
@@ -82,7 +82,7 @@ def preflight(spec: RunSpec) -> None:
 @contextlib.contextmanager
 def open(spec: RunSpec, seat: Seat) -> Iterator[Sequence[Endpoint]]:
     assert spec.engine is not None
-    chosen = read_options(Options, spec.engine)
+    chosen = parse_options(Options, spec.engine)
     yield [_found(url, chosen) for url in chosen.all_urls]
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from paceline.contract import Endpoint, Seat
 from paceline.errors import require
-from paceline.experiment.plugins import read_options
+from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.serving.engines import _replica
 
@@ -39,7 +39,7 @@ class Options(_replica.ReplicaOptions):
 
 def check(spec: RunSpec) -> str | None:
     assert spec.engine is not None
-    chosen = read_options(Options, spec.engine)
+    chosen = parse_options(Options, spec.engine)
     if chosen.graph and spec.topology.device == "cpu":
         return "transformers.graph is for GPUs, and the device is cpu"
     return _replica.refusal(spec, chosen)
@@ -47,7 +47,7 @@ def check(spec: RunSpec) -> str | None:
 
 def open(spec: RunSpec, seat: Seat) -> AbstractContextManager[Sequence[Endpoint]]:
     assert spec.engine is not None
-    chosen = read_options(Options, spec.engine)
+    chosen = parse_options(Options, spec.engine)
     on_gpu = seat.device == "cuda"
     compiled, graph = (on_gpu if asked is None else asked for asked in (chosen.compile, chosen.graph))
     return _replica.opened(spec, seat, chosen, compiled=compiled, graph=graph)

@@ -17,7 +17,7 @@ from typing import Any
 
 from paceline.contract import Endpoint, Seat
 from paceline.errors import LaunchError, UnsupportedError, require
-from paceline.experiment.plugins import read_options
+from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.host import machine
 from paceline.host.environment import is_secret
@@ -93,7 +93,7 @@ class Options:
 
 def check(spec: RunSpec) -> str | None:
     assert spec.engine is not None
-    chosen = read_options(Options, spec.engine)
+    chosen = parse_options(Options, spec.engine)
     shape = known_shape(spec.model)
     _server.require_patience(chosen.ready_s, spec.stall_s, "vllm.ready_s")
     if shape is None:
@@ -106,7 +106,7 @@ def check(spec: RunSpec) -> str | None:
 @contextlib.contextmanager
 def open(spec: RunSpec, seat: Seat) -> Iterator[Sequence[Endpoint]]:
     assert spec.engine is not None
-    chosen = read_options(Options, spec.engine)
+    chosen = parse_options(Options, spec.engine)
     program = executable(chosen.executable)
     devices = devices_of(seat, chosen.tensor_parallel, os.environ)
     secret = secrets.token_urlsafe(24)

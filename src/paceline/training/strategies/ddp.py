@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.contract import Seat, Trainer
-from paceline.experiment.plugins import read_options
+from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
 
 DEFAULT_BUCKET_MB = 25.0
@@ -21,7 +21,7 @@ class Options:
 
 def check(spec: RunSpec) -> str | None:
     assert spec.strategy is not None
-    read_options(Options, spec.strategy)
+    parse_options(Options, spec.strategy)
     return None
 
 
@@ -31,7 +31,7 @@ def wrap(spec: RunSpec, seat: Seat) -> Trainer:
     from paceline.training.strategies._torch import TorchTrainer, compile_whole, whole_subject, whole_weights
 
     assert spec.strategy is not None
-    chosen = read_options(Options, spec.strategy)
+    chosen = parse_options(Options, spec.strategy)
     bucket_mb = spec.training.bucket_mb or DEFAULT_BUCKET_MB
     subject = whole_subject(spec, seat, spec.training.precision.reduce)
     if spec.training.compile:

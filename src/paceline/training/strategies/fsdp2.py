@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from paceline.contract import Seat, Trainer
-from paceline.experiment.plugins import read_options
+from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Options:
 
 def check(spec: RunSpec) -> str | None:
     assert spec.strategy is not None
-    read_options(Options, spec.strategy)
+    parse_options(Options, spec.strategy)
     tuning = spec.tuning
     if tuning is not None and tuning.optimizer != "adamw" and spec.training.precision.compute == "fp16":
         return (
@@ -47,7 +47,7 @@ def wrap(spec: RunSpec, seat: Seat) -> Trainer:
     from paceline.training.strategies._torch import TorchTrainer, compile_parts, whole_subject
 
     assert spec.strategy is not None
-    chosen = read_options(Options, spec.strategy)
+    chosen = parse_options(Options, spec.strategy)
     subject = whole_subject(spec, seat, "fp32") if spec.tuning else empty_decoder(spec)
     codes = subject.hold_codes_as_floats() if isinstance(subject, Tuned) else frozenset[str]()
     if spec.training.compile:

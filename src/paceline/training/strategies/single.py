@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.contract import Seat, Trainer
-from paceline.experiment.plugins import read_options
+from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
 
 
@@ -16,7 +16,7 @@ class Options:
 
 def check(spec: RunSpec) -> str | None:
     assert spec.strategy is not None
-    read_options(Options, spec.strategy)
+    parse_options(Options, spec.strategy)
     if spec.topology.world_size != 1:
         return f"the strategy single runs on one process, not on {spec.topology.world_size}"
     return None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from paceline.contract import Seat, Trainer
 from paceline.errors import CheckpointError, MissingPackageError, require
-from paceline.experiment.plugins import read_options
+from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.training.instruments import collection_paused
 
@@ -44,7 +44,7 @@ class Options:
 
 def check(spec: RunSpec) -> str | None:
     assert spec.strategy is not None
-    read_options(Options, spec.strategy)
+    parse_options(Options, spec.strategy)
     if has_adapters(spec) and spec.training.precision.compute == "fp16":
         return "DeepSpeed scales the loss only of models that are fp16 altogether, and adapters are fp32"
     return None
@@ -61,7 +61,7 @@ def wrap(spec: RunSpec, seat: Seat) -> Trainer:
     from paceline.training.strategies._torch import compile_parts, compile_whole, learning, whole_subject
 
     assert spec.strategy is not None
-    chosen = read_options(Options, spec.strategy)
+    chosen = parse_options(Options, spec.strategy)
     # DeepSpeed makes this cast itself, but with both copies on the device at once.
     subject = whole_subject(spec, seat, spec.training.precision.compute)
     if spec.training.compile:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from paceline.contract import Recorder, Seat
 from paceline.errors import require
-from paceline.experiment.plugins import options as parse_options
+from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.launchers.node import placement
 from paceline.results.records import Evidence

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from paceline.contract import Recorder, Seat
-from paceline.experiment.plugins import options as parse_options
+from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.launchers.node import placement
 from paceline.models.arithmetic import attention_flops_per_token, parameters

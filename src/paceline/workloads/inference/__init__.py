@@ -12,7 +12,7 @@ from pathlib import Path
 from paceline.contract import Endpoint, Recorder, Seat
 from paceline.errors import RequestError, UnsupportedError, require
 from paceline.experiment.choices import Choice
-from paceline.experiment.plugins import load, read_options
+from paceline.experiment.plugins import load, parse_options
 from paceline.experiment.serving import PERCENTILE, UNKNOWN_SHAPE, Serving
 from paceline.experiment.spec import RunSpec
 from paceline.launchers.node import placement
@@ -43,7 +43,7 @@ class Options:
 def check(spec: RunSpec) -> str | None:
     assert spec.engine is not None
     assert spec.serving is not None
-    read_options(Options, spec.workload)
+    parse_options(Options, spec.workload)
     arithmetic.vocabulary(spec.model)
     _require_fitting(spec.serving)
     prompts.check(spec.training.data, spec.serving.scenario)
@@ -163,7 +163,7 @@ def ask(
         raise UnsupportedError(ALONE)
     loadgen.require_installed(spec)
     asked = prompts_of(spec)
-    shards = read_options(Options, spec.workload).shards
+    shards = parse_options(Options, spec.workload).shards
     session = Session(spec.serving, asked, replicas, recorder, engine=spec.engine.name, shards=shards, gone=gone)
     for ceiling in client_ceiling.known(rank=seat.rank):
         recorder.add(ceiling)

@@ -8,7 +8,7 @@ else's numbers. `_nodes_stages` does the work; here stands what is asked.
 from __future__ import annotations
 
 from paceline.contract import Recorder, Seat
-from paceline.experiment.plugins import load, read_options
+from paceline.experiment.plugins import load, parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.models.arithmetic import load as load_shape
 from paceline.workloads import compute
@@ -16,7 +16,7 @@ from paceline.workloads.nodes.plan import Options, alone
 
 
 def check(spec: RunSpec) -> str | None:
-    chosen = read_options(Options, spec.workload)
+    chosen = parse_options(Options, spec.workload)
     if load_shape(spec.model).experts:
         return f"the reference decoder has no mixture of experts, which {spec.model} needs"
     if chosen.training == "none":

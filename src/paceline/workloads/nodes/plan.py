@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from paceline.errors import require
 from paceline.experiment.choices import Choice
-from paceline.experiment.plugins import read_options
+from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec, Topology
 from paceline.models.arithmetic import load as load_shape
 from paceline.results.machine_samples import MEMORY_RATIO, SPEED_RATIO, TEMPERATURE_C
@@ -71,14 +71,14 @@ class Options:
 
 def alone(spec: RunSpec) -> RunSpec:
     """What one process of the test trains: the same work on every node, with nobody to wait for."""
-    training = read_options(Options, spec.workload).training
+    training = parse_options(Options, spec.workload).training
     one = Topology(device=spec.topology.device)
     return replace(spec, workload=Choice(training), strategy=Choice("single"), topology=one)
 
 
 def plan(spec: RunSpec) -> tuple[Row, ...]:
     """One product in the dtype of the training, and one copy each way that the device has."""
-    device, chosen = spec.topology.device, read_options(Options, spec.workload)
+    device, chosen = spec.topology.device, parse_options(Options, spec.workload)
     side, size = chosen.side or SIDES[device], chosen.copy_bytes or COPIES[device]
     asked = ComputeOptions(
         kernels="matmul+copy+h2d+d2h" if device == "cuda" else "matmul+copy",

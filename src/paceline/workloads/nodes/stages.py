@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.contract import Recorder, Seat
-from paceline.experiment.plugins import load, read_options
+from paceline.experiment.plugins import load, parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.host import health
 from paceline.models.arithmetic import load as load_shape
@@ -36,7 +36,7 @@ class Acceptance:
     def __init__(self, spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
         prepare_products()
         self.spec, self.seat, self.recorder = spec, seat, recorder
-        self.chosen = read_options(Options, spec.workload)
+        self.chosen = parse_options(Options, spec.workload)
         self.side = self.chosen.side or SIDES[seat.device]
         asked = ComputeOptions(iters=self.chosen.iters, warmup=5, budget_s=self.chosen.budget_s)
         processes = spec.topology.processes_per_node

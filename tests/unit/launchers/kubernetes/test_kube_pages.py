@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from paceline.experiment.choices import Choice
-from paceline.experiment.plugins import read_options
+from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.launchers import kubernetes
 from paceline.launchers.kubernetes.manifests import job_manifests
@@ -37,7 +37,7 @@ def test_every_launcher_file_makes_manifests_that_the_schemas_accept(
     assert len(found) >= 2
     for launcher in found:
         given = {key: value for key, value in launcher.items() if key != "name"}
-        chosen = read_options(Options, Choice("kubernetes", given))
+        chosen = parse_options(Options, Choice("kubernetes", given))
         device, processes = ("cuda", chosen.gpus) if chosen.gpus else ("cpu", 1)
         spec = make_spec("ddp", processes, nodes=2, device=device)
         spec = dataclasses.replace(spec, launcher=Choice("kubernetes", given))

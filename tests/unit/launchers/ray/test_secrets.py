@@ -8,7 +8,7 @@ import pytest
 
 from paceline.errors import RequestError
 from paceline.experiment.choices import Choice
-from paceline.experiment.plugins import read_options
+from paceline.experiment.plugins import parse_options
 from paceline.launchers import ray
 from paceline.launchers.kubernetes import options as _kube_options
 from paceline.launchers.slurm import options as _slurm_options
@@ -25,7 +25,7 @@ LAUNCHERS: dict[str, tuple[type[Any], dict[str, Any]]] = {
 
 def chosen(name: str, **more: Any) -> Any:
     kind, needed = LAUNCHERS[name]
-    return read_options(kind, Choice(name, {**needed, **more}))
+    return parse_options(kind, Choice(name, {**needed, **more}))
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)

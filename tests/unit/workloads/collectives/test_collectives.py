@@ -8,7 +8,7 @@ import pytest
 
 from paceline.errors import RequestError
 from paceline.experiment.choices import Choice
-from paceline.experiment.plugins import read_options
+from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.models.arithmetic import wire_factor
 from paceline.workloads import collectives
@@ -17,7 +17,7 @@ from paceline.workloads.collectives.options import Options
 
 
 def chosen(text: str) -> Options:
-    return read_options(Options, Choice.parse(f"collectives:{text}"))
+    return parse_options(Options, Choice.parse(f"collectives:{text}"))
 
 
 @pytest.mark.parametrize(

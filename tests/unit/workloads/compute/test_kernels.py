@@ -19,7 +19,7 @@ from paceline.campaign.run.controller import verdict  # noqa: E402
 from paceline.contract import Seat  # noqa: E402
 from paceline.errors import RequestError  # noqa: E402
 from paceline.experiment.choices import Choice  # noqa: E402
-from paceline.experiment.plugins import read_options  # noqa: E402
+from paceline.experiment.plugins import parse_options  # noqa: E402
 from paceline.experiment.spec import RunSpec  # noqa: E402
 from paceline.models import arithmetic  # noqa: E402
 from paceline.results.machine_samples import KernelSample  # noqa: E402
@@ -338,7 +338,7 @@ def test_flushing_stays_outside_the_clock() -> None:
 
 
 def test_options_reach_the_plan_through_the_spec(make_spec: Callable[..., RunSpec]) -> None:
-    chosen = read_options(Options, make_spec(None, workload="compute:kernels=copy+h2d").workload)
+    chosen = parse_options(Options, make_spec(None, workload="compute:kernels=copy+h2d").workload)
     assert {r.kernel for r in compute.plan(LLAMA, chosen, "cuda")} == {"copy", "h2d"}
 
 

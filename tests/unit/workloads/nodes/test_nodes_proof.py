@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from paceline.contract import Seat  # noqa: E402
 from paceline.errors import RequestError  # noqa: E402
 from paceline.experiment.choices import Choice  # noqa: E402
-from paceline.experiment.plugins import read_options  # noqa: E402
+from paceline.experiment.plugins import parse_options  # noqa: E402
 from paceline.experiment.spec import RunSpec  # noqa: E402
 from paceline.workloads import nodes  # noqa: E402
 from paceline.workloads.nodes import plan, proof, stages  # noqa: E402
@@ -119,7 +119,7 @@ def test_another_error_is_not_hidden(acceptance: stages.Acceptance, monkeypatch:
 )
 def test_a_wrong_option_is_one_sentence(wrong: str, golden: object) -> None:
     with pytest.raises(RequestError) as caught:
-        read_options(plan.Options, Choice.parse(f"nodes:{wrong}"))
+        parse_options(plan.Options, Choice.parse(f"nodes:{wrong}"))
     assert str(caught.value) == golden
 
 
