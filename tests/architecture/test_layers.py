@@ -37,7 +37,6 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
     "analysis": (
         ("reproduction",),
         ("report",),
-        ("beside_speed",),
         ("compare", "cost"),
         ("served",),
         ("training",),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.analysis.findings import accuracy, nodes, served_verdicts, training
+from paceline.analysis.findings import machine, served, training
 from paceline.analysis.findings.reproduction import ReplayVerdict
 from paceline.experiment import plugins
 from paceline.results.records import Status
@@ -30,9 +30,9 @@ SINGULAR = {
 SHOWN = {"faster", "slower", "equal", "inconclusive", "certified"}
 STORED = {
     *(training.BETTER, training.WORSE, training.TIE),
-    *nodes.WORST_FIRST,
-    *(served_verdicts.VALID, served_verdicts.INVALID),
-    *(accuracy.AGREES, accuracy.DIFFERS, accuracy.UNDECIDED, accuracy.SILENT),
+    *machine.WORST_FIRST,
+    *(served.VALID, served.INVALID),
+    *(served.AGREES, served.DIFFERS, served.UNDECIDED, served.SILENT),
     *(str(verdict) for verdict in ReplayVerdict),
 }
 

@@ -3,35 +3,38 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import yaml
 
 from paceline import __version__
-from paceline.analysis import beside_speed
 from paceline.analysis.compare import cells as compare
-from paceline.analysis.compare import effects, history, recommend, scaling, scaling_loss, validity
-from paceline.analysis.compare.recipe import recipes
-from paceline.analysis.cost import claims, training
+from paceline.analysis.compare import comparable, effects, history, recommend, scaling
+from paceline.analysis.cost import claims, served, training
+from paceline.analysis.cost.training import Costing
 from paceline.analysis.findings import (
     SHARED_GPU,
     Certificate,
     HistorySeries,
     Measurement,
+    Recipe,
     Report,
     RunFinding,
     ScalingPoint,
 )
 from paceline.analysis.machine import ceilings, fabric, nodes
-from paceline.analysis.served import curves, measurements, mlperf_verdict, verdicts
-from paceline.analysis.training import advice, bottleneck, gauge_summary, memory, metrics, rules_of_thumb
+from paceline.analysis.served import accuracy, curves, equal_work, measurements, mlperf_verdict, paired, verdicts
+from paceline.analysis.training import bottleneck, gauge_summary, memory, metrics, rules_of_thumb
 from paceline.analysis.training.certificate import certify_all
 from paceline.analysis.training.metrics import Cell
 from paceline.analysis.training.window import Window, first_and_last_loss, open_window, step_table
 from paceline.errors import RequestError
+from paceline.experiment import recipe
 from paceline.experiment.spec import RunSpec
 from paceline.host import machine
 from paceline.models import arithmetic
@@ -81,10 +84,10 @@ def build(
         overlaps=network.overlaps,
         suspects=network.suspects,
         pairs=network.pairs,
-        explanations=scaling_loss.explain(grown.points, cells, network.fits, sound),
+        explanations=scaling.explain(grown.points, cells, network.fits, sound),
         memory=held.rows,
         frontier=held.frontier,
-        memory_advice=advice.analyse(ordered),
+        memory_advice=memory.all_advice(ordered),
         histories=_histories(history.judge(earlier, records), trusted, sound),
         bottlenecks=bottleneck.judge(cells, sound, peaks),
         effects=effects.analyse(cells, ordered, runs),
@@ -95,7 +98,7 @@ def build(
         skipped=tuple(skipped),
     )
     costing = costing or training.Costing()
-    found = beside_speed.added_to(_with_nodes(found, sound, baseline), sound, costing)
+    found = _with_served(_with_nodes(found, sound, baseline), sound, costing)
     return _completed(gauge_summary.added_to(found, sound, windows), ordered, cells, costing)
 
 
@@ -144,7 +147,7 @@ def _wrong(ordered: Sequence[RunRecord], runs: Sequence[RunFinding]) -> list[Run
 def _finding(record: RunRecord, certificates: Mapping[str, Certificate], windows: Mapping[str, Window]) -> RunFinding:
     run = record.spec.run_id
     window = windows.get(run)
-    status, reason = validity.status_of(record, certificates.get(run))
+    status, reason = comparable.status_of(record, certificates.get(run))
     first, last = first_and_last_loss(step_table(record))
     return RunFinding(
         run=run,
@@ -263,3 +266,58 @@ def _notes(cells: Sequence[Cell], runs: Sequence[RunFinding], machines: Sequence
     if drift := _drift(machines):
         notes.append(f"a host changed while the campaign ran, and its runs may differ for that: {'; '.join(drift)}")
     return notes
+
+
+def _with_served(report: Report, records: Sequence[RunRecord], costing: Costing) -> Report:
+    """The report with all of it; the same report where nothing was served."""
+    asked = [record for record in records if record.requests]
+    if not asked:
+        return report
+    answers = accuracy.analyse(asked)
+    costs = served.analyse(asked, costing)
+    scores = (m for found in answers for m in (*found.scores, *(s for r in found.replicas for s in r.scores)))
+    measured = (*scores, *served.measurements(costs), *served.energies(asked))
+    return dataclasses.replace(
+        report,
+        accuracy=answers,
+        paired=paired.analyse(asked, answers),
+        served_pairs=equal_work.analyse(asked, answers),
+        served_costs=costs,
+        measurements=(*report.measurements, *measured),
+        notes=(*report.notes, *_served_notes(asked, costs, costing)),
+    )
+
+
+def _served_notes(records: Sequence[RunRecord], costs: Sequence[object], costing: Costing) -> list[str]:
+    """Why an answer that was asked for is missing."""
+    if costs or costing.prices is None:
+        return []
+    if any(record.shares_gpu for record in records):
+        return ["replicas share a GPU, so no cost of served tokens is stated"]
+    if all(stage.replica is not None for record in records for stage in record.stages) and records[0].stages:
+        return ["replicas took turns to be compared, so no cost of served tokens is stated"]
+    return [
+        "--price: no load kept its limits on a device that the price holds for, so no cost of served tokens is stated"
+    ]
+
+
+def recipes(records: Iterable[RunRecord]) -> tuple[Recipe, ...]:
+    """One per cell in the order of its first run; references follow from the cells that need them."""
+    specs: dict[str, list[RunSpec]] = {}
+    for record in records:
+        if not record.is_reference:
+            specs.setdefault(record.spec.cell, []).append(record.spec)
+    return tuple(_recipe(found[0], repeats=max(spec.repeat for spec in found) + 1) for found in specs.values())
+
+
+def _recipe(spec: RunSpec, repeats: int) -> Recipe:
+    # A name of its own: runs of the same name in the same folder are sealed, so nothing would run.
+    name = f"{spec.run_id.rpartition(f'-r{spec.repeat}-')[0]}-{spec.cell[:8]}"
+    asked = {field: value for field, value in recipe.fields(spec).items() if value is not None}
+    document = {"name": name, "repeats": repeats, "base": asked}
+    return Recipe(
+        cell=spec.cell,
+        file=f"{name}.yaml",
+        experiment=yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=10_000),
+        command=f"paceline run {name}.yaml",
+    )

@@ -154,13 +154,13 @@ def _print_files(runs: list[RunSpec], out: Path) -> int:
 
 def _advised(run_dir: Path) -> Iterator[str]:
     """What is known of a run that was made before and was out of memory."""
-    from paceline.analysis.training import advice
+    from paceline.analysis.training import memory
     from paceline.errors import StoreError
     from paceline.report.tables.advice import lines
     from paceline.results import store
 
     with contextlib.suppress(StoreError):
-        found = advice.of(store.read_run(run_dir))
+        found = memory.advice(store.read_run(run_dir))
         yield from lines(found) if found else ()
 
 

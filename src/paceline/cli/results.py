@@ -140,7 +140,7 @@ def _print_report(screen: Console, found: Report) -> None:
 
 def show(arguments: argparse.Namespace) -> int:
     from paceline.analysis.served import run as served
-    from paceline.analysis.training import advice
+    from paceline.analysis.training import memory
     from paceline.analysis.training.certificate import certify_all
     from paceline.analysis.training.goodput import goodput
     from paceline.launchers.node import clock_offsets
@@ -168,7 +168,7 @@ def show(arguments: argparse.Namespace) -> int:
         print(safe_text.text(f"  warning: {warning}"))
     if held := goodput(record):
         print(f"  {held.text}")
-    found = advice.of(record)
+    found = memory.advice(record)
     for line in present.lines(found) if found else ():
         print(safe_text.text(f"  {line}"))
     return OK

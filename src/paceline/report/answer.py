@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from paceline.analysis.findings import WORSE, Comparison, Recommendation, Report
 from paceline.analysis.findings.cell_axes import axis_text, describe
-from paceline.analysis.findings.verdicts import UNDECIDED
+from paceline.analysis.findings.training import UNDECIDED
 from paceline.report.tables import beside_speed, ceilings, claims, effects, fabric, finetuning, memory, nodes, served
 from paceline.report.tables.table import NO_ANSWER, first_sentence, trains
 from paceline.report.text.cells import THROUGHPUT, axes_of, ranked_cells, turned, unranked, varying_axes

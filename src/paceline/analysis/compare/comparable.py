@@ -6,9 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.analysis.compare import validity
 from paceline.analysis.compare.cells import comparable_metrics, title_of, untitled_axes
-from paceline.analysis.findings import HIGHER, Measurement
+from paceline.analysis.findings import HIGHER, Certificate, Measurement
 from paceline.analysis.machine import ceilings, sweep
 from paceline.analysis.served import equal_work, estimates, measurements, rate_search
 from paceline.analysis.statistics.intervals import Resampled, unbounded
@@ -16,9 +15,54 @@ from paceline.analysis.training import metrics
 from paceline.analysis.training.certificate import certify_all
 from paceline.analysis.training.metrics import BY_NAME
 from paceline.analysis.training.window import open_window
-from paceline.experiment.spec import PROBING, SERVED, RunSpec
+from paceline.experiment.spec import ACCEPTING, PROBING, SERVED, RunSpec
 from paceline.results.records import RunRecord, Status
 from paceline.wording import format_size
+
+
+def status_of(record: RunRecord, certificate: Certificate | None) -> tuple[Status, str | None]:
+    """The certificate of today decides between ok and invalid: its reference may have come after the run was sealed."""
+    if record.status not in (Status.OK, Status.INVALID) or record.is_reference:
+        return record.status, record.error
+    if not record.spec.is_certified:
+        wrong = problems(record)
+        return (Status.INVALID, "; ".join(wrong)) if wrong else (record.status, record.error)
+    if certificate is None or not certificate.valid:
+        reasons = "; ".join(certificate.reasons) if certificate else "the run carries no certificate"
+        return Status.INVALID, record.error or reasons
+    return Status.OK, None
+
+
+def problems(record: RunRecord) -> list[str]:
+    """Why an uncertified run must not be believed: data that arrived wrong, or nothing; none for one that can be.
+
+    A test of nodes that finds a wrong result has done what it is for."""
+    if record.spec.workload.name in ACCEPTING and record.kernels:
+        return []
+    if record.spec.serving:
+        return measurements.problems(record)
+    wrong = [s for s in record.collectives if s.wrong]
+    found = [
+        f"{s.operation} of {s.size_bytes} bytes in {s.dtype}: {s.wrong} wrong elements on rank {s.rank}"
+        for s in wrong[:3]
+    ]
+    found += [f"and {len(wrong) - 3} more rows"] if len(wrong) > 3 else []
+    found += _kernel_problems(record)
+    if not (record.collectives or record.kernels or record.memory):
+        found.append("nothing was recorded")
+    return found
+
+
+def _kernel_problems(record: RunRecord) -> list[str]:
+    """A kernel whose result is wrong, or that broke down, says nothing about what the device can do."""
+    bad = [s for s in record.kernels if s.wrong or s.status == "failed"]
+    found = [
+        f"{' '.join(filter(None, (s.kernel, s.dtype, s.variant)))} ({s.label}) on rank {s.rank}: "
+        + (f"{s.wrong} wrong elements" if s.wrong else f"failed: {s.error}")
+        for s in bad[:3]
+    ]
+    return [*found, f"and {len(bad) - 3} more rows"] if len(bad) > 3 else found
+
 
 CELL, ROW = "cell", "row"
 
@@ -82,7 +126,7 @@ def judge(records: Sequence[RunRecord]) -> dict[str, list[Judged]]:
     ours = [r for r in records if not r.is_reference and r.spec.workload.name not in PROBING]
     named = untitled_axes([r.spec.axes() for r in ours])
     for r in ours:
-        judged = Judged(r, describe(r.spec, named), *validity.status_of(r, certificates.get(r.spec.run_id)))
+        judged = Judged(r, describe(r.spec, named), *status_of(r, certificates.get(r.spec.run_id)))
         found[r.spec.cell].append(judged)
     return dict(found)
 

@@ -15,9 +15,9 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from paceline.analysis.compare import fingerprint, validity
+from paceline.analysis.compare import fingerprint
 from paceline.analysis.compare.cells import title_of, untitled_axes
-from paceline.analysis.compare.comparable import is_search, rate_searched
+from paceline.analysis.compare.comparable import is_search, rate_searched, status_of
 from paceline.analysis.findings import BETTER, HIGHER, WORSE, ChangePoint, HistoryPoint, HistorySeries
 from paceline.analysis.machine.ceilings import device_of
 from paceline.analysis.served import equal_work, estimates, measurements, rate_search
@@ -118,7 +118,7 @@ def _judged(
     certificates = certify_all([*members, *lent])
     for r in members:
         if is_kept(r):
-            status, reason = validity.status_of(r, certificates.get(r.spec.run_id))
+            status, reason = status_of(r, certificates.get(r.spec.run_id))
             missing = NOTHING_FOUND if _found_nothing(r) else None if r.steps or r.requests else "no step was recorded"
             yield r, missing if status is Status.OK else ": ".join(filter(None, (str(status), reason)))
 

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from paceline.analysis.compare.cells import SPEED_METRICS, Compared, Group
+from paceline.analysis.compare.scaling import GLOO
 from paceline.analysis.compare.scaling import METRIC as EFFICIENCY
 from paceline.analysis.findings import (
     BETTER,
@@ -38,7 +39,6 @@ CATEGORIES: Mapping[str, str] = {
     "peak_memory_bytes": "lowest memory",
     EFFICIENCY: "best scaling",
 }
-GLOO = "gloo's reduce_scatter moves as many bytes as its all_reduce: CPU timings overstate the cost of FSDP2 and ZeRO-3"
 SHARDING = ("fsdp2", "zero:stage=3")
 NOT_REPEATED = "launches were not repeated"
 COST, THROUGHPUT = "usd_per_mtok", "tokens_per_s"

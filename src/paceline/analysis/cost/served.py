@@ -15,15 +15,14 @@ import numpy as np
 
 from paceline.analysis.cost.training import Costing, usd_per_mtok
 from paceline.analysis.findings import LOWER, Measurement
-from paceline.analysis.findings.served_cost import HOURS_A_DAY, ServedCost
+from paceline.analysis.findings.cost import HOURS_A_DAY, ServedCost
 from paceline.analysis.machine.ceilings import device_names
 from paceline.analysis.served import estimates
 from paceline.analysis.served import measurements as served
 from paceline.analysis.served.estimates import JOULES, TOKENS_PER_S
 from paceline.analysis.served.loads import Served
 from paceline.analysis.statistics import intervals
-from paceline.analysis.statistics.intervals import Resampled, launches_note
-from paceline.analysis.statistics.launch_spread import Bounded
+from paceline.analysis.statistics.intervals import Bounded, Resampled, launches_note
 from paceline.analysis.training import energy
 from paceline.errors import Scalar
 from paceline.host import prices

@@ -1,4 +1,4 @@
-"""Concluded about money: what each cell costs at each price, and what the better choice saves."""
+"""Findings about money: costs, savings, and numbers that published tables claim."""
 
 from __future__ import annotations
 
@@ -81,3 +81,91 @@ class Saving:
     high: float
     runs: tuple[str, ...]
     tied: tuple[str, ...] = ()
+
+
+HOURS_A_DAY = 24.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedCost:
+    """One cell at one price, at the highest load that kept its limits. load names it, None where there is one alone;
+    kept says by what it is known, and is_kept is None where no limits were set, False where a plain run broke them;
+    is_proved says that requests were enough to tell it of the 99th percentile.
+
+    usd_per_mtok is per million tokens, asked and answered alike; usd_per_output_mtok lays the whole cost on answered
+    tokens. Both are of the hours the load runs. reserved_* are of all hours of the day, of which busy_hours are asked
+    to run it: an assumption. None where the server did not tell how many tokens a prompt has.
+    """
+
+    cell: str
+    axes: Mapping[str, Scalar]
+    price: Price
+    devices: int
+    usd_per_hour: float
+    load: str | None
+    kept: str
+    is_kept: bool | None
+    is_proved: bool
+    busy_hours: float
+    usd_per_output_mtok: Measurement
+    reserved_usd_per_output_mtok: Measurement
+    usd_per_mtok: Measurement | None
+    reserved_usd_per_mtok: Measurement | None
+
+
+# Published numbers are rounded to three digits or so: less than this is no contradiction.
+AGREES_WITHIN = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """One number as its source states it, beside the same number computed from the source's other numbers.
+
+    claimed is None where the source does not state it, recomputed is None where its other numbers do not give it.
+    how says the arithmetic. Neither is measured, so neither has an interval, a certificate or a rank.
+    """
+
+    run: str
+    axes: Mapping[str, Scalar]
+    source: str
+    metric: str
+    unit: str
+    claimed: float | None
+    recomputed: float | None
+    how: str | None = None
+
+    @property
+    def contradicted(self) -> bool:
+        """Whether the source's own numbers give another one."""
+        if self.claimed is None or self.recomputed is None:
+            return False
+        return abs(self.claimed - self.recomputed) > AGREES_WITHIN * abs(self.recomputed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimedTransfer:
+    """One claimed step beside the time that its bytes alone would take."""
+
+    run: str
+    axes: Mapping[str, Scalar]
+    sent_bytes: float
+    claimed_s: float
+    explained_s: float
+
+    @property
+    def error_ratio(self) -> float:
+        return self.explained_s / self.claimed_s - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimedTransfers:
+    """t = alpha + sent bytes / link for all rows of one source: alpha is the only number fitted, one for all rows."""
+
+    source: str
+    alpha_s: float
+    link_bytes_per_s: float
+    rows: tuple[ClaimedTransfer, ...]
+
+    @property
+    def largest_error_ratio(self) -> float:
+        return max(abs(row.error_ratio) for row in self.rows)

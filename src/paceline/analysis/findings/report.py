@@ -1,4 +1,4 @@
-"""All that was concluded from a set of runs."""
+"""All findings about a set of runs, and how to repeat each of its cells."""
 
 from __future__ import annotations
 
@@ -6,32 +6,57 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.analysis.findings.accuracy import Accuracy
-from paceline.analysis.findings.claims import Claim, ClaimedTransfers
-from paceline.analysis.findings.cost import Cost, Saving
-from paceline.analysis.findings.effects import DesignOutcome
-from paceline.analysis.findings.fabric import CollectiveFit, CollectiveRow, Overlap, Pair, Suspect
-from paceline.analysis.findings.gauges import DeviceGauges, GaugeTrace
-from paceline.analysis.findings.history import HistorySeries
-from paceline.analysis.findings.loadgen import LoadgenVerdict
-from paceline.analysis.findings.memory import FrontierPoint, MemoryAdvice, MemoryRow
-from paceline.analysis.findings.nodes import NodeVerdict
-from paceline.analysis.findings.paired import PairedReplicas
-from paceline.analysis.findings.recipe import Recipe
-from paceline.analysis.findings.served_cost import ServedCost
-from paceline.analysis.findings.served_shapes import ServedShapes
-from paceline.analysis.findings.served_verdicts import Fleet, FullSet, PartitionGain, ServedVerdict
-from paceline.analysis.findings.served_work import ServedPair
+from paceline.analysis.findings.compare import DesignOutcome, HistorySeries
+from paceline.analysis.findings.cost import Claim, ClaimedTransfers, Cost, Saving, ServedCost
+from paceline.analysis.findings.machine import (
+    CollectiveFit,
+    CollectiveRow,
+    DeviceGauges,
+    GaugeTrace,
+    NodeVerdict,
+    Overlap,
+    Pair,
+    Suspect,
+)
+from paceline.analysis.findings.served import (
+    Accuracy,
+    Fleet,
+    FullSet,
+    LoadgenVerdict,
+    PairedReplicas,
+    PartitionGain,
+    ServedPair,
+    ServedShapes,
+    ServedVerdict,
+)
 from paceline.analysis.findings.training import (
+    Bottleneck,
     Certificate,
     Comparison,
+    FrontierPoint,
     Measurement,
+    MemoryAdvice,
+    MemoryRow,
     Recommendation,
+    RuleOfThumb,
     RunFinding,
     ScalingExplanation,
     ScalingPoint,
 )
-from paceline.analysis.findings.verdicts import Bottleneck, RuleOfThumb
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What repeats one cell: an experiment of that cell alone, the file to save it as, and the command that runs it.
+
+    Loading the experiment gives the same cell, as often as it was run.
+    """
+
+    cell: str
+    file: str
+    experiment: str
+    command: str
+
 
 SCHEMA = 1
 

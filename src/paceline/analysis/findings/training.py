@@ -1,13 +1,92 @@
-"""Concluded about training runs: measurements, proofs of equal work, comparisons and what they decide."""
+"""Findings about training runs: measurements, certificates, comparisons, recommendations, bottlenecks and memory."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from paceline.analysis.findings.verdicts import LeftOut
 from paceline.errors import Scalar
 from paceline.experiment.spec import PROBING, UNCERTIFIED
+
+COMPUTE, MEMORY, NETWORK, INPUT, LAUNCH = "compute", "memory bandwidth", "network", "input", "launch overhead"
+# Of runs that hold weights in few bits; no share of any other.
+DEQUANTISATION = "dequantisation"
+# In the order in which tables show them.
+BOTTLENECKS = (COMPUTE, MEMORY, DEQUANTISATION, NETWORK, INPUT, LAUNCH)
+UNDECIDED = "undecided"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareOfStep:
+    """What one kind of bottleneck takes of a step. share_ratio is the part that is certain, low and high what it may be
+    at most: they span the launches' interval and all time that the evidence lets nobody else claim.
+
+    share_ratio is None where nothing was measured that could tell.
+    """
+
+    kind: str
+    share_ratio: float | None
+    low: float
+    high: float
+    text: str
+    runs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bottleneck:
+    """What one cell's step waits for most.
+
+    kind is one of BOTTLENECKS; `between A and B` where their shares cannot be told apart; `undecided` where evidence
+    that could decide was not measured, which `missing` then names. share_ratio is the winner's, else None.
+    told_apart says whether the profile knew kernels by class.
+    """
+
+    cell: str
+    kind: str
+    share_ratio: float | None
+    evidence: tuple[ShareOfStep, ...]
+    text: str
+    missing: tuple[str, ...]
+    axes: Mapping[str, Scalar]
+    runs: tuple[str, ...]
+    told_apart: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """A cell that belongs to a group by its axes but has no valid run, and how its runs ended."""
+
+    name: str
+    status: str
+    reason: str | None
+    runs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuleOfThumb:
+    """Whether one strategy fits by arithmetic alone, in bytes per GPU: nothing here was measured, nothing is a speed.
+
+    gpu names every kind of GPU that has this memory. gpus is the number asked about, or the smallest of those tried
+    that fits; None where none does, and the bytes are then of the largest number tried.
+    """
+
+    model: str
+    parameters: int
+    strategy: str
+    gpu: str
+    memory_bytes: float
+    gpus: int | None
+    state_bytes: float
+    live_bytes: float
+    activation_bytes: float
+    usable_bytes: float
+    fits: bool
+    text: str
+
+    @property
+    def needed_bytes(self) -> float:
+        return self.state_bytes + self.live_bytes + self.activation_bytes
+
 
 BETTER, WORSE, TIE = "better", "worse", "tie"
 HIGHER, LOWER = "higher", "lower"
@@ -279,3 +358,89 @@ class ScalingExplanation:
     text: str
     notes: tuple[str, ...]
     runs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryRow:
+    """Memory of one cell by component, predicted from its shape beside what the busiest rank showed, in bytes.
+
+    Keys of both: parameters, gradients, optimizer, activations, communication, other, peak; measured has also reserved,
+    device and fragmentation. None is unknown. error_ratio is predicted peak / measured peak - 1.
+    """
+
+    cell: str
+    axes: Mapping[str, Scalar]
+    predicted: Mapping[str, int | None]
+    measured: Mapping[str, int | None]
+    error_ratio: float | None
+    capacity_bytes: int | None
+    runs: tuple[str, ...]
+    note: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """One try of a frontier search, in a process of its own."""
+
+    run: str
+    micro_batch: int
+    status: str
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontierPoint:
+    """The largest micro batch that ran and the smallest that did not, at one sequence length of one series.
+
+    settled is True when the two are neighbours or the search reached its limit: nothing between them is untried.
+    """
+
+    series: str
+    sequence_length: int
+    largest_fitting: int | None
+    smallest_failing: int | None
+    predicted: int | None
+    settled: bool
+    probes: tuple[Probe, ...]
+    axes: Mapping[str, Scalar]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """Other settings for a run that was out of memory, and the peak that was predicted of them.
+
+    change in words, settings as `--set` takes them. fits: the peak is at most the room, with some to spare; None where
+    nothing was predicted, and note says why. keeps_work: same optimizer steps on the same data. origin: `rehearsed` on
+    fake tensors, or `estimated` by arithmetic.
+    """
+
+    change: str
+    settings: str
+    keeps_work: bool
+    peak_bytes: int | None
+    fits: bool | None
+    origin: str
+    note: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryAdvice:
+    """One run out of memory: the room that it had, what it was predicted to hold, and what was found that fits.
+
+    room_bytes is of the process with the least. Alternatives stand in the order in which they were looked for: what
+    keeps the work first, then what changes it. goal_bytes is what a peak may be at most to be called fitting. own_note
+    says how its own peak was predicted, where that is not as it ran, or why it was not.
+    """
+
+    run: str
+    cell: str
+    axes: Mapping[str, Scalar]
+    room_bytes: int
+    own_peak_bytes: int | None
+    goal_bytes: int
+    alternatives: tuple[Alternative, ...]
+    own_note: str | None = None
+
+    @property
+    def fitting(self) -> tuple[Alternative, ...]:
+        return tuple(each for each in self.alternatives if each.fits)

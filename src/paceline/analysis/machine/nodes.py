@@ -4,14 +4,17 @@ results that must be equal to the bit, defects that the driver knows, and facts 
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from paceline.analysis.findings import SHARED_GPU, Differing
-from paceline.analysis.findings.nodes import (
+from paceline.analysis.findings.machine import (
     FAIL,
     PASS,
     SUSPECT,
@@ -22,15 +25,118 @@ from paceline.analysis.findings.nodes import (
     NodeVerdict,
     worst,
 )
-from paceline.analysis.machine import node_conditions as conditions
-from paceline.analysis.machine import node_proofs as proofs
-from paceline.analysis.machine import peers, tournament
-from paceline.analysis.machine.node_measures import Measure, measures_of
+from paceline.analysis.machine import node_evidence, peers, tournament
+from paceline.analysis.machine.peers import Band
 from paceline.analysis.machine.tournament import Place, places_of
 from paceline.analysis.statistics.intervals import Array
 from paceline.errors import require
-from paceline.experiment.spec import ACCEPTING
-from paceline.results.records import RunRecord, Status
+from paceline.experiment.spec import ACCEPTING, RunSpec
+from paceline.results.machine_samples import MEMORY_RATIO, SPEED_RATIO, TEMPERATURE_C, KernelSample
+from paceline.results.records import RunRecord, Status, StepSample
+
+TRAINING, MEMORY, TEMPERATURE, CLOCK = "training", "peak memory", "temperature", "SM clock"
+NAMES = {"matmul": "matmul", "copy": "memory copy", "h2d": "host to device", "d2h": "device to host"}
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """values by rank, one per repeat. key tells what exactly was measured, so that a baseline's is the same."""
+
+    name: str
+    unit: str
+    key: str
+    band: Band
+    values: Mapping[int, Sequence[float]]
+    logarithmic: bool = True
+
+    def of(self, ranks: Iterable[int]) -> tuple[list[int], Array]:
+        """The ranks among these that have values, and their effects: as many repeats of each as all have."""
+        known = [rank for rank in ranks if self.values.get(rank)]
+        repeats = min((len(self.values[rank]) for rank in known), default=0)
+        table = np.array([list(self.values[rank])[:repeats] for rank in known], dtype=np.float64)
+        return known, np.log(table) if self.logarithmic else table
+
+    def relative(self, effect: float) -> float:
+        return math.exp(effect) if self.logarithmic else effect
+
+
+def limit_of(spec: RunSpec, name: str, otherwise: float) -> float:
+    given = spec.workload.options.get(name, otherwise)
+    return float(given) if isinstance(given, int | float) else otherwise
+
+
+def measures_of(record: RunRecord) -> list[Measure]:
+    """Speeds are left out where ranks share a GPU: they say nothing there."""
+    spec = record.spec
+    speed = Band(math.log(1 - limit_of(spec, "speed_ratio", SPEED_RATIO)), None)
+    found = [] if record.shares_gpu else [*_kernels(record.kernels, speed), *_training(record, speed)]
+    return [*found, *_memory(record), *_gauges(record, speed)]
+
+
+def _kernels(samples: Iterable[KernelSample], band: Band) -> Iterator[Measure]:
+    """Work over the median iteration, as the machine's ceilings are told."""
+    rows: defaultdict[tuple[str, str, str], dict[int, list[float]]] = defaultdict(dict)
+    units = {}
+    for s in sorted(samples, key=lambda s: s.repeat):
+        work = s.flops or s.moved_bytes
+        if s.status == "ok" and s.durations_s and work and s.kernel in NAMES:
+            key = (s.kernel, s.dtype, s.label)
+            rows[key].setdefault(s.rank, []).append(work / statistics.median(s.durations_s))
+            units[key] = "FLOP/s" if s.flops else "bytes/s"
+    for key, values in rows.items():
+        kernel, dtype, _ = key
+        name = f"{NAMES[kernel]} {dtype}" if kernel == "matmul" else NAMES[kernel]
+        yield Measure(name, units[key], " ".join(key), band, values)
+
+
+def _training(record: RunRecord, band: Band) -> Iterator[Measure]:
+    """Tokens over time of each window, a ratio of sums; its first step, which follows other work, is left out."""
+    windows: defaultdict[tuple[int, int], list[StepSample]] = defaultdict(list)
+    for step in record.steps:
+        windows[step.rank, step.variant].append(step)
+    values: defaultdict[int, list[float]] = defaultdict(list)
+    for (rank, _), steps in sorted(windows.items()):
+        counted = sorted(steps, key=lambda s: s.step)[1 if len(steps) > 1 else 0 :]
+        values[rank].append(sum(s.tokens for s in counted) / sum(s.duration_s for s in counted))
+    if values:
+        yield Measure(TRAINING, "tokens/s", f"{TRAINING} {_work(record.spec)}", band, values)
+
+
+def _work(spec: RunSpec) -> str:
+    """What one process trains: the same on any number of nodes."""
+    t = spec.training
+    parts: list[Any] = [spec.workload.options.get("training", "pretrain"), spec.model, t.sequence_length]
+    parts += [t.micro_batch, t.accumulation, t.precision.compute, t.checkpointing, t.compile, spec.tuning]
+    return " ".join(map(str, parts))
+
+
+def _memory(record: RunRecord) -> Iterator[Measure]:
+    """The allocator's peak. A CPU has none: resident memory holds interpreter and libraries, and says nothing."""
+    ratio = limit_of(record.spec, "memory_ratio", MEMORY_RATIO)
+    values: defaultdict[int, list[float]] = defaultdict(list)
+    for s in record.memory:
+        if s.moment == "steps" and s.allocated_bytes:
+            values[s.rank].append(float(s.allocated_bytes))
+    if values:
+        band = Band(math.log(1 - ratio), math.log(1 + ratio))
+        yield Measure(MEMORY, "bytes", f"{MEMORY} {_work(record.spec)}", band, values)
+
+
+def _gauges(record: RunRecord, speed: Band) -> Iterator[Measure]:
+    """One median per rank over the whole run: ranks of all nodes do the same at the same time."""
+    degrees = limit_of(record.spec, "temperature_c", TEMPERATURE_C)
+    temperatures: dict[int, list[float]] = {}
+    clocks: dict[int, list[float]] = {}
+    for rank, samples in node_evidence.gauges_by_rank(record).items():
+        if warm := [s.temperature_c for s in samples if s.temperature_c is not None]:
+            temperatures[rank] = [statistics.median(warm)]
+        if ticking := [s.sm_clock_hz for s in samples if s.sm_clock_hz]:
+            clocks[rank] = [statistics.median(ticking)]
+    if temperatures:
+        yield Measure(TEMPERATURE, "C", TEMPERATURE, Band(-degrees, degrees), temperatures, logarithmic=False)
+    if clocks:
+        yield Measure(CLOCK, "Hz", CLOCK, speed, clocks)
+
 
 PEERS = "peers"
 # What to try next where a measure is odd, on a GPU and on a CPU.
@@ -105,11 +211,11 @@ def baseline_of(records: Sequence[RunRecord], name: str) -> Baseline:
             ranks, table = measure.of(sorted(passed))
             for rank, row in zip(ranks, table, strict=True):
                 values[kinds[rank], measure.key].append(float(np.median(row)))
-        known = conditions.facts_of(record)
+        known = node_evidence.facts_of(record)
         facts |= {len(facts) + i: known[rank] for i, rank in enumerate(sorted(passed)) if rank in known}
     require(bool(values), "--baseline", name, "a result of `paceline run nodes` in which a node passed")
     healthy = {key: np.array(found) for key, found in values.items()}
-    return Baseline(name, healthy, conditions.usual_facts(facts))
+    return Baseline(name, healthy, node_evidence.usual_facts(facts))
 
 
 def judge(record: RunRecord, baseline: Baseline | None = None) -> Judged:
@@ -118,12 +224,12 @@ def judge(record: RunRecord, baseline: Baseline | None = None) -> Judged:
     for measure in measures_of(record):
         for kind in dict.fromkeys(case.kinds.values()):
             _compare(case, measure, kind, baseline)
-    case.add(list(proofs.all_proofs(record)))
-    found, notes = proofs.trajectory_evidence(record, _alike(record, case.kinds))
+    case.add(list(node_evidence.all_proofs(record)))
+    found, notes = node_evidence.trajectory_evidence(record, _alike(record, case.kinds))
     case.add(found)
     case.notes += notes
-    case.add(conditions.condition_evidence(record))
-    case.add(conditions.throttle_evidence(record))
+    case.add(node_evidence.condition_evidence(record))
+    case.add(node_evidence.throttle_evidence(record))
     _compare_facts(case, baseline)
     _hold_tournament(case)
     case.notes += _shortcomings(case, baseline)
@@ -263,14 +369,14 @@ def _distance(measure: Measure, standing: peers.Standing) -> str:
 
 
 def _compare_facts(case: _Case, baseline: Baseline | None) -> None:
-    facts = conditions.facts_of(case.record)
-    usual = baseline.usual if baseline and baseline.usual else conditions.usual_facts(facts)
+    facts = node_evidence.facts_of(case.record)
+    usual = baseline.usual if baseline and baseline.usual else node_evidence.usual_facts(facts)
     whose = f"of {baseline.name}" if baseline and baseline.usual else "here"
-    case.differences = conditions.differences(facts, usual)
-    case.add(conditions.difference_evidence(case.differences, usual, whose))
+    case.differences = node_evidence.differences(facts, usual)
+    case.add(node_evidence.difference_evidence(case.differences, usual, whose))
     if not (baseline and baseline.usual):
         case.notes += [
-            f"nodes differ, and no majority tells which is right: {t}" for t in conditions.undecided_facts(facts)
+            f"nodes differ, and no majority tells which is right: {t}" for t in node_evidence.undecided_facts(facts)
         ]
 
 
@@ -308,7 +414,7 @@ def _verdicts(case: _Case, baseline: Baseline | None) -> Iterator[NodeVerdict]:
     nodes: defaultdict[int, list[int]] = defaultdict(list)
     for rank, place in case.places.items():
         nodes[rank if single else place.node].append(rank)
-    facts = conditions.loaded_facts(case.record)
+    facts = node_evidence.loaded_facts(case.record)
     for ranks in nodes.values():
         host = case.places[ranks[0]].host
         evidence = tuple(dict.fromkeys(e for rank in ranks for e in case.evidence[rank]))
@@ -328,7 +434,7 @@ def _verdicts(case: _Case, baseline: Baseline | None) -> Iterator[NodeVerdict]:
         )
 
 
-def _condition(ranks: Sequence[int], facts: Mapping[int, conditions.Facts]) -> Iterator[tuple[str, str]]:
+def _condition(ranks: Sequence[int], facts: Mapping[int, node_evidence.Facts]) -> Iterator[tuple[str, str]]:
     """Every fact once, with the values of all ranks where they differ."""
     for name in dict.fromkeys(name for rank in ranks for name in facts.get(rank, {})):
         told = [facts[rank].get(name) for rank in ranks if rank in facts]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from paceline.analysis.findings.nodes import FAIL, PASS, SUSPECT, UNDECIDED
+from paceline.analysis.findings.machine import FAIL, PASS, SUSPECT, UNDECIDED
 from paceline.analysis.statistics.intervals import OUTLIER_Z, Array, student_t
 
 FEWEST_PEERS = 3

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paceline.analysis.findings import HIGHER, Measurement
-from paceline.analysis.findings.accuracy import (
+from paceline.analysis.findings.served import (
     AGREES,
     DIFFERS,
     FAILED,

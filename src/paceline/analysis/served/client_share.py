@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import UTC, datetime
 
-from paceline.analysis.findings.served_verdicts import CeilingUse
+from paceline.analysis.findings.served import CeilingUse
 from paceline.analysis.served.loads import Served, Stretch
 from paceline.analysis.served.token_times import busiest_second
 from paceline.experiment.serving import MOST_CEILING_RATIO

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from paceline.analysis.findings import Report
-from paceline.analysis.findings.served_shapes import (
+from paceline.analysis.findings.served import (
     LATENCY,
     TPOT,
     TTFT,

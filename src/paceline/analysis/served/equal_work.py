@@ -12,8 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from paceline.analysis.findings import Check, Comparison
-from paceline.analysis.findings.accuracy import Accuracy
-from paceline.analysis.findings.served_work import ServedPair, Undecided
+from paceline.analysis.findings.served import Accuracy, ServedPair, Undecided
 from paceline.analysis.served import estimates, measurements
 from paceline.analysis.served.estimates import COMPARED
 from paceline.analysis.served.loads import Load, Served

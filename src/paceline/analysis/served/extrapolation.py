@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.analysis.findings.served_verdicts import FullSet
+from paceline.analysis.findings.served import FullSet
 from paceline.analysis.served import measurements as measured
 from paceline.analysis.served.fleets import replicas_of
 from paceline.analysis.served.loads import Served, Stretch
@@ -25,6 +25,7 @@ from paceline.analysis.statistics.intervals import (
     Array,
     Resampled,
     block_count,
+    bounded,
     components,
     from_components,
     redrawn_sums,
@@ -32,7 +33,6 @@ from paceline.analysis.statistics.intervals import (
     seed_of,
     unbounded,
 )
-from paceline.analysis.statistics.launch_spread import bounded
 from paceline.results.served_samples import RequestSample
 
 # Every place in flight must have been used so often, else what was seen is one burst and no rate.

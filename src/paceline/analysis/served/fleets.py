@@ -12,12 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.analysis.findings import HIGHER, Measurement
-from paceline.analysis.findings.served_verdicts import UNDECIDED_GAIN, Fleet, PartitionGain, ReplicaShare
+from paceline.analysis.findings.served import UNDECIDED_GAIN, Fleet, PartitionGain, ReplicaShare
 from paceline.analysis.served import measurements as measured
 from paceline.analysis.served.loads import Served, Stretch
 from paceline.analysis.served.token_times import spans_of_at_least, tokens_of
-from paceline.analysis.statistics.intervals import Resampled, ratio_between
-from paceline.analysis.statistics.launch_spread import Bounded, bounded, over_launches, quotient
+from paceline.analysis.statistics.intervals import Bounded, Resampled, bounded, over_launches, quotient, ratio_between
 from paceline.analysis.statistics.verdict import verdict_of
 from paceline.results.records import RunRecord
 from paceline.results.served_samples import ReplicaSample

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from paceline.analysis.served.loads import Served, first_answer_s, first_reasoning_s, latency_s, ttft_s
 from paceline.analysis.served.token_times import Gaps, most_in_flight
 from paceline.analysis.statistics.clustered_percentiles import FEWEST_BEYOND, clustered_percentiles
-from paceline.analysis.statistics.intervals import Array, Resampled, block_length, seed_of, unbounded
-from paceline.analysis.statistics.launch_spread import Bounded, bounded
+from paceline.analysis.statistics.intervals import Array, Bounded, Resampled, block_length, bounded, seed_of, unbounded
 from paceline.results.served_samples import RequestSample
 
 # Of a launch its values, and the number of the answer that each is of, in the order of time.

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from paceline.analysis.findings import HIGHER, LOWER, Measurement
-from paceline.analysis.findings.served_verdicts import CLIENT
+from paceline.analysis.findings.served import CLIENT
 from paceline.analysis.served import client_share, latency_bounds
 from paceline.analysis.served.exactly_once import exactly_once as exactly_once
 from paceline.analysis.served.loads import Load as Load
@@ -27,8 +27,7 @@ from paceline.analysis.served.loads import tpot_s as tpot_s
 from paceline.analysis.served.loads import ttft_s as ttft_s
 from paceline.analysis.served.token_times import Steady, gaps_between_tokens, steady
 from paceline.analysis.served.token_times import tokens_of as tokens_of
-from paceline.analysis.statistics.intervals import Resampled
-from paceline.analysis.statistics.launch_spread import Bounded, bounded, over_launches, quotient
+from paceline.analysis.statistics.intervals import Bounded, Resampled, bounded, over_launches, quotient
 from paceline.errors import Scalar
 from paceline.experiment.serving import OPEN, PERCENTILE, STAGED_SCENARIOS
 from paceline.results import client_audit

@@ -11,8 +11,17 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from paceline.analysis.findings.accuracy import FAILED, PASSED, Accuracy
-from paceline.analysis.findings.served_verdicts import CLIENT, KEPT, LOADGEN_LABEL, NOT_KEPT, UNTOLD, Rule
+from paceline.analysis.findings.served import (
+    CLIENT,
+    FAILED,
+    KEPT,
+    LOADGEN_LABEL,
+    NOT_KEPT,
+    PASSED,
+    UNTOLD,
+    Accuracy,
+    Rule,
+)
 from paceline.analysis.served import measurements as measured
 from paceline.analysis.served.loads import Served, Stretch
 from paceline.analysis.served.token_times import most_in_flight

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 
 from paceline.analysis.findings import LoadgenVerdict, Opinion
-from paceline.analysis.findings.served_verdicts import INVALID, INVALID_CLIENT, VALID
+from paceline.analysis.findings.served import INVALID, INVALID_CLIENT, VALID
 from paceline.analysis.served import measurements
 from paceline.analysis.served.mlperf_rules import label_of
 from paceline.analysis.served.verdicts import verdict_of

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from paceline.analysis.findings import BETTER, HIGHER, LOWER, TIE, Differing
-from paceline.analysis.findings.accuracy import Accuracy
-from paceline.analysis.findings.paired import FASTER, SLOWER, PairedRatio, PairedReplicas
+from paceline.analysis.findings.served import FASTER, SLOWER, Accuracy, PairedRatio, PairedReplicas
 from paceline.analysis.served import measurements
 from paceline.analysis.served.equal_work import TOKENS_WITHIN
 from paceline.analysis.statistics import intervals

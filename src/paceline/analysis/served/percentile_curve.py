@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.analysis.findings.served_shapes import LatencySpread
-from paceline.analysis.statistics.launch_spread import Bounded
+from paceline.analysis.findings.served import LatencySpread
+from paceline.analysis.statistics.intervals import Bounded
 
 # Shares of a spread: evenly up to nine of ten, then ever closer to all.
 BULK_SHARES, TAIL_SHARES = 46, 60

@@ -16,8 +16,7 @@ import numpy as np
 from paceline.analysis.findings import Measurement
 from paceline.analysis.served import measurements as measured
 from paceline.analysis.served.loads import Served
-from paceline.analysis.statistics.intervals import DETECTABLE_ERRORS, Ratio, student_t
-from paceline.analysis.statistics.launch_spread import Bounded
+from paceline.analysis.statistics.intervals import DETECTABLE_ERRORS, Bounded, Ratio, student_t
 from paceline.experiment.serving import PERCENTILE, STAGED_SCENARIOS
 from paceline.serving import early_stopping
 from paceline.serving.early_stopping import Told

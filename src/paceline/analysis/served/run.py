@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from paceline.analysis.findings.served_run import FailureClass, LoadOfRun, ReplicaOfRun
+from paceline.analysis.findings.served import FailureClass, LoadOfRun, ReplicaOfRun
 from paceline.analysis.served.loads import Served, gather, latency_s, tpot_s, ttft_s
 from paceline.analysis.served.verdicts import verdict_of
 from paceline.results.records import RunRecord

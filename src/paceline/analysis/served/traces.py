@@ -7,7 +7,7 @@ from collections.abc import Container, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.analysis.findings.served_shapes import TTFT, ReplicaTrace, ServedTrace
+from paceline.analysis.findings.served import TTFT, ReplicaTrace, ServedTrace
 from paceline.analysis.served import measurements
 from paceline.analysis.served.measurements import NS
 from paceline.analysis.served.percentile_curve import spread

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 from paceline.analysis.findings import Measurement, Report
-from paceline.analysis.findings.served_verdicts import (
+from paceline.analysis.findings.served import (
     CLIENT,
     INVALID,
     INVALID_CLIENT,

@@ -1,13 +1,13 @@
-"""What a series of steps can support: intervals, outliers, percentiles and the end of warm-up (method.md, section 3).
+"""Bootstrap intervals, ratios, outliers, percentiles and the end of warm-up (method.md, section 3).
 
-Every random draw has a fixed seed, so a report made again from the same samples is the same to the last digit.
+Every random draw has a fixed seed, so a report built again from the same samples is identical to the last digit.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -315,3 +315,38 @@ def warm_up(durations: Sequence[float] | Array, rule: WarmUp) -> WarmUpEnd:
             return WarmUpEnd(end, True, f"{end} steps: the median of {w} steps changed by {abs(after / here - 1):.2%}")
     why = "the cap" if last == rule.maximum else f"all that leaves two windows of {w} steps"
     return WarmUpEnd(last, False, f"{last} steps, {why}: the median never settled within {rule.slope_ratio:.0%}")
+
+
+# Sums over launches (one row of columns, or many) to the number.
+Estimate = Callable[[Array], Array]
+
+
+def quotient(numerator: int = 0, denominator: int = 1) -> Estimate:
+    """One column's sum over another's: never a mean of rates."""
+    return lambda sums: sums[..., numerator] / sums[..., denominator]
+
+
+def over_launches(rows: Sequence[Sequence[float]], estimate: Estimate, *words: str) -> Resampled | None:
+    """The number of all launches together and its deviations when launches are drawn again with replacement; a row is
+    one launch. None where it is not a number: what is missing among the columns is NaN."""
+    table = np.asarray(rows, dtype=np.float64)
+    if not len(table):
+        return None
+    with np.errstate(divide="ignore", invalid="ignore"):
+        value = float(estimate(table.sum(axis=0)))
+        if not math.isfinite(value):
+            return None
+        if len(table) == 1:
+            return unbounded(value, 1)
+        again = estimate(redrawn_sums(table, np.random.default_rng(seed_of(*words))))
+    if not np.isfinite(again).all():
+        return unbounded(value, len(table))
+    return from_replicates(value, again, len(table), len(table))
+
+
+Bounded = tuple[float | None, float | None, float | None]
+
+
+def bounded(found: Resampled | None) -> Bounded:
+    """The value and its 95 % bounds, as a measurement holds them."""
+    return (None, None, None) if found is None else (found.value, *found.interval)

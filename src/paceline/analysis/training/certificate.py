@@ -8,15 +8,225 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from paceline.analysis.findings import Certificate, Check
-from paceline.analysis.training import finetuned
-from paceline.analysis.training.observed import Observed, Standard, checked, observe, silent_ranks, standard_of
+from paceline.analysis.training.window import StepTable, global_loss, learned_tokens, step_table
 from paceline.errors import RequestError
-from paceline.experiment.spec import RunSpec
-from paceline.models.adapters import DTYPE_BYTES
-from paceline.results.records import RunRecord, Status
+from paceline.experiment.spec import RunSpec, Tuning
+from paceline.models import arithmetic
+from paceline.models.adapters import DTYPE_BYTES, sharded_adapter_parameters, trained_parameters
+from paceline.results.records import Evidence, RunRecord, Status
+from paceline.results.step_columns import StepSeries
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """One run, or one variant of a reference, read once for all checks."""
+
+    run: str
+    record: RunRecord
+    evidence: Mapping[int, Evidence]
+    table: StepTable
+    losses: Mapping[int, float]
+    tokens: Mapping[int, int]
+    digests: Mapping[int, int]
+
+    @property
+    def steps(self) -> Collection[int]:
+        """The steps it recorded, in order."""
+        return self.losses.keys()
+
+    @property
+    def spec(self) -> RunSpec:
+        return self.record.spec
+
+    def by_step(self, field: str) -> dict[int, list[Any]]:
+        """What every rank recorded, by step in order."""
+        return dict(zip(self.table.steps, self.table.by_step(field), strict=True))
+
+    @property
+    def switches(self) -> dict[str, str]:
+        return {key: value for e in self.evidence.values() for key, value in e.switches.items()}
+
+
+def observe(record: RunRecord, variant: int = 0) -> Observed:
+    table = step_table(record, variant)
+    tokens = table.by_step("tokens")
+    losses = map(global_loss, table.by_step("loss"), learned_tokens(table))
+    digests = (sum(ranks) % 2**64 for ranks in table.by_step("data_digest"))
+    return Observed(
+        record.spec.run_id,
+        record,
+        {o.rank: o.evidence for o in sorted(record.outcomes, key=lambda o: o.rank) if o.evidence},
+        table,
+        dict(zip(table.steps, losses, strict=True)),
+        dict(zip(table.steps, map(sum, tokens), strict=True)),
+        dict(zip(table.steps, digests, strict=True)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Standard:
+    """What every run of one work is held against. reference is None where none is usable; missing then says why."""
+
+    reference: Observed | None
+    variants: tuple[Observed, ...]
+    missing: str
+    digests: Mapping[int, Counter[int]]
+    switches: tuple[Mapping[str, str], ...]
+
+
+def standard_of(reference: RunRecord | None, group: Iterable[Observed]) -> Standard:
+    digests: defaultdict[int, Counter[int]] = defaultdict(Counter)
+    switches = []
+    for run in group:
+        switches.append(run.switches)
+        for step, digest in run.digests.items():
+            digests[step][digest] += 1
+    missing = _why_unusable(reference)
+    if reference is None or missing:
+        return Standard(None, (), missing, digests, tuple(switches))
+    numbers = sorted(set(StepSeries.of(reference.steps).column("variant")) - {0})
+    variants = tuple(observe(reference, number) for number in numbers)
+    return Standard(observe(reference), variants, "", digests, tuple(switches))
+
+
+def _why_unusable(reference: RunRecord | None) -> str:
+    if reference is None:
+        return "no reference run of this work was found"
+    run = reference.spec.run_id
+    if reference.status != Status.OK:
+        return f"the reference {run} ended {reference.status}: {reference.error or 'no error was recorded'}"
+    if reference.evidence is None or 0 not in StepSeries.of(reference.steps).column("variant"):
+        return f"the reference {run} left no evidence or no steps"
+    return ""
+
+
+def checked(name: str, expected: str, problems: Sequence[str], observed: str) -> Check:
+    """Passes when there are no problems; `observed` is the text of a pass, the first problems that of a failure."""
+    more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+    return Check(name=name, ok=not problems, expected=expected, observed="; ".join(problems[:3]) + more or observed)
+
+
+def silent_ranks(run: Observed) -> list[str]:
+    return [f"rank {r} left no evidence" for r in range(run.spec.topology.world_size) if r not in run.evidence]
+
+
+REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
+GATHERS = ("all_gather", "broadcast")
+# Padding of buckets and scalars such as the gradient norm; a frozen weight would be many times this.
+BYTES_TOLERANCE = 0.01
+SCALAR_BYTES = 1024
+
+
+def trained_count(run: Observed) -> int:
+    """Weights that learn, by arithmetic on the shape."""
+    tuning, shape = run.spec.tuning, run.record.shape
+    return arithmetic.parameters(shape) if tuning is None else trained_parameters(shape, tuning)
+
+
+def _tuned_dtypes(wanted: Mapping[str, str], tuning: Tuning, compute: str) -> dict[str, str]:
+    """Frozen weights are NF4 or of the compute dtype. Moments of an 8-bit optimizer are 8 bit but for small tensors,
+    so the reference says which; adapters are fp32 and their own master."""
+    expected = dict(wanted)
+    if tuning.has_adapters:
+        expected |= {"parameters": "fp32", "frozen_weights": "nf4" if tuning.method == "qlora" else compute}
+    if tuning.optimizer != "adamw":
+        del expected["optimizer_state"]
+    return expected
+
+
+def frozen_weights(run: Observed, standard: Standard) -> Check | None:
+    """The digest covers 4-bit codes and their scales as every rank holds them."""
+    if run.spec.tuning is None or not run.spec.tuning.has_adapters:
+        return None
+    source = standard.reference or run
+    wanted = source.evidence[0].frozen_digest if 0 in source.evidence else None
+    problems = silent_ranks(run)
+    problems += [f"{e.frozen_digest} on rank {r}" for r, e in run.evidence.items() if e.frozen_digest != wanted]
+    problems = problems if wanted else ["no hash of the frozen weights"]
+    seen = f"equal on {len(run.evidence)} ranks"
+    return checked("frozen weights", f"hash {wanted} on every rank", problems, seen)
+
+
+def label_tokens(run: Observed, standard: Standard) -> Check | None:
+    """Learned tokens of the global batch: the loss is their mean, so another count is another loss."""
+    if run.spec.tuning is None or standard.reference is None:
+        return None
+    seen, known = _sums(run), _sums(standard.reference)
+    problems = [f"{n} at step {step}" for step, n in seen.items() if step in known and n != known[step]]
+    problems = problems if seen else ["no step was recorded"]
+    common = sum(step in known for step in seen)
+    return checked("learned tokens per step", "the reference's", problems, f"equal at {common} steps")
+
+
+def _sums(run: Observed) -> dict[int, int | None]:
+    ranks = run.by_step("label_tokens")
+    return {step: None if None in counts else sum(counts) for step, counts in ranks.items()}
+
+
+def only_adapters(run: Observed, standard: Standard) -> Check | None:
+    """Counted bytes of one step: reductions carry the adapters' gradients once, or once per micro batch where the
+    strategy reduces each. What is gathered besides is stated: strategies that shard frozen weights must fetch them."""
+    tuning, spec = run.spec.tuning, run.spec
+    if tuning is None or not tuning.has_adapters or spec.topology.world_size == 1:
+        return None
+    once = _reduced_count(run, tuning) * DTYPE_BYTES[spec.training.precision.reduce]
+    times = reductions_per_step(run)
+    reduced, gathered = _payload(run, REDUCTIONS), _payload(run, GATHERS)
+    slack = BYTES_TOLERANCE * times * once + SCALAR_BYTES
+    problems = [f"{n:,} bytes on rank {rank}" for rank, n in sorted(reduced.items()) if abs(n - times * once) > slack]
+    problems = problems if reduced else ["no reduction was counted"]
+    expected = f"{times * once:,} bytes of adapters' gradients reduced per step, within 1 %"
+    seen = f"{max(reduced.values(), default=0):,} bytes reduced, {max(gathered.values(), default=0):,} gathered"
+    return checked("only adapters reduced", expected, problems, seen)
+
+
+def _reduced_count(run: Observed, tuning: Tuning) -> int:
+    """FSDP2 reduces the padding of its shards with them."""
+    spec = run.spec
+    if spec.strategy is not None and spec.strategy.name == "fsdp2":
+        return sharded_adapter_parameters(run.record.shape, tuning, spec.topology.world_size)
+    return trained_count(run)
+
+
+def reductions_per_step(run: Observed) -> int:
+    """DDP, ZeRO-1 and FSDP2 reduce after the last micro batch; ZeRO-2 and 3, and FSDP2 where asked, after each."""
+    strategy, accumulation = run.spec.strategy, run.spec.training.accumulation
+    if strategy is None:
+        return 1
+    each = strategy.options.get("stage", 1) in (2, 3) if strategy.name == "zero" else False
+    each = each or strategy.options.get("sync_every_micro_batch", False) is True
+    return accumulation if each else 1
+
+
+def _payload(run: Observed, operations: tuple[str, ...]) -> Counter[int]:
+    """Bytes by rank."""
+    found: Counter[int] = Counter()
+    for sample in run.record.wire:
+        if sample.operation in operations:
+            found[sample.rank] += sample.payload_bytes
+    return found
+
+
+def moved(run: Observed, standard: Standard) -> Check | None:
+    """Every adapter changed and nothing frozen did: both are read after the window, because in its first steps an
+    adapter learns so little that a trajectory in 16 bit cannot tell one that never does.
+
+    Runs of before this was read are not held to it.
+    """
+    read = {rank: e for rank, e in run.evidence.items() if e.unmoved is not None}
+    if run.spec.tuning is None or not run.spec.tuning.has_adapters or not read:
+        return None
+    problems = [f"{len(e.unmoved)} did not on rank {r}, {e.unmoved[0]} first" for r, e in read.items() if e.unmoved]
+    problems += [
+        f"frozen weights changed on rank {r}" for r, e in read.items() if e.final_frozen_digest != e.frozen_digest
+    ]
+    return checked("adapters learn", "every adapter changed, no frozen weight did", problems, f"on {len(read)} ranks")
+
 
 FP32_TOLERANCE = 1e-4
 # Another run of the same arithmetic is one more draw beside the three re-seeded references: it goes beyond their
@@ -95,7 +305,7 @@ def _parameters(run: Observed, standard: Standard) -> Check:
     """(7) of method.md section 6: what was counted in the process equals what the configuration implies."""
     wanted: dict[str, int] = {}
     with contextlib.suppress(RequestError):
-        wanted["the configuration"] = finetuned.trained_count(run)
+        wanted["the configuration"] = trained_count(run)
     if standard.reference:
         wanted["the reference"] = standard.reference.evidence[0].parameters
     seen = {e.parameters for e in run.evidence.values()}
@@ -192,7 +402,7 @@ def expected_dtypes(spec: RunSpec) -> dict[str, str]:
         "optimizer_state": "fp32",
         "master_weights": "fp32",
     }
-    return wanted if spec.tuning is None else finetuned.expected_dtypes(wanted, spec.tuning, precision.compute)
+    return wanted if spec.tuning is None else _tuned_dtypes(wanted, spec.tuning, precision.compute)
 
 
 def _dtypes(run: Observed, standard: Standard) -> Check:
@@ -213,7 +423,7 @@ def _wire_dtype(run: Observed, standard: Standard) -> Check:
     gradient_bytes = max((e.parameters for e in run.evidence.values()), default=0) * DTYPE_BYTES[wanted]
     payload: Counter[tuple[int, int, str]] = Counter()
     for w in run.record.wire:
-        if w.operation in finetuned.REDUCTIONS:
+        if w.operation in REDUCTIONS:
             payload[w.rank, w.step, w.dtype] += w.payload_bytes
     seen = {dtype for (_, _, dtype), size in payload.items() if size > GRADIENT_SHARE * gradient_bytes}
     problems = [f"gradients crossed in {dtype}" for dtype in sorted(seen - {wanted})]
@@ -329,17 +539,17 @@ def _switches(run: Observed, standard: Standard) -> Check:
 CHECKS: tuple[Callable[[Observed, Standard], Check | None], ...] = (
     _reference,
     _initial_weights,
-    finetuned.frozen_weights,
+    frozen_weights,
     _parameters,
     _data,
     _tokens,
-    finetuned.label_tokens,
+    label_tokens,
     _optimizer_steps,
     _micro_batches,
     _dtypes,
     _wire_dtype,
-    finetuned.only_adapters,
-    finetuned.moved,
+    only_adapters,
+    moved,
     _optimizer,
     _finite,
     _trajectory("loss trajectory", _loss, LOSS_FLOOR),

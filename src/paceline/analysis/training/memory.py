@@ -5,11 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from paceline.analysis.findings import FrontierPoint, Measurement, MemoryRow, Probe, RunFinding
+from paceline.analysis.findings import (
+    Alternative,
+    FrontierPoint,
+    Measurement,
+    MemoryAdvice,
+    MemoryRow,
+    Probe,
+    RunFinding,
+)
 from paceline.errors import Scalar
 from paceline.experiment.spec import RunSpec
-from paceline.results.memory_components import COMPONENTS, MOMENTS, Held, components, largest_fitting, predicted_peaks
-from paceline.results.records import MemorySample, RunRecord, Status
+from paceline.results.memory_components import (
+    COMPONENTS,
+    MOMENTS,
+    Held,
+    components,
+    goal_bytes,
+    largest_fitting,
+    predicted_peaks,
+    room_bytes,
+)
+from paceline.results.records import AlternativeSample, MemorySample, RunRecord, Status
 
 PEAK = "steps"
 
@@ -181,3 +198,40 @@ def _series(spec: RunSpec) -> str:
         f"limit {limit} GiB": limit is not None,
     }
     return ", ".join(word for word, said in words.items() if said)
+
+
+def all_advice(records: Sequence[RunRecord]) -> tuple[MemoryAdvice, ...]:
+    """One for each run out of memory that left predictions."""
+    return tuple(found for record in records if (found := advice(record)) is not None)
+
+
+def advice(record: RunRecord) -> MemoryAdvice | None:
+    """None unless the run was out of memory, told its room, and was advised."""
+    room = room_bytes(record.components)
+    if record.status is not Status.OOM or room is None or not record.alternatives:
+        return None
+    own = next((s for s in record.alternatives if not s.change), None)
+    own_peak = own.bytes if own else None
+    goal = goal_bytes(room, own_peak)
+    return MemoryAdvice(
+        run=record.spec.run_id,
+        cell=record.spec.cell,
+        axes=record.spec.axes(),
+        room_bytes=room,
+        own_peak_bytes=own_peak,
+        own_note=own.note if own else None,
+        goal_bytes=goal,
+        alternatives=tuple(_alternative(s, goal) for s in record.alternatives if s.change),
+    )
+
+
+def _alternative(sample: AlternativeSample, goal: int) -> Alternative:
+    return Alternative(
+        change=sample.change,
+        settings=sample.settings,
+        keeps_work=sample.keeps_work,
+        peak_bytes=sample.bytes,
+        fits=None if sample.bytes is None else sample.bytes <= goal,
+        origin=sample.origin,
+        note=sample.note,
+    )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.analysis.compare import validity
+from paceline.analysis.compare import comparable
 from paceline.analysis.training.certificate import certify
 from paceline.campaign.run import restarts, supervision
 from paceline.campaign.run.supervision import Launch, Observer
@@ -289,7 +289,7 @@ def verdict(record: RunRecord, reference_dir: Path | None) -> tuple[Status, str 
     Agreement with the other runs of the group is checked again by every report, which sees them all.
     """
     if not record.spec.is_certified and not record.is_reference:
-        wrong = validity.problems(record)
+        wrong = comparable.problems(record)
         return (Status.INVALID, "; ".join(wrong)) if wrong else (Status.OK, None)
     if record.is_reference:
         finite = all(math.isfinite(sample.loss) for sample in record.steps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from paceline.analysis.findings import DesignOutcome, Effect, Report, Response
-from paceline.analysis.findings.effects import ALIASED, INTERACTION, NO_EFFECT, OPEN
+from paceline.analysis.findings.compare import ALIASED, INTERACTION, NO_EFFECT, OPEN
 from paceline.report.charts.chart import SPANS, Axis, Chart, Point, Rule, Series, used
 from paceline.report.tables.effects import MEMORY, SPEED, change, plan, verdict
 from paceline.wording import percent_up

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from paceline.analysis.findings import NodeMeasure, NodeVerdict, Report
-from paceline.analysis.findings.nodes import FAIL, PASS, SUSPECT, UNDECIDED
+from paceline.analysis.findings.machine import FAIL, PASS, SUSPECT, UNDECIDED
 from paceline.report.charts.chart import BARS, Axis, Chart, Point, Rule, Series
 from paceline.report.tables.nodes import band, furthest, measure_names, shown
 

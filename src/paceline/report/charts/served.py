@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from paceline.analysis.findings import ClientAudit, LatencySpread, Report, ServedLoad, ServedShapes
-from paceline.analysis.findings.served_shapes import LATENCY, TPOT, TTFT
+from paceline.analysis.findings.served import LATENCY, TPOT, TTFT
 from paceline.report.charts.chart import (
     BARS,
     CURVE,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from paceline.analysis.findings import Measurement, Report
-from paceline.analysis.findings.accuracy import AGREES, FAILED, PASSED, SMOKE, Accuracy, ReplicaAnswers
+from paceline.analysis.findings.served import AGREES, FAILED, PASSED, SMOKE, Accuracy, ReplicaAnswers
 from paceline.report.tables.table import Cell, Column, Table
 from paceline.report.text.cells import cell_name, varying_axes
 from paceline.wording import MISSING, format_parts

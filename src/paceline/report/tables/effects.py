@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from paceline.analysis.findings import DesignOutcome, Effect, Report, Response
-from paceline.analysis.findings.effects import ALIASED, FASTER, INTERACTION, LESS, MORE, NO_EFFECT, OPEN, SLOWER
+from paceline.analysis.findings.compare import ALIASED, FASTER, INTERACTION, LESS, MORE, NO_EFFECT, OPEN, SLOWER
 from paceline.report.tables.table import Cell, Column, Table
 from paceline.wording import MISSING, format_number, listed, percent_up, places
 

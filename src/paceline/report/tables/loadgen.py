@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paceline.analysis.findings import LoadgenVerdict, Opinion, Report
 from paceline.analysis.findings.cell_axes import axis_text
-from paceline.analysis.findings.served_verdicts import VALID, told
+from paceline.analysis.findings.served import VALID, told
 from paceline.report.tables.table import Cell, Column, Table
 from paceline.wording import MISSING, Scale, format_parts
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from paceline.analysis.findings import NodeEvidence, NodeMeasure, NodeVerdict, Report
-from paceline.analysis.findings.nodes import FAIL, PASS, SUSPECT, UNDECIDED, WORST_FIRST
+from paceline.analysis.findings.machine import FAIL, PASS, SUSPECT, UNDECIDED, WORST_FIRST
 from paceline.report.tables.table import Cell, Column, Table
 from paceline.wording import MISSING, listed
 

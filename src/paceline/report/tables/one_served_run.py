@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from paceline.analysis.findings.served_run import FailureClass, LoadOfRun, ReplicaOfRun
+from paceline.analysis.findings.served import FailureClass, LoadOfRun, ReplicaOfRun
 from paceline.wording import Scale, format_parts
 
 MS = Scale("ms", 1e3)

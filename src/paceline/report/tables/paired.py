@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from paceline.analysis.findings import TIE, Report
-from paceline.analysis.findings.paired import FASTER, SLOWER, PairedRatio, PairedReplicas
+from paceline.analysis.findings.served import FASTER, SLOWER, PairedRatio, PairedReplicas
 from paceline.report.tables.comparison import differences_text
 from paceline.report.tables.table import Cell, Column, Table
 from paceline.wording import DIGITS_OF_RATIO, TIMES, format_number, places, ratio_words

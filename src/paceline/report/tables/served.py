@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from paceline.analysis.findings import Fleet, Measurement, Report, ServedVerdict
 from paceline.analysis.findings.cell_axes import axis_text
-from paceline.analysis.findings.served_verdicts import NOT_KEPT, UNTOLD
+from paceline.analysis.findings.served import NOT_KEPT, UNTOLD
 from paceline.errors import Scalar
 from paceline.experiment.serving import MOST_CEILING_RATIO, STAGED_SCENARIOS
 from paceline.experiment.spec import SERVED

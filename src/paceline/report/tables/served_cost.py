@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from paceline.analysis.findings import Measurement, Report
-from paceline.analysis.findings.served_cost import ServedCost
+from paceline.analysis.findings.cost import ServedCost
 from paceline.host.prices import GIVEN, SPOT
 from paceline.report.tables.cost import LIST_PRICES, PER_PROCESS
 from paceline.report.tables.table import Cell, Column, Table

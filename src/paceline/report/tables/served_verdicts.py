@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from paceline.analysis.findings import Fleet, PartitionGain, ReplicaShare, Report, Rule, ServedVerdict
 from paceline.analysis.findings.cell_axes import axis_text
-from paceline.analysis.findings.served_verdicts import KEPT, NOT_KEPT
+from paceline.analysis.findings.served import KEPT, NOT_KEPT
 from paceline.analysis.findings.training import BETTER, WORSE
 from paceline.errors import Scalar
 from paceline.report.tables.served import load_text, loads_of, rules_text, span

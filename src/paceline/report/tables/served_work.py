@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from paceline.analysis.findings import BETTER, TIE, WORSE, Comparison, Report
-from paceline.analysis.findings.served_work import ServedPair
+from paceline.analysis.findings.served import ServedPair
 from paceline.report.tables.table import CROSS, TICK, Cell, Column, Table
 from paceline.report.text.measurements import format_ratio
 from paceline.wording import DIGITS_OF_RATIO, TIMES, format_number, places

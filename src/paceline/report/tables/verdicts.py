@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from paceline.analysis.findings import Bottleneck, Recommendation, Report, RuleOfThumb, ShareOfStep
-from paceline.analysis.findings.verdicts import BOTTLENECKS, UNDECIDED
+from paceline.analysis.findings.training import BOTTLENECKS, UNDECIDED
 from paceline.report.tables.table import Cell, Column, Table
 from paceline.report.text.cells import cell_name, varying_axes
 from paceline.wording import MISSING

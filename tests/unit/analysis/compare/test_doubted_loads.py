@@ -13,7 +13,7 @@ from rich.console import Console
 from served_records import CLIENT, in_turns, record, request, stage
 
 from paceline.analysis.compare import comparable, history
-from paceline.analysis.compare.validity import status_of
+from paceline.analysis.compare.comparable import status_of
 from paceline.analysis.findings import Report
 from paceline.analysis.report import build
 from paceline.analysis.served import measurements

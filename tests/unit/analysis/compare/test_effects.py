@@ -11,7 +11,7 @@ import pytest
 
 from paceline.analysis.compare import effects
 from paceline.analysis.findings import DesignOutcome, Effect
-from paceline.analysis.findings.effects import ALIASED, FASTER, LESS, NO_EFFECT, OPEN, SLOWER
+from paceline.analysis.findings.compare import ALIASED, FASTER, LESS, NO_EFFECT, OPEN, SLOWER
 from paceline.analysis.training import metrics
 from paceline.analysis.training.window import open_window
 from paceline.experiment.choices import Choice

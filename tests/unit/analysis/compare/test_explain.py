@@ -7,8 +7,8 @@ from typing import Any
 import fabric_records as made
 import pytest
 
-from paceline.analysis.compare import scaling, scaling_loss
-from paceline.analysis.compare.scaling_loss import grade, karp_flatt
+from paceline.analysis.compare import scaling
+from paceline.analysis.compare.scaling import grade, karp_flatt
 from paceline.analysis.findings import ScalingExplanation
 from paceline.analysis.machine import fabric
 from paceline.analysis.training import metrics
@@ -33,7 +33,7 @@ def explained(*groups: list[RunRecord], sweeps: tuple[RunRecord, ...] = ()) -> l
     records = [r for group in groups for r in group]
     cells = metrics.gather(open_window(r) for r in records)
     fits = fabric.analyse(sweeps).fits
-    return list(scaling_loss.explain(scaling.analyse(cells).points, cells, fits, [*records, *sweeps]))
+    return list(scaling.explain(scaling.analyse(cells).points, cells, fits, [*records, *sweeps]))
 
 
 @pytest.fixture
@@ -242,8 +242,8 @@ def test_grades_by_the_interval(value: float, low: float | None, high: float | N
 
 
 def test_a_baseline_that_was_not_profiled_leaves_a_sentence_and_no_share(golden: object) -> None:
-    split = scaling_loss._Split(1.0, 0.8, 0.3, None, True)
-    said = scaling_loss._prediction(split, 0.1, 0.1)
+    split = scaling._Split(1.0, 0.8, 0.3, None, True)
+    said = scaling._prediction(split, 0.1, 0.1)
     assert said == golden
     assert "100" in said
     assert split.share(split.transfer_s(0.1)) is None
@@ -251,6 +251,6 @@ def test_a_baseline_that_was_not_profiled_leaves_a_sentence_and_no_share(golden:
 
 def test_transfer_the_baseline_already_needed_explains_no_loss() -> None:
     """The baseline transfers 100 ms, so do the more: the 50 ms newly exposed are waiting."""
-    split = scaling_loss._Split(1.0, 0.8, 0.15, 0.05, True)
+    split = scaling._Split(1.0, 0.8, 0.15, 0.05, True)
     assert split.share(split.transfer_s(0.0)) == 0.0
     assert split.share(split.transfer_s(0.1)) == pytest.approx(0.25)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.analysis.compare.recipe import recipes
+from paceline.analysis.report import recipes
 from paceline.experiment import expansion
 from paceline.experiment.spec import RunSpec
 from paceline.results import store

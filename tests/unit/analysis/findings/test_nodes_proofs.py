@@ -5,7 +5,7 @@ from __future__ import annotations
 import node_records as synthetic
 import pytest
 
-from paceline.analysis.findings.nodes import FAIL, PASS, SUSPECT
+from paceline.analysis.findings.machine import FAIL, PASS, SUSPECT
 from paceline.analysis.machine import nodes
 from paceline.results.machine_samples import TrajectorySample
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.analysis.compare import validity
+from paceline.analysis.compare import comparable
 from paceline.analysis.findings import Measurement
 from paceline.analysis.machine import ceilings
 from paceline.analysis.report import build
@@ -233,7 +233,7 @@ def test_a_wrong_or_shared_peak_is_never_used(campaign: Builder, ceiling_run: Bu
     shared = ceiling_run(kernel(dtype="fp32"), evidence={"settings": {"shared_gpu": True}})
     for peak in (wrong, shared):
         assert ratio_of(build([*campaign(), peak], "test")).value is None
-    assert validity.problems(wrong) == golden
+    assert comparable.problems(wrong) == golden
 
 
 def test_the_best_of_several_runs_counts(campaign: Builder, ceiling_run: Builder) -> None:

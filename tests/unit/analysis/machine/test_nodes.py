@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from paceline.analysis.findings import NodeVerdict
-from paceline.analysis.findings.nodes import FAIL, PASS, SUSPECT
+from paceline.analysis.findings.machine import FAIL, PASS, SUSPECT
 from paceline.analysis.machine import nodes
 from paceline.analysis.machine.peers import Band, among_peers, beside_baseline
 from paceline.errors import RequestError

@@ -8,7 +8,7 @@ import node_records as synthetic
 import numpy as np
 import pytest
 
-from paceline.analysis.findings.nodes import FAIL, PASS, SUSPECT, UNDECIDED
+from paceline.analysis.findings.machine import FAIL, PASS, SUSPECT, UNDECIDED
 from paceline.analysis.machine import nodes
 from paceline.analysis.machine.peers import SPLIT, SPREAD, Band, among_peers, beside_baseline
 

@@ -15,7 +15,7 @@ import pytest
 
 from paceline.analysis.cost.training import Costing
 from paceline.analysis.findings import Report
-from paceline.analysis.findings.nodes import FAIL, PASS, SUSPECT, UNDECIDED, WORST_FIRST
+from paceline.analysis.findings.machine import FAIL, PASS, SUSPECT, UNDECIDED, WORST_FIRST
 from paceline.analysis.machine import nodes
 from paceline.analysis.machine.peers import (
     EDGE,

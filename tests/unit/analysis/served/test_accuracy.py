@@ -8,7 +8,7 @@ import sys
 import pytest
 from answered_records import build_answer, build_record, build_replica, build_spec, one_by_one
 
-from paceline.analysis.findings.accuracy import AGREES, DIFFERS, FAILED, PASSED, SILENT, SMOKE, UNDECIDED, Accuracy
+from paceline.analysis.findings.served import AGREES, DIFFERS, FAILED, PASSED, SILENT, SMOKE, UNDECIDED, Accuracy
 from paceline.analysis.report import build
 from paceline.analysis.served import accuracy
 from paceline.report.answer import answer

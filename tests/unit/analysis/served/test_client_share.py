@@ -10,7 +10,7 @@ from served_records import CLIENT, MS, S, record, request, stage
 
 from paceline.analysis import report as reports
 from paceline.analysis.findings import Report
-from paceline.analysis.findings.served_verdicts import CeilingUse
+from paceline.analysis.findings.served import CeilingUse
 from paceline.analysis.served.token_times import busiest_second
 from paceline.experiment.choices import Choice
 from paceline.report.answer import answer, grounds

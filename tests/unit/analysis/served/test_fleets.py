@@ -9,7 +9,7 @@ import pytest
 from served_records import S, in_turns, record, replica, stage, streamed
 
 from paceline.analysis.findings import TIE, Fleet, Measurement
-from paceline.analysis.findings.served_verdicts import UNDECIDED_GAIN
+from paceline.analysis.findings.served import UNDECIDED_GAIN
 from paceline.analysis.served import fleets, measurements
 from paceline.results.records import RunRecord
 

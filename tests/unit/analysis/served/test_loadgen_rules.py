@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from served_records import CLIENT, MS, S, record, replica, request
 
-from paceline.analysis.findings.accuracy import Accuracy
-from paceline.analysis.findings.served_verdicts import KEPT, LOADGEN_LABEL, NOT_KEPT, UNTOLD, Rule
+from paceline.analysis.findings.served import KEPT, LOADGEN_LABEL, NOT_KEPT, UNTOLD, Accuracy, Rule
 from paceline.analysis.served import measurements, mlperf_rules
 from paceline.results.served_samples import RequestSample
 from paceline.serving.client import arrivals

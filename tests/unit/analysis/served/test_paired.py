@@ -11,7 +11,7 @@ import pytest
 from answered_records import build_answer, build_record, build_replica, build_spec, in_stages, one_by_one
 
 from paceline.analysis.findings import TIE
-from paceline.analysis.findings.paired import FASTER, SLOWER, PairedRatio, PairedReplicas
+from paceline.analysis.findings.served import FASTER, SLOWER, PairedRatio, PairedReplicas
 from paceline.analysis.report import build
 from paceline.analysis.served import paired
 from paceline.report.answer import answer, grounds

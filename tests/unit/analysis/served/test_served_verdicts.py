@@ -12,7 +12,7 @@ from served_records import CLIENT, S, in_turns, record, replica, request, stage
 
 from paceline.analysis import report as reports
 from paceline.analysis.findings import Report
-from paceline.analysis.findings.served_verdicts import LOADGEN_LABEL, NOT_KEPT, UNTOLD, Rule
+from paceline.analysis.findings.served import LOADGEN_LABEL, NOT_KEPT, UNTOLD, Rule
 from paceline.analysis.served import measurements
 from paceline.analysis.served.loads import gather
 from paceline.analysis.served.verdicts import verdict_of

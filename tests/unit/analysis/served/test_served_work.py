@@ -11,7 +11,7 @@ from answered_records import build_answer, build_record, build_replica, build_re
 
 from paceline.analysis.compare import folders, history
 from paceline.analysis.findings import BETTER, TIE, WORSE, Between, Change
-from paceline.analysis.findings.served_work import ServedPair
+from paceline.analysis.findings.served import ServedPair
 from paceline.analysis.report import build
 from paceline.analysis.served import equal_work, estimates
 from paceline.errors import RequestError

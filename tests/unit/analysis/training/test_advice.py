@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from paceline.analysis.report import build
-from paceline.analysis.training import advice
+from paceline.analysis.training import memory
 from paceline.experiment.choices import Choice
 from paceline.experiment.spec import RunSpec, Topology, Training
 from paceline.report.exporters import html, markdown
@@ -62,7 +62,7 @@ def record(*samples: AlternativeSample, room: float = 79.1, status: Status = Sta
 
 def test_what_fits_leaves_a_twentieth_free() -> None:
     """76.0 GiB would fit into 79.1, but not with 5 % to spare: 75.1 GiB."""
-    found = advice.of(record())
+    found = memory.advice(record())
     assert found is not None
     assert found.room_bytes == int(79.1 * GIB)
     assert found.goal_bytes == pytest.approx(0.95 * 79.1 * GIB, abs=1)
@@ -78,21 +78,21 @@ def test_a_run_that_was_predicted_to_fit_asks_for_less_than_its_own_peak() -> No
     own, room = 70 * GIB, 79 * GIB
     assert goal_bytes(room, own) == int(0.95 * own)
     assert goal_bytes(room, 90 * GIB) == goal_bytes(room, None) == int(0.95 * room)
-    found = advice.of(record(told("", "", 70.0), told("checkpointing full", "checkpointing=full", 68.0)))
+    found = memory.advice(record(told("", "", 70.0), told("checkpointing full", "checkpointing=full", 68.0)))
     assert found is not None
     assert not found.fitting
 
 
 def test_how_its_own_peak_was_predicted_is_said(golden: object) -> None:
     note = "rehearsed without compilation"
-    found = advice.of(record(told("", "", 70.0, note=note), told("checkpointing full", "checkpointing=full", 40.0)))
+    found = memory.advice(record(told("", "", 70.0, note=note), told("checkpointing full", "checkpointing=full", 40.0)))
     assert found is not None
     assert found.own_note == note
     text = sentence(found)
     assert text == golden
     assert f"{note}" in text
     assert "70.0" in text
-    plain = advice.of(record())
+    plain = memory.advice(record())
     assert plain is not None
     assert plain.own_note is None
 
@@ -104,11 +104,11 @@ def test_the_smallest_limit_counts() -> None:
 
 @pytest.mark.parametrize("status", [Status.OK, Status.FAILED])
 def test_only_out_of_memory_is_advised(status: Status) -> None:
-    assert advice.of(record(status=status)) is None
+    assert memory.advice(record(status=status)) is None
 
 
 def test_the_sentence_says_every_number(golden: object) -> None:
-    found = advice.of(record())
+    found = memory.advice(record())
     assert found is not None
     text = sentence(found)
     assert text == golden
@@ -122,14 +122,14 @@ def test_the_sentence_says_every_number(golden: object) -> None:
 
 def test_a_prediction_without_compilation_says_so_with_its_number(golden: object) -> None:
     note = "rehearsed without compilation"
-    fitting = advice.of(record(told("checkpointing full", "checkpointing=full", 40.0, note=note)))
+    fitting = memory.advice(record(told("checkpointing full", "checkpointing=full", 40.0, note=note)))
     assert fitting is not None
     text = sentence(fitting)
     assert text == golden
     assert f"{note}" in text
     assert "40.0" in text
     changed = told("sequence length 256", "sequence_length=256", 60.0, keeps_work=False, note=note)
-    nearest = advice.of(record(changed, room=30.0))
+    nearest = memory.advice(record(changed, room=30.0))
     assert nearest is not None
     text = sentence(nearest)
     assert text == golden
@@ -139,7 +139,7 @@ def test_a_prediction_without_compilation_says_so_with_its_number(golden: object
 
 
 def test_where_nothing_fits_the_nearest_is_named(golden: object) -> None:
-    found = advice.of(record(*TOLD, room=30.0))
+    found = memory.advice(record(*TOLD, room=30.0))
     assert found is not None
     text = sentence(found)
     assert text == golden

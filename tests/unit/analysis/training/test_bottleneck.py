@@ -10,7 +10,7 @@ import pytest
 
 from paceline.analysis.findings import Bottleneck, ShareOfStep
 from paceline.analysis.report import build
-from paceline.analysis.training import bottleneck, floors
+from paceline.analysis.training import bottleneck
 from paceline.experiment.spec import Tuning
 from paceline.models import adapters, arithmetic
 from paceline.results.machine_samples import KernelSample
@@ -199,7 +199,7 @@ def test_a_profile_longer_than_the_step_is_fitted_into_it(verdict: Builder) -> N
 def test_without_ceilings_kernels_stay_undecided_and_the_command_is_named(verdict: Builder, golden: object) -> None:
     found = verdict(trace(0.8), trace(0.8, rank=1))
     assert (found.kind, found.share_ratio) == ("undecided", None)
-    assert found.missing == (floors.NO_CEILINGS,)
+    assert found.missing == (bottleneck.NO_CEILINGS,)
     assert found.text == golden
     assert "`paceline run compute`" in found.text
     assert shares(found)["compute"].share_ratio is None
@@ -274,7 +274,7 @@ def test_dequantisation(verdict: Builder, golden: object) -> None:
     assert "500" in found.text
     assert shares(found)["memory bandwidth"].share_ratio == pytest.approx(0.1)
     assert shares(found)["memory bandwidth"].high == pytest.approx(0.4), "products may wait for memory too"
-    assert found.missing == (floors.NO_CEILINGS,), "which decides nothing here but is said"
+    assert found.missing == (bottleneck.NO_CEILINGS,), "which decides nothing here but is said"
 
 
 def test_compute_of_a_fine_tune_counts_no_gradient_of_frozen_weights(verdict: Builder) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.analysis.compare import recommend
 from paceline.analysis.findings import DesignOutcome, Effect, LeftOut, Report, Response
-from paceline.analysis.findings.effects import ALIASED, COMBINED, FACTOR, FASTER, INTERACTION, LESS, NO_EFFECT, OPEN
+from paceline.analysis.findings.compare import ALIASED, COMBINED, FACTOR, FASTER, INTERACTION, LESS, NO_EFFECT, OPEN
 from paceline.report.answer import answer, grounds
 from paceline.report.charts import charts
 from paceline.report.exporters import csv as csv_exporter

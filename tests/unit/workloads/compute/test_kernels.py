@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 from faulty import wrong_product  # noqa: E402
 
-from paceline.analysis.compare import validity  # noqa: E402
+from paceline.analysis.compare import comparable  # noqa: E402
 from paceline.campaign.run.controller import verdict  # noqa: E402
 from paceline.contract import Seat  # noqa: E402
 from paceline.errors import RequestError  # noqa: E402
@@ -192,7 +192,7 @@ def test_every_row_is_measured_or_says_why_not(record: RunRecord) -> None:
 
 
 def test_right_results_make_a_valid_run(record: RunRecord) -> None:
-    assert validity.problems(record) == []
+    assert comparable.problems(record) == []
     assert verdict(record, None) == (Status.OK, None)
 
 
@@ -289,7 +289,7 @@ def test_a_row_that_breaks_later_has_failed_and_makes_the_run_invalid(
     monkeypatch.setattr(kernels, "multiply", breaks)
     sample = bench().measure(row())
     assert (sample.status, sample.error) == ("failed", "lost the device")
-    wrong = validity.problems(dataclasses.replace(record, kernels=(*record.kernels, sample)))
+    wrong = comparable.problems(dataclasses.replace(record, kernels=(*record.kernels, sample)))
     assert wrong == golden
 
 

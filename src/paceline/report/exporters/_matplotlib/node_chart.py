@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.analysis.findings import NodeMeasure, Report
-from paceline.analysis.findings.nodes import FAIL, PASS, SUSPECT, UNDECIDED
+from paceline.analysis.findings.machine import FAIL, PASS, SUSPECT, UNDECIDED
 from paceline.report.exporters._matplotlib.canvas import GRID, PALETTE, QUIET, brief, canvas, entitle, say
 from paceline.report.tables.nodes import furthest, measure_names, shown
 
