@@ -298,3 +298,12 @@ def test_every_package_says_what_it_holds() -> None:
         if path.name == "__init__.py" and len((ast.get_docstring(TREES[name]) or "").splitlines()) < 3
     ]
     assert not [name for name in short if name and "." not in name]
+
+
+def test_a_program_starts_on_its_last_line() -> None:
+    """What is defined below `if __name__ == "__main__"` does not exist yet while the program runs."""
+    assert not [
+        name
+        for name, tree in TREES.items()
+        if any(isinstance(node, ast.If) and "__name__" in ast.unparse(node.test) for node in tree.body[:-1])
+    ]

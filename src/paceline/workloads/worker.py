@@ -266,13 +266,6 @@ def leave() -> None:
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
-    exit_code = main(sys.argv)
-    # The interpreter would look through all of torch for garbage before it ends, for most of a second.
-    gc.freeze()
-    sys.exit(exit_code)
-
-
 def gauge_samples(snapshot: Snapshot, rank: int, host: str) -> list[GaugeSample]:
     """A reading as the samples of a run: the host first, then each GPU."""
     own = GaugeSample(
@@ -303,3 +296,10 @@ def _gauge_sample(device: DeviceSample, rank: int, host: str) -> GaugeSample:
         memory_clock_hz=device.memory_clock_hz,
         throttle_reasons=device.throttle_reasons,
     )
+
+
+if __name__ == "__main__":
+    exit_code = main(sys.argv)
+    # The interpreter would look through all of torch for garbage before it ends, for most of a second.
+    gc.freeze()
+    sys.exit(exit_code)
