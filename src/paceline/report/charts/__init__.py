@@ -39,6 +39,8 @@ BUILDERS: tuple[Callable[[Report], Iterable[Chart]], ...] = (
     training.step_time,
     training.phases,
     training.peak_memory,
+    training.wire,
+    training.host_to_device,
     training.scaling,
     training.scaling_loss,
     money.cost,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from paceline.analysis.findings import Measurement, Report
 from paceline.analysis.findings.cell_axes import describe
-from paceline.report.charts.chart import COLOURS, LINEAR, LINES, LOG, LOG2, Axis, Chart, Point, Series, told
+from paceline.report.charts.chart import COLOURS, LINEAR, LINES, LOG, LOG2, Axis, Chart, Point, Series, in_full
 from paceline.report.tables.ceilings import GIGA, scale_for
 from paceline.report.text.measurements import format_brief
 from paceline.wording import Scale
@@ -111,7 +111,7 @@ def _point(m: Measurement, scale: Scale, series: str) -> Point:
         series=series,
         label=f"{series}, {m.axes['label']}",
         text=format_brief(m, scale),
-        detail=told(m, scale),
+        detail=in_full(m, scale),
         cells=(m.cell,),
         runs=m.runs,
     )

@@ -67,6 +67,7 @@ class Point:
     detail: str = ""
     drawn: str = JOINED
     faint: bool = False
+    expected: float | None = None
     samples: tuple[float, ...] = ()
 
 
@@ -127,7 +128,7 @@ def used(series: Iterable[Series], points: Iterable[Point]) -> tuple[Series, ...
     return tuple(one for one in series if one.name in shown)
 
 
-def told(m: Measurement, scale: Scale | None = None) -> str:
-    """A measurement in full: value, interval, unit, and what it stands on."""
+def in_full(m: Measurement, scale: Scale | None = None) -> str:
+    """A measurement in full: value, interval, unit, and how many samples it comes from."""
     launches = f"{m.launches} launch{'' if m.launches == 1 else 'es'}"
     return "\n".join(filter(None, (format_measurement(m, scale), f"{m.n} samples of {launches}", m.note)))

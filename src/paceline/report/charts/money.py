@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from paceline.analysis.findings import Cost, Report, offers_of
-from paceline.report.charts.chart import BARS, LINES, Axis, Chart, Point, Series, numbered, strategies, told, used
+from paceline.report.charts.chart import BARS, LINES, Axis, Chart, Point, Series, numbered, strategies, in_full, used
 from paceline.report.tables import budget as sized
 from paceline.report.text.cells import groups
 from paceline.report.text.measurements import format_brief
@@ -48,7 +48,7 @@ def _bar(found: Cost, label: str, group: str, scale: Scale, *, faint: bool) -> P
         group=group,
         series=label,
         text=f"{format_brief(m, scale)}{' spot' if faint else ''}",
-        detail=f"{told(m, scale)}\n{price}",
+        detail=f"{in_full(m, scale)}\n{price}",
         cells=(found.cell,),
         runs=m.runs,
         faint=faint,
@@ -99,7 +99,7 @@ def _spent(found: Cost, series: str, where: str) -> Point:
         series=series,
         label=where,
         text=where,
-        detail=f"{where}\n{told(time, Scale('h', 1 / 3600))}\n{told(cost)}",
+        detail=f"{where}\n{in_full(time, Scale('h', 1 / 3600))}\n{in_full(cost)}",
         cells=(found.cell,),
         runs=cost.runs,
     )

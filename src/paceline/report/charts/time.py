@@ -50,9 +50,9 @@ def _panel(series: HistorySeries, drawn: ChartPoints, began: float) -> Iterator[
     # Both ends of each level, joined to the next: the step between two levels is where the change is.
     told = ["", *(text for _, text in drawn.marks)]
     for (start, end, level), detail in zip(drawn.levels, told, strict=True):
-        for at in (start, end):
+        for at, text in ((start, detail), (end, "")):
             x, y = (at - began) / DAY_S, 100 * level / first
-            yield replace(place, x=x, y=y, series=LEVEL.name, drawn=CURVE, detail=detail)
+            yield replace(place, x=x, y=y, series=LEVEL.name, drawn=CURVE, detail=detail, text=text)
 
 
 def _when(at: float) -> str:

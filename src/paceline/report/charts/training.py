@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from paceline.analysis.findings import Measurement, Report, ScalingExplanation, ScalingPoint
 from paceline.analysis.findings.cell_axes import axis_text, describe
@@ -19,13 +20,13 @@ from paceline.report.charts.chart import (
     Series,
     numbered,
     strategies,
-    told,
+    in_full,
     used,
 )
 from paceline.report.tables.scaling import baseline_name
-from paceline.report.text.cells import THROUGHPUT, Group, Row, groups
+from paceline.report.text.cells import THROUGHPUT, WIRE, WIRE_FORMULA, Group, Row, groups
 from paceline.report.text.measurements import format_brief
-from paceline.wording import Scale, format_number, format_parts, places, short_names
+from paceline.wording import Scale, format_number, format_parts, places, scale_of, short_names
 
 MS, GIB, PERCENT = Scale("ms", 1e3), Scale("GiB", 2.0**-30), Scale("%", 100.0)
 PHASES = {
@@ -79,6 +80,46 @@ def peak_memory(report: Report) -> Iterator[Chart]:
     )
 
 
+def wire(report: Report) -> Iterator[Chart]:
+    """Counted bytes beside the formula's; no chart if nothing was sent."""
+    rows = list(_measured(report, WIRE))
+    formula = {row.cell: row.measurements[WIRE_FORMULA] for _, row, _ in rows if WIRE_FORMULA in row.measurements}
+    scale = scale_of("bytes/step", WIRE, [m.value for m in (*(m for _, _, m in rows), *formula.values())])
+    points = [
+        replace(
+            _bar(group, row, m, scale, format_brief(m, scale)),
+            expected=scale.apply(formula[row.cell].value) if row.cell in formula else None,
+        )
+        for group, row, m in rows
+    ]
+    if any(point.y for point in points):
+        yield Chart(
+            name="wire",
+            title="Bytes sent per step",
+            subtitle="By the busiest process in one optimizer step; lower is better. Bar: counted; line: formula.",
+            kind=BARS,
+            y=Axis(label=scale.unit, unit=scale.unit),
+            points=tuple(points),
+            series=used(strategies(report), points),
+        )
+
+
+def host_to_device(report: Report) -> Iterator[Chart]:
+    rows = list(_measured(report, "h2d_bytes_per_s"))
+    scale = scale_of("bytes/s", "h2d", [m.value for _, _, m in rows])
+    points = [_bar(group, row, m, scale, format_brief(m, scale)) for group, row, m in rows]
+    yield Chart(
+        name="host_to_device",
+        title="Host to device",
+        subtitle="Rate while token batches are copied, from the device's timeline; higher is better. "
+        "Whiskers are 95 % intervals.",
+        kind=BARS,
+        y=Axis(label=scale.unit, unit=scale.unit),
+        points=tuple(points),
+        series=used(strategies(report), points),
+    )
+
+
 def _bar(group: Group, row: Row, m: Measurement, scale: Scale, text: str) -> Point:
     return Point(
         y=scale.apply(m.value) or 0.0,
@@ -88,7 +129,7 @@ def _bar(group: Group, row: Row, m: Measurement, scale: Scale, text: str) -> Poi
         group=_heading(group),
         series=row.label,
         text=text,
-        detail=told(m, scale),
+        detail=in_full(m, scale),
         cells=(row.cell,),
         runs=m.runs,
     )
@@ -143,7 +184,7 @@ def _spread(group: Group, row: Row, m: Measurement, seconds: Sequence[float]) ->
         group=_heading(group),
         series=row.label,
         text=f"{format_number(median, places(median, None, None))} ms",
-        detail=f"mean {told(m, MS)}",
+        detail=f"mean {in_full(m, MS)}",
         samples=samples,
         cells=(row.cell,),
         runs=m.runs,
@@ -177,7 +218,7 @@ def phases(report: Report) -> Iterator[Chart]:
 
 def _parts(group: Group, row: Row, step: Measurement) -> list[Point]:
     known = {name: row.measurements[name] for name in PHASES if name in row.measurements}
-    parts = [(PHASES[name], MS.apply(m.value), told(m, MS)) for name, m in known.items()]
+    parts = [(PHASES[name], MS.apply(m.value), in_full(m, MS)) for name, m in known.items()]
     rest = (step.value or 0.0) - sum(m.value or 0.0 for m in known.values())
     parts.append((REST, MS.apply(rest) if rest > 0 else None, ""))
     drawn = [(word, size, detail) for word, size, detail in parts if size]
@@ -233,7 +274,7 @@ def _efficiency(report: Report, p: ScalingPoint, name: str) -> Point:
         series=name,
         label=f"{name}, {axis_text('world_size', m.axes)}",
         text=f"{format_brief(m, PERCENT)} %",
-        detail=f"{told(m)}\n{against}",
+        detail=f"{in_full(m)}\n{against}",
         cells=(p.cell,),
         runs=m.runs,
     )

@@ -11,7 +11,7 @@ from urllib.parse import quote
 from paceline.analysis.findings import Report
 from paceline.host.files import write_atomically
 from paceline.report.answer import answer, grounds
-from paceline.report.exporters import plots
+from paceline.report.charts import charts
 from paceline.report.tables import (
     advice,
     claims,
@@ -44,7 +44,7 @@ def text(report: Report) -> str:
 
     Plots are linked where the report holds data for them.
     """
-    drawn = plots.available(report)
+    drawn = [chart.name for chart in charts(report)]
     whole = ""
     for rows, characters in CUTS:
         page = Page(rows, characters)

@@ -111,7 +111,7 @@ const Charts = (() => {
   function bars(chart, points, room) {
     const plan = layout(points, room), fill = colours(chart);
     if (chart.rules?.length) plan.height += 18;
-    const marks = plan.rows.map(r => ({ ...r, p: r.points[0], end: Math.max(r.points[0].y, r.points[0].high ?? 0) }));
+    const marks = plan.rows.map(r => ({ ...r, p: r.points[0], end: Math.max(r.points[0].y, r.points[0].high ?? 0, r.points[0].expected ?? 0) }));
     const wide = marks.filter(m => m.p.low != null && m.p.high > m.p.low);
     const domain = [0, reach(marks.map(m => m.end), marks.map(m => m.p.text), room - plan.left - 8,
       d3.max(chart.rules ?? [], r => r.y) ?? 0)];
@@ -120,6 +120,8 @@ const Charts = (() => {
       Plot.ruleY(wide, { y: m => m.y + m.height / 2, x1: m => m.p.low, x2: m => m.p.high, stroke: "var(--ink)", strokeWidth: 1.3 }),
       ...["low", "high"].map(end => Plot.ruleX(wide, { x: m => m.p[end], y1: m => m.y + 6, y2: m => m.y + m.height - 6,
         stroke: "var(--ink)", strokeWidth: 1.3 })),
+      Plot.ruleX(marks.filter(m => m.p.expected != null), { x: m => m.p.expected, y1: "y", y2: m => m.y + m.height,
+        stroke: "var(--ink)", strokeWidth: 2 }),
       Plot.text(marks, { x: "end", y: m => m.y + m.height / 2, text: m => m.p.text, textAnchor: "start", dx: 7 }),
       ...ruleMarks(chart.rules ?? []),
     ]);

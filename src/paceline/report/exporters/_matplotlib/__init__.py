@@ -1,1 +1,0 @@
-"""Charts as PNG and SVG files, drawn by matplotlib."""
