@@ -131,7 +131,8 @@ def pairs(report: Report) -> Iterator[Chart]:
     found = [p for p in report.pairs if p.run == first]
     cells = {run.run: run.cell for run in report.runs}
     scale = scale_of("bytes/s", "", [p.bandwidth_bytes_per_s for p in found])
-    points = [point for p in found for point in _pair(p, scale, (cells.get(p.run, p.run),))]
+    several = len({host for p in found for host in p.hosts}) > 1
+    points = [point for p in found for point in _pair(p, scale, (cells.get(p.run, p.run),), several)]
     runs = len({p.run for p in report.pairs})
     beside = f" The first of {runs} runs." if runs > 1 else ""
     size = format_size(found[0].size_bytes) if found else ""
@@ -147,7 +148,7 @@ def pairs(report: Report) -> Iterator[Chart]:
     )
 
 
-def _pair(p: Pair, scale: Scale, cells: tuple[str, ...]) -> list[Point]:
+def _pair(p: Pair, scale: Scale, cells: tuple[str, ...], several_hosts: bool) -> list[Point]:
     rate = number(p.bandwidth_bytes_per_s, scale)
     hosts = " and ".join(dict.fromkeys(p.hosts))
     return [
@@ -155,6 +156,7 @@ def _pair(p: Pair, scale: Scale, cells: tuple[str, ...]) -> list[Point]:
             x=b,
             y=100 * p.ratio,
             label=str(a),
+            group=p.hosts[p.ranks.index(a)] if several_hosts else "",
             text=rate,
             detail=f"ranks {p.ranks[0]} and {p.ranks[1]} on {hosts}\n{rate} {scale.unit}, "
             f"{p.ratio:.0%} of its kind, {p.turns} turns",

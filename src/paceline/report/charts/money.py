@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from paceline.analysis.findings import Cost, Report, offers_of
-from paceline.report.charts.chart import BARS, LINES, Axis, Chart, Point, Series, numbered, strategies, in_full, used
+from paceline.report.charts.chart import BARS, LINES, Axis, Chart, Point, Series, in_full, numbered, strategies, used
 from paceline.report.tables import budget as sized
 from paceline.report.text.cells import groups
 from paceline.report.text.measurements import format_brief

@@ -18,9 +18,9 @@ from paceline.report.charts.chart import (
     Point,
     Rule,
     Series,
+    in_full,
     numbered,
     strategies,
-    in_full,
     used,
 )
 from paceline.report.tables.scaling import baseline_name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -66,7 +66,7 @@ WIDTH_IN, EDGE_IN, LANE_IN = 8.2, 0.12, 0.3
 WIDTH_PT = WIDTH_IN * 72
 CHARACTER_PT = 5.2  # mean width of a character at the size of labels
 MOST_LANES, MOST_PANELS, MOST_NUMBERED, MOST_NUMBERED_RANKS = 60, 12, 10, 16
-MOST_LABEL = 51  # characters of a label beside the axes
+MOST_LABEL, MOST_IN_LINE = 92, 48  # characters of a label beside the axes, and of each of its lines
 STRAGGLER_RATIO = 1.35  # steps slower than this times the slowest lane's 95th percentile are counted, not drawn
 MOST_VECTOR_POINTS = 400
 DASHES = (0, (4, 3))
@@ -93,7 +93,7 @@ def _frame(
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    title = _wrapped(chart.title, WIDTH_PT - 20, 6.6)
+    title = _wrapped(chart.title, WIDTH_PT - 20, 7.5)
     subtitle = _wrapped(chart.subtitle, WIDTH_PT - 20)
     handles = _legend(chart)
     longest = max((len(handle.get_label()) for handle in handles), default=1)
@@ -122,7 +122,7 @@ def _frame(
             fontsize=9,
             borderaxespad=0.2,
             borderpad=0.1,
-            handlelength=1.6,
+            handlelength=1.9,
         )
     if note:
         figure.text(1 - left, 0.05 / height, note, ha="right", va="bottom", color=QUIET, fontsize=9)
@@ -155,8 +155,8 @@ def _legend(chart: Chart) -> list[Any]:
         if chart.kind != LINES or how == AREA:
             handles.append(Patch(facecolor=colour, label=name, linewidth=0))
         else:
-            line = "" if how in (LONE, RING) else "--" if series.dashed else "-"
-            marker = "o" if how in (JOINED, LONE, RING) else ""
+            line: Any = "" if how in (LONE, RING) else DASHES if series.dashed else "-"
+            marker = "o" if how in (LONE, RING) else ""
             hollow = {"markerfacecolor": "none"} if how == RING else {}
             handles.append(
                 Line2D([], [], color=colour, linestyle=line, marker=marker, markersize=4.5, label=name, **hollow)
@@ -169,8 +169,10 @@ def _colours(chart: Chart) -> dict[str, str]:
 
 
 def _thousands(axis: Any) -> None:
-    """Ticks as 12,000; never 1.2e4 nor an offset."""
-    axis.set_major_formatter(lambda x, _: f"{x:,.10g}")
+    """Ticks as 12,000 and 0.00001; never 1.2e4 nor an offset."""
+    axis.set_major_formatter(
+        lambda x, _: f"{x:,.10g}" if abs(x) >= 1e-4 or x == 0 else f"{x:.12f}".rstrip("0").rstrip(".")
+    )
 
 
 # --- lanes: bars, parts of bars, intervals, samples ---
@@ -201,7 +203,8 @@ def _draw_lanes(chart: Chart) -> Figure:
     for point in chart.points:
         lanes.setdefault((point.group, point.label, point.faint), []).append(point)
     shown = list(lanes.items())[:MOST_LANES]
-    label_pt = CHARACTER_PT * max(len(_short(label)) for (_, label, _), _ in shown) + 24
+    names = {label: _wrapped(_short(label), CHARACTER_PT * MOST_IN_LINE, CHARACTER_PT) for (_, label, _), _ in shown}
+    label_pt = CHARACTER_PT * max(len(line) for lines in names.values() for line in lines or [""]) + 24
     room_pt = WIDTH_PT - label_pt
     groups = dict.fromkeys(group for (group, _, _), _ in shown) if chart.kind in (SPANS, DOTS) else [None]
     panels = [_arranged([lane for lane in shown if group in (None, lane[0][0])], room_pt, chart) for group in groups]
@@ -211,7 +214,8 @@ def _draw_lanes(chart: Chart) -> Figure:
     figure, axes = _frame(chart, sum(heights), heights, 1, len(panels), note)
     for axis, panel in zip(axes, panels, strict=True):
         axis.set_ylim(panel.height, 0)
-        axis.set_yticks([lane.middle for lane in panel.lanes], [_short(lane.label) for lane in panel.lanes])
+        named = [lane for lane in panel.lanes if lane.label]
+        axis.set_yticks([lane.middle for lane in named], ["\n".join(names[lane.label]) for lane in named])
         {BARS: _bars, STACK: _bars, SPANS: _intervals, DOTS: _samples}[chart.kind](axis, chart, panel.lanes, room_pt)
         for top, text in panel.headings:
             _say(axis, text, (0, top), (0, 0), "side", color=QUIET, fontsize=9, va="top", bbox=BOX, linespacing=1.2)
@@ -232,7 +236,7 @@ def _arranged(lanes: Sequence[tuple[tuple[str, str, bool], list[Point]]], room_p
         current = group
         height = 0.36 if faint else 1.1 if chart.kind == DOTS else 0.68
         rows.append(_Lane(top, height, "" if faint else label, points))
-        top += height + 0.24
+        top += height + (0.62 if len(label) > MOST_IN_LINE and chart.kind != DOTS else 0.24)
     if any(not rule.upright for rule in chart.rules) and chart.kind in (BARS, STACK):
         top += 0.6  # the labels of the rules
     return _Panel(rows, headings, top + 0.1)
@@ -265,7 +269,7 @@ def _bars(axes: Axes, chart: Chart, lanes: Sequence[_Lane], room_pt: float) -> N
         text = "".join(point.text for point in lane.points)
         ends.append((end, len(text)))
         size = {"fontsize": 8.0, "color": QUIET} if lane.points[0].faint else {}
-        _say(axes, text, (end, lane.middle), (6, 0), "data", **size)
+        _say(axes, text, (end, lane.middle), (6, 0), "data", bbox=BOX, **size)
     limits = [rule.y for rule in chart.rules]
     reach_of = [end / (1 - min((CHARACTER_PT * long + 10) / room_pt, 0.6)) for end, long in ends]
     axes.set_xlim(0, max(*reach_of, *(1.02 * end for end, _ in ends), *(1.03 * y for y in limits), 1e-12))
@@ -292,9 +296,7 @@ def _intervals(axes: Axes, chart: Chart, lanes: Sequence[_Lane], room_pt: float)
         axes.axvline(rule.y, color=INK, linewidth=1.0, linestyle=DASHES)
 
 
-def _room_at_the_right(
-    axes: Axes, low: float, high: float, texts: Sequence[tuple[_Lane, str]], room_pt: float
-) -> None:
+def _room_at_the_right(axes: Axes, low: float, high: float, texts: Sequence[tuple[_Lane, str]], room_pt: float) -> None:
     """Limits that leave a column for the texts right of all marks."""
     edge = 0.04 * (high - low) or 0.05 * abs(high) or 1.0
     beside = min((CHARACTER_PT * max(len(text) for _, text in texts) + 10) / room_pt, 0.5)
@@ -347,7 +349,7 @@ def _draw_curves(chart: Chart) -> Figure:
     everything = [point for _, points in shown for point in points]
     assert chart.x is not None
     for i, (panel, (group, points)) in enumerate(zip(axes, shown, strict=True)):
-        heading = "\n".join(_wrapped(group, WIDTH_PT / columns - 30, most=2))
+        heading = "\n".join(_wrapped(group, WIDTH_PT / columns - 36, 4.6, most=3))
         panel.set_title(heading, loc="left", fontsize=9, color=QUIET, pad=6)
         rules = [rule for rule in chart.rules if rule.group in ("", group)]
         _x_scale(panel, chart.x, everything if chart.x.shared else points, columns)
@@ -523,8 +525,10 @@ def _draw_matrix(chart: Chart) -> Figure:
     every = 1 if len(ranks) <= MOST_NUMBERED_RANKS else len(ranks) // 8
     middle, names = [i + 0.5 for i in range(len(ranks))][::every], [str(rank) for rank in ranks][::every]
     axes.set_xticks(middle, names)
-    axes.set_yticks(middle, names)
+    hosts = {point.label: point.group for point in chart.points}
+    axes.set_yticks(middle, [f"{hosts[name]}  {name}".strip() for name in names])
     axes.invert_yaxis()
+    axes.set_box_aspect(1)
     axes.spines["bottom"].set_visible(False)
     label = chart.x.label if chart.x else ""
     axes.set(xlabel=label, ylabel=label)

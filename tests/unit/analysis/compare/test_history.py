@@ -152,8 +152,7 @@ def test_the_chart_names_the_change(days: Builder) -> None:
     records = days([1.0] * 4 + [1.1] * 4, driver=["580"] * 4 + ["590"] * 4)
     report = build([records[0], *records[-2:]], title="t", earlier=records[1:-2])
     assert len(report.histories) == 2, "a panel for each: throughput and memory"
-    assert "history" in plots.available(report)
-    text = " ".join(ElementTree.fromstring(plots.image(report, "history", "svg")).itertext())
+    text = " ".join(ElementTree.fromstring(plots.image(report, "history_tokens_per_s", "svg")).itertext())
     assert "driver 580 -> 590" in text
     assert "tokens_per_s" in text
 

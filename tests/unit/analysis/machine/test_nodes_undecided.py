@@ -32,7 +32,6 @@ from paceline.cli.results import conclude
 from paceline.cli.verbs import console
 from paceline.errors import RequestError
 from paceline.report import answer, charts
-from paceline.report.exporters._matplotlib import node_chart
 from paceline.report.tables import nodes as shown
 from paceline.results.records import RunRecord
 
@@ -201,7 +200,7 @@ def test_headline_tables_and_charts_say_undecided(golden: object) -> None:
     assert reasons.title == golden
     (chart,) = charts.nodes.nodes(report)
     assert {p.series for p in chart.points if p.group == "training"} == {UNDECIDED}
-    assert set(node_chart.COLOURS) == {s.name for s in chart.series} == set(WORST_FIRST) == set(shown.TONES)
+    assert {s.name for s in chart.series} == set(WORST_FIRST) == set(shown.TONES)
 
 
 def test_nobody_undecided_changes_no_word(golden: object) -> None:

@@ -131,12 +131,10 @@ def test_the_plot_names_every_effect(designed: Report) -> None:
     for found in EFFECTS:
         assert found.name in text
     assert "95 % interval" in text
-    assert "effects" in plots.available(designed)
 
 
 def test_no_design_no_chart_no_table_no_file(report: Report) -> None:
     assert effects.tables(report) == ()
-    assert "effects" not in plots.available(report)
     assert "effects" not in {chart.name for chart in charts(report)}
 
 

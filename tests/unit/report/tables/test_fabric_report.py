@@ -21,6 +21,7 @@ from paceline.analysis import report as analysis
 from paceline.analysis.findings import MemoryRow, Report, ScalingExplanation, Traffic
 from paceline.host.files import write_atomically
 from paceline.report.answer import answer, grounds
+from paceline.report.charts import charts
 from paceline.report.exporters import csv, html, markdown, plots, suite_json
 from paceline.report.tables import fabric, fabric_links
 from paceline.report.tables.scaling import efficiency, explanation
@@ -406,17 +407,15 @@ def svg_text(found: Report, name: str) -> str:
     return " ".join(ElementTree.fromstring(plots.image(found, name, "svg")).itertext())
 
 
-def test_the_charts_of_a_fabric(swept: Report, empty_report: Report, golden: object) -> None:
-    assert plots.available(swept) == ("collective_bandwidth", "collective_latency", "pairs")
-    assert plots.available(empty_report) == ()
-    bandwidth = svg_text(swept, "collective_bandwidth")
-    for words in ("Bus bandwidth over size, 4 processes", "GB/s", "fp32", "bf16", "all_reduce", "broadcast", "1 MiB"):
-        assert words in bandwidth
-    assert "barrier" not in bandwidth
-    latency = svg_text(swept, "collective_latency")
-    assert "all_reduce  20.5 \u00b5s" in latency
-    assert latency == golden
-    assert "fp32" in latency
+def test_the_charts_of_a_fabric(swept: Report, empty_report: Report) -> None:
+    time, bandwidth, pairs = (chart.name for chart in charts(swept))
+    assert (time[:16], bandwidth[:21], pairs) == ("collective_time_", "collective_bandwidth_", "pairs")
+    assert charts(empty_report) == ()
+    text = svg_text(swept, bandwidth)
+    for words in ("bus bandwidth over size, 4 processes", "GB/s", "fp32", "bf16", "all_reduce", "broadcast", "1 MiB"):
+        assert words in text
+    assert "barrier" not in text
+    assert "\u00b5s" in svg_text(swept, time)
 
 
 def test_the_matrix_names_hosts_and_bandwidths(swept: Report, golden: object) -> None:
@@ -434,7 +433,7 @@ def test_many_ranks_are_coloured_without_numbers() -> None:
 
 def test_the_loss_is_drawn_in_its_parts(report: Report, golden: object) -> None:
     text = svg_text(explained(report), "scaling_loss")
-    for words in ("ideal", "exposed communication", "rest", "91% efficient; 75% of the loss is communication"):
+    for words in ("ideal", "exposed communication", "rest", "91% efficient"):
         assert words in text
     assert text == golden
     unknown = explained(report, exposed_loss_s=None, rest_s=None, exposed_share_ratio=None)
@@ -442,5 +441,5 @@ def test_the_loss_is_drawn_in_its_parts(report: Report, golden: object) -> None:
 
 
 def test_charts_are_the_same_bytes_again(swept: Report) -> None:
-    for name in plots.available(swept):
-        assert plots.image(swept, name, "svg") == plots.image(swept, name, "svg")
+    for chart in charts(swept):
+        assert plots.image(swept, chart.name, "svg") == plots.image(swept, chart.name, "svg")

@@ -175,10 +175,6 @@ def test_a_report_about_training_has_no_such_section(report: Report) -> None:
     assert not any({"section", "panel_px"} & set(chart) for chart in data["charts"])
 
 
-def test_the_same_charts_are_files(served: Report) -> None:
-    assert list(plots.available(served)) == NAMES
-
-
 @pytest.mark.parametrize(
     ("name", "words"),
     [
