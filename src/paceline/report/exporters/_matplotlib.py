@@ -140,12 +140,12 @@ def _short(label: str, most: int = MOST_LABEL) -> str:
 
 
 def _legend(chart: Chart) -> list[Any]:
-    """Handles of the series; none if the labels of the lanes already say it or if there is only one series."""
+    """Handles of the series; none for lanes if their labels already say it or if there is only one series."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     drawn = {point.series: point.drawn for point in reversed(chart.points)}
-    if all(point.series == point.label for point in chart.points) or len(drawn) < 2:
+    if chart.kind != LINES and (len(drawn) < 2 or all(point.series == point.label for point in chart.points)):
         return []
     handles: list[Any] = []
     for series in chart.series:

@@ -33,7 +33,7 @@ def test_a_report_without_runs_has_no_chart(empty_report: Report) -> None:
 
 
 def test_charts_of_a_campaign(report: Report) -> None:
-    assert [chart.name for chart in charts(report)] == ["throughput", "step_time", "memory", "scaling_weak"]
+    assert [chart.name for chart in charts(report)] == ["throughput", "step_time", "memory", "wire", "scaling_weak"]
 
 
 def test_a_builder_is_one_line(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:

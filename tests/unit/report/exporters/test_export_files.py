@@ -16,7 +16,7 @@ GOLDEN = {"markdown": ("report.md",), "csv": ("metrics.csv", "cells.csv"), "json
 
 
 def exporter(name: str):  # type: ignore[no-untyped-def]
-    return importlib.import_module(f"paceline.exporters.{name}")
+    return importlib.import_module(f"paceline.report.exporters.{name}")
 
 
 def contents(directory: Path) -> dict[str, bytes]:

@@ -31,7 +31,7 @@ def test_png_are_png_and_svg_are_svg(report: Report, tmp_path: Path) -> None:
             assert raw.startswith(b"\x89PNG\r\n\x1a\n")
             width, height = struct.unpack(">II", raw[16:24])
             assert width > 1000
-            assert height > 400
+            assert height > 350
         else:
             assert ElementTree.parse(path).getroot().tag.endswith("svg")
 

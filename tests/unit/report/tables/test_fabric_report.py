@@ -412,7 +412,7 @@ def test_the_charts_of_a_fabric(swept: Report, empty_report: Report) -> None:
     assert (time[:16], bandwidth[:21], pairs) == ("collective_time_", "collective_bandwidth_", "pairs")
     assert charts(empty_report) == ()
     text = svg_text(swept, bandwidth)
-    for words in ("bus bandwidth over size, 4 processes", "GB/s", "fp32", "bf16", "all_reduce", "broadcast", "1 MiB"):
+    for words in ("bus bandwidth over size, 4 processes", "GB/s", "fp32", "bf16", "all_reduce", "broadcast", "1 KiB"):
         assert words in text
     assert "barrier" not in text
     assert "\u00b5s" in svg_text(swept, time)
