@@ -157,7 +157,7 @@ def _legend(chart: Chart) -> list[Any]:
         else:
             line: Any = "" if how in (LONE, RING) else DASHES if series.dashed else "-"
             marker = "o" if how in (LONE, RING) else ""
-            hollow = {"markerfacecolor": "none"} if how == RING else {}
+            hollow: dict[str, Any] = {"markerfacecolor": "none"} if how == RING else {}
             handles.append(
                 Line2D([], [], color=colour, linestyle=line, marker=marker, markersize=4.5, label=name, **hollow)
             )
@@ -226,7 +226,8 @@ def _draw_lanes(chart: Chart) -> Figure:
 
 
 def _arranged(lanes: Sequence[tuple[tuple[str, str, bool], list[Point]]], room_pt: float, chart: Chart) -> _Panel:
-    rows, headings = [], []
+    rows: list[_Lane] = []
+    headings: list[tuple[float, str]] = []
     top, current = 0.1, ""
     for (group, label, faint), points in lanes:
         if group and group != current:
@@ -404,9 +405,12 @@ def _curves(axes: Axes, chart: Chart, points: Sequence[Point]) -> None:
             assert drawn == JOINED, drawn
             style = "--" if series in dashed else "-"
             axes.plot(x, y, color=colour, linewidth=1.6, marker="o", markersize=4, linestyle=style)
-            known = [(at, p.low, p.high) for at, p in zip(x, ours, strict=True) if p.low is not None]
+            known = [
+                (at, p.low, p.high) for at, p in zip(x, ours, strict=True) if p.low is not None and p.high is not None
+            ]
             if known:
-                axes.vlines(*(list(column) for column in zip(*known, strict=True)), color=colour, linewidth=1.1)
+                where, lows, highs = (list(column) for column in zip(*known, strict=True))
+                axes.vlines(where, lows, highs, color=colour, linewidth=1.1)
 
 
 def _x_scale(axes: Axes, axis: Axis, points: Sequence[Point], columns: int) -> None:
