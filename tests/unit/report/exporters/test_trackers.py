@@ -209,7 +209,8 @@ def test_a_missing_package_is_one_sentence_and_nothing_is_written(
 
 @pytest.mark.parametrize("name", PACKAGES)
 def test_loading_an_exporter_does_not_import_its_package(name: str) -> None:
-    code = f"import sys; from paceline.experiment.plugins import load; load('exporters', {name!r}); print({name!r} in sys.modules)"
+    code = f"import sys; from paceline.experiment.plugins import load; load('exporters', {name!r}); "
+    code += f"print({name!r} in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
