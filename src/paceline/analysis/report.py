@@ -167,6 +167,7 @@ def _finding(record: RunRecord, certificates: Mapping[str, Certificate], windows
         throttled_steps=window.throttling.steps if window and window.throttling else None,
         device_name=ceilings.device_names(record.spec.topology.device, record.machines) if record.machines else None,
         goodput=window.goodput if window else None,
+        traits=record.spec.traits,
     )
 
 

@@ -205,12 +205,12 @@ def _parameters(spec: RunSpec, models: Any) -> str:
 
 
 def _state_bytes(spec: RunSpec, models: Any) -> float | None:
+    from paceline.experiment.choices import Choice
     from paceline.models import adapters
 
-    shape, name = models.load(spec.model), spec.strategy.name if spec.strategy else "single"
-    stage: Any = spec.strategy.options.get("stage", 1) if spec.strategy and name == "zero" else None
+    shape, strategy = models.load(spec.model), spec.strategy or Choice("single")
     ranks, compute = spec.topology.world_size, spec.training.precision.compute
     if spec.tuning:
-        return adapters.state_bytes(shape, spec.tuning, name, stage, ranks, compute)
-    found: float | None = models.state_bytes(name, stage, models.parameters(shape), ranks, compute)
+        return adapters.state_bytes(shape, spec.tuning, strategy, ranks, compute)
+    found: float | None = models.state_bytes(strategy, models.parameters(shape), ranks, compute)
     return found

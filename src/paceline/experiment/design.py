@@ -10,8 +10,7 @@ from paceline.errors import require
 from paceline.experiment import factorial, recipe
 from paceline.experiment.factorial import Design, Level
 from paceline.experiment.fields import Cell, DesignFields, validate
-from paceline.experiment.identity import NO_CELL
-from paceline.experiment.spec import RunSpec
+from paceline.experiment.spec import NO_CELL, RunSpec
 
 PREFIX = "design."
 # An experiment has one device, and a level is one value, which a warm-up is not. Two levels of a field that makes no

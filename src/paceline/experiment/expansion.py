@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -15,8 +15,9 @@ from paceline.errors import RequestError, did_you_mean, require
 from paceline.experiment import design
 from paceline.experiment.choices import Choice
 from paceline.experiment.fields import ALL, Cell, Experiment, build, offered, validate
+from paceline.experiment.plugins import Traits
 from paceline.experiment.reading import parse_yaml, read, read_launcher
-from paceline.experiment.spec import TUNED, UNTRAINED, RunSpec, Tuning
+from paceline.experiment.spec import RunSpec, Tuning
 
 # `processes: doubling` is 1, 2, 4, ... up to one per device.
 DOUBLING = "doubling"
@@ -24,8 +25,12 @@ DOUBLING = "doubling"
 TUNING = {field.name for field in dataclasses.fields(Tuning)}
 # Fields that name a plugin or a row of a table, with options of its own.
 CHOICES = ("workload", "strategy", "launcher", "model", "data", "engine")
-# What `--benchmark` keeps of an experiment, by workload.
-BENCHMARKS = {"comm": ("collectives",), "training": ("pretrain", "finetune"), "memory": ("memory", "frontier")}
+# The cells that `--benchmark` keeps, by what their workload declares.
+BENCHMARKS: dict[str, Callable[[Traits], bool]] = {
+    "comm": lambda traits: traits.measures_network,
+    "training": lambda traits: traits.certified,
+    "memory": lambda traits: traits.measures_memory,
+}
 
 
 # Folders of a results folder that are no experiment's: what was set aside, and what timers start.
@@ -57,7 +62,10 @@ def load(
     cells = select(expand(experiment, given, device), benchmark)
     idle = sorted(TUNING & given.keys()) if not any(spec.tuning for spec in cells) else []
     require(
-        not idle, "--set", ", ".join(idle), f"fields of this experiment, which tunes nothing ({', '.join(TUNED)} does)"
+        not idle,
+        "--set",
+        ", ".join(idle),
+        "fields of this experiment; these apply to fine-tuning only, as in `workload: finetune`",
     )
     return order(counted(cells, counts or {}), repeats, experiment.order_seed)
 
@@ -65,10 +73,9 @@ def load(
 def select(cells: Sequence[RunSpec], benchmark: str) -> list[RunSpec]:
     """The cells whose workload belongs to the benchmark: comm, training, memory or all."""
     require(benchmark in (*BENCHMARKS, ALL), "--benchmark", benchmark, f"{', '.join(BENCHMARKS)} or {ALL}")
-    kept = [spec for spec in cells if benchmark == ALL or spec.workload.name in BENCHMARKS[benchmark]]
-    found = sorted({spec.workload.name for spec in cells})
-    accepted = f"one whose workload ({' or '.join(BENCHMARKS.get(benchmark, ()))}) is in this experiment"
-    require(bool(kept), "--benchmark", benchmark, f"{accepted}, which holds {', '.join(found)}")
+    kept = [spec for spec in cells if benchmark == ALL or BENCHMARKS[benchmark](spec.traits)]
+    present = ", ".join(sorted({spec.workload.name for spec in cells}))
+    require(bool(kept), "--benchmark", benchmark, f"a benchmark of which this experiment has a workload ({present})")
     return kept
 
 
@@ -77,7 +84,7 @@ def counted(cells: Sequence[RunSpec], counts: Mapping[str, int]) -> list[RunSpec
     if not counts:
         return list(cells)
     given = " ".join(f"--{option} {count}" for option, count in counts.items())
-    accepted = f"an experiment with a workload out of {', '.join(UNTRAINED)}"
+    accepted = "an experiment with a workload that repeats kernels, such as collectives or compute"
     require(any(not spec.is_trained for spec in cells), "iterations", given, accepted)
     return [spec if spec.is_trained else replace(spec, workload=_with_options(spec.workload, counts)) for spec in cells]
 

@@ -10,22 +10,12 @@ from typing import Any, Literal, cast, get_args, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from paceline.errors import RequestError, Scalar, did_you_mean, require
+from paceline.experiment import plugins
 from paceline.experiment.choices import Choice
 from paceline.experiment.input_digests import digests
-from paceline.experiment.plugins import Offer, load
+from paceline.experiment.plugins import Offer, Traits, declared, load
 from paceline.experiment.serving import Serving
-from paceline.experiment.spec import (
-    ACCEPTING,
-    SERVED,
-    TUNED,
-    UNTRAINED,
-    Precision,
-    RunSpec,
-    Topology,
-    Training,
-    Tuning,
-    WarmUp,
-)
+from paceline.experiment.spec import DEFAULT_WORKLOAD, Precision, RunSpec, Topology, Training, Tuning, WarmUp
 from paceline.host import machine
 
 # `processes: all` is one per device.
@@ -48,7 +38,7 @@ class WarmUpFields(Strict):
 class OwnFields(Strict):
     """Every field a user may set, flat, with its default, but those about asking a served model."""
 
-    workload: str = "pretrain"
+    workload: str = DEFAULT_WORKLOAD
     model: str = "gpt2-124m"
     strategy: str = "ddp"
     launcher: str = "local"
@@ -145,7 +135,9 @@ def _known_fields(model: type[Any], location: Sequence[int | str]) -> list[str]:
 
 def build(name: str, cell: OwnFields, device: str) -> RunSpec:
     """A run spec from validated fields, with the accumulation that gives the asked global batch."""
-    topology = _topology(cell, device, offered(Choice.parse(cell.launcher), device))
+    workload, launcher = Choice.parse(cell.workload), Choice.parse(cell.launcher)
+    traits = traits_of(workload)
+    topology = _topology(cell, device, offered(launcher, device), traits)
     training = Training(
         sequence_length=cell.sequence_length,
         micro_batch=cell.micro_batch,
@@ -160,18 +152,17 @@ def build(name: str, cell: OwnFields, device: str) -> RunSpec:
         data=_at_home(Choice.parse(cell.data)),
     )
     model = _at_home(Choice.parse(cell.model))
-    workload = Choice.parse(cell.workload)
     return RunSpec(
         experiment=name,
         workload=workload,
-        strategy=None if workload.name in (*UNTRAINED, *ACCEPTING) else Choice.parse(cell.strategy),
-        launcher=Choice.parse(cell.launcher),
+        strategy=Choice.parse(cell.strategy) if traits.trains and not traits.tests_nodes else None,
+        launcher=launcher,
         model=model,
         topology=topology,
         training=training,
-        tuning=_tuning(cell) if _tunes(workload) else None,
-        serving=_serving(cell) if workload.name in SERVED else None,
-        engine=_engine(cell) if workload.name in SERVED else None,
+        tuning=_tuning(cell) if _fine_tunes(workload, traits) else None,
+        serving=_serving(cell) if traits.serves else None,
+        engine=_engine(cell) if traits.serves else None,
         warmup=WarmUp(**cell.warmup.model_dump(exclude_none=True)),
         steps=cell.steps,
         seed=cell.seed,
@@ -185,17 +176,12 @@ def build(name: str, cell: OwnFields, device: str) -> RunSpec:
     )
 
 
-def _topology(cell: OwnFields, device: str, offer: Offer) -> Topology:
+def _topology(cell: OwnFields, device: str, offer: Offer, traits: Traits) -> Topology:
     """As given; what is not is all that the launcher has, or one process where endpoints that already run are asked."""
-    if _asks_from_one_process(cell):
+    if traits.serves and not (declared("engines", Choice.parse(cell.engine).name, imports=True) or {}).get("STARTS"):
         offer = Offer(device=device, processes=offer.processes if "processes" in cell.model_fields_set else 1)
     processes = offer.processes if cell.processes == ALL else int(cell.processes)
     return Topology(device=device, nodes=cell.nodes or offer.nodes, processes_per_node=processes)
-
-
-def _asks_from_one_process(cell: OwnFields) -> bool:
-    served = Choice.parse(cell.workload).name in SERVED
-    return served and not getattr(load("engines", Choice.parse(cell.engine).name), "STARTS", False)
 
 
 def _at_home(choice: Choice) -> Choice:
@@ -207,10 +193,18 @@ def _at_home(choice: Choice) -> Choice:
     return Choice(str(full(choice.name)), {key: full(value) for key, value in choice.options.items()})
 
 
-def _tunes(workload: Choice) -> bool:
-    """A test of nodes tunes where its own training does."""
-    trains = workload.options.get("training") if workload.name in ACCEPTING else workload.name
-    return trains in TUNED
+def traits_of(workload: Choice) -> Traits:
+    """What the workload declares; RequestError where there is no such workload."""
+    constants = declared("workloads", workload.name, imports=True)
+    return cast(Traits, constants["TRAITS"]) if constants else Traits()
+
+
+def _fine_tunes(workload: Choice, traits: Traits) -> bool:
+    """A test of nodes fine-tunes if its own training does."""
+    if traits.tests_nodes:
+        training = str(workload.options.get("training"))
+        return plugins.is_shipped("workloads", training) and traits_of(Choice(training)).fine_tunes
+    return traits.fine_tunes
 
 
 def _tuning(cell: OwnFields) -> Tuning:

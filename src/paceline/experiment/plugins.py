@@ -1,7 +1,10 @@
-"""Plugins: a module is a plugin, its folder the registry, its first docstring line the description.
+"""The plugin registry: a module is a plugin, its folder the registry, its first docstring line the description.
 
-`names(kind)` reads the folder without importing anything; the word for suite_json.py is suite-json. A dotted name is
-any importable module; installed packages may register modules under the entry points `paceline.<kind>`.
+`names(kind)` reads the folder without importing anything; the file suite_json.py is the plugin suite-json. A dotted
+name is any importable module. Installed packages may register modules under the entry points `paceline.<kind>`.
+
+A plugin states its own properties: functions (CONTRACT, OPTIONAL) and constants (DECLARED). Nothing else in Paceline
+lists plugins by name, so adding one is adding one file, inside or outside this repository.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import importlib
 import inspect
 import json
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata, resources
@@ -24,7 +28,7 @@ from paceline.errors import RequestError, did_you_mean
 from paceline.experiment.choices import Choice
 from paceline.host import redaction
 
-# Kind of plugin -> the package below `paceline` that holds those shipped with it.
+# Kind of plugin -> the package below `paceline` that contains the shipped ones.
 FOLDERS = {
     "workloads": "workloads",
     "strategies": "training.strategies",
@@ -37,7 +41,7 @@ FOLDERS = {
 KINDS = tuple(FOLDERS)
 
 
-# What each kind's module must define, and the arguments it is called with: the contract tests read this table.
+# Functions that each kind must define, with the arguments they are called with. The contract tests read this table.
 CONTRACT: dict[str, dict[str, tuple[str, ...]]] = {
     "workloads": {"check": ("spec",), "run": ("spec", "seat", "recorder")},
     "strategies": {"check": ("spec",), "wrap": ("spec", "seat")},
@@ -53,10 +57,15 @@ CONTRACT: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 
-# What a module of that kind may define besides; one that does is held to these arguments too.
+# Functions that a plugin may define as well, with the arguments they are called with.
 OPTIONAL: dict[str, dict[str, tuple[str, ...]]] = {
     "workloads": {"follow": ("spec", "records"), "outline": ("spec",)},
-    "strategies": {"preload": ("device",)},
+    "strategies": {
+        "preload": ("device",),
+        "sharded_parts": ("options",),
+        "wire_bytes": ("traffic",),
+        "reductions_per_step": ("options", "accumulation"),
+    },
     "launchers": {
         "preflight": ("specs",),
         "adopt": ("job", "handle"),
@@ -70,6 +79,46 @@ OPTIONAL: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """What a workload is, declared in its module: `TRAITS = Traits(trains=True, certified=True)`.
+
+    trains: it takes optimizer steps. The fields of training (micro_batch, steps, ...) then distinguish its cells, and a
+    strategy is chosen for it, unless it tests nodes. certified: its runs are ranked by speed, so they must prove equal
+    work against a reference. serves: it sends requests to an engine (fields of `Serving`). fine_tunes: the fields of
+    `Tuning` apply. tests_nodes: it measures each node alone; a wrong result is a finding and not a failure.
+    probes_limit: it searches for a memory limit, so running out of memory is a result. measures_memory: the report
+    shows its runs in the memory tables. measures_network: it needs no model.
+    """
+
+    trains: bool = False
+    certified: bool = False
+    serves: bool = False
+    fine_tunes: bool = False
+    tests_nodes: bool = False
+    probes_limit: bool = False
+    measures_memory: bool = False
+    measures_network: bool = False
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Traits:
+        """Ignores names that only another version of Paceline knows."""
+        return cls(**{field.name: bool(raw.get(field.name)) for field in dataclasses.fields(cls)})
+
+
+# Constants that a plugin may declare, with the value that applies where it does not.
+# UNMEASURED: options on which no measured number depends, each with what it decides instead; they are not part of the
+# run id. HERE: ranks are processes of this host. STARTS: the engine starts its servers on the devices of its ranks.
+# PADS_SHARDS: the strategy pads what it shards to equal rows per rank.
+DECLARED: dict[str, dict[str, Any]] = {
+    "workloads": {"TRAITS": Traits()},
+    "strategies": {"PADS_SHARDS": False},
+    "launchers": {"UNMEASURED": {}, "HERE": False},
+    "engines": {"UNMEASURED": {}, "STARTS": False},
+    "exporters": {},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
     """What a launcher has where an experiment says `device: auto`, `processes: all` or no number of nodes."""
 
@@ -79,25 +128,31 @@ class Offer:
 
 
 def names(kind: str) -> dict[str, str]:
-    """Word the user writes -> one-line description, read from the files without importing them."""
-    found = {}
-    for entry in sorted(
-        resources.files("paceline").joinpath(*FOLDERS[kind].split(".")).iterdir(), key=lambda e: e.name
-    ):
+    """Plugin name -> one-line description, read from the files without importing them."""
+    known = {name: (ast.get_docstring(tree) or "").partition("\n")[0] for name, tree in _shipped(kind).items()}
+    for point in metadata.entry_points(group=f"paceline.{kind}"):
+        known[point.name] = f"from {point.value}"
+    return known
+
+
+@functools.cache
+def _shipped(kind: str) -> dict[str, ast.Module]:
+    """The plugins in Paceline's own folder, parsed. Other files in that folder lack a function of the contract."""
+    trees = {}
+    folder = resources.files("paceline").joinpath(*FOLDERS[kind].split("."))
+    for entry in sorted(folder.iterdir(), key=lambda e: e.name):
         name = entry.name.removesuffix(".py")
         source = entry if entry.name.endswith(".py") else entry.joinpath("__init__.py")
         if name.startswith("_") or not source.is_file():
             continue
         tree = ast.parse(source.read_text(encoding="utf-8"))
         if _bound(tree) >= set(CONTRACT[kind]):
-            found[name.replace("_", "-")] = (ast.get_docstring(tree) or "").partition("\n")[0]
-    for point in metadata.entry_points(group=f"paceline.{kind}"):
-        found[point.name] = f"from {point.value}"
-    return found
+            trees[name.replace("_", "-")] = tree
+    return trees
 
 
 def _bound(tree: ast.Module) -> set[str]:
-    """The names that a module defines or imports at its top: a file beside the plugins that is none lacks some."""
+    """The names that a module defines or imports at its top level."""
     named: set[str] = set()
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -109,20 +164,68 @@ def _bound(tree: ast.Module) -> set[str]:
     return named
 
 
+def is_shipped(kind: str, name: str) -> bool:
+    """Whether the plugin is part of Paceline."""
+    return name.replace("_", "-") in _shipped(kind)
+
+
+def declared(kind: str, name: str, *, imports: bool = False) -> dict[str, Any] | None:
+    """The constants of DECLARED as the plugin declares them; None where the plugin is not known.
+
+    Those of a shipped plugin are read from its file, because importing a workload takes 0.2 s; an entry point that
+    replaces the plugin does not change them. With `imports` a dotted name is imported; without it, only installed
+    plugins are (see `find`).
+    """
+    if is_shipped(kind, name):
+        return _literals(kind, name.replace("_", "-"))
+    module = load(kind, name) if imports else find(kind, name)
+    if module is None:
+        return None
+    return {constant: getattr(module, constant, default) for constant, default in DECLARED[kind].items()}
+
+
+@functools.cache
+def _literals(kind: str, name: str) -> dict[str, Any]:
+    values = dict(DECLARED[kind])
+    for node in _shipped(kind)[name].body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            constant = target.id if isinstance(target, ast.Name) else ""
+            if constant == "TRAITS" and isinstance(node.value, ast.Call):
+                values[constant] = Traits(**{str(k.arg): ast.literal_eval(k.value) for k in node.value.keywords})
+            elif constant in values:
+                values[constant] = ast.literal_eval(node.value)
+    return values
+
+
+def find(kind: str, name: str) -> Any:
+    """The plugin of a stored run, or None where it is not installed.
+
+    A dotted name is not imported: a run folder from elsewhere must not decide which code is executed here.
+    """
+    installed = is_shipped(kind, name) or metadata.entry_points(group=f"paceline.{kind}", name=name)
+    return load(kind, name) if installed or name in sys.modules else None
+
+
 @functools.cache
 def load(kind: str, name: str) -> Any:
-    """The plugin module, which has what its kind must; an unknown name is a sentence with what exists.
+    """The plugin module; RequestError for an unknown name, or a module that does not fulfil its contract.
 
-    Remembered: reading every installed package's entry points takes 20 ms, and a campaign asks for each cell anew.
+    Cached: reading the entry points of every installed package takes 20 ms, and a campaign loads plugins per cell.
     """
-    found = _import(kind, name)
-    optional = {each: given for each, given in OPTIONAL.get(kind, {}).items() if hasattr(found, each)}
+    module = _import(kind, name)
+    optional = {each: given for each, given in OPTIONAL.get(kind, {}).items() if hasattr(module, each)}
     wanted = {**CONTRACT[kind], **optional}
     for function, arguments in wanted.items():
-        if not _takes(getattr(found, function, None), arguments):
+        if not _takes(getattr(module, function, None), arguments):
             needed = ", ".join(f"{each}({', '.join(given)})" for each, given in wanted.items())
-            raise RequestError(f"{kind}: {name!r} was given; accepted is a module with {needed}")
-    return cast(Any, found)
+            raise RequestError(f"{kind}: got {name!r}, expected a module with {needed}.")
+    for constant, default in DECLARED[kind].items():
+        value = getattr(module, constant, default)
+        if not isinstance(value, type(default)):
+            wanted_type = "a plugins.Traits" if constant == "TRAITS" else f"a {type(default).__name__}"
+            raise RequestError(f"{name}.{constant}: got {value!r}, expected {wanted_type}.")
+    return cast(Any, module)
 
 
 def _takes(function: object, arguments: tuple[str, ...]) -> bool:
@@ -138,13 +241,13 @@ def _takes(function: object, arguments: tuple[str, ...]) -> bool:
 def _import(kind: str, name: str) -> ModuleType:
     for point in metadata.entry_points(group=f"paceline.{kind}", name=name):
         return cast(ModuleType, point.load())
-    if "." not in name and name.replace("_", "-") in names(kind):
+    if is_shipped(kind, name):
         return importlib.import_module(f"paceline.{FOLDERS[kind]}.{name.replace('-', '_')}")
     if "." in name and all(part.isidentifier() for part in name.split(".")):
         try:
             return importlib.import_module(name)
         except ImportError as error:
-            raise RequestError(f"{kind}: {name!r} was given, which cannot be imported ({error})") from None
+            raise RequestError(f"{kind}: {name!r} cannot be imported ({error}).") from None
     known = names(kind)
     where = {"strategies": "strategy"}.get(kind, kind.removesuffix("s"))
     hint = _with_number(kind, name, known) or did_you_mean(name, known)
@@ -182,7 +285,7 @@ Options = TypeVar("Options")
 
 
 def parse_options(cls: type[Options], choice: Choice) -> Options:
-    """Fill a plugin's options dataclass from a choice; unknown names and wrong types are the user's mistake."""
+    """A plugin's options dataclass filled from a choice; RequestError for unknown names and wrong types."""
     fields = {f.name: f for f in dataclasses.fields(cast(Any, cls))}
     for key, value in choice.options.items():
         if key not in fields:
@@ -199,15 +302,17 @@ def parse_options(cls: type[Options], choice: Choice) -> Options:
 
 
 def _refuse_secrets(choice: Choice) -> None:
-    """Options are recorded, and written where engines show them; the text itself is not repeated."""
+    """Options are recorded and shown by schedulers, so they must not contain a secret. The error does not repeat it."""
     for key, value in choice.options.items():
         if any(redaction.SECRET.search(text) for text in _texts(value)):
-            accepted = "no secret: let the nodes read it from a file or from their own environment"
-            raise RequestError(f"{choice.name}.{key}: what looks like a got secret, expected {accepted}.")
+            raise RequestError(
+                f"{choice.name}.{key}: got what looks like a secret, expected none. Let the nodes read it from a file "
+                "or from their own environment."
+            )
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Every text of an option, however deep; names too."""
+    """Every text inside an option value, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

@@ -1,7 +1,12 @@
-"""Asked: what one run shall do, complete enough to repeat it years later.
+"""What one run shall do, complete enough to repeat it years later.
 
-Frozen dataclasses without behaviour beyond their own invariants. A `RunSpec` is one launch; its `cell` is shared by all
-repeats of the same configuration, its `work` by all runs whose results must agree whatever the strategy.
+Frozen dataclasses without behaviour beyond their own invariants. A `RunSpec` is one launch. Its `cell` is shared by all
+repeats of one configuration, its `work` by all runs whose results must agree whatever the strategy.
+
+A run is identified by its spec (`RunSpec.run_id`). Fields and options on which no measured number depends are not part
+of that: how long to wait, who pays, who may log in. If in doubt, an option is part of it: a partition, a queue or a
+namespace may lead to other nodes, a quality of service to other neighbours, a pull policy to another image of the same
+name, a jump host to another machine, the path of a program to another build.
 """
 
 from __future__ import annotations
@@ -11,46 +16,53 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from paceline.errors import Scalar as Scalar
 from paceline.errors import require as require
+from paceline.experiment import plugins
 from paceline.experiment.choices import Choice as Choice
 from paceline.experiment.factorial import Design
-from paceline.experiment.identity import NO_CELL, NO_RUN, measured
+from paceline.experiment.plugins import Traits
 from paceline.experiment.serving import Serving
 
 SCHEMA = 1
 DTYPES = ("fp32", "bf16", "fp16")
 CHECKPOINTING = ("none", "full", "selective")
 DEVICES = ("cpu", "cuda")
-# Workloads that ask a served model: their specs say how.
-SERVED = ("inference",)
-# Workloads that train nothing: no strategy, and the fields of training neither make their cell nor name their runs.
-UNTRAINED = ("collectives", "compute", *SERVED)
-# Workloads that test nodes one by one: no strategy joins their processes, and a wrong result is an answer of theirs.
-ACCEPTING = ("nodes",)
-# Workloads whose runs are not ranked against each other by speed, so need no proof of equal work.
-UNCERTIFIED = (*UNTRAINED, *ACCEPTING, "memory", "frontier", "reference")
-# Workloads that fine-tune: their specs say how.
-TUNED = ("finetune",)
 METHODS = ("full", "lora", "qlora")
 OPTIMIZERS = ("adamw", "adamw_8bit", "paged_adamw_8bit")
-# Projections that may carry an adapter, by the letter or word people use.
+# Projections that may carry an adapter, by their usual names.
 TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
-# Workloads that look for the limit: a run that is out of memory has given its answer.
-PROBING = ("frontier",)
-
+# The workload of an experiment that names none; run ids do not repeat its name.
+DEFAULT_WORKLOAD = "pretrain"
 # One reading takes the driver a few milliseconds.
 FASTEST_TELEMETRY_HZ = 50.0
+
+# Fields that are not part of the run id: the name of the experiment, how long it may take, how often gauges are read
+# and the run is restarted, the design it is a point of, the mark of one launch, and what its plugins declare.
+NO_RUN = ("experiment", "timeout_s", "stall_s", "telemetry_hz", "max_restarts", "design", "lineage", "declared")
+# Fields that are not part of the cell either: repeats of one configuration may differ in them.
+NO_CELL = (*NO_RUN, "repeat", "reference_steps")
+# Options of any launcher or engine that only say how long to wait.
+WAITING = ("connect_s", "keep_s", "patience_s", "pending_s", "poll_s", "ready_s")
+
+
+def measured(options: Mapping[str, Any], unmeasured: Collection[str]) -> dict[str, Any]:
+    """The options of a launcher or an engine on which a measured number may depend.
+
+    >>> measured({"partition": "gpu", "account": "physics", "poll_s": 2}, ["account"])
+    {'partition': 'gpu'}
+    """
+    return {key: value for key, value in options.items() if key not in (*WAITING, *unmeasured)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """Which processes take part; one process drives one device."""
+    """The processes of a run; one process drives one device."""
 
     device: str
     nodes: int = 1
@@ -68,9 +80,9 @@ class Topology:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """compute: dtype of the matrix products; master weights and Adam's moments are fp32 always.
+    """compute: dtype of the matrix products. Master weights and Adam's moments are always fp32.
 
-    reduce: dtype in which gradients are accumulated and cross the network, the same for every strategy of a group.
+    reduce: dtype in which gradients are accumulated and sent, the same for every strategy of a group.
     """
 
     compute: str = "fp32"
@@ -139,10 +151,10 @@ class Training:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """Fine-tuning: which weights learn, in what the frozen ones are held, and the optimizer of those that learn.
+    """Fine-tuning: which weights learn, how the frozen ones are stored, and the optimizer.
 
-    qlora holds the frozen products in 4 bit (NF4, scales quantised again), lora in the compute dtype; full has no
-    adapter, so rank, alpha and targets do not count there.
+    qlora stores the frozen matrices in 4 bit (NF4, with quantised scales), lora in the compute dtype. full trains every
+    weight without adapters, so rank, alpha and targets have no effect.
     """
 
     method: str = "qlora"
@@ -157,8 +169,8 @@ class Tuning:
         require(self.rank >= 1, "rank", self.rank, "a whole number from 1")
         require(0 < self.alpha < math.inf, "alpha", self.alpha, "a positive number")
         names = self.targets.split("+")
-        sound = all(name in TARGETS for name in names) and len(set(names)) == len(names)
-        require(sound, "targets", self.targets, f"different ones of {', '.join(TARGETS)}, joined by '+'")
+        valid = all(name in TARGETS for name in names) and len(set(names)) == len(names)
+        require(valid, "targets", self.targets, f"some of {', '.join(TARGETS)}, each once, joined by '+'")
 
     @property
     def has_adapters(self) -> bool:
@@ -167,11 +179,13 @@ class Tuning:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """One launch. Everything that decides what is computed stands here; nothing else reaches the worker.
+    """One launch. Everything that decides what is computed is in here; nothing else reaches the worker.
 
-    design is the plan this run was made for. It decides nothing that is computed, so no identity holds it. Nor is
-    lineage part of any: the controller's mark of one launch, by which its job and checkpoints are known again. contents
-    are digests of what `model` and `data` name on the disk, so that other data under the same path is other work.
+    design: the experimental design of which this run is a point. lineage: the controller's mark of one launch, by which
+    it recognises its job and checkpoints. contents: digests of the files that `model` and `data` name, so that changed
+    data under the same path is different work. declared: what plugins from other packages declared when the run was
+    stored (kind -> name -> constants of plugins.DECLARED), so that it can be read where they are not installed; None
+    before. Neither design, lineage nor declared is part of an identity.
     """
 
     experiment: str
@@ -197,13 +211,14 @@ class RunSpec:
     design: Design | None = None
     contents: Mapping[str, str] = field(default_factory=dict)
     lineage: str | None = None
+    declared: Mapping[str, Mapping[str, Mapping[str, Any]]] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         require(
             bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.experiment)),
             "name",
             self.experiment,
-            "letters, digits, '.', '_' and '-'",
+            "letters, digits, '.', '_' and '-', beginning with a letter or digit",
         )
         require(self.steps >= 1, "steps", self.steps, "a whole number from 1")
         require(self.reference_steps >= 2, "reference_steps", self.reference_steps, "a whole number from 2")
@@ -225,42 +240,60 @@ class RunSpec:
     def tokens_per_step(self) -> int:
         return self.global_batch * self.training.sequence_length
 
+    def _declaration(self, kind: str, name: str) -> Mapping[str, Any] | None:
+        """What a plugin of this run declares; None where the run does not say and the plugin is not installed."""
+        recorded = (self.declared or {}).get(kind, {}).get(name)
+        if recorded is None or plugins.is_shipped(kind, name):
+            return plugins.declared(kind, name, imports=self.declared is None)
+        return {**recorded, **({"TRAITS": Traits.from_dict(recorded.get("TRAITS", {}))} if kind == "workloads" else {})}
+
+    @cached_property
+    def traits(self) -> Traits:
+        """What the workload declares about itself. Where nothing is known about it, a run with a strategy trains."""
+        declared = self._declaration("workloads", self.workload.name)
+        return Traits(trains=self.strategy is not None) if declared is None else declared["TRAITS"]
+
     @property
     def is_trained(self) -> bool:
-        return self.workload.name not in UNTRAINED
+        return self.traits.trains
 
     @property
     def is_certified(self) -> bool:
         """Whether runs of this workload must prove equal work before they are ranked."""
-        return self.workload.name not in UNCERTIFIED
+        return self.traits.certified
+
+    @property
+    def starts_servers(self) -> bool:
+        """Whether the engine runs on this run's devices; otherwise its endpoints are elsewhere, as are their gauges."""
+        declared = self._declaration("engines", self.engine.name) if self.engine else None
+        return bool(declared and declared.get("STARTS"))
 
     def configuration(self) -> dict[str, Any]:
-        """All that decides the cell and nothing else, by field: equal for two specs just where their cells are."""
+        """The fields that make the cell: equal for two specs if and only if their cells are equal."""
         unused: tuple[str, ...] = () if self.is_trained else ("training", "warmup", "steps")
         if self.serving:
-            # Data and precision stand among the fields of training.
+            # Data and precision are fields of `training`.
             unused = ("warmup", "steps")
         return self._without(*NO_CELL, *unused)
 
     @cached_property
     def cell(self) -> str:
-        """Same for all repeats of one configuration, whatever the experiment is called and however long it may take."""
+        """Same for all repeats of one configuration, whatever the experiment is called and however long it may run."""
         return _digest(self.configuration())
 
     @cached_property
     def run_id(self) -> str:
-        workload = None if self.workload.name == "pretrain" else self.workload.name
+        workload = None if self.workload.name == DEFAULT_WORKLOAD else self.workload.name
         strategy = str(self.strategy) if self.strategy else None
-        # Of a directory its last part tells enough: the digest tells the rest, and names of folders have an end.
-        name = self.model.name.rstrip("/").rpartition("/")[2][:40]
-        model = None if self.workload.name == "collectives" else name
+        # For a directory, the last path component is enough: the digest covers the rest. File names have a limit.
+        model = None if self.traits.measures_network else str(_last_part(self.model.name))[:40]
         label = "-".join(filter(None, (workload, strategy, model, f"{self.topology.world_size}x")))
         slug = re.sub(r"[^A-Za-z0-9]+", "-", label).strip("-").lower()
         return f"{slug}-r{self.repeat}-{_digest(self._without(*NO_RUN))[:10]}"
 
     @cached_property
     def work(self) -> str:
-        """Same for all runs that must follow one loss trajectory: model, data, global batch, arithmetic, optimizer."""
+        """Same for all runs that must follow one loss trajectory: model, data, global batch, dtypes and optimizer."""
         t = self.training
         return _digest(
             {
@@ -279,77 +312,81 @@ class RunSpec:
 
     @property
     def model_text(self) -> str:
-        """The model as tables name it: of a directory its last part, and what is in it."""
-        return _told(self.model, self.contents.get("model"))
+        """The model as tables name it: for a directory, its last path component and a digest of its content."""
+        return _short_name(self.model, self.contents.get("model"))
 
     @property
     def data_text(self) -> str:
-        return _told(self.training.data, self.contents.get("data"))
+        return _short_name(self.training.data, self.contents.get("data"))
 
     def axes(self) -> dict[str, Scalar]:
-        """The flat words by which people tell runs apart, in tables, filters and plots."""
-        t = self.training
-        places: dict[str, Scalar] = {
+        """The flat fields by which people distinguish runs in tables, filters and plots."""
+        t, s = self.training, self.serving
+        axes: dict[str, Scalar] = {
             "workload": str(self.workload),
             "strategy": str(self.strategy) if self.strategy else None,
-            "model": None if self.workload.name == "collectives" else self.model_text,
+            "model": None if self.traits.measures_network else self.model_text,
             "launcher": self.launcher.name,
             "device": self.topology.device,
             "nodes": self.topology.nodes,
             "world_size": self.topology.world_size,
         }
-        if self.serving:
-            return {**places, **self._serving_axes(), "seed": self.seed}
-        if not self.is_trained:
-            return {**places, "seed": self.seed}
-        return {
-            **places,
-            "precision": t.precision.compute,
-            "reduce_dtype": t.precision.reduce,
-            "sequence_length": t.sequence_length,
-            "micro_batch": t.micro_batch,
-            "accumulation": t.accumulation,
-            "global_batch": self.global_batch,
-            "checkpointing": t.checkpointing,
-            "compile": t.compile,
-            "bucket_mb": t.bucket_mb,
-            "data": self.data_text,
-            **self._tuning_axes(),
-            "seed": self.seed,
-            "steps": self.steps,
-        }
-
-    def _serving_axes(self) -> dict[str, Scalar]:
-        assert self.serving is not None
-        assert self.engine is not None
-        s, engine = self.serving, Choice(self.engine.name, measured(self.engine.name, self.engine.options))
-        asked: dict[str, Scalar] = {"rate_per_s": s.rate_per_s, "concurrency": s.concurrency, "requests": s.requests}
-        return {
-            # Of an address all, of a program its name and a mark that tells its path from others.
-            "engine": _told(engine, None) if "executable" in engine.options else str(engine),
-            "scenario": s.scenario,
-            **asked,
-            "max_tokens": s.max_tokens,
-            "api": s.api,
-            "partition": s.partition,
-            "precision": self.training.precision.compute,
-            "data": self.data_text,
-        }
-
-    def _tuning_axes(self) -> dict[str, Scalar]:
-        if self.tuning is None:
-            return {}
-        t = self.tuning
-        rank, targets = (t.rank, t.targets) if t.has_adapters else (None, None)
-        return {"method": t.method, "rank": rank, "targets": targets, "optimizer": t.optimizer}
+        if s:
+            assert self.engine is not None
+            engine = Choice(self.engine.name, self._measured("engines", self.engine))
+            axes |= {
+                # An address in full; a program by its name and a digest of its path.
+                "engine": _short_name(engine, None) if "executable" in engine.options else str(engine),
+                "scenario": s.scenario,
+                "rate_per_s": s.rate_per_s,
+                "concurrency": s.concurrency,
+                "requests": s.requests,
+                "max_tokens": s.max_tokens,
+                "api": s.api,
+                "partition": s.partition,
+                "precision": t.precision.compute,
+                "data": self.data_text,
+            }
+        elif self.is_trained:
+            axes |= {
+                "precision": t.precision.compute,
+                "reduce_dtype": t.precision.reduce,
+                "sequence_length": t.sequence_length,
+                "micro_batch": t.micro_batch,
+                "accumulation": t.accumulation,
+                "global_batch": self.global_batch,
+                "checkpointing": t.checkpointing,
+                "compile": t.compile,
+                "bucket_mb": t.bucket_mb,
+                "data": self.data_text,
+            }
+            if self.tuning:
+                rank, targets = (self.tuning.rank, self.tuning.targets) if self.tuning.has_adapters else (None, None)
+                axes |= {"method": self.tuning.method, "rank": rank, "targets": targets}
+                axes["optimizer"] = self.tuning.optimizer
+        axes["seed"] = self.seed
+        return axes | {"steps": self.steps} if self.is_trained and not s else axes
 
     def to_dict(self) -> dict[str, Any]:
-        return {"schema": SCHEMA, **dataclasses.asdict(self)}
+        """As spec.json stores it. Shipped plugins are not recorded in `declared`: their files say it."""
+        values = {"schema": SCHEMA, **dataclasses.asdict(self)}
+        declared: dict[str, dict[str, Any]] = {}
+        for kind, choice in (("workloads", self.workload), ("launchers", self.launcher), ("engines", self.engine)):
+            constants = None
+            if choice is not None and not plugins.is_shipped(kind, choice.name):
+                constants = self._declaration(kind, choice.name)
+            if choice is not None and constants is not None:
+                plain = {k: dataclasses.asdict(v) if isinstance(v, Traits) else v for k, v in constants.items()}
+                declared.setdefault(kind, {})[choice.name] = plain
+        if declared:
+            return {**values, "declared": declared}
+        del values["declared"]
+        return values
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> RunSpec:
-        """The inverse of `to_dict`; the store has migrated older schemas before."""
-        values = {key: value for key, value in raw.items() if key != "schema"}
+        """The inverse of `to_dict`. The store migrates older schemas first."""
+        values = {"declared": {}, **{key: value for key, value in raw.items() if key != "schema"}}
         training = dict(values["training"])
         training |= {"precision": Precision(**training["precision"]), "data": Choice(**training["data"])}
         values |= {
@@ -365,18 +402,23 @@ class RunSpec:
         return cls(**values)
 
     def _without(self, *fields: str) -> dict[str, Any]:
-        """What makes an identity. A run that tunes or serves nothing, makes no checkpoint or reads no file is what it
-        was before there was such a thing."""
-        unasked = ("tuning", "contents", "checkpoint_every", "serving", "engine")
-        empty = tuple(name for name in unasked if not getattr(self, name))
-        found = {key: value for key, value in dataclasses.asdict(self).items() if key not in (*fields, *empty)}
-        for part in filter(None, map(found.get, ("launcher", "engine"))):
-            part["options"] = measured(part["name"], part["options"])
-        return found
+        """The fields that make an identity. Fields that were added later count only where they are set, so that older
+        runs keep their ids."""
+        added_later = ("tuning", "contents", "checkpoint_every", "serving", "engine")
+        empty = tuple(name for name in added_later if not getattr(self, name))
+        values = {key: value for key, value in dataclasses.asdict(self).items() if key not in (*fields, *empty)}
+        for kind, key in (("launchers", "launcher"), ("engines", "engine")):
+            if values.get(key):
+                values[key]["options"] = self._measured(kind, Choice(**values[key]))
+        return values
+
+    def _measured(self, kind: str, choice: Choice) -> dict[str, Any]:
+        declared = self._declaration(kind, choice.name) or {}
+        return measured(choice.options, declared.get("UNMEASURED", ()))
 
 
-def _told(choice: Choice, contents: str | None) -> str:
-    """A choice without the folders of its paths, which are nobody's business in a table; a digest tells them apart."""
+def _short_name(choice: Choice, contents: str | None) -> str:
+    """A choice without the directories of its paths, which do not belong in a table; a digest tells them apart."""
     paths = [text for text in (choice.name, *choice.options.values()) if isinstance(text, str) and "/" in text]
     if not paths and contents is None:
         return str(choice)

@@ -6,7 +6,7 @@ Adapters are held in fp32 whatever the compute dtype; a frozen weight costs no g
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from paceline.experiment.spec import Tuning
 from paceline.models import arithmetic
@@ -141,15 +141,13 @@ def trained_bytes(tuning: Tuning, compute: str) -> tuple[float, float, float]:
     return 4 + moments, 2, 2
 
 
-def state_bytes(
-    shape: Shape, tuning: Tuning, strategy: str, stage: int | None, group_size: int, compute: str
-) -> float | None:
+def state_bytes(shape: Shape, tuning: Tuning, strategy: Named, group_size: int, compute: str) -> float | None:
     """Weights, gradients and optimizer state per rank, without live units, activations and buffers.
 
     Only strategies that shard weights (ZeRO-3, FSDP2) shard the frozen ones, and of quantised ones the codes: scales
     are no parameters and stay whole. None for an unknown strategy.
     """
-    split = arithmetic.sharded_parts(strategy, stage)
+    split = arithmetic.sharded_parts(strategy)
     if split is None:
         return None
     parts = trained_bytes(tuning, compute)
@@ -169,25 +167,28 @@ def _scale_bytes(shape: Shape, tuning: Tuning) -> float:
 def wire_bytes(
     shape: Shape, tuning: Tuning, strategy: Named, group_size: int, accumulation: int, reduce: str, compute: str
 ) -> float | None:
-    """Predicted bytes each rank sends per optimizer step; None where we have no formula for the strategy.
+    """Predicted bytes each rank sends per optimizer step; None where the strategy has no formula.
 
-    DDP and ZeRO-1/2 reduce and gather what is trained: P becomes A. FSDP2 and ZeRO-3 besides gather the frozen weights
-    as they are held (of quantised ones the codes), but reduce the adapters alone. FSDP2 pads what it shards, which is
-    counted of the adapters: a frozen weight has too many rows for it to matter.
+    DDP and ZeRO-1/2 reduce and gather what is trained: P becomes A. FSDP2 and ZeRO-3 also gather the frozen weights as
+    they are stored (quantised ones as codes), but reduce the adapters alone. Padding is counted for the adapters only:
+    a frozen weight has too many rows for it to matter.
     """
     trained, size = trained_parameters(shape, tuning), ADAPTER_BYTES if tuning.has_adapters else DTYPE_BYTES[compute]
-    reduced = trained * DTYPE_BYTES[reduce]
-    if strategy.name == "fsdp2":
-        root = arithmetic.root_parameters(shape) * DTYPE_BYTES[compute]
-        blocks = sum(held for _, held in weight_tensors(shape, tuning, compute)) - root
-        if tuning.has_adapters:
-            padding = sharded_adapter_parameters(shape, tuning, group_size) - trained
-            blocks, reduced = blocks + padding * ADAPTER_BYTES, reduced + padding * DTYPE_BYTES[reduce]
-        return _fsdp2(strategy, accumulation, root, blocks, reduced) * (group_size - 1) / group_size
-    if strategy.name == "zero" and strategy.options.get("stage", 1) == 3:
-        tensors = weight_tensors(shape, tuning, compute)
-        return _zero3(strategy, accumulation, tensors, reduced) * (group_size - 1) / group_size
-    return arithmetic.wire_bytes(strategy, trained, group_size, accumulation, DTYPE_BYTES[reduce], size)
+    padding = sharded_adapter_parameters(shape, tuning, group_size) - trained if tuning.has_adapters else 0
+    tensors = weight_tensors(shape, tuning, compute)
+    traffic = arithmetic.Traffic(
+        options=strategy.options,
+        parameters=sum(elements for elements, _ in tensors),
+        accumulation=accumulation,
+        gradient_bytes=trained * DTYPE_BYTES[reduce],
+        weight_bytes=sum(stored for _, stored in tensors),
+        root_weight_bytes=arithmetic.root_parameters(shape) * DTYPE_BYTES[compute],
+        updated_bytes=trained * size,
+        tensors=tensors,
+        padding_weight_bytes=padding * ADAPTER_BYTES,
+        padding_gradient_bytes=padding * DTYPE_BYTES[reduce],
+    )
+    return arithmetic.sent_bytes(strategy, traffic, group_size)
 
 
 def weight_tensors(shape: Shape, tuning: Tuning, compute: str) -> list[tuple[int, int]]:
@@ -206,20 +207,3 @@ def weight_tensors(shape: Shape, tuning: Tuning, compute: str) -> list[tuple[int
     ends = [shape.vocab * h] * (1 if shape.tied else 2)
     rest = arithmetic.root_parameters(shape) - sum(ends)
     return block * shape.layers + [(n, n * size) for n in (*ends, rest)]
-
-
-def _fsdp2(strategy: Named, accumulation: int, root: float, blocks: float, reduced: float) -> float:
-    """As `models.wire_bytes`: 2G gathers of the blocks, G of the root, which has no adapter; one reduction."""
-    gathers = 2 if strategy.options.get("reshard_after_forward", True) else 1
-    reductions = accumulation if strategy.options.get("sync_every_micro_batch", False) else 1
-    return accumulation * (root + gathers * blocks) + reductions * reduced
-
-
-def _zero3(strategy: Named, accumulation: int, tensors: Sequence[tuple[int, int]], reduced: float) -> float:
-    """As `models.wire_bytes`: G or 2G gathers by the reuse window, small tensors once per step, G reductions."""
-    threshold = strategy.options.get("persistence_threshold", 1e5)
-    kept = sum(held for elements, held in tensors if elements <= threshold)
-    gathered = sum(held for _, held in tensors) - kept
-    window = min(strategy.options.get(name, 1e9) for name in ("max_live_parameters", "max_reuse_distance"))
-    gathers = 1 if sum(elements for elements, _ in tensors) <= window else 2
-    return kept + accumulation * (gathers * gathered + reduced)

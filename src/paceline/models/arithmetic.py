@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.errors import RequestError
+from paceline.experiment import plugins
 from paceline.models.hf_config import read_shape, read_vocabulary, unknown_shape
 from paceline.models.shape import FAMILIES, SETTABLE, accepted_by, require_field
 from paceline.models.shape import Shape as Shape
@@ -211,33 +212,24 @@ def recomputed_flops_per_token(
 # --- state bytes ---
 
 
-def state_bytes(
-    strategy: str, stage: int | None, parameters: int, group_size: int, compute: str = "bf16"
-) -> float | None:
-    """Parameters, gradients and Adam's state per rank, without live units and buffers; None for an unknown strategy.
+def state_bytes(strategy: Named, parameters: int, group_size: int, compute: str = "bf16") -> float | None:
+    """Parameters, gradients and Adam's state per rank, without live units and buffers; None without a formula.
 
     16 B per parameter. Half precision: weights 2, gradients 2, fp32 master and moments 12; fp32: 4, 4 and 8.
     ddp shards nothing, ZeRO-1 the optimizer state, ZeRO-2 gradients too, ZeRO-3 and FSDP2 all three. FSDP2 between
     unsynchronised micro batches holds whole gradients besides.
     """
-    split = sharded_parts(strategy, stage)
+    split = sharded_parts(strategy)
     if split is None:
         return None
     optimizer_first = (8, 4, 4) if compute == "fp32" else (12, 2, 2)
     return parameters * (sum(optimizer_first[:split]) / group_size + sum(optimizer_first[split:]))
 
 
-def sharded_parts(strategy: str, stage: int | None) -> int | None:
-    """How many of optimizer state, gradients and weights, in that order, are split over ranks."""
-    sharded = {
-        ("single", None): 0,
-        ("ddp", None): 0,
-        ("zero", 1): 1,
-        ("zero", 2): 2,
-        ("zero", 3): 3,
-        ("fsdp2", None): 3,
-    }
-    return sharded.get((strategy, stage if strategy == "zero" else None))
+def sharded_parts(strategy: Named) -> int | None:
+    """How many of optimizer state, gradients and weights, in that order, the strategy shards; None if unknown."""
+    plugin = plugins.find("strategies", strategy.name)
+    return plugin.sharded_parts(strategy.options) if hasattr(plugin, "sharded_parts") else None
 
 
 # --- wire bytes ---
@@ -269,8 +261,13 @@ def wire_factor(operation: str, group_size: int) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Traffic:
-    """What a wire formula may depend on: gradient_bytes is P*r, weight_bytes P*p, root the part outside the blocks."""
+class Traffic:
+    """What the `wire_bytes` of a strategy may depend on, in bytes of one whole copy.
+
+    parameters: elements of all weights. gradient_bytes: P*r, gradients that are reduced. weight_bytes: P*p, all weights
+    as they are gathered; root_weight_bytes: those outside the blocks. updated_bytes: the weights that learn. tensors:
+    elements and bytes of every weight tensor. padding: what a strategy that pads its shards sends as well.
+    """
 
     options: Mapping[str, Any]
     parameters: int
@@ -278,57 +275,17 @@ class _Traffic:
     gradient_bytes: int
     weight_bytes: int
     root_weight_bytes: int
-    tensors: Sequence[int]
+    updated_bytes: int
+    tensors: Sequence[tuple[int, int]]
+    padding_weight_bytes: int = 0
+    padding_gradient_bytes: int = 0
 
 
-def _ddp(t: _Traffic) -> float:
-    """2Pr: one all-reduce on the last micro batch, the others run under no_sync."""
-    return 2 * t.gradient_bytes
-
-
-def _fsdp2(t: _Traffic) -> float:
-    """2G*Pp + Pr: gathered for forward and backward of every micro batch, gradients reduce-scattered once.
-
-    reshard_after_forward=false keeps the weights for the backward: G*Pp. The root unit (embeddings, last norm, head)
-    is always kept so. sync_every_micro_batch=true: G*Pr.
-    """
-    again = t.weight_bytes - t.root_weight_bytes if t.options.get("reshard_after_forward", True) else 0
-    reductions = t.accumulation if t.options.get("sync_every_micro_batch", False) else 1
-    return t.accumulation * (t.weight_bytes + again) + reductions * t.gradient_bytes
-
-
-def _zero1(t: _Traffic) -> float:
-    """2Pr + Pp: DeepSpeed all-reduces the whole gradient once and all-gathers the updated weights."""
-    return 2 * t.gradient_bytes + t.weight_bytes
-
-
-def _zero2(t: _Traffic) -> float:
-    """2G*Pr + Pp: DeepSpeed's bucketed all-reduce every micro batch, then the updated weights."""
-    return 2 * t.accumulation * t.gradient_bytes + t.weight_bytes
-
-
-def _zero3(t: _Traffic) -> float:
-    """G*(2Pp + Pr), or G*(Pp + Pr) for a model within DeepSpeed's reuse window, kept from forward to backward.
-
-    The window is the smaller of max_live_parameters and max_reuse_distance (both 1e9 by default). A model somewhat
-    larger is reused in part, so beyond the window this is an upper bound. Tensors of at most persistence_threshold
-    elements (1e5 by default) stay on every rank and are gathered once per step, after the update.
-    """
-    window = min(t.options.get(name, 1e9) for name in ("max_live_parameters", "max_reuse_distance"))
-    small = sum(size for size in t.tensors if size <= t.options.get("persistence_threshold", 1e5))
-    kept = t.weight_bytes * small / t.parameters
-    gathers = t.accumulation * (1 if t.parameters <= window else 2)
-    return kept + gathers * (t.weight_bytes - kept) + t.accumulation * t.gradient_bytes
-
-
-_WIRE: Mapping[tuple[str, Any], Callable[[_Traffic], float]] = {
-    ("single", None): lambda t: 0.0,
-    ("ddp", None): _ddp,
-    ("fsdp2", None): _fsdp2,
-    ("zero", 1): _zero1,
-    ("zero", 2): _zero2,
-    ("zero", 3): _zero3,
-}
+def sent_bytes(strategy: Named, traffic: Traffic, group_size: int) -> float | None:
+    """Predicted bytes each rank sends per optimizer step; None where the strategy has no formula."""
+    plugin = plugins.find("strategies", strategy.name)
+    whole = plugin.wire_bytes(traffic) if hasattr(plugin, "wire_bytes") else None
+    return None if whole is None else whole * (group_size - 1) / group_size
 
 
 def wire_bytes(
@@ -341,23 +298,20 @@ def wire_bytes(
     root_parameters: int = 0,
     tensors: Sequence[int] = (),
 ) -> float | None:
-    """Predicted bytes each rank sends per optimizer step; None where we have no formula for the strategy.
+    """Predicted bytes each rank sends per optimizer step; None where the strategy has no formula.
 
     reduce_bytes is r, bytes per reduced gradient element; parameter_bytes is p, bytes per gathered parameter;
     root_parameters those outside the blocks, which FSDP2 gathers once per micro batch instead of twice; tensors the
     sizes of the weight tensors, of which ZeRO-3 does not shard the small ones.
     """
-    stage = strategy.options.get("stage", 1) if strategy.name == "zero" else None
-    formula = _WIRE.get((strategy.name, stage))
-    if formula is None:
-        return None
-    traffic = _Traffic(
+    traffic = Traffic(
         options=strategy.options,
         parameters=parameters,
         accumulation=accumulation,
         gradient_bytes=parameters * reduce_bytes,
         weight_bytes=parameters * parameter_bytes,
         root_weight_bytes=root_parameters * parameter_bytes,
-        tensors=tensors,
+        updated_bytes=parameters * parameter_bytes,
+        tensors=[(elements, elements * parameter_bytes) for elements in tensors],
     )
-    return formula(traffic) * (group_size - 1) / group_size
+    return sent_bytes(strategy, traffic, group_size)

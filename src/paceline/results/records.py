@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Any, ClassVar, get_args
 
 from paceline.errors import Scalar
-from paceline.experiment.spec import PROBING, RunSpec
+from paceline.experiment.spec import RunSpec
 from paceline.models.arithmetic import load as load_shape
 from paceline.models.shape import Shape
 from paceline.results.attempt_samples import AttemptSample, CheckpointSample, StartSample
@@ -355,5 +355,5 @@ class RunRecord:
     @property
     def is_answer(self) -> bool:
         """Whether running it again would tell nothing new: ended ok, or a probe that found no room."""
-        probed = self.status is Status.OOM and self.spec.workload.name in PROBING
+        probed = self.status is Status.OOM and self.spec.traits.probes_limit
         return self.status is Status.OK or probed

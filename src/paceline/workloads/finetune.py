@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from paceline.contract import Recorder, Seat
 from paceline.errors import RequestError, require
-from paceline.experiment.plugins import parse_options
+from paceline.experiment.plugins import Traits, parse_options
 from paceline.experiment.spec import RunSpec, Tuning
 from paceline.models.arithmetic import load as load_shape
 from paceline.models.shape import Shape
 from paceline.training.data.corpus import check_data
 from paceline.workloads import pretrain
+
+TRAITS = Traits(trains=True, certified=True, fine_tunes=True)
 
 
 def check(spec: RunSpec) -> str | None:

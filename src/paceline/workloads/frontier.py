@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 
 from paceline.contract import Recorder, Seat
 from paceline.errors import require
-from paceline.experiment.plugins import parse_options
+from paceline.experiment.plugins import Traits, parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.host.memory_limit import allowed_bytes, check_limit, confine
 from paceline.results.memory_components import largest_fitting, predicted_peaks
 from paceline.results.records import RunRecord, Status
 from paceline.workloads import memory
 from paceline.workloads.pretrain import capacity_sample
+
+TRAITS = Traits(trains=True, measures_memory=True, probes_limit=True)
 
 
 @dataclass(frozen=True)

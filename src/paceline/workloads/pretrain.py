@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from paceline.contract import Recorder, Seat, Trainer
 from paceline.errors import Scalar, require
-from paceline.experiment.plugins import load, parse_options
+from paceline.experiment.plugins import Traits, load, parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.host.memory_limit import allowed_bytes, check_limit, confine, release
 from paceline.launchers.node import placement
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from paceline.workloads._checkpoints import Keeper
     from paceline.workloads._loop import Loop
 
+TRAITS = Traits(trains=True, certified=True)
 AUDITED_STEPS = 1
 PROFILED_STEPS = 2
 

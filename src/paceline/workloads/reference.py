@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.contract import Recorder, Seat
-from paceline.experiment.plugins import load, parse_options
+from paceline.experiment.plugins import Traits, load, parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.models.arithmetic import load as load_shape
+
+TRAITS = Traits(trains=True)
 
 
 @dataclass(frozen=True)

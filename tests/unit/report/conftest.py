@@ -21,6 +21,7 @@ from paceline.analysis.findings import (
     WarmUpOutcome,
 )
 from paceline.errors import Scalar
+from paceline.experiment import plugins
 
 TIMES = (1753000000.0, 1753000300.0)
 REFERENCE = "reference-gpt-tiny-1x-r0-aa11bb22cc"
@@ -131,7 +132,10 @@ def finding(run: str, strategy: str | None, repeat: int = 0, world_size: int = 2
         "cell": cell_of(strategy or "reference", world_size),
         "axes": axes(strategy, world_size),
     }
-    return RunFinding(run=run, repeat=repeat, started_at=TIMES[0], duration_s=31.5, **(done | more))  # type: ignore[arg-type]
+    done |= more
+    workload = str(done["axes"]["workload"]).partition(":")[0]  # type: ignore[index]
+    traits = (plugins.declared("workloads", workload) or {"TRAITS": plugins.Traits()})["TRAITS"]
+    return RunFinding(run=run, repeat=repeat, started_at=TIMES[0], duration_s=31.5, traits=traits, **done)  # type: ignore[arg-type]
 
 
 def comparison(strategy: str, other: str, verdict: str, metric: str = "tokens_per_s") -> Comparison:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.analysis.compare.cells import comparable_metrics, title_of, untitled_axes
@@ -15,7 +15,7 @@ from paceline.analysis.training import metrics
 from paceline.analysis.training.certificate import certify_all
 from paceline.analysis.training.metrics import BY_NAME
 from paceline.analysis.training.window import open_window
-from paceline.experiment.spec import ACCEPTING, PROBING, SERVED, RunSpec
+from paceline.experiment.spec import RunSpec
 from paceline.results.records import RunRecord, Status
 from paceline.wording import format_size
 
@@ -37,7 +37,7 @@ def problems(record: RunRecord) -> list[str]:
     """Why an uncertified run must not be believed: data that arrived wrong, or nothing; none for one that can be.
 
     A test of nodes that finds a wrong result has done what it is for."""
-    if record.spec.workload.name in ACCEPTING and record.kernels:
+    if record.spec.traits.tests_nodes and record.kernels:
         return []
     if record.spec.serving:
         return measurements.problems(record)
@@ -123,7 +123,7 @@ def judge(records: Sequence[RunRecord]) -> dict[str, list[Judged]]:
     """Runs by cell. References prove others and probes look for a limit: neither is a subject of its own."""
     certificates = certify_all(records)
     found: defaultdict[str, list[Judged]] = defaultdict(list)
-    ours = [r for r in records if not r.is_reference and r.spec.workload.name not in PROBING]
+    ours = [r for r in records if not r.is_reference and not r.spec.traits.probes_limit]
     named = untitled_axes([r.spec.axes() for r in ours])
     for r in ours:
         judged = Judged(r, describe(r.spec, named), *status_of(r, certificates.get(r.spec.run_id)))
@@ -147,13 +147,18 @@ def subject_of(judged: Iterable[Judged]) -> Subject | None:
 
 
 def quantities_of(records: Sequence[RunRecord]) -> Iterator[Quantity]:
-    """Of believable launches of one cell; none of a workload that has nothing to compare."""
-    yield from _READERS.get(records[0].spec.workload.name, _training)(records)
+    """Of valid launches of one cell. An uncertified workload is compared by the samples it leaves, if any."""
+    spec = records[0].spec
+    if spec.serving:
+        yield from _served(records)
+    elif spec.is_certified:
+        yield from _training(records)
+    elif not spec.traits.tests_nodes:
+        yield from _collectives(records)
+        yield from _ceilings(records)
 
 
 def _training(records: Sequence[RunRecord]) -> Iterator[Quantity]:
-    if not records[0].spec.is_certified:
-        return
     for cell in metrics.gather(map(open_window, records)):
         for name in comparable_metrics((cell,)):
             if found := metrics.estimate(cell, name):
@@ -217,10 +222,3 @@ def rate_searched(records: Sequence[RunRecord]) -> Measurement | None:
 def is_search(records: Sequence[RunRecord]) -> bool:
     serving = records[0].spec.serving
     return serving is not None and serving.scenario == "search"
-
-
-_READERS: Mapping[str, Callable[[Sequence[RunRecord]], Iterator[Quantity]]] = {
-    "collectives": _collectives,
-    "compute": _ceilings,
-    **dict.fromkeys(SERVED, _served),
-}

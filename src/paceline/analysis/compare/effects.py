@@ -40,8 +40,7 @@ from paceline.analysis.training.metrics import Cell, device_kind
 from paceline.experiment import recipe
 from paceline.experiment.choices import Choice
 from paceline.experiment.factorial import FACTORIAL, FRACTIONAL, ONE_AT_A_TIME, Design, Level, Point, Term
-from paceline.experiment.identity import NO_CELL
-from paceline.experiment.spec import RunSpec
+from paceline.experiment.spec import NO_CELL, RunSpec
 from paceline.results.records import RunRecord
 from paceline.wording import percent_up
 

@@ -27,7 +27,6 @@ from paceline.experiment.spec import RunSpec
 from paceline.results.records import RunRecord, Status
 
 MISSING, NOTHING_FOUND = "missing", "nothing found"
-LOOKED_AT_FOR_FAILURES = "memory"
 BELIEVABLE = "certified training, served models that may be believed, or the machine's own measures"
 NEAREST_LOOKED_AT = 50
 FAMILY_ERROR = 0.05
@@ -187,7 +186,7 @@ def _found_no_more(before: Sequence[Judged], after: Sequence[Judged]) -> str | N
 def _not_compared(a: Side, b: Side, matched: Mapping[str, str], told: Collection[str]) -> Iterable[str]:
     """Every other cell that is in both folders, with what became of it."""
     for cell, other in matched.items():
-        if cell not in told and a[cell][0].record.spec.workload.name != LOOKED_AT_FOR_FAILURES:
+        if cell not in told and not a[cell][0].record.spec.traits.measures_memory:
             yield f"not compared: {_standing(a[cell], b[other])}"
 
 
@@ -346,8 +345,9 @@ def _notes(a: Side, pairs: Sequence[Pair], changes: Sequence[Change]) -> Iterabl
     yield from (note for pair in pairs if pair.first.spec.serving for note in _loads_of_one(pair))
     if undecided := sum(c.verdict is None for c in changes):
         yield f"{undecided} of {len(changes)} comparisons have no verdict, because the data supports no interval"
-    if any(runs[0].record.spec.workload.name == LOOKED_AT_FOR_FAILURES for runs in a.values()):
-        yield f"runs of the workload {LOOKED_AT_FOR_FAILURES} are looked at for failures only"
+    specs = [runs[0].record.spec for runs in a.values()]
+    for name in sorted({spec.workload.name for spec in specs if spec.traits.measures_memory}):
+        yield f"runs of the workload {name} are looked at for failures only"
 
 
 def _loads_of_one(pair: Pair) -> Iterable[str]:

@@ -35,8 +35,6 @@ METRICS = {
     **dict.fromkeys((OUTPUT, f"reserved_{OUTPUT}", ALL, f"reserved_{ALL}"), USD),
     JOULES: ("J/token", LOWER),
 }
-# Engines whose replicas stand elsewhere: what a gauge reads here is not theirs.
-ELSEWHERE = ("openai",)
 
 
 def analyse(records: Sequence[RunRecord], costing: Costing) -> tuple[ServedCost, ...]:
@@ -91,8 +89,7 @@ def devices_of(record: RunRecord) -> int:
 def _prices(load: Served, costing: Costing) -> list[Price]:
     """As of training; an endpoint that stands elsewhere has only a price that holds for any device."""
     spec = load.spec
-    assert spec.engine is not None
-    here = spec.topology.device == "cuda" and spec.engine.name not in ELSEWHERE
+    here = spec.topology.device == "cuda" and spec.starts_servers
     if any(record.shares_gpu for record in load.records):
         return []
     gpu = device_names("cuda", load.records[0].machines) if here else None
@@ -160,8 +157,7 @@ def _joules(load: Served) -> Measurement:
 def energy_of(launch: Served) -> energy.WindowEnergy:
     """Of all devices of all replicas, from the first request of the load to its last answer."""
     spec, (record,) = launch.spec, launch.records
-    assert spec.engine is not None
-    if spec.engine.name in ELSEWHERE:
+    if not spec.starts_servers:
         return energy.unknown("the replicas stand elsewhere, and their power was not read")
     windows = [(s.stage.began_at_s, s.stage.began_at_s + s.wall_s) for s in launch.stretches if s.stage]
     if len(windows) < len(launch.stretches):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paceline.errors import Scalar
-from paceline.experiment.spec import PROBING, UNCERTIFIED
+from paceline.experiment.plugins import Traits
 
 COMPUTE, MEMORY, NETWORK, INPUT, LAUNCH = "compute", "memory bandwidth", "network", "input", "launch overhead"
 # Of runs that hold weights in few bits; no share of any other.
@@ -278,6 +278,7 @@ class RunFinding:
     device_name: str | None = None
     throttled_steps: int | None = None
     goodput: Goodput | None = None
+    traits: Traits = field(default_factory=Traits, metadata={"exported": False})
 
     @property
     def workload(self) -> str:
@@ -286,13 +287,13 @@ class RunFinding:
     @property
     def is_certified(self) -> bool:
         """Whether a run of this workload must prove equal work."""
-        return self.workload not in UNCERTIFIED
+        return self.traits.certified
 
     @property
     def is_failure(self) -> bool:
         """Neither ok, refused beforehand nor claimed; nor a probe that found no room, which it was sent to find."""
         return self.status not in ("ok", "unsupported", "claimed") and not (
-            self.status == "oom" and self.workload in PROBING
+            self.status == "oom" and self.traits.probes_limit
         )
 
 

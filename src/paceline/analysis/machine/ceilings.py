@@ -18,7 +18,7 @@ from paceline.analysis.findings import HIGHER, SHARED_GPU, Measurement
 from paceline.analysis.statistics import intervals
 from paceline.analysis.statistics.intervals import Array, Resampled
 from paceline.errors import Scalar
-from paceline.experiment.spec import ACCEPTING, RunSpec
+from paceline.experiment.spec import RunSpec
 from paceline.results.machine_samples import KernelSample
 from paceline.results.records import RunRecord
 
@@ -96,7 +96,7 @@ def analyse(records: Sequence[RunRecord]) -> tuple[Measurement, ...]:
     # Repeats of a cell on another kind of device are another ceiling, never averaged with the first.
     by_cell: defaultdict[tuple[str, Device], list[RunRecord]] = defaultdict(list)
     for record in records:
-        if record.kernels and record.spec.workload.name not in ACCEPTING:
+        if record.kernels and not record.spec.traits.tests_nodes:
             by_cell[record.spec.cell, device_of(record)].append(record)
     return tuple(m for found in by_cell.values() for m in _cell(found))
 

@@ -30,7 +30,7 @@ from paceline.analysis.machine.peers import Band
 from paceline.analysis.machine.tournament import Place, places_of
 from paceline.analysis.statistics.intervals import Array
 from paceline.errors import require
-from paceline.experiment.spec import ACCEPTING, RunSpec
+from paceline.experiment.spec import RunSpec
 from paceline.results.machine_samples import MEMORY_RATIO, SPEED_RATIO, TEMPERATURE_C, KernelSample
 from paceline.results.records import RunRecord, Status, StepSample
 
@@ -196,7 +196,7 @@ def analyse(records: Sequence[RunRecord], baseline: Baseline | None = None) -> J
 
 
 def _tests(records: Sequence[RunRecord]) -> list[RunRecord]:
-    return [r for r in records if r.spec.workload.name in ACCEPTING and r.status is Status.OK]
+    return [r for r in records if r.spec.traits.tests_nodes and r.status is Status.OK]
 
 
 def baseline_of(records: Sequence[RunRecord], name: str) -> Baseline:

@@ -32,14 +32,13 @@ from paceline.analysis.training import metrics
 from paceline.analysis.training.metrics import Cell
 from paceline.analysis.training.window import STEP_COLUMNS, Window
 from paceline.errors import RequestError
+from paceline.models import arithmetic
 from paceline.models.adapters import DTYPE_BYTES
 from paceline.results.records import RunRecord
 from paceline.wording import listed
 
 # Adam reads and writes two fp32 moments and the fp32 weight; the gradient it also reads is counted by its dtype.
 ADAM_BYTES = 2 * (4 + 4 + 4)
-# Strategies whose optimizer works on 1/n of the parameters, and those where it works on all.
-_SHARDED, _WHOLE = ("fsdp2", "zero"), ("single", "ddp")
 CEILINGS_FROM = "`paceline run compute` into the same results folder, then `paceline report` of that folder, does"
 NO_CEILINGS = f"the ceilings of this device were not measured: {CEILINGS_FROM}"
 
@@ -107,9 +106,10 @@ def _no_ceiling(cell: Cell, what: str) -> str:
 
 def _optimizer_bytes(cell: Cell) -> float | None:
     strategy, evidence = cell.spec.strategy, cell.windows[0].record.evidence
-    if strategy is None or evidence is None or strategy.name not in (*_SHARDED, *_WHOLE) or cell.spec.tuning:
+    parts = None if strategy is None else arithmetic.sharded_parts(strategy)
+    if parts is None or evidence is None or cell.spec.tuning:
         return None
-    owners = cell.spec.topology.world_size if strategy.name in _SHARDED else 1
+    owners = cell.spec.topology.world_size if parts else 1
     per_parameter = ADAM_BYTES + DTYPE_BYTES[cell.spec.training.precision.reduce]
     return evidence.parameters * per_parameter / owners
 

@@ -15,6 +15,7 @@ from typing import Any
 from paceline.analysis.findings import Certificate, Check
 from paceline.analysis.training.window import StepTable, global_loss, learned_tokens, step_table
 from paceline.errors import RequestError
+from paceline.experiment import plugins
 from paceline.experiment.spec import RunSpec, Tuning
 from paceline.models import arithmetic
 from paceline.models.adapters import DTYPE_BYTES, sharded_adapter_parameters, trained_parameters
@@ -186,21 +187,21 @@ def only_adapters(run: Observed, standard: Standard) -> Check | None:
 
 
 def _reduced_count(run: Observed, tuning: Tuning) -> int:
-    """FSDP2 reduces the padding of its shards with them."""
+    """A strategy that pads its shards reduces the padding as well."""
     spec = run.spec
-    if spec.strategy is not None and spec.strategy.name == "fsdp2":
+    declared = plugins.declared("strategies", spec.strategy.name) if spec.strategy else None
+    if declared and declared["PADS_SHARDS"]:
         return sharded_adapter_parameters(run.record.shape, tuning, spec.topology.world_size)
     return trained_count(run)
 
 
 def reductions_per_step(run: Observed) -> int:
-    """DDP, ZeRO-1 and FSDP2 reduce after the last micro batch; ZeRO-2 and 3, and FSDP2 where asked, after each."""
-    strategy, accumulation = run.spec.strategy, run.spec.training.accumulation
-    if strategy is None:
+    """How often gradients are reduced: once, unless the strategy says otherwise."""
+    strategy = run.spec.strategy
+    plugin = plugins.find("strategies", strategy.name) if strategy else None
+    if strategy is None or not hasattr(plugin, "reductions_per_step"):
         return 1
-    each = strategy.options.get("stage", 1) in (2, 3) if strategy.name == "zero" else False
-    each = each or strategy.options.get("sync_every_micro_batch", False) is True
-    return accumulation if each else 1
+    return int(plugin.reductions_per_step(strategy.options, run.spec.training.accumulation))
 
 
 def _payload(run: Observed, operations: tuple[str, ...]) -> Counter[int]:

@@ -46,10 +46,11 @@ def analyse(records: Sequence[RunRecord], runs: Sequence[RunFinding]) -> Finding
     cells: dict[str, list[RunRecord]] = {}
     searches: dict[str, list[RunRecord]] = {}
     for record in records:
-        if record.spec.workload.name == "memory" and record.spec.run_id in sound:
-            cells.setdefault(record.spec.cell, []).append(record)
-        elif record.spec.workload.name == "frontier":
+        traits = record.spec.traits
+        if traits.measures_memory and traits.probes_limit:
             searches.setdefault(_search_of(record.spec), []).append(record)
+        elif traits.measures_memory and record.spec.run_id in sound:
+            cells.setdefault(record.spec.cell, []).append(record)
     rows = tuple(_row(cell, launches) for cell, launches in cells.items())
     points = (_point(probes) for probes in searches.values())
     frontier = sorted((p for p in points if p), key=lambda p: (p.series, p.sequence_length))

@@ -78,10 +78,9 @@ def rule(
 ) -> RuleOfThumb:
     """One strategy on one number of GPUs."""
     choice, count = Choice.parse(strategy), arithmetic.parameters(shape)
-    stage = choice.options.get("stage")
-    state = arithmetic.state_bytes(choice.name, stage if isinstance(stage, int) else None, count, gpus, COMPUTE_DTYPE)
+    state = arithmetic.state_bytes(choice, count, gpus, COMPUTE_DTYPE)
     assert state is not None, f"no formula for the state of {strategy}"
-    live = _live_bytes(shape) if gpus > 1 and strategy in ("fsdp2", "zero:stage=3") else 0.0
+    live = _live_bytes(shape) if gpus > 1 and arithmetic.sharded_parts(choice) == 3 else 0.0
     activations = activation_bytes(shape, sequence_length, micro_batch)
     usable = USABLE_RATIO * memory_bytes
     fits = state + live + activations <= usable

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from paceline.campaign.live.progress import left_text, pulse_text, title
 from paceline.campaign.run.supervision import Observer
-from paceline.experiment.spec import PROBING, RunSpec
+from paceline.experiment.spec import RunSpec
 from paceline.results.campaign_file import EndedRun, PlannedRun, Pulse, forecast_s, read_end, read_pulse
 from paceline.results.records import Status
 from paceline.results.store import Progress
@@ -105,7 +105,7 @@ class Lines:
             self.ends[spec.run_id] = EndedRun(status, took)
         tail = "already measured" if known else f"{took:.1f} s"
         reason = f": {escape(error)}" if error else ""
-        probed = status is Status.OOM and spec.workload.name in PROBING
+        probed = status is Status.OOM and spec.traits.probes_limit
         mark = PROBED_MARK if probed else MARKS.get(status, FAILED_MARK)
         self.console.print(
             f"{mark} {self.done:>3}/{self.total} {escape(title(spec))} {status} ({tail}){reason}", highlight=False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paceline.experiment.factorial import Design
 from paceline.experiment.recipe import setting
-from paceline.experiment.spec import ACCEPTING, RunSpec
+from paceline.experiment.spec import RunSpec
 from paceline.results.campaign_file import Pulse
 from paceline.wording import format_duration
 
@@ -17,10 +17,10 @@ def title(spec: RunSpec) -> str:
         return f"{spec.workload.name} {spec.serving.scenario} x{spec.topology.world_size} repeat {spec.repeat + 1}"
     if not spec.is_trained:
         return f"{spec.workload.name} x{spec.topology.world_size} repeat {spec.repeat + 1}"
-    if spec.workload.name in ("memory", "frontier"):
+    if spec.traits.measures_memory:
         batch = f"micro batch {spec.training.micro_batch} x {spec.training.sequence_length}"
         return f"{spec.workload.name} of {spec.strategy} {spec.model_text} x{spec.topology.world_size}, {batch}"
-    if spec.workload.name in ACCEPTING:
+    if spec.traits.tests_nodes:
         return f"{spec.workload.name} x{spec.topology.world_size} repeat {spec.repeat + 1}"
     point = f", {_point(spec, spec.design)}" if spec.design else ""
     turn = f"{',' if point else ''} repeat {spec.repeat + 1}"

@@ -22,7 +22,7 @@ from paceline.contract import Launcher
 from paceline.errors import LaunchError, RequestError, StoreError, UnsupportedError, require
 from paceline.experiment.choices import Choice
 from paceline.experiment.plugins import load
-from paceline.experiment.spec import PROBING, RunSpec, Topology, WarmUp
+from paceline.experiment.spec import RunSpec, Topology, WarmUp
 from paceline.results import attempts, capsule, store
 from paceline.results.campaign_file import write_plan
 from paceline.results.records import RunRecord, Status
@@ -261,7 +261,7 @@ def is_advised(spec: RunSpec) -> bool:
     """Whether other settings are looked for when memory does not do: a probe has its answer, and what a strategy from
     elsewhere does on fake tensors is not known."""
     known = spec.strategy is not None and "." not in spec.strategy.name
-    return known and spec.workload.name not in PROBING
+    return known and not spec.traits.probes_limit
 
 
 def advise(spec: RunSpec, run_dir: Path, observer: Observer) -> None:

@@ -24,6 +24,13 @@ from paceline.launchers.kubernetes.options import Options
 from paceline.launchers.kubernetes.readiness import refuse
 from paceline.results import attempts
 
+# Options on which no measured number depends, each with what it decides.
+UNMEASURED = {
+    "image_pull_secrets": "who may pull the image, not which one it is",
+    "priority_class": "when pods start, and which pods they may displace",
+    "service_account": "permissions, none of which the pods use",
+    "port": "where ranks rendezvous before they choose their own ports",
+}
 _runs: dict[tuple[str, str], run.Run] = {}
 
 

@@ -33,6 +33,8 @@ from paceline.launchers.ray.cluster import REFUSED, knock
 from paceline.launchers.ray.request import Request
 from paceline.results.records import Status
 
+# Options on which no measured number depends, each with what it decides.
+UNMEASURED = {"port": "where ranks rendezvous before they choose their own ports"}
 PLACEMENTS = ("STRICT_SPREAD", "SPREAD", "PACK", "STRICT_PACK")
 # Ranks get 5 s to end politely (see `host.processes`), and what they left is then fetched.
 END_S = 30.0

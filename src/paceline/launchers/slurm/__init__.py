@@ -26,6 +26,14 @@ from paceline.launchers.slurm.options import Options
 from paceline.launchers.slurm.states import Away, Phase, Seen
 from paceline.results.records import Status
 
+# Options on which no measured number depends, each with what it decides.
+UNMEASURED = {
+    "account": "who pays",
+    "comment": "what `squeue` shows",
+    "time": "when Slurm ends the job",
+    "requeue": "whether a preempted job starts again",
+    "port": "where ranks rendezvous before they choose their own ports",
+}
 # Between two tries to reach slurmctld that only wait for it.
 RETRY_S = 1.0
 # What is waited for an ended job to leave its nodes: KillWait is 30 s by default, and an epilog may follow.

@@ -29,6 +29,12 @@ from paceline.launchers.ssh.connections import Connection
 from paceline.launchers.ssh.crew import FAREWELL_S, SILENCE_S, Crew
 from paceline.launchers.ssh.hosts import Options, hint, labels, ssh_command
 
+# Options on which no measured number depends, each with what it decides.
+UNMEASURED = {
+    "key": "who may log in",
+    "known_hosts": "which host keys are accepted",
+    "port": "where ranks rendezvous before they choose their own ports",
+}
 # How long agents may take to end their ranks after the connection was cut.
 GRACE_S = 15.0
 # Where ranks keep checkpoints, if not in the run folder.

@@ -42,7 +42,8 @@ def schema() -> Schema:
 
 def _record(kind: type, named: dict[str, Schema]) -> Schema:
     hints = get_type_hints(kind)
-    properties = {f.name: _of(hints[f.name], named) for f in dataclasses.fields(kind)}
+    exported = [f for f in dataclasses.fields(kind) if f.metadata.get("exported", True)]
+    properties = {f.name: _of(hints[f.name], named) for f in exported}
     if kind is Measurement:  # its axes stand beside its numbers
         properties.pop("axes")
     if kind is Certificate:

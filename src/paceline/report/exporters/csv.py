@@ -15,7 +15,6 @@ from pathlib import Path
 
 from paceline.analysis.findings import CollectiveRow, Measurement, Report, Response
 from paceline.errors import Scalar
-from paceline.experiment.spec import SERVED
 from paceline.host.files import write_atomically
 from paceline.report.text.cells import THROUGHPUT, trusted_runs
 
@@ -139,7 +138,7 @@ def _own(m: Measurement, name: str, trusted: frozenset[str], is_believed: bool) 
     if name == "certified":
         return _is_certified(m, trusted)
     if name == "believed":
-        return is_believed if str(m.axes.get("workload")).partition(":")[0] in SERVED else None
+        return is_believed if "scenario" in m.axes else None
     value: Scalar = " ".join(m.runs) if name == "runs" else getattr(m, name)
     return value
 

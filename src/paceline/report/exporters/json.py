@@ -72,4 +72,4 @@ def _fields(value: Any) -> dict[str, Any]:
 
 @functools.cache
 def _names(kind: Any) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(kind))
+    return tuple(field.name for field in dataclasses.fields(kind) if field.metadata.get("exported", True))

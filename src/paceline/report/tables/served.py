@@ -9,7 +9,6 @@ from paceline.analysis.findings.cell_axes import axis_text
 from paceline.analysis.findings.served import NOT_KEPT, UNTOLD
 from paceline.errors import Scalar
 from paceline.experiment.serving import MOST_CEILING_RATIO, STAGED_SCENARIOS
-from paceline.experiment.spec import SERVED
 from paceline.report.tables.table import Cell, Column, Table
 from paceline.report.text.load_names import axes_load
 from paceline.report.text.measurements import format_brief
@@ -166,7 +165,7 @@ def shown_loads(report: Report) -> dict[Key, dict[str, Measurement]]:
 def _by_load(measurements: Iterable[Measurement]) -> dict[Key, dict[str, Measurement]]:
     found: dict[Key, dict[str, Measurement]] = {}
     for m in measurements:
-        if str(m.axes.get("workload")).partition(":")[0] in SERVED:
+        if "scenario" in m.axes:
             found.setdefault(_key(m.cell, m.axes), {})[m.metric] = m
     # What is of a whole sweep or search, and no load of its own, has no such rate.
     whole = {key: by_metric for key, by_metric in found.items() if "output_tokens_per_s" in by_metric}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.contract import Seat, Trainer
 from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
+from paceline.models.arithmetic import Traffic
 
 DEFAULT_BUCKET_MB = 25.0
 
@@ -23,6 +25,15 @@ def check(spec: RunSpec) -> str | None:
     assert spec.strategy is not None
     parse_options(Options, spec.strategy)
     return None
+
+
+def sharded_parts(options: Mapping[str, Any]) -> int:
+    return 0
+
+
+def wire_bytes(traffic: Traffic) -> float:
+    """2Pr: one all-reduce after the last micro batch; the others run under no_sync."""
+    return 2 * traffic.gradient_bytes
 
 
 def wrap(spec: RunSpec, seat: Seat) -> Trainer:

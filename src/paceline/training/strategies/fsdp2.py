@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from paceline.contract import Seat, Trainer
 from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
+from paceline.models.arithmetic import Traffic
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from paceline.training.decoder import Decoder
     from paceline.training.strategies._torch import Subject
+
+PADS_SHARDS = True
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,27 @@ def check(spec: RunSpec) -> str | None:
             f"the optimizer {tuning.optimizer} sees one shard, and would not know that another one overflowed in fp16"
         )
     return None
+
+
+def sharded_parts(options: Mapping[str, Any]) -> int:
+    return 3
+
+
+def reductions_per_step(options: Mapping[str, Any], accumulation: int) -> int:
+    return accumulation if options.get("sync_every_micro_batch", False) is True else 1
+
+
+def wire_bytes(traffic: Traffic) -> float:
+    """2G*Pp + Pr: weights gathered for forward and backward of every micro batch, gradients reduce-scattered once.
+
+    reshard_after_forward=false keeps the weights for the backward: G*Pp. The root unit (embeddings, last norm, head)
+    is always kept. sync_every_micro_batch=true: G*Pr. Shards are padded to equal rows, and the padding is sent too.
+    """
+    blocks = traffic.weight_bytes - traffic.root_weight_bytes + traffic.padding_weight_bytes
+    gathers = 2 if traffic.options.get("reshard_after_forward", True) else 1
+    reductions = traffic.accumulation if traffic.options.get("sync_every_micro_batch", False) else 1
+    reduced = traffic.gradient_bytes + traffic.padding_gradient_bytes
+    return traffic.accumulation * (traffic.root_weight_bytes + gathers * blocks) + reductions * reduced
 
 
 def wrap(spec: RunSpec, seat: Seat) -> Trainer:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from paceline.contract import Seat, Trainer
 from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
+from paceline.models.arithmetic import Traffic
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,14 @@ def check(spec: RunSpec) -> str | None:
     if spec.topology.world_size != 1:
         return f"the strategy single runs on one process, not on {spec.topology.world_size}"
     return None
+
+
+def sharded_parts(options: Mapping[str, Any]) -> int:
+    return 0
+
+
+def wire_bytes(traffic: Traffic) -> float:
+    return 0.0
 
 
 def wrap(spec: RunSpec, seat: Seat, reseed: int = 0) -> Trainer:

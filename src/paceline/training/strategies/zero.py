@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +15,7 @@ from paceline.contract import Seat, Trainer
 from paceline.errors import CheckpointError, MissingPackageError, require
 from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
+from paceline.models.arithmetic import Traffic
 from paceline.training.instruments import collection_paused
 
 if TYPE_CHECKING:
@@ -48,6 +49,36 @@ def check(spec: RunSpec) -> str | None:
     if has_adapters(spec) and spec.training.precision.compute == "fp16":
         return "DeepSpeed scales the loss only of models that are fp16 altogether, and adapters are fp32"
     return None
+
+
+def sharded_parts(options: Mapping[str, Any]) -> int | None:
+    stage = options.get("stage", 1)
+    return stage if stage in (1, 2, 3) else None
+
+
+def reductions_per_step(options: Mapping[str, Any], accumulation: int) -> int:
+    return accumulation if options.get("stage", 1) in (2, 3) else 1
+
+
+def wire_bytes(traffic: Traffic) -> float | None:
+    """Stage 1, 2Pr + Pp: one all-reduce of the whole gradient, then an all-gather of the updated weights.
+
+    Stage 2, 2G*Pr + Pp: DeepSpeed all-reduces in buckets after every micro batch. Stage 3, G*(2Pp + Pr), or G*(Pp + Pr)
+    for a model within DeepSpeed's reuse window, whose weights are kept from forward to backward. The window is the
+    smaller of max_live_parameters and max_reuse_distance (both 1e9 by default). A somewhat larger model is reused in
+    part, so beyond the window this is an upper bound. Tensors of at most persistence_threshold elements (1e5 by
+    default) stay on every rank and are gathered once per step, after the update.
+    """
+    options, stage = traffic.options, sharded_parts(traffic.options)
+    if stage is None:
+        return None
+    if stage < 3:
+        times = traffic.accumulation if stage == 2 else 1
+        return 2 * times * traffic.gradient_bytes + traffic.updated_bytes
+    window = min(options.get(name, 1e9) for name in ("max_live_parameters", "max_reuse_distance"))
+    kept = sum(size for elements, size in traffic.tensors if elements <= options.get("persistence_threshold", 1e5))
+    gathers = traffic.accumulation * (1 if traffic.parameters <= window else 2)
+    return kept + gathers * (traffic.weight_bytes - kept) + traffic.accumulation * traffic.gradient_bytes
 
 
 def has_adapters(spec: RunSpec) -> bool:

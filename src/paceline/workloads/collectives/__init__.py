@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 from paceline.contract import Recorder, Seat
 from paceline.errors import require
-from paceline.experiment.plugins import parse_options
+from paceline.experiment.plugins import Traits, parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.launchers.node import placement
 from paceline.results.records import Evidence
 from paceline.workloads.collectives.operations import OPERATIONS
 from paceline.workloads.collectives.options import ELEMENT_BYTES, Options
 
-if TYPE_CHECKING:
-    pass
+TRAITS = Traits(measures_network=True)
 
 
 def check(spec: RunSpec) -> str | None:

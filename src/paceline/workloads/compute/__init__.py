@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from paceline.contract import Recorder, Seat
-from paceline.experiment.plugins import parse_options
+from paceline.experiment.plugins import Traits, parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.launchers.node import placement
 from paceline.models.arithmetic import attention_flops_per_token, parameters
@@ -21,6 +21,7 @@ from paceline.models.shape import Shape
 from paceline.results.records import Evidence
 from paceline.workloads.compute.options import DTYPES, KERNELS, Options, Row
 
+TRAITS = Traits()
 # decoder.VOCAB_MULTIPLE, which cannot be imported here without torch; a test holds them equal.
 HEAD_MULTIPLE = 64
 KIB, MIB, GIB = 2**10, 2**20, 2**30

@@ -12,7 +12,7 @@ from pathlib import Path
 from paceline.contract import Endpoint, Recorder, Seat
 from paceline.errors import RequestError, UnsupportedError, require
 from paceline.experiment.choices import Choice
-from paceline.experiment.plugins import load, parse_options
+from paceline.experiment.plugins import Traits, load, parse_options
 from paceline.experiment.serving import PERCENTILE, UNKNOWN_SHAPE, Serving
 from paceline.experiment.spec import RunSpec
 from paceline.launchers.node import placement
@@ -25,6 +25,7 @@ from paceline.workloads.inference import loadgen, loads, ranks
 from paceline.workloads.inference.requests import CHAT, Replica
 from paceline.workloads.inference.session import Session
 
+TRAITS = Traits(serves=True)
 # Of a run's time, what the last load of a search must leave for the rest.
 SPARE_RATIO = 0.1
 ALONE = "a paired run compares replicas, and there is one alone"

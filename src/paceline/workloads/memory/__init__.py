@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.contract import Recorder, Seat, Trainer
 from paceline.errors import require
 from paceline.experiment.choices import Choice
-from paceline.experiment.plugins import load
+from paceline.experiment.plugins import Traits, load
 from paceline.experiment.spec import RunSpec
 from paceline.host.processes import end_with_parent
 from paceline.results.records import ComponentSample, MemorySample
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from paceline.workloads.memory.ledger import Ledger
     from paceline.workloads.memory.rehearsal import Answer
 
+TRAITS = Traits(trains=True, measures_memory=True)
 # Taken at least: the first step makes the optimizer's state, the second lets DDP and DeepSpeed settle; the last is
 # watched.
 FEWEST_STEPS = 3

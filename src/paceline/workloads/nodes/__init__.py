@@ -8,11 +8,13 @@ else's numbers. `_nodes_stages` does the work; here stands what is asked.
 from __future__ import annotations
 
 from paceline.contract import Recorder, Seat
-from paceline.experiment.plugins import load, parse_options
+from paceline.experiment.plugins import Traits, load, parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.models.arithmetic import load as load_shape
 from paceline.workloads import compute
 from paceline.workloads.nodes.plan import Options, alone
+
+TRAITS = Traits(trains=True, tests_nodes=True)
 
 
 def check(spec: RunSpec) -> str | None:
