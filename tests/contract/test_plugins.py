@@ -82,9 +82,10 @@ from paceline.experiment.spec import *
 from paceline.experiment.serving import Serving
 for name in plugins.names({kind!r}):
     spec = RunSpec(experiment="x", workload=Choice("pretrain"), model=Choice("tiny-llama"), steps=1,
-                   strategy=Choice("ddp"), topology=Topology(device="cpu"), tuning=Tuning() if name in TUNED else None,
+                   strategy=Choice("ddp"), topology=Topology(device="cpu"),
+                   tuning=Tuning() if name == "finetune" else None,
                    training=Training(sequence_length=8, micro_batch=1))
-    if name in SERVED or {kind!r} == "engines":
+    if name == "inference" or {kind!r} == "engines":
         engine = Choice("openai", {NEEDED}["openai"])
         spec = dataclasses.replace(spec, workload=Choice("inference"), serving=Serving(), engine=engine)
     fields = {{"workloads": "workload", "strategies": "strategy", "launchers": "launcher", "engines": "engine"}}

@@ -16,6 +16,7 @@ from paceline.workloads import collectives
 from paceline.workloads.collectives.operations import OPERATIONS
 
 FAULTY = "reduce_scatter"
+TRAITS = collectives.TRAITS
 check = collectives.check
 
 

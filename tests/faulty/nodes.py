@@ -18,6 +18,7 @@ CORRUPT, SLOW = 1, 2
 ROW, COLUMN, BIT = 3, 5, 20
 # Far longer than any kernel of the test takes, so that no load of the machine hides it.
 DAWDLE_S = 0.02
+TRAITS = nodes.TRAITS
 check = nodes.check
 
 

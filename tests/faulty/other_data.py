@@ -8,6 +8,8 @@ from paceline.experiment.choices import Choice
 from paceline.experiment.spec import RunSpec
 from paceline.workloads import pretrain
 
+TRAITS = pretrain.TRAITS
+
 
 def check(spec: RunSpec) -> str | None:
     return None

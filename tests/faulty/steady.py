@@ -18,6 +18,7 @@ from paceline.workloads import nodes
 
 # Of any kernel and of any step, and how far each strays from it: as nodes of one kind do.
 USUAL_S, NOISE = 1e-3, 0.01
+TRAITS = nodes.TRAITS
 check = nodes.check
 
 

@@ -8,6 +8,7 @@ from paceline.contract import Recorder, Seat
 from paceline.experiment.spec import RunSpec
 from paceline.workloads import compute
 
+TRAITS = compute.TRAITS
 check = compute.check
 
 

@@ -255,7 +255,7 @@ def test_a_global_batch_that_cannot_be_is_refused(file: Any, golden: object) -> 
     assert "micro_batch" in text
     assert refused(file, {"base": {"global_batch": 8, "accumulation": 3}}) == golden
     assert file({"base": {"global_batch": 8, "accumulation": 4}})[0].training.accumulation == 4
-    assert "global_batch: 0" in refused(file, {"base": {"global_batch": 0}})
+    assert "global_batch: got 0" in refused(file, {"base": {"global_batch": 0}})
 
 
 # --- order ---

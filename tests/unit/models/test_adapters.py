@@ -100,7 +100,7 @@ def test_frozen_bytes_by_hand() -> None:
 def test_bytes_of_what_learns(method: str, optimizer: str, compute: str, per_parameter: int) -> None:
     tuning = Tuning(method=method, optimizer=optimizer)
     frozen = adapters.frozen_bytes(TINY, tuning, compute)
-    state = adapters.state_bytes(TINY, tuning, "ddp", None, 8, compute)
+    state = adapters.state_bytes(TINY, tuning, Choice("ddp"), 8, compute)
     assert state == frozen + per_parameter * adapters.trained_parameters(TINY, tuning)
 
 
@@ -108,16 +108,16 @@ def test_state_is_sharded_as_the_strategy_shards() -> None:
     frozen = adapters.frozen_bytes(TINY, QLORA, "bf16")
     scales = 2 * TINY_BLOCK * (1 / 64 + 4 / (64 * 256))
     sharded = scales + (frozen - scales) / 4
-    for strategy, stage, expected in (
-        ("zero", 1, frozen + TINY_ADAPTERS * (8 / 4 + 8)),
-        ("zero", 2, frozen + TINY_ADAPTERS * (12 / 4 + 4)),
-        ("zero", 3, sharded + TINY_ADAPTERS * 16 / 4),
-        ("fsdp2", None, sharded + TINY_ADAPTERS * 16 / 4),
+    for strategy, expected in (
+        ("zero", frozen + TINY_ADAPTERS * (8 / 4 + 8)),
+        ("zero:stage=2", frozen + TINY_ADAPTERS * (12 / 4 + 4)),
+        ("zero:stage=3", sharded + TINY_ADAPTERS * 16 / 4),
+        ("fsdp2", sharded + TINY_ADAPTERS * 16 / 4),
     ):
-        assert adapters.state_bytes(TINY, QLORA, strategy, stage, 4, "bf16") == pytest.approx(expected)
-    assert adapters.state_bytes(TINY, QLORA, "mesh", None, 4, "bf16") is None
-    full = adapters.state_bytes(TINY, FULL, "zero", 2, 4, "bf16")
-    assert full == arithmetic.state_bytes("zero", 2, arithmetic.parameters(TINY), 4)
+        assert adapters.state_bytes(TINY, QLORA, Choice.parse(strategy), 4, "bf16") == pytest.approx(expected)
+    assert adapters.state_bytes(TINY, QLORA, Choice("mesh"), 4, "bf16") is None
+    full = adapters.state_bytes(TINY, FULL, Choice("zero", {"stage": 2}), 4, "bf16")
+    assert full == arithmetic.state_bytes(Choice("zero", {"stage": 2}), arithmetic.parameters(TINY), 4)
 
 
 @pytest.mark.parametrize(

@@ -178,25 +178,25 @@ def test_unknown_words_are_refused(golden: object) -> None:
 
 @pytest.mark.parametrize("compute", ["bf16", "fp16", "fp32"])
 def test_state_of_one_rank_is_16_bytes_per_parameter_for_all(compute: str) -> None:
-    for strategy, stage in (("ddp", None), ("zero", 1), ("zero", 2), ("zero", 3), ("fsdp2", None)):
-        assert arithmetic.state_bytes(strategy, stage, 1000, 1, compute) == 16_000
+    for strategy in ("ddp", "zero:stage=1", "zero:stage=2", "zero:stage=3", "fsdp2"):
+        assert arithmetic.state_bytes(Choice.parse(strategy), 1000, 1, compute) == 16_000
 
 
 @pytest.mark.parametrize(
-    ("strategy", "stage", "per_parameter"),
-    [("ddp", None, 16), ("zero", 1, 4 + 12 / 8), ("zero", 2, 2 + 14 / 8), ("zero", 3, 2), ("fsdp2", None, 2)],
+    ("strategy", "per_parameter"),
+    [("ddp", 16), ("zero", 4 + 12 / 8), ("zero:stage=2", 2 + 14 / 8), ("zero:stage=3", 2), ("fsdp2", 2)],
 )
-def test_state_is_sharded_as_the_method_says(strategy: str, stage: int | None, per_parameter: float) -> None:
-    assert arithmetic.state_bytes(strategy, stage, 1000, 8) == pytest.approx(1000 * per_parameter)
+def test_state_is_sharded_as_the_method_says(strategy: str, per_parameter: float) -> None:
+    assert arithmetic.state_bytes(Choice.parse(strategy), 1000, 8) == pytest.approx(1000 * per_parameter)
 
 
 def test_fp32_state_has_no_master_copy_to_shard() -> None:
-    assert arithmetic.state_bytes("zero", 1, 1000, 8, "fp32") == pytest.approx(1000 * (8 + 8 / 8))
+    assert arithmetic.state_bytes(Choice("zero"), 1000, 8, "fp32") == pytest.approx(1000 * (8 + 8 / 8))
 
 
 def test_state_of_an_unknown_strategy_is_unknown() -> None:
-    assert arithmetic.state_bytes("mesh", None, 1000, 8) is None
-    assert arithmetic.state_bytes("zero", 4, 1000, 8) is None
+    assert arithmetic.state_bytes(Choice("mesh"), 1000, 8) is None
+    assert arithmetic.state_bytes(Choice("zero", {"stage": 4}), 1000, 8) is None
 
 
 # --- wire bytes ---

@@ -10,11 +10,11 @@ import pytest
 from paceline.analysis.findings import Measurement
 from paceline.analysis.training import metrics
 from paceline.analysis.training.window import global_loss, open_window
+from paceline.experiment import plugins
 from paceline.experiment.choices import Choice
 from paceline.experiment.factorial import Design
-from paceline.experiment.identity import NO_CELL, UNMEASURED
 from paceline.experiment.serving import Serving
-from paceline.experiment.spec import Tuning
+from paceline.experiment.spec import NO_CELL, Tuning
 from paceline.models import arithmetic
 from paceline.results.records import RunRecord
 
@@ -246,6 +246,7 @@ NO_OTHER_CELL: dict[str, tuple[Any, Any]] = {
     "telemetry_hz": (0.0, 2.0),
     "max_restarts": (0, 2),
     "lineage": (None, "ab"),
+    "declared": (None, {}),
     "repeat": (0, 1),
     "reference_steps": (5, 6),
     "design": (None, Design(kind="factorial", baseline={"seed": 1}, levels={"seed": (2,)})),
@@ -260,9 +261,8 @@ def test_fields_agree_just_where_cells_do(make_spec: Builder) -> None:
         varied = [{name: value} for name, values in NO_OTHER_CELL.items() for value in values]
         specs += [make_spec(**cell | more) for more in varied]
         launcher = cell.get("launcher", Choice("local"))
-        told = Choice(
-            launcher.name, {**launcher.options, **dict.fromkeys(("patience_s", *UNMEASURED[launcher.name]), 7)}
-        )
+        unmeasured = plugins.load("launchers", launcher.name).UNMEASURED if launcher.name != "local" else {}
+        told = Choice(launcher.name, {**launcher.options, **dict.fromkeys(("patience_s", *unmeasured), 7)})
         specs.append(make_spec(**cell | {"launcher": told}))
         if engine := cell.get("engine"):
             specs.append(make_spec(**cell | {"engine": Choice(engine.name, {**engine.options, "ready_s": 7})}))
