@@ -61,7 +61,6 @@ def test_a_malformed_choice_is_one_sentence(text: str, golden: object) -> None:
 
 
 WRONG: list[tuple[Callable[[], object], str, str]] = [
-<<<<<<< HEAD
     (lambda: Topology(device="tpu"), "device: got 'tpu'", "cpu or cuda"),
     (lambda: Topology(device="cpu", nodes=0), "nodes: got 0", "a whole number from 1"),
     (lambda: Topology(device="cpu", processes_per_node=0), "processes: got 0", "a whole number from 1"),
@@ -84,30 +83,6 @@ WRONG: list[tuple[Callable[[], object], str, str]] = [
     (lambda: Training(sequence_length=1, micro_batch=1, learning_rate=0.0), "learning_rate: got 0.0", "positive"),
     (lambda: Training(sequence_length=1, micro_batch=1, weight_decay=-1.0), "weight_decay: got -1.0", "from 0"),
     (lambda: Training(sequence_length=1, micro_batch=1, clip_norm=0.0), "clip_norm: got 0.0", "positive"),
-=======
-    (lambda: Topology(device="tpu"), "device: got 'tpu',", "cpu or cuda"),
-    (lambda: Topology(device="cpu", nodes=0), "nodes: got 0,", "a whole number from 1"),
-    (lambda: Topology(device="cpu", processes_per_node=0), "processes: got 0,", "a whole number from 1"),
-    (lambda: Precision(compute="int8"), "precision: got 'int8',", "fp32, bf16, fp16"),
-    (lambda: Precision(compute="fp32", reduce="bf16"), "reduce_dtype: got 'bf16',", "fp32 with precision fp32"),
-    (lambda: Precision(compute="bf16", reduce="fp16"), "reduce_dtype: got 'fp16',", "bf16 or fp32"),
-    (lambda: WarmUp(minimum=0), "warmup.minimum: got 0,", "from 1"),
-    (lambda: WarmUp(minimum=9, maximum=8), "warmup.maximum: got 8,", "at least warmup.minimum (9)"),
-    (lambda: WarmUp(window=1), "warmup.window: got 1,", "from 2"),
-    (lambda: WarmUp(slope_ratio=1.0), "warmup.slope_ratio: got 1.0,", "between 0 and 1"),
-    (lambda: Training(sequence_length=0, micro_batch=1), "sequence_length: got 0,", "from 1"),
-    (lambda: Training(sequence_length=1, micro_batch=0), "micro_batch: got 0,", "from 1"),
-    (lambda: Training(sequence_length=1, micro_batch=1, accumulation=0), "accumulation: got 0,", "from 1"),
-    (
-        lambda: Training(sequence_length=1, micro_batch=1, checkpointing="some"),
-        "checkpointing: got 'some',",
-        "selective",
-    ),
-    (lambda: Training(sequence_length=1, micro_batch=1, bucket_mb=0.0), "bucket_mb: got 0.0,", "a positive number"),
-    (lambda: Training(sequence_length=1, micro_batch=1, learning_rate=0.0), "learning_rate: got 0.0,", "positive"),
-    (lambda: Training(sequence_length=1, micro_batch=1, weight_decay=-1.0), "weight_decay: got -1.0,", "from 0"),
-    (lambda: Training(sequence_length=1, micro_batch=1, clip_norm=0.0), "clip_norm: got 0.0,", "positive"),
->>>>>>> 95a8cd5 (Test plugins by what they declare; update stored sentences)
 ]
 
 

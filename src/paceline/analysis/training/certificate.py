@@ -199,7 +199,7 @@ def reductions_per_step(run: Observed) -> int:
     """How often gradients are reduced: once, unless the strategy says otherwise."""
     strategy = run.spec.strategy
     plugin = plugins.find("strategies", strategy.name) if strategy else None
-    if strategy is None or not hasattr(plugin, "reductions_per_step"):
+    if strategy is None or plugin is None or not hasattr(plugin, "reductions_per_step"):
         return 1
     return int(plugin.reductions_per_step(strategy.options, run.spec.training.accumulation))
 
