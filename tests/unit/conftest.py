@@ -7,9 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from training_records import h200, make_cell, make_record, make_reference, make_spec, make_steps, make_wire
-
-__all__ = ["h200", "make_cell", "make_record", "make_reference", "make_spec", "make_steps", "make_wire"]
 
 
 class NVMLError(Exception):

@@ -11,6 +11,7 @@ name, a jump host to another machine, the path of a program to another build.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -19,8 +20,9 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
+from paceline.errors import RequestError
 from paceline.errors import Scalar as Scalar
 from paceline.errors import require as require
 from paceline.experiment import plugins
@@ -244,14 +246,22 @@ class RunSpec:
         """What a plugin of this run declares; None where the run does not say and the plugin is not installed."""
         recorded = (self.declared or {}).get(kind, {}).get(name)
         if recorded is None or plugins.is_shipped(kind, name):
-            return plugins.declared(kind, name, imports=self.declared is None)
+            with contextlib.suppress(RequestError):
+                return plugins.declared(kind, name, imports=self.declared is None)
+            return None
         return {**recorded, **({"TRAITS": Traits.from_dict(recorded.get("TRAITS", {}))} if kind == "workloads" else {})}
 
     @cached_property
     def traits(self) -> Traits:
-        """What the workload declares about itself. Where nothing is known about it, a run with a strategy trains."""
+        """What the workload declares about itself.
+
+        A workload that is neither installed nor recorded, as in runs stored before workloads declared anything, is
+        taken as certified training if it has a strategy.
+        """
         declared = self._declaration("workloads", self.workload.name)
-        return Traits(trains=self.strategy is not None) if declared is None else declared["TRAITS"]
+        if declared is None:
+            return Traits(trains=self.strategy is not None, certified=self.strategy is not None)
+        return cast(Traits, declared["TRAITS"])
 
     @property
     def is_trained(self) -> bool:
