@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from training_records import h200, make_cell, make_record, make_reference, make_spec, make_steps, make_wire
 
 from paceline.analysis.findings import (
     Certificate,
@@ -22,6 +23,8 @@ from paceline.analysis.findings import (
 )
 from paceline.errors import Scalar
 from paceline.experiment import plugins
+
+__all__ = ["h200", "make_cell", "make_record", "make_reference", "make_spec", "make_steps", "make_wire"]
 
 TIMES = (1753000000.0, 1753000300.0)
 REFERENCE = "reference-gpt-tiny-1x-r0-aa11bb22cc"
