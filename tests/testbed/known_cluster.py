@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import LaunchError
-from paceline.launchers.kubernetes.client import Cluster, Gone, Taken
+from paceline.launchers.kubernetes.client import AlreadyExists, Cluster, NotFound
 from paceline.launchers.kubernetes.manifests import Resource
 from paceline.launchers.node import log_transport
 
@@ -31,7 +31,7 @@ class KnownCluster(Cluster):
     def create(self, resource: Resource, manifest: Mapping[str, Any]) -> dict[str, Any]:
         key = (resource.plural, manifest["metadata"]["name"])
         if key in self.objects:
-            raise Taken("there already")
+            raise AlreadyExists("there already")
         kept = json.loads(json.dumps(manifest))
         kept["metadata"]["uid"] = f"uid-{len(self.objects)}"
         self.objects[key] = kept
@@ -61,7 +61,7 @@ class KnownCluster(Cluster):
         """Each reading in its turn; the last one again and again."""
         readings = self.logs.get(pod)
         if not readings:
-            raise Gone("no such pod")
+            raise NotFound("no such pod")
         yield from readings.pop(0) if len(readings) > 1 else readings[0]
 
     def start(self, job: str, state: Mapping[str, Any], nodes: int = 2, **status: Any) -> None:

@@ -96,7 +96,7 @@ def light(replace: Callable[[object, str, object], None] = setattr) -> None:
     one process, which these ranks do not mind."""
     replace(_start, "RUNNER", "testbed.light")
     replace(reference, "check", lambda spec: None)
-    replace(_kube_run, "LOOK_S", 0.25)
+    replace(_kube_run, "POLL_S", 0.25)
     replace(_kube_run, "EVENTS_S", 0.5)
     # A pod on a node that answers no more never goes; nobody waits for it for long here.
     replace(_kube_run, "REMOVAL_S", 5.0)

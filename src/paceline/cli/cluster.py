@@ -55,11 +55,10 @@ def init(arguments: argparse.Namespace) -> int:
         raise RequestError(f"--{str(wrong).removeprefix('kubernetes.')}") from None
     files = cluster_manifests(arguments.namespace, kinds, _quota(arguments.quota))
     if arguments.apply:
-        from paceline.launchers.kubernetes.apply import apply
         from paceline.launchers.kubernetes.client import Cluster
 
         cluster = Cluster.reach(arguments.context, arguments.namespace, PATIENCE_S)
-        print("\n".join(apply(cluster, [each for made in files.values() for each in made])))
+        print("\n".join(cluster.apply(each for made in files.values() for each in made)))
         return OK
     if arguments.image:
         files["smoke/job.yaml"] = [smoke_job(chosen, arguments.namespace)]
@@ -94,7 +93,7 @@ def _quota(given: list[str]) -> dict[str, str]:
 
 def check(arguments: argparse.Namespace) -> int:
     from paceline.launchers.kubernetes.client import Cluster
-    from paceline.launchers.kubernetes.survey import survey
+    from paceline.launchers.kubernetes.cluster import survey
 
     chosen = _options(arguments.launcher)
     if arguments.timeout <= 0:

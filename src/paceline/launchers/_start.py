@@ -40,10 +40,10 @@ def spec_text(spec: RunSpec) -> str:
 
 
 def agent_arguments(
-    *, port: int, shared: Path | None = None, rendezvous: str = "static", tether: bool = False
+    *, port: int, shared: Path | None = None, rendezvous: str = "static", controller_link: bool = False
 ) -> list[str]:
     """Arguments that start the agent with the node's Python. Without a shared folder, files travel as log lines."""
     arguments = ["-m", "paceline.launchers.node.agent", f"--port={port}", f"--rendezvous={rendezvous}"]
     arguments += [f"--run-dir={shared}"] if shared is not None else ["--relay"]
-    arguments += ["--tether"] if tether else []
+    arguments += ["--controller-link"] if controller_link else []
     return arguments + ([f"--runner={RUNNER}"] if RUNNER else [])

@@ -123,7 +123,7 @@ def leave_outcome(run_dir: Path, outcome: Outcome) -> Status:
         sentence = outcome.error or f"the outcome could not be written: {full}"
     short = replace(outcome, status=_unless_ok(outcome.status), error=sentence, evidence=None)
     content = json.dumps(asdict(short)).encode()
-    sys.stdout.write(f"{log_transport.spoken(f'outcome-{outcome.rank}.json', content)}\n")
+    sys.stdout.write(f"{log_transport.file_line(f'outcome-{outcome.rank}.json', content)}\n")
     sys.stdout.flush()
     return short.status
 

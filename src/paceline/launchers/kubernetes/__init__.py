@@ -1,7 +1,7 @@
-"""Pods of a Kubernetes cluster: one Indexed Job, JobSet or TrainJob per run, results through the logs.
+"""Kubernetes: one Indexed Job, JobSet or TrainJob per run; results come back through the pod logs.
 
-What is created for a run is removed after it; what was measured is in the run folder by then. Without a controller a
-job ends by its own deadline, and is removed after its time to live.
+Everything that a run creates is removed after it, when its files are in the run directory. If the controller dies, the
+job ends by its own deadline and is removed after its time to live.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from paceline.experiment.choices import Choice
 from paceline.experiment.plugins import Offer, parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.launchers._start import job_name
+from paceline.launchers.kubernetes import cluster as cluster_checks
 from paceline.launchers.kubernetes import run
 from paceline.launchers.kubernetes.client import Cluster
-from paceline.launchers.kubernetes.logs import Logs
 from paceline.launchers.kubernetes.manifests import RESOURCES, job_manifests, reader_manifest
 from paceline.launchers.kubernetes.options import Options
-from paceline.launchers.kubernetes.readiness import refuse
 from paceline.results import attempts
 
 # Options on which no measured number depends, each with what it decides.
@@ -36,26 +35,26 @@ _runs: dict[tuple[str, str], run.Run] = {}
 
 def check(spec: RunSpec) -> str | None:
     chosen = parse_options(Options, spec.launcher)
-    accepted = "the name of an image that holds Paceline, such as registry.example/paceline:1.0"
+    accepted = "the name of an image that contains Paceline, such as registry.example/paceline:1.0"
     require(chosen.image is not None, "kubernetes.image", chosen.image, accepted)
     count, gpus = spec.topology.processes_per_node, chosen.gpus
     if spec.topology.device == "cuda" and count > gpus:
-        return f"{count} processes per node need as many GPUs; pods have {gpus or 'none'} (kubernetes.gpus)"
+        return f"{count} processes per node need {count} GPUs; pods have {gpus or 'none'} (kubernetes.gpus)"
     if spec.topology.device == "cpu" and gpus:
-        return f"pods with {gpus} GPUs were asked for ranks on cpu; leave kubernetes.gpus at 0, or say device: cuda"
+        return f"kubernetes.gpus is {gpus}, but the ranks run on cpu: set it to 0, or set device: cuda"
     if spec.max_restarts and not chosen.results_claim:
-        return "max_restarts needs checkpoints that outlive their pods: name a claim under kubernetes.results_claim"
+        return "max_restarts needs checkpoints that outlive the pods: set kubernetes.results_claim"
     return None
 
 
 def offer(choice: Choice) -> Offer:
-    """A rank per GPU of a pod, or one on its CPUs."""
+    """One rank per GPU of a pod, or one on its CPUs."""
     chosen = parse_options(Options, choice)
     return Offer(device="cuda" if chosen.gpus else "cpu", processes=chosen.gpus or 1)
 
 
 def preflight(specs: Sequence[RunSpec]) -> None:
-    refuse(parse_options(Options, specs[0].launcher))
+    cluster_checks.preflight(parse_options(Options, specs[0].launcher))
 
 
 def prepare(spec: RunSpec, run_dir: Path) -> Job:
@@ -81,31 +80,30 @@ def prepare(spec: RunSpec, run_dir: Path) -> Job:
         "manifests": made,
         "reader": reader_manifest(chosen, name) if chosen.results_claim else None,
     }
-    return Job(
-        argv=("kubectl", *context, "apply", "-f", "-"), files={"manifests.yaml": text}, name=name, settings=settings
-    )
+    argv = ("kubectl", *context, "apply", "-f", "-")
+    return Job(argv=argv, files={"manifests.yaml": text}, name=name, settings=settings)
 
 
 def submit(job: Job) -> Mapping[str, Any]:
-    cluster = _reach(job.settings)
+    cluster = _connect(job.settings)
     run.submit(cluster, list(job.settings["manifests"]), job.settings["name"], job.settings["kind"])
     return _handle(job.settings, cluster)
 
 
 def adopt(job: Job, handle: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """The job of this run, wherever an earlier controller was when it died; none when it is gone."""
-    # What was written down counts: the same run may be named otherwise by a controller elsewhere.
-    about = {**job.settings, **(handle or {}), "run_dir": job.settings["run_dir"]}
-    cluster, name = _reach(about), about["name"]
-    known = cluster.read(RESOURCES[about["kind"]], name)
+    """Return a handle for the job that an earlier controller submitted, or None if it is gone."""
+    # The stored handle has precedence: a controller elsewhere may have given the same run another name.
+    settings = {**job.settings, **(handle or {}), "run_dir": job.settings["run_dir"]}
+    cluster, name = _connect(settings), settings["name"]
+    known = cluster.read(RESOURCES[settings["kind"]], name)
     if known is None or known["metadata"].get("deletionTimestamp"):
         return None
-    if not run.is_ours(known, name) or not run.is_of_attempt(known, about["attempt"]):
+    if not run.is_ours(known, name) or not run.is_of_attempt(known, settings["attempt"]):
         return None
     for manifest in job.settings["manifests"]:
         if manifest["kind"] == "Service" and manifest["metadata"]["name"] == name:
             run.create_service(cluster, manifest, known)
-    return _handle(about, cluster)
+    return _handle(settings, cluster)
 
 
 def poll(handle: Mapping[str, Any]) -> JobState:
@@ -117,7 +115,7 @@ def collect(handle: Mapping[str, Any], run_dir: Path) -> str | None:
 
 
 def cancel(handle: Mapping[str, Any]) -> bool:
-    """Whether the job is gone, and all its pods."""
+    """Remove the job. Returns whether it and all its pods are gone."""
     is_gone = _run_of(handle).remove()
     _runs.pop((handle["namespace"], handle["name"]), None)
     return is_gone
@@ -128,14 +126,14 @@ def _handle(settings: Mapping[str, Any], cluster: Cluster) -> dict[str, Any]:
     return {**kept, "namespace": cluster.namespace}
 
 
-def _reach(settings: Mapping[str, Any]) -> Cluster:
+def _connect(settings: Mapping[str, Any]) -> Cluster:
     return Cluster.reach(settings["context"], settings["namespace"], float(settings["patience_s"]))
 
 
 def _run_of(handle: Mapping[str, Any]) -> run.Run:
-    """What this process knows of a run; one that another process has submitted is met anew."""
+    """Return the Run of a handle; create it if another process submitted the job."""
     key = (handle["namespace"], handle["name"])
     if key not in _runs:
-        cluster = _reach(handle)
-        _runs[key] = run.Run(handle, cluster, Logs(cluster, Path(handle["run_dir"])))
+        cluster = _connect(handle)
+        _runs[key] = run.Run(handle, cluster, run.Logs(cluster, Path(handle["run_dir"])))
     return _runs[key]

@@ -1,7 +1,7 @@
-"""One cluster's API server through the official client: plain data in and out, refusals as one sentence.
+"""Requests to the API server of one cluster, through the official client.
 
-Jobs, JobSets and TrainJobs are all asked for by group, version and plural: one way for every kind, and a field that
-the installed client does not know yet is sent as it stands.
+Input and output are plain data. Every refusal becomes one sentence. Jobs, JobSets and TrainJobs are addressed by group,
+version and plural, so fields that the installed client does not know are sent unchanged.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,39 +19,53 @@ import yaml
 
 from paceline.errors import LaunchError, MissingPackageError
 from paceline.launchers.kubernetes.manifests import Resource
-from paceline.results.safe_text import text as neutral
+from paceline.results.safe_text import text as safe_text
 
 DEFAULT_NAMESPACE = "paceline"
 RETRY_S = 1.0
-# Connecting, and the longest pause in an answer. A log may be silent for longer: it is then asked for again.
+# Time to connect, and the longest pause in a response. A log that is silent for longer is requested again.
 REQUEST_S = (10.0, 60.0)
 # The server is starting, overloaded, or behind a proxy that cannot reach it.
-_AWAY = (429, 500, 502, 503, 504)
+_UNAVAILABLE = (429, 500, 502, 503, 504)
 _SERVICE = Resource("v1", "services", "")
+_RAW: dict[str, Any] = {"_preload_content": False, "_request_timeout": REQUEST_S}
+_TRY = "; try: "
+# For `apply`: kind -> class of the official client, part of its method names, plural in the API.
+_METHODS = {
+    "Namespace": ("CoreV1Api", "namespace", "namespaces"),
+    "ServiceAccount": ("CoreV1Api", "namespaced_service_account", "serviceaccounts"),
+    "ResourceQuota": ("CoreV1Api", "namespaced_resource_quota", "resourcequotas"),
+    "Role": ("RbacAuthorizationV1Api", "namespaced_role", "roles"),
+    "RoleBinding": ("RbacAuthorizationV1Api", "namespaced_role_binding", "rolebindings"),
+    "NetworkPolicy": ("NetworkingV1Api", "namespaced_network_policy", "networkpolicies"),
+}
 
 Object = dict[str, Any]
-_TRY = "; try: "
 
 
-class Gone(LaunchError):
-    """What was asked for is not there."""
+class NotFound(LaunchError):
+    """The requested object does not exist."""
 
 
 class Forbidden(LaunchError):
-    """This is not permitted to whoever asks."""
+    """The user does not have this permission."""
 
 
-class NotYet(LaunchError):
-    """A container that is still being created has no log."""
+class LogNotReady(LaunchError):
+    """The container is still being created and has no log."""
 
 
-class Taken(LaunchError):
-    """Something of that name is there already."""
+class AlreadyExists(LaunchError):
+    """An object of that name exists."""
+
+
+class Unavailable(LaunchError):
+    """The server does not answer now; it may in a moment."""
 
 
 @dataclass
 class Cluster:
-    """Answers within `patience_s` of an API server that is away, or LaunchError. Used by several threads."""
+    """One API server and namespace. Requests are retried for `patience_s`, then raise LaunchError. Thread-safe."""
 
     context: str | None
     namespace: str
@@ -60,94 +74,71 @@ class Cluster:
 
     @classmethod
     def reach(cls, context: str | None, namespace: str | None, patience_s: float) -> Cluster:
-        """By the kubeconfig, or from within a pod by its service account."""
+        """Connect by the kubeconfig, or inside a pod by its service account."""
         client, usual = _connect(context)
         return cls(context, namespace or usual or DEFAULT_NAMESPACE, patience_s, client)
 
     def create(self, resource: Resource, manifest: Mapping[str, Any]) -> Object:
         body = dict(manifest)
         if resource.api == "v1":
-            return self._ask(
+            return self._request(
                 "create", resource, lambda: self._core.create_namespaced_service(self.namespace, body, **_RAW)
             )
-        return self._ask(
-            "create",
-            resource,
-            lambda: self._custom.create_namespaced_custom_object(
-                *resource.group_and_version, self.namespace, resource.plural, body, **_RAW
-            ),
+        where = (*resource.group_and_version, self.namespace, resource.plural)
+        return self._request(
+            "create", resource, lambda: self._custom.create_namespaced_custom_object(*where, body, **_RAW)
         )
 
     def read(self, resource: Resource, name: str) -> Object | None:
-        """The object, or None where there is none."""
-        with contextlib.suppress(Gone):
-            return self._ask(
-                "get",
-                resource,
-                lambda: self._custom.get_namespaced_custom_object(
-                    *resource.group_and_version, self.namespace, resource.plural, name, **_RAW
-                ),
-            )
+        """Return the object, or None if it does not exist."""
+        where = (*resource.group_and_version, self.namespace, resource.plural, name)
+        with contextlib.suppress(NotFound):
+            return self._request("get", resource, lambda: self._custom.get_namespaced_custom_object(*where, **_RAW))
         return None
 
     def delete(self, resource: Resource, name: str) -> None:
-        """Its pods go with it; what is gone already is no mistake."""
+        """Delete an object and its pods, if it exists."""
 
         def call() -> Any:
             if resource.api == "v1":
                 return self._core.delete_namespaced_service(name, self.namespace, **_RAW)
-            return self._custom.delete_namespaced_custom_object(
-                *resource.group_and_version,
-                self.namespace,
-                resource.plural,
-                name,
-                propagation_policy="Background",
-                **_RAW,
-            )
+            where = (*resource.group_and_version, self.namespace, resource.plural, name)
+            return self._custom.delete_namespaced_custom_object(*where, propagation_policy="Background", **_RAW)
 
-        with contextlib.suppress(Gone):
-            self._ask("delete", resource, call)
+        with contextlib.suppress(NotFound):
+            self._request("delete", resource, call)
 
     def create_service(self, manifest: Mapping[str, Any]) -> None:
-        """An earlier controller may have come this far."""
-        with contextlib.suppress(Taken):
+        """Create a Service, unless an earlier controller already did."""
+        with contextlib.suppress(AlreadyExists):
             self.create(_SERVICE, manifest)
 
     def delete_service(self, name: str) -> None:
         self.delete(_SERVICE, name)
 
     def pods(self, selector: str) -> list[Object]:
-        found = self._ask(
-            "list",
-            _named("pods"),
-            lambda: self._core.list_namespaced_pod(self.namespace, label_selector=selector, **_RAW),
-        )
-        return list(found.get("items", ()))
+        return self._list("pods", lambda: self._core.list_namespaced_pod, label_selector=selector)
 
     def pod(self, name: str) -> Object | None:
-        with contextlib.suppress(Gone):
-            return self._ask(
-                "get", _named("pods"), lambda: self._core.read_namespaced_pod(name, self.namespace, **_RAW)
+        with contextlib.suppress(NotFound):
+            return self._request(
+                "get", _core("pods"), lambda: self._core.read_namespaced_pod(name, self.namespace, **_RAW)
             )
         return None
 
     def events(self, uid: str) -> list[Object]:
-        """What was said about one object."""
-        selector = f"involvedObject.uid={uid}"
-        found = self._ask(
-            "list",
-            _named("events"),
-            lambda: self._core.list_namespaced_event(self.namespace, field_selector=selector, **_RAW),
+        """Return the events of one object."""
+        return self._list(
+            "events", lambda: self._core.list_namespaced_event, field_selector=f"involvedObject.uid={uid}"
         )
-        return list(found.get("items", ()))
 
     def log(self, pod: str, container: str, follow: bool) -> Iterator[bytes]:
-        """A pod's output from its beginning, as it comes. Away when the connection breaks: it is not all then."""
+        """Yield the log of a pod from its beginning. Raises Unavailable if the connection breaks before the end."""
         import urllib3
 
         response = self._attempt(
             "get",
-            _named("pods/log"),
+            _core("pods/log"),
             lambda: self._core.read_namespaced_pod_log(
                 pod, self.namespace, container=container, follow=follow, timestamps=False, **_RAW
             ),
@@ -155,27 +146,46 @@ class Cluster:
         try:
             yield from response.stream(1 << 16, decode_content=False)
         except urllib3.exceptions.HTTPError as error:
-            raise Away(f"the log of pod {pod} broke off ({type(error).__name__})") from None
+            raise Unavailable(f"the log of pod {pod} broke off ({type(error).__name__})") from None
         finally:
             response.release_conn()
 
     def call(self, verb: str, plural: str, api: str, method: str, *arguments: Any, **more: Any) -> Object:
-        """Any other method of the official client, with the same answers and refusals."""
+        """Call any other method of the official client, with the same retries and errors."""
         from kubernetes import client
 
         method_of = getattr(getattr(client, api)(self.client), method)
-        return self._ask(verb, _named(plural), lambda: method_of(*arguments, **more, **_RAW))
+        return self._request(verb, _core(plural), lambda: method_of(*arguments, **more, **_RAW))
 
-    def _ask(self, verb: str, resource: Resource, call: Callable[[], Any]) -> Object:
-        """The answer as data; a server that is away is asked again until the patience is at its end."""
+    def apply(self, manifests: Iterable[dict[str, Any]]) -> list[str]:
+        """Create or update objects. Returns one line each, `created Role NAME`; raises at the first refusal."""
+        lines = []
+        for manifest in manifests:
+            api, method, plural = _METHODS[manifest["kind"]]
+            name = manifest["metadata"]["name"]
+            namespace = [manifest["metadata"]["namespace"]] if "namespaced" in method else []
+            try:
+                self.call("create", plural, api, f"create_{method}", *namespace, manifest)
+                lines.append(f"created {manifest['kind']} {name}")
+            except AlreadyExists:
+                self.call("patch", plural, api, f"patch_{method}", name, *namespace, manifest)
+                lines.append(f"updated {manifest['kind']} {name}")
+        return lines
+
+    def _list(self, plural: str, method: Callable[[], Any], **selector: str) -> list[Object]:
+        answer = self._request("list", _core(plural), lambda: method()(self.namespace, **selector, **_RAW))
+        return list(answer.get("items", ()))
+
+    def _request(self, verb: str, resource: Resource, call: Callable[[], Any]) -> Object:
+        """Return the answer as data. Retries for `patience_s` while the server is unavailable."""
         deadline = time.monotonic() + self.patience_s
         while True:
             try:
                 answer: Object = self._attempt(verb, resource, lambda: json.loads(call().data))
                 return answer
-            except Away as trouble:
+            except Unavailable as trouble:
                 if time.monotonic() > deadline:
-                    what, command = parted(trouble)
+                    what, command = split_hint(trouble)
                     tried = f"{what} (tried for {self.patience_s:g} s)"
                     raise LaunchError(f"{tried}{_TRY}{command}" if command else tried) from None
             time.sleep(RETRY_S)
@@ -190,41 +200,39 @@ class Cluster:
             raise self._refused(verb, resource, int(refusal.status or 0), _message(refusal)) from None
         except urllib3.exceptions.HTTPError as error:
             host = self.client.configuration.host
-            raise Away(f"the API server {host} does not answer ({type(error).__name__}){_TRY}kubectl version") from None
+            why = type(error).__name__
+            raise Unavailable(f"the API server {host} does not answer ({why}){_TRY}kubectl version") from None
         except ValueError as error:
-            # Newer clients look at what is sent before they send it; a proxy may answer with a page.
-            sentence = neutral(str(error)).split("\n")[0]
+            # Newer clients validate what they send; a proxy may answer with an HTML page.
+            sentence = safe_text(str(error)).split("\n")[0]
             raise LaunchError(f"the Kubernetes client could not {verb} {resource.plural}: {sentence}") from None
 
     def _refused(self, verb: str, resource: Resource, status: int, message: str) -> LaunchError:
         where = f"in namespace {self.namespace}"
-        if status in _AWAY:
-            return Away(f"the API server could not {verb} {resource.plural} ({status}: {message})")
+        by_context = f" --context {self.context}" if self.context else ""
+        if status in _UNAVAILABLE:
+            return Unavailable(f"the API server could not {verb} {resource.plural} ({status}: {message})")
         if status == 401:
-            # Nobody was recognised, so there is no right to ask for: `auth can-i` would be refused as well.
+            # The user is unknown, so `auth can-i` would be refused as well.
             renew = "log in again, or renew the token or certificate of this context"
-            shown = f"kubectl config view --minify{self._by_context}"
-            return LaunchError(f"the cluster does not know these credentials ({message}): {renew}{_TRY}{shown}")
+            shown = f"kubectl config view --minify{by_context}"
+            return LaunchError(f"the cluster rejected these credentials ({message}): {renew}{_TRY}{shown}")
         if status == 403:
             allowed = f"kubectl auth can-i {verb} {resource.plural} --namespace {self.namespace}"
             return Forbidden(f"not permitted to {verb} {resource.plural} {where} ({message}){_TRY}{allowed}")
         if status == 404 and verb == "create" and "namespaces" in message:
-            made = f"paceline cluster init --namespace {self.namespace} --apply{self._by_context}"
-            return Gone(f"cannot {verb} {resource.plural} {where} ({message}){_TRY}{made}")
+            made = f"paceline cluster init --namespace {self.namespace} --apply{by_context}"
+            return NotFound(f"cannot {verb} {resource.plural} {where} ({message}){_TRY}{made}")
         if status == 404 and verb == "create":
             known = f"kubectl api-resources --api-group={resource.group_and_version[0]}"
-            return Gone(f"the cluster knows no {resource.plural} of {resource.api} ({message}){_TRY}{known}")
+            return NotFound(f"the cluster has no {resource.plural} of {resource.api} ({message}){_TRY}{known}")
         if status == 404:
-            return Gone(f"cannot {verb} {resource.plural} {where} ({message}){_TRY}kubectl get namespaces")
+            return NotFound(f"cannot {verb} {resource.plural} {where} ({message}){_TRY}kubectl get namespaces")
         if status == 400 and resource.plural == "pods/log":
-            return NotYet(message)
+            return LogNotReady(message)
         if status == 409:
-            return Taken(f"{resource.plural} {where}: {message}")
+            return AlreadyExists(f"{resource.plural} {where}: {message}")
         return LaunchError(f"the API server refuses to {verb} {resource.plural} {where} ({status}: {message})")
-
-    @property
-    def _by_context(self) -> str:
-        return f" --context {self.context}" if self.context else ""
 
     @property
     def _core(self) -> Any:
@@ -239,92 +247,73 @@ class Cluster:
         return client.CustomObjectsApi(self.client)
 
 
-class Away(LaunchError):
-    """The server is not answering now; it may in a moment."""
-
-
-_RAW: dict[str, Any] = {"_preload_content": False, "_request_timeout": REQUEST_S}
-
-
-def parted(trouble: LaunchError) -> tuple[str, str]:
-    """What is wrong, and the command that its sentence ends with, where it has one."""
+def split_hint(trouble: LaunchError) -> tuple[str, str]:
+    """Split an error into the problem and the command after "try:", which may be empty."""
     what, _, command = str(trouble).partition(_TRY)
     return what, command
 
 
-def _named(plural: str) -> Resource:
+def _core(plural: str) -> Resource:
     return Resource("v1", plural, "")
 
 
-def _package() -> tuple[Any, Any]:
+def _message(refusal: Any) -> str:
+    """Return the server's message in one line: that of its Status object, or the HTTP reason."""
+    try:
+        message = json.loads(refusal.body).get("message") or refusal.reason
+    except (TypeError, ValueError, AttributeError):
+        message = refusal.reason or refusal.body or "no reason given"
+    return " ".join(safe_text(str(message)).split())[:500]
+
+
+def _connect(context: str | None) -> tuple[Any, str | None]:
+    """Return a client and the namespace that its configuration names."""
     try:
         from kubernetes import client, config
     except ImportError:
         raise MissingPackageError("kubernetes", "the launcher kubernetes", "'paceline[kubernetes]'") from None
-    return client, config
 
-
-def _connect(context: str | None) -> tuple[Any, str | None]:
-    """A client, and the namespace that its configuration names."""
-    client, config = _package()
     own = client.Configuration()
-    # Asking again is done here, where it can be counted against the patience.
+    # Retries happen in `_request`, where they count against the patience.
     own.retries = False
-    _check_files(config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION)
+    location = config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION
+    _check_files(location)
     try:
         config.load_kube_config(context=context, client_configuration=own)
         contexts, current = config.list_kube_config_contexts()
-        known = {entry["name"]: entry for entry in contexts}
-        chosen = known.get(context or current["name"], current)
+        by_name = {entry["name"]: entry for entry in contexts}
+        chosen = by_name.get(context or current["name"], current)
         return client.ApiClient(own), chosen["context"].get("namespace")
     except config.ConfigException as missing:
+        contexts_command = f"{_TRY}kubectl config get-contexts"
         if context is not None:
-            known_by = "kubectl config get-contexts"
-            raise LaunchError(f"context {context!r} is not in the kubeconfig ({missing}){_TRY}{known_by}") from None
-        return _connect_from_pod(own, str(missing))
+            raise LaunchError(f"context {context!r} is not in the kubeconfig ({missing}){contexts_command}") from None
+        try:
+            config.load_incluster_config(client_configuration=own)
+        except config.ConfigException:
+            raise LaunchError(f"no cluster is configured here ({missing}){contexts_command}") from None
+        namespace = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+        return client.ApiClient(own), namespace.read_text().strip() if namespace.is_file() else None
     except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
-        # The client takes the shape of the file for granted, and fails wherever it is another.
-        place = config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION
+        # The client does not validate the structure of the file.
         why = type(error).__name__
-        raise LaunchError(f"the kubeconfig {place} cannot be used ({why}){_TRY}kubectl config view") from None
+        raise LaunchError(f"the kubeconfig {location} cannot be used ({why}){_TRY}kubectl config view") from None
 
 
 def _check_files(location: str) -> None:
-    """Every file of the kubeconfig holds a mapping, or nothing: the client answers anything else with a traceback."""
+    """Check that every kubeconfig file is a YAML mapping or empty. The client would raise a traceback otherwise."""
     for path in (Path(part).expanduser() for part in location.split(os.pathsep) if part):
         if not path.exists():
             continue
         try:
-            found = yaml.safe_load(path.read_text(encoding="utf-8"))
+            content = yaml.safe_load(path.read_text(encoding="utf-8"))
         except yaml.YAMLError as error:
-            raise LaunchError(f"the kubeconfig {path} is not valid YAML{_spot(error)}") from None
+            # Only the position: the full message quotes lines of the file, which may contain a token.
+            mark = getattr(error, "problem_mark", None)
+            where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
+            raise LaunchError(f"the kubeconfig {path} is not valid YAML{where}") from None
         except (OSError, UnicodeDecodeError, RecursionError) as error:
             why = getattr(error, "strerror", None) or type(error).__name__
             raise LaunchError(f"the kubeconfig {path} cannot be read ({why})") from None
-        if not isinstance(found, dict | None):
-            raise LaunchError(f"the kubeconfig {path} holds no mapping{_TRY}kubectl config view")
-
-
-def _spot(error: yaml.YAMLError) -> str:
-    """Where, never what: the whole message quotes lines of the file, and a token may be in them."""
-    mark = getattr(error, "problem_mark", None)
-    return f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
-
-
-def _connect_from_pod(own: Any, missing: str) -> tuple[Any, str | None]:
-    client, config = _package()
-    try:
-        config.load_incluster_config(client_configuration=own)
-    except config.ConfigException:
-        raise LaunchError(f"no cluster is known here ({missing}){_TRY}kubectl config get-contexts") from None
-    namespace = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-    return client.ApiClient(own), namespace.read_text().strip() if namespace.is_file() else None
-
-
-def _message(refusal: Any) -> str:
-    """What the server said, in one line: a Status object's message, or the reason of the HTTP answer."""
-    try:
-        said = json.loads(refusal.body).get("message") or refusal.reason
-    except (TypeError, ValueError, AttributeError):
-        said = refusal.reason or refusal.body or "no reason given"
-    return " ".join(neutral(str(said)).split())[:500]
+        if not isinstance(content, dict | None):
+            raise LaunchError(f"the kubeconfig {path} is not a mapping{_TRY}kubectl config view")

@@ -1,34 +1,60 @@
-"""The objects of one run as plain data: an Indexed Job with its Service, a JobSet, or a TrainJob with its runtime."""
+"""The Kubernetes objects of one run, as plain data.
+
+An Indexed Job with its Service, a JobSet, or a TrainJob with its runtime. Each has one pod per node. The pod runs the
+node agent and satisfies Pod Security "restricted".
+"""
 
 from __future__ import annotations
 
 import copy
 import math
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.contract import may_be_lost
 from paceline.experiment.spec import RunSpec
+from paceline.launchers._start import agent_arguments, rank_environment, spec_text
 from paceline.launchers.kubernetes.options import Options
-from paceline.launchers.kubernetes.pod import GRACE_S, Manifest, labels, reader, template
+from paceline.launchers.node import placement
 
 OWNER = "paceline.dev/owner"
 ATTEMPT = "paceline.dev/attempt"
-# For people who meet the job: where it was submitted. A controller that goes on may be elsewhere.
+# For people who find the job: where it was submitted. A controller that resumes the run may be elsewhere.
 CONTROLLER = "paceline.dev/controller"
 RUN_FOLDER = "paceline.dev/run-folder"
-# Of the one job within a JobSet; the TrainJob controller looks for this name.
+RUN_LABEL = "paceline.dev/run"
+# Name of the one job in a JobSet. The TrainJob controller expects this name.
 GROUP = "node"
+CONTAINER = "node"
+RESULTS = "/results"
+GRACE_S = 30
+SMALL = "1Gi"
 _TTL = "ttlSecondsAfterFinished"
 _QUEUE = "kueue.x-k8s.io/queue-name"
+# The uid of the Job that created the pod identifies the attempt.
+_JOB_UID = "metadata.labels['batch.kubernetes.io/controller-uid']"
+_INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+# The root file system is read-only, and the user id has no entry in the image's password file.
+_HOME = {
+    "HOME": "/tmp",
+    "TMPDIR": "/tmp",
+    "XDG_CACHE_HOME": "/tmp/cache",
+    "TRITON_CACHE_DIR": "/tmp/cache/triton",
+    "TORCHINDUCTOR_CACHE_DIR": "/tmp/cache/inductor",
+    "USER": "paceline",
+    "LOGNAME": "paceline",
+}
+
+Manifest = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Resource:
-    """Where the API server keeps objects of a kind; `done` is the condition of one that ended well, `child` what the
-    Job with the pods is called."""
+    """Where the API server keeps objects of a kind. done: the condition of success. child: name of the Job that owns
+    the pods."""
 
     api: str
     plural: str
@@ -49,47 +75,49 @@ RESOURCES = {
 RUNTIME = Resource("trainer.kubeflow.org/v1alpha1", "trainingruntimes", "")
 
 
+# --- objects of a run ---
+
+
 def job_manifests(spec: RunSpec, chosen: Options, name: str, run_dir: Path, attempt: str) -> list[Manifest]:
-    """In the order in which they are created; the one that carries the pods is found by `carrier`."""
+    """Return the objects of a run in the order in which they are created."""
     made = {"job": _job_and_service, "jobset": _jobset, "trainjob": _trainjob}[chosen.kind](spec, chosen, name)
-    place = {"namespace": chosen.namespace} if chosen.namespace else {}
-    about = {"name": name, **place, "labels": labels(chosen, name), "annotations": _notes(name, run_dir, attempt)}
-    whole = [
-        {key: each[key] for key in ("apiVersion", "kind")} | {"metadata": copy.deepcopy(about)} | each for each in made
+    metadata = {
+        "name": name,
+        **({"namespace": chosen.namespace} if chosen.namespace else {}),
+        "labels": labels(chosen, name),
+        # Identify the owner and the attempt: jobs of other owners are left alone, earlier attempts are not adopted.
+        "annotations": {
+            OWNER: name,
+            ATTEMPT: attempt,
+            CONTROLLER: socket.gethostname(),
+            RUN_FOLDER: str(run_dir.absolute()),
+        },
+    }
+    objects = [
+        {key: each[key] for key in ("apiVersion", "kind")} | {"metadata": copy.deepcopy(metadata)} | each
+        for each in made
     ]
     if chosen.queue:
-        # Kueue lets a job start by setting `suspend` back.
-        main = carrier(whole)
+        # Kueue starts a job by resetting `suspend`.
+        main = carrier(objects)
         main["metadata"]["labels"][_QUEUE] = chosen.queue
         main["spec"]["suspend"] = True
-    return whole
-
-
-def _notes(name: str, run_dir: Path, attempt: str) -> dict[str, str]:
-    """Whose it is: a job of this name that somebody else has created is not touched, and one of an earlier attempt is
-    not taken for the next one."""
-    where = {CONTROLLER: socket.gethostname(), RUN_FOLDER: str(run_dir.absolute())}
-    return {OWNER: name, ATTEMPT: attempt, **where}
+    return objects
 
 
 def carrier(made: list[Manifest]) -> Manifest:
-    """The object whose end is the end of the run."""
+    """Return the object that owns the pods; the run ends when it ends."""
     return next(manifest for manifest in made if manifest["kind"] in ("Job", "JobSet", "TrainJob"))
 
 
 def reader_manifest(chosen: Options, name: str) -> Manifest:
-    """A job that prints what is on the claim, and is gone soon after."""
+    """A short job that prints the files on the results claim."""
     pod = reader(chosen, name)
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
         "metadata": {"name": f"{name}-read", "labels": pod["metadata"]["labels"]},
-        "spec": {
-            "backoffLimit": 0,
-            "activeDeadlineSeconds": 600,
-            _TTL: 60,
-            "template": pod,
-        },
+        "spec": {"backoffLimit": 0, "activeDeadlineSeconds": 600, _TTL: 60, "template": pod},
     }
 
 
@@ -102,7 +130,7 @@ def _job_and_service(spec: RunSpec, chosen: Options, name: str) -> list[Manifest
         "kind": "Service",
         "spec": {
             "clusterIP": "None",
-            # Ranks meet before any of them could be called ready.
+            # The rendezvous happens before any pod is ready.
             "publishNotReadyAddresses": True,
             "selector": {"batch.kubernetes.io/job-name": name},
             "ports": [{"name": "rendezvous", "port": chosen.port, "protocol": "TCP"}],
@@ -117,7 +145,7 @@ def _jobset(spec: RunSpec, chosen: Options, name: str) -> list[Manifest]:
 
 
 def _trainjob(spec: RunSpec, chosen: Options, name: str) -> list[Manifest]:
-    """The runtime has no framework: the agent starts torchrun itself, and its variables would contradict ours."""
+    """The runtime has no framework: the agent starts torchrun itself, and the framework's variables would conflict."""
     jobs = _jobset_spec(spec, chosen, name)
     ancestor = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
     jobs["replicatedJobs"][0]["template"]["metadata"] = {"labels": ancestor}
@@ -139,7 +167,7 @@ def _trainjob(spec: RunSpec, chosen: Options, name: str) -> list[Manifest]:
 def _jobset_spec(spec: RunSpec, chosen: Options, name: str) -> Manifest:
     pod = template(spec, chosen, name, f"{name}-{GROUP}-0-0.{name}")
     return {
-        # Its controller creates the Service; one restart would be another run.
+        # The JobSet controller creates the Service. A restart would be another run, so none is allowed.
         "network": {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True},
         "failurePolicy": {"maxRestarts": 0},
         "replicatedJobs": [
@@ -149,25 +177,193 @@ def _jobset_spec(spec: RunSpec, chosen: Options, name: str) -> Manifest:
 
 
 def _job_spec(spec: RunSpec, chosen: Options, pod: Manifest) -> dict[str, Any]:
+    """No pod is restarted: a rank cannot rejoin alone. The controller restarts the whole job instead."""
     nodes = spec.topology.nodes
+    if may_be_lost(spec):
+        # The other nodes continue after a failure. Each node can fail once, so only the last failure reaches the total
+        # limit, whose default differs between servers.
+        limits: Manifest = {"backoffLimitPerIndex": 0, "backoffLimit": nodes - 1}
+    else:
+        # With this policy the Job itself records that a pod was evicted. The pod may be deleted before we read it.
+        evicted = {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+        limits = {"backoffLimit": 0, "podFailurePolicy": {"rules": [evicted]}}
     return {
         "completionMode": "Indexed",
         "completions": nodes,
         "parallelism": nodes,
-        **_limits(spec),
-        # For a job whose controller is gone; a living one ends it earlier.
+        **limits,
+        # For a job without a controller; a living controller ends it earlier.
         "activeDeadlineSeconds": math.ceil(spec.timeout_s + chosen.pending_s + chosen.patience_s) + GRACE_S,
         "template": pod,
     }
 
 
-def _limits(spec: RunSpec) -> dict[str, Any]:
-    """How many pods may fail. A rank that comes back alone finds nobody: no pod is started again, restarts are of the
-    whole job and the controller's affair."""
-    if may_be_lost(spec):
-        # A node that fails takes no other along. Each can fail once, so that the limit over all of them, whose default
-        # differs between servers, is reached by the last one only.
-        return {"backoffLimitPerIndex": 0, "backoffLimit": spec.topology.nodes - 1}
-    # Makes the Job itself say that a pod was taken away: the pod may be gone before anybody looks.
-    taken = {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
-    return {"backoffLimit": 0, "podFailurePolicy": {"rules": [taken]}}
+# --- pods ---
+
+
+def template(spec: RunSpec, chosen: Options, name: str, master: str) -> Manifest:
+    """Labels and pod of one node. master: DNS name of node 0."""
+    # A started node waits for the others as long as they may wait to be scheduled.
+    arguments = [*agent_arguments(port=chosen.port), f"--patience={chosen.pending_s:g}"]
+    if chosen.results_claim:
+        arguments.append(f"--run-dir={RESULTS}/{name}")
+    gpus = {chosen.gpu_resource: str(chosen.gpus)} if chosen.gpus else {}
+    container = {
+        **_container(chosen, arguments),
+        "env": _environment(spec, chosen, master),
+        "ports": [{"name": "rendezvous", "containerPort": chosen.port}],
+        "resources": {
+            "requests": {"cpu": _cores(chosen.cpu_request), "memory": chosen.memory_request, **gpus},
+            "limits": {"cpu": _cores(chosen.cpu_limit), "memory": chosen.memory_limit, **gpus},
+        },
+    }
+    pod = {"metadata": {"labels": labels(chosen, name)}, "spec": {**_pod(chosen, name), "containers": [container]}}
+    patched: Manifest = merged(pod, chosen.pod_patch or {})
+    return patched
+
+
+def reader(chosen: Options, name: str) -> Manifest:
+    """A pod that prints the files of a run from the claim, for logs that were truncated."""
+    arguments = ["-m", "paceline.launchers.node.agent", "--handover", f"--run-dir={RESULTS}/{name}"]
+    small = {"cpu": "1", "memory": SMALL}
+    container = {
+        **_container(chosen, arguments),
+        "env": [_variable(key, value) for key, value in _HOME.items()],
+        "resources": {"requests": small, "limits": dict(small)},
+    }
+    # With the label of the run, this pod would count as one of its nodes.
+    tags = {**labels(chosen, name), RUN_LABEL: f"{name}-read"}
+    pod = _pod(chosen, name)
+    pod.pop("affinity", None)
+    return {"metadata": {"labels": tags}, "spec": {**pod, "hostNetwork": False, "containers": [container]}}
+
+
+def labels(chosen: Options, name: str) -> dict[str, str]:
+    own = {
+        "app.kubernetes.io/name": "paceline",
+        "app.kubernetes.io/instance": name,
+        "app.kubernetes.io/managed-by": "paceline",
+        RUN_LABEL: name,
+    }
+    return {**(chosen.labels or {}), **own}
+
+
+def _container(chosen: Options, arguments: list[str]) -> Manifest:
+    mounts = [{"name": "tmp", "mountPath": "/tmp"}, {"name": "shm", "mountPath": "/dev/shm"}]
+    if chosen.results_claim:
+        mounts.append({"name": "results", "mountPath": RESULTS})
+    return {
+        "name": CONTAINER,
+        "image": chosen.image,
+        "imagePullPolicy": chosen.image_pull_policy,
+        "command": [literal(word) for word in (chosen.python, *arguments)],
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "volumeMounts": mounts,
+    }
+
+
+def _pod(chosen: Options, name: str) -> Manifest:
+    volumes: list[Manifest] = [
+        {"name": "tmp", "emptyDir": {}},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": chosen.shm}},
+    ]
+    if chosen.results_claim:
+        volumes.append({"name": "results", "persistentVolumeClaim": {"claimName": chosen.results_claim}})
+    pod: Manifest = {
+        "restartPolicy": "Never",
+        "automountServiceAccountToken": False,
+        # Otherwise each service of the namespace adds variables to the environment of the ranks.
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": GRACE_S,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": chosen.user,
+            "runAsGroup": chosen.group,
+            "fsGroup": chosen.group,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "volumes": volumes,
+    }
+    if chosen.host_network:
+        # The node's own resolver does not know the names of pods.
+        pod |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
+    # GPU nodes are often tainted with the name of their resource.
+    gpu_taint = {"key": chosen.gpu_resource, "operator": "Exists", "effect": "NoSchedule"}
+    affinity: Manifest = merged({}, chosen.affinity or {})
+    if chosen.spread:
+        apart = {"labelSelector": {"matchLabels": {RUN_LABEL: name}}, "topologyKey": "kubernetes.io/hostname"}
+        rules = affinity.setdefault("podAntiAffinity", {})
+        required = "requiredDuringSchedulingIgnoredDuringExecution"
+        rules[required] = [apart, *rules.get(required, ())]
+    optional = {
+        "serviceAccountName": chosen.service_account,
+        "priorityClassName": chosen.priority_class,
+        "imagePullSecrets": [{"name": secret} for secret in chosen.image_pull_secrets or ()],
+        "nodeSelector": dict(chosen.node_selector or {}),
+        "tolerations": [*([gpu_taint] if chosen.gpus else []), *map(dict, chosen.tolerations or ())],
+        "affinity": affinity,
+    }
+    return pod | {key: value for key, value in optional.items() if value}
+
+
+def _cores(number: float) -> str:
+    return str(int(number)) if number == int(number) else f"{round(number * 1000)}m"
+
+
+def _environment(spec: RunSpec, chosen: Options, master: str) -> list[Manifest]:
+    plain = {
+        **_HOME,
+        **rank_environment(chosen.threads),
+        **chosen.variables(),
+        "PACELINE_NODES": str(spec.topology.nodes),
+        "PACELINE_MASTER": master,
+        "PACELINE_SPEC": spec_text(spec),
+    }
+    fields = {"PACELINE_NODE_RANK": _INDEX, "PACELINE_NODE": "spec.nodeName", placement.ATTEMPT: _JOB_UID}
+    return [
+        *(_variable(name, value) for name, value in plain.items()),
+        *({"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in fields.items()),
+        *(
+            {"name": name, "valueFrom": {"secretKeyRef": {"name": source["secret"], "key": source["key"]}}}
+            for name, source in (chosen.secret_env or {}).items()
+        ),
+    ]
+
+
+def _variable(name: str, value: str) -> Manifest:
+    return {"name": name, "value": literal(value)}
+
+
+def literal(text: str) -> str:
+    """Escape text that Kubernetes would expand: it replaces $(NAME), and $$ by $, in commands and variables."""
+    return text.replace("$", "$$")
+
+
+def merged(target: Any, patch: Any) -> Any:
+    """Apply a JSON merge patch (RFC 7386), but merge lists of named items by name, as kubectl does.
+
+    >>> merged([{"name": "a", "x": 1}], [{"name": "a", "y": 2}, {"name": "b"}])
+    [{'name': 'a', 'x': 1, 'y': 2}, {'name': 'b'}]
+    """
+    if isinstance(target, Mapping) and isinstance(patch, Mapping):
+        result = dict(target)
+        for key, value in patch.items():
+            if value is None:
+                result.pop(key, None)
+            else:
+                result[key] = merged(result.get(key), value)
+        return result
+    if isinstance(patch, Mapping):
+        return merged({}, patch)
+    if not isinstance(patch, list | tuple):
+        return patch
+    if not isinstance(target, list) or not all(isinstance(e, Mapping) and "name" in e for e in (*target, *patch)):
+        return [merged(None, entry) for entry in patch]
+    by_name = {entry["name"]: entry for entry in target}
+    for entry in patch:
+        by_name[entry["name"]] = merged(by_name.get(entry["name"], {}), entry)
+    return list(by_name.values())

@@ -1,218 +1,327 @@
-"""One run on a cluster, from its submission to the removal of everything it left there."""
+"""One run on a cluster: create its objects, follow its logs, poll its state, collect its files, remove everything."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from paceline.contract import JobState
 from paceline.errors import LaunchError
-from paceline.launchers.kubernetes import watch
-from paceline.launchers.kubernetes.client import Away, Cluster, Object, Taken
-from paceline.launchers.kubernetes.logs import Logs
-from paceline.launchers.kubernetes.losses import Losses
-from paceline.launchers.kubernetes.manifests import ATTEMPT, OWNER, RESOURCES, RUN_FOLDER, RUNTIME, Resource, carrier
-from paceline.launchers.kubernetes.pod import CONTAINER, RUN_LABEL
+from paceline.launchers.kubernetes import states
+from paceline.launchers.kubernetes.client import AlreadyExists, Cluster, LogNotReady, NotFound, Object, Unavailable
+from paceline.launchers.kubernetes.manifests import (
+    ATTEMPT,
+    CONTAINER,
+    OWNER,
+    RESOURCES,
+    RUN_FOLDER,
+    RUN_LABEL,
+    RUNTIME,
+    Resource,
+    carrier,
+)
 from paceline.launchers.node.log_transport import Receiver
 from paceline.results.records import Status
 
-LOOK_S = 1.0
+POLL_S = 1.0
 EVENTS_S = 5.0
-# What cannot come by itself is not waited for as long as a free node is.
+# A pod that cannot start by itself gets less time than one that waits for a free node.
 STUCK_S = 60.0
-# Pods that are told to end have 30 s for it; agents need a few.
+# Pods have 30 s to terminate; agents need a few.
 DRAIN_S = 20.0
 REMOVAL_S = 40.0
 REMOVAL_PATIENCE_S = 10.0
 READER_S = 300.0
+LOG_RETRY_S = 0.5
+# For log threads that end at once. A thread that waits for a silent node is abandoned; it writes nothing any more.
+JOIN_S = 1.0
 _JOB = RESOURCES["job"]
+
+
+# --- logs ---
+
+
+class Logs:
+    """Follows the logs of all pods, one thread each, and writes the files of the ranks into the run directory.
+
+    A broken stream is read again from its beginning. Lines already received are skipped; lines that a rotated log has
+    lost show as a gap (see `log_transport`). `trouble` is the first refusal of the API server, if any.
+    """
+
+    def __init__(self, cluster: Cluster, run_dir: Path) -> None:
+        self._cluster = cluster
+        self.receiver = Receiver(run_dir)
+        self.trouble: LaunchError | None = None
+        self._log = run_dir / "log.txt"
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._threads: dict[str, threading.Thread] = {}
+        self._printed: dict[str, int] = {}
+        self._abandoned: set[str] = set()
+
+    def follow(self, pods: Iterable[str]) -> None:
+        """Start to follow the pods that are not followed yet."""
+        for pod in pods:
+            if not self._threads:
+                # A controller that adopted the job reads everything again.
+                self._log.write_text("")
+            if pod not in self._threads:
+                thread = threading.Thread(target=self._follow, args=(pod,), name=f"log of {pod}", daemon=True)
+                self._threads[pod] = thread
+                thread.start()
+
+    def abandon(self, pods: Iterable[str]) -> None:
+        """Stop waiting for these pods: their node may never answer."""
+        self._abandoned |= set(pods)
+
+    def drain(self, limit_s: float) -> None:
+        """Wait for the last lines of ended pods."""
+        deadline = time.monotonic() + limit_s
+        for pod, thread in self._threads.items():
+            if pod not in self._abandoned:
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+    def stop(self) -> None:
+        """Write nothing from now on: the directory may be sealed, or belong to the next attempt."""
+        with self._lock:
+            self._stop.set()
+        self.drain(JOIN_S)
+
+    def note(self, sentence: str) -> None:
+        with self._lock, self._log.open("a") as log:
+            log.write(f"paceline: {sentence}\n")
+
+    def _follow(self, pod: str) -> None:
+        try:
+            while not self._stop.is_set() and not self._read_once(pod) and pod not in self._abandoned:
+                self._stop.wait(LOG_RETRY_S)
+        except LaunchError as refusal:
+            if pod not in self._abandoned:
+                self.trouble = self.trouble or refusal
+
+    def _read_once(self, pod: str) -> bool:
+        """Read a log as far as it goes. Returns True when nothing more will come."""
+        known = self._cluster.pod(pod)
+        ended = known is None or states.exit_code(known) is not None
+        try:
+            with contextlib.suppress(NotFound):
+                self.read(pod, follow=not ended)
+        except (Unavailable, LogNotReady):
+            return False
+        # Only a log that was read after the end of the pod is known to be complete.
+        return ended
+
+    def read(self, pod: str, follow: bool) -> None:
+        rest, count = b"", 0
+        for chunk in self._cluster.log(pod, CONTAINER, follow):
+            *lines, rest = (rest + chunk).split(b"\n")
+            count = self._write(pod, lines, count)
+            if self._stop.is_set():
+                return
+        # The rest of a followed stream may be half a line; that of an ended pod is its last line.
+        if rest and not follow:
+            self._write(pod, [rest], count)
+
+    def _write(self, pod: str, lines: list[bytes], count: int) -> int:
+        """Write one chunk of a pod's log. count: output lines this reading has seen; earlier readings wrote some of
+        them. Returns the new count."""
+        with self._lock:
+            if self._stop.is_set():
+                return count
+            with self._log.open("ab") as log:
+                for line in lines:
+                    if self.receiver.feed(line.decode(errors="replace")) is None:
+                        continue
+                    count += 1
+                    if count > self._printed.get(pod, 0):
+                        self._printed[pod] = count
+                        log.write(line + b"\n")
+        return count
+
+
+# --- a submitted run ---
 
 
 @dataclass
 class Run:
-    """What a handle stands for, with what this process has seen of it so far."""
+    """A submitted job, by its handle, with what this process has seen of it."""
 
     handle: Mapping[str, Any]
     cluster: Cluster
     logs: Logs
     state: JobState = field(default_factory=lambda: JobState(running=True, waiting="submitted"))
-    looked_at: float = float("-inf")
+    polled_at: float = float("-inf")
     waiting_since: float = field(default_factory=time.monotonic)
     has_begun: bool = False
     has_ended: bool = False
     is_over: bool = False
     _events: tuple[float, list[Object]] = (float("-inf"), [])
-    losses: Losses = field(init=False)
+    losses: states.Losses = field(init=False)
 
     def __post_init__(self) -> None:
-        # A job that an older version has submitted names neither of the two.
+        def note(sentence: str, pods: list[str]) -> None:
+            self.logs.note(sentence)
+            self.logs.abandon(pods)
+
+        # The handle of an older version has neither key.
         expendable, ranks = self.handle.get("may_be_lost", ()), int(self.handle.get("ranks", 1))
         run_dir, nodes = Path(self.handle["run_dir"]), int(self.handle["nodes"])
-        self.losses = Losses(run_dir, nodes, ranks, expendable, note=self._note_loss)
-
-    def _note_loss(self, sentence: str, pods: list[str]) -> None:
-        self.logs.note(sentence)
-        self.logs.give_up(pods)
+        self.losses = states.Losses(run_dir, nodes, ranks, expendable, note)
 
     @property
     def name(self) -> str:
         return str(self.handle["name"])
 
     @property
-    def resource(self) -> Any:
+    def resource(self) -> Resource:
         return RESOURCES[self.handle["kind"]]
 
     def poll(self) -> JobState:
-        """How it stands, by a look at most once a second; the last word stays the last."""
+        """Job state, polled at most once per second; terminal states are final."""
         if self.logs.trouble is not None:
             raise self.logs.trouble
-        if self.state.running and time.monotonic() - self.looked_at >= LOOK_S:
-            sight = self._look()
-            self.logs.follow(pod["metadata"]["name"] for pod in sight.pods if watch.is_begun(pod))
-            self.state, self.is_over = self._judged(sight), watch.is_over(sight)
-            self.has_ended = sight.main is not None and watch.has_ended(sight.main, sight.done)
-            self.looked_at = time.monotonic()
+        if self.state.running and time.monotonic() - self.polled_at >= POLL_S:
+            snapshot = self._snapshot()
+            self.logs.follow(pod["metadata"]["name"] for pod in snapshot.pods if states.has_started(pod))
+            self.state, self.is_over = self._judge(snapshot), states.is_over(snapshot)
+            self.has_ended = snapshot.main is not None and states.has_ended(snapshot.main, snapshot.done)
+            self.polled_at = time.monotonic()
         return self.state
 
-    def _look(self) -> watch.Sight:
+    def _snapshot(self) -> states.Snapshot:
         main = self.cluster.read(self.resource, self.name)
         child = self.resource.child.format(name=self.name)
         job = main if self.resource is _JOB else self.cluster.read(_JOB, child)
         pods = self.cluster.pods(f"{RUN_LABEL}={self.name}")
         if job is not None:
-            # A job of the same name may have been removed a moment ago, whose pods are still ending.
+            # Pods of a job of the same name that was just removed may still be terminating.
             pods = [pod for pod in pods if _owner(pod) in (None, job["metadata"]["uid"])]
-        sight = watch.Sight(
+        snapshot = states.Snapshot(
             main=main, job=job, pods=pods, done=self.resource.done, nodes=int(self.handle["nodes"]), name=self.name
         )
-        if watch.why_waiting(sight) is None:
-            return sight
-        return replace(sight, events=self._warnings(sight))
+        if states.why_waiting(snapshot) is None:
+            return snapshot
+        return replace(snapshot, events=self._events_of(snapshot))
 
-    def _warnings(self, sight: watch.Sight) -> list[Object]:
-        """What the cluster says about a run that waits. Not being allowed to read it is no reason to end."""
-        asked_at, known = self._events
-        if time.monotonic() - asked_at < EVENTS_S:
+    def _events_of(self, snapshot: states.Snapshot) -> list[Object]:
+        """Return the events of a waiting run. A missing permission to read them does not end the run."""
+        read_at, known = self._events
+        if time.monotonic() - read_at < EVENTS_S:
             return known
-        found: list[Object] = []
-        about = [sight.main, sight.job, *(pod for pod in sight.pods if not watch.is_begun(pod))]
+        events: list[Object] = []
+        waiting = [snapshot.main, snapshot.job, *(pod for pod in snapshot.pods if not states.has_started(pod))]
         with contextlib.suppress(LaunchError):
-            for uid in dict.fromkeys(obj["metadata"]["uid"] for obj in about if obj is not None):
-                found += self.cluster.events(uid)
-        self._events = (time.monotonic(), found)
-        return found
+            for uid in dict.fromkeys(obj["metadata"]["uid"] for obj in waiting if obj is not None):
+                events += self.cluster.events(uid)
+        self._events = (time.monotonic(), events)
+        return events
 
-    def _judged(self, sight: watch.Sight) -> JobState:
-        """What is seen, and how long it has been so."""
-        state, waiting = self.losses.state_of(sight), watch.why_waiting(sight)
+    def _judge(self, snapshot: states.Snapshot) -> JobState:
+        """Return the state of the run, given the snapshot and how long it has been waiting."""
+        state, waiting = self.losses.state_of(snapshot), states.why_waiting(snapshot)
         self.has_begun = self.has_begun or waiting is None
         if not state.running:
-            return state if self.has_begun else self._explained(state)
-        if watch.is_suspended(sight):
+            # If some pods never started, the others only report that they waited in vain.
+            obstacle = self.state.waiting or ""
+            is_explained = self.has_begun or state.status is not None or state.exit_code == 0 or ": " not in obstacle
+            if is_explained:
+                return state
+            return replace(state, status=Status.FAILED, reason=f"it ended while {obstacle}")
+        if states.is_suspended(snapshot):
             self.waiting_since = time.monotonic()
             if self.has_begun:
-                reason = f"the queue has taken the job {self.name} back: {state.waiting}"
+                reason = f"the queue has suspended the job {self.name} again: {state.waiting}"
                 return JobState(running=False, status=Status.PREEMPTED, reason=reason)
             return state
         if self.has_begun:
-            # Pods that go once all have begun are the end of a job, which its own condition will tell.
+            # Pods that disappear after all have started mean the end of the job; its condition will say how.
             return replace(state, waiting=None)
         limit = float(self.handle["pending_s"])
-        limit = min(limit, STUCK_S) if watch.is_stuck(sight) else limit
+        limit = min(limit, STUCK_S) if states.is_stuck(snapshot) else limit
         if time.monotonic() - self.waiting_since > limit:
             return JobState(running=False, status=Status.FAILED, reason=f"after {limit:g} s {state.waiting}")
         return state
 
-    def _explained(self, state: JobState) -> JobState:
-        """Of a job that ended because some of its pods never came, the others only know that they waited in vain."""
-        obstacle = self.state.waiting or ""
-        if state.status is not None or state.exit_code == 0 or ": " not in obstacle:
-            return state
-        return replace(state, status=Status.FAILED, reason=f"it ended while {obstacle}")
-
     def collect(self, run_dir: Path) -> str | None:
-        """Bring home what is missing; says what could not be."""
+        """Fetch missing files. Returns a sentence about those that could not be fetched."""
         if not self.is_over:
-            # It was given up: agents that are told to end send what there is, and where their ranks stood.
+            # The controller gave up. Agents that are asked to end send their files and the stacks of their ranks.
             with contextlib.suppress(LaunchError):
                 self.cluster.delete(self.resource, self.name)
         self.logs.drain(DRAIN_S)
         missing = self.logs.receiver.missing(int(self.handle["nodes"]), but=self.losses.lost)
-        # Of a job that ended while nobody looked, the pods may be gone: it may have begun all the same.
-        may_have_left = self.has_begun or self.has_ended
-        if missing is None or self.handle.get("reader") is None or not may_have_left:
+        # If a job ended while nobody polled it, its pods may be gone, but it may still have written files.
+        may_have_files = self.has_begun or self.has_ended
+        if missing is None or self.handle.get("reader") is None or not may_have_files:
             return missing
-        # What a log still says would be written over by what the claim holds, or the other way round.
+        # Logs and claim must not write the same files.
         self.logs.stop()
         return self._read_claim(run_dir, missing)
 
     def _read_claim(self, run_dir: Path, missing: str) -> str | None:
-        """Have a pod print what is on the claim; it is asked only when the logs did not do."""
+        """Start a pod that prints the files on the claim, and receive them from its log."""
         manifest = self.handle["reader"]
         name = manifest["metadata"]["name"]
         receiver = Receiver(run_dir)
         try:
-            with contextlib.suppress(Taken):
+            with contextlib.suppress(AlreadyExists):
                 self.cluster.create(_JOB, manifest)
             deadline = time.monotonic() + READER_S
             while time.monotonic() < deadline:
                 job = self.cluster.read(_JOB, name)
-                if watch.condition(job, "Complete") or watch.condition(job, "Failed"):
+                if states.condition(job, "Complete") or states.condition(job, "Failed"):
                     break
-                time.sleep(LOOK_S)
+                time.sleep(POLL_S)
             for pod in self.cluster.pods(f"{RUN_LABEL}={name}"):
-                for line in self._printed(pod["metadata"]["name"], deadline).decode(errors="replace").splitlines():
+                for line in self._whole_log(pod["metadata"]["name"], deadline).decode(errors="replace").splitlines():
                     receiver.feed(line)
         except LaunchError as refusal:
             return f"{missing}; and the claim could not be read: {refusal}"
         finally:
             with contextlib.suppress(LaunchError):
                 self.cluster.delete(_JOB, name)
-        return None if receiver.missing(1) is None else f"{missing}; and the claim did not hold it whole"
+        return None if receiver.missing(1) is None else f"{missing}; and the files on the claim are incomplete"
 
-    def _printed(self, pod: str, deadline: float) -> bytes:
-        """The whole log of a pod that has ended; one that breaks off is asked for again."""
+    def _whole_log(self, pod: str, deadline: float) -> bytes:
         while True:
             try:
                 return b"".join(self.cluster.log(pod, CONTAINER, follow=False))
-            except Away:
+            except Unavailable:
                 if time.monotonic() > deadline:
                     raise
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
 
     def remove(self) -> bool:
-        """Everything that was created, and its pods; whether they are gone. An engine that cannot be asked now keeps
-        its own limits: the job's deadline and its time to live; the log says so."""
-        cluster = _briefly(self.cluster)
+        """Delete everything that was created. Returns True once the pods are gone, so that their GPUs are free.
+
+        If the API server cannot be reached, the job's deadline and time to live still apply, and the log says so.
+        """
+        cluster = _impatient(self.cluster)
         command = f"kubectl delete {self.resource.plural} {self.name} --namespace {cluster.namespace}"
+        deadline = time.monotonic() + REMOVAL_S
         try:
             _delete(cluster, self.resource, self.name)
-            if self._await_pods(cluster):
-                return True
-            self.logs.note(f"its pods did not go within {REMOVAL_S:g} s; the job may be there still: {command}")
+            while not _is_empty(cluster, self.name):
+                if time.monotonic() > deadline:
+                    self.logs.note(f"its pods did not end within {REMOVAL_S:g} s; the job may still exist: {command}")
+                    return False
+                time.sleep(POLL_S / 4)
+            return True
         except LaunchError as refusal:
-            self.logs.note(f"{refusal}; the job may be there still: {command}")
+            self.logs.note(f"{refusal}; the job may still exist: {command}")
         finally:
             self.logs.stop()
         return False
 
-    def _await_pods(self, cluster: Cluster) -> bool:
-        """Their GPUs are free for the next run when they are gone."""
-        deadline = time.monotonic() + REMOVAL_S
-        while not _is_empty(cluster, self.name):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(LOOK_S / 4)
-        return True
-
 
 def _delete(cluster: Cluster, resource: Resource, name: str) -> None:
-    """A job and what was created along with it. The Job would take its Service along, but perhaps not before the next
-    attempt needs its name."""
+    """Delete a job and its companions. The Service would be deleted with the Job, but perhaps too late for the next
+    attempt, which needs its name."""
     cluster.delete(resource, name)
     if resource is _JOB:
         cluster.delete_service(name)
@@ -221,35 +330,45 @@ def _delete(cluster: Cluster, resource: Resource, name: str) -> None:
 
 
 def _is_empty(cluster: Cluster, name: str) -> bool:
-    """Whether no pod of that job can do anything any more. One that was taken away may be on a node that will never
-    say so."""
-    return all(watch.condition(pod, watch.DISRUPTED) for pod in cluster.pods(f"{RUN_LABEL}={name}"))
+    """Whether no pod of the job can do anything. An evicted pod may stay listed if its node never answers."""
+    return all(states.condition(pod, states.DISRUPTED) for pod in cluster.pods(f"{RUN_LABEL}={name}"))
 
 
-def _briefly(cluster: Cluster) -> Cluster:
-    """The same one, for what is not worth waiting for long."""
+def _impatient(cluster: Cluster) -> Cluster:
+    """The same cluster with a short patience, for cleaning up."""
     return Cluster(cluster.context, cluster.namespace, REMOVAL_PATIENCE_S, cluster.client)
 
 
+# --- submission ---
+
+
 def submit(cluster: Cluster, manifests: list[Object], name: str, kind: str) -> None:
-    """Create everything, or take over what was created for the same attempt before. Whatever ends this halfway removes
-    what is there by then: nobody would follow it."""
+    """Create all objects, or adopt those of the same attempt. If interrupted, remove what was created."""
     resource, main = RESOURCES[kind], carrier(manifests)
-    # Somebody else's job is met here, before there is anything to remove.
+    # Finds the job of another owner before there is anything to remove.
     _make_room(cluster, main, resource)
 
     def undo(kind: type[BaseException] | None, stop: BaseException | None, _: object) -> None:
-        left = None if stop is None else _withdrawn(_briefly(cluster), name, resource)
+        left = None if stop is None else _withdraw(_impatient(cluster), name, resource)
         if left and isinstance(stop, LaunchError):
             raise LaunchError(f"{stop}; {left}") from None
 
     with contextlib.ExitStack() as stack:
         stack.push(undo)
-        _create(cluster, manifests, main, resource)
+        owner = None
+        for manifest in manifests:
+            if manifest is main:
+                owner = _create_main(cluster, manifest, resource)
+            elif manifest["kind"] == "Service":
+                assert owner is not None, "a Service comes after the Job that owns it"
+                create_service(cluster, manifest, owner)
+            else:
+                with contextlib.suppress(AlreadyExists):
+                    cluster.create(RUNTIME, manifest)
 
 
-def _withdrawn(cluster: Cluster, name: str, resource: Resource) -> str | None:
-    """Remove a job that was created in part; what could not be, as a sentence."""
+def _withdraw(cluster: Cluster, name: str, resource: Resource) -> str | None:
+    """Remove a partly created job. Returns a sentence if that failed."""
     try:
         known = cluster.read(resource, name)
         if known is not None and not is_ours(known, name):
@@ -257,25 +376,12 @@ def _withdrawn(cluster: Cluster, name: str, resource: Resource) -> str | None:
         _delete(cluster, resource, name)
     except LaunchError as refusal:
         command = f"kubectl delete {resource.plural} {name} --namespace {cluster.namespace}"
-        return f"{refusal}; the job may be there still: {command}"
+        return f"{refusal}; the job may still exist: {command}"
     return None
 
 
-def _create(cluster: Cluster, manifests: list[Object], main: Object, resource: Resource) -> None:
-    owner = None
-    for manifest in manifests:
-        if manifest is main:
-            owner = _create_main(cluster, manifest, resource)
-        elif manifest["kind"] == "Service":
-            assert owner is not None, "a Service comes after the Job that owns it"
-            create_service(cluster, manifest, owner)
-        else:
-            with contextlib.suppress(Taken):
-                cluster.create(RUNTIME, manifest)
-
-
 def create_service(cluster: Cluster, manifest: Object, owner: Object) -> None:
-    """Owned by the Job: whoever removes that one removes the Service along."""
+    """Create the Service as a dependent of the Job, so that both are removed together."""
     reference = {"apiVersion": "batch/v1", "kind": "Job", "name": owner["metadata"]["name"]}
     reference["uid"] = owner["metadata"]["uid"]
     cluster.create_service({**manifest, "metadata": {**manifest["metadata"], "ownerReferences": [reference]}})
@@ -285,55 +391,47 @@ def _create_main(cluster: Cluster, manifest: Object, resource: Resource) -> Obje
     while True:
         if known := _make_room(cluster, manifest, resource):
             return known
-        # A request that was sent twice, because its answer got lost, finds what it has created.
-        with contextlib.suppress(Taken):
+        # A request that was repeated because its answer got lost finds the object it created.
+        with contextlib.suppress(AlreadyExists):
             return cluster.create(resource, manifest)
 
 
 def _make_room(cluster: Cluster, manifest: Object, resource: Resource) -> Object | None:
-    """The job of this attempt, where it is under way; else none, once those of earlier attempts and their pods are
-    gone: two of them would write into one folder."""
+    """Return the job of this attempt if it is active. Otherwise remove earlier attempts, wait until their pods are
+    gone, and return None: two attempts must not write into one directory."""
     name, deadline = manifest["metadata"]["name"], time.monotonic() + REMOVAL_S
     while True:
         known = cluster.read(resource, name)
         if known is None and _is_empty(cluster, name):
             return None
         if known is not None:
-            _require_ours(known, name, resource, cluster.namespace)
-            if _is_under_way(known, manifest, resource):
+            if not is_ours(known, name):
+                owner = _annotations(known).get(RUN_FOLDER, "another program")
+                raise LaunchError(
+                    f"{resource.plural} {name} already exists in namespace {cluster.namespace} and belongs to {owner}"
+                )
+            is_deleted = bool(known["metadata"].get("deletionTimestamp"))
+            is_active = not is_deleted and not states.has_ended(known, resource.done)
+            if is_active and is_of_attempt(known, manifest["metadata"]["annotations"][ATTEMPT]):
                 return known
-            if not known["metadata"].get("deletionTimestamp"):
-                # Of an earlier attempt, whose removal was not seen.
+            if not is_deleted:
                 _delete(cluster, resource, name)
         if time.monotonic() > deadline:
-            raise LaunchError(f"{resource.plural} {name} of an earlier attempt did not go within {REMOVAL_S:g} s")
-        time.sleep(LOOK_S)
-
-
-def _is_under_way(known: Object, manifest: Object, resource: Resource) -> bool:
-    is_going = known["metadata"].get("deletionTimestamp") or watch.has_ended(known, resource.done)
-    return not is_going and is_of_attempt(known, manifest["metadata"]["annotations"][ATTEMPT])
-
-
-def _require_ours(known: Object, name: str, resource: Resource, namespace: str) -> None:
-    if not is_ours(known, name):
-        folder = _notes(known).get(RUN_FOLDER, "another program")
-        raise LaunchError(
-            f"{resource.plural} {name} is there already, in namespace {namespace}, and belongs to {folder}"
-        )
+            raise LaunchError(f"{resource.plural} {name} of an earlier attempt did not end within {REMOVAL_S:g} s")
+        time.sleep(POLL_S)
 
 
 def is_ours(known: Object, name: str) -> bool:
-    """Created under this name by us. The name holds the mark of the run's launch, which is the same wherever its
-    controller runs."""
-    return _notes(known).get(OWNER) == name
+    """Whether Paceline created the object for this launch. The name contains the id of the launch, which is the same
+    wherever the controller runs."""
+    return _annotations(known).get(OWNER) == name
 
 
 def is_of_attempt(known: Object, attempt: str) -> bool:
-    return _notes(known).get(ATTEMPT) == attempt
+    return _annotations(known).get(ATTEMPT) == attempt
 
 
-def _notes(known: Object) -> Mapping[str, str]:
+def _annotations(known: Object) -> Mapping[str, str]:
     return known["metadata"].get("annotations") or {}
 
 

@@ -1,4 +1,4 @@
-"""What runs on each node of a job: the agent, its rendezvous with the others, and the way results come back.
+"""What runs on each node of a job: the agent, its rendezvous with the other nodes, and the transport of its files.
 
 Start with `agent` (`python -m paceline.launchers.node.agent`).
 """

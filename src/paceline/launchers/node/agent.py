@@ -1,13 +1,11 @@
-"""One node of a job: find the other nodes, start the ranks, pass on their files.
+"""One node of a job: find the other nodes, start the ranks, pass on their files and output.
 
-Used as `python -m paceline.launchers.node.agent`.
+Used as `python -m paceline.launchers.node.agent`. Every engine starts it once per node; from then on all engines behave
+the same. The spec is in the run directory, in the variable PACELINE_SPEC, or in the first line of standard input.
+Without a shared run directory, the files of the ranks are printed as lines (see `log_transport`).
 
-Engines start this once per node, by whatever means; what follows is the same on all of them. The spec is in the run
-folder, in the variable PACELINE_SPEC or the first line of standard input; without a shared run folder what ranks leave
-travels as lines of this process's output (see `parcel`).
-
-However the node ends, its ranks end with it and its scratch folder is gone; the folder that a kill of this very process
-leaves is removed by the next agent of this host. What kept ranks from starting is told as the outcome of the node's
+However the agent ends, its ranks end with it and its scratch directory is removed; if the agent itself is killed, the
+next agent on this host removes the directory. If ranks cannot be started, the reason becomes the outcome of the node's
 first rank.
 """
 
@@ -19,12 +17,14 @@ import dataclasses
 import errno
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -34,9 +34,7 @@ from paceline.experiment.spec import RunSpec
 from paceline.host import machine
 from paceline.host.processes import end_all, end_with_parent
 from paceline.host.scratch import own_folder
-from paceline.launchers.node import job_disk, log_transport, placement, reachability, rendezvous
-from paceline.launchers.node.controller_link import Tether, first_line
-from paceline.launchers.node.output import Voice
+from paceline.launchers.node import log_transport, placement, rendezvous
 from paceline.results import store
 from paceline.results.records import Outcome, Status
 
@@ -45,31 +43,51 @@ POLL_S = 0.1
 RELAY_S = 1.0
 # How long ranks have to write their stacks before they are ended.
 STACKS_S = 0.5
-# How long what ranks printed may take to be passed on after their end.
-LAST_WORDS_S = 5.0
+# How long the last output of the ranks may take to be passed on.
+LAST_OUTPUT_S = 5.0
 PATIENCE_S = 240.0
 TORCHRUN = "torch.distributed.run"
 _ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Ended(Exception):
-    """Somebody asked this node to end."""
+    """This node was asked to end."""
 
 
 def main(argv: list[str]) -> int:
-    """The exit code of the ranks' starter; 1 when they could not be started."""
-    arguments = _parse(argv)
+    """Return the exit code of torchrun; 1 if the ranks could not be started."""
+    parser = argparse.ArgumentParser(prog="paceline.launchers.node.agent", description=__doc__)
+    parser.add_argument("--run-dir", type=Path, help="a directory that all nodes share; default: one per node")
+    parser.add_argument("--scratch", type=Path, help="parent of that directory; default: the temporary directory")
+    parser.add_argument("--relay", action="store_true", help="print the files of the ranks as lines")
+    parser.add_argument("--handover", action="store_true", help="only print the files of a run directory as lines")
+    parser.add_argument("--spec-stdin", action="store_true", help="read spec and variables from the first input line")
+    link_help = "end when standard input is closed, or silent for SECONDS"
+    parser.add_argument("--controller-link", nargs="?", type=float, const=0.0, metavar="SECONDS", help=link_help)
+    parser.add_argument("--port", type=int, default=placement.RENDEZVOUS_PORT, help="rendezvous port on node 0")
+    parser.add_argument("--rendezvous", choices=("static", "c10d"), default="static")
+    parser.add_argument("--patience", type=float, help=f"seconds to wait for the other nodes (default: {PATIENCE_S:g})")
+    parser.set_defaults(brought=False)
+    parser.add_argument("--per-rank", action="store_true", help="one agent per rank: node ranks are ranks")
+    parser.add_argument("--runner", default=TORCHRUN, help="module that starts the ranks of a node")
+    parser.add_argument("--facts", action="store_true", help="print versions, GPUs and the time, and end")
+    arguments = parser.parse_args(argv[1:])
     if arguments.facts:
-        return tell_facts()
+        return print_facts()
     if arguments.handover:
-        return hand_over(arguments.run_dir)
+        facts = {"host": placement.node_name(os.environ), "version": __version__}
+        for line in log_transport.hand_over(arguments.run_dir, facts):
+            sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+        return 0
     end_with_parent(signal.SIGTERM)
     for number in _ENDS:
         signal.signal(number, _end)
     try:
         text = _spec_text(arguments)
-        held = None if arguments.tether is None else Tether(sys.stdin.fileno(), arguments.tether or None)
-        return Node(store.spec_of(text), placement.here(os.environ), arguments, held).live(text)
+        silence_s = arguments.controller_link
+        link = None if silence_s is None else ControllerLink(sys.stdin.fileno(), silence_s or None)
+        return Node(store.spec_of(text), placement.here(os.environ), arguments, link).live(text)
     except (PacelineError, ValueError, TypeError, KeyError, OSError) as error:
         sys.stderr.write(f"paceline.launchers.node.agent: {error}\n")
     except Ended:
@@ -77,80 +95,55 @@ def main(argv: list[str]) -> int:
     return 1
 
 
-def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="paceline.launchers.node.agent", description=__doc__)
-    parser.add_argument("--run-dir", type=Path, help="a folder that all nodes share; without it each has its own")
-    parser.add_argument("--scratch", type=Path, help="where to make that one; else where temporary files are")
-    parser.add_argument("--relay", action="store_true", help="print what ranks leave as lines")
-    parser.add_argument("--handover", action="store_true", help="only print what a run folder holds, as lines")
-    parser.add_argument("--spec-stdin", action="store_true", help="the first line of input holds spec and variables")
-    silence = "end when standard input is closed, or silent for SECONDS"
-    parser.add_argument("--tether", nargs="?", type=float, const=0.0, metavar="SECONDS", help=silence)
-    parser.add_argument("--port", type=int, default=placement.RENDEZVOUS_PORT, help="where ranks meet on node 0")
-    parser.add_argument("--rendezvous", choices=("static", "c10d"), default="static")
-    parser.add_argument("--patience", type=float, help=f"seconds to wait for the other nodes (default: {PATIENCE_S:g})")
-    parser.set_defaults(brought=False)
-    parser.add_argument("--per-rank", action="store_true", help="for one rank alone: places count ranks, not nodes")
-    parser.add_argument("--runner", default=TORCHRUN, help="module that starts the ranks of a node")
-    parser.add_argument("--facts", action="store_true", help="tell versions, GPUs and the time, and end")
-    return parser.parse_args(argv[1:])
-
-
 def _end(number: int, frame: FrameType | None) -> None:
-    """Once: whoever asks again must not interrupt the clearing up."""
+    """Raise Ended once. Further signals must not interrupt the cleanup."""
     for each in _ENDS:
         signal.signal(each, signal.SIG_IGN)
     raise Ended
 
 
-def hand_over(run_dir: Path) -> int:
-    """What a run left on a disk that the controller does not reach, as lines."""
-    for line in job_disk.hand_over(run_dir, {"host": placement.node_name(os.environ), "version": __version__}):
-        sys.stdout.write(line + "\n")
-    sys.stdout.flush()
-    return 0
+def print_facts() -> int:
+    """Print one line of facts, then the time once for each line of input.
 
-
-def tell_facts() -> int:
-    """What a controller asks before it starts anything: one line of facts, then the time, once for each line of input.
-
-    The times of a short exchange tell how far the clocks are apart.
+    The controller computes the clock offset from the times of this short exchange.
     """
     facts = machine.to_dict(machine.probe())
     kept = {name: facts[name] for name in ("host", "gpus", "driver", "cuda", "versions")}
-    Voice(sys.stdout.fileno()).say([json.dumps({**kept, "paceline": __version__})])
+    Output(sys.stdout.fileno()).write_lines([json.dumps({**kept, "paceline": __version__})])
     while os.read(sys.stdin.fileno(), 1):
-        Voice(sys.stdout.fileno()).say([repr(time.time())])
+        Output(sys.stdout.fileno()).write_lines([repr(time.time())])
     return 0
 
 
 def _spec_text(arguments: argparse.Namespace) -> str:
-    """From the shared folder, the input or the environment. With the input come variables: none of them, and nothing
-    of the spec, stands in a list of processes."""
+    """Read the spec from standard input, the shared directory or the environment.
+
+    Standard input also carries variables, so that neither they nor the spec show in the process list.
+    """
     if arguments.spec_stdin:
         given = json.loads(first_line(sys.stdin.fileno()))
         os.environ.update(given["env"])
         text = json.dumps(given["spec"])
         if arguments.run_dir is None:
-            # By this ranks tell that their run folder is this node's own and ends with it.
+            # Shows the ranks that their run directory belongs to this node and ends with it.
             os.environ[SPEC] = text
         return text
     if arguments.run_dir is not None:
         brought = os.environ.pop(SPEC, None)
         if brought is None:
             return Path(arguments.run_dir, "spec.json").read_text()
-        # A disk that only the nodes reach: no controller has laid the spec there.
-        job_disk.enter(arguments.run_dir, brought)
+        # A disk that only the nodes reach: no controller has written the spec there.
+        log_transport.put_spec(arguments.run_dir, brought)
         arguments.brought = True
         return brought
     if SPEC not in os.environ:
-        raise RequestError(f"environment: {SPEC} is not set; accepted is it, --run-dir or --spec-stdin")
+        raise RequestError(f"environment: got no {SPEC}, expected it, --run-dir or --spec-stdin.")
     return os.environ[SPEC]
 
 
 @contextlib.contextmanager
-def folder(shared: Path | None, scratch: Path | None, spec_text: str) -> Iterator[Path]:
-    """The shared run folder, or one of this node's own that is gone afterwards."""
+def run_directory(shared: Path | None, scratch: Path | None, spec_text: str) -> Iterator[Path]:
+    """Yield the shared run directory, or one of this node that is removed afterwards."""
     if shared is not None:
         yield shared
         return
@@ -160,66 +153,69 @@ def folder(shared: Path | None, scratch: Path | None, spec_text: str) -> Iterato
 
 
 class Node:
-    """This node from its first word to its last."""
+    """This node, from its first line of output to its last."""
 
     def __init__(
-        self, spec: RunSpec, place: placement.Place, arguments: argparse.Namespace, held: Tether | None
+        self, spec: RunSpec, place: placement.Place, arguments: argparse.Namespace, link: ControllerLink | None
     ) -> None:
-        self.spec, self.place, self.arguments, self.held = spec, place, arguments, held
+        self.spec, self.place, self.arguments, self.link = spec, place, arguments, link
         self.host = placement.node_name(os.environ)
         self.sender = log_transport.Sender(None, place.node) if arguments.relay else None
-        self.voice = Voice(sys.stdout.fileno(), self.sender.keep if self.sender else None)
+        self.output = Output(sys.stdout.fileno(), self.sender.keep if self.sender else None)
 
     def live(self, spec_text: str) -> int:
-        code, run_dir, last = 1, None, []
+        """Run the node and return its exit code."""
+        code, last = 1, []
         if self.sender:
-            self.voice.say([self.sender.hello({"host": self.host, "version": __version__})])
+            self.output.write_lines([self.sender.hello({"host": self.host, "version": __version__})])
         try:
-            with folder(self.arguments.run_dir, self.arguments.scratch, spec_text) as run_dir:
+            with run_directory(self.arguments.run_dir, self.arguments.scratch, spec_text) as run_dir:
                 code = self.work(run_dir)
                 last = self.farewell(code)
         except OSError as error:
-            # The folder could not even be made.
-            self.leave_word(None, self.trouble(error))
+            # The directory could not even be created.
+            self.record_failure(None, self.explain(error))
             last = self.farewell(code)
-        # Nothing is left on this host by now: a reader that hangs can only cost the farewell.
-        self.voice.say_last(last)
+        # This host is clean now, so a reader that hangs can only cost the farewell.
+        self.output.write_last(last)
         return code
 
     def farewell(self, code: int) -> list[str]:
-        heard = self.held is None or not self.held.is_cut
-        return list(self.sender.farewell(code)) if self.sender and heard else []
+        is_connected = self.link is None or not self.link.is_cut
+        return list(self.sender.farewell(code)) if self.sender and is_connected else []
 
     def work(self, run_dir: Path) -> int:
-        """Meet the other nodes and run the ranks; what prevents it is left as the word of the first of them."""
+        """Wait for the other nodes and run the ranks. A failure becomes the outcome of the first rank."""
         if self.arguments.brought:
-            own = job_disk.own_files(self.spec, self.place.node, self.host)
-            job_disk.clear(run_dir, own)
+            own = log_transport.own_files(self.spec, self.place.node, self.host)
+            # An outcome of an earlier attempt must not be taken for this one's.
+            for stale in log_transport.carried(run_dir, own):
+                stale.unlink()
             if self.sender:
                 self.sender.own = own
         if self.sender:
             self.sender.run_dir = run_dir
         try:
-            return self.run_ranks(run_dir, self.meet())
+            return self.run_ranks(run_dir, self.rendezvous())
         except PacelineError as error:
-            self.leave_word(run_dir, str(error))
+            self.record_failure(run_dir, str(error))
         except OSError as error:
-            self.leave_word(run_dir, self.trouble(error))
+            self.record_failure(run_dir, self.explain(error))
         except Ended:
             return 128 + signal.SIGTERM
         return 1
 
-    def meet(self) -> dict[str, str]:
-        """Return when all nodes are there: the interface by which they came, for the ranks to use."""
+    def rendezvous(self) -> dict[str, str]:
+        """Wait until all nodes have arrived. Returns variables that name the interface that connects them."""
         place, spec = self.place, self.spec
         wanted = spec.topology.world_size if self.arguments.per_rank else spec.topology.nodes
         if place.nodes != wanted:
-            raise RequestError(f"{place.nodes} nodes were started for a spec of {wanted}")
+            raise RequestError(f"the engine started {place.nodes} nodes, but the spec has {wanted}")
         names = ("GLOO_SOCKET_IFNAME", *(("NCCL_SOCKET_IFNAME",) if spec.topology.device == "cuda" else ()))
-        reachability.check_interfaces(os.environ, names)
+        rendezvous.check_interfaces(os.environ, names)
         if place.nodes == 1:
             return {}
-        gathering = rendezvous.Gathering(
+        member = rendezvous.Member(
             key=f"{spec.run_id} {os.environ.get(placement.ATTEMPT, '')}",
             node=place.node,
             nodes=place.nodes,
@@ -227,14 +223,14 @@ class Node:
             port=self.arguments.port,
             host=self.host,
         )
-        # A controller takes a run in which nothing moves for stall_s to hang: who knows more must speak before. A
-        # launcher that says how long to wait knows of nodes that are still to come.
-        own = rendezvous.meet(gathering, self.arguments.patience or min(PATIENCE_S, 0.8 * spec.stall_s))
-        interface = reachability.interface_of(own)
+        # The controller considers a run without progress for stall_s as hung, so explain the problem before that. A
+        # launcher that sets the patience knows of nodes that are still to come.
+        own = rendezvous.join(member, self.arguments.patience or min(PATIENCE_S, 0.8 * spec.stall_s))
+        interface = rendezvous.interface_of(own)
         return {} if interface is None else {name: interface for name in names if name not in os.environ}
 
     def run_ranks(self, run_dir: Path, network: dict[str, str]) -> int:
-        """Start this node's ranks and stay until they have ended; whatever ends this function ends them."""
+        """Start the ranks of this node and wait for them. However this function ends, the ranks end too."""
         child = subprocess.Popen(
             command(self.spec, run_dir, self.place, self.arguments),
             env={**os.environ, **network},
@@ -242,34 +238,35 @@ class Node:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_end_with_agent,
+            # torchrun ends with the agent, and the ranks with torchrun (see worker.py).
+            preexec_fn=lambda: end_with_parent(signal.SIGTERM),
         )
         assert child.stdout is not None
-        self.voice.pass_on(os.dup(child.stdout.fileno()))
+        self.output.pass_on(os.dup(child.stdout.fileno()))
         child.stdout.close()
         relayed_at = time.monotonic()
         try:
             while child.poll() is None:
                 if self.sender and time.monotonic() - relayed_at > RELAY_S:
-                    self.voice.say(self.sender.changes())
+                    self.output.write_lines(self.sender.changes())
                     relayed_at = time.monotonic()
                 time.sleep(POLL_S)
             return child.returncode
         except Ended:
-            ask_for_stacks(run_dir)
+            request_stacks(run_dir)
             raise
         finally:
             end_all(child)
-            self.voice.finish(LAST_WORDS_S)
+            self.output.finish(LAST_OUTPUT_S)
 
-    def trouble(self, error: OSError) -> str:
+    def explain(self, error: OSError) -> str:
         if error.errno == errno.ENOSPC:
             where = self.arguments.run_dir or self.arguments.scratch or tempfile.gettempdir()
-            return f"no room is left on the disk of {self.host} for the run's files; try there: df -h {where}"
+            return f"the disk of {self.host} is full, no room for the run's files; try there: df -h {where}"
         return f"{self.host}: {error}"
 
-    def leave_word(self, run_dir: Path | None, sentence: str) -> None:
-        """In the place of ranks that were never started: the first of this node says why."""
+    def record_failure(self, run_dir: Path | None, sentence: str) -> None:
+        """Record why no rank was started, as the outcome of the node's first rank."""
         now = time.time()
         outcome = Outcome(
             rank=self.place.node * (1 if self.arguments.per_rank else self.spec.topology.processes_per_node),
@@ -291,39 +288,149 @@ class Node:
             self.sender.keep(f"outcome-{outcome.rank}.json", json.dumps(dataclasses.asdict(outcome)).encode())
 
 
-def _end_with_agent() -> None:
-    """torchrun is told to stop when the agent is killed; ranks follow torchrun (see worker.py)."""
-    end_with_parent(signal.SIGTERM)
+def request_stacks(run_dir: Path) -> None:
+    """Ask every rank of this node to write its stack before it is ended.
 
-
-def ask_for_stacks(run_dir: Path) -> None:
-    """Every rank of this node writes down where it is, before it is ended. In a shared folder ranks of other nodes have
-    left their numbers too, which mean other processes here."""
+    In a shared directory, ranks of other nodes have left process ids that mean other processes here.
+    """
     import psutil
 
-    below = {process.pid for process in psutil.Process().children(recursive=True)}
-    asked = [position.pid for position in store.read_progress(run_dir) if position.pid in below]
-    for pid in asked:
+    descendants = {process.pid for process in psutil.Process().children(recursive=True)}
+    pids = [position.pid for position in store.read_progress(run_dir) if position.pid in descendants]
+    for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)
-    time.sleep(STACKS_S if asked else 0)
+    time.sleep(STACKS_S if pids else 0)
 
 
 def command(spec: RunSpec, run_dir: Path, place: placement.Place, arguments: argparse.Namespace) -> list[str]:
-    starter = [sys.executable, "-m", arguments.runner, f"--log-dir={os.devnull}"]
-    starter += [f"--nproc-per-node={spec.topology.processes_per_node}"]
+    """Return the command that starts the ranks of this node."""
+    words = [sys.executable, "-m", arguments.runner, f"--log-dir={os.devnull}"]
+    words += [f"--nproc-per-node={spec.topology.processes_per_node}"]
     if place.nodes == 1:
-        # By its own name torchrun would wait for itself for minutes, where that name does not resolve.
-        starter += ["--standalone", "--local-addr=127.0.0.1"]
+        # If the host name does not resolve, torchrun would wait for itself for minutes.
+        words += ["--standalone", "--local-addr=127.0.0.1"]
     elif arguments.rendezvous == "c10d":
         first = "true" if place.node == 0 else "false"
-        meeting_point = f"{place.master}:{arguments.port}"
-        starter += [f"--nnodes={place.nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={meeting_point}"]
-        starter += [f"--rdzv-id={spec.run_id}", f"--rdzv-conf=is_host={first}"]
+        endpoint = f"{place.master}:{arguments.port}"
+        words += [f"--nnodes={place.nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
+        words += [f"--rdzv-id={spec.run_id}", f"--rdzv-conf=is_host={first}"]
     else:
-        starter += [f"--nnodes={place.nodes}", f"--node-rank={place.node}"]
-        starter += [f"--master-addr={place.master}", f"--master-port={arguments.port}"]
-    return [*starter, "-m", "paceline.workloads.worker", str(run_dir)]
+        words += [f"--nnodes={place.nodes}", f"--node-rank={place.node}"]
+        words += [f"--master-addr={place.master}", f"--master-port={arguments.port}"]
+    return [*words, "-m", "paceline.workloads.worker", str(run_dir)]
+
+
+# --- standard input: the link to the controller ---
+
+END = b"end"
+LONGEST_LINE = 64 << 20
+
+
+def first_line(descriptor: int) -> bytes:
+    """Read the first line of input and nothing beyond it."""
+    line = bytearray()
+    while not line.endswith(b"\n") and len(line) < LONGEST_LINE:
+        # A spec has a few kilobytes, so one byte at a time is fast enough. What follows belongs to the controller link.
+        piece = os.read(descriptor, 1)
+        if not piece:
+            break
+        line += piece
+    return bytes(line)
+
+
+class ControllerLink:
+    """Watches standard input and sends this process SIGTERM when the controller asks for it or is gone.
+
+    The line `end` asks for an orderly end; any other line is a heartbeat. The end of input, or silence for longer than
+    the limit, means that the controller is gone, and `is_cut` is then True.
+    """
+
+    def __init__(self, descriptor: int, silence_s: float | None) -> None:
+        self._descriptor, self._silence_s = descriptor, silence_s
+        self.is_cut = False
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        rest = b""
+        while True:
+            readable, _, _ = select.select([self._descriptor], [], [], self._silence_s)
+            piece = os.read(self._descriptor, 4096) if readable else b""
+            *lines, rest = (rest + piece).split(b"\n")
+            if END in lines:
+                break
+            if not piece:
+                self.is_cut = True
+                break
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+# --- standard output ---
+
+# A rank that never ends its line (a progress bar) is shown in pieces of this length.
+LONGEST_PIECE = 8192
+# How long a reader may leave one of the last lines unread before it counts as gone.
+READER_S = 60
+
+
+class Output:
+    """Writes whole lines to standard output: those of the agent, and those of the ranks, which write in pieces.
+
+    A reader that is gone is not an error. keep: called with the files that ranks print (see `log_transport.file_line`).
+    """
+
+    def __init__(self, descriptor: int, keep: Callable[[str, bytes], None] | None = None) -> None:
+        self._descriptor, self._keep = descriptor, keep
+        self._lock = threading.Lock()
+        self._pumps: list[threading.Thread] = []
+
+    def write_lines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self._write(line.encode(errors="backslashreplace") + b"\n")
+
+    def write_last(self, lines: Iterable[str]) -> None:
+        """Write to a reader that may hang: the kernel ends this process if a line is not read in time."""
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        for line in lines:
+            signal.alarm(READER_S)
+            self.write_lines([line])
+        signal.alarm(0)
+
+    def _write(self, data: bytes) -> None:
+        with self._lock, contextlib.suppress(OSError):
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+
+    def pass_on(self, pipe: int) -> None:
+        """Copy a pipe line by line until it ends, then close it."""
+        pump = threading.Thread(target=self._pump, args=(pipe,), daemon=True)
+        pump.start()
+        self._pumps.append(pump)
+
+    def finish(self, patience_s: float) -> None:
+        """Wait until all pipes are copied, but not for a pipe that some process keeps open."""
+        for pump in self._pumps:
+            pump.join(patience_s)
+
+    def _pump(self, pipe: int) -> None:
+        rest = b""
+        while piece := os.read(pipe, 1 << 16):
+            *lines, rest = (rest + piece).split(b"\n")
+            if len(rest) > LONGEST_PIECE:
+                lines, rest = [*lines, rest], b""
+            self._write_rank_lines(lines)
+        self._write_rank_lines([rest] if rest else [])
+        os.close(pipe)
+
+    def _write_rank_lines(self, lines: Iterable[bytes]) -> None:
+        """Write lines of ranks, except the files they contain. None may look like a line of the agent."""
+        for line in lines:
+            file = log_transport.parse_file_line(line.decode(errors="replace")) if self._keep else None
+            if file and self._keep:
+                self._keep(*file)
+            else:
+                self._write((b" " if line.startswith(log_transport.MARK.encode()) else b"") + line + b"\n")
 
 
 if __name__ == "__main__":

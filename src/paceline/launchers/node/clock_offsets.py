@@ -1,8 +1,8 @@
-"""How far the clocks of nodes are off, as far as that can be known: an interval, never a guess.
+"""Clock offsets of nodes, as intervals that certainly contain them.
 
-What a node says was said between the moment it could have begun to speak and the moment it was heard, by the clock of
-the controller. A clock is called wrong only where the whole interval lies beyond the tolerance; nothing that decides
-about a run compares times of two hosts.
+A node's timestamp was taken between the earliest moment at which the node could have run and the moment the controller
+received it. A clock counts as wrong only if the whole interval is beyond the tolerance. No decision about a run
+compares times of two hosts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TOLERANCE_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clock:
-    """A node's clock minus the controller's lies between low_s and high_s."""
+    """A node's clock minus the controller's is between low_s and high_s."""
 
     node: int
     host: str
@@ -26,27 +26,31 @@ class Clock:
     high_s: float
 
     def within(self, other: Clock) -> Clock:
-        """What both say. Two that contradict each other, as when a clock was set in between: the later one."""
+        """Return the intersection. If there is none, because a clock was set in between, return this later one."""
         low, high = max(self.low_s, other.low_s), min(self.high_s, other.high_s)
         return Clock(node=self.node, host=self.host, low_s=low, high_s=high) if low <= high else self
 
 
-def heard(node: int, host: str, said_s: float, earliest_s: float, latest_s: float) -> Clock:
-    """said_s by the node's clock; spoken between earliest_s and latest_s by the controller's."""
-    return Clock(node=node, host=host, low_s=said_s - latest_s, high_s=said_s - earliest_s)
+def observed(node: int, host: str, node_time_s: float, earliest_s: float, latest_s: float) -> Clock:
+    """Return the offset of a node that read node_time_s between earliest_s and latest_s of the controller's clock.
+
+    >>> observed(1, "n1", 105.0, earliest_s=100.0, latest_s=101.0)
+    Clock(node=1, host='n1', low_s=4.0, high_s=5.0)
+    """
+    return Clock(node=node, host=host, low_s=node_time_s - latest_s, high_s=node_time_s - earliest_s)
 
 
-def note(run_dir: Path, found: Iterable[Clock]) -> None:
-    """Write down what is known now, together with what was known before."""
+def note(run_dir: Path, clocks: Iterable[Clock]) -> None:
+    """Write these offsets into the run directory, intersected with those already known."""
     known = {clock.node: clock for clock in read(run_dir)}
-    for clock in found:
+    for clock in clocks:
         known[clock.node] = clock.within(known[clock.node]) if clock.node in known else clock
     text = json.dumps([asdict(known[node]) for node in sorted(known)], indent=1)
     (run_dir / FILE).write_text(text + "\n")
 
 
 def read(run_dir: Path) -> list[Clock]:
-    """None known where the file is absent or nobody's of ours."""
+    """Return the offsets of a run directory; none if the file is absent or invalid."""
     try:
         return [Clock(**entry) for entry in json.loads((run_dir / FILE).read_text())]
     except (OSError, ValueError, TypeError):
@@ -54,7 +58,7 @@ def read(run_dir: Path) -> list[Clock]:
 
 
 def warning(clock: Clock) -> str | None:
-    """One sentence where the clock is surely off by more than the tolerance."""
+    """Return a sentence if the clock is certainly off by more than the tolerance."""
     if clock.low_s > TOLERANCE_S:
         return f"the clock of {clock.host} is at least {clock.low_s:.1f} s ahead of the controller's"
     if clock.high_s < -TOLERANCE_S:

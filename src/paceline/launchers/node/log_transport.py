@@ -1,14 +1,16 @@
-"""Run files as lines of a log: the way results take where nodes and controller share no disk.
+"""Run files as lines of a log, for nodes and controllers that share no disk.
 
-A node prints what its ranks write, between lines of their own output:
+A node prints the files of its ranks between lines of their own output:
 
     @paceline/1 NODE NUMBER hello {"host": ..., "wall_s": ..., "version": ...}
-    @paceline/1 NODE NUMBER part NAME OFFSET CHECKSUM DATA     what a file gained since the last look
-    @paceline/1 NODE NUMBER whole INDEX/COUNT CHECKSUM DATA    all files once more, after the last rank has ended
+    @paceline/1 NODE NUMBER part NAME OFFSET CHECKSUM DATA     what a file gained since the last call
+    @paceline/1 NODE NUMBER whole INDEX/COUNT CHECKSUM DATA    all files again, after the last rank has ended
     @paceline/1 NODE NUMBER end EXIT_CODE
 
-NUMBER counts a node's lines, so a gap is known. Parts survive a node that disappears, the whole survives a log that
-lost its beginning. DATA is zlib in base64, short enough for every engine's longest line.
+NUMBER counts the lines of a node, so gaps are detected. The parts survive the loss of a node; the whole survives a log
+that lost its beginning. DATA is zlib in base64, shorter than the line limit of every engine.
+
+At the end of this file: the same files on a disk that only the nodes of a job can reach.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import contextlib
 import hashlib
 import json
 import re
+import socket
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -25,24 +28,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.experiment.spec import RunSpec
 from paceline.launchers.node import clock_offsets
 
 MARK = "@paceline/1"
-# Container runtimes split lines from 16 KiB on.
+# Container runtimes split lines of 16 KiB and more.
 LONGEST_DATA = 8192
 LONGEST_LINE = 15 * 1024
-# How a rank hands its agent a file for which the disk has no room: one short line of its output.
-SPOKEN = "@paceline/file"
-# Of one node's files: far above any run, far below what would fill a controller's memory.
+# Begins the line by which a rank gives its agent a small file when the disk is full.
+FILE_LINE = "@paceline/file"
+# Limit for the files of one node: far above any run, far below the memory of a controller.
 LARGEST_WHOLE = 1 << 30
-# The names that ranks give their files; anything else of a foreign log is not written anywhere.
+# Files of ranks. Other names in a log are never written.
 CARRIED = re.compile(r"(samples|outcome|machine|stack|progress|loadgen)-[A-Za-z0-9._-]+")
 _GROWING = ("samples-", "stack-")
 
 
 class Sender:
-    """One node's side. `changes` is called now and then, `farewell` once, after the last rank has ended. own: which
-    files to send, where the folder holds those of other nodes too."""
+    """The node's side. Call `changes` regularly, and `farewell` once after the last rank has ended.
+
+    own: selects the files to send, if the directory also holds those of other nodes.
+    """
 
     def __init__(self, run_dir: Path | None, node: int, own: Callable[[str], bool] | None = None) -> None:
         self.run_dir, self._node, self.own = run_dir, node, own
@@ -52,27 +58,37 @@ class Sender:
         self._unwritten: dict[str, bytes] = {}
 
     def keep(self, name: str, data: bytes) -> None:
-        """A file for which the node's disk has no room travels all the same."""
+        """Add a file that could not be written to the node's disk."""
         self._unwritten[name] = data
 
     def hello(self, facts: Mapping[str, Any]) -> str:
         return self._line("hello", json.dumps({"wall_s": time.time(), **facts}, separators=(",", ":")))
 
     def changes(self) -> Iterator[str]:
-        """What is new since the last call: the end of growing files, small files as they are."""
+        """Yield what is new since the last call: the additions to growing files, and small files completely."""
         for name, content in self._files():
             if name.startswith(_GROWING):
                 offset = self._sent.get(name, 0)
-                # Only whole lines: a rank may be at the middle of one.
-                gained = content[offset : content.rfind(b"\n") + 1]
-                self._sent[name] = offset + len(gained)
-                for begin in range(0, len(gained), LONGEST_DATA):
-                    yield self._part(name, offset + begin, gained[begin : begin + LONGEST_DATA])
+                # Only complete lines: a rank may be in the middle of one.
+                added = content[offset : content.rfind(b"\n") + 1]
+                self._sent[name] = offset + len(added)
+                for begin in range(0, len(added), LONGEST_DATA):
+                    yield self._part(name, offset + begin, added[begin : begin + LONGEST_DATA])
             elif self._digests.get(name) != zlib.crc32(content):
                 self._digests[name] = zlib.crc32(content)
-                # One too long for a line comes with the whole.
+                # A file too long for one line is sent with the whole.
                 if len(_packed(content)) <= LONGEST_LINE:
                     yield self._part(name, 0, content)
+
+    def farewell(self, exit_code: int) -> Iterator[str]:
+        """Yield all files once more, then the exit code."""
+        files = {name: base64.b64encode(content).decode() for name, content in self._files()}
+        data = _packed(json.dumps(files).encode())
+        digest = hashlib.sha256(data.encode()).hexdigest()
+        pieces = [data[begin : begin + LONGEST_DATA] for begin in range(0, len(data), LONGEST_DATA)]
+        for index, piece in enumerate(pieces):
+            yield self._line("whole", f"{index}/{len(pieces)}", digest, piece)
+        yield self._line("end", str(exit_code))
 
     def _files(self) -> Iterator[tuple[str, bytes]]:
         for path in carried(self.run_dir, self.own) if self.run_dir else ():
@@ -83,15 +99,6 @@ class Sender:
     def _part(self, name: str, offset: int, piece: bytes) -> str:
         return self._line("part", name, str(offset), f"{zlib.crc32(piece):08x}", _packed(piece))
 
-    def farewell(self, exit_code: int) -> Iterator[str]:
-        files = {name: base64.b64encode(content).decode() for name, content in self._files()}
-        data = _packed(json.dumps(files).encode())
-        digest = hashlib.sha256(data.encode()).hexdigest()
-        pieces = [data[begin : begin + LONGEST_DATA] for begin in range(0, len(data), LONGEST_DATA)]
-        for index, piece in enumerate(pieces):
-            yield self._line("whole", f"{index}/{len(pieces)}", digest, piece)
-        yield self._line("end", str(exit_code))
-
     def _line(self, *words: str) -> str:
         line = " ".join((MARK, str(self._node), str(self._number), *words))
         self._number += 1
@@ -99,13 +106,14 @@ class Sender:
 
 
 def carried(run_dir: Path, own: Callable[[str], bool] | None = None) -> list[Path]:
-    found = (path for path in run_dir.iterdir() if CARRIED.fullmatch(path.name) and path.is_file())
-    return sorted(path for path in found if own is None or own(path.name))
+    """Return the files of a run directory that travel, sorted."""
+    paths = (path for path in run_dir.iterdir() if CARRIED.fullmatch(path.name) and path.is_file())
+    return sorted(path for path in paths if own is None or own(path.name))
 
 
 @dataclass(slots=True)
 class Arrival:
-    """What has come from one node so far."""
+    """What one node has sent so far."""
 
     facts: dict[str, Any] = field(default_factory=dict)
     received_wall_s: float | None = None
@@ -117,10 +125,10 @@ class Arrival:
 
 
 class Receiver:
-    """The controller's side: what was carried is written into the run folder, whatever else was printed is given back.
+    """The controller's side: writes the files into the run directory and returns all other lines.
 
-    A log may be fed again from its beginning: what is known is not written twice. Damaged lines count as gaps, unless
-    they come once more and whole.
+    A log may be fed again from its beginning; known lines are not written twice. A damaged line counts as a gap, unless
+    it arrives intact later.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -128,7 +136,7 @@ class Receiver:
         self.arrivals: dict[int, Arrival] = {}
 
     def feed(self, line: str) -> str | None:
-        """The line itself where it is nobody's of ours, else None."""
+        """Take one line. Returns it if it is ordinary output, else None."""
         if not line.startswith(MARK + " "):
             return line
         try:
@@ -140,14 +148,20 @@ class Receiver:
             arrival.gaps += int(number) > arrival.next_number
             arrival.next_number = int(number) + 1
         except (ValueError, KeyError, TypeError, zlib.error):
-            # Not known yet: the next reading may bring it whole; else the line after it shows the gap.
+            # Damaged: the line may arrive intact at the next reading. Otherwise the next line shows the gap.
             pass
         return None
 
     def _take(self, node: int, arrival: Arrival, kind: str, rest: str) -> None:
         if kind == "hello":
             arrival.facts, arrival.received_wall_s = json.loads(rest), time.time()
-            self._note_clock(node, arrival)
+            # The node started after the controller wrote the spec, and before its line was read.
+            spec = self._run_dir / "spec.json"
+            if spec.exists():
+                host, node_time_s = str(arrival.facts.get("host")), float(arrival.facts["wall_s"])
+                earliest_s, latest_s = spec.stat().st_mtime, arrival.received_wall_s
+                clock = clock_offsets.observed(node, host, node_time_s, earliest_s, latest_s)
+                clock_offsets.note(self._run_dir, [clock])
         elif kind == "part":
             self._take_part(*rest.split(" "))
         elif kind == "whole":
@@ -155,18 +169,10 @@ class Receiver:
         elif kind == "end":
             arrival.exit_code = int(rest)
 
-    def _note_clock(self, node: int, arrival: Arrival) -> None:
-        """The node spoke after the controller wrote the spec and before its line was read."""
-        spec = self._run_dir / "spec.json"
-        if spec.exists() and arrival.received_wall_s is not None:
-            host, said_s = str(arrival.facts.get("host")), float(arrival.facts["wall_s"])
-            heard = clock_offsets.heard(node, host, said_s, spec.stat().st_mtime, arrival.received_wall_s)
-            clock_offsets.note(self._run_dir, [heard])
-
     def _take_part(self, name: str, offset: str, checksum: str, data: str) -> None:
         piece = _unpacked(data)
         if f"{zlib.crc32(piece):08x}" != checksum:
-            raise ValueError("a torn part")
+            raise ValueError("damaged part")
         if not CARRIED.fullmatch(name):
             return
         path, begin = self._run_dir / name, int(offset)
@@ -180,41 +186,41 @@ class Receiver:
     def _take_piece(self, arrival: Arrival, position: str, digest: str, data: str) -> None:
         index, count = map(int, position.split("/"))
         if index < count - 1 and len(data) != LONGEST_DATA:
-            raise ValueError("a torn piece")
+            raise ValueError("damaged piece")
         arrival.pieces[index] = data
         if len(arrival.pieces) < count:
             return
         text = "".join(arrival.pieces[i] for i in range(count))
         if hashlib.sha256(text.encode()).hexdigest() != digest:
-            raise ValueError("a torn last piece")
+            raise ValueError("damaged last piece")
         for name, content in json.loads(_unpacked(text)).items():
             if CARRIED.fullmatch(name):
                 (self._run_dir / name).write_bytes(base64.b64decode(content))
         arrival.is_whole = True
 
     def missing(self, nodes: int, but: Collection[int] = ()) -> str | None:
-        """None when every node's files came whole, but for some; else what did not, in one sentence."""
+        """Return None if all files of every node arrived, else a sentence. but: nodes that are not expected."""
         partial = []
         for node in (node for node in range(nodes) if node not in but):
             arrival = self.arrivals.get(node)
             if arrival is None:
                 partial.append(f"node {node} sent nothing")
             elif not arrival.is_whole:
-                lost = f", {arrival.gaps} gaps in its lines" if arrival.gaps else ""
-                ended = "its log ends early" if arrival.exit_code is None else "its log was cut"
-                partial.append(f"node {node} ({arrival.facts.get('host', 'unknown')}): {ended}{lost}")
+                gaps = f", {arrival.gaps} {'gap' if arrival.gaps == 1 else 'gaps'} in its lines" if arrival.gaps else ""
+                end = "its log ends early" if arrival.exit_code is None else "its log is incomplete"
+                partial.append(f"node {node} ({arrival.facts.get('host', 'unknown')}): {end}{gaps}")
         return "; ".join(partial) or None
 
 
-def spoken(name: str, data: bytes) -> str:
-    """A small file as a line of a rank's own output, for the agent to keep."""
-    return f"{SPOKEN} {name} {zlib.crc32(data):08x} {_packed(data)}"
+def file_line(name: str, data: bytes) -> str:
+    """Return a small file as one line of a rank's output, for its agent."""
+    return f"{FILE_LINE} {name} {zlib.crc32(data):08x} {_packed(data)}"
 
 
-def understood(line: str) -> tuple[str, bytes] | None:
-    """The file that a rank's line carries; None for every other line, and for one that was torn."""
+def parse_file_line(line: str) -> tuple[str, bytes] | None:
+    """Return the file in a rank's line; None for any other line and for a damaged one."""
     words = line.split()
-    if len(words) != 4 or words[0] != SPOKEN or not CARRIED.fullmatch(words[1]):
+    if len(words) != 4 or words[0] != FILE_LINE or not CARRIED.fullmatch(words[1]):
         return None
     try:
         data = _unpacked(words[3])
@@ -228,9 +234,42 @@ def _packed(data: bytes) -> str:
 
 
 def _unpacked(text: str) -> bytes:
-    """At most as much as a run may be: a few bytes of zlib can stand for gigabytes."""
+    """Decompress at most LARGEST_WHOLE bytes: a few bytes of zlib can expand to gigabytes."""
     unpacker = zlib.decompressobj()
     data = unpacker.decompress(base64.b64decode(text, validate=True), LARGEST_WHOLE)
     if unpacker.unconsumed_tail:
         raise ValueError("larger than any run")
     return data
+
+
+# --- a disk that only the nodes of a job can reach ---
+
+
+def put_spec(run_dir: Path, spec_text: str) -> None:
+    """Create the run directory on the job's disk and write the spec. Every node does this, with the same spec."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    # Every agent is process 1 of its pod, so only host names differ.
+    beside = run_dir / f".spec.json.{socket.gethostname()}"
+    beside.write_text(spec_text)
+    beside.replace(run_dir / "spec.json")
+
+
+def own_files(spec: RunSpec, node: int, host: str) -> Callable[[str], bool]:
+    """Return a test for the files of one node: names that end in the number of its ranks, and its machine file."""
+    count = spec.topology.processes_per_node
+    ranks = range(node * count, (node + 1) * count)
+
+    def is_own(name: str) -> bool:
+        if name.startswith("machine-"):
+            return name == f"machine-{host}.json"
+        number = name.partition(".")[0].rpartition("-")[2]
+        return number.isdigit() and int(number) in ranks
+
+    return is_own
+
+
+def hand_over(run_dir: Path, facts: Mapping[str, Any]) -> Iterator[str]:
+    """Yield all files of a run as the lines of one node."""
+    sender = Sender(run_dir, 0)
+    yield sender.hello(facts)
+    yield from sender.farewell(0)

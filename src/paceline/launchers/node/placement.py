@@ -1,8 +1,7 @@
-"""Which node and rank this process is, by whatever its engine left in the environment.
+"""Which node of the job this process is on, read from the environment that the engine set.
 
-Each engine has its own words for the same two facts: the number of this node among the nodes of the job, and the name
-of the first of them. The first engine that says both counts, the most specific one first: a torchrun inside a Slurm
-step inside a pod is what started this process.
+Every engine has its own variables for two facts: the rank of this node, and the host name of node 0. The first engine
+that sets both counts, the most specific one first: a torchrun inside a Slurm step inside a pod started this process.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from dataclasses import dataclass
 
 from paceline.errors import RequestError
 
-# One of many ports that no service is known by; every launcher lets the user choose another.
+# A port that no common service uses; every launcher has an option for another one.
 RENDEZVOUS_PORT = 29507
 _NODE = "PACELINE_NODE"
-# Different for each attempt at the same run, where the engine says one: nodes of two attempts never meet.
+# Differs between attempts of one run, if the engine sets it, so that nodes of two attempts never join.
 ATTEMPT = "PACELINE_ATTEMPT"
 SHARED_GPU = "PACELINE_SHARED_GPU"
 # Set in ranks that were forked from a warm process instead of started by torchrun.
@@ -25,13 +24,13 @@ FORKED = "PACELINE_FORKED"
 
 
 def shares_gpu(environ: Mapping[str, str]) -> bool:
-    """Whether all ranks of this host were told to use its first GPU: a test of their code, never a speed."""
+    """Whether all ranks of this host use its first GPU: a test of the code, not a speed measurement."""
     return environ.get(SHARED_GPU) == "1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """This node among those of its job. master is where ranks meet: the name of node 0, or an address of it."""
+    """This node among the nodes of its job. master: name or address of node 0, where the ranks rendezvous."""
 
     node: int
     nodes: int
@@ -39,41 +38,43 @@ class Place:
     engine: str
 
 
-# engine -> (number of this node, number of nodes, name of the first one), as variables of the environment.
+# engine -> variables for the rank of this node, the number of nodes, and the name of node 0.
 _ENGINES: dict[str, tuple[str, str, str]] = {
     "torchrun": ("GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR"),
     "paceline": ("PACELINE_NODE_RANK", "PACELINE_NODES", "PACELINE_MASTER"),
-    # A TrainJob's and the PyTorch operator's variables.
+    # Set by TrainJob and the PyTorch operator.
     "kubeflow": ("PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR"),
     "kubernetes": ("JOB_COMPLETION_INDEX", "PACELINE_NODES", "PACELINE_MASTER"),
     "slurm": ("SLURM_NODEID", "SLURM_JOB_NUM_NODES", "SLURM_JOB_NODELIST"),
-    # One process per node: the rank among all of them is the number of the node.
+    # One process per node: its rank is the rank of the node.
     "mpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PACELINE_MASTER"),
     "pmi": ("PMI_RANK", "PMI_SIZE", "PACELINE_MASTER"),
 }
 
 
 def here(environ: Mapping[str, str]) -> Place:
-    """The place that the environment gives; without any engine, the only node of its job."""
+    """Return the placement that the environment describes; without an engine, the only node of its job.
+
+    >>> here({"SLURM_NODEID": "1", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "gpu[3-4]"})
+    Place(node=1, nodes=2, master='gpu3', engine='slurm')
+    """
     for engine, names in _ENGINES.items():
         node, nodes, master = (environ.get(name, "").strip() for name in names)
         if node.isdigit() and nodes.isdigit() and master:
-            # Names of Slurm's nodes need not resolve: its batch script says an address.
+            # Slurm's node names may not resolve; the batch script provides an address.
             first = environ.get("PACELINE_MASTER") or first_host(master) if engine == "slurm" else master
-            return _checked(Place(node=int(node), nodes=int(nodes), master=first, engine=engine))
+            if int(node) >= int(nodes):
+                raise RequestError(f"environment ({engine}): got node rank {node}, expected a number below {nodes}.")
+            return Place(node=int(node), nodes=int(nodes), master=first, engine=engine)
     return Place(node=0, nodes=1, master="127.0.0.1", engine="none")
 
 
-def _checked(place: Place) -> Place:
-    if not 0 <= place.node < place.nodes:
-        raise RequestError(
-            f"environment ({place.engine}): node {place.node} of {place.nodes} was given; accepted is a number below it"
-        )
-    return place
-
-
 def first_host(nodelist: str) -> str:
-    """The first name of Slurm's `gpu[3-5,9],login1`: gpu3."""
+    """Return the first name of a Slurm node list.
+
+    >>> first_host("gpu[3-5,9],login1")
+    'gpu3'
+    """
     prefix, bracket, rest = nodelist.partition("[")
     if "," in prefix or not bracket:
         return nodelist.split(",")[0]
@@ -83,5 +84,5 @@ def first_host(nodelist: str) -> str:
 
 
 def node_name(environ: Mapping[str, str]) -> str:
-    """The name under which operators know this node: a pod's own host name is not it."""
+    """Return the name that operators use for this node, which is not the host name of a pod."""
     return environ.get(_NODE) or environ.get("SLURMD_NODENAME") or socket.gethostname()

@@ -1,8 +1,11 @@
-"""Nodes meet before their ranks do: node 0 learns who came, the others that it is there, all by which way.
+"""Rendezvous of the nodes of a job, before the ranks start.
 
-Ranks wait for each other in silence, for ten minutes and more. Here every node says its number at the port where ranks
-will meet; node 0 calls each one back at a port of its own choice, as ranks will. Who does not come, or cannot be called
-back, is named within the patience. When all have come the port is given up to the ranks.
+Ranks that cannot reach each other wait silently for ten minutes and more. So each node first connects to the rendezvous
+port of node 0, and node 0 connects back to a port that the node chose, as ranks will do. A node that does not arrive,
+or cannot be reached, is named in one sentence with the command that shows why. When all nodes have arrived, the port is
+closed and the ranks use it.
+
+The second part finds out why a node cannot be reached: by its name, address family, port or interface.
 """
 
 from __future__ import annotations
@@ -13,24 +16,27 @@ import ipaddress
 import json
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.errors import LaunchError
-from paceline.launchers.node import reachability
 
 RETRY_S = 0.5
-# The others tell why they cannot come; node 0 speaks after them.
-COURTESY_S = 3.0
+# Node 0 waits this much longer, so that the others report first why they cannot connect.
+MARGIN_S = 3.0
 # For the nodes of an earlier attempt that are about to end.
 PORT_WAIT_S = 15.0
+CONNECT_S = 5.0
 LONGEST_LINE = 4096
+_NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+# Interface name -> its addresses.
+Interfaces = Mapping[str, list[str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gathering:
-    """Who shall meet. key tells one attempt from every other: a node left from another one is not taken for ours."""
+class Member:
+    """One node of a rendezvous. key: differs between attempts, so that nodes of another attempt are rejected."""
 
     key: str
     node: int
@@ -40,174 +46,262 @@ class Gathering:
     host: str
 
 
-def meet(gathering: Gathering, patience_s: float) -> str:
-    """Return when all nodes have come: the address of this node that the others know. LaunchError names who did not."""
-    return _host(gathering, patience_s) if gathering.node == 0 else _attend(gathering, patience_s)
+def join(member: Member, patience_s: float) -> str:
+    """Wait until all nodes have arrived. Returns this node's address as the others see it, or raises LaunchError."""
+    return _lead(member, patience_s) if member.node == 0 else _attend(member, patience_s)
 
 
 # --- node 0 ---
 
 
-def _host(gathering: Gathering, patience_s: float) -> str:
-    deadline = time.monotonic() + patience_s + COURTESY_S
-    here: dict[int, socket.socket] = {}
-    with _listen(gathering, min(patience_s, PORT_WAIT_S)) as server, _shown_out(here):
-        while len(here) < gathering.nodes - 1:
+def _lead(member: Member, patience_s: float) -> str:
+    deadline = time.monotonic() + patience_s + MARGIN_S
+    arrived: dict[int, socket.socket] = {}
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(_listen(member, min(patience_s, PORT_WAIT_S)))
+        stack.callback(lambda: [peer.close() for peer in arrived.values()])
+        while len(arrived) < member.nodes - 1:
             server.settimeout(max(0.01, deadline - time.monotonic()))
             try:
-                guest, _ = server.accept()
+                problem = _admit(member, server.accept()[0], arrived)
             except TimeoutError:
-                raise _dismissed(here, _absent(gathering, here, patience_s)) from None
-            if refusal := _admit(gathering, guest, here):
-                raise _dismissed(here, refusal)
-        own = _outer([reachability.plain(guest.getsockname()[0]) for guest in here.values()])
-        for guest in here.values():
-            _tell(guest, {"go": own})
+                problem = _absence(member, arrived, patience_s)
+            if problem:
+                for peer in arrived.values():
+                    _send(peer, {"failed": problem})
+                raise LaunchError(problem)
+        own = _common_address([plain(peer.getsockname()[0]) for peer in arrived.values()])
+        for peer in arrived.values():
+            _send(peer, {"go": own})
         return own
 
 
-def _outer(addresses: Iterable[str]) -> str:
-    """Of the addresses by which guests came the one that all can use: one of them may have come from this very host."""
-    found = list(addresses)
-    return next((address for address in found if not _is_inner(address)), found[0])
+def _common_address(addresses: list[str]) -> str:
+    """Return an address that all nodes can use. A node on this very host connects by loopback."""
+    return next((address for address in addresses if not _is_loopback(address)), addresses[0])
 
 
-def _is_inner(address: str) -> bool:
+def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
 
 
-@contextlib.contextmanager
-def _shown_out(here: Mapping[int, socket.socket]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for guest in here.values():
-            guest.close()
-
-
-def _listen(gathering: Gathering, wait_s: float) -> socket.socket:
-    """At every address of this host; a port that stays occupied is a sentence."""
+def _listen(member: Member, wait_s: float) -> socket.socket:
+    """Listen at every address of this host. Raises LaunchError if the port stays occupied."""
     deadline = time.monotonic() + wait_s
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
     while True:
         try:
-            return socket.create_server(("", gathering.port), family=family, dualstack_ipv6=dual, backlog=512)
+            return socket.create_server(("", member.port), family=family, dualstack_ipv6=dual, backlog=512)
         except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
                 raise LaunchError(
-                    f"port {gathering.port} of node 0 ({gathering.host}) cannot be opened ({error.strerror}); try: "
-                    f"ss -ltnp 'sport = :{gathering.port}', or choose another port for the launcher"
+                    f"port {member.port} of node 0 ({member.host}) cannot be opened ({error.strerror}); try: "
+                    f"ss -ltnp 'sport = :{member.port}', or choose another port for the launcher"
                 ) from None
             time.sleep(RETRY_S)
 
 
-def _admit(gathering: Gathering, guest: socket.socket, here: dict[int, socket.socket]) -> str | None:
-    """Take a guest that is one of ours; a stranger is shown out. A sentence where one of ours cannot be called back."""
-    guest.settimeout(reachability.CONNECT_S)
-    said = _hear(guest)
-    node = said.get("node")
-    if said.get("key") != gathering.key or not isinstance(node, int) or not 0 < node < gathering.nodes:
-        _tell(guest, {"stranger": True})
-        guest.close()
+def _admit(member: Member, peer: socket.socket, arrived: dict[int, socket.socket]) -> str | None:
+    """Add a node of this run and reject any other. Returns a sentence if node 0 cannot connect back to it."""
+    peer.settimeout(CONNECT_S)
+    hello = _receive(peer)
+    node = hello.get("node")
+    if hello.get("key") != member.key or not isinstance(node, int) or not 0 < node < member.nodes:
+        _send(peer, {"stranger": True})
+        peer.close()
         return None
-    if node in here:
-        here.pop(node).close()
-    here[node] = guest
-    address, port = str(said.get("address")), said.get("port")
+    if node in arrived:
+        arrived.pop(node).close()
+    arrived[node] = peer
+    address, port = str(hello.get("address")), hello.get("port")
     try:
-        socket.create_connection((address, int(str(port))), timeout=reachability.CONNECT_S).close()
+        socket.create_connection((address, int(str(port))), timeout=CONNECT_S).close()
     except (OSError, ValueError, OverflowError) as error:
         return (
-            f"node {node} ({said.get('host')}) reaches node 0, but node 0 does not reach it at {address} port {port} "
-            f"({error}): ranks choose ports of their own, so all of them must be open between the nodes; try on it: "
+            f"node {node} ({hello.get('host')}) reaches node 0, but node 0 does not reach it at {address} port {port} "
+            f"({error}): ranks choose their own ports, so all ports must be open between the nodes; try on it: "
             "nft list ruleset"
         )
     return None
 
 
-def _absent(gathering: Gathering, here: dict[int, socket.socket], patience_s: float) -> str:
-    missing = [str(node) for node in range(1, gathering.nodes) if node not in here]
-    named = ", ".join(missing[:8]) + (" ..." if len(missing) > 8 else "")
-    who = f"node {named}" if len(missing) == 1 else f"nodes {named}"
+def _absence(member: Member, arrived: Mapping[int, socket.socket], patience_s: float) -> str:
+    missing = [str(node) for node in range(1, member.nodes) if node not in arrived]
+    names = ", ".join(missing[:8]) + (" ..." if len(missing) > 8 else "")
     return (
-        f"{who} never came to node 0 ({gathering.host}) at {gathering.master} port {gathering.port} within "
-        f"{patience_s:g} s; try on them: nc -zv {gathering.master} {gathering.port}"
+        f"{'node' if len(missing) == 1 else 'nodes'} {names} did not reach node 0 ({member.host}) at {member.master} "
+        f"port {member.port} within {patience_s:g} s; try on them: nc -zv {member.master} {member.port}"
     )
 
 
-def _dismissed(here: dict[int, socket.socket], sentence: str) -> LaunchError:
-    for guest in here.values():
-        _tell(guest, {"failed": sentence})
-    return LaunchError(sentence)
+# --- the other nodes ---
 
 
-# --- the others ---
-
-
-def _attend(gathering: Gathering, patience_s: float) -> str:
+def _attend(member: Member, patience_s: float) -> str:
     deadline = time.monotonic() + patience_s
     while True:
-        connection, problem = reachability.connect(gathering.master, gathering.port)
+        connection, problem = connect(member.master, member.port)
         if connection is not None:
             with connection:
-                own = reachability.plain(connection.getsockname()[0])
-                word = _wait_for_word(gathering, connection, own, patience_s)
-                if "go" in word:
-                    # A guest that came by loopback is on node 0's own host, and known to others as node 0 is.
-                    return str(word["go"]) if _is_inner(own) else own
-                problem = _misunderstanding(gathering, word)
+                own = plain(connection.getsockname()[0])
+                answer = _await_answer(member, connection, own, patience_s)
+            if "go" in answer:
+                # A node that connected by loopback is on node 0's host and has its address.
+                return str(answer["go"]) if _is_loopback(own) else own
+            where = f"{member.master} port {member.port}"
+            problem = f"the answer at {where} is not from node 0 of this run: another program listens there, or node 0 ended"
+            if "stranger" in answer:
+                problem = f"node 0 of another run answers at {where}; choose another port for the launcher"
         if time.monotonic() > deadline:
             raise LaunchError(f"{problem} (tried for {patience_s:g} s)")
         time.sleep(RETRY_S)
 
 
-def _wait_for_word(gathering: Gathering, connection: socket.socket, own: str, patience_s: float) -> dict[str, Any]:
-    """What node 0 says when all have come, or nothing. Word of a failure ends the waiting at once.
+def _await_answer(member: Member, connection: socket.socket, own: str, patience_s: float) -> dict[str, Any]:
+    """Return node 0's answer, empty if there is none. Raises LaunchError at once if node 0 reports a failure.
 
-    Node 0 may have begun later than this node: from here on its patience counts.
+    Node 0 may have started later than this node, so its patience counts from here on. It connects back to a port that
+    is open meanwhile; connections complete without being accepted.
     """
-    with _doorbell(own) as port:
-        me = {"key": gathering.key, "node": gathering.node, "host": gathering.host, "address": own, "port": port}
-        _tell(connection, me)
-        connection.settimeout(patience_s + 2 * COURTESY_S)
-        word = _hear(connection)
-    if "failed" in word:
-        raise LaunchError(f"node 0 gave up: {word['failed']}")
-    return word
-
-
-def _misunderstanding(gathering: Gathering, word: dict[str, Any]) -> str:
-    where = f"{gathering.master} port {gathering.port}"
-    if "stranger" in word:
-        return f"at {where} another run's node 0 answers; choose another port for the launcher"
-    return f"what answers at {where} is not node 0 of this run: another program listens there, or node 0 went away"
-
-
-@contextlib.contextmanager
-def _doorbell(own: str) -> Iterator[int]:
-    """A port at which node 0 may call back; connections complete without being accepted."""
     family = socket.AF_INET6 if ":" in own else socket.AF_INET
-    with socket.create_server((own, 0), family=family) as bell:
-        yield int(bell.getsockname()[1])
+    with socket.create_server((own, 0), family=family) as callback:
+        port = int(callback.getsockname()[1])
+        _send(connection, {"key": member.key, "node": member.node, "host": member.host, "address": own, "port": port})
+        connection.settimeout(patience_s + 2 * MARGIN_S)
+        answer = _receive(connection)
+    if "failed" in answer:
+        raise LaunchError(f"node 0 gave up: {answer['failed']}")
+    return answer
 
 
-# --- words ---
-
-
-def _tell(peer: socket.socket, words: dict[str, Any]) -> None:
-    """One line; whoever is gone need not hear it."""
+def _send(peer: socket.socket, message: dict[str, Any]) -> None:
+    """Send one line; ignore a peer that is gone."""
     with contextlib.suppress(OSError):
-        peer.sendall(json.dumps(words).encode() + b"\n")
+        peer.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _hear(peer: socket.socket) -> dict[str, Any]:
-    """One line's words; empty where nothing, or nothing of ours, was said."""
+def _receive(peer: socket.socket) -> dict[str, Any]:
+    """Return the message of one line, empty if there is no valid one."""
     line = b""
     try:
         while not line.endswith(b"\n") and len(line) < LONGEST_LINE and (more := peer.recv(LONGEST_LINE)):
             line += more
-        words = json.loads(line)
+        message = json.loads(line)
     except (OSError, ValueError, RecursionError):
         return {}
-    return words if isinstance(words, dict) else {}
+    return message if isinstance(message, dict) else {}
+
+
+# --- reachability ---
+
+
+def resolve(host: str) -> list[str]:
+    """Return the addresses of a name in the system's order, without duplicates."""
+    entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in entries))
+
+
+def connect(host: str, port: int) -> tuple[socket.socket | None, str | None]:
+    """Connect to the first address of node 0 that answers, else return why none does and which command shows it."""
+    try:
+        addresses = resolve(host)
+    except OSError as error:
+        return None, f"the name of node 0, {host!r}, does not resolve here ({error}); try: getent hosts {host}"
+    refusals = []
+    for address in addresses:
+        try:
+            return socket.create_connection((address, port), timeout=CONNECT_S), None
+        except OSError as error:
+            refusals.append(_refusal(host, address, port, error))
+    return None, "; ".join(refusals)
+
+
+def _refusal(host: str, address: str, port: int, error: OSError) -> str:
+    """Explain why this address of node 0 did not answer. Called on the other nodes only."""
+    where, own = f"node 0 at {address} port {port}", interface_of(address)
+    if own is not None and isinstance(error, ConnectionRefusedError):
+        return (
+            f"{where} is an address of this host (interface {own}) and nothing listens there: node 0 needs a name or "
+            f"address that is valid on every node; try: getent hosts {host}"
+        )
+    if isinstance(error, ConnectionRefusedError):
+        return f"{where} refuses: nothing listens there, or it is blocked; try: nc -zv {address} {port}"
+    if isinstance(error, TimeoutError):
+        return f"{where} does not answer: a firewall or network policy drops it; try: nc -zv {address} {port}"
+    if error.errno in _NO_ROUTE and (mismatch := _family_mismatch(address)):
+        return mismatch
+    why = error.strerror or str(error)
+    return f"{where} cannot be reached ({why}); try: ip route get {address}"
+
+
+def _family_mismatch(address: str, interfaces: Callable[[], Interfaces] | None = None) -> str | None:
+    """Return a sentence if node 0 has an address of a family that this host does not have."""
+    version = ipaddress.ip_address(address.partition("%")[0]).version
+    available = {
+        own.version
+        for addresses in (interfaces or all_interfaces)().values()
+        for own in map(ipaddress.ip_address, addresses)
+        if not own.is_loopback and not own.is_link_local
+    }
+    if version in available or not available:
+        return None
+    return (
+        f"node 0 has the IPv{version} address {address}, but this host has only IPv{available.pop()} addresses: "
+        "give node 0 an address that all nodes can use; try: ip address show"
+    )
+
+
+def all_interfaces() -> dict[str, list[str]]:
+    """Return the interfaces that are up, with their addresses."""
+    import psutil
+
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    families = (socket.AF_INET, socket.AF_INET6)
+    return {
+        name: [entry.address.partition("%")[0] for entry in entries if entry.family in families]
+        for name, entries in psutil.net_if_addrs().items()
+        if name in up
+    }
+
+
+def plain(address: str) -> str:
+    """Return an address as people write it.
+
+    >>> plain("::ffff:10.0.0.1"), plain("fe80::1%eth0")
+    ('10.0.0.1', 'fe80::1')
+    """
+    return address.removeprefix("::ffff:").partition("%")[0]
+
+
+def interface_of(address: str, interfaces: Callable[[], Interfaces] | None = None) -> str | None:
+    """Return the interface of this host that has the address, or None."""
+    wanted = ipaddress.ip_address(plain(address))
+    for name, addresses in (interfaces or all_interfaces)().items():
+        if any(ipaddress.ip_address(own) == wanted for own in addresses):
+            return name
+    # All of 127/8 is this host, though the interface has only one of these addresses.
+    return "lo" if wanted.is_loopback else None
+
+
+def check_interfaces(environ: Mapping[str, str], names: tuple[str, ...], interfaces: Interfaces | None = None) -> None:
+    """Raise LaunchError if a variable selects no interface of this host that has an address."""
+    known = all_interfaces() if interfaces is None else interfaces
+    present = {name for name, addresses in known.items() if addresses}
+    for variable in names:
+        value = environ.get(variable, "")
+        chosen = _nccl_choice(value, present) if variable.startswith("NCCL") else present & set(value.split(","))
+        if value and not chosen:
+            raise LaunchError(
+                f"{variable}: got {value!r}, expected interfaces of this host that have an address: "
+                f"{', '.join(sorted(present)) or 'it has none'}; try: ip -brief address"
+            )
+
+
+def _nccl_choice(value: str, present: set[str]) -> set[str]:
+    """Return the interfaces that NCCL would choose: by prefix, after `=` by full name, after `^` all others. gloo
+    accepts full names only."""
+    exact, inverted = value.startswith(("=", "^=")), value.startswith("^")
+    names = [name for name in value.lstrip("^=").split(",") if name]
+    chosen = {own for own in present for name in names if own == name or (not exact and own.startswith(name))}
+    return present - chosen if inverted else chosen

@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from paceline.errors import LaunchError
 from paceline.host.processes import end_with_parent
-from paceline.launchers._losses import complain, is_past_setup
+from paceline.launchers._losses import is_past_setup, reported_failure
 from paceline.launchers._start import agent_arguments
 from paceline.launchers.node import log_transport
 from paceline.launchers.ray import actor as _ray_actor
@@ -150,7 +150,7 @@ def crew(request: Request, group: Any, home: Home) -> Iterator[list[Member]]:
     try:
         _introduce(request, members)
         for member, variables in zip(members, seats(request, members), strict=True):
-            arguments = agent_arguments(port=int(variables["MASTER_PORT"]), tether=True)
+            arguments = agent_arguments(port=int(variables["MASTER_PORT"]), controller_link=True)
             arguments += [f"--scratch={request.scratch}"] if request.scratch else []
             member.actor.start.remote([*arguments, "--per-rank", f"--runner={request.runner}"], variables)
         yield members
@@ -269,7 +269,7 @@ def spare(request: Request, members: list[Member], home: Home) -> None:
     run_dir = Path(request.run_dir)
     for member in members:
         bad = member.ended_badly and not member.is_spared and member.node in request.expendable
-        if bad and is_past_setup(run_dir) and not complain(run_dir, [member.rank]):
+        if bad and is_past_setup(run_dir) and not reported_failure(run_dir, [member.rank]):
             member.is_spared = True
             who = f"rank {member.rank} on {member.name}"
             why = member.lost[1] if member.lost else f"{who} ended with exit code {member.code}"

@@ -15,7 +15,7 @@ from paceline.errors import LaunchError
 from paceline.experiment.choices import Choice
 from paceline.experiment.plugins import Offer, parse_options
 from paceline.experiment.spec import RunSpec
-from paceline.launchers._losses import awaited_ranks, have_spoken
+from paceline.launchers._losses import awaited_ranks, have_ended
 from paceline.launchers._start import job_name
 from paceline.launchers.slurm import losses as _slurm_losses
 from paceline.launchers.slurm import refusals, states
@@ -236,7 +236,7 @@ def _see_losses(handle: Mapping[str, Any], watch: Watch) -> None:
         now, losses = time.monotonic(), watch.losses
         watch.trouble_at = (watch.trouble_at or now) if losses.fatal else None
         awaited = awaited_ranks(handle["nodes"], losses.spared, handle["ranks"])
-        over = bool(losses.spared) and have_spoken(Path(handle["run_dir"]), awaited)
+        over = bool(losses.spared) and have_ended(Path(handle["run_dir"]), awaited)
         over = over or (watch.trouble_at is not None and now - watch.trouble_at > _slurm_script.WAIT_S)
         if not over or watch.seen is None or watch.seen.meaning.phase is not Phase.RUNNING:
             return

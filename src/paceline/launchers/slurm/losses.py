@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.launchers._losses import complain, is_past_setup, ranks_of
+from paceline.launchers._losses import is_past_setup, ranks_of, reported_failure
 from paceline.results import store
 from paceline.results.records import Status
 
@@ -44,7 +44,7 @@ def read(handle: Mapping[str, Any], hosts: Callable[[str], Sequence[str]]) -> Lo
     fallen = [node for node in sorted(ended | vanished) if not well.issuperset(ranks_of(node, ranks))]
     goes_on = bool(fallen) and is_past_setup(run_dir)
     expendable = [node for node in fallen if goes_on and node in handle["expendable"]]
-    spared = [node for node in expendable if not complain(run_dir, ranks_of(node, ranks))]
+    spared = [node for node in expendable if not reported_failure(run_dir, ranks_of(node, ranks))]
     fatal = [node for node in fallen if node not in spared]
     return Losses(() if fatal else tuple(spared), tuple(fatal), tuple(node for node in fatal if node in vanished))
 

@@ -101,7 +101,7 @@ def agent_commands(spec: RunSpec, run_dir: Path) -> list[list[str]]:
     chosen = parse_options(Options, spec.launcher)
     # By the folder of the experiment, not by its path here: the hosts may have the shared disk elsewhere.
     shared = Path(chosen.shared, *run_dir.parts[-2:]) if chosen.shared else None
-    arguments = [*agent_arguments(port=chosen.port, shared=shared), "--spec-stdin", f"--tether={SILENCE_S:g}"]
+    arguments = [*agent_arguments(port=chosen.port, shared=shared), "--spec-stdin", f"--controller-link={SILENCE_S:g}"]
     arguments += [f"--patience={chosen.patience_s:g}"]
     arguments += [f"--scratch={chosen.scratch}"] if chosen.scratch and not shared else []
     hosts = chosen.machines[: spec.topology.nodes]

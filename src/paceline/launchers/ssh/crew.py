@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from paceline.contract import JobState
-from paceline.launchers._losses import awaited_ranks, complain, have_spoken, is_past_setup, ranks_of
-from paceline.launchers.node import controller_link, log_transport
+from paceline.launchers._losses import awaited_ranks, have_ended, is_past_setup, ranks_of, reported_failure
+from paceline.launchers.node import agent, log_transport
 from paceline.launchers.ssh.connections import Connection
 from paceline.results.records import Status
 
@@ -78,12 +78,12 @@ class Crew:
         for node in self._expendable if self._asked_at is None else ():
             is_new = node not in self.lost and bool(self._connections[node].code)
             own = ranks_of(node, self._ranks)
-            if is_new and is_past_setup(self._run_dir) and not complain(self._run_dir, own):
+            if is_new and is_past_setup(self._run_dir) and not reported_failure(self._run_dir, own):
                 self.lost.append(node)
                 told = f"{self._names[node]} is gone; rank 0 goes on with the other replicas"
                 self._log.write(f"paceline: {told}\n")
         awaited = awaited_ranks(len(self._connections), self.lost, self._ranks)
-        if self.lost and self.is_running and have_spoken(self._run_dir, awaited):
+        if self.lost and self.is_running and have_ended(self._run_dir, awaited):
             self.ask_to_end()
 
     def _kept(self) -> list[Connection]:
@@ -93,7 +93,7 @@ class Crew:
         """A polite end with a farewell; those that take too long are cut off."""
         if self._asked_at is None:
             self._asked_at = time.monotonic()
-            self._send(controller_link.END + b"\n")
+            self._send(agent.END + b"\n")
         elif time.monotonic() - self._asked_at > FAREWELL_S:
             self.end(0.0)
 

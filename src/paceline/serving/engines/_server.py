@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from paceline.errors import LaunchError, require
 from paceline.host import process_guard
 from paceline.host.processes import end_all
-from paceline.launchers.node import reachability
+from paceline.launchers.node import rendezvous
 
 POLL_S = 0.25
 SAY_EVERY_S = 10.0
@@ -154,12 +154,12 @@ def last_line(said: str) -> str:
 # --- where it listens ---
 
 
-def own_address(nodes: int, environ: Mapping[str, str], interfaces: reachability.Interfaces | None = None) -> str:
+def own_address(nodes: int, environ: Mapping[str, str], interfaces: rendezvous.Interfaces | None = None) -> str:
     """Where this host is reached by the ranks of its run: by itself alone, over the interface of the ranks, or over the
     one that leads to the first node."""
     if nodes == 1:
         return "127.0.0.1"
-    known = reachability.all_interfaces() if interfaces is None else interfaces
+    known = rendezvous.all_interfaces() if interfaces is None else interfaces
     named = environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if usable := [address for address in known.get(named, []) if not ipaddress.ip_address(address).is_link_local]:
         return usable[0]
@@ -172,7 +172,7 @@ def _towards(host: str) -> str:
         family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(address)
-            return reachability.plain(str(probe.getsockname()[0]))
+            return rendezvous.plain(str(probe.getsockname()[0]))
     except OSError as error:
         raise LaunchError(f"this node finds no way to {host}, from where its replica will be asked ({error})") from None
 

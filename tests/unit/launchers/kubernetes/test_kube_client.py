@@ -17,7 +17,7 @@ from paceline import cli
 from paceline.cli import cluster as cluster_verbs
 from paceline.errors import LaunchError
 from paceline.launchers.kubernetes import client
-from paceline.launchers.kubernetes.client import Cluster, Gone, Taken
+from paceline.launchers.kubernetes.client import AlreadyExists, Cluster, NotFound
 from paceline.launchers.kubernetes.manifests import RESOURCES
 
 JOBS = RESOURCES["job"]
@@ -133,16 +133,16 @@ REFUSALS: dict[str, tuple[tuple[int, Any], type[LaunchError], str]] = {
     "no credentials": (status(401, "Unauthorized"), LaunchError, UNKNOWN),
     "no such namespace": (
         status(404, 'namespaces "bench" not found'),
-        Gone,
+        NotFound,
         'cannot create jobs in namespace bench (namespaces "bench" not found); try: '
         "paceline cluster init --namespace bench --apply",
     ),
     "no such kind": (
         (404, b"404 page not found\n"),
-        Gone,
+        NotFound,
         "the cluster knows no jobs of batch/v1",
     ),
-    "taken": (status(409, 'jobs.batch "j" already exists'), Taken, "already exists"),
+    "taken": (status(409, 'jobs.batch "j" already exists'), AlreadyExists, "already exists"),
     "invalid": (
         status(422, "Job.batch is invalid: spec.x:\nInvalid value"),
         LaunchError,
@@ -203,7 +203,7 @@ def test_a_log_comes_as_it_is(cluster: Cluster, answers: Answers) -> None:
     assert b"".join(cluster.log("p", "node", follow=True)) == b"one\ntwo"
     assert "follow=true" in answers.asked[0][1].lower()
     answers.next = [status(400, 'container "node" in pod "p" is waiting to start: ContainerCreating')]
-    with pytest.raises(client.NotYet):
+    with pytest.raises(client.LogNotReady):
         next(cluster.log("p", "node", follow=True))
 
 

@@ -14,7 +14,7 @@ from testbed.kube_api.sandbox import why_not
 
 from paceline import cli
 from paceline.cli import cluster as cluster_verbs
-from paceline.launchers.kubernetes import probe
+from paceline.launchers.kubernetes import cluster as cluster_checks
 from paceline.launchers.kubernetes.cluster import CONTROLLER_ACCOUNT, cluster_manifests, rights, smoke_job
 from paceline.launchers.kubernetes.options import KINDS, Options, quantity
 
@@ -97,7 +97,7 @@ def test_quantities(text: str, number: float) -> None:
 def test_a_probe_has_the_memory_limit_of_a_run_and_asks_for_little(request_: str, small: str) -> None:
     """A memory disk is no larger than the limit of its pod: a small one would show less than runs have."""
     chosen = Options(image="paceline:1", memory_request=request_, memory_limit="48Gi", gpus=1)
-    pod = probe._job(chosen, "probe", 60.0)["spec"]["template"]["spec"]
+    pod = cluster_checks._probe_job(chosen, "probe", 60.0)["spec"]["template"]["spec"]
     assert pod["containers"][0]["resources"] == {
         "requests": {"cpu": "1", "memory": small},
         "limits": {"cpu": "1", "memory": "48Gi", "nvidia.com/gpu": "1"},
@@ -125,7 +125,7 @@ def check(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     """`cluster check` by an account of a namespace, or by an administrator: exit code, and answers by name."""
     from kubernetes.config import kube_config
 
-    monkeypatch.setattr(probe, "LINGER_S", 0.5)
+    monkeypatch.setattr(cluster_checks, "LINGER_S", 0.5)
     monkeypatch.setattr(cluster_verbs, "PATIENCE_S", 1.0)
     monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "config"))
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from testbed.known_cluster import KnownCluster, parcel_of
 
-from paceline.launchers.kubernetes.client import Away
-from paceline.launchers.kubernetes.logs import Logs
+from paceline.launchers.kubernetes.client import Unavailable
+from paceline.launchers.kubernetes.run import Logs
 
 
 @pytest.fixture
@@ -63,14 +63,14 @@ def test_a_log_that_breaks_after_the_end_of_its_pod_is_not_all(cluster: KnownClu
 
     def breaking(*_: Any, **__: Any) -> Iterator[bytes]:
         yield text[: len(text) // 2]
-        raise Away("the log of pod p broke off")
+        raise Unavailable("the log of pod p broke off")
 
     logs = Logs(cluster, tmp_path)
     cluster.log = breaking  # type: ignore[method-assign]
-    assert logs._pass("p") is False
+    assert logs._read_once("p") is False
     del cluster.log
     cluster.logs["p"] = [[text]]
-    assert logs._pass("p") is True
+    assert logs._read_once("p") is True
     assert logs.receiver.missing(1) is None
 
 

@@ -17,11 +17,9 @@ from paceline.experiment.choices import Choice
 from paceline.experiment.serving import Serving
 from paceline.experiment.spec import RunSpec
 from paceline.launchers import kubernetes
-from paceline.launchers.kubernetes import losses as _kube_losses
-from paceline.launchers.kubernetes import run, watch
-from paceline.launchers.kubernetes.client import Away, Cluster
-from paceline.launchers.kubernetes.losses import Losses
-from paceline.launchers.kubernetes.watch import Sight
+from paceline.launchers.kubernetes import run, states
+from paceline.launchers.kubernetes.client import Cluster, Unavailable
+from paceline.launchers.kubernetes.states import Losses, Snapshot
 from paceline.launchers.node import log_transport
 from paceline.results import store
 from paceline.results.records import Status
@@ -59,22 +57,22 @@ class Watched:
 
 @pytest.fixture
 def watched(served: RunSpec, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Watched:
-    monkeypatch.setattr(_kube_losses, "NOTICE_S", -1.0)
+    monkeypatch.setattr(states, "NOTICE_S", -1.0)
     notes: list[tuple[str, list[str]]] = []
     return Watched(Losses(run_dir, 3, 2, may_be_lost(served), lambda *told: notes.append(told)), notes)
 
 
 def pod(index: int, state: Mapping[str, Any] = RUNNING, **status: Any) -> dict[str, Any]:
-    about = {"name": f"{NAME}-{index}-x", "annotations": {watch.INDEX: str(index)}}
+    about = {"name": f"{NAME}-{index}-x", "annotations": {states.INDEX: str(index)}}
     containers = [{"name": "node", "state": state}]
     told = {"phase": "Running", "containerStatuses": containers, **status}
     return {"metadata": about, "spec": {"nodeName": f"host-{index}"}, "status": told}
 
 
-def sight_of(*pods: Mapping[str, Any], spec: Mapping[str, Any] = PER_INDEX, failed: str = "", **end: str) -> Sight:
+def sight_of(*pods: Mapping[str, Any], spec: Mapping[str, Any] = PER_INDEX, failed: str = "", **end: str) -> Snapshot:
     conditions = [{"type": "Failed", "status": "True", **end}] if end else []
     job = {"metadata": {}, "spec": dict(spec), "status": {"conditions": conditions, "failedIndexes": failed}}
-    return Sight(main=job, job=job, pods=pods, nodes=3, name=NAME)
+    return Snapshot(main=job, job=job, pods=pods, nodes=3, name=NAME)
 
 
 def at(run_dir: Path, phase: str) -> None:
@@ -134,7 +132,7 @@ def test_before_rank_0_asks_nobody_is_expendable(watched: Watched, run_dir: Path
 def test_a_node_that_fell_just_before_rank_0_was_heard_is_expendable_after(
     watched: Watched, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_kube_losses, "NOTICE_S", 3600.0)
+    monkeypatch.setattr(states, "NOTICE_S", 3600.0)
     assert watched.state(pod(0), pod(2), failed="1").lost == ()
     assert watched.state(pod(0), pod(2), failed="1", reason="FailedIndexes").running, "its log is still to be read"
     at(run_dir, "timing")
@@ -183,21 +181,21 @@ def test_ranks_that_train_need_each_other(make_spec: Make, run_dir: Path) -> Non
     spec = make_spec("ddp", processes=2, nodes=3)
     losses = Losses(run_dir, 3, 2, may_be_lost(spec), lambda *_: pytest.fail("nothing was lost"))
     crashed = sight_of(pod(0), pod(1, **CRASHED), pod(2), spec={"backoffLimit": 0})
-    assert losses.state_of(crashed) == watch.state_of(crashed) == JobState(running=True)
+    assert losses.state_of(crashed) == states.state_of(crashed) == JobState(running=True)
     ended = sight_of(pod(0), pod(1, **CRASHED), reason="BackoffLimitExceeded")
-    assert losses.state_of(ended) == watch.state_of(ended)
+    assert losses.state_of(ended) == states.state_of(ended)
     assert not losses.state_of(ended).running
 
 
 def test_failed_indexes_are_read_as_the_job_writes_them() -> None:
     job = {"status": {"failedIndexes": "1,3-5,7"}}
-    assert watch.failed_indexes(job) == {1, 3, 4, 5, 7}
-    assert watch.failed_indexes({"status": {}}) == watch.failed_indexes(None) == set()
+    assert states.failed_indexes(job) == {1, 3, 4, 5, 7}
+    assert states.failed_indexes({"status": {}}) == states.failed_indexes(None) == set()
 
 
 def test_a_controller_that_comes_late_does_not_wait_for_pods_that_are_gone(golden: object) -> None:
-    assert watch.why_waiting(sight_of(pod(0), pod(2), failed="1")) is None
-    assert str(watch.why_waiting(sight_of(pod(0), pod(2)))) == golden
+    assert states.why_waiting(sight_of(pod(0), pod(2), failed="1")) is None
+    assert str(states.why_waiting(sight_of(pod(0), pod(2)))) == golden
 
 
 def test_a_word_that_is_being_written_is_read_at_the_next_look(
@@ -226,7 +224,7 @@ def test_nobody_waits_for_the_files_and_the_log_of_a_lost_node(
     cluster = KnownCluster()
     monkeypatch.setattr(Cluster, "reach", lambda *_: cluster)
     monkeypatch.setattr(run, "Cluster", lambda *_: cluster)
-    monkeypatch.setattr(run, "LOOK_S", 0.0)
+    monkeypatch.setattr(run, "POLL_S", 0.0)
     monkeypatch.setattr(run, "DRAIN_S", 600.0)
     handle = kubernetes.submit(kubernetes.prepare(served, run_dir))
     name = handle["name"]
@@ -234,14 +232,14 @@ def test_nobody_waits_for_the_files_and_the_log_of_a_lost_node(
 
     def silent(node: str, container: str, follow: bool) -> Any:
         if node == f"{name}-1-x":
-            raise Away("dial tcp: i/o timeout")
+            raise Unavailable("dial tcp: i/o timeout")
         return log(node, container, follow)
 
     cluster.log = silent  # type: ignore[method-assign]
     cluster.start(name, RUNNING, nodes=3)
     for index, each in enumerate(cluster.running):
         each |= {"spec": {"nodeName": f"host-{index}"}}
-        each["metadata"]["annotations"] = {watch.INDEX: str(index)}
+        each["metadata"]["annotations"] = {states.INDEX: str(index)}
         cluster.logs[each["metadata"]["name"]] = [[farewell(tmp_path / f"n{index}", index, make_outcome)]]
     cluster.running[1]["status"]["conditions"] = [TAKEN]
     for kept in (0, 2):

@@ -22,9 +22,8 @@ from paceline.experiment.plugins import Offer
 from paceline.experiment.serving import Serving
 from paceline.experiment.spec import RunSpec
 from paceline.launchers import _start, kubernetes
-from paceline.launchers.kubernetes.manifests import reader_manifest
+from paceline.launchers.kubernetes.manifests import merged, reader_manifest
 from paceline.launchers.kubernetes.options import Options
-from paceline.launchers.kubernetes.pod import merged
 from paceline.results import store
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "launchers"

@@ -17,9 +17,9 @@ from paceline.experiment.choices import Choice
 from paceline.experiment.spec import RunSpec
 from paceline.launchers import _start, kubernetes
 from paceline.launchers.kubernetes import run
-from paceline.launchers.kubernetes.client import Away, Cluster
+from paceline.launchers.kubernetes.client import Cluster, Unavailable
 from paceline.launchers.kubernetes.manifests import Resource
-from paceline.launchers.node import job_disk
+from paceline.launchers.node import log_transport
 from paceline.results import attempts, store
 from paceline.results.records import Status
 
@@ -30,7 +30,7 @@ Make = Callable[..., RunSpec]
 def cluster(monkeypatch: pytest.MonkeyPatch) -> KnownCluster:
     known = KnownCluster()
     monkeypatch.setattr(Cluster, "reach", lambda *_: known)
-    monkeypatch.setattr(run, "LOOK_S", 0.0)
+    monkeypatch.setattr(run, "POLL_S", 0.0)
     monkeypatch.setattr(run, "EVENTS_S", 0.0)
     # What is removed goes through a client of its own, with a patience of its own.
     monkeypatch.setattr(run, "Cluster", lambda *_: known)
@@ -237,7 +237,7 @@ def test_a_submission_that_fails_halfway_leaves_nothing(
 
 def test_what_a_failed_submission_could_not_remove_is_said(cluster: KnownCluster, job: Job, golden: object) -> None:
     def refuse(*_: Any) -> None:
-        cluster.refusal = Away("the API server does not answer")
+        cluster.refusal = Unavailable("the API server does not answer")
         raise LaunchError("not permitted to create services")
 
     cluster.create_service = refuse  # type: ignore[method-assign]
@@ -257,7 +257,7 @@ def test_a_removal_says_whether_everything_is_gone(
     assert "its pods did not go within 0 s" in (tmp_path / "log.txt").read_text()
     stuck[0]["status"] = {"conditions": [{"type": "DisruptionTarget", "status": "True"}]}
     assert kubernetes.cancel(handle) is True, "one on a lost node never says that it is gone"
-    cluster.refusal = Away("the API server does not answer")
+    cluster.refusal = Unavailable("the API server does not answer")
     assert kubernetes.cancel(handle) is False
 
 
@@ -286,7 +286,7 @@ def test_a_refused_log_ends_the_run_with_the_refusal(cluster: KnownCluster, job:
 
 def test_a_removal_that_is_not_possible_now_is_told_in_the_log(cluster: KnownCluster, job: Job, tmp_path: Path) -> None:
     handle = kubernetes.submit(job)
-    cluster.refusal = Away("the API server does not answer")
+    cluster.refusal = Unavailable("the API server does not answer")
     kubernetes.cancel(handle)
     said = (tmp_path / "log.txt").read_text()
     assert "does not answer; the job may be there still: kubectl delete jobs" in said
@@ -309,7 +309,7 @@ def test_what_a_log_lost_comes_from_the_claim(
     claim = tmp_path / "claim"
     claim.mkdir()
     spec = make_spec("ddp", 1, nodes=2)
-    job_disk.enter(claim, json.dumps(spec.to_dict()))
+    log_transport.put_spec(claim, json.dumps(spec.to_dict()))
     assert store.read_spec(claim) == spec
     for node in range(2):
         (claim / f"outcome-{node}.json").write_text('{"of": "the claim"}')
@@ -318,7 +318,7 @@ def test_what_a_log_lost_comes_from_the_claim(
         cluster.start(handle["name"], DONE)
         kubernetes.poll(handle)
     reader = handle["reader"]["metadata"]["name"]
-    printed = ["".join(f"{line}\n" for line in job_disk.hand_over(claim, {"host": "n"})).encode()]
+    printed = ["".join(f"{line}\n" for line in log_transport.hand_over(claim, {"host": "n"})).encode()]
     create = cluster.create
 
     def created(resource: Resource, manifest: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from paceline.launchers.kubernetes import watch
-from paceline.launchers.kubernetes.watch import Sight, state_of
+from paceline.launchers.kubernetes import states
+from paceline.launchers.kubernetes.states import Snapshot, state_of
 from paceline.results.records import Status
 
 NAME = "paceline-ddp-2x"
@@ -28,8 +28,8 @@ def pod(index: int = 0, state: Mapping[str, Any] | None = None, **status: Any) -
     }
 
 
-def sight(main: dict[str, Any] | None, *pods: dict[str, Any], **more: Any) -> Sight:
-    return Sight(main=main, job=main, pods=pods, **{"nodes": 2, "name": NAME, **more})
+def sight(main: dict[str, Any] | None, *pods: dict[str, Any], **more: Any) -> Snapshot:
+    return Snapshot(main=main, job=main, pods=pods, **{"nodes": 2, "name": NAME, **more})
 
 
 RUNNING = {"running": {"startedAt": "2026-01-01T00:00:00Z"}}
@@ -49,7 +49,7 @@ POLICY = {
     "reason": "PodFailurePolicy",
     "message": "Pod bench/x-1 has condition DisruptionTarget matching FailJob rule at index 0",
 }
-ENDS: dict[str, tuple[Sight, Status | None, str | None]] = {
+ENDS: dict[str, tuple[Snapshot, Status | None, str | None]] = {
     "a rank that failed: the ranks' own word counts": (
         sight(job(FAILED), pod(0, {"terminated": {"exitCode": 1, "reason": "Error"}}), pod(1, DONE)),
         None,
@@ -149,9 +149,9 @@ def test_each_kind_has_its_own_word_for_done(kind: str, done: str) -> None:
 def test_a_jobset_fails_by_the_job_within_it() -> None:
     late = job({"type": "Failed", "reason": "DeadlineExceeded", "message": "too long"})
     main = job({"type": "Failed", "reason": "FailedJobs", "message": "jobset failed due to one or more job failures"})
-    seen = Sight(main=main, job=late, pods=(), done="Completed", nodes=2, name=NAME)
+    seen = Snapshot(main=main, job=late, pods=(), done="Completed", nodes=2, name=NAME)
     assert state_of(seen).status is Status.TIMEOUT
-    taken = state_of(Sight(main=main, job=job(POLICY), pods=(), done="Completed", nodes=2, name=NAME))
+    taken = state_of(Snapshot(main=main, job=job(POLICY), pods=(), done="Completed", nodes=2, name=NAME))
     assert taken.status is Status.PREEMPTED
     assert POLICY["message"] in str(taken.reason), "the Job says more than the JobSet"
 
@@ -171,7 +171,7 @@ QUOTA = {
     "message": 'Error creating: pods "x" is forbidden: exceeded quota: gpus, requested: 8, used: 0, limited: 4',
     "lastTimestamp": "2026-01-01T00:00:05Z",
 }
-WAITS: dict[str, tuple[Sight, str]] = {
+WAITS: dict[str, tuple[Snapshot, str]] = {
     "no pod yet": (sight(job()), "0 of 2 pods have started"),
     "no node fits": (
         sight(job(), pod(0, RUNNING), pod(1, phase="Pending", conditions=UNSCHEDULABLE)),
@@ -207,9 +207,9 @@ def test_all_pods_started_is_no_waiting() -> None:
 
 
 def test_only_what_nobody_will_bring_is_stuck() -> None:
-    assert watch.is_stuck(sight(job(), pod(0, PULL)))
-    assert not watch.is_stuck(sight(job(), pod(0, {"waiting": {"reason": "ContainerCreating"}})))
-    assert not watch.is_stuck(sight(job(), pod(0, conditions=UNSCHEDULABLE)))
+    assert states.is_stuck(sight(job(), pod(0, PULL)))
+    assert not states.is_stuck(sight(job(), pod(0, {"waiting": {"reason": "ContainerCreating"}})))
+    assert not states.is_stuck(sight(job(), pod(0, conditions=UNSCHEDULABLE)))
 
 
 def test_what_a_cluster_says_stays_one_harmless_line() -> None:

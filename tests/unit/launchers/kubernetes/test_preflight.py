@@ -25,9 +25,8 @@ from paceline.experiment import plugins
 from paceline.experiment.choices import Choice
 from paceline.experiment.spec import RunSpec
 from paceline.launchers import _retry, kubernetes, ray, slurm, ssh
-from paceline.launchers.kubernetes.cluster import CONTROLLER_ACCOUNT, cluster_manifests, rights
+from paceline.launchers.kubernetes.cluster import CONTROLLER_ACCOUNT, cluster_manifests, essential, rights
 from paceline.launchers.kubernetes.options import KINDS
-from paceline.launchers.kubernetes.readiness import essential
 from paceline.launchers.slurm import states
 from paceline.launchers.ssh import inquiry
 from paceline.launchers.ssh.connections import Connection

@@ -101,7 +101,7 @@ def request(agent: Agent, **env: str) -> str:
 
 
 def test_spec_and_variables_come_through_the_input(agent: Callable[..., Agent]) -> None:
-    one = agent("--relay", "--spec-stdin", "--tether")
+    one = agent("--relay", "--spec-stdin", "--controller-link")
     one.tell(request(one, PACELINE_NODE="gpu-7", LIGHT_S="0.2"))
     receiver = one.end()
     assert one.process.returncode == 0, one.told
@@ -112,7 +112,7 @@ def test_spec_and_variables_come_through_the_input(agent: Callable[..., Agent]) 
 
 
 def test_the_end_of_the_input_ends_everything_in_silence(agent: Callable[..., Agent]) -> None:
-    one = agent("--relay", "--spec-stdin", "--tether")
+    one = agent("--relay", "--spec-stdin", "--controller-link")
     one.tell(request(one, LIGHT_S=LONG))
     rank = one.await_rank()
     assert one.process.stdin is not None
@@ -125,7 +125,7 @@ def test_the_end_of_the_input_ends_everything_in_silence(agent: Callable[..., Ag
 
 def test_silence_beyond_the_limit_is_the_end_too(agent: Callable[..., Agent]) -> None:
     """A connection may be lost without a word: the far side of a cable that was pulled."""
-    one = agent("--relay", "--spec-stdin", "--tether=1")
+    one = agent("--relay", "--spec-stdin", "--controller-link=1")
     one.tell(request(one, LIGHT_S=LONG))
     end = time.monotonic() + 120
     while one.process.poll() is None and time.monotonic() < end:
@@ -137,7 +137,7 @@ def test_silence_beyond_the_limit_is_the_end_too(agent: Callable[..., Agent]) ->
 @pytest.mark.parametrize("how", ["asked", signal.SIGTERM, signal.SIGHUP])
 def test_a_polite_end_brings_the_stacks_and_a_farewell(agent: Callable[..., Agent], how: Any) -> None:
     """Twice, as impatient people do: the second time must not interrupt the clearing up."""
-    one = agent("--relay", "--spec-stdin", "--tether")
+    one = agent("--relay", "--spec-stdin", "--controller-link")
     one.tell(request(one, LIGHT_S=LONG))
     rank = one.await_rank()
     for _ in range(2):
@@ -154,7 +154,7 @@ def test_a_polite_end_brings_the_stacks_and_a_farewell(agent: Callable[..., Agen
 
 
 def test_a_killed_agent_takes_its_ranks_along(agent: Callable[..., Agent]) -> None:
-    one = agent("--relay", "--spec-stdin", "--tether")
+    one = agent("--relay", "--spec-stdin", "--controller-link")
     one.tell(request(one, LIGHT_S=LONG))
     rank = one.await_rank()
     one.process.kill()

@@ -17,7 +17,7 @@ def clock(low_s: float, high_s: float, node: int = 0) -> Clock:
 
 def test_what_was_said_was_said_in_between() -> None:
     """Asked at 100, heard at 103; the node said 150 meanwhile, so it is 47 to 50 s ahead."""
-    assert clock_offsets.heard(0, "gpu1", said_s=150.0, earliest_s=100.0, latest_s=103.0) == clock(47.0, 50.0)
+    assert clock_offsets.observed(0, "gpu1", node_time_s=150.0, earliest_s=100.0, latest_s=103.0) == clock(47.0, 50.0)
 
 
 @pytest.mark.parametrize(

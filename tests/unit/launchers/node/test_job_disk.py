@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from paceline.experiment.spec import RunSpec
-from paceline.launchers.node import job_disk, log_transport
+from paceline.launchers.node import log_transport
 
 FILES = ("samples-2.jsonl", "samples-gauges-2.jsonl", "outcome-3.json", "stack-3.txt", "progress-2", "machine-b.json")
 
 
 @pytest.fixture
 def own(make_spec: Callable[..., RunSpec]) -> Callable[[str], bool]:
-    return job_disk.own_files(make_spec("ddp", 2, nodes=2), 1, "b")
+    return log_transport.own_files(make_spec("ddp", 2, nodes=2), 1, "b")
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -31,18 +31,19 @@ def test_and_nothing_of_other_nodes(name: str, own: Callable[[str], bool]) -> No
 def test_an_earlier_attempt_is_cleared_by_each_node_for_itself(tmp_path: Path, own: Callable[[str], bool]) -> None:
     for name in ("outcome-1.json", "outcome-2.json", "checkpoint"):
         (tmp_path / name).write_text("old")
-    job_disk.clear(tmp_path, own)
+    for stale in log_transport.carried(tmp_path, own):
+        stale.unlink()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "outcome-1.json"]
 
 
 def test_what_is_handed_over_comes_whole(tmp_path: Path) -> None:
     there, here = tmp_path / "there", tmp_path / "here"
     here.mkdir()
-    job_disk.enter(there, "{}")
+    log_transport.put_spec(there, "{}")
     (there / "outcome-0.json").write_text("zero")
     (there / "outcome-1.json").write_text("one")
     receiver = log_transport.Receiver(here)
-    for line in job_disk.hand_over(there, {"host": "b"}):
+    for line in log_transport.hand_over(there, {"host": "b"}):
         assert receiver.feed(line) is None
     assert receiver.missing(1) is None
     assert sorted(path.name for path in here.iterdir()) == ["outcome-0.json", "outcome-1.json"]

@@ -92,7 +92,7 @@ def test_a_log_with_holes_is_whole_or_said_to_be_cut(node: Path, home: Path, see
         if number != lost:
             receiver.feed(line)
     missing = receiver.missing(1)
-    assert (missing is None and texts(home) == carried(node)) or "cut, 1 gaps" in str(missing)
+    assert (missing is None and texts(home) == carried(node)) or "incomplete, 1 gap" in str(missing)
 
 
 def test_a_log_read_again_from_its_beginning_changes_nothing(node: Path, home: Path) -> None:

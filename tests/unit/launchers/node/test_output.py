@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from paceline.launchers.node import log_transport
-from paceline.launchers.node.output import LONGEST_PIECE, Voice
+from paceline.launchers.node.agent import LONGEST_PIECE, Output
 
 
 @pytest.fixture
@@ -23,16 +23,16 @@ def spoken(out: Path, *pieces: bytes, voice_lines: int = 0) -> list[bytes]:
     """What comes out when pieces go through a pipe while the agent speaks too."""
     kept: dict[str, bytes] = {}
     with out.open("wb") as file:
-        voice = Voice(file.fileno(), kept.__setitem__)
+        output = Output(file.fileno(), kept.__setitem__)
         read, write = os.pipe()
-        voice.pass_on(read)
-        agent = threading.Thread(target=lambda: voice.say(f"agent {n}" for n in range(voice_lines)))
+        output.pass_on(read)
+        agent = threading.Thread(target=lambda: output.write_lines(f"agent {n}" for n in range(voice_lines)))
         agent.start()
         for piece in pieces:
             os.write(write, piece)
         os.close(write)
         agent.join()
-        voice.finish(30.0)
+        output.finish(30.0)
     for name, data in kept.items():
         (out.parent / name).write_bytes(data)
     return out.read_bytes().split(b"\n")[:-1]
@@ -56,28 +56,28 @@ def test_a_rank_cannot_speak_as_the_agent(out: Path) -> None:
 
 
 def test_a_file_that_a_rank_hands_over_is_kept_and_not_said(out: Path) -> None:
-    line = log_transport.spoken("outcome-3.json", b"{}").encode()
+    line = log_transport.file_line("outcome-3.json", b"{}").encode()
     assert spoken(out, b"before\n" + line + b"\nafter\n") == [b"before", b"after"]
     assert (out.parent / "outcome-3.json").read_bytes() == b"{}"
 
 
 @pytest.mark.parametrize("change", [lambda t: t[:-6], lambda t: t.replace("outcome-3", "../evil"), lambda t: t + " x"])
 def test_a_torn_or_hostile_file_stays_a_line(out: Path, change: object) -> None:
-    line = change(log_transport.spoken("outcome-3.json", b"{}")).encode()  # type: ignore[operator]
+    line = change(log_transport.file_line("outcome-3.json", b"{}")).encode()  # type: ignore[operator]
     assert spoken(out, line + b"\n") == [line]
 
 
 def test_a_reader_that_is_gone_is_no_error() -> None:
     read, write = os.pipe()
     os.close(read)
-    Voice(write).say(["nobody", "listens"])
+    Output(write).write_lines(["nobody", "listens"])
     os.close(write)
 
 
 def test_a_reader_that_hangs_holds_up_only_for_so_long() -> None:
     code = (
-        "import os, sys; from paceline.launchers.node import output; output.DEAF_S = 1\n"
-        "output.Voice(sys.stdout.fileno()).say_last('x' * 1000 for _ in range(1000))"
+        "import os, sys; from paceline.launchers.node import agent; agent.READER_S = 1\n"
+        "agent.Output(sys.stdout.fileno()).write_last('x' * 1000 for _ in range(1000))"
     )
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     try:

@@ -14,7 +14,7 @@ from paceline.contract import may_be_lost
 from paceline.experiment.choices import Choice
 from paceline.experiment.serving import Serving
 from paceline.experiment.spec import RunSpec
-from paceline.launchers.node import controller_link
+from paceline.launchers.node import agent as node_agent
 from paceline.launchers.ssh import crew as _ssh_crew
 from paceline.launchers.ssh.crew import Crew
 from paceline.results import store
@@ -38,7 +38,7 @@ class Agent:
 
     def send(self, data: bytes) -> None:
         self.sent.append(data)
-        if data == controller_link.END + b"\n":
+        if data == node_agent.END + b"\n":
             self.code = 143
 
     def hang_up(self) -> None:
@@ -100,7 +100,7 @@ def test_a_job_of_replicas_goes_on_without_a_node(
     # Two of the four ranks that are left have ended: the others are not cut off.
     spoke(run_dir, make_outcome, 0, 4)
     crew.listen()
-    assert not any(controller_link.END + b"\n" in agent.sent for agent in agents)
+    assert not any(node_agent.END + b"\n" in agent.sent for agent in agents)
     spoke(run_dir, make_outcome, 1, 5)
     crew.listen()
     assert [agent.code for agent in agents] == [143, 255, 143]
@@ -135,7 +135,7 @@ def test_a_node_that_failed_just_before_rank_0_asked_is_expendable_after(
     # What the others were given to notice the loss themselves is over.
     monkeypatch.setattr(_ssh_crew, "NOTICE_S", -1.0)
     crew.listen()
-    assert not any(controller_link.END + b"\n" in agent.sent for agent in agents)
+    assert not any(node_agent.END + b"\n" in agent.sent for agent in agents)
     spoke(run_dir, make_outcome, 0, 1, 4, 5)
     crew.listen()
     assert (crew.state().status, crew.state().lost) == (None, (1,))

@@ -62,9 +62,7 @@ def test_a_replica_listens_at_the_interface_of_the_ranks(
     engine: Any, make: Any, monkeypatch: pytest.MonkeyPatch, nodes: int, host: str, golden: object
 ) -> None:
     """The one that is named, by an address that other hosts can reach; without a way to the first node too."""
-    monkeypatch.setattr(
-        "paceline.launchers.node.reachability.all_interfaces", lambda: {"eth1": ["fe80::1", "10.1.0.5"]}
-    )
+    monkeypatch.setattr("paceline.launchers.node.rendezvous.all_interfaces", lambda: {"eth1": ["fe80::1", "10.1.0.5"]})
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
     monkeypatch.setenv("MASTER_ADDR", "node-that-is-not-there")
     listening: list[str] = []
