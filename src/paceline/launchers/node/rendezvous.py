@@ -150,7 +150,7 @@ def _attend(member: Member, patience_s: float) -> str:
                 # A node that connected by loopback is on node 0's host and has its address.
                 return str(answer["go"]) if _is_loopback(own) else own
             where = f"{member.master} port {member.port}"
-            problem = f"the answer at {where} is not from node 0 of this run: another program listens there, or node 0 ended"
+            problem = f"another program than node 0 of this run listens at {where}, or node 0 has ended"
             if "stranger" in answer:
                 problem = f"node 0 of another run answers at {where}; choose another port for the launcher"
         if time.monotonic() > deadline:

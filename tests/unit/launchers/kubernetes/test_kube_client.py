@@ -122,7 +122,7 @@ def test_lists_are_asked_for_by_selector(cluster: Cluster, answers: Answers) -> 
     assert "fieldSelector=involvedObject.uid=u-1" in paths[1]
 
 
-UNKNOWN = "the cluster does not know these credentials (Unauthorized): log in again, or renew"
+UNKNOWN = "the cluster rejected these credentials (Unauthorized): log in again, or renew"
 REFUSALS: dict[str, tuple[tuple[int, Any], type[LaunchError], str]] = {
     "no permission": (
         status(403, 'jobs.batch is forbidden: User "u" cannot create resource "jobs"'),
@@ -140,7 +140,7 @@ REFUSALS: dict[str, tuple[tuple[int, Any], type[LaunchError], str]] = {
     "no such kind": (
         (404, b"404 page not found\n"),
         NotFound,
-        "the cluster knows no jobs of batch/v1",
+        "the cluster has no jobs of batch/v1",
     ),
     "taken": (status(409, 'jobs.batch "j" already exists'), AlreadyExists, "already exists"),
     "invalid": (

@@ -100,7 +100,7 @@ def test_a_run_of_replicas_goes_on_without_a_node(
     assert watched.state(pod(0), pod(1), pod(2)).running
     state = watched.state(pod(0), *pods, pod(2), failed=failed)
     assert (state.running, state.waiting, state.lost) == (True, None, (1,))
-    told = "node 1 (host-1) is gone; rank 0 goes on with the other replicas"
+    told = "node 1 (host-1) is gone; rank 0 continues with the other replicas"
     assert watched.notes == [(told, [each["metadata"]["name"] for each in pods])]
     # Two of the four ranks that are left have ended: the others are not cut off.
     spoke(run_dir, make_outcome, 0, 4)

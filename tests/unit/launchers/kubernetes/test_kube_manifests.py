@@ -246,18 +246,18 @@ def test_a_patch_adds_changes_and_removes() -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "an unknown option": ({"gpu": 1}, "'gpu' was given; accepted is kind, namespace"),
-    "a kind that does not exist": ({"kind": "pod"}, "kubernetes.kind: 'pod' was given; accepted is job, jobset"),
-    "a namespace that is none": ({"namespace": "My_Space"}, "kubernetes.namespace: 'My_Space'"),
-    "an amount without a unit that exists": ({"memory_limit": "64Q"}, "kubernetes.memory_limit: '64Q'"),
-    "more requested than allowed": ({"cpu_request": 20}, "kubernetes.cpu_request: 20"),
+    "an unknown option": ({"gpu": 1}, "got 'gpu', expected kind, namespace"),
+    "a kind that does not exist": ({"kind": "pod"}, "kubernetes.kind: got 'pod', expected job, jobset"),
+    "a namespace that is none": ({"namespace": "My_Space"}, "kubernetes.namespace: got 'My_Space'"),
+    "an amount without a unit that exists": ({"memory_limit": "64Q"}, "kubernetes.memory_limit: got '64Q'"),
+    "more requested than allowed": ({"cpu_request": 20}, "kubernetes.cpu_request: got 20"),
     "root": ({"user": 0}, "0 is root"),
     "tolerations that are no list": ({"tolerations": {"key": "x"}}, "a list of mappings"),
-    "a selector of numbers": ({"node_selector": {"gpus": 8}}, "a mapping of texts"),
-    "a variable that is none": ({"env": {"A B": "x"}}, "names of variables"),
+    "a selector of numbers": ({"node_selector": {"gpus": 8}}, "a mapping of names to text"),
+    "a variable that is none": ({"env": {"A B": "x"}}, "variable names"),
     "half a secret": ({"secret_env": {"HF_TOKEN": {"secret": "hub"}}}, "{secret: NAME, key: KEY}"),
-    "an image of two words": ({"image": "a b"}, "kubernetes.image: 'a b'"),
-    "no image": ({"image": None}, "kubernetes.image: None was given; accepted is the name of an image"),
+    "an image of two words": ({"image": "a b"}, "kubernetes.image: got 'a b'"),
+    "no image": ({"image": None}, "kubernetes.image: got None, expected the name of an image"),
 }
 
 
@@ -328,7 +328,7 @@ def test_a_plan_is_what_kubectl_would_be_given(
     found = list(yaml.safe_load_all(capsys.readouterr().out))
     assert [manifest["kind"] for manifest in found] == ["Job", "Service"] * 2, "the reference, then the run"
     assert cli.main(["plan", str(file), "--manifests", "--launcher", "local", "--set", "nodes=1"]) == 2
-    assert "--manifests: 'local' was given; accepted is" in capsys.readouterr().err
+    assert "--manifests: got 'local', expected" in capsys.readouterr().err
     for other in ("slurm", "ray", 'ssh:hosts=["a","b"]'):
         assert cli.main(["plan", str(file), "--manifests", "--launcher", other]) == 2
         said = capsys.readouterr()

@@ -254,7 +254,7 @@ def test_a_removal_says_whether_everything_is_gone(
     stuck = [{"metadata": {"name": "p", "labels": handle["name"]}, "status": {}}]
     monkeypatch.setattr(cluster, "pods", lambda _: stuck)
     assert kubernetes.cancel(handle) is False
-    assert "its pods did not go within 0 s" in (tmp_path / "log.txt").read_text()
+    assert "its pods did not end within 0 s" in (tmp_path / "log.txt").read_text()
     stuck[0]["status"] = {"conditions": [{"type": "DisruptionTarget", "status": "True"}]}
     assert kubernetes.cancel(handle) is True, "one on a lost node never says that it is gone"
     cluster.refusal = Unavailable("the API server does not answer")
@@ -289,7 +289,7 @@ def test_a_removal_that_is_not_possible_now_is_told_in_the_log(cluster: KnownClu
     cluster.refusal = Unavailable("the API server does not answer")
     kubernetes.cancel(handle)
     said = (tmp_path / "log.txt").read_text()
-    assert "does not answer; the job may be there still: kubectl delete jobs" in said
+    assert "does not answer; the job may still exist: kubectl delete jobs" in said
 
 
 def test_a_job_that_is_given_up_is_told_to_end_before_its_logs_are_closed(

@@ -62,12 +62,12 @@ ENDS: dict[str, tuple[Snapshot, Status | None, str | None]] = {
             pod(1, **EVICTED, conditions=disrupted("TerminationByKubelet", EVICTION)),
         ),
         Status.PREEMPTED,
-        f"pod {NAME}-1-abcde on node-1 was taken away: TerminationByKubelet ({EVICTION})",
+        f"pod {NAME}-1-abcde on node-1 was evicted: TerminationByKubelet ({EVICTION})",
     ),
     "evicted, before there was a condition for it": (
         sight(job(FAILED), pod(0, DONE), pod(1, **EVICTED)),
         Status.PREEMPTED,
-        f"pod {NAME}-1-abcde on node-1 was taken away: Evicted ({EVICTION})",
+        f"pod {NAME}-1-abcde on node-1 was evicted: Evicted ({EVICTION})",
     ),
     "evicted by its own fault: a full disk": (
         sight(job(FAILED), pod(1, phase="Failed", reason="Evicted", message=OVERDRAWN)),
@@ -77,27 +77,27 @@ ENDS: dict[str, tuple[Snapshot, Status | None, str | None]] = {
     "pre-empted, the pod gone already": (
         sight(job(POLICY), pod(0, RUNNING)),
         Status.PREEMPTED,
-        f"a pod of {NAME} was taken away: PodFailurePolicy ({POLICY['message']})",
+        f"a pod of {NAME} was evicted: PodFailurePolicy ({POLICY['message']})",
     ),
     "pre-empted, its Job not told yet": (
         sight(job(), pod(0, RUNNING), pod(1, RUNNING, conditions=disrupted("PreemptionByScheduler", "for another"))),
         Status.PREEMPTED,
-        f"pod {NAME}-1-abcde on node-1 was taken away: PreemptionByScheduler (for another)",
+        f"pod {NAME}-1-abcde on node-1 was evicted: PreemptionByScheduler (for another)",
     ),
     "its node does not answer, so it never ends": (
         sight(job(), pod(0, RUNNING), pod(1, RUNNING, conditions=disrupted("DeletionByTaintManager", "NoExecute"))),
         Status.PREEMPTED,
-        f"pod {NAME}-1-abcde on node-1 was taken away: DeletionByTaintManager (NoExecute)",
+        f"pod {NAME}-1-abcde on node-1 was evicted: DeletionByTaintManager (NoExecute)",
     ),
     "out of its memory limit": (
         sight(job(FAILED), pod(0, DONE), pod(1, {"terminated": {"exitCode": 137, "reason": "OOMKilled"}})),
         Status.OOM,
-        f"pod {NAME}-1-abcde on node-1 ran out of its memory limit: OOMKilled",
+        f"pod {NAME}-1-abcde on node-1 exceeded its memory limit: OOMKilled",
     ),
     "out of its time": (
         sight(job({"type": "Failed", "reason": "DeadlineExceeded", "message": "Job was active longer"})),
         Status.TIMEOUT,
-        f"the job {NAME} ran out of its time: DeadlineExceeded (Job was active longer)",
+        f"the job {NAME} exceeded its time limit: DeadlineExceeded (Job was active longer)",
     ),
     "refused by the kubelet": (
         sight(job(FAILED), pod(1, phase="Failed", reason="UnexpectedAdmissionError", message="no GPU left")),
