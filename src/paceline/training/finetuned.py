@@ -131,7 +131,7 @@ def prepare_compiler(checkpointing: str) -> None:
         torch._functorch.config.activation_memory_budget = 0.0
 
 
-def is_learned(name: str, tuning: Tuning) -> bool:
+def is_trainable(name: str, tuning: Tuning) -> bool:
     """Whether the parameter of this name learns."""
     return not tuning.has_adapters or ".lora_" in name
 
@@ -312,7 +312,7 @@ def _add_adapters(model: Any, tuning: Tuning, device: str) -> None:
     )
     peft.inject_adapter_in_model(config, model)
     for name, parameter in model.named_parameters():
-        if is_learned(name, tuning):
+        if is_trainable(name, tuning):
             parameter.data = parameter.data.to(device, torch.float32)
 
 

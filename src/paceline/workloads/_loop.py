@@ -1,4 +1,4 @@
-"""The timed loop: optimizer steps of a fixed global token count, recorded step by step without stopping the device."""
+"""The timed training loop: steps of a fixed global batch, recorded without stalling the device."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from paceline.training.data.packing import IGNORED_LABEL, RowCorpus
 from paceline.training.instruments import Clock, Stopwatch, reset_peak
 
 if TYPE_CHECKING:
-    from paceline.workloads._checkpoints import Keeper
+    from paceline.workloads._checkpoints import Checkpointer
 
-# The host may queue this many steps before it waits: enough to never starve the device, little enough to lose little.
+# Steps the host may queue before it waits: enough that the device never idles, few enough that a crash loses little.
 STEPS_AHEAD = 8
 
 
 @dataclass(frozen=True)
-class Pending:
-    """A step whose marks the device may not have passed yet."""
+class QueuedStep:
+    """A step that the host has queued and the device may not have finished."""
 
     step: int
     batch: StepBatch
@@ -40,7 +40,7 @@ class Pending:
 
 
 class Loop:
-    """Runs steps of one trainer on one rank; samples are handed over as soon as the device has passed them."""
+    """Trains on one rank and records each step as soon as the device has finished it."""
 
     def __init__(
         self,
@@ -55,50 +55,44 @@ class Loop:
     ) -> None:
         self.trainer, self.corpus, self.partition, self.seat = trainer, corpus, partition, seat
         self.clock, self.recorder, self.variant = clock, recorder, variant
-        self.pending: deque[Pending] = deque()
-        # Loss and gradient norm of every step land here by asynchronous copies, so that no step waits for a read.
+        self.pending: deque[QueuedStep] = deque()
+        # Loss and gradient norm of every step, filled by asynchronous copies so that no step waits for a read.
         self.scalars = torch.full((steps, 2), math.nan, pin_memory=seat.device == "cuda")
         self.normaliser: tuple[float, Tensor] | None = None
         self.window_began_at_s: float | None = None
 
-    def window(self, steps: range, reset_at: int | None = None, keeper: Keeper | None = None) -> float:
-        """Run and record `steps`, fenced by barriers; returns the host's wall time of the whole window.
+    def window(self, steps: range, reset_at: int | None = None, checkpoints: Checkpointer | None = None) -> float:
+        """Run and record `steps` between two barriers; returns the wall time of the window in seconds.
 
-        keeper: told where the window begins, and asked for checkpoints between steps, whose time is in no step.
+        reset_at: the step before which the peak memory counter is reset. checkpoints: writes between steps; that time
+        belongs to no step.
         """
         batches = prefetch(self.corpus, self.partition, steps)
         dist.barrier()
         self.clock.drain()
         begin, self.window_began_at_s = time.perf_counter(), time.time()
-        if keeper:
-            keeper.begin(steps.start)
+        if checkpoints:
+            checkpoints.begin(steps.start)
         for step in steps:
             if step == reset_at:
                 reset_peak(self.seat.device)
             self._step(step, batches)
-            if keeper and keeper.is_due(step + 1):
-                keeper.save(step + 1, self._close())
-            self._hand_over(self.clock)
-        wall_s = self._close() - begin
+            if checkpoints and checkpoints.is_due(step + 1):
+                checkpoints.save(step + 1, self._finish())
+            self._record_finished()
+        wall_s = self._finish() - begin
         dist.barrier()
         return wall_s
 
-    def _close(self) -> float:
-        """Let the device end the steps under way and record them all; when that was."""
-        last = self.clock.mark()
-        self.clock.drain()
-        ended_s = time.perf_counter()
-        self._hand_over(self.clock, last)
-        return ended_s
-
     def unrecorded(self, steps: range) -> None:
-        """Run steps that are watched by other means (bytes, profile) and never timed."""
+        """Run steps that are profiled or counted, and not timed."""
         batches = prefetch(self.corpus, self.partition, steps)
         for step in steps:
             self._step(step, batches)
         self.pending.clear()
 
     def _step(self, step: int, batches: Iterator[StepBatch]) -> None:
+        """Forward and backward for each micro batch, then one optimizer update."""
         stopwatch = Stopwatch(self.clock)
         self.recorder.progress(step, "data")
         began = time.perf_counter()
@@ -106,37 +100,48 @@ class Loop:
         data_wait_s = time.perf_counter() - began
         if batch.normaliser == 0:
             raise RequestError(
-                f"data: the global batch of step {step} is all padding, so nothing is learned from it; accepted is "
-                "data of which every step learns a token: remove the padding, or raise micro_batch or accumulation"
+                f"data: the global batch of step {step} is all padding, expected at least one token to learn per "
+                "step. Remove the padding, or raise micro_batch or accumulation."
             )
-        updates = self.trainer.updates
-        normaliser = self._normaliser(batch.normaliser)
+        # Filled on the device, and only when it changes: a copy from the host would wait for the queue.
+        if self.normaliser is None or self.normaliser[0] != batch.normaliser:
+            on_device = torch.full((), batch.normaliser, dtype=torch.float32, device=self.seat.torch_device)
+            self.normaliser = batch.normaliser, on_device
+        updates_before, on_gpu = self.trainer.updates, self.seat.device == "cuda"
         total: Tensor | None = None
-        for number, micro in enumerate(batch.micro_batches):
-            loss = self._micro_batch(step, micro, normaliser, number + 1 == len(batch.micro_batches), stopwatch)
-            total = loss if total is None else total + loss
+        for number, micro_batch in enumerate(batch.micro_batches):
+            last = number + 1 == len(batch.micro_batches)
+            tokens = torch.from_numpy(micro_batch)
+            if on_gpu:
+                pinned = tokens.pin_memory()
+                with stopwatch.phase("h2d"):
+                    tokens = pinned.to(self.seat.torch_device, non_blocking=True)
+            inputs, labels = self._inputs_and_labels(tokens)
+            self.recorder.progress(step, "forward")
+            with stopwatch.phase("forward"):
+                loss = self.trainer.forward(inputs, labels, self.normaliser[1], last)
+            self.recorder.progress(step, "backward")
+            with stopwatch.phase("backward"):
+                self.trainer.backward(loss, last)
+            total = loss.detach() if total is None else total + loss.detach()
         self.recorder.progress(step, "optimizer")
         with stopwatch.phase("optimizer"):
             norm = self.trainer.update()
         assert total is not None
-        # A rank whose share is all padding has no mean: its sum is 0, and so is its weight in the loss of the step.
-        self._keep(step, total * (batch.normaliser / max(batch.learned, 1)), norm)
-        copied = sum(micro.nbytes for micro in batch.micro_batches) if self.seat.device == "cuda" else None
-        counted = self.trainer.updates - updates
-        self.pending.append(Pending(step, batch, stopwatch, data_wait_s, counted, copied))
+        if step < len(self.scalars):
+            # A rank whose share is all padding has a loss of 0, and weight 0 in the loss of the step.
+            mean = total * (batch.normaliser / max(batch.learned, 1))
+            self.scalars[step, 0].copy_(mean, non_blocking=True)
+            if isinstance(norm, Tensor):
+                self.scalars[step, 1].copy_(norm, non_blocking=True)
+            elif norm is not None:
+                self.scalars[step, 1] = norm
+        copied = sum(micro_batch.nbytes for micro_batch in batch.micro_batches) if on_gpu else None
+        updates = self.trainer.updates - updates_before
+        self.pending.append(QueuedStep(step, batch, stopwatch, data_wait_s, updates, copied))
 
-    def _micro_batch(self, step: int, micro: Any, normaliser: Tensor, last: bool, stopwatch: Stopwatch) -> Tensor:
-        inputs, labels = self._split(self._to_device(micro, stopwatch))
-        self.recorder.progress(step, "forward")
-        with stopwatch.phase("forward"):
-            loss = self.trainer.forward(inputs, labels, normaliser, last)
-        self.recorder.progress(step, "backward")
-        with stopwatch.phase("backward"):
-            self.trainer.backward(loss, last)
-        return loss.detach()
-
-    def _split(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Token ids and the next ones; of rows, ids with their positions and the labels they carry."""
+    def _inputs_and_labels(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Token ids and the ids that follow them. Rows for fine-tuning carry positions and labels themselves."""
         if isinstance(self.corpus, RowCorpus):
             return tokens[:, :2], tokens[:, 2]
         labels = tokens[:, 1:]
@@ -144,68 +149,49 @@ class Loop:
             labels = labels.masked_fill(labels == self.corpus.pad, IGNORED_LABEL)
         return tokens[:, :-1], labels
 
-    def _to_device(self, micro: Any, stopwatch: Stopwatch) -> Tensor:
-        tokens = torch.from_numpy(micro)
-        if self.seat.device != "cuda":
-            return tokens
-        pinned = tokens.pin_memory()
-        with stopwatch.phase("h2d"):
-            return pinned.to(self.seat.torch_device, non_blocking=True)
+    def _finish(self) -> float:
+        """Wait for the device, record all pending steps, and return the time at which the device was done."""
+        last = self.clock.mark()
+        self.clock.drain()
+        ended_s = time.perf_counter()
+        self._record_finished(last)
+        return ended_s
 
-    def _normaliser(self, value: float) -> Tensor:
-        """Made anew only where it changes, and filled on the device: a copy from the host would wait for the queue."""
-        if self.normaliser is None or self.normaliser[0] != value:
-            filled = torch.full((), value, dtype=torch.float32, device=self.seat.torch_device)
-            self.normaliser = value, filled
-        return self.normaliser[1]
-
-    def _keep(self, step: int, loss: Tensor, norm: Tensor | float) -> None:
-        if step >= len(self.scalars):
-            return
-        self.scalars[step, 0].copy_(loss, non_blocking=True)
-        if isinstance(norm, Tensor):
-            self.scalars[step, 1].copy_(norm, non_blocking=True)
-        elif norm is not None:
-            self.scalars[step, 1] = norm
-
-    def _hand_over(self, clock: Clock, last: Any = None) -> None:
-        """Record every step that has ended, i.e. whose successor has begun (or all, when `last` closes the window)."""
+    def _record_finished(self, last: Any = None) -> None:
+        """Record every step whose successor has begun; all of them when `last` marks the end of the window."""
         while len(self.pending) > (0 if last is not None else 1):
             end = self.pending[1].stopwatch.start if len(self.pending) > 1 else last
-            if not clock.passed(end):
+            if not self.clock.passed(end):
                 if len(self.pending) <= STEPS_AHEAD:
                     return
                 end.synchronize()
-            self._record(self.pending.popleft(), end)
-
-    def _record(self, ended: Pending, end: Any) -> None:
-        loss, norm = (float(value) for value in self.scalars[ended.step])
-        # Only a loss scaler survives gradients that are not finite: it leaves the weights as they were.
-        updates = ended.updates if math.isfinite(norm) else 0
-        watch, batch = ended.stopwatch, ended.batch
-        self.recorder.add(
-            StepSample(
-                rank=self.seat.rank,
-                step=ended.step,
-                duration_s=self.clock.elapsed_s(watch.start, end),
-                data_wait_s=ended.data_wait_s,
-                h2d_s=watch.seconds("h2d"),
-                h2d_bytes=ended.h2d_bytes,
-                forward_s=watch.seconds("forward"),
-                backward_s=watch.seconds("backward"),
-                optimizer_s=watch.seconds("optimizer"),
-                tokens=batch.tokens,
-                samples=batch.samples,
-                micro_batches=len(batch.micro_batches),
-                updates=updates,
-                loss=loss,
-                grad_norm=norm if math.isfinite(norm) else None,
-                data_digest=batch.digest,
-                variant=self.variant,
-                positions=batch.positions,
-                label_tokens=batch.label_tokens,
-                attended_keys=batch.attended_keys,
+            queued = self.pending.popleft()
+            watch, batch = queued.stopwatch, queued.batch
+            loss, norm = (float(value) for value in self.scalars[queued.step])
+            self.recorder.add(
+                StepSample(
+                    rank=self.seat.rank,
+                    step=queued.step,
+                    duration_s=self.clock.elapsed_s(watch.start, end),
+                    data_wait_s=queued.data_wait_s,
+                    h2d_s=watch.seconds("h2d"),
+                    h2d_bytes=queued.h2d_bytes,
+                    forward_s=watch.seconds("forward"),
+                    backward_s=watch.seconds("backward"),
+                    optimizer_s=watch.seconds("optimizer"),
+                    tokens=batch.tokens,
+                    samples=batch.samples,
+                    micro_batches=len(batch.micro_batches),
+                    # A loss scaler skips the update when gradients are not finite.
+                    updates=queued.updates if math.isfinite(norm) else 0,
+                    loss=loss,
+                    grad_norm=norm if math.isfinite(norm) else None,
+                    data_digest=batch.digest,
+                    variant=self.variant,
+                    positions=batch.positions,
+                    label_tokens=batch.label_tokens,
+                    attended_keys=batch.attended_keys,
+                )
             )
-        )
-        if not math.isfinite(loss):
-            raise InvalidRunError(f"the loss is {loss} at step {ended.step}")
+            if not math.isfinite(loss):
+                raise InvalidRunError(f"the loss is {loss} at step {queued.step}")

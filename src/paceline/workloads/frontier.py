@@ -1,4 +1,4 @@
-"""The largest micro batch that fits: probes in processes of their own, real out-of-memory caught, then bisected."""
+"""Largest micro batch that fits in memory, found by bisection with real out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ TRAITS = Traits(trains=True, measures_memory=True, probes_limit=True)
 
 @dataclass(frozen=True)
 class Options:
-    """most: the largest micro batch to try. limit_gib: memory each process may use; on a GPU of the device's, on a CPU
-    beyond what it holds at its start. Without it a GPU is filled, and a CPU process gets its share of half of what is
-    free."""
+    """most: the largest micro batch to try. limit_gib: memory each process may use: of the GPU, or on a CPU on top of
+    what the process uses at its start. By default, all of the GPU; on a CPU, an equal share of half the free memory."""
 
     most: int = 1024
     limit_gib: float | None = None
@@ -40,20 +39,20 @@ def check(spec: RunSpec) -> str | None:
 
 
 def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
-    """One probe. Running out of memory is its result as much as running through."""
+    """Run one probe, which either completes or runs out of memory: both are results."""
     chosen = parse_options(Options, spec.workload)
     capacity = allowed_bytes(chosen.limit_gib, seat.device, spec.topology.processes_per_node)
     recorder.add(capacity_sample(spec, seat, capacity))
-    with memory.Prediction.asked(spec, seat, recorder, capacity, chosen.most) as prediction:
+    with memory.Prediction.requested(spec, seat, recorder, capacity, chosen.most) as prediction:
         confine(chosen.limit_gib, capacity, seat.device)
         memory.observe(spec, seat, recorder, prediction)
 
 
 def follow(spec: RunSpec, records: Sequence[RunRecord]) -> RunSpec | None:
-    """The next probe: the predicted largest micro batch first, then outwards from it, then between the two nearest.
+    """The next probe, or None when the search is over.
 
-    None when a micro batch that ran and the next one that did not are known, when `most` ran, when not even 1 did, or
-    when a probe ended in any other way: what it would have shown is not known.
+    The predicted largest micro batch comes first, then sizes further and further from it, then bisection. The search
+    ends when the limit is known, when `most` fits, when not even 1 fits, or when a probe fails for another reason.
     """
     if any(record.status not in (Status.OK, Status.OOM) for record in records):
         return None
@@ -72,9 +71,9 @@ def predicted_largest(records: Sequence[RunRecord], most: int) -> int | None:
 
 
 def next_probe(ended: Mapping[int, Status], guess: int | None, most: int) -> int | None:
-    """The micro batch to try between the largest that ran and the smallest that did not; None when they are neighbours.
+    """The micro batch to try between the largest that ran and the smallest that did not; None if they are adjacent.
 
-    Around a guess the distance grows with every probe on the same side; without one the micro batch doubles.
+    Around a guess the distance grows with every probe on the same side. Without a guess the micro batch doubles.
     """
     low = max((size for size, status in ended.items() if status is Status.OK), default=0)
     high = min((size for size, status in ended.items() if status is Status.OOM), default=most + 1)
@@ -93,5 +92,5 @@ def next_probe(ended: Mapping[int, Status], guess: int | None, most: int) -> int
 
 
 def _stride(guess: int, missed_by: int) -> int:
-    """A guess is mostly right, so its neighbour is next; after that it is wrong by some share of itself."""
+    """Distance to the next probe: 1 after an exact guess, otherwise at least the error and a twelfth of the guess."""
     return max(missed_by, guess // 12, 1) if missed_by else 1

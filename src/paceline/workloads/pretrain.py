@@ -1,4 +1,4 @@
-"""Training from scratch: optimizer steps of a fixed global token count under one strategy."""
+"""Pretraining: optimizer steps from scratch, with a fixed global batch, under one strategy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from paceline.training.instruments import Weights
-    from paceline.workloads._checkpoints import Keeper
+    from paceline.workloads._checkpoints import Checkpointer
     from paceline.workloads._loop import Loop
 
 TRAITS = Traits(trains=True, certified=True)
@@ -32,18 +32,10 @@ AUDITED_STEPS = 1
 PROFILED_STEPS = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """The weights at one moment: those that learn, and those that do not (None where all learn)."""
-
-    learned: Weights
-    frozen: Weights | None
-
-
 @dataclass(frozen=True)
 class Options:
-    """limit_gib: memory each process may use, of the GPU or beyond what a CPU process holds at its start; more is
-    refused as a smaller device would refuse it. Without it the device is the limit."""
+    """limit_gib: memory each process may use: of the GPU, or on a CPU on top of what the process uses at its start.
+    Allocations beyond it fail as on a smaller device. Without it the device is the limit."""
 
     limit_gib: float | None = None
 
@@ -63,11 +55,12 @@ def check(spec: RunSpec) -> str | None:
         return f"the reference decoder has no {part}, which {spec.model} needs"
     if shape.positions == "learned" and spec.training.sequence_length > shape.context:
         length = spec.training.sequence_length
-        return f"{spec.model} knows {shape.context} positions, fewer than the sequence length {length}"
+        return f"{spec.model} has {shape.context} positions, fewer than the sequence length {length}"
     return None
 
 
 def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
+    """Wrap the model, run the timed window, then profile and count bytes on extra steps."""
     from paceline.training.data.corpus import Partition, facts_of, open_data
     from paceline.training.instruments import clock_for, read_memory, release_unused
     from paceline.workloads._loop import Loop
@@ -76,38 +69,40 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
     corpus = open_data(spec, load_shape(spec.model).vocab)
     recorder.progress(0, "setup")
     with attention_backends(seat.device):
-        # What watches after the window is ours, so it is not held to the limit.
-        with limited(spec, seat, recorder):
+        # The limit applies to training only, not to the instruments that run after the window.
+        with memory_limited(spec, seat, recorder):
             trainer: Trainer = load("strategies", spec.strategy.name).wrap(spec, seat)
-            start = read_standing(spec, trainer)
+            start = digest_weights(spec, trainer)
             release_unused(seat.device)
             recorder.add(read_memory(seat.rank, "setup", seat.device, peak=False))
             partition = Partition.of(spec, seat.rank)
             loop = Loop(trainer, corpus, partition, seat, clock_for(seat.device), recorder, spec.steps)
-            keeper = keeper_of(spec, seat, trainer, recorder, start)
-            first = keeper.resume() if keeper else 0
+            checkpoints: Checkpointer | None = None
+            if spec.max_restarts or spec.checkpoint_every is not None:
+                from paceline.workloads._checkpoints import Checkpointer
+
+                checkpoints = Checkpointer(spec, seat, trainer, recorder, start.trainable)
+            first = checkpoints.resume() if checkpoints else 0
             reset_at = min(first + spec.warmup.minimum, spec.steps - 1)
-            wall_s = loop.window(range(first, spec.steps), reset_at, keeper)
+            wall_s = loop.window(range(first, spec.steps), reset_at, checkpoints)
             recorder.add(read_memory(seat.rank, "steps", seat.device, peak=True))
-            found = evidence(spec, seat, trainer, start, wall_s, facts_of(corpus), loop.window_began_at_s)
-            recorder.conclude(_with_end(found, start, read_standing(spec, trainer) if start.frozen else None))
-        watch_after_window(spec, seat, loop, recorder)
-    if keeper:
-        keeper.remove()
-
-
-def keeper_of(spec: RunSpec, seat: Seat, trainer: Trainer, recorder: Recorder, start: Standing) -> Keeper | None:
-    """None for a run that goes through in one piece or not at all."""
-    if not spec.max_restarts and spec.checkpoint_every is None:
-        return None
-    from paceline.workloads._checkpoints import Keeper
-
-    return Keeper(spec, seat, trainer, recorder, start.learned)
+            observed = evidence(spec, seat, trainer, start, wall_s, facts_of(corpus), loop.window_began_at_s)
+            if start.frozen:
+                # Adapters start with no effect and change little in a few steps: compare digests to see that they did.
+                end = digest_weights(spec, trainer)
+                assert end.frozen is not None
+                before, after = start.trainable.by_name, end.trainable.by_name
+                unmoved = tuple(name for name, digest in before.items() if after[name] == digest)
+                observed = dataclasses.replace(observed, unmoved=unmoved, final_frozen_digest=end.frozen.digest)
+            recorder.conclude(observed)
+        observe_extra_steps(spec, seat, loop, recorder)
+    if checkpoints:
+        checkpoints.remove()
 
 
 @contextlib.contextmanager
-def limited(spec: RunSpec, seat: Seat, recorder: Recorder) -> Iterator[None]:
-    """Hold the process to the memory that was asked for, and record it; nothing where none was."""
+def memory_limited(spec: RunSpec, seat: Seat, recorder: Recorder) -> Iterator[None]:
+    """Enforce and record the option limit_gib; does nothing without it."""
     chosen = parse_options(Options, spec.workload)
     if chosen.limit_gib is None:
         yield
@@ -122,15 +117,16 @@ def limited(spec: RunSpec, seat: Seat, recorder: Recorder) -> Iterator[None]:
 
 
 def capacity_sample(spec: RunSpec, seat: Seat, capacity: int) -> ComponentSample:
+    """The memory this rank may use, as a sample."""
     return ComponentSample(
         rank=seat.rank, component="capacity", source="held", bytes=capacity, micro_batch=spec.training.micro_batch
     )
 
 
-def watch_after_window(spec: RunSpec, seat: Seat, loop: Loop, recorder: Recorder) -> None:
-    """Profile, then count bytes, on steps of their own: watching slows a step and must not be inside the clock.
+def observe_extra_steps(spec: RunSpec, seat: Seat, loop: Loop, recorder: Recorder) -> None:
+    """Profile steps, then count wire bytes, after the timed window because both slow a step down.
 
-    Counting comes last because compiled code falls back to plain operators under a dispatch mode, and may stay there.
+    Counting comes last: under its dispatch mode compiled code falls back to plain operators, and may stay there.
     """
     from paceline.training.instruments import WireCounter
     from paceline.training.step_profile import Profile
@@ -149,53 +145,53 @@ def watch_after_window(spec: RunSpec, seat: Seat, loop: Loop, recorder: Recorder
         recorder.add(sample)
 
 
-def read_standing(spec: RunSpec, trainer: Trainer) -> Standing:
-    """Digests of the weights as the strategy holds them, sharded ones gathered; called on every rank."""
+@dataclass(frozen=True, slots=True)
+class WeightDigests:
+    """Digests of all weights at one moment: trainable ones, and frozen ones (None if all are trainable)."""
+
+    trainable: Weights
+    frozen: Weights | None
+
+
+def digest_weights(spec: RunSpec, trainer: Trainer) -> WeightDigests:
+    """Digests of the whole weights, gathered from shards where necessary; called on every rank."""
     from paceline.training.instruments import digest_parameters
 
-    if spec.tuning is None or not spec.tuning.has_adapters:
-        return Standing(digest_parameters(trainer.full_parameters()), None)
-    from paceline.training.finetuned import is_learned
-
-    def kept(learned: bool) -> Iterator[tuple[str, Tensor]]:
-        whole = trainer.full_parameters()
-        return ((name, value) for name, value in whole if is_learned(name, tuning) is learned)
-
     tuning = spec.tuning
-    return Standing(digest_parameters(kept(True)), digest_parameters(kept(False)))
+    if tuning is None or not tuning.has_adapters:
+        return WeightDigests(digest_parameters(trainer.full_parameters()), None)
+    from paceline.training.finetuned import is_trainable
 
+    def selected(trainable: bool) -> Iterator[tuple[str, Tensor]]:
+        weights = trainer.full_parameters()
+        return ((name, value) for name, value in weights if is_trainable(name, tuning) is trainable)
 
-def _with_end(found: Evidence, start: Standing, end: Standing | None) -> Evidence:
-    """Adapters begin without effect and learn little in a few steps: that they moved at all is read, not inferred."""
-    if end is None or end.frozen is None or start.frozen is None:
-        return found
-    still = [name for name, digest in start.learned.by_name.items() if end.learned.by_name[name] == digest]
-    return dataclasses.replace(found, unmoved=tuple(still), final_frozen_digest=end.frozen.digest)
+    return WeightDigests(digest_parameters(selected(True)), digest_parameters(selected(False)))
 
 
 def evidence(
     spec: RunSpec,
     seat: Seat,
     trainer: Trainer,
-    start: Standing,
+    start: WeightDigests,
     wall_s: float,
-    facts: Mapping[str, Scalar] | None = None,
+    data_facts: Mapping[str, Scalar] | None = None,
     began_at_s: float | None = None,
 ) -> Evidence:
-    """facts are the data's: what was read, beyond what the spec says."""
+    """What the certificate checks: initial weights, dtypes, optimizer and settings as they really were."""
     from paceline.host.machine import debug_switches, neighbours
 
     dtypes, optimizer, settings = trainer.declare()
-    starting: dict[str, Scalar] = {"shared_gpu": True} if placement.shares_gpu(os.environ) else {}
-    starting |= {"started": "forked"} if placement.FORKED in os.environ else {}
+    launch: dict[str, Scalar] = {"shared_gpu": True} if placement.shares_gpu(os.environ) else {}
+    launch |= {"started": "forked"} if placement.FORKED in os.environ else {}
     return Evidence(
-        init_digest=start.learned.digest,
-        init_digests=start.learned.by_name,
-        parameters=start.learned.count,
+        init_digest=start.trainable.digest,
+        init_digests=start.trainable.by_name,
+        parameters=start.trainable.count,
         frozen_digest=start.frozen.digest if start.frozen else None,
         dtypes=dtypes,
         optimizer=optimizer,
-        settings={**settings, **(facts or {}), **starting},
+        settings={**settings, **(data_facts or {}), **launch},
         switches=debug_switches(os.environ),
         neighbours=neighbours(seat.local_rank) if seat.device == "cuda" else None,
         window_wall_s=wall_s,

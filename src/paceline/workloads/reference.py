@@ -1,4 +1,4 @@
-"""The one-process trajectory of a group: the plain loop over the same global batches, and re-seeded copies of it."""
+"""Reference run: one process trains on the same global batches; certificates compare losses with it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ TRAITS = Traits(trains=True)
 
 @dataclass(frozen=True)
 class Options:
-    """variants: trajectories to compute. All but the first re-seed what must not matter: the order of sequences inside
-    each global batch and the rounding to 16 bit of the initial weights that learn. Their spread is the certificate's
+    """variants: loss trajectories to compute. All but the first re-seed what must not matter: the order of sequences in
+    each global batch, and the rounding of trainable initial weights to 16 bit. Their spread is the certificate's
     tolerance."""
 
     variants: int = 1
@@ -24,7 +24,7 @@ class Options:
 def check(spec: RunSpec) -> str | None:
     parse_options(Options, spec.workload)
     if spec.topology.world_size != 1:
-        return "a reference is computed by one process"
+        return "a reference run uses one process"
     return None
 
 
@@ -32,7 +32,7 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
     from paceline.training.data.corpus import Partition, facts_of, open_data
     from paceline.training.instruments import attention_backends, clock_for, release_unused
     from paceline.workloads._loop import Loop
-    from paceline.workloads.pretrain import evidence, read_standing
+    from paceline.workloads.pretrain import digest_weights, evidence
 
     corpus = open_data(spec, load_shape(spec.model).vocab)
     single = load("strategies", "single")
@@ -40,12 +40,12 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
         recorder.progress(0, f"setup of variant {variant}")
         with attention_backends(seat.device):
             trainer = single.wrap(spec, seat, reseed=variant)
-            start = read_standing(spec, trainer) if variant == 0 else None
+            start = digest_weights(spec, trainer) if variant == 0 else None
             partition = Partition.of(spec, seat.rank, shuffle=variant)
             loop = Loop(trainer, corpus, partition, seat, clock_for(seat.device), recorder, spec.steps, variant)
             wall_s = loop.window(range(spec.steps))
         if start is not None:
             recorder.conclude(evidence(spec, seat, trainer, start, wall_s, facts_of(corpus)))
-        # A trainer and its optimizer refer to each other: collected now, the next variant finds the device empty.
+        # A trainer and its optimizer refer to each other: collect them now to free the device for the next variant.
         del trainer, loop
         release_unused(seat.device)

@@ -1,7 +1,7 @@
-"""A ledger of live tensor memory: every storage from the operator that made it to its end, and the highest sum.
+"""A ledger of live tensor memory: the sum over all storages from creation to release, and its peak.
 
-On a CPU it is what an allocator's counter is on a GPU. Over fake tensors it tells what real ones would hold. It sees
-the results of operators; memory that a kernel takes and gives back inside one operator is not seen.
+On a CPU it replaces the allocator's counter of a GPU. With fake tensors it shows what real ones would use. It sees the
+results of operators, and not memory that a kernel allocates and frees inside one operator.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# How long nothing may end before the sum is believed, and the longest that is waited for that.
+# The sum is accepted once nothing was freed for QUIET_S; the longest wait for that.
 QUIET_S = 0.1
 LONGEST_WAIT_S = 5.0
 
 
 class Ledger(TorchDispatchMode):
-    """Counts from the moment it is entered; what existed before is not in it.
+    """Counts storages that are created while it is entered, not those from before.
 
-    granule rounds every storage up, as an allocator does that hands out whole blocks. yield_s: so long a sum that would
-    be a new peak waits for other threads to let go of what they no longer use (see `settled_bytes`).
+    granule: storages are rounded up to it, as by an allocator with fixed block sizes. yield_s: time to wait before a
+    new peak is accepted, so that other threads can free what they no longer use (see `settled_bytes`).
     """
 
     def __init__(self, granule: int = 1, yield_s: float = 0.0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.granule, self.yield_s = granule, yield_s
         self.live_bytes = self.peak_bytes = 0
-        self._looks_away = False
+        self._is_paused = False
         self._entries: dict[int, tuple[weakref.ref[Any], int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
-            # The shards inside come by again as plain tensors.
+            # Its shards arrive here again, as plain tensors.
             return NotImplemented
-        if self._looks_away:
+        if self._is_paused:
             return func(*args, **(kwargs or {}))
         result = self.perform(func, args, kwargs or {})
         for leaf in tree_leaves(result):
@@ -53,28 +53,28 @@ class Ledger(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def enter(self, tensor: torch.Tensor) -> None:
-        """Write a tensor's storage down, unless it is there already."""
+        """Add a tensor's storage, unless it is known already."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._entries:
-            self._write(key, weakref.ref(storage, lambda _: self._strike(key)), storage.nbytes())
+            self._write(key, weakref.ref(storage, lambda _: self._remove(key)), storage.nbytes())
 
     def is_new(self, leaf: object) -> bool:
-        """Whether this is a tensor whose storage is not written down yet."""
+        """Whether this is a tensor whose storage is not known yet."""
         return isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in self._entries
 
     def touch(self, size_bytes: int) -> None:
-        """Memory that an operator held only while it ran."""
+        """Account for memory that an operator used only while it ran."""
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + self._whole(size_bytes))
 
     def reset_peak(self) -> None:
         self.peak_bytes = self.live_bytes
 
     def settled_bytes(self) -> int:
-        """Live bytes once nothing has ended for a while.
+        """Live bytes once nothing has been freed for QUIET_S.
 
-        gloo's threads tell that a collective is done before they let go of its buffers, and need the interpreter for
-        that: a sum read at once after a wait now and then still holds a bucket that nobody uses any more.
+        gloo's threads report a collective as done before they free its buffers, and need the interpreter lock for
+        that. A sum read directly after a wait may still contain a bucket that nobody uses any more.
         """
         deadline = time.monotonic() + LONGEST_WAIT_S
         seen, since = self.live_bytes, time.monotonic()
@@ -92,7 +92,7 @@ class Ledger(TorchDispatchMode):
             time.sleep(self.yield_s)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
-    def _strike(self, key: int) -> None:
+    def _remove(self, key: int) -> None:
         _, size = self._entries.pop(key)
         self.live_bytes -= size
 
@@ -101,8 +101,8 @@ class Ledger(TorchDispatchMode):
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[Ledger]:
-        """Enter the ledger, with an eye on storages that are resized in place, which no operator tells (FSDP2), and
-        without one for the shadows of whole tensors on which DTensor works out shapes: they hold no memory."""
+        """Enter the ledger. It also sees storages that FSDP2 resizes in place, which no operator reports, and ignores
+        the tensors on which DTensor derives shapes, which have no memory."""
         resize = torch.UntypedStorage.resize_
         derive_shapes = ShardingPropagator._propagate_tensor_meta_non_cached
 
@@ -110,19 +110,19 @@ class Ledger(TorchDispatchMode):
             done = resize(storage, size)
             if storage._cdata in self._entries:
                 reference, _ = self._entries[storage._cdata]
-                self._strike(storage._cdata)
+                self._remove(storage._cdata)
                 self._write(storage._cdata, reference, size)
             return done
 
-        def unseen(*args: Any, **kwargs: Any) -> Any:
-            before, self._looks_away = self._looks_away, True
+        def paused(*args: Any, **kwargs: Any) -> Any:
+            before, self._is_paused = self._is_paused, True
             try:
                 return derive_shapes(*args, **kwargs)
             finally:
-                self._looks_away = before
+                self._is_paused = before
 
         torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
-        ShardingPropagator._propagate_tensor_meta_non_cached = unseen  # type: ignore[method-assign]
+        ShardingPropagator._propagate_tensor_meta_non_cached = paused  # type: ignore[method-assign]
         try:
             with self:
                 yield self

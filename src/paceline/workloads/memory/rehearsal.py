@@ -1,11 +1,10 @@
-"""A rehearsal: the strategy itself, wrapped and stepped on fake tensors, tells what real ones would hold.
+"""Memory prediction: runs the strategy itself on fake tensors and counts what real ones would use.
 
-Nothing is modelled by formula: DDP's buckets, FSDP2's gathered units, DeepSpeed's flat partitions and the tensors that
-autograd saves come from the same code that runs for real. Fake tensors have shapes and no memory, the process group is
-fake as well, and a ledger keeps the count. It lives here and not in a package of its own because it calls strategies,
-which only their peers on this level may do, by `plugins.load`.
+No formula is involved: DDP's buckets, FSDP2's gathered units, DeepSpeed's flat partitions and the tensors that autograd
+saves come from the code that also runs for real. Fake tensors have shapes and no memory, the process group is fake as
+well, and a ledger keeps count.
 
-It needs a process to itself: it opens a process group of its own, and replaces what fake tensors cannot do.
+It needs its own process, because it opens a process group and patches what fake tensors cannot do.
 """
 
 from __future__ import annotations
@@ -26,26 +25,25 @@ import paceline.training.decoder
 from paceline.contract import Seat, Trainer
 from paceline.experiment.plugins import load
 from paceline.experiment.spec import RunSpec
-from paceline.results.memory_components import Held, components, largest_fitting
+from paceline.results.memory_components import components, largest_fitting
 from paceline.workloads.memory.ledger import Ledger
-from paceline.workloads.memory.watch import Watched
+from paceline.workloads.memory.memory_trace import TracedTrainer
 
-# Fewer micro batches than these would not show gradients that wait for the next one; more show nothing new.
+# With fewer micro batches, accumulated gradients would not show; more would show nothing new.
 MICRO_BATCHES = 2
-# Steps before the one that counts: the first makes the optimizer's state, DeepSpeed learns its order of layers.
+# Steps before the counted one: they create the optimizer's state, and DeepSpeed records the order of layers.
 STEPS_BEFORE = 1
-# CUDA's caching allocator hands out blocks of this size (kMinBlockSize in c10/cuda/CUDACachingAllocator).
+# Block size of CUDA's caching allocator (kMinBlockSize in c10/cuda/CUDACachingAllocator).
 CUDA_BLOCK_BYTES = 512
-# How often a search for the largest fitting micro batch refines its guess.
+# How often the search for the largest fitting micro batch refines its guess.
 REFINEMENTS = 3
 
 
 @dataclass(frozen=True)
 class Question:
-    """One rehearsal. capacity_bytes asks also for peaks around the largest micro batch up to `most` that fits it.
+    """One rehearsal. capacity_bytes: also predict peaks around the largest micro batch, up to `most`, that fits.
 
-    falling: other batches (sequences, their length) to rehearse one after the other until one, or the spec's own, fits
-    goal_bytes.
+    falling: other batches (sequences, their length) to rehearse in order until one, or the spec's own, fits goal_bytes.
     """
 
     spec: RunSpec
@@ -58,8 +56,8 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """components of the spec's own micro batch, the peak of each micro batch that was rehearsed at the spec's own
-    sequence length, and of each of the falling batches."""
+    """components: those of the spec's own micro batch. peaks: by rehearsed micro batch, at the spec's sequence length.
+    falling: peaks of the falling batches."""
 
     components: dict[str, int | None]
     peaks: dict[int, int]
@@ -67,7 +65,7 @@ class Answer:
 
 
 def rehearse(question: Question) -> Answer:
-    """Called in a fresh process (see the module's docstring)."""
+    """Predict memory; must be called in a fresh process."""
     spec = question.spec
     stage = Stage(spec, question.workspace_bytes)
     own = spec.training.micro_batch
@@ -75,7 +73,13 @@ def rehearse(question: Question) -> Answer:
         answer = stage.step(own)
         peaks = {own: _known(answer["peak"])}
         if question.capacity_bytes is not None:
-            _search(stage, peaks, question.capacity_bytes, question.most)
+            # Add peaks until the guess of the largest fitting micro batch has itself been rehearsed.
+            guess: int | None = 2 if 1 in peaks else 1
+            for _ in range(1 + REFINEMENTS):
+                if guess is None or guess < 1 or guess in peaks:
+                    break
+                peaks[guess] = _known(stage.step(guess)["peak"])
+                guess = largest_fitting(peaks, question.capacity_bytes, question.most)
         falling: dict[tuple[int, int], int] = {}
         for batch in question.falling:
             if min((peaks[own], *falling.values())) <= question.goal_bytes:
@@ -89,18 +93,8 @@ def _known(value: int | None) -> int:
     return value
 
 
-def _search(stage: Stage, peaks: dict[int, int], capacity_bytes: int, most: int) -> None:
-    """Add peaks of other micro batches until the guess of the largest fitting one was rehearsed itself."""
-    guess: int | None = 2 if 1 in peaks else 1
-    for _ in range(1 + REFINEMENTS):
-        if guess is None or guess < 1 or guess in peaks:
-            return
-        peaks[guess] = _known(stage.step(guess)["peak"])
-        guess = largest_fitting(peaks, capacity_bytes, most)
-
-
 class Stage:
-    """A trainer on fake tensors, and steps of it with any micro batch."""
+    """A trainer on fake tensors that runs steps of any micro batch."""
 
     def __init__(self, spec: RunSpec, workspace_bytes: int) -> None:
         accumulation = min(spec.training.accumulation, MICRO_BATCHES)
@@ -125,7 +119,7 @@ class Stage:
         seat = Seat(rank=0, local_rank=0, world_size=size, device="cpu")
         with contextlib.ExitStack() as stack:
             fake = FakeTensorMode(allow_non_fake_inputs=True)
-            for context in (stand_ins(self.spec, self.on_gpu), attention_backends("cpu"), fake, self.ledger.counting()):
+            for context in (patched(self.spec, self.on_gpu), attention_backends("cpu"), fake, self.ledger.counting()):
                 stack.enter_context(context)
             self.trainer = load("strategies", self.spec.strategy.name).wrap(self.spec, seat)
             for _ in range(STEPS_BEFORE):
@@ -133,17 +127,16 @@ class Stage:
             yield
 
     def step(self, micro_batch: int, sequence_length: int | None = None) -> dict[str, int | None]:
-        """Components of one steady step; its sequences are as long as the spec's unless said."""
+        """Memory components of one step after the first; sequences are as long as the spec's by default."""
         assert self.trainer is not None
         moments: dict[str, int | None] = {}
 
         def read(moment: str) -> None:
             moments[moment] = self.ledger.live_bytes + self.workspace_bytes
 
-        watched = Watched(self.trainer, 0, read, self.ledger.reset_peak)
-        self._run(watched, micro_batch, sequence_length or self.spec.training.sequence_length)
-        held: Held | None = watched.held
-        return components(moments, self.ledger.peak_bytes + self.workspace_bytes, held)
+        traced = TracedTrainer(self.trainer, 0, read, self.ledger.reset_peak)
+        self._run(traced, micro_batch, sequence_length or self.spec.training.sequence_length)
+        return components(moments, self.ledger.peak_bytes + self.workspace_bytes, traced.held)
 
     def _run(self, trainer: Trainer, micro_batch: int, sequence_length: int) -> None:
         training = self.spec.training
@@ -156,7 +149,7 @@ class Stage:
         trainer.update()
 
     def _batch(self, micro_batch: int, sequence_length: int) -> tuple[Tensor, Tensor]:
-        """Inputs and labels as the loop hands them over, as views of one tensor: tuned runs read positions too."""
+        """Inputs and labels as the loop passes them: views of one tensor; fine-tuning also reads positions."""
         if self.spec.tuning is not None:
             batch = torch.zeros(micro_batch, 3, sequence_length, dtype=torch.int64)
             return batch[:, :2], batch[:, 2]
@@ -165,9 +158,9 @@ class Stage:
 
 
 class FakeLedger(Ledger):  # type: ignore[no-untyped-call]
-    """A ledger over fake tensors, which have no values: whoever asks for one (a norm, an overflow) is told 0.
+    """A ledger for fake tensors. They have no values: code that reads one (a norm, an overflow flag) gets 0.
 
-    Memory that a kernel or a collective of the real device takes while it runs is added from a table.
+    Memory that a real kernel or collective uses while it runs is added from a table.
     """
 
     def __init__(self, *, on_gpu: bool) -> None:
@@ -179,20 +172,20 @@ class FakeLedger(Ledger):  # type: ignore[no-untyped-call]
             return 0.0 if args[0].dtype.is_floating_point else 0
         result = func(*args, **kwargs)
         if func in self.workspaces:
-            # Beside the results, which the kernel writes while it holds its workspace.
+            # On top of the results, which the kernel writes while it uses its workspace.
             written = sum(leaf.untyped_storage().nbytes() for leaf in tree_leaves(result) if self.is_new(leaf))
             self.touch(self.workspaces[func](args) + written)
         return result
 
 
 def _fp32_query(args: Any) -> int:
-    """cuDNN and flash attention add the query's gradient up in fp32, in a buffer of the kernel's own."""
+    """cuDNN and flash attention accumulate the query's gradient in an internal fp32 buffer."""
     query = args[1]
     return int(query.numel()) * 4
 
 
 def _reduced_copy(args: Any) -> int:
-    """gloo scatters from a whole copy of its input, which it reduces as in an all-reduce; NCCL needs none."""
+    """gloo's reduce-scatter all-reduces a whole copy of its input; NCCL needs no copy."""
     return int(args[1].numel()) * int(args[1].element_size())
 
 
@@ -203,12 +196,9 @@ _GPU_WORKSPACES = {
 }
 
 
-# --- what is replaced ----------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
-def stand_ins(spec: RunSpec, on_gpu: bool) -> Iterator[None]:
-    """Replace what needs values, a real network or a GPU by something that holds the same memory."""
+def patched(spec: RunSpec, on_gpu: bool) -> Iterator[None]:
+    """Replace what needs values, a real network or a GPU with something that uses the same memory."""
     import torch.distributed.device_mesh as device_mesh
     import torch.nn.parallel as parallel
     import torch.nn.parallel.distributed as data_parallel
@@ -218,7 +208,7 @@ def stand_ins(spec: RunSpec, on_gpu: bool) -> Iterator[None]:
     def mesh(*args: Any, **kwargs: Any) -> Any:
         from torch.utils._python_dispatch import _disable_current_modes
 
-        # A mesh looks its own rank up by value.
+        # A mesh looks up its own rank by value.
         with _disable_current_modes():
             return real_mesh(*args, **kwargs)
 
@@ -232,7 +222,7 @@ def stand_ins(spec: RunSpec, on_gpu: bool) -> Iterator[None]:
         put(data_parallel, "_verify_param_shape_across_processes", lambda *_, **__: None)
         put(data_parallel, "_sync_module_states", lambda *_, **__: None)
         put(parallel, "DistributedDataParallel", _data_parallel())
-        # Initial values cost time and hold nothing afterwards.
+        # Initial values cost time and use no memory afterwards.
         put(paceline.training.decoder, "fill", lambda *_, **__: None)
         for name in ("to", "float", "half", "bfloat16"):
             put(paceline.training.decoder.Decoder, name, _cast)
@@ -245,8 +235,8 @@ def stand_ins(spec: RunSpec, on_gpu: bool) -> Iterator[None]:
         if spec.tuning is not None and spec.tuning.method == "qlora":
             import bitsandbytes
 
-            for place in (bitsandbytes.nn, bitsandbytes.nn.modules):
-                put(place, "Params4bit", Packed)
+            for module in (bitsandbytes.nn, bitsandbytes.nn.modules):
+                put(module, "Params4bit", Packed)
         if spec.strategy is not None and spec.strategy.name == "zero":
             from deepspeed.runtime.zero import partitioned_param_coordinator
 
@@ -255,7 +245,7 @@ def stand_ins(spec: RunSpec, on_gpu: bool) -> Iterator[None]:
 
 
 def _cast(module: nn.Module, *targets: Any, dtype: torch.dtype | None = None, **_: Any) -> nn.Module:
-    """`Module.to` swaps parameters in place, which fake ones refuse. Devices stay: there is only one."""
+    """`Module.to` for fake parameters, which cannot be swapped in place. There is only one device."""
     target = next((each for each in targets if isinstance(each, torch.dtype)), dtype)
     for each in module.modules() if target is not None else ():
         for name, parameter in list(each._parameters.items()):
@@ -266,16 +256,15 @@ def _cast(module: nn.Module, *targets: Any, dtype: torch.dtype | None = None, **
 
 
 class Packed:
-    """4-bit weights as a plain parameter: no class of tensors can be made of a fake one. The product of a tuned module
-    keeps their scales itself."""
+    """4-bit weights as a plain parameter: fake tensors cannot be subclassed. `finetuned` stores their scales itself."""
 
     def __new__(cls, packed: Tensor, *_: Any, **__: Any) -> nn.Parameter:  # type: ignore[misc]
         return nn.Parameter(packed, requires_grad=False)
 
 
 def _data_parallel() -> Any:
-    """DDP whose all-reduce is skipped by a hook (it works in place), and whose buckets are not sorted anew by the order
-    seen in backward, which needs values and changes no size."""
+    """DDP without its in-place all-reduce, and without re-sorting buckets by the order of backward, which needs values
+    and changes no size."""
     from torch.nn.parallel import DistributedDataParallel
 
     class Reducer:
@@ -293,7 +282,7 @@ def _data_parallel() -> Any:
         done.set_result(bucket.buffer())
         return done
 
-    # DDP compares annotations with its own types; none are accepted too.
+    # DDP checks annotations against its own types, and accepts a hook without any.
     keep.__annotations__.clear()
 
     class Rehearsed(DistributedDataParallel):
@@ -306,7 +295,7 @@ def _data_parallel() -> Any:
 
 
 class FusedRMSNorm(torch.autograd.Function):
-    """What CUDA's fused kernel keeps: its input, the weight and one fp32 number per row. The CPU has no such kernel."""
+    """CUDA's fused kernel, which saves its input, the weight and one fp32 number per row. The CPU has no such kernel."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -333,16 +322,16 @@ def gpu_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The kernel that a GPU takes: cuDNN's for 16 bit, the memory-efficient one (equal head counts only) for fp32."""
+    """The kernel that a GPU uses: cuDNN for 16 bit, memory-efficient (equal head counts only) for fp32."""
     aten: Any = torch.ops.aten
     if attn_mask is not None and attn_mask.dtype == torch.bool:
-        # Both kernels add a mask, in the dtype of the query.
+        # Both kernels expect an additive mask in the dtype of the query.
         attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype)
     if q.dtype != torch.float32:
-        found = aten._scaled_dot_product_cudnn_attention(q, k, v, attn_mask, True, dropout_p, is_causal, False)
-        return found[0]  # type: ignore[no-any-return]
+        results = aten._scaled_dot_product_cudnn_attention(q, k, v, attn_mask, True, dropout_p, is_causal, False)
+        return results[0]  # type: ignore[no-any-return]
     if enable_gqa:
         repeats = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    found = aten._scaled_dot_product_efficient_attention(q, k, v, attn_mask, True, dropout_p, is_causal)
-    return found[0]  # type: ignore[no-any-return]
+    results = aten._scaled_dot_product_efficient_attention(q, k, v, attn_mask, True, dropout_p, is_causal)
+    return results[0]  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""A trainer under observation: live bytes at the moments of one step, and the tensors that the trainer owns then."""
+"""A trainer that reads live bytes during one step, and the sizes of the tensors that the trainer keeps then."""
 
 from __future__ import annotations
 
@@ -13,34 +13,27 @@ from paceline.contract import Trainer
 from paceline.results.memory_components import Held
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def _storages(tensors: Iterable[Any]) -> dict[int, Any]:
     """Distinct storages by address: views of one flat buffer are one storage."""
-    local = (_local(t.detach()) for t in tensors if isinstance(t, Tensor))
-    return {s._cdata: s for s in (t.untyped_storage() for t in local)}
-
-
-def _size(storages: Mapping[int, Any], without: Iterable[int] = ()) -> int:
-    return sum(storage.nbytes() for key, storage in storages.items() if key not in set(without))
+    detached = (tensor.detach() for tensor in tensors if isinstance(tensor, Tensor))
+    local = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in detached)
+    return {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in local)}
 
 
 def _module(trainer: Any) -> torch.nn.Module:
-    """TorchTrainer keeps its (wrapped) module, ZeroTrainer what its engine wraps."""
+    """The (wrapped) module: TorchTrainer and ZeroTrainer name it differently."""
     return trainer.module if hasattr(trainer, "module") else trainer.subject  # type: ignore[no-any-return]
 
 
 def _parameters(trainer: Any) -> Iterator[Any]:
     for parameter in _module(trainer).parameters():
         yield parameter
-        # ZeRO-3 keeps its shard beside a parameter that is empty between uses.
+        # ZeRO-3 keeps its shard here; the parameter itself is empty between uses.
         yield getattr(parameter, "ds_tensor", None)
 
 
 def _optimizer_tensors(trainer: Any) -> Iterator[Any]:
-    """What AdamW steps on (masters, or the parameters themselves) and its moments."""
+    """The tensors that AdamW updates (master weights or the parameters themselves) and its moments."""
     for group in trainer.optimizer.param_groups:
         yield from group["params"]
     for parameter, state in trainer.optimizer.state.items():
@@ -57,9 +50,11 @@ def _gradients(trainer: Any) -> Iterator[Any]:
         yield from group or ()
 
 
-class Watched:
-    """Implements `plugins.Trainer` around another. `read(moment)` is called at the moments of step `step`; `start` just
-    before that step, when the peak shall begin anew."""
+class TracedTrainer:
+    """Implements `contract.Trainer` around another trainer, and traces the memory of step number `step`.
+
+    `start` is called just before that step, to reset the peak; `read(moment)` at each moment of it.
+    """
 
     def __init__(self, trainer: Trainer, step: int, read: Callable[[str], None], start: Callable[[], None]) -> None:
         self._trainer, self._step, self._read, self._start = trainer, step, read, start
@@ -75,11 +70,11 @@ class Watched:
         return self._trainer.updates
 
     @property
-    def _watching(self) -> bool:
+    def _is_traced(self) -> bool:
         return self._steps == self._step
 
     def forward(self, tokens: Tensor, labels: Tensor, normaliser: Tensor, last: bool) -> Tensor:
-        first = self._watching and self._forwards == 0
+        first = self._is_traced and self._forwards == 0
         self._forwards += 1
         if first:
             self._start()
@@ -91,16 +86,24 @@ class Watched:
 
     def backward(self, loss: Tensor, last: bool) -> None:
         self._trainer.backward(loss, last)
-        if last and self._watching:
+        if last and self._is_traced:
             self._read("backward")
-            found = _storages(_gradients(self._trainer))
-            self._gradients = {key: (weakref.ref(storage), storage.nbytes()) for key, storage in found.items()}
+            storages = _storages(_gradients(self._trainer))
+            self._gradients = {key: (weakref.ref(storage), storage.nbytes()) for key, storage in storages.items()}
 
     def update(self) -> Tensor | float:
         norm = self._trainer.update()
-        if self._watching:
+        if self._is_traced:
             self._read("update")
-            self.held = self._holdings()
+            parameters = _storages(_parameters(self._trainer))
+            optimizer = _storages(_optimizer_tensors(self._trainer))
+            gradients = self._gradients.values()
+            self.held = Held(
+                parameters=sum(storage.nbytes() for storage in parameters.values()),
+                optimizer=sum(storage.nbytes() for key, storage in optimizer.items() if key not in parameters),
+                gradients=sum(size for _, size in gradients),
+                standing_gradients=sum(size for reference, size in gradients if reference() is not None),
+            )
         self._steps, self._forwards = self._steps + 1, 0
         return norm
 
@@ -109,14 +112,3 @@ class Watched:
 
     def declare(self) -> tuple[Mapping[str, str], Mapping[str, Any], Mapping[str, Any]]:
         return self._trainer.declare()
-
-    def _holdings(self) -> Held:
-        parameters = _storages(_parameters(self._trainer))
-        optimizer = _storages(_optimizer_tensors(self._trainer))
-        gradients = self._gradients.values()
-        return Held(
-            parameters=_size(parameters),
-            optimizer=_size(optimizer, without=parameters),
-            gradients=sum(size for _, size in gradients),
-            standing_gradients=sum(size for reference, size in gradients if reference() is not None),
-        )

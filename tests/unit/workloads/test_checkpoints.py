@@ -23,7 +23,7 @@ from paceline.results.attempt_samples import CheckpointSample, StartSample  # no
 from paceline.training.instruments import Weights  # noqa: E402
 from paceline.training.strategies import single  # noqa: E402
 from paceline.workloads import _checkpoints  # noqa: E402
-from paceline.workloads._checkpoints import MARKER, Keeper  # noqa: E402
+from paceline.workloads._checkpoints import MARKER, Checkpointer  # noqa: E402
 
 Make = Callable[..., Any]
 
@@ -75,16 +75,16 @@ def keep(tmp_path: Path, spec: RunSpec) -> Make:
     def make(trainer: Any = None, initial: str = "w0", **changes: Any) -> Any:
         seat = Seat(rank=0, local_rank=0, world_size=1, device="cpu", checkpoints=str(tmp_path))
         weights = Weights(digest=initial, by_name={}, count=1)
-        return Keeper(replace(spec, **changes), seat, trainer or Counter(), Notes(), weights)
+        return Checkpointer(replace(spec, **changes), seat, trainer or Counter(), Notes(), weights)
 
     return make
 
 
-def saved(keeper: Any, *steps: int) -> Any:
+def saved(checkpoints: Any, *steps: int) -> Any:
     for step in steps:
-        keeper.trainer.state = step
-        keeper.save(step, 0.0)
-    return keeper
+        checkpoints.trainer.state = step
+        checkpoints.save(step, 0.0)
+    return checkpoints
 
 
 def test_the_last_of_two_that_are_kept_is_gone_on_from(keep: Make) -> None:
@@ -101,10 +101,10 @@ def test_the_last_of_two_that_are_kept_is_gone_on_from(keep: Make) -> None:
 
 
 def test_nothing_to_go_on_from_is_step_0(keep: Make) -> None:
-    keeper = keep()
-    assert keeper.resume() == 0
-    keeper.begin(0)
-    (start,) = keeper.recorder.samples
+    checkpoints = keep()
+    assert checkpoints.resume() == 0
+    checkpoints.begin(0)
+    (start,) = checkpoints.recorder.samples
     assert isinstance(start, StartSample)
     assert (start.step, start.setup_s >= 0) == (0, True)
 
@@ -130,8 +130,8 @@ def test_of_a_damaged_one_the_one_before_is_used(
 ) -> None:
     home = saved(keep(), 4, 6).home
     damage(home / "step-00000006")
-    keeper = keep()
-    assert (keeper.resume(), keeper.trainer.state) == (4, 4)
+    checkpoints = keep()
+    assert (checkpoints.resume(), checkpoints.trainer.state) == (4, 4)
     assert (home / "step-00000006" / MARKER).exists() == ("is damaged" in capfd.readouterr().err)
 
 
@@ -167,13 +167,13 @@ def test_an_attempt_that_began_with_other_weights_is_invalid(keep: Make, golden:
 
 
 def test_a_full_disk_keeps_the_old_one_and_leaves_no_part(keep: Make, golden: object) -> None:
-    keeper = saved(keep(), 2)
-    keeper.trainer.fails = True
+    checkpoints = saved(keep(), 2)
+    checkpoints.trainer.fails = True
     with pytest.raises(CheckpointError) as caught:
-        saved(keeper, 4)
+        saved(checkpoints, 4)
     assert str(caught.value) == golden
     assert "step-00000002" in str(caught.value)
-    assert [path.name for path in keeper.home.iterdir()] == ["step-00000002"]
+    assert [path.name for path in checkpoints.home.iterdir()] == ["step-00000002"]
     assert keep().resume() == 2
 
 
@@ -182,29 +182,29 @@ def test_a_part_of_a_killed_rank_is_no_checkpoint_and_is_overwritten(keep: Make)
     left = home / "step-00000004.partial"
     left.mkdir()
     (left / "rubbish").touch()
-    keeper = keep()
-    assert keeper.resume() == 2
-    saved(keeper, 4)
+    checkpoints = keep()
+    assert checkpoints.resume() == 2
+    saved(checkpoints, 4)
     assert not left.exists()
     assert "rubbish" not in json.loads((home / "step-00000004" / MARKER).read_text())["files"]
 
 
 def test_a_run_that_ended_leaves_none(keep: Make, tmp_path: Path) -> None:
-    keeper = saved(keep(), 2, 4)
-    keeper.remove()
-    assert not keeper.home.exists()
+    checkpoints = saved(keep(), 2, 4)
+    checkpoints.remove()
+    assert not checkpoints.home.exists()
 
 
 def test_a_folder_that_another_node_does_not_see_is_refused(
     keep: Make, monkeypatch: pytest.MonkeyPatch, golden: object
 ) -> None:
     monkeypatch.setattr(_checkpoints, "_appears", lambda path: False)
-    keeper = keep()
+    checkpoints = keep()
     with pytest.raises(UnsupportedError) as caught:
-        keeper.resume()
+        checkpoints.resume()
     assert str(caught.value) == golden
     assert "PACELINE_CHECKPOINTS" in str(caught.value)
-    assert list(keeper.home.iterdir()) == [], "nothing is left of the question"
+    assert list(checkpoints.home.iterdir()) == [], "nothing is left of the question"
 
 
 def test_a_strategy_without_save_is_refused(keep: Make, golden: object) -> None:

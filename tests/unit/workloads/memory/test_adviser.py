@@ -10,7 +10,7 @@ import pytest
 from paceline.experiment.choices import Choice
 from paceline.experiment.spec import Precision, RunSpec, Topology, Training, Tuning
 from paceline.workloads.memory import adviser
-from paceline.workloads.memory.alternatives import Alternative, combined_changes, single_changes
+from paceline.workloads.memory.adviser import combined_changes, single_changes
 
 
 def spec(strategy: str = "ddp", processes: int = 4, tuning: Tuning | None = None, **training: Any) -> RunSpec:
@@ -102,14 +102,14 @@ def test_every_change_of_a_full_fine_tune_is_one_that_fine_tuning_runs() -> None
     precision, data = Precision(compute="bf16", reduce="bf16"), Choice("instructions")
     asked = spec("fsdp2", 2, Tuning(method="full"), precision=precision, data=data)
     asked = replace(asked, workload=Choice("finetune"), model=Choice("tiny-llama"))
-    assert [each.change for each in single_changes(asked) if not adviser._runs(each)] == []
+    assert [each.change for each in single_changes(asked) if not adviser.is_supported(each.spec)] == []
 
 
 def test_what_the_workload_refuses_is_not_rehearsed() -> None:
     precision, data = Precision(compute="bf16", reduce="bf16"), Choice("instructions")
     asked = spec("single", 1, Tuning(method="lora"), precision=precision, data=data)
     asked = replace(asked, workload=Choice("finetune"), model=Choice("tiny-llama"))
-    assert not adviser._runs(Alternative(asked, ((8, 512),)))
+    assert not adviser.is_supported(asked)
 
 
 def test_combined_changes_keep_the_work_and_change_two_things_or_more(golden: object) -> None:
