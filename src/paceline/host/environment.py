@@ -1,4 +1,4 @@
-"""Which variables of an environment are recorded: those that change speed, and never one that may hold a secret."""
+"""Which environment variables are recorded: those that affect speed, and never one that may contain a secret."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ SECRET_VALUE = re.compile(
     r"|\bBearer\s+[\w.~+/-]{8,}"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(-----END [A-Z ]*PRIVATE KEY-----|\Z)"
 )
-# A shorter value of a secret variable ("1", "true", "default") may stand in any other by chance.
+# A shorter value of a secret variable ("1", "true", "default") may occur in other values by chance.
 SHORTEST_SECRET = 8
 _SWITCH = re.compile(r"true|false|yes|no|on|off|\d*", re.IGNORECASE)
 _UUID = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
-# A word no one types, or in one piece of base64: paths are judged by their words only.
+# Long random words, or one piece of base64. Paths are judged by their words only.
 _RANDOM_WORD = re.compile(r"(?=[A-Za-z]*\d)[A-Za-z0-9]{32,}")
 _RANDOM_PIECE = re.compile(r"(?![/.~])(?=.*\d)(?=.*[a-z])(?=.*[A-Z])[\w+/=-]{32,}", re.ASCII)
 _SEPARATOR = re.compile(r"[,:;\s]+")
 
 
 def recorded_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that change speed, by an allow-list; left out is whatever is named or shaped like a secret, repeats
-    the value of a variable that is named like one, or looks drawn at random."""
+    """The variables that affect speed, by an allow-list. Omits values that look like a secret or random text, repeat
+    the value of a secret variable, or have a secret-like name."""
     secrets = {v.strip() for k, v in environ.items() if _SECRET_NAME.search(k) and len(v.strip()) >= SHORTEST_SECRET}
     return {
         name: value
@@ -41,13 +41,13 @@ def recorded_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Whether a variable is named or shaped like a secret, or looks drawn at random; a switch or a number is none,
-    whatever its name (TOKENIZERS_PARALLELISM). What a user writes into an experiment is recorded: none may be there."""
+    """Whether a variable has a secret-like name or value, or looks random. Switches and numbers are never secrets
+    (TOKENIZERS_PARALLELISM). Experiments are recorded, so they must not contain secrets."""
     named = _SECRET_NAME.search(name) is not None and not _SWITCH.fullmatch(value.strip())
     return named or SECRET_VALUE.search(value) is not None or _looks_random(value)
 
 
 def _looks_random(value: str) -> bool:
-    """Names of GPUs (UUIDs), lists of interfaces and paths do not."""
+    """Whether a value contains random text. GPU UUIDs, interface lists and paths do not count."""
     pieces = _SEPARATOR.split(_UUID.sub("", value))
     return any(_RANDOM_WORD.search(piece) or _RANDOM_PIECE.fullmatch(piece) for piece in pieces)

@@ -1,6 +1,6 @@
-"""GPU and host gauges, read beside a run by NVML and psutil; what a machine does not tell is None.
+"""GPU and host gauges, read during a run through NVML and psutil; unknown values are None.
 
-Watching must not disturb: one reading costs a few milliseconds of a thread, and no error of a gauge reaches the caller.
+Sampling must not disturb a run: one reading takes a few milliseconds of a thread, and errors never reach the caller.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from paceline.host import machine
 
-# Bits of NVML's clocks event reasons that mean the GPU runs slower than it could (nvml.h); idle is not one of them.
+# Bits of NVML's clock event reasons that mean the GPU runs below its maximum clock (nvml.h); idle is not one of them.
 THROTTLE_REASONS = {
     0x0002: "applications clocks setting",
     0x0004: "software power cap",
@@ -32,7 +32,7 @@ THROTTLE_REASONS = {
 }
 
 
-# Those that take speed away from a run; the others hold a clock where somebody asked for it, or where others are.
+# Reasons that slow a run down; the others are clocks that somebody set or that follow another GPU.
 SLOWING_REASONS = frozenset(
     {
         "software power cap",
@@ -47,8 +47,8 @@ POWERCAP = Path("/sys/class/powercap")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSample:
-    """One GPU at one moment. at_s is `time.time()`; device is CUDA's index. Utilisation is the driver's busy share;
-    energy_j counts from when the driver was loaded, so only its differences mean something."""
+    """One GPU at one moment. at_s is `time.time()`; device is CUDA's index. utilisation_ratio is the driver's busy
+    share; energy_j counts from when the driver was loaded, so only differences are meaningful."""
 
     at_s: float
     device: int
@@ -65,10 +65,10 @@ class DeviceSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSample:
-    """The host at one moment. cpu and cores are busy shares since the reading before, None at the first.
+    """The host at one moment. cpu_ratio and cores_ratio are busy shares since the previous reading, None at first.
 
-    load is the number of runnable processes, averaged over a minute by the kernel; frequency is the mean of all cores,
-    temperature the hottest sensor of the processor's own, energy what its packages took since the first reading.
+    load: runnable processes, averaged over a minute by the kernel. frequency_hz: mean of all cores. temperature_c: the
+    hottest sensor of the processor. energy_j: energy of the processor packages since the first reading.
     """
 
     at_s: float
@@ -91,9 +91,9 @@ class Snapshot:
 
 
 class Gauges:
-    """Reads on demand while open; NVML is opened once, because opening it costs more than a reading.
+    """Reads on demand while open. NVML is opened once, because opening it takes longer than a reading.
 
-    devices reads only the first so many visible GPUs; 0 leaves NVML alone.
+    devices: how many of the visible GPUs to read, all by default; 0 does not open NVML.
     """
 
     def __init__(self, devices: int | None = None) -> None:
@@ -113,12 +113,25 @@ class Gauges:
         self._open.close()
 
     def read(self) -> Snapshot:
-        """Shares of processors are since the reading before, so the first has none."""
+        """One reading. Processor shares count from the previous reading, so the first has none."""
         now = _core_seconds()
         cores = _core_ratios(self._busy, now)
         self._busy = now
-        host = replace(_host(cores), energy_j=self._packages.read_j())
-        return Snapshot(host=host, devices=_devices(self._library, self._handles))
+        memory = machine.ask(lambda: _psutil().virtual_memory())
+        host = HostSample(
+            at_s=time.time(),
+            cpu_ratio=sum(cores) / len(cores) if cores else None,
+            memory_used_bytes=memory and int(memory.total - memory.available),
+            memory_total_bytes=memory and int(memory.total),
+            load=machine.ask(lambda: os.getloadavg()[0]),
+            cores_ratio=cores,
+            # Virtual machines report 0 if they do not know it.
+            frequency_hz=machine.ask(lambda: float(_psutil().cpu_freq().current) * 1e6 or None),
+            temperature_c=machine.ask(_temperature_c),
+            energy_j=self._packages.read_j(),
+        )
+        devices = (_device(self._library, index, handle) for index, handle in enumerate(self._handles))
+        return Snapshot(host=host, devices=tuple(devices))
 
 
 def read() -> Snapshot:
@@ -128,11 +141,10 @@ def read() -> Snapshot:
 
 
 class Sampler:
-    """Reads every `interval_s` in a thread of its own, from `start` to `stop`, and once more then; also a context
-    manager.
+    """Reads every `interval_s` in its own thread, from `start` to `stop`, and once at the end; a context manager.
 
-    Keeps the newest `keep` snapshots and hands each to `sink`, in that thread. A reading that fails, or whose sink
-    does, is skipped and counted in `failures`, never raised; so is a thread that the system does not grant.
+    Keeps the newest `keep` snapshots and passes each to `sink` in that thread. Failed readings, sinks and thread starts
+    are counted in `failures` and never raised.
     """
 
     def __init__(
@@ -154,7 +166,7 @@ class Sampler:
         return tuple(self._snapshots.copy())
 
     def start(self) -> None:
-        """Begin; a second start while running changes nothing."""
+        """Start sampling; does nothing while it runs."""
         if self._thread is not None:
             return
         self._ended.clear()
@@ -167,7 +179,7 @@ class Sampler:
             self._thread = thread
 
     def stop(self) -> tuple[Snapshot, ...]:
-        """End within one reading and return what was seen."""
+        """Stop after the reading in progress; returns the snapshots."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join(timeout=self.interval_s + 5)
@@ -188,7 +200,7 @@ class Sampler:
             self._read(gauges)
             while not self._ended.wait(self.interval_s):
                 self._read(gauges)
-            # What was watched ends here: without a reading now its last moments would lie outside all readings.
+            # The last moments of the run need a reading at or after them.
             self._read(gauges)
 
     def _read(self, gauges: Gauges) -> None:
@@ -202,18 +214,15 @@ class Sampler:
 
 
 def throttle_reasons(bits: int) -> tuple[str, ...]:
-    """The words for NVML's bit mask."""
-    return tuple(word for bit, word in THROTTLE_REASONS.items() if bits & bit)
-
-
-def _devices(library: Any | None, handles: list[Any]) -> tuple[DeviceSample, ...]:
-    if library is None:
-        return ()
-    return tuple(_device(library, index, handle) for index, handle in enumerate(handles))
+    """The names of the reasons in NVML's bit mask."""
+    return tuple(name for bit, name in THROTTLE_REASONS.items() if bits & bit)
 
 
 def _device(library: Any, index: int, handle: Any) -> DeviceSample:
     ask = machine.ask
+    # NVML 12.2 renamed throttle reasons to event reasons; later libraries may drop the old name.
+    reasons = getattr(library, "nvmlDeviceGetCurrentClocksEventReasons", None)
+    reasons = reasons or library.nvmlDeviceGetCurrentClocksThrottleReasons
     return DeviceSample(
         at_s=time.time(),
         device=index,
@@ -222,46 +231,34 @@ def _device(library: Any, index: int, handle: Any) -> DeviceSample:
         power_w=ask(lambda: library.nvmlDeviceGetPowerUsage(handle) / 1000),
         temperature_c=ask(lambda: float(library.nvmlDeviceGetTemperature(handle, library.NVML_TEMPERATURE_GPU))),
         sm_clock_hz=ask(lambda: library.nvmlDeviceGetClockInfo(handle, library.NVML_CLOCK_SM) * 1e6),
-        throttle_reasons=ask(lambda: throttle_reasons(_reason_bits(library)(handle))),
+        throttle_reasons=ask(lambda: throttle_reasons(reasons(handle))),
         memory_total_bytes=ask(lambda: int(library.nvmlDeviceGetMemoryInfo(handle).total)),
         memory_clock_hz=ask(lambda: library.nvmlDeviceGetClockInfo(handle, library.NVML_CLOCK_MEM) * 1e6),
         energy_j=ask(lambda: library.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000),
     )
 
 
-def _reason_bits(library: Any) -> Callable[[Any], int]:
-    """Throttle reasons became event reasons in NVML 12.2; later libraries may drop the older name."""
-    newer: Callable[[Any], int] | None = getattr(library, "nvmlDeviceGetCurrentClocksEventReasons", None)
-    return newer or library.nvmlDeviceGetCurrentClocksThrottleReasons
-
-
 class PackageEnergy:
-    """Joules of all processor packages since the first reading, by the kernel's RAPL counters; None where it shows
-    none or this user may not read them.
-
-    A counter that has wrapped goes on from 0; it is read far more often than that, so once is all it can have.
-    """
+    """Joules of all processor packages since the first reading, from the kernel's RAPL counters; None if there are none
+    or this user may not read them. Readings are frequent, so a counter wraps at most once between two of them."""
 
     def __init__(self, root: Path | None = None) -> None:
         zones = sorted((root or POWERCAP).glob("intel-rapl:*"))
-        # Zones below a package are part of it; psys is the platform, which holds the packages too.
+        # Subzones are part of their package; psys is the whole platform, packages included.
         self._zones = [zone for zone in zones if _line(zone / "name").startswith("package")]
         self._ranges = [_joules(zone / "max_energy_range_uj") for zone in self._zones]
         self._last: list[float] | None = None
         self._total = 0.0
 
     def read_j(self) -> float | None:
-        found = [_joules(zone / "energy_uj") for zone in self._zones]
-        now = [joules for joules in found if joules is not None]
-        if not now or len(now) != len(found):
+        counters = [_joules(zone / "energy_uj") for zone in self._zones]
+        now = [joules for joules in counters if joules is not None]
+        if not now or len(now) != len(counters):
             return None
-        self._total += sum(map(_advance, self._last or now, now, self._ranges))
+        for before, after, largest in zip(self._last or now, now, self._ranges, strict=True):
+            self._total += after - before + (0 if after >= before else largest or before)
         self._last = now
         return self._total
-
-
-def _advance(before: float, now: float, largest: float | None) -> float:
-    return now - before if now >= before else now - before + (largest or before)
 
 
 def _line(path: Path) -> str:
@@ -276,31 +273,12 @@ def _joules(path: Path) -> float | None:
     return int(text) / 1e6 if text.isdecimal() else None
 
 
-def _host(cores: tuple[float, ...] | None) -> HostSample:
-    memory = machine.ask(lambda: _psutil().virtual_memory())
-    return HostSample(
-        at_s=time.time(),
-        cpu_ratio=sum(cores) / len(cores) if cores else None,
-        memory_used_bytes=memory and int(memory.total - memory.available),
-        memory_total_bytes=memory and int(memory.total),
-        load=machine.ask(lambda: os.getloadavg()[0]),
-        cores_ratio=cores,
-        frequency_hz=machine.ask(_frequency_hz),
-        temperature_c=machine.ask(_temperature_c),
-    )
-
-
 def _psutil() -> Any:
     return importlib.import_module("psutil")
 
 
-def _frequency_hz() -> float | None:
-    """Virtual machines answer 0 where they know nothing."""
-    return float(_psutil().cpu_freq().current) * 1e6 or None
-
-
 def _temperature_c() -> float | None:
-    """Intel's, AMD's and Arm's own sensors by their kernel drivers; a disk's or a battery's is not the processor's."""
+    """The hottest processor sensor, by the kernel drivers of Intel, AMD and Arm."""
     sensors = _psutil().sensors_temperatures()
     own = [entry.current for name in ("coretemp", "k10temp", "cpu_thermal") for entry in sensors.get(name, ())]
     return max(own, default=None)
@@ -310,7 +288,7 @@ CoreSeconds = tuple[tuple[float, float], ...]
 
 
 def _core_seconds() -> CoreSeconds | None:
-    """Busy and total seconds of each core since boot; own arithmetic, as psutil's cpu_percent is shared state."""
+    """Busy and total seconds of each core since boot; psutil's cpu_percent would share state with other users."""
 
     def seconds(times: dict[str, float]) -> tuple[float, float]:
         total = sum(times.values()) - times.get("guest", 0.0) - times.get("guest_nice", 0.0)
@@ -320,7 +298,7 @@ def _core_seconds() -> CoreSeconds | None:
 
 
 def _core_ratios(before: CoreSeconds | None, now: CoreSeconds | None) -> tuple[float, ...] | None:
-    """None also where a core came or went, or no time has passed on the kernel's clock of 10 ms."""
+    """Busy share of each core; None if the set of cores changed or the kernel's 10 ms clock did not advance."""
     if before is None or now is None or len(before) != len(now):
         return None
     pairs = [(b - busy, t - total) for (busy, total), (b, t) in zip(before, now, strict=True)]

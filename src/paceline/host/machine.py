@@ -1,6 +1,6 @@
-"""What this machine is: probe, GPU table, visible devices, and what would spoil a measurement on it.
+"""This machine: hardware probe, GPU table, visible devices, and what would distort a measurement.
 
-Nothing here imports torch: planning and `paceline doctor` must work without it. What cannot be found out is None.
+Nothing here imports torch: planning and `paceline doctor` must work without it. Unknown values are None.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PACKAGES = (
 )
 _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
-# On unless set to one of _OFF; two more have their own rule in `debug_switches`.
+# A switch is on unless it is set to one of _OFF; two others have their own rule in `debug_switches`.
 _OFF = ("", "0", "off", "false", "no", "none")
 _SWITCH = re.compile(
     r"TORCH_DISTRIBUTED_DEBUG|CUDA_LAUNCH_BLOCKING|(TORCH_)?NCCL_BLOCKING_WAIT|TORCH_NCCL_(DESYNC_DEBUG|ENABLE_TIMING)"
@@ -50,9 +50,9 @@ _SWITCH = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One visible GPU. index is CUDA's (after CUDA_VISIBLE_DEVICES); peaks are dense, per dtype, None where unknown.
+    """One visible GPU. index is CUDA's (after CUDA_VISIBLE_DEVICES); peaks are dense, by dtype, None if unknown.
 
-    A GPU in MIG mode has no peaks here: what a slice of it can do is not in any datasheet row.
+    A GPU in MIG mode has no peaks: datasheets do not list those of a slice.
     """
 
     index: int
@@ -72,7 +72,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """One host as it was when probed. links is the way between its GPUs: nvlink, pcie, or None with fewer than two."""
+    """One host when probed. links: how its GPUs are connected (nvlink or pcie), None for fewer than two GPUs."""
 
     host: str
     os: str
@@ -88,13 +88,16 @@ class Machine:
     environment: Mapping[str, str]
 
 
-# --- probing ---
-
-
 def probe() -> Machine:
-    """This host now. Reads, never changes anything; a part that cannot be read is None."""
-    gpus, driver, cuda = _gpus_and_driver()
-    links = None
+    """Describe this host; changes nothing."""
+    gpus: tuple[Gpu, ...] = ()
+    driver = cuda = links = None
+    with nvml() as library:
+        if library is not None:
+            number = ask(library.nvmlSystemGetCudaDriverVersion)
+            cuda = f"{number // 1000}.{number % 1000 // 10}" if number else None
+            gpus = tuple(_gpu(library, index, handle) for index, handle in enumerate(handles(library)))
+            driver = ask(library.nvmlSystemGetDriverVersion)
     if len(gpus) > 1:
         links = "nvlink" if all(gpu.nvlink_links for gpu in gpus) else "pcie"
     return Machine(
@@ -102,7 +105,7 @@ def probe() -> Machine:
         os=platform.platform(),
         cpu=cpu_model(),
         cores=usable_cores(),
-        memory_bytes=_host_memory_bytes(),
+        memory_bytes=ask(lambda: int(importlib.import_module("psutil").virtual_memory().total)),
         gpus=gpus,
         links=links,
         driver=driver,
@@ -114,12 +117,12 @@ def probe() -> Machine:
 
 
 def to_dict(machine: Machine) -> dict[str, Any]:
-    """JSON-ready."""
+    """The machine as JSON-ready values."""
     return dataclasses.asdict(machine)
 
 
 def fingerprint_diff(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What differs between two machine dicts, by dotted path ("gpus.0.name"); a side that lacks it is None."""
+    """Differences between two machine dicts, by dotted path ("gpus.0.name"); a missing value is None."""
     left, right = dict(_flat(a)), dict(_flat(b))
     paths = [*left, *(path for path in right if path not in left)]
     return {p: (left.get(p), right.get(p)) for p in paths if left.get(p) != right.get(p)}
@@ -138,26 +141,19 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def cpu_model() -> str | None:
-    """From /proc/cpuinfo; Arm kernels leave the name out there, and lscpu knows it."""
+    """The processor's name, from /proc/cpuinfo or, on Arm, from lscpu."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
         text = ""
     pattern = re.compile(r"^model name\s*:\s*(.+)$", re.MULTILINE | re.IGNORECASE)
-    found = pattern.search(text) or pattern.search(_output("lscpu") or "")
-    return found.group(1).strip() if found else platform.processor() or None
+    match = pattern.search(text) or pattern.search(_output("lscpu") or "")
+    return match.group(1).strip() if match else platform.processor() or None
 
 
 def usable_cores() -> int | None:
     """Logical cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-
-
-def _host_memory_bytes() -> int | None:
-    try:
-        return int(importlib.import_module("psutil").virtual_memory().total)
-    except ImportError:
-        return None
 
 
 def version(package: str) -> str | None:
@@ -171,21 +167,17 @@ def version(package: str) -> str | None:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()} | {p: v for p in _PACKAGES if (v := version(p))}
-    nccl = _loaded_nccl() or next((v for p in _NCCL_PACKAGES if (v := version(p))), None)
-    return found | ({"nccl": nccl} if nccl else {})
-
-
-def _loaded_nccl() -> str | None:
-    """The NCCL that torch really uses, where torch is imported and has one."""
+    versions = {"python": platform.python_version()} | {p: v for p in _PACKAGES if (v := version(p))}
+    nccl = next((v for p in _NCCL_PACKAGES if (v := version(p))), None)
     torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_available():
-        return None
-    return ".".join(map(str, torch.cuda.nccl.version()))
+    if torch is not None and torch.cuda.is_available():
+        # The one that torch really uses.
+        nccl = ".".join(map(str, torch.cuda.nccl.version())) or nccl
+    return versions | ({"nccl": nccl} if nccl else {})
 
 
 def _revision() -> str | None:
-    """The commit Paceline runs from, with "-dirty" when changed since; None outside its own checkout."""
+    """The commit Paceline runs from, with "-dirty" if files changed since; None outside its own checkout."""
     git = ("git", "-C", str(Path(__file__).parent))
     if _output(*git, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
@@ -193,7 +185,7 @@ def _revision() -> str | None:
 
 
 def _output(*command: str) -> str | None:
-    """Standard output of a short command, or None when it is absent, slow or fails."""
+    """Standard output of a short command, or None if it is missing, slow or fails."""
     quiet = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, env=quiet, check=False)
@@ -202,61 +194,58 @@ def _output(*command: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-# --- what changes speed without being asked for ---
-
-
 def debug_switches(environ: Mapping[str, str]) -> dict[str, str]:
-    """Switches that change speed and are on: in the environment, and in torch itself where it is already imported."""
-    on = {name: value for name, value in sorted(environ.items()) if _switched_on(name, value.strip().lower())}
-    return on | _torch_modes()
+    """Debug switches that are on and slow runs down: in the environment, and in torch if it is imported."""
 
+    def is_on(name: str, value: str) -> bool:
+        if name == "NCCL_DEBUG":
+            return value in ("info", "trace")
+        if name == "PYTHONMALLOC":
+            return "debug" in value
+        return bool(_SWITCH.fullmatch(name)) and value not in _OFF
 
-def _switched_on(name: str, value: str) -> bool:
-    if name == "NCCL_DEBUG":
-        return value in ("info", "trace")
-    if name == "PYTHONMALLOC":
-        return "debug" in value
-    return bool(_SWITCH.fullmatch(name)) and value not in _OFF
-
-
-def _torch_modes() -> dict[str, str]:
+    switches = {name: value for name, value in sorted(environ.items()) if is_on(name, value.strip().lower())}
     torch = sys.modules.get("torch")
-    if torch is None:
-        return {}
-    modes = {
-        "torch.use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-        "torch.backends.cudnn.deterministic": torch.backends.cudnn.deterministic,
-        "torch.autograd.set_detect_anomaly": torch.is_anomaly_enabled(),
-    }
-    return {name: "True" for name, on in modes.items() if on}
+    if torch is not None:
+        modes = {
+            "torch.use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+            "torch.backends.cudnn.deterministic": torch.backends.cudnn.deterministic,
+            "torch.autograd.set_detect_anomaly": torch.is_anomaly_enabled(),
+        }
+        switches |= {name: "True" for name, on in modes.items() if on}
+    return switches
 
 
 # --- GPUs ---
 
 
 @functools.cache
+def _gpu_table() -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = tomllib.loads((Path(__file__).parent / "gpus.toml").read_text(encoding="utf-8"))["gpu"]
+    return rows
+
+
+@functools.cache
 def _gpu_rows() -> dict[str, dict[str, Any]]:
-    rows = tomllib.loads((Path(__file__).parent / "gpus.toml").read_text(encoding="utf-8"))["gpu"]
-    return {_plain(name): row for row in rows for name in row["names"]}
+    return {_normalised(name): row for row in _gpu_table() for name in row["names"]}
 
 
-def _plain(name: str) -> str:
+def _normalised(name: str) -> str:
     return " ".join(name.split()).casefold().removeprefix("nvidia ")
 
 
 def gpu_row(name: str) -> dict[str, Any] | None:
-    """The table row of exactly this GPU, with source and date; None for any other, never a relative's."""
-    return _gpu_rows().get(_plain(name))
+    """The table row of this GPU, with source and date; None for others, even similar ones."""
+    return _gpu_rows().get(_normalised(name))
 
 
 def gpu_summaries() -> dict[str, str]:
-    """Every GPU of the table with its dense peaks, as `paceline list gpus` shows it."""
+    """Every GPU of the table with its dense peaks, for `paceline list gpus`."""
 
     def peaks(row: Mapping[str, Any]) -> str:
         return ", ".join(f"{dtype} {row[dtype] / 1e12:g}" for dtype in PEAK_DTYPES if row.get(dtype))
 
-    rows = tomllib.loads((Path(__file__).parent / "gpus.toml").read_text(encoding="utf-8"))["gpu"]
-    return {row["names"][0]: f"{peaks(row)} TFLOP/s dense ({row['source'].partition(',')[0]})" for row in rows}
+    return {row["names"][0]: f"{peaks(row)} TFLOP/s dense ({row['source'].partition(',')[0]})" for row in _gpu_table()}
 
 
 def gpu_peaks(name: str) -> dict[str, float | None] | None:
@@ -267,7 +256,7 @@ def gpu_peaks(name: str) -> dict[str, float | None] | None:
 
 @contextmanager
 def nvml() -> Iterator[Any | None]:
-    """The pynvml module, initialised; None where it, the library or the driver is missing."""
+    """The pynvml module, initialised; None if it, the library or the driver is missing."""
     library = ask(importlib.import_module, "pynvml")
     if library is None or ask(lambda: library.nvmlInit() or True) is None:
         yield None
@@ -279,35 +268,35 @@ def nvml() -> Iterator[Any | None]:
 
 
 def ask(call: Callable[..., Any], *arguments: Any) -> Any | None:
-    """A gauge's answer, or None where this machine, driver or container does not give one."""
+    """The result of a call, or None if this machine, driver or container does not support it."""
     try:
         return call(*arguments)
-    except Exception:  # NVMLError, whose module may be absent, or a function that the installed library lacks
+    except Exception:  # NVMLError, whose module may be missing, or a function that the installed library lacks
         return None
 
 
 def visible(uuids: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """Which of the host's GPUs CUDA would show, in its order: CUDA_VISIBLE_DEVICES by number, UUID or MIG UUID.
+    """The GPUs that CUDA shows, in its order: CUDA_VISIBLE_DEVICES has numbers, UUIDs or MIG UUIDs.
 
-    As in CUDA, the list ends at the first entry that names no GPU. All GPUs are taken to be of one model, where CUDA's
-    order and the driver's agree.
+    As in CUDA, the list ends at the first entry that matches no GPU. All GPUs are assumed to be of one model, for which
+    CUDA and the driver use the same order.
     """
-    wanted = environ.get("CUDA_VISIBLE_DEVICES")
-    if wanted is None:
+    selection = environ.get("CUDA_VISIBLE_DEVICES")
+    if selection is None:
         return list(uuids)
     chosen: list[str] = []
-    for entry in (part.strip() for part in wanted.split(",")):
-        found = [entry] if entry.startswith("MIG-") else [u for u in uuids if entry and u.startswith(entry)]
+    for entry in (part.strip() for part in selection.split(",")):
+        matches = [entry] if entry.startswith("MIG-") else [u for u in uuids if entry and u.startswith(entry)]
         if entry.isdecimal():
-            found = list(uuids[int(entry) : int(entry) + 1])
-        if len(found) != 1 or found[0] in chosen:
+            matches = list(uuids[int(entry) : int(entry) + 1])
+        if len(matches) != 1 or matches[0] in chosen:
             break
-        chosen += found
+        chosen += matches
     return chosen
 
 
 def host_uuids(library: Any | None) -> list[str]:
-    """Every GPU of the host, from NVML or else from nvidia-smi."""
+    """UUIDs of all GPUs of the host, from NVML or else from nvidia-smi."""
     if library is None:
         return re.findall(r"UUID: (GPU-[\w-]+)", _output("nvidia-smi", "-L") or "")
     handles = [ask(library.nvmlDeviceGetHandleByIndex, i) for i in range(ask(library.nvmlDeviceGetCount) or 0)]
@@ -320,24 +309,14 @@ def handles(library: Any) -> list[Any]:
 
 
 def device_count() -> int:
-    """GPUs that CUDA would show here, without importing torch."""
+    """Number of GPUs that CUDA shows here, without importing torch."""
     with nvml() as library:
         return len(visible(host_uuids(library), os.environ))
 
 
 def device_kind() -> str:
-    """ "cuda" where a GPU is visible and the installed torch can use one, else "cpu"."""
+    """`cuda` if a GPU is visible and the installed torch can use it, else `cpu`."""
     return "cuda" if device_count() and not (version("torch") or "").endswith("+cpu") else "cpu"
-
-
-def _gpus_and_driver() -> tuple[tuple[Gpu, ...], str | None, str | None]:
-    with nvml() as library:
-        if library is None:
-            return (), None, None
-        number = ask(library.nvmlSystemGetCudaDriverVersion)
-        cuda = f"{number // 1000}.{number % 1000 // 10}" if number else None
-        gpus = tuple(_gpu(library, index, handle) for index, handle in enumerate(handles(library)))
-        return gpus, ask(library.nvmlSystemGetDriverVersion), cuda
 
 
 def _gpu(library: Any, index: int, handle: Any) -> Gpu:
@@ -362,17 +341,17 @@ def _gpu(library: Any, index: int, handle: Any) -> Gpu:
 
 
 def _nvlink_links(library: Any, handle: Any) -> int | None:
-    """Links that are up; None where the GPU has no NVLink or does not say."""
+    """Number of active links; None if the GPU has no NVLink or does not report it."""
     states = [ask(library.nvmlDeviceGetNvLinkState, handle, link) for link in range(library.NVML_NVLINK_MAX_LINKS)]
     known = [state for state in states if state is not None]
     return sum(state == 1 for state in known) if known else None
 
 
 def neighbours(gpu_index: int, ours: Collection[int] = ()) -> int | None:
-    """Other processes computing on that GPU; this process and the pids in `ours` (our ranks on it) are not others.
+    """Number of other processes computing on that GPU, besides this one and the pids in `ours` (our ranks).
 
-    In a container NVML may show pids of the host, among which we cannot find ourselves: then as many are taken to be
-    ours as should be there. None where NVML does not tell.
+    In a container, NVML may show pids of the host, among which ours cannot be found: then the expected number is
+    subtracted. None if NVML does not report processes.
     """
     mine = {os.getpid(), *ours}
     with nvml() as library:
@@ -382,11 +361,11 @@ def neighbours(gpu_index: int, ours: Collection[int] = ()) -> int | None:
     if running is None:
         return None
     pids = {process.pid for process in running}
-    if pids & mine or not _holds_gpu():
+    if pids & mine or not _uses_gpu():
         return len(pids - mine)
     return len(running) - len(mine) if len(running) >= len(mine) else None
 
 
-def _holds_gpu() -> bool:
+def _uses_gpu() -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and bool(torch.cuda.is_initialized())

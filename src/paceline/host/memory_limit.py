@@ -1,23 +1,25 @@
-"""How much memory a process may use: a limit that was asked for, made real, and what was left when it ran out."""
+"""Memory limits of a process: what it may use, how the limit is enforced, and what is free."""
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 from paceline.errors import UnsupportedError, require
 
 GIB = 2**30
-# Of the host's free memory, for a CPU run that was given no limit: the rest of the host must live on.
+# Share of the host's free memory that CPU runs without a limit may use; the rest is for other processes.
 CPU_SHARE = 0.5
 
 
 def check_limit(limit_gib: object, where: str) -> None:
+    """Reject a limit that is not a positive number."""
     valid = limit_gib is None or (type(limit_gib) in (int, float) and 0 < limit_gib < math.inf)  # type: ignore[operator]
     require(valid, where, limit_gib, "a positive number of GiB")
 
 
 def allowed_bytes(limit_gib: float | None, device: str, processes_per_node: int) -> int:
-    """What this process may allocate: of a GPU all that is free or its own, of a CPU its share of half of that."""
+    """Bytes this process may allocate: all that is free on a GPU, an equal share of half the free memory on a CPU."""
     if device == "cuda":
         free = _free_gpu_bytes()
         return min(free, int(limit_gib * GIB)) if limit_gib else free
@@ -29,7 +31,7 @@ def allowed_bytes(limit_gib: float | None, device: str, processes_per_node: int)
 
 
 def confine(limit_gib: float | None, capacity: int, device: str) -> None:
-    """Make the limit real: whoever asks for more gets the error that a full device or host gives."""
+    """Enforce the limit: allocations beyond it fail as on a full device or host."""
     if device == "cuda":
         if limit_gib:
             import torch
@@ -39,13 +41,18 @@ def confine(limit_gib: float | None, capacity: int, device: str) -> None:
         return
     import resource
 
-    held = _data_bytes()
+    # RLIMIT_DATA counts the private writable memory of the process.
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        raise UnsupportedError("a memory limit on a CPU needs Linux") from None
+    in_use = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (held + capacity, hard))
+    resource.setrlimit(resource.RLIMIT_DATA, (in_use + capacity, hard))
 
 
 def release(device: str) -> None:
-    """End what `confine` began."""
+    """Remove the limit that `confine` set."""
     if device == "cuda":
         import torch
 
@@ -58,8 +65,8 @@ def release(device: str) -> None:
 
 
 def room_bytes(device: str) -> int:
-    """What this process has to itself at this moment: what it holds, and what nobody does. Other processes on the
-    device, NCCL's buffers and the driver's own memory are already taken off."""
+    """Memory this process could use now: what it uses and what is free. Memory of other processes, NCCL and the driver
+    is not included."""
     if device == "cuda":
         return _free_gpu_bytes()
     import psutil
@@ -72,14 +79,3 @@ def _free_gpu_bytes() -> int:
 
     free, _ = torch.cuda.mem_get_info()
     return int(free + torch.cuda.memory_reserved())
-
-
-def _data_bytes() -> int:
-    """Private writable memory of this process, which is what RLIMIT_DATA counts."""
-    from pathlib import Path
-
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        raise UnsupportedError("a limit on a CPU's memory needs Linux") from None
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))

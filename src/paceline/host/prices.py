@@ -1,4 +1,4 @@
-"""What a GPU-hour costs: the table of published prices, and prices of the user's own; each says where it comes from."""
+"""GPU-hour prices: the table of published prices and the user's own, each with its source."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from paceline.host import machine
 
 ON_DEMAND, SPOT, GIVEN = "on demand", "spot", "as given"
 KINDS = (ON_DEMAND, SPOT, GIVEN)
-# Beyond these lies a slip of units, not a price: the cheapest device costs more, a rack of the dearest less.
+# Values outside this range are mistakes of units: the cheapest device costs more, a rack of the dearest less.
 LOWEST_USD, HIGHEST_USD = 1e-4, 1e5
 _RANGE = f"from {LOWEST_USD} to {HIGHEST_USD:g}"
-_ACCEPTED = f"USD per GPU-hour ({_RANGE}), a .toml file of prices, or a name that `paceline list prices` shows"
+_ACCEPTED = f"USD per GPU-hour ({_RANGE}), a .toml file of prices, or a name from `paceline list prices`"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """USD for one GPU for one hour. gpu None holds for any device; anything else that is None was not stated."""
+    """USD for one GPU for one hour. gpu is None if the price applies to any device; other Nones are unknown."""
 
     name: str
     usd_per_gpu_hour: float
@@ -49,7 +49,7 @@ class Price:
         require(self.kind in KINDS, "kind", self.kind, ", ".join(KINDS))
 
     def holds_for(self, gpu: str | None) -> bool:
-        """Exactly that GPU, by any of its names in the GPU table; a price without a GPU holds for all."""
+        """Whether the price applies to this GPU, by any of its names in the GPU table."""
         if self.gpu is None:
             return True
         if gpu is None:
@@ -71,28 +71,28 @@ def _is_price(usd_per_gpu_hour: float) -> bool:
 
 @functools.cache
 def table() -> tuple[Price, ...]:
-    """The published prices that come with Paceline."""
+    """The published prices shipped with Paceline."""
     return read(Path(__file__).parent / "prices.toml")
 
 
 def read(path: Path) -> tuple[Price, ...]:
-    """All rows of a price file, in its order; a file that cannot be understood is refused with the row at fault."""
+    """All rows of a price file, in order; an invalid file is rejected with the row at fault."""
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise RequestError(
-            f"--price: {str(path)!r} cannot be read ({error.strerror}); accepted is {_ACCEPTED}"
+            f"--price: got {str(path)!r}, which cannot be read ({error.strerror}), expected {_ACCEPTED}."
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise RequestError(f"--price: {str(path)!r} is not TOML ({error}); accepted is {_ACCEPTED}") from None
+        raise RequestError(f"--price: got {str(path)!r}, which is not TOML ({error}), expected {_ACCEPTED}.") from None
     rows = raw.get("price")
     listed = isinstance(rows, list) and bool(rows) and all(isinstance(row, dict) for row in rows)
     require(listed and set(raw) == {"price"}, f"--price: {path}", sorted(raw), "one or more tables [[price]]")
-    found = tuple(_row(path, number, row) for number, row in enumerate(rows or (), 1))
-    names = [price.name for price in found]
+    prices = tuple(_row(path, number, row) for number, row in enumerate(rows or (), 1))
+    names = [price.name for price in prices]
     twice = next((name for name in names if names.count(name) > 1), None)
-    require(twice is None, f"--price: {path}, name", twice, "a name of its own for every row")
-    return found
+    require(twice is None, f"--price: {path}, name", twice, "a different name in every row")
+    return prices
 
 
 def _row(path: Path, number: int, row: dict[str, Any]) -> Price:
@@ -110,7 +110,7 @@ def _row(path: Path, number: int, row: dict[str, Any]) -> Price:
 
 
 def chosen(text: str) -> tuple[Price, ...]:
-    """The prices that `--price TEXT` means: a number for every device, a file's rows, or one row of the table."""
+    """The prices selected by `--price TEXT`: a number for every device, the rows of a file, or one row of the table."""
     try:
         number = float(text)
     except ValueError:
@@ -122,8 +122,9 @@ def chosen(text: str) -> tuple[Price, ...]:
         return read(Path(text))
     known = {price.name: price for price in table()}
     close = difflib.get_close_matches(text, known, n=1)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
-    require(text in known, "--price", text, _ACCEPTED + hint)
+    hint = f". Did you mean {close[0]!r}?" if close else "."
+    if text not in known:
+        raise RequestError(f"--price: got {text!r}, expected {_ACCEPTED}{hint}")
     return (known[text],)
 
 

@@ -1,10 +1,9 @@
-"""A command and everything it starts, ended when its owner ends.
+"""Runs a command, and ends it with all its descendants when the owner ends.
 
 Used as `python -m paceline.host.process_guard PID COMMAND`.
 
-A rank that is killed runs no clean-up of its own, and servers leave processes of theirs behind when they are killed
-alone. This process stands between: it is told by the kernel when its parent dies, and orphans of the command become
-its own children, so that it finds them all.
+A killed rank cannot clean up, and a server that is killed alone leaves its child processes behind. The kernel signals
+this process when its parent dies, and makes it the parent of the command's orphans, so that it can end them all.
 """
 
 from __future__ import annotations
@@ -26,23 +25,27 @@ _ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Ended(Exception):
-    """Somebody asked for the end, or nobody is left who wants the command."""
+    """A signal asked this process to end, or its owner died."""
 
 
 def command(argv: Sequence[str]) -> list[str]:
-    """What to start in the place of argv: the same, guarded, for as long as this process lives."""
+    """The command line that runs argv guarded by the life of this process."""
     return [sys.executable, "-m", "paceline.host.process_guard", str(os.getpid()), *argv]
 
 
 def main(argv: Sequence[str]) -> None:
-    """Return when the command and all its processes have ended, however that came about."""
+    """Return when the command and all its descendants have ended."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise Ended
+
     for number in _ENDS:
-        signal.signal(number, _end)
+        signal.signal(number, end)
     end_with_parent(signal.SIGTERM)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_ADOPT_ORPHANS, 1)
     with contextlib.suppress(Ended):
-        # A parent that died before the kernel was asked to tell has another number by now.
+        # If the parent died before the kernel was asked to signal that, the parent is another process now.
         if os.getppid() == int(argv[1]):
             guard(argv[2:])
 
@@ -59,8 +62,8 @@ def guard(argv: Sequence[str]) -> None:
 
 
 def end_orphans() -> None:
-    """Kill what is left below this process, again and again: one that is killed may have started another before. What
-    the kernel does not let go of is not waited for without end."""
+    """Kill all descendants, several times: a process may have started another before it was killed. Processes stuck in
+    the kernel are not waited for forever."""
     import psutil
 
     own = psutil.Process()
@@ -70,10 +73,6 @@ def end_orphans() -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(left, GRACE_S)
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    raise Ended
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Processes: whether one is there, and ending with the one that started it."""
+"""Processes: whether one runs, how it ended, and ending it together with its parent or children."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def end_with_parent(how: signal.Signals = signal.SIGKILL) -> None:
 
 
 def signal_name(number: int) -> str:
-    """`signal 15 (SIGTERM)`; the number alone where it has no name, as most real-time signals."""
+    """`signal 15 (SIGTERM)`, or the number alone for signals without a name."""
     try:
         return f"signal {number} ({signal.Signals(number).name})"
     except ValueError:
@@ -29,7 +29,7 @@ def signal_name(number: int) -> str:
 
 
 def how_it_ended(who: str, code: int, log: Path) -> str:
-    """One that said nothing before it ended with this exit code; negative is the signal that ended it."""
+    """Why a process that left no message ended; a negative exit code is the signal that ended it."""
     if code == -signal.SIGKILL:
         return f"{who} was killed by signal 9 (by hand, or because the host ran out of memory)"
     if code < 0:
@@ -38,7 +38,7 @@ def how_it_ended(who: str, code: int, log: Path) -> str:
 
 
 def is_running(pid: int) -> bool:
-    """Whether this host has a process of that number, whoever owns it."""
+    """Whether this host has a process with that pid, whoever owns it."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
@@ -52,7 +52,7 @@ GRACE_S = 5.0
 
 
 class Child(Protocol):
-    """What is used of `subprocess.Popen`."""
+    """The part of `subprocess.Popen` that is used here."""
 
     @property
     def pid(self) -> int: ...
@@ -62,7 +62,7 @@ class Child(Protocol):
 
 
 def end_all(child: Child) -> None:
-    """End a child and every process below it; ones that do not listen, or are stopped, are killed."""
+    """End a child and all its descendants; kills those that ignore SIGTERM or are stopped."""
     import psutil
 
     try:

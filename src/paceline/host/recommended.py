@@ -1,4 +1,4 @@
-"""Starting points by GPU, as others recommend them, held against what this host has. Nothing is ever set here."""
+"""Published settings recommended by GPU, and whether they suit this host. Nothing is set here."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from pathlib import Path
 
 from paceline.host import machine
 
-# Interfaces that lead to no other host.
-_INWARD = ("lo", "docker", "br-", "veth", "virbr", "cni", "flannel", "cali", "tunl", "ifb", "dummy")
+# Interfaces that do not reach other hosts.
+_INTERNAL = ("lo", "docker", "br-", "veth", "virbr", "cni", "flannel", "cali", "tunl", "ifb", "dummy")
 _SHARP = ("opt/mellanox/sharp", "opt/hpcx/nccl_rdma_sharp_plugin", "usr/lib/libnccl-net.so")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One recommended variable. needs is what must be true of the host; mind is what the vendor says otherwise.
-    known is False where the library reads no such variable."""
+    """One recommended variable. needs: what the host must have. note: a remark of the vendor. known: False if the
+    library does not read such a variable."""
 
     variable: str
     value: str
     needs: str
-    mind: str | None = None
+    note: str | None = None
     known: bool = True
 
     def __str__(self) -> str:
@@ -32,7 +32,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What others recommend for a first run; ranges are from, to."""
+    """Settings that others recommend for a first run; ranges are (low, high)."""
 
     name: str
     micro_batch: tuple[int, int]
@@ -44,10 +44,10 @@ class Profile:
 
     def __str__(self) -> str:
         batch, length = _range(self.micro_batch), _range(self.sequence_length)
-        precision = f"{self.precision} (not trained in here: bf16)" if self.precision == "fp8" else self.precision
-        first = f"others start with: micro batch {batch}, sequence {length}, {precision}"
-        # Whether their settings make sense depends on the host.
-        network = "`paceline doctor` on a host holds their NCCL settings against it" if self.settings else None
+        precision = f"{self.precision} (Paceline trains in bf16)" if self.precision == "fp8" else self.precision
+        first = f"typical start: micro batch {batch}, sequence {length}, {precision}"
+        # Whether NCCL settings make sense depends on the host.
+        network = "`paceline doctor` checks the recommended NCCL settings on a host" if self.settings else None
         return "; ".join(filter(None, (first, self.finetune, network)))
 
 
@@ -78,7 +78,7 @@ def _profiles() -> tuple[tuple[frozenset[str], Profile], ...]:
 
 
 def of(gpu: str) -> Profile | None:
-    """The profile of exactly this GPU, by any of its names in the table; None for any other, never a relative's."""
+    """The profile of this GPU, by any of its names in the table; None for others, even similar ones."""
     row = machine.gpu_row(gpu)
     if row is None:
         return None
@@ -90,8 +90,8 @@ def of(gpu: str) -> Profile | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interconnect:
-    """What leads from this host to others: its interfaces, the one of the default route, active ports of InfiniBand
-    (or RoCE), and whether the network can reach GPU memory or reduce in its switches."""
+    """How this host reaches others: interfaces, the one of the default route, active InfiniBand or RoCE ports, and
+    whether the network can access GPU memory (GPUDirect) or reduce in its switches (SHARP)."""
 
     interfaces: tuple[str, ...]
     default: str | None
@@ -101,12 +101,13 @@ class Interconnect:
 
 
 def interconnect(root: Path = Path("/")) -> Interconnect:
-    """Read from the kernel's own trees below `root`."""
+    """The interconnect of this host, read from /proc and /sys below `root`."""
     ports = sorted((root / "sys/class/infiniband").glob("*/ports/*/state"))
     active = [port for port in ports if "ACTIVE" in _text(port)]
+    routes = [line.split() for line in _text(root / "proc/net/route").splitlines()[1:]]
     return Interconnect(
         interfaces=tuple(sorted(path.name for path in (root / "sys/class/net").glob("*"))),
-        default=_default_route(_text(root / "proc/net/route")),
+        default=next((row[0] for row in routes if len(row) > 1 and row[1] == "00000000"), None),
         infiniband=tuple(f"{port.parents[2].name}:{port.parent.name}" for port in active),
         gpudirect=any((root / "sys/module" / name).is_dir() for name in ("nvidia_peermem", "nv_peer_mem")),
         sharp=any((root / path).exists() for path in _SHARP),
@@ -120,20 +121,15 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _default_route(table: str) -> str | None:
-    rows = [line.split() for line in table.splitlines()[1:]]
-    return next((row[0] for row in rows if len(row) > 1 and row[1] == "00000000"), None)
-
-
 def matching(value: str, interfaces: Collection[str]) -> list[str]:
-    """Which interfaces NCCL_SOCKET_IFNAME means: prefixes, `=` for whole names, `^` for all others."""
+    """Interfaces that NCCL_SOCKET_IFNAME selects: by prefix, by exact name after `=`, or all others after `^`."""
     excludes, rest = value.startswith("^"), value.removeprefix("^")
-    exact, words = rest.startswith("="), [word for word in rest.removeprefix("=").split(",") if word]
+    exact, names = rest.startswith("="), [name for name in rest.removeprefix("=").split(",") if name]
 
-    def named(interface: str) -> bool:
-        return any(interface == word if exact else interface.startswith(word) for word in words)
+    def is_named(interface: str) -> bool:
+        return any(interface == name if exact else interface.startswith(name) for name in names)
 
-    return [interface for interface in interfaces if named(interface) != excludes]
+    return [interface for interface in interfaces if is_named(interface) != excludes]
 
 
 # --- the verdict ---
@@ -141,7 +137,7 @@ def matching(value: str, interfaces: Collection[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Whether a setting fits this host, why not, and what to do instead; fits is None where the host does not tell."""
+    """Whether a setting suits this host, why (not), and what to do instead; fits is None if that is unknown."""
 
     setting: Setting
     fits: bool | None
@@ -150,49 +146,43 @@ class Fit:
 
 
 def fit(setting: Setting, host: Interconnect) -> Fit:
+    """Whether the setting suits this host."""
     if not setting.known:
-        return Fit(setting, None, "nothing reads it", f"leave {setting.variable} unset")
+        return Fit(setting, None, "no library reads it", f"leave {setting.variable} unset")
     if setting.needs == "interface":
-        return _interface(setting, host)
+        if matching(setting.value, host.interfaces):
+            return Fit(setting, True, f"this host has {setting.value}")
+        external = ", ".join(name for name in host.interfaces if not name.startswith(_INTERNAL)) or "no external one"
+        fix = f"set {setting.variable}={host.default}, or leave it unset" if host.default else "leave it unset"
+        return Fit(setting, False, f"this host has no {setting.value}, but {external}", fix)
     has = {
         "infiniband": (bool(host.infiniband), "no active port under /sys/class/infiniband", "active InfiniBand"),
         "no infiniband": (
             not host.infiniband,
-            f"active ports here: {', '.join(host.infiniband)}",
+            f"active ports: {', '.join(host.infiniband)}",
             "no InfiniBand here",
         ),
-        "gpudirect": (host.gpudirect, "the module nvidia_peermem is not loaded", "nvidia_peermem is loaded"),
-        "sharp": (host.sharp, "no SHARP plugin was found under /opt/mellanox or /opt/hpcx", "a SHARP plugin"),
+        "gpudirect": (host.gpudirect, "the kernel module nvidia_peermem is not loaded", "nvidia_peermem is loaded"),
+        "sharp": (host.sharp, "no SHARP plugin in /opt/mellanox or /opt/hpcx", "SHARP plugin found"),
     }
-    fits, lacking, having = has[setting.needs]
-    return Fit(setting, fits, having if fits else lacking, None if fits else _without(setting, host))
-
-
-def _without(setting: Setting, host: Interconnect) -> str:
-    """What to do where the host is not what the profile was written for."""
+    fits, missing, present = has[setting.needs]
+    if fits:
+        return Fit(setting, True, present)
+    fix = f"leave {setting.variable} unset"
     if setting.needs == "no infiniband":
-        return f"leave {setting.variable} unset, so that NCCL uses {host.infiniband[0]}"
+        fix += f", so that NCCL uses {host.infiniband[0]}"
     if setting.needs == "gpudirect":
-        return f"leave {setting.variable} unset, or load the module: `modprobe nvidia-peermem`"
-    return f"leave {setting.variable} unset"
-
-
-def _interface(setting: Setting, host: Interconnect) -> Fit:
-    if matching(setting.value, host.interfaces):
-        return Fit(setting, True, f"{setting.value} is here")
-    outward = [name for name in host.interfaces if not name.startswith(_INWARD)]
-    there = ", ".join(outward) or "none that leads anywhere"
-    instead = f"set {setting.variable}={host.default}, or leave it unset" if host.default else "leave it unset"
-    return Fit(setting, False, f"this host has no {setting.value}, but {there}", instead)
+        fix += ", or load the module: `modprobe nvidia-peermem`"
+    return Fit(setting, False, missing, fix)
 
 
 def unmatched(environ: Mapping[str, str], interfaces: Collection[str]) -> dict[str, str]:
-    """Variables that name interfaces of which this host has none: ranks would fail or hang where they meet."""
-    found = {}
+    """Variables that name interfaces this host lacks: ranks would fail or hang at the rendezvous."""
+    without_match = {}
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         value = environ.get(variable, "").strip()
-        # Gloo takes whole names only.
-        asked = f"={value}" if variable.startswith("GLOO") else value
-        if value and not matching(asked, interfaces):
-            found[variable] = value
-    return found
+        # Gloo accepts exact names only.
+        pattern = f"={value}" if variable.startswith("GLOO") else value
+        if value and not matching(pattern, interfaces):
+            without_match[variable] = value
+    return without_match

@@ -1,4 +1,4 @@
-"""What must not leave this machine: texts shaped like a secret are taken out of files before they are handed on."""
+"""Redaction: removes texts that look like secrets from files before they leave this machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.errors import RequestError
 from paceline.host.environment import SECRET_VALUE, recorded_environment
 
 MARK = "[redacted]"
-# By its shape, or by the name it is given (`HF_TOKEN=...`, `password: ...`).
+# Recognised by shape, or by name (`HF_TOKEN=...`, `password: ...`).
 _NAME = (
     r"\b(?:[A-Z][A-Z0-9_]*_)?(?:API)?(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL)S?(?:_[A-Z0-9_]+)?"
     r"|\b(?i:password|passwd|secret|api_key|access_token)"
@@ -23,17 +23,18 @@ SECRET = re.compile(f"{SECRET_VALUE.pattern}|{_NAMED}")
 
 
 def clean(name: str, content: bytes, where: str) -> tuple[bytes, int]:
-    """The content of a file of a run folder without secrets, and how many were taken out.
+    """The content of a file of a run directory without secrets, and how many were removed.
 
-    A spec is refused instead: changed, it would be another run. Of a machine's variables only those are kept that
-    `environment.recorded_environment` lets pass today, whatever an older version recorded.
+    A spec with a secret is rejected instead: changing it would make it another run. Environment variables of a machine
+    are filtered again by today's `environment.recorded_environment`, whatever an older version recorded.
     """
     text = content.decode(errors="surrogateescape")
     suspicious = _suspicious(text)
     if name == "spec.json" and suspicious:
-        raise RequestError(f"{where}: holds a text shaped like a secret; accepted is a run whose spec names none")
+        raise RequestError(f"{where}: contains text that looks like a secret, expected a spec without secrets.")
     if name.startswith("machine-"):
-        return _clean_machine(text, content, where)
+        facts, count = clean_facts(_parse(text, where))
+        return ((json.dumps(facts, indent=1) + "\n").encode(), count) if count else (content, 0)
     if not suspicious:
         return content, 0
     if name.endswith(".jsonl"):
@@ -47,18 +48,13 @@ def clean(name: str, content: bytes, where: str) -> tuple[bytes, int]:
 
 
 def _suspicious(text: str) -> bool:
-    """Whether a secret may stand in it. In JSON a line break is a backslash and a letter, and many a quotation mark
-    ends in a digit: they would hide where a word begins, so both readings are searched."""
+    """Whether the text may contain a secret. JSON escapes end in a letter or digit, which would hide where a word
+    begins, so the text is also searched without them."""
     return bool(SECRET.search(text) or ("\\" in text and SECRET.search(_ESCAPE.sub("  ", text))))
 
 
-def _clean_machine(text: str, content: bytes, where: str) -> tuple[bytes, int]:
-    facts, count = clean_facts(_parse(text, where))
-    return ((json.dumps(facts, indent=1) + "\n").encode(), count) if count else (content, 0)
-
-
 def clean_facts(facts: Any) -> tuple[Any, int]:
-    """What was recorded of a machine without secrets, and how many were taken out."""
+    """The recorded facts of a machine without secrets, and how many were removed."""
     count = 0
     environment = facts.get("environment") if isinstance(facts, dict) else None
     if isinstance(environment, Mapping):
@@ -70,12 +66,12 @@ def clean_facts(facts: Any) -> tuple[Any, int]:
 
 
 def clean_text(text: str) -> str:
-    """A message of a run, such as its error, without secrets."""
+    """A message of a run, such as its error, with secrets redacted."""
     return SECRET.sub(MARK, text)
 
 
 def _clean_lines(text: str, where: str) -> tuple[str, int]:
-    """Lines in which nothing is found stay as they are; so does a last one that was cut short."""
+    """JSON lines with secrets redacted. Other lines are unchanged, as is an incomplete last line."""
     *whole, rest = text.split("\n")
     lines, total = [], 0
     for line in whole:
@@ -87,26 +83,24 @@ def _clean_lines(text: str, where: str) -> tuple[str, int]:
 
 
 def _clean_value(value: Any) -> tuple[Any, int]:
-    """The same JSON value with secrets taken out of its texts: decoded, because an escape may hide where one begins."""
+    """The decoded JSON value with secrets redacted, and their number."""
     if isinstance(value, str):
         return SECRET.subn(MARK, value)
     if isinstance(value, dict):
-        items = {key: _clean_field(key, inner) for key, inner in value.items()}
-        return {key: cleaned for key, (cleaned, _) in items.items()}, sum(count for _, count in items.values())
+        cleaned, total = {}, 0
+        for key, inner in value.items():
+            is_secret = isinstance(inner, str) and inner != MARK and _SECRET_FIELD.fullmatch(key)
+            cleaned[key], count = (MARK, 1) if is_secret else _clean_value(inner)
+            total += count
+        return cleaned, total
     if isinstance(value, list):
-        found = [_clean_value(inner) for inner in value]
-        return [cleaned for cleaned, _ in found], sum(count for _, count in found)
+        items = [_clean_value(inner) for inner in value]
+        return [item for item, _ in items], sum(count for _, count in items)
     return value, 0
-
-
-def _clean_field(key: str, value: Any) -> tuple[Any, int]:
-    if isinstance(value, str) and value != MARK and _SECRET_FIELD.fullmatch(key):
-        return MARK, 1
-    return _clean_value(value)
 
 
 def _parse(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"{where}: cannot be read ({error}), so it cannot be searched for secrets") from None
+        raise RequestError(f"{where}: not valid JSON ({error}), so it cannot be searched for secrets.") from None

@@ -1,7 +1,7 @@
-"""A folder of a node's own for as long as it works there; one that a killed node left is removed by the next.
+"""A temporary directory for one node. Directories left by killed nodes are removed by the next one.
 
-The folder's owner holds a lock in it, which the system takes back however the owner ends. So a folder whose lock is
-free is nobody's.
+The owner locks a file in the directory; the kernel releases the lock however the owner ends. A directory whose lock is
+free has no owner.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _LOCK = ".held"
 
 @contextlib.contextmanager
 def own_folder(parent: Path | None) -> Iterator[Path]:
-    """A new folder below parent, or where temporary files are; gone afterwards."""
-    place = Path(parent or tempfile.gettempdir())
-    sweep(place)
-    # Until it is locked it has a name that no sweep looks at: its lock would be free, as a dead node's is.
-    made = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=place))
+    """A new directory in `parent`, or in the system's temporary directory; deleted afterwards."""
+    base = Path(parent or tempfile.gettempdir())
+    sweep(base)
+    # Until it is locked, its name is one that `sweep` ignores: its lock is free, like that of a dead node.
+    made = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=base))
     own = made.with_name(made.name[1:])
     try:
-        with (made / _LOCK).open("w") as held:
-            fcntl.flock(held, fcntl.LOCK_EX)
+        with (made / _LOCK).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             made.rename(own)
             yield own
     finally:
@@ -36,12 +36,12 @@ def own_folder(parent: Path | None) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def sweep(place: Path) -> None:
-    """Remove what killed nodes of this user have left. What cannot be looked into is somebody else's."""
-    for folder in place.glob(f"{PREFIX}*"):
+def sweep(base: Path) -> None:
+    """Remove directories that killed nodes of this user left. Unreadable ones belong to others."""
+    for folder in base.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
                 continue
-            with (folder / _LOCK).open("r+") as held:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with (folder / _LOCK).open("r+") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)

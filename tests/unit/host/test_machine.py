@@ -317,7 +317,7 @@ def test_neighbours_are_the_others(fake_nvml: FakeNvml) -> None:
 def test_pids_of_another_namespace_are_counted_not_compared(
     fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "_holds_gpu", lambda: True)
+    monkeypatch.setattr(machine, "_uses_gpu", lambda: True)
     for pids, expected in (([900_001], 0), ([900_001, 900_002], 1), ([], None)):
         fake_nvml.pids = pids
         assert machine.neighbours(0) == expected

@@ -150,8 +150,8 @@ def test_doctor_calls_a_wrong_interface_bad_and_advice_never(
     root = host(tmp_path, {"ens3": True})
     interfaces, *advice = doctor._network_checks({"NCCL_SOCKET_IFNAME": "eth0"}, root)
     assert interfaces.ok is False
-    assert "NCCL_SOCKET_IFNAME=eth0 names no interface of this host (ens3, lo)" in interfaces.text
-    assert interfaces.fix == "run `unset NCCL_SOCKET_IFNAME`, or name ens3"
+    assert "NCCL_SOCKET_IFNAME=eth0 matches no interface of this host (ens3, lo)" in interfaces.text
+    assert interfaces.fix == "run `unset NCCL_SOCKET_IFNAME`, or use ens3"
     assert len(advice) == 5
     assert {d.name for d in advice} == {"profile"}
     assert not [d for d in advice if d.ok is False]

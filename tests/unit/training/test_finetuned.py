@@ -179,7 +179,7 @@ def test_adapters_begin_as_nothing_and_within_pefts_bound() -> None:
 
 def digests(module: Any, tuning: Tuning) -> tuple[str, str]:
     weights = list(whole_weights(module))
-    parts = [[w for w in weights if finetuned.is_learned(w[0], tuning) is learned] for learned in (True, False)]
+    parts = [[w for w in weights if finetuned.is_trainable(w[0], tuning) is learned] for learned in (True, False)]
     learned, frozen = (digest_parameters(part).digest for part in parts)
     return learned, frozen
 

@@ -138,14 +138,14 @@ def test_no_step_waits_for_the_device_inside_the_window() -> None:
 def test_the_host_runs_a_bounded_number_of_steps_ahead() -> None:
     loop, device, notes = loop_of(steps=3 * _loop.STEPS_AHEAD)
     longest = 0
-    hand_over = loop._hand_over
+    record_finished = loop._record_finished
 
     def watched(*arguments: Any) -> None:
         nonlocal longest
-        hand_over(*arguments)
+        record_finished(*arguments)
         longest = max(longest, len(loop.pending))
 
-    loop._hand_over = watched  # type: ignore[method-assign]
+    loop._record_finished = watched  # type: ignore[method-assign]
     loop.window(range(3 * _loop.STEPS_AHEAD))
     assert longest <= _loop.STEPS_AHEAD
     assert device.waits > 0

@@ -295,7 +295,7 @@ def _data_parallel() -> Any:
 
 
 class FusedRMSNorm(torch.autograd.Function):
-    """CUDA's fused kernel, which saves its input, the weight and one fp32 number per row. The CPU has no such kernel."""
+    """CUDA's fused kernel, which saves its input, the weight and one fp32 number per row. CPUs have no such kernel."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

@@ -91,10 +91,10 @@ def test_the_sampler_sees_a_busy_host() -> None:
 
 @pytest.mark.usefixtures("no_gpu")
 def test_failing_readings_are_counted_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(_: tuple[float, ...] | None) -> telemetry.HostSample:
+    def broken(*_: object) -> None:
         raise RuntimeError("gauge broke")
 
-    monkeypatch.setattr(telemetry, "_host", broken)
+    monkeypatch.setattr(telemetry, "_core_ratios", broken)
     with telemetry.Sampler(interval_s=0.01) as sampler:
         wait_until(lambda: sampler.failures >= 3)
     assert sampler.snapshots == ()
