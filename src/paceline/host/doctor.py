@@ -150,6 +150,7 @@ def _environment_checks(environ: Mapping[str, str]) -> Iterator[Diagnosis]:
 
 
 def _storage_checks(results: Path) -> Iterator[Diagnosis]:
+    fix: str | None
     shared = Path("/dev/shm")
     if not shared.is_dir():
         yield Diagnosis("shared memory", None, f"{shared} does not exist here")
