@@ -98,7 +98,7 @@ def test_warmup_and_iters_are_flags(paceline: Any, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     wrong = paceline("run", "fabric", "--iters", "0", "--set", "device=cpu", "--out", str(tmp_path))
     assert wrong.returncode == 2
-    assert "collectives.iters: 0 was given" in wrong.stderr.replace("\n", " ")
+    assert "collectives.iters: got 0" in wrong.stderr.replace("\n", " ")
 
 
 # --- faults --------------------------------------------------------------------------------------------------------
