@@ -100,7 +100,7 @@ def limited(campaign: Callable[..., Any]) -> Any:
 def test_a_hang_names_the_rank_that_stopped(limited: Any) -> None:
     record = limited.record("faulty.trouble:how=sleep", launcher=TORCHRUN)
     assert record.status == "hang"
-    assert "nothing moved for 25 s: rank 1 stopped at step 2 in forward" in record.error
+    assert "no progress for 25 s: rank 1 stopped at step 2 in forward" in record.error
     stack = (Path(record.path) / "stack-1.txt").read_text()
     assert "_sleep" in stack, "the stack of the rank that hangs says where"
     assert limited.finding(record)["status"] == "hang"

@@ -173,11 +173,11 @@ SCENARIOS = {
     "full": Scenario("failed", r"rank 0 on full-.: OSError: No space left on device", env={"LIGHT_FAULT": "full:0"}),
     "hung": Scenario(
         "hang",
-        r"nothing moved for 10 s: rank 0 stopped at step 3 in forward",
+        r"no progress for 10 s: rank 0 stopped at step 3 in forward",
         {"LIGHT_S": "1", "LIGHT_FAULT": "hang:0"},
         fields={"stall_s": 10.0},
     ),
-    "cut": Scenario("failed", r"results did not come home whole: node \d \(cut-.\): its log was cut"),
+    "cut": Scenario("failed", r"results are incomplete: node \d \(cut-.\): its log was cut"),
     "cut-kept": Scenario("ok", options={"results_claim": "kept"}, before=add_claim),
     "skewed": Scenario("ok", env={"LIGHT_S": "3"}, fields={"stall_s": 30.0}, before=set_clock_back),
 }

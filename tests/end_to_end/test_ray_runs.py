@@ -140,7 +140,7 @@ ENDS = {
     "killed rank": (Status.FAILED, ("rank 1 on ", "was killed by signal 9")),
     "full disk": (Status.FAILED, ("rank 1 on ", "No space left on device")),
     "lost client": (Status.FAILED, ("rank 0 on ", "was killed by signal 9")),
-    "hang": (Status.HANG, ("nothing moved for 15 s: rank 1 stopped at step 1",)),
+    "hang": (Status.HANG, ("no progress for 15 s: rank 1 stopped at step 1",)),
     "time limit": (Status.TIMEOUT, ("did not end within 15 s", "rank 0 was at step")),
     "killed driver": (Status.FAILED, ("the driver of the Ray job ended with exit code -9",)),
     "no room": (Status.FAILED, ("within 2 s: 2 x 1 CPU + 3 tpu under STRICT_SPREAD", "left: 16 CPU")),

@@ -174,7 +174,7 @@ def test_an_output_that_is_lost_is_known(bench: Bench, tmp_path: Path, monkeypat
     monkeypatch.setenv("LIGHT_S", "2")
     witness = Witness(lambda: next(tmp_path.glob("*-node1.log")).unlink())
     status, error = bench.run(witness, options={"shared": False, "output": str(tmp_path)})
-    assert (status, error) == (Status.FAILED, "results did not come home whole: node 1 (n2): its log ends early")
+    assert (status, error) == (Status.FAILED, "results are incomplete: node 1 (n2): its log ends early")
 
 
 def test_gpus_are_those_that_slurm_gives(bench: Bench) -> None:

@@ -1,7 +1,8 @@
-"""The command line: one module for each group of verbs, and the only package that prints.
+"""The command line: one module per group of verbs, and the only package that prints.
 
-May import everything. Start with `__init__.main`, which finds the verb, then `verbs`, which holds what verbs share
-(exit codes, the console). A verb parses its arguments, calls one function of a lower package and prints the result.
+May import everything. Start with `main`, which finds the verb, then read `verbs`, which has what the verbs share (exit
+codes, the parser, the console). A verb parses its arguments, calls one function of a lower package and prints the
+result.
 """
 
 from __future__ import annotations
@@ -11,30 +12,34 @@ import sys
 from collections.abc import Callable, Sequence
 
 from paceline import __version__
-from paceline.cli import (
-    advice,
-    capsules,
-    cluster,
-    comparisons,
-    experiments,
-    images,
-    imports,
-    machines,
-    results,
-    schedules,
-    serving,
-)
+from paceline.cli import archives, cluster, experiments, machines, results, schedules, serving
 from paceline.cli.verbs import INTERRUPTED, OK, SOME_FAILED, WRONG_REQUEST, Parser, discard_output
 from paceline.errors import PacelineError
 from paceline.results import safe_text
 
 __all__ = ["INTERRUPTED", "OK", "SOME_FAILED", "WRONG_REQUEST", "main", "parser"]
 
+DESCRIPTION = (
+    "Benchmark distributed LLM training and inference. Paceline compares training strategies only after certifying "
+    "that they did equal work, and load-tests model servers on a fixed schedule."
+)
+# The order of the verbs in `paceline --help`.
+GROUPS = {
+    "Run experiments": ("run", "plan", "status", "schedule"),
+    "Read and compare results": ("report", "show", "compare", "history"),
+    "Archive, reproduce, import": ("capsule", "replay", "import"),
+    "Check and watch this machine": ("doctor", "monitor"),
+    "Prepare clusters and images": ("cluster", "image"),
+    "Test the load generator": ("selftest", "mock-replica"),
+    "Look things up": ("list", "advise"),
+}
+CLOSING = "Start with `paceline doctor`, then `paceline run quick`. `paceline VERB --help` explains one verb."
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 all ok and valid, 1 some run failed or is invalid, 2 the request was wrong, 130 interrupted.
+    """Exit code: 0 all runs ok and valid, 1 a run failed or is invalid, 2 the request was wrong, 130 interrupted.
 
-    Without a verb it prints the help and returns 0. A reader that leaves early (`| head -1`) is no error.
+    Without a verb it prints the help and returns 0. A reader that closes the pipe early (`| head -1`) is not an error.
     """
     try:
         try:
@@ -44,13 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()
     except PacelineError as error:
-        # It may quote a file, and one that could not be read was not made harmless.
+        # The message may quote the content of a file.
         print(f"paceline: {safe_text.text(str(error))}", file=sys.stderr)
         return WRONG_REQUEST
     except KeyboardInterrupt as stop:
         done = f"{stop}; " if str(stop) else ""
-        kept = "what was measured is kept, and the same command goes on from here"
-        print(f"paceline: interrupted; {done}{kept}", file=sys.stderr)
+        print(f"paceline: interrupted; {done}finished runs are kept, repeat the command to continue", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         discard_output()
@@ -58,17 +62,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> Parser:
-    what = "Compare ways of training language models on work proved equal; ask served ones by a schedule."
-    root = Parser(prog="paceline", description=what)
+    root = Parser(prog="paceline", description=DESCRIPTION, epilog=CLOSING)
     root.add_argument("--version", action="version", version=f"paceline {__version__}")
-    root.set_defaults(call=lambda _: _print_help(root))
+
+    def print_help(_: argparse.Namespace) -> int:
+        root.print_help()
+        return OK
+
+    root.set_defaults(call=print_help)
     verbs = root.add_subparsers(metavar="VERB", parser_class=Parser)
-    beyond = (cluster, images, schedules, serving)
-    for module in (experiments, results, comparisons, advice, capsules, imports, machines, *beyond):
+    for module in (experiments, results, archives, machines, cluster, schedules, serving):
         module.add_verbs(verbs)
+    root.groups = {title: {name: verbs.choices[name].summary for name in names} for title, names in GROUPS.items()}
     return root
-
-
-def _print_help(root: Parser) -> int:
-    root.print_help()
-    return OK

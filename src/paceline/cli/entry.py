@@ -1,8 +1,7 @@
-"""What the image starts (`python -m paceline.cli.entry`): a node of a job where an engine has given it one, else the
-command line.
+"""The entry point of the container image (`python -m paceline.cli.entry`): a node of a job, or the command line.
 
-An engine gives a node its job in the variable PACELINE_SPEC, and its place in whatever it calls it (see `places`):
-completion index, Slurm, MPI, torchrun. So one image serves every engine, and `docker run IMAGE doctor` a person.
+An engine passes the job in PACELINE_SPEC and the node rank in a variable of its own (completion index, Slurm, MPI,
+torchrun; see `launchers.node.placement`). So one image works for every engine, and `docker run IMAGE doctor` works too.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ SPEC = "PACELINE_SPEC"
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """The exit code of the node or of the verb. Arguments after a verb's name are always the verb's."""
-    words = list(argv[1:])
-    if environ.get(SPEC) and not (words and not words[0].startswith("-")):
+    """Exit code of the node or of the verb. Arguments that begin with a verb always go to the command line."""
+    arguments = list(argv[1:])
+    if environ.get(SPEC) and not (arguments and not arguments[0].startswith("-")):
         from paceline.launchers.node import agent
 
-        return agent.main([argv[0], "--relay", *words])
+        return agent.main([argv[0], "--relay", *arguments])
     from paceline import cli
 
-    return cli.main(words)
+    return cli.main(arguments)
 
 
 if __name__ == "__main__":

@@ -1,56 +1,132 @@
-"""Verbs that read results: conclude from them, show one run."""
+"""Verbs that read results: report, show one run, compare two directories, follow cells over time."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import re
-from collections.abc import Collection, Sequence
+import sys
+from collections.abc import Collection, Iterable, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.money import add_cost_options, costing_of
-from paceline.cli.verbs import OK, SOME_FAILED, Parser, add_verb, console
+from paceline.cli.verbs import OK, SOME_FAILED, Parser, add_verb, console, print_plain
 from paceline.errors import RequestError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from paceline.analysis.cost.training import Costing
-    from paceline.analysis.findings import Report
+    from paceline.analysis.findings import Between, Report
     from paceline.analysis.machine.nodes import Baseline
     from paceline.report.exporters import Exporter
+    from paceline.report.tables.table import Table
 
 DEFAULT_FORMATS = ("html", "markdown", "csv", "json", "plots")
+# Formats of `compare` and `history`.
+FORMATS = ("terminal", "markdown", "json")
+MOST_REASONS = 5
+MOST_TOKENS = 10**18
+_SIZES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 _CAPSULE_SUFFIX = re.compile(r"\.(tar\.gz|tgz)$")
 
 
 def add_verbs(verbs: Any) -> None:
-    verb = add_verb(verbs, "report", report, "conclude from stored runs: tables, plots, files")
-    verb.add_argument("directory", type=Path, help="a results folder, an experiment in it, or a capsule")
-    add_format_option(verb)
-    add_cost_options(verb)
-    add_baseline_option(verb)
-    add_verb(verbs, "show", show, "one run: what was asked, observed and concluded").add_argument("run", type=Path)
-
-
-def report(arguments: argparse.Namespace) -> int:
-    baseline = baseline_of(arguments)
-    return conclude(console(), arguments.directory, arguments.format, costing_of(arguments), baseline)
-
-
-def add_format_option(verb: Parser) -> None:
+    verb = add_verb(verbs, "report", report, "analyse stored runs and write tables, plots and files")
     verb.add_argument(
-        "--format", action="append", metavar="NAME", help=f"exporter; default: {', '.join(DEFAULT_FORMATS)}"
+        "directory", type=Path, metavar="DIR", help="a results directory, one experiment in it, or a capsule"
+    )
+    add_report_options(verb)
+    verb = add_verb(verbs, "show", show, "show one run: its settings, measurements and certificate")
+    verb.add_argument("run", type=Path, metavar="RUN", help="a run directory: DIR/<experiment>/<run id>")
+    verb = add_verb(verbs, "compare", compare, "compare two results directories cell by cell")
+    verb.add_argument("a", type=Path, metavar="DIR_A", help="the baseline")
+    verb.add_argument("b", type=Path, metavar="DIR_B", help="the results to judge")
+    verb.add_argument(
+        "--fail-on-regression",
+        type=float,
+        metavar="PCT",
+        help="exit with code 1 if B is worse by more than PCT percent over the whole confidence interval, if a cell is "
+        "missing in B, or if B looks worse and no comparison has a verdict",
+    )
+    verb.add_argument("--across-devices", action="store_true", help="also compare different kinds of device")
+    verb.add_argument("--format", choices=FORMATS, default=FORMATS[0], help="default: %(default)s")
+    verb = add_verb(verbs, "history", history, "show cells over time and where their level changed")
+    verb.add_argument("directories", type=Path, nargs="+", metavar="DIR", help="results directories, or their parent")
+    verb.add_argument("--format", choices=FORMATS, default=FORMATS[0], help="default: %(default)s")
+
+
+def add_report_options(verb: Parser) -> None:
+    """The options of every verb that ends with a report: formats, cost, baseline."""
+    verb.add_argument(
+        "--format",
+        action="append",
+        metavar="NAME",
+        help=f"an exporter; repeat it for several (default: {', '.join(DEFAULT_FORMATS)})",
+    )
+    verb.add_argument(
+        "--price", metavar="USD|NAME|FILE", help="USD per GPU-hour, a name from `paceline list prices`, or a .toml file"
+    )
+    verb.add_argument("--train-tokens", metavar="N", help="estimate time and cost to train on N tokens: 300M, 1B, 15T")
+    verb.add_argument("--train-samples", metavar="N", help="estimate time and cost to fine-tune on N samples: 10K, 1M")
+    verb.add_argument(
+        "--busy-hours",
+        metavar="H",
+        help="hours per day in which reserved GPUs serve requests, for the cost of served tokens (default: 8)",
+    )
+    verb.add_argument(
+        "--baseline", type=Path, metavar="DIR|FILE", help="compare nodes with a healthy result instead of their peers"
     )
 
 
-def add_baseline_option(verb: Parser) -> None:
-    text = "compare nodes with those of a healthy result (folder or capsule), not with their peers"
-    verb.add_argument("--baseline", type=Path, metavar="DIR|FILE", help=text)
+def costing_of(arguments: argparse.Namespace) -> Costing:
+    """The cost options; wrong values are rejected before anything is read or run."""
+    from paceline.analysis.cost.training import Costing
+    from paceline.host import prices
+
+    price = prices.chosen(arguments.price) if arguments.price is not None else None
+    tokens, samples = arguments.train_tokens, arguments.train_samples
+    return Costing(
+        price,
+        None if tokens is None else token_count(tokens),
+        None if samples is None else sample_count(samples),
+        *(() if arguments.busy_hours is None else (hours(arguments.busy_hours),)),
+    )
+
+
+def hours(text: str) -> float:
+    """`--busy-hours` as a number of hours per day."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= 24:
+        raise RequestError(f"--busy-hours: got {text!r}, expected a number of hours above 0, up to 24.")
+    return value
+
+
+def token_count(text: str) -> int:
+    """`1.5B` is 1,500,000,000."""
+    return _count(text, "--train-tokens", "a whole number of tokens up to 1,000,000T, such as 300M, 1.5B or 15T")
+
+
+def sample_count(text: str) -> int:
+    """`50K` is 50,000."""
+    return _count(text, "--train-samples", "a whole number of samples up to 1,000,000T, such as 10000, 50K or 1M")
+
+
+def _count(text: str, option: str, accepted: str) -> int:
+    match = re.fullmatch(r"(\d{1,30}(?:\.\d{1,30})?)([KMBGT]?)", text.strip().upper(), re.ASCII)
+    count = Fraction(match[1]) * _SIZES[match[2]] if match else Fraction(0)
+    if not (count.denominator == 1 and 1 <= count <= MOST_TOKENS):
+        raise RequestError(f"{option}: got {text!r}, expected {accepted}.")
+    return int(count)
 
 
 def baseline_of(arguments: argparse.Namespace) -> Baseline | None:
-    """Read before anything is measured: a result that is no baseline is refused at once."""
+    """The healthy result to compare nodes with; rejected before anything is measured if it is not one."""
     from paceline.analysis.machine import nodes
     from paceline.campaign.run.controller import read_experiment
 
@@ -60,10 +136,15 @@ def baseline_of(arguments: argparse.Namespace) -> Baseline | None:
 
 
 def exporters_of(formats: Sequence[str] | None) -> list[Exporter]:
-    """A name that is no exporter is refused here, before anything is measured."""
+    """The exporters; an unknown name is rejected before anything is measured."""
     from paceline.experiment.plugins import load
 
     return [load("exporters", name) for name in formats or DEFAULT_FORMATS]
+
+
+def report(arguments: argparse.Namespace) -> int:
+    baseline = baseline_of(arguments)
+    return conclude(console(), arguments.directory, arguments.format, costing_of(arguments), baseline)
 
 
 def conclude(
@@ -72,10 +153,14 @@ def conclude(
     formats: Sequence[str] | None,
     costing: Costing,
     baseline: Baseline | None = None,
-    asked: Collection[str] | None = None,
+    requested: Collection[str] | None = None,
 ) -> int:
-    """Build the report of a folder, print it, write its files; the exit code says whether all is well, of the runs that
-    were asked for where there is more in the folder."""
+    """Build the report of a directory, print it and write its files.
+
+    Exit code 1 if a run failed or nothing was measured. requested limits that to these runs: the directory may contain
+    runs of earlier commands.
+    """
+    from paceline import report as presentation
     from paceline.analysis.report import build
     from paceline.campaign.run.controller import read_launches
     from paceline.results import safe_text, store
@@ -87,55 +172,49 @@ def conclude(
     launches, unreadable = read_launches(directory)
     records, earlier, _ = store.newest(launches)
     title = safe_text.text(directory.resolve().name)
-    found = build(records, title, unreadable, costing=costing, earlier=earlier, baseline=baseline)
-    # First: an answer must not be lost because a disk is full.
-    _print_report(screen, found)
-    files = _write(found, exporters, directory)
-    screen.print(f"Report: {' '.join(map(str, files))}", highlight=False, soft_wrap=True)
-    runs = [r for r in found.runs if asked is None or r.run in asked]
-    refused = [node for node in found.nodes if node.is_refused and (asked is None or node.run in asked)]
-    lost = [load for load in found.served if load.fails and (asked is None or set(load.runs) & set(asked))]
-    bad = [*(r for r in runs if r.is_failure), *refused, *lost]
-    ended_ok = [r for r in runs if r.status == "ok" and not r.is_reference]
-    known = {m.cell for m in found.measurements}
-    # A run whose warm-up left no step ended ok, and shows nothing.
-    blank = [r for r in ended_ok if r.is_certified and r.cell not in known]
-    return OK if ended_ok and not (bad or blank or found.skipped) else SOME_FAILED
-
-
-def _write(found: Report, exporters: Sequence[Exporter], source: Path) -> list[Path]:
-    """The files and folders that were written, each named once; those of a capsule stand beside it, as it is never
-    written to."""
-    folder = source
-    if source.is_file():
-        folder = source.with_name(f"{_CAPSULE_SUFFIX.sub('', source.name)}-report")
-    try:
-        folder.mkdir(exist_ok=True)
-        written = [path for exporter in exporters for path in exporter.export(found, folder)]
-    except OSError as error:
-        place = error.filename or folder
-        raise RequestError(f"report: {str(place)!r} cannot be written ({error.strerror or error})") from None
-    inside = [path.relative_to(folder).parts[0] for path in written if path.is_relative_to(folder)]
-    outside = [path for path in written if not path.is_relative_to(folder)]
-    return [*(folder / name for name in dict.fromkeys(inside)), *outside]
-
-
-def _print_report(screen: Console, found: Report) -> None:
-    from paceline import report as present
-
+    report = build(records, title, unreadable, costing=costing, earlier=earlier, baseline=baseline)
+    # Print before writing: a full disk must not hide the answer.
     parts = (
-        present.ranked_table(found),
-        present.scaling_table(found),
-        present.verdicts_group(found),
-        present.machine_group(found),
-        present.cost_group(found),
-        present.failures_table(found),
+        presentation.ranked_table(report),
+        presentation.scaling_table(report),
+        presentation.verdicts_group(report),
+        presentation.machine_group(report),
+        presentation.cost_group(report),
+        presentation.failures_table(report),
     )
     for part in parts:
         if part is not None:
             screen.print(part)
-    for line in (*present.recommendation_lines(found), *(f"skipped: {text}" for text in found.skipped)):
+    for line in (*presentation.recommendation_lines(report), *(f"skipped: {text}" for text in report.skipped)):
         screen.print(line, highlight=False, markup=False)
+    files = _write(report, exporters, directory)
+    screen.print(f"Report: {' '.join(map(str, files))}", highlight=False, soft_wrap=True)
+    runs = [r for r in report.runs if requested is None or r.run in requested]
+    refused = [node for node in report.nodes if node.is_refused and (requested is None or node.run in requested)]
+    lost = [load for load in report.served if load.fails and (requested is None or set(load.runs) & set(requested))]
+    bad = [*(r for r in runs if r.is_failure), *refused, *lost]
+    ended_ok = [r for r in runs if r.status == "ok" and not r.is_reference]
+    measured = {m.cell for m in report.measurements}
+    # A run whose warm-up left no timed step ended ok but measured nothing.
+    blank = [r for r in ended_ok if r.is_certified and r.cell not in measured]
+    return OK if ended_ok and not (bad or blank or report.skipped) else SOME_FAILED
+
+
+def _write(report: Report, exporters: Sequence[Exporter], source: Path) -> list[Path]:
+    """Export the report and return the files and directories written, each once. Files of a capsule go to a directory
+    beside it."""
+    directory = source
+    if source.is_file():
+        directory = source.with_name(f"{_CAPSULE_SUFFIX.sub('', source.name)}-report")
+    try:
+        directory.mkdir(exist_ok=True)
+        written = [path for exporter in exporters for path in exporter.export(report, directory)]
+    except OSError as error:
+        path = error.filename or directory
+        raise RequestError(f"report: cannot write {str(path)!r} ({error.strerror or error}).") from None
+    inside = [path.relative_to(directory).parts[0] for path in written if path.is_relative_to(directory)]
+    outside = [path for path in written if not path.is_relative_to(directory)]
+    return [*(directory / name for name in dict.fromkeys(inside)), *outside]
 
 
 def show(arguments: argparse.Namespace) -> int:
@@ -144,31 +223,129 @@ def show(arguments: argparse.Namespace) -> int:
     from paceline.analysis.training.certificate import certify_all
     from paceline.analysis.training.goodput import goodput
     from paceline.launchers.node import clock_offsets
-    from paceline.report.tables import advice as present
+    from paceline.report.tables import advice as advice_table
     from paceline.report.tables import one_served_run
     from paceline.report.tables.one_run import record_lines
     from paceline.results import safe_text, store
 
     if not (arguments.run / "spec.json").is_file():
-        raise RequestError(f"{str(arguments.run)!r} was given; accepted is a run folder (DIR/<experiment>/<run_id>)")
+        raise RequestError(f"show: got {str(arguments.run)!r}, expected a run directory (DIR/<experiment>/<run id>).")
     if not store.is_sealed(arguments.run):
         positions = store.read_progress(arguments.run)
         files = len(list(arguments.run.glob("samples-*.jsonl")))
-        unknown = f"{files} file{'s' if files > 1 else ''} of samples, no progress" if files else "no rank started"
+        unknown = f"{files} sample file{'s' if files > 1 else ''}, no progress" if files else "no rank started"
         where = "; ".join(f"rank {p.rank} at step {p.step} in {p.phase}" for p in positions) or unknown
-        print(safe_text.text(f"{arguments.run}: not sealed (running or interrupted): {where}"))
+        print(safe_text.text(f"{arguments.run}: not finished (running or interrupted): {where}"))
         return SOME_FAILED
     record = store.read_run(arguments.run)
     group = [run for run in store.read_runs(arguments.run.resolve().parent)[0] if run.spec.work == record.spec.work]
-    for line in record_lines(record, certify_all(group).get(record.spec.run_id)):
+    lines = [
+        *record_lines(record, certify_all(group).get(record.spec.run_id)),
+        *one_served_run.lines(served.loads(record), served.replicas(record)),
+    ]
+    offsets = clock_offsets.read(arguments.run)
+    lines += [f"  warning: {warning}" for warning in filter(None, map(clock_offsets.warning, offsets))]
+    if share := goodput(record):
+        lines.append(f"  {share.text}")
+    fitting = memory.advice(record)
+    lines += [f"  {line}" for line in (advice_table.lines(fitting) if fitting else ())]
+    for line in lines:
         print(safe_text.text(line))
-    for line in one_served_run.lines(served.loads(record), served.replicas(record)):
-        print(safe_text.text(line))
-    for warning in filter(None, map(clock_offsets.warning, clock_offsets.read(arguments.run))):
-        print(safe_text.text(f"  warning: {warning}"))
-    if held := goodput(record):
-        print(f"  {held.text}")
-    found = memory.advice(record)
-    for line in present.lines(found) if found else ():
-        print(safe_text.text(f"  {line}"))
     return OK
+
+
+def compare(arguments: argparse.Namespace) -> int:
+    from paceline.analysis.compare import folders
+    from paceline.campaign.run.controller import read_experiment
+    from paceline.report import gate
+    from paceline.report.exporters.json import plain
+    from paceline.report.tables import comparison as table
+
+    limit = arguments.fail_on_regression
+    if limit is not None:
+        gate.checked_percent(limit)
+    (a, skipped_a), (b, skipped_b) = read_experiment(arguments.a), read_experiment(arguments.b)
+    comparison = folders.compare_experiments(a, b, (str(arguments.a), str(arguments.b)), arguments.across_devices)
+    regressions = () if limit is None else gate.regressions(comparison, limit)
+    skipped, answer = (*skipped_a, *skipped_b), table.sentence(comparison)
+    if arguments.format == "json":
+        document = {"schema": 1, "answer": answer, **plain(comparison)}
+        _print_json(document | {"regressions": plain(regressions), "skipped": skipped})
+    else:
+        names = f"A is {comparison.first}, B is {comparison.second}."
+        lines = [*table.lines(comparison), *(f"regression: {r.text}" for r in regressions)]
+        lines += [f"skipped: {text}" for text in skipped]
+        _show(arguments.format, answer, names, table.tables(comparison), lines)
+    if regressions:
+        more = f"; and {len(regressions) - 1} more" if len(regressions) > 1 else ""
+        print(f"paceline: regression beyond {limit:g} %: {regressions[0].text}{more}", file=sys.stderr)
+    blind = limit is not None and _is_blind(comparison, limit)
+    return SOME_FAILED if regressions or blind or not comparison.changes else OK
+
+
+def _is_blind(comparison: Between, limit: float) -> bool:
+    """Print what the gate could not judge; True if no comparison with a verdict could have shown the regression, so
+    that passing would mean nothing."""
+    from paceline.report import gate
+    from paceline.report.tables.comparison import change_text
+
+    losses, unseen = gate.undecided_losses(comparison, limit), gate.unseen_losses(comparison, limit)
+    if not losses:
+        return False
+    gated = gate.gated(comparison)
+    undecided = sum(c.verdict is None for c in gated)
+    text = f"{undecided} {'comparison has' if undecided == 1 else 'comparisons have'} no verdict"
+    text += f"; the largest change for the worse is {change_text((unseen or losses)[0])}"
+    if unseen:
+        scope = "comparison" if undecided == len(gated) else "latency of this load"
+        text += f"; no {scope} has a verdict, so this fails"
+    print(f"paceline: {text}", file=sys.stderr)
+    return bool(unseen)
+
+
+def history(arguments: argparse.Namespace) -> int:
+    from paceline.analysis.compare import history as over_time
+    from paceline.campaign.run.controller import read_launches
+    from paceline.report.exporters.json import plain
+    from paceline.report.tables import history as table
+
+    read = [read_launches(directory) for directory in arguments.directories]
+    launches, skipped = ([one for side in sides for one in side] for sides in zip(*read, strict=True))
+    judged = over_time.judge(launches)
+    histories = over_time.analyse(judged.windows, fewest=1, asked=judged.asked)
+    answer = table.sentence(histories)
+    if arguments.format == "json":
+        document = {"schema": 1, "answer": answer, "histories": plain(histories)}
+        _print_json(document | {"dropped": dict(judged.dropped), "skipped": skipped})
+        return OK
+    count, where = sum(map(over_time.is_kept, launches)), ", ".join(map(str, arguments.directories))
+    names = f"{count} launches in {where}; {judged.count} of them ok and certified."
+    # The most frequent reasons come first.
+    lines = [f"not counted: {count} launches, {reason}" for reason, count in judged.dropped.items()]
+    if len(lines) > MOST_REASONS:
+        lines[MOST_REASONS:] = [f"not counted: {len(lines) - MOST_REASONS} more reasons; see --format json"]
+    _show(arguments.format, answer, names, table.tables(histories), (*lines, *(f"skipped: {text}" for text in skipped)))
+    return OK
+
+
+def _print_json(document: dict[str, Any]) -> None:
+    print(json.dumps(document, indent=1, allow_nan=False, ensure_ascii=False))
+
+
+def _show(form: str, answer: str, names: str, tables: Sequence[Table], lines: Iterable[str]) -> None:
+    """Print the answer, its evidence and the notes: on a terminal, or as Markdown for a pull request."""
+    from paceline import report
+    from paceline.report.exporters import markdown
+
+    if form == "markdown":
+        page = markdown.Page()
+        parts = [f"**{markdown.escape(answer)}**", markdown.escape(names)]
+        parts += [page.section(table.title, table).replace("## ", "### ", 1) for table in tables]
+        print("\n\n".join([*parts, page.bullets(tuple(lines))]).strip())
+        return
+    screen = console()
+    for text in (answer, names):
+        print_plain(screen, text)
+    screen.print(report.drawn(tables))
+    for line in lines:
+        print_plain(screen, line)

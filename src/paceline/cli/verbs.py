@@ -1,38 +1,121 @@
-"""What every verb shares: a parser whose errors are one sentence, exit codes, the console."""
+"""What the verbs share: exit codes, a parser with one-sentence errors and suggestions, the console."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from paceline.errors import RequestError
+from paceline.errors import RequestError, did_you_mean
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 OK, SOME_FAILED, WRONG_REQUEST, INTERRUPTED = 0, 1, 2, 130
 DEFAULT_OUT = "results"
+# How check results are marked by `doctor` and `cluster check`.
+MARKS = {True: "ok  ", None: "note", False: "BAD "}
+_TYPES = {"int": "a whole number", "float": "a number"}
 
 
 class Parser(argparse.ArgumentParser):
-    """Argparse whose errors are one sentence."""
+    """An argument parser whose errors are one sentence, with a suggestion where a known name is close.
+
+    summary is the line about this verb in the help of its parent. groups lists verbs by task in the help of the root.
+    """
+
+    summary = ""
+    groups: Mapping[str, Mapping[str, str]] = {}
 
     def error(self, message: str) -> NoReturn:
-        raise RequestError(f"{message}; see `{self.prog} --help`")
+        """Raise a RequestError in the form `<where>: got <value>, expected <what>.`"""
+        verb = self.prog.partition(" ")[2] or self.prog
+        if wrong := re.fullmatch(r"argument (.+?): invalid (\w+) value: (.*)", message):
+            message = f"{wrong[1]}: got {wrong[3]}, expected {_TYPES.get(wrong[2], wrong[2])}."
+        elif wrong := re.fullmatch(r"argument (.+?): expected (.*)", message):
+            message = f"{wrong[1]}: got no value, expected {wrong[2]}."
+        elif wrong := re.fullmatch(r"the following arguments are required: (.*)", message):
+            message = f"{verb}: got no {wrong[1]}, which is required."
+        elif wrong := re.fullmatch(r"argument (.+?): not allowed with argument (.*)", message):
+            message = f"{wrong[1]}: got both {wrong[1]} and {wrong[2]}, expected one of them."
+        else:
+            message = message.removeprefix("argument ")
+        raise RequestError(f"{message} See `{self.prog} --help`.")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            where = action.option_strings[0] if action.option_strings else str(action.metavar or action.dest).lower()
+            known = list(map(str, action.choices))
+            self.error(f"{where}: got {value!r}, expected {', '.join(known)}.{did_you_mean(str(value), known)}")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse does, but arguments that are left over are an error of the verb that they were given to."""
+        result, left = super().parse_known_args(args, namespace)
+        if left:
+            known = {*self._option_string_actions} if left[0].startswith("-") else {""}
+            kind = "option" if left[0].startswith("-") else "argument"
+            verb = self.prog.partition(" ")[2] or self.prog
+            self.error(f"{verb}: got the unknown {kind} {left[0]!r}.{did_you_mean(left[0].partition('=')[0], known)}")
+        return result, left
+
+    def format_help(self) -> str:
+        """The usual help; at the root, the verbs listed by task."""
+        if not self.groups:
+            return super().format_help()
+        width = max(60, min(int(os.environ.get("COLUMNS") or 0) or _terminal_width(), 120))
+        parts = [f"Usage: {self.prog} VERB [options]", textwrap.fill(self.description or "", width)]
+        indent = max(len(name) for verbs in self.groups.values() for name in verbs) + 4
+        for title, verbs in self.groups.items():
+            lines = [
+                textwrap.fill(f"  {name:<{indent - 2}}{text}", width, subsequent_indent=" " * indent)
+                for name, text in verbs.items()
+            ]
+            parts.append("\n".join([f"{title}:", *lines]))
+        options = {"-h, --help": "show this help", "--version": "show the version"}
+        parts.append("\n".join(["Options:", *(f"  {name:<{indent - 2}}{text}" for name, text in options.items())]))
+        return "\n\n".join([*parts, textwrap.fill(self.epilog or "", width)]) + "\n"
 
 
-def add_verb(verbs: Any, name: str, call: Callable[[argparse.Namespace], int], text: str) -> Parser:
+def _terminal_width() -> int:
+    import shutil
+
+    return shutil.get_terminal_size().columns - 2
+
+
+def add_verb(verbs: Any, name: str, call: Callable[[argparse.Namespace], int] | None, text: str) -> Parser:
+    """Add a verb, or with call=None a verb that only has actions."""
     verb: Parser = verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-    verb.set_defaults(call=call)
+    verb.summary = text
+    if call is not None:
+        verb.set_defaults(call=call)
     return verb
 
 
+def add_out_option(verb: Parser, text: str = "results directory") -> None:
+    verb.add_argument(
+        "--out", type=Path, default=Path(DEFAULT_OUT), metavar="DIR", help=f"{text} (default: %(default)s)"
+    )
+
+
+def require_directory(out: Path) -> None:
+    if not out.is_dir():
+        raise RequestError(f"--out: got {str(out)!r}, which is not a directory; expected a results directory.")
+
+
+def print_checks(checks: Sequence[Any]) -> None:
+    """Print each check with its mark and, where there is one, its fix."""
+    for check in checks:
+        fix = f"\n       fix: {check.fix}" if check.fix else ""
+        print(f"{MARKS[check.ok]} {check.name}: {check.text}{fix}", flush=True)
+
+
 def console() -> Console:
-    """A console that goes on in silence when the reader of its output has left: the verb still ends its work."""
+    """A console that keeps silent once the reader of its output has left, so that the verb finishes its work."""
     from rich.console import Console
 
     class PipedConsole(Console):
@@ -43,15 +126,20 @@ def console() -> Console:
 
 
 def discard_output() -> None:
-    """Send what is printed from now on to nowhere, also what Python flushes when it ends."""
+    """Send everything printed from now on to /dev/null, including what Python flushes when it exits."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
 
 
+def print_plain(screen: Console, text: str) -> None:
+    """Print a line as it is: no markup, no highlighting, no wrapping."""
+    screen.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
 def print_hanging(screen: Console, text: str, indent: int) -> None:
-    """One line for another program to read; on a terminal as wide as it is, what follows the first line indented."""
+    """Print one line; on a terminal, wrap it to the width and indent the following lines."""
     if screen.is_terminal:
         hang = " " * min(indent, screen.width // 3)
         text = textwrap.fill(text, screen.width, subsequent_indent=hang, break_long_words=False, break_on_hyphens=False)
-    screen.print(text, highlight=False, markup=False, soft_wrap=True)
+    print_plain(screen, text)

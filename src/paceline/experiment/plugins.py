@@ -262,7 +262,7 @@ def _with_number(kind: str, name: str, known: Iterable[str]) -> str:
     """
     for plugin in sorted(known, key=len, reverse=True):
         match = re.fullmatch(rf"{re.escape(plugin)}[-_]?([a-z_]*?)[-_]?(\d{{1,9}})", name.lower())
-        options_class = getattr(_import_if_possible(kind, plugin), "Options", None) if match else None
+        options_class: Any = getattr(_import_if_possible(kind, plugin), "Options", None) if match else None
         if match is None or not dataclasses.is_dataclass(options_class):
             continue
         numbers = [field.name for field in dataclasses.fields(options_class) if type(field.default) is int]

@@ -45,7 +45,7 @@ sys.exit(told.get("compare", 0))
 """
 
 
-WORDS = "paceline: interrupted; what was measured is kept, and the same command goes on from here"
+WORDS = "paceline: interrupted; finished runs are kept, repeat the command to continue"
 
 
 def schedule_of(**more: Any) -> agenda.Schedule:

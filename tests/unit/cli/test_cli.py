@@ -15,7 +15,7 @@ from rich.console import Console
 
 from paceline import cli
 from paceline.cli import experiments, machines, results
-from paceline.cli.money import token_count
+from paceline.cli.results import token_count
 from paceline.experiment import expansion, plugins
 from paceline.experiment.spec import RunSpec
 from paceline.models import arithmetic
@@ -182,7 +182,7 @@ def test_plan_shows_every_run_and_starts_nothing(here: Path, capsys: pytest.Capt
     for spec in specs:
         assert f"{spec.run_id}  [to run]" in text
         assert f"paceline.workloads.worker results/mine/{spec.run_id}" in text
-    assert "3 cells, 6 runs and 1 references in results" in text
+    assert "3 cells, 6 runs, 1 reference run; results in results" in text
     assert f"{arithmetic.parameters(arithmetic.load(specs[0].model)):,} parameters" in text
     assert "128 tokens per step" not in text
     assert "64 tokens per step" in text
@@ -206,14 +206,14 @@ def test_plan_remarks_a_sequence_beyond_the_context(here: Path, capsys: pytest.C
         assert capsys.readouterr().out.count(told) == said, "of the run and of its reference"
 
 
-def test_plan_knows_what_is_sealed_and_what_cannot_be(
+def test_plan_knows_what_is_finished_and_what_cannot_be(
     here: Path, make_run: Make, capsys: pytest.CaptureFixture[str], golden: object
 ) -> None:
     spec = expansion.load("mine.yaml")[0]
     make_run(here / "results", spec, Status.OK)
     assert cli.main(["plan", "mine.yaml", "--set", 'strategy=["ddp","single","fsdp2","zero:stage=3"]']) == 0
     text = capsys.readouterr().out
-    assert f"{spec.run_id}  [sealed]" in text
+    assert f"{spec.run_id}  [finished]" in text
     assert text == golden
 
 
@@ -455,7 +455,7 @@ def test_the_exit_code_is_of_the_runs_that_were_asked_for(tmp_path: Path, make_s
     bad = make_spec("ddp", 1, workload="memory", seed=7)
     make_run(tmp_path, bad, Status.FAILED, "no such partition", samples=[])
     codes = [
-        conclude(console(), tmp_path / good.experiment, ["json"], Costing(), asked=asked)
+        conclude(console(), tmp_path / good.experiment, ["json"], Costing(), requested=asked)
         for asked in (None, {good.run_id}, {bad.run_id})
     ]
     assert codes == [1, 0, 1]

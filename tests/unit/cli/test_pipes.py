@@ -12,7 +12,48 @@ from paceline import cli
 
 def test_without_a_verb_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 0
-    assert capsys.readouterr().out.startswith("usage: paceline [-h] [--version] VERB ...")
+    text = capsys.readouterr().out
+    assert text.startswith("Usage: paceline VERB [options]")
+    assert cli.GROUPS["Run experiments"][0] == "run"
+    verbs = {name for names in cli.GROUPS.values() for name in names}
+    listed = {line.split()[0] for line in text.splitlines() if line.startswith("  ") and line[2].isalpha()}
+    assert listed == verbs
+
+
+def test_every_verb_is_listed_and_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every verb of the parser is in one group, and every option of every verb has a help text."""
+    root = cli.parser()
+    verbs = next(action for action in root._actions if action.choices)
+    assert set(verbs.choices) == {name for names in cli.GROUPS.values() for name in names}  # type: ignore[arg-type]
+    silent = []
+    for parser in verbs.choices.values():  # type: ignore[union-attr]
+        inner = next((action.choices for action in parser._actions if isinstance(action.choices, dict)), None)
+        for each in inner.values() if inner else (parser,):
+            silent += [f"{each.prog} {action.dest}" for action in each._actions if not action.help]
+    assert not silent
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["rnu", "quick"], "verb: got 'rnu', expected run, "),
+        (["rnu", "quick"], "Did you mean 'run'? See `paceline --help`."),
+        (["schedule", "ad"], "action: got 'ad', expected add, list, show, next, remove, run. Did you mean 'add'?"),
+        (["run", "quick", "--laucher", "slurm"], "run: got the unknown option '--laucher'. Did you mean '--launcher'?"),
+        (["run", "quick", "--pirce=3"], "Did you mean '--price'? See `paceline run --help`."),
+        (["cluster", "check", "--jsn"], "cluster check: got the unknown option '--jsn'. Did you mean '--json'?"),
+        (["plan", "quick", "slow"], "plan: got the unknown argument 'slow'. See `paceline plan --help`."),
+        (["compare", "a", "b", "--format", "md"], "--format: got 'md', expected terminal, markdown, json."),
+        (["monitor", "--count", "two"], "--count: got 'two', expected a whole number. See `paceline monitor --help`."),
+        (["run"], "run: got no PRESET|FILE, which is required."),
+        (["run", "quick", "--set"], "--set: got no value, expected one argument."),
+    ],
+)
+def test_wrong_verbs_and_options_get_a_suggestion(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 2
+    assert text in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["list", "models"], ["plan", "quick"], ["--help"], []])

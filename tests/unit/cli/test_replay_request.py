@@ -136,7 +136,7 @@ def test_a_file_is_no_place_for_a_replay(tmp_path: Path, capsys: pytest.CaptureF
     (tmp_path / "taken").write_text("")
     for out in (tmp_path / "taken", tmp_path / "taken" / "below"):
         assert cli.main(["replay", str(GOLDEN), "--out", str(out), *more]) == 2
-        assert f"--out: '{out}' was given; accepted is a folder" in capsys.readouterr().err
+        assert f"--out: got '{out}', expected a directory" in capsys.readouterr().err
 
 
 def test_a_dry_run_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,16 +29,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["file.yaml"], "--cron"),
         (["file.yaml", "--cron", "0 25 * * *"], "Bad hour"),
         (["file.yaml", "--cron", "0 19 * * *", "--timezone", "Mars/Olympus"], "tz database"),
-        (["nothing.yaml", *DAILY], "accepted is a YAML file"),
+        (["nothing.yaml", *DAILY], "expected a YAML file"),
         (["file.yaml", *DAILY, "--set", "model=nonsense"], "nonsense"),
         (["file.yaml", *DAILY, "--name", "a b"], "lower-case"),
         (["file.yaml", *DAILY, "--fail-on-regression", "200"], "percent"),
-        (["file.yaml", *DAILY, "--env-file", "nowhere"], "which is no file"),
+        (["file.yaml", *DAILY, "--env-file", "nowhere"], "--env-file: got 'nowhere', expected a file"),
         (["file.yaml", *DAILY, "--webhook-header", "Authorization"], "NAME=VARIABLE"),
-        (["file.yaml", *DAILY, "--image", "x"], "--image: was given with --backend crontab"),
-        (["file.yaml", *DAILY, "--service-account", "x", "--apply"], "--service-account, --apply: was given"),
-        (["file.yaml", *DAILY, "--backend", "kubernetes"], "--image IMAGE and --claim CLAIM"),
-        (["file.yaml", *DAILY, "--backend", "at"], "invalid choice"),
+        (["file.yaml", *DAILY, "--image", "x"], "--image: got --backend crontab, expected --backend kubernetes"),
+        (
+            ["file.yaml", *DAILY, "--service-account", "x", "--apply"],
+            "--service-account, --apply: got --backend crontab",
+        ),
+        (["file.yaml", *DAILY, "--backend", "kubernetes"], "got no --image or no --claim, expected both"),
+        (["file.yaml", *DAILY, "--backend", "at"], "--backend: got 'at', expected crontab, systemd, kubernetes"),
         (["file.yaml", *DAILY], "'crontab' is not on this host"),
     ],
 )
@@ -131,6 +134,6 @@ def test_an_empty_folder_says_how_to_begin(capsys: pytest.CaptureFixture[str], g
     assert main(["schedule", "list"]) == 0
     assert capsys.readouterr().out == golden
     assert main(["schedule", "next"]) == 0
-    assert capsys.readouterr().out == "results: no schedule yet; `paceline schedule add --help`\n"
+    assert capsys.readouterr().out == "results: no schedules yet; see `paceline schedule add --help`\n"
     assert main(["schedule", "next", "--count", "0"]) == 2
     assert main(["schedule", "run", "nightly"]) == 2

@@ -94,7 +94,7 @@ def test_a_port_that_nobody_can_listen_at(capsys: pytest.CaptureFixture[str], go
     assert f"{port}" in text
     assert "127.0.0.1" in text
     assert main(["mock-replica", "--port", "99999"]) == 2
-    assert "--port: 99999 was given; accepted is 0 to 65535" in capsys.readouterr().err
+    assert "--port: got 99999, expected 0 to 65535" in capsys.readouterr().err
 
 
 def test_endpoints_that_are_away_are_one_sentence_for_all_runs(

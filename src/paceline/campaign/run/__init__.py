@@ -1,4 +1,4 @@
-"""Running one experiment: `controller` starts each run, `supervision` watches it, `replay` repeats a capsule.
+"""Running one experiment: `controller` runs each spec, `supervision` follows its job, `replay` repeats a capsule.
 
-Start with `controller.run`. Imports launchers and results through the plugin registry and `results.store`.
+Start with `controller.campaign`. Launchers, workloads and engines are loaded as plugins, by name.
 """

@@ -1,4 +1,10 @@
-"""The controller: check, prepare, submit, wait, judge, certify, seal. Resuming is skipping what is sealed."""
+"""The controller: the story of a campaign and of each run in it.
+
+    campaign ── references, preflight, plan file ── for each run: execute
+    execute  ── check ── adopt or begin ── attempts (`supervision`) ── advise if out of memory ── verdict ── seal
+
+Resuming a campaign means skipping the runs that are sealed.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +22,8 @@ from pathlib import Path
 
 from paceline.analysis.compare import comparable
 from paceline.analysis.training.certificate import certify
-from paceline.campaign.run import restarts, supervision
-from paceline.campaign.run.supervision import Launch, Observer
+from paceline.campaign.run import supervision
+from paceline.campaign.run.supervision import Observer
 from paceline.contract import Launcher
 from paceline.errors import LaunchError, RequestError, StoreError, UnsupportedError, require
 from paceline.experiment.choices import Choice
@@ -32,29 +38,76 @@ POLL_S = 0.1
 ADVICE_S = 300.0
 # Re-seeded copies of a 16-bit reference: their spread is the tolerance of the certificate.
 REFERENCE_VARIANTS = {"fp32": 1, "bf16": 4, "fp16": 4}
-# Tokens of a reference's micro batch at most: the uncompiled loss holds their logits in fp32, several times.
+# Most tokens in a micro batch of a reference: the uncompiled loss keeps their logits in fp32 several times.
 REFERENCE_TOKENS = 8192
-# An engine that takes longer to say whether it can take runs is told of.
+# The user is notified when an engine takes longer to say whether it can take the runs.
 SLOW_S = 3.0
-Tell = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
-def _untold(_words: str) -> None: ...
+def campaign(
+    specs: Sequence[RunSpec],
+    out: Path,
+    observer: Observer,
+    *,
+    retry: bool = False,
+    notify: Notify = lambda _message: None,
+) -> list[Status]:
+    """Run every spec that is not sealed yet, references first, and return the status of each.
+
+    RequestError, before anything is written, if an engine cannot take any of them. retry repeats runs that did not end
+    ok. notify gets messages about slow steps before the first run.
+    """
+    references = references_of(specs)
+    runs = [*references.values(), *specs]
+    directory = out / specs[0].experiment
+    # Checked first: over ssh, even preflight would disturb a run that another controller measures.
+    store.require_free(directory)
+    preflight(runs, out, retry, notify)
+    ask_engines([spec for spec in runs if _is_left(spec, out, retry)])
+    observer.begin(runs)
+    statuses = []
+    with store.exclusive(directory), closing(runs):
+        write_plan(directory, runs)
+        for requested in tuple(runs):
+            series = [requested]
+            for spec in series:
+                sealed = _sealed_status(out / spec.experiment / spec.run_id, retry)
+                status, error = sealed or execute(spec, out, observer, references.get(spec.work))
+                observer.ended(spec, status, error, sealed is not None)
+                statuses.append(status)
+                if not leads_on(requested):
+                    continue
+                # A search: the workload derives the next run from the results, until it repeats itself.
+                records = [store.read_run(out / each.experiment / each.run_id) for each in series]
+                following = load("workloads", requested.workload.name).follow(requested, records)
+                if following is not None and following not in series:
+                    series.append(following)
+                    runs.append(following)
+                    write_plan(directory, runs)
+                    observer.begin(runs)
+    return statuses
+
+
+# --- references: the same work on one process ---
 
 
 def references_of(specs: Sequence[RunSpec]) -> dict[str, RunSpec]:
-    """The one-process reference of each group of equal work."""
+    """The one-process reference run for each group of equal work, by work.
+
+    Of several candidates: the longest trajectory in the smallest micro batches, which fit most easily.
+    """
     references: dict[str, RunSpec] = {}
     for spec in specs:
         if spec.is_certified and unsupported(spec) is None:
-            known = references.get(spec.work)
-            candidate = reference_of(spec)
-            references[spec.work] = candidate if known is None else _gentler(known, candidate)
+            candidates = [reference_of(spec), *filter(None, [references.get(spec.work)])]
+            smallest = min(reversed(candidates), key=lambda s: s.training.micro_batch)
+            references[spec.work] = replace(smallest, steps=max(s.steps for s in candidates))
     return references
 
 
 def reference_of(spec: RunSpec) -> RunSpec:
-    """The plain loop that does this spec's work on one process, in micro batches that surely fit."""
+    """The plain training loop that does this spec's work on one process, in micro batches that surely fit."""
     length, own = spec.training.sequence_length, spec.training.micro_batch
     fitting = [size for size in range(1, own + 1) if own % size == 0 and size * length <= REFERENCE_TOKENS]
     micro_batch = max(fitting, default=1)
@@ -66,13 +119,18 @@ def reference_of(spec: RunSpec) -> RunSpec:
         bucket_mb=None,
     )
     variants = REFERENCE_VARIANTS[training.precision.compute]
+    launcher = spec.launcher
+    if getattr(load("launchers", launcher.name), "HERE", False):
+        # On this host, options that change the arithmetic stay; those that divide the host among ranks do not.
+        # Elsewhere the reference runs where the runs do: this host may not have their devices.
+        launcher = Choice("local", {k: v for k, v in launcher.options.items() if k in ("threads", "warm")})
     return replace(
         spec,
         workload=Choice("reference", {"variants": variants}),
         strategy=None,
         topology=Topology(device=spec.topology.device),
         training=training,
-        launcher=_reference_launcher(spec.launcher),
+        launcher=launcher,
         steps=min(spec.reference_steps, spec.steps),
         timeout_s=spec.timeout_s * spec.topology.world_size * variants,
         warmup=WarmUp(),
@@ -81,72 +139,25 @@ def reference_of(spec: RunSpec) -> RunSpec:
     )
 
 
-def _reference_launcher(launcher: Choice) -> Choice:
-    """Where the runs are: a controller need not have their devices. On this host options that change the arithmetic
-    stay, those that change how ranks share it do not."""
-    if not getattr(load("launchers", launcher.name), "HERE", False):
-        return launcher
-    return Choice("local", {k: v for k, v in launcher.options.items() if k in ("threads", "warm")})
+# --- before the first run ---
 
 
-def _gentler(known: RunSpec, candidate: RunSpec) -> RunSpec:
-    """The longer trajectory, in the smaller micro batches of the two: any that fits will do."""
-    best = min(known, candidate, key=lambda s: s.training.micro_batch)
-    return replace(best, steps=max(known.steps, candidate.steps))
+def preflight(specs: Sequence[RunSpec], out: Path, retry: bool, notify: Notify) -> None:
+    """Ask each launcher once whether it can take the unfinished runs; RequestError if it cannot take any.
 
-
-def campaign(
-    specs: Sequence[RunSpec], out: Path, observer: Observer, *, retry: bool = False, tell: Tell = _untold
-) -> list[Status]:
-    """Run every spec that is not sealed yet, references first; returns the status of each. RequestError, and nothing is
-    written, where an engine is known to take none of them. tell: what takes long before the first run begins."""
-    references = references_of(specs)
-    everything = [*references.values(), *specs]
-    # Before anybody is asked: over ssh the question alone would disturb the run that another controller measures.
-    store.require_free(out / specs[0].experiment)
-    preflight(everything, out, retry, tell)
-    ask_engines([spec for spec in everything if _is_left(spec, out, retry)])
-    observer.begin(everything)
-    statuses = []
-    with store.exclusive(out / specs[0].experiment), closing(everything):
-        write_plan(out / specs[0].experiment, everything)
-        for asked in tuple(everything):
-            series = [asked]
-            for spec in series:
-                statuses.append(_settle(spec, out, observer, references.get(spec.work), retry))
-                if (following := _following(series, out)) is not None:
-                    series.append(following)
-                    everything.append(following)
-                    write_plan(out / specs[0].experiment, everything)
-                    observer.begin(everything)
-    return statuses
-
-
-@contextlib.contextmanager
-def closing(specs: Sequence[RunSpec]) -> Iterator[None]:
-    """Afterwards, close the launchers that keep something between jobs."""
-    try:
-        yield
-    finally:
-        for name in {spec.launcher.name for spec in specs}:
-            getattr(load("launchers", name), "close", lambda: None)()
-
-
-def preflight(specs: Sequence[RunSpec], out: Path, retry: bool, tell: Tell) -> None:
-    """Ask each engine once whether it could begin any of the runs that are left for it. What is wrong with a request as
-    a whole is one sentence; sealed as the failure of every run, it would have to be cleared away first. An engine that
-    may hold a job of theirs from an earlier controller is not asked: what it would refuse today has begun before."""
+    One error for the whole request is better than a sealed failure for every run. A launcher that may still have a job
+    from an earlier controller is not asked: what it would refuse today has already begun.
+    """
     left: dict[str, list[RunSpec]] = {}
     for spec in specs:
-        asked = hasattr(load("launchers", spec.launcher.name), "preflight")
-        if asked and _is_left(spec, out, retry):
+        if hasattr(load("launchers", spec.launcher.name), "preflight") and _is_left(spec, out, retry):
             left.setdefault(str(spec.launcher), []).append(spec)
     for group in left.values():
         name = group[0].launcher.name
         if any(supervision.is_adoptable(load("launchers", name), out / s.experiment / s.run_id) for s in group):
             continue
-        # An engine that is away for a moment is asked again: for minutes by some, by ssh and ray once.
-        slow = threading.Timer(SLOW_S, tell, [f"asking {name} whether it can take these runs"])
+        # Some launchers retry an unreachable engine for minutes.
+        slow = threading.Timer(SLOW_S, notify, [f"waiting for {name} to accept these runs"])
         slow.daemon = True
         slow.start()
         try:
@@ -158,13 +169,15 @@ def preflight(specs: Sequence[RunSpec], out: Path, retry: bool, tell: Tell) -> N
 
 
 def ask_engines(specs: Sequence[RunSpec]) -> None:
-    """Ask the engines of served models whether any of these runs could begin, where their client runs on this host.
-    RequestError where none could; what holds for some is left to their records."""
+    """Ask the serving engines whether any of these runs can begin, if the client runs on this host.
+
+    RequestError if none can; an engine that refuses only some of the runs appears in their records.
+    """
     groups: dict[str, RunSpec] = {}
     for spec in specs:
         here = getattr(load("launchers", spec.launcher.name), "HERE", False)
         if spec.engine is None or not here or not hasattr(load("engines", spec.engine.name), "preflight"):
-            return  # one that nobody is asked about may begin
+            return  # this one may begin
         groups.setdefault(str(spec.engine), spec)
     refusals = []
     for spec in groups.values():
@@ -178,33 +191,27 @@ def ask_engines(specs: Sequence[RunSpec]) -> None:
         raise RequestError(refusals[0])
 
 
+def unsupported(spec: RunSpec) -> str | None:
+    """The first reason why this spec cannot run, by arithmetic alone; wrong options raise RequestError."""
+    trains = spec.is_certified or spec.checkpoint_every is None
+    accepted = f"null for the workload {spec.workload.name}, which writes no checkpoints"
+    require(trains, "checkpoint_every", spec.checkpoint_every, accepted)
+    plugins = [("workloads", spec.workload), ("strategies", spec.strategy), ("launchers", spec.launcher)]
+    reasons = (load(kind, choice.name).check(spec) for kind, choice in plugins if choice is not None)
+    return next((str(reason) for reason in reasons if reason), None)
+
+
+def leads_on(spec: RunSpec) -> bool:
+    """Whether more runs may follow from the results of this one."""
+    return hasattr(load("workloads", spec.workload.name), "follow")
+
+
 def _is_left(spec: RunSpec, out: Path, retry: bool) -> bool:
     return unsupported(spec) is None and _sealed_status(out / spec.experiment / spec.run_id, retry) is None
 
 
-def _settle(spec: RunSpec, out: Path, observer: Observer, reference: RunSpec | None, retry: bool) -> Status:
-    known = _sealed_status(out / spec.experiment / spec.run_id, retry)
-    status, error = known if known is not None else execute(spec, out, observer, reference)
-    observer.ended(spec, status, error, known is not None)
-    return status
-
-
-def leads_on(spec: RunSpec) -> bool:
-    """Whether more runs may follow from what this one shows."""
-    return hasattr(load("workloads", spec.workload.name), "follow")
-
-
-def _following(series: Sequence[RunSpec], out: Path) -> RunSpec | None:
-    """The run that the workload asks for after those of its series; one that was made already ends the series."""
-    asked = series[0]
-    if not leads_on(asked):
-        return None
-    records = [store.read_run(out / spec.experiment / spec.run_id) for spec in series]
-    found: RunSpec | None = load("workloads", asked.workload.name).follow(asked, records)
-    return None if found in series else found
-
-
 def _sealed_status(run_dir: Path, retry: bool) -> tuple[Status, str | None] | None:
+    """Status and error of a finished run; None if it has to run (again)."""
     if not store.is_sealed(run_dir):
         return None
     try:
@@ -214,30 +221,37 @@ def _sealed_status(run_dir: Path, retry: bool) -> tuple[Status, str | None] | No
     return None if retry and not record.is_answer else (record.status, record.error)
 
 
-def unsupported(spec: RunSpec) -> str | None:
-    """The first reason why this spec cannot run, by arithmetic alone; wrong options raise RequestError."""
-    trains = spec.is_certified or spec.checkpoint_every is None
-    accepted = f"null with the workload {spec.workload.name}, which has no trajectory to go on with"
-    require(trains, "checkpoint_every", spec.checkpoint_every, accepted)
-    plugins = [("workloads", spec.workload), ("strategies", spec.strategy), ("launchers", spec.launcher)]
-    reasons = (load(kind, choice.name).check(spec) for kind, choice in plugins if choice is not None)
-    return next((str(reason) for reason in reasons if reason), None)
+@contextlib.contextmanager
+def closing(specs: Sequence[RunSpec]) -> Iterator[None]:
+    """Afterwards, close the launchers that keep something between jobs."""
+    try:
+        yield
+    finally:
+        for name in {spec.launcher.name for spec in specs}:
+            getattr(load("launchers", name), "close", lambda: None)()
+
+
+# --- one run ---
 
 
 def execute(spec: RunSpec, out: Path, observer: Observer, reference: RunSpec | None) -> tuple[Status, str | None]:
-    """One run from an empty folder to its seal, or from where a dead controller left it. Interrupted, it leaves a
-    folder without a seal, which is run again, or gone on with where it writes checkpoints."""
+    """One run from an empty directory, or from where a dead controller left it, to its seal.
+
+    An interrupted run leaves a directory without a seal. It is run again, or resumed if it writes checkpoints.
+    """
     run_dir = out / spec.experiment / spec.run_id
     if (reason := unsupported(spec)) is not None:
         store.create(out, spec)
         store.seal(run_dir, Status.UNSUPPORTED, reason, time.time(), time.time())
         return Status.UNSUPPORTED, reason
     launcher: Launcher = load("launchers", spec.launcher.name)
-    spec, launch = _take_up(launcher, spec, out)
+    known = attempts.standing(run_dir, spec)
+    launch = supervision.adopt(launcher, known, run_dir)
+    spec = known if launch is not None or attempts.goes_on(run_dir, known) else attempts.begin(out, spec)
     observer.started(spec, run_dir)
-    asked_at = time.time()
-    status, error, lost = restarts.see_through(launcher, launch, spec, run_dir, observer)
-    started_at, ended_at = attempts.started_at(run_dir) or asked_at, time.time()
+    requested_at = time.time()
+    status, error, lost = supervision.run_attempts(launcher, launch, spec, run_dir, observer)
+    started_at, ended_at = attempts.started_at(run_dir) or requested_at, time.time()
     if status is Status.OOM and is_advised(spec):
         advise(spec, run_dir, observer)
     if status is Status.OK:
@@ -247,25 +261,15 @@ def execute(spec: RunSpec, out: Path, observer: Observer, reference: RunSpec | N
     return status, error
 
 
-def _take_up(launcher: Launcher, spec: RunSpec, out: Path) -> tuple[RunSpec, Launch | None]:
-    """The job that an earlier controller started; else a folder for the next attempt, or for the first one."""
-    run_dir = out / spec.experiment / spec.run_id
-    known = attempts.standing(run_dir, spec)
-    launch = supervision.adopt(launcher, known, run_dir)
-    if launch is not None:
-        return known, launch
-    return known if attempts.goes_on(run_dir, known) else attempts.begin(out, spec), None
-
-
 def is_advised(spec: RunSpec) -> bool:
-    """Whether other settings are looked for when memory does not do: a probe has its answer, and what a strategy from
-    elsewhere does on fake tensors is not known."""
+    """Whether to look for fitting settings after an out-of-memory error: not for a probe, which has its answer, nor for
+    an external strategy, whose behaviour on fake tensors is unknown."""
     known = spec.strategy is not None and "." not in spec.strategy.name
     return known and not spec.traits.probes_limit
 
 
 def advise(spec: RunSpec, run_dir: Path, observer: Observer) -> None:
-    """Have other settings rehearsed by a process of its own; what was told when its time is up stays told."""
+    """Try other settings in a separate process, for at most ADVICE_S seconds; what it found until then is kept."""
     command = [sys.executable, "-m", "paceline.workloads.memory.adviser", str(run_dir)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     began = time.monotonic()
@@ -284,13 +288,13 @@ def advise(spec: RunSpec, run_dir: Path, observer: Observer) -> None:
 
 
 def verdict(record: RunRecord, reference_dir: Path | None) -> tuple[Status, str | None]:
-    """ok, or invalid with the reasons of the certificate; a reference needs only finite losses.
+    """ok, or invalid with the reasons of the certificate; a reference only needs finite losses.
 
-    Agreement with the other runs of the group is checked again by every report, which sees them all.
+    Every report checks the agreement with the other runs of the group again, because it sees them all.
     """
     if not record.spec.is_certified and not record.is_reference:
-        wrong = comparable.problems(record)
-        return (Status.INVALID, "; ".join(wrong)) if wrong else (Status.OK, None)
+        problems = comparable.problems(record)
+        return (Status.INVALID, "; ".join(problems)) if problems else (Status.OK, None)
     if record.is_reference:
         finite = all(math.isfinite(sample.loss) for sample in record.steps)
         return (Status.OK, None) if finite else (Status.INVALID, "the reference's loss is not a number")
@@ -302,8 +306,11 @@ def verdict(record: RunRecord, reference_dir: Path | None) -> tuple[Status, str 
     return (Status.OK, None) if certificate.valid else (Status.INVALID, "; ".join(certificate.reasons))
 
 
+# --- for the verbs ---
+
+
 def interruptible(work: Callable[[], list[Status]]) -> list[Status]:
-    """Let a polite end (SIGTERM) take the same way out as Ctrl-C."""
+    """Call work; SIGTERM ends it like Ctrl-C."""
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
@@ -316,21 +323,22 @@ def interruptible(work: Callable[[], list[Status]]) -> list[Status]:
 
 
 def read_experiment(directory: Path) -> tuple[list[RunRecord], list[str]]:
-    """Runs of a results folder, or of a capsule, for analysis; one that holds none is the user's mistake."""
+    """The newest launch of each run in a results directory or capsule, and the reasons for what was skipped."""
     launches, unreadable = read_launches(directory)
     records, _, passed_over = store.newest(launches)
     return records, [*unreadable, *passed_over]
 
 
 def read_launches(directory: Path) -> tuple[list[RunRecord], list[str]]:
-    """As `read_experiment`, with every launch of a run that was repeated on another day."""
+    """As `read_experiment`, with every launch of a run that was repeated on another day.
+
+    RequestError if the directory does not exist or contains no runs.
+    """
     if not directory.exists():
-        raise RequestError(
-            f"{str(directory)!r} was given, which is no folder; accepted is a results folder, a run or a capsule"
-        )
+        raise RequestError(f"got {str(directory)!r}, which does not exist; expected a results directory or capsule.")
     launches, skipped = store.read_launches(directory) if directory.is_dir() else capsule.read_runs(directory)
     if (directory / "spec.json").is_file() and launches:
         launches += capsule.references_beside(directory, launches[0])
     if not launches and not skipped:
-        raise RequestError(f"{str(directory)!r} holds no run; accepted is a folder that `paceline run` has written")
+        raise RequestError(f"got {str(directory)!r}, which contains no runs; expected a directory from `paceline run`.")
     return launches, skipped

@@ -12,7 +12,7 @@ from paceline.analysis.cost import served
 from paceline.analysis.cost.training import Costing
 from paceline.analysis.findings import Measurement
 from paceline.analysis.report import build
-from paceline.cli.money import hours
+from paceline.cli.results import hours
 from paceline.errors import RequestError
 from paceline.host.prices import Price
 from paceline.report.tables import served_cost as present

@@ -231,7 +231,7 @@ def slow(rank: int, repeat: int) -> float:
 
 
 def code_of(folder: Path, asked: set[str] | None = None) -> int:
-    return conclude(console(), folder / "nodes", ["json"], Costing(), asked=asked)
+    return conclude(console(), folder / "nodes", ["json"], Costing(), requested=asked)
 
 
 HOT = tuple(g for r in range(3) for g in synthetic.gauges(r, celsius=90.0 if r == 1 else 60.0))

@@ -15,8 +15,7 @@ import pytest
 
 from paceline.campaign.run import controller, supervision
 from paceline.campaign.run.controller import reference_of, references_of
-from paceline.campaign.run.ending import judge
-from paceline.campaign.run.supervision import End, name_stalled
+from paceline.campaign.run.supervision import End, judge, name_stalled
 from paceline.contract import Job, JobState
 from paceline.errors import LaunchError, RequestError
 from paceline.experiment import plugins
@@ -414,7 +413,7 @@ def test_an_engine_that_is_slow_to_answer_is_told_of(
     heard: list[str] = []
     monkeypatch.setattr(controller, "SLOW_S", 0.01)
     monkeypatch.setattr(closed, "preflight", lambda specs: heard.append(told.get(timeout=60)))
-    controller.campaign([replace(make_spec("ddp", 1), launcher=Choice("slurm"))], tmp_path, Watcher(), tell=told.put)
+    controller.campaign([replace(make_spec("ddp", 1), launcher=Choice("slurm"))], tmp_path, Watcher(), notify=told.put)
     assert heard == golden
 
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from testbed.known_cluster import DONE, RUNNING, KnownCluster
 
-from paceline.campaign.run.ending import judge
-from paceline.campaign.run.supervision import End
+from paceline.campaign.run.supervision import End, judge
 from paceline.contract import JobState, may_be_lost
 from paceline.experiment.choices import Choice
 from paceline.experiment.serving import Serving

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from paceline.campaign.run.ending import judge
-from paceline.campaign.run.supervision import End
+from paceline.campaign.run.supervision import End, judge
 from paceline.contract import JobState
 from paceline.experiment.choices import Choice
 from paceline.experiment.serving import Serving

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.campaign.run.ending import judge
-from paceline.campaign.run.supervision import End
+from paceline.campaign.run.supervision import End, judge
 from paceline.contract import may_be_lost
 from paceline.experiment.choices import Choice
 from paceline.experiment.serving import Serving

@@ -11,7 +11,7 @@ import pytest
 from paceline.analysis.cost.training import Costing
 from paceline.analysis.findings import Report
 from paceline.analysis.report import build
-from paceline.cli.money import sample_count
+from paceline.cli.results import sample_count
 from paceline.errors import RequestError
 from paceline.experiment.spec import Topology
 from paceline.host.prices import ON_DEMAND, SPOT, Price

@@ -23,7 +23,7 @@ _REFERENCE = re.compile(r"[A-Za-z0-9][\w./:@-]{0,254}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class PodSettings:
     """Where the pod runs. image holds Paceline; claim is the PersistentVolumeClaim of the results; account needs what
     the launcher asks of the cluster; secret holds the variables that notifications need."""
 
@@ -44,7 +44,7 @@ class Place:
 
 
 def install(out: Path, schedule: Schedule) -> str:
-    place = Place(**schedule.place)
+    place = PodSettings(**schedule.place)
     if not place.apply:
         return (
             "nothing was applied: hand the manifest that follows to `kubectl apply -f -`, or add it again with --apply"
@@ -55,7 +55,7 @@ def install(out: Path, schedule: Schedule) -> str:
 
 
 def remove(out: Path, schedule: Schedule) -> str | None:
-    place = Place(**schedule.place)
+    place = PodSettings(**schedule.place)
     if not place.apply:
         return (
             "nothing was deleted on the cluster, as its manifest was only printed; if it was applied, this ends it:\n"
@@ -72,7 +72,7 @@ def name_of(schedule: Schedule) -> str:
 
 def documents(out: Path, schedule: Schedule) -> list[dict[str, Any]]:
     """The ConfigMap with what was asked, and the CronJob that runs it."""
-    place = Place(**schedule.place)
+    place = PodSettings(**schedule.place)
     about = {"name": name_of(schedule), "namespace": place.namespace, "labels": _labels(schedule)}
     config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "data": _asked(out, schedule)}
     spec = {
@@ -102,7 +102,7 @@ def _asked(out: Path, schedule: Schedule) -> dict[str, str]:
     return {DEFINITION: json.dumps(asked, indent=1), **files}
 
 
-def _pod(schedule: Schedule, place: Place) -> dict[str, Any]:
+def _pod(schedule: Schedule, place: PodSettings) -> dict[str, Any]:
     within = str(DEADLINE_S + COMING_UP_S)
     run = ["python", "-m", "paceline.cli", "schedule", "run", schedule.name, "--out", RESULTS]
     container: dict[str, Any] = {

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from paceline.campaign.run import controller, restarts
+from paceline.campaign.run import controller, supervision
 from paceline.campaign.run.controller import reference_of
-from paceline.campaign.run.ending import judge
-from paceline.campaign.run.supervision import End
+from paceline.campaign.run.supervision import End, judge
 from paceline.contract import Job, JobState
 from paceline.errors import LaunchError, RequestError
 from paceline.experiment import plugins, recipe
@@ -84,7 +83,7 @@ def spec(make_spec: Make) -> RunSpec:
 
 @pytest.fixture(autouse=True)
 def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restarts, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(supervision, "FIRST_PAUSE_S", 0.0)
 
 
 @pytest.fixture

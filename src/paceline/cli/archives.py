@@ -1,0 +1,125 @@
+"""Verbs for results that outlive their machine: pack runs, replay them, import published tables."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from paceline.cli.verbs import OK, SOME_FAILED, add_out_option, add_verb, console, print_plain
+
+DEFAULT_REPLAYS = "replays"
+
+
+def add_verbs(verbs: Any) -> None:
+    verb = add_verb(
+        verbs, "capsule", capsule, "pack finished runs into one archive that can be read and replayed later"
+    )
+    verb.add_argument("directory", type=Path, metavar="RUN|DIR", help="a run, an experiment or a results directory")
+    verb.add_argument("target", type=Path, metavar="FILE", help="the archive to write, such as out.tar.gz")
+    verb.add_argument("--logs", action="store_true", help="include the logs and the start commands")
+    verb.add_argument("--force", action="store_true", help="replace FILE if it exists")
+    verb = add_verb(verbs, "replay", replay, "run a capsule again and check whether it reproduces within the intervals")
+    verb.add_argument("capsule", type=Path, metavar="CAPSULE", help="an archive written by `paceline capsule`")
+    verb.add_argument(
+        "--out",
+        type=Path,
+        default=Path(DEFAULT_REPLAYS),
+        metavar="DIR",
+        help="directory for the new runs (default: %(default)s)",
+    )
+    verb.add_argument("--launcher", metavar="NAME", help="where to run; see `paceline list launchers`")
+    verb.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="change the launcher, steps, repeats or limits"
+    )
+    verb.add_argument(
+        "--only", action="append", default=[], metavar="CELL", help="replay only cells or runs whose name begins so"
+    )
+    verb.add_argument("--dry-run", action="store_true", help="show what would run, start nothing")
+    verb.add_argument(
+        "--allow-modules", action="store_true", help="allow plugins named by module; this runs their code"
+    )
+    verb = add_verb(verbs, "import", import_claims, "import a published results table as claims, never ranked")
+    verb.add_argument("table", type=Path, metavar="CSV", help="one row per claimed run; see docs/seed-table.md")
+    add_out_option(verb)
+
+
+def capsule(arguments: argparse.Namespace) -> int:
+    from paceline.results.capsule import pack
+
+    packed = pack(arguments.directory, arguments.target, logs=arguments.logs, force=arguments.force)
+    for note in packed.notes:
+        print(note)
+    print(f"{packed.path}: {packed.runs} runs, {packed.path.stat().st_size:,} bytes, sha256 {packed.sha256}")
+    return OK
+
+
+def import_claims(arguments: argparse.Namespace) -> int:
+    from paceline.results.claims import import_table
+
+    directory, count = import_table(arguments.table, arguments.out)
+    print(f"Imported {count} claimed runs into {directory}. Next: paceline report {directory}")
+    return OK
+
+
+def replay(arguments: argparse.Namespace) -> int:
+    """Check the request as a whole, run what is left of it, and compare the new runs with the stored ones."""
+    import dataclasses
+
+    from paceline.analysis.reproduction import reproduce
+    from paceline.campaign.live import display
+    from paceline.campaign.run import replay as replaying
+    from paceline.campaign.run.controller import campaign, interruptible, read_experiment, references_of, unsupported
+    from paceline.errors import require
+    from paceline.host import machine
+    from paceline.report.replay import difference_line, reproduction_lines, reproduction_table
+    from paceline.results import store
+
+    out: Path = arguments.out
+    require(not arguments.capsule.is_dir(), "replay", str(arguments.capsule), "a file written by `paceline capsule`")
+    stored, skipped = read_experiment(arguments.capsule)
+    request = replaying.request(
+        stored, arguments.set, arguments.launcher, arguments.only, foreign=arguments.allow_modules
+    )
+    for spec in request.specs:
+        unsupported(spec)
+    replaying.require_directory(out)
+    replaying.refuse_originals(out, stored)
+    screen = console()
+    for text in (*skipped, *request.left_out):
+        print_plain(screen, f"left out: {text}")
+    if arguments.dry_run:
+        for number, spec in enumerate((*references_of(request.specs).values(), *request.specs), 1):
+            reason = unsupported(spec)
+            sealed = store.is_sealed(out / spec.experiment / spec.run_id)
+            note = f"unsupported: {reason}" if reason else "finished by an earlier replay" if sealed else "to run"
+            print_plain(screen, f"{number:>3} {spec.run_id}  [{note}]")
+        facts = next((facts for record in stored for facts in record.machines), None)
+        if facts is not None:
+            differences = machine.fingerprint_diff(facts, machine.to_dict(machine.probe()))
+            # The stored environment is that of a rank: its launcher set variables that this process does not have.
+            differences = {path: sides for path, sides in differences.items() if not path.startswith("environment.")}
+            print_plain(screen, difference_line("this machine", differences))
+        return OK
+    known = replaying.known_runs(request.specs, out)
+    observer = display.observer_for(screen)
+    names = dict.fromkeys(spec.experiment for spec in request.specs)
+    groups = [[spec for spec in request.specs if spec.experiment == name] for name in names]
+    try:
+        for group in groups:
+            interruptible(lambda specs=group: campaign(specs, out, observer, retry=True))  # type: ignore[misc]
+    finally:
+        observer.close()
+    references = [spec for group in groups for spec in references_of(group).values()]
+    reproduction = reproduce(stored, replaying.replayed(request.specs, references, out), request.origins)
+    store.write_json(out / "replay.json", dataclasses.asdict(reproduction))
+    if (table := reproduction_table(reproduction)) is not None:
+        screen.print(table)
+    if known:
+        screen.print(
+            f"{known} runs come from an earlier replay in {out}; use another --out to measure them again",
+            highlight=False,
+        )
+    for line in reproduction_lines(reproduction):
+        print_plain(screen, line)
+    return OK if reproduction.reproduced else SOME_FAILED
