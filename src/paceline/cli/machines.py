@@ -147,7 +147,7 @@ def monitor(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         require_directory(arguments.out)
         if not arguments.serve:
-            raise RequestError("--out: got it without --serve, expected both. `paceline status` shows runs without it.")
+            raise RequestError("--out: got no --serve, expected both. Without --serve, use `paceline status`.")
     tally = readings.Tally()
     # The newest reading, for the threads that answer scrapes.
     latest: list[Snapshot | None] = [None]

@@ -97,7 +97,7 @@ def test_the_pod_finds_the_schedule_it_was_given(out: Path, tmp_path: Path, gold
 @pytest.mark.parametrize("place", [{"image": "a b"}, {"image": "x\ny"}, {"claim": "A_b"}, {"namespace": "../x"}])
 def test_names_that_a_cluster_would_refuse_are_refused_here(place: dict[str, str], golden: object) -> None:
     with pytest.raises(RequestError) as caught:
-        kubernetes.Place(**{"image": "i", "claim": "c", **place})
+        kubernetes.PodSettings(**{"image": "i", "claim": "c", **place})
     assert str(caught.value) == golden
 
 
