@@ -33,8 +33,8 @@ from typing import Any
 import numpy as np
 
 from paceline.serving import selftest
-from paceline.serving.client import arrivals, audit, plan, team
-from paceline.serving.client.orders import Shift, Target
+from paceline.serving.client import audit, schedule, worker_pool
+from paceline.serving.client.requests import ShardResult, Target
 from paceline.serving.mock.server import Law
 
 LAW = Law(ttft_s=0.1, itl_s=0.02, tokens=32)
@@ -72,9 +72,9 @@ class Reading:
 # --- the goal ---
 
 
-def distance_from_poisson(shifts: Sequence[Shift], rate_per_s: float) -> float:
+def distance_from_poisson(shards: Sequence[ShardResult], rate_per_s: float) -> float:
     """Kolmogorov and Smirnov's sqrt(n) D between the gaps of the requests as they were sent and the exponential law."""
-    sent = np.sort([each.sent_ns for shift in shifts for each in shift.handled if each.sent_ns is not None])
+    sent = np.sort([each.sent_ns for shard in shards for each in shard.results if each.sent_ns is not None])
     gaps = np.sort(np.diff(sent) / 1e9)
     law, n = 1 - np.exp(-rate_per_s * gaps), len(gaps)
     apart = np.maximum(np.arange(1, n + 1) / n - law, law - np.arange(n) / n)
@@ -84,13 +84,13 @@ def distance_from_poisson(shifts: Sequence[Shift], rate_per_s: float) -> float:
 def hold(asked: argparse.Namespace) -> dict[str, Any]:
     rung = selftest.one(asked.events, asked.streams, asked.seconds, asked.shards)
     law, verdict = rung.law, rung.verdict
-    distance = distance_from_poisson(rung.shifts, asked.streams / (law.ttft_s + law.itl_s * law.tokens))
+    distance = distance_from_poisson(rung.shards, asked.streams / (law.ttft_s + law.itl_s * law.tokens))
     errors = np.percentile(rung.stamp_errors_s, (50, 99)) * 1e3 if len(rung.stamp_errors_s) else (None, None)
     events = sum(each.pieces for each in rung.answered)
     print(rung.text)
     print(
         f"gaps of the requests as sent: {distance:.2f} from the exponential law (below {MOST_DISTANCE} it cannot be "
-        f"told from it), client {sum(s.cpu_s for s in rung.shifts) / max(events, 1) * 1e6:.1f} us of a core per event"
+        f"told from it), client {sum(s.cpu_s for s in rung.shards) / max(events, 1) * 1e6:.1f} us of a core per event"
     )
     return {
         "streams": rung.streams,
@@ -100,7 +100,7 @@ def hold(asked: argparse.Namespace) -> dict[str, Any]:
         "read_lag_p99_s": verdict.read_lag_p99_s,
         "coalesced_ratio": verdict.coalesced_ratio,
         "cpu_ratio": verdict.cpu_ratio,
-        "cpu_us_per_event": sum(shift.cpu_s for shift in rung.shifts) / max(events, 1) * 1e6,
+        "cpu_us_per_event": sum(shard.cpu_s for shard in rung.shards) / max(events, 1) * 1e6,
         "off_the_law": rung.off,
         "distance_from_poisson": distance,
         "reasons": rung.reasons,
@@ -111,24 +111,26 @@ def hold(asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def ours(rate: float, count: int, port: int) -> Reading:
-    whole = plan.Plan(
-        due_ns=arrivals.poisson(rate, count, seed=1),
+    whole = schedule.Plan(
+        due_ns=schedule.poisson(rate, count, seed=1),
         samples=np.zeros(count, dtype=np.int64),
-        replicas=plan.spread(count, 1),
+        replicas=schedule.spread(count, 1),
     )
     payload, targets = selftest.completion(LAW.tokens, port), [Target(host="127.0.0.1", port=port)]
     room = round(rate * (LAW.ttft_s + LAW.itl_s * LAW.tokens) * 1.2) + 8
-    shifts = team.run([plan.orders_of(whole, whole.shares(1)[0], lambda _: payload, targets, connections=room)])
-    good = [each for shift in shifts for each in shift.handled if each.error is None]
+    shards = worker_pool.run(
+        [schedule.assignment_of(whole, whole.shares(1)[0], lambda _: payload, targets, connections=room)]
+    )
+    good = [each for shard in shards for each in shard.results if each.error is None]
     ttft = [(h.first_ns - h.sent_ns) / 1e6 for h in good if h.first_ns and h.sent_ns]
     tpot = [(h.last_ns - h.first_ns) / 1e6 / (h.pieces - 1) for h in good if h.last_ns and h.first_ns and h.pieces > 1]
-    said = audit.judge(shifts)
+    said = audit.judge(shards)
     return Reading(
         tool="paceline",
         rate_per_s=rate,
         answered=len(good),
         **_percentiles(ttft, tpot),
-        cpu_s=sum(shift.cpu_s for shift in shifts),
+        cpu_s=sum(shard.cpu_s for shard in shards),
         verdict="VALID" if said.is_valid else f"INVALID(client): {'; '.join(said.reasons)}",
     )
 

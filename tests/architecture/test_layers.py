@@ -277,7 +277,7 @@ def test_broad_excepts_are_the_documented_ones() -> None:
     """The worker turns exceptions into records, the warm process prints those of the ranks it forks, the corpus hands
     one to the thread that waits, drivers raise errors of their own, and LoadGen waits for the end of every request."""
     documented = {"workloads.worker", "launchers._warm", "training.data.corpus", "host.machine", "host.gauges"}
-    documented.add("serving.client.courier")
+    documented.add("serving.client.on_demand")
     found = {
         module
         for module, tree in TREES.items()

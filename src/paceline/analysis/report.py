@@ -109,7 +109,7 @@ def _measured(
     for cell in cells:
         yield from metrics.measure(cell)
     yield from (point.efficiency for point in points)
-    for asked in measurements.believed(sound):
+    for asked in measurements.reliable_loads(sound):
         yield from measurements.measure(asked)
 
 

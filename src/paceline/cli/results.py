@@ -218,7 +218,7 @@ def _write(report: Report, exporters: Sequence[Exporter], source: Path) -> list[
 
 
 def show(arguments: argparse.Namespace) -> int:
-    from paceline.analysis.served import run as served
+    from paceline.analysis.served import verdicts
     from paceline.analysis.training import memory
     from paceline.analysis.training.certificate import certify_all
     from paceline.analysis.training.goodput import goodput
@@ -241,7 +241,7 @@ def show(arguments: argparse.Namespace) -> int:
     group = [run for run in store.read_runs(arguments.run.resolve().parent)[0] if run.spec.work == record.spec.work]
     lines = [
         *record_lines(record, certify_all(group).get(record.spec.run_id)),
-        *one_served_run.lines(served.loads(record), served.replicas(record)),
+        *one_served_run.lines(verdicts.loads_of_run(record), verdicts.replicas_of_run(record)),
     ]
     offsets = clock_offsets.read(arguments.run)
     lines += [f"  warning: {warning}" for warning in filter(None, map(clock_offsets.warning, offsets))]

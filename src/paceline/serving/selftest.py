@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.results.served_samples import CeilingSample
-from paceline.serving.client import arrivals, audit, plan, team
-from paceline.serving.client.orders import Handled, Orders, Shift, Target
+from paceline.serving.client import audit, schedule, worker_pool
+from paceline.serving.client.requests import Assignment, RequestResult, ShardResult, Target
 from paceline.serving.mock.server import Law, serve_until_told
 
 TTFT_S = 0.1
@@ -42,23 +42,23 @@ class Rung:
 
     asked_events_per_s: float
     law: Law
-    shifts: Sequence[Shift]
+    shards: Sequence[ShardResult]
 
     @cached_property
-    def answered(self) -> list[Handled]:
-        return [each for shift in self.shifts for each in shift.handled if each.error is None]
+    def answered(self) -> list[RequestResult]:
+        return [each for shard in self.shards for each in shard.results if each.error is None]
 
     @cached_property
     def verdict(self) -> audit.Verdict:
-        return audit.judge(self.shifts)
+        return audit.judge(self.shards)
 
     @property
     def failed(self) -> int:
-        return sum(len(shift.handled) for shift in self.shifts) - len(self.answered)
+        return sum(len(shard.results) for shard in self.shards) - len(self.answered)
 
     @property
     def streams(self) -> int:
-        return sum(shift.most_in_flight for shift in self.shifts)
+        return sum(shard.most_in_flight for shard in self.shards)
 
     @cached_property
     def events_per_s(self) -> float:
@@ -175,9 +175,9 @@ def one(events_per_s: float, streams: int, seconds: float, shards: int) -> Rung:
     """Poisson arrivals that keep so many answers under way, for so long."""
     itl_s = streams / events_per_s
     law = Law(ttft_s=TTFT_S, itl_s=itl_s, tokens=max(2, round(seconds / 2 / itl_s)), mode="clock")
-    team.require_files(2 * streams)
+    worker_pool.require_files(2 * streams)
     with served(law) as port:
-        return Rung(events_per_s, law, team.run(poisson_load(law, port, streams, seconds, shards)))
+        return Rung(events_per_s, law, worker_pool.run(poisson_load(law, port, streams, seconds, shards)))
 
 
 @contextmanager
@@ -194,18 +194,20 @@ def served(law: Law) -> Iterator[int]:
         server.join()
 
 
-def poisson_load(law: Law, port: int, streams: int, seconds: float, shards: int) -> list[Orders]:
+def poisson_load(law: Law, port: int, streams: int, seconds: float, shards: int) -> list[Assignment]:
     rate = streams / (law.ttft_s + law.itl_s * law.tokens)
     count = max(1, int(rate * seconds))
-    whole = plan.Plan(
-        due_ns=arrivals.poisson(rate, count, seed=1),
+    whole = schedule.Plan(
+        due_ns=schedule.poisson(rate, count, seed=1),
         samples=np.zeros(count, dtype=np.int64),
-        replicas=plan.spread(count, 1),
+        replicas=schedule.spread(count, 1),
     )
     more = {"connections": min(count, round(streams * 1.2 / shards) + 1), "timeout_s": TIMEOUT_S, "keeps_text": True}
     targets, payload = [Target(host="127.0.0.1", port=port)], completion(law.tokens, port)
     return [
-        plan.orders_of(whole, part, lambda _: payload, targets, **more) for part in whole.shares(shards) if len(part)
+        schedule.assignment_of(whole, part, lambda _: payload, targets, **more)
+        for part in whole.shares(shards)
+        if len(part)
     ]
 
 

@@ -27,5 +27,5 @@ def test_of_13368_requests_107_may_be_late() -> None:
 def test_too_few_requests_tell_nothing() -> None:
     assert early_stopping.late_allowed(458, 0.99) is None
     assert early_stopping.late_allowed(459, 0.99) == 0
-    assert early_stopping.told_by(458, 0, 0.99) is early_stopping.Told.TOO_FEW
-    assert early_stopping.told_by(0, 0, 0.99) is early_stopping.Told.TOO_FEW
+    assert early_stopping.verdict_of(458, 0, 0.99) is early_stopping.Verdict.TOO_FEW
+    assert early_stopping.verdict_of(0, 0, 0.99) is early_stopping.Verdict.TOO_FEW

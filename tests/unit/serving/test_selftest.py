@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.serving import selftest
-from paceline.serving.client.orders import Handled, Shift
+from paceline.serving.client.requests import RequestResult, ShardResult
 from paceline.serving.mock.server import Law
 
 MS = 1_000_000
@@ -18,17 +18,17 @@ LAW = Law(ttft_s=0.1, itl_s=0.02, tokens=5, mode="clock")
 
 def answer(
     number: int, stamp_error_ns: int = 20_000, ttft_ns: int = 100 * MS, itl_ns: int = 20 * MS, at_ns: int = 10 * MS
-) -> Handled:
+) -> RequestResult:
     """Sent by the server as told, stamped so much later."""
     told = [at_ns + ttft_ns + k * itl_ns for k in range(5)]
     stamps = [each + stamp_error_ns for each in told]
-    made = Handled(number=number, replica=0, due_ns=at_ns, sent_ns=at_ns, first_ns=stamps[0], last_ns=stamps[-1])
+    made = RequestResult(number=number, replica=0, due_ns=at_ns, sent_ns=at_ns, first_ns=stamps[0], last_ns=stamps[-1])
     return replace(
         made, pieces=5, token_ns=array("q", stamps), text=" ".join(map(str, told)), first_byte_ns=1, stamped=True
     )
 
 
-def rung(handled: list[Handled], **more: Any) -> selftest.Rung:
+def rung(handled: list[RequestResult], **more: Any) -> selftest.Rung:
     values = {"schedule_lag_ns": [1000], "read_lag_ns": [1000], "reads": 5, "cpu_s": 0.1, "wall_s": 1.0}
     values |= {
         "start_ns": 0,
@@ -38,7 +38,7 @@ def rung(handled: list[Handled], **more: Any) -> selftest.Rung:
         "clock_drift_ns": 1,
         **more,
     }
-    return selftest.Rung(250.0, LAW, [Shift(handled=handled, **values)])
+    return selftest.Rung(250.0, LAW, [ShardResult(results=handled, **values)])
 
 
 def test_a_client_that_is_right_is_believed() -> None:
@@ -73,7 +73,7 @@ def test_a_tail_is_held_to_five_percent() -> None:
 
 
 def test_failures_and_the_clients_own_word_count(golden: object) -> None:
-    lost = Handled(number=9, replica=0, due_ns=0, error="reset")
+    lost = RequestResult(number=9, replica=0, due_ns=0, error="reset")
     assert rung([answer(0), lost]).reasons == golden
     (reason,) = rung([answer(0)], cpu_s=0.9).reasons
     assert reason == golden

@@ -206,7 +206,7 @@ def _served(records: Sequence[RunRecord]) -> Iterator[Quantity]:
         whole = unbounded(found_rate.rate, found_rate.launches)
         about = measurements.METRICS[rate_search.METRIC]
         yield Quantity(rate_search.METRIC, *about, None, whole, tells_alone=True, bracket=found_rate)
-    for load in () if is_search(records) else measurements.believed(records):
+    for load in () if is_search(records) else measurements.reliable_loads(records):
         for metric in equal_work.metrics_of(load):
             found = estimates.estimate(load, metric)
             if found is not None and found.value > 0:
@@ -216,7 +216,7 @@ def _served(records: Sequence[RunRecord]) -> Iterator[Quantity]:
 
 def rate_searched(records: Sequence[RunRecord]) -> Measurement | None:
     """What launches of one cell found that searched; None where they did not, or came no further than a guess."""
-    return rate_search.max_rate(measurements.believed(records)) if is_search(records) else None
+    return rate_search.max_rate(measurements.reliable_loads(records)) if is_search(records) else None
 
 
 def is_search(records: Sequence[RunRecord]) -> bool:

@@ -166,7 +166,7 @@ def _followed(record: RunRecord) -> Iterator[Followed]:
     searched = rate_searched([record])
     if searched is not None and searched.value is not None:
         yield Followed(None, rate_search.METRIC, searched.value, searched.axes)
-    for load in () if is_search([record]) else measurements.believed([record]):
+    for load in () if is_search([record]) else measurements.reliable_loads([record]):
         # Where it stood among the others of one launch is nothing to tell it by over time.
         axes = {name: value for name, value in load.axes().items() if name != "stage"}
         for metric in equal_work.metrics_of(load):

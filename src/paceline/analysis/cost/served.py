@@ -40,7 +40,7 @@ METRICS = {
 def analyse(records: Sequence[RunRecord], costing: Costing) -> tuple[ServedCost, ...]:
     """Every cell whose devices have a price; of a paired run nothing, because its replicas took turns."""
     by_cell: defaultdict[str, list[Served]] = defaultdict(list)
-    for load in served.believed(records):
+    for load in served.reliable_loads(records):
         if load.replica is None:
             by_cell[load.cell].append(load)
     return tuple(row for found in by_cell.values() for row in _costs(found, costing))
@@ -131,7 +131,7 @@ def measurements(rows: Sequence[ServedCost]) -> Iterator[Measurement]:
 
 def energies(records: Sequence[RunRecord]) -> Iterator[Measurement]:
     """joules_per_output_token of every load: joules of all devices while it was on over the tokens it answered."""
-    for load in served.believed(records):
+    for load in served.reliable_loads(records):
         if load.replica is None:
             yield _joules(load)
 
@@ -145,7 +145,7 @@ def _joules(load: Served) -> Measurement:
         np.array([[each.joules or 0.0, float(launch.output_tokens())]])
         for each, launch in zip(found, load.launches, strict=True)
     ]
-    sums = intervals.resample_sums(rows, intervals.seed_of(load.cell, load.words, JOULES))
+    sums = intervals.resample_sums(rows, intervals.seed_of(load.cell, load.seed_text, JOULES))
     ratio = intervals.ratio_of_sums(rows, sums, 0, 1)
     assert ratio is not None
     hosts = {sample.host for record in load.records for sample in record.gauges}

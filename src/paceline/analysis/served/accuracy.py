@@ -1,7 +1,7 @@
-"""What served models answered, beside how fast: ROUGE where references exist, agreement of replicas everywhere.
+"""Answer quality beside speed: ROUGE if references exist, and agreement between replicas in any case.
 
-Scores are means over samples, times 100, with a bootstrap interval over samples. Targets are of one task, and of its
-whole set alone: a part of it can neither pass nor fail. Nothing here is timed, and no speed is told without it.
+Scores are means over samples, times 100, with a bootstrap interval over samples. Targets apply to one task and only to
+its full set: a subset can neither pass nor fail. Nothing here is timed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from paceline.results.served_samples import RequestSample
 
 METRICS = dict.fromkeys(("rouge1_score", "rouge2_score", "rouge_l_score", "rouge_lsum_score"), ("score", HIGHER))
 CHARACTERS = "answer_characters"
-# Llama-3.1-8B on CNN/DailyMail, greedy, at most 128 tokens: what the whole set scores, and the part that must be kept.
+# Llama-3.1-8B on CNN/DailyMail, greedy, at most 128 tokens: scores of the full set, and the share that must be reached.
 MODEL = "llama318b"
 FULL_SCORES = dict(zip(METRICS, (38.7792, 15.9075, 24.4957, 35.793), strict=True))
 LEAST_OF_SCORE = 0.99
@@ -48,12 +48,12 @@ _KEPT_SCORES = 1 << 16
 
 
 def analyse(records: Sequence[RunRecord]) -> tuple[Accuracy, ...]:
-    """Of every cell whose answers can be judged: kept beside a reference, or asked of several replicas."""
+    """The accuracy of every cell with answers to judge: stored beside a reference, or from several replicas."""
     by_cell: defaultdict[str, list[RunRecord]] = defaultdict(list)
     for record in records:
         if record.requests:
             by_cell[record.spec.cell].append(record)
-    return tuple(found for ours in by_cell.values() if (found := _accuracy(ours)))
+    return tuple(accuracy for ours in by_cell.values() if (accuracy := _accuracy(ours)))
 
 
 def _accuracy(records: Sequence[RunRecord]) -> Accuracy | None:
@@ -89,7 +89,7 @@ def _is_scored(request: RequestSample) -> bool:
 
 
 class Scored(NamedTuple):
-    """One answer beside its reference: the four scores times 100, and its length in characters."""
+    """One answer compared with its reference: four scores times 100, and its length in characters."""
 
     sample: int
     replica: int
@@ -105,16 +105,16 @@ def _scored(request: RequestSample) -> Scored:
 
 @functools.lru_cache(maxsize=_KEPT_SCORES)
 def _rouge(answer: str, reference: str) -> rouge.Scores:
-    """A greedy model gives the same answer in every launch, and a report is made more than once: scored once."""
+    """Cached: a greedy model gives the same answer in every launch, and a report is built more than once."""
     return rouge.score(answer, reference)
 
 
-def _measured(records: Sequence[RunRecord], found: Sequence[Scored], replica: int | None = None) -> list[Measurement]:
-    """Means over samples; one that was asked several times counts once, by the mean of its answers."""
-    if not found:
+def _measured(records: Sequence[RunRecord], scored: Sequence[Scored], replica: int | None = None) -> list[Measurement]:
+    """Means over samples; a sample with several answers counts once, by the mean of its answers."""
+    if not scored:
         return []
     by_sample: defaultdict[int, list[tuple[float, ...]]] = defaultdict(list)
-    for one in found:
+    for one in scored:
         by_sample[one.sample].append(one.scores)
     table = np.array([np.mean(rows, axis=0) for _, rows in sorted(by_sample.items())])
     own = {} if replica is None else {"replica": replica}
@@ -140,7 +140,7 @@ def _measurement(records: Sequence[RunRecord], metric: str, values: Array, own: 
 
 
 def _interval(values: Array, seed: int) -> tuple[float | None, float | None]:
-    """Samples are asked in a drawn order and answered each by itself, so single ones are drawn."""
+    """Samples are in random order and answered independently, so single samples are resampled."""
     if len(values) < FEWEST_SCORED:
         return None, None
     rng = np.random.default_rng(seed)
@@ -153,17 +153,17 @@ def _interval(values: Array, seed: int) -> tuple[float | None, float | None]:
 
 
 def _why_smoke(records: Sequence[RunRecord], requests: Sequence[RequestSample], scored: Sequence[Scored]) -> str | None:
-    """Why the targets do not apply; None where the whole set was answered as they ask for."""
+    """Why the targets do not apply; None if the full set was answered as they require."""
     spec = records[0].spec
     assert spec.serving is not None
     if {one.sample for one in scored} != set(range(WHOLE_SET)) or len(scored) != len(requests):
         count = len({one.sample for one in scored})
-        return f"{count:,} samples can neither pass nor fail: targets are of all {WHOLE_SET:,} of the set"
+        return f"{count:,} samples can neither pass nor fail: targets apply to the full set of {WHOLE_SET:,}"
     if spec.serving.max_tokens != MOST_TOKENS:
-        return f"targets are of answers of at most {MOST_TOKENS} tokens, and {spec.serving.max_tokens} were allowed"
+        return f"targets apply to answers of at most {MOST_TOKENS} tokens, but {spec.serving.max_tokens} were allowed"
     served_as = {str(sample.model) for record in records for sample in record.replicas} | {spec.model_text}
     if not any(MODEL in re.sub(r"[^a-z0-9]", "", name.lower()) for name in served_as):
-        return f"targets are of Llama-3.1-8B, and the model is {', '.join(sorted(served_as))}"
+        return f"targets apply to Llama-3.1-8B, but the model is {', '.join(sorted(served_as))}"
     return None
 
 
@@ -183,8 +183,8 @@ Question = Mapping[int, str | None]
 
 
 class Agreement(NamedTuple):
-    """How a replica stands to the others: of so many questions how many it answered otherwise than most (or that have
-    no majority), and whether all those answers begin alike, as they do where rounding alone parts them."""
+    """How a replica compares with the others: questions asked, how many it answered differently from most (or without a
+    majority), and whether those answers begin alike, as they do if only rounding differs."""
 
     verdict: str | None = None
     asked: int = 0
@@ -206,17 +206,17 @@ def _agreement(replica: int, questions: Sequence[Question]) -> Agreement:
     ours = [texts for texts in questions if replica in texts]
     if not any(texts[replica] for texts in ours):
         return Agreement(SILENT, len(ours), len(ours))
-    usual = [(texts, _majority(texts)) for texts in ours]
-    odd = [texts for texts, most in usual if most is not None and texts[replica] != most]
-    split = [texts for texts, most in usual if most is None]
+    judged = [(texts, _majority(texts)) for texts in ours]
+    odd = [texts for texts, most in judged if most is not None and texts[replica] != most]
+    split = [texts for texts, most in judged if most is None]
     verdict = DIFFERS if odd else UNDECIDED if split else AGREES
     return Agreement(verdict, len(ours), len(odd or split), all(map(_begin_alike, odd or split)))
 
 
 def _majority(texts: Question) -> str | None:
-    """What more than half of the replicas answered."""
-    text, often = Counter(texts.values()).most_common(1)[0]
-    return text if 2 * often > len(texts) else None
+    """The answer of more than half of the replicas."""
+    text, count = Counter(texts.values()).most_common(1)[0]
+    return text if 2 * count > len(texts) else None
 
 
 def _begin_alike(texts: Question) -> bool:
@@ -226,28 +226,28 @@ def _begin_alike(texts: Question) -> bool:
 def _replicas(
     records: Sequence[RunRecord], scored: Sequence[Scored], agreements: Mapping[int, Agreement]
 ) -> Iterator[ReplicaAnswers]:
-    """None where there is one replica alone."""
+    """Empty if there is only one replica."""
     hosts = {sample.replica: sample.host for record in records for sample in record.replicas}
     everyone = sorted({*hosts, *agreements, *(one.replica for one in scored)})
     rates = _rates(records)
     for replica in everyone if len(everyone) > 1 else ():
         own = _measured(records, [one for one in scored if one.replica == replica], replica)
         others = _measured(records, [one for one in scored if one.replica != replica])
-        standing = agreements.get(replica, Agreement())
+        agreement = agreements.get(replica, Agreement())
         yield ReplicaAnswers(
             replica=replica,
             host=hosts.get(replica),
-            agreement=standing.verdict,
-            asked=standing.asked,
-            odd=standing.odd,
+            agreement=agreement.verdict,
+            asked=agreement.asked,
+            odd=agreement.odd,
             tokens_per_s=rates.get(replica),
             scores=tuple(own),
-            flag=_flag(standing) or _scores_less(own, others),
+            flag=_flag(agreement) or _scores_less(own, others),
         )
 
 
 def _rates(records: Sequence[RunRecord]) -> dict[int, float]:
-    """Output tokens of each replica over the time that loads were on for it: what stands beside a flag."""
+    """Output tokens of each replica over the time of its loads; shown beside a flag."""
     tokens: Counter[int] = Counter()
     seconds: defaultdict[int, float] = defaultdict(float)
     for load in measurements.gather(records):
@@ -259,21 +259,19 @@ def _rates(records: Sequence[RunRecord]) -> dict[int, float]:
     return {replica: tokens[replica] / time for replica, time in seconds.items() if time > 0}
 
 
-def _flag(found: Agreement) -> str | None:
-    late = ", all of which begin alike, as where rounding alone parts them" if found.begins_alike else ""
-    if found.verdict == SILENT:
-        return f"answered none of {found.asked} questions that every replica was asked"
-    if found.verdict == UNDECIDED:
-        return (
-            f"is one of those that answered {found.odd} of {found.asked} questions differently without a majority{late}"
-        )
-    if found.verdict == DIFFERS:
-        return f"answered {found.odd} of {found.asked} questions otherwise than most replicas{late}"
-    return None
+def _flag(agreement: Agreement) -> str | None:
+    counts = f"{agreement.odd} of {agreement.asked} questions"
+    alike = "; all these answers begin alike, so rounding may be the cause" if agreement.begins_alike else ""
+    texts = {
+        SILENT: f"answered none of {agreement.asked} questions that every replica got",
+        UNDECIDED: f"has no majority with the other replicas on {counts}{alike}",
+        DIFFERS: f"answered {counts} differently from most replicas{alike}",
+    }
+    return texts.get(agreement.verdict or "")
 
 
 def _scores_less(own: Sequence[Measurement], others: Sequence[Measurement]) -> str | None:
-    """Where the whole interval of a score lies below that of the other replicas together."""
+    """If the whole interval of a score is below that of the other replicas together."""
     for ours, theirs in zip(own, others, strict=False):
         if ours.high is not None and theirs.low is not None and ours.high < theirs.low:
             return f"scores {ours.value:.1f} in {ours.metric}, the other replicas {theirs.value:.1f}"

@@ -1,15 +1,16 @@
-"""Served models as curves, from the raw requests: spreads of latency, loads beside each other, replicas over a run.
+"""Curves of load tests, from the raw requests: latency distributions, loads side by side, replicas over time.
 
-Every curve is of a fixed number of points at most: a run of a million requests makes no larger report.
+Every curve has a bounded number of points, so a run with a million requests makes no larger report.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.analysis.findings import Report
 from paceline.analysis.findings.served import (
@@ -18,13 +19,16 @@ from paceline.analysis.findings.served import (
     TTFT,
     ClientAudit,
     LatencySpread,
+    ReplicaTrace,
     ServedLoad,
     ServedShapes,
+    ServedTrace,
 )
-from paceline.analysis.served import latency_bounds, measurements, traces
+from paceline.analysis.served import latency_bounds, measurements
 from paceline.analysis.served.loads import Served
 from paceline.analysis.served.measurements import NS
-from paceline.analysis.served.percentile_curve import QUOTED, spread
+from paceline.analysis.served.token_times import first_token_ns
+from paceline.analysis.statistics.intervals import Bounded
 from paceline.experiment.serving import (
     MOST_CPU_RATIO,
     MOST_READ_LAG_S,
@@ -35,7 +39,176 @@ from paceline.experiment.serving import (
     Serving,
 )
 from paceline.results.records import RunRecord, Status
-from paceline.results.served_samples import ClientSample, RequestSample
+from paceline.results.served_samples import RequestSample
+
+# Points of a distribution: evenly spaced up to 90 %, then ever closer to 100 %.
+BULK_SHARES, TAIL_SHARES = 46, 60
+
+
+QUOTED = (50, 90, 99)
+
+
+def spread(
+    quantity: str, values: Sequence[float], limit_s: float | None = None, bounds: Sequence[Bounded] = ()
+) -> LatencySpread | None:
+    """The distribution of a latency; None if nothing was measured. bounds: those of the QUOTED percentiles, if
+    known."""
+    if not values:
+        return None
+    ordered = np.sort(np.asarray(values, dtype=float))
+    shares = _shares(len(ordered))
+    # A microsecond is finer than any chart.
+    seconds = np.quantile(ordered, shares).round(6)
+    known = [(low, high) for _, low, high in bounds] or [(None, None)] * len(QUOTED)
+    points = np.percentile(ordered, QUOTED).tolist()
+    p50, p90, p99 = ((value, *each) for value, each in zip(points, known, strict=True))
+    return LatencySpread(
+        quantity=quantity,
+        n=len(ordered),
+        shares=tuple(shares.tolist()),
+        seconds=tuple(seconds.tolist()),
+        p50=p50,
+        p90=p90,
+        p99=p99,
+        limit_s=limit_s,
+    )
+
+
+def _shares(count: int) -> NDArray[np.float64]:
+    """The shares up to the last single request, including the percentiles that people quote."""
+    last = 1 - 1 / count
+    bulk = np.linspace(0.0, 0.9, BULK_SHARES)
+    tail = 1 - np.logspace(-1, -np.log10(max(count, 10)), TAIL_SHARES)
+    whole = np.concatenate([bulk, tail, (0.5, 0.95, 0.99, 0.999), (last,)])
+    return np.unique(whole[whole <= last].round(9))
+
+
+# Time bins for requests in flight, and for rates: fewer of these, so that several requests end in each.
+MOMENTS = 120
+FEWEST_PACES, MOST_PACES, REQUESTS_PER_PACE = 8, 60, 6
+# Cells with a chart over time: those with problems first, then those with the largest load.
+MOST_TRACES = 6
+
+Seconds = NDArray[np.float64]
+
+
+def _traces(cells: Sequence[Sequence[RunRecord]], reliable: Container[str]) -> tuple[ServedTrace, ...]:
+    """One launch of each cell over time, in the order of the cells: the launch with the most problems. `reliable`: the
+    cells with valid launches."""
+    worst = [max((_trace(r, r.spec.cell in reliable) for r in cell), key=_trouble) for cell in cells]
+    chosen = sorted(range(len(worst)), key=lambda i: _trouble(worst[i]), reverse=True)[:MOST_TRACES]
+    return tuple(worst[i] for i in sorted(chosen))
+
+
+def _trouble(trace: ServedTrace) -> tuple[int, int, float]:
+    """Replicas lost, requests late or failed, and requests in flight summed over time: the more, the worse."""
+    lost = sum(replica.died_s is not None for replica in trace.replicas)
+    return lost, sum(trace.late), sum(sum(replica.in_flight) for replica in trace.replicas)
+
+
+def _trace(record: RunRecord, is_believed: bool) -> ServedTrace:
+    assert record.spec.serving is not None
+    wall = max((r.ended_ns or 0 for r in record.requests), default=0) / NS
+    # A request that found no replica alive has the number for any.
+    used = {r.replica for r in record.requests if r.replica >= 0}
+    replicas = sorted(used | {r.replica for r in record.replicas})
+    paces = len(record.requests) // (REQUESTS_PER_PACE * max(1, len(replicas)))
+    edges, pace_edges = _edges(wall, MOMENTS), _edges(wall, min(MOST_PACES, max(FEWEST_PACES, paces)))
+    limits, ended = record.spec.serving.limits, [r for r in record.requests if r.ended_ns is not None]
+    late_ends = [(r.ended_ns or 0) / NS for r in ended if not measurements.in_time(r, limits)]
+    return ServedTrace(
+        run=record.spec.run_id,
+        cell=record.spec.cell,
+        axes=record.spec.axes(),
+        scenario=record.spec.serving.scenario,
+        wall_s=wall,
+        seconds=_middles(edges),
+        pace_seconds=_middles(pace_edges),
+        replicas=tuple(_replica_trace(record, replica, edges, pace_edges) for replica in replicas),
+        late=tuple(np.histogram(late_ends, edges)[0].tolist()),
+        limited=any(limit is not None for limit in limits.values()),
+        stages=tuple((s.started_ns / NS, s.rate_per_s, s.concurrency, s.replica) for s in record.stages),
+        is_believed=is_believed,
+    )
+
+
+def _edges(wall_s: float, count: int) -> Seconds:
+    """Edges of equal bins from the start to the end of the last request."""
+    return np.linspace(0.0, max(wall_s, 1e-9), count + 1)
+
+
+def _middles(edges: Seconds) -> tuple[float, ...]:
+    return tuple(((edges[1:] + edges[:-1]) / 2).round(6).tolist())
+
+
+def _replica_trace(record: RunRecord, replica: int, edges: Seconds, pace_edges: Seconds) -> ReplicaTrace:
+    ours = [request for request in record.requests if request.replica == replica]
+    answered = [request for request in ours if request.error is None]
+    facts = next((found for found in record.replicas if found.replica == replica), None)
+    first = [value for request in answered if (value := measurements.ttft_s(request)) is not None]
+    return ReplicaTrace(
+        replica=replica,
+        host=facts.host if facts else None,
+        answered=len(answered),
+        failed=len(ours) - len(answered),
+        in_flight=in_flight(ours, edges),
+        tokens_per_s=_tokens_per_s(answered, pace_edges),
+        ttft_s=_first_tokens(answered, pace_edges),
+        ttft=spread(TTFT, first),
+        died_s=facts.died_ns / NS if facts and facts.died_ns is not None else None,
+        reassigned=facts.reassigned if facts else 0,
+    )
+
+
+def in_flight(requests: Sequence[RequestSample], edges: Seconds) -> tuple[float, ...]:
+    """The mean number of requests between sending and end within each bin: exact, however short the requests are."""
+    spans = [(r.sent_ns / NS, r.ended_ns / NS) for r in requests if r.sent_ns is not None and r.ended_ns is not None]
+    if not spans:
+        return (0.0,) * (len(edges) - 1)
+    began, ended = np.asarray(spans).T
+    busy_s = _since(began, edges) - _since(ended, edges)
+    return tuple((np.diff(busy_s) / np.diff(edges)).round(3).tolist())
+
+
+def _since(times: Seconds, edges: Seconds) -> Seconds:
+    """At each edge, the sum of seconds since all earlier times."""
+    ordered = np.sort(times)
+    before = np.searchsorted(ordered, edges)
+    sums = np.concatenate([[0.0], np.cumsum(ordered)])
+    passed: Seconds = before * edges - sums[before]
+    return passed
+
+
+def _tokens_per_s(answered: Sequence[RequestSample], edges: Seconds) -> tuple[float, ...]:
+    """Token rate over time. Tokens of one event, or of an answer whose events were not timed, are spread evenly."""
+    times = [part for request in answered for part in _token_times(request)]
+    at = np.concatenate([moments for moments, _ in times]) if times else np.zeros(0)
+    weights = np.concatenate([np.full(len(moments), each) for moments, each in times]) if times else np.zeros(0)
+    counted, _ = np.histogram(at, edges, weights=weights)
+    return tuple((counted / np.diff(edges)).round(3).tolist())
+
+
+def _token_times(request: RequestSample) -> Iterator[tuple[Seconds, float]]:
+    """Times of the events with content, and the tokens that each stands for."""
+    first = first_token_ns(request)
+    if first is None or request.last_ns is None or measurements.tokens_of(request) < 1:
+        return
+    if request.token_ns:
+        gaps = np.asarray(request.token_ns, dtype=np.int64)
+        moments = (first + np.concatenate([[0], np.cumsum(gaps)])) / NS
+    else:
+        moments = np.linspace(first, request.last_ns, measurements.tokens_of(request)) / NS
+    yield moments, measurements.tokens_of(request) / len(moments)
+
+
+def _first_tokens(answered: Sequence[RequestSample], edges: Seconds) -> tuple[float | None, ...]:
+    known = [(r, first) for r in answered if (first := first_token_ns(r)) is not None]
+    pairs = [(first / NS, value) for r, first in known if (value := measurements.ttft_s(r))]
+    groups: list[list[float]] = [[] for _ in edges[1:]]
+    for at, value in pairs:
+        groups[min(len(groups) - 1, int(np.searchsorted(edges, at, side="right")) - 1)].append(value)
+    return tuple(round(float(np.median(group)), 6) if group else None for group in groups)
+
 
 QUANTITIES: dict[str, Callable[[RequestSample], float | None]] = {
     TTFT: measurements.ttft_s,
@@ -49,40 +222,40 @@ Launches = Sequence[RunRecord]
 
 
 def added_to(report: Report, records: Sequence[RunRecord]) -> Report:
-    """The report with the shapes of its served runs; the same report where none was served."""
+    """The report with the curves of its load tests; unchanged if there are none."""
     ended = {run.run: run.status for run in report.runs}
-    asked = [record for record in records if record.requests]
-    sound = [record for record in asked if ended.get(record.spec.run_id) == Status.OK]
-    judged = [record for record in asked if record.clients]
-    if not asked:
+    tested = [record for record in records if record.requests]
+    sound = [record for record in tested if ended.get(record.spec.run_id) == Status.OK]
+    audited = [record for record in tested if record.clients]
+    if not tested:
         return report
-    believed = {record.spec.cell for record in sound}
-    # As verdicts do: of a cell without a launch that is believed, those that are not.
-    invalid = [r for r in asked if ended.get(r.spec.run_id) == Status.INVALID and r.spec.cell not in believed]
+    reliable = {record.spec.cell for record in sound}
+    # As in the verdicts: the invalid launches of a cell are shown only if it has no valid one.
+    invalid = [r for r in tested if ended.get(r.spec.run_id) == Status.INVALID and r.spec.cell not in reliable]
     cells = _in_order([*sound, *invalid])
     shapes = ServedShapes(
-        loads=tuple(itertools.chain.from_iterable(_loads(cell, believed) for cell in cells)),
-        traces=traces.traces(cells, believed),
-        audits=tuple(map(_audit, _in_order(judged))),
+        loads=tuple(itertools.chain.from_iterable(_loads(cell, reliable) for cell in cells)),
+        traces=_traces(cells, reliable),
+        audits=tuple(map(_audit, _in_order(audited))),
     )
     return replace(report, served_shapes=shapes)
 
 
 def _in_order(records: Sequence[RunRecord]) -> list[Launches]:
-    """Cells by scenario, the smallest load first: runs are shuffled."""
+    """Cells by scenario, the smallest load first; runs are in random order."""
 
-    def place(cell: Launches) -> tuple[int, float, str]:
-        asked = _asked(cell[0])
-        load = asked.rate_per_s if asked.rate_per_s is not None else asked.concurrency or 0
-        return SCENARIOS.index(asked.scenario), load, cell[0].spec.cell
+    def order(cell: Launches) -> tuple[int, float, str]:
+        serving = _serving(cell[0])
+        load = serving.rate_per_s if serving.rate_per_s is not None else serving.concurrency or 0
+        return SCENARIOS.index(serving.scenario), load, cell[0].spec.cell
 
     by_cell: dict[str, list[RunRecord]] = {}
     for record in sorted(records, key=lambda record: record.spec.repeat):
         by_cell.setdefault(record.spec.cell, []).append(record)
-    return sorted(by_cell.values(), key=place)
+    return sorted(by_cell.values(), key=order)
 
 
-def _asked(record: RunRecord) -> Serving:
+def _serving(record: RunRecord) -> Serving:
     assert record.spec.serving is not None
     return record.spec.serving
 
@@ -90,14 +263,11 @@ def _asked(record: RunRecord) -> Serving:
 # --- loads ---
 
 
-def _loads(cell: Launches, believed: Container[str]) -> list[ServedLoad]:
+def _loads(cell: Launches, reliable: Container[str]) -> list[ServedLoad]:
     """In the order of their size."""
-    found = sorted(measurements.gather(cell), key=_size)
-    return [_served_load(load, load.cell in believed and not measurements.load_problems(load)) for load in found]
-
-
-def _size(load: Served) -> tuple[float, int, int]:
-    return load.rate_per_s or 0.0, load.concurrency or 0, load.replica or 0
+    loads = measurements.gather(cell)
+    loads.sort(key=lambda load: (load.rate_per_s or 0.0, load.concurrency or 0, load.replica or 0))
+    return [_served_load(load, load.cell in reliable and not measurements.load_problems(load)) for load in loads]
 
 
 def _served_load(load: Served, is_believed: bool) -> ServedLoad:
@@ -132,38 +302,27 @@ def _spreads(load: Served) -> Iterable[LatencySpread]:
 
 
 def _audit(cell: Launches) -> ClientAudit:
-    """The bounds are those by which a run is judged; that of the schedule is the tightest of the launches."""
+    """Delays of the client against the bounds of a valid run. The schedule's bound is the tightest of all launches."""
     spec = cell[0].spec
     clients = [client for record in cell for client in record.clients]
+    answers = [r for record in cell for r in record.requests if r.first_byte_ns is not None]
+    pieces = sum(r.pieces for r in answers)
+    is_open = any(_serving(r).scenario in OPEN or any(s.rate_per_s is not None for s in r.stages) for r in cell)
     return ClientAudit(
         cell=spec.cell,
         axes=spec.axes(),
         runs=tuple(record.spec.run_id for record in cell),
         processes=len({(client.rank, client.shard) for client in clients}),
-        schedule_lag_s=_worst(c.schedule_lag_p99_ns for c in clients) if any(map(_is_open, cell)) else None,
+        schedule_lag_s=_worst(c.schedule_lag_p99_ns for c in clients) if is_open else None,
         schedule_bound_s=min(map(_schedule_bound_s, cell)),
         read_lag_s=_worst(c.read_lag_p99_ns for c in clients),
         read_bound_s=MOST_READ_LAG_S,
-        cpu_ratio=max((ratio for c in clients if (ratio := _cpu_ratio(c)) is not None), default=None),
+        cpu_ratio=max((c.cpu_s / c.wall_s for c in clients if c.wall_s > 0), default=None),
         cpu_bound_ratio=MOST_CPU_RATIO,
         clock_drift_s=_worst(abs(c.clock_drift_ns) for c in clients),
-        **_seen(cell),
+        unstamped_ratio=sum(not r.stamped for r in answers) / len(answers) if answers else None,
+        coalesced_ratio=sum(r.coalesced for r in answers) / pieces if pieces else None,
     )
-
-
-def _seen(cell: Launches) -> dict[str, float | None]:
-    """Of all answers: the share without the kernel's times, and of their events that which shared a read."""
-    came = [r for record in cell for r in record.requests if r.first_byte_ns is not None]
-    pieces = sum(r.pieces for r in came)
-    return {
-        "unstamped_ratio": sum(not r.stamped for r in came) / len(came) if came else None,
-        "coalesced_ratio": sum(r.coalesced for r in came) / pieces if pieces else None,
-    }
-
-
-def _is_open(record: RunRecord) -> bool:
-    """Whether its requests were due by a schedule."""
-    return _asked(record).scenario in OPEN or any(stage.rate_per_s is not None for stage in record.stages)
 
 
 def _schedule_bound_s(record: RunRecord) -> float:
@@ -173,7 +332,3 @@ def _schedule_bound_s(record: RunRecord) -> float:
 
 def _worst(lags_ns: Iterable[float | None]) -> float | None:
     return max((lag / NS for lag in lags_ns if lag is not None), default=None)
-
-
-def _cpu_ratio(client: ClientSample) -> float | None:
-    return client.cpu_s / client.wall_s if client.wall_s > 0 else None

@@ -1,8 +1,8 @@
-"""Equal work of served runs: the same model, samples, limits and precision were asked for, and as much was answered.
+"""Equal work of two load tests: the same model, samples, limits and precision were requested, and as much was answered.
 
-A server that answers less, or something else, is not faster. Greedy answers of two engines in a short format part ways
-after some tokens, by rounding alone; broken ones part at once. So lengths must agree over all answers, and texts, where
-both sides kept them, in how they begin.
+A server that answers less, or something else, is not faster. Greedy answers of two engines in a short format diverge
+after some tokens by rounding alone; broken ones differ at once. So lengths must agree over all answers, and texts, if
+both sides stored them, must begin alike.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from paceline.experiment.spec import RunSpec
 from paceline.results.records import RunRecord
 from paceline.results.served_samples import RequestSample
 
-# Answered tokens of both sides may differ by this part: servers count the end of an answer differently.
+# Answered tokens may differ by this part: servers count the end of an answer differently.
 TOKENS_WITHIN = 0.01
-# Texts that share so many characters from the start began alike; so many of them must.
+# Texts that share so many first characters began alike; this share of them must.
 BEGINNING, ALIKE = 16, 0.95
-# Fields of a served spec that say how it was asked and kept, not what was asked.
+# Fields of a spec that say how the load was sent and recorded, not what was requested.
 FREE = ("engine", "launcher", "serving.keeps_text", "serving.request_timeout_s", "serving.full_set")
 
 Answered = Mapping[int, RequestSample]
@@ -37,24 +37,27 @@ Answered = Mapping[int, RequestSample]
 # --- what must be the same ---
 
 
-def checks(ours: Sequence[RunRecord], theirs: Sequence[RunRecord]) -> tuple[Check, ...]:
-    """Each with what the one side has as expected and what the other has as observed."""
-    sides = (ours, theirs)
-    asked = [_asked(records[0].spec) for records in sides]
-    found = [_same(name, *(side[name] for side in asked)) for name in asked[0]]
-    found += _dtypes(*sides)
-    answers = [_answers(records) for records in sides]
-    found.append(_same_samples(*answers))
-    found += _counts(*answers)
-    texts = _texts(*answers)
-    return (*found, *((texts,) if texts else ()))
+def checks(first: Sequence[RunRecord], second: Sequence[RunRecord]) -> tuple[Check, ...]:
+    """Checks with the first side as expected and the second as observed."""
+    sides = (first, second)
+    requested = [_requested(records[0].spec) for records in sides]
+    # A greedy model gives the same answer to a sample every time.
+    ours, theirs = ({q.sample: q for record in side for q in record.requests if q.error is None} for side in sides)
+    texts = _texts(ours, theirs)
+    return (
+        *(_same(name, *(side[name] for side in requested)) for name in requested[0]),
+        *_dtypes(*sides),
+        _same_samples(ours, theirs),
+        *_counts(ours, theirs),
+        *((texts,) if texts else ()),
+    )
 
 
 def _same(name: str, a: str, b: str) -> Check:
     return Check(name=name, ok=a == b, expected=a, observed=b)
 
 
-def _asked(spec: RunSpec) -> dict[str, str]:
+def _requested(spec: RunSpec) -> dict[str, str]:
     assert spec.serving is not None
     return {
         "model": spec.model_text,
@@ -67,27 +70,22 @@ def _asked(spec: RunSpec) -> dict[str, str]:
 
 
 def _dtypes(*sides: Sequence[RunRecord]) -> Iterator[Check]:
-    """What each engine says it computes in; nothing where one does not say."""
-    told = [
+    """The data type that each engine reports; nothing if one does not report it."""
+    dtypes = [
         {_dtype(s.settings["dtype"]) for r in side for s in r.replicas if s.settings.get("dtype")} for side in sides
     ]
-    if all(told):
-        yield _same("computes in", *(", ".join(sorted(each)) for each in told))
+    if all(dtypes):
+        yield _same("computes in", *(", ".join(sorted(each)) for each in dtypes))
 
 
-def _dtype(told: Scalar) -> str:
-    """`torch.bfloat16` and `bfloat16` are what a spec calls bf16."""
-    name = str(told).removeprefix("torch.")
+def _dtype(setting: Scalar) -> str:
+    """The spec's name for a data type: `torch.bfloat16` and `bfloat16` are bf16."""
+    name = str(setting).removeprefix("torch.")
     return {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(name, name)
 
 
-def _answers(records: Sequence[RunRecord]) -> dict[int, RequestSample]:
-    """Sample -> one answer: a greedy model gives the same one every time it is asked."""
-    return {q.sample: q for record in records for q in record.requests if q.error is None}
-
-
 def _same_samples(ours: Answered, theirs: Answered) -> Check:
-    """A sample that one side failed on is no reason against the other; too few in common are."""
+    """A sample that one side failed is no problem; too few in common are."""
     both, every = len({*ours} & {*theirs}), len({*ours} | {*theirs})
     ok = every > 0 and both >= (1 - TOKENS_WITHIN) * every
     return Check(name="samples", ok=ok, expected=f"{every} answered by either", observed=f"{both} by both")
@@ -105,7 +103,7 @@ def _counts(ours: Answered, theirs: Answered) -> Iterator[Check]:
 
 
 def _texts(ours: Answered, theirs: Answered) -> Check | None:
-    """None where a side kept none."""
+    """None if a side stored no texts."""
     pairs = [
         (ours[sample].text or "", theirs[sample].text or "")
         for sample in sorted({*ours} & {*theirs})
@@ -114,37 +112,34 @@ def _texts(ours: Answered, theirs: Answered) -> Check | None:
     if not pairs:
         return None
     alike = sum(a[:BEGINNING] == b[:BEGINNING] for a, b in pairs)
-    told = f"{alike} of {len(pairs)} begin alike, {sum(a == b for a, b in pairs)} are equal"
-    return Check(name="texts", ok=alike >= ALIKE * len(pairs), expected=f"{ALIKE:.0%} begin alike", observed=told)
+    observed = f"{alike} of {len(pairs)} begin alike, {sum(a == b for a, b in pairs)} are equal"
+    return Check(name="texts", ok=alike >= ALIKE * len(pairs), expected=f"{ALIKE:.0%} begin alike", observed=observed)
 
 
-def reasons(found: Sequence[Check]) -> list[str]:
-    return [f"{check.name}: {check.expected} against {check.observed}" for check in found if not check.ok]
+def reasons(results: Sequence[Check]) -> list[str]:
+    return [f"{check.name}: {check.expected} against {check.observed}" for check in results if not check.ok]
 
 
 # --- engines within one report ---
 
 
 def analyse(records: Sequence[RunRecord], accuracy: Sequence[Accuracy] = ()) -> tuple[ServedPair, ...]:
-    """Every two cells that differ in their engine alone, load by load."""
-    flags = {found.cell: found.flags for found in accuracy}
+    """Every two cells that differ only in their engine, load by load."""
+    flags = {each.cell: each.flags for each in accuracy}
     groups: defaultdict[tuple[str, Load | None], list[Served]] = defaultdict(list)
-    for load in measurements.believed(records):
+    for load in measurements.reliable_loads(records):
         if load.replica is None:
-            groups[_without_engine(load.spec), load.load].append(load)
-    return tuple(_pair(a, b, flags) for found in groups.values() for a, b in itertools.combinations(found, 2))
-
-
-def _without_engine(spec: RunSpec) -> str:
-    return str(sorted((name, str(value)) for name, value in metrics.flat(spec).items() if name not in FREE))
+            fields = sorted((name, str(value)) for name, value in metrics.flat(load.spec).items() if name not in FREE)
+            groups[str(fields), load.load].append(load)
+    return tuple(_pair(a, b, flags) for group in groups.values() for a, b in itertools.combinations(group, 2))
 
 
 def _pair(a: Served, b: Served, flags: Mapping[str, Mapping[int, str]]) -> ServedPair:
-    found = checks(a.records, b.records)
+    results = checks(a.records, b.records)
     names = _name(a.spec, b.spec), _name(b.spec, a.spec)
-    compared = tuple(_comparisons(a, b, names)) if all(check.ok for check in found) else ()
+    compared = tuple(_comparisons(a, b, names)) if all(check.ok for check in results) else ()
     decided = tuple(c for c in compared if isinstance(c, Comparison))
-    told = [
+    raised = [
         f"{name}: replica {replica} {why}"
         for load, name in zip((a, b), names, strict=True)
         for replica, why in flags.get(load.spec.cell, {}).items()
@@ -155,16 +150,16 @@ def _pair(a: Served, b: Served, flags: Mapping[str, Mapping[int, str]]) -> Serve
         label=names[0],
         other_label=names[1],
         load=a.name,
-        checks=found,
+        checks=results,
         comparisons=decided,
-        flags=tuple(told),
+        flags=tuple(raised),
         runs=a.runs + b.runs,
         undecided=tuple(c for c in compared if isinstance(c, Undecided)),
     )
 
 
 def _name(spec: RunSpec, beside: RunSpec) -> str:
-    """The engine's name; where both have the same, what its options add."""
+    """The engine's name, with its options if both sides have the same engine."""
     assert spec.engine is not None
     assert beside.engine is not None
     return spec.engine.name if spec.engine.name != beside.engine.name else str(spec.engine)
@@ -186,6 +181,6 @@ def _comparisons(a: Served, b: Served, names: tuple[str, str]) -> Iterator[Compa
 
 
 def metrics_of(load: Served) -> tuple[str, ...]:
-    """Of everything asked at once the first token tells a request's place in the queue, which the rate tells too."""
+    """If everything is sent at once, TTFT is a position in the queue, which the rate shows too."""
     offline = load.serving.scenario == "offline"
     return (estimates.TOKENS_PER_S,) if offline else tuple(COMPARED)

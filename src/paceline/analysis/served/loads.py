@@ -1,7 +1,7 @@
-"""One request of a served model, and the loads of a cell: which requests of which launches belong together.
+"""Latencies of one request, and the loads of a cell: which requests of which launches belong together.
 
-Latency counts from when a request was due: one that waited in the client waited. A sweep or a search puts several loads
-on a cell; launches of one load are merged as raw requests.
+Latency counts from when a request was due, so time spent waiting in the client counts. A sweep or a search applies
+several loads to a cell; launches of the same load are merged as raw requests.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def ttft_s(request: RequestSample) -> float | None:
 
 
 def service_ttft_s(request: RequestSample) -> float | None:
-    """From when it was sent: what the server alone is to blame for."""
+    """TTFT from when it was sent: only the server's part."""
     first = first_token_ns(request)
     return None if first is None or request.sent_ns is None else (first - request.sent_ns) / NS
 
@@ -43,12 +43,12 @@ def first_reasoning_s(request: RequestSample) -> float | None:
 
 
 def first_answer_s(request: RequestSample) -> float | None:
-    """Of a model that reasons: when a reader sees the first word of what was asked for."""
+    """For a model that reasons: until the first token of the answer itself."""
     return None if request.first_ns is None else (request.first_ns - request.due_ns) / NS
 
 
 def tpot_s(request: RequestSample) -> float | None:
-    """Time per further token; an answer of one token has none."""
+    """Time per output token after the first; None for an answer of one token."""
     first = first_token_ns(request)
     if first is None or request.last_ns is None or tokens_of(request) < 2:
         return None
@@ -60,25 +60,23 @@ def latency_s(request: RequestSample) -> float | None:
 
 
 def in_time(request: RequestSample, limits: dict[str, float | None]) -> bool:
-    """Answered whole, and within every limit that there is."""
+    """Whether the answer is complete and within every limit."""
     if request.error is not None:
         return False
-    seen = {"ttft_s": ttft_s(request), "tpot_s": tpot_s(request), "latency_s": latency_s(request)}
-    return all(
-        limit is None or value is None or value <= limit for (name, limit) in limits.items() for value in (seen[name],)
-    )
+    measured = {"ttft_s": ttft_s(request), "tpot_s": tpot_s(request), "latency_s": latency_s(request)}
+    return all(limit is None or (value := measured[name]) is None or value <= limit for name, limit in limits.items())
 
 
 # --- a load of a cell ---
 
 
 def is_scheduled(scenario: str, rate_per_s: float | None) -> bool:
-    """Whether requests are due at times of their own; a load of a sweep or a search is, where it has a rate."""
+    """Whether requests have due times of their own; loads of a sweep or a search do if they have a rate."""
     return scenario in OPEN or (scenario not in PLAIN_SCENARIOS and rate_per_s is not None)
 
 
 class Load(NamedTuple):
-    """What tells the loads of a sweep, a search or a paired run apart; the same in every launch."""
+    """What distinguishes the loads of a sweep, a search or a paired run; the same in every launch."""
 
     scenario: str
     rate_per_s: float | None
@@ -92,19 +90,16 @@ class Load(NamedTuple):
     @property
     def text(self) -> str:
         """`concurrency 4`, `2.5 requests/s`, `replica 1`."""
-        rate = None if self.rate_per_s is None else f"{self.rate_per_s:g} requests/s"
-        known = (rate, _named("concurrency", self.concurrency), _named("replica", self.replica))
-        return ", ".join(filter(None, known)) or WHOLE_RUN
-
-
-def _named(word: str, value: int | None) -> str | None:
-    return None if value is None else f"{word} {value}"
+        parts = [] if self.rate_per_s is None else [f"{self.rate_per_s:g} requests/s"]
+        parts += [] if self.concurrency is None else [f"concurrency {self.concurrency}"]
+        parts += [] if self.replica is None else [f"replica {self.replica}"]
+        return ", ".join(parts) or WHOLE_RUN
 
 
 @dataclass(frozen=True, eq=False)
 class Stretch:
-    """One load put on once, in one launch, its requests in the order they were due; stage is None in records of before
-    there were several. clients are what the client's processes tell of themselves during it."""
+    """One load applied once, in one launch, with its requests in the order they were due. stage is None in records from
+    before a run could have several. clients: what the client processes recorded about themselves."""
 
     record: RunRecord
     stage: StageSample | None
@@ -113,7 +108,7 @@ class Stretch:
 
     @property
     def number(self) -> int:
-        """By which clients tell what they saw of it."""
+        """The stage number, which client samples refer to."""
         return self.requests[0].stage
 
     @property
@@ -122,7 +117,7 @@ class Stretch:
 
     @cached_property
     def ended_ns(self) -> int:
-        """When its last request ended: what came after was waiting for the next load."""
+        """When its last request ended; the time after that was waiting for the next load."""
         return max((r.ended_ns for r in self.requests if r.ended_ns is not None), default=self.started_ns)
 
     @property
@@ -132,7 +127,7 @@ class Stretch:
 
 @dataclass(frozen=True, eq=False)
 class Served:
-    """One load of one cell in all launches in which it was put on; load is None where the cell has no other."""
+    """One load of one cell in all launches that applied it; load is None if the cell has only one."""
 
     stretches: tuple[Stretch, ...]
     load: Load | None = None
@@ -143,7 +138,7 @@ class Served:
 
     @cached_property
     def launches(self) -> tuple[Served, ...]:
-        """The same load of each launch by itself."""
+        """The same load, one object per launch."""
         return tuple(
             Served(tuple(stretch for stretch in self.stretches if stretch.record is record), self.load)
             for record in self.records
@@ -168,15 +163,15 @@ class Served:
 
     @property
     def scenario(self) -> str:
-        """Of this load: a sweep goes by concurrency or by rate, a search by rate."""
-        told = self.stretches[0].stage
-        return told.scenario if told else self.serving.scenario
+        """The scenario of this load: a sweep is by concurrency or by rate, a search by rate."""
+        stage = self.stretches[0].stage
+        return stage.scenario if stage else self.serving.scenario
 
     @property
     def limits(self) -> dict[str, float | None]:
-        """As asked for; a guess has none to keep."""
-        asked = self.serving.limits
-        return dict.fromkeys(asked) if self.is_guess else asked
+        """The requested limits; the first estimate of a search has none."""
+        limits = self.serving.limits
+        return dict.fromkeys(limits) if self.is_guess else limits
 
     @property
     def has_limits(self) -> bool:
@@ -184,46 +179,46 @@ class Served:
 
     @property
     def is_guess(self) -> bool:
-        """The closed loop by which a search guesses where to begin: it says nothing about what keeps limits."""
+        """The closed loop with which a search estimates its first rate: it says nothing about limits."""
         return self.serving.scenario == "search" and self.rate_per_s is None
 
     @property
     def is_tried(self) -> bool:
-        """One of those that a search, or a sweep that doubles its rate, goes through until the client or the server
-        gives up: nobody asked for this one by name."""
-        asked = self.serving
-        doubles = asked.scenario == "sweep" and asked.loads is None and asked.rate_per_s is not None
-        return asked.scenario == "search" or doubles
+        """A load that a search, or a sweep that doubles its rate, tried on its own: nobody requested this one by
+        name."""
+        serving = self.serving
+        doubles = serving.scenario == "sweep" and serving.loads is None and serving.rate_per_s is not None
+        return serving.scenario == "search" or doubles
 
     @property
     def is_open(self) -> bool:
-        """Whether requests are due by a schedule: such a load serves what it is asked, not what it can."""
+        """Whether requests are due on a schedule: such a load shows what was requested, not the capacity."""
         return is_scheduled(self.scenario, self.rate_per_s)
 
     @property
     def rate_per_s(self) -> float | None:
-        return self._asked.rate_per_s
+        return self._requested.rate_per_s
 
     @property
     def concurrency(self) -> int | None:
-        """As asked for: of a plain scenario a load may have a cap that nobody asked for."""
-        return self._asked.concurrency
+        """As requested: a load of a plain scenario may have a cap that nobody requested."""
+        return self._requested.concurrency
 
     @property
-    def _asked(self) -> Load | Serving:
+    def _requested(self) -> Load | Serving:
         return self.load if self.load and self.serving.scenario in STAGED_SCENARIOS else self.serving
 
     @property
     def replica(self) -> int | None:
-        """The only one that was asked; None where all were."""
+        """The only replica used; None if all were."""
         return self.load.replica if self.load else None
 
     @property
     def planned_in_flight(self) -> int | None:
-        """None where nothing says how many there shall be: offline counts by the most that was reached."""
+        """Planned requests in flight; None if there is no plan: then the most that was reached counts."""
         stage = self.stretches[0].stage
-        told = stage.concurrency if stage else self.serving.concurrency
-        return 1 if self.scenario == "single_stream" else None if self.scenario == "offline" else told
+        planned = stage.concurrency if stage else self.serving.concurrency
+        return 1 if self.scenario == "single_stream" else None if self.scenario == "offline" else planned
 
     def wall_s(self) -> float:
         """From the start of each launch to the end of its last request, summed."""
@@ -233,34 +228,34 @@ class Served:
         return sum(map(tokens_of, self.answered))
 
     def prompt_tokens(self) -> int | None:
-        """None unless the server told it of every answer."""
-        told = [request.prompt_tokens for request in self.answered]
-        return None if None in told else sum(count for count in told if count is not None)
+        """None unless the server reported it for every answer."""
+        counts = [request.prompt_tokens for request in self.answered]
+        return None if None in counts else sum(count for count in counts if count is not None)
 
     @property
     def name(self) -> str | None:
-        """What tells it from the other loads of its cell."""
+        """What distinguishes it from the other loads of its cell."""
         return self.load.text if self.load else None
 
     @property
-    def words(self) -> str:
-        """The load itself, whether or not there are others: what random draws about it are seeded with."""
+    def seed_text(self) -> str:
+        """The load itself, whether or not there are others; used as a seed."""
         stage = self.stretches[0].stage
         return self.name or (Load.of(stage).text if stage else WHOLE_RUN)
 
     def axes(self) -> dict[str, Scalar]:
-        """Of the cell; of a sweep or a search also the load and its place among them."""
+        """The axes of the cell; for a sweep or a search also the load and its stage."""
         axes = self.spec.axes()
         if self.load is None:
             return axes
-        place = min((s.stage.stage for s in self.stretches if s.stage), default=None)
-        of_one: dict[str, Scalar] = {"replica": self.load.replica} if self.load.replica is not None else {}
+        stage = min((s.stage.stage for s in self.stretches if s.stage), default=None)
+        replica: dict[str, Scalar] = {"replica": self.load.replica} if self.load.replica is not None else {}
         return {
             **axes,
             "rate_per_s": self.load.rate_per_s,
             "concurrency": self.load.concurrency,
-            "stage": place,
-            **of_one,
+            "stage": stage,
+            **replica,
         }
 
     @property
@@ -273,29 +268,27 @@ class Served:
 
 
 def gather(records: Sequence[RunRecord]) -> list[Served]:
-    """Launches by cell, and of a sweep, a search or a paired run by load: a search comes to one in any order."""
+    """The loads of all cells, with their launches merged. A search may reach its loads in any order."""
     by_cell: defaultdict[str, list[RunRecord]] = defaultdict(list)
     for record in records:
         if record.requests:
             by_cell[record.spec.cell].append(record)
-    return [served for found in by_cell.values() for served in _by_load(sorted(found, key=_repeat))]
-
-
-def _repeat(record: RunRecord) -> int:
-    return record.spec.repeat
+    for launches in by_cell.values():
+        launches.sort(key=lambda record: record.spec.repeat)
+    return [served for launches in by_cell.values() for served in _by_load(launches)]
 
 
 def _by_load(records: Sequence[RunRecord]) -> list[Served]:
     stretches = [stretch for record in records for stretch in _stretches(record)]
-    found: defaultdict[Load, list[Stretch]] = defaultdict(list)
+    by_load: defaultdict[Load, list[Stretch]] = defaultdict(list)
     for stretch in stretches:
         if stretch.stage:
-            found[Load.of(stretch.stage)].append(stretch)
+            by_load[Load.of(stretch.stage)].append(stretch)
     serving = records[0].spec.serving
-    if len(found) < 2 and not (found and serving and serving.scenario in STAGED_SCENARIOS):
+    if len(by_load) < 2 and not (by_load and serving and serving.scenario in STAGED_SCENARIOS):
         return [Served(tuple(stretches))]
-    order = sorted(found, key=lambda load: min(stretch.number for stretch in found[load]))
-    return [Served(tuple(found[load]), load) for load in order]
+    order = sorted(by_load, key=lambda load: min(stretch.number for stretch in by_load[load]))
+    return [Served(tuple(by_load[load]), load) for load in order]
 
 
 def _stretches(record: RunRecord) -> Iterator[Stretch]:

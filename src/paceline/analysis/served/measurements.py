@@ -1,21 +1,19 @@
-"""Served models: latencies from the schedule, rates of what was completed, and whether any of it may be believed.
+"""Latencies, rates and validity of a load test, from the raw requests of all launches of a cell.
 
-All of it from the raw requests of all launches of a cell, merged; never from percentiles of parts. A percentile has
-95 % bounds by drawing launches and blocks of answers again (`shared_waits`). A rate has the bounds of its launches, so
-that of one launch alone has none.
+Nothing is computed from percentiles of parts. A percentile has a 95 % confidence interval from resampling launches and
+blocks of answers (`latency_bounds`). A rate has the spread of its launches, so one launch alone has no interval.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from paceline.analysis.findings import HIGHER, LOWER, Measurement
 from paceline.analysis.findings.served import CLIENT
 from paceline.analysis.served import client_share, latency_bounds
-from paceline.analysis.served.exactly_once import exactly_once as exactly_once
 from paceline.analysis.served.loads import Load as Load
 from paceline.analysis.served.loads import Served as Served
 from paceline.analysis.served.loads import first_answer_s, first_reasoning_s, is_scheduled
@@ -29,7 +27,7 @@ from paceline.analysis.served.token_times import Steady, gaps_between_tokens, st
 from paceline.analysis.served.token_times import tokens_of as tokens_of
 from paceline.analysis.statistics.intervals import Bounded, Resampled, bounded, over_launches, quotient
 from paceline.errors import Scalar
-from paceline.experiment.serving import OPEN, PERCENTILE, STAGED_SCENARIOS
+from paceline.experiment.serving import OPEN, PERCENTILE, PLAIN_SCENARIOS, STAGED_SCENARIOS
 from paceline.results import client_audit
 from paceline.results.records import RunRecord
 from paceline.results.served_samples import ClientSample, RequestSample, StageSample
@@ -49,9 +47,9 @@ LATENCIES: dict[str, Quantity] = {
     "tpot": tpot_s,
     "latency": latency_s,
 }
-# Of a model that reasons before it answers, measured only where one did.
+# Only for a model that reasons before it answers.
 OF_REASONING: dict[str, Quantity] = {"first_reasoning": first_reasoning_s, "first_answer": first_answer_s}
-# Columns of a launch: what is counted, and over what.
+# Columns of a launch: what is counted, and the time.
 _COUNTED = ("tokens", "prompt_tokens", "answered", "good", "good_tokens", "wall_s", "requests", "failed")
 RATES = {
     "output_tokens_per_s": ("tokens/s", HIGHER, "tokens", "wall_s"),
@@ -62,7 +60,7 @@ RATES = {
     "goodput_ratio": ("ratio", HIGHER, "good", "requests"),
     "failed_ratio": ("ratio", LOWER, "failed", "requests"),
 }
-# Beside the percentiles and RATES: of tokens, of the full load, over replicas (axes tell them), and told ahead.
+# Besides the percentiles and RATES: metrics of tokens, of the full load, over replicas (see axes), and extrapolated.
 _OTHERS = {
     "itl_split_ratio": ("ratio", LOWER),
     "steady_output_tokens_per_s": ("tokens/s", HIGHER),
@@ -82,15 +80,15 @@ METRICS: dict[str, tuple[str, str]] = {
     **{name: (unit, better) for name, (unit, better, _, _) in RATES.items()},
     **_OTHERS,
 }
-OPEN_LOAD = "requests come by a schedule, so that no number of them in flight is planned"
+OPEN_LOAD = "requests arrive on a schedule, so no concurrency is planned"
 TOKEN_AUDIT = (
-    "the server's count against what was asked for where an answer ended by its length, else against the events with "
-    "content (at least) and what was asked for (at most)"
+    "if an answer ended by its length, the server's count must equal the requested tokens; otherwise it must be "
+    "between the events with content and the requested tokens"
 )
 
 
 def measure(served: Served) -> Iterator[Measurement]:
-    """What requests show, whether or not they can be believed: `load_problems` tells."""
+    """What the requests show, whether or not they are reliable (see `load_problems`)."""
     reasons = any(request.first_reasoning_ns is not None for request in served.answered)
     for name, quantity in (LATENCIES | OF_REASONING if reasons else LATENCIES).items():
         count = sum(quantity(request) is not None for request in served.answered)
@@ -102,8 +100,8 @@ def measure(served: Served) -> Iterator[Measurement]:
     yield from _steady_rates(served)
     wrong, counted = mismatched(served.answered)
     share = wrong / counted if counted else None
-    told = TOKEN_AUDIT if counted else "the server tells no count of tokens"
-    yield measurement(served, "token_count_mismatch_ratio", (share, None, None), n=counted, note=told)
+    note = TOKEN_AUDIT if counted else "the server reports no token counts"
+    yield measurement(served, "token_count_mismatch_ratio", (share, None, None), n=counted, note=note)
     used = client_share.use_of(served)
     yield measurement(served, "client_ceiling_ratio", (used.ratio, None, None), note=used.text)
 
@@ -124,32 +122,32 @@ def _rates(served: Served) -> Iterator[Measurement]:
 
 
 def rates(served: Served, names: Iterable[str]) -> dict[str, Resampled | None]:
-    """Some of RATES, each over the totals of launches: the one way in which any part of a report tells them."""
+    """Some of RATES, each over the totals of launches. Every part of a report gets its rates here."""
     rows, found = [_counts(launch) for launch in served.launches], {}
     for name in names:
         _, _, counted, over = RATES[name]
         estimate = quotient(_COUNTED.index(counted), _COUNTED.index(over))
-        found[name] = over_launches(rows, estimate, served.cell, served.words, name)
+        found[name] = over_launches(rows, estimate, served.cell, served.seed_text, name)
     return found
 
 
 def _counts(launch: Served) -> list[float]:
     answered = launch.answered
     good = [request for request in answered if in_time(request, launch.limits)]
-    told = launch.prompt_tokens() if answered else None
-    asked = math.nan if told is None else float(told)
+    counted = launch.prompt_tokens() if answered else None
+    prompt_tokens = math.nan if counted is None else float(counted)
     tokens, good_tokens = (float(sum(map(tokens_of, each))) for each in (answered, good))
     count = len(launch.requests)
-    return [tokens, asked, len(answered), len(good), good_tokens, launch.wall_s(), count, count - len(answered)]
+    return [tokens, prompt_tokens, len(answered), len(good), good_tokens, launch.wall_s(), count, count - len(answered)]
 
 
 def steady_parts(served: Served) -> list[Steady]:
-    """Of each stretch by itself: nothing is in flight between them."""
+    """The steady part of each stretch: nothing is in flight between stretches."""
     return [steady(stretch.requests, served.planned_in_flight) for stretch in served.stretches]
 
 
 def _steady_rates(served: Served) -> Iterator[Measurement]:
-    """Tokens that came while the load was full, over that time; None with the reason where it never was."""
+    """Tokens per second while the load was full, and the share of that time; None with the reason if it never was."""
     if served.is_open:
         found, reasons = [], [OPEN_LOAD]
     else:
@@ -164,20 +162,20 @@ def _steady_rates(served: Served) -> Iterator[Measurement]:
 
 
 def _steady_counts(launch: Served) -> list[float]:
-    """Tokens and seconds of the steady parts of one launch, and the whole time of the stretches they are of."""
+    """Tokens and seconds of the steady parts of one launch, and the whole time of their stretches."""
     parts = zip(launch.stretches, steady_parts(launch), strict=True)
     sound = [(stretch.wall_s, part) for stretch, part in parts if part.reason is None]
     return [sum(p.total for _, p in sound), sum(p.seconds for _, p in sound), sum(wall for wall, _ in sound)]
 
 
 def mismatched(requests: Sequence[RequestSample]) -> tuple[int, int]:
-    """How many answers whose tokens the server counted cannot have had so many, and how many it counted at all. The
-    token that ends an answer has no content, so that an event less than tokens is no mismatch."""
-    told = [request for request in requests if request.tokens is not None]
-    return sum(not _is_believed(request) for request in told), len(told)
+    """How many answers have an impossible token count, and how many have a count at all. The token that ends an answer
+    has no content, so one event fewer than tokens is no mismatch."""
+    counted = [request for request in requests if request.tokens is not None]
+    return sum(not _is_plausible(request) for request in counted), len(counted)
 
 
-def _is_believed(request: RequestSample) -> bool:
+def _is_plausible(request: RequestSample) -> bool:
     assert request.tokens is not None
     if request.finish == "length":
         return request.tokens == request.asked_tokens
@@ -194,8 +192,8 @@ def measurement(
     axes: Mapping[str, Scalar] | None = None,
     about: tuple[str, str] | None = None,
 ) -> Measurement:
-    """n counts requests unless it is told what else; axes stand beside those of the load. about is the unit and the
-    direction of a metric that is none of METRICS."""
+    """n counts requests unless given; axes are added to those of the load. about: unit and direction of a metric that
+    is not in METRICS."""
     value, low, high = found
     unit, better = about or METRICS[metric]
     return Measurement(
@@ -214,18 +212,18 @@ def measurement(
     )
 
 
-# --- may it be believed ---
+# --- is it reliable ---
 
 
 def client_problems(clients: Sequence[ClientSample], requests: Sequence[RequestSample], scenario: str) -> list[str]:
-    """Why the client itself may have been what was measured."""
+    """Why the client itself may have limited the result."""
     return [f"{CLIENT}: {text}" for text in client_audit.reasons(client_facts(clients, requests, scenario in OPEN))]
 
 
 def client_facts(
     clients: Sequence[ClientSample], requests: Sequence[RequestSample], is_open: bool
 ) -> client_audit.ClientFacts:
-    """Of the worst process. Of a closed loop nothing is due before it is sent."""
+    """The worst process counts. In a closed loop nothing is due before it is sent."""
     first = [value for request in requests if (value := ttft_s(request)) is not None]
     early = max((r.due_ns - r.sent_ns for r in requests if r.sent_ns is not None), default=0)
     return client_audit.ClientFacts(
@@ -242,7 +240,7 @@ def client_facts(
 
 
 def is_lacking(request: RequestSample) -> bool:
-    """Failed for want of the client's own files, ports or buffers: it says nothing about the server."""
+    """Whether it failed because the client ran out of files, ports or buffers: that says nothing about the server."""
     return request.error == client_audit.LACKING
 
 
@@ -252,63 +250,63 @@ def _worst(of_processes_ns: Iterable[float | None], choose: Callable[[list[float
 
 
 def failure_problems(served: Served) -> list[str]:
-    """Of a load without limits nothing else counts a request that failed: none may."""
+    """Without limits no request may fail, because nothing else counts failures."""
     if served.has_limits:
         return []
     classes = Counter(str(r.error) for r in served.requests if r.error is not None and not is_lacking(r))
-    told = ", ".join(f"{name} {count} times" for name, count in sorted(classes.items()))
-    return [f"{classes.total()} of {len(served.requests)} requests failed ({told})"] if classes else []
+    counts = ", ".join(f"{name} {count} times" for name, count in sorted(classes.items()))
+    return [f"{classes.total()} of {len(served.requests)} requests failed ({counts})"] if classes else []
 
 
 def rule_problems(served: Served) -> list[str]:
-    """Why the limits of the scenario do not count as kept, by early stopping; none where there are no limits."""
+    """Why the limits of the scenario are not proven to hold, by early stopping; empty without limits."""
     if not served.has_limits:
         return []
     count = len(served.requests)
-    # Those that the client had no means to ask are its own reason, and no late ones of the server.
+    # Requests that the client could not send are its own problem, not late answers of the server.
     late = late_of(served) - sum(map(is_lacking, served.requests))
     allowed = early_stopping.late_allowed(count, PERCENTILE)
     if allowed is None:
         least = early_stopping.requests_needed(0, PERCENTILE)
-        return [f"{count} requests tell nothing about the 99th percentile: at least {least} are needed"]
-    return [f"{late} of {count} requests were late or failed; {allowed} may be"] if late > allowed else []
+        return [f"{count} requests are too few for the 99th percentile: at least {least} are needed"]
+    return [f"{late} of {count} requests were late or failed; {allowed} allowed"] if late > allowed else []
 
 
 def late_of(served: Served) -> int:
-    """Requests that failed or kept a limit not."""
+    """Requests that failed or exceeded a limit."""
     return sum(not in_time(request, served.limits) for request in served.requests)
 
 
 def duration_problems(served: Served) -> list[str]:
-    """A load that was to last for some time, and did not in every launch."""
+    """A load that was shorter than its minimum duration in some launch."""
     least = served.serving.least_s
     shortest = min((stretch.wall_s for stretch in served.stretches), default=0.0)
-    return [f"lasted {shortest:.1f} s; at least {least:g} s were asked for"] if shortest < least else []
+    return [f"it lasted {shortest:.1f} s; at least {least:g} s were requested"] if shortest < least else []
 
 
 def problems(record: RunRecord) -> list[str]:
-    """Why a run of this workload must not be believed. Limits that were not kept, or that too few requests tell of, are
-    its answer, not a problem."""
+    """Why a run is unreliable. Limits that were exceeded, or that too few requests test, are its result, not a
+    problem."""
     whole = run_problems(record)
     if whole and not _is_answered(record):
         return whole
     loads = gather([record])
     unsound = [found for load in loads if (found := load_problems(load))]
-    # What was asked before the client was late, or the server refused, can be believed.
+    # What was measured before the client was late, or the server refused, is reliable.
     partly = record.spec.serving and record.spec.serving.scenario in STAGED_SCENARIOS and len(unsound) < len(loads)
     return [*whole, *([] if partly else dict.fromkeys(itertools.chain.from_iterable(unsound)))]
 
 
 def run_problems(record: RunRecord) -> list[str]:
-    """Those of the run as a whole, whatever its loads say."""
+    """Problems of the run as a whole, independent of its loads."""
     if not record.requests:
         return ["nothing was recorded"]
     if _is_answered(record):
         return exactly_once(record)
     classes = Counter(str(request.error) for request in record.requests)
-    blamed = f"{CLIENT}: " if set(classes) == {client_audit.LACKING} else ""
-    told = ", ".join(f"{name} {count} times" for name, count in classes.items())
-    return [f"{blamed}no request was answered: {told}"]
+    cause = f"{CLIENT}: " if set(classes) == {client_audit.LACKING} else ""
+    counts = ", ".join(f"{name} {count} times" for name, count in classes.items())
+    return [f"{cause}no request was answered: {counts}"]
 
 
 def _is_answered(record: RunRecord) -> bool:
@@ -316,21 +314,20 @@ def _is_answered(record: RunRecord) -> bool:
 
 
 def load_problems(served: Served) -> list[str]:
-    """Why the numbers of one load must not be believed: its client, or requests that failed where no limit counts
-    them."""
-    return [*doubts_of(served), *failure_problems(served)]
+    """Why the numbers of one load are unreliable: its client, or failed requests where no limit counts them."""
+    return [*unreliable_client(served), *failure_problems(served)]
 
 
-def doubts_of(served: Served) -> list[str]:
-    """What speaks against the client in any launch of this load; other loads of these launches are not looked at."""
-    found = (_doubts(s.record, s.stage, s.clients, s.requests) for s in served.stretches)
-    return list(dict.fromkeys(problem for doubts in found for problem in doubts))
+def unreliable_client(served: Served) -> list[str]:
+    """Problems of the client in any launch of this load; other loads of these launches do not matter."""
+    each = (_client_doubts(s.record, s.stage, s.clients, s.requests) for s in served.stretches)
+    return list(dict.fromkeys(itertools.chain.from_iterable(each)))
 
 
-def _doubts(
+def _client_doubts(
     record: RunRecord, stage: StageSample | None, clients: Sequence[ClientSample], requests: Sequence[RequestSample]
 ) -> list[str]:
-    """A load of which no client tells anything is doubted only where it says itself what the client lacked."""
+    """A load without client samples is only doubted if its requests themselves show what the client lacked."""
     assert record.spec.serving is not None
     if not clients and not any(map(is_lacking, requests)):
         return []
@@ -338,6 +335,40 @@ def _doubts(
     return client_problems(clients, requests, OPEN[0] if scheduled else record.spec.serving.scenario)
 
 
-def believed(records: Sequence[RunRecord]) -> list[Served]:
-    """Every load of every cell that can be believed in all launches: a sweep or a search goes on until one cannot."""
+def reliable_loads(records: Sequence[RunRecord]) -> list[Served]:
+    """Every load of every cell that is reliable in all launches: a sweep or a search continues until one is not."""
     return [served for served in gather(records) if not load_problems(served)]
+
+
+# --- is every request accounted for exactly once ---
+
+
+def exactly_once(record: RunRecord) -> list[str]:
+    """Requests or samples that were answered twice, or that are missing."""
+    answered = Counter((r.stage, r.number) for r in record.requests if r.error is None)
+    twice = sorted(number for (_, number), count in answered.items() if count > 1)
+    problems = [f"requests {', '.join(map(str, twice[:5]))} were answered more than once"] if twice else []
+    known = Counter(stage for stage, _ in {(request.stage, request.number) for request in record.requests})
+    missing = [
+        f"{stage.planned - known[stage.stage]} of {stage.planned} requests neither were answered nor failed"
+        for stage in record.stages
+        if known[stage.stage] < stage.planned
+    ]
+    return [*problems, *_repeated_samples(record), *missing[:3]]
+
+
+def _repeated_samples(record: RunRecord) -> list[str]:
+    """Samples may repeat only if the load has a minimum duration, searches for a rate, or has more requests than
+    samples."""
+    serving = record.spec.serving
+    if serving is None or serving.least_s or serving.scenario not in PLAIN_SCENARIOS:
+        return []
+    available = record.evidence.settings.get("samples") if record.evidence else None
+    if isinstance(available, int) and any(stage.planned > available for stage in record.stages):
+        return []
+    numbers: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
+    for request in record.requests:
+        if request.error is None:
+            numbers[request.stage, request.sample].add(request.number)
+    again = sorted(sample for (_, sample), known in numbers.items() if len(known) > 1)
+    return [f"samples {', '.join(map(str, again[:5]))} were answered by several requests"] if again else []

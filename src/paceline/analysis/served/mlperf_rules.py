@@ -219,4 +219,4 @@ def _client(served: Served) -> Rule:
 
 
 def client_reasons(served: Served) -> Sequence[str]:
-    return [problem.removeprefix(f"{CLIENT}: ") for problem in measured.doubts_of(served)]
+    return [problem.removeprefix(f"{CLIENT}: ") for problem in measured.unreliable_client(served)]

@@ -19,7 +19,7 @@ from paceline.analysis.served.loads import Served
 from paceline.analysis.statistics.intervals import DETECTABLE_ERRORS, Bounded, Ratio, student_t
 from paceline.experiment.serving import PERCENTILE, STAGED_SCENARIOS
 from paceline.serving import early_stopping
-from paceline.serving.early_stopping import Told
+from paceline.serving.early_stopping import Verdict
 
 METRIC = "max_rate_per_s"
 # How far beyond their brackets two rates must lie apart, as a logarithm, where a side has one launch: its bracket holds
@@ -57,8 +57,8 @@ class _Launch(NamedTuple):
         return _rate(self.passed), _rate(self.failed)
 
 
-def outcome_of(served: Served) -> Told:
-    return early_stopping.told_by(len(served.requests), measured.late_of(served), PERCENTILE)
+def outcome_of(served: Served) -> Verdict:
+    return early_stopping.verdict_of(len(served.requests), measured.late_of(served), PERCENTILE)
 
 
 def max_rate(loads: Sequence[Served]) -> Measurement | None:
@@ -88,12 +88,12 @@ def _launches(rated: Sequence[Served]) -> list[_Launch]:
 
 def _bracketed(loads: Sequence[Served]) -> _Launch:
     outcomes = [(outcome_of(load), load) for load in loads]
-    by_outcome = {each: [load for of, load in outcomes if of is each] for each in Told}
-    failed = min(by_outcome[Told.FAILED], key=_known_rate, default=None)
+    by_outcome = {each: [load for of, load in outcomes if of is each] for each in Verdict}
+    failed = min(by_outcome[Verdict.FAILED], key=_known_rate, default=None)
     limit = math.inf if failed is None else _known_rate(failed)
-    passed = max((p for p in by_outcome[Told.PASSED] if _known_rate(p) < limit), key=_known_rate, default=None)
-    above = tuple(load for load in by_outcome[Told.PASSED] if _known_rate(load) > limit)
-    return _Launch(tuple(loads), passed, failed, above, tuple(by_outcome[Told.TOO_FEW]))
+    passed = max((p for p in by_outcome[Verdict.PASSED] if _known_rate(p) < limit), key=_known_rate, default=None)
+    above = tuple(load for load in by_outcome[Verdict.PASSED] if _known_rate(load) > limit)
+    return _Launch(tuple(loads), passed, failed, above, tuple(by_outcome[Verdict.TOO_FEW]))
 
 
 def combined(ends: Sequence[tuple[float | None, float | None]]) -> Bounded:
@@ -129,7 +129,7 @@ def _note(launch: _Launch) -> str:
     said = [f"{_rate(passed):g}/s passed ({_counts(passed)})" if passed else "no rate passed"]
     said.append(f"{_rate(failed):g}/s failed ({_counts(failed)})" if failed else "none failed, so it may be higher")
     said += [f"{_rates(launch.above)} passed all the same"] if launch.above else []
-    said += [f"{_rates(launch.few)}: {Told.TOO_FEW}"] if launch.few else []
+    said += [f"{_rates(launch.few)}: {Verdict.TOO_FEW}"] if launch.few else []
     said += _ended_by(launch)
     return "; ".join(said)
 

@@ -1,12 +1,12 @@
-"""ROUGE-1, -2, -L and -Lsum of an answer against what a good one says: the F-measures of the package rouge-score with
+"""ROUGE-1, -2, -L and -Lsum of an answer against its reference: the F-measures of the package rouge-score with
 stemming, to the last digit, in a fraction of its time.
 
-13,368 answers take the package a minute or more. Its words and its stemmer are used as they are, each word stemmed
-once; the longest common subsequence is found over bits of whole numbers (Hyyro, 2004) instead of cell by cell.
+The package takes a minute or more for 13,368 answers. Its tokenizer and stemmer are used unchanged, each word stemmed
+once; the longest common subsequence is computed on the bits of integers (Hyyro, 2004) instead of cell by cell.
 
-Lsum needs sentences, and the splitter that published values were made with has to be downloaded. The rule here needs
-nothing: a sentence ends with its line, or after . ! or ? (and closing quotes or brackets) before white space, unless
-the full stop belongs to a single capital letter or to one of ABBREVIATIONS.
+Lsum needs sentences, and the splitter behind published values has to be downloaded. The rule here needs nothing: a
+sentence ends with its line, or after . ! or ? (and closing quotes or brackets) before white space, unless the full stop
+belongs to a single capital letter or to one of ABBREVIATIONS.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ class Scores(NamedTuple):
 
 
 def score(answer: str, reference: str) -> Scores:
-    """Of one answer. White space around either does not count."""
+    """The scores of one answer. Surrounding white space does not count."""
     tokens = _tokeniser()
-    spoken, asked = (list(map(tokens, sentences(text))) for text in (answer, reference))
-    # Sentences part at white space, where words do too: theirs together are those of the whole text.
-    said, wanted = ([word for sentence in side for word in sentence] for side in (spoken, asked))
+    answered, expected = (list(map(tokens, sentences(text))) for text in (answer, reference))
+    # Sentences end at white space, so their words together are those of the whole text.
+    said, wanted = ([word for sentence in side for word in sentence] for side in (answered, expected))
     return Scores(
         _f_measure(_shared_grams(said, wanted, 1), len(said), len(wanted)),
         _f_measure(_shared_grams(said, wanted, 2), len(said) - 1, len(wanted) - 1),
         _f_measure(_count(_table(wanted, said)[-1]), len(said), len(wanted)),
-        _f_measure(_union_hits(spoken, asked), sum(map(len, spoken)), sum(map(len, asked))),
+        _f_measure(_union_hits(answered, expected), sum(map(len, answered)), sum(map(len, expected))),
     )
 
 
@@ -70,22 +70,22 @@ def _tokeniser() -> Callable[[str], Words]:
 
 
 def sentences(text: str) -> list[str]:
-    """By the rule at the top of this module; none is empty."""
-    found = []
+    """Sentences by the rule at the top of this module; none is empty."""
+    parts = []
     for line in text.splitlines():
         start = 0
         for end in _END.finditer(line):
             if end[1] != "." or not _is_abbreviation(line[start : end.start()]):
-                found.append(line[start : end.end(1)])
+                parts.append(line[start : end.end(1)])
                 start = end.end()
-        found.append(line[start:])
-    return [sentence for sentence in map(str.strip, found) if sentence]
+        parts.append(line[start:])
+    return [sentence for sentence in map(str.strip, parts) if sentence]
 
 
 def _is_abbreviation(before: str) -> bool:
     """Whether a full stop after this text may belong to its last word."""
-    found = _LAST_WORD.search(before)
-    word = found[0] if found else ""
+    match = _LAST_WORD.search(before)
+    word = match[0] if match else ""
     return word.lower() in ABBREVIATIONS or (len(word) == 1 and word.isupper())
 
 
@@ -105,15 +105,15 @@ def _shared_grams(said: Words, wanted: Words, size: int) -> int:
 
 
 def _table(rows: Words, columns: Words) -> list[int]:
-    """The table of longest common subsequences: bit j of entry i says that its length grows from column j to j + 1
-    among the first i rows."""
-    places: dict[str, int] = {}
+    """Longest common subsequences: bit j of entry i is set if the length grows from column j to j + 1 among the first i
+    rows."""
+    positions: dict[str, int] = {}
     for j, word in enumerate(columns):
-        places[word] = places.get(word, 0) | 1 << j
+        positions[word] = positions.get(word, 0) | 1 << j
     every = (1 << len(columns)) - 1
     flat, table = every, [0]
     for word in rows:
-        met = flat & places.get(word, 0)
+        met = flat & positions.get(word, 0)
         flat = ((flat + met) | (flat - met)) & every
         table.append(every & ~flat)
     return table
@@ -124,27 +124,27 @@ def _count(bits: int) -> int:
 
 
 def _subsequence(rows: Words, columns: Words) -> set[int]:
-    """Rows of the one longest common subsequence that rouge-score finds: where two are equally long, its choice."""
+    """Rows of the longest common subsequence that rouge-score picks if several are equally long."""
     table = _table(rows, columns)
-    i, j, found = len(rows), len(columns), set()
+    i, j, picked = len(rows), len(columns), set()
     while i > 0 and j > 0 and table[i]:
         if rows[i - 1] == columns[j - 1]:
             i, j = i - 1, j - 1
-            found.add(i)
+            picked.add(i)
         elif _count(table[i] & ((1 << (j - 1)) - 1)) > _count(table[i - 1] & ((1 << j) - 1)):
             j -= 1
         else:
             i -= 1
-    return found
+    return picked
 
 
 def _union_hits(said: Sequence[Words], wanted: Sequence[Words]) -> int:
-    """Words of the wanted sentences that some sentence of the answer has in order; no word of either counts twice."""
+    """Words of the expected sentences that some sentence of the answer has in order; no word counts twice."""
     left = [Counter(word for sentence in side for word in sentence) for side in (said, wanted)]
     hits = 0
     for sentence in wanted:
-        for place in sorted(set().union(*(_subsequence(sentence, ours) for ours in said))):
-            word = sentence[place]
+        for position in sorted(set().union(*(_subsequence(sentence, ours) for ours in said))):
+            word = sentence[position]
             if all(counts[word] > 0 for counts in left):
                 hits += 1
                 for counts in left:

@@ -1,7 +1,7 @@
-"""When the tokens of an answer came, and how many requests were in flight meanwhile: the steady part of a load.
+"""When the tokens of an answer arrived, and how many requests were in flight: the steady part of a load.
 
-An event may hold several tokens, and a read several events; both are known by one time only. They count as one arrival
-of k tokens at that time. Of a server whose count is above its events, each event holds their quotient.
+An event may hold several tokens, and a read several events; both have only one time. They count as one arrival of k
+tokens at that time. If a server counts more tokens than events, each event holds the quotient.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from paceline.results.served_samples import RequestSample
 
 NS = 1e9
 STEADY_RATIO = 0.95
-# Of a step: answers that end so close together ended in the same one.
+# In parts of a step: answers that end this close together ended in the same step.
 SAME_STEP = 0.5
 
 
 def first_token_ns(request: RequestSample) -> int | None:
-    """The first one of either kind: a model that reasons first has answered from then on."""
+    """The first token of either kind: for a model that reasons first, the answer begins there."""
     known = [moment for moment in (request.first_ns, request.first_reasoning_ns) if moment is not None]
     return min(known, default=None)
 
 
 def tokens_of(request: RequestSample) -> int:
-    """The server's own count; where it gives none, the events with content."""
+    """The server's own count; if it reports none, the number of events with content."""
     return request.pieces if request.tokens is None else request.tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """Tokens of answers in the order of requests: when each arrival came in nanoseconds, how many tokens it held, and
-    whether it was the first of its answer. unknown counts answers the times of whose events were not kept."""
+    """Token arrivals of answers in the order of requests: time in nanoseconds, tokens, and whether it was the first of
+    its answer. unknown counts answers whose event times were not stored."""
 
     times: Array
     tokens: Array
@@ -47,8 +47,7 @@ class Arrivals:
 
 @dataclass(frozen=True, slots=True)
 class _Events:
-    """Events with content of answers whose times were kept: when each came in nanoseconds, the time since the one
-    before, where each answer begins, and how many each has."""
+    """Events with content: time in nanoseconds, time since the previous one, where each answer begins, and its size."""
 
     answers: Sequence[RequestSample]
     times: NDArray[np.int64]
@@ -70,18 +69,18 @@ def _events(requests: Sequence[RequestSample]) -> _Events:
 
 
 def arrivals(requests: Sequence[RequestSample]) -> Arrivals:
-    """The tokens of an answer sum up to its own count, where the server counts no fewer than there were events."""
-    found = _events(requests)
-    each = np.repeat([max(1.0, tokens_of(r) / r.pieces) for r in found.answers], found.sizes)
-    begins = np.zeros(len(found.gaps), dtype=np.bool_)
-    begins[found.starts] = True
-    at = np.flatnonzero(begins | (found.gaps > 0))
-    held = np.add.reduceat(each, at) if len(at) else np.zeros(0)
-    return Arrivals(found.times[at].astype(np.float64), held, begins[at], found.unknown)
+    """The tokens of an answer sum to the server's count, unless that is below the number of events."""
+    events = _events(requests)
+    each = np.repeat([max(1.0, tokens_of(r) / r.pieces) for r in events.answers], events.sizes)
+    begins = np.zeros(len(events.gaps), dtype=np.bool_)
+    begins[events.starts] = True
+    at = np.flatnonzero(begins | (events.gaps > 0))
+    tokens = np.add.reduceat(each, at) if len(at) else np.zeros(0)
+    return Arrivals(events.times[at].astype(np.float64), tokens, begins[at], events.unknown)
 
 
 def busiest_second(requests: Sequence[RequestSample]) -> int | None:
-    """The most events with content, of answers that came whole, within one second; None where no time was kept."""
+    """The most events with content, of complete answers, within one second; None if no time was stored."""
     times = np.sort(_events([request for request in requests if request.error is None]).times)
     if not len(times):
         return None
@@ -91,8 +90,8 @@ def busiest_second(requests: Sequence[RequestSample]) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Gaps:
-    """Times between tokens in seconds, and the number of the answer that each is of, by when its first token came;
-    split counts those that are a share of a longer one, because several tokens came at its end."""
+    """Times between tokens in seconds, and the number of the answer of each, by when its first token arrived. split
+    counts gaps that are a part of a longer one, because several tokens arrived at its end."""
 
     seconds: Array
     answers: NDArray[np.int64]
@@ -100,14 +99,15 @@ class Gaps:
 
 
 def gaps_between_tokens(requests: Sequence[RequestSample]) -> Gaps:
-    """A gap at whose end k tokens came is k gaps of its k-th part. Tokens that came with the first have no gap."""
-    found = arrivals(requests)
-    within = ~found.first[1:]
-    tokens = found.tokens[1:][within]
+    """A gap at whose end k tokens arrived counts as k gaps of a k-th each. Tokens that arrived with the first have no
+    gap."""
+    came = arrivals(requests)
+    within = ~came.first[1:]
+    tokens = came.tokens[1:][within]
     parts = np.rint(tokens).astype(np.int64)
-    seconds = np.repeat(np.diff(found.times)[within] / tokens, parts) / NS
-    began = np.argsort(np.argsort(found.times[found.first], kind="stable"))
-    answers = np.repeat(began[(np.cumsum(found.first) - 1)[1:][within]], parts)
+    seconds = np.repeat(np.diff(came.times)[within] / tokens, parts) / NS
+    began = np.argsort(np.argsort(came.times[came.first], kind="stable"))
+    answers = np.repeat(began[(np.cumsum(came.first) - 1)[1:][within]], parts)
     return Gaps(seconds, answers, int(parts[parts > 1].sum()))
 
 
@@ -116,7 +116,7 @@ def gaps_between_tokens(requests: Sequence[RequestSample]) -> Gaps:
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Stretches of time in nanoseconds, ascending, none touching the next."""
+    """Disjoint spans of time in nanoseconds, ascending."""
 
     starts: Array
     ends: Array
@@ -126,7 +126,7 @@ class Spans:
         return float((self.ends - self.starts).sum()) / NS
 
     def elapsed_before(self, times: Array) -> Array:
-        """How much of the spans lies before each time, in nanoseconds."""
+        """How much of the spans is before each time, in nanoseconds."""
         if not len(self.starts):
             return np.zeros(len(times))
         at = np.searchsorted(self.starts, times, side="right") - 1
@@ -144,7 +144,7 @@ def in_flight(requests: Sequence[RequestSample]) -> tuple[Array, NDArray[np.int6
     known = [(r.sent_ns, r.ended_ns) for r in requests if r.sent_ns is not None and r.ended_ns is not None]
     times = np.array([*(sent for sent, _ in known), *(ended for _, ended in known)], dtype=np.float64)
     change = np.repeat(np.array([1, -1], dtype=np.int64), len(known))
-    # Of one that ends as another is sent, they were never in flight together.
+    # If one ends as another is sent, they were never in flight together.
     order = np.lexsort((change, times))
     return times[order], np.cumsum(change[order])
 
@@ -158,12 +158,12 @@ def spans_of_at_least(requests: Sequence[RequestSample], level: float) -> Spans:
     times, count = in_flight(requests)
     reached = np.concatenate(([0], (count >= level).astype(np.int8), [0]))
     edges = np.diff(reached)
-    # Nothing is in flight after the last change, so that every stretch ends at a time that is known.
+    # Nothing is in flight after the last change, so every span ends at a known time.
     return _merged(times[np.flatnonzero(edges == 1)], times[np.flatnonzero(edges == -1)])
 
 
 def _merged(starts: Array, ends: Array, bridged_ns: float = 0.0) -> Spans:
-    """Without stretches of no length, and joined where one begins as the other ends, or no more than so much later."""
+    """Drop empty spans, and join spans with no more than bridged_ns between them."""
     long = ends > starts
     starts, ends = starts[long], ends[long]
     apart = starts[1:] > ends[:-1] + bridged_ns
@@ -175,8 +175,8 @@ def _merged(starts: Array, ends: Array, bridged_ns: float = 0.0) -> Spans:
 
 @dataclass(frozen=True, slots=True)
 class Steady:
-    """The time in which at least `level` requests were in flight, and the tokens that came in it; times of tokens are
-    of that time alone, counted from 0 in seconds. reason says why there is none."""
+    """The time with at least `level` requests in flight, and the tokens that arrived in it. times_s count only this
+    time, from 0. reason: why there is none."""
 
     level: int
     seconds: float = 0.0
@@ -189,48 +189,50 @@ class Steady:
         return 0.0 if self.tokens is None else float(self.tokens.sum())
 
     def slices(self, count: int) -> Array:
-        """Tokens and seconds of equal parts of the steady time, as rows: what one launch shows of its own spread."""
+        """Tokens and seconds of equal parts of the steady time, as rows: the spread within one launch."""
         assert self.times_s is not None
-        held, _ = np.histogram(self.times_s, bins=count, range=(0.0, self.seconds), weights=self.tokens)
-        return np.column_stack((held, np.full(count, self.seconds / count)))
+        tokens, _ = np.histogram(self.times_s, bins=count, range=(0.0, self.seconds), weights=self.tokens)
+        return np.column_stack((tokens, np.full(count, self.seconds / count)))
 
 
 def steady(requests: Sequence[RequestSample], planned: int | None, of: Sequence[RequestSample] | None = None) -> Steady:
-    """At least 95 % of the planned concurrency; of a load without one, of the most that was reached. Tokens are those
-    of some of the requests where they are given, else of all."""
+    """The time with at least 95 % of the planned concurrency, or of the most that was reached if none was planned. Only
+    tokens of the requests `of` count, if given."""
     whole = planned or most_in_flight(requests)
     level = max(1, math.ceil(STEADY_RATIO * whole - 1e-9))
     spans = _full(requests, level)
     if spans.seconds <= 0:
-        return Steady(level, reason=f"{level} requests were never in flight at once, {STEADY_RATIO:.0%} of {whole}")
-    found = arrivals([request for request in (requests if of is None else of) if request.error is None])
-    if found.unknown:
-        return Steady(level, reason=f"the times of the tokens of {found.unknown} answers were not kept")
-    inside = spans.contain(found.times)
+        return Steady(
+            level, reason=f"there were never {level} requests in flight at once ({STEADY_RATIO:.0%} of {whole})"
+        )
+    came = arrivals([request for request in (requests if of is None else of) if request.error is None])
+    if came.unknown:
+        return Steady(level, reason=f"the token times of {came.unknown} answers were not stored")
+    inside = spans.contain(came.times)
     if not inside.any():
-        return Steady(level, reason=f"no token came while {level} requests were in flight")
-    elapsed = spans.elapsed_before(found.times[inside]) / NS
-    return Steady(level, spans.seconds, elapsed, found.tokens[inside])
+        return Steady(level, reason=f"no token arrived while {level} requests were in flight")
+    elapsed = spans.elapsed_before(came.times[inside]) / NS
+    return Steady(level, spans.seconds, elapsed, came.tokens[inside])
 
 
 def _full(requests: Sequence[RequestSample], level: int) -> Spans:
-    """The time in which so many were in flight, without the moments that a closed loop needs to put the next request in
-    the place of an answer. Answers of one step end together: at the first of those ends the load is no longer full, and
-    without the others' last tokens, which come in no time, the rate would be too low. So a stretch goes on to the last
-    end of the same step, and to the next stretch where that follows within a step, or within so small a part of an
-    answer that every place is still taken for STEADY_RATIO of the time."""
+    """The time with at least `level` requests in flight, including the moments a closed loop needs to send the next
+    request.
+
+    Answers of one step end together. At the first of these ends the load is no longer full; without the last tokens of
+    the others, which arrive at the same time, the rate would be too low. So a span continues to the last end of the
+    same step. It also continues to the next span if that follows within a step, or within so small a part of an answer
+    that every slot is still busy for STEADY_RATIO of the time.
+    """
     spans = spans_of_at_least(requests, level)
     if not len(spans.starts):
         return spans
     known = [(r.sent_ns, r.ended_ns) for r in requests if r.sent_ns is not None and r.ended_ns is not None]
     ends = np.sort(np.array([ended for _, ended in known], dtype=np.float64))
-    step_ns, answer_ns = _step_ns(requests), float(np.median([ended - sent for sent, ended in known]))
+    came = arrivals(requests)
+    gaps = np.diff(came.times)[~came.first[1:]]
+    # The usual time between arrivals of one answer; 0 if no answer has two.
+    step_ns = float(np.median(gaps)) if len(gaps) else 0.0
+    answer_ns = float(np.median([ended - sent for sent, ended in known]))
     last = ends[np.searchsorted(ends, spans.ends + SAME_STEP * step_ns, side="right") - 1]
     return _merged(spans.starts, last, max(step_ns, (1 - STEADY_RATIO) * answer_ns))
-
-
-def _step_ns(requests: Sequence[RequestSample]) -> float:
-    """The usual time between arrivals of one answer; 0 where no answer has two."""
-    found = arrivals(requests)
-    gaps = np.diff(found.times)[~found.first[1:]]
-    return float(np.median(gaps)) if len(gaps) else 0.0

@@ -1,13 +1,15 @@
-"""All that is concluded about served models: does each result count, what do replicas gain, what would the whole take.
+"""All conclusions about load tests: does each result count, what do replicas gain, how long would the full set take.
 
-Only what can be believed is among the measurements of a report. What cannot is judged all the same, with its reasons,
-and measured apart from them: to be shown, and to be part of nothing else.
+Only reliable results are among the measurements of a report. Unreliable ones are judged too, with their reasons, and
+measured separately: they are shown and used for nothing else.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
 
 from paceline.analysis.findings import Measurement, Report
 from paceline.analysis.findings.served import (
@@ -16,75 +18,72 @@ from paceline.analysis.findings.served import (
     INVALID_CLIENT,
     NOT_KEPT,
     VALID,
-    Fleet,
+    FailureClass,
+    LoadOfRun,
+    ReplicaOfRun,
     Rule,
     ServedVerdict,
 )
-from paceline.analysis.served import client_share, extrapolation, fleets, mlperf_rules, prompt_counts, rate_search
+from paceline.analysis.served import client_share, extrapolation, fleets, mlperf_rules, rate_search
 from paceline.analysis.served import measurements as measured
-from paceline.analysis.served.loads import Served, gather
+from paceline.analysis.served.loads import NS, Served, gather, latency_s, tpot_s, ttft_s
 from paceline.experiment.serving import PERCENTILE, UNKNOWN_SHAPE
 from paceline.results.records import RunRecord, Status
+from paceline.results.served_samples import RequestSample
 from paceline.serving import early_stopping
 
 
 def added_to(report: Report, records: Sequence[RunRecord]) -> Report:
-    """records are those of the report, in the order of its runs; what was scored stands in the report before."""
+    """The report with verdicts, replica gains and extrapolations. records are in the order of the report's runs;
+    accuracy scores must be in the report already."""
     statuses = zip(records, (run.status for run in report.runs), strict=True)
     ours = [(record, status) for record, status in statuses if record.spec.serving and record.requests]
     if not ours:
         return report
-    asked = [record for record, _ in ours]
-    loads = measured.believed([record for record, status in ours if status == Status.OK])
+    tested = [record for record, _ in ours]
+    loads = measured.reliable_loads([record for record, status in ours if status == Status.OK])
     alone = fleets.alone_rates(loads)
-    found = [(load, fleets.fleet_of(load, alone.get(fleets.unpartitioned(load.records[0]), {}))) for load in loads]
-    together = [(load, fleet) for load, fleet in found if fleet is not None]
-    sets = tuple(each for load in loads if (each := extrapolation.full_set(load)) is not None)
-    told_ahead = (each.time for each in sets if each.time is not None)
+    each = [(load, fleets.fleet_of(load, alone.get(fleets.unpartitioned(load.records[0]), {}))) for load in loads]
+    together = [(load, fleet) for load, fleet in each if fleet is not None]
+    sets = tuple(full for load in loads if (full := extrapolation.full_set(load)) is not None)
+    predicted = (full.time for full in sets if full.time is not None)
+    combined = (m for load, fleet in together for m in fleets.measurements_of(fleet, load))
     judged = list(_judged(ours, mlperf_rules.accuracy_rules(report.accuracy)))
     return dataclasses.replace(
         report,
-        measurements=(*report.measurements, *_combined(together), *_max_rates(loads), *told_ahead),
+        measurements=(*report.measurements, *combined, *_max_rates(loads), *predicted),
         served=tuple(verdict for _, verdict in judged),
         doubted=tuple(m for load, verdict in judged if not verdict.is_believed for m in measured.measure(load)),
         fleets=tuple(fleet for _, fleet in together),
         partition_gains=tuple(fleets.partition_gains(loads)),
         full_sets=sets,
-        notes=(*report.notes, *_unknown_shapes(asked), *prompt_counts.notes(asked)),
+        notes=(*report.notes, *_unknown_shapes(tested), *_prompt_count_notes(tested)),
     )
 
 
 def _unknown_shapes(records: Sequence[RunRecord]) -> Iterator[str]:
     unknown = (r.spec.model_text for r in records if r.evidence and r.evidence.settings.get("shape") == UNKNOWN_SHAPE)
     for model in dict.fromkeys(unknown):
-        yield f"the shape of {model} is {UNKNOWN_SHAPE}: what needs it (parameters, FLOPs, a memory bound) is absent"
-
-
-def _combined(together: Sequence[tuple[Served, Fleet]]) -> Iterator[Measurement]:
-    for load, fleet in together:
-        yield from fleets.measurements_of(fleet, load)
+        yield f"the architecture of {model} is {UNKNOWN_SHAPE}: parameters, FLOPs and memory bounds are missing"
 
 
 def _max_rates(loads: Sequence[Served]) -> Iterator[Measurement]:
     by_cell: dict[str, list[Served]] = {}
     for load in loads:
         by_cell.setdefault(load.cell, []).append(load)
-    yield from (found for ours in by_cell.values() if (found := rate_search.max_rate(ours)) is not None)
-
-
-# --- does it count ---
+    yield from (rate for ours in by_cell.values() if (rate := rate_search.max_rate(ours)) is not None)
 
 
 def _judged(
     ours: Sequence[tuple[RunRecord, str]], accuracy: Mapping[str, Rule]
 ) -> Iterator[tuple[Served, ServedVerdict]]:
-    """Each load of each cell, of its believed launches; where there are none, of those that are not."""
+    """The verdict on each load of each cell, over its valid launches, or over the invalid ones if there are no
+    others."""
     cells = dict.fromkeys(record.spec.cell for record, _ in ours)
     for cell in cells:
-        told = {status: [r for r, s in ours if r.spec.cell == cell and s == status] for status in ("ok", "invalid")}
-        sound, doubted = told["ok"], told["invalid"]
+        sound, doubted = ([r for r, s in ours if r.spec.cell == cell and s == status] for status in ("ok", "invalid"))
         left_out = tuple(f"{r.spec.run_id}: {'; '.join(measured.problems(r))}" for r in doubted) if sound else ()
-        # Once for each launch: it may hold many loads, and each asks.
+        # Once for each launch: it may have many loads.
         known = {id(record): measured.run_problems(record) for record in sound or doubted}
         for load in gather(sound or doubted):
             problems = [text for record in load.records for text in known[id(record)]]
@@ -97,17 +96,21 @@ def verdict_of(
     left_out: tuple[str, ...] = (),
     problems: Sequence[str] | None = None,
 ) -> ServedVerdict:
-    """problems are those of its launches as a whole, where they are known already."""
+    """The verdict on one load. problems: those of its launches as a whole, if they are known already."""
     if problems is None:
         problems = [problem for record in served.records for problem in measured.run_problems(record)]
     doubts = dict.fromkeys((*problems, *measured.load_problems(served)))
     broken = (*measured.rule_problems(served), *measured.duration_problems(served))
-    reasons = (*doubts, *broken, *_failed_accuracy(accuracy))
+    # Only the whole set has an outcome: a part of it can neither pass nor fail.
+    failed = accuracy is not None and accuracy.outcome == NOT_KEPT
+    inaccurate = (f"accuracy {accuracy.asked}: {accuracy.seen}",) if accuracy is not None and failed else ()
+    reasons = (*doubts, *broken, *inaccurate)
+    by_client = all(reason.startswith(f"{CLIENT}: ") for reason in reasons)
     label, count = mlperf_rules.label_of(served), len(served.requests)
     return ServedVerdict(
         cell=served.cell,
         axes=served.axes(),
-        verdict=_word(reasons),
+        verdict=VALID if not reasons else INVALID_CLIENT if by_client else INVALID,
         reasons=reasons,
         requests=count,
         failed=count - len(served.answered),
@@ -124,12 +127,73 @@ def verdict_of(
     )
 
 
-def _failed_accuracy(accuracy: Rule | None) -> Iterator[str]:
-    """Of the whole set alone: a part of it can neither pass nor fail."""
-    if accuracy is not None and accuracy.outcome == NOT_KEPT:
-        yield f"accuracy {accuracy.asked}: {accuracy.seen}"
+def _prompt_count_notes(records: Sequence[RunRecord]) -> Iterator[str]:
+    """One note for each model whose server counts prompts differently than the token ids it was sent."""
+    for model in dict.fromkeys(record.spec.model_text for record in records):
+        answers = [r for record in records if record.spec.model_text == model for r in record.requests if not r.error]
+        counted = [r for r in answers if r.prompt_tokens is not None and r.sent_ids is not None]
+        wrong = [request for request in counted if request.prompt_tokens != request.sent_ids]
+        if wrong:
+            first = wrong[0]
+            yield (
+                f"the server of {model} counts prompt tokens differently than the token ids it was sent in "
+                f"{len(wrong):,} of {len(counted):,} answers ({first.prompt_tokens:,} instead of {first.sent_ids:,}): "
+                "prompt tokens/s use its count"
+            )
 
 
-def _word(reasons: Sequence[str]) -> str:
-    by_client = [reason.startswith(f"{CLIENT}: ") for reason in reasons]
-    return VALID if not reasons else INVALID_CLIENT if all(by_client) else INVALID
+# --- one run ---
+
+
+LATENCIES = {"TTFT": ttft_s, "TPOT": tpot_s, "latency": latency_s}
+
+
+def loads_of_run(record: RunRecord) -> list[LoadOfRun]:
+    """The loads of one run, in the order they were applied, before launches are merged. Unreliable ones are included;
+    their verdict says so."""
+    return [_load_of_run(served) for served in gather([record])]
+
+
+def _load_of_run(served: Served) -> LoadOfRun:
+    verdict, latencies = verdict_of(served), {}
+    for name, quantity in LATENCIES.items():
+        if values := [value for request in served.answered if (value := quantity(request)) is not None]:
+            median, tail = np.percentile(values, (50, 99))
+            latencies[name] = (float(median), float(tail))
+    return LoadOfRun(
+        scenario=served.scenario,
+        name=served.name,
+        requests=len(served.requests),
+        failures=tuple(_failures(served)),
+        late=verdict.late,
+        verdict=verdict.verdict,
+        reasons=verdict.reasons,
+        latencies=latencies,
+    )
+
+
+def _failures(served: Served) -> Iterator[FailureClass]:
+    """Failure classes, the most frequent first, each with the first known detail."""
+    by_class: dict[str, list[RequestSample]] = {}
+    for request in served.requests:
+        if request.error is not None:
+            by_class.setdefault(request.error, []).append(request)
+    for name, failed in sorted(by_class.items(), key=lambda each: -len(each[1])):
+        detail = next((request.detail for request in failed if request.detail), None)
+        yield FailureClass(name=name, count=len(failed), detail=detail)
+
+
+def replicas_of_run(record: RunRecord) -> list[ReplicaOfRun]:
+    """The replicas as the engine started or found them, each with its requests."""
+    return [
+        ReplicaOfRun(
+            replica=each.replica,
+            host=each.host,
+            model=each.model,
+            requests=sum(request.replica == each.replica for request in record.requests),
+            failed=sum(request.replica == each.replica and request.error is not None for request in record.requests),
+            died_s=None if each.died_ns is None else each.died_ns / NS,
+            reassigned=each.reassigned,
+        )
+        for each in record.replicas
+    ]

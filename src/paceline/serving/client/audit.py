@@ -1,4 +1,4 @@
-"""What the processes of a client observed about themselves, for the judge of every client (`self_audit`)."""
+"""Whether the client's own measurements are reliable, from what its processes recorded about themselves."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import numpy as np
 
 from paceline.results import client_audit
 from paceline.results.client_audit import LACKING, ClientFacts
-from paceline.serving.client.orders import Handled, Shift
-from paceline.serving.client.reading import first_token_ns
+from paceline.serving.client.requests import ShardResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What the client says of itself. Reasons are empty where its times can be believed."""
+    """The client's delays under one load. No reasons: its times are reliable."""
 
     schedule_lag_p99_s: float | None
     read_lag_p99_s: float | None
@@ -31,36 +30,32 @@ class Verdict:
         return not self.reasons
 
 
-def judge(shifts: Sequence[Shift]) -> Verdict:
-    """Over all processes of the client, from every single request and read."""
-    handled = [each for shift in shifts for each in shift.handled]
-    pieces = sum(h.pieces for h in handled)
-    facts = _facts(shifts, handled)
+def judge(shards: Sequence[ShardResult]) -> Verdict:
+    """The verdict over all client processes, from every single request and read."""
+    results = [result for shard in shards for result in shard.results]
+    pieces = sum(result.pieces for result in results)
+    ttft_s = [(first - r.due_ns) / 1e9 for r in results if (first := r.first_token_ns) is not None]
+    read_lags = [lag for shard in shards for lag in shard.read_lag_ns]
+    facts = ClientFacts(
+        ttft_p50_s=client_audit.median(ttft_s),
+        schedule_lag_p99_s=_percentile([lag for shard in shards for lag in shard.schedule_lag_ns], 99),
+        read_lag_p50_s=_percentile(read_lags, 50),
+        read_lag_p99_s=_percentile(read_lags, 99),
+        cpu_ratio=max((shard.cpu_s / shard.wall_s for shard in shards if shard.wall_s > 0), default=None),
+        clock_drift_s=max((abs(shard.clock_drift_ns) for shard in shards), default=0) / 1e9,
+        early_s=max((r.due_ns - r.sent_ns for r in results if r.sent_ns is not None), default=0) / 1e9,
+        lacking=sum(result.error == LACKING for result in results),
+        held_back=sum(shard.waited_for_cap for shard in shards),
+    )
     return Verdict(
         schedule_lag_p99_s=facts.schedule_lag_p99_s,
         read_lag_p99_s=facts.read_lag_p99_s,
         cpu_ratio=facts.cpu_ratio or 0.0,
-        coalesced_ratio=sum(h.coalesced for h in handled) / pieces if pieces else None,
-        unstamped=sum(not h.stamped for h in handled if h.first_byte_ns is not None),
-        waited_for_cap=sum(shift.waited_for_cap for shift in shifts),
+        coalesced_ratio=sum(result.coalesced for result in results) / pieces if pieces else None,
+        unstamped=sum(not result.stamped for result in results if result.first_byte_ns is not None),
+        waited_for_cap=facts.held_back,
         clock_drift_s=facts.clock_drift_s,
         reasons=tuple(client_audit.reasons(facts)),
-    )
-
-
-def _facts(shifts: Sequence[Shift], handled: Sequence[Handled]) -> ClientFacts:
-    ttft_s = [(first - h.due_ns) / 1e9 for h in handled if (first := first_token_ns(h)) is not None]
-    reads = [lag for shift in shifts for lag in shift.read_lag_ns]
-    return ClientFacts(
-        ttft_p50_s=client_audit.median(ttft_s),
-        schedule_lag_p99_s=_percentile([lag for shift in shifts for lag in shift.schedule_lag_ns], 99),
-        read_lag_p50_s=_percentile(reads, 50),
-        read_lag_p99_s=_percentile(reads, 99),
-        cpu_ratio=max((shift.cpu_s / shift.wall_s for shift in shifts if shift.wall_s > 0), default=None),
-        clock_drift_s=max((abs(shift.clock_drift_ns) for shift in shifts), default=0) / 1e9,
-        early_s=max((h.due_ns - h.sent_ns for h in handled if h.sent_ns is not None), default=0) / 1e9,
-        lacking=sum(h.error == LACKING for h in handled),
-        held_back=sum(shift.waited_for_cap for shift in shifts),
     )
 
 

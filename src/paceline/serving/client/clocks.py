@@ -1,4 +1,4 @@
-"""Clocks of the client: the kernel's receive times on the same axis as its own, and a timer that does not drift."""
+"""Clocks of the client: kernel receive times on the monotonic clock, and a timer that does not drift."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TFD_TIMER_ABSTIME = 1
 
 
 def stamp_in_kernel(sock: socket.socket) -> bool:
-    """Whether reads of this socket will carry the kernel's time."""
+    """Enable kernel timestamps on this socket; False if the system has none."""
     if not sys.platform.startswith("linux"):
         return False
     try:
@@ -31,7 +31,7 @@ def stamp_in_kernel(sock: socket.socket) -> bool:
 
 
 def kernel_time(ancillary: list[tuple[int, int, bytes]]) -> int | None:
-    """Nanoseconds of CLOCK_REALTIME out of what came beside the data."""
+    """The kernel's receive time, in nanoseconds of CLOCK_REALTIME, from the ancillary data of a read."""
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == SO_TIMESTAMPNS and len(data) >= TIMESPEC.size:
             seconds, nanoseconds = TIMESPEC.unpack_from(data)
@@ -41,19 +41,19 @@ def kernel_time(ancillary: list[tuple[int, int, bytes]]) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Bridge:
-    """What to take from a wall time to have a monotonic one, and how sure that is."""
+    """Subtract offset_ns from a wall time to get a monotonic time, correct to doubt_ns."""
 
     offset_ns: int
     doubt_ns: int
 
     @classmethod
     def measured(cls, tries: int = 20) -> Bridge:
-        """The tightest of a few readings of one clock between two of the other."""
+        """The tightest of a few readings of one clock between two readings of the other."""
         best: Bridge | None = None
         for _ in range(tries):
             before, wall, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
-            found = cls(wall - (before + after) // 2, (after - before) // 2)
-            best = found if best is None or found.doubt_ns < best.doubt_ns else best
+            reading = cls(wall - (before + after) // 2, (after - before) // 2)
+            best = reading if best is None or reading.doubt_ns < best.doubt_ns else best
         assert best is not None
         return best
 
@@ -67,8 +67,8 @@ class _Setting(ctypes.Structure):
 
 
 class Alarm:
-    """A descriptor that becomes readable at a moment of the monotonic clock (timerfd): a poll that waits for sockets
-    wakes for the schedule too, to the microsecond, where a poll's own time-out is rounded to milliseconds."""
+    """A file descriptor that becomes readable at a moment of the monotonic clock (timerfd). A poll on sockets then
+    wakes for the schedule too, to the microsecond; the timeout of a poll is rounded to milliseconds."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(None, use_errno=True)
@@ -77,17 +77,17 @@ class Alarm:
             raise OSError(ctypes.get_errno(), "timerfd_create")
         self._at_ns = 0
         self._setting = _Setting()
-        self._given = ctypes.byref(self._setting)
+        self._reference = ctypes.byref(self._setting)
 
     def set(self, at_ns: int) -> None:
-        """At a moment that has passed it rings at once; 0 would mean never. Set again to the same moment it costs
-        nothing."""
+        """Ring at this moment, or at once if it has passed (0 would mean never). Setting the same moment again is
+        free."""
         if at_ns == self._at_ns:
             return
         self._at_ns = at_ns
         value = self._setting.value
         value.seconds, value.nanoseconds = divmod(max(at_ns, 1), _NS)
-        self._library.timerfd_settime(self.descriptor, _TFD_TIMER_ABSTIME, self._given, None)
+        self._library.timerfd_settime(self.descriptor, _TFD_TIMER_ABSTIME, self._reference, None)
 
     def answer(self) -> None:
         self._at_ns = 0

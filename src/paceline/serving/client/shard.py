@@ -1,239 +1,381 @@
-"""One process of the client: an epoll loop that sends by the schedule and stamps what comes back.
+"""One client process: an epoll loop that sends on schedule and records when answers arrive.
 
-No queue, no lock, no parsing while a response streams, no coroutine per request: a read costs a few microseconds, and
-whatever this loop is late by stands in its own record (`orders.Shift`). Times of events are the kernel's.
+There is no queue, no lock, no coroutine per request, and no parsing while an answer streams: a read costs a few
+microseconds. The loop records its own delays (`requests.ShardResult`). Times of events are the kernel's.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import mmap
 import select
 import ssl
 import time
 from array import array
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import islice
 
-from paceline.serving.client import tally
-from paceline.serving.client.arrivals import NS, WHEN_FREE
 from paceline.serving.client.clocks import Alarm, Bridge
-from paceline.serving.client.connection import OWN_ERRORS, Connection
-from paceline.serving.client.fleet import Fleet, Lanes
-from paceline.serving.client.orders import ANY_REPLICA, Handled, Orders, Shift, stamps
-from paceline.serving.client.pool import READABLE, WRITABLE, Pool
-from paceline.serving.client.reading import Results
-from paceline.serving.client.response import BrokenResponse, Response
+from paceline.serving.client.http_stream import OWN_ERRORS, Answer, BrokenResponse, Connection, Response, understand
+from paceline.serving.client.replicas import READABLE, WRITABLE, ConnectionPool, ReplicaStates, RequestQueues
+from paceline.serving.client.requests import (
+    ANY_REPLICA,
+    NS,
+    WHEN_FREE,
+    Assignment,
+    RequestResult,
+    ShardResult,
+    timestamps,
+)
 
-# Connections that are being made at one time: more at once overflow a server's queue of new ones.
+# Connections being opened at one time: more overflow a server's accept queue.
 CONNECTING_AT_ONCE, CONNECT_S = 128, 10.0
-# Of a burst only so many are read before the schedule is looked at again.
-EVENTS_AT_ONCE = 64
-# How often requests are looked at for their time-out.
-LOOK_NS = NS // 10
-# A kept connection that ends so soon after a request was sent had been given up before it came.
-AT_ONCE_NS = NS // 4
-# So many requests are sent before answers are looked at again.
+# Sockets handled and requests sent before the loop looks at the schedule again.
+SOCKETS_AT_ONCE = 64
 SENDS_AT_ONCE = 32
-# Answers are read off when fewer sockets than this were ready, or when so much waits.
-QUIET_EVENTS = EVENTS_AT_ONCE // 2
+# Events of a complete answer parsed at once, in under 100 us: 1,000 tokens at once would delay other requests.
+PARSED_AT_ONCE = 16
+# Answers are parsed when fewer sockets than this were ready, or when so many bytes wait.
+QUIET_SOCKETS = SOCKETS_AT_ONCE // 2
 MOST_UNREAD_BYTES = 64 << 20
-# A replica is gone by these: it refused, broke or closed the connection. Answers that are late or refused are answers.
+TIMEOUT_CHECK_NS = NS // 10
+# If a reused connection ends this soon after a request, the server had already closed it.
+STALE_NS = NS // 4
+# Errors that mean a replica is gone: it refused, broke or closed the connection. A late or refused answer is an answer.
 GONE = ("connect", "reset", "closed", "truncated")
+DETAIL_BYTES = 300
+FINISH_BYTES = 80
 _HAS_NEWS = READABLE | select.EPOLLHUP | select.EPOLLERR
+# The counters of one process.
+_FIELDS = 6
+PLANNED, SENT, ENDED, LATE, FAILED, STOP = range(_FIELDS)
 
 
-@dataclass(slots=True)
-class Audit:
-    """What the loop can say against itself, collected as it goes."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Requests of all processes so far. ended includes late (complete, but beyond a limit) and failed (incomplete)."""
 
-    schedule_lag_ns: array[int] = field(default_factory=stamps)
-    most_in_flight: int = 0
-    waited_for_cap: int = 0
+    planned: int
+    sent: int
+    ended: int
+    late: int
+    failed: int
+
+
+class ProgressBoard:
+    """Counters in shared memory, one slot for each process, created before the processes are forked.
+
+    Each slot has one writer and 8-byte numbers, so no lock is needed. A reader may see a request as sent slightly
+    before it sees another as ended. Only STOP is written from outside: once it is set, no more requests are sent.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._cells = memoryview(mmap.mmap(-1, 8 * _FIELDS * slots)).cast("q")
+
+    def slot(self, number: int) -> memoryview[int]:
+        return self._cells[number * _FIELDS : (number + 1) * _FIELDS]
+
+    def total(self) -> Progress:
+        planned, sent, ended, late, failed = (sum(self._cells[field::_FIELDS]) for field in range(STOP))
+        return Progress(planned=planned, sent=sent, ended=ended, late=late, failed=failed)
+
+    def stop(self) -> None:
+        for cell in range(STOP, len(self._cells), _FIELDS):
+            self._cells[cell] = 1
+
+
+class AnswerParser:
+    """Turns a complete response into a `RequestResult`, a few events per call.
+
+    A status other than 200 is an error named by its number. A server may echo what it was sent, so `secret` (the API
+    key) is removed from every text.
+    """
+
+    def __init__(self, result: RequestResult, response: Response, stamped: bool, secret: bytes | None = None) -> None:
+        self.result, self.response = result, response
+        self._secret = None if secret is None else secret.decode(errors="replace")
+        result.status, result.stamped = response.status, stamped
+        result.first_byte_ns, result.ended_ns = response.kernel_ns[0], response.kernel_ns[-1]
+        self._events = response.events()
+        self._answer = Answer()
+
+    def parse_some(self, keeps_text: bool) -> bool:
+        """Whether the result is complete."""
+        response, result = self.response, self.result
+        if response.status != 200:
+            result.error = f"http_{response.status}"
+            # Retry-After is recorded but not obeyed: a second attempt would be a different load.
+            retry_after = response.headers.get(b"retry-after")
+            prefix = f"Retry-After: {self._redact(retry_after.decode(errors='replace'), 40)}; " if retry_after else ""
+            result.detail = prefix + self._redact(response.body().decode(errors="replace"), DETAIL_BYTES)
+            return True
+        before = self._answer.events
+        try:
+            understand(islice(self._events, PARSED_AT_ONCE), self._answer)
+        except BrokenResponse as error:
+            result.error = str(error)
+            return True
+        if self._answer.events - before == PARSED_AT_ONCE:
+            return False
+        self._fill_in(keeps_text)
+        return True
+
+    def _redact(self, text: str, most: int | None = None) -> str:
+        """Removes the key before cutting the text: part of a key would not be recognised."""
+        return (text if self._secret is None else text.replace(self._secret, "***"))[:most]
+
+    def _fill_in(self, keeps_text: bool) -> None:
+        result, answer, times = self.result, self._answer, self.response.kernel_ns
+        result.first_ns = None if answer.first_read is None else times[answer.first_read]
+        if answer.first_reasoning_read is not None:
+            result.first_reasoning_ns = times[answer.first_reasoning_read]
+        result.last_ns = None if answer.last_read is None else times[answer.last_read]
+        result.token_ns.extend(map(times.__getitem__, answer.reads))
+        result.pieces, result.coalesced = answer.pieces, answer.coalesced
+        result.finish = None if answer.finish is None else self._redact(answer.finish, FINISH_BYTES)
+        result.reported_tokens, result.prompt_tokens = answer.reported_tokens, answer.prompt_tokens
+        if keeps_text:
+            result.text = self._redact("".join(answer.text))
+        if answer.error is not None:
+            result.error, result.detail = "in_stream", self._redact(answer.error, DETAIL_BYTES)
+        elif answer.damaged:
+            result.error = "malformed"
+        elif answer.pieces == 0:
+            result.error = "empty"
+
+
+class Results:
+    """Requests that have ended. Complete answers wait in `unread` until the loop has time to parse them."""
+
+    def __init__(self, assignment: Assignment, slot: memoryview[int]) -> None:
+        self._keeps_text, self._limits, self._slot = assignment.keeps_text, assignment.limits, slot
+        self._secrets = [target.secret for target in assignment.targets]
+        self.results: list[RequestResult] = []
+        self.read_lag_ns: array[int] = timestamps()
+        self.unread: deque[AnswerParser] = deque()
+        self.unread_bytes = 0
+
+    def answered(self, result: RequestResult, response: Response, stamped: bool) -> None:
+        self.unread.append(AnswerParser(result, response, stamped, self._secrets[result.replica]))
+        self.unread_bytes += len(response.data)
+
+    def parse_some(self) -> None:
+        """Parse a few events of the answer that has waited longest."""
+        parser = self.unread[0]
+        if parser.parse_some(self._keeps_text):
+            self.unread.popleft()
+            self.unread_bytes -= len(parser.response.data)
+            self.read_lag_ns += parser.response.lag_ns
+            self.add(parser.result)
+
+    def add(self, result: RequestResult) -> None:
+        self.results.append(result)
+        self._slot[ENDED] += 1
+        if result.error is not None:
+            self._slot[FAILED] += 1
+        elif result.is_late(self._limits):
+            self._slot[LATE] += 1
 
 
 class Shard:
-    """Run once: `connect`, then `work` from the common start on. `slot` is where it tells how far it has come."""
+    """Use once: `connect`, then `work` from the common start on. `slot` holds its counters (`ProgressBoard`)."""
 
-    def __init__(self, orders: Orders, slot: memoryview[int] | None = None) -> None:
-        self.orders = orders
-        self._slot = tally.Board(1).slot(0) if slot is None else slot
-        self._slot[tally.PLANNED] = len(orders.numbers)
+    def __init__(self, assignment: Assignment, slot: memoryview[int] | None = None) -> None:
+        self.assignment = assignment
+        self._slot = ProgressBoard(1).slot(0) if slot is None else slot
+        self._slot[PLANNED] = len(assignment.numbers)
         self._bridge = Bridge.measured()
-        self._pool = Pool(orders.targets, self._bridge.offset_ns)
+        self._pool = ConnectionPool(assignment.targets, self._bridge.offset_ns)
         self._alarm = Alarm()
         self._pool.epoll.register(self._alarm.descriptor, select.EPOLLIN)
-        self._fleet = Fleet(len(orders.targets), orders.per_replica)
-        self._lanes = Lanes(len(orders.targets))
-        self._in_flight: deque[tuple[int, Connection, Handled]] = deque()
-        self._again: dict[int, Handled] = {}
-        self._due_ns: list[int] = orders.due_ns.tolist()
+        self._replicas = ReplicaStates(len(assignment.targets), assignment.per_replica)
+        self._queues = RequestQueues(len(assignment.targets))
+        self._in_flight: deque[tuple[int, Connection, RequestResult]] = deque()
+        self._to_resend: dict[int, RequestResult] = {}
+        self._due_ns: list[int] = assignment.due_ns.tolist()
         self._is_closed = WHEN_FREE in self._due_ns[:1]
-        self._most = orders.concurrency if self._is_closed else orders.cap
-        # held_back: requests before this one that still wait do so for the cap, not for their turn in a burst.
-        self._busy = self._next = self._given = self._held_back = 0
-        self._start_ns = self._looked_ns = 0
-        self._results = Results(orders, self._slot)
-        self._audit = Audit()
+        self._most = assignment.concurrency if self._is_closed else assignment.cap
+        # Requests before _held_back that still wait do so because of the cap, not for their turn in a burst.
+        self._busy = self._next = self._sent = self._held_back = 0
+        self._start_ns = self._checked_ns = 0
+        self._results = Results(assignment, self._slot)
+        self._schedule_lag_ns = timestamps()
+        self._most_in_flight = self._waited_for_cap = 0
 
     # --- before the clock runs ---
 
     def connect(self) -> None:
-        """Connections for the requests that will be in flight, made beforehand; ones that fail are made when needed."""
-        wanted = deque(n % len(self.orders.targets) for n in range(self.orders.connections))
+        """Open the connections that the load will use. One that fails is opened again when it is needed."""
+        wanted = deque(n % len(self.assignment.targets) for n in range(self.assignment.connections))
         deadline = time.monotonic() + CONNECT_S
         while (wanted or self._pool.connecting) and time.monotonic() < deadline:
             while wanted and self._pool.connecting < CONNECTING_AT_ONCE:
                 with contextlib.suppress(OSError):
                     self._pool.open(wanted.popleft())
-            self._turn(0.05)
+            self._poll(0.05)
 
-    # --- the work ---
+    # --- sending ---
 
-    def work(self, start_ns: int) -> Shift:
+    def work(self, start_ns: int) -> ShardResult:
         gc.collect()
         gc.freeze()
         gc.disable()
         self._start_ns, began_cpu = start_ns, time.process_time()
         unread = self._results.unread
         try:
-            while self._next < len(self._due_ns) or self._lanes.waiting or self._busy or unread:
+            while self._next < len(self._due_ns) or self._queues.waiting or self._busy or unread:
                 now = time.monotonic_ns()
-                more_is_due = self._give_out(now)
-                happened = self._turn(0.0 if unread or more_is_due else 0.1)
-                if unread and (happened < QUIET_EVENTS or self._results.unread_bytes > MOST_UNREAD_BYTES):
-                    self._results.read_off()
-                if now - self._looked_ns >= LOOK_NS:
-                    self._end_late_ones(now)
+                more_is_due = self._send_due(now)
+                ready = self._poll(0.0 if unread or more_is_due else 0.1)
+                if unread and (ready < QUIET_SOCKETS or self._results.unread_bytes > MOST_UNREAD_BYTES):
+                    self._results.parse_some()
+                if now - self._checked_ns >= TIMEOUT_CHECK_NS:
+                    self._end_timed_out(now)
         finally:
             gc.enable()
-        return self._shift(start_ns, time.process_time() - began_cpu)
+        cpu_s = time.process_time() - began_cpu
+        clock_drift_ns = Bridge.measured().offset_ns - self._bridge.offset_ns
+        wall_s = (time.monotonic_ns() - start_ns) / NS
+        self._pool.close()
+        self._alarm.close()
+        return ShardResult(
+            results=self._results.results,
+            start_ns=start_ns,
+            schedule_lag_ns=self._schedule_lag_ns,
+            read_lag_ns=self._results.read_lag_ns,
+            reads=len(self._results.read_lag_ns),
+            cpu_s=cpu_s,
+            wall_s=wall_s,
+            most_in_flight=self._most_in_flight,
+            waited_for_cap=self._waited_for_cap,
+            clock_doubt_ns=self._bridge.doubt_ns,
+            clock_drift_ns=clock_drift_ns,
+            died_ns=self._replicas.died_ns,
+            reassigned=self._replicas.reassigned,
+        )
 
-    def _give_out(self, now: int) -> bool:
-        """Some of what is due and has room; whether that left any."""
+    def _send_due(self, now: int) -> bool:
+        """Send some of the requests that are due and have room; whether any are left."""
         since = now - self._start_ns
         if since < 0:
             self._alarm.set(self._start_ns)
             return False
         due, count = self._due_ns, len(self._due_ns)
         while self._next < count and due[self._next] <= since:
-            self._join(self._next)
+            replica = self.assignment.replicas[self._next]
+            if replica in self._replicas.died_ns and self.assignment.reassigns and self._replicas.alive():
+                self._replicas.count_reassigned(replica)
+                replica = ANY_REPLICA
+            self._queues.add(self._next, replica)
             self._next += 1
         if self._next < count:
             self._alarm.set(self._start_ns + due[self._next])
-        if self._lanes.waiting and self._is_enough(since):
+        if self._queues.waiting and self._is_enough(since):
             self._next = count
-            self._lanes.forget(kept=self._again)
+            self._queues.keep_only(self._to_resend)
         for _ in range(SENDS_AT_ONCE):
-            if not self._has_room() or (found := self._lanes.take(self._fleet)) is None:
+            if not self._has_room() or (taken := self._queues.take(self._replicas)) is None:
                 self._held_back = self._next
                 return False
-            self._audit.waited_for_cap += found[0] < self._held_back and not self._is_closed
-            self._send(*found)
+            self._waited_for_cap += taken[0] < self._held_back and not self._is_closed
+            self._send(*taken)
         return self._has_room()
 
     def _has_room(self) -> bool:
-        return self._lanes.waiting > 0 and (not self._most or self._busy < self._most)
-
-    def _join(self, index: int) -> None:
-        replica = self.orders.replicas[index]
-        if replica in self._fleet.died_ns and self.orders.reassigns and self._fleet.alive():
-            self._fleet.taken_from(replica)
-            replica = ANY_REPLICA
-        self._lanes.join(index, replica)
+        return self._queues.waiting > 0 and (not self._most or self._busy < self._most)
 
     def _is_enough(self, since_ns: int) -> bool:
-        asked = self.orders
-        if self._slot[tally.STOP]:
+        least_ns, least_requests = self.assignment.least_ns, self.assignment.least_requests
+        if self._slot[STOP]:
             return True
-        bounded = asked.least_ns > 0 or asked.least_requests > 0
-        return bounded and since_ns >= asked.least_ns and self._given >= asked.least_requests
+        bounded = least_ns > 0 or least_requests > 0
+        return bounded and since_ns >= least_ns and self._sent >= least_requests
 
     def _send(self, index: int, replica: int | None) -> None:
-        handled = self._again.pop(index, None)
-        if handled is None:
+        result = self._to_resend.pop(index, None)
+        if result is None:
             due = time.monotonic_ns() if self._due_ns[index] == WHEN_FREE else self._start_ns + self._due_ns[index]
-            planned = self.orders.replicas[index]
-            handled = Handled(number=self.orders.numbers[index], replica=planned, due_ns=due)
-            self._given += 1
-            self._slot[tally.SENT] += 1
+            planned = self.assignment.replicas[index]
+            result = RequestResult(number=self.assignment.numbers[index], replica=planned, due_ns=due)
+            self._sent += 1
+            self._slot[SENT] += 1
         self._busy += 1
-        self._audit.most_in_flight = max(self._audit.most_in_flight, self._busy)
+        self._most_in_flight = max(self._most_in_flight, self._busy)
         if replica is None:
-            self._finish(handled, handled.error or "connect", handled.detail or "no replica is left to ask")
+            self._fail(result, result.error or "connect", result.detail or "no replica is left")
             return
-        handled.replica, handled.error, handled.detail = replica, None, None
-        self._fleet.give(replica)
-        self._hand_over(handled, index)
+        result.replica, result.error, result.detail = replica, None, None
+        self._replicas.count_sent(replica)
+        self._hand_over(result, index)
 
-    def _hand_over(self, handled: Handled, index: int) -> None:
+    def _hand_over(self, result: RequestResult, index: int) -> None:
+        """Give the request to an idle connection of its replica, or to a new one."""
         try:
-            kept = None if handled.retried else self._pool.free_one(handled.replica)
-            connection = kept or self._pool.open(handled.replica)
+            idle = None if result.retried else self._pool.take_idle(result.replica)
+            connection = idle or self._pool.open(result.replica)
         except OSError as error:
-            self._fleet.in_flight[handled.replica] -= 1
-            self._end(handled, index, self._refused(handled.replica, error), str(error))
+            self._replicas.in_flight[result.replica] -= 1
+            self._end_attempt(result, index, self._refused(result.replica, error), str(error))
             return
         connection.index = index
-        payload = self.orders.payload(index, handled.replica)
-        connection.begin_when_ready(handled, payload, self.orders.longest_body)
-        self._in_flight.append((time.monotonic_ns(), connection, handled))
+        payload = self.assignment.payload(index, result.replica)
+        connection.begin_when_ready(result, payload, self.assignment.longest_body)
+        self._in_flight.append((time.monotonic_ns(), connection, result))
         if connection.ready:
             self._write(connection)
 
     def _write(self, connection: Connection) -> None:
-        """A request is sent when its sending begins, and late by when it has been handed over: this process may be held
-        up in between, and neither the server's time nor the client's own lateness shall look shorter for it."""
-        handled, before = connection.handled, time.monotonic_ns()
+        """Send what waits. sent_ns is when sending begins; the lag is taken when it has ended. The process may be
+        paused in between, and neither the server's time nor the client's lag may look shorter for it."""
+        result, before = connection.result, time.monotonic_ns()
         try:
             connection.start_pending()
             done = connection.write()
         except OSError as error:
             self._lose(connection, "reset", str(error))
             return
-        if handled is not None and handled.sent_ns is None and connection.has_begun:
-            handled.sent_ns = before
-            if not handled.retried and handled.attempt == 0:
-                self._audit.schedule_lag_ns.append(time.monotonic_ns() - handled.due_ns)
+        if result is not None and result.sent_ns is None and connection.has_begun:
+            result.sent_ns = before
+            if not result.retried and result.attempt == 0:
+                self._schedule_lag_ns.append(time.monotonic_ns() - result.due_ns)
         self._pool.watch(connection, READABLE if done else READABLE | WRITABLE)
 
-    # --- what happens ---
+    # --- receiving ---
 
-    def _turn(self, patience_s: float) -> int:
-        """Wait, then see to every socket that is ready; how many were."""
-        ready = self._pool.epoll.poll(patience_s, EVENTS_AT_ONCE)
+    def _poll(self, timeout_s: float) -> int:
+        """Wait, then handle every socket that is ready; how many were."""
+        ready = self._pool.epoll.poll(timeout_s, SOCKETS_AT_ONCE)
         connections = self._pool.by_descriptor
-        for descriptor, what in ready:
+        for descriptor, events in ready:
             connection = connections.get(descriptor)
             if connection is None:
                 if descriptor == self._alarm.descriptor:
                     self._alarm.answer()
-            elif what == select.EPOLLIN and connection.streams:
-                self._read_on(connection)
+            elif events == select.EPOLLIN and connection.streams:
+                self._read_streaming(connection)
             else:
-                self._see_to(connection, what)
+                if not connection.connected:
+                    self._connected(connection)
+                elif events & select.EPOLLOUT:
+                    self._write(connection)
+                if events & _HAS_NEWS and self._pool.holds(connection):
+                    self._read(connection)
         return len(ready)
 
-    def _read_on(self, connection: Connection) -> None:
+    def _read_streaming(self, connection: Connection) -> None:
         response = connection.response
         assert response is not None
         try:
-            may_have_ended = connection.read_on(response)
+            if connection.read_streaming(response) and response.is_whole():
+                self._complete(connection, response)
         except BlockingIOError:
             return
         except OSError as error:
             self._lose(connection, "reset", str(error))
-            return
-        if may_have_ended:
-            self._look_for_end(connection, response)
-
-    def _see_to(self, connection: Connection, what: int) -> None:
-        if not connection.connected:
-            self._connected(connection)
-        elif what & select.EPOLLOUT:
-            self._write(connection)
-        if what & _HAS_NEWS and self._pool.holds(connection):
-            self._read(connection)
+        except BrokenResponse as error:
+            self._lose(connection, str(error))
 
     def _connected(self, connection: Connection) -> None:
         try:
@@ -241,24 +383,24 @@ class Shard:
         except OSError as error:
             self._lose(connection, self._refused(connection.replica, error), str(error))
             return
-        self._fleet.accepted(connection.replica)
+        self._replicas.accepted(connection.replica)
         if connection.ready:
             self._pool.settle(connection)
         self._write(connection)
 
     def _refused(self, replica: int, error: OSError) -> str:
-        """The error class; what this process itself has run out of is held against no replica."""
+        """The error class. If this process itself ran out of resources, the replica is not blamed."""
         if error.errno in OWN_ERRORS:
             return "client"
-        if self._fleet.refused(replica, time.monotonic_ns()) and self.orders.reassigns:
-            self._lanes.release(replica, self._fleet)
+        if self._replicas.refused(replica, time.monotonic_ns()) and self.assignment.reassigns:
+            self._queues.release(replica, self._replicas)
         return "connect"
 
     def _read(self, connection: Connection) -> None:
         was_ready = connection.ready
         try:
             data, kernel_ns, user_ns = connection.read()
-            plain = connection.plain(data) if data else b""
+            plain = connection.decrypt(data) if data else b""
         except BlockingIOError:
             return
         except ssl.SSLError as error:
@@ -268,7 +410,7 @@ class Shard:
             self._lose(connection, "reset", str(error))
             return
         if connection.tls and data:
-            # The other side's answer may have completed the keys, or ask for one.
+            # The handshake may be complete now, or need an answer.
             if connection.ready and not was_ready:
                 self._pool.settle(connection)
             self._write(connection)
@@ -276,124 +418,82 @@ class Shard:
         if response is None:
             if not data:
                 self._pool.drop(connection)
-        elif plain:
-            self._take(connection, response, plain, kernel_ns, user_ns)
-        elif not data:
-            self._closed(connection, response)
-
-    def _take(self, connection: Connection, response: Response, plain: bytes, kernel_ns: int, user_ns: int) -> None:
+            return
         try:
-            whole = response.feed(plain, kernel_ns, user_ns)
+            if plain:
+                if response.feed(plain, kernel_ns, user_ns):
+                    self._complete(connection, response)
+                else:
+                    connection.streams = response.chunked and connection.stamped and connection.tls is None
+            elif not data:
+                response.close()
+                self._complete(connection, response)
         except BrokenResponse as error:
             self._lose(connection, str(error))
-            return
-        if whole:
-            self._complete(connection, response)
-        else:
-            connection.streams = response.chunked and connection.stamped and connection.tls is None
-
-    def _look_for_end(self, connection: Connection, response: Response) -> None:
-        try:
-            whole = response.is_whole()
-        except BrokenResponse as error:
-            self._lose(connection, str(error))
-            return
-        if whole:
-            self._complete(connection, response)
-
-    def _closed(self, connection: Connection, response: Response) -> None:
-        try:
-            response.close()
-        except BrokenResponse as error:
-            self._lose(connection, str(error))
-            return
-        self._complete(connection, response)
 
     # --- ends ---
 
     def _complete(self, connection: Connection, response: Response) -> None:
-        """Everything is there; what it says is read off when there is time."""
-        handled = connection.handled
-        assert handled is not None
-        connection.handled = connection.response = None
+        """The whole answer is here. It is parsed when there is time."""
+        result = connection.result
+        assert result is not None
+        connection.result = connection.response = None
         connection.streams = False
-        self._fleet.in_flight[connection.replica] -= 1
+        self._replicas.in_flight[connection.replica] -= 1
         self._busy -= 1
-        self._results.answered(handled, response, connection.stamped)
+        self._results.answered(result, response, connection.stamped)
         if response.keeps_alive:
             self._pool.park(connection)
         else:
             self._pool.drop(connection)
 
-    def _finish(self, handled: Handled, error: str, detail: str | None = None) -> None:
-        """Without an answer."""
+    def _fail(self, result: RequestResult, error: str, detail: str | None = None) -> None:
         self._busy -= 1
-        handled.error, handled.detail = error, detail
-        handled.ended_ns = time.monotonic_ns()
-        self._results.keep(handled)
+        result.error, result.detail = error, detail
+        result.ended_ns = time.monotonic_ns()
+        self._results.add(result)
 
     def _lose(self, connection: Connection, error: str, detail: str | None = None) -> None:
-        handled, response = connection.handled, connection.response
-        connection.handled = connection.response = None
+        """Drop the connection. Send its request again if the server had closed it while idle, else end the attempt."""
+        result, response = connection.result, connection.response
+        connection.result = connection.response = None
         self._pool.drop(connection)
-        if handled is None or response is None:
+        if result is None or response is None:
             return
-        is_kept = connection.used > 1 and not response.data and not handled.retried
-        worked_ns = 0 if handled.sent_ns is None else time.monotonic_ns() - handled.sent_ns
-        if error in ("closed", "reset") and is_kept and worked_ns < AT_ONCE_NS:
-            # A server may close a kept connection just when it is used again; later it had begun on the request.
-            handled.retried, handled.sent_ns = True, None
-            handled.attempt += 1
-            self._hand_over(handled, connection.index)
+        is_reused = connection.used > 1 and not response.data and not result.retried
+        worked_ns = 0 if result.sent_ns is None else time.monotonic_ns() - result.sent_ns
+        if error in ("closed", "reset") and is_reused and worked_ns < STALE_NS:
+            result.retried, result.sent_ns = True, None
+            result.attempt += 1
+            self._hand_over(result, connection.index)
             return
-        self._fleet.in_flight[connection.replica] -= 1
+        self._replicas.in_flight[connection.replica] -= 1
         self._results.read_lag_ns += response.lag_ns
-        handled.status = response.status or None
-        self._end(handled, connection.index, error, detail)
+        result.status = response.status or None
+        self._end_attempt(result, connection.index, error, detail)
 
-    def _end(self, handled: Handled, index: int, error: str, detail: str | None = None) -> None:
-        """Of an attempt: the request is another replica's where this one is gone, else it has failed."""
-        if error in GONE and self.orders.reassigns and self._lanes.join_again(index, handled.replica, self._fleet):
+    def _end_attempt(self, result: RequestResult, index: int, error: str, detail: str | None = None) -> None:
+        """Reassign the request if its replica died; otherwise mark it failed."""
+        can_move = error in GONE and self.assignment.reassigns
+        if can_move and self._queues.requeue(index, result.replica, self._replicas):
             self._busy -= 1
-            handled.attempt += 1
-            handled.error, handled.detail = error, detail
-            handled.sent_ns = handled.status = None
-            handled.retried = False
-            self._again[index] = handled
+            result.attempt += 1
+            result.error, result.detail = error, detail
+            result.sent_ns = result.status = None
+            result.retried = False
+            self._to_resend[index] = result
         else:
-            self._finish(handled, error, detail)
+            self._fail(result, error, detail)
 
-    def _end_late_ones(self, now: int) -> None:
-        """All requests have one time-out, so those sent first are the first to have it."""
-        self._looked_ns = now
-        limit = now - int(self.orders.timeout_s * NS)
+    def _end_timed_out(self, now: int) -> None:
+        """All requests have the same timeout, so the oldest ones expire first."""
+        self._checked_ns = now
+        limit = now - int(self.assignment.timeout_s * NS)
         while self._in_flight:
-            began_ns, connection, handled = self._in_flight[0]
-            ended = connection.handled is not handled
+            began_ns, connection, result = self._in_flight[0]
+            ended = connection.result is not result
             if not ended and began_ns >= limit:
                 return
             self._in_flight.popleft()
             if not ended:
                 self._lose(connection, "timeout")
-
-    def _shift(self, start_ns: int, cpu_s: float) -> Shift:
-        after = Bridge.measured()
-        wall_s = (time.monotonic_ns() - start_ns) / NS
-        self._pool.close()
-        self._alarm.close()
-        audit, lags = self._audit, self._results.read_lag_ns
-        return Shift(
-            handled=self._results.handled,
-            start_ns=start_ns,
-            schedule_lag_ns=audit.schedule_lag_ns,
-            read_lag_ns=lags,
-            reads=len(lags),
-            cpu_s=cpu_s,
-            wall_s=wall_s,
-            most_in_flight=audit.most_in_flight,
-            waited_for_cap=audit.waited_for_cap,
-            clock_doubt_ns=self._bridge.doubt_ns,
-            clock_drift_ns=after.offset_ns - self._bridge.offset_ns,
-            died_ns=self._fleet.died_ns,
-            reassigned=self._fleet.reassigned,
-        )

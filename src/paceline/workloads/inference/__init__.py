@@ -1,4 +1,4 @@
-"""A served model asked by the schedule: offline, by arrival rate or by concurrency, over one replica or several."""
+"""Load-tests a model server, or several: offline, at an arrival rate, or at a fixed concurrency."""
 
 from __future__ import annotations
 
@@ -22,18 +22,17 @@ from paceline.serving import client_ceiling, early_stopping, prompts
 from paceline.serving.prompts import Prompt
 from paceline.wording import format_duration
 from paceline.workloads.inference import loadgen, loads, ranks
-from paceline.workloads.inference.requests import CHAT, Replica
-from paceline.workloads.inference.session import Session
+from paceline.workloads.inference.session import CHAT, Replica, Session
 
 TRAITS = Traits(serves=True)
-# Of a run's time, what the last load of a search must leave for the rest.
+# The share of a run's time that the last load of a search must leave.
 SPARE_RATIO = 0.1
-ALONE = "a paired run compares replicas, and there is one alone"
+ALONE = "a paired run compares replicas, but there is only one"
 
 
 @dataclass(frozen=True)
 class Options:
-    """shards: processes of the client (0: one for each core that the replicas leave)."""
+    """shards: client processes (0: one for each core that the replicas leave)."""
 
     shards: int = 1
 
@@ -46,101 +45,98 @@ def check(spec: RunSpec) -> str | None:
     assert spec.serving is not None
     parse_options(Options, spec.workload)
     arithmetic.vocabulary(spec.model)
-    _require_fitting(spec.serving)
-    prompts.check(spec.training.data, spec.serving.scenario)
+    serving = spec.serving
+    bounded = serving.scenario in loads.BOUNDED
+    fits = serving.partition != "paired" or bounded
+    require(fits, "scenario", serving.scenario, f"{', '.join(loads.BOUNDED)} with partition paired")
+    require(serving.scenario != "trace" or not serving.least_s, "least_s", serving.least_s, "0 with scenario trace")
+    if serving.scenario == "sweep":
+        loads.swept(serving)
+    else:
+        require(serving.loads is None, "loads", serving.loads, "nothing unless the scenario is sweep")
+    prompts.check(spec.training.data, serving.scenario)
     loadgen.check(spec)
     _require_readable(spec)
-    if spec.serving.partition == "paired" and replicas_of(spec) < 2:
+    if serving.partition == "paired" and replicas_of(spec) < 2:
         return ALONE
-    lasting = lasting_s(spec.serving)
+    lasting = lasting_s(serving)
     if lasting is not None and lasting >= spec.timeout_s:
-        return f"its load lasts {lasting:g} s at least, longer than timeout_s ({spec.timeout_s:g} s)"
+        return f"the load lasts at least {lasting:g} s, longer than timeout_s ({spec.timeout_s:g} s)"
     reason = load("engines", spec.engine.name).check(spec)
     return str(reason) if reason else None
 
 
-def _require_fitting(asked: Serving) -> None:
-    """What its own fields cannot say of each other."""
-    bounded = asked.scenario in loads.BOUNDED
-    require(asked.partition != "paired" or bounded, "scenario", asked.scenario, f"{', '.join(loads.BOUNDED)} if paired")
-    require(asked.scenario != "trace" or not asked.least_s, "least_s", asked.least_s, "0 with trace: it has its times")
-    require(asked.loads is None or asked.scenario == "sweep", "loads", asked.loads, "nothing without scenario sweep")
-    if asked.scenario == "sweep":
-        loads.swept(asked)
-
-
 def _require_readable(spec: RunSpec) -> None:
-    """RequestError for a file that no run could use. One that is not on this host is left to the hosts of a launcher
-    that has its own."""
-    named = spec.training.data.options.get("path")
-    if named is None:
+    """RequestError for a data file that no run could use. If it is not on this host and the launcher uses other hosts,
+    they check it."""
+    option = spec.training.data.options.get("path")
+    if option is None:
         return
-    path = Path(str(named)).expanduser()
-    here = bool(getattr(load("launchers", spec.launcher.name), "HERE", False))
+    path = Path(str(option)).expanduser()
     if not path.exists():
-        if here:
-            raise RequestError(f"data: {str(path)!r} does not exist; accepted is {spec.training.data.name}:path=FILE")
+        if getattr(load("launchers", spec.launcher.name), "HERE", False):
+            raise RequestError(f"data: {str(path)!r} does not exist. Expected {spec.training.data.name}:path=FILE")
         return
-    known, asked = path.stat(), spec.serving
-    assert asked is not None
-    words = (asked.requests, spec.seed, arithmetic.vocabulary(spec.model), asked.max_tokens, asked.api)
-    _read_once(str(spec.training.data), *words, (known.st_size, known.st_mtime_ns))
+    status, serving = path.stat(), spec.serving
+    assert serving is not None
+    arguments = (serving.requests, spec.seed, arithmetic.vocabulary(spec.model), serving.max_tokens, serving.api)
+    _read_once(str(spec.training.data), *arguments, (status.st_size, status.st_mtime_ns))
 
 
 @functools.lru_cache(maxsize=256)
 def _read_once(
     data: str, count: int | None, seed: int, vocab: int, max_tokens: int, api: str, _stamp: tuple[int, int]
 ) -> None:
-    """A campaign asks of every cell and repeat, several times each; a file that changed meanwhile is read again."""
-    _fitting(Choice.parse(data), count, seed, vocab, max_tokens, api)
+    """A campaign checks every cell and repeat several times; the file is only read again if it changed."""
+    _open_prompts(Choice.parse(data), count, seed, vocab, max_tokens, api)
 
 
 def replicas_of(spec: RunSpec) -> int:
-    """As many as urls were given, of engines that are given some; else each rank has one."""
+    """As many as the engine's urls if it takes any; otherwise one for each rank."""
     assert spec.engine is not None
     urls = spec.engine.options.get("urls")
     return len(urls) if isinstance(urls, list | tuple) else spec.topology.world_size
 
 
 def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
-    """Every rank opens its engine; rank 0 asks all replicas, the others keep theirs up until it has ended."""
+    """Every rank opens its engine; rank 0 sends the load to all replicas, the others keep theirs up until it ends."""
     assert spec.engine is not None
     recorder.progress(0, "setup")
-    around = surroundings(spec, seat)
+    environment = surroundings(spec, seat)
     with load("engines", spec.engine.name).open(spec, seat) as endpoints:
         host = placement.node_name(os.environ)
         own = [Replica(rank=seat.rank, host=host, endpoint=endpoint) for endpoint in endpoints]
         if seat.world_size == 1:
-            ask(spec, seat, recorder, own, gone=tuple, around=around)
+            send_loads(spec, seat, recorder, own, dead=tuple, environment=environment)
             return
-        circle = ranks.Circle.met(seat, spec.timeout_s)
-        circle.tell(own)
+        group = ranks.Ranks.joined(seat, spec.timeout_s)
+        group.publish(own)
         if seat.rank == 0:
-            with circle.asking():
-                ask(spec, seat, recorder, circle.gathered(), gone=circle.gone, around=around)
+            with group.load_in_progress():
+                send_loads(spec, seat, recorder, group.all_replicas(), dead=group.dead, environment=environment)
         else:
-            died = circle.attend(own, ranks.accepts)
-            recorder.conclude(evidence(endpoints, around, died=len(died)))
+            died = group.keep_up(own, ranks.accepts)
+            recorder.conclude(evidence(endpoints, environment, died=len(died)))
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What would spoil the speed of an engine on its host: other processes on its GPUs before it was there (the GPU
-    with most of them counts), and debug switches, which it inherits."""
+    """What could slow an engine down: other processes on its GPUs before it started (on the busiest GPU), and debug
+    environment variables, which it inherits."""
 
     neighbours: int | None = None
     switches: Mapping[str, str] = field(default_factory=dict)
 
 
 def surroundings(spec: RunSpec, seat: Seat) -> Surroundings:
-    """To be called before the engine is opened; of endpoints that already run nothing is known."""
+    """Call this before the engine is opened. Nothing is known about endpoints that already run."""
     from paceline.host.machine import debug_switches, neighbours
 
     assert spec.engine is not None
     if not getattr(load("engines", spec.engine.name), "STARTS", False):
         return Surroundings()
     switches = debug_switches(os.environ)
-    # Ranks that share a GPU are each other's neighbours; that they do is told by itself.
+    # Ranks that share a GPU are each other's neighbours; sharing is reported by itself.
     if seat.device != "cuda" or placement.shares_gpu(os.environ):
         return Surroundings(None, switches)
     devices = int(str(spec.engine.options.get("tensor_parallel") or 1))
@@ -149,128 +145,127 @@ def surroundings(spec: RunSpec, seat: Seat) -> Surroundings:
     return Surroundings(max(counts, default=None), switches)
 
 
-def ask(
+def send_loads(
     spec: RunSpec,
     seat: Seat,
     recorder: Recorder,
     replicas: Sequence[Replica],
-    gone: Callable[[], Sequence[int]],
-    around: Surroundings,
+    dead: Callable[[], Sequence[int]],
+    environment: Surroundings,
 ) -> None:
-    """All loads of the run on all replicas, by this process and those it forks."""
+    """Run all loads on all replicas, in this process and those it forks."""
     assert spec.serving is not None
     assert spec.engine is not None
     if spec.serving.partition == "paired" and len(replicas) < 2:
         raise UnsupportedError(ALONE)
     loadgen.require_installed(spec)
-    asked = prompts_of(spec)
+    samples = prompts_of(spec)
     shards = parse_options(Options, spec.workload).shards
-    session = Session(spec.serving, asked, replicas, recorder, engine=spec.engine.name, shards=shards, gone=gone)
+    session = Session(spec.serving, samples, replicas, recorder, engine=spec.engine.name, shards=shards, dead=dead)
     for ceiling in client_ceiling.known(rank=seat.rank):
         recorder.add(ceiling)
-    session.answers()
+    session.warm_up()
     until_s = seat.taken_at_s + (1 - SPARE_RATIO) * spec.timeout_s
     try:
-        longest = max(prompt.max_tokens for prompt in asked)
+        longest = max(prompt.max_tokens for prompt in samples)
         sequence = loads.loads_of(
             spec.serving,
-            len(asked),
+            len(samples),
             len(replicas),
             spec.seed,
             lambda: until_s - time.monotonic(),
             answer_tokens=longest,
         )
-        ended_by = put_on_all(session, sequence)
-        if loadgen.is_asked(spec):
+        ended_by = run_all(session, sequence)
+        if loadgen.is_requested(spec):
             alive = [replicas[number].endpoint for number in session.alive]
-            loadgen.ask(spec, recorder, asked, alive, session.pace_per_s)
+            loadgen.run_test(spec, recorder, samples, alive, session.pace_per_s)
     finally:
-        session.farewell()
+        session.finish()
     endpoints = [replica.endpoint for replica in replicas]
-    told = {"prompts": prompts.form_of(asked), **({"search_ended_by": ended_by} if ended_by else {})}
-    told |= {} if arithmetic.known_shape(spec.model) else {"shape": UNKNOWN_SHAPE}
-    recorder.conclude(evidence(endpoints, around, samples=len(asked), served=endpoints[0].model, **told))
+    settings = {"prompts": prompts.form_of(samples), **({"search_ended_by": ended_by} if ended_by else {})}
+    settings |= {} if arithmetic.known_shape(spec.model) else {"shape": UNKNOWN_SHAPE}
+    recorder.conclude(evidence(endpoints, environment, samples=len(samples), served=endpoints[0].model, **settings))
 
 
-def put_on_all(session: Session, sequence: loads.Loads) -> str | None:
-    """One load after the other, each chosen by what became of those before; why a search came to its end."""
+def run_all(session: Session, sequence: loads.Loads) -> str | None:
+    """Run one load after the other; returns why a search ended."""
     try:
         load = next(sequence)
         while True:
-            load = sequence.send(session.put_on(load))
+            load = sequence.send(session.run_load(load))
     except StopIteration as end:
         return end.value if isinstance(end.value, str) else None
 
 
 def prompts_of(spec: RunSpec) -> list[Prompt]:
     assert spec.serving is not None
-    asked, vocab = spec.serving, arithmetic.vocabulary(spec.model)
-    return _fitting(spec.training.data, asked.requests, spec.seed, vocab, asked.max_tokens, asked.api)
+    serving, vocab = spec.serving, arithmetic.vocabulary(spec.model)
+    return _open_prompts(spec.training.data, serving.requests, spec.seed, vocab, serving.max_tokens, serving.api)
 
 
-def _fitting(data: Choice, count: int | None, seed: int, vocab: int, max_tokens: int, api: str) -> list[Prompt]:
-    """The prompts, each of a form that the API takes."""
-    found = prompts.open_prompts(data, count=count, seed=seed, vocab=vocab, max_tokens=max_tokens, api=api)
+def _open_prompts(data: Choice, count: int | None, seed: int, vocab: int, max_tokens: int, api: str) -> list[Prompt]:
+    """The prompts; RequestError if the API does not take their form."""
+    samples = prompts.open_prompts(data, count=count, seed=seed, vocab=vocab, max_tokens=max_tokens, api=api)
     if api == CHAT:
-        require(not any(p.token_ids for p in found), "api", CHAT, "completions for prompts of token ids")
+        require(not any(p.token_ids for p in samples), "api", CHAT, "completions for prompts of token ids")
     else:
-        require(not any(p.messages for p in found), "api", api, "chat for prompts of messages")
-    return found
+        require(not any(p.messages for p in samples), "api", api, "chat for prompts of messages")
+    return samples
 
 
-def evidence(endpoints: Sequence[Endpoint], around: Surroundings, **told: str | int) -> Evidence:
+def evidence(endpoints: Sequence[Endpoint], environment: Surroundings, **settings: str | int) -> Evidence:
     shared = {"shared_gpu": True} if placement.shares_gpu(os.environ) else {}
     return Evidence(
         init_digest="",
         parameters=0,
         dtypes={},
         optimizer={},
-        settings={"replicas": len(endpoints), **told, **shared},
-        switches=around.switches,
-        neighbours=around.neighbours,
+        settings={"replicas": len(endpoints), **settings, **shared},
+        switches=environment.switches,
+        neighbours=environment.neighbours,
         window_wall_s=None,
     )
 
 
-# --- before it runs ---
+# --- before the run ---
 
 
-def lasting_s(asked: Serving) -> float | None:
-    """How long the loads last by their own schedule; None where the replicas alone decide."""
-    rate, requests = asked.rate_per_s, asked.requests or 0
-    # LoadGen asks after this client, for as long.
-    twice = 2 if asked.loadgen != "own" else 1
-    if asked.scenario in loads.BOUNDED or rate is None or asked.scenario == "trace":
-        return twice * asked.least_s or None
-    if asked.scenario == "search":
-        # How long answers are is not known before the prompts are made: at least one token.
-        return max(max(requests, loads.LEAST_SEARCHED) / rate, loads.trial_s(asked, answer_tokens=1))
-    rates = loads.swept(asked) if asked.scenario == "sweep" and asked.loads is not None else [rate]
-    return twice * sum(max(requests / each, asked.least_s) for each in rates) or None
+def lasting_s(serving: Serving) -> float | None:
+    """How long the loads last by their own schedule; None if the replicas alone decide."""
+    rate, requests = serving.rate_per_s, serving.requests or 0
+    # LoadGen runs after this client, for as long.
+    twice = 2 if serving.loadgen != "own" else 1
+    if serving.scenario in loads.BOUNDED or rate is None or serving.scenario == "trace":
+        return twice * serving.least_s or None
+    if serving.scenario == "search":
+        # The length of answers is unknown before the prompts exist: at least one token.
+        return max(max(requests, loads.LEAST_SEARCHED) / rate, loads.trial_s(serving, answer_tokens=1))
+    rates = loads.swept(serving) if serving.scenario == "sweep" and serving.loads is not None else [rate]
+    return twice * sum(max(requests / each, serving.least_s) for each in rates) or None
 
 
 def outline(spec: RunSpec) -> str:
-    """What `paceline plan` tells: how many requests, of how many replicas, for about how long, and where they are too
-    few for its limits."""
+    """The line that `paceline plan` prints: requests, replicas, duration, and whether the requests are too few."""
     assert spec.engine is not None
     assert spec.serving is not None
-    asked = spec.serving
+    serving = spec.serving
     replicas = replicas_of(spec)
-    count = f"{asked.requests:,} requests" if asked.requests else "all samples of its data"
-    rate = f" at {asked.rate_per_s:g} a second" if asked.rate_per_s is not None else ""
-    cap = f", at most {asked.concurrency} in flight" if asked.concurrency is not None else ""
-    lasting = lasting_s(asked)
-    each = " for the first load" if asked.scenario == "search" else ""
-    time_s = "as long as the replicas take" if lasting is None else f"about {format_duration(lasting)}{each} at least"
-    shape = "" if arithmetic.known_shape(spec.model) else f"; the shape of {spec.model_text} is {UNKNOWN_SHAPE}"
-    where = f"{replicas} replica{'s' if replicas > 1 else ''}{', then by LoadGen' if loadgen.is_asked(spec) else ''}"
-    what = f"{spec.engine.name}, {asked.scenario}{rate}{cap}"
-    return f"{what}: {count}, {where}, {asked.partition} partition, {time_s}{_too_few(asked)}{shape}"
+    count = f"{serving.requests:,} requests" if serving.requests else "all samples of the data"
+    rate = f" at {serving.rate_per_s:g} requests/s" if serving.rate_per_s is not None else ""
+    cap = f", at most {serving.concurrency} in flight" if serving.concurrency is not None else ""
+    lasting = lasting_s(serving)
+    each = " for the first load" if serving.scenario == "search" else ""
+    time_s = "as long as the replicas need" if lasting is None else f"at least about {format_duration(lasting)}{each}"
+    shape = "" if arithmetic.known_shape(spec.model) else f"; the architecture of {spec.model_text} is {UNKNOWN_SHAPE}"
+    where = f"{replicas} replica{'s' if replicas > 1 else ''}{', then LoadGen' if loadgen.is_requested(spec) else ''}"
+    what = f"{spec.engine.name}, {serving.scenario}{rate}{cap}"
+    return f"{what}: {count}, {where}, {serving.partition} partition, {time_s}{_too_few(serving)}{shape}"
 
 
-def _too_few(asked: Serving) -> str:
-    """Nothing where a search asks for enough itself, or a time decides how many there are."""
+def _too_few(serving: Serving) -> str:
+    """Empty if a search sends enough requests itself, or a duration decides how many there are."""
     least = early_stopping.requests_needed(0, PERCENTILE)
-    limited = any(limit is not None for limit in asked.limits.values()) and asked.scenario != "search"
-    few = limited and not asked.least_s and asked.requests is not None and asked.requests < least
-    return f"; too few requests to tell whether limits are kept: at least {least} are needed" if few else ""
+    limited = any(limit is not None for limit in serving.limits.values()) and serving.scenario != "search"
+    few = limited and not serving.least_s and serving.requests is not None and serving.requests < least
+    return f"; too few requests to check the limits: at least {least} are needed" if few else ""

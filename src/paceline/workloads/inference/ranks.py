@@ -1,7 +1,8 @@
-"""How the ranks of a served model find each other: each opens its replicas, rank 0 asks all, the others keep theirs up.
+"""How the ranks of an inference run coordinate: each opens its replicas, rank 0 sends the load, the others keep theirs
+up.
 
-They meet by the store of the launch (torchrun's), which needs no process group and no device: an engine has the GPU to
-itself. Keys of replicas pass through it, and are written down nowhere.
+They exchange messages through the launch's store (torchrun's). It needs no process group and no device, so an engine
+has the GPU to itself. API keys of replicas pass through it and are written nowhere.
 """
 
 from __future__ import annotations
@@ -18,19 +19,20 @@ from urllib.parse import urlsplit
 
 from paceline.contract import Seat
 from paceline.errors import UnsupportedError
-from paceline.workloads.inference.requests import Replica
+from paceline.workloads.inference.session import Replica
 
-LOOK_S = 2.0
+POLL_S = 2.0
 CONNECT_S = 5.0
-# Times in a row that a replica may refuse its own rank: it may be busy for a moment.
+# A replica may refuse its own rank so often in a row: it may be busy for a moment.
 REFUSALS = 3
-# How long the others have to say that they heard of the end.
-FAREWELL_S = 30.0
+# How long the other ranks may take to acknowledge the end.
+ACKNOWLEDGE_S = 30.0
 _ENDED = "paceline/ended"
 
 
 class Store(Protocol):
-    """What is used of torch.distributed's; RuntimeError when it is gone, or what is waited for does not come."""
+    """The methods used of a torch.distributed store. They raise RuntimeError when the store is gone or a wait times
+    out."""
 
     def set(self, key: str, value: str, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
@@ -38,80 +40,80 @@ class Store(Protocol):
     def wait(self, keys: list[str], timeout: datetime.timedelta, /) -> None: ...
 
 
-class Circle:
-    """The ranks of one run over the store of their launch."""
+class Ranks:
+    """The ranks of one run, coordinated through the store of their launch."""
 
-    def __init__(self, store: Store, seat: Seat, patience_s: float) -> None:
-        self._store, self._seat, self._patience_s = store, seat, patience_s
+    def __init__(self, store: Store, seat: Seat, timeout_s: float) -> None:
+        self._store, self._seat, self._timeout_s = store, seat, timeout_s
 
     @classmethod
-    def met(cls, seat: Seat, patience_s: float) -> Circle:
-        """By the variables that torchrun gives its ranks."""
+    def joined(cls, seat: Seat, timeout_s: float) -> Ranks:
+        """Join through the environment variables that torchrun sets."""
         from torch.distributed.rendezvous import rendezvous
 
-        store, _, _ = next(rendezvous("env://", timeout=datetime.timedelta(seconds=patience_s)))
-        return cls(store, seat, patience_s)
+        store, _, _ = next(rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_s)))
+        return cls(store, seat, timeout_s)
 
-    def tell(self, own: Sequence[Replica]) -> None:
-        self._store.set(_replicas_of(self._seat.rank), json.dumps([replica.to_dict() for replica in own]))
+    def publish(self, own: Sequence[Replica]) -> None:
+        self._store.set(_replicas_key(self._seat.rank), json.dumps([replica.to_dict() for replica in own]))
 
-    def gathered(self) -> list[Replica]:
-        """The replicas of all ranks, in their order; each can be reached from here, or is named."""
-        keys = [_replicas_of(rank) for rank in range(self._seat.world_size)]
-        self._store.wait(keys, datetime.timedelta(seconds=self._patience_s))
-        found = [Replica.from_dict(raw) for key in keys for raw in json.loads(self._store.get(key))]
-        for replica in found:
+    def all_replicas(self) -> list[Replica]:
+        """The replicas of all ranks in rank order; UnsupportedError names one that this host cannot reach."""
+        keys = [_replicas_key(rank) for rank in range(self._seat.world_size)]
+        self._store.wait(keys, datetime.timedelta(seconds=self._timeout_s))
+        replicas = [Replica.from_dict(raw) for key in keys for raw in json.loads(self._store.get(key))]
+        for replica in replicas:
             require_reachable(replica)
-        return found
+        return replicas
 
-    def gone(self) -> list[int]:
-        """Replicas whose ranks say that they answer no more, by their numbers in the run."""
-        found, number = [], 0
+    def dead(self) -> list[int]:
+        """Numbers of the replicas whose own ranks report that they no longer answer."""
+        dead, number = [], 0
         for rank in range(self._seat.world_size):
-            for place in range(len(json.loads(self._store.get(_replicas_of(rank))))):
-                found += [number] if self._store.check([_gone(rank, place)]) else []
+            for index in range(len(json.loads(self._store.get(_replicas_key(rank))))):
+                dead += [number] if self._store.check([_dead_key(rank, index)]) else []
                 number += 1
-        return found
+        return dead
 
     @contextlib.contextmanager
-    def asking(self) -> Iterator[None]:
-        """However the block ends, the others hear of it; they are given time to say that they did."""
+    def load_in_progress(self) -> Iterator[None]:
+        """Tell the other ranks when the block ends, however it ends, and wait for them to acknowledge it."""
         try:
             yield
         finally:
             self._store.set(_ENDED, "1")
             others = [f"paceline/heard/{rank}" for rank in range(1, self._seat.world_size)]
-            # One that does not answer is told of by its launcher.
+            # The launcher reports a rank that does not answer.
             with contextlib.suppress(RuntimeError):
-                self._store.wait(others, datetime.timedelta(seconds=FAREWELL_S))
+                self._store.wait(others, datetime.timedelta(seconds=ACKNOWLEDGE_S))
 
-    def attend(self, own: Sequence[Replica], answers: Callable[[Replica], bool]) -> list[int]:
-        """Keep the replicas of this rank up until rank 0 has ended; those that answer no more are told of, once each,
-        and are no reason to end. Returns their places in this rank."""
+    def keep_up(self, own: Sequence[Replica], answers: Callable[[Replica], bool]) -> list[int]:
+        """Keep this rank's replicas up until rank 0 has ended. Returns the indices of those that no longer answer; each
+        is reported once and does not end the rank."""
         refusals = [0] * len(own)
-        # A store that is gone went with its launch: there is nobody left to ask.
+        # The store ends with its launch: then no rank is left.
         with contextlib.suppress(RuntimeError):
             while not self._store.check([_ENDED]):
-                time.sleep(LOOK_S)
-                for place, replica in enumerate(own):
-                    refusals[place] = 0 if refusals[place] < REFUSALS and answers(replica) else refusals[place] + 1
-                    if refusals[place] == REFUSALS:
-                        sys.stderr.write(f"paceline: the replica {replica.endpoint.url} answers no more\n")
-                        self._store.set(_gone(self._seat.rank, place), "1")
+                time.sleep(POLL_S)
+                for index, replica in enumerate(own):
+                    refusals[index] = 0 if refusals[index] < REFUSALS and answers(replica) else refusals[index] + 1
+                    if refusals[index] == REFUSALS:
+                        sys.stderr.write(f"paceline: replica {replica.endpoint.url} no longer answers\n")
+                        self._store.set(_dead_key(self._seat.rank, index), "1")
             self._store.set(f"paceline/heard/{self._seat.rank}", "1")
-        return [place for place, count in enumerate(refusals) if count >= REFUSALS]
+        return [index for index, count in enumerate(refusals) if count >= REFUSALS]
 
 
-def _replicas_of(rank: int) -> str:
+def _replicas_key(rank: int) -> str:
     return f"paceline/replicas/{rank}"
 
 
-def _gone(rank: int, place: int) -> str:
-    return f"paceline/gone/{rank}/{place}"
+def _dead_key(rank: int, index: int) -> str:
+    return f"paceline/dead/{rank}/{index}"
 
 
 def accepts(replica: Replica) -> bool:
-    """Whether somebody listens there."""
+    """Whether the replica accepts a connection."""
     try:
         _connect(replica)
     except OSError:
@@ -124,8 +126,8 @@ def require_reachable(replica: Replica) -> None:
         _connect(replica)
     except OSError as error:
         raise UnsupportedError(
-            f"rank 0 asks all replicas, but that of rank {replica.rank} on {replica.host} does not answer it at "
-            f"{replica.endpoint.url} ({error}); try on both hosts: curl -i {replica.endpoint.url}/v1/models"
+            f"rank 0 cannot reach the replica of rank {replica.rank} on {replica.host} at {replica.endpoint.url} "
+            f"({error}). Run `curl -i {replica.endpoint.url}/v1/models` on both hosts to see where it fails"
         ) from None
 
 

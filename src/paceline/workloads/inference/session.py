@@ -1,61 +1,115 @@
-"""The one client of a run: it asks all replicas, load after load, and writes down what it saw.
+"""The one client of a run: it sends every load to all replicas and records what it observes.
 
-One process group of one host sends and stamps everything, so all times are of one clock, every request of a plan is
-given out once by construction, and what a dead replica leaves unanswered is given to another by the client itself.
+One group of processes on one host sends and times everything. All times are therefore of one clock, every request of
+a plan is sent exactly once, and requests of a dead replica go to another one.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 
-from paceline.contract import Recorder
+from paceline.contract import Endpoint, Recorder
 from paceline.errors import InvalidRunError
 from paceline.experiment.serving import PERCENTILE, Serving
 from paceline.host.machine import usable_cores
-from paceline.results.served_samples import AnswerSample, ReplicaSample, StageSample
+from paceline.results.served_samples import AnswerSample, ClientSample, ReplicaSample, RequestSample, StageSample
 from paceline.serving import early_stopping
-from paceline.serving.client import arrivals, audit, plan, team
-from paceline.serving.client.arrivals import NS
-from paceline.serving.client.orders import Handled, Limits, Orders, Shift, longest_body
-from paceline.serving.client.reading import is_late
-from paceline.serving.client.tally import Tally
+from paceline.serving.client import audit, schedule, worker_pool
+from paceline.serving.client.requests import NS, Assignment, Limits, RequestResult, ShardResult, Target, longest_body
+from paceline.serving.client.shard import Progress
 from paceline.serving.prompts import Prompt
 from paceline.workloads.inference.loads import BOUNDED, Load, Outcome, is_lost, plan_of
-from paceline.workloads.inference.requests import Bodies, Replica, client_sample, request_sample, target_of
 
-# Connections made beforehand for an open loop, whose requests in flight nobody knows.
+CHAT = "chat"
+# Connections opened beforehand for an open loop, whose number of requests in flight is unknown.
 OPEN_CONNECTIONS = 64
-# Beyond so many late ones n(t) takes the client's host longer to compute than it is worth.
+# With more late requests, computing n(t) takes longer than it is worth.
 MOST_COUNTED = 1000
-Gone = Callable[[], Sequence[int]]
+DeadReplicas = Callable[[], Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replica:
+    """One endpoint, the rank that opened it and the host of that rank."""
+
+    rank: int
+    host: str
+    endpoint: Endpoint
+
+    def to_dict(self) -> dict[str, Any]:
+        e = self.endpoint
+        fields = {"url": e.url, "model": e.model, "secret": e.secret, "certificates": e.certificates}
+        return {"rank": self.rank, "host": self.host, "endpoint": {**fields, "facts": dict(e.facts)}}
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Replica:
+        return cls(rank=raw["rank"], host=raw["host"], endpoint=Endpoint(**raw["endpoint"]))
+
+
+# --- requests as bytes ---
+
+
+def head(endpoint: Endpoint, api: str) -> bytes:
+    """The part of a request that only this replica gets: its path, its host and its API key."""
+    parts = urlsplit(endpoint.url)
+    path = parts.path.rstrip("/") + ("/v1/chat/completions" if api == CHAT else "/v1/completions")
+    lines = [f"POST {path} HTTP/1.1", f"Host: {parts.netloc}", "Content-Type: application/json"]
+    lines += [f"Authorization: Bearer {endpoint.secret}"] if endpoint.secret else []
+    return "\r\n".join([*lines, "Accept: text/event-stream", ""]).encode()
+
+
+def body(prompt: Prompt, endpoint: Endpoint, api: str) -> bytes:
+    """Content length and JSON of a request: greedy, with exactly the requested tokens if the server supports that."""
+    fields: dict[str, Any] = {"model": endpoint.model, "max_tokens": prompt.max_tokens, "temperature": 0.0}
+    fields |= {"stream": True, "stream_options": {"include_usage": True}, **endpoint.facts.get("body", {})}
+    if api == CHAT:
+        fields["messages"] = list(prompt.messages or ({"role": "user", "content": prompt.text or ""},))
+    else:
+        fields["prompt"] = list(prompt.token_ids) if prompt.token_ids is not None else prompt.text
+    text = json.dumps(fields).encode()
+    return f"Content-Length: {len(text)}\r\n\r\n".encode() + text
+
+
+def target_of(endpoint: Endpoint, api: str) -> Target:
+    parts = urlsplit(endpoint.url)
+    secure = parts.scheme == "https"
+    assert parts.hostname is not None
+    port = parts.port or (443 if secure else 80)
+    return Target(
+        host=parts.hostname, port=port, tls=secure, certificates=endpoint.certificates, head=head(endpoint, api)
+    )
 
 
 class Session:
-    """`answers`, then `put_on` for each load, then `farewell`. shards: processes of the client (0: one a core). gone:
-    replicas whose own rank says that they answer no more."""
+    """`warm_up`, then `run_load` for each load, then `finish`. shards: client processes (0: one per core). dead:
+    returns the replicas whose own rank reports that they no longer answer."""
 
     def __init__(
         self,
-        asked: Serving,
+        serving: Serving,
         prompts: Sequence[Prompt],
         replicas: Sequence[Replica],
         recorder: Recorder,
         *,
         engine: str,
         shards: int = 1,
-        gone: Gone = tuple,
+        dead: DeadReplicas = tuple,
     ) -> None:
-        self.asked, self.prompts, self.replicas, self.recorder = asked, prompts, replicas, recorder
-        self.engine, self._shards, self._gone = engine, shards, gone
-        endpoints = [replica.endpoint for replica in replicas]
-        self._targets = [target_of(endpoint, asked.api) for endpoint in endpoints]
-        self._bodies = Bodies(prompts, endpoints, asked.api)
-        self._limits = limits_of(asked)
-        # Of the last load: requests a second.
+        self.serving, self.prompts, self.replicas, self.recorder = serving, prompts, replicas, recorder
+        self.engine, self._shards, self._dead = engine, shards, dead
+        self._endpoints = [replica.endpoint for replica in replicas]
+        self._targets = [target_of(endpoint, serving.api) for endpoint in self._endpoints]
+        self._bodies: dict[int, bytes | tuple[bytes, ...]] = {}
+        self._limits = limits_of(serving)
+        # Requests per second of the last load.
         self.pace_per_s = 0.0
         self._origin_ns: int | None = None
         self._fastest_s: float | None = None
@@ -67,144 +121,160 @@ class Session:
     def alive(self) -> list[int]:
         return [replica for replica in range(len(self.replicas)) if replica not in self._died_ns]
 
+    def _body(self, sample: int) -> bytes | tuple[bytes, ...]:
+        """The body of a sample, built once: one for all replicas, or one for each if they differ."""
+        known = self._bodies.get(sample)
+        if known is None:
+            each = tuple(body(self.prompts[sample], endpoint, self.serving.api) for endpoint in self._endpoints)
+            known = self._bodies[sample] = each[0] if len(set(each)) == 1 else each
+        return known
+
     # --- before the clock runs ---
 
-    def answers(self) -> None:
-        """The same few questions to every replica: kernels are chosen, caches made, and what they say is kept."""
-        count = min(self.asked.warmup_requests, len(self.prompts))
+    def warm_up(self) -> None:
+        """Send the same few prompts to every replica and record the answers: this fills caches and selects kernels."""
+        count = min(self.serving.warmup_requests, len(self.prompts))
         if count == 0:
             return
         self.recorder.progress(0, "warmup")
-        moved = Pulse(lambda tally: self.recorder.progress(tally.ended, "warmup"), self.asked.request_timeout_s)
-        shifts = team.run([self._questions(replica, count) for replica in range(len(self.replicas))], watch=moved)
-        answers = [handled for shift in shifts for handled in shift.handled]
-        for handled in sorted(answers, key=lambda handled: handled.number):
-            replica, sample = divmod(handled.number, count)
-            self.recorder.add(
-                AnswerSample(
-                    rank=0,
-                    replica=replica,
-                    sample=sample,
-                    tokens=handled.tokens_told,
-                    text=handled.text or "",
-                    error=handled.error,
-                )
-            )
-        times = [h.ended_ns - h.due_ns for h in answers if h.error is None and h.ended_ns is not None]
-        self._fastest_s = min(times) / NS if times else None
-
-    def _questions(self, replica: int, count: int) -> Orders:
-        return Orders(
-            numbers=[replica * count + sample for sample in range(count)],
-            due_ns=arrivals.closed_loop(count),
-            replicas=[replica] * count,
-            payloads=[self._bodies.of(sample) for sample in range(count)],
-            targets=self._targets,
-            concurrency=1,
-            timeout_s=self.asked.request_timeout_s,
-            keeps_text=True,
+        heartbeat = Heartbeat(
+            lambda progress: self.recorder.progress(progress.ended, "warmup"), self.serving.request_timeout_s
         )
+        assignments = [
+            Assignment(
+                numbers=[replica * count + sample for sample in range(count)],
+                due_ns=schedule.closed_loop(count),
+                replicas=[replica] * count,
+                payloads=[self._body(sample) for sample in range(count)],
+                targets=self._targets,
+                concurrency=1,
+                timeout_s=self.serving.request_timeout_s,
+                keeps_text=True,
+            )
+            for replica in range(len(self.replicas))
+        ]
+        results = [result for shard in worker_pool.run(assignments, watch=heartbeat) for result in shard.results]
+        for result in sorted(results, key=lambda result: result.number):
+            replica, sample = divmod(result.number, count)
+            answer = AnswerSample(
+                rank=0,
+                replica=replica,
+                sample=sample,
+                tokens=result.reported_tokens,
+                text=result.text or "",
+                error=result.error,
+            )
+            self.recorder.add(answer)
+        times = [r.ended_ns - r.due_ns for r in results if r.error is None and r.ended_ns is not None]
+        self._fastest_s = min(times) / NS if times else None
 
     # --- a load ---
 
-    def put_on(self, load: Load) -> Outcome:
-        """One load to its end, written down; InvalidRunError where no replica is left to put it on."""
+    def run_load(self, load: Load) -> Outcome:
+        """Run one load to its end and record it; InvalidRunError if no replica is left."""
         replicas = self.alive if load.replica is None else [r for r in self.alive if r == load.replica]
         if not replicas:
-            raise InvalidRunError(f"no replica is left for load {self._stage + 1}: {self._obituary()}")
-        whole = plan_of(load, self.prompts, range(len(replicas)), self.asked.partition, self._fastest_s)
-        last: list[Tally] = []
-        shifts = team.run(self._shares(load, whole, replicas), watch=self._watch(load, whole, last))
-        # Of a load that may end before its plan does, those never given out are no requests: processes count what they
-        # give out on their own, so that one whose end is missing shows.
+            deaths = [
+                f"replica {r} ({self.replicas[r].endpoint.url}) died after {self._died_ns[r] / NS:.1f} s"
+                for r in sorted(self._died_ns)
+            ]
+            raise InvalidRunError(f"no replica is left for load {self._stage + 1}: {'; '.join(deaths)}")
+        whole = plan_of(load, self.prompts, range(len(replicas)), self.serving.partition, self._fastest_s)
+        last: list[Progress] = []
+        shards = worker_pool.run(self._assignments(load, whole, replicas), watch=self._watch(load, whole, last))
+        # If a load may end before its plan does, requests that were never sent do not count. Processes count what they
+        # send themselves, so that a missing result is noticed.
         ends_early = load.is_trial or (load.least_s > 0 and load.scenario in BOUNDED)
-        outcome = self._write_down(load, whole, replicas, shifts, planned=last[0].sent if ends_early else len(whole))
+        outcome = self._record(load, whole, replicas, shards, planned=last[0].sent if ends_early else len(whole))
         self.pace_per_s = outcome.requests_per_s
         return outcome
 
-    def _watch(self, load: Load, whole: plan.Plan, last: list[Tally]) -> Callable[[Tally], bool]:
-        """Tells whoever looks where the load is; True where a trial need not go on. What it saw last is left."""
+    def _watch(self, load: Load, whole: schedule.Plan, last: list[Progress]) -> Callable[[Progress], bool]:
+        """Reports progress; the result is True if a trial need not continue. `last` gets the last progress."""
 
-        def note(tally: Tally) -> None:
-            self.recorder.progress(
-                self._number + tally.ended, f"timing: {standing(load, self._stage, self.asked, tally)}"
+        def report(progress: Progress) -> None:
+            text = f"timing: {progress_text(load, self._stage, self.serving, progress)}"
+            self.recorder.progress(self._number + progress.ended, text)
+
+        heartbeat = Heartbeat(report, self.serving.request_timeout_s, lambda sent: idle_s(whole.due_ns, sent))
+
+        def watch(progress: Progress) -> bool:
+            heartbeat(progress)
+            last[:] = [progress]
+            return load.is_trial and is_lost(len(whole), progress.ended, progress.late + progress.failed)
+
+        return watch
+
+    def _assignments(self, load: Load, whole: schedule.Plan, replicas: Sequence[int]) -> list[Assignment]:
+        """One assignment for each client process: request k of the schedule goes to process k mod processes."""
+        processes = min(self._shards or usable_cores() or 1, len(whole), load.concurrency or len(whole))
+        in_flight, bounded = load.concurrency or 0, load.scenario in BOUNDED
+
+        def payload(sample: int) -> bytes | tuple[bytes, ...]:
+            known = self._body(sample)
+            return known if isinstance(known, bytes) else tuple(known[replica] for replica in replicas)
+
+        def assignment(part: schedule.Times, in_flight: int) -> Assignment:
+            # If processes and replicas have a common factor, a part does not reach all replicas.
+            targeted = whole.replicas[part]
+            reached = len(replicas) if schedule.ANY_REPLICA in targeted else len(np.unique(targeted))
+            return schedule.assignment_of(
+                whole,
+                part,
+                payload,
+                [self._targets[replica] for replica in replicas],
+                concurrency=in_flight,
+                cap=in_flight or None,
+                timeout_s=self.serving.request_timeout_s,
+                keeps_text=self.serving.keeps_text,
+                connections=min(in_flight or OPEN_CONNECTIONS, len(part)),
+                # Each replica has its share in flight: a slow one delays only its own samples.
+                per_replica=-(-in_flight // reached) if bounded else None,
+                reassigns=load.replica is None,
+                least_ns=round(load.least_s * NS) if bounded else 0,
+                least_requests=int(np.count_nonzero(part < load.requests)) if bounded and load.least_s else 0,
+                limits=self._limits,
+                longest_body=longest_body(max(prompt.max_tokens for prompt in self.prompts)),
             )
 
-        pulse = Pulse(note, self.asked.request_timeout_s, lambda sent: rest_s(whole.due_ns, sent))
-
-        def look(tally: Tally) -> bool:
-            pulse(tally)
-            last[:] = [tally]
-            return load.is_trial and is_lost(len(whole), tally.ended, tally.late + tally.failed)
-
-        return look
-
-    def _shares(self, load: Load, whole: plan.Plan, replicas: Sequence[int]) -> list[Orders]:
-        """What each process of the client shall do: request k of the schedule is that of process k mod processes."""
-        most = min(self._shards or usable_cores() or 1, len(whole), load.concurrency or len(whole))
+        # As even as possible: 7 in flight over 3 processes are 3, 2, 2.
         return [
-            self._orders(load, whole, part, replicas, in_flight)
-            for part, in_flight in zip(whole.shares(most), _split(load.concurrency or 0, most), strict=True)
+            assignment(part, in_flight // processes + (number < in_flight % processes))
+            for number, part in enumerate(whole.shares(processes))
         ]
 
-    def _orders(
-        self, load: Load, whole: plan.Plan, part: arrivals.Times, replicas: Sequence[int], in_flight: int
-    ) -> Orders:
-        bounded = load.scenario in BOUNDED
-        return plan.orders_of(
-            whole,
-            part,
-            lambda sample: self._sent(sample, replicas),
-            [self._targets[replica] for replica in replicas],
-            concurrency=in_flight,
-            cap=in_flight or None,
-            timeout_s=self.asked.request_timeout_s,
-            keeps_text=self.asked.keeps_text,
-            connections=min(in_flight or OPEN_CONNECTIONS, len(part)),
-            # Each replica has its share in flight: a slow one holds up its own samples only.
-            per_replica=-(-in_flight // _asked(whole.replicas[part], len(replicas))) if bounded else None,
-            reassigns=load.replica is None,
-            least_ns=round(load.least_s * NS) if bounded else 0,
-            least_requests=int(np.count_nonzero(part < load.requests)) if bounded and load.least_s else 0,
-            limits=self._limits,
-            longest_body=longest_body(max(prompt.max_tokens for prompt in self.prompts)),
-        )
-
-    def _sent(self, sample: int, replicas: Sequence[int]) -> bytes | tuple[bytes, ...]:
-        found = self._bodies.of(sample)
-        return found if isinstance(found, bytes) else tuple(found[replica] for replica in replicas)
-
-    def _write_down(
-        self, load: Load, whole: plan.Plan, replicas: Sequence[int], shifts: Sequence[Shift], *, planned: int
+    def _record(
+        self, load: Load, whole: schedule.Plan, replicas: Sequence[int], shards: Sequence[ShardResult], *, planned: int
     ) -> Outcome:
-        start_ns = shifts[0].start_ns
+        start_ns = shards[0].start_ns
         origin_ns = self._origin_ns = start_ns if self._origin_ns is None else self._origin_ns
-        handled = sorted((h for shift in shifts for h in shift.handled), key=lambda h: h.number)
-        for each in handled:
-            sample = int(whole.samples[each.number])
-            place = {"rank": 0, "stage": self._stage, "number": self._number + each.number, "sample": sample}
+        results = sorted((result for shard in shards for result in shard.results), key=lambda result: result.number)
+        for result in results:
+            sample = int(whole.samples[result.number])
             prompt = self.prompts[sample]
-            reference = prompt.reference if self.asked.keeps_text else None
-            # One that no replica was left for keeps the number that stands for any.
-            replica = each.replica if each.replica == plan.ANY_REPLICA else replicas[each.replica]
-            self.recorder.add(request_sample(each, origin_ns, prompt, replica=replica, reference=reference, **place))
-        for shard, shift in enumerate(shifts):
-            self.recorder.add(client_sample(shift, rank=0, shard=shard, plan=whole.digest, stage=self._stage))
-            self._bury(shift, replicas, origin_ns)
-        ended_ns = max((h.ended_ns for h in handled if h.ended_ns is not None), default=start_ns)
-        capped = any(shift.waited_for_cap for shift in shifts)
-        self.recorder.add(self._stage_sample(load, planned, start_ns, ended_ns, capped))
-        self._stage += 1
-        self._number += len(whole)
-        late = sum(each.error is not None or is_late(each, self._limits) for each in handled)
-        wall_s = (ended_ns - start_ns) / NS
-        doubt = next(iter(audit.judge(shifts).reasons), None)
-        paced = paced_of(handled) if load.is_trial else 1.0
-        return Outcome(requests=len(handled), late=late, wall_s=wall_s, doubt=doubt, paced=paced)
-
-    def _stage_sample(self, load: Load, planned: int, start_ns: int, ended_ns: int, capped: bool) -> StageSample:
-        assert self._origin_ns is not None
-        return StageSample(
+            request = request_sample(
+                result,
+                origin_ns,
+                prompt,
+                rank=0,
+                stage=self._stage,
+                number=self._number + result.number,
+                sample=sample,
+                # If no replica was left for it, the number means any.
+                replica=result.replica if result.replica == schedule.ANY_REPLICA else replicas[result.replica],
+                reference=prompt.reference if self.serving.keeps_text else None,
+            )
+            self.recorder.add(request)
+        for number, shard in enumerate(shards):
+            self.recorder.add(client_sample(shard, rank=0, shard=number, plan=whole.digest, stage=self._stage))
+            # The first process that found a replica dead decides when it died.
+            for index, died_ns in shard.died_ns.items():
+                replica, moment = replicas[index], died_ns - origin_ns
+                self._died_ns[replica] = min(self._died_ns.get(replica, moment), moment)
+            for index, count in shard.reassigned.items():
+                self._reassigned[replicas[index]] = self._reassigned.get(replicas[index], 0) + count
+        ended_ns = max((result.ended_ns for result in results if result.ended_ns is not None), default=start_ns)
+        stage = StageSample(
             rank=0,
             stage=self._stage,
             scenario=load.scenario,
@@ -212,148 +282,174 @@ class Session:
             concurrency=load.concurrency,
             replica=load.replica,
             planned=planned,
-            started_ns=start_ns - self._origin_ns,
-            ended_ns=ended_ns - self._origin_ns,
+            started_ns=start_ns - origin_ns,
+            ended_ns=ended_ns - origin_ns,
             began_at_s=time.time() - (time.monotonic_ns() - start_ns) / NS,
-            capped=capped,
+            capped=any(shard.waited_for_cap for shard in shards),
+        )
+        self.recorder.add(stage)
+        self._stage += 1
+        self._number += len(whole)
+        return Outcome(
+            requests=len(results),
+            late=sum(result.error is not None or result.is_late(self._limits) for result in results),
+            wall_s=(ended_ns - start_ns) / NS,
+            doubt=next(iter(audit.judge(shards).reasons), None),
+            paced=paced_of(results) if load.is_trial else 1.0,
         )
 
-    # --- replicas ---
-
-    def _bury(self, shift: Shift, replicas: Sequence[int], origin_ns: int) -> None:
-        """What a process of the client found gone, in the numbers of the run; the first that found it counts."""
-        for place, died_ns in shift.died_ns.items():
-            known = self._died_ns.get(replicas[place])
-            moment = died_ns - origin_ns
-            self._died_ns[replicas[place]] = moment if known is None else min(known, moment)
-        for place, count in shift.reassigned.items():
-            self._reassigned[replicas[place]] = self._reassigned.get(replicas[place], 0) + count
-
-    def _obituary(self) -> str:
-        told = {
-            r: f"replica {r} ({self.replicas[r].endpoint.url}) was gone after {t / NS:.1f} s"
-            for r, t in self._died_ns.items()
-        }
-        return "; ".join(told[replica] for replica in sorted(told))
-
-    def farewell(self) -> None:
-        """Every replica, with when it was found gone: by the client, or by its own rank where nobody asked it then."""
+    def finish(self) -> None:
+        """Record every replica and when it died: as the client found it, or as its own rank did if it was idle."""
         now_ns = time.monotonic_ns() - (self._origin_ns or time.monotonic_ns())
-        for gone in self._gone():
-            self._died_ns.setdefault(gone, now_ns)
+        for replica in self._dead():
+            self._died_ns.setdefault(replica, now_ns)
         for number, replica in enumerate(self.replicas):
-            self.recorder.add(self._replica_sample(number, replica))
-
-    def _replica_sample(self, number: int, replica: Replica) -> ReplicaSample:
-        facts: Mapping[str, object] = replica.endpoint.facts
-        known = {
-            name: facts[name]
-            for name in ("version", "devices", "tensor_parallel", "ready_s", "settings")
-            if name in facts
-        }
-        return ReplicaSample(
-            rank=replica.rank,
-            replica=number,
-            host=str(facts.get("host", replica.host)),
-            engine=self.engine,
-            model=replica.endpoint.model,
-            died_ns=self._died_ns.get(number),
-            reassigned=self._reassigned.get(number, 0),
-            **known,  # type: ignore[arg-type]
-        )
+            facts: Mapping[str, Any] = replica.endpoint.facts
+            known = ("version", "devices", "tensor_parallel", "ready_s", "settings")
+            sample = ReplicaSample(
+                rank=replica.rank,
+                replica=number,
+                host=str(facts.get("host", replica.host)),
+                engine=self.engine,
+                model=replica.endpoint.model,
+                died_ns=self._died_ns.get(number),
+                reassigned=self._reassigned.get(number, 0),
+                **{name: facts[name] for name in known if name in facts},
+            )
+            self.recorder.add(sample)
 
 
-class Pulse:
-    """Hands on a tally while something moves, while a request in flight may still have its answer, and while the
-    schedule itself rests: a load waits rightly for an answer until its time-out, and for the next request until it is
-    due. What goes on longer than that without a change is not told, so a hang shows. rest_s: how long a schedule rests
-    after so many were sent."""
-
-    def __init__(
-        self, tell: Callable[[Tally], None], patience_s: float, rest_s: Callable[[int], float] = lambda sent: 0.0
-    ) -> None:
-        self._tell, self._patience_s, self._rest_s = tell, patience_s, rest_s
-        self._last: Tally | None = None
-        self._moved_s = 0.0
-
-    def __call__(self, tally: Tally) -> None:
-        now_s, may_wait_s = time.monotonic(), self._rightly_s(tally)
-        if tally != self._last:
-            self._last, self._moved_s = tally, now_s
-        elif not may_wait_s or now_s - self._moved_s > may_wait_s:
-            return
-        self._tell(tally)
-
-    def _rightly_s(self, tally: Tally) -> float:
-        """How long nothing need change. Of a rest only its length is used: it began no later than the last change."""
-        return self._patience_s if tally.sent > tally.ended else self._rest_s(tally.sent)
+# --- results as samples ---
 
 
-def rest_s(due_ns: arrivals.Times, sent: int) -> float:
-    """From when the last of so many requests was due to the next; a closed loop has no such times, and an end no
-    next."""
-    if sent >= len(due_ns) or due_ns[sent] == arrivals.WHEN_FREE:
-        return 0.0
-    return float(due_ns[sent] - (due_ns[sent - 1] if sent else 0)) / NS
+def request_sample(result: RequestResult, origin_ns: int, prompt: Prompt, **position: Any) -> RequestSample:
+    """The sample of one result, with times from the common start of the run. position: rank, stage, number, sample,
+    replica and reference."""
+
+    def since(moment: int | None) -> int | None:
+        return None if moment is None else moment - origin_ns
+
+    gaps = np.diff(np.asarray(result.token_ns, dtype=np.int64)).tolist() if len(result.token_ns) else []
+    return RequestSample(
+        due_ns=result.due_ns - origin_ns,
+        sent_ns=since(result.sent_ns),
+        first_byte_ns=since(result.first_byte_ns),
+        first_ns=since(result.first_ns),
+        last_ns=since(result.last_ns),
+        ended_ns=since(result.ended_ns),
+        pieces=result.pieces,
+        tokens=result.reported_tokens,
+        prompt_tokens=result.prompt_tokens,
+        asked_tokens=prompt.max_tokens,
+        sent_ids=None if prompt.token_ids is None else len(prompt.token_ids),
+        coalesced=result.coalesced,
+        stamped=result.stamped,
+        error=result.error,
+        detail=result.detail,
+        first_reasoning_ns=since(result.first_reasoning_ns),
+        finish=result.finish,
+        attempt=result.attempt,
+        token_ns=tuple(gaps),
+        text=result.text,
+        **position,
+    )
 
 
-def standing(load: Load, stage: int, asked: Serving, tally: Tally) -> str:
-    """`load 3 (8.5 a second): 412 of 662 needed, 1 late`: counted down by n(t) where there are limits."""
-    if any(limit is not None for limit in asked.limits.values()):
-        done = f"{_counted_down(load, tally)}, {tally.late:,} late"
-    else:
-        done = _of_plan(load, tally)
-    failed = f", {tally.failed:,} failed" if tally.failed else ""
-    return f"{_which(load, stage, asked)}{done}{failed}"
+def client_sample(result: ShardResult, **position: Any) -> ClientSample:
+    """The delays of one client process. position: rank, shard, stage and the digest of the plan."""
+
+    def p50_p99(values: Sequence[int]) -> tuple[float | None, float | None]:
+        if not len(values):
+            return None, None
+        low, high = np.percentile(np.asarray(values, dtype=np.int64), (50, 99)).tolist()
+        return low, high
+
+    schedule_lag, read_lag = p50_p99(result.schedule_lag_ns), p50_p99(result.read_lag_ns)
+    return ClientSample(
+        requests=len(result.results),
+        reads=result.reads,
+        schedule_lag_p50_ns=schedule_lag[0],
+        schedule_lag_p99_ns=schedule_lag[1],
+        read_lag_p50_ns=read_lag[0],
+        read_lag_p99_ns=read_lag[1],
+        cpu_s=result.cpu_s,
+        wall_s=result.wall_s,
+        most_in_flight=result.most_in_flight,
+        waited_for_cap=result.waited_for_cap,
+        clock_doubt_ns=result.clock_doubt_ns,
+        clock_drift_ns=result.clock_drift_ns,
+        **position,
+    )
 
 
-def _counted_down(load: Load, tally: Tally) -> str:
-    """By n(t) while the plan holds so many and they are not asked yet; else by the plan."""
-    bad = tally.late + tally.failed
-    needed = early_stopping.requests_needed(bad, PERCENTILE) if bad <= MOST_COUNTED else math.inf
-    if tally.ended <= needed <= tally.planned:
-        return f"{tally.ended:,} of {needed:,} needed"
-    return _of_plan(load, tally)
-
-
-def _of_plan(load: Load, tally: Tally) -> str:
-    """The plan of a load that ends by time alone holds more than will ever be asked."""
-    if load.least_s and load.scenario in BOUNDED:
-        return f"{tally.ended:,} requests"
-    return f"{tally.ended:,} of {tally.planned:,} requests"
-
-
-def _which(load: Load, stage: int, asked: Serving) -> str:
-    """Nothing where there is one load alone."""
-    if load.replica is not None:
-        return f"load {stage + 1} (replica {load.replica}): "
-    if asked.scenario == load.scenario:
-        return ""
-    size = f"{load.rate_per_s:.3g} a second" if load.rate_per_s is not None else f"{load.concurrency} in flight"
-    return f"load {stage + 1} ({size}): "
-
-
-def paced_of(handled: Sequence[Handled]) -> float:
-    """The share of requests that was sent by when the last one was due, which itself cannot be sent before."""
-    last_ns = max((each.due_ns for each in handled), default=0)
-    others = [each for each in handled if each.due_ns < last_ns]
-    sent = sum(each.sent_ns is not None and each.sent_ns <= last_ns for each in others)
+def paced_of(results: Sequence[RequestResult]) -> float:
+    """The share of requests sent before the last one was due (not counting the last one itself)."""
+    last_ns = max((result.due_ns for result in results), default=0)
+    others = [result for result in results if result.due_ns < last_ns]
+    sent = sum(result.sent_ns is not None and result.sent_ns <= last_ns for result in others)
     return sent / len(others) if others else 0.0
 
 
-def limits_of(asked: Serving) -> Limits:
+def limits_of(serving: Serving) -> Limits:
     def ns(name: str) -> int | None:
-        limit = asked.limits[name]
+        limit = serving.limits[name]
         return None if limit is None else round(limit * NS)
 
     return Limits(ttft_ns=ns("ttft_s"), tpot_ns=ns("tpot_s"), latency_ns=ns("latency_s"))
 
 
-def _asked(placed: arrivals.Times, replicas: int) -> int:
-    """How many replicas a part of a plan goes to: where processes and replicas have a common factor, not all."""
-    return replicas if plan.ANY_REPLICA in placed else len(np.unique(placed))
+# --- progress ---
 
 
-def _split(whole: int, parts: int) -> list[int]:
-    """As even as can be: 7 over 3 is 3, 2, 2."""
-    return [whole // parts + (part < whole % parts) for part in range(parts)]
+class Heartbeat:
+    """Reports progress while the load is alive, and stays silent if it hangs.
+
+    Alive means: a count changed, an answer may still arrive before its timeout, or the next request is not due yet.
+    idle_s: how long the schedule pauses after so many sent requests.
+    """
+
+    def __init__(
+        self, report: Callable[[Progress], None], timeout_s: float, idle_s: Callable[[int], float] = lambda sent: 0.0
+    ) -> None:
+        self._report, self._timeout_s, self._idle_s = report, timeout_s, idle_s
+        self._last: Progress | None = None
+        self._changed_s = 0.0
+
+    def __call__(self, progress: Progress) -> None:
+        now_s = time.monotonic()
+        # Only the length of a pause is used: it began no later than the last change.
+        may_wait_s = self._timeout_s if progress.sent > progress.ended else self._idle_s(progress.sent)
+        if progress != self._last:
+            self._last, self._changed_s = progress, now_s
+        elif not may_wait_s or now_s - self._changed_s > may_wait_s:
+            return
+        self._report(progress)
+
+
+def idle_s(due_ns: schedule.Times, sent: int) -> float:
+    """The time between the due times of the last sent request and the next; 0 in a closed loop and at the end."""
+    if sent >= len(due_ns) or due_ns[sent] == schedule.WHEN_FREE:
+        return 0.0
+    return float(due_ns[sent] - (due_ns[sent - 1] if sent else 0)) / NS
+
+
+def progress_text(load: Load, stage: int, serving: Serving, progress: Progress) -> str:
+    """`load 3 (8.5 requests/s): 412 of 662 needed, 1 late`. With limits it counts to n(t), the requests needed."""
+    if load.replica is not None:
+        which = f"load {stage + 1} (replica {load.replica}): "
+    elif serving.scenario == load.scenario:
+        which = ""
+    else:
+        size = f"{load.rate_per_s:.3g} requests/s" if load.rate_per_s is not None else f"{load.concurrency} in flight"
+        which = f"load {stage + 1} ({size}): "
+    # The plan of a load that ends by time has more requests than will ever be sent.
+    has_plan = not (load.least_s and load.scenario in BOUNDED)
+    done = f"{progress.ended:,} of {progress.planned:,} requests" if has_plan else f"{progress.ended:,} requests"
+    if any(limit is not None for limit in serving.limits.values()):
+        bad = progress.late + progress.failed
+        needed = early_stopping.requests_needed(bad, PERCENTILE) if bad <= MOST_COUNTED else math.inf
+        if progress.ended <= needed <= progress.planned:
+            done = f"{progress.ended:,} of {needed:,} needed"
+        done = f"{done}, {progress.late:,} late"
+    failed = f", {progress.failed:,} failed" if progress.failed else ""
+    return f"{which}{done}{failed}"

@@ -137,7 +137,7 @@ def test_they_are_in_no_comparison_and_no_history() -> None:
     days = [replace(swept(2, 4), started_at=float(n)) for n in range(8)]
     followed = history.analyse((), 1, [replace(day, path=f"{n}/x") for n, day in enumerate(days)])
     assert {series.axes.get("concurrency") for series in followed} == {1}
-    assert [load.concurrency for load in measurements.believed([swept(2, failing=4)])] == [1]
+    assert [load.concurrency for load in measurements.reliable_loads([swept(2, failing=4)])] == [1]
 
 
 # --- what the status and the exit code say ---

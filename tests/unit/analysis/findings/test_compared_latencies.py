@@ -182,6 +182,6 @@ def test_engines_beside_each_other_say_what_has_no_interval() -> None:
     assert [c.metric for c in pair.comparisons] == ["output_tokens_per_s"]
     undecided = {u.metric: u for u in pair.undecided}
     assert undecided["ttft_p50_s"].ratio == pytest.approx(3, rel=0.05)
-    assert undecided["ttft_p50_s"].reason.count("one launch, and fewer than 5 blocks") == 2
+    assert undecided["ttft_p50_s"].reason.count("one launch, with fewer than 5 blocks") == 2
     rows = [[cell.text for cell in row] for row in present._rows(pair)]
     assert any(row[3] == "ttft_p50_s" and "no verdict" in row[4] for row in rows)

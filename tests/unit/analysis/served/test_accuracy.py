@@ -102,7 +102,7 @@ def asked(*texts: list[str]) -> RunRecord:
 def test_a_replica_that_differs_from_most_is_flagged_beside_its_speed() -> None:
     found = only([asked(["a", "b"], ["a", "x"], ["a", "b"])])
     assert [r.agreement for r in found.replicas] == [AGREES, DIFFERS, AGREES]
-    assert found.flags == {1: "answered 1 of 2 questions otherwise than most replicas"}
+    assert found.flags == {1: "answered 1 of 2 questions differently from most replicas"}
     # 4 of the 12 requests, 5 tokens each, in 1.2 s.
     assert found.replicas[1].tokens_per_s == pytest.approx(20 / 1.2)
     assert found.verdict is None
@@ -111,7 +111,7 @@ def test_a_replica_that_differs_from_most_is_flagged_beside_its_speed() -> None:
 def test_two_that_differ_have_no_majority_and_a_silent_one_is_told() -> None:
     two = only([asked(["a", "b"], ["a", "x"])])
     assert [r.agreement for r in two.replicas] == [UNDECIDED, UNDECIDED]
-    told = "is one of those that answered 1 of 2 questions differently without a majority"
+    told = "has no majority with the other replicas on 1 of 2 questions"
     assert set(two.flags.values()) == {told}
     silent = only([asked(["a"], ["a"], [""])])
     assert silent.replicas[2].agreement == SILENT
@@ -126,7 +126,7 @@ def test_answers_that_part_late_are_flagged_with_that(golden: object) -> None:
 def test_an_odd_answer_of_an_earlier_launch_is_not_forgotten() -> None:
     first, second = asked(["a"], ["x"], ["a"]), asked(["a"], ["a"], ["a"])
     again = dataclasses.replace(second, spec=dataclasses.replace(second.spec, repeat=1))
-    assert only([first, again]).flags == {1: "answered 1 of 2 questions otherwise than most replicas"}
+    assert only([first, again]).flags == {1: "answered 1 of 2 questions differently from most replicas"}
 
 
 def test_one_replica_alone_agrees_with_nobody() -> None:

@@ -28,7 +28,7 @@ def test_what_is_added_goes_at_the_steady_rate() -> None:
     assert found.time.low is not None
     assert found.time.high is not None
     assert found.time.low <= found.time.value <= found.time.high
-    assert (found.samples, found.asked, found.law) == (100, 10, extrapolation.LAW)
+    assert (found.samples, found.asked, found.law) == (100, 10, extrapolation.FORMULA)
 
 
 def test_answers_of_different_lengths_widen_the_interval() -> None:
@@ -50,7 +50,7 @@ def test_a_static_partition_ends_with_its_slowest_replica() -> None:
     found = told(record(asked, replicas=TWO, full_set=120))
     assert found.time is not None
     assert found.time.value == pytest.approx(120, rel=0.02)
-    assert found.law == extrapolation.LAW_OF_STATIC
+    assert found.law == extrapolation.STATIC_FORMULA
 
 
 def test_launches_are_drawn_first() -> None:

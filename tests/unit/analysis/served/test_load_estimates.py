@@ -136,7 +136,7 @@ def test_a_load_is_of_the_launches_in_which_it_was_put_on() -> None:
 def test_a_load_whose_client_was_late_is_left_out() -> None:
     late = dataclasses.replace(CLIENT, stage=1, schedule_lag_p99_ns=9e6)
     record = dataclasses.replace(searched(2.0, 4.0), clients=(CLIENT, late))
-    assert [load.rate_per_s for load in measurements.believed([record])] == [2.0]
+    assert [load.rate_per_s for load in measurements.reliable_loads([record])] == [2.0]
 
 
 def test_of_loads_that_kept_their_limits_one_with_proof_comes_first() -> None:

@@ -12,7 +12,7 @@ from served_records import CLIENT, MS, S, record, replica, request
 from paceline.analysis.findings.served import KEPT, LOADGEN_LABEL, NOT_KEPT, UNTOLD, Accuracy, Rule
 from paceline.analysis.served import measurements, mlperf_rules
 from paceline.results.served_samples import RequestSample
-from paceline.serving.client import arrivals
+from paceline.serving.client import schedule
 
 LONG = {"least_s": 600.0}
 
@@ -28,7 +28,7 @@ def outcomes(requests: list[RequestSample], accuracy: Rule | None = None, **more
 
 
 def by_poisson(count: int, rate: float = 1.0) -> list[RequestSample]:
-    return [at(n, due) for n, due in enumerate(arrivals.poisson(rate, count, seed=7).tolist())]
+    return [at(n, due) for n, due in enumerate(schedule.poisson(rate, count, seed=7).tolist())]
 
 
 def test_only_runs_that_were_asked_for_by_the_rules_carry_the_label() -> None:

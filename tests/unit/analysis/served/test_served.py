@@ -258,5 +258,5 @@ def test_a_search_is_believed_until_its_client_was_late(golden: object) -> None:
     searched = record(asked, stages=stages, clients=(CLIENT, late), scenario="search", rate_per_s=2.0)
     assert measurements.problems(searched) == []
     first, second = measurements.gather([searched])
-    assert [load.rate_per_s for load in measurements.believed([searched])] == [first.rate_per_s] == [2.0]
-    assert measurements.doubts_of(second) == golden
+    assert [load.rate_per_s for load in measurements.reliable_loads([searched])] == [first.rate_per_s] == [2.0]
+    assert measurements.unreliable_client(second) == golden

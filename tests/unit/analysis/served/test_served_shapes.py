@@ -12,9 +12,8 @@ from simulated_serving import NS, TWO, Replica
 
 from paceline.analysis.findings import ServedShapes
 from paceline.analysis.report import build
-from paceline.analysis.served import measurements
-from paceline.analysis.served import traces as served_traces
-from paceline.analysis.served.percentile_curve import spread
+from paceline.analysis.served import curves, measurements
+from paceline.analysis.served.curves import spread
 from paceline.results.records import RunRecord
 from paceline.results.served_samples import RequestSample, StageSample
 
@@ -133,7 +132,7 @@ def test_requests_in_flight_are_what_counting_finds() -> None:
     requests = made.asked(50, in_flight=4, seed=3)
     wall = max(r.ended_ns or 0 for r in requests) / NS
     edges = np.linspace(0.0, wall, 8)
-    found = served_traces.in_flight(requests, edges)
+    found = curves.in_flight(requests, edges)
     moments = np.linspace(0.0, wall, 7 * 2000, endpoint=False)
     counted = [sum((r.sent_ns or 0) / NS <= at < (r.ended_ns or 0) / NS for r in requests) for at in moments]
     assert found == pytest.approx(np.asarray(counted).reshape(7, 2000).mean(axis=1), abs=0.02)
@@ -183,7 +182,7 @@ def test_of_many_cells_those_in_which_something_went_wrong_are_traced() -> None:
     asked: dict[str, Any] = {"scenario": "server", "rate_per_s": 20.0}
     bad = made.record(made.asked(40, lost, rate_per_s=20), lost, **asked)
     traces = shapes_of(*made.closed_loops((1, 2, 3, 4, 5, 6, 7, 8), requests=16), bad).traces
-    assert len(traces) == served_traces.MOST_TRACES
+    assert len(traces) == curves.MOST_TRACES
     assert bad.spec.run_id in {trace.run for trace in traces}
 
 

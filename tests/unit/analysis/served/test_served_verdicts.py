@@ -78,9 +78,9 @@ def test_a_server_that_counts_prompts_otherwise_is_told_of(golden: object) -> No
         (
             record(timed(662, 2), scenario="server", rate_per_s=1.0),
             "INVALID",
-            ("2 of 662 requests were late or failed; 1 may be",),
+            ("2 of 662 requests were late or failed; 1 allowed",),
         ),
-        (record(timed(2), least_s=1.0), "INVALID", ("lasted 0.1 s; at least 1 s were asked for",)),
+        (record(timed(2), least_s=1.0), "INVALID", ("it lasted 0.1 s; at least 1 s were requested",)),
         (
             record(timed(2), clients=(replace(CLIENT, cpu_s=0.9),)),
             "INVALID(client)",

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from testbed.requests import request
 
-from paceline.serving.client import arrivals
-from paceline.serving.client.orders import Orders, Shift, Target
+from paceline.serving.client import schedule
+from paceline.serving.client.requests import Assignment, ShardResult, Target
 from paceline.serving.client.shard import Shard
 from paceline.serving.mock.server import Law, MockReplica, serve_until_told
 
@@ -35,12 +35,12 @@ def replica() -> Iterator[Callable[..., MockReplica]]:
 
 
 @pytest.fixture
-def send() -> Callable[..., Shift]:
-    def run(port: int, count: int = 10, payload: bytes | None = None, **more: Any) -> Shift:
+def send() -> Callable[..., ShardResult]:
+    def run(port: int, count: int = 10, payload: bytes | None = None, **more: Any) -> ShardResult:
         ports = more.pop("ports", [port])
         orders = {
             "numbers": list(range(count)),
-            "due_ns": arrivals.constant(500, count),
+            "due_ns": schedule.constant(500, count),
             "replicas": [n % len(ports) for n in range(count)],
             "payloads": [payload or request()] * count,
             "targets": [Target(host="127.0.0.1", port=each) for each in ports],
@@ -48,7 +48,7 @@ def send() -> Callable[..., Shift]:
             "keeps_text": True,
             **more,
         }
-        shard = Shard(Orders(**orders))
+        shard = Shard(Assignment(**orders))
         shard.connect()
         return shard.work(time.monotonic_ns() + 10_000_000)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from paceline.serving.client import first_token, response
-from paceline.serving.client.first_token import FirstToken
-from paceline.serving.client.response import BrokenResponse, Event, Response, understand
+from paceline.serving.client import http_stream, on_demand
+from paceline.serving.client.http_stream import BrokenResponse, Event, Response, understand
+from paceline.serving.client.on_demand import FirstToken
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 BARE = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"
@@ -88,7 +88,7 @@ class Counted(bytearray):
 def counted(monkeypatch: pytest.MonkeyPatch) -> type[Counted]:
     """Also what was searched for ends of events, and given to their parser."""
 
-    def understood(events: Iterable[Event]) -> response.Answer:
+    def understood(events: Iterable[Event]) -> http_stream.Answer:
         told = list(events)
         Counted.passed += sum(len(each.data) for each in told)
         return understand(told)
@@ -96,11 +96,11 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> type[Counted]:
     class Searching:
         def finditer(self, kept: bytearray, begin: int) -> Any:
             Counted.passed += len(kept) - begin
-            return response.EMPTY_LINE.finditer(kept, begin)
+            return http_stream.EMPTY_LINE.finditer(kept, begin)
 
-    monkeypatch.setattr(first_token, "EMPTY_LINE", Searching())
+    monkeypatch.setattr(on_demand, "EMPTY_LINE", Searching())
     monkeypatch.setattr(Counted, "passed", 0)
-    monkeypatch.setattr(first_token, "understand", understood)
+    monkeypatch.setattr(on_demand, "understand", understood)
     return Counted
 
 

@@ -7,19 +7,19 @@ from typing import Any
 
 from testbed.requests import request
 
-from paceline.serving.client import arrivals
-from paceline.serving.client.orders import Shift
+from paceline.serving.client import schedule
+from paceline.serving.client.requests import ShardResult
 from paceline.serving.mock.server import MockReplica
 
 Start = Callable[..., MockReplica]
-Send = Callable[..., Shift]
+Send = Callable[..., ShardResult]
 
 
 def waits_s(send: Send, replica: MockReplica, count: int, **more: Any) -> list[float]:
     """From when it was due to its first token, shortest first; all are due at once."""
-    shift = send(replica.port, count, due_ns=arrivals.at_once(count), **more)
-    assert {each.error for each in shift.handled} == {None}
-    return sorted((each.first_ns - each.due_ns) / 1e9 for each in shift.handled if each.first_ns is not None)
+    shard = send(replica.port, count, due_ns=schedule.at_once(count), **more)
+    assert {each.error for each in shard.results} == {None}
+    return sorted((each.first_ns - each.due_ns) / 1e9 for each in shard.results if each.first_ns is not None)
 
 
 def test_those_beyond_the_slots_wait_for_the_answers_before_them(replica: Start, send: Send) -> None:
@@ -30,12 +30,12 @@ def test_those_beyond_the_slots_wait_for_the_answers_before_them(replica: Start,
 
 
 def test_a_slot_is_free_again_when_its_answer_breaks_off(replica: Start, send: Send) -> None:
-    shift = send(replica(mode="reset", slots=1).port, 4, due_ns=arrivals.at_once(4))
-    assert {each.error for each in shift.handled} == {"reset"}
+    shard = send(replica(mode="reset", slots=1).port, 4, due_ns=schedule.at_once(4))
+    assert {each.error for each in shard.results} == {"reset"}
 
 
 def test_a_slot_is_free_again_when_its_client_has_left(replica: Start, send: Send) -> None:
     server = replica(ttft_s=0.3, slots=1)
-    shift = send(server.port, 3, due_ns=arrivals.at_once(3), timeout_s=0.05)
-    assert {each.error for each in shift.handled} == {"timeout"}
+    shard = send(server.port, 3, due_ns=schedule.at_once(3), timeout_s=0.05)
+    assert {each.error for each in shard.results} == {"timeout"}
     assert len(waits_s(send, server, 2)) == 2

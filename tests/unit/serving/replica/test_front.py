@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.serving.client.response import Response, understand
+from paceline.serving.client.http_stream import Response, understand
 from paceline.serving.replica.front import Connection, Front
 from paceline.serving.replica.settings import Settings
 from paceline.serving.replica.words import Speech, StandIn
@@ -70,7 +70,7 @@ def test_a_stream_has_one_event_a_token_then_usage_then_the_end() -> None:
     events = list(response.events())
     answer = understand(iter(events))
     assert events[-1].data == b"[DONE]"
-    assert (answer.pieces, answer.tokens_told, answer.prompt_tokens, answer.finish) == (3, 3, 2, "length")
+    assert (answer.pieces, answer.reported_tokens, answer.prompt_tokens, answer.finish) == (3, 3, 2, "length")
     texts = [json.loads(event.data)["choices"][0]["text"] for event in events[:3]]
     assert texts == [" t7", " t8", " t9"]
 

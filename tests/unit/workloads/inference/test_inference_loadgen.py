@@ -29,8 +29,8 @@ def test_engine_loadgen_is_the_field_loadgen() -> None:
     assert by_engine.engine is not None
     assert by_engine.engine.options == {}
     assert by_engine.cell == by_field.cell != spec(engine="openai").cell
-    assert second.is_asked(by_engine)
-    assert not second.is_asked(spec(engine="openai"))
+    assert second.is_requested(by_engine)
+    assert not second.is_requested(spec(engine="openai"))
     assert inference.check(by_engine) is None
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from paceline.errors import RequestError
 from paceline.experiment.serving import Serving
-from paceline.serving.client.arrivals import NS, WHEN_FREE
-from paceline.serving.client.orders import ANY_REPLICA
-from paceline.serving.early_stopping import Told
+from paceline.serving.client.requests import ANY_REPLICA
+from paceline.serving.client.schedule import NS, WHEN_FREE
+from paceline.serving.early_stopping import Verdict
 from paceline.serving.prompts import Prompt
 from paceline.workloads.inference.loads import (
     OFFLINE_CAP,
@@ -119,8 +119,8 @@ def test_loads_that_are_none_are_one_sentence(text: str, golden: object) -> None
 def test_a_search_comes_within_a_twentieth_of_what_the_replicas_can_do(capacity: float, begin: float | None) -> None:
     seen = drive(loads(scenario="search", rate_per_s=begin), able_to(capacity))
     rated = [(load, outcome) for load, outcome in seen if load.rate_per_s is not None]
-    passed = max(load.rate_per_s or 0.0 for load, outcome in rated if outcome.told is Told.PASSED)
-    failed = min(load.rate_per_s or 0.0 for load, outcome in rated if outcome.told is Told.FAILED)
+    passed = max(load.rate_per_s or 0.0 for load, outcome in rated if outcome.verdict is Verdict.PASSED)
+    failed = min(load.rate_per_s or 0.0 for load, outcome in rated if outcome.verdict is Verdict.FAILED)
     assert passed <= capacity < failed
     assert failed / passed <= 1.05
     # Whoever gives no rate has one guessed first, by a closed loop.
@@ -220,17 +220,17 @@ def test_a_burst_does_not_pass() -> None:
     1.99 s, so that none is late. In 50 s those from 4.65 s on are: 6,484 of 7,150."""
     load = Load(scenario="server", requests=662, seed=0, rate_per_s=143.0)
     rule = in_line(100.0, 2.0)
-    assert rule(load).told is Told.PASSED
+    assert rule(load).verdict is Verdict.PASSED
     lasting = rule(dataclasses.replace(load, least_s=trial_s(Serving(scenario="search"), answer_tokens=1)))
-    assert (lasting.requests, lasting.late, lasting.told) == (7150, 6484, Told.FAILED)
+    assert (lasting.requests, lasting.late, lasting.verdict) == (7150, 6484, Verdict.FAILED)
     # 5 % above what they can do, those from 40 s on: a fifth.
     barely = rule(dataclasses.replace(load, rate_per_s=105.0, least_s=50.0))
-    assert (barely.requests, barely.late, barely.told) == (5250, 1050, Told.FAILED)
+    assert (barely.requests, barely.late, barely.verdict) == (5250, 1050, Verdict.FAILED)
 
 
 def test_a_search_finds_the_capacity_of_a_line_and_not_what_a_burst_passes() -> None:
     seen = drive(loads(662, scenario="search", rate_per_s=10.0), in_line(100.0, 2.0))
-    passed = [load.rate_per_s for load, outcome in seen if outcome.told is Told.PASSED]
+    passed = [load.rate_per_s for load, outcome in seen if outcome.verdict is Verdict.PASSED]
     assert max(rate or 0.0 for rate in passed) <= 105.0
     assert [load.least_s for load, _ in seen] == pytest.approx([50.0] * len(seen))
 
@@ -286,12 +286,12 @@ def with_late(*late: int) -> Rule:
 def test_where_nothing_can_be_told_more_are_asked_at_that_rate() -> None:
     """Of 459 requests 1 to 10 late ones are too many to pass and too few to fail."""
     seen = drive(loads(scenario="search", rate_per_s=4.0), with_late(1, 5))
-    first = [(load.rate_per_s, load.requests, outcome.told) for load, outcome in seen[:4]]
+    first = [(load.rate_per_s, load.requests, outcome.verdict) for load, outcome in seen[:4]]
     assert first == [
-        (4.0, 459, Told.TOO_FEW),
-        (4.0, 918, Told.TOO_FEW),
-        (4.0, 1836, Told.PASSED),
-        (8.0, 459, Told.FAILED),
+        (4.0, 459, Verdict.TOO_FEW),
+        (4.0, 918, Verdict.TOO_FEW),
+        (4.0, 1836, Verdict.PASSED),
+        (8.0, 459, Verdict.FAILED),
     ]
     # Each is asked by another plan.
     assert len({load.seed for load, _ in seen}) == len(seen)
@@ -301,7 +301,7 @@ def test_a_rate_that_never_tells_is_no_failure_and_the_search_goes_on_below(gold
     late = (5, 10, 18, 37)
     seen = drive(loads(scenario="search", rate_per_s=4.0), with_late(*late))
     assert [load.rate_per_s for load, _ in seen[:5]] == [4, 4, 4, 4, 2]
-    assert {outcome.told for _, outcome in seen[:4]} == {Told.TOO_FEW}
+    assert {outcome.verdict for _, outcome in seen[:4]} == {Verdict.TOO_FEW}
     why = end_of(loads(scenario="search", rate_per_s=4.0), with_late(*late))
     assert why == golden
 
@@ -314,17 +314,17 @@ def test_more_requests_than_there_is_time_for_are_not_asked() -> None:
 @pytest.mark.parametrize(
     ("requests", "late", "told"),
     [
-        (458, 0, Told.TOO_FEW),
-        (459, 0, Told.PASSED),
-        (459, 1, Told.TOO_FEW),
-        (459, 10, Told.TOO_FEW),
-        (459, 11, Told.FAILED),
-        (661, 1, Told.TOO_FEW),
-        (662, 1, Told.PASSED),
+        (458, 0, Verdict.TOO_FEW),
+        (459, 0, Verdict.PASSED),
+        (459, 1, Verdict.TOO_FEW),
+        (459, 10, Verdict.TOO_FEW),
+        (459, 11, Verdict.FAILED),
+        (661, 1, Verdict.TOO_FEW),
+        (662, 1, Verdict.PASSED),
     ],
 )
-def test_a_load_tells_by_early_stopping(requests: int, late: int, told: Told) -> None:
-    assert Outcome(requests=requests, late=late, wall_s=1.0).told is told
+def test_a_load_tells_by_early_stopping(requests: int, late: int, told: Verdict) -> None:
+    assert Outcome(requests=requests, late=late, wall_s=1.0).verdict is told
 
 
 def test_a_trial_is_lost_once_its_plan_and_chance_say_so() -> None:
@@ -336,8 +336,8 @@ def test_a_trial_is_lost_once_its_plan_and_chance_say_so() -> None:
     assert is_lost(13_368, 300, 108)
     assert not is_lost(100, 100, 100)
     # What ended early has failed; what was cut short for another reason says nothing.
-    assert Outcome(requests=10, late=4, wall_s=1.0).told is Told.FAILED
-    assert Outcome(requests=300, late=0, wall_s=1.0).told is Told.TOO_FEW
+    assert Outcome(requests=10, late=4, wall_s=1.0).verdict is Verdict.FAILED
+    assert Outcome(requests=300, late=0, wall_s=1.0).verdict is Verdict.TOO_FEW
 
 
 # --- plans ---

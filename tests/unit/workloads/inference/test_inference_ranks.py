@@ -11,7 +11,7 @@ import pytest
 from paceline.contract import Endpoint, Seat
 from paceline.errors import UnsupportedError
 from paceline.workloads.inference import ranks
-from paceline.workloads.inference.requests import Replica
+from paceline.workloads.inference.session import Replica
 
 
 class MemoryStore:
@@ -45,8 +45,8 @@ class MemoryStore:
             raise RuntimeError("connection was closed by the store")
 
 
-def circle(store: MemoryStore, rank: int, size: int = 2, patience_s: float = 60.0) -> ranks.Circle:
-    return ranks.Circle(store, Seat(rank=rank, local_rank=0, world_size=size, device="cpu"), patience_s)
+def circle(store: MemoryStore, rank: int, size: int = 2, patience_s: float = 60.0) -> ranks.Ranks:
+    return ranks.Ranks(store, Seat(rank=rank, local_rank=0, world_size=size, device="cpu"), patience_s)
 
 
 def replica(rank: int, port: int = 1, **facts: object) -> Replica:
@@ -56,7 +56,7 @@ def replica(rank: int, port: int = 1, **facts: object) -> Replica:
 
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "LOOK_S", 0.001)
+    monkeypatch.setattr(ranks, "POLL_S", 0.001)
 
 
 def test_rank_0_has_the_replicas_of_all_in_their_order() -> None:
@@ -65,17 +65,17 @@ def test_rank_0_has_the_replicas_of_all_in_their_order() -> None:
         port = listening.getsockname()[1]
         own = [[replica(0, port)], [replica(1, port, devices=2, settings={"max_batch": 8}), replica(1, port)]]
         for rank, found in enumerate(own):
-            circle(store, rank).tell(found)
-        assert circle(store, 0).gathered() == [*own[0], *own[1]]
+            circle(store, rank).publish(found)
+        assert circle(store, 0).all_replicas() == [*own[0], *own[1]]
 
 
 def test_a_replica_that_rank_0_cannot_reach_is_named(golden: object) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     store = MemoryStore()
-    circle(store, 0, size=1).tell([replica(0, port)])
+    circle(store, 0, size=1).publish([replica(0, port)])
     with pytest.raises(UnsupportedError) as caught:
-        circle(store, 0, size=1).gathered()
+        circle(store, 0, size=1).all_replicas()
     assert str(caught.value) == golden
     assert f"{port}" in str(caught.value)
 
@@ -85,14 +85,14 @@ def test_the_others_stay_until_rank_0_has_ended_however_it_ends(fails: bool) -> 
     store, left = MemoryStore(), threading.Event()
 
     def attend() -> None:
-        circle(store, 1).attend([replica(1)], lambda _: True)
+        circle(store, 1).keep_up([replica(1)], lambda _: True)
         left.set()
 
     other = threading.Thread(target=attend)
     other.start()
 
     def work() -> None:
-        with circle(store, 0).asking():
+        with circle(store, 0).load_in_progress():
             assert not left.wait(0.05)
             if fails:
                 raise ValueError("of the client")
@@ -111,7 +111,7 @@ def test_the_others_stay_until_rank_0_has_ended_however_it_ends(fails: bool) -> 
 def test_a_rank_whose_replica_died_says_so_once_and_stays(capsys: pytest.CaptureFixture[str]) -> None:
     store, looks = MemoryStore(), [0, 0]
     for rank in (0, 1):
-        circle(store, rank).tell([replica(rank, port=1), replica(rank, port=2)])
+        circle(store, rank).publish([replica(rank, port=1), replica(rank, port=2)])
 
     def answers(asked: Replica) -> bool:
         place = int(asked.endpoint.url[-1]) - 1
@@ -121,9 +121,9 @@ def test_a_rank_whose_replica_died_says_so_once_and_stays(capsys: pytest.Capture
         # The second misses two looks and comes back: that is no death.
         return looks[place] < 3 if place == 0 else looks[place] not in (4, 5)
 
-    assert circle(store, 1).attend([replica(1, port=1), replica(1, port=2)], answers) == [0]
-    assert circle(store, 0).gone() == [2]
-    assert capsys.readouterr().err.count("http://127.0.0.1:1 answers no more") == 1
+    assert circle(store, 1).keep_up([replica(1, port=1), replica(1, port=2)], answers) == [0]
+    assert circle(store, 0).dead() == [2]
+    assert capsys.readouterr().err.count("http://127.0.0.1:1 no longer answers") == 1
 
 
 def test_a_launch_that_is_gone_ends_the_waiting() -> None:
@@ -133,13 +133,13 @@ def test_a_launch_that_is_gone_ends_the_waiting() -> None:
         store.lost = True
         return True
 
-    assert circle(store, 1).attend([replica(1)], answers) == []
+    assert circle(store, 1).keep_up([replica(1)], answers) == []
 
 
 def test_whoever_does_not_say_that_it_heard_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "FAREWELL_S", 0.01)
+    monkeypatch.setattr(ranks, "ACKNOWLEDGE_S", 0.01)
     store = MemoryStore()
-    with circle(store, 0).asking():
+    with circle(store, 0).load_in_progress():
         pass
     assert store.values == {"paceline/ended": "1"}
 

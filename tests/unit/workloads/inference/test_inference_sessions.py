@@ -21,13 +21,13 @@ from paceline.results import client_audit
 from paceline.results.records import Evidence, Sample
 from paceline.results.served_samples import AnswerSample, ClientSample, ReplicaSample, RequestSample, StageSample
 from paceline.serving import early_stopping
-from paceline.serving.client import arrivals, team
-from paceline.serving.client.orders import Handled, Shift
-from paceline.serving.client.tally import Tally
-from paceline.serving.early_stopping import Told
+from paceline.serving.client import schedule, worker_pool
+from paceline.serving.client.requests import RequestResult, ShardResult
+from paceline.serving.client.shard import Progress
+from paceline.serving.early_stopping import Verdict
 from paceline.workloads import inference
 from paceline.workloads.inference import loads
-from paceline.workloads.inference.session import Pulse, paced_of, rest_s, standing
+from paceline.workloads.inference.session import Heartbeat, idle_s, paced_of, progress_text
 
 Start = Callable[..., bed.Replica]
 SAMPLES = 40
@@ -275,15 +275,15 @@ def test_a_load_goes_on_for_as_long_as_it_shall(start: Start, ask: Ask) -> None:
 def test_a_request_whose_end_is_missing_shows_in_a_load_that_may_end_early(
     start: Start, ask: Ask, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
 ) -> None:
-    whole = team.run
+    whole = worker_pool.run
 
-    def forgetful(shares: Any, **watched: Any) -> list[Shift]:
-        shifts = whole(shares, **watched)
-        shifts[0].handled.pop()
-        return shifts
+    def forgetful(shares: Any, **watched: Any) -> list[ShardResult]:
+        shards = whole(shares, **watched)
+        shards[0].results.pop()
+        return shards
 
     replica = start(ttft_s=0.05)
-    monkeypatch.setattr(team, "run", forgetful)
+    monkeypatch.setattr(worker_pool, "run", forgetful)
     found = ask(replica, warmup_requests=0, **asked)
     stage = found.of(StageSample)[0]
     assert stage.planned == 1 + len([request for request in found.requests if request.stage == 0])
@@ -308,16 +308,18 @@ def test_a_search_never_passes_what_the_law_of_the_server_forbids(
         tpot_limit_s=limit_s / 7,
         timeout_s=30.0,
     )
-    rates: dict[Told, list[float]] = {told: [] for told in Told}
+    rates: dict[Verdict, list[float]] = {told: [] for told in Verdict}
     for stage in found.of(StageSample):
         ours = sorted((r for r in found.requests if r.stage == stage.stage), key=lambda r: r.due_ns)
         late = [r.error is not None or _longest_ns(r) > limit_s * 1e9 for r in ours]
-        told = early_stopping.told_by(len(ours), sum(late), 0.9)
+        told = early_stopping.verdict_of(len(ours), sum(late), 0.9)
         rates[told].append(stage.rate_per_s)
         forbidden = int((_waits([r.due_ns for r in ours], service_s) > limit_s * 1e9).sum())
-        assert not (told is Told.PASSED and early_stopping.told_by(len(ours), forbidden, 0.9) is not Told.PASSED)
-    assert rates[Told.FAILED]
-    assert max(rates[Told.PASSED], default=0.0) < min(rates[Told.FAILED], default=math.inf)
+        assert not (
+            told is Verdict.PASSED and early_stopping.verdict_of(len(ours), forbidden, 0.9) is not Verdict.PASSED
+        )
+    assert rates[Verdict.FAILED]
+    assert max(rates[Verdict.PASSED], default=0.0) < min(rates[Verdict.FAILED], default=math.inf)
 
 
 def test_a_trial_ends_when_it_is_lost(start: Start, ask: Ask) -> None:
@@ -329,7 +331,7 @@ def test_a_trial_ends_when_it_is_lost(start: Start, ask: Ask) -> None:
     assert found.evidence is not None
     # On a busy machine the client may say against itself that it was late.
     why = str(found.evidence.settings["search_ended_by"])
-    assert "longer than is left of timeout_s" in why or "this client cannot ask" in why
+    assert "longer than what is left of timeout_s" in why or "this client cannot measure" in why
 
 
 def _longest_ns(answer: RequestSample) -> int:
@@ -352,13 +354,13 @@ def test_a_load_is_counted_by_what_is_needed_up_to_what_is_planned(
     ended: int, late: int, planned: int, golden: object
 ) -> None:
     load = loads.Load(scenario="server", requests=planned, seed=0, rate_per_s=4.0)
-    tally = Tally(planned=planned, sent=ended, ended=ended, late=late, failed=0)
-    assert standing(load, 0, Serving(scenario="server", rate_per_s=4.0), tally) == golden
+    tally = Progress(planned=planned, sent=ended, ended=ended, late=late, failed=0)
+    assert progress_text(load, 0, Serving(scenario="server", rate_per_s=4.0), tally) == golden
 
 
 def test_how_many_were_sent_by_when_the_last_was_due() -> None:
-    def handled(number: int, due_ns: int, sent_ns: int | None) -> Handled:
-        return Handled(number=number, replica=0, due_ns=due_ns, sent_ns=sent_ns)
+    def handled(number: int, due_ns: int, sent_ns: int | None) -> RequestResult:
+        return RequestResult(number=number, replica=0, due_ns=due_ns, sent_ns=sent_ns)
 
     due = [0, 100, 200, 300, 400]
     assert paced_of([handled(n, at, at + 1) for n, at in enumerate(due)]) == 1.0
@@ -391,14 +393,14 @@ def test_whoever_watches_sees_requests_end_and_how_many_are_needed(start: Start,
 def test_a_load_is_alive_until_the_time_out_of_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
-    told: list[Tally] = []
-    pulse = Pulse(told.append, patience_s=600.0)
-    waiting = Tally(planned=9, sent=5, ended=4, late=0, failed=0)
+    told: list[Progress] = []
+    pulse = Heartbeat(told.append, timeout_s=600.0)
+    waiting = Progress(planned=9, sent=5, ended=4, late=0, failed=0)
     for clock[0], beats in ((1000.0, 1), (1299.0, 2), (1600.0, 3), (1601.0, 3), (9000.0, 3)):
         pulse(waiting)
         assert len(told) == beats
     # With nothing in flight there is nothing to wait for.
-    idle = Tally(planned=9, sent=5, ended=5, late=0, failed=1)
+    idle = Progress(planned=9, sent=5, ended=5, late=0, failed=1)
     for _ in range(2):
         pulse(idle)
     assert told[-1] == idle
@@ -409,32 +411,32 @@ def test_a_schedule_that_rests_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> No
     """A trace with 400 s between two requests, longer than the 300 s after which a controller sees a hang."""
     clock, told = [0.0], []
     monkeypatch.setattr("paceline.workloads.inference.session.time.monotonic", lambda: clock[0])
-    due = arrivals.trace(np.array([0.0, 3.0, 403.0]))
-    pulse = Pulse(told.append, 600.0, lambda sent: rest_s(due, sent))
-    resting = Tally(planned=3, sent=2, ended=2, late=0, failed=0)
+    due = schedule.trace(np.array([0.0, 3.0, 403.0]))
+    pulse = Heartbeat(told.append, 600.0, lambda sent: idle_s(due, sent))
+    resting = Progress(planned=3, sent=2, ended=2, late=0, failed=0)
     for clock[0], beats in ((1000.0, 1), (1001.0, 2), (1399.0, 3), (1400.0, 4), (1401.0, 4), (9000.0, 4)):
         pulse(resting)
         assert len(told) == beats
     # All were asked and have ended: nobody waits for anything.
     for _ in range(2):
-        pulse(Tally(planned=3, sent=3, ended=3, late=0, failed=0))
+        pulse(Progress(planned=3, sent=3, ended=3, late=0, failed=0))
     assert len(told) == 5
 
 
 @pytest.mark.parametrize(
     ("due", "sent", "seconds"),
     [
-        (arrivals.trace(np.array([7.0, 8.5])), 1, 1.5),
-        (arrivals.constant(0.01, 3), 0, 0.0),
-        (arrivals.constant(0.01, 3), 2, 100.0),
-        (arrivals.constant(0.01, 3), 3, 0.0),
-        (arrivals.poisson(0.001, 1, seed=1), 0, float(arrivals.poisson(0.001, 1, seed=1)[0]) / 1e9),
-        (arrivals.closed_loop(3), 1, 0.0),
-        (arrivals.at_once(3), 1, 0.0),
+        (schedule.trace(np.array([7.0, 8.5])), 1, 1.5),
+        (schedule.constant(0.01, 3), 0, 0.0),
+        (schedule.constant(0.01, 3), 2, 100.0),
+        (schedule.constant(0.01, 3), 3, 0.0),
+        (schedule.poisson(0.001, 1, seed=1), 0, float(schedule.poisson(0.001, 1, seed=1)[0]) / 1e9),
+        (schedule.closed_loop(3), 1, 0.0),
+        (schedule.at_once(3), 1, 0.0),
     ],
 )
 def test_how_long_a_schedule_rests(due: Any, sent: int, seconds: float) -> None:
-    assert rest_s(due, sent) == pytest.approx(seconds)
+    assert idle_s(due, sent) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(
@@ -453,8 +455,8 @@ def test_where_a_load_is_in_words(asked: dict[str, Any], tally: tuple[int, int, 
     plain = serving.scenario if serving.scenario != "search" else "server"
     load = loads.Load(scenario=plain, requests=9, seed=0, rate_per_s=1.5, least_s=serving.least_s)
     ended, late, failed = tally
-    seen = Tally(planned=2000, sent=2000, ended=ended, late=late, failed=failed)
-    assert standing(load, 2, serving, seen) == golden
+    seen = Progress(planned=2000, sent=2000, ended=ended, late=late, failed=failed)
+    assert progress_text(load, 2, serving, seen) == golden
 
 
 def test_a_model_of_any_architecture_is_asked(start: Start, ask: Ask, tmp_path: Path) -> None:
@@ -509,7 +511,7 @@ def test_a_plan_says_which_requests_are_too_few_for_their_limits(make_spec: Call
             make_spec(None, processes=1, workload="inference", engine=Choice("openai"), serving=serving)
         )
 
-    words = "; too few requests to tell whether limits are kept: at least 459 are needed"
+    words = "; too few requests to check the limits: at least 459 are needed"
     assert words in told(requests=458)
     enough: list[dict[str, Any]] = [{"requests": 459}, {"requests": 40, "least_s": 600.0}, {}]
     without: list[dict[str, Any]] = [{"requests": 40, "scenario": "search"}, {"requests": 40, "scenario": "offline"}]

@@ -6,21 +6,21 @@ import json
 
 import pytest
 
-from paceline.serving.client.orders import Handled, Limits, Target
-from paceline.serving.client.reading import DETAIL_BYTES, Reading, is_late
-from paceline.serving.client.response import Response
+from paceline.serving.client.http_stream import Response
+from paceline.serving.client.requests import Limits, RequestResult, Target
+from paceline.serving.client.shard import DETAIL_BYTES, AnswerParser
 
 KEY = "sk-verysecret"
 HEAD = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nAccept: */*\r\n".encode()
 TARGET = Target(host="x", port=1, head=HEAD)
 
 
-def read(status: int, body: bytes, head: bytes = b"") -> Handled:
+def read(status: int, body: bytes, head: bytes = b"") -> RequestResult:
     response = Response()
     response.feed(b"HTTP/1.1 %d X\r\n%sContent-Length: %d\r\n\r\n" % (status, head, len(body)) + body, 1, 1)
-    reading = Reading(Handled(number=0, replica=0, due_ns=0), response, True, TARGET.secret)
-    assert reading.go_on(keeps_text=True)
-    return reading.handled
+    parser = AnswerParser(RequestResult(number=0, replica=0, due_ns=0), response, True, TARGET.secret)
+    assert parser.parse_some(keeps_text=True)
+    return parser.result
 
 
 def said(**fields: object) -> bytes:
@@ -65,5 +65,5 @@ def test_an_answer_that_says_the_key(body: bytes) -> None:
     ],
 )
 def test_time_to_the_first_token_of_either_kind(times: dict[str, int | None], late: bool) -> None:
-    handled = Handled(number=0, replica=0, due_ns=0, ended_ns=1000, pieces=9, **times)
-    assert is_late(handled, Limits(ttft_ns=500)) is late
+    handled = RequestResult(number=0, replica=0, due_ns=0, ended_ns=1000, pieces=9, **times)
+    assert handled.is_late(Limits(ttft_ns=500)) is late

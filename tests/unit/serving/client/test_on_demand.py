@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from testbed.requests import request
 
-from paceline.serving.client import courier as courier_module
-from paceline.serving.client.courier import Courier, Errand
-from paceline.serving.client.orders import Target
+from paceline.serving.client import on_demand
+from paceline.serving.client.on_demand import OnDemandClient, OnDemandRequest
+from paceline.serving.client.requests import Target
 from paceline.serving.mock.server import MockReplica
 
 TOKENS = 4
@@ -24,14 +24,14 @@ def target(replica: MockReplica) -> Target:
 
 
 class Heard:
-    """What one courier was told to tell."""
+    """callbacks of one client."""
 
     def __init__(self) -> None:
         self.firsts: list[int] = []
         self.ends: list[tuple[int, int]] = []
 
-    def errand(self, number: int, replicas: int, replica: int | None) -> Errand:
-        return Errand(
+    def errand(self, number: int, replicas: int, replica: int | None) -> OnDemandRequest:
+        return OnDemandRequest(
             payloads=[request(TOKENS)] * replicas,
             replica=replica,
             first=lambda: self.firsts.append(number),
@@ -41,16 +41,16 @@ class Heard:
 
 def carried(targets: list[Target], count: int, replica: int | None = 0, **more: Any) -> tuple[Heard, Any]:
     heard = Heard()
-    with Courier(targets, **{"cap": None, "timeout_s": 20.0, **more}) as courier:
-        courier.take([heard.errand(number, len(targets), replica) for number in range(count)])
-    return heard, courier.account
+    with OnDemandClient(targets, **{"cap": None, "timeout_s": 20.0, **more}) as client:
+        client.send([heard.errand(number, len(targets), replica) for number in range(count)])
+    return heard, client.account
 
 
 def test_every_errand_has_one_first_token_and_one_end(replica: Start) -> None:
     heard, account = carried([target(replica())], 20, cap=3)
     assert sorted(heard.firsts) == list(range(20))
     assert sorted(heard.ends) == [(number, TOKENS) for number in range(20)]
-    assert account.asked == 20
+    assert account.sent == 20
     assert not account.errors
     assert account.in_flight == [0]
 
@@ -59,7 +59,7 @@ def test_without_a_replica_the_free_one_is_asked(replica: Start) -> None:
     targets = [target(replica()), target(replica())]
     heard, account = carried(targets, 10, replica=None)
     assert len(heard.ends) == 10
-    assert account.asked_of == [5, 5]
+    assert account.sent_to == [5, 5]
     assert account.in_flight == [0, 0]
 
 
@@ -79,7 +79,7 @@ def test_an_end_is_told_whatever_goes_wrong(replica: Start, monkeypatch: pytest.
     def fail(*_: object) -> None:
         raise TypeError("'int' object is not iterable")
 
-    monkeypatch.setattr(courier_module, "understand", fail)
+    monkeypatch.setattr(on_demand, "understand", fail)
     heard, account = carried([target(replica())], 2)
     assert heard.ends == [(0, 0), (1, 0)]
     assert account.errors == {"malformed": 2}

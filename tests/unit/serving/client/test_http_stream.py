@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from paceline.serving.client import response as module
-from paceline.serving.client.orders import LONGEST_BODY, longest_body
-from paceline.serving.client.response import BrokenResponse, Response, understand
+from paceline.serving.client import http_stream as module
+from paceline.serving.client.http_stream import BrokenResponse, Response, understand
+from paceline.serving.client.requests import LONGEST_BODY, longest_body
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -44,7 +44,7 @@ def test_one_read_per_frame() -> None:
     answer = understand(response.events())
     assert (answer.first_read, answer.last_read, answer.reads) == (3, 5, [3, 4, 5])
     assert "".join(answer.text) == "Zürich 0\r\n\r\n"
-    assert (answer.pieces, answer.tokens_told, answer.prompt_tokens, answer.coalesced) == (3, 3, 7, 0)
+    assert (answer.pieces, answer.reported_tokens, answer.prompt_tokens, answer.coalesced) == (3, 3, 7, 0)
 
 
 @pytest.mark.parametrize("cut", range(1, len(WHOLE)))
@@ -107,7 +107,7 @@ def test_an_event_without_sense_harms_no_other(damage: bytes) -> None:
     events = [token("a"), b"data: " + damage + b"\n\n", token("b"), USAGE]
     answer = understand(fed([HEAD, *map(chunk, events), b"0\r\n\r\n"])[0].events())
     assert answer.damaged == 1
-    assert (answer.text, answer.tokens_told, answer.prompt_tokens) == (["a", "b"], 3, 7)
+    assert (answer.text, answer.reported_tokens, answer.prompt_tokens) == (["a", "b"], 3, 7)
 
 
 def test_a_finish_that_is_no_word_is_none() -> None:

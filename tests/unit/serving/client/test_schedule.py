@@ -7,14 +7,14 @@ import math
 import numpy as np
 import pytest
 
-from paceline.serving.client import arrivals, plan
+from paceline.serving.client import schedule
 
 
-def made(count: int = 1000, replicas: int = 3, seed: int = 7) -> plan.Plan:
-    return plan.Plan(
-        due_ns=arrivals.poisson(50.0, count, seed),
-        samples=plan.permuted(count, count, seed),
-        replicas=plan.spread(count, replicas),
+def made(count: int = 1000, replicas: int = 3, seed: int = 7) -> schedule.Plan:
+    return schedule.Plan(
+        due_ns=schedule.poisson(50.0, count, seed),
+        samples=schedule.permuted(count, count, seed),
+        replicas=schedule.spread(count, replicas),
     )
 
 
@@ -28,21 +28,21 @@ def kolmogorov_smirnov(gaps_s: np.ndarray, rate: float) -> float:
 
 
 def test_gaps_of_a_poisson_schedule_are_exponential() -> None:
-    due = arrivals.poisson(200.0, 20_000, seed=3)
+    due = schedule.poisson(200.0, 20_000, seed=3)
     gaps = np.diff(due, prepend=0) / 1e9
     # 1.63 is the critical value at 1 %; evenly spaced or rescaled gaps are far above it.
     assert kolmogorov_smirnov(gaps, 200.0) < 1.63
-    assert kolmogorov_smirnov(np.diff(arrivals.constant(200.0, 20_000), prepend=0) / 1e9, 200.0) > 10
+    assert kolmogorov_smirnov(np.diff(schedule.constant(200.0, 20_000), prepend=0) / 1e9, 200.0) > 10
     assert due[-1] / 1e9 != pytest.approx(100.0, rel=1e-6), "the mean of a sample is not the mean of the law"
 
 
 def test_a_constant_rate_does_not_drift() -> None:
-    due = arrivals.constant(3.0, 3_000_001)
-    assert due[-1] == 1_000_000 * arrivals.NS
+    due = schedule.constant(3.0, 3_000_001)
+    assert due[-1] == 1_000_000 * schedule.NS
 
 
 def test_a_trace_starts_at_its_first_entry() -> None:
-    assert arrivals.trace(np.array([5.5, 5.0, 7.25])).tolist() == [0, 500_000_000, 2_250_000_000]
+    assert schedule.trace(np.array([5.5, 5.0, 7.25])).tolist() == [0, 500_000_000, 2_250_000_000]
 
 
 def test_the_digest_is_of_the_load_alone() -> None:
@@ -59,7 +59,7 @@ def test_every_sample_goes_to_exactly_one_process(parts: int) -> None:
 
 
 def test_more_requests_than_samples_use_each_as_often_as_the_others() -> None:
-    drawn = plan.permuted(10, 35, seed=1)
+    drawn = schedule.permuted(10, 35, seed=1)
     counts = np.bincount(drawn)
     assert counts.min() == 3
     assert counts.max() == 4

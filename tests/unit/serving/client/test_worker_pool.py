@@ -12,8 +12,8 @@ import pytest
 from testbed.requests import request
 
 from paceline.errors import UnsupportedError
-from paceline.serving.client import arrivals, audit, plan, team
-from paceline.serving.client.orders import Handled, Shift, Target
+from paceline.serving.client import audit, schedule, worker_pool
+from paceline.serving.client.requests import RequestResult, ShardResult, Target
 from paceline.serving.mock.server import Law, serve_until_told
 
 
@@ -32,28 +32,29 @@ def ports() -> Iterator[list[int]]:
 
 
 def test_two_processes_send_each_request_once(ports: list[int]) -> None:
-    whole = plan.Plan(
-        due_ns=arrivals.poisson(300.0, 120, 1), samples=plan.permuted(120, 120, 1), replicas=plan.spread(120, 2)
+    whole = schedule.Plan(
+        due_ns=schedule.poisson(300.0, 120, 1), samples=schedule.permuted(120, 120, 1), replicas=schedule.spread(120, 2)
     )
     targets = [Target(host="127.0.0.1", port=port) for port in ports]
     shares = [
-        plan.orders_of(whole, share, lambda _: request(tokens=4), targets, connections=8) for share in whole.shares(2)
+        schedule.assignment_of(whole, share, lambda _: request(tokens=4), targets, connections=8)
+        for share in whole.shares(2)
     ]
-    shifts = team.run(shares)
-    assert len(shifts) == 2
-    handled = [each for shift in shifts for each in shift.handled]
+    shards = worker_pool.run(shares)
+    assert len(shards) == 2
+    handled = [each for shard in shards for each in shard.results]
     assert sorted(each.number for each in handled) == list(range(120))
     assert {each.error for each in handled} == {None}
     assert all(each.replica == each.number % 2 for each in handled)
-    verdict = audit.judge(shifts)
+    verdict = audit.judge(shards)
     assert verdict.unstamped == 0
     assert verdict.schedule_lag_p99_s is not None
 
 
 def test_more_connections_than_the_system_allows(monkeypatch: pytest.MonkeyPatch, golden: object) -> None:
-    monkeypatch.setattr(team.resource, "getrlimit", lambda _: (1024, 2048))
+    monkeypatch.setattr(worker_pool.resource, "getrlimit", lambda _: (1024, 2048))
     with pytest.raises(UnsupportedError) as caught:
-        team.require_files(5000)
+        worker_pool.require_files(5000)
     assert str(caught.value) == golden
     assert "5000" in str(caught.value)
     assert "5064" in str(caught.value)
@@ -66,21 +67,25 @@ def test_a_process_of_the_client_may_open_all_files_the_system_allows(
     """An open load has as many in flight as the server is slow to answer, whatever was connected beforehand."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     before = len(list(Path("/proc/self/fd").iterdir()))
-    monkeypatch.setattr(team, "RESERVED_FILES", 0)
-    whole = plan.Plan(due_ns=arrivals.at_once(60), samples=plan.permuted(60, 60, 1), replicas=plan.spread(60, 2))
+    monkeypatch.setattr(worker_pool, "RESERVED_FILES", 0)
+    whole = schedule.Plan(
+        due_ns=schedule.at_once(60), samples=schedule.permuted(60, 60, 1), replicas=schedule.spread(60, 2)
+    )
     targets = [Target(host="127.0.0.1", port=port) for port in ports]
-    share = plan.orders_of(whole, whole.shares(1)[0], lambda _: request(tokens=4), targets)
+    share = schedule.assignment_of(whole, whole.shares(1)[0], lambda _: request(tokens=4), targets)
     resource.setrlimit(resource.RLIMIT_NOFILE, (before + 20, hard))
     try:
-        [shift] = team.run([share])
+        [shard] = worker_pool.run([share])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert {each.error for each in shift.handled} == {None}
-    assert shift.most_in_flight > 20
+    assert {each.error for each in shard.results} == {None}
+    assert shard.most_in_flight > 20
 
 
-GOOD = Shift(
-    handled=[Handled(number=0, replica=0, due_ns=0, first_ns=100_000_000, first_byte_ns=1, pieces=4, stamped=True)],
+GOOD = ShardResult(
+    results=[
+        RequestResult(number=0, replica=0, due_ns=0, first_ns=100_000_000, first_byte_ns=1, pieces=4, stamped=True)
+    ],
     start_ns=0,
     schedule_lag_ns=[50_000] * 100,
     read_lag_ns=[30_000] * 100,
@@ -119,6 +124,6 @@ def test_one_that_was_late_is_not(change: dict[str, object], golden: object) -> 
 def test_slow_servers_leave_more_room_for_lag() -> None:
     """One percent of a median of 1 s is 10 ms."""
     late = replace(GOOD, schedule_lag_ns=[5_000_000] * 100)
-    slow = [replace(GOOD.handled[0], first_ns=1_000_000_000)]
+    slow = [replace(GOOD.results[0], first_ns=1_000_000_000)]
     assert not audit.judge([late]).is_valid
-    assert audit.judge([replace(late, handled=slow)]).is_valid
+    assert audit.judge([replace(late, results=slow)]).is_valid
