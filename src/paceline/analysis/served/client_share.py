@@ -89,7 +89,7 @@ def _text(ratio: float, ceiling: CeilingSample, streams: int) -> str:
     day = datetime.fromtimestamp(min(max(ceiling.measured_at_s, 0.0), LAST_DAY_S), UTC).strftime("%Y-%m-%d")
     beyond = f", with up to {streams:,} here" if streams > ceiling.streams else ""
     known = f"{ceiling.events_per_s:,.0f} events/s over {ceiling.streams:,} streams{beyond}, measured {day}"
-    return f"{share} of this client's ceiling ({known}), counting complete answers"
+    return f"{share} of the client ceiling ({known}), counting complete answers"
 
 
 def _failed(stretch: Stretch) -> str:

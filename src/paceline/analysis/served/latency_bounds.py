@@ -16,14 +16,13 @@ from numpy.typing import NDArray
 
 from paceline.analysis.served.loads import Served, first_answer_s, first_reasoning_s, latency_s, ttft_s
 from paceline.analysis.served.token_times import Gaps, most_in_flight
+from paceline.analysis.statistics.clustered_percentiles import FEWEST_BEYOND, clustered_percentiles
 from paceline.analysis.statistics.intervals import (
-    FEWEST_BEYOND,
     Array,
     Bounded,
     Resampled,
     block_length,
     bounded,
-    clustered_percentiles,
     seed_of,
     unbounded,
 )

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from paceline.serving.client.requests import ANY_REPLICA as ANY_REPLICA
 from paceline.serving.client.requests import NS as NS
 from paceline.serving.client.requests import WHEN_FREE as WHEN_FREE
-from paceline.serving.client.requests import Assignment, Target, Times
+from paceline.serving.client.requests import Assignment, Target
+from paceline.serving.client.requests import Times as Times
 
 
 def poisson(rate_per_s: float, count: int, seed: int) -> Times:

@@ -301,8 +301,8 @@ class Session:
     def finish(self) -> None:
         """Record every replica and when it died: as the client found it, or as its own rank did if it was idle."""
         now_ns = time.monotonic_ns() - (self._origin_ns or time.monotonic_ns())
-        for replica in self._dead():
-            self._died_ns.setdefault(replica, now_ns)
+        for dead in self._dead():
+            self._died_ns.setdefault(dead, now_ns)
         for number, replica in enumerate(self.replicas):
             facts: Mapping[str, Any] = replica.endpoint.facts
             known = ("version", "devices", "tensor_parallel", "ready_s", "settings")

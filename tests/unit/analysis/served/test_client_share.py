@@ -137,7 +137,7 @@ def test_each_load_is_held_against_the_client_that_it_had() -> None:
 
 def test_every_form_of_the_report_tells_it() -> None:
     report = built(asked(ceiling(320.0)))
-    sentence = f"10 % of this client's ceiling (320 events/s over 100 streams, measured 2025-11-16){WHOLE}"
+    sentence = f"10 % of the client ceiling (320 events/s over 100 streams, measured 2025-11-16){WHOLE}"
     assert f"The client used {sentence}" in markdown.text(report)
     assert sentence in html.text(report)
     (line,) = (line for line in csv.text(report).splitlines() if "client_ceiling_ratio" in line)
@@ -152,7 +152,7 @@ def test_near_the_ceiling_a_reader_is_warned_and_the_result_still_counts() -> No
     assert verdict.is_valid
     assert verdict.ceiling is not None
     assert verdict.ceiling.is_near
-    warning = "A load used 89 % of this client's ceiling"
+    warning = "A load used 89 % of the client ceiling"
     assert warning in " ".join((*answer(report), grounds(report)))
     assert warning in markdown.text(report)
     assert "beyond it the client itself would be what is measured" in html.text(report)
