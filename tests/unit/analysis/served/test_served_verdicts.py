@@ -257,7 +257,7 @@ def test_tables_of_replicas_gain_and_the_whole_set(golden: object) -> None:
     report = build(*both())
     static = cells(report, "Replicas (offline, static")
     assert [row[:3] for row in static] == [
-        ["0 node-0", "12", "10.00"],
+        ["0 node-0", "12", "10.0"],
         ["1 node-1", "12", "5.00"],
         ["together", "24", "9.995"],
     ]
