@@ -1,4 +1,4 @@
-"""A choice as the user writes it, and the one sentence for a value that cannot be."""
+"""A choice as the user writes it: a name with options, `zero:stage=2,overlap=false`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.errors import require
 
-_JSON_SIGNS = frozenset('",[]{}\\')
+_JSON_CHARACTERS = frozenset('",[]{}\\')
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,11 @@ class Choice:
 
     @classmethod
     def parse(cls, text: str) -> Choice:
-        """`name` or `name:key=value,key=value`; values read as JSON where they are, else as text."""
+        """Read `name` or `name:key=value,key=value`; values are JSON, or else text.
+
+        >>> Choice.parse("zero:stage=2")
+        Choice(name='zero', options={'stage': 2})
+        """
         name, _, rest = text.partition(":")
         options: dict[str, Any] = {}
         for part in filter(None, _outer_parts(rest)):
@@ -37,32 +41,31 @@ class Choice:
 
 
 def _text(value: object) -> str:
-    """As `parse` reads it back: text that would be taken for two options, or for a number, stands in quotes. So does
-    text with a sign that opens or closes something in JSON, which would swallow the options behind it."""
-    plain = isinstance(value, str) and not _JSON_SIGNS & set(value) and _value(value.strip()) == value
+    """The value as `parse` reads it back. Text is quoted if it looks like several options, a number or JSON."""
+    plain = isinstance(value, str) and not _JSON_CHARACTERS & set(value) and _value(value.strip()) == value
     return str(value) if plain else json.dumps(value, ensure_ascii=False)
 
 
 def _outer_parts(text: str) -> list[str]:
-    """Split at commas, but not at those within a JSON list, object or text."""
+    """Split at commas, except inside a JSON list, object or string."""
     parts, depth, quoted, escaped, begin = [], 0, False, False, 0
-    for place, sign in enumerate(text):
+    for position, character in enumerate(text):
         if escaped:
             escaped = False
-        elif quoted and sign == "\\":
+        elif quoted and character == "\\":
             escaped = True
-        elif sign == '"':
+        elif character == '"':
             quoted = not quoted
         elif not quoted:
-            depth += (sign in "[{") - (sign in "]}")
-            if sign == "," and depth <= 0:
-                parts.append(text[begin:place])
-                begin = place + 1
+            depth += (character in "[{") - (character in "]}")
+            if character == "," and depth <= 0:
+                parts.append(text[begin:position])
+                begin = position + 1
     return [*parts, text[begin:]]
 
 
 def _value(text: str) -> Any:
-    """JSON where it is, else text."""
+    """The parsed JSON, or the text itself."""
     try:
         return json.loads(text)
     except ValueError:

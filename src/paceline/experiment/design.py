@@ -1,4 +1,4 @@
-"""The design block of an experiment to cells: factors from the file and the command line, generators, every point."""
+"""From the design block of an experiment to its cells: factors of the file and the command line, then every point."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from paceline.experiment.fields import Cell, DesignFields, validate
 from paceline.experiment.spec import NO_CELL, RunSpec
 
 PREFIX = "design."
-# An experiment has one device, and a level is one value, which a warm-up is not. Two levels of a field that makes no
-# cell would be the same run.
+# An experiment has one device, and a warm-up is not a single value. Two levels of a field that is not part of the cell
+# would be the same run.
 NO_FACTORS = ("device", "warmup", *NO_CELL)
 FACTORS = tuple(name for name in Cell.model_fields if name not in NO_FACTORS)
 
@@ -23,14 +23,16 @@ Make = Callable[[Fields], RunSpec]
 
 
 def split(given: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Settings of the design itself (`design.kind=factorial`), by its fields, and all others."""
+    """Settings of the design itself (`design.kind=factorial`), by its fields, and all other settings."""
     own = {key.removeprefix(PREFIX): value for key, value in given.items() if key.startswith(PREFIX)}
     return own, {key: value for key, value in given.items() if not key.startswith(PREFIX)}
 
 
-def asked(block: DesignFields | None, own: Fields, axes: Fields, fixed: Fields) -> DesignFields | None:
-    """The file's block under the command line's: an axis is a factor, a fixed field is none any more, and a combined
-    point that changes a fixed field is left out. None where neither asks for a design."""
+def requested(block: DesignFields | None, own: Fields, axes: Fields, fixed: Fields) -> DesignFields | None:
+    """The design of the file with the command line applied; None if neither has one.
+
+    A list setting is a factor. A field that is set to one value is no longer a factor, and combined points that change
+    it are left out."""
     if block is None and not own:
         return None
     merged = validate(DesignFields, {**(block.model_dump() if block else {}), **own}, "design")
@@ -40,8 +42,7 @@ def asked(block: DesignFields | None, own: Fields, axes: Fields, fixed: Fields) 
 
 
 def expand(block: DesignFields, make: Make, keeps: Callable[[Fields], bool]) -> list[RunSpec]:
-    """Every point that is kept, the baseline first, each with the whole design in its spec: what was left out of it is
-    known from there."""
+    """The specs of every point that is not excluded, the baseline first. Each spec has the whole design."""
     _check(block)
     first = {name: levels[0] for name, levels in block.factors.items()}
     design = Design(
@@ -64,17 +65,17 @@ def _check(block: DesignFields) -> None:
     if block.kind == factorial.FRACTIONAL:
         most, count = factorial.MOST_FACTORS, len(block.factors)
         sound = factorial.FEWEST_FACTORS <= count <= most and all(len(v) == 2 for v in block.factors.values())
-        accepted = f"{factorial.FEWEST_FACTORS} to {most} factors of two levels each; factorial takes any"
+        accepted = f"{factorial.FEWEST_FACTORS} to {most} factors of two levels each, or kind: factorial"
         require(sound, "design.factors of a fraction", block.factors, accepted)
 
 
 def _generators(block: DesignFields) -> dict[str, tuple[str, ...]]:
     if block.kind != factorial.FRACTIONAL:
         return {}
-    found = factorial.generators(tuple(block.factors), block.resolution)
-    accepted = f"a lower one, or kind: factorial ({len(block.factors)} factors have no such fraction)"
-    require(found is not None, "design.resolution", block.resolution, accepted)
-    return found or {}
+    chosen = factorial.generators(tuple(block.factors), block.resolution)
+    accepted = f"a lower resolution, or kind: factorial; {len(block.factors)} factors have no such fraction"
+    require(chosen is not None, "design.resolution", block.resolution, accepted)
+    return chosen or {}
 
 
 def _baseline(block: DesignFields, spec: RunSpec) -> dict[str, Level]:
@@ -83,10 +84,10 @@ def _baseline(block: DesignFields, spec: RunSpec) -> dict[str, Level]:
 
 
 def _levels(name: str, others: list[Any], first: Fields, make: Make) -> tuple[Level, ...]:
-    """As the specs say them (`processes: all` is a number there); refused where two of them are one cell."""
+    """The levels as specs state them (`processes: all` becomes a number). Each level must make a different cell."""
     specs = [make({**first, name: level}) for level in (first[name], *others)]
     distinct = len({spec.cell for spec in specs}) == len(specs)
-    require(distinct, f"design.factors.{name}", [first[name], *others], "levels of which each makes another cell")
+    require(distinct, f"design.factors.{name}", [first[name], *others], "levels that each make a different cell")
     return tuple(recipe.setting(spec, name) for spec in specs[1:])
 
 
@@ -98,6 +99,6 @@ def _combined(block: DesignFields, first: Fields, make: Make) -> dict[str, dict[
         require(bool(changes) and known, "design.combined", point, f"a name and some of {', '.join(FACTORS)}")
         spec = make({**first, **changes})
         name = str(point.get("name") or ", ".join(f"{key} {value}" for key, value in changes.items()))
-        require(name not in found, "design.combined", name, "a name of its own for each point")
+        require(name not in found, "design.combined", name, "a different name for each point")
         found[name] = {key: recipe.setting(spec, key) for key in changes}
     return found

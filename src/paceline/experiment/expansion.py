@@ -1,4 +1,4 @@
-"""An experiment to run specs: complete for this machine, expand, repeat, shuffle."""
+"""From an experiment to run specs: complete the fields for this machine, expand the matrix, repeat, shuffle."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from paceline.experiment.plugins import Traits
 from paceline.experiment.reading import parse_yaml, read, read_launcher
 from paceline.experiment.spec import RunSpec, Tuning
 
-# `processes: doubling` is 1, 2, 4, ... up to one per device.
+# `processes: doubling` is 1, 2, 4, ... up to one process per device.
 DOUBLING = "doubling"
-# Fields that count only where something is fine-tuned: given elsewhere they would be believed to count.
+# Fields that apply to fine-tuning only; elsewhere they are refused, because they would have no effect.
 TUNING = {field.name for field in dataclasses.fields(Tuning)}
-# Fields that name a plugin or a row of a table, with options of its own.
+# Fields that name something with options of its own.
 CHOICES = ("workload", "strategy", "launcher", "model", "data", "engine")
 # The cells that `--benchmark` keeps, by what their workload declares.
 BENCHMARKS: dict[str, Callable[[Traits], bool]] = {
@@ -31,9 +31,7 @@ BENCHMARKS: dict[str, Callable[[Traits], bool]] = {
     "training": lambda traits: traits.certified,
     "memory": lambda traits: traits.measures_memory,
 }
-
-
-# Folders of a results folder that are no experiment's: what was set aside, and what timers start.
+# Subdirectories of a results directory that are not experiments.
 TAKEN = ("attempts", "schedules")
 
 
@@ -44,13 +42,13 @@ def load(
     benchmark: str = ALL,
     counts: Mapping[str, int] | None = None,
 ) -> list[RunSpec]:
-    """All runs of a preset or file, in the order they shall be started.
+    """All runs of a preset or file, in the order in which they are started.
 
     benchmark keeps the cells of one kind; counts (`warmup`, `iters`) are options of workloads that repeat a kernel.
     """
     raw = read(source)
     experiment = validate(Experiment, raw, source)
-    accepted = f"another name, as results folders keep {' and '.join(TAKEN)} for themselves"
+    accepted = f"another name, because results directories use {' and '.join(TAKEN)} themselves"
     require(experiment.name not in TAKEN, "name", experiment.name, accepted)
     given = dict(parse_setting(text) for text in settings)
     if launcher is not None:
@@ -60,13 +58,8 @@ def load(
     repeats = given.pop("repeats", experiment.repeats)
     require(type(repeats) is int and repeats >= 1, "--set repeats", repeats, "a whole number from 1")
     cells = select(expand(experiment, given, device), benchmark)
-    idle = sorted(TUNING & given.keys()) if not any(spec.tuning for spec in cells) else []
-    require(
-        not idle,
-        "--set",
-        ", ".join(idle),
-        "fields of this experiment; these apply to fine-tuning only, as in `workload: finetune`",
-    )
+    idle = ", ".join(sorted(TUNING & given.keys())) if not any(spec.tuning for spec in cells) else ""
+    require(not idle, "--set", idle, "a field that has an effect; these need fine-tuning, as in `workload: finetune`")
     return order(counted(cells, counts or {}), repeats, experiment.order_seed)
 
 
@@ -80,22 +73,24 @@ def select(cells: Sequence[RunSpec], benchmark: str) -> list[RunSpec]:
 
 
 def counted(cells: Sequence[RunSpec], counts: Mapping[str, int]) -> list[RunSpec]:
-    """`--warmup` and `--iters` for the cells that have iterations; the others keep their steps."""
+    """The cells with `--warmup` and `--iters` as options of the workloads that repeat kernels."""
     if not counts:
         return list(cells)
     given = " ".join(f"--{option} {count}" for option, count in counts.items())
     accepted = "an experiment with a workload that repeats kernels, such as collectives or compute"
     require(any(not spec.is_trained for spec in cells), "iterations", given, accepted)
-    return [spec if spec.is_trained else replace(spec, workload=_with_options(spec.workload, counts)) for spec in cells]
-
-
-def _with_options(choice: Choice, more: Mapping[str, Any]) -> Choice:
-    return Choice(choice.name, {**choice.options, **more})
+    return [
+        spec
+        if spec.is_trained
+        else replace(spec, workload=Choice(spec.workload.name, {**spec.workload.options, **counts}))
+        for spec in cells
+    ]
 
 
 def given_launcher(text: str, of_file: object) -> str:
-    """`--launcher`: a name with options, or a YAML file that holds them (`name: kubernetes`, then its options). The
-    bare name of the experiment's own launcher keeps the options that the experiment gives it."""
+    """The launcher that `--launcher` names: a name with options, or a YAML file (`name: kubernetes`, then its options).
+
+    The bare name of the experiment's own launcher keeps the options of the experiment."""
     if text.endswith((".yaml", ".yml")):
         return _choice_text(read_launcher(text))
     own = _plain({"launcher": of_file}).get("launcher")
@@ -103,20 +98,21 @@ def given_launcher(text: str, of_file: object) -> str:
 
 
 def _device(experiment: Experiment, given: Mapping[str, Any]) -> Literal["cpu", "cuda"]:
-    asked = given.get("device", experiment.base.get("device", "auto"))
-    require(asked in ("auto", "cpu", "cuda"), "device", asked, "auto, cpu or cuda")
-    if asked == "auto":
-        asked = offered(_launcher({**experiment.base, **given})).device
-    return "cuda" if asked == "cuda" else "cpu"
+    requested = given.get("device", experiment.base.get("device", "auto"))
+    require(requested in ("auto", "cpu", "cuda"), "device", requested, "auto, cpu or cuda")
+    if requested == "auto":
+        requested = offered(_launcher({**experiment.base, **given})).device
+    return "cuda" if requested == "cuda" else "cpu"
 
 
 def _launcher(fields: Mapping[str, Any]) -> Choice:
-    """The launcher of these fields, with `launcher.OPTION` laid over its options; of several, the first."""
-    found = _plain(fields).get("launcher", "local")
-    text = found[0] if isinstance(found, list) and found else found
+    """The launcher of these fields, with `launcher.OPTION` applied; the first one if there are several."""
+    value = _plain(fields).get("launcher", "local")
+    text = value[0] if isinstance(value, list) and value else value
     require(isinstance(text, str), "launcher", text, "text, or a mapping with a name")
+    choice = Choice.parse(text)
     options = {key.partition(".")[2]: value for key, value in fields.items() if key.startswith("launcher.")}
-    return _with_options(Choice.parse(text), options)
+    return Choice(choice.name, {**choice.options, **options})
 
 
 def _overlay(raw: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,29 +137,29 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 
 def expand(experiment: Experiment, given: Mapping[str, Any], device: str) -> list[RunSpec]:
-    """One spec per distinct cell. A setting replaces the axis or field of its name; a list setting is an axis, or a
-    factor where there is a design. The cells of a matrix stand beside those of a design."""
+    """One spec per distinct cell. A setting replaces the axis or field of the same name. A list is an axis, or a factor
+    if there is a design. An experiment may have the cells of a matrix as well as those of a design."""
     own, given = design.split(given)
     nested = {key: value for key, value in given.items() if "." in key}
     axes = {key: value for key, value in given.items() if isinstance(value, list) and key not in nested}
     fixed = {key: value for key, value in given.items() if key not in axes and key not in nested}
-    base = _place(experiment.base | fixed, nested)
+    base = _with_warmup(experiment.base | fixed, nested)
 
     def make(fields: Mapping[str, Any]) -> RunSpec:
-        cell = validate(Cell, _optioned(_plain({**base, **fields}), nested), experiment.name)
+        cell = validate(Cell, _with_options(_plain({**base, **fields}), nested), experiment.name)
         return build(experiment.name, cell, device)
 
     def keeps(fields: Mapping[str, Any]) -> bool:
         return not any(_matches({**base, **fields}, rule) for rule in experiment.exclude)
 
-    block = design.asked(experiment.design, own, axes, fixed)
+    block = design.requested(experiment.design, own, axes, fixed)
     specs = design.expand(block, make, keeps) if block else []
     if not block or experiment.matrix:
         most = offered(_launcher({**base, **given}), device).processes
         points = _points(experiment, base, fixed, {} if block else axes, most)
         specs += [make(point) for point in points if keeps(point)]
     if not specs:
-        raise RequestError(f"{experiment.name}: the matrix and its exclusions leave no cell to run")
+        raise RequestError(f"{experiment.name}: the exclusions leave no cell to run. Check `exclude`.")
     distinct: dict[str, RunSpec] = {}
     for spec in specs:
         distinct.setdefault(spec.cell, spec)
@@ -173,22 +169,30 @@ def expand(experiment: Experiment, given: Mapping[str, Any], device: str) -> lis
 def _points(
     experiment: Experiment, base: Mapping[str, Any], fixed: Mapping[str, Any], axes: Mapping[str, Any], most: int
 ) -> Iterable[dict[str, Any]]:
-    """Every point of every matrix, as changes of the base; most: processes of a node, where an axis doubles them."""
-    matrices = experiment.matrix if isinstance(experiment.matrix, list) else [experiment.matrix]
-    for matrix in matrices:
-        kept = {key: values for key, values in matrix.items() if key not in fixed} | dict(axes)
+    """Every point of every matrix, as changes of the base. most: the last value of an axis that doubles processes."""
+    for matrix in experiment.matrix if isinstance(experiment.matrix, list) else [experiment.matrix]:
+        values = {key: own for key, own in matrix.items() if key not in fixed} | dict(axes)
         doubling = matrix.get("processes") == DOUBLING
-        yield from (p for p in _product(kept, most) if not doubling or _divides({**base, **p}))
+        for key, own in values.items():
+            if key == "processes" and own == DOUBLING:
+                values[key] = [2**k for k in range(most.bit_length()) if 2**k <= most]
+            else:
+                accepted = "a list of at least one value"
+                require(isinstance(own, list) and len(own) > 0, f"matrix.{key}", own, accepted)
+        for point in itertools.product(*values.values()):
+            fields = dict(zip(values, point, strict=True))
+            if not doubling or _divides({**base, **fields}):
+                yield fields
 
 
 def _divides(fields: Mapping[str, Any]) -> bool:
-    """Whether this many processes share the global batch evenly: a doubling axis ends where they no longer can."""
+    """Whether the processes can share the global batch evenly; a doubling axis ends where they cannot."""
     batch, share = fields.get("global_batch"), fields.get("micro_batch", 1) * fields["processes"]
     return not isinstance(batch, int) or not isinstance(share, int) or batch % share == 0
 
 
-def _place(base: dict[str, Any], nested: Mapping[str, Any]) -> dict[str, Any]:
-    """`warmup.minimum=3` sets a field of the group; options of a choice are laid over each cell by `_options`."""
+def _with_warmup(base: dict[str, Any], nested: Mapping[str, Any]) -> dict[str, Any]:
+    """The base with settings such as `warmup.minimum=3` applied; `_with_options` applies options of a choice."""
     result = dict(base)
     for key, value in nested.items():
         group, _, field = key.partition(".")
@@ -202,8 +206,8 @@ def _place(base: dict[str, Any], nested: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _optioned(fields: Mapping[str, Any], nested: Mapping[str, Any]) -> dict[str, Any]:
-    """`workload.iters=20` gives that option to the workload of every cell, over what the cell says itself."""
+def _with_options(fields: Mapping[str, Any], nested: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a cell with settings such as `workload.iters=20` applied."""
     result = dict(fields)
     for key, value in nested.items():
         name, _, option = key.partition(".")
@@ -215,20 +219,8 @@ def _optioned(fields: Mapping[str, Any], nested: Mapping[str, Any]) -> dict[str,
     return result
 
 
-def _product(matrix: Mapping[str, list[Any] | str], most: int) -> Iterable[dict[str, Any]]:
-    axes = {key: _values(key, values, most) for key, values in matrix.items()}
-    return (dict(zip(axes, point, strict=True)) for point in itertools.product(*axes.values()))
-
-
-def _values(key: str, values: list[Any] | str, most: int) -> list[Any]:
-    if key == "processes" and values == DOUBLING:
-        return [2**k for k in range(most.bit_length()) if 2**k <= most]
-    require(isinstance(values, list) and len(values) > 0, f"matrix.{key}", values, "a list of at least one value")
-    return list(values)
-
-
 def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Choices may be written as text or as `{name: zero, stage: 2}`."""
+    """The fields with choices as text; users may also write `{name: zero, stage: 2}`."""
     return {
         key: _choice_text(value) if isinstance(value, dict) and "name" in value else value
         for key, value in fields.items()
@@ -246,7 +238,7 @@ def _matches(fields: Mapping[str, Any], rule: Mapping[str, Any]) -> bool:
 
 
 def order(cells: Sequence[RunSpec], repeats: int, seed: int) -> list[RunSpec]:
-    """Rounds of all cells, each shuffled with the recorded seed; two cells alternate as ABBA, so drift cancels."""
+    """One round of all cells per repeat, shuffled with the recorded seed. Two cells alternate as ABBA, so drift cancels."""
     shuffle = random.Random(seed)
     rounds: list[RunSpec] = []
     for repeat in range(repeats):

@@ -1,9 +1,9 @@
-"""Designed experiments as arithmetic: which points a design holds, and which effects its points cannot tell apart.
+"""Arithmetic of designed experiments: the points of a design, and which effects its points cannot distinguish.
 
-A point is a level for every factor; the first level of a factor is its baseline. A two-level fraction is built on the
-bits 0 (baseline) and 1: the bit of a generated factor is the sum modulo 2 of those that generate it, so the point of
-all baselines is always in it. Effects are sets of factors; two whose symmetric difference is a word of the defining
-relation are aliases: the same column, hence the same number (Box, Hunter and Hunter, 2005, chapter 6).
+A point has one level for every factor; the first level of a factor is its baseline. A two-level fraction is built from
+the bits 0 (baseline) and 1: the bit of a generated factor is the sum modulo 2 of its generators, so the baseline point
+is always included. An effect is a set of factors. Two effects whose symmetric difference is a word of the defining
+relation are aliases: they have the same column, so the same estimate (Box, Hunter and Hunter, 2005, chapter 6).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 ONE_AT_A_TIME, FACTORIAL, FRACTIONAL = "one-at-a-time", "factorial", "fractional"
-# Beyond these the search for generators takes longer than a reader waits; below three there is nothing to leave out.
+# With more factors the search for generators takes too long; with fewer than three there is nothing to leave out.
 FEWEST_FACTORS, MOST_FACTORS = 3, 10
 
 Level = str | int | float | bool | None
@@ -24,11 +24,11 @@ Term = frozenset[str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Design:
-    """What was planned, complete enough to analyse the runs years later.
+    """The plan of an experiment, complete enough to analyse its runs years later.
 
-    baseline holds the level of every field that any point changes; levels the other levels of each factor, in the order
-    given; combined the further points by name, as changes from the baseline; generators, of a fraction, each factor
-    that others generate.
+    baseline: the level of every field that any point changes. levels: the other levels of each factor. combined:
+    further points by name, as changes from the baseline. generators: for a fraction, the factors that generate each
+    generated factor.
     """
 
     kind: str
@@ -39,7 +39,7 @@ class Design:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Design:
-        """The inverse of `dataclasses.asdict`, whose tuples JSON has made lists."""
+        """The inverse of `dataclasses.asdict`; JSON turns tuples into lists."""
         tuples = {name: {key: tuple(v) for key, v in raw[name].items()} for name in ("levels", "generators")}
         return cls(**{**raw, **tuples})
 
@@ -49,22 +49,22 @@ class Design:
 
     @property
     def words(self) -> tuple[Term, ...]:
-        """The defining relation without the identity; empty where nothing is aliased."""
+        """The defining relation without the identity; empty if nothing is aliased."""
         own = [frozenset((name, *sources)) for name, sources in self.generators.items()]
         chosen = (c for n in range(1, len(own) + 1) for c in itertools.combinations(own, n))
         return tuple(_product(terms) for terms in chosen)
 
     @property
     def resolution(self) -> int | None:
-        """Length of the shortest word; None where nothing is aliased."""
+        """The length of the shortest word; None if nothing is aliased."""
         return min(map(len, self.words), default=None)
 
     def aliases(self, effect: Term) -> tuple[Term, ...]:
-        """Effects that have the same column, the simplest first."""
+        """Effects with the same column as this one, the simplest first."""
         return tuple(sorted((effect ^ word for word in self.words), key=lambda term: (len(term), sorted(term))))
 
     def points(self) -> list[Point]:
-        """Of the factors, the baseline first; without the combined ones."""
+        """All points of the factors, the baseline first, without the combined points."""
         baseline = dict(self.baseline)
         if self.kind == ONE_AT_A_TIME:
             alone = [baseline | {name: level} for name, others in self.levels.items() for level in others]
@@ -99,9 +99,13 @@ def _product(terms: Iterable[Term]) -> Term:
 
 
 def generators(factors: Sequence[str], resolution: int | None = None) -> dict[str, tuple[str, ...]] | None:
-    """The smallest fraction of at least this resolution, of those the one with the longest and fewest shortest words.
+    """Generators of the smallest fraction with at least this resolution; None if there is none.
 
-    Without one asked for: resolution IV where there is such a fraction, else III. None where there is no fraction.
+    Among equally small fractions, the one whose shortest words are longest and fewest. Without a resolution: IV if
+    there is such a fraction, else III.
+
+    >>> generators(("a", "b", "c"), 3)
+    {'c': ('a', 'b')}
     """
     if resolution is None:
         return generators(factors, 4) or generators(factors, 3)
@@ -127,7 +131,7 @@ def _best(free: int, generated: int, resolution: int) -> tuple[int, ...] | None:
 
 
 def _choices(free: int, generated: int, resolution: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Every set of generators none of whose words is too short, with its words over free and generated factors."""
+    """Every set of generators without a word that is too short, with its words over free and generated factors."""
     masks = [mask for mask in range(1 << free) if mask.bit_count() >= resolution - 1]
 
     def extend(chosen: tuple[int, ...], words: tuple[int, ...], begin: int) -> Iterator[tuple[Any, Any]]:

@@ -1,4 +1,4 @@
-"""Every field a user may set, with its default, checked by pydantic and turned into a run spec."""
+"""Every field a user may set, with its default: checked by pydantic, then turned into a run spec."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.experiment.serving import Serving
 from paceline.experiment.spec import DEFAULT_WORKLOAD, Precision, RunSpec, Topology, Training, Tuning, WarmUp
 from paceline.host import machine
 
-# `processes: all` is one per device.
+# `processes: all` is one process per device.
 ALL = "all"
 
 
@@ -27,7 +27,7 @@ class Strict(BaseModel):
 
 
 class WarmUpFields(Strict):
-    """What is not given keeps the default of `spec.WarmUp`."""
+    """Fields that are not given keep the default of `spec.WarmUp`."""
 
     minimum: int | None = None
     maximum: int | None = None
@@ -36,7 +36,7 @@ class WarmUpFields(Strict):
 
 
 class OwnFields(Strict):
-    """Every field a user may set, flat, with its default, but those about asking a served model."""
+    """Every field a user may set, with its default, except those of `Serving`."""
 
     workload: str = DEFAULT_WORKLOAD
     model: str = "gpt2-124m"
@@ -75,18 +75,19 @@ class OwnFields(Strict):
     checkpoint_every: int | None = None
 
 
-# Those stand in `Serving` alone, with their defaults.
+# The fields of `Serving` are defined there, with their defaults.
 _TYPES = get_type_hints(Serving)
-_ASKED: dict[str, Any] = {field.name: (_TYPES[field.name], field.default) for field in dataclasses.fields(Serving)}
-Cell = create_model("Cell", __base__=OwnFields, __doc__="Every field a user may set, flat, with its default.", **_ASKED)
+_SERVING: dict[str, Any] = {field.name: (_TYPES[field.name], field.default) for field in dataclasses.fields(Serving)}
+_TUNING = [field.name for field in dataclasses.fields(Tuning)]
+Cell = create_model("Cell", __base__=OwnFields, __doc__="Every field a user may set, with its default.", **_SERVING)
 
 
 Matrix = dict[str, list[Any] | str]
 
 
 class DesignFields(Strict):
-    """factors: field -> its levels, the baseline first. combined: further points, as changes from the baseline, each
-    under a `name`. resolution: the least that a fraction must have."""
+    """factors: field -> its levels, the baseline first. combined: further points as changes from the baseline, each
+    with a `name`. resolution: the minimum for a fraction."""
 
     kind: Literal["one-at-a-time", "factorial", "fractional"] = "one-at-a-time"
     factors: dict[str, list[Any]] = Field(default_factory=dict)
@@ -95,8 +96,8 @@ class DesignFields(Strict):
 
 
 class Experiment(Strict):
-    """The YAML file. `devices.cpu` and `devices.cuda` override base, matrix, design, exclude and repeats on such a
-    machine."""
+    """The YAML file. `devices.cpu` and `devices.cuda` override base, matrix, design, exclude and repeats on machines of
+    that kind."""
 
     name: str
     description: str = ""
@@ -109,19 +110,34 @@ class Experiment(Strict):
     devices: dict[Literal["cpu", "cuda"], dict[str, Any]] = Field(default_factory=dict)
 
 
+# What pydantic expected, by its type of error; its own words otherwise.
+_EXPECTED = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "list_type": "a list",
+    "dict_type": "a mapping",
+    "greater_than_equal": "a whole number from 1",
+}
+
+
 def validate(model: type[Any], raw: Mapping[str, Any], where: str) -> Any:
     try:
         return model.model_validate(raw)
     except ValidationError as error:
         first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"]) or "(top)"
+        field = ".".join(str(part) for part in first["loc"] if part not in ("[key]", "int")) or "(top)"
         given = first.get("input")
         if first["type"] == "extra_forbidden":
             known = _known_fields(model, first["loc"])
             hint = did_you_mean(str(first["loc"][-1]), known)
             accepted = "a known field" if hint else f"one of {', '.join(known)}"
             raise RequestError(f"{where}: got the field {field!r}, expected {accepted}.{hint}") from None
-        raise RequestError(f"{where}: {field} = {given!r} was given; accepted: {first['msg']}") from None
+        if first["type"] == "missing":
+            raise RequestError(f"{where}: the field {field!r} is missing.") from None
+        expected = _EXPECTED.get(first["type"], first["msg"].removeprefix("Input should be "))
+        raise RequestError(f"{where}: {field}: got {given!r}, expected {expected}.") from None
 
 
 def _known_fields(model: type[Any], location: Sequence[int | str]) -> list[str]:
@@ -134,24 +150,20 @@ def _known_fields(model: type[Any], location: Sequence[int | str]) -> list[str]:
 
 
 def build(name: str, cell: OwnFields, device: str) -> RunSpec:
-    """A run spec from validated fields, with the accumulation that gives the asked global batch."""
-    workload, launcher = Choice.parse(cell.workload), Choice.parse(cell.launcher)
-    traits = traits_of(workload)
-    topology = _topology(cell, device, offered(launcher, device), traits)
-    training = Training(
-        sequence_length=cell.sequence_length,
-        micro_batch=cell.micro_batch,
-        accumulation=_accumulation(cell, topology.world_size),
-        precision=Precision(compute=cell.precision, reduce=cell.reduce_dtype),
-        checkpointing=cell.checkpointing,
-        compile=cell.compile,
-        bucket_mb=cell.bucket_mb,
-        learning_rate=cell.learning_rate,
-        weight_decay=cell.weight_decay,
-        clip_norm=cell.clip_norm,
-        data=_at_home(Choice.parse(cell.data)),
-    )
-    model = _at_home(Choice.parse(cell.model))
+    """A run spec from validated fields, for one kind of device."""
+    workload, launcher, engine = Choice.parse(cell.workload), Choice.parse(cell.launcher), Choice.parse(cell.engine)
+    traits, offer = _traits(workload.name), offered(launcher, device)
+    if traits.serves and not (declared("engines", engine.name, imports=True) or {}).get("STARTS"):
+        # The endpoints already run elsewhere: one process sends the requests.
+        offer = Offer(device=device, processes=offer.processes if "processes" in cell.model_fields_set else 1)
+    processes = offer.processes if cell.processes == ALL else int(cell.processes)
+    topology = Topology(device=device, nodes=cell.nodes or offer.nodes, processes_per_node=processes)
+    # A test of nodes fine-tunes if its own training does.
+    training_of_nodes = str(workload.options.get("training"))
+    trained_by = _traits(training_of_nodes) if plugins.is_shipped("workloads", training_of_nodes) else Traits()
+    fine_tunes = trained_by.fine_tunes if traits.tests_nodes else traits.fine_tunes
+    serving = {field: getattr(cell, field) for field in _SERVING}
+    model, data = _expand_home(Choice.parse(cell.model)), _expand_home(Choice.parse(cell.data))
     return RunSpec(
         experiment=name,
         workload=workload,
@@ -159,10 +171,27 @@ def build(name: str, cell: OwnFields, device: str) -> RunSpec:
         launcher=launcher,
         model=model,
         topology=topology,
-        training=training,
-        tuning=_tuning(cell) if _fine_tunes(workload, traits) else None,
-        serving=_serving(cell) if traits.serves else None,
-        engine=_engine(cell) if traits.serves else None,
+        training=Training(
+            sequence_length=cell.sequence_length,
+            micro_batch=cell.micro_batch,
+            accumulation=_accumulation(cell, topology.world_size),
+            precision=Precision(compute=cell.precision, reduce=cell.reduce_dtype),
+            checkpointing=cell.checkpointing,
+            compile=cell.compile,
+            bucket_mb=cell.bucket_mb,
+            learning_rate=cell.learning_rate,
+            weight_decay=cell.weight_decay,
+            clip_norm=cell.clip_norm,
+            data=data,
+        ),
+        tuning=Tuning(**{field: getattr(cell, field) for field in _TUNING}) if fine_tunes else None,
+        # `engine.loadgen` is another way to write the field `loadgen`, and not an option of any engine.
+        serving=Serving(**serving | {"loadgen": str(engine.options.get("loadgen", serving["loadgen"]))})
+        if traits.serves
+        else None,
+        engine=Choice(engine.name, {key: value for key, value in engine.options.items() if key != "loadgen"})
+        if traits.serves
+        else None,
         warmup=WarmUp(**cell.warmup.model_dump(exclude_none=True)),
         steps=cell.steps,
         seed=cell.seed,
@@ -172,20 +201,18 @@ def build(name: str, cell: OwnFields, device: str) -> RunSpec:
         telemetry_hz=cell.telemetry_hz,
         max_restarts=cell.max_restarts,
         checkpoint_every=cell.checkpoint_every,
-        contents=digests(model, training.data),
+        contents=digests(model, data),
     )
 
 
-def _topology(cell: OwnFields, device: str, offer: Offer, traits: Traits) -> Topology:
-    """As given; what is not is all that the launcher has, or one process where endpoints that already run are asked."""
-    if traits.serves and not (declared("engines", Choice.parse(cell.engine).name, imports=True) or {}).get("STARTS"):
-        offer = Offer(device=device, processes=offer.processes if "processes" in cell.model_fields_set else 1)
-    processes = offer.processes if cell.processes == ALL else int(cell.processes)
-    return Topology(device=device, nodes=cell.nodes or offer.nodes, processes_per_node=processes)
+def _traits(workload: str) -> Traits:
+    """What the workload declares; RequestError for an unknown workload."""
+    constants = declared("workloads", workload, imports=True)
+    return cast(Traits, constants["TRAITS"]) if constants else Traits()
 
 
-def _at_home(choice: Choice) -> Choice:
-    """`~/model` and `path=~/train.jsonl` as a shell would take them, which does not look inside a setting."""
+def _expand_home(choice: Choice) -> Choice:
+    """`~/model` and `path=~/train.jsonl` with the home directory, which the shell does not expand inside a setting."""
 
     def full(value: Scalar) -> Scalar:
         return str(Path(value).expanduser()) if isinstance(value, str) and value.startswith("~/") else value
@@ -193,55 +220,21 @@ def _at_home(choice: Choice) -> Choice:
     return Choice(str(full(choice.name)), {key: full(value) for key, value in choice.options.items()})
 
 
-def traits_of(workload: Choice) -> Traits:
-    """What the workload declares; RequestError where there is no such workload."""
-    constants = declared("workloads", workload.name, imports=True)
-    return cast(Traits, constants["TRAITS"]) if constants else Traits()
-
-
-def _fine_tunes(workload: Choice, traits: Traits) -> bool:
-    """A test of nodes fine-tunes if its own training does."""
-    if traits.tests_nodes:
-        training = str(workload.options.get("training"))
-        return plugins.is_shipped("workloads", training) and traits_of(Choice(training)).fine_tunes
-    return traits.fine_tunes
-
-
-def _tuning(cell: OwnFields) -> Tuning:
-    return Tuning(method=cell.method, rank=cell.rank, alpha=cell.alpha, targets=cell.targets, optimizer=cell.optimizer)
-
-
-def _serving(cell: OwnFields) -> Serving:
-    given = {name: getattr(cell, name) for name in _ASKED}
-    asks = Choice.parse(cell.engine).options.get("loadgen", given["loadgen"])
-    return Serving(**{**given, "loadgen": str(asks)})
-
-
-def _engine(cell: OwnFields) -> Choice:
-    """Without who asks it: `engine.loadgen` says the same as the field, and is no option of any engine."""
-    whole = Choice.parse(cell.engine)
-    return Choice(whole.name, {key: value for key, value in whole.options.items() if key != "loadgen"})
-
-
 def _accumulation(cell: OwnFields, world_size: int) -> int:
-    """Given, or what the global batch leaves for each process; both at once must agree."""
+    """As given, or as the global batch requires; if both are given they must agree."""
     if cell.global_batch is None:
         return cell.accumulation or 1
     share = cell.micro_batch * world_size
-    accepted = f"a multiple of micro_batch x processes ({cell.micro_batch} x {world_size})"
-    require(cell.global_batch > 0 and cell.global_batch % share == 0, "global_batch", cell.global_batch, accepted)
+    expected = f"a multiple of micro_batch x processes ({cell.micro_batch} x {world_size})"
+    require(cell.global_batch > 0 and cell.global_batch % share == 0, "global_batch", cell.global_batch, expected)
     implied = cell.global_batch // share
-    require(
-        cell.accumulation in (None, implied),
-        "accumulation",
-        cell.accumulation,
-        f"{implied}, or global_batch without it",
-    )
+    expected = f"{implied}, or global_batch without accumulation"
+    require(cell.accumulation in (None, implied), "accumulation", cell.accumulation, expected)
     return implied
 
 
 def offered(launcher: Choice, device: str | None = None) -> Offer:
-    """What the launcher has of a device: on this machine one process per GPU or core, elsewhere what it says itself."""
+    """What the launcher offers: on this machine one process per GPU or core, elsewhere what the launcher says."""
     plugin = load("launchers", launcher.name)
     if hasattr(plugin, "offer"):
         return cast(Offer, plugin.offer(launcher))

@@ -1,8 +1,8 @@
-"""Short digests of the files that a run reads, so that changed data under the same path is other data.
+"""Short digests of the files that a run reads, so that changed data under the same path counts as different data.
 
-A file of at most 64 MiB, and any JSONL file, is read whole. Of a larger one (weights, token files) the size and 256
-blocks of 64 KiB at even distances are: training changes every block of the weights that it changes. Dates do not count,
-so the same files on another host have the same digest.
+A file of at most 64 MiB, and any JSONL file, is read whole. For a larger file (weights, token files) the digest covers
+the size and 256 evenly spaced blocks of 64 KiB: training changes every block of the weights that it changes. Dates do
+not count, so the same files on another host have the same digest.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ BLOCKS, BLOCK_BYTES = 256, 64 * 2**10
 
 
 def digests(model: Choice, data: Choice) -> dict[str, str]:
-    """By `model` and `data`, of those that name files which are there; whether they must be is checked elsewhere."""
-    found = {"model": _of_model(model), "data": _of_data(data)}
-    return {name: digest for name, digest in found.items() if digest is not None}
+    """Digests of `model` and `data`, as far as they name existing files; other code checks that files exist."""
+    both = {"model": _of_model(model), "data": _of_data(data)}
+    return {name: digest for name, digest in both.items() if digest is not None}
 
 
 def _of_model(model: Choice) -> str | None:
@@ -43,7 +43,7 @@ def _of_data(data: Choice) -> str | None:
 
 
 def _of_files(files: Iterable[Path], whole: bool = False) -> str | None:
-    """None unless the first is there. Names do not count, but their order does."""
+    """One digest of all files, independent of their names; None if the first does not exist."""
     parts = []
     for number, file in enumerate(files):
         part = _of_file(file, whole)
@@ -63,12 +63,12 @@ def _of_file(file: Path, whole: bool) -> str | None:
 
 @functools.cache
 def _read(file: str, size: int, changed_ns: int, whole: bool) -> str:
-    """Once for all cells of an experiment, as long as the file is not changed (`changed_ns`)."""
+    """The digest of a file, cached for all cells of an experiment until the file changes (`changed_ns`)."""
     with Path(file).open("rb") as content:
         if whole or size <= WHOLE_BYTES:
             return hashlib.file_digest(content, "sha256").hexdigest()
-        found = hashlib.sha256(str(size).encode())
+        digest = hashlib.sha256(str(size).encode())
         for block in range(BLOCKS):
             content.seek(block * (size - BLOCK_BYTES) // (BLOCKS - 1))
-            found.update(content.read(BLOCK_BYTES))
-        return found.hexdigest()
+            digest.update(content.read(BLOCK_BYTES))
+        return digest.hexdigest()

@@ -13,7 +13,7 @@ from paceline.errors import RequestError, did_you_mean
 
 
 class Loader(yaml.SafeLoader):
-    """Safe YAML in which 1e-4 is a number, as everyone who writes it expects (YAML 1.1 wants 1.0e-4)."""
+    """Safe YAML in which 1e-4 is a number, as people expect (YAML 1.1 requires 1.0e-4)."""
 
 
 Loader.add_implicit_resolver(
@@ -23,14 +23,16 @@ Loader.add_implicit_resolver(
 
 def presets() -> dict[str, str]:
     """Name -> description of the experiments that ship with Paceline."""
-    found = {}
+    descriptions = {}
     for entry in resources.files(__package__).joinpath("presets").iterdir():
         if entry.name.endswith(".yaml"):
-            found[entry.name.removesuffix(".yaml")] = str(_parse(entry.read_text(), entry.name).get("description", ""))
-    return dict(sorted(found.items()))
+            text = _parse(entry.read_text(), entry.name).get("description", "")
+            descriptions[entry.name.removesuffix(".yaml")] = str(text)
+    return dict(sorted(descriptions.items()))
 
 
 def read(source: str) -> dict[str, Any]:
+    """The content of a preset or of a YAML file."""
     path = Path(source)
     shipped = resources.files(__package__).joinpath("presets", f"{source}.yaml")
     if "/" not in source and not path.suffix and shipped.is_file():
@@ -45,26 +47,26 @@ def read(source: str) -> dict[str, Any]:
 
 
 def read_launcher(path: str) -> dict[str, Any]:
-    """A launcher with its options: the mapping that `launcher:` of an experiment may hold, in a file of its own."""
+    """A launcher with its options, from a file of its own."""
     where = f"--launcher {path}"
     if not Path(path).is_file():
-        raise RequestError(f"{where} was given, which is no file; accepted is a YAML file, or a launcher's name")
-    found = _parse(_text_of(Path(path), where), where, "name and the launcher's options")
-    if not isinstance(found.get("name"), str):
-        given = f"name = {found['name']!r}" if found.get("name") is not None else "no name"
-        raise RequestError(f"{where}: {given} was given; accepted is a launcher's name, as in `name: kubernetes`")
-    return found
+        raise RequestError(f"{where}: no such file; expected a YAML file or the name of a launcher.")
+    options = _parse(_text_of(Path(path), where), where, "name and the launcher's options")
+    if not isinstance(options.get("name"), str):
+        given = repr(options["name"]) if options.get("name") is not None else "none"
+        raise RequestError(f"{where}: name: got {given}, expected the name of a launcher, as in `name: kubernetes`.")
+    return options
 
 
 def _text_of(path: Path, where: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"{where} cannot be read ({error}); accepted is a YAML file") from None
+        raise RequestError(f"{where} cannot be read ({error}).") from None
 
 
-# What a file may hold in the place of a mapping, in the words of one who wrote it.
-_WORDS = {type(None): "nothing", list: "a list", str: "text"}
+# What a file contains instead of a mapping.
+_CONTENTS = {type(None): "nothing", list: "a list", str: "text"}
 
 
 def parse_yaml(text: str) -> Any:
@@ -77,6 +79,6 @@ def _parse(text: str, where: str, content: str = "name, base and matrix") -> dic
     except (yaml.YAMLError, RecursionError) as error:
         raise RequestError(f"{where}: not valid YAML ({' '.join(str(error).split())})") from None
     if not isinstance(value, dict):
-        given = _WORDS.get(type(value), "one value")
-        raise RequestError(f"{where}: {given} was given; accepted is a mapping with {content}")
+        given = _CONTENTS.get(type(value), "one value")
+        raise RequestError(f"{where}: got {given}, expected a mapping with {content}.")
     return value

@@ -1,4 +1,4 @@
-"""An experiment's YAML, recreated from run specs: what was asked, in the words in which a user asks for it."""
+"""The YAML of an experiment, recreated from its run specs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from paceline.experiment.spec import RunSpec
 
 
 def recreate(specs: Sequence[RunSpec]) -> dict[str, Any]:
-    """The mapping from which `experiment.load` makes these cells again, under the same run ids.
+    """The mapping from which `expansion.load` makes the same cells with the same run ids.
 
-    Fields in which all cells agree are the base; each cell is a matrix of one point. The specs are of one experiment
-    and one kind of device, because an experiment is. The order of the runs is not kept.
+    Fields in which all cells agree become the base; each cell becomes a matrix of one point. All specs must be of one
+    experiment and one kind of device. The order of the runs is not preserved.
     """
-    for name, found in (("experiment", {s.experiment for s in specs}), ("device", {s.topology.device for s in specs})):
-        require(len(found) == 1, f"{name} of a recreated experiment", sorted(found), f"specs of one {name}")
+    for name, values in (("experiment", {s.experiment for s in specs}), ("device", {s.topology.device for s in specs})):
+        require(len(values) == 1, f"{name} of a recreated experiment", sorted(values), f"specs of one {name}")
     cells = [fields(spec) for spec in {spec.cell: spec for spec in specs}.values()]
     base = {k: v for k, v in cells[0].items() if all(k in cell and cell[k] == v for cell in cells)}
     points = [{k: [v] for k, v in cell.items() if k not in base} for cell in cells]
@@ -32,7 +32,7 @@ def recreate(specs: Sequence[RunSpec]) -> dict[str, Any]:
 
 
 def fields(spec: RunSpec) -> dict[str, Any]:
-    """Every field a user may set, by the names of an experiment file; what a workload has no use for is left out."""
+    """Every field a user may set, by its name in an experiment file, without those that the workload does not use."""
     t, topology = spec.training, spec.topology
     return {
         "workload": str(spec.workload),
@@ -70,11 +70,11 @@ def fields(spec: RunSpec) -> dict[str, Any]:
 
 
 def setting(spec: RunSpec, name: str) -> Scalar:
-    """The value of one field in which cells may differ, by the name of an experiment file; None where it has none."""
+    """The value of one field by its name in an experiment file; None if the spec does not have it."""
     value = spec.global_batch if name == "global_batch" else fields(spec).get(name)
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
 def text(specs: Sequence[RunSpec]) -> str:
-    """As a file for `paceline run FILE`."""
+    """The YAML text, as a file for `paceline run FILE`."""
     return yaml.safe_dump(recreate(specs), sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
