@@ -238,7 +238,7 @@ def _matches(fields: Mapping[str, Any], rule: Mapping[str, Any]) -> bool:
 
 
 def order(cells: Sequence[RunSpec], repeats: int, seed: int) -> list[RunSpec]:
-    """One round of all cells per repeat, shuffled with the recorded seed. Two cells alternate as ABBA, so drift cancels."""
+    """One shuffled round of all cells per repeat, by the recorded seed. Two cells alternate as ABBA: drift cancels."""
     shuffle = random.Random(seed)
     rounds: list[RunSpec] = []
     for repeat in range(repeats):
