@@ -1,7 +1,7 @@
-"""Plugins: a module is a plugin, its folder the registry, its first docstring line the description.
+"""What each kind of plugin must define: workloads, strategies, engines and launchers, and the values they exchange.
 
-`names(kind)` reads the folder without importing anything; the word for suite_json.py is suite-json. A dotted name is
-any importable module; installed packages may register modules under the entry points `paceline.<kind>`.
+A plugin is a module; `experiment.plugins` finds and loads it. Every kind has `check(spec)`, which returns a sentence if
+the plugin cannot do what the spec requests, else None. Exporters are described in `report.exporters`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """Where one rank sits: which of how many, the device it drives, since when (`time.monotonic`), and the folder of
-    its run's checkpoints."""
+    """One rank: its number, its device, when it started (`time.monotonic`), and the directory for checkpoints."""
 
     rank: int
     local_rank: int
@@ -40,47 +39,47 @@ class Seat:
 
 
 class Trainer(Protocol):
-    """A model under one strategy. Losses arrive undivided: dividing by the accumulation is its own affair.
+    """A model under one strategy. Losses are not divided by the accumulation; the trainer does that itself.
 
-    One that can be continued also has `save(folder)` and `load(folder)`, called on every rank between two steps: what
-    has learned and the optimizer's state, as this rank and its peers hold it, to the last bit.
+    A trainer that can resume also has `save(folder)` and `load(folder)`, called on every rank between two steps. They
+    store the parameters and the optimizer state exactly, each rank its own part.
     """
 
     @property
     def updates(self) -> int:
-        """Optimizer steps really taken so far."""
+        """Optimizer steps taken so far."""
 
     def forward(self, tokens: Tensor, labels: Tensor, normaliser: Tensor, last: bool) -> Tensor:
-        """Loss of one micro batch; `last` is true for the final one before `update`."""
+        """Return the loss of one micro batch; `last` is true for the last one before `update`."""
 
     def backward(self, loss: Tensor, last: bool) -> None: ...
 
     def update(self) -> Tensor | float:
-        """Clip, step, clear gradients; returns the global gradient norm before clipping."""
+        """Clip, step and clear gradients. Returns the global gradient norm before clipping."""
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole, unsharded weights under the decoder's own names, the same on every rank."""
+        """Yield the unsharded weights under the decoder's own names, the same on every rank."""
 
     def declare(self) -> tuple[Mapping[str, str], Mapping[str, Any], Mapping[str, Any]]:
-        """dtypes, optimizer and settings as really configured: evidence for the certificate."""
+        """Return dtypes, optimizer and settings as actually configured: evidence for the certificate."""
 
 
 class Recorder(Protocol):
-    """Takes what a workload observes. Nothing may be computed from samples before they are handed over."""
+    """Stores what a workload observes. Samples must be raw: nothing is computed from them before."""
 
     def add(self, sample: Sample) -> None: ...
     def progress(self, step: int, phase: str) -> None: ...
     def conclude(self, evidence: Evidence) -> None: ...
     def keep(self, name: str, content: bytes) -> None:
-        """A file that another program wrote, as it is; the name begins with what `parcel` carries."""
+        """Store a file of another program unchanged. Its name must match `log_transport.CARRIED`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What a launcher will start; `str(job)` is the dry run: the command, then the files it needs.
+    """What a launcher will start. `str(job)` is the dry run: the command, then the files it needs.
 
-    name: what the engine shall call it, the same for the same run folder, so that it can be found again. settings: what
-    the launcher's own `submit` needs to know besides.
+    name: the name of the job in the engine, the same for the same run directory, so that it can be found again.
+    settings: what the launcher's own `submit` also needs.
     """
 
     argv: tuple[str, ...]
@@ -97,11 +96,11 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobState:
-    """Our word for what the engine says. exit_code is None while the job runs.
+    """The state of a job, the same for all engines. exit_code is None while the job runs.
 
-    waiting: why it has not begun yet, in the engine's words. status and reason: how the engine says it ended, where it
-    knows what no rank could leave behind (pre-empted, evicted, out of its time); None where the ranks' word is enough.
-    lost: nodes that went away and whose ranks need not speak, see `may_be_lost`.
+    waiting: why it has not started, in the engine's words. status, reason: how it ended, if the engine knows what no
+    rank could report (preempted, evicted, timed out); None if the outcomes of the ranks decide. lost: nodes that are
+    gone and whose outcomes are not needed, see `may_be_lost`.
     """
 
     running: bool
@@ -113,24 +112,33 @@ class JobState:
 
 
 def may_be_lost(spec: RunSpec) -> range:
-    """Nodes that a job can go on without, once rank 0 asks: of served replicas all but that of the client, which gives
-    what a lost replica leaves unanswered to the others, and says so."""
+    """Return the nodes without which a job can continue once rank 0 sends requests.
+
+    In an inference run these are all nodes except that of the load generator, which reassigns the unanswered requests
+    of a lost replica to the others and records that.
+    """
     return range(1, spec.topology.nodes if spec.serving is not None else 1)
 
 
 class Workload(Protocol):
-    """A workload that searches also has `follow(spec, records) -> RunSpec | None`: given the spec that was asked for
-    and the sealed records of its series so far, the next run to make, or None at the end. It is called on the
-    controller, again from the start when a search is resumed, so it must answer by the records alone. One whose size
-    is not told by steps also has `outline(spec) -> str`, for `paceline plan`."""
+    """What each rank does.
+
+    A workload that searches also has `follow(spec, records) -> RunSpec | None`: given the requested spec and the sealed
+    records of the series so far, it returns the next run, or None at the end. It runs on the controller, and again from
+    the start when a search is resumed, so it must decide by the records alone. A workload whose size is not given by
+    steps also has `outline(spec) -> str`, for `paceline plan`.
+    """
 
     def check(self, spec: RunSpec) -> str | None: ...
     def run(self, spec: RunSpec, seat: Seat, recorder: Recorder) -> None: ...
 
 
 class Strategy(Protocol):
-    """One whose ranks import large packages also has `preload(device)`, which imports them, starts no thread and
-    touches no device: ranks on a CPU are forked from a process that has called it (see launchers/local)."""
+    """How a model is trained on several ranks.
+
+    A strategy that imports large packages also has `preload(device)`, which imports them without starting a thread or
+    using a device. Ranks on a CPU are forked from a process that has called it (see `launchers.local`).
+    """
 
     def check(self, spec: RunSpec) -> str | None: ...
     def wrap(self, spec: RunSpec, seat: Seat) -> Trainer: ...
@@ -138,7 +146,7 @@ class Strategy(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """One replica that answers. secret is what it wants to be shown; it is sent, and never written down."""
+    """One replica that answers requests. secret: its API key, which is sent but never stored."""
 
     url: str
     model: str
@@ -148,35 +156,40 @@ class Endpoint:
 
 
 class Engine(Protocol):
-    """`open` gives the replicas of this rank for as long as its block lasts, and leaves nothing running after it. Every
-    engine answers over HTTP as OpenAI's does, so that all are asked by the same client. One that starts servers on the
-    devices of its rank has `STARTS = True`: what else runs there is then counted.
+    """Serves models. `open` provides the replicas of this rank while its block lasts and leaves nothing running.
 
-    One whose servers can be asked before any run also has `preflight(spec)`, which raises UnsupportedError where a run
-    of these options could not begin now. It is called where the client runs on this host, and starts nothing."""
+    Every engine answers over HTTP like OpenAI's API, so that one client can test all of them. An engine that starts
+    servers on the devices of its rank has `STARTS = True`; other processes on these devices are then counted.
+
+    An engine whose servers can be queried before a run also has `preflight(spec)`, which raises UnsupportedError if a
+    run with these options could not start now. It is called if the client runs on this host, and starts nothing.
+    """
 
     def check(self, spec: RunSpec) -> str | None: ...
     def open(self, spec: RunSpec, seat: Seat) -> AbstractContextManager[Sequence[Endpoint]]: ...
 
 
 class Launcher(Protocol):
-    """`prepare` is pure: the same spec and folder give the same job. `poll` also moves what ranks have sent so far into
-    the run folder; an engine that is away for a moment is asked again. `cancel` ends the job, removes what it left
-    with the engine, and may be called after its end or twice; False says that the job may still be there. `submit`,
-    `poll` and `collect` raise LaunchError with one sentence when the engine refuses.
+    """Starts jobs on an engine: this machine, Kubernetes, Slurm, SSH, Ray.
 
-    One on whose engine a job outlives the controller also has `adopt(job, handle) -> handle | None`: the job that an
-    earlier controller has submitted, whether or not it lived to write the handle down. One without a shared disk also
-    has `collect(handle, run_dir) -> str | None`, called after the end: brings home what is missing, and says what
-    could not be. One with machines of its own also has `offer(choice) -> Offer`. One that keeps something between the
-    jobs of a campaign also has `close()`, called after the last of them. One whose ranks are processes of this
-    host has `HERE = True`.
+    `prepare` is pure: the same spec and directory give the same job. `submit` starts it and returns a handle. `poll`
+    returns its state and moves files that the ranks have sent into the run directory; it retries while the engine is
+    unavailable. `cancel` ends the job and removes what it left in the engine. It may be called after the end, or twice;
+    False means that the job may still exist. `submit`, `poll` and `collect` raise LaunchError with one sentence if the
+    engine refuses.
 
-    One whose engine can be asked before any job also has `preflight(specs)`: given the runs of one choice of options
-    that are still to be made, it raises LaunchError where it is sure that none of them could begin (no such cluster,
-    partition or right). It is called once per choice, before anything is written, and not where a job of these runs may
-    be adopted. It starts no job and leaves nothing with the engine; what holds for some runs only, or may pass while
-    they wait in a queue, is left to them.
+    Optional:
+    `adopt(job, handle) -> handle | None` if jobs outlive the controller: find the job that an earlier controller
+    submitted, even if that controller died before it stored the handle.
+    `collect(handle, run_dir) -> str | None` without a shared disk: after the end, fetch what is missing, and return a
+    sentence about what could not be fetched.
+    `offer(choice) -> Offer` if the launcher has its own machines.
+    `close()` if it keeps something between the jobs of a campaign; called after the last one.
+    `HERE = True` if the ranks are processes of this host.
+    `preflight(specs)` if the engine can be queried before a job: given the remaining runs of one set of options, raise
+    LaunchError if certainly none of them could start (no such cluster, partition or permission). It is called once per
+    set of options, before anything is written, unless a job of these runs may be adopted. It starts no job and leaves
+    nothing in the engine. Problems of single runs, or that may pass while a job is queued, are left to the runs.
     """
 
     def check(self, spec: RunSpec) -> str | None: ...

@@ -25,7 +25,7 @@ from paceline.experiment.serving import Serving
 from paceline.experiment.spec import RunSpec
 from paceline.launchers import _start
 from paceline.launchers._losses import is_past_setup
-from paceline.launchers.slurm import lines
+from paceline.launchers.slurm import output_files
 from paceline.report.tables.one_run import record_lines
 from paceline.results import store
 from paceline.results.records import Status
@@ -162,7 +162,7 @@ def test_hostile_names_reach_slurm_as_they_are(bench: Bench) -> None:
 def test_without_a_shared_disk_results_travel_in_the_output(
     bench: Bench, tmp_path: Path, fetched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lines, "FETCH_S", 0.5)
+    monkeypatch.setattr(output_files, "FETCH_S", 0.5)
     places = {"scratch" if fetched else "output": str(tmp_path)}
     assert bench.run(options={"shared": False, **places}) == (Status.OK, None)
     record = store.read_run(bench.run_dir)

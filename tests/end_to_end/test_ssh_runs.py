@@ -27,7 +27,7 @@ from paceline.experiment.spec import RunSpec
 from paceline.launchers import _start
 from paceline.launchers import ssh as launcher
 from paceline.launchers.node import clock_offsets
-from paceline.launchers.ssh import crew as _ssh_crew
+from paceline.launchers.ssh import sessions as ssh_sessions
 from paceline.results import store
 from paceline.results.records import Status
 
@@ -102,7 +102,7 @@ def field(
     monkeypatch.setattr(_start, "RUNNER", "testbed.light")
     # A reference is the run whose verdict needs finite losses only, but it has one process.
     monkeypatch.setattr(run, "unsupported", lambda spec: None)
-    monkeypatch.setattr(_ssh_crew, "NOTICE_S", 0.5)
+    monkeypatch.setattr(ssh_sessions, "NOTICE_S", 0.5)
     field = Field(hosts, tmp_path, make_spec)
     yield field
     eventually(lambda: not field.leftovers(), "the end of everything on the hosts")

@@ -1,4 +1,4 @@
-"""A second question before a whole campaign is refused: what keeps an engine from answering may pass within seconds."""
+"""One retry before a whole campaign is refused: an engine that does not answer may be back within seconds."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import TypeVar
 
 from paceline.errors import LaunchError
 
-# A server that is started anew, or a switch that learns its ports again, is back by then.
-AGAIN_S = 5.0
+# Long enough for a server to restart, or for a switch to relearn its ports.
+RETRY_S = 5.0
 
 Answer = TypeVar("Answer")
 
 
-class SilenceError(LaunchError):
-    """Nobody answered, which may be so for a moment only."""
+class NoAnswerError(LaunchError):
+    """Nothing answered, which may pass."""
 
 
-def asked_again(ask: Callable[[], Answer]) -> Answer:
-    """What is answered, at the second try where nobody did at the first. A refusal in words is final."""
+def retry_once(ask: Callable[[], Answer]) -> Answer:
+    """Call again after a pause if nothing answered. A refusal in words is final."""
     try:
         return ask()
-    except SilenceError:
-        time.sleep(AGAIN_S)
+    except NoAnswerError:
+        time.sleep(RETRY_S)
     return ask()

@@ -1,4 +1,4 @@
-"""This machine: one process per GPU or CPU share, nothing left behind."""
+"""This machine: one process per GPU, or several on the CPU; nothing is left behind."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _children: dict[int | str, subprocess.Popen[bytes] | _warm.ForkedRun] = {}
 
 @dataclass(frozen=True)
 class Options:
-    """threads: CPU threads of each process.
+    """threads: CPU threads per process.
 
-    warm: on a CPU with one thread, fork the ranks that train from a process that has imported torch; false: torchrun.
-    Torchrun starts them in all other cases: CUDA and thread pools do not survive a fork.
+    warm: for training on a CPU with one thread, fork the ranks from a process that has already imported torch. torchrun
+    starts them in all other cases, because CUDA and thread pools do not survive a fork.
 
-    shared_gpu: all ranks on GPU 0, each under an NCCL host name of its own; a test of multi-rank code, never a speed.
+    shared_gpu: run all ranks on GPU 0, each with its own NCCL host name, to test multi-rank code; not a measurement.
     """
 
     threads: int = 1
@@ -42,19 +42,19 @@ class Options:
     shared_gpu: bool = False
 
     def __post_init__(self) -> None:
-        require(self.threads >= 1, "local.threads", self.threads, "a whole number from 1")
+        require(self.threads >= 1, "local.threads", self.threads, "a whole number, 1 or more")
 
 
 def check(spec: RunSpec) -> str | None:
     chosen = parse_options(Options, spec.launcher)
     topology = spec.topology
     if topology.nodes != 1:
-        return f"the launcher local has one node, not {topology.nodes}"
+        return f"the launcher local supports one node, not {topology.nodes}"
     gpus = machine.device_count()
     if topology.device == "cuda" and not chosen.shared_gpu and topology.processes_per_node > gpus:
         count = topology.processes_per_node
-        needed = f"{count} processes need as many GPUs" if count > 1 else "1 process needs a GPU"
-        return f"{needed}; this machine shows {gpus or 'none'}"
+        needed = f"{count} processes need {count} GPUs" if count > 1 else "1 process needs a GPU"
+        return f"{needed}; this machine has {gpus or 'none'}"
     return None
 
 
@@ -62,31 +62,28 @@ def prepare(spec: RunSpec, run_dir: Path) -> Job:
     chosen = parse_options(Options, spec.launcher)
     topology = spec.topology
     processes = f"--nproc-per-node={topology.processes_per_node}"
-    # What the ranks print is in log.txt; without this torchrun leaves an empty folder among the temporary files.
+    # The output of the ranks is in log.txt. Without this, torchrun leaves an empty temporary directory.
     no_logs = f"--log-dir={os.devnull}"
-    # By its own name torchrun would wait for itself for minutes, where that name does not resolve.
+    # If the host name does not resolve, torchrun would wait for itself for minutes.
     alone = ("--standalone", "--local-addr=127.0.0.1")
     torchrun = (sys.executable, "-m", "torch.distributed.run", *alone, no_logs, processes)
     argv = (*torchrun, "-m", "paceline.workloads.worker", str(run_dir))
     env = rank_environment(chosen.threads)
     if sys.platform == "linux":
-        # A host name that does not resolve would leave gloo without an address; one host needs only loopback.
+        # gloo finds no address if the host name does not resolve; one host needs only loopback.
         env["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     if chosen.shared_gpu:
         env |= {placement.SHARED_GPU: "1", "NCCL_SOCKET_IFNAME": "lo"}
-    # What the command above does is then done by forking; see _warm.
+    # Forking then replaces the command above; see _warm.
     forks = chosen.warm and chosen.threads == 1 and topology.device == "cpu" and spec.is_trained
     settings: dict[str, Any] = {}
     if forks and sys.platform == "linux":
-        settings = {"run_dir": str(run_dir), "processes": topology.processes_per_node, "preload": _preloading(spec)}
+        # A strategy with imports of its own gets its own warm process, so that they do not count in the resident memory
+        # of other strategies.
+        strategy = spec.strategy.name if spec.strategy is not None else ""
+        preload = strategy if strategy and hasattr(load("strategies", strategy), "preload") else ""
+        settings = {"run_dir": str(run_dir), "processes": topology.processes_per_node, "preload": preload}
     return Job(argv=argv, env=env, log=str(run_dir / "log.txt"), settings=settings)
-
-
-def _preloading(spec: RunSpec) -> str:
-    """The strategy, where it has imports of its own: such runs have a warm process of their own, because the resident
-    memory of other strategies must not contain them."""
-    known = spec.strategy is not None and hasattr(load("strategies", spec.strategy.name), "preload")
-    return spec.strategy.name if spec.strategy is not None and known else ""
 
 
 def submit(job: Job) -> Mapping[str, Any]:
@@ -105,33 +102,29 @@ def submit(job: Job) -> Mapping[str, Any]:
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_end_with_controller,
+            # torchrun ends with this process, and the ranks with torchrun (see worker.py).
+            preexec_fn=lambda: end_with_parent(signal.SIGTERM),
         )
     _children[child.pid] = child
     return {"pid": child.pid, "ranks": "torchrun", "started_at": time.time()}
 
 
-def _end_with_controller() -> None:
-    """torchrun is told to stop when this process dies; ranks follow torchrun (see worker.py)."""
-    end_with_parent(signal.SIGTERM)
-
-
 def poll(handle: Mapping[str, Any]) -> JobState:
     child = _children.get(handle.get("run", handle["pid"]))
     if child is None:
-        # A job of an earlier controller: it was told to stop when that one died.
+        # A job of an earlier controller: it ended with it.
         return JobState(running=False)
     code = child.poll()
     return JobState(running=code is None, exit_code=code)
 
 
 def cancel(handle: Mapping[str, Any]) -> None:
-    """End torchrun, or the supervisor of forked ranks, and every process below it."""
+    """End torchrun, or the supervisor of forked ranks, with all its processes."""
     child = _children.get(handle.get("run", handle["pid"]))
     if child is not None and child.poll() is None:
         end_all(child)
 
 
 def close() -> None:
-    """No more runs follow: end the warm processes."""
+    """End the warm processes."""
     _warm.close()

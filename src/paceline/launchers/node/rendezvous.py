@@ -57,9 +57,14 @@ def join(member: Member, patience_s: float) -> str:
 def _lead(member: Member, patience_s: float) -> str:
     deadline = time.monotonic() + patience_s + MARGIN_S
     arrived: dict[int, socket.socket] = {}
+
+    def close_all() -> None:
+        for peer in arrived.values():
+            peer.close()
+
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(_listen(member, min(patience_s, PORT_WAIT_S)))
-        stack.callback(lambda: [peer.close() for peer in arrived.values()])
+        stack.callback(close_all)
         while len(arrived) < member.nodes - 1:
             server.settimeout(max(0.01, deadline - time.monotonic()))
             try:

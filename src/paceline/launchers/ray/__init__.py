@@ -1,8 +1,7 @@
-"""A Ray cluster that is already there: a placement group, one actor per rank, the same worker.
+"""Ray: an existing cluster, with one placement group per run and one actor per rank.
 
-The controller never imports ray: a driver process of its own does (see `_ray_driver`), which Ray takes for the owner of
-the job. However the controller or the driver ends, Ray removes the group and its actors, and each rank ends with its
-actor.
+The controller never imports ray. A driver process does (see `driver`), and Ray regards it as the owner of the job.
+However the controller or the driver ends, Ray removes the group and its actors, and each rank ends with its actor.
 """
 
 from __future__ import annotations
@@ -28,17 +27,16 @@ from paceline.experiment.spec import RunSpec
 from paceline.host.environment import is_secret
 from paceline.host.processes import end_all, end_with_parent
 from paceline.launchers import _start
-from paceline.launchers._retry import asked_again
-from paceline.launchers.ray.cluster import REFUSED, knock
-from paceline.launchers.ray.request import Request
+from paceline.launchers._retry import retry_once
+from paceline.launchers.ray.cluster import REFUSED, Request, probe
 from paceline.results.records import Status
 
 # Options on which no measured number depends, each with what it decides.
 UNMEASURED = {"port": "where ranks rendezvous before they choose their own ports"}
 PLACEMENTS = ("STRICT_SPREAD", "SPREAD", "PACK", "STRICT_PACK")
-# Ranks get 5 s to end politely (see `host.processes`), and what they left is then fetched.
+# Ranks have 5 s to end (see `host.processes`), then their files are fetched.
 END_S = 30.0
-# To enter a cluster takes some seconds; Ray itself gives up after half a minute, or never.
+# Connecting takes some seconds; Ray itself gives up after half a minute, or never.
 ENTER_S = 120.0
 _ADDRESS = re.compile(r"auto|(ray://)?[A-Za-z0-9._-]+:\d{1,5}|(ray://)?\[[0-9A-Fa-f:.]+\]:\d{1,5}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -46,21 +44,21 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True)
 class Options:
-    """address: `auto` (the cluster that this host is a node of, or RAY_ADDRESS), HOST:PORT of its head, seen from one
-    of its nodes, or ray://HOST:PORT from anywhere else.
+    """address: `auto` (the cluster of this host, or RAY_ADDRESS), HOST:PORT of the head (from a node of the cluster),
+    or ray://HOST:PORT (from anywhere else).
 
-    placement: how Ray lays nodes out, STRICT_SPREAD by default: each on a machine of its own. Under any other one two
-    nodes of the spec may be one machine.
+    placement: Ray's strategy for nodes. The default STRICT_SPREAD puts each on its own machine; with any other, two
+    nodes of the spec may share a machine.
 
-    gpus: GPUs of a node where the experiment says `device: auto` or `processes: all`; 0 means CPU.
+    gpus: GPUs per node if the experiment says `device: auto` or `processes: all`; 0 means CPU.
 
-    cpus: Ray's CPUs that each rank reserves. threads: CPU threads of each rank. resources: what else a rank reserves,
-    by Ray's names.
+    cpus: Ray CPUs that each rank reserves. threads: CPU threads per rank. resources: what else a rank reserves, by
+    Ray's names.
 
-    env: further variables of the ranks; they are recorded, so none may hold a secret.
+    env: more variables for the ranks; they are recorded, so no secrets.
 
-    port: where ranks meet on the first node; 0 is any free one. scratch: folder of each node for its files while it
-    runs, by default the system's temporary one. pending_s: how long to wait for room on the cluster.
+    port: rendezvous port on the first node; 0 means any free one. scratch: directory on each node for the files of a
+    running run; default: the temporary directory. pending_s: how long to wait for free resources.
     """
 
     address: str = "auto"
@@ -78,35 +76,27 @@ class Options:
         accepted = "auto, HOST:PORT or ray://HOST:PORT"
         require(_ADDRESS.fullmatch(self.address) is not None, "ray.address", self.address, accepted)
         require(self.placement in PLACEMENTS, "ray.placement", self.placement, ", ".join(PLACEMENTS))
-        require(self.gpus >= 0, "ray.gpus", self.gpus, "a whole number from 0")
-        require(self.cpus >= 1, "ray.cpus", self.cpus, "a whole number from 1")
-        require(self.threads >= 1, "ray.threads", self.threads, "a whole number from 1")
-        require(0 <= self.port < 65536, "ray.port", self.port, "a port, or 0 for any free one")
+        require(self.gpus >= 0, "ray.gpus", self.gpus, "a whole number, 0 or more")
+        require(self.cpus >= 1, "ray.cpus", self.cpus, "a whole number, 1 or more")
+        require(self.threads >= 1, "ray.threads", self.threads, "a whole number, 1 or more")
+        require(0 <= self.port < 65536, "ray.port", self.port, "a port number, or 0 for any free port")
         require(self.pending_s > 0, "ray.pending_s", self.pending_s, "a positive number of seconds")
         require(not self.scratch or self.scratch.startswith("/"), "ray.scratch", self.scratch, "an absolute path")
-        _check_resources(self.resources)
-        _check_variables(self.env)
-
-
-def _check_resources(resources: object) -> None:
-    amounts = resources.values() if isinstance(resources, Mapping) else [None]
-    fits = all(isinstance(amount, int | float) and amount > 0 for amount in amounts)
-    reserved = isinstance(resources, Mapping) and {"CPU", "GPU"} & set(resources)
-    accepted = "a mapping of Ray's names to positive numbers, without CPU and GPU"
-    require(resources is None or (fits and not reserved), "ray.resources", resources, accepted)
-
-
-def _check_variables(variables: object) -> None:
-    require(variables is None or isinstance(variables, Mapping), "ray.env", variables, "a mapping of names to text")
-    for name, value in (variables or {}).items():  # type: ignore[attr-defined]
-        require(bool(_VARIABLE.fullmatch(str(name))), "ray.env", name, "names of letters, digits and underscores")
-        require(isinstance(value, str | int | float), f"ray.env.{name}", value, "text or a number")
-        accepted = "no secret: this is recorded; set it in the environment of the Ray nodes"
-        require(not is_secret(str(name), str(value)), f"ray.env.{name}", "...", accepted)
+        amounts = self.resources.values() if isinstance(self.resources, Mapping) else [None]
+        fits = all(isinstance(amount, int | float) and amount > 0 for amount in amounts)
+        reserved = isinstance(self.resources, Mapping) and {"CPU", "GPU"} & set(self.resources)
+        accepted = "a mapping of Ray's names to positive numbers, without CPU and GPU"
+        require(self.resources is None or (fits and not reserved), "ray.resources", self.resources, accepted)
+        require(self.env is None or isinstance(self.env, Mapping), "ray.env", self.env, "a mapping of names to text")
+        for name, value in (self.env or {}).items():
+            require(bool(_VARIABLE.fullmatch(str(name))), "ray.env", name, "names of letters, digits and underscores")
+            require(isinstance(value, str | int | float), f"ray.env.{name}", value, "text or a number")
+            accepted = "no secret, because it would be recorded; set it in the environment of the Ray nodes"
+            require(not is_secret(str(name), str(value)), f"ray.env.{name}", "...", accepted)
 
 
 def offer(choice: Choice) -> Offer:
-    """What the options say: a cluster is not asked before a job is."""
+    """Offer what the options say. The cluster is only queried for a job."""
     chosen = parse_options(Options, choice)
     return Offer(device="cuda" if chosen.gpus else "cpu", processes=max(1, chosen.gpus))
 
@@ -119,9 +109,9 @@ def check(spec: RunSpec) -> str | None:
 
 
 def preflight(specs: Sequence[RunSpec]) -> None:
-    """Enter the cluster once, by a process of its own, and leave it again."""
+    """Connect to the cluster once, in a separate process."""
     address = parse_options(Options, specs[0].launcher).address
-    asked_again(lambda: knock(address))
+    retry_once(lambda: probe(address))
     command = [sys.executable, "-m", "paceline.launchers.ray.cluster", address]
     try:
         done = subprocess.run(
@@ -135,7 +125,7 @@ def preflight(specs: Sequence[RunSpec]) -> None:
         )
     except subprocess.TimeoutExpired:
         raise LaunchError(
-            f"no Ray cluster let this host in at {address} within {ENTER_S:g} s; try `ray status --address {address}`"
+            f"could not connect to Ray at {address} within {ENTER_S:g} s; try `ray status --address {address}`"
         ) from None
     refused = [line for line in done.stdout.splitlines() if line.startswith(REFUSED)]
     if refused:
@@ -143,7 +133,7 @@ def preflight(specs: Sequence[RunSpec]) -> None:
 
 
 def _driver_environment() -> dict[str, str]:
-    """Ray reports its use to its makers unless somebody has said otherwise."""
+    """Disable Ray's usage reports unless the user has chosen."""
     return {**os.environ, "RAY_USAGE_STATS_ENABLED": os.environ.get("RAY_USAGE_STATS_ENABLED", "0")}
 
 
@@ -173,18 +163,18 @@ def prepare(spec: RunSpec, run_dir: Path) -> Job:
 
 @dataclass(slots=True)
 class Driven:
-    """A driver process, and the last it said of its job."""
+    """A driver process and the last state it reported."""
 
     child: subprocess.Popen[bytes]
     rest: bytes = b""
-    said: dict[str, Any] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
 
 
 _drivers: dict[int, Driven] = {}
 
 
 def submit(job: Job) -> Mapping[str, Any]:
-    """Start the driver; whether Ray takes the job is known by the first polls."""
+    """Start the driver. The first polls show whether Ray accepts the job."""
     assert job.log is not None
     request = json.dumps(json.loads(job.files["request.json"])).encode()
     with Path(job.log).open("wb") as log:
@@ -195,7 +185,8 @@ def submit(job: Job) -> Mapping[str, Any]:
             stdout=subprocess.PIPE,
             stderr=log,
             start_new_session=True,
-            preexec_fn=_end_with_controller,
+            # The driver ends with this process. It ends the ranks, and Ray whatever the driver cannot.
+            preexec_fn=lambda: end_with_parent(signal.SIGTERM),
         )
     assert child.stdin is not None
     assert child.stdout is not None
@@ -206,47 +197,37 @@ def submit(job: Job) -> Mapping[str, Any]:
     return {"pid": child.pid, "name": job.name, "log": job.log}
 
 
-def _end_with_controller() -> None:
-    """The driver is told to stop when this process dies; it ends the ranks, and Ray whatever the driver cannot."""
-    end_with_parent(signal.SIGTERM)
-
-
 def poll(handle: Mapping[str, Any]) -> JobState:
     driven = _drivers.get(int(handle["pid"]))
     if driven is None:
-        # A job of an earlier controller: it ended with that one.
+        # A job of an earlier controller: it ended with it.
         return JobState(running=False)
     code = driven.child.poll()
-    _listen(driven)
-    said = driven.said
-    if "refused" in said:
-        raise LaunchError(said["refused"])
-    if "ended" in said:
-        status = said["status"] and Status(said["status"])
-        lost = tuple(said["lost"])
-        return JobState(running=False, exit_code=said["ended"], status=status, reason=said["reason"], lost=lost)
-    if code is not None:
-        why = f"the driver of the Ray job ended with exit code {code}; see {handle['log']}"
-        return JobState(running=False, exit_code=code, status=Status.FAILED, reason=why)
-    return JobState(running=True, waiting=said.get("waiting", "connecting to Ray") if "running" not in said else None)
-
-
-def _listen(driven: Driven) -> None:
-    """Take in the lines that have come; the last one counts."""
     assert driven.child.stdout is not None
     while piece := driven.child.stdout.read():
         *lines, driven.rest = (driven.rest + piece).split(b"\n")
         for line in lines:
-            driven.said = json.loads(line)
+            driven.state = json.loads(line)
+    state = driven.state
+    if "refused" in state:
+        raise LaunchError(state["refused"])
+    if "ended" in state:
+        status = state["status"] and Status(state["status"])
+        lost = tuple(state["lost"])
+        return JobState(running=False, exit_code=state["ended"], status=status, reason=state["reason"], lost=lost)
+    if code is not None:
+        why = f"the driver of the Ray job ended with exit code {code}; see {handle['log']}"
+        return JobState(running=False, exit_code=code, status=Status.FAILED, reason=why)
+    return JobState(running=True, waiting=None if "running" in state else state.get("waiting", "connecting to Ray"))
 
 
 def collect(handle: Mapping[str, Any], run_dir: Path) -> str | None:
     driven = _drivers.get(int(handle["pid"]))
-    return None if driven is None else driven.said.get("missing")
+    return None if driven is None else driven.state.get("missing")
 
 
 def cancel(handle: Mapping[str, Any]) -> None:
-    """Let the driver end the ranks and give back what they held; one that does not is ended, and Ray does it."""
+    """Let the driver end the ranks and release their resources. If it does not, it is ended and Ray does that."""
     driven = _drivers.pop(int(handle["pid"]), None)
     if driven is None:
         return

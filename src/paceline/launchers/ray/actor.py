@@ -1,7 +1,7 @@
-"""The actor of one rank on its node: keeps an agent as a child process and hands on what it prints.
+"""The actor of one rank on its node: runs an agent as a child process and passes on its output.
 
-Ray carries this class to the nodes by its own bytes, so it imports nothing of Paceline at its top: a node without the
-package, or with another version of it, can still say so.
+Ray sends this class to the nodes by value, so the module imports nothing of Paceline at its top. A node without the
+package, or with another version of it, can then report that.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import sys
 import threading
 from typing import Any
 
-# Ray kills the direct children of an actor that ends, without a word. The shell takes that blow; the agent below it is
-# told to end (by the kernel, and by its closed input), and then ends the rank and removes its files.
+# Ray kills the direct children of an actor that ends. This shell is that child. The agent below it gets SIGTERM from
+# the kernel and a closed input, so it can end the rank and remove its files.
 _SHIELD = ("sh", "-c", '"$@"; exit $?', "paceline-rank")
 
 
 class RankActor:
-    """`facts` first, then `start` once, `read` until it says that all has come; `end` at any time."""
+    """Call `facts` first, then `start` once, `read` until it returns an exit code; `end` at any time."""
 
     def __init__(self) -> None:
         self._child: subprocess.Popen[str] | None = None
@@ -66,22 +66,24 @@ class RankActor:
             self._lines.append(line)
 
     def read(self, taken: int) -> tuple[list[str], int | None]:
-        """The lines after the first `taken`, and the exit code once there will be no more. What is read stays here
-        until the next call says that it has come."""
+        """Return the lines after the first `taken`, and the exit code once no more will come.
+
+        Lines are kept until the next call confirms that they arrived.
+        """
         assert self._child is not None
         assert self._reader is not None
         over = not self._reader.is_alive() and self._child.poll() is not None
-        # In place: the reader appends to it meanwhile.
+        # In place, because the reader appends to it meanwhile.
         del self._lines[: taken - self._taken]
         self._taken = taken
         return list(self._lines), self._child.returncode if over else None
 
     def end(self, taken: int, grace_s: float) -> list[str]:
-        """End the rank and return its last lines; an agent that does not listen is killed with all it started."""
+        """End the rank and return its last lines. An agent that does not react is killed with all its processes."""
         if self._child is None or self._reader is None:
             return []
         assert self._child.stdin is not None
-        # By its parent's death the agent is told to end. A closed input would say that nobody hears it any more.
+        # The agent gets SIGTERM when its parent dies. A closed input would mean that the controller is gone.
         self._child.kill()
         self._reader.join(grace_s)
         with contextlib.suppress(OSError):
@@ -102,13 +104,13 @@ def _paceline_version() -> str | None:
 
 
 def _interface_of(address: str) -> str | None:
-    """The interface by which Ray's nodes reach this one; ranks take the same."""
+    """Return the interface that Ray uses; ranks use the same."""
     try:
         import psutil
     except ImportError:
         return None
-    for name, found in psutil.net_if_addrs().items():
-        if address in [entry.address for entry in found]:
+    for name, entries in psutil.net_if_addrs().items():
+        if address in [entry.address for entry in entries]:
             return str(name)
     return None
 

@@ -1,6 +1,6 @@
-"""Ray itself: reach a cluster, reserve what a job needs, and say in one sentence why that cannot be.
+"""A Ray cluster: the request of a job, the connection, the reservation, and one sentence for each refusal.
 
-`python -m paceline.launchers.ray.cluster ADDRESS` enters a cluster and leaves it again, or prints why it cannot.
+`python -m paceline.launchers.ray.cluster ADDRESS` connects to a cluster and disconnects, or prints why it cannot.
 """
 
 from __future__ import annotations
@@ -12,23 +12,56 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from paceline.errors import LaunchError
-from paceline.launchers._retry import SilenceError
-from paceline.launchers.ray.request import Request
+from paceline.launchers._retry import NoAnswerError
 
 CONNECT_S = 5.0
-LOOK_S = 0.2
-# Before the sentence of a refusal, as Ray and its libraries print what they like besides.
+POLL_S = 0.2
+# Marks the sentence of a refusal among other output of Ray and its libraries.
 REFUSED = "paceline: refused: "
-# Anything may be asked for by these names; what a node has by its own address says nothing.
+# Resources worth showing: not the one named after the node's address, and not memory.
 _SHOWN = re.compile(r"(?!node:|memory$|object_store_memory$)")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the launcher sends its driver, as one JSON line; the same for the same spec and directory.
+
+    each: what one rank reserves, by Ray's names. env: variables of all ranks. expendable: nodes without which the job
+    continues once rank 0 is past setup.
+    """
+
+    name: str
+    run_dir: str
+    version: str
+    address: str
+    placement: str
+    nodes: int
+    processes_per_node: int
+    each: Mapping[str, float]
+    env: Mapping[str, str]
+    runner: str
+    port: int
+    scratch: str
+    pending_s: float
+    expendable: Sequence[int] = ()
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """What one node reserves. Ray never splits a bundle between machines."""
+        return {name: amount * self.processes_per_node for name, amount in self.each.items()}
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.processes_per_node
+
+
 def connect(address: str) -> None:
-    """Enter the cluster as a driver of its own."""
-    knock(address)
+    """Connect to the cluster as a driver."""
+    probe(address)
     import ray
 
     try:
@@ -43,85 +76,77 @@ def connect(address: str) -> None:
         raise LaunchError(refusal(address, str(error))) from None
 
 
-def knock(address: str) -> None:
-    """Ray itself tries for minutes where nobody listens."""
+def probe(address: str) -> None:
+    """Raise NoAnswerError if nothing listens at the address. Ray itself would try for minutes."""
     if address == "auto":
         return
     host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
     except OSError as error:
-        why = f"nobody answers there ({error.strerror or error})"
-        raise SilenceError(
-            f"no Ray cluster at {address}: {why}; try `ray status --address {address}` on its head"
+        why = error.strerror or error
+        raise NoAnswerError(
+            f"no Ray cluster answers at {address} ({why}); try `ray status --address {address}` on its head"
         ) from None
 
 
-def refusal(address: str, words: str) -> str:
-    """Ray's own words are paragraphs; the causes that users meet are told in one sentence each."""
-    versions = re.findall(r"(?:Ray|Python): (\S+)", words)
-    if "Version mismatch" in words and len(versions) == 4:
+def refusal(address: str, message: str) -> str:
+    """Return one sentence for a refusal. Ray's own messages are paragraphs."""
+    versions = re.findall(r"(?:Ray|Python): (\S+)", message)
+    if "Version mismatch" in message and len(versions) == 4:
         theirs, mine = (f"Ray {ray} on Python {python}" for ray, python in (versions[:2], versions[2:]))
-        return f"the cluster at {address} has {theirs}, this controller {mine}: both must be the same"
-    if "Could not find any running Ray instance" in words:
+        return f"the cluster at {address} has {theirs}, this controller has {mine}: they must be the same"
+    if "Could not find any running Ray instance" in message:
         return "no Ray runs on this host and RAY_ADDRESS is not set; give launcher.address=HOST:PORT or ray://HOST:PORT"
-    if "raylet" in words and "ray://" not in address:
+    if "raylet" in message and "ray://" not in address:
         return (
-            f"this host is no node of the Ray cluster at {address}; from outside it the address is ray://HOST:10001 "
-            f"({_shortened(words)})"
+            f"this host is not a node of the Ray cluster at {address}; from outside use ray://HOST:10001 "
+            f"({_shortened(message)})"
         )
-    return f"Ray at {address} refused: {_shortened(words)}"
+    return f"Ray at {address} refused: {_shortened(message)}"
 
 
-def _shortened(words: str) -> str:
-    return " ".join(words.split())[:300]
+def _shortened(message: str) -> str:
+    return " ".join(message.split())[:300]
 
 
 @contextlib.contextmanager
-def reserved(request: Request, tell: Callable[[str], None], left: Callable[[], None]) -> Iterator[Any]:
-    """A placement group that Ray has made room for, given back at the end. While there is none, `tell` says why and
-    `left` may raise."""
+def reserved(request: Request, report: Callable[[str], None], check: Callable[[], None]) -> Iterator[Any]:
+    """Yield a placement group and remove it at the end. While it waits, `report` gets the reason, and `check` may
+    raise."""
+    import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 
     group = placement_group([request.bundle] * request.nodes, strategy=request.placement, name=request.name)
     try:
-        _await(group, request, tell, left)
+        deadline = time.monotonic() + request.pending_s
+        while not group.wait(POLL_S):
+            check()
+            why = shortage(request, ray.nodes(), ray.available_resources())
+            report(why)
+            if time.monotonic() > deadline:
+                raise LaunchError(f"Ray did not place the job within {request.pending_s:g} s: {why}")
         yield group
     finally:
         remove_placement_group(group)
 
 
-def _await(group: Any, request: Request, tell: Callable[[str], None], left: Callable[[], None]) -> None:
-    import ray
-
-    deadline = time.monotonic() + request.pending_s
-    while not group.wait(LOOK_S):
-        left()
-        why = shortage(request, ray.nodes(), ray.available_resources())
-        tell(why)
-        if time.monotonic() > deadline:
-            raise LaunchError(f"Ray did not place the job within {request.pending_s:g} s: {why}")
-
-
 def shortage(request: Request, nodes: Sequence[Mapping[str, Any]], free: Mapping[str, float]) -> str:
-    """What was asked, what the cluster has, and whether the second could ever hold the first."""
+    """Say what was requested, what the cluster has, and whether the cluster could ever provide it."""
+
+    def fits(node: Mapping[str, Any]) -> bool:
+        return all(node["Resources"].get(name, 0) >= amount for name, amount in request.bundle.items())
+
     alive = [node for node in nodes if node["Alive"]]
-    fitting = sum(_holds(node["Resources"], request.bundle) for node in alive)
+    fitting = sum(map(fits, alive))
     needed = request.nodes if request.placement == "STRICT_SPREAD" else 1
-    asked = f"{request.nodes} x {amounts(request.bundle)} under {request.placement}"
+    wanted = f"the job requests {request.nodes} x {amounts(request.bundle)} under {request.placement}"
     if fitting >= needed:
-        return f"{asked} was asked for; {_count(fitting)} could hold one, and free is {amounts(free)} in all"
+        count = f"{fitting} nodes are" if fitting > 1 else "1 node is"
+        return f"{wanted}; {count} large enough, and {amounts(free)} is free in all"
     has = "; ".join(f"{node_name(node)}: {amounts(node['Resources'])}" for node in alive[:8])
     more = f"; and {len(alive) - 8} more" if len(alive) > 8 else ""
-    return f"{asked} was asked for, which the cluster cannot hold (it has {has}{more})"
-
-
-def _count(nodes: int) -> str:
-    return f"{nodes} nodes" if nodes > 1 else "1 node"
-
-
-def _holds(resources: Mapping[str, float], bundle: Mapping[str, float]) -> bool:
-    return all(resources.get(name, 0) >= amount for name, amount in bundle.items())
+    return f"{wanted}, more than the cluster has ({has}{more})"
 
 
 def amounts(resources: Mapping[str, float]) -> str:
@@ -130,7 +155,7 @@ def amounts(resources: Mapping[str, float]) -> str:
 
 
 def node_name(node: Mapping[str, Any]) -> str:
-    """The name it was started under; without one Ray repeats the address, and the host's name says more."""
+    """Return the name of a Ray node, or its host name: without a name, Ray repeats the address."""
     name, address = str(node.get("NodeName") or ""), str(node.get("NodeManagerAddress") or "")
     return name if name and name != address else str(node.get("NodeManagerHostname") or address)
 

@@ -1,8 +1,8 @@
-"""The driver of one job on Ray (`python -m paceline.launchers.ray.driver`): a request comes in, its state goes out.
+"""The driver of one job on Ray (`python -m paceline.launchers.ray.driver`).
 
-The request is the first line of standard input; the job ends when that is closed. Each line of standard output is the
-state of the job: {"waiting": why}, {"running": true}, {"refused": sentence}, or {"ended": exit_code, ...}. What ranks
-leave is written into the run folder as it comes.
+The request is the first line of standard input; the job ends when the input is closed. Each line of standard output is
+the state of the job: {"waiting": why}, {"running": true}, {"refused": sentence}, or {"ended": exit_code, ...}. Files of
+the ranks are written into the run directory as they arrive.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from paceline.launchers._start import agent_arguments
 from paceline.launchers.node import log_transport
 from paceline.launchers.ray import actor as _ray_actor
 from paceline.launchers.ray import cluster
-from paceline.launchers.ray.request import Request
+from paceline.launchers.ray.cluster import Request
 from paceline.results.records import Status
 
 READ_S = 0.25
-# What the ranks that are left have to say when one of them has ended badly: most notice at once.
+# After a rank has failed, how long the others may take to notice: most notice at once.
 AFTERMATH_S = 3.0
-# The same where the job may go on without it: how far rank 0 has come is told once a second, later on a busy node.
+# The same if the job may continue without it. Progress of rank 0 arrives once per second, later on a busy node.
 DOUBT_S = 10.0
 GRACE_S = 10.0
-# How long an actor may be out of Ray's reach before it counts as lost.
+# How long an actor may be unreachable before it counts as lost.
 AWAY_S = 60.0
 
 
 class Ended(Exception):
-    """Nobody waits for this job any more."""
+    """The launcher has ended this job."""
 
 
 @dataclass(slots=True)
 class Member:
-    """One rank of the job as the driver knows it. taken: lines of it that have come. away_since: when Ray last failed
-    to reach its actor. lost: why Ray has no actor for it any more. is_spared: it ended badly, and the job goes on."""
+    """One rank of the job. taken: lines received. away_since: when Ray last failed to reach its actor. lost: why Ray
+    has lost its actor. is_spared: it failed, and the job continues without it."""
 
     rank: int
     node: int
@@ -70,8 +70,8 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
-    """Where what ranks send arrives: their files in the run folder, what else they print in its log."""
+class Inbox:
+    """Receives the output of the ranks: files go into the run directory, all other lines into its log."""
 
     receiver: log_transport.Receiver
     log: IO[str]
@@ -83,14 +83,14 @@ class Home:
         self.log.flush()
 
     def exit_code(self, rank: int) -> int | None:
-        """As the rank's agent told it: that of the rank itself, where a shell would show 1 or 137."""
+        """Return the exit code that the agent reports: that of the rank itself, where a shell would show 1 or 137."""
         arrival = self.receiver.arrivals.get(rank)
         return None if arrival is None else arrival.exit_code
 
 
 def main() -> None:
     end_with_parent(signal.SIGTERM)
-    # Ray and its libraries print what they like; the launcher reads nothing but states.
+    # Keep other output of Ray and its libraries away from the channel of states.
     with os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1) as channel:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         request = Request(**json.loads(sys.stdin.readline()))
@@ -110,52 +110,52 @@ def _end(number: int, frame: FrameType | None) -> None:
     raise Ended
 
 
-def _left() -> None:
-    """Raise when the launcher has closed its end; it never sends more than the request."""
+def _check_input() -> None:
+    """Raise Ended when the launcher has closed its end. It sends nothing after the request."""
     readable, _, _ = select.select([sys.stdin.fileno()], [], [], 0)
     if readable:
         raise Ended
 
 
-def drive(request: Request, tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """The whole job; whatever ends this function ends the ranks and gives back what they held."""
+def drive(request: Request, report: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Run the whole job. However this function ends, the ranks end and their resources are released."""
     import ray
 
     cluster.connect(request.address)
-    # Ray puts a handler of its own in its place.
+    # Ray installs its own handler.
     signal.signal(signal.SIGTERM, _end)
     run_dir = Path(request.run_dir)
     try:
         with (
-            cluster.reserved(request, lambda why: tell({"waiting": why}), _left) as group,
+            cluster.reserved(request, lambda why: report({"waiting": why}), _check_input) as group,
             (run_dir / "log.txt").open("a") as log,
         ):
-            home = Home(log_transport.Receiver(run_dir), log)
-            with crew(request, group, home) as members:
-                tell({"running": True})
+            inbox = Inbox(log_transport.Receiver(run_dir), log)
+            with ranks(request, group, inbox) as members:
+                report({"running": True})
                 patience_s = DOUBT_S if request.expendable else AFTERMATH_S
-                follow(members, home, lambda: spare(request, members, home), patience_s)
+                follow(members, inbox, lambda: spare(request, members, inbox), patience_s)
             spared = [member.rank for member in members if member.is_spared]
-            return conclusion(members, run_dir, home.receiver.missing(request.world_size, but=spared))
+            return conclusion(members, run_dir, inbox.receiver.missing(request.world_size, but=spared))
     finally:
         ray.shutdown()
 
 
 @contextlib.contextmanager
-def crew(request: Request, group: Any, home: Home) -> Iterator[list[Member]]:
-    """All ranks, started; at the end none runs any more, and their last words are in the run folder."""
+def ranks(request: Request, group: Any, inbox: Inbox) -> Iterator[list[Member]]:
+    """Start all ranks. At the end none runs any more, and their last output is in the run directory."""
     members = [
         Member(rank, rank // request.processes_per_node, actor) for rank, actor in enumerate(_actors(request, group))
     ]
     try:
-        _introduce(request, members)
+        _check_nodes(request, members)
         for member, variables in zip(members, seats(request, members), strict=True):
             arguments = agent_arguments(port=int(variables["MASTER_PORT"]), controller_link=True)
             arguments += [f"--scratch={request.scratch}"] if request.scratch else []
             member.actor.start.remote([*arguments, "--per-rank", f"--runner={request.runner}"], variables)
         yield members
     finally:
-        _dismiss([member for member in members if not member.is_over], home)
+        _end_ranks([member for member in members if not member.is_over], inbox)
 
 
 def _actors(request: Request, group: Any) -> list[Any]:
@@ -177,19 +177,19 @@ def _actors(request: Request, group: Any) -> list[Any]:
     ]
 
 
-def _introduce(request: Request, members: list[Member]) -> None:
-    """Learn where Ray has put each rank; nodes that cannot do its work are refused before anything starts."""
+def _check_nodes(request: Request, members: list[Member]) -> None:
+    """Find out where Ray has put each rank, and refuse unsuitable nodes before anything starts."""
     import ray
 
     asked = [member.actor.facts.remote(request.scratch) for member in members]
     while len(ray.wait(asked, num_returns=len(asked), timeout=READ_S)[0]) < len(asked):
-        _left()
+        _check_input()
     names = {node["NodeID"]: cluster.node_name(node) for node in ray.nodes()}
     for member, answer in zip(members, asked, strict=True):
         try:
             member.facts = ray.get(answer)
         except ray.exceptions.RayError as error:
-            raise LaunchError(f"Ray started no actor for rank {member.rank}: {_first_line(error)}") from None
+            raise LaunchError(f"Ray started no actor for rank {member.rank}: {_last_line(error)}") from None
         member.name = names.get(member.facts["node_id"], member.facts["address"])
         if (problem := unfit(request, member)) is not None:
             raise LaunchError(problem)
@@ -198,18 +198,20 @@ def _introduce(request: Request, members: list[Member]) -> None:
 def unfit(request: Request, member: Member) -> str | None:
     version = member.facts["version"]
     if version is None:
-        return f"the Ray node {member.name} has no Paceline: install paceline {request.version} there"
+        return f"the Ray node {member.name} does not have Paceline: install paceline {request.version} there"
     if version != request.version:
-        return f"the Ray node {member.name} has Paceline {version}, this controller {request.version}"
+        return f"the Ray node {member.name} has Paceline {version}, this controller has {request.version}"
     if not member.facts["has_scratch"]:
-        return f"the Ray node {member.name} has no folder {request.scratch!r} that Ray may write to (launcher.scratch)"
+        return (
+            f"the Ray node {member.name} has no directory {request.scratch!r} that Ray can write to (launcher.scratch)"
+        )
     return None
 
 
 def seats(request: Request, members: list[Member]) -> Iterator[dict[str, str]]:
-    """The variables of each rank: its place, where all meet, and the GPUs of its node, as torchrun would show them.
+    """Yield the variables of each rank: its numbers, the rendezvous, and the GPUs of its node, as with torchrun.
 
-    Ray shows an actor its own GPU only; ranks that see those of their node number them as everywhere else.
+    Ray shows an actor only its own GPU. Ranks see all GPUs of their node, so that device numbers are the usual ones.
     """
     first = members[0].facts
     port = str(request.port or first["port"])
@@ -223,7 +225,7 @@ def seats(request: Request, members: list[Member]) -> Iterator[dict[str, str]]:
             "LOCAL_WORLD_SIZE": str(request.processes_per_node),
             "MASTER_ADDR": first["address"],
             "MASTER_PORT": port,
-            # Every rank has an agent of its own, which meets those of all others.
+            # Every rank has its own agent, which joins the rendezvous of all agents.
             "PACELINE_NODE_RANK": str(member.rank),
             "PACELINE_NODES": str(request.world_size),
             "PACELINE_MASTER": first["address"],
@@ -237,24 +239,26 @@ def seats(request: Request, members: list[Member]) -> Iterator[dict[str, str]]:
         yield {**variables, **request.env}
 
 
-def follow(members: list[Member], home: Home, look: Callable[[], None], patience_s: float) -> None:
-    """Take in what ranks print until all have ended, or the rest is only waiting for one that ended badly, and has been
-    for patience_s. look: told at each round, to see without whom the job goes on."""
+def follow(members: list[Member], inbox: Inbox, spare_lost: Callable[[], None], patience_s: float) -> None:
+    """Take the output of the ranks until all have ended, or one has failed and the others have waited for patience_s.
+
+    spare_lost: called each round, to find ranks without which the job continues.
+    """
     import ray
 
     asked = {member.actor.read.remote(member.taken): member for member in members}
     hopeless_at = None
     while asked:
-        _left()
+        _check_input()
         answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=READ_S)
         for answer in answered:
             member = asked.pop(answer)
-            _take(member, answer, home)
+            _take(member, answer, inbox)
             if not member.is_over:
                 asked[member.actor.read.remote(member.taken)] = member
-        look()
+        spare_lost()
         if not any(member.ended_badly and not member.is_spared for member in members):
-            # Whoever failed before rank 0 was past its setup may be expendable by now.
+            # A rank that failed while rank 0 was in setup may be expendable by now.
             hopeless_at = None
         elif hopeless_at is None:
             hopeless_at = time.monotonic() + patience_s
@@ -263,9 +267,11 @@ def follow(members: list[Member], home: Home, look: Callable[[], None], patience
         time.sleep(READ_S)
 
 
-def spare(request: Request, members: list[Member], home: Home) -> None:
-    """Let the job go on without ranks of expendable nodes that ended badly, once rank 0 needs only answers of others.
-    Nobody has to end those that are left: no torchrun is above them, and each hears of rank 0's end by itself."""
+def spare(request: Request, members: list[Member], inbox: Inbox) -> None:
+    """Let the job continue without failed ranks of expendable nodes, once rank 0 is past setup.
+
+    The remaining ranks need not be ended: there is no torchrun above them, and each notices the end of rank 0 itself.
+    """
     run_dir = Path(request.run_dir)
     for member in members:
         bad = member.ended_badly and not member.is_spared and member.node in request.expendable
@@ -273,11 +279,11 @@ def spare(request: Request, members: list[Member], home: Home) -> None:
             member.is_spared = True
             who = f"rank {member.rank} on {member.name}"
             why = member.lost[1] if member.lost else f"{who} ended with exit code {member.code}"
-            home.take([f"paceline: {why}; rank 0 goes on with the other replicas\n"])
+            inbox.take([f"paceline: {why}; rank 0 continues with the other replicas\n"])
 
 
-def _take(member: Member, answer: Any, home: Home) -> None:
-    """What a rank has sent. A call that did not get through is made again: Ray may not yet know that a node died."""
+def _take(member: Member, answer: Any, inbox: Inbox) -> None:
+    """Take the output of a rank. A failed call is repeated, because Ray may not know yet that a node died."""
     import ray
 
     try:
@@ -292,33 +298,33 @@ def _take(member: Member, answer: Any, home: Home) -> None:
         return
     member.away_since = None
     member.taken += len(lines)
-    home.take(lines)
+    inbox.take(lines)
     if code is not None:
-        told = home.exit_code(member.rank)
-        member.code = code if told is None else told
+        reported = inbox.exit_code(member.rank)
+        member.code = code if reported is None else reported
 
 
 def _loss(member: Member, error: Any) -> tuple[Status, str]:
-    """Why an actor is gone: its node was taken away, has died, or its process was ended."""
+    """Explain why an actor is gone: its node was preempted or died, or its process was ended."""
     import ray
 
     who = f"rank {member.rank} on {member.name}"
     if error.preempted:
-        return Status.PREEMPTED, f"{who}: its Ray node was pre-empted"
+        return Status.PREEMPTED, f"{who}: its Ray node was preempted"
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
     if "node has died" in str(error) or member.facts["node_id"] not in alive:
         return Status.FAILED, f"{who}: its node has left the Ray cluster"
-    return Status.FAILED, f"{who}: Ray lost its actor ({_first_line(error)})"
+    return Status.FAILED, f"{who}: Ray lost its actor ({_last_line(error)})"
 
 
-def _first_line(error: Exception) -> str:
-    """The last line says why; those before it are numbers of Ray's own."""
+def _last_line(error: Exception) -> str:
+    """Return the last line of an error, which has the reason; Ray's ids come before it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1][:300] if lines else type(error).__name__
 
 
-def _dismiss(members: list[Member], home: Home) -> None:
-    """End what still runs, all at once, and keep its last words."""
+def _end_ranks(members: list[Member], inbox: Inbox) -> None:
+    """End all running ranks at once and keep their last output."""
     import ray
 
     asked = [member.actor.end.remote(member.taken, GRACE_S) for member in members]
@@ -327,11 +333,11 @@ def _dismiss(members: list[Member], home: Home) -> None:
     answered, _ = ray.wait(asked, num_returns=len(asked), timeout=GRACE_S * 1.5)
     for answer in answered:
         with contextlib.suppress(ray.exceptions.RayError):
-            home.take(ray.get(answer))
+            inbox.take(ray.get(answer))
 
 
 def conclusion(members: list[Member], run_dir: Path, missing: str | None) -> dict[str, Any]:
-    """The state that ends the job. A rank that vanished is to blame: the others, which noticed, left a word."""
+    """Return the final state. A rank that vanished is the cause: those that noticed it have left an outcome."""
     awaited = [member for member in members if not member.is_spared]
     lost = [member.lost for member in awaited if member.lost is not None]
     silent = [m for m in awaited if m.code and not (run_dir / f"outcome-{m.rank}.json").is_file()]
@@ -339,13 +345,13 @@ def conclusion(members: list[Member], run_dir: Path, missing: str | None) -> dic
     if lost:
         status, reason = lost[0]
     elif silent:
-        status, reason = Status.FAILED, _silence(silent[0], run_dir)
+        status, reason = Status.FAILED, _explain_end(silent[0], run_dir)
     code = next((member.code for member in awaited if member.code), 1 if lost else 0)
     spared = sorted({member.node for member in members if member.is_spared})
     return {"ended": code, "status": status, "reason": reason, "missing": missing, "lost": spared}
 
 
-def _silence(member: Member, run_dir: Path) -> str:
+def _explain_end(member: Member, run_dir: Path) -> str:
     who, code = f"rank {member.rank} on {member.name}", member.code or 0
     if code == -signal.SIGKILL:
         return f"{who} was killed by signal 9 (by hand, or because the host ran out of memory)"

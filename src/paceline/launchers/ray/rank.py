@@ -1,7 +1,6 @@
-"""In the place of torchrun under an agent of Ray: this process becomes the one rank that its actor is for.
+"""Replaces torchrun under an agent of Ray: this process becomes the one rank of its actor.
 
-The rank's own variables (RANK, LOCAL_RANK, MASTER_ADDR, ...) are there already; what torchrun would be told is not
-needed.
+The variables of the rank (RANK, LOCAL_RANK, ...) are already set, so the arguments of torchrun are ignored.
 """
 
 from __future__ import annotations

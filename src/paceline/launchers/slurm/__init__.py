@@ -1,9 +1,8 @@
-"""A Slurm cluster: one batch job per run, an agent on each node, state from squeue and the accounting."""
+"""Slurm: one batch job per run, an agent on each node, state from squeue and the accounting."""
 
 from __future__ import annotations
 
 import contextlib
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,13 +16,11 @@ from paceline.experiment.plugins import Offer, parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.launchers._losses import awaited_ranks, have_ended
 from paceline.launchers._start import job_name
-from paceline.launchers.slurm import losses as _slurm_losses
-from paceline.launchers.slurm import refusals, states
-from paceline.launchers.slurm import script as _slurm_script
-from paceline.launchers.slurm.lines import Lines
-from paceline.launchers.slurm.losses import BEGIN, Losses
+from paceline.launchers.slurm import script as batch_script
+from paceline.launchers.slurm import states
 from paceline.launchers.slurm.options import Options
-from paceline.launchers.slurm.states import Away, Phase, Seen
+from paceline.launchers.slurm.output_files import OutputFiles
+from paceline.launchers.slurm.states import BEGIN, Losses, Phase, Seen, Unavailable
 from paceline.results.records import Status
 
 # Options on which no measured number depends, each with what it decides.
@@ -34,29 +31,31 @@ UNMEASURED = {
     "requeue": "whether a preempted job starts again",
     "port": "where ranks rendezvous before they choose their own ports",
 }
-# Between two tries to reach slurmctld that only wait for it.
+# Between two attempts to reach slurmctld.
 RETRY_S = 1.0
-# What is waited for an ended job to leave its nodes: KillWait is 30 s by default, and an epilog may follow.
+# How long an ended job may take to leave its nodes: KillWait is 30 s by default, and an epilog may follow.
 LEAVING_S = 180.0
-# How long `cancel` tries to reach slurmctld: somebody has pressed Ctrl-C and waits.
+# How long `cancel` tries to reach slurmctld: the user has pressed Ctrl-C and waits.
 CANCEL_S = 30.0
-# How long agents may take to end their ranks when they are asked to, and to send what these left.
+# How long agents may take to end their ranks and send their files.
 FAREWELL_S = 30.0
+
+_LIMITS = ("account", "partition", "qos", "reservation")
 
 Answer = TypeVar("Answer")
 
 
 @dataclass(slots=True)
 class Watch:
-    """What this process knows of a job between two looks."""
+    """What this process knows of a job between two polls."""
 
     seen: Seen | None = None
     asked_at: float = float("-inf")
     answered_at: float = field(default_factory=time.monotonic)
-    lines: Lines | None = None
+    output: OutputFiles | None = None
     losses: Losses = field(default_factory=Losses)
-    trouble_at: float | None = None
-    asked_at_end: float | None = None
+    failed_at: float | None = None
+    end_requested_at: float | None = None
 
 
 _watches: dict[str, Watch] = {}
@@ -66,11 +65,11 @@ def check(spec: RunSpec) -> str | None:
     chosen = parse_options(Options, spec.launcher)
     gpus, processes = chosen.gpus_per_node, spec.topology.processes_per_node
     if spec.topology.device == "cuda" and gpus is not None and processes > gpus:
-        return f"{processes} processes on a node need as many GPUs; the launcher slurm was given {gpus}"
+        return f"{processes} processes per node need {processes} GPUs; the launcher slurm requests {gpus}"
     if chosen.requeue and spec.max_restarts:
-        return "launcher.requeue begins anew where max_restarts would go on: one of the two, not both"
+        return "launcher.requeue starts over, max_restarts continues from a checkpoint: use one of them"
     if chosen.requeue and spec.checkpoint_every:
-        return "launcher.requeue begins anew where checkpoint_every would go on: one of the two, not both"
+        return "launcher.requeue starts over, checkpoint_every continues from a checkpoint: use one of them"
     return None
 
 
@@ -82,13 +81,15 @@ def offer(choice: Choice) -> Offer:
 
 
 def preflight(specs: Sequence[RunSpec]) -> None:
-    """sbatch itself is asked, with the script of the smallest run, for what it would refuse from any of them. It reads
-    the script from its input: nothing is written, as no folder may be writable before the first run."""
+    """Ask `sbatch --test-only` with the script of the smallest run whether Slurm would refuse every run.
+
+    sbatch reads the script from its input, so nothing is written.
+    """
     chosen, smallest = parse_options(Options, specs[0].launcher), min(specs, key=lambda spec: spec.topology.world_size)
     (script,) = prepare(smallest, Path(smallest.run_id)).files.values()
     words = ("sbatch", "--test-only", "--parsable")
-    done = _patiently(lambda: states.call(*words, stdin=script), chosen.patience_s)
-    if sentence := refusals.sentence(done, chosen):
+    done = _retry(lambda: states.call(*words, stdin=script), chosen.patience_s)
+    if sentence := states.certain_refusal(done, chosen):
         raise LaunchError(sentence)
 
 
@@ -96,7 +97,7 @@ def prepare(spec: RunSpec, run_dir: Path) -> Job:
     chosen = parse_options(Options, spec.launcher)
     run_dir = run_dir.absolute()
     name = job_name(spec, run_dir)
-    script = _slurm_script.render(spec, chosen, name, run_dir)
+    script = batch_script.render(spec, chosen, name, run_dir)
     settings = {
         "run_dir": str(run_dir),
         "nodes": spec.topology.nodes,
@@ -105,67 +106,62 @@ def prepare(spec: RunSpec, run_dir: Path) -> Job:
         "pending_s": chosen.pending_s,
         "patience_s": chosen.patience_s,
         "poll_s": chosen.poll_s,
-        "limits": _limits(chosen),
-        "expendable": list(may_be_lost(spec)) if _slurm_script.may_go_on(spec, chosen) else [],
+        # A later job needs these to run on the same nodes.
+        "limits": [f"--{name}={getattr(chosen, name)}" for name in _LIMITS if getattr(chosen, name) is not None],
+        "expendable": list(may_be_lost(spec)) if batch_script.may_go_on(spec, chosen) else [],
         "ranks": spec.topology.processes_per_node,
     }
-    path = run_dir / _slurm_script.SCRIPT
+    path = run_dir / batch_script.SCRIPT
     argv = ("sbatch", "--parsable", str(path))
     return Job(argv=argv, files={str(path): script}, name=name, settings=settings)
 
 
-def _limits(chosen: Options) -> list[str]:
-    """What a later job on the same nodes needs to be let in there."""
-    names = ("account", "partition", "qos", "reservation")
-    return [f"--{name}={getattr(chosen, name)}" for name in names if getattr(chosen, name) is not None]
-
-
 def submit(job: Job) -> Mapping[str, Any]:
-    """LaunchError with Slurm's own sentence when it refuses. A slurmctld that may have taken the job before it fell
-    silent is asked for it by its name, so that nothing is submitted twice; one that was taken while this was being
-    interrupted is ended."""
+    """Submit the job. Raises LaunchError with Slurm's own message if it refuses.
+
+    If slurmctld may have accepted the job before it stopped answering, the job is looked up by name, so that nothing is
+    submitted twice. If this function is interrupted, an accepted job is cancelled.
+    """
     for path, text in job.files.items():
         Path(path).write_text(text)
     tried = False
 
-    def hand_over() -> str:
+    def submit_once() -> str:
         nonlocal tried
-        taken = states.named(str(job.name))
-        if taken and not tried:
-            raise LaunchError(f"Slurm still has job {taken[0]} of this run: try scancel {taken[0]}")
+        accepted = states.named(str(job.name))
+        if accepted and not tried:
+            raise LaunchError(f"Slurm still has job {accepted[0]} of this run: try scancel {accepted[0]}")
         tried = True
-        return taken[0] if taken else _accepted(states.call(*job.argv))
+        if accepted:
+            return accepted[0]
+        done = states.call(*job.argv)
+        if done.returncode:
+            raise LaunchError(f"Slurm rejected the job: {states.last_error(done)}")
+        # A cluster of a federation appends its name to the job id.
+        return done.stdout.strip().partition(";")[0]
+
+    def withdraw() -> None:
+        # One attempt: if slurmctld is unavailable, the next controller looks up the name again.
+        with contextlib.suppress(Unavailable, LaunchError):
+            for job_id in states.named(str(job.name)) if tried else ():
+                states.call("scancel", job_id)
 
     with contextlib.ExitStack() as undo:
-        undo.callback(lambda: _withdraw(str(job.name)) if tried else None)
-        handle = _handle(job, _patiently(hand_over, job.settings["patience_s"]))
+        undo.callback(withdraw)
+        handle = _handle(job, _retry(submit_once, job.settings["patience_s"]))
         undo.pop_all()
     return handle
 
 
-def _withdraw(name: str) -> None:
-    """One try: a slurmctld that is away now is asked for the name again by the next controller."""
-    with contextlib.suppress(Away, LaunchError):
-        for job_id in states.named(name):
-            states.call("scancel", job_id)
-
-
-def _accepted(done: subprocess.CompletedProcess[str]) -> str:
-    """The number of the job; a cluster of a federation says its own name besides."""
-    if done.returncode:
-        raise LaunchError(f"Slurm did not take the job: {states.said(done)}")
-    return done.stdout.strip().partition(";")[0]
-
-
-def _patiently(ask: Callable[[], Answer], patience_s: float) -> Answer:
-    """Ask until slurmctld answers, or patience ends."""
+def _retry(ask: Callable[[], Answer], patience_s: float) -> Answer:
+    """Call until slurmctld answers, or the patience ends."""
     began = time.monotonic()
     while True:
         try:
             return ask()
-        except Away as silence:
+        except Unavailable as trouble:
             if time.monotonic() - began > patience_s:
-                raise LaunchError(f"slurmctld cannot be reached: {silence}; try: scontrol ping") from None
+                raise LaunchError(f"slurmctld cannot be reached: {trouble}; try: scontrol ping") from None
         time.sleep(RETRY_S)
 
 
@@ -174,35 +170,33 @@ def _handle(job: Job, job_id: str) -> dict[str, Any]:
 
 
 def adopt(job: Job, handle: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """The job of an earlier controller, under way or ended by itself. One that was cancelled is none: whoever asks for
-    the run again wants another. Nothing is started anew while nobody can say whether it runs."""
-    return _patiently(lambda: _found(job, handle), job.settings["patience_s"])
+    """Return a handle for the job of an earlier controller, active or ended by itself. A cancelled job is not adopted.
 
+    Waits for slurmctld, so that no second job is started while the first may run.
+    """
 
-def _found(job: Job, handle: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    # What is under way comes first: the file may be of an attempt before it.
-    job_id = str(handle["job_id"]) if handle else next(iter(states.named(str(job.name))), None) or _left(job)
-    if job_id is None:
-        return None
-    known = handle or _handle(job, job_id)
-    seen = states.look(job_id) or _remembered(known)
-    return None if seen is None or seen.state.startswith("CANCELLED") else known
+    def find() -> Mapping[str, Any] | None:
+        job_id = str(handle["job_id"]) if handle else next(iter(states.named(str(job.name))), None)
+        if job_id is None and (words := _exit_words(job.settings["run_dir"])):
+            # The job ended before a controller stored its id. Active jobs come first: this file may be older.
+            job_id = words[0]
+        if job_id is None:
+            return None
+        known = handle or _handle(job, job_id)
+        seen = states.look_up(job_id) or _remembered(known)
+        return None if seen is None or seen.state.startswith("CANCELLED") else known
 
-
-def _left(job: Job) -> str | None:
-    """The number of a job that has ended before anybody wrote it down, from the file it left."""
-    words = _exit_words(job.settings["run_dir"])
-    return words[0] if words else None
+    return _retry(find, job.settings["patience_s"])
 
 
 def _exit_words(run_dir: str) -> list[str] | None:
-    path = Path(run_dir) / _slurm_script.EXIT
+    path = Path(run_dir) / batch_script.EXIT
     words = path.read_text().split() if path.is_file() else []
     return words if len(words) == 2 and all(word.isdigit() for word in words) else None
 
 
 def _remembered(handle: Mapping[str, Any]) -> Seen | None:
-    """How the job ended by the file it left, where Slurm has forgotten it."""
+    """Return how the job ended by its exit file, for a job that Slurm has forgotten."""
     words = _exit_words(handle["run_dir"])
     if words is None or words[0] != handle["job_id"]:
         return None
@@ -215,58 +209,56 @@ def poll(handle: Mapping[str, Any]) -> JobState:
     ended = watch.seen is not None and watch.seen.meaning.phase is Phase.RUNNING and _remembered(handle) is not None
     if ended or time.monotonic() - watch.asked_at >= handle["poll_s"]:
         _ask(handle, watch)
-        _see_losses(handle, watch)
+        _note_losses(handle, watch)
     state = _state(handle, watch.seen)
     if not state.running:
         _receive(handle, watch)
-        # What came last may tell of one.
-        _see_losses(handle, watch)
-        state = _without_lost(handle, state, watch.losses)
+        # The last lines may report a loss.
+        _note_losses(handle, watch)
+        if watch.losses.vanished and state.status is None:
+            gone = states.STATES["NODE_FAIL"]
+            return replace(state, status=gone.status, reason=f"Slurm job {handle['job_id']} {gone.text}")
+        state = replace(state, lost=watch.losses.spared)
     return state
 
 
-def _see_losses(handle: Mapping[str, Any], watch: Watch) -> None:
-    """End a job that waits for nobody but lost nodes: politely, then by Slurm's own means. Starters of ranks would wait
-    minutes for peers that are gone, and rank 0 without end for a replica that never came up."""
+def _note_losses(handle: Mapping[str, Any], watch: Watch) -> None:
+    """End a job that only waits for lost nodes, first with SIGTERM, then with scancel.
+
+    torchrun would wait minutes for lost peers, and rank 0 forever for a replica that never started.
+    """
     if not handle.get("expendable"):
-        # Slurm itself ends what has lost a node.
+        # Slurm itself ends other jobs that lose a node.
         return
-    with contextlib.suppress(Away):
-        watch.losses = _slurm_losses.read(handle, states.hosts)
+    with contextlib.suppress(Unavailable):
+        watch.losses = states.read_losses(handle, states.hosts)
         now, losses = time.monotonic(), watch.losses
-        watch.trouble_at = (watch.trouble_at or now) if losses.fatal else None
+        watch.failed_at = (watch.failed_at or now) if losses.fatal else None
         awaited = awaited_ranks(handle["nodes"], losses.spared, handle["ranks"])
         over = bool(losses.spared) and have_ended(Path(handle["run_dir"]), awaited)
-        over = over or (watch.trouble_at is not None and now - watch.trouble_at > _slurm_script.WAIT_S)
+        over = over or (watch.failed_at is not None and now - watch.failed_at > batch_script.WAIT_S)
         if not over or watch.seen is None or watch.seen.meaning.phase is not Phase.RUNNING:
             return
-        if watch.asked_at_end is None:
-            watch.asked_at_end = now
+        if watch.end_requested_at is None:
+            watch.end_requested_at = now
             states.call("scancel", "--signal=TERM", str(handle["job_id"]))
-        elif now - watch.asked_at_end > FAREWELL_S:
+        elif now - watch.end_requested_at > FAREWELL_S:
             states.call("scancel", str(handle["job_id"]))
 
 
-def _without_lost(handle: Mapping[str, Any], state: JobState, losses: Losses) -> JobState:
-    if losses.vanished and state.status is None:
-        gone = states.STATES["NODE_FAIL"]
-        return replace(state, status=gone.status, reason=f"Slurm job {handle['job_id']} {gone.text}")
-    return replace(state, lost=losses.spared)
-
-
 def _ask(handle: Mapping[str, Any], watch: Watch) -> None:
-    """Look once; a slurmctld that is away leaves what was seen last, for as long as there is patience."""
+    """Poll once. While slurmctld is unavailable, the last state stays, until the patience ends."""
     watch.asked_at = time.monotonic()
     try:
-        seen = states.look(str(handle["job_id"])) or _remembered(handle)
-    except Away as silence:
+        seen = states.look_up(str(handle["job_id"])) or _remembered(handle)
+    except Unavailable as trouble:
         if time.monotonic() - watch.answered_at > handle["patience_s"]:
-            raise LaunchError(f"slurmctld has been away for {handle['patience_s']:g} s: {silence}") from None
+            raise LaunchError(f"slurmctld has been unavailable for {handle['patience_s']:g} s: {trouble}") from None
         return
     if seen is None:
-        raise LaunchError(f"Slurm no longer knows job {handle['job_id']}, and nothing says how it ended")
-    if watch.lines is not None and watch.seen is not None and seen.restarts > watch.seen.restarts:
-        watch.lines.forget()
+        raise LaunchError(f"Slurm no longer knows job {handle['job_id']}, and no file says how it ended")
+    if watch.output is not None and watch.seen is not None and seen.restarts > watch.seen.restarts:
+        watch.output.restart()
     watch.seen, watch.answered_at = seen, time.monotonic()
 
 
@@ -279,85 +271,79 @@ def _state(handle: Mapping[str, Any], seen: Seen | None) -> JobState:
     if meaning.phase is Phase.WAITING:
         hint = states.REASONS.get(seen.reason.split(",")[0])
         why = f"Slurm job {job_id} is {seen.state.lower()}: {seen.reason}{f' ({hint})' if hint else ''}"
-        return _still_waiting(handle, why)
+        limit_s = handle["pending_s"]
+        if limit_s is None or time.time() - handle["submitted_at"] <= limit_s:
+            return JobState(running=True, waiting=why)
+        reason = f"{why}; it did not start within {limit_s:g} s (launcher.pending_s)"
+        return JobState(running=False, status=Status.FAILED, reason=reason)
     if meaning.status is not None:
         reason = f"Slurm job {job_id} {meaning.text} ({seen.state})"
         return JobState(running=False, exit_code=seen.exit_code, status=meaning.status, reason=reason)
-    word = _last_word(Path(handle["run_dir"])) if seen.exit_code else None
-    if word is None:
+    line = _last_line(Path(handle["run_dir"])) if seen.exit_code else None
+    if line is None:
         return JobState(running=False, exit_code=seen.exit_code)
-    reason = f"Slurm job {job_id} ended with exit code {seen.exit_code} before any rank had a word: {word}"
+    reason = f"Slurm job {job_id} ended with exit code {seen.exit_code} before any rank started: {line}"
     return JobState(running=False, exit_code=seen.exit_code, status=Status.FAILED, reason=reason)
 
 
-def _last_word(run_dir: Path) -> str | None:
-    """Why no rank began (no such Python, a module that is not there): srun's own last lines only repeat the exit code.
-    None where a rank or torchrun has told more."""
+def _last_line(run_dir: Path) -> str | None:
+    """Return the last line of the log if no rank started (no such Python, a missing module), else None.
+
+    Lines of srun are skipped, because they only repeat the exit code.
+    """
     log = run_dir / "log.txt"
     text = log.read_text(errors="replace") if log.is_file() else ""
-    told = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(("srun: ", BEGIN))]
-    known = any(run_dir.glob("outcome-*")) or any(run_dir.glob("progress-*")) or "Root Cause" in text
-    return None if known or not told else told[-1][:300]
-
-
-def _still_waiting(handle: Mapping[str, Any], why: str) -> JobState:
-    limit_s = handle["pending_s"]
-    if limit_s is None or time.time() - handle["submitted_at"] <= limit_s:
-        return JobState(running=True, waiting=why)
-    reason = f"{why}; it did not begin within {limit_s:g} s (launcher.pending_s)"
-    return JobState(running=False, status=Status.FAILED, reason=reason)
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(("srun: ", BEGIN))]
+    has_started = any(run_dir.glob("outcome-*")) or any(run_dir.glob("progress-*")) or "Root Cause" in text
+    return None if has_started or not lines else lines[-1][:300]
 
 
 def _receive(handle: Mapping[str, Any], watch: Watch) -> None:
-    """What the nodes' lines hold by now, where no disk is shared."""
+    """Take the new output of the nodes, without a shared disk."""
     if handle["folder"] is None:
         return
-    if watch.lines is None:
-        watch.lines = Lines(handle)
+    if watch.output is None:
+        watch.output = OutputFiles(handle)
     if watch.seen is not None and watch.seen.meaning.phase is not Phase.WAITING:
-        watch.lines.take(under_way=watch.seen.meaning.phase is Phase.RUNNING)
+        watch.output.take(is_running=watch.seen.meaning.phase is Phase.RUNNING)
 
 
 def collect(handle: Mapping[str, Any], run_dir: Path) -> str | None:
-    """What did not come home; nothing can be missing of a shared disk."""
+    """Return a sentence about missing files. With a shared disk, none can be missing."""
     if handle["folder"] is None:
         return None
     watch = _watches.setdefault(str(handle["job_id"]), Watch())
-    if watch.lines is None:
-        watch.lines = Lines(handle)
-    return watch.lines.last(watch.seen.nodes if watch.seen else "", but=watch.losses.spared)
+    if watch.output is None:
+        watch.output = OutputFiles(handle)
+    return watch.output.take_last(watch.seen.nodes if watch.seen else "", but=watch.losses.spared)
 
 
 def cancel(handle: Mapping[str, Any]) -> bool:
-    """End the job and wait until it has left its nodes; then remove the output it left elsewhere."""
+    """End the job, wait until it has left its nodes, then remove its output files."""
     job_id = str(handle["job_id"])
     gone = _end(job_id, handle["poll_s"])
     if not gone:
-        _note(handle, f"job {job_id} could not be ended: try scancel {job_id}")
+        with (Path(handle["run_dir"]) / "log.txt").open("a") as log:
+            log.write(f"paceline: job {job_id} could not be ended: try scancel {job_id}\n")
     watch = _watches.pop(job_id, None)
-    if watch is not None and watch.lines is not None:
-        watch.lines.remove()
+    if watch is not None and watch.output is not None:
+        watch.output.remove()
     return gone
 
 
 def _end(job_id: str, poll_s: float) -> bool:
-    """Whether the job is gone. It is asked to end once: whoever clears up must not be interrupted by being asked again,
-    and Slurm itself ends those that do not listen."""
+    """Return whether the job is gone. scancel is sent once, because another signal would interrupt the cleanup; Slurm
+    itself kills processes that do not end."""
     began, asked = time.monotonic(), False
     while time.monotonic() - began < LEAVING_S:
         try:
-            seen = states.look(job_id)
+            seen = states.look_up(job_id)
             if seen is None or seen.meaning.phase is Phase.ENDED:
                 return True
             if not asked and seen.state != "COMPLETING":
                 asked = states.call("scancel", job_id).returncode == 0
-        except Away:
+        except Unavailable:
             if time.monotonic() - began > CANCEL_S:
                 return False
         time.sleep(min(RETRY_S, poll_s))
     return False
-
-
-def _note(handle: Mapping[str, Any], sentence: str) -> None:
-    with (Path(handle["run_dir"]) / "log.txt").open("a") as log:
-        log.write(f"paceline: {sentence}\n")

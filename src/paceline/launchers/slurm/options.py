@@ -1,4 +1,4 @@
-"""What a user may ask of Slurm, and what of it can be carried to sbatch unchanged."""
+"""The options of the Slurm launcher, checked before anything is submitted."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from paceline.errors import require
 from paceline.host.environment import is_secret
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# Minutes, minutes:seconds, hours:minutes:seconds, or any of them after days and a hyphen; or no limit.
+# Minutes, minutes:seconds or hours:minutes:seconds, optionally after days and a hyphen; or no limit.
 _TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}|infinite|UNLIMITED", re.IGNORECASE)
 _GPUS = re.compile(r"(?:^|,)gpu(?::[^:,()]+)?(?::(\d+))?(?=$|[,(])")
-# Written as they are behind the option of the same name.
+# Passed unchanged as the sbatch option of the same name.
 PLAIN = ("account", "partition", "qos", "constraint", "nodelist", "exclude", "reservation", "comment")
 
 
@@ -22,28 +22,28 @@ PLAIN = ("account", "partition", "qos", "constraint", "nodelist", "exclude", "re
 class Options:
     """account, partition, qos, constraint, nodelist, exclude, reservation, comment: as sbatch takes them.
 
-    gpus: GPUs of each node; by default one for each process where the device is cuda. gres: written in its place,
-    where a type or another resource is wanted (`gpu:h100:8`).
-    time: the limit Slurm keeps, as sbatch takes it; by default five minutes above the run's own timeout_s, which ends
-    the run first and says where it was.
-    exclusive: whole nodes. On by default: whoever else works on a node is in the numbers.
-    mem: memory of each node (`64G`); by default all of an exclusive node, else what the site gives.
-    cpus_per_task: cores of each node; by default `threads` for each process, and all of an exclusive node.
-    requeue: a job that Slurm takes from its nodes goes back into the queue and begins anew there. By default it ends
-    as preempted, and `max_restarts` decides.
-    shared: the run folder is on a disk that every node sees under the same path. Where it is not, ranks write to the
-    temporary folder of their node, and what they leave travels in the output of each node's step.
-    output: where Slurm writes that output when shared is false: a folder that nodes and controller see. Without it
+    gpus: GPUs per node; default: one per process if the device is cuda. gres: replaces it, for a GPU type or another
+    resource (`gpu:h100:8`).
+    time: Slurm's time limit, as sbatch takes it; default: five minutes more than the run's timeout_s, which ends the
+    run first and says where it was.
+    exclusive: whole nodes. On by default, because other work on a node distorts the measurement.
+    mem: memory per node (`64G`); default: all of an exclusive node, else the site's default.
+    cpus_per_task: cores per node; default: `threads` per process, and all of an exclusive node.
+    requeue: a preempted job goes back into the queue and starts over. By default it ends as preempted, and
+    `max_restarts` decides.
+    shared: every node sees the run directory under the same path. If not, ranks write to the temporary directory of
+    their node, and their files travel in the output of each node's step.
+    output: where Slurm writes that output if shared is false: a directory that nodes and controller see. Without it
     Slurm writes to `scratch` on each node, and the controller fetches it with srun.
-    scratch: a folder that is there on every node.
-    port: where ranks meet on the first node; by default one that follows from the number of the job.
-    pending_s: how long the job may wait in the queue; by default for ever.
-    patience_s: how long slurmctld may be away. poll_s: seconds between two questions to it.
-    python: the interpreter on the nodes; by default the controller's own, in a container `python3`.
-    container_image, container_mounts: given to srun for pyxis and enroot; a shared run folder is mounted besides.
-    env: variables of the ranks. Secrets do not belong here: sbatch hands on the controller's environment as it is.
-    setup: lines of shell before srun (`module load cuda`), the one place where what is written is run by a shell.
-    srun_arguments: more words for srun. threads: CPU threads of each process.
+    scratch: a directory that exists on every node.
+    port: rendezvous port on the first node; default: derived from the job id.
+    pending_s: how long the job may wait in the queue; default: forever.
+    patience_s: how long slurmctld may be unavailable. poll_s: seconds between two polls.
+    python: the interpreter on the nodes; default: the controller's own, in a container `python3`.
+    container_image, container_mounts: passed to srun for pyxis and enroot; a shared run directory is mounted too.
+    env: variables of the ranks. No secrets: sbatch passes on the controller's environment anyway.
+    setup: lines of shell before srun (`module load cuda`), the only text that a shell interprets.
+    srun_arguments: more arguments for srun. threads: CPU threads per process.
     """
 
     account: Any = None
@@ -78,51 +78,44 @@ class Options:
 
     def __post_init__(self) -> None:
         for name in (*PLAIN, "gres", "mem", "python", "container_image"):
-            _require_line(f"slurm.{name}", getattr(self, name))
+            # A line break would start another line of the script.
+            value = getattr(self, name)
+            fits = value is None or (isinstance(value, str | int) and not isinstance(value, bool))
+            require(fits and is_one_line(str(value)), f"slurm.{name}", value, "text of one line")
         for name in ("gpus", "cpus_per_task", "port"):
-            _require_count(f"slurm.{name}", getattr(self, name), 0 if name == "gpus" else 1)
-        # YAML reads 1:30:00 as the number 5400, which Slurm would take for minutes.
-        timed = self.time is None or (isinstance(self.time, str) and bool(_TIME.fullmatch(self.time)))
-        require(timed, "slurm.time", self.time, "minutes, H:M:S or D-H:M:S as text, in quotation marks")
+            value, least = getattr(self, name), 0 if name == "gpus" else 1
+            fits = value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= least)
+            require(fits, f"slurm.{name}", value, f"a whole number, {least} or more")
+        # YAML reads 1:30:00 as the number 5400, which Slurm would read as minutes.
+        fits = self.time is None or (isinstance(self.time, str) and bool(_TIME.fullmatch(self.time)))
+        require(fits, "slurm.time", self.time, "minutes, H:M:S or D-H:M:S as text in quotation marks")
         _require_folder("slurm.output", self.output)
         _require_folder("slurm.scratch", self.scratch)
-        waits = self.pending_s is None or _is_positive(self.pending_s)
-        require(waits, "slurm.pending_s", self.pending_s, "a positive number, or null to wait for ever")
+        fits = self.pending_s is None or _is_positive(self.pending_s)
+        require(fits, "slurm.pending_s", self.pending_s, "a positive number, or null to wait forever")
         for name in ("patience_s", "poll_s"):
             require(_is_positive(getattr(self, name)), f"slurm.{name}", getattr(self, name), "a positive number")
-        require(self.threads >= 1, "slurm.threads", self.threads, "a whole number from 1")
+        require(self.threads >= 1, "slurm.threads", self.threads, "a whole number, 1 or more")
         for name in ("container_mounts", "setup", "srun_arguments"):
-            _require_lines(f"slurm.{name}", getattr(self, name))
+            value = getattr(self, name)
+            is_list = isinstance(value, list | tuple) and all(isinstance(v, str) and is_one_line(v) for v in value)
+            require(value is None or is_list, f"slurm.{name}", value, "a list of texts of one line each")
         _require_variables(self.env)
-        require(not (self.shared and self.output), "slurm.output", self.output, "null, or a folder with shared: false")
+        require(
+            not (self.shared and self.output), "slurm.output", self.output, "null, or a directory with shared: false"
+        )
 
     @property
     def gpus_per_node(self) -> int | None:
-        """As the options say it; None where they say nothing of GPUs."""
+        """The number that the options give, or None."""
         if self.gres is None:
             return None if self.gpus is None else int(self.gpus)
         counts = [int(count or 1) for count in _GPUS.findall(str(self.gres))]
         return sum(counts) if counts else None
 
 
-def _require_line(where: str, value: object) -> None:
-    """One line of text, or a number: a line break would begin a line of the script that nobody has written."""
-    fits = value is None or (isinstance(value, str | int) and not isinstance(value, bool))
-    require(fits and is_one_line(str(value)), where, value, "text of one line")
-
-
 def is_one_line(text: str) -> bool:
     return bool(text) and text.isprintable()
-
-
-def _require_lines(where: str, values: object) -> None:
-    listed = isinstance(values, list | tuple) and all(isinstance(v, str) and is_one_line(v) for v in values)
-    require(values is None or listed, where, values, "a list of texts of one line each")
-
-
-def _require_count(where: str, value: object, least: int) -> None:
-    fits = value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= least)
-    require(fits, where, value, f"a whole number from {least}")
 
 
 def _require_folder(where: str, value: object) -> None:
@@ -131,7 +124,7 @@ def _require_folder(where: str, value: object) -> None:
 
 
 def carries_path(path: str) -> bool:
-    """Whether Slurm takes this path as it is: a backslash switches off what it does with %."""
+    """Whether Slurm uses this path unchanged: a backslash disables its % patterns."""
     return is_one_line(path) and "\\" not in path
 
 
@@ -142,15 +135,11 @@ def _is_positive(value: object) -> bool:
 def _require_variables(env: object) -> None:
     require(env is None or isinstance(env, Mapping), "slurm.env", env, "a mapping of names to values")
     for name, value in (env or {}).items() if isinstance(env, Mapping) else ():
-        named = isinstance(name, str) and bool(_VARIABLE.fullmatch(name))
-        require(named, "slurm.env", name, "a name of letters, digits and _")
+        is_name = isinstance(name, str) and bool(_VARIABLE.fullmatch(name))
+        require(is_name, "slurm.env", name, "a name of letters, digits and _")
         where = f"slurm.env.{name}"
-        # The value is not repeated: it may be what must not be shown.
-        require(
-            not is_secret(name, str(value)),
-            where,
-            "a secret",
-            "a variable without one: export it where paceline is started",
-        )
+        # The value is not repeated, because it may be the secret.
+        accepted = "no secret; export it in the environment that starts paceline"
+        require(not is_secret(name, str(value)), where, "a value that looks like a secret", accepted)
         scalar = isinstance(value, str | int | float) and not isinstance(value, bool)
         require(scalar and "\0" not in str(value), where, value, "text or a number")

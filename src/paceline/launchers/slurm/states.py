@@ -1,24 +1,31 @@
-"""What Slurm says of a job, by its own commands, and what it means here."""
+"""The commands of Slurm and the meaning of their answers: job states, waiting reasons, refusals, lost nodes."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
+from typing import Any
 
 from paceline.errors import LaunchError
+from paceline.launchers._losses import is_past_setup, ranks_of, reported_failure
+from paceline.launchers.slurm.options import Options
+from paceline.results import store
 from paceline.results.records import Status
 
-# Variables that say where Slurm is. Others would change what sbatch does behind the script's back: those of sbatch
-# itself count more than the script, those of an allocation around the controller belong to another job.
+# Variables that say where Slurm is. The others are removed: those of sbatch would override the script, and those of an
+# allocation around the controller belong to another job.
 _KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_TIME_FORMAT")
-# slurmctld answers within MessageTimeout (10 s by default), and commands try more than once.
+# slurmctld answers within MessageTimeout (10 s by default), and commands retry.
 COMMAND_S = 90.0
 _WIDTHS = {"JobID": 24, "State": 32, "exit_code": 16, "RestartCnt": 8, "Reason": 160, "NodeList": 4096}
 _FORGOTTEN = "Invalid job id"
-_AWAY = (
+_UNAVAILABLE = (
     "Unable to contact slurm controller",
     "Socket timed out",
     "Connection refused",
@@ -39,7 +46,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """status: where Slurm knows what no rank could leave behind; None where the ranks' own word is enough."""
+    """status: set if Slurm knows what no rank could report; None if the outcomes of the ranks decide."""
 
     phase: Phase
     status: Status | None = None
@@ -67,42 +74,42 @@ STATES: dict[str, Meaning] = {
     "TIMEOUT": Meaning(
         Phase.ENDED,
         Status.TIMEOUT,
-        # Another limit makes no other run: without the flag the sealed one stands.
-        "reached the time limit it had in Slurm; raise launcher.time and add --resume",
+        # The time limit is not part of the run id, so without the flag the sealed run is kept.
+        "reached its time limit in Slurm; raise launcher.time and add --resume",
     ),
     "DEADLINE": Meaning(Phase.ENDED, Status.TIMEOUT, "missed its deadline"),
-    "OUT_OF_MEMORY": Meaning(Phase.ENDED, Status.OOM, "used more host memory than it had; raise launcher.mem"),
+    "OUT_OF_MEMORY": Meaning(Phase.ENDED, Status.OOM, "exceeded its host memory; raise launcher.mem"),
     "PREEMPTED": Meaning(Phase.ENDED, Status.PREEMPTED, "was preempted by a job of higher priority"),
-    "NODE_FAIL": Meaning(Phase.ENDED, Status.PREEMPTED, "lost a node; `sinfo -R` says which and why"),
-    "BOOT_FAIL": Meaning(Phase.ENDED, Status.FAILED, "was given a node that did not boot; `sinfo -R` says which"),
+    "NODE_FAIL": Meaning(Phase.ENDED, Status.PREEMPTED, "lost a node; `sinfo -R` shows which and why"),
+    "BOOT_FAIL": Meaning(Phase.ENDED, Status.FAILED, "had a node that did not boot; `sinfo -R` shows which"),
     "LAUNCH_FAILED": Meaning(Phase.ENDED, Status.FAILED, "could not be started on its nodes; see slurmd's log there"),
-    "RECONFIG_FAIL": Meaning(Phase.ENDED, Status.FAILED, "was given a node that could not be configured"),
+    "RECONFIG_FAIL": Meaning(Phase.ENDED, Status.FAILED, "had a node that could not be configured"),
     "CANCELLED": Meaning(Phase.ENDED, Status.FAILED, "was cancelled, not by this controller"),
     "REVOKED": Meaning(Phase.ENDED, Status.FAILED, "was taken by another cluster of the federation"),
 }
-# Reasons to wait that no waiting ends, or whose name does not tell what to do.
+# Waiting reasons that do not resolve themselves, or whose name does not say what to do.
 REASONS = {
-    "PartitionDown": "the partition is closed; `sinfo` shows those that are up",
+    "PartitionDown": "the partition is down; `sinfo` shows those that are up",
     "PartitionInactive": "the partition is inactive; `sinfo` shows those that are up",
-    "PartitionNodeLimit": "more nodes are asked for than the partition gives; `scontrol show partition`",
-    "PartitionConfig": "the partition cannot give this many nodes, or not for this long; `scontrol show partition`",
+    "PartitionNodeLimit": "more nodes are requested than the partition allows; `scontrol show partition`",
+    "PartitionConfig": "the partition does not allow this many nodes, or this much time; `scontrol show partition`",
     "PartitionTimeLimit": "the partition's limit is shorter than launcher.time; `scontrol show partition`",
     "BadConstraints": "no node can ever satisfy this; `sinfo -o '%N %c %m %G %f'`",
-    "ReqNodeNotAvail": "nodes it needs are down, drained or reserved; `sinfo -R`",
+    "ReqNodeNotAvail": "required nodes are down, drained or reserved; `sinfo -R`",
     "InvalidAccount": "the account is not one of yours; `sacctmgr show associations user=$USER`",
     "InvalidQOS": "the quality of service is not one of yours; `sacctmgr show associations user=$USER`",
-    "JobHeldUser": "it is held; `scontrol release` lets it go",
+    "JobHeldUser": "it is held; `scontrol release` releases it",
     "JobHeldAdmin": "an administrator holds it",
-    "None": "Slurm has not looked at it yet",
-    "Resources": "waits for nodes to become free",
-    "Priority": "others in the queue are before it",
-    "BeginTime": "may not begin yet; Slurm keeps a job that was put back for two minutes",
+    "None": "Slurm has not considered it yet",
+    "Resources": "waits for free nodes",
+    "Priority": "other jobs in the queue have higher priority",
+    "BeginTime": "may not start yet; Slurm delays requeued jobs by two minutes",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """One answer about a job. exit_code is None where it is not known; nodes is Slurm's own list of them."""
+    """Slurm's answer about a job. exit_code is None if unknown; nodes is Slurm's own node list."""
 
     state: str
     exit_code: int | None = None
@@ -112,16 +119,19 @@ class Seen:
 
     @property
     def meaning(self) -> Meaning:
-        """By the first word: `CANCELLED by 1000`. One that a newer Slurm has is taken for a job under way."""
+        """By the first word of `CANCELLED by 1000`. A state of a newer Slurm counts as running."""
         return STATES.get(self.state.split()[0].rstrip("+"), _RUNNING) if self.state else _RUNNING
 
 
-class Away(Exception):
-    """slurmctld does not answer for now."""
+class Unavailable(Exception):
+    """slurmctld does not answer at the moment."""
+
+
+# --- commands ---
 
 
 def call(*argv: str, timeout_s: float = COMMAND_S, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    """One command of Slurm. Away when nobody answers; LaunchError when it is not installed; else as it ended."""
+    """Run a Slurm command. Raises Unavailable if slurmctld does not answer, LaunchError if it is not installed."""
     try:
         done = subprocess.run(
             argv,
@@ -134,81 +144,170 @@ def call(*argv: str, timeout_s: float = COMMAND_S, stdin: str = "") -> subproces
             check=False,
         )
     except FileNotFoundError:
-        raise LaunchError(f"{argv[0]} is not installed here: run paceline where Slurm's commands are") from None
+        raise LaunchError(f"{argv[0]} is not installed here: run paceline on a host with Slurm's commands") from None
     except subprocess.TimeoutExpired:
-        raise Away(f"{argv[0]} did not answer within {timeout_s:g} s") from None
-    if done.returncode and any(word in done.stderr for word in _AWAY):
-        raise Away(said(done))
+        raise Unavailable(f"{argv[0]} did not answer within {timeout_s:g} s") from None
+    if done.returncode and any(text in done.stderr for text in _UNAVAILABLE):
+        raise Unavailable(last_error(done))
     return done
 
 
 def environment() -> dict[str, str]:
-    """The controller's, without what belongs to an allocation around it."""
+    """Return the controller's environment without the variables of an allocation around it."""
     return {k: v for k, v in os.environ.items() if not k.startswith(("SBATCH_", "SLURM_")) or k in _KEPT}
 
 
-def said(done: subprocess.CompletedProcess[str]) -> str:
-    """The last thing a command complained of, without its name before it."""
+def last_error(done: subprocess.CompletedProcess[str]) -> str:
+    """Return the last error line of a command, without the command's name."""
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     last = lines[-1] if lines else f"exit code {done.returncode}"
     return last.partition("error: ")[2].strip() or last.strip()
 
 
-def look(job_id: str) -> Seen | None:
-    """What slurmctld knows of a job, else what the accounting does; None when both have forgotten it."""
-    done = call("squeue", "--noheader", "--states=all", f"--jobs={job_id}", f"--Format={_format()}")
-    found = [_seen(line) for line in done.stdout.splitlines() if line.strip()]
-    if found:
-        return found[0]
+def look_up(job_id: str) -> Seen | None:
+    """Return what slurmctld, or else the accounting, knows of a job; None if both have forgotten it."""
+    widths = ",".join(f"{name}:{width}" for name, width in _WIDTHS.items())
+    done = call("squeue", "--noheader", "--states=all", f"--jobs={job_id}", f"--Format={widths}")
+    line = next((line for line in done.stdout.splitlines() if line.strip()), None)
+    if line is not None:
+        values, begin = {}, 0
+        for name, width in _WIDTHS.items():
+            values[name] = line[begin : begin + width].strip()
+            begin += width
+        return Seen(
+            state=values["State"],
+            exit_code=_exit_code(int(values["exit_code"] or 0)),
+            restarts=int(values["RestartCnt"] or 0),
+            reason=values["Reason"],
+            nodes=values["NodeList"],
+        )
     if done.returncode and _FORGOTTEN not in done.stderr:
-        raise Away(said(done))
-    return _accounted(job_id)
-
-
-def _format() -> str:
-    return ",".join(f"{name}:{width}" for name, width in _WIDTHS.items())
-
-
-def _seen(line: str) -> Seen:
-    values, begin = {}, 0
-    for name, width in _WIDTHS.items():
-        values[name] = line[begin : begin + width].strip()
-        begin += width
-    return Seen(
-        state=values["State"],
-        exit_code=_exit_code(int(values["exit_code"] or 0)),
-        restarts=int(values["RestartCnt"] or 0),
-        reason=values["Reason"],
-        nodes=values["NodeList"],
-    )
+        raise Unavailable(last_error(done))
+    # From slurmdbd; without one, from the file of ended jobs that some sites keep.
+    for source in ([], ["--completion"]):
+        done = call("sacct", *source, "--noheader", "--parsable2", f"--jobs={job_id}", "--format=JobID,State,ExitCode")
+        rows = [line.split("|") for line in done.stdout.splitlines() if line.count("|") == 2]
+        for identity, state, exit_code in rows:
+            if identity == job_id:
+                status, _, signal = exit_code.partition(":")
+                return Seen(state=state, exit_code=128 + int(signal) if signal not in ("", "0") else int(status or 0))
+    return None
 
 
 def _exit_code(wait_status: int) -> int:
-    """As a shell would have it: 128 and the signal for a script that one ended."""
+    """Return the exit code as a shell does: 128 plus the signal for a script that a signal ended."""
     code, number = wait_status >> 8, wait_status & 0x7F
     return 128 + number if number else code
 
 
-def _accounted(job_id: str) -> Seen | None:
-    """From slurmdbd; where there is none, from the file of ended jobs that some sites keep."""
-    for source in ([], ["--completion"]):
-        done = call("sacct", *source, "--noheader", "--parsable2", f"--jobs={job_id}", "--format=JobID,State,ExitCode")
-        rows = [line.split("|") for line in done.stdout.splitlines() if line.count("|") == 2]
-        for identity, state, code in rows:
-            if identity == job_id:
-                number, _, signal = code.partition(":")
-                return Seen(state=state, exit_code=128 + int(signal) if signal not in ("", "0") else int(number or 0))
-    return None
-
-
 def named(name: str) -> list[str]:
-    """Numbers of this user's jobs of that name that are waiting or under way, the newest first."""
+    """Return the ids of this user's waiting and running jobs of that name, newest first."""
     done = call("squeue", "--noheader", "--me", f"--name={name}", "--Format=JobID:24")
     if done.returncode:
-        raise Away(said(done))
+        raise Unavailable(last_error(done))
     return sorted(done.stdout.split(), key=int, reverse=True)
 
 
 def hosts(nodes: str) -> Sequence[str]:
-    """The names in Slurm's `n[1-3]`, in its order."""
+    """Return the names in Slurm's `n[1-3]`, in its order."""
     return call("scontrol", "show", "hostnames", nodes).stdout.split() if nodes else []
+
+
+# --- refusals of sbatch ---
+
+# Messages of sbatch that apply to every run with the same options -> those options, and the command that shows what is
+# accepted. The first match counts, because the message about an account also mentions the partition. Other refusals (a
+# time limit, nodes that are down, busy or too few) may not apply to another run, or may pass.
+_CERTAIN: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    (r"invalid account", ("account",), "sacctmgr show associations user=$USER"),
+    (r"invalid qos", ("qos",), "sacctmgr show associations user=$USER"),
+    (r"invalid partition|no partition specified", ("partition",), "sinfo"),
+    (r"reservation is invalid|invalid reservation", ("reservation",), "scontrol show reservation"),
+    (r"invalid feature", ("constraint",), "sinfo -o '%N %f'"),
+    (r"invalid node name", ("nodelist", "exclude"), "sinfo -N"),
+    (r"invalid (generic resource|gres)", ("gres", "gpus"), "sinfo -o '%N %G'"),
+    (r"configuration source", (), "ls /etc/slurm; echo $SLURM_CONF"),
+)
+
+
+def certain_refusal(done: subprocess.CompletedProcess[str], chosen: Options) -> str | None:
+    """Return a sentence if sbatch would refuse every run with these options.
+
+    Returns None if Slurm would accept the job, may accept it later, or refuses it for a reason that differs between
+    runs.
+    """
+    if done.returncode == 0:
+        return None
+    message = re.sub(r"^(sbatch: )?((error|fatal|allocation failure): )*", "", last_error(done))
+    for pattern, names, command in _CERTAIN:
+        if not re.search(pattern, message, re.IGNORECASE):
+            continue
+        given = [f"slurm.{name}: got {value!r}" for name in names if (value := getattr(chosen, name)) is not None]
+        where = f"{', '.join(given) or f'slurm.{names[0]}: got nothing'}; " if names else ""
+        partitions: list[str] = []
+        if names == ("partition",):
+            # Other lists are too long, or only the accounting has them.
+            with contextlib.suppress(Unavailable, LaunchError):
+                partitions = call("sinfo", "--all", "--noheader", "--format=%R").stdout.split()
+        known = f"; expected one of {', '.join(dict.fromkeys(partitions))}" if partitions else ""
+        return f"{where}Slurm says: {message}{known}; try: {command}"
+    return None
+
+
+# --- lost nodes ---
+
+# Printed by the script before it starts the agents, followed by Slurm's list of nodes.
+BEGIN = "paceline: ranks begin on "
+_NODES = re.compile(rf"^{BEGIN}(\S+)$", re.MULTILINE)
+# There is one task per node, numbered as the nodes are. srun reports tasks that ended alike in one line. An incomplete
+# line of a rank may precede it.
+_TASKS = re.compile(r"\bsrun: error: \S+: tasks? ([\d,-]+): ")
+_NODE = re.compile(r"\bsrun: error: Node failure on (\S+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """Node ranks. spared: the job continues without them. fatal: it cannot. vanished: fatal ones that Slurm lost."""
+
+    spared: tuple[int, ...] = ()
+    fatal: tuple[int, ...] = ()
+    vanished: tuple[int, ...] = ()
+
+
+def read_losses(handle: Mapping[str, Any], hosts: Callable[[str], Sequence[str]]) -> Losses:
+    """Find nodes that ended before the others, by srun's messages in the log of the run.
+
+    Only for jobs of served replicas: Slurm lets these continue (`--no-kill`), so the controller must end a job that
+    cannot. Everything is read from the run directory, so a later controller sees the same. A node whose ranks all
+    succeeded is not lost, however its agent ended. Once the job cannot continue, all nodes are ended and none is
+    spared. hosts: expands Slurm's node list.
+    """
+    run_dir, ranks = Path(handle["run_dir"]), int(handle["ranks"])
+    ended, vanished = _failed_nodes(run_dir / "log.txt", hosts)
+    succeeded = {outcome.rank for outcome in store.read_outcomes(run_dir) if outcome.status is Status.OK}
+    failed = [node for node in sorted(ended | vanished) if not succeeded.issuperset(ranks_of(node, ranks))]
+    continues = bool(failed) and is_past_setup(run_dir)
+    expendable = [node for node in failed if continues and node in handle["expendable"]]
+    spared = [node for node in expendable if not reported_failure(run_dir, ranks_of(node, ranks))]
+    fatal = [node for node in failed if node not in spared]
+    return Losses(() if fatal else tuple(spared), tuple(fatal), tuple(node for node in fatal if node in vanished))
+
+
+def _failed_nodes(log: Path, hosts: Callable[[str], Sequence[str]]) -> tuple[set[int], set[int]]:
+    """Return the nodes whose agents failed, and the nodes that Slurm lost.
+
+    Lines before the last start belong to the user's own steps or to an earlier attempt.
+    """
+    text = log.read_text(errors="replace") if log.is_file() else ""
+    starts = list(_NODES.finditer(text))
+    if not starts:
+        return set(), set()
+    text = text[starts[-1].end() :]
+    ended: set[int] = set()
+    for part in filter(None, ",".join(_TASKS.findall(text)).split(",")):
+        # srun writes `1,3-5`.
+        first, _, last = part.partition("-")
+        ended |= set(range(int(first), int(last or first) + 1))
+    names = set(_NODE.findall(text))
+    order = hosts(starts[-1][1]) if names else ()
+    return ended, {node for node, name in enumerate(order) if name in names}

@@ -171,7 +171,7 @@ def test_what_is_not_there_is_none_and_may_be_deleted(cluster: Cluster, answers:
 
 
 @pytest.mark.parametrize("code", [429, 500, 503])
-def test_a_server_that_is_away_for_a_moment_is_asked_again(code: int, cluster: Cluster, answers: Answers) -> None:
+def test_a_server_that_is_away_for_a_moment_is_retry_once(code: int, cluster: Cluster, answers: Answers) -> None:
     answers.next = [status(code, "starting"), status(code, "starting"), (200, {"items": []})]
     assert cluster.pods("a=b") == []
     assert len(answers.asked) == 3

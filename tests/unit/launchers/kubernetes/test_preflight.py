@@ -29,14 +29,14 @@ from paceline.launchers.kubernetes.cluster import CONTROLLER_ACCOUNT, cluster_ma
 from paceline.launchers.kubernetes.options import KINDS
 from paceline.launchers.slurm import states
 from paceline.launchers.ssh import inquiry
-from paceline.launchers.ssh.connections import Connection
+from paceline.launchers.ssh.sessions import Connection
 
 Make = Callable[..., RunSpec]
 
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_retry, "AGAIN_S", 0.0)
+    monkeypatch.setattr(_retry, "RETRY_S", 0.0)
 
 
 @pytest.fixture
@@ -204,7 +204,9 @@ def sbatch(monkeypatch: pytest.MonkeyPatch) -> Said:
 def test_a_host_without_slurm_is_one_sentence(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     said = refused({"name": "slurm"})
-    assert said == "paceline: launcher slurm: sbatch is not installed here: run paceline where Slurm's commands are"
+    assert (
+        said == "paceline: launcher slurm: sbatch is not installed here: run paceline on a host with Slurm's commands"
+    )
 
 
 @pytest.mark.parametrize(
@@ -323,7 +325,7 @@ def test_a_host_that_is_silent_is_asked_a_second_time(
 
     monkeypatch.setattr(inquiry, "Connection", connect)
     spec = replace(make_spec("ddp", 1), launcher=Choice("ssh", {"hosts": ["a"]}))
-    with contextlib.nullcontext() if asked == 2 else pytest.raises(LaunchError, match="a refuses the key"):
+    with contextlib.nullcontext() if asked == 2 else pytest.raises(LaunchError, match="a rejects the key"):
         ssh.preflight([spec])
     assert len(used) == asked
 
@@ -337,9 +339,9 @@ def test_a_ray_that_does_not_listen_is_asked_a_second_time(make_spec: Make, monk
     def knock(address: str) -> None:
         knocks.append(address)
         if len(knocks) == 1:
-            raise _retry.SilenceError("nobody answers there")
+            raise _retry.NoAnswerError("nobody answers there")
 
-    monkeypatch.setattr(ray, "knock", knock)
+    monkeypatch.setattr(ray, "probe", knock)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess((), 0, "", ""))
     ray.preflight([replace(make_spec(), launcher=Choice("ray", {"address": "head:6379"}))])
     assert knocks == ["head:6379"] * 2

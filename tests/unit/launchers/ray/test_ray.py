@@ -22,7 +22,7 @@ from paceline.host import environment
 from paceline.launchers import ray
 from paceline.launchers.node import log_transport
 from paceline.launchers.ray import cluster, driver
-from paceline.launchers.ray.request import Request
+from paceline.launchers.ray.cluster import Request
 from paceline.results import store
 from paceline.results.records import Status
 
@@ -293,9 +293,9 @@ def test_what_the_user_sets_wins(make_spec: Make, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("facts", "words"),
     [
-        ({"version": None}, "the Ray node n0 has no Paceline"),
+        ({"version": None}, "the Ray node n0 does not have Paceline"),
         ({"version": "0.0.9"}, "the Ray node n0 has Paceline 0.0.9, this controller"),
-        ({"has_scratch": False}, "has no folder '/data'"),
+        ({"has_scratch": False}, "has no directory '/data'"),
         ({}, None),
     ],
 )
@@ -332,7 +332,7 @@ def served(make_spec: Make, run_dir: Path, phase: str) -> Request:
 
 def spared(asked: Request, members: list[driver.Member]) -> list[int]:
     with (Path(asked.run_dir) / "log.txt").open("a") as log:
-        driver.spare(asked, members, driver.Home(log_transport.Receiver(Path(asked.run_dir)), log))
+        driver.spare(asked, members, driver.Inbox(log_transport.Receiver(Path(asked.run_dir)), log))
     return [each.rank for each in members if each.is_spared]
 
 

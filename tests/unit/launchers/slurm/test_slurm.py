@@ -21,9 +21,8 @@ from paceline.experiment.serving import Serving
 from paceline.experiment.spec import RunSpec
 from paceline.launchers import _start, slurm
 from paceline.launchers.node import log_transport
-from paceline.launchers.slurm import lines as _slurm_lines
-from paceline.launchers.slurm import states
-from paceline.launchers.slurm.states import Away, Phase, Seen
+from paceline.launchers.slurm import output_files, states
+from paceline.launchers.slurm.states import Phase, Seen, Unavailable
 from paceline.results.records import Status
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "launchers" / "slurm.txt"
@@ -104,7 +103,7 @@ def test_hostile_names_stay_data(make_spec: Make, tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     words = (tmp_path / "words.txt").read_text()
-    assert f"\n{HOSTILE}\n-m\npaceline.agent\n" in words
+    assert f"\n{HOSTILE}\n-m\npaceline.launchers.node.agent\n" in words
     assert f"\n--run-dir={folder}\n" in words
     assert f"\nVALUE={HOSTILE}\nsecond\n" in words
     assert "\n--port=20007\n" in words
@@ -304,7 +303,7 @@ def test_waiting_says_why_and_ends_with_its_limit(
     answer(monkeypatch, squeue=[(0, row("PENDING", reason="PartitionDown", nodes=""), "")])
     state = slurm.poll(handle)
     assert state.waiting == (
-        "Slurm job 7 is pending: PartitionDown (the partition is closed; `sinfo` shows those that are up)"
+        "Slurm job 7 is pending: PartitionDown (the partition is down; `sinfo` shows those that are up)"
     )
     late = slurm.poll(handle | {"pending_s": 1.0, "submitted_at": handle["submitted_at"] - 10})
     assert (late.running, late.status) == (False, Status.FAILED)
@@ -313,12 +312,15 @@ def test_waiting_says_why_and_ends_with_its_limit(
 
 
 def test_a_slurmctld_that_is_away_is_waited_for(monkeypatch: pytest.MonkeyPatch, handle: dict[str, Any]) -> None:
-    answer(monkeypatch, squeue=[(0, row("RUNNING"), ""), Away("gone"), Away("gone"), (0, row("COMPLETED"), "")])
+    answer(
+        monkeypatch,
+        squeue=[(0, row("RUNNING"), ""), Unavailable("gone"), Unavailable("gone"), (0, row("COMPLETED"), "")],
+    )
     assert [slurm.poll(handle).running for _ in range(4)] == [True, True, True, False]
 
 
 def test_patience_has_an_end(monkeypatch: pytest.MonkeyPatch, handle: dict[str, Any], golden: object) -> None:
-    answer(monkeypatch, squeue=[(0, row("RUNNING"), ""), Away("Unable to contact slurm controller")])
+    answer(monkeypatch, squeue=[(0, row("RUNNING"), ""), Unavailable("Unable to contact slurm controller")])
     assert slurm.poll(handle).running
     with pytest.raises(LaunchError) as caught:
         slurm.poll(handle | {"patience_s": -1.0})
@@ -377,17 +379,19 @@ def test_a_slurmctld_that_fell_silent_after_taking_the_job_is_not_given_another(
     monkeypatch: pytest.MonkeyPatch, make_spec: Make, tmp_path: Path
 ) -> None:
     job = slurm.prepare(with_options(make_spec()), tmp_path)
-    found = answer(monkeypatch, sbatch=[Away("timed out")], squeue=[(0, "", ""), Away("away"), (0, "41\n42\n", "")])
+    found = answer(
+        monkeypatch, sbatch=[Unavailable("timed out")], squeue=[(0, "", ""), Unavailable("away"), (0, "41\n42\n", "")]
+    )
     assert slurm.submit(job)["job_id"] == "42"
     assert found.asked == ["squeue", "sbatch", "squeue", "squeue"]
-    found = answer(monkeypatch, sbatch=[Away("timed out"), (0, "43;cluster\n", "")], squeue=[(0, "", "")])
+    found = answer(monkeypatch, sbatch=[Unavailable("timed out"), (0, "43;cluster\n", "")], squeue=[(0, "", "")])
     assert slurm.submit(job)["job_id"] == "43"
 
 
 def test_submitting_has_patience_with_an_end(
     monkeypatch: pytest.MonkeyPatch, make_spec: Make, tmp_path: Path, golden: object
 ) -> None:
-    answer(monkeypatch, sbatch=[Away("nobody")], squeue=[(0, "", ""), Away("nobody")])
+    answer(monkeypatch, sbatch=[Unavailable("nobody")], squeue=[(0, "", ""), Unavailable("nobody")])
     with pytest.raises(LaunchError) as caught:
         slurm.submit(slurm.prepare(with_options(make_spec(), patience_s=0.05), tmp_path))
     assert str(caught.value) == golden
@@ -417,7 +421,7 @@ def test_a_job_taken_while_submitting_was_interrupted_is_ended(
 def test_a_host_without_slurm_is_said(monkeypatch: pytest.MonkeyPatch, golden: object) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(LaunchError) as caught:
-        states.look("1")
+        states.look_up("1")
     assert str(caught.value) == golden
 
 
@@ -456,11 +460,11 @@ def test_a_job_is_found_again_and_a_cancelled_one_is_none(
 def test_nothing_is_started_anew_while_nobody_can_say_whether_it_runs(
     monkeypatch: pytest.MonkeyPatch, make_spec: Make, tmp_path: Path, golden: object
 ) -> None:
-    answer(monkeypatch, squeue=[Away("gone")])
+    answer(monkeypatch, squeue=[Unavailable("gone")])
     with pytest.raises(LaunchError) as caught:
         slurm.adopt(slurm.prepare(with_options(make_spec(), patience_s=0.05), tmp_path), None)
     assert str(caught.value) == golden
-    answer(monkeypatch, squeue=[Away("gone"), (0, "9\n", ""), (0, row("RUNNING"), "")])
+    answer(monkeypatch, squeue=[Unavailable("gone"), (0, "9\n", ""), (0, row("RUNNING"), "")])
     found = slurm.adopt(slurm.prepare(with_options(make_spec(), patience_s=60.0), tmp_path), None)
     assert found is not None
     assert found["job_id"] == "9"
@@ -470,7 +474,7 @@ def test_cancelling_without_slurmctld_says_what_is_left_to_do(
     monkeypatch: pytest.MonkeyPatch, handle: dict[str, Any], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(slurm, "CANCEL_S", 0.0)
-    answer(monkeypatch, squeue=[Away("gone")])
+    answer(monkeypatch, squeue=[Unavailable("gone")])
     assert slurm.cancel(handle) is False
     assert "try scancel 7" in (tmp_path / "log.txt").read_text()
 
@@ -560,7 +564,7 @@ def test_disks_of_nodes_are_visited_by_steps_and_later_by_jobs(
         late = node == 1 and "--overlap" in words
         return outputs[node][begin : begin + 40] if late else outputs[node][begin:]
 
-    monkeypatch.setattr(_slurm_lines, "_visit", visit)
+    monkeypatch.setattr(output_files, "_visit", visit)
     answer(monkeypatch, squeue=[(0, row("RUNNING"), "")], scontrol=[(0, "n1\nn2\n", "")])
     handle = relayed | {"fetched": True, "limits": ["--partition=main"]}
     slurm.poll(handle)

@@ -16,9 +16,8 @@ from paceline.experiment.choices import Choice
 from paceline.experiment.serving import Serving
 from paceline.experiment.spec import RunSpec
 from paceline.launchers import slurm
-from paceline.launchers.slurm import losses as _slurm_losses
 from paceline.launchers.slurm import script, states
-from paceline.launchers.slurm.losses import BEGIN, Losses
+from paceline.launchers.slurm.states import BEGIN, Losses
 from paceline.results import store
 from paceline.results.records import Status
 
@@ -85,7 +84,7 @@ def spoke(run_dir: Path, make_outcome: Any, *ranks: int, status: Status = Status
 
 
 def losses(handle: dict[str, Any]) -> Losses:
-    return _slurm_losses.read(handle, states.hosts)
+    return states.read_losses(handle, states.hosts)
 
 
 def test_a_job_of_replicas_goes_on_without_a_node_and_ends_when_the_others_have_spoken(
@@ -135,7 +134,7 @@ def test_before_rank_0_asks_nobody_is_expendable(
     assert engine.cancelled == [("--signal=TERM", "7")]
     engine.state = "FAILED"
     state = slurm.poll(handle)
-    told = "Slurm job 7 lost a node; `sinfo -R` says which and why"
+    told = "Slurm job 7 lost a node; `sinfo -R` shows which and why"
     assert (state.status, state.reason, state.lost) == (Status.PREEMPTED, told, ())
 
 

@@ -21,8 +21,8 @@ from paceline.launchers import ssh
 from paceline.launchers.node import placement
 from paceline.launchers.ssh import hosts as _ssh_hosts
 from paceline.launchers.ssh import inquiry
-from paceline.launchers.ssh.connections import Connection
 from paceline.launchers.ssh.hosts import Host, Options, read_host
+from paceline.launchers.ssh.sessions import Connection
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "launchers" / "ssh.txt"
 Make = Callable[..., RunSpec]

@@ -14,8 +14,8 @@ from paceline.experiment.choices import Choice
 from paceline.experiment.serving import Serving
 from paceline.experiment.spec import RunSpec
 from paceline.launchers.node import agent as node_agent
-from paceline.launchers.ssh import crew as _ssh_crew
-from paceline.launchers.ssh.crew import Crew
+from paceline.launchers.ssh import sessions
+from paceline.launchers.ssh.sessions import Sessions
 from paceline.results import store
 from paceline.results.records import Status
 
@@ -59,18 +59,18 @@ def run_dir(tmp_path: Path, served: RunSpec) -> Path:
     return store.create(tmp_path, served)
 
 
-Start = Callable[[RunSpec], tuple[Crew, list[Agent]]]
+Start = Callable[[RunSpec], tuple[Sessions, list[Agent]]]
 
 
 @pytest.fixture
 def start(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    monkeypatch.setattr(_ssh_crew, "NOTICE_S", -1.0)
-    crews: list[Crew] = []
+    monkeypatch.setattr(sessions, "NOTICE_S", -1.0)
+    crews: list[Sessions] = []
 
-    def make(spec: RunSpec) -> tuple[Crew, list[Agent]]:
+    def make(spec: RunSpec) -> tuple[Sessions, list[Agent]]:
         agents = [Agent() for _ in range(3)]
         told: dict[str, Any] = {"expendable": may_be_lost(spec), "ranks": 2, "relay": False}
-        crews.append(Crew(run_dir, agents, ["a", "b", "c"], ["try a", "try b", "try c"], **told))  # type: ignore[arg-type]
+        crews.append(Sessions(run_dir, agents, ["a", "b", "c"], ["try a", "try b", "try c"], **told))  # type: ignore[arg-type]
         return crews[-1], agents
 
     yield make
@@ -125,14 +125,14 @@ def test_a_node_that_failed_just_before_rank_0_asked_is_expendable_after(
     start: Start, served: RunSpec, run_dir: Path, make_outcome: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     crew, agents = start(served)
-    monkeypatch.setattr(_ssh_crew, "NOTICE_S", 3600.0)
+    monkeypatch.setattr(sessions, "NOTICE_S", 3600.0)
     at(run_dir, "setup")
     agents[1].code = 255
     crew.listen()
     at(run_dir, "timing")
     crew.listen()
     # What the others were given to notice the loss themselves is over.
-    monkeypatch.setattr(_ssh_crew, "NOTICE_S", -1.0)
+    monkeypatch.setattr(sessions, "NOTICE_S", -1.0)
     crew.listen()
     assert not any(node_agent.END + b"\n" in agent.sent for agent in agents)
     spoke(run_dir, make_outcome, 0, 1, 4, 5)
