@@ -102,7 +102,7 @@ def test_ctrl_c_ends_everything_keeps_samples_and_goes_on(
     assert len(sealed) == 2, "the reference and the finished cell"
     shown = paceline("show", str(run_dir))
     assert shown.returncode == 1
-    assert "not sealed" in shown.stdout
+    assert "not finished" in shown.stdout
     assert "interrupted" in paceline("status", "--out", str(tmp_path)).stdout
 
     again = paceline("run", str(file), "--out", str(tmp_path), "--format", "json", env=QUICKLY)

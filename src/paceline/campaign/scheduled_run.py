@@ -1,7 +1,7 @@
-"""One scheduled run from the timer's call to its last word: due, alone, measured, compared, told.
+"""One scheduled run, from the call of its timer to the notification: check that it is due, run, compare, notify.
 
-Experiment, report and comparison are the commands a user would type, each a process of its own: whatever happens to
-one, this one lives to write down how it ended.
+The run and the comparison are the commands that a user would type, each in its own process: whatever happens to them,
+this process survives to record how they ended.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -32,12 +32,12 @@ from paceline.host.processes import end_with_parent, signal_name
 LOG = "log.txt"
 COMPARISON = "comparison.md"
 POLL_S = 0.2
-# Between asking a campaign to end and ending it: it has jobs to cancel elsewhere.
+# Time between SIGTERM and SIGKILL for a campaign: it may have jobs to cancel on a cluster.
 PATIENCE_S = 120.0
 OUTCOMES = {0: "ok", 1: "failed", 2: "refused", 130: "interrupted"}
-# A campaign says that the same command goes on; a schedule's next one has a folder of its own.
-CUT_SHORT = "it was asked to end; what was measured is kept, and the next occasion starts anew"
-# What a run of an interrupted or refused experiment leaves is nothing to compare.
+# The message of an interrupted campaign says to repeat the command, but the next occasion has its own directory.
+CUT_SHORT = "stopped by a signal; finished runs are kept, and the next occasion starts over"
+# Interrupted and refused runs leave nothing to compare.
 COMPARED = ("ok", "failed")
 
 
@@ -54,8 +54,11 @@ class Result:
 
 
 def run(out: Path, name: str, within: timedelta | None, say: Callable[[str], None]) -> int:
-    """Run the schedule once. within is given by timers: a start that serves no scheduled time of so long ago does
-    nothing at all. Without it the run is one by hand. Returns the exit code."""
+    """Run the schedule once and return the exit code.
+
+    Timers pass `within`: a start for which no scheduled time is due within that period does nothing. Without it, the
+    run was started by hand.
+    """
     schedule = agenda.read(out, name)
     now = datetime.now(UTC)
     due = None if within is None else agenda.due_time(schedule, agenda.occasions(out, name), now, within)
@@ -64,34 +67,32 @@ def run(out: Path, name: str, within: timedelta | None, say: Callable[[str], Non
     with agenda.exclusive(out, name) as alone:
         past = agenda.occasions(out, name)
         if not alone:
-            return _skip(out, schedule, due, past, say)
+            # Two campaigns on the same devices would disturb each other.
+            running = next((occasion for occasion in reversed(past) if occasion.outcome == "running"), None)
+            since = f" of {wall(datetime.fromtimestamp(running.began_at, UTC), schedule.cron.zone)}" if running else ""
+            sentence, at = f"skipped: the run{since} is still running", time.time()
+            agenda.record(out, name, "skipped", f"skipped-{at:.3f}", at=at, due_at=_stamp(due), sentence=sentence)
+            say(f"{name}: {sentence}")
+            return 1
         if due is not None and due.timestamp() in {occasion.due_at for occasion in past}:
-            return 0  # another start has served it while this one waited for the lock
-        return _hold(out, schedule, due, past, say)
+            return 0  # another start served it while this one waited for the lock
+        return _run_occasion(out, schedule, due, past, say)
 
 
-def _skip(
+def _run_occasion(
     out: Path, schedule: Schedule, due: datetime | None, past: Sequence[Occasion], say: Callable[[str], None]
 ) -> int:
-    """Two campaigns on the same devices would measure each other."""
-    running = next((occasion for occasion in reversed(past) if occasion.outcome == "running"), None)
-    since = f" of {wall(datetime.fromtimestamp(running.began_at, UTC), schedule.cron.zone)}" if running else ""
-    sentence = f"skipped: the run{since} is still at work"
-    now = time.time()
-    agenda.record(out, schedule.name, "skipped", f"skipped-{now:.3f}", at=now, due_at=_stamp(due), sentence=sentence)
-    say(f"{schedule.name}: {sentence}")
-    return 1
-
-
-def _hold(
-    out: Path, schedule: Schedule, due: datetime | None, past: Sequence[Occasion], say: Callable[[str], None]
-) -> int:
+    """Measure, compare and notify, and record each step in the history."""
     began = datetime.now(UTC)
     occasion = (due or began).astimezone(schedule.cron.zone).strftime("%Y-%m-%dT%H%M%S%z")
     folder = agenda.folder_of(out, schedule.name) / occasion
     agenda.record(out, schedule.name, "began", occasion, at=began.timestamp(), due_at=_stamp(due))
-    say(f"{schedule.name}: began {occasion}; see {folder / LOG}")
-    environ = _environment(schedule)
+    say(f"{schedule.name}: started {occasion}; log in {folder / LOG}")
+    environ = dict(os.environ)
+    if schedule.env_file is not None:
+        # Timers start with almost no variables. A missing file is not an error: what needs a variable reports it.
+        with contextlib.suppress(OSError):
+            environ |= notification.variables(Path(schedule.env_file).read_text(encoding="utf-8", errors="replace"))
     result = _measure(out, schedule, folder, past, environ)
     facts = {key: getattr(result, key) for key in ("outcome", "exit_code", "sentence", "report", "compared_with")}
     _note(out, schedule, say, "ended", occasion, **facts)
@@ -105,7 +106,7 @@ def _hold(
         regression=result.regression,
         sentence=result.sentence,
     )
-    for sentence in notification.tell(schedule, notice, environ):
+    for sentence in notification.send(schedule, notice, environ):
         _note(out, schedule, say, "notified", occasion, sentence=sentence)
         say(f"{schedule.name}: {sentence}")
     status_page.Page(out).write()
@@ -113,26 +114,15 @@ def _hold(
 
 
 def _note(out: Path, schedule: Schedule, say: Callable[[str], None], event: str, occasion: str, **facts: Any) -> None:
-    """Write it down if that is possible: whoever is to be told is told even when the disk is full."""
+    """Record an event if possible: notifications are sent even when the disk is full."""
     try:
         agenda.record(out, schedule.name, event, occasion, at=time.time(), **facts)
     except OSError as error:
-        say(f"{schedule.name}: the history cannot be written ({error.strerror})")
+        say(f"{schedule.name}: cannot write the history ({error.strerror})")
 
 
 def _stamp(due: datetime | None) -> float | None:
     return None if due is None else due.timestamp()
-
-
-def _environment(schedule: Schedule) -> dict[str, str]:
-    """This process's own, and the variables of the schedule's file: timers start with next to none."""
-    if schedule.env_file is None:
-        return dict(os.environ)
-    try:
-        text = Path(schedule.env_file).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return dict(os.environ)  # a run does not fail for it; whoever needs a variable says that it is not set
-    return {**os.environ, **notification.variables(text)}
 
 
 # --- measuring ---
@@ -141,30 +131,30 @@ def _environment(schedule: Schedule) -> dict[str, str]:
 def _measure(
     out: Path, schedule: Schedule, folder: Path, past: Sequence[Occasion], environ: Mapping[str, str]
 ) -> Result:
+    """Run the experiment, read how it ended, and compare it with the last good occasion."""
+    command = _paceline("run", agenda.experiment_of(out, schedule), "--out", str(folder.absolute()))
+    if (launcher := agenda.launcher_of(out, schedule)) is not None:
+        command.append(f"--launcher={launcher}")
+    command += [f"--set={setting}" for setting in schedule.settings]
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
     try:
         with (folder / LOG).open("ab") as log:
-            code = _follow(_command(out, schedule, folder), schedule, environ, log, status_page.Page(out).refresh)
+            code = _follow(command, schedule, environ, log, status_page.Page(out).refresh)
     except OSError as error:
         return Result(outcome="failed", exit_code=1, sentence=f"{folder}: {error.strerror}; nothing was started")
     outcome = OUTCOMES.get(code, "failed")
     if code < 0:
-        return Result(outcome=outcome, exit_code=1, sentence=_ended_by(-code, folder))
-    found = sorted(folder.glob("*/report.html"))
-    report = str(found[0].relative_to(out)) if found else None
+        ended_by = f"the campaign was killed by {signal_name(-code)}, by hand or because the host ran out of memory"
+        ended_by += f"; see {folder / LOG}"
+        return Result(outcome=outcome, exit_code=1, sentence=ended_by)
+    reports = sorted(folder.glob("*/report.html"))
+    report = str(reports[0].relative_to(out)) if reports else None
     sentence = {"ok": None, "interrupted": CUT_SHORT}.get(
-        outcome, _what_went_wrong(folder / LOG, out / report if report else None)
+        outcome, _failure_reason(folder / LOG, out / report if report else None)
     )
     result = Result(outcome=outcome, exit_code=code, sentence=sentence, report=report)
     return _compare(out, schedule, folder, past, result) if outcome in COMPARED and report else result
-
-
-def _command(out: Path, schedule: Schedule, folder: Path) -> list[str]:
-    command = _paceline("run", agenda.experiment_of(out, schedule), "--out", str(folder.absolute()))
-    if (launcher := agenda.launcher_of(out, schedule)) is not None:
-        command.append(f"--launcher={launcher}")
-    return command + [f"--set={setting}" for setting in schedule.settings]
 
 
 def _paceline(*arguments: str) -> list[str]:
@@ -172,9 +162,9 @@ def _paceline(*arguments: str) -> list[str]:
 
 
 def _follow(
-    command: Sequence[str], schedule: Schedule, environ: Mapping[str, str], log: IO[bytes], look: Callable[[], None]
+    command: Sequence[str], schedule: Schedule, environ: Mapping[str, str], log: IO[bytes], refresh: Callable[[], None]
 ) -> int:
-    """Exit code of a campaign that is watched to its end; asked to end, this process asks it to, and waits for it."""
+    """Run a campaign and return its exit code; SIGTERM and SIGINT are passed on to it as SIGTERM."""
     directory = schedule.directory if Path(schedule.directory).is_dir() else None
     child = subprocess.Popen(
         command,
@@ -185,58 +175,47 @@ def _follow(
         stderr=log,
         preexec_fn=lambda: end_with_parent(signal.SIGTERM),
     )
-    with _asked_to_end() as asked:
-        ended_by = None
-        while child.poll() is None:
-            if asked and ended_by is None:
-                ended_by = time.monotonic() + PATIENCE_S
-                child.send_signal(signal.SIGTERM)
-            if ended_by is not None and time.monotonic() > ended_by:
-                child.kill()
-            look()
-            time.sleep(POLL_S)
-    return child.wait()
-
-
-@contextlib.contextmanager
-def _asked_to_end() -> Iterator[list[int]]:
-    """Holds something once this process was told to end."""
-    asked: list[int] = []
-    previous = {s: signal.signal(s, lambda number, _: asked.append(number)) for s in (signal.SIGTERM, signal.SIGINT)}
+    received: list[int] = []
+    previous = {s: signal.signal(s, lambda number, _: received.append(number)) for s in (signal.SIGTERM, signal.SIGINT)}
+    kill_at = None
     try:
-        yield asked
+        while child.poll() is None:
+            if received and kill_at is None:
+                kill_at = time.monotonic() + PATIENCE_S
+                child.send_signal(signal.SIGTERM)
+            if kill_at is not None and time.monotonic() > kill_at:
+                child.kill()
+            refresh()
+            time.sleep(POLL_S)
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+    return child.wait()
 
 
-def _ended_by(number: int, folder: Path) -> str:
-    how = f"{signal_name(number)}, by hand, or because the host ran out of memory"
-    return f"the campaign was ended by {how}; see {folder / LOG}"
-
-
-def _what_went_wrong(log: Path, report: Path | None) -> str | None:
-    """The campaign's own sentence; else what its report says of the last run that is not ok, as the log may have cut it
-    to the width of a screen; else its last words."""
+def _failure_reason(log: Path, report: Path | None) -> str | None:
+    """The error message of the campaign; else the last failure in its report, which is not cut to the width of a
+    screen as the log may be; else the last line of the log."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     ours = [line.removeprefix("paceline: ") for line in lines if line.startswith("paceline: ")]
-    told = _last_reason(report.with_suffix(".json")) if report is not None and not ours else None
+    reported = _reported_failure(report.with_suffix(".json")) if report is not None and not ours else None
     failed = [line for line in lines if line.startswith(("\u2717", "\u2260"))]
-    found = [told] if told else (ours or failed or lines)[-1:]
-    return redaction.clean_text(found[0])[:500] if found else None
+    reasons = [reported] if reported else (ours or failed or lines)[-1:]
+    return redaction.clean_text(reasons[0])[:500] if reasons else None
 
 
-def _last_reason(report: Path) -> str | None:
-    """None where the report was not written as JSON, or nothing in it has a reason. A run that is ok may hold loads
-    that are not believed."""
+def _reported_failure(path: Path) -> str | None:
+    """The last failed run in report.json, else the last load that is not valid; None if there is neither."""
     try:
-        found = json.loads(report.read_text())
-        runs, loads = found["runs"], found.get("served", [])
-        wrong = [run for run in runs if run["status"] != "ok" and run["reason"]]
-        lost = [load for load in loads if load.get("fails")]
-        if wrong:
-            return f"{wrong[-1]['status']} ({len(wrong)} of {len(runs)} runs): {wrong[-1]['reason']}"
-        return f"{lost[-1]['verdict']} ({len(lost)} of {len(loads)} loads): {lost[-1]['reasons'][0]}" if lost else None
+        report = json.loads(path.read_text())
+        runs, loads = report["runs"], report.get("served", [])
+        failed = [run for run in runs if run["status"] != "ok" and run["reason"]]
+        invalid = [load for load in loads if load.get("fails")]
+        if failed:
+            return f"{failed[-1]['status']} ({len(failed)} of {len(runs)} runs): {failed[-1]['reason']}"
+        if not invalid:
+            return None
+        return f"{invalid[-1]['verdict']} ({len(invalid)} of {len(loads)} loads): {invalid[-1]['reasons'][0]}"
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return None
 
@@ -245,8 +224,10 @@ def _last_reason(report: Path) -> str | None:
 
 
 def last_good(out: Path, schedule: Schedule, past: Sequence[Occasion]) -> Path | None:
-    """The results of the newest occasion that ended ok and is still there. One with a regression is no measure for the
-    next: what got slower stays slower until somebody says that it is well."""
+    """The results directory of the newest occasion that ended ok and still exists.
+
+    An occasion with a regression is not a baseline: what got slower counts as slower until someone accepts it.
+    """
     folders = (
         (out / occasion.report).parent for occasion in reversed(past) if occasion.outcome == "ok" and occasion.report
     )
@@ -254,7 +235,7 @@ def last_good(out: Path, schedule: Schedule, past: Sequence[Occasion]) -> Path |
 
 
 def _compare(out: Path, schedule: Schedule, folder: Path, past: Sequence[Occasion], result: Result) -> Result:
-    """The existing comparison and its gate, between the last good occasion and this one."""
+    """The result with the comparison between the last good occasion and this one."""
     before = last_good(out, schedule, past)
     if before is None or result.report is None:
         return result
@@ -263,15 +244,18 @@ def _compare(out: Path, schedule: Schedule, folder: Path, past: Sequence[Occasio
     if schedule.fail_on_regression is not None:
         command += ["--fail-on-regression", str(schedule.fail_on_regression)]
     page = subprocess.run([*command, "--format", "markdown"], capture_output=True, text=True, check=False)
-    told = subprocess.run([*command, "--format", "json"], capture_output=True, text=True, check=False)
+    document = subprocess.run([*command, "--format", "json"], capture_output=True, text=True, check=False)
     (folder / COMPARISON).write_text(page.stdout or page.stderr)
-    words = [line.removeprefix("paceline: ") for line in told.stderr.splitlines() if line.startswith("paceline: ")]
-    answer = _answer(told.stdout)
+    errors = document.stderr.splitlines()
+    messages = [line.removeprefix("paceline: ") for line in errors if line.startswith("paceline: ")]
+    answer = None
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        answer = str(json.loads(document.stdout)["answer"])
     sides = f"(A is the run of {before.parent.name}, B this one)"
-    gated = schedule.fail_on_regression is not None and told.returncode != 0
-    # A comparison that was refused gates nothing, and must not pass for one that found nothing.
-    regression = f"{(words or [answer or 'the comparison failed'])[0].rstrip('.')} {sides}" if gated else None
-    compared = next(filter(None, (answer, *words)), None)
+    gated = schedule.fail_on_regression is not None and document.returncode != 0
+    # A comparison that was refused must not count as one without regressions.
+    regression = f"{(messages or [answer or 'the comparison failed'])[0].rstrip('.')} {sides}" if gated else None
+    compared = next(filter(None, (answer, *messages)), None)
     sentence = result.sentence or regression or (f"{compared.rstrip('.')} {sides}" if compared else None)
     return Result(
         outcome="regression" if gated and result.outcome == "ok" else result.outcome,
@@ -283,91 +267,72 @@ def _compare(out: Path, schedule: Schedule, folder: Path, past: Sequence[Occasio
     )
 
 
-def _answer(text: str) -> str | None:
-    try:
-        return str(json.loads(text)["answer"])
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
 # --- adding and removing ---
 
 
 def add(out: Path, schedule: Schedule, experiment: Path | None, launcher: Path | None, replace: bool) -> str:
-    """Write the schedule down with its own copy of the experiment, then set its timer; all of it or nothing."""
+    """Store the schedule with a copy of the experiment and install its timer, or change nothing. Returns a message."""
     from paceline.campaign.schedule import timers
 
     folder = agenda.folder_of(out, schedule.name)
     if (folder / agenda.DEFINITION).exists() and not replace:
         raise RequestError(
-            f"--name: {schedule.name!r} was given, which exists in {out}; accepted is another name, or --replace"
+            f"--name: got {schedule.name!r}, which exists in {out}; expected another name, or --replace."
         )
     before = agenda.read(out, schedule.name) if (folder / agenda.DEFINITION).exists() else None
-    with _restoring(folder):
-        _copy(experiment, folder / agenda.EXPERIMENT)
-        _copy(launcher, folder / agenda.LAUNCHER)
-        agenda.write(out, schedule)
-        said = str(timers.backend(schedule.backend).install(out, schedule))
-    if before is not None and before.backend != schedule.backend:
-        left = timers.backend(before.backend).remove(out, before)
-        said = "\n".join(filter(None, (said, left)))
-    status_page.Page(out).write()
-    return said
-
-
-@contextlib.contextmanager
-def _restoring(folder: Path) -> Iterator[None]:
-    """After a refusal the schedule's own files are as they were before."""
     paths = [folder / name for name in (agenda.DEFINITION, agenda.EXPERIMENT, agenda.LAUNCHER)]
-    before = {path: path.read_bytes() if path.is_file() else None for path in paths}
+    contents = {path: path.read_bytes() if path.is_file() else None for path in paths}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        yield
+        for source, target in ((experiment, folder / agenda.EXPERIMENT), (launcher, folder / agenda.LAUNCHER)):
+            target.unlink(missing_ok=True)
+            if source is not None:
+                shutil.copyfile(source, target)
+        agenda.write(out, schedule)
+        message = str(timers.backend(schedule.backend).install(out, schedule))
     except (RequestError, OSError) as error:
         with contextlib.suppress(OSError):
-            for path, content in before.items():
+            for path, content in contents.items():
                 path.unlink(missing_ok=True)
                 if content is not None:
                     path.write_bytes(content)
         if isinstance(error, OSError):
-            raise RequestError(f"--out: nothing can be written in {folder} ({error.strerror})") from None
+            raise RequestError(f"--out: cannot write in {folder} ({error.strerror}).") from None
         raise
-
-
-def _copy(source: Path | None, target: Path) -> None:
-    """None leaves no file there."""
-    target.unlink(missing_ok=True)
-    if source is not None:
-        shutil.copyfile(source, target)
+    if before is not None and before.backend != schedule.backend:
+        leftover = timers.backend(before.backend).remove(out, before)
+        message = "\n".join(filter(None, (message, leftover)))
+    status_page.Page(out).write()
+    return message
 
 
 def remove(out: Path, name: str) -> str | None:
-    """The timer and the definition go; results and history stay. Returns what is left to do by hand, if anything."""
+    """Remove the timer and the definition; results and history stay. Returns what is left to do by hand."""
     from paceline.campaign.schedule import timers
 
     schedule = agenda.read(out, name)
-    left: str | None = timers.backend(schedule.backend).remove(out, schedule)
+    leftover: str | None = timers.backend(schedule.backend).remove(out, schedule)
     (agenda.folder_of(out, name) / agenda.DEFINITION).unlink(missing_ok=True)
     status_page.Page(out).write()
-    return left
+    return leftover
 
 
-def adopt(out: Path, name: str, asked: Path) -> None:
-    """Bring what a pod was given into the results folder, where everything else is looked for."""
+def adopt(out: Path, name: str, definition: Path) -> None:
+    """Copy the definition that a pod mounts into the results directory, where all other code expects it."""
     from paceline.campaign.schedule.timers.kubernetes import definition_in
     from paceline.errors import StoreError
 
     try:
-        schedule = definition_in(asked)
+        schedule = definition_in(definition)
     except StoreError as error:
-        raise RequestError(f"--definition: {asked} {error}; accepted is the folder of a schedule") from None
+        raise RequestError(f"--definition: {definition} {error}; expected the directory of a schedule.") from None
     if schedule.name != name:
         raise RequestError(
-            f"--definition: {asked} holds the schedule {schedule.name!r}; accepted is one named {name!r}"
+            f"--definition: got the schedule {schedule.name!r} in {definition}, expected one named {name!r}."
         )
     folder = agenda.folder_of(out, name)
     folder.mkdir(parents=True, exist_ok=True)
     for file in (agenda.EXPERIMENT, agenda.LAUNCHER):
-        if (asked / file).is_file():
-            shutil.copyfile(asked / file, folder / file)
+        if (definition / file).is_file():
+            shutil.copyfile(definition / file, folder / file)
     agenda.write(out, schedule)

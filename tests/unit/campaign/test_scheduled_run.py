@@ -223,7 +223,7 @@ def test_a_command_is_told_in_variables_and_no_name_becomes_code(
     run(out)
     assert note.read_text() == f"nightly|ok|0|{(out / str(last(out).report)).absolute()}"
     assert not list(out.glob("**/evil"))
-    assert last(out).told == golden
+    assert last(out).notified == golden
 
 
 def test_a_failure_to_notify_is_recorded_and_changes_nothing_else(
@@ -232,8 +232,8 @@ def test_a_failure_to_notify_is_recorded_and_changes_nothing_else(
     agenda.write(out, schedule_of(command="exit 7", webhook="NOT_SET_ANYWHERE"))
     assert run(out)[0] == 0
     assert last(out).outcome == "ok"
-    assert str(last(out).told) == golden
-    assert "NOT_SET_ANYWHERE" in str(last(out).told)
+    assert str(last(out).notified) == golden
+    assert "NOT_SET_ANYWHERE" in str(last(out).notified)
 
 
 def test_a_folder_that_cannot_be_written_is_a_failure_with_a_sentence(
@@ -322,15 +322,15 @@ def test_the_reason_of_a_run_is_told_whole_though_the_log_broke_its_line(tmp_pat
     runs = [{"status": "ok", "reason": None}, {"status": "invalid", "reason": "client: read up to 5.5 ms late"}]
     report.with_suffix(".json").write_text(json.dumps({"runs": runs}))
     words = "invalid (1 of 2 runs): client: read up to 5.5 ms late"
-    assert scheduled_run._what_went_wrong(log, report) == words
+    assert scheduled_run._failure_reason(log, report) == words
     lost = {"fails": True, "verdict": "INVALID(client)", "reasons": ["client: read up to 5.5 ms late"]}
     told = {"runs": runs[:1], "served": [{"fails": False, "verdict": "VALID", "reasons": []}, lost]}
     report.with_suffix(".json").write_text(json.dumps(told))
-    text = scheduled_run._what_went_wrong(log, report)
+    text = scheduled_run._failure_reason(log, report)
     assert text == golden
     assert "INVALID" in text
     assert "5.5" in text
     report.with_suffix(".json").write_text("{")
-    assert str(scheduled_run._what_went_wrong(log, report)).startswith("≠ 2/2 inference invalid")
+    assert str(scheduled_run._failure_reason(log, report)).startswith("≠ 2/2 inference invalid")
     log.write_text("paceline: model: 'x' was given\n")
-    assert scheduled_run._what_went_wrong(log, report) == "model: 'x' was given"
+    assert scheduled_run._failure_reason(log, report) == "model: 'x' was given"

@@ -42,7 +42,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
         (["file.yaml", *DAILY, "--backend", "kubernetes"], "got no --image or no --claim, expected both"),
         (["file.yaml", *DAILY, "--backend", "at"], "--backend: got 'at', expected crontab, systemd, kubernetes"),
-        (["file.yaml", *DAILY], "'crontab' is not on this host"),
+        (["file.yaml", *DAILY], "'crontab' was not found on this host"),
     ],
 )
 def test_a_wrong_request_is_one_sentence_and_leaves_nothing(

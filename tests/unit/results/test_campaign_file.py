@@ -270,7 +270,7 @@ def test_a_job_in_a_queue_is_told_with_its_reason(
     lines, running = folder_lines(tmp_path)
     assert running
     assert lines[1:] == [f"  waiting: {specs[0].run_id}: {PENDING}"]
-    assert f"{specs[0].run_id} is waiting: {PENDING}" in status_page.html_text(status_page.standing(tmp_path))
+    assert f"{specs[0].run_id} is waiting: {PENDING}" in status_page.html_text(status_page.read_state(tmp_path))
     store.write_json(run_dir / "job.json", {"launcher": "slurm", "outlives_controller": True, "waiting": None})
     assert campaign_file.read_view(tmp_path / "test").waiting == {}
 
@@ -336,7 +336,7 @@ def test_a_dead_controllers_job_that_may_still_run_is_named(
     plan = store.read_json(tmp_path / "test" / campaign_file.PLAN)
     store.write_json(tmp_path / "test" / campaign_file.PLAN, plan | {"began_at": plan["began_at"] - 3600})
     lines, _ = folder_lines(tmp_path)
-    more = f" ({told}; the same command takes it up again)" if told else ""
+    more = f" ({told}; the same command will adopt it)" if told else ""
     assert lines[1:] == [f"  interrupted: {specs[0].run_id}{more}"]
     status_page.Page(tmp_path).write()
     assert (str(told) in (tmp_path / "status.md").read_text().replace("\\", "")) is bool(told)
@@ -377,7 +377,7 @@ def test_a_complete_campaign_says_so(tmp_path: Path, make_spec: Make, make_run: 
 
 
 def test_an_empty_folder_has_no_run_yet(tmp_path: Path) -> None:
-    assert folder_lines(tmp_path) == ([f"{tmp_path}: no run yet"], False)
+    assert folder_lines(tmp_path) == ([f"{tmp_path}: no runs yet"], False)
 
 
 def test_of_a_served_model_rank_0_tells_how_many_requests_are_needed(

@@ -1,4 +1,4 @@
-"""What a user sees while a campaign runs: a live bar on a terminal, plain lines anywhere else. Observers of `run`."""
+"""Progress of a campaign: live bars on a terminal, plain lines elsewhere. Observers for `run.controller`."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 MARKS = {Status.OK: "[green]✓[/]", Status.UNSUPPORTED: "[yellow]-[/]", Status.INVALID: "[red]≠[/]"}
 FAILED_MARK, PROBED_MARK = "[red]✗[/]", "[yellow]▲[/]"
-ADVISING = "out of memory; rehearsing what would fit"
-# A log is told of a long run this often at most.
+ADVISING = "out of memory; looking for settings that fit"
+# How often a log gets a line about a long run.
 HEARTBEAT_S = 30.0
-# The folder is looked at this often: the controller polls ten times as often, beside a run that is being measured.
-LOOK_S = 1.0
+# How often the run directory is read: less often than the controller polls, to disturb the measurement less.
+REFRESH_S = 1.0
 
 
 class Lines:
-    """One line per event, and one now and then of a long run: for logs and pipes."""
+    """One line per event, and a line now and then during a long run: for logs and pipes."""
 
-    look_s = HEARTBEAT_S
+    refresh_s = HEARTBEAT_S
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -38,7 +38,7 @@ class Lines:
         self.ends: dict[str, EndedRun] = {}
         self.unread: list[str] = []
         self.done = 0
-        self.run_began = self.looked = time.monotonic()
+        self.run_began = self.read_at = time.monotonic()
         self.run_dir: Path | None = None
         self.advised: str | None = None
         self.waited_for: set[tuple[str, str]] = set()
@@ -51,9 +51,9 @@ class Lines:
         self.planned = {spec.run_id: PlannedRun.of(spec) for spec in specs}
 
     def started(self, spec: RunSpec, run_dir: Path) -> None:
-        self.run_began = self.looked = time.monotonic()
+        self.run_began = self.read_at = time.monotonic()
         self.run_dir = run_dir
-        # What an earlier campaign measured tells how long its repeats will take.
+        # Durations from an earlier campaign predict how long its repeats take.
         for run in self.unread:
             if (end := read_end(run_dir.parent / run)) is not None:
                 self.ends[run] = end
@@ -61,8 +61,8 @@ class Lines:
 
     def moved(self, spec: RunSpec, positions: Sequence[Progress]) -> None:
         now = time.monotonic()
-        if now - self.looked >= self.look_s and self.run_dir is not None:
-            self.looked = now
+        if now - self.read_at >= self.refresh_s and self.run_dir is not None:
+            self.read_at = now
             pulse = read_pulse(self.run_dir, spec, positions)
             if pulse is not None:
                 self.show(pulse)
@@ -74,19 +74,20 @@ class Lines:
         self.console.print(f"  {self.done + 1:>3}/{self.total} {escape(where)}", highlight=False, soft_wrap=True)
 
     def waiting(self, spec: RunSpec, reason: str, seconds: float) -> None:
-        """Each of the engine's reasons is told once, whatever it counts in it."""
-        told = (spec.run_id, re.sub(r"\d+", "#", reason))
-        if told not in self.waited_for:
-            self.waited_for.add(told)
+        """Print each reason of the engine once, even if a number in it changes."""
+        key = (spec.run_id, re.sub(r"\d+", "#", reason))
+        if key not in self.waited_for:
+            self.waited_for.add(key)
             where = f"  {self.done + 1:>3}/{self.total} {title(spec)}: waiting: {reason}"
             self.console.print(where, highlight=False, markup=False, soft_wrap=True)
 
     def restarting(self, spec: RunSpec, reason: str, left: int) -> None:
-        where = f"  {self.done + 1:>3}/{self.total} {title(spec)}: restarting: {reason}; {_left(left)}"
+        allowed = f"{left} more restart{'' if left == 1 else 's'} allowed"
+        where = f"  {self.done + 1:>3}/{self.total} {title(spec)}: restarting: {reason}; {allowed}"
         self.console.print(where, highlight=False, markup=False, soft_wrap=True)
 
     def advising(self, spec: RunSpec, seconds: float) -> None:
-        """Said once: it lasts seconds for a small model, minutes for a large one."""
+        """Print it once: it takes seconds for a small model, minutes for a large one."""
         if self.advised != spec.run_id:
             self.advised = spec.run_id
             self.console.print(
@@ -98,7 +99,7 @@ class Lines:
 
         self.done += 1
         took = time.monotonic() - self.run_began
-        self.run_began += took  # a run that is refused is never started
+        self.run_began += took  # an unsupported run is never started
         if known:
             self.unread.append(spec.run_id)
         else:
@@ -112,16 +113,16 @@ class Lines:
         )
 
     def close(self) -> None:
-        """Nothing stays open."""
+        """Nothing to close."""
 
     def left_s(self, pulse: Pulse | None) -> float | None:
         return forecast_s(self.planned.values(), self.ends, pulse)
 
 
 class Bars(Lines):
-    """The same lines above two live bars, the campaign and the current run, and a line of where that is."""
+    """The same lines above two live bars (campaign, current run) and a line with the position of the run."""
 
-    look_s = LOOK_S
+    refresh_s = REFRESH_S
 
     def __init__(self, console: Console) -> None:
         from rich.live import Live
@@ -136,7 +137,7 @@ class Bars(Lines):
         self.live = Live(console=console, get_renderable=self.screen, transient=True)
 
     def screen(self) -> RenderableType:
-        """The bars, then one line that is cut where the terminal ends."""
+        """The bars, then one line cut to the width of the terminal."""
         from rich.console import Group
         from rich.text import Text
 
@@ -177,14 +178,10 @@ class Bars(Lines):
         self.live.stop()
 
 
-def _left(restarts: int) -> str:
-    return f"{restarts} more restart{'' if restarts == 1 else 's'} allowed"
-
-
 def observer_for(console: Console) -> Lines:
     return Bars(console) if console.is_terminal else Lines(console)
 
 
 def _implements_observer(lines: Lines) -> Observer:
-    """Keeps the type checker honest about the protocol."""
+    """Lets the type checker verify the protocol."""
     return lines

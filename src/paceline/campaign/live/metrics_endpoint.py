@@ -1,4 +1,4 @@
-"""/metrics for Prometheus to scrape: gauges of this machine, and the campaigns of a results folder under way."""
+"""/metrics for Prometheus: gauges of this machine, and the campaigns of a results directory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.report.exporters._prometheus_text import CONTENT_TYPE, Family, ren
 from paceline.results.campaign_file import CampaignView
 
 HOST_GAUGES = {
-    "cpu_ratio": "Busy share of all cores since the reading before.",
+    "cpu_ratio": "Busy share of all cores since the previous reading.",
     "memory_used_bytes": "Memory of the host in use.",
     "memory_total_bytes": "Memory of the host.",
     "load": "Runnable processes, averaged over a minute.",
@@ -25,7 +25,7 @@ HOST_GAUGES = {
     "temperature_c": "Hottest sensor of the processor.",
 }
 GPU_GAUGES = {
-    "utilisation_ratio": "Busy share by the driver.",
+    "utilisation_ratio": "Busy share reported by the driver.",
     "memory_used_bytes": "Memory of the GPU in use.",
     "memory_total_bytes": "Memory of the GPU.",
     "power_w": "Power drawn.",
@@ -36,21 +36,23 @@ GPU_GAUGES = {
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """HOST:PORT, with an IPv6 host in brackets; port 0 takes a free one."""
-    found = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]/\s]+):(\d{1,5})", text)
-    if found is None or int(found[2]) > 65535:
-        raise RequestError(f"--serve: {text!r} was given; accepted is HOST:PORT, such as 127.0.0.1:9109")
-    return found[1].strip("[]"), int(found[2])
+    """Host and port from HOST:PORT, with an IPv6 host in brackets; port 0 picks a free one."""
+    match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]/\s]+):(\d{1,5})", text)
+    if match is None or int(match[2]) > 65535:
+        raise RequestError(f"--serve: got {text!r}, expected HOST:PORT, such as 127.0.0.1:9109.")
+    return match[1].strip("[]"), int(match[2])
 
 
 @contextlib.contextmanager
 def serving(address: str, page: Callable[[], str]) -> Iterator[str]:
-    """Answer GET /metrics with `page()` in threads until the block ends; yields the address that was taken."""
+    """Serve `page()` at /metrics in threads until the block ends; yields the address."""
     host, port = parse_address(address)
     try:
         server = _server(host, port, page)
     except OSError as error:
-        raise RequestError(f"--serve: {address!r} was given, which cannot be listened on ({error.strerror})") from None
+        raise RequestError(
+            f"--serve: cannot listen on {address!r} ({error.strerror}). Choose another address."
+        ) from None
     thread = threading.Thread(target=server.serve_forever, name="paceline-metrics", daemon=True)
     thread.start()
     try:
@@ -65,7 +67,7 @@ def _server(host: str, port: int, page: Callable[[], str]) -> ThreadingHTTPServe
     import socket
 
     class MetricsPage(BaseHTTPRequestHandler):
-        # A client that connects and says nothing must not hold a thread for ever.
+        # A client that connects and sends nothing must not occupy a thread forever.
         timeout = 10
 
         def do_GET(self) -> None:
@@ -75,7 +77,7 @@ def _server(host: str, port: int, page: Callable[[], str]) -> ThreadingHTTPServe
             self._begin()
 
         def _begin(self) -> bytes:
-            """Send all but the body, which is returned."""
+            """Send the header and return the body."""
             known = self.path.partition("?")[0] == "/metrics"
             body = (page() if known else "paceline: the metrics are at /metrics\n").encode()
             self.send_response(200 if known else 404)
@@ -85,14 +87,14 @@ def _server(host: str, port: int, page: Callable[[], str]) -> ThreadingHTTPServe
             return body
 
         def log_message(self, format: str, *args: object) -> None:
-            """A scrape every few seconds is no news."""
+            """Do not log scrapes: they come every few seconds."""
 
     class Server(ThreadingHTTPServer):
         address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         daemon_threads = True
 
         def handle_error(self, request: object, client_address: object) -> None:
-            # A client that goes away is its own affair; what fails here is not.
+            # Ignore clients that disconnect; report everything else.
             if not isinstance(sys.exception(), ConnectionError | TimeoutError):
                 super().handle_error(request, client_address)  # type: ignore[arg-type]
 
@@ -100,19 +102,17 @@ def _server(host: str, port: int, page: Callable[[], str]) -> ThreadingHTTPServe
 
 
 def page_text(snapshot: Snapshot | None, views: Sequence[CampaignView] = (), out: Path | None = None) -> str:
-    """`views` are of experiments at or below `out`."""
-    named = {_experiment(view, out): view for view in views}
+    """The metrics of a reading and of campaigns. The views are of experiments at or below `out`."""
+    named = {}
+    for view in views:
+        # The path below `out`: two directories may contain experiments of the same name.
+        inner = view.experiment.relative_to(out).as_posix() if out is not None else "."
+        named[view.experiment.resolve().name if inner == "." else inner] = view
     return render([*machine_families(snapshot), *campaign_families(named)])
 
 
-def _experiment(view: CampaignView, out: Path | None) -> str:
-    """Its path below the results folder: two folders may hold experiments of the same name."""
-    inner = view.experiment.relative_to(out).as_posix() if out is not None else "."
-    return view.experiment.resolve().name if inner == "." else inner
-
-
 def machine_families(snapshot: Snapshot | None) -> list[Family]:
-    """Nothing before the first reading."""
+    """Metrics of host and GPUs; none before the first reading."""
     if snapshot is None:
         return []
     host = {name: Family(f"host_{name}", text) for name, text in HOST_GAUGES.items()}
@@ -120,7 +120,7 @@ def machine_families(snapshot: Snapshot | None) -> list[Family]:
         family.add(getattr(snapshot.host, name))
     energy = Family("host_energy_joules_total", "Energy of the processors since the first reading.", "counter")
     energy.add(snapshot.host.energy_j)
-    cores = Family("host_core_ratio", "Busy share of one core since the reading before.")
+    cores = Family("host_core_ratio", "Busy share of one core since the previous reading.")
     for number, ratio in enumerate(snapshot.host.cores_ratio or ()):
         cores.add(ratio, {"core": number})
     read = Family("reading_timestamp_seconds", "When the gauges were read, in seconds since 1970.")
@@ -143,10 +143,10 @@ def _gpu_families(snapshot: Snapshot) -> list[Family]:
 
 
 def campaign_families(views: Mapping[str, CampaignView]) -> list[Family]:
-    """Per experiment what is planned and how runs ended; per run under way its step, rate, memory and loss."""
+    """Per experiment: planned and ended runs. Per running run: step, rate, memory and loss."""
     ended = Family("campaign_runs_ended", "Runs that ended, by status.")
     planned = Family("campaign_runs_planned", "Runs of the plan, references included.")
-    running = Family("campaign_running", "1 while a controller is at work, else 0.")
+    running = Family("campaign_running", "1 while a controller is running, else 0.")
     left = Family("campaign_left_seconds", "Expected time to the end of the plan.")
     for experiment, view in views.items():
         labels: dict[str, Scalar] = {"experiment": experiment}
@@ -160,9 +160,9 @@ def campaign_families(views: Mapping[str, CampaignView]) -> list[Family]:
 
 def _run_families(views: Mapping[str, CampaignView]) -> list[Family]:
     step = Family("run_step", "Step of the rank furthest behind, from 0.")
-    steps = Family("run_steps", "Steps that were asked for.")
+    steps = Family("run_steps", "Steps that were requested.")
     rate = Family("run_tokens_per_s", "Tokens per second of all ranks over the last few steps; no measurement.")
-    peak = Family("run_peak_memory_bytes", "Most memory that any rank has held so far.")
+    peak = Family("run_peak_memory_bytes", "Peak memory of any rank so far.")
     loss = Family("run_loss", "Last loss of rank 0, in nats.")
     beat = Family("run_beat_timestamp_seconds", "When a rank last moved, in seconds since 1970.")
     for experiment, view in views.items():

@@ -1,4 +1,4 @@
-"""What `monitor` shows and keeps: readings of a machine as lines or tables, recorded, and summed up at the end."""
+"""What `paceline monitor` shows: readings of a machine as lines or tables, a recording, and a summary."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import statistics
 import time
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 GIB = 2**30
-# More cores than this are drawn, not counted out.
+# More cores than this are shown as blocks, not as numbers.
 MOST_NUMBERED_CORES = 16
 FORMATS = (".jsonl", ".csv")
 COLUMNS = (
@@ -49,16 +49,16 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Gauge:
-    """How one field is told: its word, unit, the factor from SI, and decimal places."""
+    """How one field is shown: label, unit, factor from SI units, and decimal digits."""
 
     field: str
-    word: str
+    label: str
     unit: str
     factor: float = 1.0
-    places: int = 0
+    digits: int = 0
 
     def number(self, value: float | None) -> str:
-        return MISSING if value is None else f"{value * self.factor:.{self.places}f}"
+        return MISSING if value is None else f"{value * self.factor:.{self.digits}f}"
 
     def text(self, sample: object) -> str:
         value: float | None = getattr(sample, self.field)
@@ -88,7 +88,7 @@ GPU_GAUGES = (
 
 
 def snapshot_lines(snapshot: Snapshot, tally: Tally) -> list[str]:
-    """The host, its cores where there is no GPU, then one line per GPU; energy is since the first reading."""
+    """The host, its cores if there is no GPU, then one line per GPU; energy is since the first reading."""
     stamp = time.strftime("%H:%M:%S", time.localtime(snapshot.host.at_s))
     lines = [f"{stamp} host  " + _joined(snapshot.host, HOST_GAUGES) + _energy_so_far(tally, None)]
     if not snapshot.devices and snapshot.host.cores_ratio:
@@ -105,11 +105,11 @@ def _energy_so_far(tally: Tally, device: int | None) -> str:
 
 
 def _joined(sample: HostSample | DeviceSample, gauges: Sequence[Gauge]) -> str:
-    return "  ".join(f"{gauge.word} {gauge.text(sample)}" for gauge in gauges)
+    return "  ".join(f"{gauge.label} {gauge.text(sample)}" for gauge in gauges)
 
 
 def cores_text(ratios: Sequence[float]) -> str:
-    """`97 % 3 %`, or one block per core where there are many."""
+    """`97 % 3 %`, or one block per core if there are many."""
     if len(ratios) <= MOST_NUMBERED_CORES:
         return "  ".join(f"{ratio:.0%}" for ratio in ratios)
     return "".join(BLOCKS[min(int(ratio * len(BLOCKS)), len(BLOCKS) - 1)] for ratio in ratios)
@@ -120,18 +120,18 @@ def throttle_text(device: DeviceSample) -> str:
 
 
 def screen(snapshot: Snapshot, tally: Tally) -> RenderableType:
-    """Tables for a terminal: the host, its cores where there is no GPU, the GPUs."""
+    """Tables for a terminal: the host, its cores if there is no GPU, the GPUs."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    host = Table("host", *(gauge.word for gauge in HOST_GAUGES), "energy", box=None)
+    host = Table("host", *(gauge.label for gauge in HOST_GAUGES), "energy", box=None)
     host.add_row("", *(gauge.text(snapshot.host) for gauge in HOST_GAUGES), energy_text(tally.energy_j(None)))
     parts: list[RenderableType] = [host]
     if not snapshot.devices and snapshot.host.cores_ratio:
         parts.append(Text(f" cores  {cores_text(snapshot.host.cores_ratio)}"))
     if snapshot.devices:
-        gpus = Table("gpu", *(gauge.word for gauge in GPU_GAUGES), "energy", "throttled by", box=None)
+        gpus = Table("gpu", *(gauge.label for gauge in GPU_GAUGES), "energy", "throttled by", box=None)
         for device in snapshot.devices:
             energy = energy_text(tally.energy_j(device.device))
             shown = (gauge.text(device) for gauge in GPU_GAUGES)
@@ -144,11 +144,11 @@ def energy_text(energy_j: float | None) -> str:
     return MISSING if energy_j is None else format_si(energy_j, "J")
 
 
-# --- the end ---
+# --- the summary ---
 
 
 class Tally:
-    """Everything seen so far, in eight bytes per number: minimum, median and maximum of each gauge of each source."""
+    """All readings so far, in eight bytes per number: minimum, median and maximum of each gauge of each source."""
 
     def __init__(self) -> None:
         self.readings = 0
@@ -181,8 +181,8 @@ class Tally:
                 self.values.setdefault((source, gauge), array("d")).append(value)
 
     def energy_j(self, device: int | None) -> float | None:
-        """Of a GPU, or of the host's processors (None), since the first reading; None where nobody counts it, or the
-        driver started anew in between."""
+        """Energy of a GPU, or of the CPUs (device None), since the first reading; None if it is not counted, or if
+        the driver was reloaded in between."""
         first, last = self._energy.get(device, (0.0, -1.0))
         return last - first if last >= first else None
 
@@ -190,12 +190,14 @@ class Tally:
         """One line per source: minimum / median / maximum."""
         yield f"{self.readings} reading{'' if self.readings == 1 else 's'}; minimum / median / maximum:"
         for source in dict.fromkeys(source for source, _ in self.values):
-            found = [self._range(gauge, seen) for (name, gauge), seen in self.values.items() if name == source]
-            yield f"  {source}: " + ", ".join(found) + self._throttled(source) + self._energy_text(source)
-
-    def _range(self, gauge: Gauge, seen: Sequence[float]) -> str:
-        low, middle, high = (gauge.number(x) for x in (min(seen), statistics.median(seen), max(seen)))
-        return f"{gauge.word} {low} / {middle} / {high}{gauge.unit}"
+            ranges = []
+            for (name, gauge), values in self.values.items():
+                if name == source:
+                    low, middle, high = map(gauge.number, (min(values), statistics.median(values), max(values)))
+                    ranges.append(f"{gauge.label} {low} / {middle} / {high}{gauge.unit}")
+            energy_j = self.energy_j(int(source.removeprefix("gpu ")) if source.startswith("gpu ") else None)
+            energy = "" if energy_j is None else f", energy {energy_text(energy_j)}"
+            yield f"  {source}: " + ", ".join(ranges) + self._throttled(source) + energy
 
     def _throttled(self, source: str) -> str:
         counts = self.throttled.get(source)
@@ -207,39 +209,33 @@ class Tally:
             f" ({named})" if named else ""
         )
 
-    def _energy_text(self, source: str) -> str:
-        energy_j = self.energy_j(int(source.removeprefix("gpu ")) if source.startswith("gpu ") else None)
-        return "" if energy_j is None else f", energy {energy_text(energy_j)}"
 
-
-# --- the record ---
+# --- the recording ---
 
 
 class Recording:
-    """Appends each reading to a file and hands it to the system at once: a killed process loses at most a line."""
+    """Appends each reading to a file and flushes it: a killed process loses at most one line."""
 
     def __init__(self, path: Path) -> None:
         if path.suffix not in FORMATS:
-            raise RequestError(f"--record: {str(path)!r} was given; accepted is a file that ends in .jsonl or .csv")
+            raise RequestError(f"--record: got {str(path)!r}, expected a file that ends in .jsonl or .csv.")
         self.path = path
         self.begins = self._heading()
         try:
             self._file = path.open("a")
         except OSError as error:
-            raise RequestError(
-                f"--record: {str(path)!r} was given, which cannot be written ({error.strerror})"
-            ) from None
+            raise RequestError(f"--record: cannot write {str(path)!r} ({error.strerror}).") from None
 
     def _heading(self) -> str:
-        """What must stand before the next reading: a heading, or the end of a line that was cut off."""
+        """The text before the next reading: a heading, or the end of a truncated line."""
         head = ",".join(COLUMNS) + "\n" if self.path.suffix == ".csv" else ""
         if not self.path.is_file() or not self.path.stat().st_size:
             return head
         text = self.path.read_bytes()
         if head and not text.startswith(head.encode()):
             raise RequestError(
-                f"--record: {str(self.path)!r} was given, which holds something else; accepted is a new file or one "
-                "that `paceline monitor` has written"
+                f"--record: got {str(self.path)!r}, which has other content; expected a new file or one written by "
+                "`paceline monitor`."
             )
         return "" if text.endswith(b"\n") else "\n"
 
@@ -259,22 +255,16 @@ class Recording:
 
 
 def csv_lines(snapshot: Snapshot) -> str:
-    """A row for the host and one per GPU; empty is missing."""
+    """A row for the host and one per GPU; an empty field is a missing value."""
     lines = io.StringIO()
     writer = csv.DictWriter(lines, COLUMNS, extrasaction="ignore", lineterminator="\n")
     sources = {"host": snapshot.host} | {f"gpu {device.device}": device for device in snapshot.devices}
     for source, sample in sources.items():
-        writer.writerow({"source": source} | _flat(dataclasses.asdict(sample)))
+        row: dict[str, object] = {"source": source} | dataclasses.asdict(sample)
+        for name, value in row.items():
+            if name == "throttle_reasons" and isinstance(value, tuple):
+                row[name] = ";".join(map(str, value)) or "none"  # "none" is not throttled, empty is unknown
+            elif isinstance(value, tuple):
+                row[name] = " ".join(f"{share:.3f}" for share in value)
+        writer.writerow(row)
     return lines.getvalue()
-
-
-def _flat(fields: Mapping[str, object]) -> dict[str, object]:
-    """Series in one field: shares apart by blanks, reasons by semicolons, as their words hold blanks; a GPU that says
-    it is not throttled says `none`, so that empty stays missing."""
-    return {name: value if not isinstance(value, tuple) else _series(name, value) for name, value in fields.items()}
-
-
-def _series(name: str, values: tuple[object, ...]) -> str:
-    if name == "throttle_reasons":
-        return ";".join(map(str, values)) or "none"
-    return " ".join(f"{value:.3f}" for value in values)

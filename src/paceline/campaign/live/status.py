@@ -1,4 +1,4 @@
-"""What `status` shows: the campaigns of a results folder as they are at this moment, from its files alone."""
+"""What `paceline status` shows: the campaigns of a results directory at this moment, from its files alone."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ REFRESH_S = 2.0
 
 
 def folder_lines(out: Path) -> tuple[list[str], bool]:
-    """A line per experiment and per unfinished run, then what is scheduled, and whether anything is running."""
+    """A line per experiment and per unfinished run, then the schedules; and whether anything is running."""
     planned, unreadable = agenda.views(out, datetime.now(UTC))
     views = campaigns(out, planned)
     lines = [line for view in views for line in view_lines(view)]
     lines += [safe_text.text(line) for schedule in planned for line in schedules.lines(schedule)] + unreadable
-    return lines or [f"{out}: no run yet"], any(view.running for view in views)
+    return lines or [f"{out}: no runs yet"], any(view.running for view in views)
 
 
 def campaigns(out: Path, planned: Sequence[agenda.ScheduleView]) -> list[CampaignView]:
-    """Every experiment of the folder; of those that schedules have left only the ones under way. Each day adds one, the
-    schedule's history tells how they ended, and to read them all would take longer than a look may."""
+    """Every experiment of the directory, but of scheduled ones only those that are running.
+
+    The history of a schedule has the others; there may be one per day, too many to read each time.
+    """
     folders = [out]
     if (out / agenda.FOLDER).is_dir():
         folders = sorted(path for path in out.iterdir() if path.is_dir() and path.name != agenda.FOLDER)
@@ -40,7 +42,7 @@ def campaigns(out: Path, planned: Sequence[agenda.ScheduleView]) -> list[Campaig
 
 
 def view_lines(view: CampaignView) -> Iterator[str]:
-    yield f"{view.experiment}: {standing_text(view)}"
+    yield f"{view.experiment}: {state_text(view)}"
     for pulse in view.pulses:
         yield f"  running: {title(pulse.spec)}: {pulse_text(pulse)}"
     for run, why in view.waiting.items():
@@ -48,55 +50,42 @@ def view_lines(view: CampaignView) -> Iterator[str]:
     for run in view.starting:
         yield f"  starting: {run}"
     for run in view.interrupted[:MOST_NAMED]:
-        yield f"  interrupted: {run}{_left_job(view, run)}"
+        job, resumer = view.left_jobs.get(run), "this campaign" if view.running else "the same command"
+        yield f"  interrupted: {run}" + (f" ({job}; {resumer} will adopt it)" if job else "")
     if len(view.interrupted) > MOST_NAMED:
         yield f"  and {len(view.interrupted) - MOST_NAMED} more interrupted"
 
 
 def left_jobs_text(view: CampaignView) -> str:
-    """Every job that may still run without a controller; nothing where there is none."""
+    """The jobs that may still run without a controller; empty if there are none."""
     return "; ".join(f"{run}: {job}" for run, job in view.left_jobs.items())
 
 
-def _left_job(view: CampaignView, run: str) -> str:
-    job = view.left_jobs.get(run)
-    who = "this campaign" if view.running else "the same command"
-    return f" ({job}; {who} takes it up again)" if job else ""
-
-
-def standing_text(view: CampaignView) -> str:
-    """How its runs ended, and what a reader would do next."""
-    return f"{_counts(view)}{_standing(view)}"
-
-
-def _counts(view: CampaignView) -> str:
+def state_text(view: CampaignView) -> str:
+    """How its runs ended, and what to do next: wait, continue, or read the report."""
+    ended = sum(view.ended.values())
     by_status = ", ".join(f"{count} {status}" for status, count in view.ended.items()) or "none ended"
     if view.planned is None:
-        return by_status
-    return f"{sum(view.ended.values())} of {view.planned} runs ended ({by_status})"
-
-
-def _standing(view: CampaignView) -> str:
-    """What a reader would do next: wait, go on, or read the report."""
+        unfinished = f", {len(view.interrupted)} not finished" if view.interrupted else ""
+        return f"{by_status}; running" if view.running else f"{by_status}{unfinished}"
+    text = f"{ended} of {view.planned} runs ended ({by_status})"
     if view.running:
-        return f"; running, {left_text(view.left_s)}" if view.planned is not None else "; running"
-    if view.planned is None:
-        return f", {len(view.interrupted)} not sealed" if view.interrupted else ""
-    left = view.planned - sum(view.ended.values())
-    return f"; not running, {left} left: the same command goes on from here" if left else "; complete"
+        return f"{text}; running, {left_text(view.left_s)}"
+    left = view.planned - ended
+    return f"{text}; not running, {left} left: repeat the command to continue" if left else f"{text}; complete"
 
 
 def screen(out: Path) -> tuple[RenderableType, bool]:
-    """The same for a terminal: a bar per experiment above its lines, each cut where the terminal ends."""
+    """The same for a terminal: a bar per experiment above its lines, each cut to the width of the terminal."""
     from rich.console import Group
     from rich.text import Text
 
     planned, unreadable = agenda.views(out, datetime.now(UTC))
     views = campaigns(out, planned)
     parts = [part for view in views for part in _panel(view)]
-    told = (*(line for schedule in planned for line in schedules.lines(schedule)), *unreadable)
-    parts += [Text(safe_text.text(line), no_wrap=True, overflow="ellipsis") for line in told]
-    return Group(*parts) if parts else Text(f"{out}: no run yet"), any(view.running for view in views)
+    lines = (*(line for schedule in planned for line in schedules.lines(schedule)), *unreadable)
+    parts += [Text(safe_text.text(line), no_wrap=True, overflow="ellipsis") for line in lines]
+    return Group(*parts) if parts else Text(f"{out}: no runs yet"), any(view.running for view in views)
 
 
 def _panel(view: CampaignView) -> Sequence[RenderableType]:

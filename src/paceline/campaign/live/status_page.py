@@ -1,7 +1,7 @@
-"""status.md and status.html of a results folder: what is running, what ran, what was missed.
+"""status.md and status.html of a results directory: what is running, what ran, what was missed.
 
-Written beside a run that is being measured, so seldom and whole: a reader never sees half a page, and a disk that is
-full costs the page, not the run.
+They are written rarely and atomically, because a run is being measured: a reader never sees half a page, and a full
+disk costs the page, not the run.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 from string import Template
 
 from paceline import __version__
-from paceline.campaign.live import status as watch
+from paceline.campaign.live import status
 from paceline.campaign.live.progress import left_text, pulse_text, title
 from paceline.campaign.run.supervision import Observer
 from paceline.campaign.schedule import agenda
-from paceline.campaign.schedule import tables as present
+from paceline.campaign.schedule import tables as schedule_tables
 from paceline.experiment.spec import RunSpec
 from paceline.host.files import write_atomically
 from paceline.report.exporters import markdown
@@ -33,7 +33,7 @@ from paceline.results.store import Progress
 from paceline.wording import MISSING
 
 REFRESH_S = 5.0
-# Never more than one part in so many of the controller's time.
+# Writing takes at most one part in this many of the controller's time.
 LEAST_PAUSE = 20
 HTML, MARKDOWN = "status.html", "status.md"
 
@@ -56,8 +56,8 @@ $body
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
-    """A results folder at one moment."""
+class State:
+    """A results directory at one moment."""
 
     out: Path
     at: datetime
@@ -70,101 +70,81 @@ class Standing:
         return [view for view in self.campaigns if view.running]
 
 
-def standing(out: Path) -> Standing:
+def read_state(out: Path) -> State:
     now = datetime.now(UTC)
     schedules, unreadable = agenda.views(out, now)
-    campaigns = tuple(watch.campaigns(out, schedules))
-    return Standing(out=out, at=now, campaigns=campaigns, schedules=tuple(schedules), unreadable=tuple(unreadable))
+    campaigns = tuple(status.campaigns(out, schedules))
+    return State(out=out, at=now, campaigns=campaigns, schedules=tuple(schedules), unreadable=tuple(unreadable))
 
 
-# --- what it says ---
+# --- content ---
 
 
-def headline(now: Standing) -> str:
-    """The answer in one breath: what runs, then what went wrong."""
+def headline(now: State) -> str:
+    """What is running, then what went wrong."""
     names = ", ".join(_name(now, view) for view in now.running)
-    said = [f"Running: {names}." if names else "Nothing is running."]
+    sentences = [f"Running: {names}." if names else "Nothing is running."]
     count = sum(len(view.missed or ()) for view in now.schedules)
     if count:
-        said.append(f"{count} scheduled run{' was' if count == 1 else 's were'} missed.")
+        sentences.append(f"{count} scheduled run{' was' if count == 1 else 's were'} missed.")
     refused = {v.schedule.name: v.last.sentence for v in now.schedules if v.last and v.last.outcome == "refused"}
-    # Nothing was measured, and no report tells why.
-    said += [f"The last run of {name} was refused: {why or 'see its log.txt'}." for name, why in refused.items()]
+    # Nothing was measured, and no report says why.
+    sentences += [f"The last run of {name} was refused: {why or 'see its log.txt'}." for name, why in refused.items()]
     fine = ("ok", "running", "refused")
     if bad := [v.schedule.name for v in now.schedules if v.last and v.last.outcome not in fine]:
-        said.append(f"The last run of {', '.join(bad)} did not end well.")
-    return " ".join(said)
+        sentences.append(f"The last run of {', '.join(bad)} did not end ok.")
+    return " ".join(sentences)
 
 
-def tables(now: Standing) -> Iterator[Table]:
-    found = (
+def tables(now: State) -> Iterator[Table]:
+    every = (
         _running(now),
-        present.missed(now.schedules),
-        present.schedules(now.schedules),
-        present.ran(now.schedules),
+        schedule_tables.missed(now.schedules),
+        schedule_tables.schedules(now.schedules),
+        schedule_tables.ran(now.schedules),
         _experiments(now),
     )
-    yield from (table for table in found if table is not None)
+    yield from (table for table in every if table is not None)
 
 
-def _name(now: Standing, view: CampaignView) -> str:
+def _name(now: State, view: CampaignView) -> str:
     experiment = Path(view.experiment)
     return str(experiment.relative_to(now.out)) if experiment.is_relative_to(now.out) else str(experiment)
 
 
-def _running(now: Standing) -> Table | None:
+def _running(now: State) -> Table | None:
     columns = (Column("experiment"), Column("ended", True), Column("now", prose=True), Column("left"))
-    rows = tuple(
-        (Cell(_name(now, view)), Cell(_count(view)), Cell(_doing(view)), Cell(_left(view))) for view in now.running
-    )
-    return Table("Running", columns, rows) if rows else None
+    rows = []
+    for view in now.running:
+        ended = sum(view.ended.values())
+        count = str(ended) if view.planned is None else f"{ended} of {view.planned}"
+        activity = [f"{title(pulse.spec)}: {pulse_text(pulse)}" for pulse in view.pulses]
+        activity += [f"{run} is waiting: {why}" for run, why in view.waiting.items()]
+        activity += [f"starting {run}" for run in view.starting]
+        left = MISSING if view.left_s is None else left_text(view.left_s).removesuffix(" left")
+        rows.append((Cell(_name(now, view)), Cell(count), Cell("; ".join(activity) or "between runs"), Cell(left)))
+    return Table("Running", columns, tuple(rows)) if rows else None
 
 
-def _count(view: CampaignView) -> str:
-    ended = sum(view.ended.values())
-    return str(ended) if view.planned is None else f"{ended} of {view.planned}"
-
-
-def _left(view: CampaignView) -> str:
-    """The column says that it is time left."""
-    return MISSING if view.left_s is None else left_text(view.left_s).removesuffix(" left")
-
-
-def _doing(view: CampaignView) -> str:
-    pulses = [f"{title(pulse.spec)}: {pulse_text(pulse)}" for pulse in view.pulses]
-    waiting = (f"{run} is waiting: {why}" for run, why in view.waiting.items())
-    return "; ".join((*pulses, *waiting, *(f"starting {run}" for run in view.starting))) or "between runs"
-
-
-def _experiments(now: Standing) -> Table | None:
-    columns = (Column("experiment"), Column("standing", prose=True))
-    rows = tuple(
-        (
-            Cell(_name(now, view), link=_report(now, view)),
-            Cell(watch.standing_text(view), watch.left_jobs_text(view), _tone(view)),
-        )
-        for view in now.campaigns
-        if not view.running
-    )
-    return Table("Experiments", columns, rows) if rows else None
-
-
-def _report(now: Standing, view: CampaignView) -> str:
-    path = now.out / _name(now, view) / "report.html"
-    return f"{_name(now, view)}/report.html" if path.is_file() else ""
-
-
-def _tone(view: CampaignView) -> str:
-    known = set(view.ended) - {Status.OK, Status.UNSUPPORTED}
-    return "bad" if known or view.interrupted else ""
+def _experiments(now: State) -> Table | None:
+    columns = (Column("experiment"), Column("state", prose=True))
+    rows = []
+    for view in now.campaigns:
+        if not view.running:
+            report = f"{_name(now, view)}/report.html"
+            is_bad = set(view.ended) - {Status.OK, Status.UNSUPPORTED} or view.interrupted
+            name = Cell(_name(now, view), link=report if (now.out / report).is_file() else "")
+            text, jobs = status.state_text(view), status.left_jobs_text(view)
+            rows.append((name, Cell(text, jobs, "bad" if is_bad else "")))
+    return Table("Experiments", columns, tuple(rows)) if rows else None
 
 
 # --- files ---
 
 
-def html_text(now: Standing) -> str:
+def html_text(now: State) -> str:
     sections = "".join(f"<section><h2>{escape(table.title)}</h2>{render(table)}</section>" for table in tables(now))
-    # Without a script the browser asks again by itself, while there is something to see.
+    # The browser reloads by itself, without a script, while something runs.
     refresh = f'<meta http-equiv="refresh" content="{REFRESH_S:g}">\n' if now.running else ""
     name = now.out.absolute().name or str(now.out)
     body = (
@@ -176,7 +156,7 @@ def html_text(now: Standing) -> str:
     )
 
 
-def markdown_text(now: Standing) -> str:
+def markdown_text(now: State) -> str:
     page = markdown.Page()
     parts = [f"# {markdown.escape(now.out.absolute().name)}", f"**{markdown.escape(headline(now))}**"]
     parts += [page.section(table.title, table) for table in tables(now)]
@@ -184,28 +164,28 @@ def markdown_text(now: Standing) -> str:
     return "\n\n".join([*parts, f"<sub>{markdown.escape(_made(now))}</sub>"]) + "\n"
 
 
-def _made(now: Standing) -> str:
+def _made(now: State) -> str:
     made = f"Paceline {__version__}, {now.at:%Y-%m-%d %H:%M:%S} UTC."
-    return f"{made} The command paceline status tells the same at any moment."
+    return f"{made} `paceline status` shows the same at any time."
 
 
 class Page:
-    """The two files of one results folder."""
+    """The two files of one results directory."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
         self.due = 0.0
 
     def refresh(self) -> None:
-        """Write them if it is time."""
+        """Write them if they are due."""
         if time.monotonic() >= self.due:
             self.write()
 
     def write(self) -> None:
-        """What cannot be written is not: nothing depends on it."""
+        """Write both files; errors are ignored, because nothing depends on them."""
         began = time.monotonic()
         with contextlib.suppress(OSError):
-            now = standing(self.out)
+            now = read_state(self.out)
             write_atomically(self.out / MARKDOWN, markdown_text(now))
             write_atomically(self.out / HTML, html_text(now))
         ended = time.monotonic()
@@ -213,7 +193,7 @@ class Page:
 
 
 class Paged:
-    """An observer that also keeps the page of its folder, for whoever looks from elsewhere."""
+    """An observer that also updates the status page of its directory."""
 
     def __init__(self, observer: Observer, out: Path) -> None:
         self.observer, self.page = observer, Page(out)
@@ -224,7 +204,7 @@ class Paged:
         self.observer.begin(specs)
 
     def close(self) -> None:
-        """The last word. A campaign that was refused before it began has changed nothing that a page could tell."""
+        """Write the final page, unless the campaign was refused before it began."""
         if self.is_begun:
             self.page.write()
 

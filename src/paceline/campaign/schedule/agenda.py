@@ -1,14 +1,14 @@
-"""The schedules of a results folder: what is to run when, what ran, and what should have run and did not.
+"""The schedules of a results directory: what runs when, what ran, and what was missed.
 
 DIR/schedules/<name>/
-  schedule.json      what was asked
-  experiment.yaml    the experiment as it was when it was scheduled; absent for a preset, which is known by its name
-  launcher.yaml      the same of a launcher given as a file
+  schedule.json      the definition
+  experiment.yaml    a copy of the experiment from when it was scheduled; absent for a preset
+  launcher.yaml      a copy of the launcher file, if one was given
   history.jsonl      one line per event: began, ended, skipped, notified
-  log.txt            what the timer's command printed
-  <date>/            the results of one occasion, as `paceline run --out` leaves them, with comparison.md
+  log.txt            output of the timer's command
+  <date>/            results of one occasion, as `paceline run --out` writes them, and comparison.md
 
-Nothing is kept elsewhere but the timer itself, so a folder tells its whole story on any host.
+Only the timer itself is stored elsewhere, so the directory can be read on any host.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.campaign.schedule.cron import Cron, moment
-from paceline.errors import RequestError, StoreError, require
+from paceline.errors import RequestError, StoreError, did_you_mean, require
 from paceline.results import safe_text, store
 
 FOLDER = "schedules"
@@ -40,18 +40,21 @@ NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
 NAME_ACCEPTED = "up to 40 lower-case letters, digits and hyphens, such as nightly"
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _HEADER = re.compile(r"[A-Za-z0-9-]+")
-# A start may be this late before its time counts as missed: timers, pods and images take their time.
+# A start may be this late before it counts as missed: pods and images take time to come up.
 GRACE = timedelta(minutes=15)
-# Missed times are looked for so far back, and never more of them than this.
+# How far back, and for how many times, missed runs are searched.
 HORIZON_DAYS, MOST_LOOKED_AT = 60, 500
 LOCK_TRIES, LOCK_PAUSE_S = 5, 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """What was asked. experiment is a preset's name, or experiment.yaml of the schedule's own folder; command, webhook
-    and headers say whom to tell (the last two by names of variables, never by values); place is what the backend
-    needs to know, directory where relative paths of the experiment begin."""
+    """The definition of a schedule.
+
+    experiment: a preset, or experiment.yaml in the directory of the schedule. command, webhook, headers: notifications;
+    the last two are names of environment variables, never values. place: options of the backend. directory: base of
+    relative paths in the experiment.
+    """
 
     name: str
     cron: Cron
@@ -73,33 +76,36 @@ class Schedule:
         require(bool(NAME.fullmatch(self.name)), "--name", self.name, NAME_ACCEPTED)
         require(self.backend in BACKENDS, "--backend", self.backend, f"one of {', '.join(BACKENDS)}")
         if self.webhook is not None and not _VARIABLE.fullmatch(self.webhook):
-            # Not quoted: the address of a hook is a secret, and this sentence may end up in a log.
+            # The value is not quoted: the URL of a webhook is a secret, and this message may end up in a log.
             raise RequestError(
-                "--webhook: something else than a variable's name was given; accepted is the name of the variable that "
-                "holds the address, such as PACELINE_WEBHOOK, as an address would be kept beside the results"
+                "--webhook: got something that is not a variable name, expected the name of the environment variable "
+                "with the URL, such as PACELINE_WEBHOOK. A URL would be stored beside the results."
             )
         for name, variable in self.headers.items():
             valid = _HEADER.fullmatch(name) and _VARIABLE.fullmatch(variable)
-            require(bool(valid), "--webhook-header", name, "NAME=VARIABLE, with the name of the variable that holds it")
+            require(bool(valid), "--webhook-header", name, "NAME=VARIABLE with the name of an environment variable")
 
     def to_dict(self) -> dict[str, Any]:
         return {"schema": 1, **dataclasses.asdict(self)}
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Schedule:
-        """StoreError for what is no schedule."""
+        """The schedule from its JSON; StoreError if it is not one."""
         known = {f.name for f in dataclasses.fields(cls)}
         try:
             given = {key: value for key, value in raw.items() if key in known}
             return cls(**given | {"cron": Cron(**raw["cron"]), "settings": tuple(raw["settings"])})
         except (RequestError, KeyError, TypeError, AttributeError) as error:
-            raise StoreError(f"is no schedule ({error})") from None
+            raise StoreError(f"is not a schedule ({error})") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Occasion:
-    """One start, or one that was skipped. due_at is the time it was due, None for one by hand; outcome is running,
-    interrupted, skipped, or how it ended: ok, regression, failed, refused."""
+    """One start, or one that was skipped.
+
+    due_at: when it was due, None if started by hand. outcome: running, interrupted, skipped, ok, regression, failed or
+    refused. notified: what happened with the notifications.
+    """
 
     id: str
     due_at: float | None
@@ -111,7 +117,7 @@ class Occasion:
     report: str | None = None
     compared_with: str | None = None
     host: str | None = None
-    told: str | None = None
+    notified: str | None = None
 
 
 # --- folders ---
@@ -126,15 +132,16 @@ def names(out: Path) -> list[str]:
 
 
 def read(out: Path, name: str) -> Schedule:
-    """The schedule of that name, or the sentence that says which there are."""
+    """The schedule of that name; RequestError with the known names if there is none."""
     path = folder_of(out, name) / DEFINITION
     if not NAME.fullmatch(name) or not path.is_file():
         known = ", ".join(names(out)) or "none yet"
-        raise RequestError(f"schedule: {name!r} was given; known in {out} are: {known}")
+        hint = did_you_mean(name, names(out))
+        raise RequestError(f"schedule: got {name!r}, expected a schedule in {out}: {known}.{hint}")
     try:
         return Schedule.from_dict(store.read_json(path))
     except StoreError as error:
-        raise RequestError(f"{path} {error}; remove the schedule and add it again") from None
+        raise RequestError(f"{path} {error}. Remove the schedule and add it again.") from None
 
 
 def write(out: Path, schedule: Schedule) -> None:
@@ -142,7 +149,7 @@ def write(out: Path, schedule: Schedule) -> None:
 
 
 def experiment_of(out: Path, schedule: Schedule) -> str:
-    """What `paceline run` is given."""
+    """The experiment argument for `paceline run`."""
     own = folder_of(out, schedule.name).absolute() / EXPERIMENT
     return str(own) if schedule.experiment == EXPERIMENT else schedule.experiment
 
@@ -157,14 +164,14 @@ def launcher_of(out: Path, schedule: Schedule) -> str | None:
 
 @contextlib.contextmanager
 def exclusive(out: Path, name: str) -> Iterator[bool]:
-    """True where no other start of this schedule is at work; the lock ends with the process that holds it."""
+    """True if no other start of this schedule is running; the lock ends with the process that has it."""
     with (folder_of(out, name) / LOCK).open("a") as handle:
-        # Whoever looks whether a start is at work holds the lock for a moment too.
+        # `is_at_work` takes the lock for a moment too.
         for _ in range(LOCK_TRIES):
-            if held := _locked(handle.fileno()):
+            if is_locked := _locked(handle.fileno()):
                 break
             time.sleep(LOCK_PAUSE_S)
-        yield held
+        yield is_locked
 
 
 def is_at_work(out: Path, name: str) -> bool:
@@ -187,7 +194,7 @@ def _locked(handle: int, how: int = fcntl.LOCK_EX) -> bool:
 
 
 def record(out: Path, name: str, event: str, occasion: str, **facts: Any) -> None:
-    """Append one event; OSError where the disk is full. What a full disk cut short stays a line of its own."""
+    """Append one event; OSError if the disk is full. A truncated line stays a line of its own."""
     about = {"event": event, "occasion": occasion, "host": socket.gethostname(), "pid": os.getpid(), **facts}
     line = json.dumps(about, allow_nan=False).encode() + b"\n"
     with (folder_of(out, name) / HISTORY).open("a+b", buffering=0) as file:
@@ -199,38 +206,35 @@ def record(out: Path, name: str, event: str, occasion: str, **facts: Any) -> Non
 
 
 def occasions(out: Path, name: str) -> list[Occasion]:
-    """Every start, oldest first. One that began and did not end is running while the lock is held; an earlier one, or
-    one without a lock, was interrupted."""
-    found: dict[str, dict[str, Any]] = {}
+    """Every start, oldest first.
+
+    The newest start without an end is running while the lock is taken; all others without an end were interrupted.
+    """
+    by_id: dict[str, dict[str, Any]] = {}
     for event in _events(folder_of(out, name) / HISTORY):
-        about = found.setdefault(str(event.get("occasion")), {})
-        about.update(_told(event, about.get("told")))
-    unended = [about for about in found.values() if about.get("outcome") == "running"]
+        about = by_id.setdefault(str(event.get("occasion")), {})
+        what, at, sentence = event.get("event"), event.get("at"), event.get("sentence")
+        if what in ("began", "skipped"):
+            about |= {"id": event.get("occasion"), "due_at": event.get("due_at"), "began_at": at}
+            about |= {"host": event.get("host"), "outcome": "running"}
+        if what == "skipped":
+            about |= {"outcome": "skipped", "ended_at": at, "sentence": sentence}
+        elif what == "ended":
+            kept = ("outcome", "exit_code", "sentence", "report", "compared_with")
+            about |= {"ended_at": at} | {key: event.get(key) for key in kept}
+        elif what == "notified":
+            about["notified"] = "; ".join(filter(None, (about.get("notified"), str(sentence))))
+    unended = [about for about in by_id.values() if about.get("outcome") == "running"]
     for number, about in enumerate(reversed(unended)):
         if number or not is_at_work(out, name):
             about["outcome"] = "interrupted"
-    complete = (about for about in found.values() if isinstance(about.get("began_at"), int | float))
+    complete = (about for about in by_id.values() if isinstance(about.get("began_at"), int | float))
     known = {f.name for f in dataclasses.fields(Occasion)}
     return [Occasion(**{k: v for k, v in about.items() if k in known}) for about in complete]
 
 
-def _told(event: Mapping[str, Any], before: str | None) -> dict[str, Any]:
-    """What an event adds to its occasion; several may be told of one."""
-    what, at = event.get("event"), event.get("at")
-    begin = {"id": event.get("occasion"), "due_at": event.get("due_at"), "began_at": at, "host": event.get("host")}
-    if what == "began":
-        return begin | {"outcome": "running"}
-    if what == "skipped":
-        return begin | {"outcome": "skipped", "ended_at": at, "sentence": event.get("sentence")}
-    if what == "ended":
-        kept = ("outcome", "exit_code", "sentence", "report", "compared_with")
-        return {"ended_at": at} | {key: event.get(key) for key in kept}
-    told = "; ".join(filter(None, (before, str(event.get("sentence")))))
-    return {"told": told} if what == "notified" else {}
-
-
 def _events(path: Path) -> Iterator[dict[str, Any]]:
-    """Lines that can be read; one that was cut short by a crash is passed over."""
+    """The readable lines of a history; a line that a crash truncated is skipped."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -243,8 +247,8 @@ def _events(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def due_time(schedule: Schedule, past: Sequence[Occasion], now: datetime, within: timedelta) -> datetime | None:
-    """The scheduled time that a start at this moment serves: the last one, unless it is longer ago than `within`, was
-    served already, or lies before the schedule was made."""
+    """The scheduled time for a start at this moment: the latest one, unless it is longer ago than `within`, was served
+    already, or lies before the schedule was added."""
     due = schedule.cron.latest(now + timedelta(seconds=1))
     if due is None or now - due > within or due.timestamp() <= schedule.added_at:
         return None
@@ -252,7 +256,7 @@ def due_time(schedule: Schedule, past: Sequence[Occasion], now: datetime, within
 
 
 def missed(schedule: Schedule, past: Sequence[Occasion], now: datetime) -> list[datetime]:
-    """Scheduled times that no start served, of the last weeks: the host was off, or its timer is gone."""
+    """Scheduled times of the last weeks without a start: the host was off, or the timer was removed."""
     days = max(1, min(HORIZON_DAYS, MOST_LOOKED_AT // schedule.cron.per_day))
     start = max(moment(schedule.added_at), now - timedelta(days=days))
     served = {occasion.due_at for occasion in past}
@@ -264,7 +268,7 @@ def missed(schedule: Schedule, past: Sequence[Occasion], now: datetime) -> list[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleView:
-    """One schedule at this moment. missed is None where its history is kept elsewhere (on a cluster's volume)."""
+    """One schedule at this moment. missed is None if its history is on a volume of a cluster."""
 
     schedule: Schedule
     occasions: tuple[Occasion, ...]
@@ -277,7 +281,7 @@ class ScheduleView:
 
     @property
     def last(self) -> Occasion | None:
-        """The newest one that was not skipped."""
+        """The newest occasion that was not skipped."""
         return next((o for o in reversed(self.occasions) if o.outcome != "skipped"), None)
 
 
@@ -294,11 +298,11 @@ def view(out: Path, name: str, now: datetime) -> ScheduleView:
 
 
 def views(out: Path, now: datetime) -> tuple[list[ScheduleView], list[str]]:
-    """Every schedule of a results folder, and a sentence for each that cannot be read."""
-    found, unreadable = [], []
+    """Every schedule of a results directory, and a message for each that cannot be read."""
+    schedules, unreadable = [], []
     for name in names(out):
         try:
-            found.append(view(out, name, now))
+            schedules.append(view(out, name, now))
         except RequestError as error:
             unreadable.append(safe_text.text(str(error)))
-    return found, unreadable
+    return schedules, unreadable

@@ -1,7 +1,7 @@
-"""When a schedule is due: a cron expression read by the clock of one time zone.
+"""When a schedule is due: a cron expression in one time zone.
 
-Moments are datetimes in UTC throughout. Two wall times of one zone must not be compared: Python ignores the offset
-between them, and at the end of summer time the same wall time comes twice.
+Moments are datetimes in UTC. Do not compare wall times of one zone: Python ignores the offset between them, and at the
+end of summer time the same wall time occurs twice.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from cronsim import CronSim, CronSimError
 from paceline.errors import RequestError
 
 ACCEPTED = "five fields (minute hour day month weekday), such as '0 19 * * *'"
-# Last days and counted weekdays (L, LW, 5#2) are extensions that crontab and Kubernetes do not know.
+# Last days and n-th weekdays (L, LW, 5#2) are extensions that crontab and Kubernetes do not support.
 _EXTENSION = re.compile(r"#|(^|[\s,])LW?($|[\s,/])|\dL", re.IGNORECASE)
 _WEEKDAYS = ("Sun", "Mon", "Tue", "Wed", "Thu", "Fri", "Sat")
-# Offsets between two zones are looked up over all of a year, with both changes of the clock in it.
+# Offsets between two zones are sampled over a year, which includes both clock changes.
 _YEAR = timedelta(days=370)
 _GRAIN = timedelta(hours=3)
 DAY_MINUTES = 24 * 60
@@ -32,10 +32,10 @@ MOST_MEANT = 3
 
 @dataclass(frozen=True)
 class Cron:
-    """A cron expression in a time zone of the tz database; anything that two engines read differently is refused.
+    """A cron expression in a time zone of the tz database; whatever two engines read differently is rejected.
 
-    A fixed time that a change of the clock leaves out is due right after the gap; one that comes twice is due at the
-    first. Expressions with a star for minute or hour follow the clock as it runs. This is how Debian's cron does it.
+    A fixed time that falls into a clock gap is due right after the gap; one that occurs twice is due the first time.
+    Expressions with a star for minute or hour follow the clock. Debian's cron does the same.
     """
 
     expression: str
@@ -49,13 +49,13 @@ class Cron:
         try:
             next(CronSim(self.expression, datetime(2026, 1, 1)))
         except (CronSimError, StopIteration) as error:
-            why = str(error) or "no such day comes"
-            raise RequestError(f"--cron: {self.expression!r} was given ({why}); accepted is {ACCEPTED}") from None
+            why = str(error) or "this date never occurs"
+            raise RequestError(f"--cron: got {self.expression!r} ({why}), expected {ACCEPTED}.") from None
         days = (fields[2], fields[4])
         if "*" not in days and any(field.startswith("*") for field in days):
             raise RequestError(
-                f"--cron: {self.expression!r} was given; accepted is a step such as */2 for day or weekday only beside "
-                "a plain * for the other, as engines disagree about what both mean together"
+                f"--cron: got {self.expression!r}, expected a step such as */2 for day or weekday only with a plain * "
+                "for the other. Engines disagree about the combination."
             )
 
     @property
@@ -65,26 +65,26 @@ class Cron:
     # --- moments ---
 
     def after(self, moment: datetime) -> Iterator[datetime]:
-        """Every due moment later than this one, in order."""
+        """All due moments later than this one, in order."""
         for wall in CronSim(self.expression, moment.astimezone(self.zone)):
             due = wall.astimezone(UTC)
             if due > moment:
                 yield due
 
     def between(self, start: datetime, end: datetime) -> list[datetime]:
-        """Due moments after `start`, up to and with `end`."""
-        found = []
+        """Due moments after `start`, up to and including `end`."""
+        moments = []
         for due in self.after(start):
             if due > end:
                 break
-            found.append(due)
-        return found
+            moments.append(due)
+        return moments
 
     def latest(self, moment: datetime) -> datetime | None:
-        """The last due moment up to and with this one."""
+        """The last due moment up to and including this one."""
         backwards = CronSim(self.expression, moment.astimezone(self.zone), reverse=True)
         earlier = [wall.astimezone(UTC) for wall, _ in zip(backwards, range(2), strict=False)]
-        # Backwards a gap of the clock is left otherwise than forwards, so the last stretch is walked forwards.
+        # CronSim handles clock gaps differently when it walks backwards, so walk the last stretch forwards.
         start = min((*earlier, moment)) - timedelta(days=1)
         return max(self.between(start, moment), default=None)
 
@@ -92,7 +92,7 @@ class Cron:
 
     @cached_property
     def _fields(self) -> tuple[frozenset[int], ...]:
-        """Minutes, hours, days, months and weekdays (Sunday is 0), each as the set it stands for."""
+        """Minutes, hours, days, months and weekdays (Sunday is 0) as sets."""
         parsed = CronSim(self.expression, datetime(2026, 1, 1))
         weekdays = frozenset(int(day) % 7 for day in parsed.weekdays if isinstance(day, int))
         plain = (parsed.minutes, parsed.hours, parsed.days, parsed.months)
@@ -100,16 +100,16 @@ class Cron:
 
     @property
     def per_day(self) -> int:
-        """How often it is due on a day on which it is due."""
+        """How often it is due on a day when it is due."""
         return len(self._fields[0]) * len(self._fields[1])
 
     @property
     def numbers(self) -> str:
-        """The same expression without names, steps or a seventh weekday: one that every engine reads alike."""
+        """The expression without names, steps or weekday 7, which every engine reads the same way."""
         return " ".join(_numbers(values, full) for values, full in zip(self._fields, _FULL, strict=True))
 
     def calendar(self) -> list[str]:
-        """OnCalendar= lines of systemd, due when any of them is: where cron means day or weekday, they are two."""
+        """OnCalendar= lines for systemd; two if cron means day or weekday."""
         minutes, hours, days, months, weekdays = self._fields
         clock = f"{_numbers(hours, 24, 2)}:{_numbers(minutes, 60, 2)}:00 {self.timezone}"
         month, by_day = _numbers(months, 12, 2), f"{_numbers(days, 31, 2)}"
@@ -121,10 +121,10 @@ class Cron:
         return [f"*-{month}-{by_day} {clock}", f"{names} *-{month}-* {clock}"]
 
     def on_host(self, host: tzinfo, now: datetime) -> str:
-        """An expression by the clock of a host that is due at every moment this one is, and perhaps at more.
+        """An expression in the host's time zone that is due whenever this one is, and perhaps more often.
 
-        A cron of another zone cannot say "19:00 in Seoul" where either zone changes its clock: this names every wall
-        time of the host that it ever is, and whoever is called looks whether it is due.
+        A cron in another zone cannot express "19:00 in Seoul" if either zone changes its clock. The expression lists
+        every wall time of the host at which it may be due; the command checks whether it is.
         """
         minutes, hours, *dates = self._fields
         shifts = _shifts(self.zone, host, now)
@@ -146,7 +146,7 @@ def _numbers(values: Collection[int], full: int, digits: int = 1) -> str:
 
 
 def _shifts(zone: tzinfo, host: tzinfo, now: datetime) -> set[int]:
-    """By how many minutes the zone's clock is ahead of the host's, at all times of the coming year."""
+    """How many minutes the zone is ahead of the host, for all moments of the coming year."""
 
     def ahead(moment: datetime) -> int:
         own, other = moment.astimezone(zone).utcoffset(), moment.astimezone(host).utcoffset()
@@ -158,19 +158,19 @@ def _shifts(zone: tzinfo, host: tzinfo, now: datetime) -> set[int]:
 def _check_zone(name: str) -> None:
     known = zoneinfo.available_timezones()
     if not known:
-        raise RequestError("--timezone: this host has no time zone database: run `pip install tzdata`")
+        raise RequestError("--timezone: this host has no time zone database. Run `pip install tzdata`.")
     if name not in known:
         close = (
             _abbreviated(name, known) if _ABBREVIATION.fullmatch(name) else difflib.get_close_matches(name, known, 1)
         )
-        hint = f" (did you mean {' or '.join(close)}?)" if close else ""
+        hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
         raise RequestError(
-            f"--timezone: {name!r} was given{hint}; accepted is a name of the tz database, such as Asia/Seoul or UTC"
+            f"--timezone: got {name!r}, expected a name of the tz database, such as Asia/Seoul or UTC.{hint}"
         )
 
 
 def _abbreviated(name: str, known: Collection[str]) -> list[str]:
-    """Zones whose clocks show these letters; none where many do, and never letters that merely look alike."""
+    """Zones with this abbreviation; none if there are many."""
     year = datetime.now(UTC).year
     seasons = [datetime(year, month, 1, tzinfo=UTC) for month in (1, 7)]
 
@@ -182,7 +182,7 @@ def _abbreviated(name: str, known: Collection[str]) -> list[str]:
 
 
 def wall(moment: datetime, zone: tzinfo) -> str:
-    """`2026-11-16 19:00 KST`, as the schedule's people read it."""
+    """Local time as text: `2026-11-16 19:00 KST`."""
     return moment.astimezone(zone).strftime("%Y-%m-%d %H:%M %Z")
 
 

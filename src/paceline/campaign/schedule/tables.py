@@ -1,4 +1,4 @@
-"""Schedules in words and tables: when each is due, how its runs ended, which times were missed."""
+"""Schedules as text and tables: when each is due, how its runs ended, which times were missed."""
 
 from __future__ import annotations
 
@@ -11,40 +11,37 @@ from paceline.campaign.schedule.cron import moment, wall
 from paceline.report.tables.table import Cell, Column, Table
 from paceline.wording import MISSING, format_duration
 
-# Of each schedule the newest are told; its history holds all.
+# How many occasions of each schedule are shown; history.jsonl has all.
 MOST_SHOWN = 5
 MOST_RAN = 30
-# A start is called late from here on.
+# A start is shown as late from here on.
 LATE_S = 120
-MISSED = "no start is recorded: the host was off, or its timer is gone"
+MISSED = "no start recorded; the host was off, or the timer was removed"
 _TONES = {"ok": "good", "running": "", "skipped": "quiet"}
 
 
 def lines(view: ScheduleView, most: int = MOST_SHOWN) -> Iterator[str]:
-    """What `status` and `schedule show` print of one schedule."""
+    """The lines that `status` and `schedule show` print for one schedule."""
     schedule = view.schedule
     following = f"; next {wall(view.next, schedule.cron.zone)}" if view.next else ""
     when = f"{schedule.cron.expression} {schedule.cron.timezone}"
     yield f"schedule {schedule.name}: {when} ({schedule.backend}){following}"
     for occasion in view.occasions[-most:]:
-        yield f"  {_verb(occasion)} {' '.join(filter(None, began(view, occasion)))}: {_end(occasion)}"
+        verb = {"running": "running since", "skipped": "skipped"}.get(occasion.outcome, "ran")
+        yield f"  {verb} {' '.join(filter(None, began(view, occasion)))}: {_end(occasion)}"
     if view.missed is None:
-        yield f"  its history is kept on the claim {schedule.place.get('claim')}, not here"
+        yield f"  history is stored on the claim {schedule.place.get('claim')}, not here"
         return
     for due in view.missed[-most:]:
         yield f"  missed {wall(due, schedule.cron.zone)}: {MISSED}"
     if len(view.missed) > most:
         yield f"  and {len(view.missed) - most} more missed before"
     if not view.occasions and not view.missed:
-        yield "  not due yet since it was added"
-
-
-def _verb(occasion: Occasion) -> str:
-    return {"running": "running since", "skipped": "skipped"}.get(occasion.outcome, "ran")
+        yield "  not due since it was added"
 
 
 def began(view: ScheduleView, occasion: Occasion) -> tuple[str, str]:
-    """The time it was due, and how late it began where that is worth a word."""
+    """When it was due, and how late it began if that matters."""
     start = wall(moment(occasion.began_at), view.schedule.cron.zone)
     if occasion.due_at is None:
         return start, "by hand"
@@ -57,8 +54,8 @@ def _end(occasion: Occasion) -> str:
     if occasion.outcome == "skipped":
         return str(occasion.sentence or "").removeprefix("skipped: ")
     took = _took(occasion)
-    parts = (occasion.outcome if occasion.outcome != "running" else "under way", took, occasion.sentence, occasion.told)
-    return "; ".join(filter(None, parts))
+    parts = ("in progress" if occasion.outcome == "running" else occasion.outcome, took)
+    return "; ".join(filter(None, (*parts, occasion.sentence, occasion.notified)))
 
 
 def _took(occasion: Occasion) -> str:
@@ -88,12 +85,12 @@ def _schedule_row(view: ScheduleView) -> tuple[Cell, ...]:
 
 
 def ran(views: Sequence[ScheduleView]) -> Table | None:
-    """The newest starts of all schedules, and those that were skipped."""
+    """The newest occasions of all schedules, including skipped ones."""
     columns = (Column("schedule"), Column("due"), Column("ended"), Column("report"), Column("result", prose=True))
     found = sorted(((o.began_at, view, o) for view in views for o in view.occasions), key=lambda each: -each[0])
     rows = tuple(_ran_row(view, occasion) for _, view, occasion in found[:MOST_RAN])
     left = len(found) - len(rows)
-    notes = (f"{left:,} earlier ones are in each schedule's history.jsonl.",) if left else ()
+    notes = (f"{left:,} earlier runs are in history.jsonl of each schedule.",) if left else ()
     return Table("Scheduled runs", columns, rows, notes) if rows else None
 
 
@@ -104,12 +101,12 @@ def _ran_row(view: ScheduleView, occasion: Occasion) -> tuple[Cell, ...]:
         Cell(*began(view, occasion)),
         Cell(occasion.outcome, _took(occasion), _tone(occasion.outcome)),
         Cell("report" if link else MISSING, link=link),
-        Cell(occasion.sentence or MISSING, occasion.told or ""),
+        Cell(occasion.sentence or MISSING, occasion.notified or ""),
     )
 
 
 def report_link(occasion: Occasion) -> str:
-    """The report's path below the results folder; nothing that leads out of it, whatever a history says."""
+    """The path of the report below the results directory; empty if the history names a path outside of it."""
     path = PurePosixPath(occasion.report or "")
     inside = path.parts[:1] == (FOLDER,) and ".." not in path.parts
     return str(path) if inside else ""
@@ -131,7 +128,7 @@ def _tone(outcome: str) -> str:
 
 
 def running_folders(out: Path, views: Sequence[ScheduleView]) -> list[Path]:
-    """Where scheduled campaigns write at this moment."""
+    """The directories of scheduled campaigns that are running."""
     running = [(view.schedule.name, view.running.id) for view in views if view.running]
     return [out / FOLDER / name / occasion for name, occasion in running if "/" not in occasion]
 

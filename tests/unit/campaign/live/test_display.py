@@ -100,7 +100,7 @@ def test_what_was_measured_before_tells_how_long_its_repeats_take(
 def test_a_terminal_shows_the_campaign_the_run_and_where_it_is(
     tmp_path: Path, make_spec: Make, make_step: Make, monkeypatch: pytest.MonkeyPatch, golden: object
 ) -> None:
-    monkeypatch.setattr(display.Bars, "look_s", 0.0)
+    monkeypatch.setattr(display.Bars, "refresh_s", 0.0)
     screen, spec = console(80, terminal=True), make_spec("ddp")
     bars = display.observer_for(screen)
     assert isinstance(bars, display.Bars)

@@ -67,7 +67,7 @@ def test_both_pages_say_what_ran_and_what_was_missed(out: Path) -> None:
         text = (out / name).read_text()
         assert "Nothing is running." in text
         assert "scheduled runs were missed." in text
-        assert "The last run of nightly did not end well." in text
+        assert "The last run of nightly did not end ok." in text
         assert "Asia/Seoul" in text
         assert "1 min 30 s" in text
 
@@ -121,12 +121,12 @@ def test_it_is_written_seldom_and_takes_a_small_share_of_the_time(out: Path, mon
     written: list[float] = []
     monkeypatch.setattr(status_page.time, "monotonic", lambda: clock[0])
 
-    def slow(path: Path) -> status_page.Standing:
+    def slow(path: Path) -> status_page.State:
         written.append(clock[0])
         clock[0] += 1.0
         raise OSError("the disk is full")
 
-    monkeypatch.setattr(status_page, "standing", slow)
+    monkeypatch.setattr(status_page, "read_state", slow)
     page = status_page.Page(out)
     for _ in range(600):
         page.refresh()
@@ -147,5 +147,5 @@ def test_yesterdays_scheduled_campaigns_are_not_listed_as_experiments(
     out: Path, make_spec: Callable[..., RunSpec], make_run: Callable[..., Path]
 ) -> None:
     make_run(agenda.folder_of(out, "nightly") / "day", make_spec())
-    (table,) = [t for t in status_page.tables(status_page.standing(out)) if t.title == "Experiments"]
+    (table,) = [t for t in status_page.tables(status_page.read_state(out)) if t.title == "Experiments"]
     assert len(table.rows) == 1

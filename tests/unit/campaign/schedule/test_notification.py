@@ -72,7 +72,7 @@ def test_the_webhook_gets_the_facts_and_the_headers(hook: tuple[type[Hook], str]
     kind, address = hook
     schedule = schedule_of(webhook="HOOK", headers={"Authorization": "HOOK_AUTH"})
     environ = {"HOOK": address, "HOOK_AUTH": "Bearer abcdefgh"}
-    assert notification.tell(schedule, NOTICE, environ) == golden
+    assert notification.send(schedule, NOTICE, environ) == golden
     ((headers, body),) = kind.received
     assert headers["Authorization"] == "Bearer abcdefgh"
     assert body == {
@@ -88,7 +88,7 @@ def test_the_webhook_gets_the_facts_and_the_headers(hook: tuple[type[Hook], str]
 def test_a_refusal_is_told_by_its_number(hook: tuple[type[Hook], str], golden: object) -> None:
     kind, address = hook
     kind.status = 500
-    assert notification.tell(schedule_of(webhook="HOOK"), NOTICE, {"HOOK": address}) == golden
+    assert notification.send(schedule_of(webhook="HOOK"), NOTICE, {"HOOK": address}) == golden
 
 
 @pytest.mark.parametrize("status", [301, 302, 303])
@@ -96,7 +96,7 @@ def test_headers_are_not_carried_elsewhere(hook: tuple[type[Hook], str], status:
     kind, address = hook
     kind.status = status
     schedule = schedule_of(webhook="HOOK", headers={"Authorization": "HOOK_AUTH"})
-    told = notification.tell(schedule, NOTICE, {"HOOK": address, "HOOK_AUTH": "Bearer abcdefgh"})
+    told = notification.send(schedule, NOTICE, {"HOOK": address, "HOOK_AUTH": "Bearer abcdefgh"})
     assert told == golden
     assert len(kind.received) == 1
 
@@ -113,7 +113,7 @@ def test_headers_are_not_carried_elsewhere(hook: tuple[type[Hook], str], status:
     ],
 )
 def test_no_sentence_repeats_the_address(address: str, golden: object) -> None:
-    (told,) = notification.tell(schedule_of(webhook="HOOK"), NOTICE, {"HOOK": address})
+    (told,) = notification.send(schedule_of(webhook="HOOK"), NOTICE, {"HOOK": address})
     assert told == golden
     assert "hunter2" not in told
 
@@ -121,7 +121,7 @@ def test_no_sentence_repeats_the_address(address: str, golden: object) -> None:
 def test_a_header_with_a_line_break_is_no_second_header(hook: tuple[type[Hook], str]) -> None:
     kind, address = hook
     schedule = schedule_of(webhook="HOOK", headers={"X-A": "VALUE"})
-    (told,) = notification.tell(schedule, NOTICE, {"HOOK": address, "VALUE": "a\r\nX-Evil: 1"})
+    (told,) = notification.send(schedule, NOTICE, {"HOOK": address, "VALUE": "a\r\nX-Evil: 1"})
     assert "could not be reached" in told
     assert kind.received == []
 
@@ -132,7 +132,7 @@ def test_variables_of_a_file_are_read_without_a_shell() -> None:
 
 
 def test_a_command_that_cannot_be_started_is_a_sentence(golden: object) -> None:
-    (told,) = notification.tell(
+    (told,) = notification.send(
         Schedule(
             **{f: getattr(schedule_of(), f) for f in schedule_of().__slots__}
             | {"command": "true", "directory": "/nowhere"}

@@ -1,4 +1,4 @@
-"""The user's crontab: one marked block per schedule; every other line stays as it is."""
+"""The user's crontab: one marked block per schedule; all other lines stay unchanged."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from paceline.campaign.schedule.agenda import LOG, Schedule, folder_of
 from paceline.campaign.schedule.timers import answer, command, mark, one_line
 from paceline.errors import RequestError
 
-# A start serves a time at most this old: so late is the first one after a time that a change of the clock leaves out.
+# A start serves a time at most this old: a time in a clock gap is served up to an hour later.
 WITHIN_S = 3660
 
 
 def install(out: Path, schedule: Schedule) -> str:
     kept = without(_read(), mark(out, schedule))
-    above, below = _around_zones(kept)
-    _write(above + block(out, schedule, host_zone(), datetime.now(UTC)) + below)
-    return "a line of your crontab starts it (`crontab -l`); cron must be running on this host"
+    # Some crons apply a TZ line to all lines below it, others ignore it; above it, every cron uses the host's zone.
+    zone = re.search(r"^[ \t]*([\"']?)(CRON_TZ|TZ)\1[ \t]*=", kept, flags=re.MULTILINE)
+    position = zone.start() if zone else len(kept)
+    _write(kept[:position] + block(out, schedule, host_zone(), datetime.now(UTC)) + kept[position:])
+    return "installed in your crontab (`crontab -l`); cron must be running on this host"
 
 
 def remove(out: Path, schedule: Schedule) -> None:
@@ -34,12 +36,12 @@ def is_installed(out: Path, schedule: Schedule) -> bool:
 
 
 def block(out: Path, schedule: Schedule, host: tzinfo, now: datetime) -> str:
-    """The lines of one schedule. Cron takes an unescaped percent sign for a line break, wherever it stands."""
+    """The lines of one schedule. Cron reads an unescaped percent sign as a line break."""
     first, last = _edges(mark(out, schedule))
     log = one_line(str((folder_of(out, schedule.name) / LOG).absolute()), "--out")
     words = shlex.join(command(out, schedule, WITHIN_S))
     line = one_line(f"{words} >>{shlex.quote(log)} 2>&1", "--out").replace("%", "\\%")
-    when = f"# {schedule.cron.expression} {schedule.cron.timezone}; the command itself looks whether it is due"
+    when = f"# {schedule.cron.expression} {schedule.cron.timezone}; the command checks whether it is due"
     return f"{first}\n{when}\n{schedule.cron.on_host(host, now)} {line}\n{last}\n"
 
 
@@ -49,21 +51,12 @@ def without(text: str, name: str) -> str:
     return re.sub(rf"^{re.escape(first)}\n.*?^{re.escape(last)}\n", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
-def _around_zones(text: str) -> tuple[str, str]:
-    """The crontab up to its first line that sets a zone, and the rest: some crons read all lines below by that zone,
-    others ignore it, and above it every cron reads by the host's."""
-    found = re.search(r"^[ \t]*([\"']?)(CRON_TZ|TZ)\1[ \t]*=", text, flags=re.MULTILINE)
-    place = found.start() if found else len(text)
-    return text[:place], text[place:]
-
-
 def _edges(name: str) -> tuple[str, str]:
     return f"# begin {name} (written by paceline schedule)", f"# end {name}"
 
 
 def host_zone(clock: Path = Path("/etc/localtime")) -> tzinfo:
-    """The zone cron reads its lines in: this host's, with its changes of the clock. The zone of the shell that adds a
-    schedule is not cron's. Without a zone of its own, a host's clock is UTC."""
+    """The time zone of cron: that of the host, not of the shell that adds a schedule. UTC if the host has none."""
     import zoneinfo
 
     try:
@@ -80,10 +73,10 @@ def _read() -> str:
         return text if not text or text.endswith("\n") else text + "\n"
     if "no crontab for" in done.stderr:
         return ""
-    raise RequestError(f"--backend crontab: `crontab -l` failed ({' '.join(done.stderr.split())})")
+    raise RequestError(f"--backend crontab: `crontab -l` failed ({' '.join(done.stderr.split())}).")
 
 
 def _write(text: str) -> None:
     done = answer(["crontab", "-"], text)
     if done.returncode != 0:
-        raise RequestError(f"--backend crontab: the crontab was refused ({' '.join(done.stderr.split())})")
+        raise RequestError(f"--backend crontab: crontab rejected the new file ({' '.join(done.stderr.split())}).")

@@ -1,12 +1,14 @@
-"""A CronJob of Kubernetes: its pod runs the schedule in the image, with the results on a volume that outlives it."""
+"""A Kubernetes CronJob: its pod runs the schedule from the image, with results on a persistent volume."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,9 @@ from paceline.campaign.schedule.agenda import DEFINITION, EXPERIMENT, LAUNCHER, 
 from paceline.errors import RequestError, require
 from paceline.results.store import read_json
 
-# How late the cluster may start a pod, and how long that pod may take to come up.
+# How late the cluster may start a pod, and how long the pod may take to come up.
 DEADLINE_S, COMING_UP_S = 3600, 1800
-RESULTS, ASKED = "/results", "/schedule"
+RESULTS, MOUNTED = "/results", "/schedule"
 USER = 1000
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _REFERENCE = re.compile(r"[A-Za-z0-9][\w./:@-]{0,254}", re.ASCII)
@@ -24,8 +26,8 @@ _REFERENCE = re.compile(r"[A-Za-z0-9][\w./:@-]{0,254}", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodSettings:
-    """Where the pod runs. image holds Paceline; claim is the PersistentVolumeClaim of the results; account needs what
-    the launcher asks of the cluster; secret holds the variables that notifications need."""
+    """Settings of the pod. image: contains Paceline. claim: PersistentVolumeClaim for the results. account: service
+    account with the permissions of the launcher. secret: Secret with the variables for notifications."""
 
     image: str
     claim: str
@@ -40,29 +42,31 @@ class PodSettings:
         )
         labels = {"claim": self.claim, "namespace": self.namespace, "service-account": self.account}
         for option, value in labels.items() | ({("secret", self.secret)} if self.secret else set()):
-            require(bool(_LABEL.fullmatch(value)), f"--{option}", value, "a name of Kubernetes, such as paceline-1")
+            require(bool(_LABEL.fullmatch(value)), f"--{option}", value, "a Kubernetes name, such as paceline-1")
 
 
 def install(out: Path, schedule: Schedule) -> str:
-    place = PodSettings(**schedule.place)
-    if not place.apply:
-        return (
-            "nothing was applied: hand the manifest that follows to `kubectl apply -f -`, or add it again with --apply"
-        )
+    pod = PodSettings(**schedule.place)
+    if not pod.apply:
+        return "not applied yet: pipe this manifest to `kubectl apply -f -`, or add the schedule again with --apply"
     for document in documents(out, schedule):
-        _put(document)
-    return f"the CronJob {name_of(schedule)} of the namespace {place.namespace} starts it"
+        # Create the object, or replace the one of an earlier schedule of that name.
+        create, replace, _ = _calls(document["kind"])
+        kind, name, namespace = document["kind"], document["metadata"]["name"], document["metadata"]["namespace"]
+        if not _done(partial(create, namespace, document), "create", kind, namespace, unless=409):
+            _done(partial(replace, name, namespace, document), "update", kind, namespace)
+    return f"installed as the CronJob {name_of(schedule)} in the namespace {pod.namespace}"
 
 
 def remove(out: Path, schedule: Schedule) -> str | None:
-    place = PodSettings(**schedule.place)
-    if not place.apply:
+    pod = PodSettings(**schedule.place)
+    if not pod.apply:
         return (
-            "nothing was deleted on the cluster, as its manifest was only printed; if it was applied, this ends it:\n"
-            f"kubectl delete cronjob,configmap {name_of(schedule)} -n {place.namespace}"
+            "nothing was deleted on the cluster, because the manifest was only printed; if you applied it, run:\n"
+            f"kubectl delete cronjob,configmap {name_of(schedule)} -n {pod.namespace}"
         )
     for kind in ("CronJob", "ConfigMap"):
-        _delete(kind, name_of(schedule), place.namespace)
+        _done(partial(_calls(kind)[2], name_of(schedule), pod.namespace), "delete", kind, pod.namespace, unless=404)
     return None
 
 
@@ -71,10 +75,15 @@ def name_of(schedule: Schedule) -> str:
 
 
 def documents(out: Path, schedule: Schedule) -> list[dict[str, Any]]:
-    """The ConfigMap with what was asked, and the CronJob that runs it."""
-    place = PodSettings(**schedule.place)
-    about = {"name": name_of(schedule), "namespace": place.namespace, "labels": _labels(schedule)}
-    config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "data": _asked(out, schedule)}
+    """The ConfigMap with the definition, and the CronJob that runs it."""
+    pod = PodSettings(**schedule.place)
+    folder = folder_of(out, schedule.name)
+    files = {name: (folder / name).read_text() for name in (EXPERIMENT, LAUNCHER) if (folder / name).is_file()}
+    # The pod has neither this host's directory nor its env file: the variables come from the Secret.
+    definition = dataclasses.replace(schedule, directory=RESULTS, env_file=None).to_dict()
+    files = {DEFINITION: json.dumps(definition, indent=1), **files}
+    about = {"name": name_of(schedule), "namespace": pod.namespace, "labels": _labels(schedule)}
+    config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "data": files}
     spec = {
         "schedule": schedule.cron.numbers,
         "timeZone": schedule.cron.timezone,
@@ -82,8 +91,8 @@ def documents(out: Path, schedule: Schedule) -> list[dict[str, Any]]:
         "startingDeadlineSeconds": DEADLINE_S,
         "successfulJobsHistoryLimit": 3,
         "failedJobsHistoryLimit": 3,
-        # A failed benchmark is a result; to repeat it at once would hide that.
-        "jobTemplate": {"spec": {"backoffLimit": 0, "template": _pod(schedule, place)}},
+        # A failed benchmark is a result; an immediate retry would hide it.
+        "jobTemplate": {"spec": {"backoffLimit": 0, "template": _pod(schedule, pod)}},
     }
     return [config, {"apiVersion": "batch/v1", "kind": "CronJob", "metadata": about, "spec": spec}]
 
@@ -92,30 +101,20 @@ def _labels(schedule: Schedule) -> dict[str, str]:
     return {"app.kubernetes.io/name": "paceline", "paceline.dev/schedule": schedule.name}
 
 
-def _asked(out: Path, schedule: Schedule) -> dict[str, str]:
-    import json
-
-    folder = folder_of(out, schedule.name)
-    files = {name: (folder / name).read_text() for name in (EXPERIMENT, LAUNCHER) if (folder / name).is_file()}
-    # In the pod there is neither this host's folder nor its file of variables: those come from the Secret.
-    asked = dataclasses.replace(schedule, directory=RESULTS, env_file=None).to_dict()
-    return {DEFINITION: json.dumps(asked, indent=1), **files}
-
-
-def _pod(schedule: Schedule, place: PodSettings) -> dict[str, Any]:
+def _pod(schedule: Schedule, pod: PodSettings) -> dict[str, Any]:
     within = str(DEADLINE_S + COMING_UP_S)
     run = ["python", "-m", "paceline.cli", "schedule", "run", schedule.name, "--out", RESULTS]
     container: dict[str, Any] = {
         "name": "paceline",
-        "image": place.image,
-        "command": [*run, "--definition", ASKED, "--due-within", within],
+        "image": pod.image,
+        "command": [*run, "--definition", MOUNTED, "--due-within", within],
         "env": [{"name": "HOME", "value": RESULTS}],
         "volumeMounts": [
             {"name": "results", "mountPath": RESULTS},
-            {"name": "asked", "mountPath": ASKED, "readOnly": True},
+            {"name": "asked", "mountPath": MOUNTED, "readOnly": True},
             {"name": "tmp", "mountPath": "/tmp"},
         ],
-        # The controller only: devices belong to the jobs that its launcher starts.
+        # Only the controller runs here: the devices belong to the jobs of its launcher.
         "resources": {"requests": {"cpu": "1", "memory": "2Gi"}, "limits": {"memory": "4Gi"}},
         "securityContext": {
             "allowPrivilegeEscalation": False,
@@ -123,11 +122,11 @@ def _pod(schedule: Schedule, place: PodSettings) -> dict[str, Any]:
             "capabilities": {"drop": ["ALL"]},
         },
     }
-    if place.secret:
-        container["envFrom"] = [{"secretRef": {"name": place.secret}}]
+    if pod.secret:
+        container["envFrom"] = [{"secretRef": {"name": pod.secret}}]
     spec = {
         "restartPolicy": "Never",
-        "serviceAccountName": place.account,
+        "serviceAccountName": pod.account,
         "securityContext": {
             "runAsNonRoot": True,
             "runAsUser": USER,
@@ -136,7 +135,7 @@ def _pod(schedule: Schedule, place: PodSettings) -> dict[str, Any]:
         },
         "containers": [container],
         "volumes": [
-            {"name": "results", "persistentVolumeClaim": {"claimName": place.claim}},
+            {"name": "results", "persistentVolumeClaim": {"claimName": pod.claim}},
             {"name": "asked", "configMap": {"name": name_of(schedule)}},
             {"name": "tmp", "emptyDir": {}},
         ],
@@ -145,35 +144,22 @@ def _pod(schedule: Schedule, place: PodSettings) -> dict[str, Any]:
 
 
 def manifest(out: Path, schedule: Schedule) -> str:
-    """What `kubectl apply -f -` takes."""
+    """The documents as YAML for `kubectl apply -f -`."""
     import yaml
 
     return str(yaml.safe_dump_all(documents(out, schedule), sort_keys=False, default_flow_style=False))
 
 
 def definition_in(folder: Path) -> Schedule:
-    """What the pod was given, from its ConfigMap."""
+    """The schedule from a mounted ConfigMap."""
     return Schedule.from_dict(read_json(folder / DEFINITION))
 
 
 # --- the cluster ---
 
 
-def _put(document: dict[str, Any]) -> None:
-    """Create the object, or replace the one of an earlier schedule of that name."""
-    create, replace, _ = _calls(document["kind"])
-    kind, name, namespace = document["kind"], document["metadata"]["name"], document["metadata"]["namespace"]
-    if not _done(lambda: create(namespace, document), "create", kind, namespace, unless=409):
-        _done(lambda: replace(name, namespace, document), "update", kind, namespace)
-
-
-def _delete(kind: str, name: str, namespace: str) -> None:
-    delete = _calls(kind)[2]
-    _done(lambda: delete(name, namespace), "delete", kind, namespace, unless=404)
-
-
 def _done(call: Callable[[], Any], verb: str, kind: str, namespace: str, unless: int | None = None) -> bool:
-    """Whether the cluster did it; False where it answered with the status that is expected instead."""
+    """Call the API server; False if it answers with the status `unless`, RequestError for any other failure."""
     import urllib3
     from kubernetes.client.exceptions import ApiException
 
@@ -189,12 +175,12 @@ def _done(call: Callable[[], Any], verb: str, kind: str, namespace: str, unless:
             f"({error.status} {error.reason}){hint}"
         ) from None
     except urllib3.exceptions.HTTPError:
-        raise RequestError("--apply: the cluster cannot be reached; try: kubectl cluster-info") from None
+        raise RequestError("--apply: cannot reach the cluster; try: kubectl cluster-info") from None
     return True
 
 
 def _calls(kind: str) -> tuple[Any, Any, Any]:
-    """create, replace and delete of a kind, by the cluster that kubectl would ask."""
+    """create, replace and delete for a kind, on the cluster that kubectl uses."""
     import yaml
 
     try:
@@ -209,9 +195,9 @@ def _calls(kind: str) -> tuple[Any, Any, Any]:
     except (config.ConfigException, OSError) as error:
         raise RequestError(f"--apply: no cluster is configured here ({error}); try: kubectl config view") from None
     except (yaml.YAMLError, AttributeError, LookupError, TypeError, ValueError) as error:
-        # The client takes a sound file for granted. Its error may quote lines of the file, where tokens stand.
-        place, why = os.environ.get("KUBECONFIG") or "~/.kube/config", type(error).__name__
-        raise RequestError(f"--apply: {place} is not a usable kubeconfig ({why}); try: kubectl config view") from None
+        # The client assumes a valid file. Its error may quote lines of the file with tokens.
+        path, why = os.environ.get("KUBECONFIG") or "~/.kube/config", type(error).__name__
+        raise RequestError(f"--apply: {path} is not a usable kubeconfig ({why}); try: kubectl config view") from None
     api = client.BatchV1Api() if kind == "CronJob" else client.CoreV1Api()
     word = "cron_job" if kind == "CronJob" else "config_map"
     create, replace, delete = (getattr(api, f"{verb}_namespaced_{word}") for verb in ("create", "replace", "delete"))

@@ -1,4 +1,4 @@
-"""A systemd user timer: two units under ~/.config/systemd/user; a time passed while the host was off is made up for."""
+"""A systemd user timer: two units in ~/.config/systemd/user. Times missed while the host was off are caught up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.campaign.schedule.timers import answer, command, mark, one_line
 from paceline.errors import RequestError
 from paceline.host.files import write_atomically
 
-# Persistent=true starts once after a boot for all times that were passed, however long ago the last one is.
+# Persistent=true starts once after a boot for all missed times, however long ago the last one is.
 WITHIN_S = 7 * 24 * 3600
 
 
@@ -26,14 +26,14 @@ def install(out: Path, schedule: Schedule) -> str:
         _forget(name)
         raise
     return (
-        f"the user timer {name}.timer starts it (`systemctl --user list-timers`); so that it also does while you are "
-        "not logged in, run `loginctl enable-linger` once"
+        f"installed as the user timer {name}.timer (`systemctl --user list-timers`); run `loginctl enable-linger` once "
+        "so that it also starts while you are logged out"
     )
 
 
 def remove(out: Path, schedule: Schedule) -> None:
     name = mark(out, schedule)
-    # One that is not there is disabled already.
+    # A missing timer is disabled already.
     with contextlib.suppress(RequestError):
         _ask("disable", "--now", f"{name}.timer")
     _forget(name)
@@ -45,7 +45,7 @@ def _ask(*words: str) -> None:
     done = answer(["systemctl", "--user", *words])
     if done.returncode != 0:
         why = " ".join(done.stderr.split())
-        raise RequestError(f"--backend systemd: `systemctl --user {' '.join(words)}` failed ({why})")
+        raise RequestError(f"--backend systemd: `systemctl --user {' '.join(words)}` failed ({why}).")
 
 
 def _forget(name: str) -> None:
@@ -58,7 +58,7 @@ def is_installed(out: Path, schedule: Schedule) -> bool:
 
 
 def units(out: Path, schedule: Schedule) -> dict[str, str]:
-    """Suffix -> text. A failed run is told by the schedule's own history, not by a restart."""
+    """The units by suffix. A failed run appears in the history; systemd does not restart it."""
     log = one_line(str((folder_of(out, schedule.name) / LOG).absolute()), "--out")
     call = " ".join(quoted(one_line(word, "--out")) for word in command(out, schedule, WITHIN_S))
     times = "\n".join(f"OnCalendar={line}" for line in schedule.cron.calendar())
@@ -77,7 +77,7 @@ def units(out: Path, schedule: Schedule) -> dict[str, str]:
 
 
 def quoted(word: str) -> str:
-    """One argument of ExecStart: quotes, percent signs and dollars mean something to systemd, and only there."""
+    """One argument of ExecStart, with quotes, percent signs and dollars escaped."""
     escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
     return f'"{escaped}"'
 
