@@ -20,7 +20,6 @@ from paceline.analysis.cost.training import Costing
 from paceline.analysis.findings import (
     SHARED_GPU,
     Certificate,
-    HistorySeries,
     Measurement,
     Recipe,
     Report,
@@ -52,10 +51,10 @@ def build(
     earlier: Sequence[RunRecord] = (),
     baseline: nodes.Baseline | None = None,
 ) -> Report:
-    """Certifies, measures, compares and recommends. created_at is the end of the last run unless given.
+    """Certify, measure, compare and recommend. created_at defaults to the end of the last run.
 
-    earlier are launches that newer ones replace, for histories only; baseline stands in the place of nodes' peers.
-    Only runs that ended ok with a valid certificate are measured; reference runs are listed, never measured or ranked.
+    earlier are launches replaced by newer ones, used for histories only; baseline replaces the peers of nodes. Only
+    runs that ended ok with a valid certificate are measured; reference runs are listed, never measured or ranked.
     """
     ordered = sorted(records, key=lambda r: (r.started_at, r.spec.run_id))
     certificates = certify_all(ordered)
@@ -67,14 +66,29 @@ def build(
     cells = metrics.gather(trusted, ceilings.peaks_by_device(sound, peaks))
     grown = scaling.analyse(cells)
     everything = (*compare.compare_cells(cells), *grown.compared)
-    network, held = fabric.analyse(sound, _wrong(ordered, runs)), memory.analyse(ordered, runs)
-    found = Report(
+    # Machine runs with corrupted data.
+    pairs = zip(ordered, runs, strict=True)
+    invalid = [r for r, f in pairs if f.status == Status.INVALID and not r.spec.is_certified]
+    network, memory_found = fabric.analyse(sound, invalid), memory.analyse(ordered, runs)
+    before = history.judge(earlier, records)
+    replaced = sum(not record.is_reference for record in earlier)
+    tested = nodes.analyse(sound, baseline)
+    replaced_note = []
+    if replaced:
+        many = f"{replaced} launches were" if replaced > 1 else "1 launch was"
+        replaced_note = [f"{many} replaced by newer or successful ones of the same runs and count only in histories"]
+    report = Report(
         title=title,
         created_at=max((r.ended_at for r in ordered), default=0.0) if created_at is None else created_at,
         paceline_version=__version__,
         machines=_machines(ordered),
         runs=runs,
-        measurements=(*_measured(cells, grown.points, sound), *network.measurements, *held.measurements, *peaks),
+        measurements=(
+            *_measured(cells, grown.points, sound),
+            *network.measurements,
+            *memory_found.measurements,
+            *peaks,
+        ),
         certificates=tuple(certificates.values()),
         comparisons=tuple(c for each in everything for c in each.comparisons),
         recommendations=tuple(recommend.recommend(everything, runs)),
@@ -85,60 +99,40 @@ def build(
         suspects=network.suspects,
         pairs=network.pairs,
         explanations=scaling.explain(grown.points, cells, network.fits, sound),
-        memory=held.rows,
-        frontier=held.frontier,
+        memory=memory_found.rows,
+        frontier=memory_found.frontier,
         memory_advice=memory.all_advice(ordered),
-        histories=_histories(history.judge(earlier, records), trusted, sound),
+        histories=history.analyse(
+            (*before.windows, *trusted), asked=(*before.asked, *(record for record in sound if record.requests))
+        ),
         bottlenecks=bottleneck.judge(cells, sound, peaks),
         effects=effects.analyse(cells, ordered, runs),
         rules_of_thumb=rules_of_thumb.rules(sound),
         distributions={cell.id: _distribution(cell) for cell in cells},
         recipes=recipes(ordered),
-        notes=(*_notes(cells, runs, _machines(ordered)), *_superseded(earlier), *network.notes),
+        notes=(*_notes(cells, runs, _machines(ordered)), *replaced_note, *network.notes, *tested.notes),
+        nodes=tested.verdicts,
         skipped=tuple(skipped),
     )
     costing = costing or training.Costing()
-    found = _with_served(_with_nodes(found, sound, baseline), sound, costing)
-    return _completed(gauge_summary.added_to(found, sound, windows), ordered, cells, costing)
+    report = gauge_summary.added_to(_with_served(report, sound, costing), sound, windows)
+    # What depends on the findings above: costs and what they decide, and claims.
+    report = replace(report, recommendations=recommend.beside_designs(report.recommendations, report.effects))
+    report = training.added_to(verdicts.added_to(report, ordered), cells, costing)
+    report = replace(report, recommendations=(*report.recommendations, *recommend.by_cost(report)))
+    report = replace(report, loadgen=mlperf_verdict.verdicts(ordered))
+    return curves.added_to(claims.added_to(report, ordered), ordered)
 
 
 def _measured(
     cells: Sequence[Cell], points: Sequence[ScalingPoint], sound: Sequence[RunRecord]
 ) -> Iterator[Measurement]:
-    """Of what was trained, how it scales, and what was served."""
+    """Measurements of training, scaling and inference."""
     for cell in cells:
         yield from metrics.measure(cell)
     yield from (point.efficiency for point in points)
     for asked in measurements.reliable_loads(sound):
         yield from measurements.measure(asked)
-
-
-def _histories(
-    earlier: history.Launches, trusted: Sequence[Window], sound: Sequence[RunRecord]
-) -> tuple[HistorySeries, ...]:
-    asked = (record for record in sound if record.requests)
-    return history.analyse((*earlier.windows, *trusted), asked=(*earlier.asked, *asked))
-
-
-def _with_nodes(found: Report, sound: Sequence[RunRecord], baseline: nodes.Baseline | None) -> Report:
-    tested = nodes.analyse(sound, baseline)
-    return replace(found, nodes=tested.verdicts, notes=(*found.notes, *tested.notes))
-
-
-def _completed(found: Report, ordered: Sequence[RunRecord], cells: Sequence[Cell], costing: training.Costing) -> Report:
-    """With what rests on the findings before it: costs and what they decide, claims beside them."""
-    found = replace(found, recommendations=recommend.beside_designs(found.recommendations, found.effects))
-    found = verdicts.added_to(found, ordered)
-    priced = training.added_to(found, cells, costing)
-    priced = replace(priced, recommendations=(*priced.recommendations, *recommend.by_cost(priced)))
-    priced = replace(priced, loadgen=mlperf_verdict.verdicts(ordered))
-    return curves.added_to(claims.added_to(priced, ordered), ordered)
-
-
-def _wrong(ordered: Sequence[RunRecord], runs: Sequence[RunFinding]) -> list[RunRecord]:
-    """Runs about the machine whose data arrived wrong."""
-    pairs = zip(ordered, runs, strict=True)
-    return [r for r, f in pairs if f.status == Status.INVALID and not r.spec.is_certified]
 
 
 # --- one run ---
@@ -193,9 +187,9 @@ def _health(record: RunRecord, window: Window | None) -> tuple[str, ...]:
         found.append(f"warm-up: {window.warmup.text}")
     if window and window.goodput:
         found.append(window.goodput.text)
-    proved = min(record.spec.reference_steps, record.spec.steps)
-    if window and (window.measured[0] if window.measured else window.warmup.excluded_steps) >= proved:
-        found.append(f"the trajectory was proved on the first {proved} steps only, all of them warm-up")
+    checked = min(record.spec.reference_steps, record.spec.steps)
+    if window and (window.measured[0] if window.measured else window.warmup.excluded_steps) >= checked:
+        found.append(f"the trajectory was checked on the first {checked} steps only, all of them warm-up")
     return tuple(found)
 
 
@@ -203,20 +197,20 @@ def _health(record: RunRecord, window: Window | None) -> tuple[str, ...]:
 
 
 def _machines(records: Sequence[RunRecord]) -> tuple[Mapping[str, Any], ...]:
-    """Each host once per distinct state, in the order it was met."""
+    """Each host once per distinct state, in order of appearance."""
     distinct = {json.dumps(m, sort_keys=True, default=str): m for r in records for m in r.machines}
     return tuple(distinct.values())
 
 
 def _distribution(cell: Cell) -> tuple[float, ...]:
-    """The step times of all windows; of more than 500, evenly spaced ones, first and last included."""
+    """The step times of all windows; evenly spaced ones if there are more than 500, including first and last."""
     seconds = cell.seconds()
     chosen = np.linspace(0, len(seconds) - 1, min(len(seconds), LONGEST_DISTRIBUTION)).round().astype(int)
     return tuple(seconds[chosen].tolist())
 
 
 def _drift(machines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Fields in which a host differs from itself during the campaign: an upgrade between repeats, another power cap."""
+    """Facts of a host that changed during the campaign, such as an upgrade between repeats or another power cap."""
     first: dict[str, Mapping[str, Any]] = {}
     found: dict[str, str] = {}
     for facts in machines:
@@ -226,19 +220,8 @@ def _drift(machines: Sequence[Mapping[str, Any]]) -> list[str]:
     return list(found.values())
 
 
-def _superseded(earlier: Sequence[RunRecord]) -> list[str]:
-    count = sum(not record.is_reference for record in earlier)
-    many = f"{count} launches stand" if count > 1 else "1 launch stands"
-    return [f"{many} aside for newer or successful ones of the same runs: only histories count them"] if count else []
-
-
-def _is_random(cell: Cell) -> bool:
-    evidence = cell.windows[0].record.evidence
-    return evidence is not None and evidence.settings.get("weights") == "random"
-
-
 def _beyond_context(spec: RunSpec) -> str | None:
-    """None also where the directory of the model is not on this machine."""
+    """A note if the sequence exceeds the context; None also if the model directory is not on this machine."""
     with contextlib.suppress(RequestError):
         return arithmetic.beyond_context(arithmetic.load(spec.model), spec.model_text, spec.training.sequence_length)
     return None
@@ -247,10 +230,11 @@ def _beyond_context(spec: RunSpec) -> str | None:
 def _notes(cells: Sequence[Cell], runs: Sequence[RunFinding], machines: Sequence[Mapping[str, Any]]) -> list[str]:
     measured = [run for run in runs if not run.is_reference]
     notes = []
-    if shapes := sorted({c.axes["model"] for c in cells if _is_random(c)}, key=str):
-        notes.append(
-            f"the weights of {', '.join(map(str, shapes))} are random, of the named shape: no model was loaded"
-        )
+    evidence = [(c, c.windows[0].record.evidence) for c in cells]
+    if shapes := sorted(
+        {c.axes["model"] for c, e in evidence if e is not None and e.settings.get("weights") == "random"}, key=str
+    ):
+        notes.append(f"the weights of {', '.join(map(str, shapes))} are random: only the shape of the model was used")
     notes += sorted({note for cell in cells if (note := _beyond_context(cell.spec))})
     if not cells and any(run.is_certified for run in measured):
         sound = any(run.is_certified and run.status == Status.OK for run in measured)
@@ -259,47 +243,45 @@ def _notes(cells: Sequence[Cell], runs: Sequence[RunFinding], machines: Sequence
     if any(len(cell.windows) == 1 for cell in cells):
         notes.append("launches were not repeated in every cell: peak memory is compared only between repeated ones")
     if any(cell.shared_gpu for cell in cells):
-        notes.append(f"{SHARED_GPU}; throughput and step time of such runs are shown but neither compared nor ranked")
+        notes.append(f"{SHARED_GPU}; throughput and step time of such runs are shown, but not compared or ranked")
     if len({metrics.device_kind(cell) for cell in cells}) > 1:
-        notes.append("the runs were made on several kinds of device; only runs on the same kind are compared")
+        notes.append("the runs used several kinds of device; only runs on the same kind are compared")
     if invalid := sum(run.status == Status.INVALID for run in measured):
-        notes.append(f"{invalid} of {len(measured)} runs are invalid: shown with the reason, never ranked")
+        notes.append(f"{invalid} of {len(measured)} runs are invalid: they are shown with the reason, but never ranked")
     if drift := _drift(machines):
-        notes.append(f"a host changed while the campaign ran, and its runs may differ for that: {'; '.join(drift)}")
+        notes.append(f"a host changed during the campaign, which may affect its runs: {'; '.join(drift)}")
     return notes
 
 
 def _with_served(report: Report, records: Sequence[RunRecord], costing: Costing) -> Report:
-    """The report with all of it; the same report where nothing was served."""
-    asked = [record for record in records if record.requests]
-    if not asked:
+    """The report with accuracy, comparisons and costs of inference runs; unchanged if there are none."""
+    inference = [record for record in records if record.requests]
+    if not inference:
         return report
-    answers = accuracy.analyse(asked)
-    costs = served.analyse(asked, costing)
-    scores = (m for found in answers for m in (*found.scores, *(s for r in found.replicas for s in r.scores)))
-    measured = (*scores, *served.measurements(costs), *served.energies(asked))
+    answers = accuracy.analyse(inference)
+    costs = served.analyse(inference, costing)
+    scores = (m for each in answers for m in (*each.scores, *(s for r in each.replicas for s in r.scores)))
+    measured = (*scores, *served.measurements(costs), *served.energies(inference))
     return dataclasses.replace(
         report,
         accuracy=answers,
-        paired=paired.analyse(asked, answers),
-        served_pairs=equal_work.analyse(asked, answers),
+        paired=paired.analyse(inference, answers),
+        served_pairs=equal_work.analyse(inference, answers),
         served_costs=costs,
         measurements=(*report.measurements, *measured),
-        notes=(*report.notes, *_served_notes(asked, costs, costing)),
+        notes=(*report.notes, *_served_notes(inference, costs, costing)),
     )
 
 
 def _served_notes(records: Sequence[RunRecord], costs: Sequence[object], costing: Costing) -> list[str]:
-    """Why an answer that was asked for is missing."""
+    """Why a requested cost is missing."""
     if costs or costing.prices is None:
         return []
     if any(record.shares_gpu for record in records):
-        return ["replicas share a GPU, so no cost of served tokens is stated"]
+        return ["replicas share a GPU, so there is no inference cost"]
     if all(stage.replica is not None for record in records for stage in record.stages) and records[0].stages:
-        return ["replicas took turns to be compared, so no cost of served tokens is stated"]
-    return [
-        "--price: no load kept its limits on a device that the price holds for, so no cost of served tokens is stated"
-    ]
+        return ["replicas took turns to be compared, so there is no inference cost"]
+    return ["--price: no load met its limits on a device that the price applies to, so there is no inference cost"]
 
 
 def recipes(records: Iterable[RunRecord]) -> tuple[Recipe, ...]:
@@ -312,7 +294,7 @@ def recipes(records: Iterable[RunRecord]) -> tuple[Recipe, ...]:
 
 
 def _recipe(spec: RunSpec, repeats: int) -> Recipe:
-    # A name of its own: runs of the same name in the same folder are sealed, so nothing would run.
+    # A unique name: runs of the same name in the same folder are complete, so nothing would run.
     name = f"{spec.run_id.rpartition(f'-r{spec.repeat}-')[0]}-{spec.cell[:8]}"
     asked = {field: value for field, value in recipe.fields(spec).items() if value is not None}
     document = {"name": name, "repeats": repeats, "base": asked}

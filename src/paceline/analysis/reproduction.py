@@ -1,7 +1,7 @@
-"""Stored runs beside the same runs made again: within the intervals or not, and by which proof of equal work.
+"""Stored runs compared with the same runs made again: within the intervals or not, and by which proof of equal work.
 
-A cell reproduces when its replay holds against the *stored* reference (weights, data, losses) and no compared metric
-differs by more than chance: faster is as little a reproduction as slower.
+A cell is reproduced if its replay passes against the *stored* reference (weights, data, losses) and no compared metric
+differs significantly: faster is not a reproduction either.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paceline.analysis.findings.reproduction import (
     Trajectory,
 )
 from paceline.analysis.report import build
-from paceline.analysis.statistics.intervals import Ratio, ratio_between
+from paceline.analysis.statistics.intervals import ratio_between
 from paceline.analysis.statistics.verdict import SMALLEST_EFFECT, verdict_of
 from paceline.analysis.training import metrics
 from paceline.analysis.training.certificate import certify, certify_all, observe
@@ -31,15 +31,15 @@ from paceline.analysis.training.metrics import BY_NAME, Cell, device_kind
 from paceline.analysis.training.window import open_window
 from paceline.results.records import RunRecord, Status
 
-# Of the rows of a sweep so many must agree: 95 % intervals promise no more.
+# Share of the rows of a sweep that must agree; 95 % intervals promise no more.
 ROWS_WITHIN = 0.95
-# A tie of data that could have missed a fifth is no agreement: it is silence.
+# A tie with data that could have missed a difference of 20 % is not an agreement.
 MOST_UNSEEN_RATIO = 0.20
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """The stored or the replayed runs: by cell, with what was concluded from them alone."""
+    """The stored or the replayed runs by cell, with findings from them alone."""
 
     records: Mapping[str, Sequence[RunRecord]]
     certificates: Mapping[str, Certificate]
@@ -49,6 +49,7 @@ class Side:
 
 
 def side_of(records: Sequence[RunRecord]) -> Side:
+    """Runs by cell, certified and measured."""
     by_cell: defaultdict[str, list[RunRecord]] = defaultdict(list)
     for record in records:
         by_cell[record.spec.cell].append(record)
@@ -67,14 +68,14 @@ def side_of(records: Sequence[RunRecord]) -> Side:
 
 
 def reproduce(stored: Sequence[RunRecord], replayed: Sequence[RunRecord], origins: Mapping[str, str]) -> Reproduction:
-    """One verdict per replayed cell; origins says of which stored cell each is the replay."""
+    """One verdict per replayed cell; origins maps each to its stored cell."""
     old, new = side_of(stored), side_of(replayed)
     return Reproduction(cells=tuple(_cell(old, new, origin, cell) for cell, origin in origins.items()))
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What `_cell` says about one cell beyond naming it."""
+    """The verdict about one cell."""
 
     verdict: ReplayVerdict
     reason: str
@@ -85,17 +86,17 @@ class Judgement:
 
 def _cell(old: Side, new: Side, origin: str, cell: str) -> CellReproduction:
     before, after = old.records[origin], new.records.get(cell, ())
-    found = _ended_badly(before, after) or (
+    judgement = _ended_badly(before, after) or (
         _trained(old, new, origin, cell) if before[0].spec.is_certified else _measured(old, new, origin, cell)
     )
     return CellReproduction(
         cell=origin,
         label=describe(before[0].spec),
-        verdict=found.verdict,
-        reason=found.reason,
-        metrics=found.metrics,
-        trajectory=found.trajectory,
-        certificate=found.certificate,
+        verdict=judgement.verdict,
+        reason=judgement.reason,
+        metrics=judgement.metrics,
+        trajectory=judgement.trajectory,
+        certificate=judgement.certificate,
         differences={d.path: (d.first, d.second) for d in fingerprint.machine_differences(before, after)},
         stored_runs=tuple(r.spec.run_id for r in before),
         replayed_runs=tuple(r.spec.run_id for r in after),
@@ -103,7 +104,7 @@ def _cell(old: Side, new: Side, origin: str, cell: str) -> CellReproduction:
 
 
 def _ended_badly(before: Sequence[RunRecord], after: Sequence[RunRecord]) -> Judgement | None:
-    """The verdict where how the runs ended decides it alone."""
+    """The verdict if the statuses of the runs decide it, else None."""
     refused = next((r for r in after if r.status is Status.UNSUPPORTED), None)
     if not after:
         return Judgement(ReplayVerdict.UNDECIDED, "it was not run")
@@ -124,16 +125,23 @@ def _ended_badly(before: Sequence[RunRecord], after: Sequence[RunRecord]) -> Jud
 def _trained(old: Side, new: Side, origin: str, cell: str) -> Judgement:
     a, b = old.cells.get(origin), new.cells.get(cell)
     if a is None:
-        return Judgement(ReplayVerdict.UNDECIDED, f"the stored runs prove nothing: {_unproved(old, origin)}")
+        return Judgement(ReplayVerdict.UNDECIDED, f"the stored runs are not certified: {_unproved(old, origin)}")
     if b is None:
         return Judgement(ReplayVerdict.DIFFERS, f"the replayed runs are not certified: {_unproved(new, cell)}")
-    certificate = _against_stored(old, new.records[cell])
+    # Against the stored reference and the stored runs of the same work; the first failure is reported.
+    work = new.records[cell][0].spec.work
+    peers = [r for runs in old.records.values() for r in runs if r.spec.work == work and r.spec.is_certified]
+    trusted = [r for r in peers if r.status is Status.OK]
+    certificates = [certify(record, old.references.get(work), trusted) for record in new.records[cell]]
+    certificate = next((c for c in certificates if not c.valid), certificates[0])
     trajectory = _trajectory(old.records[origin], new.records[cell])
     if device_kind(a) != device_kind(b):
-        reason = f"stored on {device_kind(a)}, replayed on {device_kind(b)}: speeds of two kinds of device never agree"
+        reason = (
+            f"stored on {device_kind(a)}, replayed on {device_kind(b)}: speeds of different devices cannot be compared"
+        )
         return Judgement(ReplayVerdict.UNDECIDED, reason, (), trajectory, certificate)
     if not certificate.valid:
-        reason = f"not the stored work: {'; '.join(certificate.reasons)}"
+        reason = f"different work than stored: {'; '.join(certificate.reasons)}"
         return Judgement(ReplayVerdict.DIFFERS, reason, (), trajectory, certificate)
     compared = tuple(_remeasured(metric, a, b) for metric in comparable_metrics((a, b)))
     return Judgement(*_conclude(compared), compared, trajectory, certificate)
@@ -144,17 +152,8 @@ def _unproved(side: Side, cell: str) -> str:
     return next((c.reasons[0] for c in found if c and c.reasons), "no step is left after warm-up")
 
 
-def _against_stored(old: Side, replayed: Sequence[RunRecord]) -> Certificate:
-    """The replay held against the stored reference and the stored runs of its work; the first failure speaks."""
-    work = replayed[0].spec.work
-    peers = [r for runs in old.records.values() for r in runs if r.spec.work == work and r.spec.is_certified]
-    trusted = [r for r in peers if r.status is Status.OK]
-    found = [certify(record, old.references.get(work), trusted) for record in replayed]
-    return next((c for c in found if not c.valid), found[0])
-
-
 def _trajectory(before: Sequence[RunRecord], after: Sequence[RunRecord]) -> Trajectory | None:
-    """Launch by launch over the repeats both sides have, else the first of each."""
+    """Losses of repeats that both sides have, else of the first of each."""
     by_repeat = {r.spec.repeat: r for r in before}
     pairs = [(by_repeat[r.spec.repeat], r) for r in after if r.spec.repeat in by_repeat] or [(before[0], after[0])]
     ratios = []
@@ -183,7 +182,11 @@ def _remeasured(metric: str, a: Cell, b: Cell) -> Remeasured:
             replayed=replayed,
             ratio=over.value / under.value if under.value else None,
         )
-    within, reason = _by_interval(ratio, BY_NAME[metric].better)
+    verdict, reason = verdict_of(ratio, BY_NAME[metric].better)
+    within = verdict == TIE
+    if within and ratio.detectable > MOST_UNSEEN_RATIO:
+        missed = f"a difference under {ratio.detectable:.0%}" if ratio.detectable < 1 else "even a factor of two"
+        within, reason = None, f"too noisy: {missed} would not be detected; use more repeats (--set repeats=5)"
     return Remeasured(
         metric=metric,
         within=within,
@@ -197,16 +200,8 @@ def _remeasured(metric: str, a: Cell, b: Cell) -> Remeasured:
     )
 
 
-def _by_interval(ratio: Ratio, better: str) -> tuple[bool | None, str]:
-    verdict, reason = verdict_of(ratio, better)
-    if verdict == TIE and ratio.detectable > MOST_UNSEEN_RATIO:
-        seen = f"differences under {ratio.detectable:.0%}" if ratio.detectable < 1 else "even a doubling"
-        return None, f"too noisy to tell: {seen} could have gone unseen; more repeats (--set repeats=5) would show more"
-    return verdict == TIE, reason
-
-
 def _without_interval(ratio: float) -> tuple[bool | None, str]:
-    """Launches that were not repeated show no spread: only what is as good as equal can be called so."""
+    """Launches without repeats have no spread: only nearly equal values agree."""
     effect = max(ratio, 1 / ratio) - 1 if 0 < ratio < math.inf else math.inf
     if effect < SMALLEST_EFFECT:
         return True, f"equal within {SMALLEST_EFFECT:.0%}"
@@ -214,59 +209,57 @@ def _without_interval(ratio: float) -> tuple[bool | None, str]:
 
 
 def _conclude(compared: Sequence[Remeasured]) -> tuple[ReplayVerdict, str]:
-    """Every speed must agree; where there is none, what was measured instead."""
+    """Every speed must agree; without speeds, any other metric."""
     beyond = [m for m in compared if m.within is False]
     speeds = [m for m in compared if m.metric in SPEED_METRICS]
     agree = all(m.within for m in speeds) if speeds else any(m.within for m in compared)
     if agree and not beyond:
-        return ReplayVerdict.REPRODUCED, "no compared metric differs by more than chance"
+        return ReplayVerdict.REPRODUCED, "no compared metric differs significantly"
     verdict = ReplayVerdict.DIFFERS if beyond else ReplayVerdict.UNDECIDED
-    told = beyond or [m for m in compared if m.within is None]
-    return verdict, "; ".join(f"{m.metric}: {m.reason}" for m in told) or "nothing can be compared"
+    shown = beyond or [m for m in compared if m.within is None]
+    return verdict, "; ".join(f"{m.metric}: {m.reason}" for m in shown) or "nothing can be compared"
 
 
 # --- workloads without a certificate ---
 
 
 def _measured(old: Side, new: Side, origin: str, cell: str) -> Judgement:
-    """By the intervals of every row; a workload that measures nothing of the kind has only its end to show."""
+    """By the intervals of every row; a workload without measurements is judged by its status alone."""
     bad = next((r for r in new.records[cell] if r.status is not Status.OK), None)
     if bad is not None:
         return Judgement(ReplayVerdict.DIFFERS, f"the replay ended {bad.status}: {bad.error}")
-    before, after = ({_row(m): m for m in side} for side in (_speeds(old, origin), _speeds(new, cell)))
+    before, after = (
+        {
+            f"{m.metric} {sorted((k, v) for k, v in m.axes.items() if k not in ('launcher', 'steps'))}": m
+            for m in side.measurements.get(name, ())
+            if m.value is not None and SHARED_GPU not in (m.note or "")
+        }
+        for side, name in ((old, origin), (new, cell))
+    )
     names = dict.fromkeys(m.metric for row, m in before.items() if row in after)
     found = tuple(
         _rows_of(name, [(m, after[row]) for row, m in before.items() if row in after and m.metric == name])
         for name in names
     )
     if not found:
-        return Judgement(ReplayVerdict.REPRODUCED, "it ended ok both times; nothing of it is a speed")
+        return Judgement(ReplayVerdict.REPRODUCED, "it ended ok both times and has no speed to compare")
     return Judgement(*_conclude(found), found)
 
 
-def _speeds(side: Side, cell: str) -> list[Measurement]:
-    return [m for m in side.measurements.get(cell, ()) if m.value is not None and SHARED_GPU not in (m.note or "")]
-
-
-def _row(m: Measurement) -> str:
-    return f"{m.metric} {sorted((k, v) for k, v in m.axes.items() if k not in ('launcher', 'steps'))}"
-
-
 def _rows_of(metric: str, pairs: Sequence[tuple[Measurement, Measurement]]) -> Remeasured:
-    verdicts = [_overlap(a, b) for a, b in pairs]
+    verdicts: list[tuple[bool | None, str]] = []
+    for a, b in pairs:
+        near, reason = _without_interval(b.value / a.value if a.value and b.value else math.inf)
+        if near or a.low is None or a.high is None or b.low is None or b.high is None:
+            verdicts.append((near, reason))
+        else:
+            overlap = a.low <= b.high and b.low <= a.high
+            verdicts.append((overlap, "the intervals overlap" if overlap else "the intervals do not overlap"))
     if len(pairs) == 1:
         (stored, replayed), (within, reason) = pairs[0], verdicts[0]
         return Remeasured(metric=metric, within=within, reason=reason, stored=stored, replayed=replayed)
     agree, decided = (sum(within in kinds for within, _ in verdicts) for kinds in ((True,), (True, False)))
     if not decided:
         return Remeasured(metric=metric, within=None, reason="no row has an interval on both sides")
-    reason = f"{agree} of {decided} rows agree within their intervals ({ROWS_WITHIN:.0%} are needed)"
+    reason = f"{agree} of {decided} rows agree within their intervals ({ROWS_WITHIN:.0%} needed)"
     return Remeasured(metric=metric, within=agree >= ROWS_WITHIN * decided, reason=reason)
-
-
-def _overlap(a: Measurement, b: Measurement) -> tuple[bool | None, str]:
-    near, reason = _without_interval(b.value / a.value if a.value and b.value else math.inf)
-    if near or a.low is None or a.high is None or b.low is None or b.high is None:
-        return near, reason
-    within = a.low <= b.high and b.low <= a.high
-    return within, "the intervals overlap" if within else "the intervals do not overlap"

@@ -1,7 +1,6 @@
-"""A against B within one campaign: a ratio with its interval, the smallest effect this data could show, and a verdict
-that may be "tie".
+"""Comparisons within one campaign: a ratio with its interval, the smallest detectable effect, and a verdict.
 
-Only cells that differ in the one axis under test meet; world size is an axis of its own kind (see scaling).
+Only cells that differ in the one axis under test are compared; world size is a separate kind of axis (see scaling).
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from paceline.experiment.spec import RunSpec
 SPEED_METRICS = ("tokens_per_s", "step_time_s")
 UNSLOWED_METRICS = ("peak_memory_bytes",)
 COMPARED_METRICS = (*SPEED_METRICS, *UNSLOWED_METRICS)
-# Sides whose GPUs were held back in shares of their steps that differ by more than this may differ for that alone.
+# If the shares of throttled steps differ by more than this, throttling alone may explain a difference.
 THROTTLED_APART = 0.05
 
-# Axis -> the fields of a spec that may differ. The split of one global batch counts as one axis.
+# Axis -> the fields of a spec that may differ. The split of a global batch counts as one axis.
 AXES: Mapping[str, tuple[str, ...]] = {
     "strategy": ("strategy",),
     "precision": ("training.precision.compute",),
@@ -38,7 +37,7 @@ AXES: Mapping[str, tuple[str, ...]] = {
     "bucket_mb": ("training.bucket_mb",),
     "micro_batch": ("training.micro_batch", "training.accumulation"),
     "launcher": ("launcher",),
-    # Adapters reduce in fp32 and weights that all learn in their own dtype, so the method brings its reduction along.
+    # Adapters reduce in fp32 and full fine-tuning in its own dtype, so the method includes its reduction dtype.
     "method": ("tuning.method", "training.precision.reduce"),
     "optimizer": ("tuning.optimizer",),
     "rank": ("tuning.rank", "tuning.alpha"),
@@ -47,29 +46,22 @@ AXES: Mapping[str, tuple[str, ...]] = {
 }
 # Axes of cells that fine-tune.
 TUNED_AXES = ("method", "optimizer", "rank", "targets", "data")
-# Numbers that speak of a whole step or sample, which mean something else where steps or samples hold other work.
+# Numbers per step or sample, which are not comparable if steps or samples contain different work.
 PER_STEP = ("step_time_s", "samples_per_s", "usd_per_1k_samples")
-# What every title says; of device, GPUs or processes.
+# Axes that every title names; the device as GPUs or processes.
 _TITLED = frozenset(
-    {
-        "strategy",
-        "model",
-        "device",
-        "world_size",
-        "precision",
-        "sequence_length",
-        "global_batch",
-        "checkpointing",
-        "compile",
-    }
+    (
+        *("strategy", "model", "device", "world_size", "precision"),
+        *("sequence_length", "global_batch", "checkpointing", "compile"),
+    )
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Cells that differ in one axis only, the highest throughput first; names tells them apart.
+    """Cells that differ in one axis only, highest throughput first; names are their values of it.
 
-    title says what they share, in words; key is equal for no two groups.
+    title says what they share, in words; key is unique per group.
     """
 
     axis: str
@@ -89,7 +81,7 @@ class Compared:
 
 
 def key_without(cell: Cell, fields: Iterable[str], **more: object) -> str:
-    """Equal for cells that agree in everything but `fields`, on one kind of device, under the same debug switches."""
+    """Equal for cells that agree in everything but `fields`, on one kind of device, with the same debug switches."""
     skipped = set(fields)
     rest = {name: value for name, value in cell.fields.items() if name not in skipped}
     return json.dumps([rest, more, device_kind(cell), cell.switches, cell.shared_gpu], sort_keys=True)
@@ -101,7 +93,7 @@ def key_without(cell: Cell, fields: Iterable[str], **more: object) -> str:
 def comparison(
     metric: str, better: str, sides: tuple[Cell, Cell], names: tuple[str, str], found: Ratio, axes: Mapping[str, Scalar]
 ) -> Comparison:
-    """The finding about two certified cells, which the metric must be able to compare."""
+    """The comparison of two certified cells; an error if the metric cannot compare them."""
     refused = why_not_compared(metric, [side.spec for side in sides])
     if refused:
         raise RequestError(refused)
@@ -115,10 +107,10 @@ def comparison(
 
 
 def why_not_compared(metric: str, specs: Iterable[RunSpec]) -> str | None:
-    """Why these runs may not be set beside each other by a metric; None where they may.
+    """Why a metric cannot compare these runs; None if it can.
 
-    A sample of 1,024 tokens is twice the work of one of 512, and a packed row holds several documents: by samples the
-    one with less work in each wins whatever the machine does. By token that is no padding they can be compared.
+    A sample of 1,024 tokens is twice the work of one of 512, and a packed row holds several documents: per sample, the
+    one with less work wins whatever the machine does. Non-pad tokens can be compared.
     """
     if metric not in PER_STEP:
         return None
@@ -126,9 +118,7 @@ def why_not_compared(metric: str, specs: Iterable[RunSpec]) -> str | None:
     if len(kinds) < 2:
         return None
     differs = "lengths" if len({length for length, _ in kinds}) > 1 else "data"
-    return (
-        f"{metric} is not compared across sequences of different {differs}: use tokens_per_s, which counts no padding"
-    )
+    return f"{metric} cannot be compared across different sequence {differs}: use tokens_per_s, which excludes padding"
 
 
 def _throttled(sides: tuple[Cell, Cell]) -> tuple[float, float] | None:
@@ -137,7 +127,7 @@ def _throttled(sides: tuple[Cell, Cell]) -> tuple[float, float] | None:
 
 
 def comparable_metrics(cells: Iterable[Cell]) -> tuple[str, ...]:
-    """On a shared GPU nothing is a speed, and across other samples nothing is one by sample or step."""
+    """On a shared GPU nothing is a speed, and across different samples nothing per sample or step is comparable."""
     known = tuple(cells)
     found = COMPARED_METRICS if not any(c.shared_gpu for c in known) else COMPARED_METRICS[len(SPEED_METRICS) :]
     return tuple(m for m in found if why_not_compared(m, [c.spec for c in known]) is None)
@@ -163,7 +153,7 @@ def groups_of(cells: Sequence[Cell], axis: str, named: Sequence[str]) -> list[Gr
 
 
 def digest(*parts: str) -> str:
-    """A short name for what `key_without` tells apart."""
+    """A short name for a `key_without`."""
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=5).hexdigest()
 
 
@@ -196,17 +186,21 @@ def _setting(axis: str, value: Scalar) -> str:
 
 
 def title_axes(cells: Iterable[Cell]) -> tuple[str, ...]:
-    """What titles must name beside what they always do, lest two groups of these cells read alike."""
+    """Axes that titles must name in addition, so that no two groups of these cells have the same title."""
     return untitled_axes([{**cell.axes, DEVICE: device_kind(cell)} for cell in cells])
 
 
 def untitled_axes(cells: Sequence[Mapping[str, Scalar]]) -> tuple[str, ...]:
-    """Axes that tell these cells apart and that no title names by itself."""
+    """Axes that distinguish these cells and that titles do not name by default."""
     return tuple(name for name in telling_axes(cells) if name not in _TITLED)
 
 
 def title_of(axes: Mapping[str, Scalar], named: Iterable[str] = ()) -> str:
-    """What all cells of a group share, in the words people use; unremarkable defaults are left out but for `named`."""
+    """What all cells of a group share, in words; usual defaults are left out except `named`.
+
+    >>> title_of({"strategy": "ddp", "model": "gpt2-124m", "device": "cuda", "world_size": 8, "precision": "bf16"})
+    'ddp, gpt2-124m, 8 GPUs, bf16'
+    """
     unit = "GPU" if axes.get("device") == "cuda" else "process"
     size = axes.get("world_size")
     plural = "" if size == 1 else "s" if unit == "GPU" else "es"

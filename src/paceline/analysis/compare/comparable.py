@@ -1,4 +1,4 @@
-"""What of a folder can be set beside another's: each cell's quantities, resampled, from runs that may be believed."""
+"""What can be compared between folders: whether runs are valid, and the resampled quantities of each cell."""
 
 from __future__ import annotations
 
@@ -21,47 +21,45 @@ from paceline.wording import format_size
 
 
 def status_of(record: RunRecord, certificate: Certificate | None) -> tuple[Status, str | None]:
-    """The certificate of today decides between ok and invalid: its reference may have come after the run was sealed."""
+    """Status and reason. The current certificate decides between ok and invalid: its reference may be newer than
+    the run.
+    """
     if record.status not in (Status.OK, Status.INVALID) or record.is_reference:
         return record.status, record.error
     if not record.spec.is_certified:
         wrong = problems(record)
         return (Status.INVALID, "; ".join(wrong)) if wrong else (record.status, record.error)
     if certificate is None or not certificate.valid:
-        reasons = "; ".join(certificate.reasons) if certificate else "the run carries no certificate"
+        reasons = "; ".join(certificate.reasons) if certificate else "the run has no certificate"
         return Status.INVALID, record.error or reasons
     return Status.OK, None
 
 
 def problems(record: RunRecord) -> list[str]:
-    """Why an uncertified run must not be believed: data that arrived wrong, or nothing; none for one that can be.
+    """Why an uncertified run is rejected: corrupted data, or nothing recorded; empty if it is accepted.
 
-    A test of nodes that finds a wrong result has done what it is for."""
+    A node test that finds a wrong result has done its job.
+    """
     if record.spec.traits.tests_nodes and record.kernels:
         return []
     if record.spec.serving:
         return measurements.problems(record)
     wrong = [s for s in record.collectives if s.wrong]
-    found = [
+    reasons = [
         f"{s.operation} of {s.size_bytes} bytes in {s.dtype}: {s.wrong} wrong elements on rank {s.rank}"
         for s in wrong[:3]
     ]
-    found += [f"and {len(wrong) - 3} more rows"] if len(wrong) > 3 else []
-    found += _kernel_problems(record)
-    if not (record.collectives or record.kernels or record.memory):
-        found.append("nothing was recorded")
-    return found
-
-
-def _kernel_problems(record: RunRecord) -> list[str]:
-    """A kernel whose result is wrong, or that broke down, says nothing about what the device can do."""
+    reasons += [f"and {len(wrong) - 3} more rows"] if len(wrong) > 3 else []
     bad = [s for s in record.kernels if s.wrong or s.status == "failed"]
-    found = [
+    reasons += [
         f"{' '.join(filter(None, (s.kernel, s.dtype, s.variant)))} ({s.label}) on rank {s.rank}: "
         + (f"{s.wrong} wrong elements" if s.wrong else f"failed: {s.error}")
         for s in bad[:3]
     ]
-    return [*found, f"and {len(bad) - 3} more rows"] if len(bad) > 3 else found
+    reasons += [f"and {len(bad) - 3} more rows"] if len(bad) > 3 else []
+    if not (record.collectives or record.kernels or record.memory):
+        reasons.append("nothing was recorded")
+    return reasons
 
 
 CELL, ROW = "cell", "row"
@@ -70,8 +68,10 @@ CELL, ROW = "cell", "row"
 @dataclass(frozen=True, slots=True, eq=False)
 class Quantity:
     """One number of a cell with its spread; row names the row of a sweep it belongs to, None for the whole cell.
-    tells_alone: one launch supports an interval, because it holds many answers of the same load. bracket: of a search,
-    whose interval is no resampled one. unbounded: why it has no spread, where it has none."""
+
+    tells_alone: one launch supports an interval, because it has many answers to the same load. bracket: the result of a
+    search, whose interval is not resampled. unbounded: why it has no spread, if so.
+    """
 
     metric: str
     unit: str
@@ -89,7 +89,7 @@ class Quantity:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Subject:
-    """All believable launches of one cell, and what they say; quantities are by metric and row."""
+    """All valid launches of one cell and their quantities, by metric and row."""
 
     spec: RunSpec
     label: str
@@ -107,7 +107,9 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """One run as the certificates of its folder see it; label tells its cell from the others of that folder."""
+    """One run as judged by the certificates of its folder; label distinguishes its cell from the others of that
+    folder.
+    """
 
     record: RunRecord
     label: str
@@ -120,7 +122,7 @@ class Judged:
 
 
 def judge(records: Sequence[RunRecord]) -> dict[str, list[Judged]]:
-    """Runs by cell. References prove others and probes look for a limit: neither is a subject of its own."""
+    """Runs by cell. References and probes are not compared."""
     certificates = certify_all(records)
     found: defaultdict[str, list[Judged]] = defaultdict(list)
     ours = [r for r in records if not r.is_reference and not r.spec.traits.probes_limit]
@@ -137,17 +139,17 @@ def describe(spec: RunSpec, named: Iterable[str] = ()) -> str:
 
 
 def subject_of(judged: Iterable[Judged]) -> Subject | None:
-    """None where no run is ok or nothing of it can be compared."""
-    believed = [j for j in judged if j.ok]
-    if not believed:
+    """None if no run is ok or it has nothing to compare."""
+    valid = [j for j in judged if j.ok]
+    if not valid:
         return None
-    records = tuple(j.record for j in believed)
+    records = tuple(j.record for j in valid)
     found = {(q.metric, q.row): q for q in quantities_of(records)}
-    return Subject(records[0].spec, believed[0].label, records, found) if found else None
+    return Subject(records[0].spec, valid[0].label, records, found) if found else None
 
 
 def quantities_of(records: Sequence[RunRecord]) -> Iterator[Quantity]:
-    """Of valid launches of one cell. An uncertified workload is compared by the samples it leaves, if any."""
+    """Quantities of valid launches of one cell. An uncertified workload is compared by the samples it recorded."""
     spec = records[0].spec
     if spec.serving:
         yield from _served(records)
@@ -166,23 +168,20 @@ def _training(records: Sequence[RunRecord]) -> Iterator[Quantity]:
 
 
 def _collectives(records: Sequence[RunRecord]) -> Iterator[Quantity]:
-    """Bus bandwidth of every row; the time of one that moves no payload."""
+    """Bus bandwidth of every row; the time of one without payload."""
     for entry in sweep.entries(records):
         time, s = entry.resampled_time(), entry.first
         if time is None or entry.shared_gpu or not time.logarithmic:
             continue
-        row = " ".join(filter(None, (s.operation, s.dtype, _size(s.size_bytes), s.mode, "in place" * s.in_place)))
+        size = format_size(s.size_bytes) if s.size_bytes else ""
+        row = " ".join(filter(None, (s.operation, s.dtype, size, s.mode, "in place" * s.in_place)))
         factor, metric = sweep.factor_of(s.operation, s.group_size), "busbw_bytes_per_s"
         if factor is None or not s.size_bytes:
             metric = "collective_time_s"
         else:
-            turned = None if time.deviations is None else -time.deviations
-            time = Resampled(s.size_bytes * factor / time.value, turned, time.freedom, time.launches, True)
+            inverse = None if time.deviations is None else -time.deviations
+            time = Resampled(s.size_bytes * factor / time.value, inverse, time.freedom, time.launches, True)
         yield Quantity(metric, *sweep.METRICS[metric], row, time)
-
-
-def _size(size_bytes: int) -> str:
-    return format_size(size_bytes) if size_bytes else ""
 
 
 def _ceilings(records: Sequence[RunRecord]) -> Iterator[Quantity]:
@@ -197,8 +196,9 @@ def _ceilings(records: Sequence[RunRecord]) -> Iterator[Quantity]:
 
 
 def _served(records: Sequence[RunRecord]) -> Iterator[Quantity]:
-    """Of each load its rate, and where requests did not all wait in one queue also its latencies; of a search what it
-    found: its loads are other ones each time, and end as soon as they are lost."""
+    """For each load its rate, and its latencies unless all requests wait in one queue; for a search its result, because
+    its loads differ each time and stop early.
+    """
     if any(r.shares_gpu for r in records):
         return
     found_rate = rate_search.bracket(rate_searched(records))
@@ -215,7 +215,7 @@ def _served(records: Sequence[RunRecord]) -> Iterator[Quantity]:
 
 
 def rate_searched(records: Sequence[RunRecord]) -> Measurement | None:
-    """What launches of one cell found that searched; None where they did not, or came no further than a guess."""
+    """The rate found by launches of one cell that searched; None if they did not, or found no rate."""
     return rate_search.max_rate(measurements.reliable_loads(records)) if is_search(records) else None
 
 

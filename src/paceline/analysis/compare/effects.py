@@ -1,8 +1,10 @@
-"""What each change of a designed experiment did to speed and memory, from its repeats: a ratio with its interval, the
-smallest effect the data could have shown, and a verdict that may be "no effect, under 0.8 %".
+"""Effects of a designed experiment on speed and memory: a ratio with its interval, the smallest detectable effect, and
+a verdict that may be "no effect, under 0.8 %".
 
-Work differs between the cells of a design on purpose (sequence length, precision, rank), so each cell is proved against
-a reference of its own, and only non-pad tokens per second and bytes are compared, never samples.
+A change is judged over pairs of cells that agree in everything else, an interaction over squares of four, and in a
+fraction over all cells at once, because its points contain no such pairs. Logarithms are averaged, so effects are
+ratios. Cells of a design differ in their work on purpose (sequence length, precision, rank), so each cell is certified
+against its own reference, and only non-pad tokens per second and bytes are compared, never samples.
 """
 
 from __future__ import annotations
@@ -44,14 +46,15 @@ from paceline.experiment.spec import NO_CELL, RunSpec
 from paceline.results.records import RunRecord
 from paceline.wording import percent_up
 
-# Points by the levels of `Design.baseline`'s fields, in their order, to a cell's id.
+# Levels of the fields of `Design.baseline`, in their order -> id of the cell.
 Members = Mapping[tuple[Level, ...], str]
 Corner = tuple[Point, float]
 
 
 class Question(NamedTuple):
-    """One effect to estimate: weights is the power of each cell's value in the ratio, pairs how many ratios of cells
-    (of ratios, for an interaction) are averaged in it."""
+    """One effect to estimate. weights is the power of each cell's value in the ratio; pairs is how many ratios of cells
+    (of ratios, for an interaction) are averaged.
+    """
 
     kind: str
     name: str
@@ -66,7 +69,7 @@ def key_of(point: Mapping[str, Level], design: Design) -> tuple[Level, ...]:
 
 
 def questions(design: Design, members: Members) -> list[Question]:
-    """All that the measured points can answer."""
+    """All effects that the measured points can estimate."""
     planned = {key_of(point, design) for point in design.points()}
     ours = {key: cell for key, cell in members.items() if key in planned}
     if design.kind == FRACTIONAL:
@@ -85,20 +88,18 @@ def _of_pairs(design: Design, ours: Members) -> Iterator[Question]:
             change = {name: level}
             corners = [[(point | change, 1.0), (point, -1.0)] for point in _at_baseline(design, change)]
             yield from _averaged(FACTOR, words_of(design, change), change, corners, design, ours)
-    if design.kind == FACTORIAL:
-        for one, other in itertools.combinations(design.factors, 2):
-            for a, b in itertools.product(design.levels[one], design.levels[other]):
-                yield from _square(design, {one: a}, {other: b}, ours)
-
-
-def _square(design: Design, one: Point, other: Point, ours: Members) -> Iterator[Question]:
-    both = one | other
-    corners = [
-        [(point | both, 1.0), (point | one, -1.0), (point | other, -1.0), (point, 1.0)]
-        for point in _at_baseline(design, both)
-    ]
-    name = f"{_short(design, one)} \u00d7 {_short(design, other)}"
-    return _averaged(INTERACTION, name, both, corners, design, ours)
+    if design.kind != FACTORIAL:
+        return
+    for first, second in itertools.combinations(design.factors, 2):
+        for a, b in itertools.product(design.levels[first], design.levels[second]):
+            one, other = {first: a}, {second: b}
+            both = one | other
+            squares = [
+                [(point | both, 1.0), (point | one, -1.0), (point | other, -1.0), (point, 1.0)]
+                for point in _at_baseline(design, both)
+            ]
+            words = f"{_short(design, one)} \u00d7 {_short(design, other)}"
+            yield from _averaged(INTERACTION, words, both, squares, design, ours)
 
 
 def _at_baseline(design: Design, change: Point) -> list[Point]:
@@ -109,7 +110,7 @@ def _at_baseline(design: Design, change: Point) -> list[Point]:
 def _averaged(
     kind: str, name: str, change: Point, corners: Iterable[list[Corner]], design: Design, ours: Members
 ) -> Iterator[Question]:
-    """Over those whose every corner was measured; nothing where none is."""
+    """Average over the corners whose every point was measured; nothing if there are none."""
     whole = [each for each in corners if all(key_of(point, design) in ours for point, _ in each)]
     weights: defaultdict[str, float] = defaultdict(float)
     for point, sign in itertools.chain.from_iterable(whole):
@@ -122,7 +123,7 @@ def _averaged(
 
 
 def _of_a_fraction(design: Design, ours: Members) -> Iterator[Question]:
-    """Main effects, and two-factor interactions; those that share a column are one question with all their names."""
+    """Main effects and two-factor interactions; those that share a column are one question with all their names."""
     for name in design.factors:
         words = words_of(design, {name: design.levels[name][0]})
         yield _column(design, ours, FACTOR, words, frozenset((name,)), scale=1.0)
@@ -137,7 +138,7 @@ def _of_a_fraction(design: Design, ours: Members) -> Iterator[Question]:
 
 
 def _column(design: Design, ours: Members, kind: str, name: str, term: Term, scale: float) -> Question:
-    """Mean of the points where an odd number of the term's factors is changed, less the mean of the others."""
+    """Mean of the points in which an odd number of the term's factors is changed, minus the mean of the others."""
     aliases = tuple(product_words(sorted(a, key=design.factors.index)) for a in design.aliases(term) if len(a) <= 2)
     half = len(ours) / 2
     weights = {}
@@ -152,7 +153,7 @@ def _column(design: Design, ours: Members, kind: str, name: str, term: Term, sca
 
 
 def _of_combined(design: Design, members: Members) -> Iterator[Question]:
-    """Each against the baseline; and, where a point with all but one of its changes was measured, against that."""
+    """Each combined point against the baseline, and against a measured point with all but one of its changes."""
     baseline = dict(design.baseline)
     for name, point in design.combined_points().items():
         changed = [field for field in design.combined[name] if point[field] != baseline[field]]
@@ -166,7 +167,7 @@ def _of_combined(design: Design, members: Members) -> Iterator[Question]:
             )
 
 
-# --- words ---
+# --- texts ---
 
 
 def words_of(design: Design, change: Point) -> str:
@@ -188,7 +189,7 @@ def level_text(level: Level) -> str:
 
 
 def _short(design: Design, change: Point) -> str:
-    """The factor, with its level where it has more than one other."""
+    """The factor, with its level if it has several."""
     ((name, level),) = change.items()
     return f"{_spoken(name)} {level_text(level)}" if len(design.levels[name]) > 1 else _spoken(name)
 
@@ -199,22 +200,22 @@ def _spoken(name: str) -> str:
 
 SPEED, MEMORY = "tokens_per_s", "peak_memory_bytes"
 UP_AND_DOWN = {SPEED: (FASTER, SLOWER), MEMORY: (MORE, LESS)}
-# "No effect" is said only where the interval excludes anything larger; a wider one leaves the question open.
+# "No effect" needs an interval that excludes anything larger; a wider one is undecided.
 LARGEST_NULL = 0.05
-# Chance that an effect of nothing passes interval and 2.8 widened standard errors: 0.5 % with many launches, 3.5 % with
-# two of each (Student's t with 1 degree of freedom beyond 18.2).
+# Probability that a null effect exceeds the interval and 2.8 widened standard errors: 0.5 % with many launches, 3.5 %
+# with two of each (Student's t with 1 degree of freedom beyond 18.2).
 FALSE_VERDICTS = 0.035
-# Factors that accumulation may follow, so that the global batch stays. Where none of them varies, it is a setting.
+# Factors that accumulation may compensate to keep the global batch. If none of them varies, it is a setting.
 _SHARES_OF_BATCH = ("micro_batch", "processes", "nodes")
 
 OTHER_WORK = (
-    "The cells differ in their work on purpose: each was proved against a reference of its own, and what is compared "
-    "is non-pad tokens per second and peak memory, never samples per second."
+    "The cells differ in their work on purpose: each is certified against its own reference, and the comparison uses "
+    "non-pad tokens per second and peak memory, never samples per second."
 )
 _KIND_NOTES = {
-    ONE_AT_A_TIME: "One factor at a time: every effect is that at the baseline of all others; interactions are not "
+    ONE_AT_A_TIME: "One factor at a time: every effect applies at the baseline of all others; interactions are not "
     "estimated, because no point changes two factors.",
-    FACTORIAL: "Full factorial: effects are averaged over all levels of the others. Where two factors interact, read "
+    FACTORIAL: "Full factorial: effects are averaged over all levels of the others. If two factors interact, read "
     "their effects together.",
 }
 
@@ -222,7 +223,7 @@ _KIND_NOTES = {
 def analyse(
     cells: Sequence[Cell], records: Sequence[RunRecord], runs: Sequence[RunFinding]
 ) -> tuple[DesignOutcome, ...]:
-    """One outcome per design, what its points share, and kind of device. runs are the findings about the records."""
+    """One outcome per design, common settings and kind of device. runs are the findings about the records."""
     found = []
     asked = [r.spec for r in records if r.spec.design is not None and not r.is_reference]
     for rest, design in {_rest(spec, spec.design): spec.design for spec in asked if spec.design}.items():
@@ -231,32 +232,27 @@ def analyse(
         tried = [r.spec for r in records if not r.is_reference and _rest(r.spec, design) == rest]
         ended = {f.run: f for f in runs}
         lost = [(s, ended[s.run_id]) for s in tried if _key(s, design) in planned and s.run_id in ended]
-        found += [_outcome(design, members, lost) for members in _by_place(ours).values()]
+        by_device: dict[str, list[Cell]] = {}
+        for cell in ours:
+            place = json.dumps([device_kind(cell), cell.switches, cell.shared_gpu], sort_keys=True)
+            by_device.setdefault(place, []).append(cell)
+        found += [_outcome(design, members, lost) for members in by_device.values()]
     return tuple(found)
 
 
 def _rest(spec: RunSpec, design: Design | None) -> str:
-    """Equal for specs that agree in all that the design holds fixed and that makes a cell; the design itself is part
-    of it."""
+    """Equal for specs that agree in everything that the design keeps fixed; includes the design itself."""
     assert design is not None
     follows = ("accumulation",) if any(name in design.baseline for name in _SHARES_OF_BATCH) else ()
     asked = recipe.fields(spec) | {"launcher": str(Choice(**spec.configuration()["launcher"]))}
-    held = {k: v for k, v in asked.items() if k not in (*design.baseline, *NO_CELL, *follows)}
+    fixed = {k: v for k, v in asked.items() if k not in (*design.baseline, *NO_CELL, *follows)}
     contents = {k: v for k, v in spec.contents.items() if k not in design.baseline}
     plan = [design.kind, design.baseline, design.levels, design.combined, design.generators]
-    return json.dumps([held, contents, plan], sort_keys=True, default=str)
+    return json.dumps([fixed, contents, plan], sort_keys=True, default=str)
 
 
 def _key(spec: RunSpec, design: Design) -> tuple[Level, ...]:
     return tuple(recipe.setting(spec, name) for name in design.baseline)
-
-
-def _by_place(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
-    found: dict[str, list[Cell]] = {}
-    for cell in cells:
-        place = json.dumps([device_kind(cell), cell.switches, cell.shared_gpu], sort_keys=True)
-        found.setdefault(place, []).append(cell)
-    return found
 
 
 def _outcome(design: Design, cells: Sequence[Cell], tried: Sequence[tuple[RunSpec, RunFinding]]) -> DesignOutcome:
@@ -300,7 +296,7 @@ def _left_out(
 
 
 def _name(key: tuple[Level, ...], design: Design) -> str:
-    """`baseline`, `rank 8`, or the name that a combined point was given."""
+    """`baseline`, `rank 8`, or the name of a combined point."""
     named = {key_of(point, design): name for name, point in design.combined_points().items()}
     levels = zip(design.baseline, key, strict=True)
     changed = [f"{n.replace('_', ' ')} {level_text(v)}" for n, v in levels if v != design.baseline[n]]
@@ -336,7 +332,14 @@ def _response(metric: str, question: Question, cells: Mapping[str, Cell]) -> Res
         return None
     found = intervals.contrast(known)
     ratio = found.value if found else math.prod(side.value**weight for side, weight in known)
-    verdict = _verdict(metric, question, found)
+    if question.kind == INTERACTION and question.aliases:
+        verdict = ALIASED
+    elif found is None:
+        verdict = OPEN
+    elif verdict_of(found, HIGHER)[0] != TIE:
+        verdict = UP_AND_DOWN[metric][0 if found.value > 1 else 1]
+    else:
+        verdict = NO_EFFECT if _bound(found) <= LARGEST_NULL else OPEN
     return Response(
         metric=metric,
         ratio=ratio,
@@ -350,29 +353,19 @@ def _response(metric: str, question: Question, cells: Mapping[str, Cell]) -> Res
 
 
 def _bound(found: Ratio) -> float:
-    """The largest effect that the interval allows, told as `compare` does: the same for A/B and B/A."""
+    """The largest effect that the interval allows, the same for A/B and B/A."""
     return max(found.high, 1 / found.low) - 1
-
-
-def _verdict(metric: str, question: Question, found: Ratio | None) -> str:
-    if question.kind == INTERACTION and question.aliases:
-        return ALIASED
-    if found is None:
-        return OPEN
-    if verdict_of(found, HIGHER)[0] != TIE:
-        return UP_AND_DOWN[metric][0 if found.value > 1 else 1]
-    return NO_EFFECT if _bound(found) <= LARGEST_NULL else OPEN
 
 
 def _text(question: Question, verdict: str, found: Ratio | None) -> str:
     """The whole finding in one sentence without its full stop."""
     words = f"{question.name}: "
     if found is None:
-        return f"{words}{verdict}, a single launch has no spread"
+        return f"{words}{verdict}: a single launch has no spread"
     span = f"{_signed(found.low)} to {_signed(found.high)}"
     if verdict == ALIASED:
         others = ", ".join(question.aliases)
-        return f"{words}{_signed(found.value)} ({span}) together with {others}: not told apart"
+        return f"{words}{_signed(found.value)} ({span}) together with {others}: the design cannot separate them"
     if verdict == NO_EFFECT:
         words += (
             f"no {'interaction' if question.kind == INTERACTION else 'effect'}, under {percent_up(_bound(found))} %"
@@ -380,7 +373,7 @@ def _text(question: Question, verdict: str, found: Ratio | None) -> str:
     elif verdict == OPEN:
         words += f"undecided, {span}"
     elif question.kind == INTERACTION:
-        words += f"interact, {_signed(found.value)} (95 % interval {span}) beyond what each brings alone"
+        words += f"interact, {_signed(found.value)} (95 % interval {span}) beyond their separate effects"
     else:
         words += f"{verdict}, {_signed(found.value)} (95 % interval {span})"
     return f"{words}; or {', '.join(question.aliases)}, its alias" if question.aliases else words
@@ -391,7 +384,7 @@ def _signed(ratio: float) -> str:
 
 
 def _rank(effect: Effect) -> tuple[int, float, float]:
-    """What is known to matter by its size, then what is open, then what is known not to, by the bound."""
+    """Decided effects by size, then undecided ones, then null effects by their bound."""
     first, last = effect.responses[0], effect.responses[-1]
     order = {OPEN: 1, ALIASED: 1, NO_EFFECT: 2}.get(first.verdict, 0)
     size = abs(math.log(first.ratio)) if order == 0 else first.bound_ratio
@@ -405,27 +398,26 @@ def _notes(
     design: Design, effects: Sequence[Effect], cells: Sequence[Cell], left_out: Sequence[LeftOut]
 ) -> Iterator[str]:
     yield OTHER_WORK
-    yield _KIND_NOTES.get(design.kind) or _fraction_note(design)
+    if design.kind in _KIND_NOTES:
+        yield _KIND_NOTES[design.kind]
+    else:
+        made = "; ".join(f"{name} = {product_words(sources)}" for name, sources in design.generators.items())
+        words = ", ".join(product_words(sorted(word, key=design.factors.index)) for word in design.words)
+        yield (
+            f"A two-level fraction of resolution {design.resolution}: {len(design.points())} of "
+            f"{2 ** len(design.factors)} points; {made} (words {words}). Effects whose product is a word are one "
+            "number. Interactions of three or more factors are assumed to be null."
+        )
     if design.kind == FRACTIONAL and not any(effect.kind == FACTOR for effect in effects):
-        yield "A point of the fraction has no valid run, and it has none to spare: its effects are not estimated."
+        yield "A point of the fraction has no valid run, so its effects are not estimated."
     elif left_out and design.kind == FACTORIAL:
-        yield "Points without a valid run are left out together with those they would be compared with."
+        yield "Points without a valid run are left out, together with those they would be compared with."
     if effects:
         n = len(effects)
         yield (
-            f"{n} effects on each metric are judged one by one, each at 95 %: about {n * 0.05:.1g} of these intervals "
-            "miss the truth by chance. A verdict also needs 2.8 standard errors: where launches were repeated, at most "
+            f"{n} effects on each metric are judged separately, each at 95 %: about {n * 0.05:.1g} of these intervals "
+            "miss the true value by chance. A verdict also needs 2.8 standard errors: with repeated launches, at most "
             f"{n * FALSE_VERDICTS:.1g} false ones are expected."
         )
     if note := intervals.launches_note(min(len(cell.windows) for cell in cells)):
         yield note[0].upper() + note[1:] + "."
-
-
-def _fraction_note(design: Design) -> str:
-    made = "; ".join(f"{name} = {product_words(sources)}" for name, sources in design.generators.items())
-    words = ", ".join(product_words(sorted(word, key=design.factors.index)) for word in design.words)
-    return (
-        f"A two-level fraction of resolution {design.resolution}: {len(design.points())} of "
-        f"{2 ** len(design.factors)} points; {made} (words {words}). Effects whose product is a word are one number. "
-        "Interactions of three factors and more are taken to be null."
-    )

@@ -1,4 +1,4 @@
-"""What was recorded about the circumstances of a launch, and in which of it two sets of launches differ."""
+"""Recorded circumstances of a launch, and how those of two sets of launches differ."""
 
 from __future__ import annotations
 
@@ -11,42 +11,30 @@ from paceline.experiment.choices import Choice
 from paceline.host import machine
 from paceline.results.records import RunRecord
 
-# Fields of a spec that leave the work as it is: launches that differ in them alone may meet, with the difference told.
+# Fields of a spec that do not change the work: launches that differ only in them are compared, and the report says so.
 CIRCUMSTANCES = (
     *("launcher", "steps", "warmup", "reference_steps", "timeout_s", "stall_s", "telemetry_hz"),
     *("max_restarts", "checkpoint_every"),
 )
-# What explains a change most often stands first.
+# The most frequent explanations of a change come first.
 _ORDER = (
-    "gpus.name",
-    "engine",
-    "driver",
-    "cuda",
-    "versions",
-    "gpus",
-    "switches",
-    "settings",
-    "environment",
-    "launcher",
+    *("gpus.name", "engine", "driver", "cuda", "versions"),
+    *("gpus", "switches", "settings", "environment", "launcher"),
 )
 _INDEX = re.compile(r"\.\d+(?=\.|$)")
 
 Read = Callable[[RunRecord], Iterable[tuple[str, Any]]]
 
 
-def _everything(record: RunRecord) -> Iterable[tuple[str, Any]]:
-    """What is known of the machines, and how the launch was asked for and set up."""
-    yield from _machines(record)
-    yield from _setup(record)
-
-
 def _machines(record: RunRecord) -> Iterable[tuple[str, Any]]:
     for facts in record.machines:
-        # The difference to nothing is everything, by dotted path.
+        # The difference from an empty mapping lists every fact by dotted path.
         yield from ((path, value) for path, (value, _) in machine.fingerprint_diff(facts, {}).items())
 
 
-def _setup(record: RunRecord) -> Iterable[tuple[str, Any]]:
+def _everything(record: RunRecord) -> Iterable[tuple[str, Any]]:
+    """Facts of the machines, and how the launch was requested and set up."""
+    yield from _machines(record)
     spec = record.spec.to_dict()
     for name in CIRCUMSTANCES if record.spec.is_trained else ("launcher",):
         value = str(Choice(**spec[name])) if name == "launcher" else spec[name]
@@ -54,8 +42,8 @@ def _setup(record: RunRecord) -> Iterable[tuple[str, Any]]:
     if record.spec.engine:
         yield "engine", str(record.spec.engine)
     for sample in record.replicas:
-        told = {"version": sample.version, "devices": sample.devices, "settings": dict(sample.settings)}
-        yield from ((f"engine.{path}", value) for path, (value, _) in machine.fingerprint_diff(told, {}).items())
+        reported = {"version": sample.version, "devices": sample.devices, "settings": dict(sample.settings)}
+        yield from ((f"engine.{path}", value) for path, (value, _) in machine.fingerprint_diff(reported, {}).items())
     evidence = record.evidence
     for group in ("settings", "switches") if evidence else ():
         yield from ((f"{group}.{key}", value) for key, value in getattr(evidence, group).items())
@@ -69,19 +57,19 @@ Judge = Callable[[frozenset[str], frozenset[str]], bool]
 
 
 def differences(first: Sequence[RunRecord], second: Sequence[RunRecord]) -> tuple[Differing, ...]:
-    """Every fact whose values on one side are not those on the other."""
+    """Every fact whose values differ between the sides."""
     return _differences(first, second, lambda a, b: a != b, _everything)
 
 
 def machine_differences(first: Sequence[RunRecord], second: Sequence[RunRecord]) -> tuple[Differing, ...]:
-    """The same of the machines alone, over all hosts of a side; none where a side recorded none."""
+    """Differences of the machines alone, over all hosts of a side; none if a side recorded none."""
     if not all(any(r.machines for r in side) for side in (first, second)):
         return ()
     return _differences(first, second, lambda a, b: a != b, _machines)
 
 
 def separating(first: Sequence[RunRecord], second: Sequence[RunRecord]) -> tuple[Differing, ...]:
-    """Every fact that no launch of one side shares with a launch of the other: those that could explain a change."""
+    """Every fact that no launch of one side shares with a launch of the other: possible explanations of a change."""
     return _differences(first, second, lambda a, b: not a & b, _everything)
 
 
@@ -92,11 +80,15 @@ def _differences(
     none: frozenset[str] = frozenset()
     paths = [path for path in dict.fromkeys((*a, *b)) if differ(a.get(path, none), b.get(path, none))]
     found = [Differing(path=p, first=_joined(a.get(p)), second=_joined(b.get(p))) for p in paths]
-    return tuple(sorted(found, key=lambda d: (_rank(d.path), d.path)))
+
+    def rank(path: str) -> int:
+        return next((i for i, start in enumerate(_ORDER) if path == start or path.startswith(f"{start}.")), len(_ORDER))
+
+    return tuple(sorted(found, key=lambda d: (rank(d.path), d.path)))
 
 
 def _facts(records: Sequence[RunRecord], read: Read) -> dict[str, frozenset[str]]:
-    """Dotted name -> every value it had on any host and device of any launch; what is unknown is absent."""
+    """Dotted name -> every value on any host and device of any launch; unknown ones are absent."""
     found: dict[str, set[str]] = {}
     for path, value in (each for record in records for each in read(record)):
         if value is not None and not path.endswith(".index"):
@@ -106,7 +98,3 @@ def _facts(records: Sequence[RunRecord], read: Read) -> dict[str, frozenset[str]
 
 def _joined(values: frozenset[str] | None) -> str | None:
     return ", ".join(sorted(values)) if values else None
-
-
-def _rank(path: str) -> int:
-    return next((i for i, start in enumerate(_ORDER) if path == start or path.startswith(f"{start}.")), len(_ORDER))

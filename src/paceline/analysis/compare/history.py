@@ -1,7 +1,7 @@
 """Each cell over time: one value per launch in the order they started, and where its level changed.
 
 The same run repeated on another day counts as another launch. Every campaign is certified by itself, with a reference
-lent by another one where it has none of its own.
+from another one if it has none.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from paceline.errors import Scalar
 from paceline.results.records import RunRecord, Status
 
 SPEED, MEMORY = "tokens_per_s", "peak_memory_bytes"
-# A chart of fewer says no more than the table of cells.
+# A chart of fewer launches shows no more than the table of cells.
 FEWEST_SHOWN = 4
 NOTHING_FOUND = "the search found no rate within its limits"
 
@@ -40,8 +40,10 @@ T = TypeVar("T")
 def analyse(
     windows: Iterable[Window], fewest: int = FEWEST_SHOWN, asked: Iterable[RunRecord] = ()
 ) -> tuple[HistorySeries, ...]:
-    """A series per cell, kind of device and metric with at least `fewest` launches; the caller passes trusted ones.
-    asked are those of served models."""
+    """A series per cell, kind of device and metric with at least `fewest` launches; the caller passes valid ones.
+
+    asked are launches of inference runs.
+    """
     trained = _grouped(((w.record, w) for w in windows if len(w.steps)), fewest)
     answered = _grouped(((record, record) for record in asked), fewest)
     named = untitled_axes([each[0].record.spec.axes() for each in trained] + [r[0].spec.axes() for r in answered])
@@ -50,17 +52,17 @@ def analyse(
 
 
 def _grouped(launches: Iterable[tuple[RunRecord, T]], fewest: int) -> list[list[T]]:
-    """By cell and kind of device."""
+    """Launches by cell and kind of device."""
     groups: defaultdict[tuple[object, ...], dict[tuple[str, float], T]] = defaultdict(dict)
     for record, launch in launches:
-        # A folder that was copied holds the same launch again.
+        # A copied folder contains the same launch again.
         groups[record.spec.cell, device_of(record)][record.spec.run_id, record.started_at] = launch
     return [list(found.values()) for found in groups.values() if len(found) >= fewest]
 
 
 @dataclass(frozen=True, slots=True)
 class Launches:
-    """Those that may be believed (asked: of served models), and of the others how many there are for each reason."""
+    """Valid launches (asked: inference runs), and the number of others for each reason."""
 
     windows: list[Window]
     dropped: Mapping[str, int]
@@ -72,8 +74,9 @@ class Launches:
 
 
 def judge(launches: Sequence[RunRecord], lenders: Sequence[RunRecord] = ()) -> Launches:
-    """Every certified kind of launch, as the newest reference that ended ok sees it where its campaign has none, and
-    every launch that asked a served model."""
+    """Every certified kind of launch, judged with the newest ok reference if its campaign has none, and every inference
+    launch.
+    """
     references = {r.spec.work: r for r in sorted((*launches, *lenders), key=_start) if _can_prove(r)}
     campaigns: defaultdict[str, dict[str, RunRecord]] = defaultdict(dict)
     for record in sorted(launches, key=_start):
@@ -91,12 +94,12 @@ def judge(launches: Sequence[RunRecord], lenders: Sequence[RunRecord] = ()) -> L
 
 
 def is_kept(record: RunRecord) -> bool:
-    """Whether launches of this kind are looked at over time."""
+    """Whether launches of this kind are followed over time."""
     return record.spec.is_certified or record.spec.serving is not None
 
 
 def _can_prove(record: RunRecord) -> bool:
-    """A reference that failed proves nothing, so it must not stand in for one that can be lent."""
+    """A failed reference proves nothing and must not replace one from another campaign."""
     return record.is_reference and record.status is Status.OK
 
 
@@ -111,7 +114,7 @@ def _start(record: RunRecord) -> float:
 def _judged(
     members: Sequence[RunRecord], references: Mapping[str, RunRecord]
 ) -> Iterator[tuple[RunRecord, str | None]]:
-    """Launches of one campaign, each with the reason why it does not count."""
+    """Launches of one campaign, each with the reason why it does not count, or None."""
     own = {r.spec.work for r in members if _can_prove(r)}
     wanted = dict.fromkeys(r.spec.work for r in members)
     lent = [references[work] for work in wanted if work not in own and work in references]
@@ -119,7 +122,9 @@ def _judged(
     for r in members:
         if is_kept(r):
             status, reason = status_of(r, certificates.get(r.spec.run_id))
-            missing = NOTHING_FOUND if _found_nothing(r) else None if r.steps or r.requests else "no step was recorded"
+            missing = None if r.steps or r.requests else "no step was recorded"
+            if is_search([r]) and r.requests and rate_search.bracket(rate_searched([r])) is None:
+                missing = NOTHING_FOUND
             yield r, missing if status is Status.OK else ": ".join(filter(None, (str(status), reason)))
 
 
@@ -131,7 +136,12 @@ def _cell(windows: Sequence[Window], fewest: int, named: Sequence[str]) -> Itera
     for metric in (SPEED, MEMORY):
         if metric == SPEED and any(w.record.shares_gpu for w in ordered):
             continue
-        values = [_value(w, metric) for w in ordered]
+        values = []
+        for w in ordered:
+            tokens, wall = (float(w.steps[:, STEP_COLUMNS.index(name)].sum()) for name in ("tokens", "wall"))
+            column = "allocated" if w.record.spec.topology.device == "cuda" else "resident"
+            memory = float(w.launch[0, LAUNCH_COLUMNS.index(column)])
+            values.append(memory if metric == MEMORY else tokens / wall if wall > 0 else math.nan)
         known = [(w, v) for w, v in zip(ordered, values, strict=True) if math.isfinite(v) and v > 0]
         if len(known) >= fewest:
             about = BY_NAME[metric].unit, BY_NAME[metric].better
@@ -139,7 +149,7 @@ def _cell(windows: Sequence[Window], fewest: int, named: Sequence[str]) -> Itera
 
 
 def _served_cell(records: Sequence[RunRecord], fewest: int, named: Sequence[str]) -> Iterator[HistorySeries]:
-    """Of a search what it found; of any other run each load, of which a sweep has several."""
+    """For a search its result; for any other run each load, of which a sweep has several."""
     found: defaultdict[tuple[str | None, str], list[tuple[RunRecord, Followed]]] = defaultdict(list)
     for record in sorted(records, key=lambda r: (r.started_at, r.spec.run_id)):
         for each in _followed(record):
@@ -152,7 +162,7 @@ def _served_cell(records: Sequence[RunRecord], fewest: int, named: Sequence[str]
 
 
 class Followed(NamedTuple):
-    """One number of one launch; load is None where it has no other."""
+    """One number of one launch; load is None if it is the only one."""
 
     load: str | None
     metric: str
@@ -167,25 +177,12 @@ def _followed(record: RunRecord) -> Iterator[Followed]:
     if searched is not None and searched.value is not None:
         yield Followed(None, rate_search.METRIC, searched.value, searched.axes)
     for load in () if is_search([record]) else measurements.reliable_loads([record]):
-        # Where it stood among the others of one launch is nothing to tell it by over time.
+        # Its position among the loads of one launch does not identify it over time.
         axes = {name: value for name, value in load.axes().items() if name != "stage"}
         for metric in equal_work.metrics_of(load):
             value = estimates.value(load, metric)
             if value is not None and value > 0:
                 yield Followed(load.name, metric, value, axes)
-
-
-def _found_nothing(record: RunRecord) -> bool:
-    return is_search([record]) and bool(record.requests) and rate_search.bracket(rate_searched([record])) is None
-
-
-def _value(window: Window, metric: str) -> float:
-    """NaN where the launch did not record it."""
-    if metric == SPEED:
-        tokens, wall = (float(window.steps[:, STEP_COLUMNS.index(name)].sum()) for name in ("tokens", "wall"))
-        return tokens / wall if wall > 0 else math.nan
-    column = "allocated" if window.record.spec.topology.device == "cuda" else "resident"
-    return float(window.launch[0, LAUNCH_COLUMNS.index(column)])
 
 
 def _series(
@@ -196,7 +193,7 @@ def _series(
     named: Sequence[str],
     of_load: tuple[str | None, Mapping[str, Scalar] | None] = (None, None),
 ) -> HistorySeries:
-    """about is the metric's unit and direction; of_load the name and the axes of one load of a cell with several."""
+    """about is the metric's unit and direction; of_load the name and axes of one of several loads of a cell."""
     spec, (unit, better), (load, axes) = records[0].spec, about, of_load
     found = changepoints.splits(np.log(values), seed_of(*filter(None, (spec.cell, load, metric, "history"))))
     bounds = [0, *(split.at for split in found), len(values)]
@@ -208,32 +205,29 @@ def _series(
         cell=spec.cell,
         label=", ".join(filter(None, (title_of(spec.axes(), named), load))),
         axes=axes or spec.axes(),
-        points=tuple(_point(*each) for each in zip(records, values, segments, strict=True)),
+        points=tuple(
+            HistoryPoint(
+                run=record.spec.run_id,
+                campaign=campaign_of(record),
+                started_at=record.started_at,
+                value=float(value),
+                segment=int(segment),
+            )
+            for record, value, segment in zip(records, values, segments, strict=True)
+        ),
         changes=tuple(
             _change(records, values, (bounds[i], split, bounds[i + 2]), better) for i, split in enumerate(found)
         ),
-        note=None if len(values) >= changepoints.FEWEST else _too_few(len(values)),
-    )
-
-
-def _too_few(launches: int) -> str:
-    return f"too few launches to look for a change: {launches}, and at least {changepoints.FEWEST} are needed"
-
-
-def _point(record: RunRecord, value: float, segment: int) -> HistoryPoint:
-    return HistoryPoint(
-        run=record.spec.run_id,
-        campaign=campaign_of(record),
-        started_at=record.started_at,
-        value=float(value),
-        segment=int(segment),
+        note=None
+        if len(values) >= changepoints.FEWEST
+        else f"too few launches to search for a change: {len(values)}, expected at least {changepoints.FEWEST}",
     )
 
 
 def _change(
-    records: Sequence[RunRecord], values: Array, place: tuple[int, changepoints.Split, int], better: str
+    records: Sequence[RunRecord], values: Array, cut: tuple[int, changepoints.Split, int], better: str
 ) -> ChangePoint:
-    start, (index, p_value), end = place
+    start, (index, p_value), end = cut
     ratio, low, high = _ratio(np.log(values[start:index]), np.log(values[index:end]))
     throughout = fingerprint.separating(records[start:index], records[index:end])
     around = fingerprint.differences(records[index - 1 : index], records[index : index + 1])
@@ -252,7 +246,7 @@ def _change(
 
 
 def _ratio(before: Array, after: Array) -> tuple[float, float, float]:
-    """Level after over level before with Welch's 95 % interval of the logarithms."""
+    """Level after over level before, with Welch's 95 % interval of the logarithms."""
     errors = [float(x.var(ddof=1)) / len(x) for x in (before, after)]
     penalty = sum(e * e / (len(x) - 1) for e, x in zip(errors, (before, after), strict=True))
     freedom = sum(errors) ** 2 / penalty if penalty > 0 else math.inf

@@ -1,6 +1,6 @@
-"""Winners by category, only where verdicts allow: whoever nobody beats is chosen, and several such are a tie.
+"""Winners by category, only if verdicts allow: a cell that no other beats is chosen, and several such cells tie.
 
-Every sentence is built from measurements and comparisons of the report; nothing is known here about strategies beyond
+Every sentence is built from measurements and comparisons of the report. The only built-in knowledge about strategies is
 one caveat about gloo.
 """
 
@@ -20,7 +20,6 @@ from paceline.analysis.findings import (
     Cost,
     DesignOutcome,
     LeftOut,
-    Measurement,
     Recommendation,
     Report,
     RunFinding,
@@ -30,7 +29,6 @@ from paceline.analysis.statistics.intervals import launches_note
 from paceline.analysis.training import metrics
 from paceline.analysis.training.metrics import Cell, device_kind
 from paceline.analysis.training.window import PHASES
-from paceline.errors import Scalar
 from paceline.wording import format_parts, listed, ratio_words
 
 CATEGORIES: Mapping[str, str] = {
@@ -42,7 +40,7 @@ CATEGORIES: Mapping[str, str] = {
 SHARDING = ("fsdp2", "zero:stage=3")
 NOT_REPEATED = "launches were not repeated"
 COST, THROUGHPUT = "usd_per_mtok", "tokens_per_s"
-# What a choice may depend on, in the words of a sentence.
+# What a choice may depend on, as plural nouns for a sentence.
 DECISIVE_AXES: Mapping[str, str] = {
     "model": "models",
     "world_size": "world sizes",
@@ -61,7 +59,7 @@ def recommend(compared: Sequence[Compared], runs: Sequence[RunFinding] = ()) -> 
 
 
 def beside_designs(found: Iterable[Recommendation], designs: Iterable[DesignOutcome]) -> tuple[Recommendation, ...]:
-    """Without those between cells of one design: its effects say the same, all of them together and ranked."""
+    """Without those between cells of one design: its ranked effects say the same."""
     planned = [frozenset(design.names) for design in designs]
     return tuple(r for r in found if not any({c for b in r.because for c in (b.cell, b.other)} <= p for p in planned))
 
@@ -74,11 +72,31 @@ def _recommendation(
     if not pairs or len(pairs) != len(contestants) * (len(contestants) - 1) // 2:
         return None
     beaten = {loser for c in pairs if (loser := _loser(c))}
-    ranked = _by_value(contestants, pairs)
+    # Best first, by the ratios against one cell; ties are still in some order.
+    anchor = pairs[0].cell
+    value = {anchor: 1.0}
+    for c in pairs:
+        if c.cell == anchor:
+            value[c.other] = 1 / c.ratio
+        elif c.other == anchor:
+            value[c.cell] = c.ratio
+    sign = 1 if pairs[0].better != HIGHER else -1
+    ranked = sorted(contestants, key=lambda cell: (sign * value[cell], cell))
     best = [cell for cell in ranked if cell not in beaten]
     rest = [cell for cell in ranked if cell in beaten]
     cited = [c for c in pairs if not {c.cell, c.other} <= set(rest)]
     left_out = _left_out(group, runs)
+    # Axes with a single measured value, for the group's model if it has one.
+    model = group.axes.get("model")
+    ours = [r.axes for r in runs if r.status == "ok" and r.is_certified and not r.is_reference]
+    same = [axes for axes in ours if model is None or axes.get("model") == model]
+    not_measured = []
+    for name, noun in DECISIVE_AXES.items():
+        values = {axes.get(name) for axes in (ours if name == "model" else same)}
+        if len(values) == 1 and name != group.axis:
+            only = values.pop()
+            shown = ("on" if only else "off") if isinstance(only, bool) else only
+            not_measured.append(f"{noun} other than {shown}")
     return Recommendation(
         category=CATEGORIES[metric],
         metric=metric,
@@ -89,7 +107,7 @@ def _recommendation(
         text=_text(group, metric, best, rest, pairs),
         caveats=tuple(_caveats(group, metric, left_out)),
         left_out=left_out,
-        not_measured=_not_measured(group, runs),
+        not_measured=tuple(not_measured),
         group_key=group.key,
     )
 
@@ -98,35 +116,23 @@ def _loser(c: Comparison) -> str | None:
     return {BETTER: c.other, WORSE: c.cell}.get(c.verdict)
 
 
-def _by_value(cells: Iterable[str], pairs: Sequence[Comparison]) -> list[str]:
-    """Best first, by the ratios against one cell; what is not told apart is still in some order."""
-    anchor = pairs[0].cell
-    value = {anchor: 1.0}
-    for c in pairs:
-        if c.cell == anchor:
-            value[c.other] = 1 / c.ratio
-        elif c.other == anchor:
-            value[c.cell] = c.ratio
-    return sorted(cells, key=lambda cell: (value[cell] if pairs[0].better != HIGHER else -value[cell], cell))
-
-
-# --- words ---
+# --- texts ---
 
 
 def _text(group: Group, metric: str, best: Sequence[str], rest: Sequence[str], pairs: Sequence[Comparison]) -> str:
     names = [group.names[cell] for cell in best]
     if not rest:
-        return f"Tie between {listed(names)}: this data cannot tell them apart."
-    told = [(c, cell) for cell in best for c in pairs if {c.cell, c.other} == {cell, rest[0]} and _loser(c)]
-    versus, winner = told[0]
+        return f"Tie between {listed(names)}: the data shows no significant difference."
+    decided = ((c, cell) for cell in best for c in pairs if {c.cell, c.other} == {cell, rest[0]} and _loser(c))
+    versus, winner = next(decided)
     head = f"Tie between {listed(names)}. " if len(best) > 1 else ""
     why = _why(group, winner, rest[0]) if metric in (*SPEED_METRICS, EFFICIENCY) else ""
     return f"{head}{_margin(metric, group.names[winner], group.names[rest[0]], *_ratio_of(versus, winner))}{why}"
 
 
 def _margin(metric: str, best: str, other: str, ratio: float, low: float, high: float) -> str:
-    """How far the best is from the next, in the metric's own words and as many digits as the interval supports."""
-    told, interval = ratio_words(ratio, low, high)
+    """How far the best is from the next, with as many digits as the interval supports."""
+    value, interval = ratio_words(ratio, low, high)
     words = {
         "tokens_per_s": "{best} is {ratio} times as fast as {other}, the next best{interval}.",
         "step_time_s": "A step of {best} takes {ratio} times as long as one of {other}, the next best{interval}.",
@@ -134,27 +140,30 @@ def _margin(metric: str, best: str, other: str, ratio: float, low: float, high: 
         COST: "A token of {best} costs {ratio} times as much as one of {other}, the next best{interval}.",
         EFFICIENCY: "{best} scales {ratio} times as well as {other}, the next best{interval}.",
     }[metric]
-    return words.format(best=best, other=other, ratio=told, interval=interval)
+    return words.format(best=best, other=other, ratio=value, interval=interval)
 
 
 def _ratio_of(c: Comparison, cell: str) -> tuple[float, float, float]:
-    """The comparison told from `cell`'s side."""
+    """The ratio from the side of `cell`."""
     return (c.ratio, c.low, c.high) if c.cell == cell else (1 / c.ratio, 1 / c.high, 1 / c.low)
 
 
 def _why(group: Group, winner: str, other: str) -> str:
-    """Wire bytes, exposed communication and the phase that differs most, as far as both sides measured them."""
+    """Wire bytes, exposed communication and the phase with the largest difference, if both sides measured them."""
     cells = {cell.id: cell for cell in group.cells}
     pair = cells[winner], cells[other]
     parts = [
         _contrast(pair, "wire_bytes_per_step", lambda v: f"{v / 1e6:.3g} MB", "on the wire per step"),
         _contrast(pair, "comm_exposed_ratio", lambda v: f"{v:.1%}", "of the time in exposed communication"),
-        _largest_phase(pair),
     ]
-    told = [part for part in parts if part]
-    return (
-        f" Measured beside it: {'; '.join(told)} ({group.names[winner]} against {group.names[other]})." if told else ""
-    )
+    phases = {phase: values for phase in PHASES if (values := _values(pair, phase))}
+    if phases:
+        phase = max(phases, key=lambda p: abs(phases[p][0] - phases[p][1]))
+        a, b = (f"{seconds * 1e3:.3g} ms" for seconds in phases[phase])
+        parts.append(f"the largest difference is in {phase.removesuffix('_s').replace('_', ' ')}, {a} against {b}")
+    known = [part for part in parts if part]
+    names = f"{group.names[winner]} against {group.names[other]}"
+    return f" Also measured: {'; '.join(known)} ({names})." if known else ""
 
 
 def _values(pair: tuple[Cell, Cell], metric: str) -> tuple[float, float] | None:
@@ -170,15 +179,6 @@ def _contrast(pair: tuple[Cell, Cell], metric: str, show: Callable[[float], str]
     return f"{a} against {b} {words}" if a != b else f"the same {a} {words}"
 
 
-def _largest_phase(pair: tuple[Cell, Cell]) -> str | None:
-    known = {phase: values for phase in PHASES if (values := _values(pair, phase))}
-    if not known:
-        return None
-    phase = max(known, key=lambda p: abs(known[p][0] - known[p][1]))
-    a, b = (f"{seconds * 1e3:.3g} ms" for seconds in known[phase])
-    return f"the phase that differs most is {phase.removesuffix('_s').replace('_', ' ')}, {a} against {b}"
-
-
 # --- caveats ---
 
 
@@ -189,33 +189,22 @@ def _caveats(group: Group, metric: str, left_out: Sequence[LeftOut]) -> Iterable
         yield NOT_REPEATED
     elif note := launches_note(fewest):
         yield note
-    if speed and group.axes.get("device") == "cpu" and group.axes.get("world_size") != 1 and _names_sharding(group):
+    sharded = any(str(cell.spec.strategy).startswith(SHARDING) for cell in group.cells)
+    if speed and sharded and group.axes.get("device") == "cpu" and group.axes.get("world_size") != 1:
         yield GLOO
-    if speed and any(_neighbours(cell) for cell in group.cells):
+    outcomes = [o for cell in group.cells for w in cell.windows for o in w.record.outcomes]
+    if speed and any(o.evidence and o.evidence.neighbours for o in outcomes):
         yield "other processes ran on the GPU"
-    if speed and (words := _throttled(group)):
-        yield words
+    # A choice by speed may be one of cooling or of a power cap.
+    throttled = [f"{group.names[c.id]} {c.throttled_ratio:.0%}" for c in group.cells if c.throttled_ratio]
+    if speed and throttled:
+        yield f"share of steps with a throttled GPU: {listed(throttled)}"
     if left_out:
         yield f"not ranked: {listed([f'{cell.name} ({cell.status})' for cell in left_out])}"
 
 
-def _names_sharding(group: Group) -> bool:
-    return any(str(cell.spec.strategy).startswith(SHARDING) for cell in group.cells)
-
-
-def _neighbours(cell: Cell) -> bool:
-    return any(o.evidence and o.evidence.neighbours for w in cell.windows for o in w.record.outcomes)
-
-
-def _throttled(group: Group) -> str | None:
-    """Where GPUs were held back: a choice by speed may be one of cooling or of a power cap."""
-    known = [(group.names[c.id], c.throttled_ratio) for c in group.cells if c.throttled_ratio]
-    told = [f"{name} {ratio:.0%}" for name, ratio in known if ratio]
-    return f"share of steps while a GPU was throttled: {listed(told)}" if told else None
-
-
 def _left_out(group: Group, runs: Sequence[RunFinding]) -> tuple[LeftOut, ...]:
-    """Cells that belong to the group by axes and device, if known, but have no valid run, with how they ended."""
+    """Cells that belong to the group by axes and device (if known) but have no valid run, and how they ended."""
     ranked, devices = {cell.id for cell in group.cells}, (None, device_kind(group.cells[0]))
     found: dict[tuple[str, str], list[RunFinding]] = {}
     for run in runs:
@@ -234,57 +223,36 @@ def _left_out(group: Group, runs: Sequence[RunFinding]) -> tuple[LeftOut, ...]:
     )
 
 
-def _not_measured(group: Group, runs: Sequence[RunFinding]) -> tuple[str, ...]:
-    """Axes of which the campaign measured one value only, for the group's model where it has one."""
-    model = group.axes.get("model")
-    ours = [r.axes for r in runs if r.status == "ok" and r.is_certified and not r.is_reference]
-    same = [axes for axes in ours if model is None or axes.get("model") == model]
-    found = []
-    for name, words in DECISIVE_AXES.items():
-        values = {axes.get(name) for axes in (ours if name == "model" else same)}
-        if len(values) == 1 and name != group.axis:
-            found.append(f"{words} other than {_word(values.pop())}")
-    return tuple(found)
-
-
-def _word(value: Scalar) -> str:
-    return ("on" if value else "off") if isinstance(value, bool) else str(value)
-
-
 # --- cost ---
 
 
 def by_cost(report: Report) -> tuple[Recommendation, ...]:
-    """What throughput decides, said in money, for groups whose cells all lead with one price per GPU hour.
+    """Recommendations by cost for groups whose cells all have the same lowest price per GPU hour.
 
     Cost per token is then price over throughput, so this is the same finding in another unit: it cites the comparisons
-    of throughput and claims nothing beside them. Where prices differ within a group nothing is said.
+    of throughput. Groups with different prices get none.
     """
     leads = {offer.lead.cell: offer.lead for offer in offers_of(report.costs)}
-    found = (_cost(r, leads) for r in report.recommendations if r.metric == THROUGHPUT)
-    return tuple(r for r in found if r)
-
-
-def _cost(decided: Recommendation, leads: Mapping[str, Cost]) -> Recommendation | None:
-    cells = {cell for c in decided.because for cell in (c.cell, c.other)}
-    if not cells <= leads.keys() or len({leads[cell].price for cell in cells}) != 1:
-        return None
-    return dataclasses.replace(decided, category="lowest cost", metric=COST, text=_cost_text(decided, leads))
+    found = []
+    for decided in report.recommendations:
+        cells = {cell for c in decided.because for cell in (c.cell, c.other)}
+        if decided.metric != THROUGHPUT or not cells <= leads.keys() or len({leads[c].price for c in cells}) != 1:
+            continue
+        text = _cost_text(decided, leads)
+        found.append(dataclasses.replace(decided, category="lowest cost", metric=COST, text=text))
+    return tuple(found)
 
 
 def _cost_text(decided: Recommendation, leads: Mapping[str, Cost]) -> str:
-    start = "At one price per GPU hour cost follows throughput"
+    start = "With one price per GPU hour, cost follows throughput"
     versus = decided.decisive
     if versus is None:
-        return f"{start}: {listed(decided.choose)} tie here too."
+        return f"{start}: {listed(decided.choose)} also tie here."
     winner, other = (versus.other, versus.cell) if _loser(versus) == versus.cell else (versus.cell, versus.other)
     names = {versus.cell: versus.label, versus.other: versus.other_label}
     tie = f"Tie between {listed(decided.choose)}. " if len(decided.choose) > 1 else ""
-    told = _margin(COST, names[winner], names[other], *_ratio_of(versus, other))
-    a, b = (_usd(leads[cell].usd_per_mtok) for cell in (winner, other))
+    margin = _margin(COST, names[winner], names[other], *_ratio_of(versus, other))
+    costs = (leads[cell].usd_per_mtok for cell in (winner, other))
+    a, b = (format_parts(m.value, m.low, m.high)[0] for m in costs)
     price = leads[winner].price
-    return f"{start}. {tie}{told} That is {a} against {b} USD per million tokens at {price.name} ({price.kind})."
-
-
-def _usd(m: Measurement) -> str:
-    return format_parts(m.value, m.low, m.high)[0]
+    return f"{start}. {tie}{margin} That is {a} against {b} USD per million tokens at {price.name} ({price.kind})."

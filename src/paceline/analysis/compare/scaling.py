@@ -20,7 +20,6 @@ from paceline.analysis.findings import (
     HIGHER,
     SHARED_GPU,
     CollectiveFit,
-    Comparison,
     Measurement,
     ScalingExplanation,
     ScalingPoint,
@@ -31,13 +30,16 @@ from paceline.analysis.machine.ceilings import device_names
 from paceline.analysis.machine.sweep import factor_of
 from paceline.analysis.statistics.intervals import Ratio, Resampled, launches_note, ratio_between
 from paceline.analysis.training import metrics
+from paceline.analysis.training.bottleneck import milliseconds
 from paceline.analysis.training.metrics import Cell, device_kind
 from paceline.errors import Scalar
 from paceline.experiment.choices import Choice
 from paceline.results.records import RunRecord, WireSample
 
 METRIC = "scaling_efficiency_ratio"
-GLOO = "gloo's reduce_scatter moves as many bytes as its all_reduce: CPU timings overstate the cost of FSDP2 and ZeRO-3"
+GLOO = (
+    "gloo's reduce_scatter moves as many bytes as its all_reduce, so CPU timings overstate the cost of FSDP2 and ZeRO-3"
+)
 WEAK, STRONG = "weak", "strong"
 _PLACES = ("topology.nodes", "topology.processes_per_node")
 _BATCH = ("training.micro_batch", "training.accumulation")
@@ -45,7 +47,7 @@ _BATCH = ("training.micro_batch", "training.accumulation")
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One cell of a series beside its baseline, both with their throughput."""
+    """One cell of a series with its baseline, both with their throughput."""
 
     kind: str
     cell: Cell
@@ -86,27 +88,25 @@ def analyse(cells: Sequence[Cell]) -> Scaling:
 
 
 def _members(cells: Sequence[Cell], kind: str) -> list[Member]:
-    """Weak holds the sequences per process, strong the sequences per step; everything else is equal in a series."""
+    """Weak scaling keeps the sequences per process, strong the sequences per step; everything else is equal in a
+    series.
+    """
     series: defaultdict[str, list[Cell]] = defaultdict(list)
     for cell in cells:
-        series[_series_key(cell, kind)].append(cell)
+        training = cell.spec.training
+        sequences = training.micro_batch * training.accumulation if kind == WEAK else cell.spec.global_batch
+        series[key_without(cell, (*_PLACES, *_BATCH), sequences=sequences)].append(cell)
     found = []
     for members in series.values():
         smallest = min(cell.spec.topology.world_size for cell in members)
         bases = [cell for cell in members if cell.spec.topology.world_size == smallest]
         if len(bases) < len(members):
-            found += [m for cell in members if (m := _member(kind, cell, bases))]
+            found += [m for cell in members if (m := _member(kind, cell, bases)) is not None]
     return sorted(found, key=lambda m: (str(m.cell.spec.strategy), m.world_size, m.cell.id))
 
 
-def _series_key(cell: Cell, kind: str) -> str:
-    training = cell.spec.training
-    per_process = training.micro_batch * training.accumulation
-    return key_without(cell, (*_PLACES, *_BATCH), sequences=per_process if kind == WEAK else cell.spec.global_batch)
-
-
 def _member(kind: str, cell: Cell, bases: Sequence[Cell]) -> Member | None:
-    """Of several splits of the batch at N0, the one with the cell's own micro batch or else accumulation is meant."""
+    """If N0 has several splits of the batch, use the one with the cell's micro batch, else its accumulation."""
     if cell in bases:
         base = cell
     else:
@@ -124,7 +124,7 @@ def _member(kind: str, cell: Cell, bases: Sequence[Cell]) -> Member | None:
 
 
 def _efficiency(member: Member) -> Ratio:
-    """Exactly 1 at N0 by definition; without spread on either side the bounds are NaN."""
+    """Exactly 1 at N0 by definition; the bounds are NaN if a side has no spread."""
     if member.is_baseline:
         return Ratio(1.0, 1.0, 1.0, 0.0)
     found = ratio_between([member.rate], [member.baseline_rate])
@@ -147,7 +147,7 @@ def _point(member: Member, named: Sequence[str]) -> ScalingPoint:
 
 
 def _series_title(member: Member, named: Sequence[str]) -> str:
-    """`ddp, small, fp32, sequence 128, 8 sequences per process`: without what may change along the series."""
+    """`ddp, small, fp32, sequence 128, 8 sequences per process`: without what changes along the series."""
     free = {"world_size", "nodes", "micro_batch", "accumulation", *(["global_batch"] if member.kind == WEAK else [])}
     axes = {**member.baseline.axes, DEVICE: device_kind(member.baseline)}
     title = title_of({k: v for k, v in axes.items() if k not in free}, named)
@@ -181,7 +181,7 @@ def _measurement(member: Member) -> Measurement:
 
 
 def _compared(members: Sequence[Member], named: Sequence[str]) -> list[Compared]:
-    """Strategies that grew from the same N0 to the same N over the same work, the batch split alike."""
+    """Strategies that scaled from the same N0 to the same N over the same work, with the same batch split."""
     groups: defaultdict[tuple[str, ...], list[Member]] = defaultdict(list)
     for m in members:
         if not m.is_baseline:
@@ -198,23 +198,20 @@ def _compared_group(key: str, members: Sequence[Member], named: Sequence[str]) -
     title = title_of({**shared, DEVICE: device_kind(ordered[0].cell)}, named)
     title = f"{title}, {ordered[0].kind} scaling"
     group = Group("strategy", key, title, tuple(m.cell for m in ordered), names, shared)
-    pairs = (_pair(group, a, b) for a, b in itertools.combinations(ordered, 2))
-    return Compared(group, tuple(pair for pair in pairs if pair))
-
-
-def _pair(group: Group, a: Member, b: Member) -> Comparison | None:
-    found = ratio_between([a.rate, b.baseline_rate], [a.baseline_rate, b.rate])
-    if found is None:
-        return None
-    names = group.names[a.cell.id], group.names[b.cell.id]
-    return comparison(METRIC, HIGHER, (a.cell, b.cell), names, found, group.axes)
+    pairs = []
+    for a, b in itertools.combinations(ordered, 2):
+        ratio = ratio_between([a.rate, b.baseline_rate], [a.baseline_rate, b.rate])
+        if ratio is not None:
+            labels = names[a.cell.id], names[b.cell.id]
+            pairs.append(comparison(METRIC, HIGHER, (a.cell, b.cell), labels, ratio, shared))
+    return Compared(group, tuple(pairs))
 
 
 EXCELLENT, GOOD = 0.9, 0.8
 BACK_ENDS: Mapping[str, str] = {"cpu": "gloo", "cuda": "nccl"}  # training uses no other
-# torch's own calls work on the buffer they are given; the others write to another one.
+# These calls of torch work in place; the others write to another buffer.
 _IN_PLACE = ("all_reduce", "broadcast", "reduce")
-WAITING_RATIO = 1.25  # exposed time beyond the predicted by more than this is said to be waiting
+WAITING_RATIO = 1.25  # exposed time above this multiple of the predicted time counts as waiting
 
 
 def explain(
@@ -241,7 +238,7 @@ class _Fit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """Seconds per optimizer step; None is not measured."""
+    """Seconds per optimizer step; None means not measured."""
 
     step_s: float
     ideal_s: float
@@ -262,11 +259,11 @@ class _Split:
         return self.certain and self.loss_s > 0
 
     def share(self, seconds: float | None) -> float | None:
-        """Of the loss, where there is one beyond chance."""
+        """Share of a significant loss, else None."""
         return None if seconds is None or not self.is_loss else min(max(seconds / self.loss_s, 0.0), 1.0)
 
     def transfer_s(self, added_s: float | None) -> float | None:
-        """What of the newly exposed time the fabric needs more than at the baseline: waiting looks exposed too."""
+        """Newly exposed time that transfers explain; the rest is waiting, which also looks exposed."""
         if self.exposed_loss_s is None or added_s is None:
             return None
         return min(self.exposed_loss_s, added_s)
@@ -307,7 +304,7 @@ def _explanation(point: ScalingPoint, cell: Cell, baseline: Cell, fits: Sequence
 
 
 def _predicted_s(traffic: Sequence[Traffic]) -> float | None:
-    """Of all collectives of a step, where every one has a fit."""
+    """Time of all collectives of a step; None unless every one has a fit."""
     known = [t.predicted_s for t in traffic if t.predicted_s is not None]
     return sum(known) if traffic and len(known) == len(traffic) else None
 
@@ -315,13 +312,20 @@ def _predicted_s(traffic: Sequence[Traffic]) -> float | None:
 def karp_flatt(speedup: float, growth: float) -> float:
     """e = (1/psi - 1/p) / (1 - 1/p): the part of the baseline's time that did not shrink (Karp and Flatt, 1990).
 
-    p = N/N0 and psi = T_N/T_N0, so one process is no condition; below 0 the speed-up is more than p.
+    p = N/N0 and psi = T_N/T_N0, so N0 may be more than one process; below 0 the speed-up exceeds p.
+
+    >>> round(karp_flatt(speedup=3.2, growth=4.0), 3)
+    0.083
     """
     return (1 / speedup - 1 / growth) / (1 - 1 / growth)
 
 
 def grade(value: float, low: float | None, high: float | None) -> str:
-    """By the whole interval: `between good and excellent` where it spans a limit; by the value where there is none."""
+    """Grade by the whole interval, or by the value if there is none.
+
+    >>> grade(0.93, 0.91, 0.95), grade(0.88, 0.78, 0.92)
+    ('excellent', 'between poor and excellent')
+    """
     worst, best = _word(value if low is None else low), _word(value if high is None else high)
     return worst if worst == best else f"between {worst} and {best}"
 
@@ -334,21 +338,21 @@ def _word(efficiency: float) -> str:
 
 
 def _split(point: ScalingPoint, cell: Cell, baseline: Cell) -> _Split:
-    """Wall seconds per step, because efficiency is of wall time too: ideal = step * efficiency, exactly."""
+    """Wall seconds per step, because efficiency is also of wall time: ideal = step * efficiency, exactly."""
     wall = cell.per("wall")
     assert wall is not None, "a scaling point has a throughput, so it has wall time"
     step_s, efficiency = wall.value, point.efficiency.value or 0.0
     ideal_s = step_s * efficiency
     ratio, before = _exposed_ratio(cell), _exposed_ratio(baseline)
     exposed = None if ratio is None else ratio * step_s
-    # The baseline's own exposed share is part of the ideal step: only what came on top of it can explain the loss.
+    # The baseline's exposed share is part of the ideal step: only the additional part can explain the loss.
     on_top = None if exposed is None or before is None else exposed - before * ideal_s
     high = point.efficiency.high
     return _Split(step_s, ideal_s, exposed, on_top, efficiency < 1 if high is None else high < 1)
 
 
 def _exposed_ratio(cell: Cell) -> float | None:
-    """One process has nobody to talk to: 0, profiled or not."""
+    """0 for one process, which does not communicate, profiled or not."""
     if cell.spec.topology.world_size == 1:
         return 0.0
     found = metrics.estimate(cell, "comm_exposed_ratio")
@@ -359,8 +363,14 @@ def _exposed_ratio(cell: Cell) -> float | None:
 
 
 def _traffic(cell: Cell, fits: Sequence[_Fit]) -> tuple[tuple[Traffic, ...], tuple[str, ...]]:
-    """The busiest rank's collectives per step, each with its predicted time, and what a reader should know of it."""
-    samples, steps = _busiest(cell.windows[0].record.wire)
+    """Collectives per step on the busiest rank, each with its predicted time, and notes."""
+    wire = cell.windows[0].record.wire
+    sent_by: defaultdict[int, float] = defaultdict(float)
+    for w in wire:
+        sent_by[w.rank] += w.payload_bytes * (factor_of(w.operation, w.group_size) or 0.0)
+    busiest = max(sent_by, key=lambda r: sent_by[r], default=None)
+    samples = [w for w in wire if w.rank == busiest]
+    steps = max(len({w.step for w in samples}), 1)
     merged: defaultdict[tuple[str, str, int], list[WireSample]] = defaultdict(list)
     for w in samples:
         merged[w.operation, w.dtype, w.group_size].append(w)
@@ -378,34 +388,20 @@ def _traffic(cell: Cell, fits: Sequence[_Fit]) -> tuple[tuple[Traffic, ...], tup
                 calls=calls,
                 payload_bytes=payload,
                 sent_bytes=sent,
-                predicted_s=_predicted(fit, calls, sent),
+                predicted_s=None if fit is None or sent is None else calls * fit.alpha_s + sent / fit.beta_bytes_per_s,
             )
         )
         if fit and fit.dtype != dtype:
-            notes.append(f"{operation} in {dtype} is predicted by its fit in {fit.dtype}")
+            notes.append(f"{operation} in {dtype} is predicted from its fit in {fit.dtype}")
         if operation == "reduce_scatter" and cell.spec.topology.device == "cpu":
             notes.append(GLOO)
     return tuple(found), tuple(dict.fromkeys(notes))
 
 
-def _predicted(fit: CollectiveFit | None, calls: int, sent_bytes: float | None) -> float | None:
-    if fit is None or sent_bytes is None:
-        return None
-    return calls * fit.alpha_s + sent_bytes / fit.beta_bytes_per_s
-
-
-def _busiest(wire: Sequence[WireSample]) -> tuple[list[WireSample], int]:
-    """The samples of the rank that sent most, and how many steps they cover."""
-    sent: defaultdict[int, float] = defaultdict(float)
-    for w in wire:
-        sent[w.rank] += w.payload_bytes * (factor_of(w.operation, w.group_size) or 0.0)
-    rank = max(sent, key=lambda r: sent[r], default=None)
-    ours = [w for w in wire if w.rank == rank]
-    return ours, max(len({w.step for w in ours}), 1)
-
-
 def _fit_for(operation: str, dtype: str, size: int, cell: Cell, fits: Sequence[_Fit]) -> CollectiveFit | None:
-    """Of the same operation and ranks on the same kind of device; the same dtype and place are preferred."""
+    """A fit of the same operation and ranks on the same kind of device, preferably of the same dtype and in-place
+    mode.
+    """
     places: Mapping[str, object] = {"device": cell.spec.topology.device, "nodes": cell.spec.topology.nodes}
     kind = device_kind(cell)
     alike = [
@@ -420,54 +416,51 @@ def _fit_for(operation: str, dtype: str, size: int, cell: Cell, fits: Sequence[_
 
 
 def _back_end(fit: CollectiveFit) -> Scalar:
-    """What the sweep asked for, else the device's own."""
+    """The requested back end of the sweep, else the default of the device."""
     asked = Choice.parse(str(fit.axes["workload"])).options.get("backend")
     return asked or BACK_ENDS[str(fit.axes["device"])]
 
 
-# --- words ---
+# --- texts ---
 
 
 def _text(split: _Split, predicted: float | None, added: float | None, cell: Cell) -> str:
     n = cell.spec.topology.world_size
     noun = "GPUs" if cell.spec.topology.device == "cuda" else "processes"
     efficiency = split.ideal_s / split.step_s
-    start = f"{n} {noun} take {_ms(split.step_s)} per step where {_ms(split.ideal_s)} would be ideal ({efficiency:.1%})"
+    step, ideal = milliseconds(split.step_s), milliseconds(split.ideal_s)
+    start = f"{n} {noun} take {step} per step, {ideal} would be ideal ({efficiency:.1%})"
     if not split.is_loss:
-        return f"{start}: no loss beyond chance."
+        return f"{start}: no significant loss."
     return " ".join(filter(None, (f"{start}: {_loss(split)}", _prediction(split, predicted, added))))
 
 
 def _loss(split: _Split) -> str:
     if split.exposed_loss_s is None or split.rest_s is None:
-        return "how much of the loss is communication was not measured."
+        return "the share of communication in the loss was not measured."
     if split.exposed_loss_s <= 0:
         return "none of the loss is exposed communication; the step itself got slower."
     if split.rest_s <= 0:
-        return f"exposed communication accounts for all of the {_ms(split.loss_s)} lost."
+        return f"exposed communication accounts for all of the {milliseconds(split.loss_s)} lost."
     return (
-        f"{_ms(split.exposed_loss_s)} of the {_ms(split.loss_s)} lost ({split.share(split.exposed_loss_s):.0%}) are "
-        f"communication that nothing hides, {_ms(split.rest_s)} a step that got slower by itself."
+        f"{milliseconds(split.exposed_loss_s)} of the {milliseconds(split.loss_s)} lost "
+        f"({split.share(split.exposed_loss_s):.0%}) are "
+        f"exposed communication, {milliseconds(split.rest_s)} are other work that got slower."
     )
 
 
 def _prediction(split: _Split, predicted_s: float | None, added_s: float | None) -> str:
-    """Tells transfer from waiting where a sweep of this fabric allows it."""
+    """Separates transfer from waiting if there is a sweep of this fabric."""
     exposed = split.exposed_s
     if predicted_s is None:
-        unknown = "No sweep of this fabric is here to tell transfer from waiting for other ranks."
+        unknown = "Without a sweep of this fabric, transfer cannot be separated from waiting for other ranks."
         return unknown if exposed and split.exposed_loss_s and split.exposed_loss_s > 0 else ""
-    start = f"By the fits of this fabric the collectives of a step need {_ms(predicted_s)}"
+    start = f"By the fits of this fabric, the collectives of a step need {milliseconds(predicted_s)}"
     if exposed is None or split.exposed_loss_s is None:
         return f"{start}."
     share = split.share(split.transfer_s(added_s))
     if exposed > WAITING_RATIO * predicted_s and share is not None:
-        return f"{start}: the network accounts for at most {share:.0%} of the loss, the rest of that is waiting."
+        return f"{start}: transfers explain at most {share:.0%} of the loss, the rest of it is waiting."
     if exposed < predicted_s:
-        return f"{start}, of which about {_ms(predicted_s - exposed)} are hidden."
-    return f"{start}, about what is exposed: nothing of it is hidden."
-
-
-def _ms(seconds: float) -> str:
-    """Three digits, never an exponent: `1,250 ms`, `0.0312 ms`."""
-    return f"{float(f'{seconds * 1e3:.3g}'):,.12g} ms"
+        return f"{start}, of which about {milliseconds(predicted_s - exposed)} are hidden."
+    return f"{start}, about as much as is exposed: none of it is hidden."

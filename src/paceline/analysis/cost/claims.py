@@ -1,7 +1,7 @@
-"""Numbers that others state, held against each other: nothing here is measured, ranked or compared.
+"""Published numbers, checked against each other: nothing here is measured, ranked or compared.
 
-A claim has no samples, so no interval and no certificate. What can be said is whether a source's numbers agree with
-each other by the formulas that measured runs are held to (method.md, section 4).
+A claim has no samples, so no interval and no certificate. What can be checked is whether the numbers of a source agree
+with each other by the formulas used for measured runs (method.md, section 4).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ UNITS: Mapping[str, str] = {
     "relative_cost_ratio": "times",
     "tokens_per_step": "tokens",
 }
-# What a claimed run was said to be; the rest of a spec are defaults that nobody claimed.
+# Axes that a source states; the rest of a spec are defaults.
 _STATED = (
     *("workload", "strategy", "model", "device", "nodes", "world_size", "precision"),
     *("sequence_length", "micro_batch", "accumulation", "global_batch"),
@@ -37,7 +37,7 @@ FEWEST_TRANSFERS = 4
 
 
 class Stated(NamedTuple):
-    """One claimed run: its spec and its numbers by metric."""
+    """One claimed run: its spec, and its numbers by metric."""
 
     spec: RunSpec
     source: str
@@ -49,7 +49,7 @@ class Stated(NamedTuple):
 
     @property
     def states_batch(self) -> bool:
-        """Whether the source says how many micro batches a step has: one is the default of a spec, nobody's claim."""
+        """Whether the source says how many micro batches a step has; one is the default of a spec, not a claim."""
         return "accumulation" in self.values or self.spec.training.accumulation > 1
 
 
@@ -65,13 +65,13 @@ class Claims:
 
 
 def axes_of(record: RunRecord) -> dict[str, Scalar]:
-    """The axes of a run; of a claimed one only those that its source states."""
+    """The axes of a run; for a claimed one only those that its source states."""
     axes = record.spec.axes()
     return axes if record.status is not Status.CLAIMED else {name: axes[name] for name in _STATED}
 
 
 def analyse(records: Sequence[RunRecord]) -> Claims:
-    """Each claimed number beside what the others of its source give for it; empty where nothing was imported."""
+    """Each claimed number with what the others of its source give for it; empty if nothing was imported."""
     stated = [
         Stated(r.spec, r.claims[0].source, {c.metric: c.value for c in r.claims})
         for r in records
@@ -83,12 +83,12 @@ def analyse(records: Sequence[RunRecord]) -> Claims:
         by_source[s.source].append(s)
     axes = {r.spec.run_id: axes_of(r) for r in records if r.claims}
     claims = tuple(c for s in ordered for c in _claims(s, by_source[s.source], axes[s.spec.run_id]))
-    found = (_transfers(source, members, axes) for source, members in by_source.items())
-    return Claims(claims, tuple(t for t in found if t))
+    transfers = (_transfers(source, members, axes) for source, members in by_source.items())
+    return Claims(claims, tuple(t for t in transfers if t))
 
 
 def added_to(report: Report, records: Sequence[RunRecord]) -> Report:
-    """The report with what others claim; its measurements and comparisons stay what they are."""
+    """The report with published claims; its measurements and comparisons do not change."""
     found = analyse(records)
     return dataclasses.replace(report, claims=found.claims, claimed_transfers=found.transfers)
 
@@ -97,9 +97,17 @@ def _claims(s: Stated, peers: Sequence[Stated], axes: Mapping[str, Scalar]) -> I
     recomputed = {
         "scaling_efficiency_ratio": _efficiency(s, peers),
         "tokens_per_usd": _per_usd(s),
-        "relative_cost_ratio": _relative_cost(s, peers),
-        "tokens_per_step": _tokens_per_step(s),
+        "relative_cost_ratio": None,
+        "tokens_per_step": None,
     }
+    # Cost per token over that of the cheapest strategy on as many devices.
+    costs = {id(p): per_usd.value for p in _alike(s, peers, "strategy") if (per_usd := _per_usd(p))}
+    if id(s) in costs and len(costs) > 1:
+        best, own = max(costs.values()), costs[id(s)]
+        recomputed["relative_cost_ratio"] = Recomputed(best / own, f"{best:,.0f} / {own:,.0f} tokens per USD")
+    rate, step = s.values.get("tokens_per_s"), s.values.get("step_time_s")
+    if rate and step:
+        recomputed["tokens_per_step"] = Recomputed(rate * step, f"{rate:,.0f} tokens/s * {step:g} s")
     claimed = {**s.values, **({"tokens_per_step": float(s.spec.tokens_per_step)} if s.states_batch else {})}
     for metric, unit in UNITS.items():
         again = recomputed.get(metric)
@@ -116,11 +124,11 @@ def _claims(s: Stated, peers: Sequence[Stated], axes: Mapping[str, Scalar]) -> I
             )
 
 
-# --- what the other numbers give ---
+# --- numbers recomputed from the others ---
 
 
 def _alike(s: Stated, peers: Iterable[Stated], *but: str) -> list[Stated]:
-    """Peers that are said to differ from `s` in the named axes only."""
+    """Peers that differ from `s` only in the named axes."""
     ignored = {*but, "global_batch"}
 
     def key(one: Stated) -> str:
@@ -148,30 +156,20 @@ def _per_usd(s: Stated) -> Recomputed | None:
     return Recomputed(training.tokens_per_usd(price, s.devices, rate), how)
 
 
-def _relative_cost(s: Stated, peers: Sequence[Stated]) -> Recomputed | None:
-    """Cost per token over that of the cheapest strategy, all on as many devices."""
-    known = {id(p): found.value for p in _alike(s, peers, "strategy") if (found := _per_usd(p))}
-    if id(s) not in known or len(known) < 2:
-        return None
-    best = max(known.values())
-    return Recomputed(best / known[id(s)], f"{best:,.0f} / {known[id(s)]:,.0f} tokens per USD")
-
-
-def _tokens_per_step(s: Stated) -> Recomputed | None:
-    rate, step = s.values.get("tokens_per_s"), s.values.get("step_time_s")
-    if not rate or not step:
-        return None
-    return Recomputed(rate * step, f"{rate:,.0f} tokens/s * {step:g} s")
-
-
-# --- what the bytes alone give ---
+# --- step times from the bytes alone ---
 
 
 def _transfers(
     source: str, members: Sequence[Stated], axes: Mapping[str, Mapping[str, Scalar]]
 ) -> ClaimedTransfers | None:
-    """One constant for all rows, by least squares of relative errors; the link's rate is given, not fitted."""
-    known = [(s, sent, s.values["step_time_s"]) for s in members if (sent := _sent(s)) and s.values.get("step_time_s")]
+    """One constant for all rows, by least squares of relative errors; the link rate is given, not fitted."""
+    known = []
+    for s in members:
+        # Bytes that each device sends in the claimed step: parameters * bytes for each * (n-1)/n.
+        count, each, step = (s.values.get(n) for n in ("wire_parameters", "wire_bytes_per_parameter", "step_time_s"))
+        sent = count * each * (s.devices - 1) / s.devices if count and each else None
+        if sent and step:
+            known.append((s, sent, step))
     links = {link for s, _, _ in known if (link := s.values.get("link_bytes_per_s"))}
     if len(known) < FEWEST_TRANSFERS or len(links) != 1:
         return None
@@ -188,9 +186,3 @@ def _transfers(
         for s, sent, t in known
     )
     return ClaimedTransfers(source=source, alpha_s=alpha, link_bytes_per_s=link, rows=rows)
-
-
-def _sent(s: Stated) -> float | None:
-    """Bytes that each device sends in the claimed step: parameters * bytes for each * (n-1)/n."""
-    count, each = s.values.get("wire_parameters"), s.values.get("wire_bytes_per_parameter")
-    return count * each * (s.devices - 1) / s.devices if count and each else None

@@ -1,9 +1,9 @@
-"""What served tokens cost at the highest load that kept its limits, in USD and in joules.
+"""Cost of inference at the highest load that met its latency limits, in USD and in joules.
 
-usd_per_output_mtok = price per device-hour * devices * 1e6 / (3600 * output tokens/s): the whole cost lies on answered
-tokens, because prompts and answers are computed in the same batches and no clock divides them. usd_per_mtok divides it
-by asked and answered tokens alike. Busy counts the hours the load runs; reserved all hours of the day, of which a
-stated number is busy. A price is taken as exact: intervals are those of the throughput.
+usd_per_output_mtok = price per device-hour * devices * 1e6 / (3600 * output tokens/s): output tokens carry the whole
+cost, because prompts and answers are computed in the same batches. usd_per_mtok divides it by prompt and output tokens.
+Busy counts the hours the load runs; reserved counts all hours of the day, of which a stated number is busy. A price is
+taken as exact: intervals are those of the throughput.
 """
 
 from __future__ import annotations
@@ -38,23 +38,29 @@ METRICS = {
 
 
 def analyse(records: Sequence[RunRecord], costing: Costing) -> tuple[ServedCost, ...]:
-    """Every cell whose devices have a price; of a paired run nothing, because its replicas took turns."""
+    """Every cell whose devices have a price; none for a paired run, whose replicas took turns."""
     by_cell: defaultdict[str, list[Served]] = defaultdict(list)
     for load in served.reliable_loads(records):
         if load.replica is None:
             by_cell[load.cell].append(load)
-    return tuple(row for found in by_cell.values() for row in _costs(found, costing))
+    return tuple(row for loads in by_cell.values() for row in _costs(loads, costing))
 
 
-def _costs(found: Sequence[Served], costing: Costing) -> Iterator[ServedCost]:
-    chosen = estimates.at_limits(found)
+def _costs(loads: Sequence[Served], costing: Costing) -> Iterator[ServedCost]:
+    chosen = estimates.at_limits(loads)
     rate = estimates.estimate(chosen[0], TOKENS_PER_S) if chosen else None
     if chosen is None or rate is None or rate.value <= 0:
         return
     load, limits = chosen
     devices, asked = devices_of(load.records[0]), load.prompt_tokens()
     whole = None if asked is None else rate.times(1 + asked / load.output_tokens())
-    for price in _prices(load, costing):
+    spec = load.spec
+    # As for training; an endpoint elsewhere has only prices that apply to any device.
+    here = spec.topology.device == "cuda" and spec.starts_servers
+    gpu = device_names("cuda", load.records[0].machines) if here else None
+    offered = prices.table() if costing.prices is None else costing.prices
+    usable = [] if any(record.shares_gpu for record in load.records) else [p for p in offered if p.holds_for(gpu)]
+    for price in sorted(usable, key=lambda p: (p.usd_per_gpu_hour, p.name)):
         busy = {name: _usd(load, price, name, each, 1.0) for name, each in ((OUTPUT, rate), (ALL, whole))}
         share = costing.busy_hours / HOURS_A_DAY
         reserved = {
@@ -82,23 +88,12 @@ def _costs(found: Sequence[Served], costing: Costing) -> Iterator[ServedCost]:
 
 
 def devices_of(record: RunRecord) -> int:
-    """Of all replicas; one that does not tell counts for one."""
+    """Devices of all replicas; one that does not report them counts as one."""
     return sum(s.devices or s.tensor_parallel for s in record.replicas) or record.spec.topology.world_size
 
 
-def _prices(load: Served, costing: Costing) -> list[Price]:
-    """As of training; an endpoint that stands elsewhere has only a price that holds for any device."""
-    spec = load.spec
-    here = spec.topology.device == "cuda" and spec.starts_servers
-    if any(record.shares_gpu for record in load.records):
-        return []
-    gpu = device_names("cuda", load.records[0].machines) if here else None
-    offered = prices.table() if costing.prices is None else costing.prices
-    return sorted((p for p in offered if p.holds_for(gpu)), key=lambda p: (p.usd_per_gpu_hour, p.name))
-
-
 def _usd(load: Served, price: Price, metric: str, rate: Resampled | None, share: float) -> Measurement | None:
-    """share is the part of the paid hours in which the load runs."""
+    """Cost as a measurement; share is the part of the paid hours in which the load runs."""
     if rate is None:
         return None
     devices = devices_of(load.records[0])
@@ -107,16 +102,16 @@ def _usd(load: Served, price: Price, metric: str, rate: Resampled | None, share:
         for each in (rate.value, *rate.interval)
     )
     low, high = sorted(b for b in bounds if b is not None) if None not in bounds else (None, None)
-    idle = f"{share * HOURS_A_DAY:g} of 24 hours busy, as assumed" if share < 1 else None
+    idle = f"assuming {share * HOURS_A_DAY:g} of 24 hours busy" if share < 1 else None
     note = "; ".join(filter(None, (price.origin, idle, launches_note(len(load.launches)))))
     own = {"price": price.name, "price_kind": price.kind}
     return _measurement(load, metric, (value, low, high), note, own)
 
 
 def _measurement(
-    load: Served, metric: str, found: Bounded, note: str | None, own: Mapping[str, Scalar] | None = None
+    load: Served, metric: str, bounds: Bounded, note: str | None, own: Mapping[str, Scalar] | None = None
 ) -> Measurement:
-    return served.measurement(load, metric, found, n=len(load.answered), note=note, axes=own, about=METRICS[metric])
+    return served.measurement(load, metric, bounds, n=len(load.answered), note=note, axes=own, about=METRICS[metric])
 
 
 def measurements(rows: Sequence[ServedCost]) -> Iterator[Measurement]:
@@ -130,37 +125,36 @@ def measurements(rows: Sequence[ServedCost]) -> Iterator[Measurement]:
 
 
 def energies(records: Sequence[RunRecord]) -> Iterator[Measurement]:
-    """joules_per_output_token of every load: joules of all devices while it was on over the tokens it answered."""
+    """joules_per_output_token of every load: joules of all devices during the load over its output tokens."""
     for load in served.reliable_loads(records):
-        if load.replica is None:
-            yield _joules(load)
-
-
-def _joules(load: Served) -> Measurement:
-    found = [energy_of(launch) for launch in load.launches]
-    missing = next((each for each in found if each.joules is None), None)
-    if missing or not load.output_tokens():
-        return _measurement(load, JOULES, (None, None, None), missing.note if missing else "energy: no answer")
-    rows = [
-        np.array([[each.joules or 0.0, float(launch.output_tokens())]])
-        for each, launch in zip(found, load.launches, strict=True)
-    ]
-    sums = intervals.resample_sums(rows, intervals.seed_of(load.cell, load.seed_text, JOULES))
-    ratio = intervals.ratio_of_sums(rows, sums, 0, 1)
-    assert ratio is not None
-    hosts = {sample.host for record in load.records for sample in record.gauges}
-    clocks = "hosts' clocks are taken as one" if len(hosts) > 1 else None
-    note = "; ".join(filter(None, (found[0].note, clocks, launches_note(len(rows)))))
-    return _measurement(load, JOULES, (ratio.value, *ratio.interval), note)
+        if load.replica is not None:
+            continue
+        launches = [energy_of(launch) for launch in load.launches]
+        missing = next((each for each in launches if each.joules is None), None)
+        if missing or not load.output_tokens():
+            note = missing.note if missing else "energy: no answer"
+            yield _measurement(load, JOULES, (None, None, None), note)
+            continue
+        rows = [
+            np.array([[each.joules or 0.0, float(launch.output_tokens())]])
+            for each, launch in zip(launches, load.launches, strict=True)
+        ]
+        sums = intervals.resample_sums(rows, intervals.seed_of(load.cell, load.seed_text, JOULES))
+        ratio = intervals.ratio_of_sums(rows, sums, 0, 1)
+        assert ratio is not None
+        hosts = {sample.host for record in load.records for sample in record.gauges}
+        clocks = "assuming equal clocks on all hosts" if len(hosts) > 1 else None
+        note = "; ".join(filter(None, (launches[0].note, clocks, launches_note(len(rows)))))
+        yield _measurement(load, JOULES, (ratio.value, *ratio.interval), note)
 
 
 def energy_of(launch: Served) -> energy.WindowEnergy:
-    """Of all devices of all replicas, from the first request of the load to its last answer."""
+    """Energy of all devices of all replicas, from the first request of the load to its last answer."""
     spec, (record,) = launch.spec, launch.records
     if not spec.starts_servers:
-        return energy.unknown("the replicas stand elsewhere, and their power was not read")
+        return energy.unknown("the replicas run elsewhere, and their power was not read")
     windows = [(s.stage.began_at_s, s.stage.began_at_s + s.wall_s) for s in launch.stretches if s.stage]
     if len(windows) < len(launch.stretches):
-        return energy.unknown("when the load was on was not recorded")
+        return energy.unknown("the time of the load was not recorded")
     cuda = spec.topology.device == "cuda"
     return energy.energy_within(record, windows, devices_of(record) if cuda else None)

@@ -1,7 +1,7 @@
-"""What a token costs, from measured throughput and a price that says where it comes from.
+"""Cost of a token, from measured throughput and a price with its source.
 
-usd_per_mtok = price per GPU-hour * N * 1e6 / (3600 * tokens/s); tokens_per_usd is its inverse (method.md, section 4).
-A price is taken as exact: intervals are those of the throughput. Samples of different lengths are never compared.
+usd_per_mtok = price per GPU-hour * N * 1e6 / (3600 * tokens/s); tokens_per_usd is its inverse (method.md, section 4). A
+price is taken as exact: intervals are those of the throughput. Samples of different lengths are never compared.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from paceline.analysis.findings import (
     LOWER,
     SHARED_GPU,
     TIE,
-    Comparison,
     Cost,
     Measurement,
     Recommendation,
@@ -45,8 +44,9 @@ PER_SAMPLE = ("usd_per_1k_samples", "samples_time_s", "samples_cost_usd")
 
 @dataclass(frozen=True, slots=True)
 class Costing:
-    """At which prices (None: those of the table that match the GPU), for how many tokens or samples of training, and in
-    how many hours of a day reserved devices serve: an assumption, told wherever it counts."""
+    """Requested prices (None: those of the table that match the GPU), tokens or samples of a whole training, and the
+    assumed hours per day in which reserved devices serve.
+    """
 
     prices: tuple[Price, ...] | None = None
     train_tokens: int | None = None
@@ -55,7 +55,7 @@ class Costing:
 
     @property
     def goal(self) -> str | None:
-        """The option by which a whole training was asked for."""
+        """The option that requested a whole training."""
         asked = {"--train-tokens": self.train_tokens, "--train-samples": self.train_samples}
         return next((option for option, count in asked.items() if count is not None), None)
 
@@ -68,7 +68,7 @@ class Costs:
 
     @property
     def measurements(self) -> tuple[Measurement, ...]:
-        """For each cell and price; the time to train, which no price changes, once for each cell."""
+        """For each cell and price; the time to train, which does not depend on the price, once per cell."""
         found: list[Measurement] = []
         timed: set[str] = set()
         for c in self.rows:
@@ -83,15 +83,29 @@ class Costs:
 
 
 def tokens_per_usd(usd_per_gpu_hour: float, devices: int, tokens_per_s: float) -> float:
-    """Tokens of one hour over the USD of that hour for all devices."""
+    """Tokens of one hour over the USD of that hour for all devices.
+
+    >>> tokens_per_usd(usd_per_gpu_hour=2.0, devices=8, tokens_per_s=100_000)
+    22500000.0
+    """
     return SECONDS_PER_HOUR * tokens_per_s / (usd_per_gpu_hour * devices)
 
 
 def usd_per_mtok(usd_per_gpu_hour: float, devices: int, tokens_per_s: float) -> float:
+    """USD per million tokens.
+
+    >>> round(usd_per_mtok(usd_per_gpu_hour=2.0, devices=8, tokens_per_s=100_000), 4)
+    0.0444
+    """
     return 1e6 / tokens_per_usd(usd_per_gpu_hour, devices, tokens_per_s)
 
 
 def usd_per_1k_samples(usd_per_gpu_hour: float, devices: int, samples_per_s: float) -> float:
+    """USD per 1,000 samples.
+
+    >>> usd_per_1k_samples(usd_per_gpu_hour=3.6, devices=1, samples_per_s=10.0)
+    0.1
+    """
     return usd_per_gpu_hour * devices * 1000 / (SECONDS_PER_HOUR * samples_per_s)
 
 
@@ -102,12 +116,12 @@ def analyse(cells: Sequence[Cell], recommendations: Sequence[Recommendation], co
     """Costs of every cell whose device has a price, and what the recommended choice saves there."""
     rows = tuple(row for cell in cells for price in prices_of(cell, costing) for row in _costs(cell, price, costing))
     priced = {row.cell for row in rows}
-    found = (_saving(r) for r in recommendations if r.metric == "tokens_per_s" and r.over)
-    return Costs(rows, tuple(s for s in found if s and s.cell in priced), tuple(_notes(cells, rows, costing)))
+    savings = (_saving(r) for r in recommendations if r.metric == "tokens_per_s" and r.over)
+    return Costs(rows, tuple(s for s in savings if s and s.cell in priced), tuple(_notes(cells, rows, costing)))
 
 
 def added_to(report: Report, cells: Sequence[Cell], costing: Costing) -> Report:
-    """The report with what its cells cost."""
+    """The report with the costs of its cells."""
     found = analyse(cells, report.recommendations, costing)
     return dataclasses.replace(
         report,
@@ -119,12 +133,14 @@ def added_to(report: Report, cells: Sequence[Cell], costing: Costing) -> Report:
 
 
 def device_of(cell: Cell) -> str | None:
-    """The kind of GPU the cell ran on, None for a CPU. A slice, several kinds and an unrecorded one have no price."""
+    """The kind of GPU the cell ran on, None for a CPU. A MIG slice, several kinds and an unrecorded one have no
+    price.
+    """
     return device_kind(cell) if cell.spec.topology.device == "cuda" else None
 
 
 def prices_of(cell: Cell, costing: Costing) -> list[Price]:
-    """The cheapest first. A GPU that processes share says nothing about speed, so nothing about cost."""
+    """Prices, cheapest first; none for a shared GPU, which says nothing about speed."""
     if cell.shared_gpu:
         return []
     gpu = device_of(cell)
@@ -171,7 +187,7 @@ def _costs(cell: Cell, price: Price, costing: Costing) -> Iterable[Cost]:
 def _measurement(
     cell: Cell, price: Price | None, metric: str, rate: Resampled, formula: Callable[[float], float]
 ) -> Measurement:
-    """Every formula is monotonic in the rate, so its bounds are those of the rate, in their order."""
+    """Every formula is monotonic in the rate, so its bounds are those of the rate, sorted."""
     unit, better = METRICS[metric]
     low, high = rate.interval
     bounds = sorted(map(formula, (low, high))) if low is not None and high is not None and low > 0 else (None, None)
@@ -199,43 +215,38 @@ def _measurement(
 
 def _saving(recommendation: Recommendation) -> Saving | None:
     """The recommended over the next best, by the comparison that decided it; a tie saves nothing."""
-    following = recommendation.over[0]
     for c in recommendation.because:
-        sides = {c.label: c.other_label, c.other_label: c.label}
-        winner = sides.get(following)
-        if winner in recommendation.choose and c.verdict != TIE:
-            return _saved(recommendation, c)
+        winner = {c.label: c.other_label, c.other_label: c.label}.get(recommendation.over[0])
+        if winner not in recommendation.choose or c.verdict == TIE:
+            continue
+        forward = c.verdict == BETTER
+        ratio, low, high = (c.ratio, c.low, c.high) if forward else (1 / c.ratio, 1 / c.high, 1 / c.low)
+        names = (c.label, c.other_label) if forward else (c.other_label, c.label)
+        return Saving(
+            group=recommendation.group,
+            cell=c.cell if forward else c.other,
+            other=c.other if forward else c.cell,
+            label=names[0],
+            other_label=names[1],
+            saved_ratio=1 - 1 / ratio,
+            low=1 - 1 / low,
+            high=1 - 1 / high,
+            runs=c.runs,
+            tied=tuple(name for name in recommendation.choose if name != names[0]),
+        )
     return None
 
 
-def _saved(recommendation: Recommendation, c: Comparison) -> Saving:
-    forward = c.verdict == BETTER
-    ratio, low, high = (c.ratio, c.low, c.high) if forward else (1 / c.ratio, 1 / c.high, 1 / c.low)
-    names = (c.label, c.other_label) if forward else (c.other_label, c.label)
-    return Saving(
-        group=recommendation.group,
-        cell=c.cell if forward else c.other,
-        other=c.other if forward else c.cell,
-        label=names[0],
-        other_label=names[1],
-        saved_ratio=1 - 1 / ratio,
-        low=1 - 1 / low,
-        high=1 - 1 / high,
-        runs=c.runs,
-        tied=tuple(name for name in recommendation.choose if name != names[0]),
-    )
-
-
 def _notes(cells: Sequence[Cell], rows: Sequence[Cost], costing: Costing) -> Iterable[str]:
-    """Why an answer that was asked for is missing."""
+    """Why a requested answer is missing."""
     if rows or not cells or (costing.prices is None and costing.goal is None):
         return
     if all(cell.shared_gpu for cell in cells):
-        yield f"{SHARED_GPU}, so no cost is stated"
+        yield f"{SHARED_GPU}, so there is no cost"
         return
     devices = ", ".join(sorted({device_of(cell) or cell.spec.topology.device for cell in cells}))
     if costing.prices is None:
-        yield f"{costing.goal}: no price is known for {devices}, so no cost is stated; give one with --price"
+        yield f"{costing.goal}: no price is known for {devices}, so there is no cost; give one with --price"
     else:
         named = ", ".join(f"{p.name} ({p.gpu})" if p.gpu else p.name for p in costing.prices)
-        yield f"--price: {named} holds for none of the measured cells ({devices}), so no cost is stated"
+        yield f"--price: {named} applies to none of the measured cells ({devices}), so there is no cost"

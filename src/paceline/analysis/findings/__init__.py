@@ -1,4 +1,4 @@
-"""Concluded: what the data says, and on which runs each sentence rests. All that an exporter may print stands here."""
+"""What the data shows, as plain dataclasses: everything an exporter may print, each with the runs it rests on."""
 
 from paceline.analysis.findings.compare import (
     Between,

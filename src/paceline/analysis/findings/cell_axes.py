@@ -1,4 +1,4 @@
-"""Which axes tell cells apart, and how a cell is named by them."""
+"""Which axes distinguish cells, and how a cell is named by them."""
 
 from __future__ import annotations
 
@@ -7,24 +7,28 @@ from collections.abc import Mapping, Sequence
 from paceline.errors import Scalar
 
 _ALWAYS_NAMED = ("model", "world_size")
-
-
-# The kind of device is no axis of a spec: a run tells it beside its axes.
+# The kind of device is not an axis of a spec; a run records it next to its axes.
 DEVICE = "device_name"
-
-
-# Named only where nothing else tells two cells apart, the least telling first.
+# Named only if nothing else distinguishes two cells; the least informative axis comes first.
 _SELDOM_NAMED = ("steps", "seed", "launcher", "workload")
 
 
 def describe(axes: Mapping[str, Scalar], named: Sequence[str] = _ALWAYS_NAMED) -> str:
-    """`ddp, gpt-tiny, 2 processes`: the strategy, then the named axes."""
+    """Name of a cell: its strategy, then the named axes.
+
+    >>> describe({"strategy": "ddp", "model": "gpt-tiny", "world_size": 2, "device": "cpu"})
+    'ddp, gpt-tiny, 2 processes'
+    """
     first = str(axes.get("strategy") or axes.get("workload") or "")
     return ", ".join(filter(None, (first, *(axis_text(name, axes) for name in named if axes.get(name) is not None))))
 
 
 def axis_text(name: str, axes: Mapping[str, Scalar]) -> str:
-    """One axis in words: `2 GPUs`, `gpt-tiny`, `sequence length 2048`, `compile on`."""
+    """One axis in words.
+
+    >>> axis_text("world_size", {"world_size": 2, "device": "cuda"}), axis_text("compile", {"compile": True})
+    ('2 GPUs', 'compile on')
+    """
     value = axes.get(name)
     if name == "world_size":
         noun = "GPU" if axes.get("device") == "cuda" else "process"
@@ -38,16 +42,20 @@ def axis_text(name: str, axes: Mapping[str, Scalar]) -> str:
 
 
 def telling_axes(cells: Sequence[Mapping[str, Scalar]]) -> tuple[str, ...]:
-    """Model and world size, then every other axis in which the cells differ; not those that follow from the rest."""
+    """Axes that names of these cells need: model, world size, and every other axis in which they differ.
+
+    >>> telling_axes([{"model": "tiny", "world_size": 1, "rank": 8}, {"model": "tiny", "world_size": 1, "rank": 16}])
+    ('model', 'world_size', 'rank')
+    """
     seen: dict[str, set[str]] = {}
     for axes in cells:
         for name, value in axes.items():
             seen.setdefault(name, set()).add(repr(value))
     differing = [name for name, values in seen.items() if len(values) > 1]
     named = [*_ALWAYS_NAMED, *(n for n in differing if n not in {*_ALWAYS_NAMED, "strategy", "global_batch"})]
-    told_apart = len({describe(axes, named) for axes in cells})
+    distinct = len({describe(axes, named) for axes in cells})
     for name in _SELDOM_NAMED:
         rest = [other for other in named if other != name]
-        if name in named and len({describe(axes, rest) for axes in cells}) == told_apart:
+        if name in named and len({describe(axes, rest) for axes in cells}) == distinct:
             named = rest
     return tuple(named)

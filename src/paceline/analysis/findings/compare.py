@@ -11,7 +11,7 @@ from paceline.errors import Scalar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Differing:
-    """One recorded fact or field that is not the same on both sides; None where a side does not have it."""
+    """One recorded fact that differs between two sides; None if a side does not have it."""
 
     path: str
     first: str | None
@@ -20,10 +20,10 @@ class Differing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One metric of one cell, B over A. subject is cell, or row for one row of a sweep; row names it.
+    """One metric of one cell, B over A. subject is `cell`, or `row` for one row of a sweep, which `row` names.
 
-    low, high and detectable_ratio are None where the data supports no interval; then verdict, which speaks about B, is
-    None too and reason says why. differences are those of this cell that not all cells share.
+    low, high and detectable_ratio are None if the data supports no interval. verdict (about B) is then None too, and
+    reason says why. differences are those of this cell that not all cells share.
     """
 
     subject: str
@@ -48,7 +48,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """A cell with an ok run in A and none in B, or all of whose runs were ok in A and not all are in B."""
+    """A cell with an ok run in A and none in B, or with only ok runs in A and a failed one in B."""
 
     cell: str
     label: str
@@ -58,7 +58,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Between:
-    """Two folders, cell by cell. changes begin with the largest decided effect; shared holds for every pair."""
+    """Two folders, compared cell by cell. changes start with the largest decided effect; shared is in all pairs."""
 
     first: str
     second: str
@@ -72,7 +72,7 @@ class Between:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regression:
-    """Why a gate at limit_percent fails: a cell, and the sentence about it."""
+    """Why a gate fails: a cell, and a sentence about it."""
 
     cell: str
     text: str
@@ -80,7 +80,7 @@ class Regression:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryPoint:
-    """One launch. campaign is the folder it stands in; segment counts the levels of the series from 0."""
+    """One launch. campaign is its folder; segment numbers the levels of the series from 0."""
 
     run: str
     campaign: str
@@ -93,8 +93,9 @@ class HistoryPoint:
 class ChangePoint:
     """The level changed between launches index - 1 and index. ratio is the level after over the level before.
 
-    p_value is the permutation test's. differences hold for every launch after and for none before where throughout is
-    True; else they are those of the two launches around the change, because nothing recorded separates the levels.
+    p_value comes from the permutation test. If throughout is True, differences hold for every launch after the change
+    and for none before. Otherwise they are those between the two launches around it, because no recorded fact separates
+    the levels.
     """
 
     index: int
@@ -111,9 +112,9 @@ class ChangePoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistorySeries:
-    """One metric of one cell, or of one load of a sweep, over all its launches that ended ok, the oldest first.
+    """One metric of one cell, or of one load of a sweep, over all launches that ended ok, oldest first.
 
-    note says why no change could be looked for; it is None where the series was searched.
+    note says why the series was not searched for a change; it is None if it was.
     """
 
     metric: str
@@ -134,12 +135,13 @@ NO_EFFECT, OPEN, ALIASED = "no effect", "undecided", "aliased"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
-    """What a change did to one metric: changed over unchanged, its 95 % interval, the smallest effect that data of this
-    spread shows, and the largest that the interval allows. None where launches were too few for a spread.
+    """Effect of a change on one metric: changed over unchanged, with its 95 % interval.
 
-    verdict: speeds up, slows down, needs more memory, needs less memory, no effect (none over bound_ratio), undecided,
-    or aliased (there is an effect or none, but nobody knows whose). Of an interaction the ratio is by how much the
-    effect of one factor grows when the other is changed too.
+    detectable_ratio is the smallest effect that data of this spread can show, bound_ratio the largest that the interval
+    allows. Both are None if there were too few launches for a spread. verdict is speeds up, slows down, needs more
+    memory, needs less memory, no effect (none over bound_ratio), undecided, or aliased (the design cannot say which
+    factor causes it). The ratio of an interaction is how much the effect of one factor grows when the other changes
+    too.
     """
 
     metric: str
@@ -154,10 +156,10 @@ class Response:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effect:
-    """One change and what it did. kind is factor, combined or interaction; name is the change in words.
+    """One change and its effect. kind is factor, combined or interaction; name is the change in words.
 
-    pairs counts the comparisons that were averaged: all other factors stood at the same levels on both sides of each.
-    aliases are the main effects and two-factor interactions that the design cannot tell from it.
+    pairs counts the comparisons that were averaged; all other factors had the same levels on both sides of each.
+    aliases are the main effects and two-factor interactions that the design cannot separate from this one.
     """
 
     kind: str
@@ -175,10 +177,10 @@ class Effect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DesignOutcome:
-    """One designed experiment on one kind of device, its effects ranked: what mattered most first.
+    """One designed experiment on one kind of device, with its effects ranked by importance.
 
-    levels has each factor's, the baseline first. resolution and relation (its defining words) are of a fraction only.
-    names has each measured cell as its changes from the baseline; left_out are points without a valid run.
+    levels lists each factor's levels, baseline first. resolution and relation (the defining words) apply to a fraction
+    only. names describes each measured cell by its changes from the baseline; left_out are points without a valid run.
     """
 
     kind: str

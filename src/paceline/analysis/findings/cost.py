@@ -12,11 +12,11 @@ from paceline.host.prices import SPOT, Price
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """One cell at one price. Intervals are those of its throughput; the price itself is taken as exact.
+    """One cell at one price. Intervals come from its throughput; the price is taken as exact.
 
-    usd_per_hour is the whole job's: all its devices. usd_per_1k_samples holds for samples of this cell's sequence
-    length and data only. train_* are of train_tokens tokens, None where nobody asked for a number of tokens; samples_*
-    are of train_samples samples, as long as those of the cell.
+    usd_per_hour is for the whole job, all its devices. usd_per_1k_samples applies only to samples of this cell's
+    sequence length and data. train_* are for train_tokens tokens, and None if no number of tokens was requested;
+    samples_* are for train_samples samples as long as those of the cell.
     """
 
     cell: str
@@ -36,39 +36,40 @@ class Cost:
 
     @property
     def tokens_per_sample(self) -> float | None:
-        """Non-pad tokens of the mean sample that was measured."""
+        """Non-pad tokens of the mean measured sample."""
         per_1k, per_mtok = self.usd_per_1k_samples.value, self.usd_per_mtok.value
         return None if per_1k is None or not per_mtok else 1000 * per_1k / per_mtok
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """One cell at the two prices one is shown: the lowest that is not spot, and the lowest spot; one may be absent."""
+    """One cell at the two prices shown: the lowest non-spot price, and the lowest spot price if there is one."""
 
     lead: Cost
     spot: Cost | None
 
 
 def offers_of(costs: Sequence[Cost]) -> list[Offer]:
-    """Cells in the order of the report; a cell with spot prices alone is led by its lowest."""
+    """One offer per cell in report order. A cell with spot prices only is led by its lowest."""
     by_cell: dict[str, list[Cost]] = {}
     for cost in costs:
         by_cell.setdefault(cost.cell, []).append(cost)
-    found = []
-    for ours in by_cell.values():
-        ordered = sorted(ours, key=lambda c: (c.price.usd_per_gpu_hour, c.price.name))
+    offers = []
+    for of_cell in by_cell.values():
+        ordered = sorted(of_cell, key=lambda c: (c.price.usd_per_gpu_hour, c.price.name))
         spot = next((c for c in ordered if c.price.kind == SPOT), None)
         lead = next((c for c in ordered if c.price.kind != SPOT), ordered[0])
-        found.append(Offer(lead, None if spot is lead else spot))
-    return found
+        offers.append(Offer(lead, None if spot is lead else spot))
+    return offers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
-    """The part of the next best's cost per token that the better choice does not spend: 1 - 1/(ratio of throughput).
+    """Share of the next best's cost per token that the better choice saves: 1 - 1 / (ratio of throughput).
 
-    Both ran on as many devices of one kind, so it is the same at every price. It exists only where a certified
-    comparison says better; low and high bound 95 %. tied are choices that the data cannot tell from the better one.
+    Both ran on the same number of devices of one kind, so it is the same at every price. It exists only if a certified
+    comparison says better; low and high are the 95 % interval. tied are choices that the data cannot distinguish from
+    the better one.
     """
 
     group: str
@@ -88,13 +89,14 @@ HOURS_A_DAY = 24.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedCost:
-    """One cell at one price, at the highest load that kept its limits. load names it, None where there is one alone;
-    kept says by what it is known, and is_kept is None where no limits were set, False where a plain run broke them;
-    is_proved says that requests were enough to tell it of the 99th percentile.
+    """One cell at one price, at the highest load that met its latency limits.
 
-    usd_per_mtok is per million tokens, asked and answered alike; usd_per_output_mtok lays the whole cost on answered
-    tokens. Both are of the hours the load runs. reserved_* are of all hours of the day, of which busy_hours are asked
-    to run it: an assumption. None where the server did not tell how many tokens a prompt has.
+    load names it (None if there is only one). kept says how that is known. is_kept is None without limits and False if
+    a plain run broke them. is_proved says whether there were enough requests for the 99th percentile.
+
+    usd_per_mtok is per million prompt and output tokens; usd_per_output_mtok assigns the whole cost to output tokens.
+    Both count the hours the load runs. reserved_* count all hours of the day, of which busy_hours are assumed to be
+    used. They are None if the server did not report prompt token counts.
     """
 
     cell: str
@@ -113,16 +115,16 @@ class ServedCost:
     reserved_usd_per_mtok: Measurement | None
 
 
-# Published numbers are rounded to three digits or so: less than this is no contradiction.
+# Published numbers are rounded to about three digits; a smaller difference is no contradiction.
 AGREES_WITHIN = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """One number as its source states it, beside the same number computed from the source's other numbers.
+    """One number as its source states it, next to the same number computed from the source's other numbers.
 
-    claimed is None where the source does not state it, recomputed is None where its other numbers do not give it.
-    how says the arithmetic. Neither is measured, so neither has an interval, a certificate or a rank.
+    claimed is None if the source does not state it, recomputed if its other numbers do not give it; how is the
+    arithmetic. Neither is measured, so neither has an interval, a certificate or a rank.
     """
 
     run: str
@@ -136,7 +138,7 @@ class Claim:
 
     @property
     def contradicted(self) -> bool:
-        """Whether the source's own numbers give another one."""
+        """Whether the source's own numbers give a different value."""
         if self.claimed is None or self.recomputed is None:
             return False
         return abs(self.claimed - self.recomputed) > AGREES_WITHIN * abs(self.recomputed)
@@ -144,7 +146,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimedTransfer:
-    """One claimed step beside the time that its bytes alone would take."""
+    """One claimed step next to the time that its bytes alone would take."""
 
     run: str
     axes: Mapping[str, Scalar]
@@ -159,7 +161,7 @@ class ClaimedTransfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimedTransfers:
-    """t = alpha + sent bytes / link for all rows of one source: alpha is the only number fitted, one for all rows."""
+    """t = alpha + sent bytes / link for all rows of one source. Only alpha is fitted, once for all rows."""
 
     source: str
     alpha_s: float

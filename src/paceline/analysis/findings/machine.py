@@ -11,11 +11,13 @@ from paceline.errors import Scalar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveRow:
-    """One row as nccl-tests prints it. time_s is the slowest rank's mean; percentiles are of per-iteration maxima over
-    ranks, None where too few iterations support them. skew_ratio is the longest rank's mean over the shortest's, and
-    early_rank / late_rank are the ranks that spent most and least time inside: the others wait for the late one.
-    Repeats of one configuration are one row: run is the first of them, iterations counts those of all launches.
-    status is ok; oom or unsupported where nothing was measured; invalid where data arrived wrong (error says so)."""
+    """One row as nccl-tests prints it. time_s is the mean of the slowest rank.
+
+    Percentiles are over per-iteration maxima across ranks, and None if there were too few iterations. skew_ratio is the
+    longest mean of a rank over the shortest. early_rank and late_rank spent the most and the least time inside: the
+    others wait for the late one. Repeats of one configuration form one row: run is the first of them, iterations counts
+    all launches. status is ok, oom or unsupported (nothing measured), or invalid (data arrived corrupted; see error).
+    """
 
     run: str
     cell: str
@@ -46,8 +48,11 @@ class CollectiveRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveFit:
-    """t = alpha + S*f/beta of one operation by weighted least squares over its sizes; residual is the RMS of
-    (fitted - measured) / measured. note says where alpha was held at 0, or why this is not a speed."""
+    """t = alpha + S*f/beta for one operation, by weighted least squares over its sizes.
+
+    residual_ratio is the RMS of (fitted - measured) / measured. note says if alpha was fixed at 0, or why this is not a
+    speed.
+    """
 
     operation: str
     dtype: str
@@ -64,7 +69,7 @@ class CollectiveFit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap:
-    """hidden_ratio: the part of the collective that took no time of its own beside matrix products (1 all, 0 none)."""
+    """hidden_ratio is the part of the collective that overlapped with matrix products (1 all, 0 none)."""
 
     operation: str
     dtype: str
@@ -80,11 +85,11 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspect:
-    """A rank, node or link that is slower than its peers by more than chance and by enough to matter.
+    """A rank, node or link that is significantly and relevantly slower than its peers.
 
-    kind is rank, node or link; confirmed is True when a second turn with other partners said the same.
-    ratio is its bandwidth over its peers' median, or, for a rank that comes late to a sweep, its time inside
-    collectives over theirs; z the modified z of that.
+    kind is rank, node or link. confirmed is True if a second turn with other partners agreed. ratio is its bandwidth
+    over the median of its peers, or, for a rank that arrives late in a sweep, its time inside collectives over theirs;
+    z is the modified z-score of that.
     """
 
     kind: str
@@ -100,8 +105,9 @@ class Suspect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """One pair of ranks of a tournament, both turns together. ratio is its bandwidth over the median of its kind: pairs
-    inside a node are one kind, pairs across nodes another."""
+    """One pair of ranks of a tournament, both turns combined. ratio is its bandwidth over the median of its kind: pairs
+    inside a node are one kind, pairs across nodes another.
+    """
 
     run: str
     ranks: tuple[int, int]
@@ -118,9 +124,12 @@ WORST_FIRST = (FAIL, SUSPECT, UNDECIDED, PASS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeMeasure:
-    """One quantity of one rank. relative is its ratio to the median of its peers (or of a baseline), what all share
-    over time taken out; of a temperature it is the difference in degrees. low and high are its 95 % interval over the
-    repeats, None where there is one reading. accepted are the ends of the band; z is the modified z among the peers."""
+    """One quantity of one rank. relative is its ratio to the median of its peers (or of a baseline), after removing
+    what all share over time; for a temperature, the difference in degrees.
+
+    low and high are the 95 % interval over repeats, None for a single reading. accepted is the accepted band; z is the
+    modified z-score among peers.
+    """
 
     measure: str
     unit: str
@@ -136,8 +145,9 @@ class NodeMeasure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeEvidence:
-    """One thing that speaks against a node, or that its repeats could not tell. next_command is what an operator should
-    try there."""
+    """One piece of evidence against a node, or a measure that its repeats could not decide. next_command is what an
+    operator should try there.
+    """
 
     kind: str
     verdict: str
@@ -147,8 +157,11 @@ class NodeEvidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeVerdict:
-    """One node of one run. against names what it was compared with; differences are facts in which it stands apart
-    from the majority (first is the node's, second the majority's); condition is what its devices and host said."""
+    """The verdict about one node of one run. against says what it was compared with.
+
+    differences are facts in which it differs from the majority (first is the node's value, second the majority's).
+    condition is what its devices and host reported.
+    """
 
     run: str
     cell: str
@@ -165,22 +178,28 @@ class NodeVerdict:
 
     @property
     def is_refused(self) -> bool:
-        """Whether automation must not take it: it failed, or something of it could not be told, whatever else makes it
-        suspect. A suspect alone is a person's decision."""
+        """Whether automation must not use the node: it failed, or one of its measures is undecided. A node that is only
+        suspect is a person's decision.
+        """
         return any(e.verdict in (FAIL, UNDECIDED) for e in self.evidence)
 
 
 def worst(verdicts: tuple[str, ...]) -> str:
+    """The worst verdict; pass if there is none.
+
+    >>> worst((PASS, SUSPECT))
+    'suspect'
+    """
     return next((verdict for verdict in WORST_FIRST if verdict in verdicts), PASS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceGauges:
-    """One GPU, or one host's processors (device None), over the measured steps or loads of all runs that ended ok.
+    """One GPU, or the processors of one host (device None), over the measured steps or loads of all ok runs.
 
-    busy_ratio is the driver's busy share of a GPU, or that of all cores; clock_hz the multiprocessors' or the cores'.
-    throttled_ratio is the share of readings in which it was held back, for throttle_reasons; None where none told.
-    What was never told is None.
+    busy_median_ratio is the driver's busy share of a GPU, or that of all cores. clock_* is the clock of the
+    multiprocessors or cores. throttled_ratio is the share of readings while throttled, with throttle_reasons. Values
+    never reported are None.
     """
 
     host: str
@@ -201,11 +220,11 @@ class DeviceGauges:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GaugeTrace:
-    """One device of one run from its first reading to its last, thinned to what a chart can show.
+    """One device of one run from its first reading to its last, thinned for a chart.
 
-    seconds count from the first measured step or load, or from the first reading of a run that measured none; window is
-    the measured part, throttled the stretches in which the device was held back. A reading that lacks a gauge has None.
-    power_cap_w and clock_max_hz are the machine's own limits.
+    seconds count from the first measured step or load, or from the first reading if nothing was measured. window is the
+    measured part, throttled the intervals while the device was throttled. A missing reading is None. power_cap_w and
+    clock_max_hz are the device's limits.
     """
 
     run: str

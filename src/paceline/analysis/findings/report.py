@@ -47,9 +47,9 @@ from paceline.analysis.findings.training import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What repeats one cell: an experiment of that cell alone, the file to save it as, and the command that runs it.
+    """How to repeat one cell: an experiment of that cell alone, the file to save it as, and the command to run it.
 
-    Loading the experiment gives the same cell, as often as it was run.
+    Loading the experiment gives the same cell with the same number of repeats.
     """
 
     cell: str
@@ -63,8 +63,10 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """All that was concluded from a set of runs; exporters print it and decide nothing. doubted is what was measured of
-    served loads that are not believed: to be shown as such, and never among measurements."""
+    """All findings about a set of runs; exporters print it and decide nothing.
+
+    doubted has measurements of inference loads whose numbers were rejected: shown as such, never part of measurements.
+    """
 
     title: str
     created_at: float

@@ -1,4 +1,4 @@
-"""Concluded about a replay: whether stored runs, run again, showed the same."""
+"""Findings about a replay: whether stored runs, run again, gave the same results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.analysis.findings.training import Certificate, Measurement
 
 
 class ReplayVerdict(StrEnum):
-    """What a replay says about one cell. Only `reproduced` counts as such."""
+    """Verdict on one cell of a replay. Only `reproduced` counts as reproduced."""
 
     REPRODUCED = "reproduced"
     DIFFERS = "differs"
@@ -20,10 +20,10 @@ class ReplayVerdict(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remeasured:
-    """One metric of one cell, stored beside replayed. ratio is replayed over stored with its 95 % interval.
+    """One metric of one cell, stored and replayed. ratio is replayed over stored with its 95 % interval.
 
-    within is None where the data supports no interval and the values are not near enough to do without; reason says so.
-    stored and replayed are None for a metric of many rows, of which reason tells how many agree.
+    within is None if the data supports no interval and the values are not close; reason says so. stored and replayed
+    are None for a metric with many rows; reason then says how many agree.
     """
 
     metric: str
@@ -39,7 +39,7 @@ class Remeasured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """Losses of the replay beside the stored ones, step by step; largest_ratio is |new - old| / |old|."""
+    """Losses of the replay compared with the stored ones, step by step; largest_ratio is |new - old| / |old|."""
 
     steps: int
     equal_steps: int
@@ -48,10 +48,10 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellReproduction:
-    """One stored cell and what became of it. certificate holds the replay against the stored reference.
+    """One stored cell and its replay. certificate checks the replay against the stored reference.
 
-    differences are facts of the machines that are not the same, by dotted name: (stored, replayed), each with every
-    value that a host of that side has.
+    differences are facts of the machines that differ, by dotted name: (stored, replayed), each with all values on that
+    side.
     """
 
     cell: str

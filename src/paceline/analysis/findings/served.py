@@ -9,7 +9,7 @@ from paceline.analysis.findings.compare import Differing
 from paceline.analysis.findings.training import Check, Comparison, Measurement
 from paceline.errors import Scalar
 
-# What such a run is, and is not: the only words in which the other name stands.
+# The only text that may name MLPerf.
 LOADGEN_LABEL = "LoadGen-rule run, not an MLPerf(R) result"
 KEPT, NOT_KEPT, UNTOLD = "kept", "not kept", "cannot be told"
 CLIENT = "client"
@@ -17,15 +17,19 @@ VALID, INVALID, INVALID_CLIENT = "VALID", "INVALID", f"INVALID({CLIENT})"
 UNDECIDED_GAIN = "no verdict"
 
 
-def told(verdict: str, reasons: Sequence[str]) -> str:
-    """`INVALID(client): sent up to 5.0 ms late`: what the verdict says of all of them no reason says again."""
-    said = f"{CLIENT}: " if verdict == INVALID_CLIENT else ""
-    return f"{verdict}: {'; '.join(reason.removeprefix(said) for reason in reasons)}"
+def verdict_text(verdict: str, reasons: Sequence[str]) -> str:
+    """A verdict with its reasons.
+
+    >>> verdict_text(INVALID_CLIENT, ["client: sent up to 5.0 ms late"])
+    'INVALID(client): sent up to 5.0 ms late'
+    """
+    repeated = f"{CLIENT}: " if verdict == INVALID_CLIENT else ""
+    return f"{verdict}: {'; '.join(reason.removeprefix(repeated) for reason in reasons)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One line of a checklist. outcome is KEPT, NOT_KEPT, or UNTOLD where the record holds nothing that could tell."""
+    """One line of a checklist. outcome is KEPT, NOT_KEPT, or UNTOLD if the record cannot decide it."""
 
     name: str
     asked: str
@@ -35,9 +39,11 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CeilingUse:
-    """How near a load came to what `selftest` had believed this client at, by its busiest second. ratio and all of the
-    ceiling are None where none was measured of such a client; text says it in words, or why it is not known. is_near
-    warns: a client this near to its ceiling may have been what was measured."""
+    """How close the busiest second of a load came to the client's ceiling measured by `selftest`.
+
+    ratio and all ceiling values are None if no such client was measured; text says it in words. is_near is a warning: a
+    client this close to its ceiling may itself have been the bottleneck.
+    """
 
     events_per_s: float | None
     ratio: float | None
@@ -50,17 +56,17 @@ class CeilingUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedVerdict:
-    """Whether one load of one cell counts: verdict is VALID, or INVALID for each of the reasons; INVALID(client) where
-    it was the client alone that could not be believed.
+    """Whether one load of one cell is valid: VALID, INVALID for the reasons, or INVALID(client) if only the client
+    failed.
 
-    late and allowed are of the limits at the 99th percentile, None where there are none; allowed is None too where the
-    requests are too few to tell. label and rules are of runs by LoadGen's rules only; accuracy is their rule about
-    scores. left_out are launches that were not measured, each with its reason. ceiling is the share of the client's
-    ceiling that the load used: it is told, and decides nothing.
+    late and allowed refer to the limits at the 99th percentile, None without limits; allowed is also None if there were
+    too few requests. label and rules are for runs by LoadGen's rules only, accuracy is their rule about scores.
+    left_out are launches that were not measured, each with its reason. ceiling is the share of the client's ceiling
+    that the load used; it is informative only.
 
-    is_believed says whether its numbers are: limits that were not kept are an answer of the server, a client that was
-    late or requests that failed uncounted are none. Numbers that are not believed are shown, and are part of nothing
-    else. fails says that the load was asked for by name and is not believed, so that the exit code must tell.
+    is_believed says whether the numbers are accepted: missed limits are a result about the server, while a late client
+    or uncounted failures make the numbers unreliable. Rejected numbers are shown but used nowhere else. fails says that
+    the load was requested by name and rejected, so the exit code must report it.
     """
 
     cell: str
@@ -84,16 +90,19 @@ class ServedVerdict:
     def is_valid(self) -> bool:
         return not self.reasons
 
-    def told(self, most: int | None = None) -> str:
-        """The verdict and its reasons, all or the first ones; nothing where it is VALID."""
-        return told(self.verdict, self.reasons[:most]) if self.reasons else ""
+    def text(self, most: int | None = None) -> str:
+        """The verdict and its first reasons (all by default); empty if VALID."""
+        return verdict_text(self.verdict, self.reasons[:most]) if self.reasons else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaShare:
-    """What one replica did of a load. Rates are of its own time, from the start of the load to its last answer (or to
-    its end, where it died); alone_tokens_per_s is from a run in which it was asked alone. busy_ratio is the share of
-    the whole time in which it had a request. died_s counts from the start of the load."""
+    """One replica's part of a load. Rates are over its own time, from the start of the load to its last answer (or its
+    death).
+
+    alone_tokens_per_s is from a run in which only this replica was asked. busy_ratio is the share of the time in which
+    it had a request. died_s counts from the start of the load.
+    """
 
     replica: int
     host: str | None
@@ -110,12 +119,14 @@ class ReplicaShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """Several replicas under one load. speedup is the combined rate over that of the best replica: alone where a paired
-    run tells it (is_paired), else its own in this run, where the load may have held it back. efficiency is the same
-    over as many of the best as there are; both are None for a load that comes by a schedule, which serves what
-    it is asked. straggler_s is how long the last replica worked alone, straggler_ratio its share of the time; uneven
-    the share in which not all had a request. over says in words what speedup is over, and under how much load that was;
-    text says all of it in sentences."""
+    """Several replicas under one load.
+
+    speedup is the combined rate over that of the best replica: alone if a paired run measured it (is_paired), else its
+    own rate in this run, where the load may have limited it. efficiency is speedup over the number of replicas. Both
+    are None for an open-loop load, whose rate is given. straggler_s is how long the last replica worked alone,
+    straggler_ratio its share of the time, uneven_ratio the share in which not all replicas had a request. over says
+    what speedup is relative to; text is all of it in sentences.
+    """
 
     cell: str
     axes: Mapping[str, Scalar]
@@ -135,9 +146,11 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionGain:
-    """Tokens a second of the dynamic partition over those of the static one, of cells that differ in nothing else.
-    verdict speaks about dynamic: better, worse, tie, or UNDECIDED_GAIN where one of them has a single launch, so that
-    low and high are None."""
+    """Throughput of the dynamic partition over the static one, for cells that differ in nothing else.
+
+    verdict is about dynamic: better, worse, tie, or UNDECIDED_GAIN if one of them has a single launch (low and high are
+    then None).
+    """
 
     cell: str
     other: str
@@ -153,7 +166,7 @@ class PartitionGain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullSet:
-    """The time that the whole set would take, told from those samples that were asked; reason says why it is not."""
+    """Predicted time for the whole dataset, from the samples that were asked; reason says why it is missing."""
 
     cell: str
     axes: Mapping[str, Scalar]
@@ -167,7 +180,7 @@ class FullSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureClass:
-    """detail is what was told of one of them, None where nothing was."""
+    """A kind of failure. detail is the message of one of them, or None."""
 
     name: str
     count: int
@@ -176,8 +189,9 @@ class FailureClass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOfRun:
-    """name tells it from the other loads of its run, None where it is the only one. late is None without limits.
-    latencies are median and 99th percentile in seconds, of those that were answered."""
+    """One load of a run; name is None if it is the only one. late is None without limits. latencies are median and 99th
+    percentile in seconds over answered requests.
+    """
 
     scenario: str
     name: str | None
@@ -195,7 +209,9 @@ class LoadOfRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaOfRun:
-    """died_s counts from the start of the run, None where it stayed; reassigned are its samples that others took."""
+    """One replica of a run. died_s counts from the start of the run, None if it survived; reassigned are its samples
+    taken by others.
+    """
 
     replica: int
     host: str
@@ -211,9 +227,11 @@ TTFT, TPOT, LATENCY = "ttft", "tpot", "latency"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencySpread:
-    """How one quantity (ttft, tpot or latency) spreads over the answered requests of a load: `seconds[i]` is what the
-    share `shares[i]` of them took at most. Shares grow and end where a single request is left: beyond it the data says
-    nothing. Percentiles are of all requests, with bounds where these are known."""
+    """Distribution of one latency (ttft, tpot or latency) over the answered requests of a load.
+
+    `seconds[i]` is the quantile at `shares[i]`. Shares increase and end where a single request is left. Percentiles are
+    over all requests, with bounds if known.
+    """
 
     quantity: str
     n: int
@@ -227,9 +245,11 @@ class LatencySpread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedLoad:
-    """One load of a cell, over all launches: a plain scenario has one, a sweep or a search one for each it went
-    through. replica is the only one that was asked, None where all were. late counts requests beyond a limit, None
-    where there is no limit. is_believed is that of its verdict."""
+    """One load of a cell over all launches; a sweep or search has several.
+
+    replica is the only one asked, None if all were. late counts requests beyond a limit, None without limits.
+    is_believed is that of its verdict.
+    """
 
     cell: str
     axes: Mapping[str, Scalar]
@@ -249,8 +269,9 @@ class ServedLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaTrace:
-    """What one replica did over a run, on the grids of its `ServedTrace`: requests in flight (mean of each moment),
-    tokens a second, and the median TTFT of the requests whose first token came then (None where none did)."""
+    """One replica over a run, on the time grids of its `ServedTrace`: mean requests in flight, tokens per second, and
+    the median TTFT of requests whose first token arrived then (None if none did).
+    """
 
     replica: int
     host: str | None
@@ -266,10 +287,12 @@ class ReplicaTrace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedTrace:
-    """One launch of a cell over its time, from its start. seconds are the middles of equal moments for what is in
-    flight, pace_seconds those of longer ones for rates. late counts by moment the requests that ended beyond a limit or
-    failed. stages are the loads by when they began, with their rate, their concurrency, and the only replica that was
-    asked. is_believed is that of the whole launch."""
+    """One launch of a cell over time, from its start.
+
+    seconds are the middles of equal bins for requests in flight, pace_seconds those of longer bins for rates. late
+    counts per bin the requests that failed or exceeded a limit. stages are the loads by start time, with rate,
+    concurrency, and the only replica asked. is_believed is that of the whole launch.
+    """
 
     run: str
     cell: str
@@ -287,10 +310,12 @@ class ServedTrace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientAudit:
-    """The worst process of the client over all launches of a cell beside its bounds, of runs that are believed and of
-    those that for this reason are not. schedule_lag_s is None in a closed loop, where nothing is due before it is
-    sent. unstamped_ratio is of the answers whose times are not the kernel's, coalesced_ratio of the events that shared
-    a read with the one before; clock_drift_s is what its clocks moved by against each other."""
+    """The worst client process over all launches of a cell, next to its limits; rejected runs are included.
+
+    schedule_lag_s is None in a closed loop, which has no schedule. unstamped_ratio is the share of answers without
+    kernel timestamps, coalesced_ratio the share of events that shared a read with the one before, clock_drift_s how far
+    its clocks drifted apart.
+    """
 
     cell: str
     axes: Mapping[str, Scalar]
@@ -309,7 +334,7 @@ class ClientAudit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedShapes:
-    """All of it, for charts; the numbers to quote are measurements."""
+    """Curves of inference runs for charts. The numbers to quote are measurements."""
 
     loads: tuple[ServedLoad, ...]
     traces: tuple[ServedTrace, ...]
@@ -322,7 +347,7 @@ AGREES, DIFFERS, UNDECIDED, SILENT = "agrees", "differs", "undecided", "silent"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccuracyTarget:
-    """One value that a whole set must reach: at least low, and at most high where that is not None."""
+    """One value that a whole dataset must reach: at least low, and at most high unless that is None."""
 
     metric: str
     value: float
@@ -333,10 +358,13 @@ class AccuracyTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaAnswers:
-    """One replica's answers. agreement is about the questions that all replicas were asked outside the timed load:
-    differs from the majority, undecided where no majority exists, silent where it answered nothing; None where they
-    were not asked. odd of asked were answered otherwise than by most, or have no majority. scores are empty without
-    references. flag says why its speed must not be told alone; None where nothing speaks against it."""
+    """One replica's answers. agreement is about questions that all replicas were asked outside the timed load: agrees
+    with or differs from the majority, undecided without a majority, silent without answers; None if they were not
+    asked.
+
+    odd of asked answers differ from the majority or have none. scores are empty without reference answers. flag says
+    why its speed must not be reported alone; None if there is no reason.
+    """
 
     replica: int
     host: str | None
@@ -350,8 +378,9 @@ class ReplicaAnswers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accuracy:
-    """Answers of one cell beside its speed. verdict is of the whole set of a known task: passed or failed against its
-    targets; smoke for anything else that was scored, which can do neither; None where nothing was."""
+    """Answers of one cell. verdict is passed or failed against the targets for the whole set of a known task, smoke for
+    anything else that was scored, None if nothing was.
+    """
 
     cell: str
     axes: Mapping[str, Scalar]
@@ -365,7 +394,7 @@ class Accuracy:
 
     @property
     def flags(self) -> dict[int, str]:
-        """Replica -> why its speed must not be told alone."""
+        """Replica -> why its speed must not be reported alone."""
         return {each.replica: each.flag for each in self.replicas if each.flag}
 
 
@@ -374,9 +403,11 @@ FASTER, SLOWER = "faster", "slower"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedRatio:
-    """value(replica) / value(other) over the same samples, its 95 % interval, and the smallest effect that could have
-    been shown. verdict speaks about `replica`: faster, slower or tie; None where the work was not equal, and reason
-    says what a tie or no verdict rests on."""
+    """value(replica) / value(other) over the same samples, its 95 % interval, and the smallest detectable effect.
+
+    verdict is about `replica`: faster, slower or tie; None if the work was not equal. reason explains a tie or a
+    missing verdict.
+    """
 
     metric: str
     unit: str
@@ -390,9 +421,12 @@ class PairedRatio:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedReplicas:
-    """Two replicas of one cell. pairs counts the samples that both answered, dropped those that one did not; balanced
-    says that both were asked around the same moment on average, so that a steady drift cancels. flags are why a
-    replica's answers make its speed that of other work; differences are what is known of their hosts and settings."""
+    """Two replicas of one cell that answered the same samples in turn. pairs counts samples both answered, dropped
+    those that one did not.
+
+    balanced says that both were asked at the same time on average, so a steady drift cancels. flags say why a replica's
+    answers make its speed that of other work; differences are known differences of hosts and settings.
+    """
 
     cell: str
     replica: int
@@ -410,7 +444,7 @@ class PairedReplicas:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Undecided:
-    """value(cell) / value(other) where the data supports no interval; reason says why."""
+    """value(cell) / value(other) if the data supports no interval; reason says why."""
 
     metric: str
     ratio: float
@@ -419,9 +453,10 @@ class Undecided:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedPair:
-    """Two cells that differ in their engine alone, at one load. checks say what had to be the same; comparisons speak
-    about `cell` and exist only where every check holds, and so do those that have no interval. flags are why answers of
-    a side make its speed that of other work."""
+    """Two cells that differ only in their engine, at one load. checks say what had to be equal; comparisons are about
+    `cell` and exist only if every check passes, as do those without an interval. flags say why the answers of a side
+    make its speed that of other work.
+    """
 
     cell: str
     other: str
@@ -445,8 +480,9 @@ class ServedPair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opinion:
-    """One side's word on a run. Figures are its own, in SI units; None where it tells none. failed counts requests
-    that were not answered whole."""
+    """One side's verdict on a run, with its own numbers in SI units (None if not reported). failed counts incomplete
+    answers.
+    """
 
     source: str
     verdict: str
@@ -461,9 +497,11 @@ class Opinion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadgenVerdict:
-    """Two loads of one run over the same replicas: this client's, then LoadGen's by its own schedule. They are two
-    samples of one set-up, so that their figures differ by chance too. agrees: both verdicts are the same. label is
-    that of a run by LoadGen's rules, None of any other."""
+    """Two loads of one run over the same replicas: this client's, then LoadGen's on its own schedule.
+
+    They are two samples of one setup, so their numbers also differ by chance. agrees: both verdicts are equal. label is
+    for a run by LoadGen's rules, else None.
+    """
 
     run: str
     cell: str

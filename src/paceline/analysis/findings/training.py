@@ -9,19 +9,19 @@ from paceline.errors import Scalar
 from paceline.experiment.plugins import Traits
 
 COMPUTE, MEMORY, NETWORK, INPUT, LAUNCH = "compute", "memory bandwidth", "network", "input", "launch overhead"
-# Of runs that hold weights in few bits; no share of any other.
+# Only for runs with quantised weights.
 DEQUANTISATION = "dequantisation"
-# In the order in which tables show them.
+# In table order.
 BOTTLENECKS = (COMPUTE, MEMORY, DEQUANTISATION, NETWORK, INPUT, LAUNCH)
 UNDECIDED = "undecided"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareOfStep:
-    """What one kind of bottleneck takes of a step. share_ratio is the part that is certain, low and high what it may be
-    at most: they span the launches' interval and all time that the evidence lets nobody else claim.
+    """Share of the step time of one kind of bottleneck: lower and upper bound.
 
-    share_ratio is None where nothing was measured that could tell.
+    share_ratio is the part that is certain. low to high also covers the interval over launches and all time that no
+    evidence assigns to another kind. share_ratio is None if nothing measured could determine it.
     """
 
     kind: str
@@ -34,11 +34,11 @@ class ShareOfStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bottleneck:
-    """What one cell's step waits for most.
+    """What one cell's step mostly waits for.
 
-    kind is one of BOTTLENECKS; `between A and B` where their shares cannot be told apart; `undecided` where evidence
-    that could decide was not measured, which `missing` then names. share_ratio is the winner's, else None.
-    told_apart says whether the profile knew kernels by class.
+    kind is one of BOTTLENECKS, `between A and B` if their shares cannot be separated, or `undecided` if deciding
+    evidence was not measured (`missing` names it). share_ratio is that of the winner, else None. told_apart says
+    whether the profile classified kernels.
     """
 
     cell: str
@@ -64,10 +64,10 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleOfThumb:
-    """Whether one strategy fits by arithmetic alone, in bytes per GPU: nothing here was measured, nothing is a speed.
+    """Whether one strategy fits by arithmetic alone, in bytes per GPU. Nothing here is measured or a speed.
 
-    gpu names every kind of GPU that has this memory. gpus is the number asked about, or the smallest of those tried
-    that fits; None where none does, and the bytes are then of the largest number tried.
+    gpu names every kind of GPU with this memory. gpus is the requested number, or the smallest tried number that fits;
+    None if none fits, and the bytes are then those of the largest number tried.
     """
 
     model: str
@@ -95,7 +95,7 @@ SHARED_GPU = "shared GPU: not a speed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """One metric of one cell. low and high bound a 95 % interval; None where the data cannot support one.
+    """One metric of one cell. low and high are the 95 % interval, None if the data supports none.
 
     n counts steps inside the measured window, launches the repeats they came from.
     """
@@ -116,7 +116,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One line of a certificate: what the group expects, what this run showed."""
+    """One line of a certificate: what the group expects, and what this run did."""
 
     name: str
     ok: bool
@@ -126,7 +126,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """Proof that a run did the work of its group, or the reasons why not."""
+    """Proof that a run did the same work as its group, or the reasons why not."""
 
     run: str
     cell: str
@@ -145,10 +145,10 @@ class Certificate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """value(cell) / value(other): a ratio, its 95 % interval, the smallest effect it could show, and the verdict.
+    """value(cell) / value(other): a ratio, its 95 % interval, the smallest detectable effect, and the verdict.
 
-    verdict speaks about `cell`: better, worse or tie; reason says why a tie is one. throttled holds, of a speed, the
-    shares of the steps of `cell` and of `other` in which a GPU was held back, where they differ enough to matter.
+    verdict is about `cell`: better, worse or tie; reason explains a tie. For a speed, throttled holds the shares of
+    steps while throttled of `cell` and `other` if they differ enough to matter.
     """
 
     metric: str
@@ -175,10 +175,10 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation:
-    """A choice within one category of one group, made only by the comparisons it cites.
+    """A choice within one category of one group, based only on the comparisons it cites.
 
-    group is its title; group_key is equal only for recommendations about the same group, whatever their titles.
-    not_measured names what never varied in the campaign: the choice says nothing about other values of it.
+    group is its title; group_key is equal only for recommendations about the same group. not_measured names what never
+    varied in the campaign: the choice says nothing about other values of it.
     """
 
     category: str
@@ -200,7 +200,7 @@ class Recommendation:
 
     @property
     def decisive(self) -> Comparison | None:
-        """The comparison that puts the best of the others behind a chosen one; None where all tie."""
+        """The comparison in which a chosen cell beats the best of the others; None if all tie."""
         pairs = [{name, other} for other in self.over[:1] for name in self.choose]
         return next(
             (c for pair in pairs for c in self.because if {c.label, c.other_label} == pair and not c.is_tie), None
@@ -220,11 +220,11 @@ class WarmUpOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodput:
-    """Where the time of a run went that was restarted or wrote checkpoints, in seconds from when its first rank was
-    seen to the end of its last step: span = start + counted + redone + checkpoint + down.
+    """Where the time of a run with restarts or checkpoints went, in seconds from the first sight of its first rank to
+    the end of its last step: span = start + counted + redone + checkpoint + down.
 
-    counted are the steps of the trajectory, redone those that a later attempt did again, start the first attempt's way
-    to its first step, down everything between attempts: noticing, waiting for the engine, starting, loading.
+    counted are the steps of the trajectory, redone those that a later attempt repeated, start the time of the first
+    attempt to its first step, down everything between attempts: detection, queueing, starting, loading.
     """
 
     span_s: float
@@ -242,10 +242,11 @@ class Goodput:
 
     @property
     def text(self) -> str:
+        """One sentence for the list of runs."""
         times = f"restarted {_times(self.restarts)}" if self.restarts else "not restarted"
         written = f"{self.checkpoint_s:.3g} s checkpoints ({_times(self.checkpoints)})"
         lost = f"{self.redone_s:.3g} s redone, {written}, {self.down_s:.3g} s down"
-        return f"{times}; {self.ratio:.0%} goodput; {lost}: speeds are of its undisturbed steps"
+        return f"{times}; {self.ratio:.0%} goodput; {lost}; speeds are from undisturbed steps"
 
 
 def _times(count: int) -> str:
@@ -254,11 +255,10 @@ def _times(count: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFinding:
-    """One run as the report lists it: its end, and everything a reader should know before trusting it.
+    """One run as the report lists it: how it ended, and what a reader should know before trusting it.
 
-    device_name is the kind of GPU, or of processor, it ran on; None where no machine was recorded. throttled_steps are
-    measured steps during which a GPU was held back; None where no GPU told. goodput is None for a run that went through
-    in one piece and wrote no checkpoint.
+    device_name is the kind of GPU or processor; None if no machine was recorded. throttled_steps are measured steps
+    while a GPU was throttled; None if no GPU reported it. goodput is None for a run without restart and checkpoint.
     """
 
     run: str
@@ -291,7 +291,7 @@ class RunFinding:
 
     @property
     def is_failure(self) -> bool:
-        """Neither ok, refused beforehand nor claimed; nor a probe that found no room, which it was sent to find."""
+        """Whether the run failed. unsupported, claimed and a probe that ran out of memory are no failures."""
         return self.status not in ("ok", "unsupported", "claimed") and not (
             self.status == "oom" and self.traits.probes_limit
         )
@@ -313,8 +313,9 @@ class ScalingPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """One kind of collective in one optimizer step of the busiest rank. sent_bytes is payload times the factor;
-    predicted_s is what the alpha-beta fit of that operation says, None where no fit is of this fabric."""
+    """One kind of collective in one optimizer step on the busiest rank. sent_bytes is payload times the wire factor;
+    predicted_s is the time by the alpha-beta fit of that operation, None without a fit for this fabric.
+    """
 
     operation: str
     dtype: str
@@ -329,13 +330,13 @@ class Traffic:
 class ScalingExplanation:
     """Where the step time of one scaling point went, in seconds per optimizer step.
 
-    step_s = ideal_s + exposed_loss_s + rest_s: ideal is what the baseline's rate gives at this size, exposed_loss the
-    communication that nothing hid beyond the baseline's own, rest everything else. predicted_s is the time of all
-    collectives by the fits, hidden or not. None is not measured. exposed_share_ratio is exposed_loss over the loss,
-    network_share_ratio the part of it that transfer explains, min(exposed_loss, predicted) over the loss: the rest
-    of it is waiting for other ranks. Both lie within 0 to 1 and are None where there is no loss beyond chance.
-    karp_flatt_ratio is of strong scaling only.
-    grade: excellent, good, poor, or `between poor and good` where the interval spans a limit.
+    step_s = ideal_s + exposed_loss_s + rest_s. ideal is the step at the baseline's rate; exposed_loss is communication
+    that nothing hides, beyond that of the baseline; rest is everything else. predicted_s is the time of all collectives
+    by the fits, hidden or not. None means not measured. exposed_share_ratio is exposed_loss over the loss.
+    network_share_ratio is the part of the loss that transfers explain, min(exposed_loss, predicted) over the loss; the
+    remaining exposed time is waiting for other ranks. Both are between 0 and 1, and None without a significant loss.
+    karp_flatt_ratio is for strong scaling only. grade is excellent, good, poor, or `between poor and good` if the
+    interval spans a limit.
     """
 
     kind: str
@@ -363,10 +364,10 @@ class ScalingExplanation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRow:
-    """Memory of one cell by component, predicted from its shape beside what the busiest rank showed, in bytes.
+    """Memory of one cell by component in bytes: predicted from its shape, and measured on the busiest rank.
 
-    Keys of both: parameters, gradients, optimizer, activations, communication, other, peak; measured has also reserved,
-    device and fragmentation. None is unknown. error_ratio is predicted peak / measured peak - 1.
+    Keys of both: parameters, gradients, optimizer, activations, communication, other, peak. measured also has reserved,
+    device and fragmentation. None means unknown. error_ratio is predicted peak / measured peak - 1.
     """
 
     cell: str
@@ -381,7 +382,7 @@ class MemoryRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """One try of a frontier search, in a process of its own."""
+    """One trial of a frontier search, in its own process."""
 
     run: str
     micro_batch: int
@@ -393,7 +394,7 @@ class Probe:
 class FrontierPoint:
     """The largest micro batch that ran and the smallest that did not, at one sequence length of one series.
 
-    settled is True when the two are neighbours or the search reached its limit: nothing between them is untried.
+    settled is True if the two are neighbours or the search reached its limit, so nothing between them is untried.
     """
 
     series: str
@@ -408,10 +409,10 @@ class FrontierPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """Other settings for a run that was out of memory, and the peak that was predicted of them.
+    """Other settings for a run that ran out of memory, and their predicted peak.
 
-    change in words, settings as `--set` takes them. fits: the peak is at most the room, with some to spare; None where
-    nothing was predicted, and note says why. keeps_work: same optimizer steps on the same data. origin: `rehearsed` on
+    change is in words, settings as `--set` takes them. fits says whether the peak fits with some margin; None if
+    nothing was predicted (note says why). keeps_work: same optimizer steps on the same data. origin is `rehearsed` on
     fake tensors, or `estimated` by arithmetic.
     """
 
@@ -426,11 +427,11 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryAdvice:
-    """One run out of memory: the room that it had, what it was predicted to hold, and what was found that fits.
+    """One run that ran out of memory: the memory it had, its predicted peak, and what would fit.
 
-    room_bytes is of the process with the least. Alternatives stand in the order in which they were looked for: what
-    keeps the work first, then what changes it. goal_bytes is what a peak may be at most to be called fitting. own_note
-    says how its own peak was predicted, where that is not as it ran, or why it was not.
+    room_bytes is that of the process with the least. alternatives are in search order: those that keep the work first.
+    goal_bytes is the largest peak that counts as fitting. own_note says how its own peak was predicted if not as it
+    ran, or why it was not predicted.
     """
 
     run: str

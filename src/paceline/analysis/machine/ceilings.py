@@ -1,8 +1,8 @@
-"""What the machine can do at most: matrix products, copies, attention.
+"""What the machine can reach: matrix products, copies, attention.
 
-A rate is the stated work over the median iteration; with several ranks the median rank's, and with several launches
-their mean. An interval is of iterations (blocks of neighbouring ones) within a launch, and of launches where they were
-repeated. `achievable` is the best of all products of a dtype: one that was reached, not one from a datasheet.
+A rate is the stated work over the median iteration; with several ranks that of the median rank, with several launches
+their mean. Intervals cover iterations (blocks of neighbouring ones) within a launch, and launches if they were
+repeated. `achievable` is the best of all products of a dtype: measured, not from a datasheet.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ RESAMPLES = 400
 
 
 class Key(NamedTuple):
-    """What tells one row of a sweep from another."""
+    """What distinguishes one row of a sweep from another."""
 
     kernel: str
     dtype: str
@@ -47,7 +47,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of a cell over its launches and ranks: durations by launch, then by rank; only those that ran."""
+    """One row of a cell over its launches and ranks: durations by launch, then by rank, of those that ran."""
 
     key: Key
     size: int | None
@@ -59,7 +59,7 @@ class Row:
         return replace(self, launches=tuple({rank: by[rank]} for by in self.launches if rank in by), refusals=())
 
     def rate(self) -> Resampled | None:
-        """Work over time, None where no rank could run it."""
+        """Work over time; None if no rank could run it."""
         launches = [list(by.values()) for by in self.launches if by]
         if not launches:
             return None
@@ -78,34 +78,48 @@ class Row:
 
 def _medians(ranks: Sequence[Array], rng: np.random.Generator) -> Array:
     """Bootstrap of the median rank's median: moving blocks of each rank's iterations, which wrap around the end."""
-    found = []
+    medians = []
     for x in ranks:
         length = intervals.block_length(len(x))
         starts = rng.integers(len(x), size=(RESAMPLES, intervals.block_count(len(x)), 1))
         drawn = ((starts + np.arange(length)) % len(x)).reshape(RESAMPLES, -1)[:, : len(x)]
-        found.append(np.median(x[drawn], axis=1))
-    return np.asarray(np.median(found, axis=0))
+        medians.append(np.median(x[drawn], axis=1))
+    return np.asarray(np.median(medians, axis=0))
 
 
 # --- measurements ---
 
 
 def analyse(records: Sequence[RunRecord]) -> tuple[Measurement, ...]:
-    """One measurement per kernel, dtype, shape and variant of a cell; then what follows from them: the achievable peak
-    per dtype, its share of the datasheet's, the ridge point, and each rank's own ceilings where there are several."""
-    # Repeats of a cell on another kind of device are another ceiling, never averaged with the first.
+    """One measurement per kernel, dtype, shape and variant of a cell, and what follows from them: the achievable peak
+    per dtype, its share of the datasheet peak, the ridge point, and the ceilings of each rank if there are several.
+    """
+    # Repeats of a cell on another kind of device are a different ceiling, never averaged with the first.
     by_cell: defaultdict[tuple[str, Device], list[RunRecord]] = defaultdict(list)
     for record in records:
         if record.kernels and not record.spec.traits.tests_nodes:
             by_cell[record.spec.cell, device_of(record)].append(record)
-    return tuple(m for found in by_cell.values() for m in _cell(found))
+    return tuple(m for of_cell in by_cell.values() for m in _cell(of_cell))
 
 
 def _cell(records: Sequence[RunRecord]) -> list[Measurement]:
     rows, frame = rows_of(records), _Frame.of(records)
     measured = [frame.measurement(row) for row in rows]
     peaks = achievable(measured)
-    found = [*measured, *peaks, *_shares(peaks, measured, records), *_ridges(peaks, measured)]
+    copies = _largest(measured, "copy")
+    found = [*measured, *peaks]
+    if not any(r.shares_gpu for r in records):
+        gpus = [gpu for record in records for machine in record.machines for gpu in machine.get("gpus") or ()]
+        limits: list[tuple[Measurement, set[Any]]] = [
+            (m, {(gpu.get("peak_flops") or {}).get(str(m.axes["dtype"])) for gpu in gpus}) for m in peaks
+        ]
+        limits += [(m, {gpu.get("memory_bytes_per_s") for gpu in gpus}) for m in copies]
+        for m, of_datasheet in limits:
+            if len(of_datasheet) == 1 and None not in of_datasheet:
+                found.append(_derived(m, DATASHEET, "ratio", 1 / float(of_datasheet.pop())))
+    # Ridge point: the FLOPs per byte of memory traffic above which products, not memory, are the limit (roofline).
+    if copies and copies[0].value:
+        found += [_derived(m, RIDGE, "FLOP/byte", 1 / copies[0].value) for m in peaks]
     ranks = sorted({rank for row in rows for by in row.launches for rank in by})
     for rank in ranks if len(ranks) > 1 else ():
         own = [frame.measurement(row.of_rank(rank), rank) for row in rows]
@@ -117,29 +131,28 @@ def _cell(records: Sequence[RunRecord]) -> list[Measurement]:
 
 
 def rows_of(records: Iterable[RunRecord]) -> list[Row]:
-    """In the order they were measured."""
+    """Rows in the order they were measured."""
     samples: dict[Key, list[tuple[str, KernelSample]]] = {}
     runs = [record.spec.run_id for record in records]
     for record in records:
         for s in record.kernels:
             key = Key(s.kernel, s.dtype, s.label, s.variant)
             samples.setdefault(key, []).append((record.spec.run_id, s))
-    return [_row(key, runs, found) for key, found in samples.items()]
-
-
-def _row(key: Key, runs: Sequence[str], samples: Sequence[tuple[str, KernelSample]]) -> Row:
-    first = samples[0][1]
-    launches = tuple(
-        {s.rank: np.asarray(s.durations_s) for of, s in samples if of == run and s.status == "ok" and s.durations_s}
-        for run in runs
-    )
-    refusals = dict.fromkeys(f"{s.status}: {s.error}" for _, s in samples if s.status != "ok")
-    return Row(key, first.size, first.flops or first.moved_bytes or 0, launches, tuple(refusals))
+    rows = []
+    for key, of_row in samples.items():
+        first = of_row[0][1]
+        launches = tuple(
+            {s.rank: np.asarray(s.durations_s) for of, s in of_row if of == run and s.status == "ok" and s.durations_s}
+            for run in runs
+        )
+        refusals = dict.fromkeys(f"{s.status}: {s.error}" for _, s in of_row if s.status != "ok")
+        rows.append(Row(key, first.size, first.flops or first.moved_bytes or 0, launches, tuple(refusals)))
+    return rows
 
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """What all measurements of one cell have alike."""
+    """What all measurements of one cell have in common."""
 
     spec: RunSpec
     axes: Mapping[str, Scalar]
@@ -149,14 +162,13 @@ class _Frame:
     @classmethod
     def of(cls, records: Sequence[RunRecord]) -> _Frame:
         spec = records[0].spec
-        note = SHARED_GPU if any(r.shares_gpu for r in records) else _launches_note(len(records))
+        note = SHARED_GPU if any(r.shares_gpu for r in records) else intervals.launches_note(len(records), "iterations")
         return cls(spec, spec.axes(), tuple(r.spec.run_id for r in records), note)
 
     def measurement(self, row: Row, rank: int | None = None) -> Measurement:
         metric, unit = METRICS[row.key.kernel]
         found = row.rate()
         low, high = found.interval if found else (None, None)
-        place: dict[str, Scalar] = {**row.key._asdict(), "size": row.size, "rank": rank}
         notes = (_spread(row), *row.refusals, self.note if low is not None or self.note == SHARED_GPU else None)
         return Measurement(
             metric=metric,
@@ -168,77 +180,43 @@ class _Frame:
             high=high,
             n=sum(len(x) for by in row.launches for x in by.values()),
             launches=sum(bool(by) for by in row.launches),
-            axes={**self.axes, **place},
+            axes={**self.axes, **row.key._asdict(), "size": row.size, "rank": rank},
             runs=self.runs,
             note="; ".join(filter(None, notes)) or None,
         )
 
 
-def _launches_note(launches: int) -> str | None:
-    if launches == 1:
-        return "launches were not repeated: intervals are of iterations within one launch only"
-    return intervals.launches_note(launches)
-
-
 def _spread(row: Row) -> str | None:
-    """Where several devices were measured: the slowest and the fastest of them."""
+    """The slowest and the fastest of several ranks; None for one."""
     times: defaultdict[int, list[float]] = defaultdict(list)
     for by in row.launches:
         for rank, x in by.items():
             times[rank].append(float(np.median(x)))
     if len(times) < 2:
         return None
-    rates = sorted((row.work / float(np.mean(found)), rank) for rank, found in times.items())
+    rates = sorted((row.work / float(np.mean(of_rank)), rank) for rank, of_rank in times.items())
     (low, slowest), (high, fastest) = rates[0], rates[-1]
     return f"{len(rates)} ranks: lowest {low:.4g} (rank {slowest}), highest {high:.4g} (rank {fastest})"
 
 
 def achievable(measured: Iterable[Measurement]) -> list[Measurement]:
-    """The fastest product of each dtype, its shape in the axes: the maximum achievable matmul FLOP/s (MAMF)."""
+    """The fastest product of each dtype, with its shape in the axes: the maximum achievable matmul FLOP/s (MAMF)."""
     best: dict[Scalar, Measurement] = {}
     for m in measured:
         if m.metric == METRICS["matmul"][0] and m.value is not None:
-            known = best.setdefault(m.axes["dtype"], m)
-            best[m.axes["dtype"]] = max(known, m, key=lambda one: one.value or 0.0)
+            so_far = best.setdefault(m.axes["dtype"], m)
+            best[m.axes["dtype"]] = max(so_far, m, key=lambda one: one.value or 0.0)
     return [replace(m, metric=ACHIEVABLE) for m in best.values()]
 
 
 def _largest(measured: Iterable[Measurement], kernel: str) -> list[Measurement]:
-    """The largest size of each variant: smaller ones may show a cache or the latency, not the memory or the bus."""
-    found: dict[Scalar, Measurement] = {}
+    """The largest size of each variant: smaller ones may show a cache or the latency instead of the memory or bus."""
+    largest: dict[Scalar, Measurement] = {}
     for m in measured:
         if m.axes["kernel"] == kernel and m.value is not None:
-            known = found.setdefault(m.axes["variant"], m)
-            found[m.axes["variant"]] = max(known, m, key=lambda one: _number(one.axes["size"]))
-    return list(found.values())
-
-
-def _number(value: Scalar) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0
-
-
-def _shares(
-    peaks: Sequence[Measurement], measured: Sequence[Measurement], records: Sequence[RunRecord]
-) -> list[Measurement]:
-    """Measured over the datasheet's dense peak, or over its memory bandwidth; none for a device without a datasheet."""
-    if any(r.shares_gpu for r in records):
-        return []
-    gpus = [gpu for record in records for machine in record.machines for gpu in machine.get("gpus") or ()]
-    found = [_share(m, {(gpu.get("peak_flops") or {}).get(str(m.axes["dtype"])) for gpu in gpus}) for m in peaks]
-    found += [_share(m, {gpu.get("memory_bytes_per_s") for gpu in gpus}) for m in _largest(measured, "copy")]
-    return [m for m in found if m is not None]
-
-
-def _share(m: Measurement, limits: set[Any]) -> Measurement | None:
-    if len(limits) != 1 or None in limits:
-        return None
-    return _derived(m, DATASHEET, "ratio", 1 / float(limits.pop()))
-
-
-def _ridges(peaks: Sequence[Measurement], measured: Sequence[Measurement]) -> list[Measurement]:
-    """FLOPs per byte of memory traffic from which on the products, not the memory, are the limit (roofline)."""
-    memory = next((m.value for m in _largest(measured, "copy")), None)
-    return [_derived(m, RIDGE, "FLOP/byte", 1 / memory) for m in peaks] if memory else []
+            so_far = largest.setdefault(m.axes["variant"], m)
+            largest[m.axes["variant"]] = max(so_far, m, key=lambda one: float(one.axes["size"] or 0))
+    return list(largest.values())
 
 
 def _derived(m: Measurement, metric: str, unit: str, factor: float) -> Measurement:
@@ -246,14 +224,14 @@ def _derived(m: Measurement, metric: str, unit: str, factor: float) -> Measureme
     return replace(m, metric=metric, unit=unit, value=value, low=low, high=high)
 
 
-# --- the peak that training is held against ---
+# --- the peak that training is compared with ---
 
 Device = tuple[str, str]
 Peaks = Mapping[Device, Mapping[str, Measurement]]
 
 
 def device_names(device: str, machines: Iterable[Mapping[str, Any]]) -> str:
-    """Names of the GPUs, or of the processors, of these machines. A slice of a GPU is another kind than the whole."""
+    """Names of the GPUs, or of the processors, of these machines. A MIG slice is another kind than the whole GPU."""
     if device == "cuda":
         gpus = [gpu for machine in machines for gpu in machine.get("gpus") or ()]
         names = {f"{gpu.get('name')}{' (MIG)' if gpu.get('mig') else ''}" for gpu in gpus}
@@ -263,18 +241,18 @@ def device_names(device: str, machines: Iterable[Mapping[str, Any]]) -> str:
 
 
 def device_of(record: RunRecord) -> Device:
-    """The kind of device of one rank: a GPU by name; a CPU by name and the threads each process has of it."""
+    """The kind of device of one rank: a GPU by name; a CPU by name and threads per process."""
     device = record.spec.topology.device
     threads = {str((m.get("environment") or {}).get("OMP_NUM_THREADS")) for m in record.machines}
     return device_names(device, record.machines), "" if device == "cuda" else ", ".join(sorted(threads))
 
 
 def peaks_by_device(records: Sequence[RunRecord], measured: Iterable[Measurement]) -> Peaks:
-    """The best measured peak of each dtype on each kind of device; a shared GPU's says nothing about the device."""
+    """The best measured peak of each dtype on each kind of device, without shared GPUs."""
     devices = {r.spec.run_id: device_of(r) for r in records if r.kernels and not r.shares_gpu}
-    found: dict[Device, dict[str, Measurement]] = {}
+    peaks: dict[Device, dict[str, Measurement]] = {}
     for m in measured:
         if m.metric == ACHIEVABLE and m.axes["rank"] is None and m.runs[0] in devices:
-            known, dtype = found.setdefault(devices[m.runs[0]], {}), str(m.axes["dtype"])
-            known[dtype] = max(known.get(dtype, m), m, key=lambda one: one.value or 0.0)
-    return found
+            of_device, dtype = peaks.setdefault(devices[m.runs[0]], {}), str(m.axes["dtype"])
+            of_device[dtype] = max(of_device.get(dtype, m), m, key=lambda one: one.value or 0.0)
+    return peaks

@@ -1,4 +1,4 @@
-"""Collectives: rows to nccl-tests' definitions, alpha-beta fits, overlap, and the slow link or node among peers."""
+"""Collectives: rows by nccl-tests' definitions, alpha-beta fits, overlap, and slow links or nodes among peers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 from paceline.analysis.findings import CollectiveFit, CollectiveRow, Measurement, Overlap, Pair, Suspect
 from paceline.analysis.machine import alpha_beta, sweep, tournament
 from paceline.analysis.machine.sweep import Entry
-from paceline.analysis.statistics.intervals import OUTLIER_Z
+from paceline.analysis.statistics.intervals import OUTLIER_Z, Array
 from paceline.results.machine_samples import OverlapSample
 from paceline.results.records import RunRecord
 
-# Every rank has the same part in these and leaves only when all have come: whoever spends least time inside came last.
+# In these, every rank leaves only when all have arrived: the one that spends least time inside arrived last.
 SYNCHRONISING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 LATE_RATIO = 0.9
 FEWEST_ROWS = 4
@@ -23,7 +23,7 @@ FEWEST_ROWS = 4
 
 @dataclass(frozen=True, slots=True)
 class Fabric:
-    """All that the collectives of a set of runs say."""
+    """All findings about the collectives of a set of runs."""
 
     rows: tuple[CollectiveRow, ...] = ()
     fits: tuple[CollectiveFit, ...] = ()
@@ -35,38 +35,38 @@ class Fabric:
 
 
 def analyse(records: Sequence[RunRecord], invalid: Sequence[RunRecord] = ()) -> Fabric:
-    """records ended ok. Of invalid ones the rows are shown, so that a reader sees which were wrong; nothing else is."""
+    """Findings about runs that ended ok. Rows of invalid runs are listed too, to show which were wrong, but nothing
+    else is.
+    """
     swept = [(entry, entry.resampled_time()) for entry in sweep.entries(records)]
     rows = [sweep.row_of(entry, time) for entry, time in swept]
     runs = {row.cell: entry.runs for (entry, _), row in zip(swept, rows, strict=True)}
     fits, unfitted = alpha_beta.fit_all(rows, runs)
-    held = [tournament.hold(record) for record in records]
+    tournaments = [tournament.hold(record) for record in records]
     measured = (m for (entry, time), row in zip(swept, rows, strict=True) for m in sweep.measurements(entry, row, time))
+    rejected = []
+    for entry in sweep.entries(invalid):
+        row = sweep.row_of(entry, entry.resampled_time())
+        rejected.append(replace(row, status="invalid", error=row.error or "another row of this run has wrong data"))
     return Fabric(
-        rows=(*rows, *_rows_of_invalid(invalid)),
+        rows=(*rows, *rejected),
         fits=fits,
         overlaps=tuple(_overlaps(records)),
-        suspects=(*merged(s for h in held for s in h.suspects), *_stragglers([entry for entry, _ in swept])),
-        pairs=tuple(pair for h in held for pair in h.pairs),
+        suspects=(*merged(s for t in tournaments for s in t.suspects), *_stragglers([entry for entry, _ in swept])),
+        pairs=tuple(pair for t in tournaments for pair in t.pairs),
         measurements=tuple(measured),
-        notes=tuple(dict.fromkeys((*unfitted, *(note for h in held for note in h.notes)))),
+        notes=tuple(dict.fromkeys((*unfitted, *(note for t in tournaments for note in t.notes)))),
     )
 
 
-def _rows_of_invalid(records: Sequence[RunRecord]) -> Iterable[CollectiveRow]:
-    for entry in sweep.entries(records):
-        row = sweep.row_of(entry, entry.resampled_time())
-        yield replace(row, status="invalid", error=row.error or "another row of this run arrived wrong")
-
-
 def merged(suspects: Iterable[Suspect]) -> list[Suspect]:
-    """What several launches say about the same ranks on the same hosts is one suspicion; the first one's text stays."""
-    found: dict[tuple[object, ...], list[Suspect]] = {}
+    """What several launches say about the same ranks on the same hosts is one suspicion, with the first text."""
+    groups: dict[tuple[object, ...], list[Suspect]] = {}
     for s in suspects:
-        found.setdefault((s.kind, s.ranks, s.hosts), []).append(s)
+        groups.setdefault((s.kind, s.ranks, s.hosts), []).append(s)
     return [
         replace(same[0], runs=tuple(run for s in same for run in s.runs), confirmed=any(s.confirmed for s in same))
-        for same in found.values()
+        for same in groups.values()
     ]
 
 
@@ -85,10 +85,17 @@ def _overlaps(records: Sequence[RunRecord]) -> Iterable[Overlap]:
 
 
 def _overlap(launches: dict[str, list[OverlapSample]], record: RunRecord) -> Overlap:
-    """hidden = (collective + compute - together) / collective, of means over iterations of the slowest rank in each."""
+    """hidden = (collective + compute - together) / collective, from means over iterations of the slowest rank in
+    each.
+    """
+
+    def slowest(samples: Sequence[OverlapSample], name: str) -> Array:
+        iterations = min(len(getattr(s, name)) for s in samples)
+        return np.asarray(np.max([getattr(s, name)[:iterations] for s in samples], axis=0), dtype=np.float64)
+
     first = next(iter(launches.values()))[0]
     collective, compute, together = (
-        float(np.concatenate([_slowest(samples, name) for samples in launches.values()]).mean())
+        float(np.concatenate([slowest(samples, name) for samples in launches.values()]).mean())
         for name in ("collective_s", "compute_s", "together_s")
     )
     return Overlap(
@@ -105,52 +112,38 @@ def _overlap(launches: dict[str, list[OverlapSample]], record: RunRecord) -> Ove
     )
 
 
-def _slowest(samples: Sequence[OverlapSample], name: str) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    iterations = min(len(getattr(s, name)) for s in samples)
-    return np.asarray(np.max([getattr(s, name)[:iterations] for s in samples], axis=0), dtype=np.float64)
-
-
-# --- a straggler over the whole sweep ---
+# --- stragglers over the whole sweep ---
 
 
 def _stragglers(entries: Sequence[Entry]) -> Iterable[Suspect]:
+    """Ranks that arrived last in most rows of a cell, by enough to matter and by more than the others' spread."""
     cells: defaultdict[str, list[Entry]] = defaultdict(list)
     for entry in entries:
-        alike = entry.first.operation in SYNCHRONISING and len(entry.rank_means) >= tournament.FEWEST_PEERS
-        if alike and not entry.shared_gpu:
+        synchronises = entry.first.operation in SYNCHRONISING and len(entry.rank_means) >= tournament.FEWEST_PEERS
+        if synchronises and not entry.shared_gpu:
             cells[entry.records[0].spec.cell].append(entry)
-    for found in cells.values():
-        if len(found) >= FEWEST_ROWS:
-            yield from _late_ranks(found)
-
-
-def _late_ranks(entries: Sequence[Entry]) -> Iterable[Suspect]:
-    """Ranks that came last in most rows, by enough to matter and by more than the others differ among themselves."""
-    ranks = sorted(set.intersection(*(set(e.rank_means) for e in entries)))
-    if len(ranks) < tournament.FEWEST_PEERS:
-        return
-    inside = np.array([[e.rank_means[r] for r in ranks] for e in entries])
-    share = inside / np.median(inside, axis=1, keepdims=True)
-    scores = np.median(share, axis=0)
-    last = np.bincount(share.argmin(axis=1), minlength=len(ranks))
-    for i, (rank, z) in enumerate(zip(ranks, tournament.modified_z(scores), strict=True)):
-        if z < -OUTLIER_Z and scores[i] <= LATE_RATIO and 2 * last[i] > len(entries):
-            yield _late(entries, rank, float(scores[i]), float(z), int(last[i]))
-
-
-def _late(entries: Sequence[Entry], rank: int, share: float, z: float, last: int) -> Suspect:
-    record = entries[0].records[0]
-    place = tournament.places_of(record)[rank]
-    name = tournament.rank_name(rank, place)
-    return Suspect(
-        kind=tournament.RANK,
-        ranks=(rank,),
-        hosts=(place.host,),
-        devices=(place.device,),
-        ratio=share,
-        z=z,
-        confirmed=False,
-        text=f"{name} comes last in {last} of {len(entries)} rows: it spends {share:.0%} of the other ranks' time "
-        "inside collectives, so they wait for it; a sweep has no second turn to confirm it",
-        runs=tuple(dict.fromkeys(run for e in entries for run in e.runs)),
-    )
+    for of_cell in cells.values():
+        ranks = sorted(set.intersection(*(set(e.rank_means) for e in of_cell)))
+        if len(of_cell) < FEWEST_ROWS or len(ranks) < tournament.FEWEST_PEERS:
+            continue
+        inside = np.array([[e.rank_means[r] for r in ranks] for e in of_cell])
+        share = inside / np.median(inside, axis=1, keepdims=True)
+        scores = np.median(share, axis=0)
+        last = np.bincount(share.argmin(axis=1), minlength=len(ranks))
+        for i, (rank, z) in enumerate(zip(ranks, tournament.modified_z(scores), strict=True)):
+            if z >= -OUTLIER_Z or scores[i] > LATE_RATIO or 2 * last[i] <= len(of_cell):
+                continue
+            place = tournament.places_of(of_cell[0].records[0])[rank]
+            yield Suspect(
+                kind=tournament.RANK,
+                ranks=(rank,),
+                hosts=(place.host,),
+                devices=(place.device,),
+                ratio=float(scores[i]),
+                z=float(z),
+                confirmed=False,
+                text=f"{tournament.rank_name(rank, place)} is last in {last[i]} of {len(of_cell)} rows: it spends "
+                f"{scores[i]:.0%} of the other ranks' time inside collectives, so they wait for it; a sweep has no "
+                "second turn to confirm it",
+                runs=tuple(dict.fromkeys(run for e in of_cell for run in e.runs)),
+            )

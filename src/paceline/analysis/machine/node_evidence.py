@@ -1,11 +1,11 @@
-"""Evidence against nodes without timing: wrong results, driver defects, throttling, settings that differ."""
+"""Evidence against nodes without timing: wrong results, driver defects, throttling, and settings that differ."""
 
 from __future__ import annotations
 
 import statistics
 import struct
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from paceline.analysis.findings import Differing
@@ -17,8 +17,8 @@ from paceline.results.machine_samples import ProductSample, TrajectorySample
 from paceline.results.records import GaugeSample, RunRecord
 
 DIAGNOSE = "dcgmi diag -r 4   (take the node out of service first)"
-REPEAT = "paceline run nodes --set workload.node=process   (again, on this node alone)"
-# Bits that a result's storage has, within those of an fp32 of the same value.
+REPEAT = "paceline run nodes --set workload.node=process   (again, on this node only)"
+# Formats of a stored result; bf16 is the upper half of an fp32.
 _FORMATS = {"fp32": ("<f", "<I"), "fp16": ("<e", "<H")}
 
 Found = tuple[int, NodeEvidence]
@@ -30,8 +30,9 @@ class Trajectory(NamedTuple):
 
 
 def product_evidence(record: RunRecord) -> Iterator[Found]:
-    """Every rank whose known product came out wrong, with the first wrong element; then kernels and copies whose own
-    check failed."""
+    """Every rank with a wrong known product, with its first wrong element; then kernels and copies whose own check
+    failed.
+    """
     by_rank: defaultdict[int, list[ProductSample]] = defaultdict(list)
     for sample in record.products:
         if sample.wrong:
@@ -48,19 +49,19 @@ def product_evidence(record: RunRecord) -> Iterator[Found]:
 
 def _product_text(rank: int, samples: list[ProductSample], proved: int) -> str:
     first = samples[0]
-    many = f"{first.wrong} element{'s' if first.wrong > 1 else ''}"
-    where = f"row {first.place[0]}, column {first.place[1]}" if first.place else "an unknown place"
+    count = f"{first.wrong} element{'s' if first.wrong > 1 else ''}"
+    where = f"row {first.place[0]}, column {first.place[1]}" if first.place else "an unknown position"
     m, n, k = first.sides
     bits = _flipped(first)
     return (
         f"a {first.dtype} product of {m} x {n} x {k} with a known result is wrong on rank {rank} in {len(samples)} of "
-        f"{proved} proofs: {many} in repeat {first.repeat}, the first at "
+        f"{proved} tests: {count} in repeat {first.repeat}, the first at "
         f"{where} is {first.found:g} instead of {first.expected:g}{bits}"
     )
 
 
 def _flipped(sample: ProductSample) -> str:
-    """Which bits of the stored number differ, counted from the lowest; empty where the values cannot say."""
+    """Which bits of the stored number differ, counted from the lowest; empty if the values are unknown."""
     if sample.found is None or sample.expected is None:
         return ""
     value, word = _FORMATS.get(sample.dtype, _FORMATS["fp32"])
@@ -75,119 +76,98 @@ def _flipped(sample: ProductSample) -> str:
 
 
 def trajectory_evidence(record: RunRecord, alike: Mapping[int, str]) -> tuple[list[Found], list[str]]:
-    """alike: rank -> what its device and versions are; only ranks that agree in it must agree in their bits."""
+    """Ranks whose seeded steps gave different bits, and notes.
+
+    alike: rank -> its device and versions; only ranks with equal ones must agree. Self-agreement comes first: one rank
+    that repeats its own result shows that kernels are deterministic, so another that does not is faulty. Then the
+    repeatable ranks are compared with each other, one vote each.
+    """
     found: list[Found] = []
     notes: list[str] = []
-    groups: defaultdict[str, list[TrajectorySample]] = defaultdict(list)
+    groups: defaultdict[str, defaultdict[int, list[TrajectorySample]]] = defaultdict(lambda: defaultdict(list))
     for sample in record.trajectories:
-        groups[alike.get(sample.rank, "")].append(sample)
-    for samples in groups.values():
-        evidence, note = _of_group(samples)
-        found += evidence
-        notes += [note] if note else []
+        groups[alike.get(sample.rank, "")][sample.rank].append(sample)
+    for group in groups.values():
+        turns = {rank: sorted(own, key=lambda s: s.turn) for rank, own in sorted(group.items())}
+        steady = {rank: _result(own[0]) for rank, own in turns.items() if len(set(map(_result, own))) == 1}
+        if not steady and len(turns) == 1:
+            found += [(rank, _wavering(own, 0, 1)) for rank, own in turns.items()]
+            continue
+        if not steady:
+            different = len({_result(s) for own in turns.values() for s in own})
+            notes.append(
+                f"the seeded steps gave {different} different results on {len(turns)} alike ranks, and no rank repeats "
+                "its own: kernels are not deterministic here, so only known products were checked for silent corruption"
+            )
+            continue
+        usual, votes = Counter(steady.values()).most_common(1)[0]
+        if 2 * votes <= len(steady):
+            text = (
+                f"{len(steady)} alike ranks compute {len(set(steady.values()))} different results from the same seeded "
+                "steps, each repeats its own, and none has a majority: it is unknown which is right"
+            )
+            found += [(rank, _evidence("other bits", SUSPECT, text, REPEAT)) for rank in steady]
+            found += [
+                (rank, _wavering(own, len(steady), len(turns))) for rank, own in turns.items() if rank not in steady
+            ]
+            continue
+        for rank, own in turns.items():
+            other = next((s for s in own if _result(s) != usual), None)
+            if other is not None and (rank in steady or votes > 1):
+                when = "before the timed work" if other.turn == 0 else "after the timed work"
+                text = (
+                    f"rank {rank} computes other bits than most of {len(steady)} alike ranks that repeat theirs, "
+                    f"{when}: {_difference(_result(other), usual, 'that of the majority')}"
+                )
+                found.append((rank, _evidence("other bits", FAIL, text, DIAGNOSE)))
+            elif other is not None:
+                found.append((rank, _wavering(own, len(steady), len(turns))))
     return found, notes
-
-
-def _of_group(samples: list[TrajectorySample]) -> tuple[list[Found], str | None]:
-    """Self-agreement comes first: one steady rank shows that kernels are deterministic here, so that another which does
-    not repeat itself is ill. Then steady ranks are compared with each other, one vote each."""
-    turns: defaultdict[int, list[TrajectorySample]] = defaultdict(list)
-    for sample in sorted(samples, key=lambda s: (s.rank, s.turn)):
-        turns[sample.rank].append(sample)
-    steady = {rank: _result(own[0]) for rank, own in turns.items() if len(set(map(_result, own))) == 1}
-    if not steady:
-        return _nobody_steady(turns)
-    usual, votes = Counter(steady.values()).most_common(1)[0]
-    if 2 * votes <= len(steady):
-        wavering = [
-            (rank, _wavering(own, len(steady), len(turns))) for rank, own in turns.items() if rank not in steady
-        ]
-        return [*_undecided(steady), *wavering], None
-    found = []
-    for rank, own in turns.items():
-        other = next((s for s in own if _result(s) != usual), None)
-        if other is not None:
-            known = rank in steady or votes > 1
-            evidence = _odd(other, usual, len(steady)) if known else _wavering(own, len(steady), len(turns))
-            found.append((rank, evidence))
-    return found, None
 
 
 def _result(sample: TrajectorySample) -> Trajectory:
     return Trajectory(sample.losses, sample.weights)
 
 
-def _nobody_steady(turns: Mapping[int, list[TrajectorySample]]) -> tuple[list[Found], str | None]:
-    if len(turns) == 1:
-        return [(rank, _wavering(own, 0, 1)) for rank, own in turns.items()], None
-    different = len({_result(s) for own in turns.values() for s in own})
-    return [], (
-        f"the seeded steps gave {different} different results on {len(turns)} alike ranks, none of which repeats its "
-        "own: kernels are not deterministic here, so silent corruption was looked for in known products only"
-    )
-
-
-def _undecided(steady: Mapping[int, Trajectory]) -> list[Found]:
-    text = (
-        f"{len(steady)} alike ranks compute {len(set(steady.values()))} different results from the same seeded steps, "
-        "each always its own, none in the majority: which is right is open"
-    )
-    return [(rank, _evidence("other bits", SUSPECT, text, REPEAT)) for rank in steady]
-
-
 def _wavering(own: list[TrajectorySample], steady: int, ranks: int) -> NodeEvidence:
-    """A rank that disagrees with itself, beside so many steady ones of all alike."""
+    """A rank that disagrees with itself, given how many of the alike ranks repeat their own result."""
     first, other = own[0], next(s for s in own if _result(s) != _result(own[0]))
     text = (
         f"rank {first.rank} computes other bits after the timed work than before it, from the same seeded steps: "
         f"{_difference(_result(other), _result(first), 'before it')}; "
     )
     if not steady:
-        text += "no alike rank tells whether kernels are deterministic here"
+        text += "no alike rank shows whether kernels are deterministic here"
         return _evidence("other bits", SUSPECT, text, REPEAT)
-    text += f"{steady} of {ranks} alike ranks repeat their own, so kernels are deterministic here"
+    text += f"{steady} of {ranks} alike ranks repeat their own result, so kernels are deterministic here"
     return _evidence("other bits", FAIL, text, DIAGNOSE)
 
 
-def _odd(sample: TrajectorySample, usual: Trajectory, steady: int) -> NodeEvidence:
-    when = "before the timed work" if sample.turn == 0 else "after the timed work"
-    what = _difference(_result(sample), usual, "the majority's")
-    text = (
-        f"rank {sample.rank} computes other bits than most of {steady} alike ranks that repeat theirs, {when}: {what}"
-    )
-    return _evidence("other bits", FAIL, text, DIAGNOSE)
-
-
-def _difference(found: Trajectory, expected: Trajectory, whose: str) -> str:
+def _difference(result: Trajectory, expected: Trajectory, whose: str) -> str:
     """The first step whose loss differs."""
-    for step, (loss, other) in enumerate(zip(found.losses, expected.losses, strict=False)):
+    for step, (loss, other) in enumerate(zip(result.losses, expected.losses, strict=False)):
         if loss != other:
             return f"the loss of step {step} is {loss!r}, {whose} {other!r}"
     return "weights differ"
 
 
 def wrong_pairs(record: RunRecord) -> Iterator[Found]:
-    """Data of the tournament that arrived wrong: the fault may lie at either end or between."""
+    """Data of the tournament that arrived corrupted: the fault may be at either end or between."""
     for s in record.collectives:
         if s.wrong and s.peer is not None:
-            text = f"{s.wrong} elements that rank {s.peer} sent to rank {s.rank} arrived wrong"
+            text = f"{s.wrong} elements sent by rank {s.peer} to rank {s.rank} arrived corrupted"
             for rank in (s.rank, s.peer):
                 yield rank, _evidence("wrong result", SUSPECT, text, DIAGNOSE)
 
 
-def all_proofs(record: RunRecord) -> Iterable[Found]:
-    yield from product_evidence(record)
-    yield from wrong_pairs(record)
-
-
 Facts = Mapping[str, Scalar]
-# Readings that a hardware's own protection may show before it is told: one in ten.
+# Hardware protection in more than one reading in ten is reported.
 THROTTLED_SHARE = 0.1
-# How much more often than its peers' median a GPU may be held back by what healthy ones also meet (a power cap).
+# How much more often than its peers' median a GPU may be throttled by what also affects healthy ones (a power cap).
 MORE_THAN_PEERS = 0.25
 PROTECTION = ("hardware slowdown", "hardware thermal slowdown", "hardware power brake")
 THERMAL = "software thermal slowdown"
-# Facts of `health` that healthy peers share; the others are readings, which differ by the moment.
+# Facts of `health` that healthy peers share; the others are momentary readings.
 _SHARED = (
     *("vbios", "power_limit_w", "power_limit_default_w", "sm_clock_max_hz", "sm_clock_application_hz"),
     *("memory_clock_max_hz", "pcie_generation_max", "pcie_width_max", "pcie_width", "nvlinks_up"),
@@ -199,6 +179,7 @@ _IGNORED = ("host", "environment.", "gpus.", "gpu.index")
 
 
 def condition_evidence(record: RunRecord) -> Iterator[Found]:
+    """Defects that the driver reports, by rank."""
     gpus = local_ranks(places_of(record))
     for rank, facts in loaded_facts(record).items():
         for kind, verdict, text, command in _defects(facts):
@@ -217,17 +198,13 @@ def _defects(facts: Facts) -> Iterator[tuple[str, str, str, str]]:
     if count := facts.get("gpu.ecc_volatile_uncorrected"):
         yield "memory errors", FAIL, f"{count} uncorrected memory errors since the driver was loaded", ecc
     elif count := facts.get("gpu.ecc_aggregate_uncorrected"):
-        yield "memory errors", SUSPECT, f"{count} uncorrected memory errors in the life of the GPU", ecc
+        yield "memory errors", SUSPECT, f"{count} uncorrected memory errors in the lifetime of the GPU", ecc
     if facts.get("gpu.remap_failed"):
-        yield "memory errors", FAIL, "a row of memory could not be remapped", ecc
+        yield "memory errors", FAIL, "a memory row could not be remapped", ecc
     if facts.get("gpu.remap_pending") or facts.get("gpu.pages_retirement_pending"):
-        yield "memory errors", FAIL, "memory waits to be remapped or retired until the GPU is reset", reset
+        yield "memory errors", FAIL, "memory waits for a GPU reset to be remapped or retired", reset
     if count := facts.get("gpu.rows_remapped_uncorrectable"):
         yield "memory errors", SUSPECT, f"{count} rows were remapped after uncorrectable errors", ecc
-    yield from _narrow_links(facts)
-
-
-def _narrow_links(facts: Facts) -> Iterator[tuple[str, str, str, str]]:
     bus = "nvidia-smi -q -i {gpu} | grep -A 9 'GPU Link Info'"
     for name, unit in (("width", "x"), ("generation", "generation ")):
         now, most = facts.get(f"gpu.pcie_{name}"), facts.get(f"gpu.pcie_{name}_max")
@@ -241,19 +218,21 @@ def _narrow_links(facts: Facts) -> Iterator[tuple[str, str, str, str]]:
 
 
 def gauges_by_rank(record: RunRecord) -> dict[int, list[GaugeSample]]:
-    """One process of a node reads all its gauges: a rank's are those of its device there, on a CPU the host's."""
+    """Readings by rank: one process of a node reads all its gauges. On a GPU those of its device, on a CPU those of the
+    host.
+    """
     places = places_of(record)
     devices = local_ranks(places) if record.spec.topology.device == "cuda" else dict.fromkeys(places)
-    found: dict[int, list[GaugeSample]] = {}
+    by_rank: dict[int, list[GaugeSample]] = {}
     for rank, place in places.items():
         ours = [g for g in record.gauges if g.rank in places and places[g.rank].node == place.node]
         if samples := [g for g in ours if g.device == devices[rank]]:
-            found[rank] = samples
-    return found
+            by_rank[rank] = samples
+    return by_rank
 
 
 def local_ranks(places: Mapping[int, Place]) -> dict[int, int]:
-    """Each rank's number within its node, which is its GPU's index."""
+    """Each rank's number within its node, which is the index of its GPU."""
     return {
         rank: sum(other < rank and places[other].node == place.node for other in places)
         for rank, place in places.items()
@@ -261,93 +240,83 @@ def local_ranks(places: Mapping[int, Place]) -> dict[int, int]:
 
 
 def throttle_evidence(record: RunRecord) -> Iterator[Found]:
-    """By the share of readings with each reason; a power cap that all GPUs of a rack meet is nobody's fault."""
+    """Throttling by the share of readings with each reason; a power cap that all GPUs of a rack reach is no fault."""
     readings = {
-        rank: told
+        rank: known
         for rank, samples in gauges_by_rank(record).items()
-        if (told := [s for s in samples if s.throttle_reasons is not None])
+        if (known := [s for s in samples if s.throttle_reasons is not None])
     }
-    shares = {rank: _shares(told) for rank, told in readings.items()}
+    shares = {}
+    for rank, known in readings.items():
+        counts = Counter(reason for s in known for reason in s.throttle_reasons or ())
+        shares[rank] = {reason: count / len(known) for reason, count in counts.items()}
     gpus = local_ranks(places_of(record))
-    for rank, ours in shares.items():
-        for reason, share in ours.items():
+    for rank, own in shares.items():
+        for reason, share in own.items():
             usual = statistics.median(other.get(reason, 0.0) for other in shares.values())
-            if verdict := _throttle_verdict(reason, share, usual):
-                text = f"rank {rank}: {_throttle_text(reason, share, usual, readings[rank])}"
-                command = f"nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER,CLOCK -i {gpus[rank]}"
-                yield rank, _evidence("throttled", verdict, text, command)
-
-
-def _shares(told: list[GaugeSample]) -> dict[str, float]:
-    counts = Counter(reason for s in told for reason in s.throttle_reasons or ())
-    return {reason: count / len(told) for reason, count in counts.items()}
-
-
-def _throttle_verdict(reason: str, share: float, usual: float) -> str | None:
-    if reason in PROTECTION and share >= THROTTLED_SHARE:
-        return FAIL
-    held_back = reason == THERMAL and share >= THROTTLED_SHARE
-    return SUSPECT if held_back or share - usual >= MORE_THAN_PEERS else None
-
-
-def _throttle_text(reason: str, share: float, usual: float, told: list[GaugeSample]) -> str:
-    clocks = [s.sm_clock_hz for s in told if s.sm_clock_hz]
-    warm = [s.temperature_c for s in told if s.temperature_c is not None]
-    beside = [f"SM clock {statistics.median(clocks) / 1e6:.0f} MHz at the median"] if clocks else []
-    beside += [f"up to {max(warm):.0f} C"] if warm else []
-    often = f"{reason} in {share:.0%} of {len(told)} readings, {usual:.0%} at the peers' median"
-    return "; ".join((often, *beside))
+            if reason in PROTECTION and share >= THROTTLED_SHARE:
+                verdict = FAIL
+            elif (reason == THERMAL and share >= THROTTLED_SHARE) or share - usual >= MORE_THAN_PEERS:
+                verdict = SUSPECT
+            else:
+                continue
+            parts = [f"{reason} in {share:.0%} of {len(readings[rank])} readings, {usual:.0%} for the median peer"]
+            if clocks := [s.sm_clock_hz for s in readings[rank] if s.sm_clock_hz]:
+                parts.append(f"median SM clock {statistics.median(clocks) / 1e6:.0f} MHz")
+            if temperatures := [s.temperature_c for s in readings[rank] if s.temperature_c is not None]:
+                parts.append(f"up to {max(temperatures):.0f} C")
+            command = f"nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER,CLOCK -i {gpus[rank]}"
+            yield rank, _evidence("throttled", verdict, f"rank {rank}: {'; '.join(parts)}", command)
 
 
 # --- facts that differ ---
 
 
 def facts_of(record: RunRecord) -> dict[int, dict[str, str]]:
-    """By rank: what its host and device are, by dotted path; what is not known is absent."""
+    """Facts of each rank's host and device by dotted path; unknown ones are absent."""
     hosts = {str(m.get("host")): m for m in record.machines}
     of_rank = {o.rank: hosts.get(o.host, {}) for o in record.outcomes}
     conditions, gpus = loaded_facts(record), local_ranks(places_of(record))
-    found = {}
+    by_rank = {}
     for rank, facts in of_rank.items():
         known = facts.get("gpus") or ()
         device = known[gpus[rank]] if gpus.get(rank, 0) < len(known) else {}
-        own = {name: value for name, value in conditions.get(rank, {}).items() if _is_shared(name)}
+        own = {
+            name: value
+            for name, value in conditions.get(rank, {}).items()
+            if name.partition(".")[0] == "host" or name.partition(".")[2] in _SHARED
+        }
         paths = machine.fingerprint_diff({**facts, "gpu": device}, {})
         flat = {path: value for path, (value, _) in paths.items() if not path.startswith(_IGNORED)} | own
-        found[rank] = {path: _text(path, value) for path, value in flat.items() if value is not None}
-    return found
-
-
-def _is_shared(name: str) -> bool:
-    place, _, fact = name.partition(".")
-    return place == "host" or fact in _SHARED
+        by_rank[rank] = {path: _text(path, value) for path, value in flat.items() if value is not None}
+    return by_rank
 
 
 def _text(path: str, value: Any) -> str:
-    """Memory of equal hosts differs by what their firmware keeps: two digits tell hosts apart that are not equal."""
+    """Memory of equal hosts differs by what their firmware reserves: two digits separate hosts that really differ."""
     if path == "memory_bytes":
         return f"{float(value) / 2**30:.2g} GiB"
     return {True: "on", False: "off"}.get(value, str(value)) if isinstance(value, bool) else str(value)
 
 
 def usual_facts(facts: Mapping[int, Mapping[str, str]]) -> dict[str, tuple[str, int, int]]:
-    """Path -> the value of more than half of the ranks that know it, how many have it, and of how many."""
+    """Path -> the value of more than half of the ranks that report it, how many have it, and how many report it."""
     values: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for ours in facts.values():
         for path, value in ours.items():
             values[path][value] += 1
-    found = {}
+    usual = {}
     for path, counts in values.items():
         value, often = counts.most_common(1)[0]
         if 2 * often > counts.total():
-            found[path] = (value, often, counts.total())
-    return found
+            usual[path] = (value, often, counts.total())
+    return usual
 
 
 def differences(
     facts: Mapping[int, Mapping[str, str]], usual: Mapping[str, tuple[str, int, int]]
 ) -> dict[int, list[Differing]]:
-    """By rank: where it stands apart from the majority."""
+    """By rank: facts in which it differs from the majority."""
     return {
         rank: [
             Differing(path=path, first=value, second=usual[path][0])
@@ -359,35 +328,31 @@ def differences(
 
 
 def difference_evidence(
-    apart: Mapping[int, list[Differing]], usual: Mapping[str, tuple[str, int, int]], whose: str
+    by_rank: Mapping[int, list[Differing]], usual: Mapping[str, tuple[str, int, int]], whose: str
 ) -> Iterator[Found]:
-    for rank, found in apart.items():
-        if found:
-            parts = [f"{d.path} is {d.first}, {_majority(usual[d.path], whose)} {d.second}" for d in found]
-            yield rank, _evidence("differs", SUSPECT, "; ".join(parts), _inspect(found[0].path))
-
-
-def _majority(usual: tuple[str, int, int], whose: str) -> str:
-    _, often, of = usual
-    return f"{often} of {of} ranks {whose} have"
+    """Facts in which a rank differs from the majority, with a command to inspect the first."""
+    for rank, differing in by_rank.items():
+        if differing:
+            parts = []
+            for d in differing:
+                _, often, of = usual[d.path]
+                parts.append(f"{d.path} is {d.first}, but {d.second} on {often} of {of} ranks {whose}")
+            path, command = differing[0].path, "paceline doctor"
+            if path.startswith("versions."):
+                command = f"pip show {path.removeprefix('versions.')}"
+            elif path == "driver" or path.startswith("gpu."):
+                command = "nvidia-smi -q | grep -E 'Driver Version|VBIOS Version|Power Limit|Link Width|Graphics'"
+            yield rank, _evidence("differs", SUSPECT, "; ".join(parts), command)
 
 
 def undecided_facts(facts: Mapping[int, Mapping[str, str]]) -> list[str]:
-    """Facts in which two halves differ: nobody is odd, but somebody may be wrong."""
-    found = []
+    """Facts in which two halves of the ranks differ: there is no odd one, but some may be wrong."""
+    texts = []
     for path in sorted({path for ours in facts.values() for path in ours}):
         counts = Counter(ours[path] for ours in facts.values() if path in ours)
         if len(counts) == 2 and len(set(counts.values())) == 1:
-            found.append(f"{path} is {' on one half of the ranks and '.join(sorted(counts))} on the other")
-    return found
-
-
-def _inspect(path: str) -> str:
-    if path.startswith("versions."):
-        return f"pip show {path.removeprefix('versions.')}"
-    if path == "driver" or path.startswith("gpu."):
-        return "nvidia-smi -q | grep -E 'Driver Version|VBIOS Version|Power Limit|Link Width|Graphics'"
-    return "paceline doctor"
+            texts.append(f"{path} is {' on one half of the ranks and '.join(sorted(counts))} on the other")
+    return texts
 
 
 def _evidence(kind: str, verdict: str, text: str, command: str) -> NodeEvidence:

@@ -1,12 +1,13 @@
-"""A verdict for every node of a test, with its evidence: speed, memory and heat among peers or beside a baseline,
-results that must be equal to the bit, defects that the driver knows, and facts in which a node stands apart.
+"""A verdict for every node of a test, with its evidence: speed, memory and temperature compared with peers or a
+baseline, results that must be equal to the bit, defects known to the driver, and facts in which a node differs from the
+others.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,7 +41,7 @@ NAMES = {"matmul": "matmul", "copy": "memory copy", "h2d": "host to device", "d2
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """values by rank, one per repeat. key tells what exactly was measured, so that a baseline's is the same."""
+    """values by rank, one per repeat. key says exactly what was measured, so that it matches that of a baseline."""
 
     name: str
     unit: str
@@ -50,7 +51,7 @@ class Measure:
     logarithmic: bool = True
 
     def of(self, ranks: Iterable[int]) -> tuple[list[int], Array]:
-        """The ranks among these that have values, and their effects: as many repeats of each as all have."""
+        """The given ranks that have values, and their effects: the same number of repeats of each."""
         known = [rank for rank in ranks if self.values.get(rank)]
         repeats = min((len(self.values[rank]) for rank in known), default=0)
         table = np.array([list(self.values[rank])[:repeats] for rank in known], dtype=np.float64)
@@ -66,15 +67,24 @@ def limit_of(spec: RunSpec, name: str, otherwise: float) -> float:
 
 
 def measures_of(record: RunRecord) -> list[Measure]:
-    """Speeds are left out where ranks share a GPU: they say nothing there."""
+    """Everything a node test measured. Speeds are left out if ranks share a GPU."""
     spec = record.spec
     speed = Band(math.log(1 - limit_of(spec, "speed_ratio", SPEED_RATIO)), None)
     found = [] if record.shares_gpu else [*_kernels(record.kernels, speed), *_training(record, speed)]
-    return [*found, *_memory(record), *_gauges(record, speed)]
+    # The allocator's peak. A CPU has none: resident memory includes interpreter and libraries, and says nothing.
+    ratio = limit_of(spec, "memory_ratio", MEMORY_RATIO)
+    peaks: defaultdict[int, list[float]] = defaultdict(list)
+    for s in record.memory:
+        if s.moment == "steps" and s.allocated_bytes:
+            peaks[s.rank].append(float(s.allocated_bytes))
+    if peaks:
+        band = Band(math.log(1 - ratio), math.log(1 + ratio))
+        found.append(Measure(MEMORY, "bytes", f"{MEMORY} {_work(spec)}", band, peaks))
+    return [*found, *_gauges(record, speed)]
 
 
 def _kernels(samples: Iterable[KernelSample], band: Band) -> Iterator[Measure]:
-    """Work over the median iteration, as the machine's ceilings are told."""
+    """Work over the median iteration, as for the machine's ceilings."""
     rows: defaultdict[tuple[str, str, str], dict[int, list[float]]] = defaultdict(dict)
     units = {}
     for s in sorted(samples, key=lambda s: s.repeat):
@@ -90,7 +100,7 @@ def _kernels(samples: Iterable[KernelSample], band: Band) -> Iterator[Measure]:
 
 
 def _training(record: RunRecord, band: Band) -> Iterator[Measure]:
-    """Tokens over time of each window, a ratio of sums; its first step, which follows other work, is left out."""
+    """Tokens over time of each window, a ratio of sums, without its first step, which follows other work."""
     windows: defaultdict[tuple[int, int], list[StepSample]] = defaultdict(list)
     for step in record.steps:
         windows[step.rank, step.variant].append(step)
@@ -110,18 +120,6 @@ def _work(spec: RunSpec) -> str:
     return " ".join(map(str, parts))
 
 
-def _memory(record: RunRecord) -> Iterator[Measure]:
-    """The allocator's peak. A CPU has none: resident memory holds interpreter and libraries, and says nothing."""
-    ratio = limit_of(record.spec, "memory_ratio", MEMORY_RATIO)
-    values: defaultdict[int, list[float]] = defaultdict(list)
-    for s in record.memory:
-        if s.moment == "steps" and s.allocated_bytes:
-            values[s.rank].append(float(s.allocated_bytes))
-    if values:
-        band = Band(math.log(1 - ratio), math.log(1 + ratio))
-        yield Measure(MEMORY, "bytes", f"{MEMORY} {_work(record.spec)}", band, values)
-
-
 def _gauges(record: RunRecord, speed: Band) -> Iterator[Measure]:
     """One median per rank over the whole run: ranks of all nodes do the same at the same time."""
     degrees = limit_of(record.spec, "temperature_c", TEMPERATURE_C)
@@ -139,7 +137,7 @@ def _gauges(record: RunRecord, speed: Band) -> Iterator[Measure]:
 
 
 PEERS = "peers"
-# What to try next where a measure is odd, on a GPU and on a CPU.
+# Suggested command for an unusual measure, on a GPU and on a CPU.
 _NEXT = {
     "matmul": "nvidia-smi -q -d CLOCK,PERFORMANCE,POWER,TEMPERATURE",
     "training": "nvidia-smi -q -d CLOCK,PERFORMANCE,POWER,TEMPERATURE",
@@ -156,7 +154,7 @@ _NEXT_FOR_PAIRS = "paceline run fabric --set workload.operations=pairs"
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Every node of the runs given, and what a reader must know beside."""
+    """Verdicts on every node of the given runs, and notes for the reader."""
 
     verdicts: tuple[NodeVerdict, ...] = ()
     notes: tuple[str, ...] = ()
@@ -173,7 +171,7 @@ class Baseline:
 
 @dataclass(slots=True)
 class _Case:
-    """What is held against each rank of one run, collected source by source."""
+    """Evidence against each rank of one run, collected source by source."""
 
     record: RunRecord
     places: Mapping[int, Place]
@@ -189,7 +187,7 @@ class _Case:
 
 
 def analyse(records: Sequence[RunRecord], baseline: Baseline | None = None) -> Judged:
-    """Of all node tests among the records; others, and those that did not end ok, are left alone."""
+    """Verdicts of all node tests among the records that ended ok."""
     judged = [judge(record, baseline) for record in _tests(records)]
     notes = dict.fromkeys(note for one in judged for note in one.notes)
     return Judged(tuple(v for one in judged for v in one.verdicts), tuple(notes))
@@ -200,7 +198,7 @@ def _tests(records: Sequence[RunRecord]) -> list[RunRecord]:
 
 
 def baseline_of(records: Sequence[RunRecord], name: str) -> Baseline:
-    """Only of ranks whose node passed among its own peers; a result without such a node is no baseline."""
+    """A baseline from the ranks whose node passed among its own peers; an error if there is none."""
     tests = _tests(records)
     values: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     facts: dict[int, Mapping[str, str]] = {}
@@ -224,20 +222,42 @@ def judge(record: RunRecord, baseline: Baseline | None = None) -> Judged:
     for measure in measures_of(record):
         for kind in dict.fromkeys(case.kinds.values()):
             _compare(case, measure, kind, baseline)
-    case.add(list(node_evidence.all_proofs(record)))
-    found, notes = node_evidence.trajectory_evidence(record, _alike(record, case.kinds))
-    case.add(found)
+    case.add(list(node_evidence.product_evidence(record)))
+    case.add(list(node_evidence.wrong_pairs(record)))
+    evidence_of_bits, notes = node_evidence.trajectory_evidence(record, _alike(record, case.kinds))
+    case.add(evidence_of_bits)
     case.notes += notes
     case.add(node_evidence.condition_evidence(record))
     case.add(node_evidence.throttle_evidence(record))
-    _compare_facts(case, baseline)
-    _hold_tournament(case)
-    case.notes += _shortcomings(case, baseline)
+    facts = node_evidence.facts_of(record)
+    usual = baseline.usual if baseline and baseline.usual else node_evidence.usual_facts(facts)
+    whose = f"of {baseline.name}" if baseline and baseline.usual else "here"
+    case.differences = node_evidence.differences(facts, usual)
+    case.add(node_evidence.difference_evidence(case.differences, usual, whose))
+    if not (baseline and baseline.usual):
+        texts = node_evidence.undecided_facts(facts)
+        case.notes += [f"nodes differ, and there is no majority to say which is right: {text}" for text in texts]
+    # A node or rank that is slow with all others fails if both turns agree; a slow link makes two suspects.
+    for suspect in tournament.hold(record).suspects:
+        failed = suspect.kind != tournament.LINK and suspect.confirmed
+        evidence = NodeEvidence(
+            kind=f"slow {suspect.kind}",
+            verdict=FAIL if failed else SUSPECT,
+            text=suspect.text,
+            next_command=_NEXT_FOR_PAIRS,
+        )
+        case.add([(rank, evidence) for rank in suspect.ranks])
+    if record.shares_gpu:
+        case.notes.append(f"nodes: {SHARED_GPU}, so their speed is not judged")
+    for kind, count in Counter(case.kinds.values()).items() if baseline is None else ():
+        if count < peers.FEWEST_PEERS:
+            many = f"{count} rank{'s' if count > 1 else ''} of {kind}"
+            case.notes.append(f"{many}: too few to find an outlier; --baseline compares with a healthy result")
     return Judged(tuple(_verdicts(case, baseline)), tuple(dict.fromkeys(case.notes)))
 
 
 def _kinds(places: Mapping[int, Place]) -> dict[int, str]:
-    """The device's name without its number: only equal kinds are peers."""
+    """Device name without its number: only equal kinds are peers."""
     return {rank: place.device.partition(" ")[2] or place.device.partition(":")[0] for rank, place in places.items()}
 
 
@@ -264,33 +284,27 @@ def _compare(case: _Case, measure: Measure, kind: str, baseline: Baseline | None
         against = f"the median of {len(ranks)} ranks"
         standings = peers.among_peers(table, measure.band)
         if baseline:
-            case.notes.append(f"{baseline.name} holds no {measure.name} of this kind: ranks are compared with peers")
+            case.notes.append(f"{baseline.name} has no {measure.name} of this kind: ranks are compared with peers")
     else:
         against = f"the median of {len(healthy)} devices of {baseline.name if baseline else ''}"
         standings = peers.beside_baseline(table, healthy, measure.band)
-    case.notes += _blindness(measure, standings)
+    doubt = float(np.median([s.doubt for s in standings]))
+    if doubt > measure.band.width and measure.logarithmic:
+        case.notes.append(
+            f"{measure.name}: repeats scatter, so only a node worse by {_certain(measure, doubt)} is detected for "
+            "certain; use more repeats or steps"
+        )
     for rank, row, standing in zip(ranks, table, standings, strict=True):
         value = float(np.median(row))
         case.measures.append(_measured(measure, rank, measure.relative(value), standing))
         if standing.verdict == UNDECIDED:
-            case.add([(rank, _untold(case, measure, rank, standing, against, len(row)))])
+            case.add([(rank, _undecided(case, measure, rank, standing, against, len(row)))])
         elif standing.verdict != PASS:
             case.add([(rank, _odd(case, measure, rank, standing, against))])
 
 
-def _blindness(measure: Measure, standings: Sequence[peers.Standing]) -> list[str]:
-    """To pass means little where the repeats scatter more than the band is wide: say what would still be found."""
-    doubt = float(np.median([s.doubt for s in standings]))
-    if doubt <= measure.band.width or not measure.logarithmic:
-        return []
-    return [
-        f"{measure.name}: repeats scatter, so only a node worse by {_certain(measure, doubt)} is told for certain; "
-        "more repeats or steps see more"
-    ]
-
-
 def _certain(measure: Measure, doubt: float) -> str:
-    """How much worse than the others a node must be to lie outside the band with its whole interval."""
+    """How much worse than the others a node must be for its whole interval to lie outside the band."""
     return f"{1 - measure.relative(-measure.band.width - doubt):.0%}"
 
 
@@ -315,13 +329,13 @@ def _measured(measure: Measure, rank: int, value: float, standing: peers.Standin
 
 def _odd(case: _Case, measure: Measure, rank: int, standing: peers.Standing, against: str) -> NodeEvidence:
     place = case.places[rank]
-    words = {
+    suffix = {
         peers.ODD: "",
-        peers.PAIR: "; of two ranks nobody is odd: a third one or --baseline tells which",
-        peers.SPLIT: "; a group of faster ranks stands apart, so nobody is odd: --baseline tells which is healthy",
-        peers.SPREAD: "; these are spread as far, so nobody is odd, but it is outside the band",
+        peers.PAIR: "; two ranks cannot show which is wrong: add a third one or --baseline",
+        peers.SPLIT: "; a group of ranks is faster, so there is no single outlier: --baseline shows which is healthy",
+        peers.SPREAD: "; its peers are spread as far, so it is no outlier, but it is outside the band",
     }[standing.reason]
-    text = f"{measure.name} of rank {rank} ({place.device}) is {_distance(measure, standing)} {against}{words}"
+    text = f"{measure.name} of rank {rank} ({place.device}) is {_distance(measure, standing)} {against}{suffix}"
     kind = measure.name if measure.unit in ("bytes", "C", "Hz") else f"slow {measure.name}"
     return NodeEvidence(kind=kind, verdict=standing.verdict, text=text, next_command=_diagnosis(case, measure))
 
@@ -330,28 +344,30 @@ def _diagnosis(case: _Case, measure: Measure) -> str:
     return _NEXT.get(measure.name.split()[0], "") if case.record.spec.topology.device == "cuda" else _NEXT_ON_CPU
 
 
-def _untold(
+def _undecided(
     case: _Case, measure: Measure, rank: int, standing: peers.Standing, against: str, repeats: int
 ) -> NodeEvidence:
-    """Why this rank did not pass though nothing speaks against it, and how many repeats would tell."""
+    """Why this rank did not pass without evidence against it, and how many repeats would decide."""
     why = {
         peers.SCATTER: "repeats scatter more than the band is wide, so only a node worse by "
-        f"{_certain(measure, standing.doubt)} is told for certain",
-        peers.EDGE: "this is outside the band, its whole interval is not",
+        f"{_certain(measure, standing.doubt)} is detected for certain",
+        peers.EDGE: "it is outside the band, but its whole interval is not",
     }[standing.reason]
     enough = peers.repeats_for(standing, repeats, measure.band)
-    advice = f"about {enough} tell" if enough else f"not even {peers.MOST_REPEATS} tell: find what disturbs it first"
-    is_at = f"{measure.name} of rank {rank} ({case.places[rank].device}) is {_distance(measure, standing)} {against}"
+    advice = (
+        f"it needs about {enough}" if enough else f"even {peers.MOST_REPEATS} are not enough: find what disturbs it"
+    )
+    position = f"{measure.name} of rank {rank} ({case.places[rank].device}) is {_distance(measure, standing)} {against}"
     return NodeEvidence(
         kind=f"{measure.name} not told",
         verdict=UNDECIDED,
-        text=f"{is_at}; {why}; {repeats} repeats were taken, {advice}",
+        text=f"{position}; {why}; {repeats} repeats were run, {advice}",
         next_command=f"paceline run nodes --set workload.repeats={enough}" if enough else _diagnosis(case, measure),
     )
 
 
 def _distance(measure: Measure, standing: peers.Standing) -> str:
-    """An interval that holds 0 begins on the other side, with a minus."""
+    """`12.0 % [11.0, 13.0] under`. An interval that includes 0 starts on the other side, with a minus."""
     side, sign = ("under", -1) if standing.effect < 0 else ("over", 1)
     if not measure.logarithmic:
         return f"{abs(standing.effect):.0f} {measure.unit} {side}"
@@ -368,42 +384,6 @@ def _distance(measure: Measure, standing: peers.Standing) -> str:
 # --- facts and pairs ---
 
 
-def _compare_facts(case: _Case, baseline: Baseline | None) -> None:
-    facts = node_evidence.facts_of(case.record)
-    usual = baseline.usual if baseline and baseline.usual else node_evidence.usual_facts(facts)
-    whose = f"of {baseline.name}" if baseline and baseline.usual else "here"
-    case.differences = node_evidence.differences(facts, usual)
-    case.add(node_evidence.difference_evidence(case.differences, usual, whose))
-    if not (baseline and baseline.usual):
-        case.notes += [
-            f"nodes differ, and no majority tells which is right: {t}" for t in node_evidence.undecided_facts(facts)
-        ]
-
-
-def _hold_tournament(case: _Case) -> None:
-    """A node or rank that is slow with all others fails where both turns say so; a slow link makes two suspects."""
-    for suspect in tournament.hold(case.record).suspects:
-        single = suspect.kind != tournament.LINK
-        verdict = FAIL if single and suspect.confirmed else SUSPECT
-        evidence = NodeEvidence(
-            kind=f"slow {suspect.kind}", verdict=verdict, text=suspect.text, next_command=_NEXT_FOR_PAIRS
-        )
-        case.add([(rank, evidence) for rank in suspect.ranks])
-
-
-def _shortcomings(case: _Case, baseline: Baseline | None) -> Iterator[str]:
-    """What this test could not tell."""
-    if case.record.shares_gpu:
-        yield f"nodes: {SHARED_GPU}, so their speed is not judged"
-    if baseline is not None:
-        return
-    for kind in dict.fromkeys(case.kinds.values()):
-        count = sum(own == kind for own in case.kinds.values())
-        if count < peers.FEWEST_PEERS:
-            many = f"{count} rank{'s' if count > 1 else ''} of {kind}"
-            yield f"{many}: too few to tell an odd one by its peers; --baseline compares with a healthy result"
-
-
 # --- nodes ---
 
 
@@ -418,6 +398,11 @@ def _verdicts(case: _Case, baseline: Baseline | None) -> Iterator[NodeVerdict]:
     for ranks in nodes.values():
         host = case.places[ranks[0]].host
         evidence = tuple(dict.fromkeys(e for rank in ranks for e in case.evidence[rank]))
+        # Every fact once, with the values of all ranks if they differ.
+        condition: dict[str, dict[str, None]] = {}
+        for rank in ranks:
+            for name, value in facts.get(rank, {}).items():
+                condition.setdefault(name, {}).update({str(value): None} if value not in (None, "") else {})
         yield NodeVerdict(
             run=spec.run_id,
             cell=spec.cell,
@@ -430,14 +415,5 @@ def _verdicts(case: _Case, baseline: Baseline | None) -> Iterator[NodeVerdict]:
             evidence=tuple(sorted(evidence, key=lambda e: WORST_FIRST.index(e.verdict))),
             measures=tuple(m for m in case.measures if m.rank in ranks),
             differences=tuple(dict.fromkeys(d for rank in ranks for d in case.differences.get(rank, ()))),
-            condition=tuple(_condition(ranks, facts)),
+            condition=tuple((name, ", ".join(values)) for name, values in condition.items() if values),
         )
-
-
-def _condition(ranks: Sequence[int], facts: Mapping[int, node_evidence.Facts]) -> Iterator[tuple[str, str]]:
-    """Every fact once, with the values of all ranks where they differ."""
-    for name in dict.fromkeys(name for rank in ranks for name in facts.get(rank, {})):
-        told = [facts[rank].get(name) for rank in ranks if rank in facts]
-        known = dict.fromkeys(str(value) for value in told if value not in (None, ""))
-        if known:
-            yield name, ", ".join(known)

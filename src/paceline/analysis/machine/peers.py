@@ -1,10 +1,10 @@
-"""Where each of several devices stands among its peers, or beside a healthy baseline, by repeats of one measure.
+"""How each device compares with its peers, or with a healthy baseline, over repeats of one measure.
 
-Two things make an outlier: a modified z beyond 3.5 (Iglewicz and Hoaglin, 1993), so that it is more than the spread of
-its peers, and a distance beyond the accepted band, so that it matters. It fails where its whole interval lies outside
-the band, and is suspect where the repeats leave room for doubt or its peers are spread as far. Who is not accused
-passes only where a device outside the band could have been seen; else it is undecided. Effects are differences: of
-logarithms for rates.
+Two things make an outlier: a modified z-score beyond 3.5 (Iglewicz and Hoaglin, 1993), so that it is more than the
+spread of its peers, and a distance beyond the accepted band, so that it matters. It fails if its whole interval lies
+outside the band, and is suspect if the repeats leave doubt or its peers are spread as far. A device that is not accused
+passes only if a device outside the band could have been detected; otherwise it is undecided. Effects are differences;
+of logarithms for rates.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from paceline.analysis.findings.machine import FAIL, PASS, SUSPECT, UNDECIDED
 from paceline.analysis.statistics.intervals import OUTLIER_Z, Array, student_t
 
 FEWEST_PEERS = 3
-# Peers that agree closer than a sixth of the band count as if they differed by that: z is 4 at the band's end then, so
-# that the band decides where peers agree, and z where they do not.
+# The spread of peers counts as at least a sixth of the band. z is then 4 at the band's end, so the band decides if
+# peers agree, and z if they do not.
 BAND_PER_MAD = 6.0
-# A normal sample's deviation over its MAD, and how much too small the MAD of n = 2, 3, ... is (Croux and Rousseeuw,
-# 1992, table of b_n); beyond n = 9 the factor is n / (n - 0.8).
+# Standard deviation over MAD of a normal sample, and the correction for n = 2, 3, ... values (Croux and Rousseeuw,
+# 1992, table of b_n); beyond n = 9 it is n / (n - 0.8).
 _DEVIATION_PER_MAD = 1.4826
 _SMALL_SAMPLE = {2: 1.196, 3: 1.495, 4: 1.363, 5: 1.206, 6: 1.200, 7: 1.140, 8: 1.129, 9: 1.107}
 # Standard error of a median over that of a mean, for normal noise: sqrt(pi / 2).
 _MEDIAN_ERROR = math.sqrt(math.pi / 2)
-# Why a standing is not `pass`: odd among peers; two nodes that differ; behind a group of faster ones;
-# outside the band among peers that are spread as far; repeats that scatter; outside the band, its interval not.
+# Why a device does not pass: outlier among peers; two devices that differ; behind a group of faster ones; outside the
+# band among peers that are spread as far; repeats scatter; outside the band, but its interval is not.
 ODD, PAIR, SPLIT, SPREAD, SCATTER, EDGE = "odd", "pair", "split", "spread", "scatter", "edge"
-# How many bands a device's own half interval may span where its peers' stay within one. By chance five repeats of 2 %
-# noise span more than a band of 5 % on one node of eight, more than two on one of 600: nobody repeats a test for that.
+# How many bands the half interval of a device may span if those of its peers stay within one. By chance, five repeats
+# with 2 % noise span more than a band of 5 % on one node of eight, and more than two on one of 600.
 MOST_BANDS = 2.0
-# More repeats than this are no advice: the device or the host must come to rest first.
+# More repeats than this are not suggested: something disturbs the device or the host.
 MOST_REPEATS = 100
 
 
@@ -61,8 +61,9 @@ class Band:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """half is the half width of the 95 % interval, None for a single reading. doubt is that of what is compared with
-    the band: of a pair their difference, else the effect."""
+    """How one device compares. half is the half width of its 95 % interval, None for a single reading; doubt is that of
+    what is compared with the band: for a pair their difference, otherwise the effect.
+    """
 
     effect: float
     half: float | None
@@ -73,12 +74,27 @@ class Standing:
 
 
 def among_peers(values: Array, band: Band) -> list[Standing]:
-    """values: one row per device, one column per repeat. What a repeat has in common (a room that warms up) is taken
-    out first: its median over all devices."""
+    """Standings of devices (rows) over repeats (columns). What all share in a repeat, such as a warming room, is
+    removed first: the median over all devices.
+
+    >>> values = np.log(np.array([[100.0, 101, 99]] * 5 + [[80.0, 81, 79]]))
+    >>> [s.verdict for s in among_peers(values, Band(math.log(0.95), None))]
+    ['pass', 'pass', 'pass', 'pass', 'pass', 'fail']
+    """
     centred = values - np.median(values, axis=0)
     effects, halves = _estimates(centred)
+    if len(values) == 1:
+        return [Standing(0.0, half, None) for half in halves]
     if len(values) < FEWEST_PEERS:
-        return _pair(effects, halves, band) if len(values) > 1 else [Standing(0.0, h, None) for h in halves]
+        # Two can differ, but neither is the outlier: both are suspect if the difference certainly matters, and
+        # undecided if it may.
+        apart, doubt = abs(effects[0] - effects[1]), sum(half or 0.0 for half in halves)
+        verdict, reason = PASS, ""
+        if apart - doubt > band.width:
+            verdict, reason = SUSPECT, PAIR
+        elif doubt > band.width or apart > band.width:
+            verdict, reason = UNDECIDED, SCATTER if doubt > band.width else EDGE
+        return [Standing(e, half, None, verdict, reason, doubt) for e, half in zip(effects, halves, strict=True)]
     middle = float(np.median(effects))
     spread = float(np.median([abs(e - middle) for e in effects]))
     found = [_standing(e - middle, half, spread, band) for e, half in zip(effects, halves, strict=True)]
@@ -86,7 +102,9 @@ def among_peers(values: Array, band: Band) -> list[Standing]:
 
 
 def beside_baseline(values: Array, healthy: Array, band: Band) -> list[Standing]:
-    """healthy: one value per device of the baseline. Nothing common is taken out: all devices may have become slow."""
+    """Standings against one value per device of a baseline. Nothing common is removed: all devices may have become
+    slow.
+    """
     middle = float(np.median(healthy))
     spread = float(np.median(np.abs(healthy - middle)))
     effects, halves = _estimates(values - middle)
@@ -94,8 +112,10 @@ def beside_baseline(values: Array, healthy: Array, band: Band) -> list[Standing]
 
 
 def repeats_for(standing: Standing, repeats: int, band: Band) -> int | None:
-    """About how many repeats of the same scatter bring the doubt within the band; None where no reasonable number does.
-    At least twice as many as there were: where the doubt is small already, the effect lies close to the band's end."""
+    """About how many repeats of the same scatter bring the doubt within the band; None if no reasonable number does.
+
+    At least twice as many as before: if the doubt is already small, the effect is close to the band's end.
+    """
     noise = standing.doubt * math.sqrt(repeats) / student_t(repeats - 1)
     counts = range(2 * repeats, max(2 * repeats, MOST_REPEATS) + 1)
     return next((n for n in counts if noise * student_t(n - 1) / math.sqrt(n) <= band.width), None)
@@ -104,7 +124,7 @@ def repeats_for(standing: Standing, repeats: int, band: Band) -> int | None:
 def _estimates(centred: Array) -> tuple[list[float], list[float | None]]:
     """Each device's median over its repeats, which one disturbed repeat does not move, and its half interval.
 
-    Its noise is that of its own repeats or of everyone's, whichever is larger: five repeats may agree by chance.
+    Its noise is that of its own repeats or of all, whichever is larger: five repeats may agree by chance.
     """
     repeats = centred.shape[1]
     effects = np.median(centred, axis=1)
@@ -118,8 +138,7 @@ def _estimates(centred: Array) -> tuple[list[float], list[float | None]]:
 
 
 def _standing(effect: float, half: float | None, spread: float, band: Band) -> Standing:
-    """Peers that are spread widely make nobody odd, but they do not widen the band: who is certainly outside of it is
-    suspect."""
+    """Widely spread peers make no outlier, but they do not widen the band: a device certainly outside it is suspect."""
     z, doubt = 0.6745 * effect / max(spread, band.width / BAND_PER_MAD), half or 0.0
     if abs(z) <= OUTLIER_Z:
         outside = band.excludes(effect, doubt)
@@ -132,59 +151,47 @@ def _standing(effect: float, half: float | None, spread: float, band: Band) -> S
     return Standing(effect, half, z, verdict, reason, doubt)
 
 
-def _pair(effects: list[float], halves: list[float | None], band: Band) -> list[Standing]:
-    """Two can differ, but neither is odd: both are suspect where the difference is certain to matter, and undecided
-    where it may."""
-    apart, doubt = abs(effects[0] - effects[1]), sum(half or 0.0 for half in halves)
-    verdict, reason = PASS, ""
-    if apart - doubt > band.width:
-        verdict, reason = SUSPECT, PAIR
-    elif doubt > band.width or apart > band.width:
-        verdict, reason = UNDECIDED, SCATTER if doubt > band.width else EDGE
-    return [Standing(e, half, None, verdict, reason, doubt) for e, half in zip(effects, halves, strict=True)]
+def _open(standings: list[Standing], band: Band) -> list[Standing]:
+    """Turn a pass into undecided if the repeats could not have shown otherwise.
 
-
-def _open(found: list[Standing], band: Band) -> list[Standing]:
-    """Who passed because its repeats could not have told otherwise is undecided: the usual half interval is wider than
-    the band, or its own than two, and it reaches beyond the band's end; or the effect lies outside, and only its
-    interval does not. Who is certainly inside passes, however wide its interval."""
-    usual = float(np.median([s.doubt for s in found]))
-    return [_opened(s, usual, band) if s.verdict == PASS else s for s in found]
-
-
-def _opened(s: Standing, usual: float, band: Band) -> Standing:
-    blind = usual > band.width or s.doubt > MOST_BANDS * band.width
-    if blind and band.is_left_by(s.effect, s.doubt):
-        return replace(s, verdict=UNDECIDED, reason=SCATTER)
-    return replace(s, verdict=UNDECIDED, reason=EDGE) if band.excludes(s.effect) else s
-
-
-def _split(found: list[Standing], band: Band) -> list[Standing]:
-    """Peers in groups have no odd one, yet the slower ones may be ill: suspect where certainly behind a group of
-    faster ones by more than the band. Only for repeated rates, whose band is open above. Who is odd stays odd, and
-    belongs to no group.
-
-    One fast node is no group, nor are less than a quarter of all: the others are not slow because a few are fast.
+    That is the case if the usual half interval is wider than the band (or its own wider than two) and reaches beyond
+    the band's end, or if the effect lies outside the band but not its whole interval. A device that is certainly inside
+    passes, however wide its interval.
     """
-    if band.high is not None or band.low is None or any(s.half is None for s in found):
-        return found
-    rest = [s for s in found if s.reason != ODD]
+    usual = float(np.median([s.doubt for s in standings]))
+    opened = []
+    for s in standings:
+        blind = usual > band.width or s.doubt > MOST_BANDS * band.width
+        if s.verdict == PASS and blind and band.is_left_by(s.effect, s.doubt):
+            opened.append(replace(s, verdict=UNDECIDED, reason=SCATTER))
+        elif s.verdict == PASS and band.excludes(s.effect):
+            opened.append(replace(s, verdict=UNDECIDED, reason=EDGE))
+        else:
+            opened.append(s)
+    return opened
+
+
+def _split(standings: list[Standing], band: Band) -> list[Standing]:
+    """Mark devices that are certainly behind a group of faster ones by more than the band as suspect: peers in groups
+    have no single outlier, yet the slower ones may be faulty. Only for repeated rates, whose band is open above;
+    outliers belong to no group.
+
+    One fast node is not a group, nor is less than a quarter of all: the others are not slow because a few are fast.
+    """
+    if band.high is not None or band.low is None or any(s.half is None for s in standings):
+        return standings
+    rest = [s for s in standings if s.reason != ODD]
     fewest = max(2, math.ceil(len(rest) / 4))
-    fast = next((group for group in _groups(rest, band.width) if len(group) >= fewest), rest)
+    groups: list[list[Standing]] = []  # fastest first, more than the band between them
+    for s in sorted(rest, key=lambda s: s.effect, reverse=True):
+        if groups and groups[-1][-1].effect - s.effect <= band.width:
+            groups[-1].append(s)
+        else:
+            groups.append([s])
+    fast = next((group for group in groups if len(group) >= fewest), rest)
     edge, pace = min(s.effect for s in fast), float(np.median([s.effect for s in fast]))
     doubt = float(np.median([s.half or 0.0 for s in fast]))
     slow = [s for s in rest if s.effect < edge and s.effect + math.hypot(s.half or 0.0, doubt) < pace + band.low]
     if len(slow) < 2:
-        return found
-    return [replace(s, verdict=SUSPECT, reason=SPLIT) if s in slow else s for s in found]
-
-
-def _groups(found: list[Standing], gap: float) -> list[list[Standing]]:
-    """Fastest first; between two groups lies more than the gap, between neighbours within one less."""
-    groups: list[list[Standing]] = []
-    for s in sorted(found, key=lambda s: s.effect, reverse=True):
-        if groups and groups[-1][-1].effect - s.effect <= gap:
-            groups[-1].append(s)
-        else:
-            groups.append([s])
-    return groups
+        return standings
+    return [replace(s, verdict=SUSPECT, reason=SPLIT) if s in slow else s for s in standings]

@@ -1,7 +1,7 @@
-"""Rows of a sweep to nccl-tests' definitions, from the samples of all ranks (method.md, section 4).
+"""Rows of a sweep by nccl-tests' definitions, from the samples of all ranks (method.md, section 4).
 
-t is the slowest rank's: its wall time over its launches of the operation. The mean of per-iteration maxima would count
-jitter twice where ranks are late in turns; percentiles are of those maxima, because they ask for the bad iteration.
+t is that of the slowest rank: its wall time over its launches of the operation. The mean of per-iteration maxima would
+count jitter twice if ranks are late in turn. Percentiles use those maxima, because they describe the bad iteration.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -29,12 +28,16 @@ METRICS = {
     "algbw_bytes_per_s": ("bytes/s", HIGHER),
     "busbw_bytes_per_s": ("bytes/s", HIGHER),
 }
-GLOO_REDUCE_SCATTER = "gloo's reduce_scatter moves as many bytes as its all_reduce: its busbw reads half of the link"
+GLOO_REDUCE_SCATTER = "gloo's reduce_scatter moves as many bytes as its all_reduce, so its busbw is half of the link's"
 _WORST_FIRST = ("oom", "unsupported")
 
 
 def factor_of(operation: str, group_size: int) -> float | None:
-    """busbw = algbw * factor; None where nothing crosses a wire or the operation carries no payload (barrier)."""
+    """busbw = algbw * factor; None if nothing crosses a wire or the operation has no payload (barrier).
+
+    >>> factor_of("all_reduce", 4), factor_of("barrier", 4)
+    (1.5, None)
+    """
     try:
         return arithmetic.wire_factor(operation, group_size) or None
     except RequestError:
@@ -43,7 +46,7 @@ def factor_of(operation: str, group_size: int) -> float | None:
 
 @dataclass(frozen=True)
 class Entry:
-    """One row before its numbers: the samples of every rank, launch by launch, of one operation at one size."""
+    """One row before its numbers are computed: the samples of every rank and launch of one operation at one size."""
 
     records: tuple[RunRecord, ...]
     launches: tuple[tuple[CollectiveSample, ...], ...]
@@ -66,16 +69,23 @@ class Entry:
 
     @cached_property
     def status(self) -> str:
-        """A row counts as measured only where every rank measured it."""
-        found = {s.status for s in self.samples}
-        return next((word for word in _WORST_FIRST if word in found), next(iter(found - {"ok"}), "ok"))
+        """A row counts as measured only if every rank measured it."""
+        seen = {s.status for s in self.samples}
+        return next((status for status in _WORST_FIRST if status in seen), next(iter(seen - {"ok"}), "ok"))
 
     @cached_property
     def seconds(self) -> list[Array]:
-        """Per launch: iterations by ranks, seconds of one operation. Empty where the row was not measured."""
+        """Per launch: seconds of one operation, iterations (those that every rank timed) by ranks. Empty if the row was
+        not measured.
+        """
         if self.status != "ok":
             return []
-        return [found for launch in self.launches if (found := _seconds(launch)).size]
+        tables = []
+        for launch in self.launches:
+            iterations = min(len(s.durations_s) for s in launch)
+            columns = [np.asarray(s.durations_s[:iterations], dtype=np.float64) / s.batch for s in launch]
+            tables.append(np.column_stack(columns))
+        return [table for table in tables if table.size]
 
     @cached_property
     def rank_means(self) -> dict[int, float]:
@@ -90,7 +100,7 @@ class Entry:
         return {rank: totals[rank] / counts[rank] for rank in sorted(totals) if counts[rank]}
 
     def resampled_time(self) -> Resampled | None:
-        """t with its bootstrap over blocks of iterations, and over launches where there are several."""
+        """t with its bootstrap over blocks of iterations, and over launches if there are several."""
         walls = [np.column_stack([_slowest(x), np.ones(len(x))]) for x in self.seconds]
         if not walls:
             return None
@@ -100,39 +110,43 @@ class Entry:
         return intervals.ratio_of_sums(walls, sums, 0, 1)
 
 
-def _seconds(launch: Sequence[CollectiveSample]) -> Array:
-    """Iterations that every rank timed; ranks side by side."""
-    iterations = min(len(s.durations_s) for s in launch)
-    columns = [np.asarray(s.durations_s[:iterations], dtype=np.float64) / s.batch for s in launch]
-    return np.column_stack(columns)
-
-
 def _slowest(seconds: Array) -> Array:
-    """The iterations of the rank that took longest in all."""
+    """The iterations of the rank with the longest total time."""
     return np.asarray(seconds[:, int(seconds.sum(axis=0).argmax())])
 
 
 def entries(records: Sequence[RunRecord]) -> list[Entry]:
-    """Every row of every cell, in the order it was measured; repeats of a cell are launches of the same row."""
-    found: dict[tuple[object, ...], dict[str, list[CollectiveSample]]] = {}
+    """Every row of every cell, in measured order; repeats of a cell are launches of the same row."""
+    groups: dict[tuple[object, ...], dict[str, list[CollectiveSample]]] = {}
     by_run = {r.spec.run_id: r for r in records}
     for record in records:
         for s in record.collectives:
             if s.operation != PAIR:
                 key = (record.spec.cell, s.operation, s.dtype, s.size_bytes, s.in_place, s.mode, s.group_size)
-                found.setdefault(key, {}).setdefault(record.spec.run_id, []).append(s)
+                groups.setdefault(key, {}).setdefault(record.spec.run_id, []).append(s)
     return [
         Entry(tuple(by_run[run] for run in runs), tuple(tuple(samples) for samples in runs.values()))
-        for runs in found.values()
+        for runs in groups.values()
     ]
 
 
 def row_of(entry: Entry, time: Resampled | None) -> CollectiveRow:
-    s = entry.first
+    """The finished row of an entry and its resampled time."""
+    s, spec = entry.first, entry.records[0].spec
     seconds = time.value if time else None
-    algbw, busbw = _bandwidths(s, seconds)
-    spec = entry.records[0].spec
+    factor = factor_of(s.operation, s.group_size)
+    algbw = None if not seconds or not s.size_bytes or factor is None else s.size_bytes / seconds
     wrong = [sample.wrong for sample in entry.samples if sample.wrong is not None]
+    error = next((x.error for x in entry.samples if x.status == entry.status and x.error), None)
+    if any(wrong):
+        ranks = sorted({x.rank for x in entry.samples if x.wrong})
+        error = f"{sum(wrong)} wrong elements on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+    maxima = np.concatenate([x.max(axis=1) for x in entry.seconds]) if entry.seconds else np.empty(0)
+    means = entry.rank_means
+    least, most = (min(means.values()), max(means.values())) if len(means) > 1 else (0.0, 0.0)
+    skewed = 0 < least < most
+    on_gloo = s.operation == "reduce_scatter" and spec.topology.device == "cpu"
+    notes = (SHARED_GPU if entry.shared_gpu else None, GLOO_REDUCE_SCATTER if on_gloo else None)
     return CollectiveRow(
         run=spec.run_id,
         cell=spec.cell,
@@ -145,53 +159,21 @@ def row_of(entry: Entry, time: Resampled | None) -> CollectiveRow:
         mode=s.mode,
         iterations=sum(len(x) for x in entry.seconds) * s.batch,
         time_s=seconds,
-        **_percentiles(entry),
+        p50_s=intervals.percentile(maxima, 50),
+        p95_s=intervals.percentile(maxima, 95),
+        p99_s=intervals.percentile(maxima, 99),
         algbw_bytes_per_s=algbw,
-        busbw_bytes_per_s=busbw,
+        busbw_bytes_per_s=None if algbw is None or factor is None else algbw * factor,
         wrong=sum(wrong) if wrong else None,
-        **_skew(entry.rank_means),
+        skew_ratio=most / least if least > 0 else None,
+        early_rank=max(means, key=lambda r: means[r]) if skewed else None,
+        late_rank=min(means, key=lambda r: means[r]) if skewed else None,
         status="invalid" if any(wrong) else entry.status,
-        error=_error(entry, sum(wrong)),
+        error=error,
         axes=spec.axes(),
-        note=_note(entry),
+        note="; ".join(filter(None, notes)) or None,
         launches=len(entry.launches),
     )
-
-
-def _percentiles(entry: Entry) -> dict[str, Any]:
-    maxima = np.concatenate([x.max(axis=1) for x in entry.seconds]) if entry.seconds else np.empty(0)
-    return {f"p{q}_s": intervals.percentile(maxima, q) for q in (50, 95, 99)}
-
-
-def _skew(means: Mapping[int, float]) -> dict[str, Any]:
-    """Who was longest inside, who shortest; nobody where one rank took part or all took the same time."""
-    least, most = (min(means.values()), max(means.values())) if len(means) > 1 else (0.0, 0.0)
-    known, apart = least > 0, least < most
-    return {
-        "skew_ratio": most / least if known else None,
-        "early_rank": max(means, key=lambda r: means[r]) if known and apart else None,
-        "late_rank": min(means, key=lambda r: means[r]) if known and apart else None,
-    }
-
-
-def _bandwidths(s: CollectiveSample, seconds: float | None) -> tuple[float | None, float | None]:
-    factor = factor_of(s.operation, s.group_size)
-    if not seconds or not s.size_bytes or factor is None:
-        return None, None
-    return s.size_bytes / seconds, s.size_bytes / seconds * factor
-
-
-def _error(entry: Entry, wrong: int) -> str | None:
-    if wrong:
-        ranks = sorted({s.rank for s in entry.samples if s.wrong})
-        return f"{wrong} wrong elements on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
-    return next((s.error for s in entry.samples if s.status == entry.status and s.error), None)
-
-
-def _note(entry: Entry) -> str | None:
-    on_gloo = entry.first.operation == "reduce_scatter" and entry.records[0].spec.topology.device == "cpu"
-    notes = (SHARED_GPU if entry.shared_gpu else None, GLOO_REDUCE_SCATTER if on_gloo else None)
-    return "; ".join(filter(None, notes)) or None
 
 
 # --- measurements ---
@@ -200,7 +182,7 @@ _AXES = ("operation", "dtype", "size_bytes", "in_place", "mode")
 
 
 def measurements(entry: Entry, row: CollectiveRow, time: Resampled | None) -> Iterable[Measurement]:
-    """Time and both bandwidths of a measured row; a bandwidth is the size over the time, so are its bounds."""
+    """Time and both bandwidths of a measured row. A bandwidth is size over time, and so are its bounds."""
     if time is None or row.status != "ok":
         return
     low, high = time.interval
@@ -214,10 +196,10 @@ def measurements(entry: Entry, row: CollectiveRow, time: Resampled | None) -> It
 
 
 def _measurement(
-    entry: Entry, row: CollectiveRow, metric: str, found: tuple[float, float | None, float | None]
+    entry: Entry, row: CollectiveRow, metric: str, bounds: tuple[float, float | None, float | None]
 ) -> Measurement:
     unit, better = METRICS[metric]
-    value, low, high = found
+    value, low, high = bounds
     axes: Mapping[str, object] = {name: getattr(row, name) for name in _AXES}
     launches = intervals.launches_note(row.launches) if low is not None else None
     return Measurement(

@@ -1,7 +1,7 @@
-"""The slow node, rank or link among peers, without a baseline: every pair exchanges, medians and MADs decide.
+"""The slow node, rank or link among peers, without a baseline: every pair exchanges data; medians and MADs decide.
 
-A verdict needs two things: a modified z beyond 3.5 among the peers (Iglewicz and Hoaglin, 1993), so that it is more
-than chance, and a bandwidth at least 20 % under theirs, so that it matters.
+A verdict needs two things: a modified z-score beyond 3.5 among the peers (Iglewicz and Hoaglin, 1993), so that it is
+more than chance, and a bandwidth at least 20 % under theirs, so that it matters.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ import numpy as np
 from paceline.analysis.findings import SHARED_GPU, Pair, Suspect
 from paceline.analysis.machine.sweep import PAIR
 from paceline.analysis.statistics.intervals import OUTLIER_Z, Array
-from paceline.results.machine_samples import CollectiveSample
 from paceline.results.records import RunRecord
 
-SLOW_RATIO = 0.8  # 20 % under the peers is worth a word
+SLOW_RATIO = 0.8  # at least 20 % under the peers is reported
 FEWEST_PEERS = 3
-# Peers that agree to a fraction of a percent would make anything an outlier: their MAD counts as 1 % at least.
+# If peers agree to a fraction of a percent, anything would be an outlier; so their MAD counts as at least 1 %.
 LEAST_MAD_RATIO = 0.01
 NODE, RANK, LINK = "node", "rank", "link"
 
@@ -31,19 +30,24 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def modified_z(values: Sequence[float] | Array, noise_ratio: float = 0.0) -> Array:
-    """0.6745 (x - median) / MAD, signed; the MAD is at least 1 % of the median, and at least noise_ratio of it."""
+    """0.6745 (x - median) / MAD, signed; the MAD counts as at least 1 %, and at least noise_ratio, of the median.
+
+    >>> modified_z([100.0, 101.0, 99.0, 100.0, 50.0]).round(1).tolist()
+    [0.0, 0.7, -0.7, 0.0, -33.7]
+    """
     x = np.asarray(values, dtype=np.float64)
     middle = float(np.median(x))
     spread = max(float(np.median(np.abs(x - middle))), max(LEAST_MAD_RATIO, noise_ratio) * abs(middle))
     return 0.6745 * (x - middle) / spread if spread else np.zeros(len(x))
 
 
-# --- where a rank sits ---
+# --- placement of ranks ---
 
 
 class Place(NamedTuple):
-    """node numbers the hosts of the job, host adds that number where several carry one name; device is `cpu` or, say,
-    `cuda:1 NVIDIA H200`."""
+    """Where a rank runs. node numbers the hosts of the job; host adds that number if names repeat; device is `cpu` or,
+    say, `cuda:1 NVIDIA H200`.
+    """
 
     node: int
     host: str
@@ -51,26 +55,25 @@ class Place(NamedTuple):
 
 
 def places_of(record: RunRecord) -> dict[int, Place]:
-    """By rank. Ranks of a node follow each other, so a node is known even where two hosts carry one name."""
+    """Placement by rank. Ranks of a node are consecutive, so nodes are known even if two hosts have the same name."""
     topology = record.spec.topology
     gpus = {str(m.get("host")): list(m.get("gpus") or ()) for m in record.machines}
     hosts = {o.rank: o.host for o in record.outcomes}
     ranks = sorted({*hosts, *(s.rank for s in record.collectives)})
     keys = {r: (r // topology.processes_per_node, hosts.get(r, "unknown host")) for r in ranks}
     numbers = {key: number for number, key in enumerate(dict.fromkeys(keys.values()))}
-    alike = Counter(host for _, host in numbers)
-    found, seen = {}, Counter[int]()
+    same_name = Counter(host for _, host in numbers)
+    places, seen = {}, Counter[int]()
     for r in ranks:
         node, host = numbers[keys[r]], keys[r][1]
-        device = "cpu" if topology.device == "cpu" else _gpu(gpus.get(host, []), seen[node])
-        found[r] = Place(node, host if alike[host] == 1 else f"{host} (node {node})", device)
+        local_rank, device = seen[node], "cpu"
+        if topology.device != "cpu":
+            names = [gpu.get("name") for gpu in gpus.get(host, [])]
+            known = local_rank < len(names) and names[local_rank]
+            device = f"cuda:{local_rank} {names[local_rank]}" if known else f"cuda:{local_rank}"
+        places[r] = Place(node, host if same_name[host] == 1 else f"{host} (node {node})", device)
         seen[node] += 1
-    return found
-
-
-def _gpu(gpus: Sequence[Mapping[str, object]], local_rank: int) -> str:
-    name = gpus[local_rank].get("name") if local_rank < len(gpus) else None
-    return " ".join(filter(None, (f"cuda:{local_rank}", str(name) if name else None)))
+    return places
 
 
 # --- verdicts ---
@@ -86,12 +89,18 @@ class Verdict(NamedTuple):
 
 
 def judge(pairs: Bandwidths, nodes: Mapping[int, int], noise_ratio: float = 0.0) -> list[Verdict]:
-    """Nodes first, then ranks outside slow nodes, then links between what is left: each fault is named once.
+    """Slow nodes, then slow ranks outside slow nodes, then slow links between the rest: each fault is reported once.
 
-    noise_ratio is how well a pair repeats itself: peers that agree better than that do so by chance.
+    noise_ratio is how well a pair repeats itself; peers that agree better than that do so by chance.
     """
     relative = relative_to_kind(pairs, nodes)
-    found = _slow_nodes(relative, nodes, noise_ratio)
+    # A node is slow if the pairs of every one of its ranks across nodes are; otherwise single ranks are slow.
+    across = {p: b for p, b in relative.items() if nodes[p[0]] != nodes[p[1]]}
+    found = [
+        v
+        for v in _slow_groups(across, {p: (nodes[p[0]], nodes[p[1]]) for p in across}, NODE, noise_ratio)
+        if all(_ratio(across, r) <= SLOW_RATIO for r, n in nodes.items() if n in v.members)
+    ]
     slow = {member for verdict in found for member in verdict.members}
     left = {p: b for p, b in relative.items() if not {nodes[r] for r in p} & slow}
     if len(set(nodes.values())) < len(nodes):
@@ -99,14 +108,21 @@ def judge(pairs: Bandwidths, nodes: Mapping[int, int], noise_ratio: float = 0.0)
         found += ranks
         out = {member for verdict in ranks for member in verdict.members}
         left = {p: b for p, b in left.items() if not out & set(p)}
-    return [*found, *_slow_links(left, noise_ratio)]
+    for pair, z in _outstanding(left, noise_ratio):
+        ratio = left[pair] / float(np.median([b for other, b in left.items() if other != pair]))
+        if ratio <= SLOW_RATIO:
+            found.append(Verdict(LINK, pair, ratio, z))
+    return found
 
 
 def relative_to_kind(pairs: Bandwidths, nodes: Mapping[int, int]) -> dict[tuple[int, int], float]:
-    """Bandwidth over the usual one of pairs inside a node, or of pairs across nodes: the two are never alike.
+    """Bandwidth over the usual one of pairs inside a node, or of pairs across nodes.
 
-    Usual is the median over ranks of each rank's median: a slow node of four spoils half of all pairs across nodes, but
-    not the medians of the other ranks.
+    Usual is the median over ranks of each rank's median: one slow node of four affects half of all pairs across nodes,
+    but not the medians of the other ranks.
+
+    >>> relative_to_kind({(0, 1): 100.0, (0, 2): 100.0, (1, 2): 50.0}, {0: 0, 1: 1, 2: 2})
+    {(0, 1): 1.3333333333333333, (0, 2): 1.3333333333333333, (1, 2): 0.6666666666666666}
     """
     by_rank: defaultdict[bool, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for (a, b), bandwidth in pairs.items():
@@ -116,42 +132,26 @@ def relative_to_kind(pairs: Bandwidths, nodes: Mapping[int, int]) -> dict[tuple[
     return {(a, b): bandwidth / usual[nodes[a] == nodes[b]] for (a, b), bandwidth in pairs.items()}
 
 
-def _slow_nodes(relative: Bandwidths, nodes: Mapping[int, int], noise_ratio: float) -> list[Verdict]:
-    """A node is slow if its pairs across nodes are, those of every one of its ranks; else it is a matter of ranks."""
-    across = {p: b for p, b in relative.items() if nodes[p[0]] != nodes[p[1]]}
-    found = _slow_groups(across, {p: (nodes[p[0]], nodes[p[1]]) for p in across}, NODE, noise_ratio)
-    return [v for v in found if all(_ratio(across, {r}) <= SLOW_RATIO for r, n in nodes.items() if n in v.members)]
-
-
 def _slow_groups(
     pairs: Bandwidths, ends: Mapping[tuple[int, int], tuple[int, int]], kind: str, noise_ratio: float
 ) -> list[Verdict]:
-    """Members (nodes or ranks) whose median over their own pairs stands out low among all members."""
+    """Members (nodes or ranks) whose median over their own pairs is an outlier on the low side."""
     own: defaultdict[int, list[float]] = defaultdict(list)
     for pair, bandwidth in pairs.items():
         for member in ends[pair]:
             own[member].append(bandwidth)
     scores = {member: float(np.median(x)) for member, x in own.items()}
-    found = []
+    slow = []
     for member, z in _outstanding(scores, noise_ratio):
         without = [b for pair, b in pairs.items() if member not in ends[pair]]
         ratio = scores[member] / float(np.median(without)) if without else 1.0
         if ratio <= SLOW_RATIO:
-            found.append(Verdict(kind, (member,), ratio, z))
-    return found
-
-
-def _slow_links(pairs: Bandwidths, noise_ratio: float) -> list[Verdict]:
-    found = []
-    for pair, z in _outstanding(pairs, noise_ratio):
-        ratio = pairs[pair] / float(np.median([b for other, b in pairs.items() if other != pair]))
-        if ratio <= SLOW_RATIO:
-            found.append(Verdict(LINK, pair, ratio, z))
-    return found
+            slow.append(Verdict(kind, (member,), ratio, z))
+    return slow
 
 
 def _outstanding(scores: Mapping[Key, float], noise_ratio: float) -> Iterable[tuple[Key, float]]:
-    """Those beyond the outlier limit on the slow side, with their z; none among fewer than three."""
+    """Keys beyond the outlier limit on the slow side, with their z; none among fewer than three."""
     if len(scores) < FEWEST_PEERS:
         return
     for key, z in zip(scores, modified_z(list(scores.values()), noise_ratio), strict=True):
@@ -159,9 +159,9 @@ def _outstanding(scores: Mapping[Key, float], noise_ratio: float) -> Iterable[tu
             yield key, float(z)
 
 
-def _ratio(pairs: Bandwidths, ranks: set[int]) -> float:
-    own = [b for p, b in pairs.items() if ranks & set(p)]
-    rest = [b for p, b in pairs.items() if not ranks & set(p)]
+def _ratio(pairs: Bandwidths, rank: int) -> float:
+    own = [b for p, b in pairs.items() if rank in p]
+    rest = [b for p, b in pairs.items() if rank not in p]
     return float(np.median(own) / np.median(rest)) if own and rest else 1.0
 
 
@@ -170,7 +170,7 @@ def _ratio(pairs: Bandwidths, ranks: set[int]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Tournament:
-    """What the pairs of one run say."""
+    """What the pairs of one run show."""
 
     pairs: tuple[Pair, ...] = ()
     suspects: tuple[Suspect, ...] = ()
@@ -178,83 +178,66 @@ class Tournament:
 
 
 def hold(record: RunRecord) -> Tournament:
-    """Judged by the largest size, over all turns together; confirmed where each of at least two turns says the same."""
+    """Judge by the largest size over all turns together; confirmed if each of at least two turns agrees."""
     samples = [s for s in record.collectives if s.operation == PAIR and s.status == "ok" and s.durations_s]
     if not samples:
         return Tournament()
     size = max(s.size_bytes for s in samples)
     places = places_of(record)
     nodes = {rank: place.node for rank, place in places.items()}
-    turns = _turns([s for s in samples if s.size_bytes == size], size)
-    whole = _together(turns)
-    pairs = tuple(_pairs(record.spec.run_id, whole, turns, places, size))
+    seconds: defaultdict[tuple[int, int, int], list[float]] = defaultdict(list)
+    for s in samples:
+        if s.size_bytes == size and s.peer is not None:
+            pair = min(s.rank, s.peer), max(s.rank, s.peer)
+            seconds[s.turn or 0, *pair].append(sum(s.durations_s) / len(s.durations_s) / s.batch)
+    # Bandwidth by turn and pair: the size over the longer of the two ranks' means.
+    turns: defaultdict[int, dict[tuple[int, int], float]] = defaultdict(dict)
+    for (turn, a, b), means in sorted(seconds.items()):
+        turns[turn][a, b] = size / max(means)
+    # All turns of a pair as one: bytes of all over seconds of all, which is the harmonic mean.
+    inverse: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+    for of_turn in turns.values():
+        for pair, bandwidth in of_turn.items():
+            inverse[pair].append(1 / bandwidth)
+    whole = {pair: 1 / float(np.mean(x)) for pair, x in sorted(inverse.items())}
+    relative = relative_to_kind(whole, nodes)
+    pairs = tuple(
+        Pair(
+            run=record.spec.run_id,
+            ranks=(a, b),
+            hosts=(places[a].host, places[b].host),
+            size_bytes=size,
+            bandwidth_bytes_per_s=bandwidth,
+            ratio=relative[a, b],
+            turns=sum((a, b) in of_turn for of_turn in turns.values()),
+        )
+        for (a, b), bandwidth in whole.items()
+    )
     if record.shares_gpu:
-        return Tournament(pairs, (), (f"pair tournament: {SHARED_GPU}, so no rank is suspected",))
+        return Tournament(pairs, (), (f"pair tournament: {SHARED_GPU}, so no rank is suspect",))
     if len({r for p in whole for r in p}) < FEWEST_PEERS:
-        return Tournament(pairs, (), ("pair tournament of two ranks: a slow one cannot be told from its partner",))
+        return Tournament(pairs, (), ("pair tournament of two ranks: it cannot show which of the two is slow",))
     noise = _noise_ratio(turns)
-    said = [set(_named(judge(turn, nodes, noise))) for turn in turns.values()]
+    by_turn = [{(v.kind, v.members) for v in judge(of_turn, nodes, noise)} for of_turn in turns.values()]
     suspects = []
     for verdict in judge(whole, nodes, noise / math.sqrt(len(turns))):
-        confirmed = len(said) > 1 and all((verdict.kind, verdict.members) in turn for turn in said)
+        confirmed = len(by_turn) > 1 and all((verdict.kind, verdict.members) in slow for slow in by_turn)
         suspects.append(_suspect(record, verdict, whole, places, confirmed))
     return Tournament(pairs, tuple(suspects))
 
 
-def _named(verdicts: Iterable[Verdict]) -> Iterable[tuple[str, tuple[int, ...]]]:
-    return ((v.kind, v.members) for v in verdicts)
-
-
-def _turns(samples: Sequence[CollectiveSample], size_bytes: int) -> dict[int, dict[tuple[int, int], float]]:
-    """Bandwidth by turn and pair: the size over the longer of the two ranks' means."""
-    seconds: defaultdict[tuple[int, int, int], list[float]] = defaultdict(list)
-    for s in samples:
-        if s.peer is not None:
-            pair = min(s.rank, s.peer), max(s.rank, s.peer)
-            seconds[s.turn or 0, *pair].append(sum(s.durations_s) / len(s.durations_s) / s.batch)
-    found: defaultdict[int, dict[tuple[int, int], float]] = defaultdict(dict)
-    for (turn, a, b), means in sorted(seconds.items()):
-        found[turn][a, b] = size_bytes / max(means)
-    return dict(found)
-
-
 def _noise_ratio(turns: Mapping[int, Bandwidths]) -> float:
-    """How far one turn of a pair lies from its true bandwidth, as a MAD: that of the differences between two turns is
-    sqrt(2) times as large. 0 with a single turn, where nothing is known of it.
+    """How far one turn of a pair lies from its true bandwidth, as a MAD: that of the differences between two turns over
+    sqrt(2). 0 with a single turn.
 
-    A turn that is faster for all (fewer pairs beside each other on what they share) is no noise: each difference is
-    taken from the median of its turn's."""
+    A turn that is faster for all pairs is not noise: each difference is taken from the median of its turn.
+    """
     first, *others = turns.values()
     apart: list[float] = []
     for turn in others:
         logs = np.log([turn[p] / first[p] for p in turn if p in first])
         apart += np.abs(logs - np.median(logs)).tolist() if len(logs) else []
     return float(np.median(apart)) / math.sqrt(2) if apart else 0.0
-
-
-def _together(turns: Mapping[int, Bandwidths]) -> dict[tuple[int, int], float]:
-    """All turns of a pair as one: bytes of all over seconds of all, which is the harmonic mean."""
-    found: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
-    for turn in turns.values():
-        for pair, bandwidth in turn.items():
-            found[pair].append(1 / bandwidth)
-    return {pair: 1 / float(np.mean(inverse)) for pair, inverse in sorted(found.items())}
-
-
-def _pairs(
-    run: str, whole: Bandwidths, turns: Mapping[int, Bandwidths], places: Mapping[int, Place], size: int
-) -> Iterable[Pair]:
-    relative = relative_to_kind(whole, {rank: place.node for rank, place in places.items()})
-    for (a, b), bandwidth in whole.items():
-        yield Pair(
-            run=run,
-            ranks=(a, b),
-            hosts=(places[a].host, places[b].host),
-            size_bytes=size,
-            bandwidth_bytes_per_s=bandwidth,
-            ratio=relative[a, b],
-            turns=sum((a, b) in turn for turn in turns.values()),
-        )
 
 
 def _suspect(
@@ -284,13 +267,13 @@ def _text(
     if verdict.kind == LINK:
         own = whole[ranks[0], ranks[1]]
         what = f"the link between {names} carries {_rate(own)}"
-        why = f"{verdict.ratio:.0%} of what the other pairs reach, while both ranks are fast with others"
+        why = f"{verdict.ratio:.0%} of the other pairs, while both ranks are fast with others"
     else:
         across = {p for p in whole if verdict.kind == RANK or places[p[0]].node != places[p[1]].node}
         own = float(np.median([whole[p] for p in across if set(p) & set(ranks)]))
         what = f"node {places[ranks[0]].host} ({inside}) is slow" if verdict.kind == NODE else f"{names} is slow"
-        why = f"{_rate(own)} at the median of its pairs, {verdict.ratio:.0%} of what the others reach without it"
-    return f"{what}: {why}; {'a second turn says the same' if confirmed else 'not confirmed by a second turn'}"
+        why = f"{_rate(own)} at the median of its pairs, {verdict.ratio:.0%} of the other pairs"
+    return f"{what}: {why}; {'confirmed by a second turn' if confirmed else 'not confirmed by a second turn'}"
 
 
 def rank_name(rank: int, place: Place) -> str:

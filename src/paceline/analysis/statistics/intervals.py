@@ -24,7 +24,7 @@ Z_95 = 1.959964
 DETECTABLE_ERRORS = 2.8
 OUTLIER_Z = 3.5
 
-# Student's t, 97.5 %, for 1 to 30 degrees of freedom (Abramowitz and Stegun, table 26.10); then the normal's value.
+# Student's t, 97.5 %, for 1 to 30 degrees of freedom (Abramowitz and Stegun, table 26.10).
 _T_975 = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
@@ -35,7 +35,11 @@ _T_ASCENDING = np.array([Z_95, *reversed(_T_975)])
 
 
 def student_t(freedom: float) -> float:
-    """97.5 % point of Student's t; between the table's rows linear in 1/freedom, which is exact to 0.002."""
+    """97.5 % quantile of Student's t; linear in 1/freedom between table rows, which is exact to 0.002.
+
+    >>> student_t(1), student_t(math.inf)
+    (12.706, 1.959964)
+    """
     return float(np.interp(1 / freedom, _INVERSE_FREEDOM, _T_ASCENDING))
 
 
@@ -44,10 +48,10 @@ def student_t(freedom: float) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Resampled:
-    """A statistic with its bootstrap deviations: of its logarithm where `logarithmic`, else of itself.
+    """A statistic with its bootstrap deviations: of its logarithm if `logarithmic`, else of itself.
 
-    Deviations are the sum of those of its components, each already scaled (`from_components`). None where one unit is
-    all there is.
+    deviations is the sum over its components, each already scaled (see `from_components`); None if there is only one
+    unit.
     """
 
     value: float
@@ -57,12 +61,16 @@ class Resampled:
     logarithmic: bool
 
     def times(self, factor: float) -> Resampled:
-        """The same statistic in another unit; factor is positive."""
+        """The same statistic in another unit; factor is positive.
+
+        >>> unbounded(0.25, launches=3).times(1000).value
+        250.0
+        """
         deviations = self.deviations if self.logarithmic or self.deviations is None else self.deviations * factor
         return Resampled(self.value * factor, deviations, self.freedom, self.launches, self.logarithmic)
 
     def redrawn(self) -> Resampled:
-        """The second side of a pair of equal cells: their seed would draw the same launches and hide their spread."""
+        """The other side of a pair of equal cells: the same seed would draw the same launches and hide their spread."""
         return self if self.deviations is None else replace(self, deviations=self.deviations[::-1])
 
     @property
@@ -77,12 +85,20 @@ class Resampled:
 
 
 def seed_of(*words: str) -> int:
-    """The same words give the same draws on every machine; different cells draw independently."""
+    """A seed from words: the same on every machine, independent for different cells.
+
+    >>> seed_of("cell", "steps") == seed_of("cell", "steps"), seed_of("a", "b") == seed_of("ab")
+    (True, False)
+    """
     return int.from_bytes(hashlib.blake2b("\0".join(words).encode(), digest_size=8).digest(), "little")
 
 
 def block_length(n: int) -> int:
-    """About sqrt(n): long enough to keep the correlation between neighbouring steps, short enough to have many."""
+    """About sqrt(n): long enough to keep the correlation of neighbouring steps, short enough to have many blocks.
+
+    >>> block_length(100), block_count(105)
+    (10, 11)
+    """
     return max(1, round(math.sqrt(n)))
 
 
@@ -93,7 +109,7 @@ def block_count(n: int) -> int:
 def _block_sums(rows: Array, draws: int, rng: np.random.Generator) -> Array:
     """`draws` moving-block resamples of n rows, summed by column; the last block is cut so that n rows are drawn.
 
-    Blocks wrap around the end: without that the first and last steps would be drawn less often than the others.
+    Blocks wrap around the end: otherwise the first and last steps would be drawn less often.
     """
     n, length = len(rows), block_length(len(rows))
     ends = np.vstack([np.zeros((1, rows.shape[1])), np.cumsum(np.vstack([rows, rows[:length]]), axis=0)])
@@ -108,15 +124,19 @@ def _block_sums(rows: Array, draws: int, rng: np.random.Generator) -> Array:
 
 
 class Draws(NamedTuple):
-    """Column sums, one row per resample, of the two things that are drawn again, each by itself: blocks inside every
-    launch, and whole launches where there are several."""
+    """Column sums, one row per resample: of blocks inside every launch, and of whole launches if there are several."""
 
     within: Array
     between: Array | None
 
 
 def resample_sums(launches: Sequence[Array], seed: int, resamples: int = RESAMPLES) -> Draws:
-    """Each launch is an array of n steps by columns."""
+    """Bootstrap sums of launches; each launch is an array of n steps by columns.
+
+    >>> draws = resample_sums([np.ones((100, 2)), np.ones((100, 2))], seed=0, resamples=3)
+    >>> draws.within[:, 0].tolist(), draws.between[:, 0].tolist()
+    ([200.0, 200.0, 200.0], [200.0, 200.0, 200.0])
+    """
     rng = np.random.default_rng(seed)
     within = np.zeros((resamples, launches[0].shape[1]))
     for rows in launches:
@@ -128,14 +148,20 @@ def resample_sums(launches: Sequence[Array], seed: int, resamples: int = RESAMPL
 
 def redrawn_sums(totals: Array, rng: np.random.Generator, resamples: int = RESAMPLES) -> Array:
     """As many launches as there are, drawn with replacement; a row of totals is one launch."""
-    # How often each is drawn, and not which came first: equal draws give equal sums, to the last digit.
+    # Count how often each is drawn, so equal draws give equal sums to the last digit.
     drawn = rng.multinomial(len(totals), np.full(len(totals), 1 / len(totals)), size=resamples)
-    # By hand: a product of matrices turns one missing value into many, and its last digit depends on the machine.
+    # Not a matrix product: that spreads one NaN over all columns, and its last digit depends on the machine.
     return np.asarray(sum((drawn[:, n, None] * row for n, row in enumerate(totals)), np.zeros((1, totals.shape[1]))))
 
 
 def ratio_of_sums(launches: Sequence[Array], draws: Draws, numerator: int, denominator: int) -> Resampled | None:
-    """sum(numerator) / sum(denominator) over all steps of all launches; None where a value is missing (NaN)."""
+    """sum(numerator) / sum(denominator) over all steps of all launches; None if a value is missing (NaN).
+
+    >>> steps = [np.array([[10.0, 1.0], [20.0, 2.0], [30.0, 3.0], [40.0, 4.0]])]  # tokens, seconds
+    >>> rate = ratio_of_sums(steps, resample_sums(steps, seed=0), 0, 1)
+    >>> rate.value, rate.interval
+    (10.0, (10.0, 10.0))
+    """
     steps = [len(rows) for rows in launches]
     top = float(sum(rows[:, numerator].sum() for rows in launches))
     bottom = float(sum(rows[:, denominator].sum() for rows in launches))
@@ -146,8 +172,11 @@ def ratio_of_sums(launches: Sequence[Array], draws: Draws, numerator: int, denom
 
 
 class Component(NamedTuple):
-    """What one kind of draw makes of a statistic. units are drawn with replacement in each of so many groups, which
-    shows only (units - groups) / units of their variance; that many degrees of freedom know it."""
+    """Replicates of a statistic by one kind of draw.
+
+    `units` are drawn with replacement in each of `groups` groups, which shows only (units - groups) / units of their
+    variance and has units - groups degrees of freedom.
+    """
 
     replicates: Array
     units: int
@@ -155,19 +184,22 @@ class Component(NamedTuple):
 
 
 def components(within: Array | None, between: Array | None, blocks: Sequence[int]) -> list[Component]:
-    """Of a statistic of launches of so many blocks each: what its blocks tell, and what its launches tell. A launch of
-    one block tells nothing within itself."""
-    found = [] if between is None else [Component(between, len(blocks))]
-    return found if within is None else [*found, Component(within, sum(blocks), len(blocks))]
+    """Components of a statistic over launches with so many blocks each: its launches, and its blocks.
 
-
-def from_components(value: float, found: Sequence[Component], launches: int) -> Resampled:
-    """Each kind of draw widens the interval by its own degrees of freedom: two launches know their spread badly, and
-    hundreds of blocks in them know theirs well. Freedom is Welch and Satterthwaite's, as in `contrast`.
-
-    What launches differ by holds what blocks made them differ by, so that both together are rather wide than narrow.
+    A launch of one block has no spread of its own.
     """
-    known = [c for c in found if c.units > c.groups]
+    parts = [] if between is None else [Component(between, len(blocks))]
+    return parts if within is None else [*parts, Component(within, sum(blocks), len(blocks))]
+
+
+def from_components(value: float, draws: Sequence[Component], launches: int) -> Resampled:
+    """A statistic whose interval is widened for each kind of draw by its own degrees of freedom.
+
+    Two launches estimate their spread badly, hundreds of blocks in them estimate theirs well. Freedom is
+    Welch-Satterthwaite, as in `contrast`. The differences between launches include those caused by blocks, so both
+    together are rather too wide than too narrow.
+    """
+    known = [c for c in draws if c.units > c.groups]
     if not known:
         return unbounded(value, launches)
     logarithmic = value > 0 and all(bool((c.replicates > 0).all()) for c in known)
@@ -181,26 +213,33 @@ def from_components(value: float, found: Sequence[Component], launches: int) -> 
 
 
 def from_replicates(value: float, replicates: Array, units: int, launches: int) -> Resampled:
-    """Of one kind of draw: launches, or blocks of a single one."""
+    """A statistic with one kind of draw: launches, or blocks of a single one.
+
+    >>> from_replicates(10.0, np.array([9.0, 10.0, 11.0]), units=3, launches=3).freedom
+    2
+    """
     return from_components(value, [Component(replicates, units)], launches)
 
 
 def satterthwaite(variances: Sequence[float], freedoms: Sequence[float]) -> float:
-    """Degrees of freedom of a sum whose parts have these variances, each known by so many: (sum v)^2 / sum(v^2 / f).
-    Of a single part its own; infinite where nothing varies."""
-    told = [(v, f) for v, f in zip(variances, freedoms, strict=True) if v > 0]
-    if len(told) < 2:
-        return told[0][1] if told else math.inf
-    return sum(v for v, _ in told) ** 2 / sum(v * v / f for v, f in told)
+    """Degrees of freedom of a sum of parts with these variances, (sum v)^2 / sum(v^2 / f); infinite if nothing varies.
+
+    >>> satterthwaite([1.0, 1.0], [2, 2]), satterthwaite([1.0, 0.0], [4, 9])
+    (4.0, 4)
+    """
+    varying = [(v, f) for v, f in zip(variances, freedoms, strict=True) if v > 0]
+    if len(varying) < 2:
+        return varying[0][1] if varying else math.inf
+    return sum(v for v, _ in varying) ** 2 / sum(v * v / f for v, f in varying)
 
 
 def unbounded(value: float, launches: int) -> Resampled:
-    """A number that the data supports no interval of."""
+    """A number without an interval, because the data supports none."""
     return Resampled(value, None, math.inf, launches, value > 0)
 
 
 class Ratio(NamedTuple):
-    """low and high bound 95 %; error is the standard error of the logarithm, widened for few launches like them."""
+    """low and high are the 95 % interval; error is the standard error of the logarithm, widened for few launches."""
 
     value: float
     low: float
@@ -209,19 +248,29 @@ class Ratio(NamedTuple):
 
     @property
     def detectable(self) -> float:
-        """The smallest effect, as a fraction, that data of this spread shows four times out of five."""
+        """The smallest effect, as a fraction, that data of this spread shows with 80 % power.
+
+        >>> round(Ratio(1.1, 1.05, 1.15, error=0.02).detectable, 3)
+        0.058
+        """
         return math.expm1(DETECTABLE_ERRORS * self.error)
 
 
 def ratio_between(over: Sequence[Resampled], under: Sequence[Resampled]) -> Ratio | None:
-    """product(over) / product(under) with every side resampled independently; None where a side has no spread."""
+    """product(over) / product(under), every side resampled independently; None if a side has no spread.
+
+    >>> fast, slow = (from_replicates(v, v * np.array([0.99, 1.0, 1.01]), 3, 3) for v in (110.0, 100.0))
+    >>> ratio = ratio_between([fast], [slow.redrawn()])
+    >>> round(ratio.value, 2), ratio.low > 1
+    (1.1, True)
+    """
     return contrast([*((side, 1) for side in over), *((side, -1) for side in under)])
 
 
 def contrast(sides: Iterable[tuple[Resampled, float]]) -> Ratio | None:
-    """The product of all values, each to the power of its weight; None where a side has no spread.
+    """The product of all values, each to the power of its weight; None if a side has no spread.
 
-    Freedom is Welch and Satterthwaite's, of the variance of each side's share of the logarithm.
+    Freedom is Welch-Satterthwaite over the variance of each side's share of the logarithm.
     """
     value = 1.0
     total: Array = np.zeros(1)
@@ -239,11 +288,17 @@ def contrast(sides: Iterable[tuple[Resampled, float]]) -> Ratio | None:
 
 
 def launches_note(launches: int, of: str = "steps") -> str | None:
-    """What a reader must know about the interval when launches were few; of what it is within one."""
+    """What a reader must know about an interval over few launches; `of` names what was resampled within one.
+
+    >>> launches_note(1)
+    'launches were not repeated: the interval covers steps within one launch only'
+    >>> launches_note(3) is None
+    True
+    """
     if launches == 1:
-        return f"launches were not repeated: the interval is of {of} within one launch only"
+        return f"launches were not repeated: the interval covers {of} within one launch only"
     if launches == 2:
-        return "two launches: what they differ by is known with one degree of freedom, which makes the interval wide"
+        return "only two launches: their spread has one degree of freedom, so the interval is wide"
     return None
 
 
@@ -251,7 +306,11 @@ def launches_note(launches: int, of: str = "steps") -> str | None:
 
 
 def median(values: Array) -> float:
-    """numpy's of a few dozen values, without the many calls it makes for arrays of any shape; NaN where one is."""
+    """numpy's median, faster for a few dozen values; NaN if one is NaN.
+
+    >>> median(np.array([3.0, 1.0, 2.0, 10.0]))
+    2.5
+    """
     ascending = np.sort(values)
     n = len(ascending)
     if not n or math.isnan(ascending[-1]):
@@ -260,10 +319,13 @@ def median(values: Array) -> float:
 
 
 def outliers(values: Sequence[float] | Array) -> NDArray[np.bool_]:
-    """True where the modified z-score 0.6745 |x - median| / MAD exceeds 3.5: a tag; nothing is ever deleted.
+    """True for a modified z-score 0.6745 |x - median| / MAD over 3.5. A tag only: nothing is ever deleted.
 
-    Where more than half of the values are equal, MAD is 0 and the mean absolute deviation takes its place with the
-    factor 1/1.253314 (Iglewicz and Hoaglin, 1993).
+    If more than half of the values are equal, MAD is 0 and the mean absolute deviation replaces it, with factor
+    1/1.253314 (Iglewicz and Hoaglin, 1993).
+
+    >>> outliers([1.0, 1.1, 0.9, 1.0, 1.05, 5.0]).tolist()
+    [False, False, False, False, False, True]
     """
     x = np.asarray(values, dtype=np.float64)
     if not len(x):
@@ -276,7 +338,11 @@ def outliers(values: Sequence[float] | Array) -> NDArray[np.bool_]:
 
 
 def percentile(values: Sequence[float] | Array, q: float) -> float | None:
-    """The q-th percentile (0 to 100); None unless at least one of the n values is expected beyond it on either side."""
+    """The q-th percentile (0 to 100); None unless at least one value is expected beyond it on either side.
+
+    >>> percentile([1.0, 2.0, 3.0], 50), percentile([1.0, 2.0, 3.0], 99)
+    (2.0, None)
+    """
     if len(values) * min(q, 100 - q) < 100:
         return None
     return float(np.percentile(np.asarray(values, dtype=np.float64), q))
@@ -294,18 +360,23 @@ class WarmUpEnd(NamedTuple):
 
 
 def warm_up(durations: Sequence[float] | Array, rule: WarmUp) -> WarmUpEnd:
-    """Applies the rule of `spec.WarmUp` after the fact to the duration of every step (maximum over ranks).
+    """Apply the rule of `spec.WarmUp` to the duration of every step (maximum over ranks).
 
-    Excludes the first e >= minimum steps for which the median of steps e .. e+w-1 and the median of the w steps after
-    them differ by less than slope_ratio. With fewer than minimum + 2w steps the rule cannot be asked.
+    Excludes the first e >= minimum steps such that the median of steps e .. e+w-1 and the median of the w steps after
+    them differ by less than slope_ratio. With fewer than minimum + 2w steps the rule cannot be applied.
+
+    >>> warm_up([3.0] * 4 + [1.0] * 20, WarmUp(minimum=1, window=5, slope_ratio=0.02, maximum=10)).excluded
+    2
     """
     n, w = len(durations), rule.window
     if n <= rule.minimum:
-        return WarmUpEnd(n, False, f"no step is left: {n} ran and the minimum warm-up is {rule.minimum}")
+        return WarmUpEnd(n, False, f"no step is left: {n} ran, and warm-up takes at least {rule.minimum}")
     if n < rule.minimum + 2 * w:
         needed = rule.minimum + 2 * w
         return WarmUpEnd(
-            rule.minimum, False, f"the minimum of {rule.minimum}: {n} steps are too few for the rule ({needed} needed)"
+            rule.minimum,
+            False,
+            f"minimum of {rule.minimum} steps: {n} steps are too few for the rule (it needs {needed})",
         )
     x = np.asarray(durations, dtype=np.float64)
     last = min(rule.maximum, n - 2 * w)
@@ -313,22 +384,32 @@ def warm_up(durations: Sequence[float] | Array, rule: WarmUp) -> WarmUpEnd:
         here, after = median(x[end : end + w]), median(x[end + w : end + 2 * w])
         if abs(after - here) < rule.slope_ratio * here:
             return WarmUpEnd(end, True, f"{end} steps: the median of {w} steps changed by {abs(after / here - 1):.2%}")
-    why = "the cap" if last == rule.maximum else f"all that leaves two windows of {w} steps"
+    why = "the maximum" if last == rule.maximum else f"the most that leaves two windows of {w} steps"
     return WarmUpEnd(last, False, f"{last} steps, {why}: the median never settled within {rule.slope_ratio:.0%}")
 
 
-# Sums over launches (one row of columns, or many) to the number.
+# From sums over launches (one row of columns, or many) to the number.
 Estimate = Callable[[Array], Array]
 
 
 def quotient(numerator: int = 0, denominator: int = 1) -> Estimate:
-    """One column's sum over another's: never a mean of rates."""
+    """One column's sum over another's: never a mean of rates.
+
+    >>> float(quotient(0, 1)(np.array([30.0, 10.0])))
+    3.0
+    """
     return lambda sums: sums[..., numerator] / sums[..., denominator]
 
 
 def over_launches(rows: Sequence[Sequence[float]], estimate: Estimate, *words: str) -> Resampled | None:
-    """The number of all launches together and its deviations when launches are drawn again with replacement; a row is
-    one launch. None where it is not a number: what is missing among the columns is NaN."""
+    """The number of all launches together, with its deviations when launches are resampled; a row is one launch.
+
+    None if it is not a number; missing columns are NaN. One launch has no spread: the variation of its requests says
+    nothing about another launch.
+
+    >>> over_launches([[30.0, 10.0], [50.0, 10.0]], quotient(), "example").value
+    4.0
+    """
     table = np.asarray(rows, dtype=np.float64)
     if not len(table):
         return None
@@ -347,6 +428,6 @@ def over_launches(rows: Sequence[Sequence[float]], estimate: Estimate, *words: s
 Bounded = tuple[float | None, float | None, float | None]
 
 
-def bounded(found: Resampled | None) -> Bounded:
-    """The value and its 95 % bounds, as a measurement holds them."""
-    return (None, None, None) if found is None else (found.value, *found.interval)
+def bounded(resampled: Resampled | None) -> Bounded:
+    """The value and its 95 % interval, as a measurement stores them."""
+    return (None, None, None) if resampled is None else (resampled.value, *resampled.interval)

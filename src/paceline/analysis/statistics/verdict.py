@@ -11,17 +11,23 @@ from paceline.errors import Scalar
 SMALLEST_EFFECT = 0.01
 
 
-def verdict_of(found: Ratio, better: str) -> tuple[str, str]:
-    """Verdict about the numerator and the reason. Effects are max(r, 1/r) - 1, so that A/B and B/A agree."""
-    effect = max(found.value, 1 / found.value) - 1
-    if found.low <= 1 <= found.high:
+def verdict_of(ratio: Ratio, better: str) -> tuple[str, str]:
+    """Verdict about the numerator, and the reason. Effects are max(r, 1/r) - 1, so that A/B and B/A agree.
+
+    >>> verdict_of(Ratio(1.20, 1.15, 1.25, error=0.02), HIGHER)
+    ('better', 'the difference of 20.0% exceeds the smallest detectable one, 5.8%')
+    >>> verdict_of(Ratio(1.02, 0.97, 1.07, error=0.02), HIGHER)
+    ('tie', 'the interval includes 1')
+    """
+    effect = max(ratio.value, 1 / ratio.value) - 1
+    if ratio.low <= 1 <= ratio.high:
         return TIE, "the interval includes 1"
     if effect < SMALLEST_EFFECT:
-        return TIE, f"the effect of {effect:.2%} is under {SMALLEST_EFFECT:.0%}"
-    if effect < found.detectable:
-        return TIE, f"the effect of {effect:.1%} is under the {found.detectable:.1%} this data could show"
-    verdict = BETTER if (found.value > 1) == (better == HIGHER) else WORSE
-    return verdict, f"the effect of {effect:.1%} exceeds the {found.detectable:.1%} this data could show"
+        return TIE, f"the difference of {effect:.2%} is under {SMALLEST_EFFECT:.0%}"
+    if effect < ratio.detectable:
+        return TIE, f"the difference of {effect:.1%} is under the smallest detectable one, {ratio.detectable:.1%}"
+    verdict = BETTER if (ratio.value > 1) == (better == HIGHER) else WORSE
+    return verdict, f"the difference of {effect:.1%} exceeds the smallest detectable one, {ratio.detectable:.1%}"
 
 
 def judged_ratio(
@@ -29,13 +35,13 @@ def judged_ratio(
     better: str,
     cells: tuple[str, str],
     names: tuple[str, str],
-    found: Ratio,
+    ratio: Ratio,
     *,
     axes: Mapping[str, Scalar],
     runs: tuple[str, ...],
 ) -> Comparison:
-    """The ratio with its verdict, of cells of which the caller knows that they did equal work."""
-    verdict, reason = verdict_of(found, better)
+    """The comparison of two cells that are known to have done equal work."""
+    verdict, reason = verdict_of(ratio, better)
     return Comparison(
         metric=metric,
         better=better,
@@ -43,10 +49,10 @@ def judged_ratio(
         other=cells[1],
         label=names[0],
         other_label=names[1],
-        ratio=found.value,
-        low=found.low,
-        high=found.high,
-        detectable_ratio=found.detectable,
+        ratio=ratio.value,
+        low=ratio.low,
+        high=ratio.high,
+        detectable_ratio=ratio.detectable,
         verdict=verdict,
         reason=reason,
         certified=True,

@@ -1,11 +1,11 @@
-"""What a step waits for most, by rules that a reader can check (docs/recommendations.md); never from a guess.
+"""What a step mostly waits for, by rules that a reader can check (docs/recommendations.md).
 
-A step is divided on the rank that waits least for others. Network, input and launch overhead are measured times, and so
-are, where the profile tells kernels apart, dequantisation and the kernels without a product, which only memory holds
-back. Of products and attention a floor is certain: their FLOPs at the measured matmul ceiling are compute, the rest may
-be compute or memory bandwidth. Where kernels were not told apart, floors are all that is certain of their time:
-products at that ceiling, the optimizer's bytes at the measured copy ceiling. Whoever's certain share exceeds all that
-any other may have is the bottleneck.
+A step is divided on the rank that waits least for others. Network, input and launch overhead are measured times. If the
+profile classifies kernels, so are dequantisation and kernels without a product, which are memory bound. For products
+and attention a floor is certain: their FLOPs at the measured matmul ceiling are compute; the rest may be compute or
+memory bandwidth. Without classified kernels, only floors are certain: products at that ceiling, and the optimizer's
+bytes at the measured copy ceiling. The bottleneck is the kind whose certain share exceeds everything any other may
+have.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from paceline.models.adapters import DTYPE_BYTES
 from paceline.results.records import RunRecord
 from paceline.wording import listed
 
-# Adam reads and writes two fp32 moments and the fp32 weight; the gradient it also reads is counted by its dtype.
+# Adam reads and writes two fp32 moments and the fp32 weight; the gradient it reads is counted by its dtype.
 ADAM_BYTES = 2 * (4 + 4 + 4)
-CEILINGS_FROM = "`paceline run compute` into the same results folder, then `paceline report` of that folder, does"
+CEILINGS_FROM = "run `paceline run compute` into the same results folder, then `paceline report` on that folder"
 NO_CEILINGS = f"the ceilings of this device were not measured: {CEILINGS_FROM}"
 
 COPY_RATE = ceilings.METRICS["copy"][0]
@@ -48,7 +48,7 @@ Copies = Mapping[ceilings.Device, Measurement]
 
 
 def copies_by_device(records: Sequence[RunRecord], measured: Sequence[Measurement]) -> Copies:
-    """The largest device copy of each kind of device: smaller ones may lie in a cache."""
+    """The largest device copy of each kind of device: smaller ones may fit in a cache."""
     devices = {r.spec.run_id: ceilings.device_of(r) for r in records if r.kernels and not r.shares_gpu}
     found: dict[ceilings.Device, Measurement] = {}
     for m in measured:
@@ -59,7 +59,7 @@ def copies_by_device(records: Sequence[RunRecord], measured: Sequence[Measuremen
 
 
 class Floor(NamedTuple):
-    """seconds is None where it is not known, and text then says why."""
+    """Least time; seconds is None if unknown, and text then says why."""
 
     seconds: float | None
     text: str
@@ -67,7 +67,7 @@ class Floor(NamedTuple):
 
 
 def products(cell: Cell) -> Floor:
-    """FLOPs of a step on one device, recomputed ones included, at the best product that was reached there."""
+    """FLOPs of a step on one device, including recomputed ones, at the best product reached there."""
     peak, note = metrics.measured_peak(cell)
     tokens = cell.per("tokens")
     dtype = cell.spec.training.precision.compute
@@ -83,18 +83,22 @@ def products(cell: Cell) -> Floor:
 
 
 def optimizer(cell: Cell, copies: Copies) -> Floor:
-    """Bytes that Adam must move on one device at the measured copy rate, never more than the optimizer's phase took."""
+    """Bytes that Adam must move on one device at the measured copy rate, at most the time of the optimizer phase."""
     devices = {ceilings.device_of(w.record) for w in cell.windows}
     ceiling = copies.get(next(iter(devices))) if len(devices) == 1 and not cell.shared_gpu else None
     if ceiling is None or not ceiling.value:
         return Floor(None, _no_ceiling(cell, "memory copies"))
-    moved = _optimizer_bytes(cell)
-    if moved is None:
-        return Floor(None, f"how much the optimizer of {cell.spec.strategy} moves is not known")
+    strategy, evidence = cell.spec.strategy, cell.windows[0].record.evidence
+    parts = None if strategy is None else arithmetic.sharded_parts(strategy)
+    if parts is None or evidence is None or cell.spec.tuning:
+        return Floor(None, f"the memory traffic of the optimizer of {cell.spec.strategy} is unknown")
+    owners = cell.spec.topology.world_size if parts else 1
+    per_parameter = ADAM_BYTES + DTYPE_BYTES[cell.spec.training.precision.reduce]
+    moved = evidence.parameters * per_parameter / owners
     phase = cell.per("optimizer_s")
     seconds = min(moved / ceiling.value, phase.value if phase else math.inf)
     rate = f"{ceiling.value / 1e9:,.0f} GB/s"
-    text = f"the optimizer's {moved / 1e9:.3g} GB need at least {milliseconds(seconds)} at the {rate} of a copy here"
+    text = f"the optimizer's {moved / 1e9:.3g} GB need at least {milliseconds(seconds)} at {rate}, the copy rate here"
     return Floor(seconds, text, ceiling.runs)
 
 
@@ -104,26 +108,20 @@ def _no_ceiling(cell: Cell, what: str) -> str:
     return f"{what} were not measured on this device: {CEILINGS_FROM}" if cell.achievable else NO_CEILINGS
 
 
-def _optimizer_bytes(cell: Cell) -> float | None:
-    strategy, evidence = cell.spec.strategy, cell.windows[0].record.evidence
-    parts = None if strategy is None else arithmetic.sharded_parts(strategy)
-    if parts is None or evidence is None or cell.spec.tuning:
-        return None
-    owners = cell.spec.topology.world_size if parts else 1
-    per_parameter = ADAM_BYTES + DTYPE_BYTES[cell.spec.training.precision.reduce]
-    return evidence.parameters * per_parameter / owners
-
-
 def milliseconds(seconds: float) -> str:
-    """Three digits, never an exponent."""
+    """Three significant digits, never an exponent.
+
+    >>> milliseconds(1.2504), milliseconds(3.12e-05)
+    ('1,250 ms', '0.0312 ms')
+    """
     return f"{float(f'{seconds * 1e3:.3g}'):,.12g} ms"
 
 
-# Shares nearer than this are not told apart, and a smaller one is never the bottleneck: the profile is of two steps
-# beside the window, and its seconds are set against the window's, which differ by a few percent.
+# Shares closer than this are not separated, and a smaller one is never the bottleneck: the profile covers two steps
+# outside the window, whose times differ from those of the window by a few percent.
 RESOLUTION_RATIO = 0.05
-NO_PROFILE = "no step was profiled, so that gaps of the device and exposed communication are not known"
-NO_CLASSES = "the profile does not tell kernels apart, so that dequantisation is not known"
+NO_PROFILE = "no step was profiled, so device idle time and exposed communication are unknown"
+NO_CLASSES = "the profile does not classify kernels, so dequantisation time is unknown"
 
 
 def judge(
@@ -138,9 +136,17 @@ def _bottleneck(cell: Cell, copies: Copies) -> Bottleneck:
     floors = {COMPUTE: products(cell), MEMORY: optimizer(cell, copies)}
     divisions = [_divide(window, floors) for window in cell.windows]
     missing = _missing(cell, floors)
-    kinds = [kind for kind in BOTTLENECKS if kind != DEQUANTISATION or _is_quantised(cell)]
-    shares = tuple(_share(kind, cell, divisions, floors, missing) for kind in kinds)
-    kind, contenders = _verdict(shares, _largest_at_least(shares, divisions), missing)
+    shown = [kind for kind in BOTTLENECKS if kind != DEQUANTISATION or _is_quantised(cell)]
+    shares = tuple(_share(kind, cell, divisions, floors, missing) for kind in shown)
+    # Some share is at least this: of kinds that divide time between them, one has no less than the average.
+    averages = []
+    for division in divisions:
+        pools = (
+            (time + sum(division.certain.get(k, 0.0) for k in kinds), kinds) for time, kinds in division.unassigned
+        )
+        averages.append(max((total / len(kinds) for total, kinds in pools), default=0.0))
+    leading = max(*(share.low for share in shares), stdlib_statistics.fmean(averages) - _half_width(averages))
+    kind, contenders = _verdict(shares, leading, missing)
     decided = kind in BOTTLENECKS
     return Bottleneck(
         cell=cell.id,
@@ -151,17 +157,17 @@ def _bottleneck(cell: Cell, copies: Copies) -> Bottleneck:
         missing=tuple(dict.fromkeys(missing.values())),
         axes=cell.axes,
         runs=cell.runs,
-        told_apart=_is_told_apart(cell),
+        told_apart=_is_classified(cell),
     )
 
 
 def _is_quantised(cell: Cell) -> bool:
-    """Whether it holds weights in few bits, by what was asked or by what ran."""
+    """Whether weights are quantised, by the spec or by what ran."""
     ran = any(t.dequantisation_s for w in cell.windows for t in w.record.traces)
-    return ran or _asks_for_few_bits(cell.windows[0].record)
+    return ran or _is_qlora(cell.windows[0].record)
 
 
-def _asks_for_few_bits(record: RunRecord) -> bool:
+def _is_qlora(record: RunRecord) -> bool:
     return record.spec.tuning is not None and record.spec.tuning.method == "qlora"
 
 
@@ -169,7 +175,7 @@ def _asks_for_few_bits(record: RunRecord) -> bool:
 
 
 class Division(NamedTuple):
-    """Shares of a step that a kind certainly has, and shares that one of several kinds has, nobody knows which."""
+    """Shares of a step that certainly belong to a kind, and shares that belong to one of several kinds."""
 
     certain: Mapping[str, float]
     unassigned: tuple[tuple[float, frozenset[str]], ...]
@@ -179,9 +185,9 @@ class Division(NamedTuple):
 
 
 class _Pace(NamedTuple):
-    """Seconds per profiled step of the rank that waits least for others: it is the one that sets the pace.
+    """Seconds per profiled step on the rank that waits least for others, which sets the pace.
 
-    matrix_s is products and attention; it and dequantisation_s are None where kernels were not told apart.
+    matrix_s is products and attention; it and dequantisation_s are None if kernels were not classified.
     """
 
     compute_s: float
@@ -192,14 +198,23 @@ class _Pace(NamedTuple):
 
 
 def _divide(window: Window, floors: Mapping[str, Floor]) -> Division:
+    """Where the step of one launch went."""
     step_s = float(window.steps[:, STEP_COLUMNS.index("wall")].mean())
     waited = float(window.steps[:, STEP_COLUMNS.index("data_wait_s")].mean())
     wait = None if math.isnan(waited) else waited / step_s
     known = {kind: floor.seconds / step_s for kind, floor in floors.items() if floor.seconds is not None}
     pace = _pace(window.record)
     if pace is None:
-        return _unprofiled(window.record, wait, known)
-    return _profiled(pace, step_s, wait, known, few_bits=_asks_for_few_bits(window.record))
+        # On a CPU nothing else happens while a batch is awaited; on a GPU the wait may be hidden.
+        topology = window.record.spec.topology
+        stalled = wait if wait is not None and topology.device == "cpu" else None
+        certain = _within(known, 1 - (stalled or 0.0)) | ({} if stalled is None else {INPUT: stalled})
+        open_to = {COMPUTE, MEMORY, LAUNCH}
+        open_to |= {NETWORK} if topology.world_size > 1 else set()
+        open_to |= {DEQUANTISATION} if _is_qlora(window.record) else set()
+        open_to |= {INPUT} if stalled is None else set()
+        return Division(certain, ((1 - sum(certain.values()), frozenset(open_to)),))
+    return _profiled(pace, step_s, wait, known, quantised=_is_qlora(window.record))
 
 
 def _pace(record: RunRecord) -> _Pace | None:
@@ -212,23 +227,23 @@ def _pace(record: RunRecord) -> _Pace | None:
                 sum(x) / steps for x in zip(*((t.compute_s, t.exposed_s, t.h2d_s or 0.0) for t in ours), strict=True)
             )
             matrix = [_sum(t.products_s, t.attention_s) for t in ours]
-            told = (_sum(*matrix), _sum(*(t.dequantisation_s for t in ours)))
-            ranks.append(_Pace(*plain, *(None if x is None else x / steps for x in told)))
+            classified = (_sum(*matrix), _sum(*(t.dequantisation_s for t in ours)))
+            ranks.append(_Pace(*plain, *(None if x is None else x / steps for x in classified)))
     return min(ranks, key=lambda p: (p.exposed_s, -p.compute_s), default=None)
 
 
 def _sum(*values: float | None) -> float | None:
-    """None where one is missing."""
+    """The sum; None if a value is missing."""
     known = [value for value in values if value is not None]
     return sum(known) if len(known) == len(values) else None
 
 
 def _profiled(
-    pace: _Pace, step_s: float, wait: float | None, floors: Mapping[str, float], *, few_bits: bool
+    pace: _Pace, step_s: float, wait: float | None, floors: Mapping[str, float], *, quantised: bool
 ) -> Division:
-    """Device times of the profile beside the step of the window: the profiler slows the host, not the kernels.
+    """Device times of the profile relative to the step of the window: the profiler slows the host, not the kernels.
 
-    What the device did in no time of its own (idle) is first the wait for a batch, then the host being late.
+    Idle time of the device is first the wait for a batch, then launch overhead.
     """
     busy = (pace.compute_s + pace.exposed_s) / step_s
     fitted = min(1.0, 1 / busy) / step_s if busy > 0 else 0.0  # a profiled step may be the longer one
@@ -236,47 +251,30 @@ def _profiled(
     kernels = (pace.compute_s - pace.h2d_s) * fitted
     stalled = 0.0 if wait is None else min(wait, idle)
     if pace.matrix_s is None or pace.dequantisation_s is None:
-        held = _within(floors, kernels)
-        may_be = {COMPUTE, MEMORY, *((DEQUANTISATION,) if few_bits else ())}
+        known = _within(floors, kernels)
+        may_be = {COMPUTE, MEMORY, *((DEQUANTISATION,) if quantised else ())}
     else:
-        held = _told_apart(kernels, pace.matrix_s * fitted, pace.dequantisation_s * fitted, floors.get(COMPUTE, 0.0))
+        matrix = min(pace.matrix_s * fitted, kernels)
+        dequantisation = min(pace.dequantisation_s * fitted, kernels - matrix)
+        known = {
+            COMPUTE: min(floors.get(COMPUTE, 0.0), matrix),
+            DEQUANTISATION: dequantisation,
+            MEMORY: kernels - matrix - dequantisation,
+        }
         may_be = {COMPUTE, MEMORY}
     certain = {
-        **held,
+        **known,
         NETWORK: pace.exposed_s * fitted,
         INPUT: pace.h2d_s * fitted + stalled,
         LAUNCH: 0.0 if wait is None else idle - stalled,
     }
-    rest = kernels - sum(held.values())
+    rest = kernels - sum(known.values())
     gaps = ((idle, frozenset((INPUT, LAUNCH))),) if wait is None else ()
     return Division(certain, ((rest, frozenset(may_be)), *gaps))
 
 
-def _told_apart(kernels: float, matrix: float, dequantisation: float, floor: float) -> dict[str, float]:
-    """What is certain of kernels whose kinds are known; the rest of products and attention is left to be claimed."""
-    matrix = min(matrix, kernels)
-    dequantisation = min(dequantisation, kernels - matrix)
-    return {
-        COMPUTE: min(floor, matrix),
-        DEQUANTISATION: dequantisation,
-        MEMORY: kernels - matrix - dequantisation,
-    }
-
-
-def _unprofiled(record: RunRecord, wait: float | None, floors: Mapping[str, float]) -> Division:
-    """On a CPU nothing else goes on while a batch is waited for; on a GPU the wait may be hidden."""
-    topology = record.spec.topology
-    stalled = wait if wait is not None and topology.device == "cpu" else None
-    certain = _within(floors, 1 - (stalled or 0.0)) | ({} if stalled is None else {INPUT: stalled})
-    open_to = {COMPUTE, MEMORY, LAUNCH}
-    open_to |= {NETWORK} if topology.world_size > 1 else set()
-    open_to |= {DEQUANTISATION} if _asks_for_few_bits(record) else set()
-    open_to |= {INPUT} if stalled is None else set()
-    return Division(certain, ((1 - sum(certain.values()), frozenset(open_to)),))
-
-
 def _within(floors: Mapping[str, float], limit: float) -> dict[str, float]:
-    """A ceiling that noise made too low gives floors above the time there was: they are fitted into it."""
+    """Scale floors to fit the available time: a ceiling measured too low would give floors above it."""
     total = sum(floors.values())
     factor = limit / total if total > limit else 1.0
     return {kind: share * factor for kind, share in floors.items()}
@@ -290,7 +288,7 @@ def _missing(cell: Cell, floors: Mapping[str, Floor]) -> dict[str, str]:
     found = {kind: floor.text for kind, floor in floors.items() if floor.seconds is None}
     if cell.shared_gpu:
         return dict.fromkeys(BOTTLENECKS, SHARED_GPU)
-    if _is_told_apart(cell):
+    if _is_classified(cell):
         found.pop(MEMORY, None)
     elif _is_quantised(cell):
         found[DEQUANTISATION] = NO_CLASSES
@@ -303,7 +301,7 @@ def _missing(cell: Cell, floors: Mapping[str, Floor]) -> dict[str, str]:
     return found
 
 
-def _is_told_apart(cell: Cell) -> bool:
+def _is_classified(cell: Cell) -> bool:
     return all((pace := _pace(w.record)) and pace.matrix_s is not None for w in cell.windows)
 
 
@@ -313,7 +311,7 @@ def _share(
     certain = [d.certain.get(kind, 0.0) for d in divisions]
     value, half = stdlib_statistics.fmean(certain), _half_width(certain)
     claimable = stdlib_statistics.fmean(d.claimable(kind) for d in divisions)
-    floor = None if kind == MEMORY and _is_told_apart(cell) else floors.get(kind)
+    floor = None if kind == MEMORY and _is_classified(cell) else floors.get(kind)
     return ShareOfStep(
         kind=kind,
         share_ratio=None if kind in missing else value,
@@ -325,27 +323,16 @@ def _share(
 
 
 def _half_width(values: Sequence[float]) -> float:
-    """Of a 95 % interval over launches; 0 for one launch, whose spread nobody knows."""
+    """Half of the 95 % interval over launches; 0 for one launch, whose spread is unknown."""
     if len(values) < 2:
         return 0.0
     return student_t(len(values) - 1) * stdlib_statistics.stdev(values) / math.sqrt(len(values))
 
 
-def _largest_at_least(shares: Sequence[ShareOfStep], divisions: Sequence[Division]) -> float:
-    """Somebody's share is at least this: of kinds that divide time between them one has no less than the average."""
-    shared = []
-    for division in divisions:
-        pools = (
-            (time + sum(division.certain.get(k, 0.0) for k in kinds), kinds) for time, kinds in division.unassigned
-        )
-        shared.append(max((total / len(kinds) for total, kinds in pools), default=0.0))
-    return max(*(share.low for share in shares), stdlib_statistics.fmean(shared) - _half_width(shared))
-
-
 def _verdict(
     shares: Sequence[ShareOfStep], leading: float, missing: Mapping[str, str]
 ) -> tuple[str, list[ShareOfStep]]:
-    """The kind, and the shares between which it was decided or not, the largest first."""
+    """The kind, and the competing shares, largest first."""
     threshold = max(leading - RESOLUTION_RATIO, RESOLUTION_RATIO)
     contenders = sorted((s for s in shares if s.high > threshold), key=lambda s: (-(s.share_ratio or 0.0), -s.high))
     if any(s.kind in missing for s in contenders):
@@ -355,7 +342,7 @@ def _verdict(
     return f"between {listed([s.kind for s in contenders])}", contenders
 
 
-# --- words ---
+# --- texts ---
 
 
 def _measured_text(kind: str, share: float, cell: Cell) -> str:
@@ -363,23 +350,23 @@ def _measured_text(kind: str, share: float, cell: Cell) -> str:
     took = milliseconds(share * (wall.value if wall else 0.0))
     if kind == NETWORK:
         if cell.spec.topology.world_size == 1:
-            return "one process has nobody to talk to"
-        return f"{took} of communication that nothing hides, on the rank that waits least"
+            return "one process does not communicate"
+        return f"{took} of exposed communication, on the rank that waits least"
     if kind == MEMORY:
-        return f"{took} in kernels without a product: norms, activations, the loss, the optimizer, copies"
+        return f"{took} in kernels without a matrix product: norms, activations, the loss, the optimizer, copies"
     if kind == DEQUANTISATION:
-        return f"{took} turning weights of few bits into numbers that products take"
+        return f"{took} converting quantised weights for the matrix products"
     if kind == INPUT:
         return f"{took} waiting for batches and copying them"
-    return f"the device had nothing to do for {took} while the host prepared its work"
+    return f"the device was idle for {took} while the host prepared its work"
 
 
 def _text(kind: str, contenders: Sequence[ShareOfStep], missing: Mapping[str, str]) -> str:
     first = contenders[0]
     if kind in BOTTLENECKS:
-        return f"{kind}, {first.share_ratio:.0%} of the step or more: {first.text}."
+        return f"{kind}, at least {first.share_ratio:.0%} of the step: {first.text}."
     if kind == UNDECIDED:
         reasons = dict.fromkeys(missing[s.kind] for s in contenders if s.kind in missing)
         return f"undecided between {listed([s.kind for s in contenders])}: {'; '.join(reasons)}."
     spans = "; ".join(f"{s.kind} {s.low:.0%} to {s.high:.0%} ({s.text})" for s in contenders)
-    return f"{kind}, whose shares of the step cannot be told apart: {spans}."
+    return f"{kind}: their shares of the step overlap: {spans}."

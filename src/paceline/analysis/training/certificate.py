@@ -1,6 +1,6 @@
-"""Equal work, proved: what a run did, held against the one-process reference and the other runs of the same work.
+"""Proof of equal work: each run is compared with the one-process reference and the other runs of the same work.
 
-method.md, section 1. A check says what was expected and what was seen in words a reader can act on.
+See method.md, section 1. A check states what was expected and what was observed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Observed:
 
     @property
     def steps(self) -> Collection[int]:
-        """The steps it recorded, in order."""
+        """The recorded steps, in order."""
         return self.losses.keys()
 
     @property
@@ -45,7 +45,7 @@ class Observed:
         return self.record.spec
 
     def by_step(self, field: str) -> dict[int, list[Any]]:
-        """What every rank recorded, by step in order."""
+        """Values of every rank, by step in order."""
         return dict(zip(self.table.steps, self.table.by_step(field), strict=True))
 
     @property
@@ -71,7 +71,7 @@ def observe(record: RunRecord, variant: int = 0) -> Observed:
 
 @dataclass(frozen=True, slots=True)
 class Standard:
-    """What every run of one work is held against. reference is None where none is usable; missing then says why."""
+    """What every run of one work is compared with. reference is None if none is usable; missing then says why."""
 
     reference: Observed | None
     variants: tuple[Observed, ...]
@@ -87,7 +87,14 @@ def standard_of(reference: RunRecord | None, group: Iterable[Observed]) -> Stand
         switches.append(run.switches)
         for step, digest in run.digests.items():
             digests[step][digest] += 1
-    missing = _why_unusable(reference)
+    missing = ""
+    if reference is None:
+        missing = "no reference run of this work was found"
+    elif reference.status != Status.OK:
+        error = reference.error or "no error was recorded"
+        missing = f"the reference {reference.spec.run_id} ended {reference.status}: {error}"
+    elif reference.evidence is None or 0 not in StepSeries.of(reference.steps).column("variant"):
+        missing = f"the reference {reference.spec.run_id} left no evidence or no steps"
     if reference is None or missing:
         return Standard(None, (), missing, digests, tuple(switches))
     numbers = sorted(set(StepSeries.of(reference.steps).column("variant")) - {0})
@@ -95,19 +102,8 @@ def standard_of(reference: RunRecord | None, group: Iterable[Observed]) -> Stand
     return Standard(observe(reference), variants, "", digests, tuple(switches))
 
 
-def _why_unusable(reference: RunRecord | None) -> str:
-    if reference is None:
-        return "no reference run of this work was found"
-    run = reference.spec.run_id
-    if reference.status != Status.OK:
-        return f"the reference {run} ended {reference.status}: {reference.error or 'no error was recorded'}"
-    if reference.evidence is None or 0 not in StepSeries.of(reference.steps).column("variant"):
-        return f"the reference {run} left no evidence or no steps"
-    return ""
-
-
 def checked(name: str, expected: str, problems: Sequence[str], observed: str) -> Check:
-    """Passes when there are no problems; `observed` is the text of a pass, the first problems that of a failure."""
+    """Passes without problems. `observed` is the text of a pass, the first problems that of a failure."""
     more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
     return Check(name=name, ok=not problems, expected=expected, observed="; ".join(problems[:3]) + more or observed)
 
@@ -118,20 +114,21 @@ def silent_ranks(run: Observed) -> list[str]:
 
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 GATHERS = ("all_gather", "broadcast")
-# Padding of buckets and scalars such as the gradient norm; a frozen weight would be many times this.
+# Padding of buckets, and scalars such as the gradient norm; a frozen weight would be many times larger.
 BYTES_TOLERANCE = 0.01
 SCALAR_BYTES = 1024
 
 
 def trained_count(run: Observed) -> int:
-    """Weights that learn, by arithmetic on the shape."""
+    """Number of trained weights, by arithmetic on the shape."""
     tuning, shape = run.spec.tuning, run.record.shape
     return arithmetic.parameters(shape) if tuning is None else trained_parameters(shape, tuning)
 
 
 def _tuned_dtypes(wanted: Mapping[str, str], tuning: Tuning, compute: str) -> dict[str, str]:
-    """Frozen weights are NF4 or of the compute dtype. Moments of an 8-bit optimizer are 8 bit but for small tensors,
-    so the reference says which; adapters are fp32 and their own master."""
+    """Dtypes for fine-tuning. Frozen weights are NF4 or of the compute dtype. Moments of an 8-bit optimizer are 8 bit
+    except for small tensors, so the reference decides. Adapters are fp32 and their own master weights.
+    """
     expected = dict(wanted)
     if tuning.has_adapters:
         expected |= {"parameters": "fp32", "frozen_weights": "nf4" if tuning.method == "qlora" else compute}
@@ -141,7 +138,7 @@ def _tuned_dtypes(wanted: Mapping[str, str], tuning: Tuning, compute: str) -> di
 
 
 def frozen_weights(run: Observed, standard: Standard) -> Check | None:
-    """The digest covers 4-bit codes and their scales as every rank holds them."""
+    """The hash covers 4-bit codes and their scales as every rank stores them."""
     if run.spec.tuning is None or not run.spec.tuning.has_adapters:
         return None
     source = standard.reference or run
@@ -154,7 +151,7 @@ def frozen_weights(run: Observed, standard: Standard) -> Check | None:
 
 
 def label_tokens(run: Observed, standard: Standard) -> Check | None:
-    """Learned tokens of the global batch: the loss is their mean, so another count is another loss."""
+    """Trained tokens of the global batch: the loss is their mean, so another count is another loss."""
     if run.spec.tuning is None or standard.reference is None:
         return None
     seen, known = _sums(run), _sums(standard.reference)
@@ -170,29 +167,25 @@ def _sums(run: Observed) -> dict[int, int | None]:
 
 
 def only_adapters(run: Observed, standard: Standard) -> Check | None:
-    """Counted bytes of one step: reductions carry the adapters' gradients once, or once per micro batch where the
-    strategy reduces each. What is gathered besides is stated: strategies that shard frozen weights must fetch them."""
+    """Counted bytes of one step: reductions carry the gradients of the adapters once, or once per micro batch if the
+    strategy reduces each. Gathered bytes are reported too: strategies that shard frozen weights must fetch them.
+    """
     tuning, spec = run.spec.tuning, run.spec
     if tuning is None or not tuning.has_adapters or spec.topology.world_size == 1:
         return None
-    once = _reduced_count(run, tuning) * DTYPE_BYTES[spec.training.precision.reduce]
+    count = trained_count(run)
+    declared = plugins.declared("strategies", spec.strategy.name) if spec.strategy else None
+    if declared and declared["PADS_SHARDS"]:  # it also reduces the padding of its shards
+        count = sharded_adapter_parameters(run.record.shape, tuning, spec.topology.world_size)
+    once = count * DTYPE_BYTES[spec.training.precision.reduce]
     times = reductions_per_step(run)
     reduced, gathered = _payload(run, REDUCTIONS), _payload(run, GATHERS)
     slack = BYTES_TOLERANCE * times * once + SCALAR_BYTES
     problems = [f"{n:,} bytes on rank {rank}" for rank, n in sorted(reduced.items()) if abs(n - times * once) > slack]
     problems = problems if reduced else ["no reduction was counted"]
-    expected = f"{times * once:,} bytes of adapters' gradients reduced per step, within 1 %"
+    expected = f"{times * once:,} bytes of adapter gradients reduced per step, within 1 %"
     seen = f"{max(reduced.values(), default=0):,} bytes reduced, {max(gathered.values(), default=0):,} gathered"
     return checked("only adapters reduced", expected, problems, seen)
-
-
-def _reduced_count(run: Observed, tuning: Tuning) -> int:
-    """A strategy that pads its shards reduces the padding as well."""
-    spec = run.spec
-    declared = plugins.declared("strategies", spec.strategy.name) if spec.strategy else None
-    if declared and declared["PADS_SHARDS"]:
-        return sharded_adapter_parameters(run.record.shape, tuning, spec.topology.world_size)
-    return trained_count(run)
 
 
 def reductions_per_step(run: Observed) -> int:
@@ -214,15 +207,17 @@ def _payload(run: Observed, operations: tuple[str, ...]) -> Counter[int]:
 
 
 def moved(run: Observed, standard: Standard) -> Check | None:
-    """Every adapter changed and nothing frozen did: both are read after the window, because in its first steps an
-    adapter learns so little that a trajectory in 16 bit cannot tell one that never does.
+    """Every adapter changed and no frozen weight did. Both are read after the window, because in the first steps an
+    adapter changes so little that a 16-bit trajectory cannot show it.
 
-    Runs of before this was read are not held to it.
+    Runs recorded before this was read are not checked.
     """
     read = {rank: e for rank, e in run.evidence.items() if e.unmoved is not None}
     if run.spec.tuning is None or not run.spec.tuning.has_adapters or not read:
         return None
-    problems = [f"{len(e.unmoved)} did not on rank {r}, {e.unmoved[0]} first" for r, e in read.items() if e.unmoved]
+    problems = [
+        f"{len(e.unmoved)} did not change on rank {r}, first {e.unmoved[0]}" for r, e in read.items() if e.unmoved
+    ]
     problems += [
         f"frozen weights changed on rank {r}" for r, e in read.items() if e.final_frozen_digest != e.frozen_digest
     ]
@@ -230,26 +225,25 @@ def moved(run: Observed, standard: Standard) -> Check | None:
 
 
 FP32_TOLERANCE = 1e-4
-# Another run of the same arithmetic is one more draw beside the three re-seeded references: it goes beyond their
-# farthest now and then, beyond twice that hardly ever.
+# Another run of the same arithmetic is one more sample next to the three re-seeded references: it sometimes exceeds
+# their largest deviation, but hardly ever twice that.
 SPREAD_FACTOR = 2.0
-# A spread of three can be small by luck, above all at the first steps, hence floors: half of bf16's rounding error
-# (2**-9) for the loss, in which rounding averages out over tokens; five times that error for the norm, in which it
-# does not.
+# A spread of three can be small by chance, mostly at the first steps, hence floors: half of bf16's rounding error
+# (2**-9) for the loss, where rounding averages out over tokens; five times that error for the norm, where it does not.
 LOSS_FLOOR = 1e-3
 NORM_FLOOR = 1e-2
-# Loss and norm scalars are reduced in fp32 whatever the gradients; only traffic above this share of them is judged.
+# Loss and norm scalars are always reduced in fp32; only traffic above this share of the gradients is checked.
 GRADIENT_SHARE = 0.01
 
 
 def certify(record: RunRecord, reference: RunRecord | None, peers: Sequence[RunRecord]) -> Certificate:
-    """Judges one run; peers are the other runs of the same work."""
+    """Certificate of one run; peers are the other runs of the same work."""
     run = observe(record)
     return _judge(run, standard_of(reference, [run, *(observe(p) for p in peers if p.evidence)]))
 
 
 def certify_all(records: Sequence[RunRecord]) -> dict[str, Certificate]:
-    """Certificates by run id of all runs that left evidence, each judged within its work; a work is read once."""
+    """Certificates by run id of all runs with evidence, each judged within its work; each work is read once."""
     references: dict[str, RunRecord] = {}
     for record in records:
         if record.is_reference and (record.spec.work not in references or record.status == Status.OK):
@@ -303,7 +297,7 @@ def _initial_weights(run: Observed, standard: Standard) -> Check:
 
 
 def _parameters(run: Observed, standard: Standard) -> Check:
-    """(7) of method.md section 6: what was counted in the process equals what the configuration implies."""
+    """(7) of method.md section 6: the count in the process equals what the configuration implies."""
     wanted: dict[str, int] = {}
     with contextlib.suppress(RequestError):
         wanted["the configuration"] = trained_count(run)
@@ -318,11 +312,15 @@ def _parameters(run: Observed, standard: Standard) -> Check:
 
 
 def _data(run: Observed, standard: Standard) -> Check:
-    """The reference decides as far as it goes, the majority of the group after that."""
+    """The reference decides as far as it goes, then the majority of the group."""
     known = standard.reference.digests if standard.reference else {}
     common = [step for step in run.digests if step in known]
     other = [step for step in common if run.digests[step] != known[step]]
-    later = [step for step in run.digests if step not in known and not _agreed(run, standard, step)]
+    later = []
+    for step, digest in run.digests.items():
+        votes = standard.digests[step]
+        if step not in known and any(votes[other] >= votes[digest] for other in votes if other != digest):
+            later.append(step)
     problems = [f"other token ids than the reference at {_steps(other)}"] if other else []
     problems += [f"other token ids than the group at {_steps(later)}"] if later else []
     if not common and standard.reference:
@@ -332,19 +330,13 @@ def _data(run: Observed, standard: Standard) -> Check:
     return checked("data", expected, problems, f"equal to the reference at {len(common)} steps, to the group at {rest}")
 
 
-def _agreed(run: Observed, standard: Standard, step: int) -> bool:
-    votes = standard.digests[step]
-    own = votes[run.digests[step]]
-    return all(count < own for digest, count in votes.items() if digest != run.digests[step])
-
-
 def _steps(steps: Sequence[int]) -> str:
     shown = ", ".join(map(str, steps[:3]))
     return f"step {shown}" if len(steps) == 1 else f"{len(steps)} steps ({shown}{', ...' if len(steps) > 3 else ''})"
 
 
 def _tokens(run: Observed, standard: Standard) -> Check:
-    """The whole global batch, or what the reference counted where its data holds padding."""
+    """The whole global batch, or what the reference counted if its data has padding."""
     whole = run.spec.tokens_per_step
     known = standard.reference.tokens if standard.reference else {}
     padded = any(tokens < whole for tokens in known.values())
@@ -362,7 +354,7 @@ def _tokens(run: Observed, standard: Standard) -> Check:
 def _optimizer_steps(run: Observed, standard: Standard) -> Check:
     """Every rank records every step, and every step updates the weights once.
 
-    In fp16 a step whose gradients overflow is skipped by design: accepted where the reference skipped it too.
+    In fp16 a step whose gradients overflow is skipped by design: accepted if the reference skipped it too.
     """
     wanted = run.spec.steps
     per_rank = Counter(run.table.values("rank"))
@@ -391,9 +383,9 @@ def _micro_batches(run: Observed, standard: Standard) -> Check:
 
 
 def expected_dtypes(spec: RunSpec) -> dict[str, str]:
-    """Weights are used in the compute dtype and kept, like Adam's moments, in fp32; gradients follow `reduce`.
+    """Weights are used in the compute dtype and stored, like Adam's moments, in fp32; gradients follow `reduce`.
 
-    Fine-tuning says in what frozen weights and moments are held; see `adapted.expected_dtypes`.
+    For fine-tuning, see `_tuned_dtypes`.
     """
     precision = spec.training.precision
     wanted = {
@@ -420,7 +412,7 @@ def _wire_dtype(run: Observed, standard: Standard) -> Check:
     """The declared reduction dtype is a claim; this is what the collectives carried."""
     wanted, world_size = run.spec.training.precision.reduce, run.spec.topology.world_size
     if world_size == 1:
-        return checked("reduction dtype on the wire", "nothing: one process reduces with nobody", [], "one process")
+        return checked("reduction dtype on the wire", "nothing: one process does not reduce", [], "one process")
     gradient_bytes = max((e.parameters for e in run.evidence.values()), default=0) * DTYPE_BYTES[wanted]
     payload: Counter[tuple[int, int, str]] = Counter()
     for w in run.record.wire:
@@ -454,26 +446,18 @@ def _finite(run: Observed, standard: Standard) -> Check:
     sound = all(map(math.isfinite, run.table.values("loss")))
     by_step = {} if sound else run.by_step("loss")
     bad = [step for step, losses in by_step.items() if not all(map(math.isfinite, losses))]
-    problems = [f"a loss that is no number at {_steps(bad)}"] if bad else []
+    problems = [f"a loss that is not a number at {_steps(bad)}"] if bad else []
     problems = problems if run.steps else ["no step was recorded"]
     return checked("finite loss", "a finite loss on every rank at every step", problems, f"{len(run.steps)} steps")
-
-
-def _loss(run: Observed, step: int) -> list[float | None]:
-    return [run.losses[step]]
-
-
-def _norms(run: Observed, step: int) -> list[float | None]:
-    return run.table.at(step, "grad_norm")
 
 
 Values = Callable[[Observed, int], list[float | None]]
 
 
 def _deviations(run: Observed, reference: Observed, values: Values) -> dict[int, float]:
-    """|x - reference| / |reference| by step common to both, the worst rank's; infinite where a value is missing.
+    """|x - reference| / |reference| by common step, worst rank; infinite if a value is missing.
 
-    A step the fp16 reference skipped for overflow has no norm to compare with.
+    A step that the fp16 reference skipped for overflow has no norm to compare with.
     """
     found = {}
     skips = reference.spec.training.precision.compute == "fp16"
@@ -491,8 +475,7 @@ def _deviations(run: Observed, reference: Observed, values: Values) -> dict[int,
 def _limits(standard: Standard, reference: Observed, values: Values, floor: float) -> tuple[Mapping[int, float], str]:
     """The deviation that rounding alone explains at each step of the reference, and where that comes from.
 
-    In 16 bit it grows with the spread of the re-seeded references as that grows: a step is never excused by how far
-    they have drifted apart later.
+    In 16 bit it grows with the spread of the re-seeded references so far: a later spread never excuses an earlier step.
     """
     compute = reference.spec.training.precision.compute
     if compute == "fp32":
@@ -517,12 +500,12 @@ def _trajectory(name: str, values: Values, floor: float) -> Callable[[Observed, 
         deviations = _deviations(run, standard.reference, values)
         if not deviations:
             return checked(name, f"the reference's ({origin})", ["no step in common with the reference"], "")
-        # The step that comes nearest to its limit, or goes farthest beyond it.
+        # The step closest to its limit, or furthest beyond it.
         step = max(deviations, key=lambda s: deviations[s] / limits[s])
         worst, limit = deviations[step], limits[step]
         expected = f"within {limit:.2g} of the reference at step {step}, relative ({origin})"
-        seen = f"{worst:.2g} at step {step}, the nearest to its limit of {len(deviations)} steps compared"
-        seen = seen if math.isfinite(worst) else f"no number at step {step}"
+        seen = f"{worst:.2g} at step {step}, the closest to its limit of {len(deviations)} compared steps"
+        seen = seen if math.isfinite(worst) else f"not a number at step {step}"
         return checked(name, expected, [] if worst <= limit else [seen], seen)
 
     return check
@@ -532,7 +515,7 @@ def _switches(run: Observed, standard: Standard) -> Check:
     own, others = run.switches, sum(s != run.switches for s in standard.switches)
     expected = "none, or the same in every run of the group"
     if own and others:
-        problems = [f"{_words(own)}, not so in {others} of {len(standard.switches)} runs"]
+        problems = [f"{_words(own)}, but not in {others} of {len(standard.switches)} runs"]
         return checked("debug switches", expected, problems, "")
     return checked("debug switches", expected, [], f"{_words(own)}, in every run" if own else "none")
 
@@ -553,7 +536,7 @@ CHECKS: tuple[Callable[[Observed, Standard], Check | None], ...] = (
     moved,
     _optimizer,
     _finite,
-    _trajectory("loss trajectory", _loss, LOSS_FLOOR),
-    _trajectory("gradient norm", _norms, NORM_FLOOR),
+    _trajectory("loss trajectory", lambda run, step: [run.losses[step]], LOSS_FLOOR),
+    _trajectory("gradient norm", lambda run, step: run.table.at(step, "grad_norm"), NORM_FLOOR),
     _switches,
 )

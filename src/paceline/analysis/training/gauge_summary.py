@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -16,17 +15,17 @@ from paceline.analysis.training.gauges import Source, known, slowing
 from paceline.analysis.training.window import Window
 from paceline.results.records import GaugeSample, RunRecord
 
-# A trace of fewer readings shows nothing that the table does not.
+# A trace with fewer readings shows no more than the table.
 FEWEST_READINGS, MOST_READINGS = 5, 120
 MOST_TRACES = 6
-# A trace begins and ends this long before and after the measured steps, or as long as they took if that is longer: a
-# set-up of minutes would leave them a hair's width.
+# A trace starts and ends this long before and after the measured steps, or as long as they took if that is longer;
+# minutes of set-up would otherwise leave them no width.
 LEAST_MARGIN_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """One source of one run, with the window of its measured steps, or of its loads, where it has one."""
+    """One source of one run, with the window of its measured steps or loads if it has one."""
 
     record: RunRecord
     source: Source
@@ -39,7 +38,7 @@ class Watched:
 
     @property
     def around(self) -> Sequence[GaugeSample]:
-        """Those of the measured steps and of a margin on both sides; all where no window is known."""
+        """Readings in the measured window and a margin on both sides; all if there is no window."""
         if self.window is None:
             return self.samples
         begin, end = self.window
@@ -48,7 +47,7 @@ class Watched:
 
 
 def added_to(report: Report, records: Iterable[RunRecord], windows: Mapping[str, Window]) -> Report:
-    """The report with what was read beside these runs."""
+    """The report with the gauges of these runs."""
     found = watched(records, windows)
     return replace(report, gauges=states(found), gauge_traces=traces(found))
 
@@ -59,19 +58,14 @@ def watched(records: Iterable[RunRecord], windows: Mapping[str, Window]) -> list
     for record in records:
         cuda = record.spec.topology.device == "cuda"
         opened = windows.get(record.spec.run_id)
+        # From the start of the first load of an inference run to the end of its last, by the client's clock.
+        ends = [stage.began_at_s + (stage.ended_ns - stage.started_ns) * 1e-9 for stage in record.stages]
+        loads = (min(stage.began_at_s for stage in record.stages), max(ends)) if ends else None
         for source, samples in gauges.sources(record).items():
             if (source.device is not None) == cuda:
-                span = gauges.window_of(record, source.rank, opened.measured) if opened else _loaded(record)
+                span = gauges.window_of(record, source.rank, opened.measured) if opened else loads
                 found.append(Watched(record, source, samples, span))
     return found
-
-
-def _loaded(record: RunRecord) -> tuple[float, float] | None:
-    """From the first load of a served run to the end of its last, by the client's clock; None where nothing was
-    served."""
-    begins = [stage.began_at_s for stage in record.stages]
-    ends = [stage.began_at_s + (stage.ended_ns - stage.started_ns) * 1e-9 for stage in record.stages]
-    return (min(begins), max(ends)) if begins else None
 
 
 # --- usual state ---
@@ -89,8 +83,8 @@ def states(found: Iterable[Watched]) -> tuple[DeviceGauges, ...]:
 
 def _state(ours: Sequence[Watched]) -> DeviceGauges:
     samples = [sample for one in ours for sample in one.measured]
-    told = [sample for sample in samples if sample.throttle_reasons is not None]
-    slowed = [slowing(sample) for sample in told]
+    reported = [sample for sample in samples if sample.throttle_reasons is not None]
+    slowed = [slowing(sample) for sample in reported]
     return DeviceGauges(
         host=ours[0].source.host,
         device=ours[0].source.device,
@@ -103,7 +97,7 @@ def _state(ours: Sequence[Watched]) -> DeviceGauges:
         temperature_max_c=max(known(s.temperature_c for s in samples), default=None),
         clock_min_hz=min(known(map(clock, samples)), default=None),
         clock_median_hz=_median(map(clock, samples)),
-        throttled_ratio=sum(map(bool, slowed)) / len(told) if told else None,
+        throttled_ratio=sum(map(bool, slowed)) / len(reported) if reported else None,
         throttle_reasons=tuple(dict.fromkeys(reason for reasons in slowed for reason in reasons)),
         runs=tuple(dict.fromkeys(one.record.spec.run_id for one in ours)),
     )
@@ -126,9 +120,10 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def traces(found: Sequence[Watched]) -> tuple[GaugeTrace, ...]:
-    """Of each cell the device that was held back most, else the one that drew most; the cells held back most first.
+    """For each cell the device that was throttled most, else the one with the highest power; most throttled cells
+    first.
 
-    References prove work and are not measured: they have no trace.
+    References are not measured and have no trace.
     """
     by_cell: dict[str, list[Watched]] = {}
     for one in found:
@@ -143,9 +138,12 @@ def _interest(one: Watched) -> tuple[int, float]:
 
 
 def _trace(one: Watched) -> GaugeTrace:
-    samples = [one.around[i] for i in _spread(len(one.around))]
+    count = len(one.around)
+    evenly_spaced = np.linspace(0, count - 1, min(count, MOST_READINGS)).round().astype(int).tolist()
+    samples = [one.around[i] for i in evenly_spaced]
     start = one.window[0] if one.window else samples[0].at_s
-    facts = _facts(one)
+    gpus = [g for m in one.record.machines if m.get("host") == one.source.host for g in m.get("gpus") or ()]
+    facts = next((gpu for gpu in gpus if gpu.get("index") == one.source.device), {})
 
     def column(read: Callable[[GaugeSample], float | None]) -> tuple[float | None, ...]:
         return tuple(map(read, samples))
@@ -165,14 +163,3 @@ def _trace(one: Watched) -> GaugeTrace:
         power_cap_w=facts.get("power_limit_w"),
         clock_max_hz=facts.get("sm_clock_max_hz"),
     )
-
-
-def _spread(count: int) -> list[int]:
-    """Evenly spaced places, the first and the last among them."""
-    return np.linspace(0, count - 1, min(count, MOST_READINGS)).round().astype(int).tolist()  # type: ignore[no-any-return]
-
-
-def _facts(one: Watched) -> Mapping[str, Any]:
-    """The recorded limits of the GPU."""
-    gpus = [g for m in one.record.machines if m.get("host") == one.source.host for g in m.get("gpus") or ()]
-    return next((gpu for gpu in gpus if gpu.get("index") == one.source.device), {})

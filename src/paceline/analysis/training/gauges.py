@@ -1,5 +1,6 @@
-"""Gauges beside the steps: whose readings they are, when each step ran by the clock on the wall, and which steps ran
-while a GPU was held back."""
+"""Gauges and steps: the source of each reading, when each step ran by wall clock, and which steps ran while
+throttled.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ from numpy.typing import NDArray
 
 from paceline.analysis.statistics import intervals
 from paceline.analysis.statistics.intervals import Array
-from paceline.analysis.training.goodput import standing_starts
+from paceline.analysis.training.goodput import kept_starts
 from paceline.host.gauges import SLOWING_REASONS
 from paceline.results.records import GaugeSample, RunRecord
 from paceline.results.step_columns import StepSeries
 
 
 class Source(NamedTuple):
-    """What was read: a GPU, or a host (device None); rank is the one that read it, by whose clock its samples are."""
+    """What was read: a GPU, or a host (device None). rank did the reading, and timestamps are by its clock."""
 
     rank: int
     host: str
@@ -28,7 +29,8 @@ class Source(NamedTuple):
 
 class Timeline(NamedTuple):
     """Steps of one rank by its host's clock: steps[k] ran from begins[k] to ends[k]. Checkpoints and lost attempts lie
-    between them."""
+    between them.
+    """
 
     steps: tuple[int, ...]
     begins: Array
@@ -37,7 +39,7 @@ class Timeline(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Throttling:
-    """How many of the measured steps ran while a GPU of the job was held back, and by what."""
+    """How many of the measured steps ran while a GPU of the job was throttled, and why."""
 
     steps: int
     measured: int
@@ -53,7 +55,7 @@ class Throttling:
 
 
 def sources(record: RunRecord) -> dict[Source, tuple[GaugeSample, ...]]:
-    """Samples of each GPU and host, the oldest first. A host that several ranks read is told by the first of them."""
+    """Samples of each GPU and host, oldest first. If several ranks read a host, the first of them counts."""
     found: dict[Source, list[GaugeSample]] = {}
     readers: dict[str, int] = {}
     for sample in sorted(record.gauges, key=lambda s: (s.rank, s.at_s)):
@@ -64,10 +66,13 @@ def sources(record: RunRecord) -> dict[Source, tuple[GaugeSample, ...]]:
 
 
 def timeline(record: RunRecord, rank: int) -> Timeline | None:
-    """None where the rank did not record when its window began, or no step."""
+    """Steps by wall clock; None if the rank did not record the start of its window, or has no step."""
     series = StepSeries.of(record.steps)
     own = (np.asarray(series.column("rank")) == rank) & (np.asarray(series.column("variant")) == 0)
-    anchors = _anchors(record, rank)
+    # Steps at which a kept attempt began, and when; records without restarts know only the first.
+    starts = [(s.step, s.at_s) for s in sorted(record.starts, key=lambda s: s.attempt) if s.rank == rank]
+    began = next((o.evidence.window_began_at_s for o in record.outcomes if o.rank == rank and o.evidence), None)
+    anchors = kept_starts(starts) if starts else [] if began is None else [(0, began)]
     if not anchors or not own.any():
         return None
     steps = np.asarray(series.column("step"))[own]
@@ -86,38 +91,29 @@ def timeline(record: RunRecord, rank: int) -> Timeline | None:
     return Timeline(tuple(steps.tolist()), begins, ends)
 
 
-def _anchors(record: RunRecord, rank: int) -> list[tuple[int, float]]:
-    """Steps at which an attempt began whose steps stand, and when; records without restarts tell of the first alone."""
-    starts = [(s.step, s.at_s) for s in sorted(record.starts, key=lambda s: s.attempt) if s.rank == rank]
-    if starts:
-        return standing_starts(starts)
-    evidence = (o.evidence for o in record.outcomes if o.rank == rank and o.evidence)
-    began = next((e.window_began_at_s for e in evidence), None)
-    return [] if began is None else [(0, began)]
-
-
 def stretches(record: RunRecord, rank: int, measured: Sequence[int]) -> list[tuple[float, float]] | None:
-    """Begin and end of the measured steps by the rank's clock, one pair for each stretch that nothing interrupts."""
-    found = timeline(record, rank)
-    if found is None or not measured or not {measured[0], measured[-1]} <= set(found.steps):
+    """Start and end of the measured steps by the rank's clock, one pair per uninterrupted interval."""
+    line = timeline(record, rank)
+    if line is None or not measured or not {measured[0], measured[-1]} <= set(line.steps):
         return None
-    inside = np.flatnonzero(np.isin(found.steps, measured))
-    begins, ends = found.begins[inside], found.ends[inside]
-    # Steps that follow each other meet, up to what is lost by adding to a large number.
+    inside = np.flatnonzero(np.isin(line.steps, measured))
+    begins, ends = line.begins[inside], line.ends[inside]
+    # Consecutive steps touch, up to rounding of large timestamps.
     breaks = np.flatnonzero(begins[1:] - ends[:-1] > 1e-5)
     firsts, lasts = [0, *(breaks + 1).tolist()], [*breaks.tolist(), len(inside) - 1]
     return [(float(begins[a]), float(ends[b])) for a, b in zip(firsts, lasts, strict=True)]
 
 
 def window_of(record: RunRecord, rank: int, measured: Sequence[int]) -> tuple[float, float] | None:
-    """From the begin of the first measured step to the end of the last, by the rank's clock."""
-    found = stretches(record, rank, measured)
-    return (found[0][0], found[-1][1]) if found else None
+    """From the start of the first measured step to the end of the last, by the rank's clock."""
+    spans = stretches(record, rank, measured)
+    return (spans[0][0], spans[-1][1]) if spans else None
 
 
 def spoken_for(samples: Sequence[GaugeSample]) -> tuple[Array, Array]:
-    """The time each sample stands for: half way to its neighbours, at most one usual interval, so that a reader that
-    paused says nothing about its pause."""
+    """The time each sample covers: half way to its neighbours, at most one usual interval, so a pause of the reader
+    covers nothing.
+    """
     at = np.array([sample.at_s for sample in samples])
     gaps = np.diff(at)
     usual = intervals.median(gaps) if len(gaps) else 0.0
@@ -126,42 +122,45 @@ def spoken_for(samples: Sequence[GaugeSample]) -> tuple[Array, Array]:
 
 
 def slowing(sample: GaugeSample) -> tuple[str, ...]:
-    """Of the driver's reasons those that take speed away; an idle GPU or a clock that somebody set is none."""
+    """The reasons of the driver that reduce speed; an idle GPU or a clock set by a user is none."""
     return tuple(reason for reason in sample.throttle_reasons or () if reason in SLOWING_REASONS)
 
 
 def throttled_spans(samples: Sequence[GaugeSample]) -> list[tuple[float, float]]:
-    """Begin and end of every stretch of throttled samples."""
+    """Start and end of every interval of throttled samples."""
     begins, ends = spoken_for(samples)
     found: list[tuple[float, float]] = []
     for i in np.flatnonzero([bool(slowing(sample)) for sample in samples]).tolist():
         begin, end = float(begins[i]), float(ends[i])
-        # Neighbours meet half way, up to what is lost by adding to a large number.
+        # Neighbours touch half way, up to rounding of large timestamps.
         joined = bool(found) and begin <= found[-1][1] + 1e-6
         found[-1:] = [(found[-1][0], end)] if joined else [*found[-1:], (begin, end)]
     return found
 
 
 def throttling(record: RunRecord, measured: Sequence[int]) -> Throttling | None:
-    """Tags measured steps that overlap a throttled sample of any GPU of the job; None where no GPU told."""
+    """Count measured steps that overlap a throttled sample of any GPU of the job; None if no GPU reports throttling."""
     tagged: set[int] = set()
     reasons: dict[str, None] = {}
-    told = False
+    reported = False
     for source, samples in sources(record).items():
         known = [sample for sample in samples if sample.throttle_reasons is not None]
         when = timeline(record, source.rank) if known else None
         if when is None:
             continue
-        told = True
+        reported = True
         wanted = _overlapping(when, throttled_spans(known)) & np.isin(when.steps, measured)
         if wanted.any():
             tagged |= set(np.asarray(when.steps)[wanted].tolist())
-            reasons |= dict.fromkeys(_reasons_within(known, when, wanted))
-    return Throttling(len(tagged), len(measured), tuple(reasons)) if told and measured else None
+            low, high = when.begins[wanted].min(), when.ends[wanted].max()
+            for sample, begin, end in zip(known, *spoken_for(known), strict=True):
+                if begin < high and end > low:
+                    reasons |= dict.fromkeys(slowing(sample))
+    return Throttling(len(tagged), len(measured), tuple(reasons)) if reported and measured else None
 
 
 def _overlapping(when: Timeline, spans: Sequence[tuple[float, float]]) -> NDArray[np.bool_]:
-    """Per step whether it overlaps one of the spans, which are in order and apart."""
+    """Per step whether it overlaps one of the spans, which are in order and disjoint."""
     if not spans:
         return np.zeros(len(when.steps), dtype=np.bool_)
     begins, ends = (np.array(side) for side in zip(*spans, strict=True))
@@ -170,21 +169,12 @@ def _overlapping(when: Timeline, spans: Sequence[tuple[float, float]]) -> NDArra
     return np.asarray(inside & (begins[np.minimum(first, len(spans) - 1)] < when.ends))
 
 
-def _reasons_within(samples: Sequence[GaugeSample], when: Timeline, wanted: NDArray[np.bool_]) -> Iterable[str]:
-    """Why, by the samples that stand for a part of the wanted steps."""
-    begins, ends = spoken_for(samples)
-    low, high = when.begins[wanted].min(), when.ends[wanted].max()
-    for sample, begin, end in zip(samples, begins, ends, strict=True):
-        if begin < high and end > low:
-            yield from slowing(sample)
-
-
 def known(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
 
 def within(samples: Sequence[GaugeSample], window: tuple[float, float] | None) -> Sequence[GaugeSample]:
-    """Those read during the window; all where no window is known."""
+    """Samples read during the window; all if no window is known."""
     return samples if window is None else [s for s in samples if window[0] <= s.at_s <= window[1]]
 
 

@@ -1,7 +1,7 @@
-"""Goodput: how much of a run's time went into steps that counted, where it was restarted or wrote checkpoints.
+"""Goodput: how much of a run's time went into steps that counted, if it was restarted or wrote checkpoints.
 
-Ranks tell durations, the controller tells when it first saw each attempt's ranks: no two clocks are ever subtracted.
-method.md, section 4.
+Ranks report durations, and the controller reports when it first saw the ranks of each attempt: timestamps of different
+clocks are never subtracted. See method.md, section 4.
 """
 
 from __future__ import annotations
@@ -21,22 +21,26 @@ def resumed_at(record: RunRecord) -> list[int]:
     """The steps at which a later attempt took over for good, in order."""
     first_rank = min((start.rank for start in record.starts), default=0)
     starts = [s for s in sorted(record.starts, key=lambda s: s.attempt) if s.rank == first_rank]
-    standing = standing_starts([(start.step, float(start.attempt)) for start in starts])
-    return [step for step, attempt in standing if attempt > 1 and step > 0]
+    kept = kept_starts([(start.step, float(start.attempt)) for start in starts])
+    return [step for step, attempt in kept if attempt > 1 and step > 0]
 
 
-def standing_starts(starts: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Of starts in the order of attempts those whose steps still stand: one that began earlier again replaces them."""
-    standing: list[tuple[int, float]] = []
+def kept_starts(starts: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Starts (in the order of attempts) whose steps are kept: a later attempt that starts earlier replaces them.
+
+    >>> kept_starts([(0, 1.0), (50, 2.0), (30, 3.0)])
+    [(0, 1.0), (30, 3.0)]
+    """
+    kept: list[tuple[int, float]] = []
     for start in starts:
-        while standing and standing[-1][0] >= start[0]:
-            standing.pop()
-        standing.append(start)
-    return standing
+        while kept and kept[-1][0] >= start[0]:
+            kept.pop()
+        kept.append(start)
+    return kept
 
 
 def goodput(record: RunRecord) -> Goodput | None:
-    """None where nothing interrupted the run and it wrote no checkpoint, or where its start was not recorded."""
+    """None if the run had no restart and no checkpoint, or its start was not recorded."""
     if not record.starts or not (record.attempts or record.checkpoints):
         return None
     last = max(start.attempt for start in record.starts)
@@ -53,7 +57,7 @@ def goodput(record: RunRecord) -> Goodput | None:
         counted_s=counted_s,
         redone_s=redone_s,
         checkpoint_s=checkpoint_s,
-        # The controller looks ten times a second: what it saw may be a little less than what ranks did.
+        # The controller polls ten times per second, so it may see slightly less time than ranks report.
         down_s=max(span_s - start_s - counted_s - redone_s - checkpoint_s, 0.0),
         restarts=sum(attempt.status != INTERRUPTED for attempt in record.attempts[:-1]),
         checkpoints=len({(c.attempt, c.step) for c in record.checkpoints}),
@@ -61,8 +65,9 @@ def goodput(record: RunRecord) -> Goodput | None:
 
 
 def _between(attempts: Sequence[AttemptSample], last: int) -> float:
-    """From when the first attempt's ranks were seen to when those of the last one were; 0 where there was one alone.
-    Left out is the time in which no controller was there: it is as long as its user stays away."""
+    """Time from the first sight of the first attempt's ranks to that of the last one's; 0 for one attempt. Excludes the
+    time without a controller, which is as long as the user stays away.
+    """
     if not attempts:
         return 0.0
     began = {a.attempt: a.submitted_at if a.began_at is None else a.began_at for a in attempts}
@@ -81,7 +86,7 @@ def _duration(steps: Sequence[StepSample]) -> float:
 
 
 def _longest(durations: Iterable[tuple[int, float]]) -> float:
-    """The sum of the rank that took longest: ranks wait for each other, so it is the time that passed."""
+    """The sum of the slowest rank: ranks wait for each other, so it is the elapsed time."""
     totals: defaultdict[int, float] = defaultdict(float)
     for rank, seconds in durations:
         totals[rank] += seconds

@@ -1,4 +1,4 @@
-"""Memory by component, predicted beside measured, and the largest micro batch that fits."""
+"""Memory by component, predicted and measured, the largest micro batch that fits, and advice after out of memory."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from paceline.results.memory_components import (
     predicted_peaks,
     room_bytes,
 )
-from paceline.results.records import AlternativeSample, MemorySample, RunRecord, Status
+from paceline.results.records import MemorySample, RunRecord, Status
 
 PEAK = "steps"
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What the memory runs say."""
+    """Findings of the memory runs."""
 
     rows: tuple[MemoryRow, ...] = ()
     frontier: tuple[FrontierPoint, ...] = ()
@@ -41,40 +41,66 @@ class Findings:
 
 
 def analyse(records: Sequence[RunRecord], runs: Sequence[RunFinding]) -> Findings:
-    """records are all, because a probe that ran out of memory is a result too; runs say which of them are sound."""
+    """records are all runs, because a probe that ran out of memory is a result too; runs say which are valid."""
     sound = {run.run for run in runs if run.status == Status.OK}
     cells: dict[str, list[RunRecord]] = {}
     searches: dict[str, list[RunRecord]] = {}
     for record in records:
         traits = record.spec.traits
         if traits.measures_memory and traits.probes_limit:
-            searches.setdefault(_search_of(record.spec), []).append(record)
+            # Probes of one search differ in the micro batch only.
+            search = replace(record.spec, training=replace(record.spec.training, micro_batch=1)).run_id
+            searches.setdefault(search, []).append(record)
         elif traits.measures_memory and record.spec.run_id in sound:
             cells.setdefault(record.spec.cell, []).append(record)
     rows = tuple(_row(cell, launches) for cell, launches in cells.items())
     points = (_point(probes) for probes in searches.values())
     frontier = sorted((p for p in points if p), key=lambda p: (p.series, p.sequence_length))
-    return Findings(rows, tuple(frontier), tuple(m for row in rows for m in _measurements(row)))
+    measurements = tuple(
+        Measurement(
+            metric=metric,
+            unit="bytes",
+            better="lower",
+            cell=row.cell,
+            value=None if value is None else float(value),
+            low=None,
+            high=None,
+            n=1,
+            launches=len(row.runs),
+            axes=row.axes,
+            runs=row.runs,
+            note=row.note,
+        )
+        for row in rows
+        for metric, value in (
+            ("peak_memory_bytes", row.measured["peak"]),
+            ("predicted_peak_memory_bytes", row.predicted["peak"]),
+        )
+    )
+    return Findings(rows, tuple(frontier), measurements)
 
 
 # --- components ---
 
 
 def _row(cell: str, launches: Sequence[RunRecord]) -> MemoryRow:
-    """The launch and rank with the highest peak speak for the cell: that is the one that runs out first."""
-    found = [(record, rank) for record in launches for rank in {sample.rank for sample in record.memory}]
-    record, rank = max(found, key=lambda pair: _measured(*pair)["peak"] or 0)
-    measured, predicted = _measured(record, rank), _predicted(record)
-    told, seen = predicted["peak"], measured["peak"]
+    """The launch and rank with the highest peak represent the cell: that one runs out of memory first."""
+    ranks = [(record, rank) for record in launches for rank in {sample.rank for sample in record.memory}]
+    record, rank = max(ranks, key=lambda pair: _measured(*pair)["peak"] or 0)
+    measured, own = _measured(record, rank), record.spec.training.micro_batch
+    sizes = {s.component: s.bytes for s in record.components if s.source == "predicted" and s.micro_batch == own}
+    predicted = {name: sizes.get(name) for name in (*COMPONENTS, "peak")}
+    expected, seen = predicted["peak"], measured["peak"]
+    state = str(record.evidence.settings.get("prediction", "made")) if record.evidence else "made"
     return MemoryRow(
         cell=cell,
         axes=record.spec.axes(),
         predicted=predicted,
         measured=measured,
-        error_ratio=told / seen - 1 if told is not None and seen else None,
+        error_ratio=expected / seen - 1 if expected is not None and seen else None,
         capacity_bytes=_capacity(record),
         runs=tuple(r.spec.run_id for r in launches),
-        note=_note(record),
+        note=f"no prediction ({state.removeprefix('none: ')})" if state.startswith("none") else None,
     )
 
 
@@ -94,12 +120,6 @@ def _measured(record: RunRecord, rank: int) -> dict[str, int | None]:
     }
 
 
-def _predicted(record: RunRecord) -> dict[str, int | None]:
-    own = record.spec.training.micro_batch
-    told = {s.component: s.bytes for s in record.components if s.source == "predicted" and s.micro_batch == own}
-    return {name: told.get(name) for name in (*COMPONENTS, "peak")}
-
-
 def _capacity(record: RunRecord) -> int | None:
     """The smallest limit that a process was given, else the memory of the smallest GPU; None on a CPU."""
     given = [s.bytes for s in record.components if s.component == "capacity"]
@@ -108,42 +128,11 @@ def _capacity(record: RunRecord) -> int | None:
     return min(given or [int(size) for size in gpus if size and on_gpu], default=None)
 
 
-def _note(record: RunRecord) -> str | None:
-    state = str(record.evidence.settings.get("prediction", "made")) if record.evidence else "made"
-    return f"no prediction ({state.removeprefix('none: ')})" if state.startswith("none") else None
-
-
-def _measurements(row: MemoryRow) -> list[Measurement]:
-    values = {"peak_memory_bytes": row.measured["peak"], "predicted_peak_memory_bytes": row.predicted["peak"]}
-    return [
-        Measurement(
-            metric=metric,
-            unit="bytes",
-            better="lower",
-            cell=row.cell,
-            value=None if value is None else float(value),
-            low=None,
-            high=None,
-            n=1,
-            launches=len(row.runs),
-            axes=row.axes,
-            runs=row.runs,
-            note=row.note,
-        )
-        for metric, value in values.items()
-    ]
-
-
 # --- frontier ---
 
 
-def _search_of(spec: RunSpec) -> str:
-    """Same for all probes of one search, which differ in the micro batch only."""
-    return replace(spec, training=replace(spec.training, micro_batch=1)).run_id
-
-
 def _point(records: Sequence[RunRecord]) -> FrontierPoint | None:
-    """What the probes of one search say together. None when none of them ran through or out of memory."""
+    """The result of the probes of one search. None if no probe completed or ran out of memory."""
     ended = {r.spec.training.micro_batch: r for r in records if r.status in (Status.OK, Status.OOM)}
     if not ended:
         return None
@@ -153,33 +142,31 @@ def _point(records: Sequence[RunRecord]) -> FrontierPoint | None:
     most = spec.workload.options.get("most", 1024)
     bounded = failing == (fitting or 0) + 1 or (failing is None and fitting == most)
     axes = {name: value for name, value in spec.axes().items() if name not in ("micro_batch", "global_batch")}
+    first = min(records, key=lambda r: r.started_at)  # its prediction was made before any other probe ran
+    capacity = _capacity(first)
+    probes = []
+    for r in sorted(records, key=lambda r: r.started_at):
+        peaks = [s.allocated_bytes for s in r.memory if s.moment == PEAK and s.allocated_bytes is not None]
+        probes.append(
+            Probe(
+                run=r.spec.run_id,
+                micro_batch=r.spec.training.micro_batch,
+                status=str(r.status),
+                peak_bytes=max(peaks, default=None),
+            )
+        )
     return FrontierPoint(
         series=_series(spec),
         sequence_length=spec.training.sequence_length,
         largest_fitting=fitting,
         smallest_failing=failing,
-        predicted=_predicted_largest(records, most if isinstance(most, int) else 1024),
+        predicted=None
+        if capacity is None
+        else largest_fitting(predicted_peaks(first.components), capacity, most if isinstance(most, int) else 1024),
         settled=bounded,
-        probes=tuple(_probe(r) for r in sorted(records, key=lambda r: r.started_at)),
+        probes=tuple(probes),
         axes=axes,
     )
-
-
-def _probe(record: RunRecord) -> Probe:
-    peaks = [s.allocated_bytes for s in record.memory if s.moment == PEAK and s.allocated_bytes is not None]
-    return Probe(
-        run=record.spec.run_id,
-        micro_batch=record.spec.training.micro_batch,
-        status=str(record.status),
-        peak_bytes=max(peaks, default=None),
-    )
-
-
-def _predicted_largest(records: Sequence[RunRecord], most: int) -> int | None:
-    """As the first probe told it, before any other had run."""
-    first = min(records, key=lambda r: r.started_at)
-    capacity = _capacity(first)
-    return None if capacity is None else largest_fitting(predicted_peaks(first.components), capacity, most)
 
 
 def _series(spec: RunSpec) -> str:
@@ -198,16 +185,16 @@ def _series(spec: RunSpec) -> str:
         "compiled": t.compile,
         f"limit {limit} GiB": limit is not None,
     }
-    return ", ".join(word for word, said in words.items() if said)
+    return ", ".join(word for word, shown in words.items() if shown)
 
 
 def all_advice(records: Sequence[RunRecord]) -> tuple[MemoryAdvice, ...]:
-    """One for each run out of memory that left predictions."""
+    """Advice for each run that ran out of memory and recorded predictions."""
     return tuple(found for record in records if (found := advice(record)) is not None)
 
 
 def advice(record: RunRecord) -> MemoryAdvice | None:
-    """None unless the run was out of memory, told its room, and was advised."""
+    """Advice for one run; None unless it ran out of memory, recorded its memory, and has alternatives."""
     room = room_bytes(record.components)
     if record.status is not Status.OOM or room is None or not record.alternatives:
         return None
@@ -222,17 +209,17 @@ def advice(record: RunRecord) -> MemoryAdvice | None:
         own_peak_bytes=own_peak,
         own_note=own.note if own else None,
         goal_bytes=goal,
-        alternatives=tuple(_alternative(s, goal) for s in record.alternatives if s.change),
-    )
-
-
-def _alternative(sample: AlternativeSample, goal: int) -> Alternative:
-    return Alternative(
-        change=sample.change,
-        settings=sample.settings,
-        keeps_work=sample.keeps_work,
-        peak_bytes=sample.bytes,
-        fits=None if sample.bytes is None else sample.bytes <= goal,
-        origin=sample.origin,
-        note=sample.note,
+        alternatives=tuple(
+            Alternative(
+                change=s.change,
+                settings=s.settings,
+                keeps_work=s.keeps_work,
+                peak_bytes=s.bytes,
+                fits=None if s.bytes is None else s.bytes <= goal,
+                origin=s.origin,
+                note=s.note,
+            )
+            for s in record.alternatives
+            if s.change
+        ),
     )

@@ -1,14 +1,14 @@
 """Every number of a report: one row per metric, with unit, direction and formula, computed from raw samples only.
 
-A step's time is the maximum over ranks; a rate is the ratio of sums over the window after warm-up, never a mean of
-rates; tokens are non-pad tokens; missing is None, never 0 (method.md, sections 2 and 4).
+The time of a step is the maximum over ranks. A rate is a ratio of sums over the window after warm-up, never a mean of
+rates. Tokens are non-pad tokens. Missing is None, never 0 (method.md, sections 2 and 4).
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from paceline.training.data.corpus import is_packed
 
 
 class Estimate(NamedTuple):
-    """A metric of a cell, or None, and what a reader should know about it."""
+    """A metric of a cell, or None, and a note for the reader."""
 
     resampled: Resampled | None
     note: str | None = None
@@ -41,8 +41,8 @@ class Estimate(NamedTuple):
 class Cell:
     """All certified repeats of one configuration, resampled once for all metrics.
 
-    fields are the spec's, by dotted name, without what may differ between repeats. achievable is the measured matmul
-    peak of each dtype on this kind of device, empty where no run measured it.
+    fields are those of the spec, by dotted name, without what may differ between repeats. achievable is the measured
+    matmul peak of each dtype on this kind of device, empty if no run measured it.
     """
 
     id: str
@@ -60,17 +60,17 @@ class Cell:
 
     @property
     def shared_gpu(self) -> bool:
-        """Processes that share a GPU say nothing about speed."""
+        """Whether processes share a GPU, which says nothing about speed."""
         return any(w.record.shares_gpu for w in self.windows)
 
     @property
     def switches(self) -> dict[str, str]:
-        """Debug switches of all runs: a certificate lets them pass only where the whole group has them."""
+        """Debug switches of all runs: a certificate accepts them only if the whole group has them."""
         return {k: v for w in self.windows if (e := w.record.evidence) for k, v in e.switches.items()}
 
     @property
     def throttled_ratio(self) -> float | None:
-        """Share of the measured steps in which a GPU was held back; None unless every launch was watched."""
+        """Share of the measured steps in which a GPU was throttled; None unless every launch was observed."""
         found = [w.throttling for w in self.windows if w.throttling]
         if not found or len(found) != len(self.windows):
             return None
@@ -82,7 +82,7 @@ class Cell:
         return intervals.ratio_of_sums([w.steps for w in self.windows], self.step_sums, *columns)
 
     def mean(self, column: str, denominator: str = "launches") -> Resampled | None:
-        """Mean over launches of what each launch shows once, or the ratio of two such sums."""
+        """Mean over launches of a value that each launch has once, or the ratio of two such sums."""
         columns = LAUNCH_COLUMNS.index(column), LAUNCH_COLUMNS.index(denominator)
         return intervals.ratio_of_sums([w.launch for w in self.windows], self.launch_sums, *columns)
 
@@ -92,48 +92,49 @@ class Cell:
 
 
 def gather(windows: Iterable[Window], peaks: ceilings.Peaks | None = None) -> list[Cell]:
-    """Cells of all windows that hold a step, in the order of their first run; the caller passes certified runs only.
+    """Cells of all windows that have a step, in the order of their first run; the caller passes certified runs only.
 
-    peaks are the measured matmul peaks by kind of device, where a run of the workload compute measured them.
+    peaks are the measured matmul peaks by kind of device, if a run of the workload compute measured them.
     """
     by_cell: defaultdict[str, list[Window]] = defaultdict(list)
     for window in windows:
         if len(window.steps):
             by_cell[window.record.spec.cell].append(window)
-    return [_resampled_cell(cell, found, peaks or {}) for cell, found in by_cell.items()]
-
-
-def _resampled_cell(cell: str, windows: Sequence[Window], peaks: ceilings.Peaks) -> Cell:
-    ordered = tuple(sorted(windows, key=lambda w: (w.record.spec.repeat, w.run)))
-    spec = ordered[0].record.spec
-    devices = {ceilings.device_of(w.record) for w in ordered}
-    return Cell(
-        cell,
-        spec,
-        flat(spec),
-        spec.axes(),
-        ordered,
-        intervals.resample_sums([w.steps for w in ordered], intervals.seed_of(cell, "steps")),
-        intervals.resample_sums([w.launch for w in ordered], intervals.seed_of(cell, "launches")),
-        peaks.get(devices.pop(), {}) if len(devices) == 1 else {},
-    )
+    cells = []
+    for cell, of_cell in by_cell.items():
+        ordered = tuple(sorted(of_cell, key=lambda w: (w.record.spec.repeat, w.run)))
+        spec = ordered[0].record.spec
+        devices = {ceilings.device_of(w.record) for w in ordered}
+        cells.append(
+            Cell(
+                cell,
+                spec,
+                flat(spec),
+                spec.axes(),
+                ordered,
+                intervals.resample_sums([w.steps for w in ordered], intervals.seed_of(cell, "steps")),
+                intervals.resample_sums([w.launch for w in ordered], intervals.seed_of(cell, "launches")),
+                (peaks or {}).get(devices.pop(), {}) if len(devices) == 1 else {},
+            )
+        )
+    return cells
 
 
 def flat(spec: RunSpec) -> dict[str, Any]:
-    """All that decides the cell, by dotted name; a choice is one field, without options that measure nothing."""
-    found: dict[str, Any] = {}
+    """The fields that define the cell, by dotted name; a choice is one field, without options that do not affect it."""
+    fields: dict[str, Any] = {}
     for name, value in spec.configuration().items():
         inner = value if name in ("topology", "training", "tuning", "warmup", "serving") else None
-        found |= {f"{name}.{key}": part for key, part in inner.items()} if inner else {name: value}
-    precision = found.pop("training.precision", {})
-    return found | {f"training.precision.{key}": value for key, value in precision.items()}
+        fields |= {f"{name}.{key}": part for key, part in inner.items()} if inner else {name: value}
+    precision = fields.pop("training.precision", {})
+    return fields | {f"training.precision.{key}": value for key, value in precision.items()}
 
 
 # --- formulas ---
 
 
 def _step_time(cell: Cell) -> Estimate:
-    """The value stands on all steps; the note says what it would be without the tagged ones."""
+    """The value covers all steps; the note says what it would be without outliers."""
     seconds = cell.seconds()
     tagged = np.concatenate([intervals.outliers(w.seconds) for w in cell.windows])
     notes = [intervals.launches_note(len(cell.windows))]
@@ -151,15 +152,6 @@ def _rate(numerator: str, *, per_process: bool = False) -> Callable[[Cell], Esti
         return Estimate(found, SHARED_GPU if cell.shared_gpu else None)
 
     return formula
-
-
-def _padding(cell: Cell) -> Estimate:
-    """Share of the places that hold no token, of cells that fine-tune."""
-    return Estimate(cell.per("padding", "positions") if cell.spec.tuning else None)
-
-
-def _packing(cell: Cell) -> Estimate:
-    return Estimate(cell.per("tokens", "positions") if is_packed(cell.spec.training.data) else None)
 
 
 def _percentile(q: float) -> Callable[[Cell], Estimate]:
@@ -184,34 +176,28 @@ def _per_launch(column: str, missing: str | None = None) -> Callable[[Cell], Est
 
 def _peak_memory(cell: Cell) -> Estimate:
     if cell.spec.topology.device == "cuda":
-        return Estimate(cell.mean("allocated"), "peak memory is the CUDA allocator's, of the rank with most")
-    return Estimate(cell.mean("resident"), "peak memory is the process's resident set, of the rank with most")
-
-
-def _h2d_rate(cell: Cell) -> Estimate:
-    """Bytes over seconds of the token copies on the device's time line, summed over ranks: the rate of one process."""
-    return Estimate(cell.mean("h2d_bytes", "h2d_seconds"))
+        return Estimate(cell.mean("allocated"), "peak memory is that of the CUDA allocator, on the busiest rank")
+    return Estimate(cell.mean("resident"), "peak memory is the resident set of the process, on the busiest rank")
 
 
 def _energy(denominator: str) -> Callable[[Cell], Estimate]:
-    """Joules of all launches over what they were spent on; the note says by what they were told, or why not."""
+    """Joules of all launches over what they were spent on; the note says how they were measured, or why not."""
 
     def formula(cell: Cell) -> Estimate:
         notes = dict.fromkeys(w.energy.note for w in cell.windows if w.energy)
         found = cell.mean("joules", denominator)
         reasons = dict.fromkeys(w.energy.reason for w in cell.windows if w.energy and w.energy.reason)
-        told = notes if found else reasons
-        return Estimate(found, next((note for note in told if note), None))
+        return Estimate(found, next((note for note in (notes if found else reasons) if note), None))
 
     return formula
 
 
 def _counted_wire(cell: Cell) -> Estimate:
-    """None with the operators that stand in no table, where one was counted: the rest is not the whole."""
+    """Counted bytes on the wire; None if an operator is in no table: the rest is not the total."""
     counted = {w.operation for window in cell.windows for w in window.record.wire}
     unknown = sorted(operation for operation in counted if operation not in arithmetic.COLLECTIVES)
-    told = f"bytes on the wire are not known: {', '.join(unknown)} cannot be counted" if unknown else _NO_WIRE
-    return _per_launch("wire", told)(cell)
+    reason = f"bytes on the wire are unknown: {', '.join(unknown)} cannot be counted" if unknown else _NO_WIRE
+    return _per_launch("wire", reason)(cell)
 
 
 def _predicted_wire(cell: Cell) -> Estimate:
@@ -237,10 +223,10 @@ def _wire_formula(spec: RunSpec, strategy: Choice, parameters: int, shape: arith
 
 
 def dense_peak(cell: Cell) -> tuple[float | None, str]:
-    """FLOP/s of one GPU in the compute dtype and where that comes from; None with the reason, never another GPU's."""
+    """FLOP/s of one GPU in the compute dtype, and its source; None with the reason, never that of another GPU."""
     dtype = cell.spec.training.precision.compute
     if cell.spec.topology.device == "cpu":
-        return None, "MFU needs a dense peak, and none is known for a CPU"
+        return None, "MFU needs a dense peak, which is unknown for a CPU"
     if cell.shared_gpu:
         return None, SHARED_GPU
     gpus = [gpu for w in cell.windows for machine in w.record.machines for gpu in machine.get("gpus") or ()]
@@ -255,21 +241,21 @@ def dense_peak(cell: Cell) -> tuple[float | None, str]:
 
 
 def measured_peak(cell: Cell) -> tuple[float | None, str]:
-    """The best matrix product of the compute dtype that this kind of device showed, as `dense_peak`; no fallback."""
+    """The best matrix product in the compute dtype measured on this kind of device, as `dense_peak`; no fallback."""
     dtype = cell.spec.training.precision.compute
     if cell.shared_gpu:
         return None, SHARED_GPU
     found = cell.achievable.get(dtype)
     if found is None or found.value is None:
-        return None, f"share of achievable: no run of compute beside these measured {dtype} products on this device"
+        return None, f"share of achievable: no run of the workload compute measured {dtype} products on this device"
     size, unit = (1e12, "TFLOP/s") if found.value >= 1e12 else (1e9, "GFLOP/s")
-    return found.value, f"of the {found.value / size:.3g} {unit} reached here in {dtype} ({found.axes['label']})"
+    return found.value, f"of {found.value / size:.3g} {unit} measured here in {dtype} ({found.axes['label']})"
 
 
 def flops_per_token(cell: Cell, convention: str = "causal", *, recomputed: bool = False) -> float:
-    """F of a token that is no padding, with what checkpointing computes again where asked.
+    """FLOPs per non-pad token, with recomputation by checkpointing on request.
 
-    Of rows of documents the causal convention counts the keys that tokens saw, the mean over the window.
+    For packed documents the causal convention counts the keys that tokens attended to, mean over the window.
     """
     shape, training, tuning = cell.windows[0].record.shape, cell.spec.training, cell.spec.tuning
     length = training.sequence_length
@@ -287,14 +273,14 @@ def _flops_note(cell: Cell, convention: str) -> str:
     if tuning is None:
         return f"{convention} attention FLOPs"
     weights = "4 per frozen weight and 6 per adapter weight" if tuning.has_adapters else "6 per weight"
-    return f"{weights} and token that is no padding, {convention} attention FLOPs"
+    return f"{weights} and non-pad token, {convention} attention FLOPs"
 
 
 Peak = Callable[[Cell], tuple[float | None, str]]
 
 
 def _utilisation(convention: str, *, recomputed: bool, of: Peak = dense_peak) -> Callable[[Cell], Estimate]:
-    """F * tokens/s/GPU / peak of the compute dtype; HFU adds what checkpointing computes again."""
+    """F * tokens/s/GPU / peak of the compute dtype; HFU adds what checkpointing recomputes."""
 
     def formula(cell: Cell) -> Estimate:
         peak, note = of(cell)
@@ -330,8 +316,18 @@ METRICS: tuple[Metric, ...] = (
     Metric("tokens_per_s_per_gpu", "tokens/s", HIGHER, _rate("tokens", per_process=True)),
     Metric("samples_per_s", "samples/s", HIGHER, _rate("samples")),
     Metric("label_tokens_per_s", "tokens/s", HIGHER, _rate("label_tokens")),
-    Metric("padding_ratio", "ratio", LOWER, _padding),
-    Metric("packing_efficiency_ratio", "ratio", HIGHER, _packing),
+    Metric(
+        "padding_ratio",
+        "ratio",
+        LOWER,
+        lambda cell: Estimate(cell.per("padding", "positions") if cell.spec.tuning else None),
+    ),
+    Metric(
+        "packing_efficiency_ratio",
+        "ratio",
+        HIGHER,
+        lambda cell: Estimate(cell.per("tokens", "positions") if is_packed(cell.spec.training.data) else None),
+    ),
     Metric("mfu_ratio", "ratio", HIGHER, _utilisation("causal", recomputed=False)),
     Metric("mfu_full_attention_ratio", "ratio", HIGHER, _utilisation("full", recomputed=False)),
     Metric("hfu_ratio", "ratio", HIGHER, _utilisation("causal", recomputed=True)),
@@ -343,14 +339,15 @@ METRICS: tuple[Metric, ...] = (
     Metric("comm_exposed_ratio", "ratio", LOWER, _per_launch("exposed", _NO_TRACE)),
     Metric("wire_bytes_per_step", "bytes/step", LOWER, _counted_wire),
     Metric("wire_bytes_formula_per_step", "bytes/step", LOWER, _predicted_wire),
-    Metric("h2d_bytes_per_s", "bytes/s", HIGHER, _h2d_rate),
+    # Token copies on the device timeline, summed over ranks: the rate of one process.
+    Metric("h2d_bytes_per_s", "bytes/s", HIGHER, lambda cell: Estimate(cell.mean("h2d_bytes", "h2d_seconds"))),
     Metric("joules_per_token", "J/token", LOWER, _energy("energy_tokens")),
     Metric("power_w", "W", LOWER, _energy("energy_s")),
     *(Metric(phase, "s", LOWER, _phase(phase)) for phase in PHASES),
     Metric("loss_first", "nat", LOWER, _per_launch("first")),
     Metric("loss_last", "nat", LOWER, _per_launch("last")),
 )
-# Of cells with a launch that was restarted or wrote checkpoints; others have nothing to tell there.
+# Only for cells with a launch that was restarted or wrote checkpoints.
 INTERRUPTED_METRICS: tuple[Metric, ...] = (
     Metric("goodput_ratio", "ratio", HIGHER, lambda cell: Estimate(cell.mean("counted_s", "span_s"))),
     Metric("redone_s", "s", LOWER, _per_launch("redone_s")),
@@ -365,7 +362,7 @@ def estimate(cell: Cell, metric: str) -> Resampled | None:
 
 
 def measure(cell: Cell) -> list[Measurement]:
-    """One measurement per row of METRICS, missing ones included: their value is None."""
+    """One measurement per row of METRICS; the value of missing ones is None."""
     interrupted = INTERRUPTED_METRICS if any(w.goodput for w in cell.windows) else ()
     return [_measurement(cell, metric) for metric in (*METRICS, *interrupted)]
 

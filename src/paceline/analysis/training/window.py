@@ -1,7 +1,7 @@
-"""One run after warm-up: raw samples of all ranks laid out as one row per step and one row per launch.
+"""One run after warm-up: samples of all ranks as one row per step and one row per launch.
 
-A step's time is the maximum over ranks; rates divide by the wall time of the window, which is less where ranks are late
-in turns. What one rank did not record is missing for the step, never 0.
+The time of a step is the maximum over ranks. Rates divide by the wall time of the window, which is less if ranks are
+late in turn. A value that one rank did not record is missing for the step, never 0.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ LAUNCH_COLUMNS = ("launches", "allocated", "reserved", "device", "resident", *_O
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Window:
-    """One run after warm-up: a row per step (STEP_COLUMNS), a row for the launch (LAUNCH_COLUMNS); NaN is missing.
+    """One run after warm-up: a row per step (STEP_COLUMNS) and a row for the launch (LAUNCH_COLUMNS); NaN is missing.
 
-    measured are the steps of the rows: those after warm-up, and after every restart those after its own."""
+    measured are the steps of the rows: those after warm-up, and after every restart those after its own warm-up.
+    """
 
     run: str
     record: RunRecord
@@ -61,9 +62,9 @@ class Window:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepTable:
-    """Step samples of every rank, by step in order and within a step as they were recorded.
+    """Step samples of every rank, ordered by step and within a step as recorded.
 
-    Row `order[i]` of the series is the i-th; those of step `steps[k]` are the rows from bounds[k] to bounds[k + 1].
+    Row `order[i]` of the series is the i-th; those of step `steps[k]` are rows bounds[k] to bounds[k + 1].
     """
 
     series: StepSeries
@@ -72,14 +73,14 @@ class StepTable:
     bounds: tuple[int, ...]
 
     def numbers(self, field: str) -> Array:
-        """One value per row; what is missing is NaN."""
+        """One value per row; missing is NaN."""
         column = self.series.column(field)
         if isinstance(column, list) and column.count(None) == len(column):
             return np.full(len(self.order), math.nan)
         return np.asarray(column, dtype=np.float64)[self.order]
 
     def values(self, field: str) -> list[Any]:
-        """One value per row, as it was recorded."""
+        """One value per row, as recorded."""
         column = self.series.column(field)
         if isinstance(column, array):
             found: list[Any] = np.asarray(column)[self.order].tolist()
@@ -91,7 +92,7 @@ class StepTable:
         return [values[a:b] for a, b in itertools.pairwise(self.bounds)]
 
     def at(self, step: int, field: str) -> list[Any]:
-        """What the ranks recorded at one of the steps."""
+        """What the ranks recorded at one step."""
         column = self.series.column(field)
         index = bisect_left(self.steps, step)
         return [column[row] for row in self.order[self.bounds[index] : self.bounds[index + 1]].tolist()]
@@ -108,13 +109,17 @@ def step_table(record: RunRecord, variant: int = 0) -> StepTable:
 
 
 def global_loss(losses: Sequence[float], learned: Sequence[int]) -> float:
-    """Mean over all learned tokens of the step: ranks' means weighted by theirs."""
+    """Mean over all trained tokens of the step: means of ranks weighted by their tokens.
+
+    >>> global_loss([2.0, 4.0], [30, 10])
+    2.5
+    """
     total = sum(learned)
     return sum(map(mul, losses, learned)) / total if total else math.nan
 
 
 def learned_tokens(table: StepTable) -> list[list[int]]:
-    """By step, what each rank's loss is the mean of: its label tokens, all its tokens where none are told apart."""
+    """By step, the tokens in each rank's mean loss: its label tokens, or all its tokens if labels were not counted."""
     labels, tokens = table.by_step("label_tokens"), table.by_step("tokens")
     return [
         [token if label is None else label for label, token in zip(*ranks, strict=True)]
@@ -123,20 +128,19 @@ def learned_tokens(table: StepTable) -> list[list[int]]:
 
 
 def first_and_last_loss(table: StepTable) -> tuple[float, float]:
-    """Of the whole run, warm-up included; NaN where there is no step."""
+    """Losses of the whole run, including warm-up; NaN without a step."""
     if not table.steps:
         return math.nan, math.nan
-    first, last = (global_loss(table.at(s, "loss"), _learned_at(table, s)) for s in (table.steps[0], table.steps[-1]))
-    return first, last
-
-
-def _learned_at(table: StepTable, step: int) -> list[int]:
-    pairs = zip(table.at(step, "label_tokens"), table.at(step, "tokens"), strict=True)
-    return [token if label is None else label for label, token in pairs]
+    losses = []
+    for step in (table.steps[0], table.steps[-1]):
+        pairs = zip(table.at(step, "label_tokens"), table.at(step, "tokens"), strict=True)
+        tokens = [token if label is None else label for label, token in pairs]
+        losses.append(global_loss(table.at(step, "loss"), tokens))
+    return losses[0], losses[1]
 
 
 def open_window(record: RunRecord) -> Window:
-    """Applies the warm-up rule to the slowest rank of every step and keeps what follows."""
+    """Apply the warm-up rule to the slowest rank of every step and keep the rest."""
     table = step_table(record)
     rows = _step_rows(table)
     chosen, end = _settled(rows[:, 0], table.steps, record)
@@ -150,15 +154,33 @@ def open_window(record: RunRecord) -> Window:
         by_rule=end.by_rule,
         text=end.text,
     )
-    used, held = energy.window_energy(record, measured), goodput(record)
-    once = [*_launch_row(record, table, measured), *_energy_row(used, steps), *_goodput_row(held)]
+    used, spent = energy.window_energy(record, measured), goodput(record)
+    peaks = [m for m in record.memory if m.moment == "steps"]
+    # In the order of LAUNCH_COLUMNS. Joules, seconds and tokens of launches are added before anything is divided.
+    once = [
+        1.0,
+        *(_reduce(max, (getattr(m, f"{k}_bytes") for m in peaks)) for k in LAUNCH_COLUMNS[1:5]),
+        _exposed_ratio(record),
+        _wire_bytes(record, measured),
+        *first_and_last_loss(table),
+        _reduce(sum, (t.h2d_bytes for t in record.traces)),
+        _reduce(sum, (t.h2d_s for t in record.traces)),
+    ]
+    if used.joules is None or used.seconds is None:
+        once += [math.nan] * 3
+    else:
+        once += [used.joules, used.seconds, float(steps[:, STEP_COLUMNS.index("tokens")].sum())]
+    if spent is None:
+        once += [math.nan] * 5
+    else:
+        once += [spent.counted_s, spent.span_s, spent.redone_s, spent.checkpoint_s, spent.down_s]
     outliers = int(intervals.outliers(steps[:, 0]).sum())
     slowed = gauges.throttling(record, measured)
-    return Window(run, record, outcome, steps, np.array([once]), outliers, used, slowed, measured, held)
+    return Window(run, record, outcome, steps, np.array([once]), outliers, used, slowed, measured, spent)
 
 
 def _settled(seconds: Array, steps: Sequence[int], record: RunRecord) -> tuple[NDArray[np.bool_], intervals.WarmUpEnd]:
-    """Which steps are measured: caches are cold again after a restart, so the rule is asked of every stretch."""
+    """Which steps are measured: caches are cold again after a restart, so the rule is applied after each."""
     bounds = [0, *(bisect_left(steps, step) for step in resumed_at(record)), len(steps)]
     ends = [intervals.warm_up(seconds[a:b], record.spec.warmup) for a, b in itertools.pairwise(bounds)]
     chosen = np.ones(len(steps), dtype=np.bool_)
@@ -171,7 +193,7 @@ def _settled(seconds: Array, steps: Sequence[int], record: RunRecord) -> tuple[N
 
 
 def _step_rows(table: StepTable) -> Array:
-    """STEP_COLUMNS without wall: times are maxima over ranks, amounts are sums; one None makes a NaN of both."""
+    """STEP_COLUMNS without wall: times are maxima over ranks, amounts are sums; one missing value makes both NaN."""
     if not table.steps:
         return np.empty((0, len(STEP_COLUMNS) - 1))
     raw = np.column_stack([table.numbers(field) for field in ("duration_s", *PHASES, *AMOUNTS)])
@@ -184,7 +206,7 @@ def _step_rows(table: StepTable) -> Array:
 
 
 def _wall(table: StepTable, chosen: NDArray[np.bool_]) -> Array:
-    """Step times of the rank whose window lasted longest: they add up to wall time, as maxima over ranks do not."""
+    """Step times of the rank with the longest window: they add up to wall time, unlike maxima over ranks."""
     counts = np.diff(table.bounds)
     inside = np.repeat(chosen, counts)
     ranks, seconds = np.asarray(table.values("rank"))[inside], np.asarray(table.values("duration_s"))[inside]
@@ -193,48 +215,21 @@ def _wall(table: StepTable, chosen: NDArray[np.bool_]) -> Array:
         totals[rank] += duration
     longest = max(totals, key=lambda rank: totals[rank], default=0)
     wall = np.full(int(chosen.sum()), math.nan)
-    # Backwards, so that of a rank's samples of one step the first stays.
+    # Backwards, so that the first of several samples of a rank at one step is kept.
     own = np.flatnonzero(ranks == longest)[::-1]
     step_of_row = np.repeat(np.arange(len(wall)), counts[chosen])
     wall[step_of_row[own]] = seconds[own]
     return wall
 
 
-def _launch_row(record: RunRecord, table: StepTable, measured: Sequence[int]) -> list[float]:
-    peaks = [m for m in record.memory if m.moment == "steps"]
-    return [
-        1.0,
-        *(_reduce(max, (getattr(m, f"{k}_bytes") for m in peaks)) for k in LAUNCH_COLUMNS[1:5]),
-        _exposed_ratio(record),
-        _wire_bytes(record, measured),
-        *first_and_last_loss(table),
-        _reduce(sum, (t.h2d_bytes for t in record.traces)),
-        _reduce(sum, (t.h2d_s for t in record.traces)),
-    ]
-
-
-def _energy_row(used: energy.WindowEnergy, steps: Array) -> list[float]:
-    """Joules with the seconds and tokens they were spent in: launches add up before anything is divided."""
-    if used.joules is None or used.seconds is None:
-        return [math.nan] * 3
-    return [used.joules, used.seconds, float(steps[:, STEP_COLUMNS.index("tokens")].sum())]
-
-
-def _goodput_row(held: Goodput | None) -> list[float]:
-    """In the order of LAUNCH_COLUMNS; seconds of launches add up before anything is divided."""
-    if held is None:
-        return [math.nan] * 5
-    return [held.counted_s, held.span_s, held.redone_s, held.checkpoint_s, held.down_s]
-
-
 def _reduce(reduction: Callable[[Iterable[float]], float], values: Iterable[float | None]) -> float:
-    """NaN as soon as one rank did not say: the maximum of those that did would be a number about other ranks."""
+    """NaN as soon as one rank is missing: the maximum of the others would be a number about other ranks."""
     known = [math.nan if value is None else float(value) for value in values]
     return reduction(known) if known and not any(math.isnan(v) for v in known) else math.nan
 
 
 def _exposed_ratio(record: RunRecord) -> float:
-    """Share of the profiled time in which a rank communicated and computed nothing; the worst rank's."""
+    """Share of the profiled time in which a rank communicated without computing; worst rank."""
     exposed: defaultdict[int, float] = defaultdict(float)
     wall: defaultdict[int, float] = defaultdict(float)
     for trace in record.traces:
@@ -244,7 +239,7 @@ def _exposed_ratio(record: RunRecord) -> float:
 
 
 def _wire_bytes(record: RunRecord, measured: Sequence[int]) -> float:
-    """Counted payload times the operation's factor, per step counted (in the window if any was); the busiest rank's."""
+    """Counted payload times the factor of the operation, per counted step (in the window if any); busiest rank."""
     if record.spec.topology.world_size == 1:
         return 0.0
     inside = set(measured)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paceline.analysis.findings import LoadgenVerdict, Opinion, Report
 from paceline.analysis.findings.cell_axes import axis_text
-from paceline.analysis.findings.served import VALID, told
+from paceline.analysis.findings.served import VALID, verdict_text
 from paceline.report.tables.table import Cell, Column, Table
 from paceline.wording import MISSING, Scale, format_parts
 
@@ -39,7 +39,7 @@ def tables(report: Report) -> tuple[Table, ...]:
 def _reasons(report: Report) -> list[str]:
     """Each once, however many runs have it."""
     sides = [side for found in report.loadgen for side in (found.theirs, found.ours) if side.reasons]
-    return list(dict.fromkeys(f"{side.source} says {told(side.verdict, side.reasons)}" for side in sides))
+    return list(dict.fromkeys(f"{side.source} says {verdict_text(side.verdict, side.reasons)}" for side in sides))
 
 
 def _row(found: LoadgenVerdict, side: Opinion) -> tuple[Cell, ...]:

@@ -60,7 +60,7 @@ def sentence(report: Report) -> str:
     """What was searched for, or the most tokens a second; then what was lost, gained and told ahead."""
     found = {key: m for key, m in loads_of(report).items() if m["output_tokens_per_s"].value is not None}
     if not found:
-        return next((f"{v.told(1)}." for v in report.served if v.reasons), "")
+        return next((f"{v.text(1)}." for v in report.served if v.reasons), "")
     counted = {_key(v.cell, v.axes) for v in report.served if v.is_valid}
     # Of a paired run each load is one replica's: what all do together is the answer where it is known.
     together = [key for key in found if found[key]["output_tokens_per_s"].axes.get("replica") is None] or list(found)
@@ -79,7 +79,7 @@ def _first(report: Report, found: Loads, best: Key) -> str:
     where = "; ".join(filter(None, (_beside_best(fleet), load_text(found[best], found))))
     who = f"{len(fleet.replicas)} replicas served" if fleet else "Served"
     most = " at most" if len(found) > 1 else ""
-    doubt = f"; {verdict.told(1)}" if verdict and verdict.reasons else ""
+    doubt = f"; {verdict.text(1)}" if verdict and verdict.reasons else ""
     return (
         f"{who} {format_brief(rate, PLAIN)} tokens/s{most} ({where}), "
         f"the first token after {format_brief(first, MS)} ms in the median{doubt}."
@@ -91,7 +91,7 @@ def _lost(report: Report) -> Iterator[str]:
     lost = [v for v in report.served if v.fails]
     if lost:
         many = f"{len(lost)} of {len(report.served)} loads"
-        yield f"{many} {'is' if len(lost) == 1 else 'are'} not believed ({lost[0].told(1)})."
+        yield f"{many} {'is' if len(lost) == 1 else 'are'} not believed ({lost[0].text(1)})."
 
 
 def _beside_best(fleet: Fleet | None) -> str:
@@ -256,7 +256,7 @@ def _reasons(report: Report, loads: Loads) -> Iterator[str]:
     told = [v for v in report.served if v.reasons and _key(v.cell, v.axes) in loads]
     for verdict in told[:MOST_REASONS]:
         load = load_text(loads[_key(verdict.cell, verdict.axes)], loads)
-        yield f"{load}: {verdict.told()}."
+        yield f"{load}: {verdict.text()}."
     if len(told) > MOST_REASONS:
         yield f"{len(told) - MOST_REASONS} more are INVALID: report.json has their reasons."
     yield from dict.fromkeys(f"Left out: {why}." for verdict in report.served for why in verdict.left_out)

@@ -38,8 +38,8 @@ class TestVerdict:
             (Ratio(1.10, 0.99, 1.21, 0.01), "the interval includes 1"),
             (Ratio(1.009, 1.008, 1.010, 0.0005), "under 1%"),
             (Ratio(0.992, 0.991, 0.993, 0.0005), "under 1%"),
-            (Ratio(1.05, 1.01, 1.09, 0.02), "this data could show"),
-            (Ratio(0.955, 0.92, 0.99, 0.02), "this data could show"),
+            (Ratio(1.05, 1.01, 1.09, 0.02), "smallest detectable"),
+            (Ratio(0.955, 0.92, 0.99, 0.02), "smallest detectable"),
         ],
     )
     def test_ties_say_why(self, ratio: Ratio, reason: str) -> None:

@@ -136,7 +136,7 @@ def test_a_price_of_another_gpu_is_not_used_and_the_report_says_so(
     a10 = dataclasses.replace(HOURLY, gpu="A10")
     report = reported([on_gpu(make_cell, h200)], make_reference, Costing((a10,)))
     assert not report.costs
-    assert "--price: hourly (A10) holds for none of the measured cells (NVIDIA H200), so no cost is stated" in (
+    assert "--price: hourly (A10) applies to none of the measured cells (NVIDIA H200), so there is no cost" in (
         report.notes
     )
     asked = reported([make_cell(1.0)], make_reference, Costing(None, 10**9))

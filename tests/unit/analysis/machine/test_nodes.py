@@ -238,7 +238,7 @@ def test_of_three_or_four_the_odd_one_is_named(count: int) -> None:
 def test_two_groups_have_no_odd_one_but_the_slower_is_suspect() -> None:
     found = judged(synthetic.healthy(4, pace=lambda r, i: 0.7 if r < 2 else 1.0))
     assert [v.verdict for v in found.values()] == [SUSPECT, SUSPECT, PASS, PASS]
-    assert "--baseline tells which" in found["node-0"].evidence[0].text
+    assert "--baseline shows which" in found["node-0"].evidence[0].text
 
 
 def test_repeats_that_scatter_are_said_to_hide_faults(golden: object) -> None:

@@ -233,7 +233,7 @@ class TestWarmUp:
     def test_is_capped_and_says_so(self) -> None:
         found = warm_up([1.01**step for step in range(200)], self.RULE)
         assert found[:2] == (50, False)
-        assert "cap" in found.text
+        assert "the maximum" in found.text
 
     def test_never_settled_leaves_two_windows(self, golden: object) -> None:
         found = warm_up([1.02**step for step in range(40)], self.RULE)
