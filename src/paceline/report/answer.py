@@ -70,8 +70,8 @@ def grounds(report: Report) -> str:
     found = headline(report)
     if found is None:
         return " ".join(_without_choice(report)[2:])
-    why = found.text.partition(" Measured beside it: ")[2]
-    parts = (why and f"Measured beside it: {why}", f"Measured on {found.group}." if found.group else "")
+    why = found.text.partition(" Also measured: ")[2]
+    parts = (why and f"Also measured: {why}", f"Measured on {found.group}." if found.group else "")
     return " ".join(filter(None, parts))
 
 
@@ -115,7 +115,7 @@ def _outcome(found: Recommendation, where: str = "") -> str:
     """Who won and by how much; of several that nobody beats, that they tie."""
     versus, names = found.decisive, listed(map(spoken, found.choose))
     if versus is None:
-        return f"Tie between {names}{where}: this data cannot tell them apart."
+        return f"Tie between {names}{where}: the data shows no significant difference."
     if len(found.choose) > 1:
         return f"Tie between {names}{where}: {_margin(versus)}."
     return f"{_margin(versus, where)}."

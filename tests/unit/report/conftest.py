@@ -182,7 +182,7 @@ def recommendations() -> tuple[Recommendation, ...]:
         over=("zero:stage=1", "zero:stage=2"),
         because=COMPARISONS[1:3],
         text="Tie between ddp and fsdp2; ddp is at 1.12 times zero:stage=1 (95 % 1.11 to 1.13) in tokens/s. "
-        "Measured beside it: 40.1 MB against 40.1 MB on the wire per step (ddp against zero:stage=1).",
+        "Also measured: 40.1 MB against 40.1 MB on the wire per step (ddp against zero:stage=1).",
         caveats=("gloo moves bytes through host memory: strategies may order otherwise over NCCL.",),
     )
     memory = dataclasses.replace(

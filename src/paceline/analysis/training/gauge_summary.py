@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -143,7 +144,7 @@ def _trace(one: Watched) -> GaugeTrace:
     samples = [one.around[i] for i in evenly_spaced]
     start = one.window[0] if one.window else samples[0].at_s
     gpus = [g for m in one.record.machines if m.get("host") == one.source.host for g in m.get("gpus") or ()]
-    facts = next((gpu for gpu in gpus if gpu.get("index") == one.source.device), {})
+    facts: Mapping[str, Any] = next((gpu for gpu in gpus if gpu.get("index") == one.source.device), {})
 
     def column(read: Callable[[GaugeSample], float | None]) -> tuple[float | None, ...]:
         return tuple(map(read, samples))
