@@ -135,7 +135,7 @@ SCENARIOS = {
     "trainjob": Scenario("ok", options={"kind": "trainjob"}),
     "claimed": Scenario("ok", options={"results_claim": "kept"}, before=add_claim),
     "killed": Scenario("failed", r"exit code|signal 9", env={"LIGHT_FAULT": "die:1"}),
-    "evicted": Scenario("preempted", r"pod .* on evicted-. was taken away: .*low on resource", LONG, meanwhile=evict),
+    "evicted": Scenario("preempted", r"pod .* on evicted-. was evicted: .*low on resource", LONG, meanwhile=evict),
     "again": Scenario(
         "ok",
         env={"LIGHT_S": "8"},
@@ -147,9 +147,7 @@ SCENARIOS = {
     "preempted": Scenario("preempted", r"PreemptionByScheduler|DisruptionTarget", LONG, meanwhile=preempt),
     "lost": Scenario("preempted", r"DeletionByPodGC|DisruptionTarget", LONG, meanwhile=lose_node),
     "silent": Scenario("preempted", r"DeletionByTaintManager|DisruptionTarget", LONG, meanwhile=silence_node),
-    "memory": Scenario(
-        "oom", r"pod .* on memory-. ran out of its memory limit: OOMKilled", LONG, meanwhile=fill_memory
-    ),
+    "memory": Scenario("oom", r"pod .* on memory-. exceeded its memory limit: OOMKilled", LONG, meanwhile=fill_memory),
     "deleted": Scenario("failed", r"the job paceline-.* is gone: somebody else deleted it", LONG, meanwhile=delete_job),
     "greedy": Scenario(
         "failed",
@@ -177,7 +175,7 @@ SCENARIOS = {
         {"LIGHT_S": "1", "LIGHT_FAULT": "hang:0"},
         fields={"stall_s": 10.0},
     ),
-    "cut": Scenario("failed", r"results are incomplete: node \d \(cut-.\): its log was cut"),
+    "cut": Scenario("failed", r"results are incomplete: node \d \(cut-.\): its log is incomplete"),
     "cut-kept": Scenario("ok", options={"results_claim": "kept"}, before=add_claim),
     "skewed": Scenario("ok", env={"LIGHT_S": "3"}, fields={"stall_s": 30.0}, before=set_clock_back),
 }
@@ -325,14 +323,14 @@ def test_replicas_go_on_without_a_node_that_was_lost(bed: Bed, records: dict[str
     # A client that was late on a busy machine says so itself, and only that.
     assert record.status == "ok" or str(record.error).startswith("client: "), record.error
     log = (bed.run_dir(record.spec) / "log.txt").read_text()
-    assert re.search(r"paceline: node 1 \(bereft-.\) is gone; rank 0 goes on with the other replicas", log), log
+    assert re.search(r"paceline: node 1 \(bereft-.\) is gone; rank 0 continues with the other replicas", log), log
     until(lambda: not bed.cluster.leftovers("bereft"), f"the end of {bed.cluster.leftovers('bereft')}")
 
 
 def test_nothing_goes_on_without_the_node_of_the_client(bed: Bed, records: dict[str, Future[Any]]) -> None:
     record = records["headless"].result()
     assert record.status == "preempted", record.error
-    assert re.search(r"pod .* on headless-. was taken away: .*low on resource", record.error), record.error
+    assert re.search(r"pod .* on headless-. was evicted: .*low on resource", record.error), record.error
     assert record.lost_nodes == ()
     until(lambda: not bed.cluster.leftovers("headless"), f"the end of {bed.cluster.leftovers('headless')}")
 

@@ -149,12 +149,16 @@ LOST = {
     "other family": (
         1,
         {"master": "fd00::1"},
-        "node 0 was found at the IPv6 address fd00::1, and this host has only IPv4",
+        "node 0 has the IPv6 address fd00::1, but this host has only IPv4",
     ),
-    "nobody there": (1, {}, f"node 0 at {MASTER} port {{port}} refuses: nobody listens there"),
-    "itself": (1, {"master": "10.78.0.2"}, "node 0 at 10.78.0.2 port {port} is an address of this host itself"),
-    "alone": (0, {}, f"node 1 never came to node 0 (node0) at {MASTER} port {{port}} within 1 s"),
-    "interface": (0, {"GLOO_SOCKET_IFNAME": "eth7"}, "GLOO_SOCKET_IFNAME is 'eth7', and no such interface"),
+    "nobody there": (1, {}, f"node 0 at {MASTER} port {{port}} refuses: nothing listens there"),
+    "itself": (1, {"master": "10.78.0.2"}, "node 0 at 10.78.0.2 port {port} is an address of this host (interface"),
+    "alone": (0, {}, f"node 1 did not reach node 0 (node0) at {MASTER} port {{port}} within 1 s"),
+    "interface": (
+        0,
+        {"GLOO_SOCKET_IFNAME": "eth7"},
+        "GLOO_SOCKET_IFNAME: got 'eth7', expected interfaces of this host",
+    ),
 }
 
 

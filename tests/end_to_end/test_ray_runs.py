@@ -143,9 +143,9 @@ ENDS = {
     "hang": (Status.HANG, ("no progress for 15 s: rank 1 stopped at step 1",)),
     "time limit": (Status.TIMEOUT, ("did not end within 15 s", "rank 0 was at step")),
     "killed driver": (Status.FAILED, ("the driver of the Ray job ended with exit code -9",)),
-    "no room": (Status.FAILED, ("within 2 s: 2 x 1 CPU + 3 tpu under STRICT_SPREAD", "left: 16 CPU")),
-    "no cluster": (Status.FAILED, ("no Ray cluster at 127.0.0.1:9", "Connection refused")),
-    "other Ray": (Status.FAILED, ("this controller Ray 9.9.9 on Python", "both must be the same")),
+    "no room": (Status.FAILED, ("within 2 s: the job requests 2 x 1 CPU + 3 tpu under STRICT_SPREAD", "left: 16 CPU")),
+    "no cluster": (Status.FAILED, ("no Ray cluster answers at 127.0.0.1:9", "Connection refused")),
+    "other Ray": (Status.FAILED, ("this controller has Ray 9.9.9 on Python", "they must be the same")),
 }
 
 

@@ -222,8 +222,8 @@ def test_a_job_that_never_begins_says_why(bench: Bench) -> None:
     witness = Witness()
     status, error = bench.run(witness, options={"partition": "closed", "pending_s": 1.0})
     assert status is Status.FAILED
-    assert "pending: PartitionDown (the partition is closed; `sinfo` shows those that are up)" in str(error)
-    assert "did not begin within 1 s" in str(error)
+    assert "pending: PartitionDown (the partition is down; `sinfo` shows those that are up)" in str(error)
+    assert "did not start within 1 s" in str(error)
     assert any("PartitionDown" in reason for reason in witness.waited)
 
 

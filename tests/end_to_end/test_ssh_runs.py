@@ -264,7 +264,7 @@ def test_a_controller_that_ends_leaves_nothing(
 
 def test_a_wrong_key(field: Field) -> None:
     _, error = field.run(key=str(field.hosts.folder / f"host_{FIRST}"))
-    assert error.startswith(f"root@{FIRST}:{field.hosts.port} refuses the key (or the user); root@{SECOND}")
+    assert error.startswith(f"root@{FIRST}:{field.hosts.port} rejects the key (or the user); root@{SECOND}")
     assert "try: ssh" in error
 
 
@@ -282,7 +282,7 @@ def test_hosts_that_no_run_can_use_are_one_sentence_before_the_first(
 
 def test_a_host_whose_key_is_not_known(field: Field) -> None:
     _, error = field.run(known_hosts=os.devnull)
-    assert "has a host key that is not known here" in error
+    assert "has an unknown host key" in error
     assert "compare its fingerprint in: ssh" in error
 
 
@@ -326,13 +326,15 @@ def test_hosts_of_different_versions_are_refused(field: Field, altered: Callable
     """The path of this Python is hostile on top: it stays one word for the remote shell."""
     python = altered("import paceline; paceline.__version__ = '9.9'")
     _, error = field.run(hosts=differing(field.hosts, python))
-    assert error.startswith(f"root@{SECOND}:{field.hosts.port} has paceline 9.9, this host {__version__}: they must be")
+    assert error.startswith(
+        f"root@{SECOND}:{field.hosts.port} has paceline 9.9, this host has {__version__}: they must be"
+    )
     python = altered(
         "from importlib import metadata; v = metadata.version\n"
         "metadata.version = lambda name: '1.0' if name == 'torch' else v(name)"
     )
     _, error = field.run(hosts=differing(field.hosts, python))
-    assert "torch 1.0: hosts of one run must have the same" in error
+    assert "torch 1.0: all hosts of a run must have the same" in error
     assert not list(Path.home().glob("hostile"))
 
 
@@ -376,4 +378,4 @@ def test_a_disk_that_is_full_is_told(field: Field, tiny: Path) -> None:
         (tiny / "ballast").write_bytes(bytes(1 << 20))
     status, error = field.run(nodes=1, scratch=str(tiny))
     assert status is Status.FAILED
-    assert f"no room is left on the disk of {FIRST} for the run's files; try there: df -h {tiny}" in error
+    assert f"the disk of {FIRST} is full, no room for the run's files; try there: df -h {tiny}" in error

@@ -47,7 +47,7 @@ _warm: dict[str, WarmProcess] = {}
 
 @dataclass(slots=True)
 class WarmProcess:
-    """A process that forks the supervisors of runs: its requests, and the environment that its imports have read."""
+    """A process that forks supervisors: its request socket, and the environment that its imports have read."""
 
     process: subprocess.Popen[bytes]
     requests: socket.socket
@@ -101,7 +101,7 @@ class ForkedRun:
                 os.kill(self.pid, signal.SIGKILL)
 
     def _receive(self, timeout: float | None) -> bool:
-        """Read what the supervisor wrote; False where nothing came in time."""
+        """Read what the supervisor wrote. Returns False if nothing came in time."""
         if self.ended or not select.select([self.link], [], [], timeout)[0]:
             return self.ended
         try:
@@ -121,8 +121,8 @@ class ForkedRun:
 def start(settings: Mapping[str, Any], environment: Mapping[str, str], log: Path) -> ForkedRun:
     """Ask the warm process for the ranks of one run. Returns at once, also while torch is still being imported.
 
-    The warm process is started anew where it has died, or where another environment is requested: variables such as
-    OMP_NUM_THREADS are only read during the import. What it prints itself is in the log of the run that started it.
+    The warm process is restarted if it has died, or if the environment differs: variables such as OMP_NUM_THREADS are
+    only read during the import. Its own output is in the log of the run that started it.
     """
     strategy = settings["preload"]
     request = json.dumps({"run_dir": settings["run_dir"], "processes": settings["processes"]}).encode()
@@ -182,7 +182,7 @@ def main(argv: list[str]) -> None:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         if not message:
-            # The interpreter would look through all of torch for garbage before it ends.
+            # Skip the garbage collection of all of torch at exit.
             os._exit(0)
         if os.fork() == 0:
             requests.close()
@@ -192,7 +192,7 @@ def main(argv: list[str]) -> None:
 
 
 def preload(strategy: str | None) -> None:
-    """Import what every rank of this strategy imports, as far as that starts no thread and touches no device."""
+    """Import what every rank of this strategy imports, without starting a thread or using a device."""
     # Ranks enable it again. A collection here would make no difference to them, but takes most of a second.
     gc.disable()
     for name in ("torch._dynamo", "torch.distributed", "paceline.workloads.worker"):
@@ -200,7 +200,7 @@ def preload(strategy: str | None) -> None:
     if strategy is not None:
         from paceline.experiment.plugins import load
 
-        # A missing package is the rank's to report.
+        # The rank itself reports a missing package.
         with contextlib.suppress(PacelineError, ImportError):
             load("strategies", strategy).preload("cpu")
 
@@ -229,8 +229,10 @@ def _become_supervisor(request: Mapping[str, Any], link_file: int, log_file: int
 def supervise(
     run_dir: Path, processes: int, link: socket.socket, prepare_rank: Callable[[int], None] | None = None
 ) -> int:
-    """Fork the ranks and wait for them. 0 when all ended well; the first that did not ends the others, and so does the
-    end of the link. prepare_rank is called in each rank before it begins."""
+    """Fork the ranks and wait for them. Returns 0 if all succeeded; a failure, or the end of the link, ends the others.
+
+    prepare_rank is called in each rank before it begins.
+    """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     # Connections wait in this socket until the store answers. The store starts a thread, so it comes after the forks.
@@ -270,7 +272,7 @@ def _become_rank(rank: int, run_dir: Path, supervisor: int, prepare_rank: Callab
         sys.argv = ["paceline.workloads.worker", str(run_dir)]
         if prepare_rank is not None:
             prepare_rank(rank)
-        # By name, as torchrun does: a launcher knows how to start the worker and nothing else about it.
+        # By name, as torchrun does: launchers do not import the worker.
         code = importlib.import_module(sys.argv[0]).main(sys.argv)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
@@ -283,7 +285,7 @@ def _become_rank(rank: int, run_dir: Path, supervisor: int, prepare_rank: Callab
 
 
 def _wait(ranks: dict[int, int], link: socket.socket) -> int:
-    """Wait for all ranks, and remove from `ranks` those that have ended."""
+    """Wait for all ranks and remove those that have ended from `ranks`."""
     watched = {os.pidfd_open(pid): pid for pid in ranks}
     while watched:
         ready, _, _ = select.select([*watched, link.fileno()], [], [])

@@ -181,11 +181,11 @@ def _check_nodes(request: Request, members: list[Member]) -> None:
     """Find out where Ray has put each rank, and refuse unsuitable nodes before anything starts."""
     import ray
 
-    asked = [member.actor.facts.remote(request.scratch) for member in members]
-    while len(ray.wait(asked, num_returns=len(asked), timeout=READ_S)[0]) < len(asked):
+    calls = [member.actor.facts.remote(request.scratch) for member in members]
+    while len(ray.wait(calls, num_returns=len(calls), timeout=READ_S)[0]) < len(calls):
         _check_input()
     names = {node["NodeID"]: cluster.node_name(node) for node in ray.nodes()}
-    for member, answer in zip(members, asked, strict=True):
+    for member, answer in zip(members, calls, strict=True):
         try:
             member.facts = ray.get(answer)
         except ray.exceptions.RayError as error:
@@ -246,16 +246,16 @@ def follow(members: list[Member], inbox: Inbox, spare_lost: Callable[[], None], 
     """
     import ray
 
-    asked = {member.actor.read.remote(member.taken): member for member in members}
+    calls = {member.actor.read.remote(member.taken): member for member in members}
     hopeless_at = None
-    while asked:
+    while calls:
         _check_input()
-        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=READ_S)
+        answered, _ = ray.wait(list(calls), num_returns=len(calls), timeout=READ_S)
         for answer in answered:
-            member = asked.pop(answer)
+            member = calls.pop(answer)
             _take(member, answer, inbox)
             if not member.is_over:
-                asked[member.actor.read.remote(member.taken)] = member
+                calls[member.actor.read.remote(member.taken)] = member
         spare_lost()
         if not any(member.ended_badly and not member.is_spared for member in members):
             # A rank that failed while rank 0 was in setup may be expendable by now.
@@ -327,10 +327,10 @@ def _end_ranks(members: list[Member], inbox: Inbox) -> None:
     """End all running ranks at once and keep their last output."""
     import ray
 
-    asked = [member.actor.end.remote(member.taken, GRACE_S) for member in members]
-    if not asked:
+    calls = [member.actor.end.remote(member.taken, GRACE_S) for member in members]
+    if not calls:
         return
-    answered, _ = ray.wait(asked, num_returns=len(asked), timeout=GRACE_S * 1.5)
+    answered, _ = ray.wait(calls, num_returns=len(calls), timeout=GRACE_S * 1.5)
     for answer in answered:
         with contextlib.suppress(ray.exceptions.RayError):
             inbox.take(ray.get(answer))

@@ -334,14 +334,14 @@ def cancel(handle: Mapping[str, Any]) -> bool:
 def _end(job_id: str, poll_s: float) -> bool:
     """Return whether the job is gone. scancel is sent once, because another signal would interrupt the cleanup; Slurm
     itself kills processes that do not end."""
-    began, asked = time.monotonic(), False
+    began, is_cancelled = time.monotonic(), False
     while time.monotonic() - began < LEAVING_S:
         try:
             seen = states.look_up(job_id)
             if seen is None or seen.meaning.phase is Phase.ENDED:
                 return True
-            if not asked and seen.state != "COMPLETING":
-                asked = states.call("scancel", job_id).returncode == 0
+            if not is_cancelled and seen.state != "COMPLETING":
+                is_cancelled = states.call("scancel", job_id).returncode == 0
         except Unavailable:
             if time.monotonic() - began > CANCEL_S:
                 return False
