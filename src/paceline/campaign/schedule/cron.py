@@ -177,8 +177,8 @@ def _abbreviated(name: str, known: Collection[str]) -> list[str]:
     def shown(zone: str) -> set[str | None]:
         return {season.astimezone(zoneinfo.ZoneInfo(zone)).tzname() for season in seasons}
 
-    found = sorted(zone for zone in known if "/" in zone and name in shown(zone))
-    return found if len(found) <= MOST_MEANT else []
+    zones = sorted(zone for zone in known if "/" in zone and name in shown(zone))
+    return zones if len(zones) <= MOST_MEANT else []
 
 
 def wall(moment: datetime, zone: tzinfo) -> str:

@@ -67,42 +67,38 @@ def _took(occasion: Occasion) -> str:
 
 def schedules(views: Sequence[ScheduleView]) -> Table | None:
     columns = (Column("schedule"), Column("due"), Column("next"), Column("last run"), Column("missed", True))
-    rows = tuple(_schedule_row(view) for view in views)
-    return Table("Schedules", columns, rows) if rows else None
-
-
-def _schedule_row(view: ScheduleView) -> tuple[Cell, ...]:
-    schedule, last = view.schedule, view.last
-    ran = Cell(MISSING) if last is None else Cell(last.outcome, began(view, last)[0], _tone(last.outcome))
-    count = MISSING if view.missed is None else str(len(view.missed))
-    return (
-        Cell(schedule.name, f"{schedule.source}, by {schedule.backend}"),
-        Cell(schedule.cron.expression, schedule.cron.timezone),
-        Cell(wall(view.next, schedule.cron.zone) if view.next else MISSING),
-        ran,
-        Cell(count, tone="bad" if view.missed else ""),
-    )
+    rows = []
+    for view in views:
+        schedule, last = view.schedule, view.last
+        row = (
+            Cell(schedule.name, f"{schedule.source}, by {schedule.backend}"),
+            Cell(schedule.cron.expression, schedule.cron.timezone),
+            Cell(wall(view.next, schedule.cron.zone) if view.next else MISSING),
+            Cell(last.outcome, began(view, last)[0], _tone(last.outcome)) if last else Cell(MISSING),
+            Cell(MISSING if view.missed is None else str(len(view.missed)), tone="bad" if view.missed else ""),
+        )
+        rows.append(row)
+    return Table("Schedules", columns, tuple(rows)) if rows else None
 
 
 def ran(views: Sequence[ScheduleView]) -> Table | None:
     """The newest occasions of all schedules, including skipped ones."""
     columns = (Column("schedule"), Column("due"), Column("ended"), Column("report"), Column("result", prose=True))
-    found = sorted(((o.began_at, view, o) for view in views for o in view.occasions), key=lambda each: -each[0])
-    rows = tuple(_ran_row(view, occasion) for _, view, occasion in found[:MOST_RAN])
-    left = len(found) - len(rows)
+    occasions = sorted(((view, o) for view in views for o in view.occasions), key=lambda each: -each[1].began_at)
+    rows = []
+    for view, occasion in occasions[:MOST_RAN]:
+        link = report_link(occasion)
+        row = (
+            Cell(view.schedule.name),
+            Cell(*began(view, occasion)),
+            Cell(occasion.outcome, _took(occasion), _tone(occasion.outcome)),
+            Cell("report" if link else MISSING, link=link),
+            Cell(occasion.sentence or MISSING, occasion.notified or ""),
+        )
+        rows.append(row)
+    left = len(occasions) - len(rows)
     notes = (f"{left:,} earlier runs are in history.jsonl of each schedule.",) if left else ()
-    return Table("Scheduled runs", columns, rows, notes) if rows else None
-
-
-def _ran_row(view: ScheduleView, occasion: Occasion) -> tuple[Cell, ...]:
-    link = report_link(occasion)
-    return (
-        Cell(view.schedule.name),
-        Cell(*began(view, occasion)),
-        Cell(occasion.outcome, _took(occasion), _tone(occasion.outcome)),
-        Cell("report" if link else MISSING, link=link),
-        Cell(occasion.sentence or MISSING, occasion.notified or ""),
-    )
+    return Table("Scheduled runs", columns, tuple(rows), notes) if rows else None
 
 
 def report_link(occasion: Occasion) -> str:
@@ -114,9 +110,10 @@ def report_link(occasion: Occasion) -> str:
 
 def missed(views: Sequence[ScheduleView]) -> Table | None:
     columns = (Column("schedule"), Column("should have begun"))
-    found = [(view, due) for view in views for due in (view.missed or ())[-MOST_SHOWN:]]
     rows = tuple(
-        (Cell(view.schedule.name), Cell(wall(due, view.schedule.cron.zone), tone="bad")) for view, due in found
+        (Cell(view.schedule.name), Cell(wall(due, view.schedule.cron.zone), tone="bad"))
+        for view in views
+        for due in (view.missed or ())[-MOST_SHOWN:]
     )
     left = sum(len(view.missed or ()) for view in views) - len(rows)
     notes = (f"{MISSED[0].upper()}{MISSED[1:]}.", *([f"{left} more before."] if left else ()))

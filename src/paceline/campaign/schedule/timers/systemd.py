@@ -20,8 +20,8 @@ def install(out: Path, schedule: Schedule) -> str:
     for suffix, text in units(out, schedule).items():
         write_atomically(_folder() / f"{name}.{suffix}", text)
     try:
-        _ask("daemon-reload")
-        _ask("enable", "--now", f"{name}.timer")
+        _systemctl("daemon-reload")
+        _systemctl("enable", "--now", f"{name}.timer")
     except RequestError:
         _forget(name)
         raise
@@ -35,17 +35,17 @@ def remove(out: Path, schedule: Schedule) -> None:
     name = mark(out, schedule)
     # A missing timer is disabled already.
     with contextlib.suppress(RequestError):
-        _ask("disable", "--now", f"{name}.timer")
+        _systemctl("disable", "--now", f"{name}.timer")
     _forget(name)
     with contextlib.suppress(RequestError):
-        _ask("daemon-reload")
+        _systemctl("daemon-reload")
 
 
-def _ask(*words: str) -> None:
-    done = answer(["systemctl", "--user", *words])
+def _systemctl(*arguments: str) -> None:
+    done = answer(["systemctl", "--user", *arguments])
     if done.returncode != 0:
         why = " ".join(done.stderr.split())
-        raise RequestError(f"--backend systemd: `systemctl --user {' '.join(words)}` failed ({why}).")
+        raise RequestError(f"--backend systemd: `systemctl --user {' '.join(arguments)}` failed ({why}).")
 
 
 def _forget(name: str) -> None:
@@ -60,7 +60,7 @@ def is_installed(out: Path, schedule: Schedule) -> bool:
 def units(out: Path, schedule: Schedule) -> dict[str, str]:
     """The units by suffix. A failed run appears in the history; systemd does not restart it."""
     log = one_line(str((folder_of(out, schedule.name) / LOG).absolute()), "--out")
-    call = " ".join(quoted(one_line(word, "--out")) for word in command(out, schedule, WITHIN_S))
+    call = " ".join(quoted(one_line(part, "--out")) for part in command(out, schedule, WITHIN_S))
     times = "\n".join(f"OnCalendar={line}" for line in schedule.cron.calendar())
     return {
         "service": (
@@ -76,9 +76,9 @@ def units(out: Path, schedule: Schedule) -> dict[str, str]:
     }
 
 
-def quoted(word: str) -> str:
+def quoted(argument: str) -> str:
     """One argument of ExecStart, with quotes, percent signs and dollars escaped."""
-    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
+    escaped = argument.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
     return f'"{escaped}"'
 
 
