@@ -141,8 +141,8 @@ def test_a_partition_that_is_not_there_is_one_sentence_before_the_first_job(
     found = campaign("nowhere", {"strategy": ["ddp", "fsdp2"]}, cluster.environment, **smaller | fields)
     assert found.code == 2
     assert found.stderr == (
-        "paceline: launcher slurm: slurm.partition: 'nope' was given, and Slurm says: Invalid partition name "
-        "specified; accepted is one of main, urgent, closed, gpu; try: sinfo\n"
+        "paceline: launcher slurm: slurm.partition: got 'nope'; Slurm says: Invalid partition name "
+        "specified; expected one of main, urgent, closed, gpu; try: sinfo\n"
     )
     assert not found.directory.exists()
     assert cluster.jobs() == []
@@ -214,7 +214,7 @@ def test_a_run_that_does_not_end_is_ended(bench: Bench, monkeypatch: pytest.Monk
     ],
 )
 def test_what_slurm_refuses_is_said_in_its_words(bench: Bench, options: dict[str, Any], sentence: str) -> None:
-    expected = f"Slurm did not take the job: Batch job submission failed: {sentence}"
+    expected = f"Slurm rejected the job: Batch job submission failed: {sentence}"
     assert bench.run(options=options) == (Status.FAILED, expected)
 
 
@@ -357,7 +357,7 @@ def test_a_node_that_disappears_ends_the_run(
         eventually(lambda: bench.cluster.states().get("n2") == "idle", "node n2 again")
     assert (status, error) == (
         Status.PREEMPTED,
-        f"Slurm job {bench.job_id} lost a node; `sinfo -R` says which and why (NODE_FAIL)",
+        f"Slurm job {bench.job_id} lost a node; `sinfo -R` shows which and why (NODE_FAIL)",
     )
     assert time.monotonic() - began < 300, "long before the ranks would have ended"
     assert bench.cluster.processes() == []

@@ -106,7 +106,7 @@ def field(
     field = Field(hosts, tmp_path, make_spec)
     yield field
     eventually(lambda: not field.leftovers(), "the end of everything on the hosts")
-    assert not launcher._crews
+    assert not launcher._sessions
 
 
 # --- what works ---
@@ -215,8 +215,8 @@ def test_an_agent_that_is_killed_takes_its_ranks_along(field: Field) -> None:
 
 def test_a_dropped_connection_leaves_nothing(field: Field) -> None:
     def drop() -> None:
-        crew = next(iter(launcher._crews.values()))
-        os.kill(crew.pids[1], signal.SIGKILL)
+        group = next(iter(launcher._sessions.values()))
+        os.kill(group.pids[1], signal.SIGKILL)
 
     status, error = field.run(life_s=600, then=drop)
     assert status is Status.FAILED

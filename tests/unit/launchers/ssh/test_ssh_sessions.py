@@ -65,17 +65,17 @@ Start = Callable[[RunSpec], tuple[Sessions, list[Agent]]]
 @pytest.fixture
 def start(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     monkeypatch.setattr(sessions, "NOTICE_S", -1.0)
-    crews: list[Sessions] = []
+    opened: list[Sessions] = []
 
     def make(spec: RunSpec) -> tuple[Sessions, list[Agent]]:
         agents = [Agent() for _ in range(3)]
         told: dict[str, Any] = {"expendable": may_be_lost(spec), "ranks": 2, "relay": False}
-        crews.append(Sessions(run_dir, agents, ["a", "b", "c"], ["try a", "try b", "try c"], **told))  # type: ignore[arg-type]
-        return crews[-1], agents
+        opened.append(Sessions(run_dir, agents, ["a", "b", "c"], ["try a", "try b", "try c"], **told))  # type: ignore[arg-type]
+        return opened[-1], agents
 
     yield make
-    for crew in crews:
-        crew.close()
+    for group in opened:
+        group.close()
 
 
 def at(run_dir: Path, phase: str) -> None:
@@ -90,33 +90,33 @@ def spoke(run_dir: Path, make_outcome: Any, *ranks: int, status: Status = Status
 def test_a_job_of_replicas_goes_on_without_a_node(
     start: Start, served: RunSpec, run_dir: Path, make_outcome: Any
 ) -> None:
-    crew, agents = start(served)
+    group, agents = start(served)
     at(run_dir, "timing: 3 of 459 needed")
     agents[1].code = 255
-    crew.listen()
-    assert crew.state().running
+    group.listen()
+    assert group.state().running
     assert "paceline: b is gone" in (run_dir / "log.txt").read_text()
     # Two of the four ranks that are left have ended: the others are not cut off.
     spoke(run_dir, make_outcome, 0, 4)
-    crew.listen()
+    group.listen()
     assert not any(node_agent.END + b"\n" in agent.sent for agent in agents)
     spoke(run_dir, make_outcome, 1, 5)
-    crew.listen()
+    group.listen()
     assert [agent.code for agent in agents] == [143, 255, 143]
-    crew.listen()
-    state = crew.state()
+    group.listen()
+    state = group.state()
     assert (state.running, state.status, state.lost) == (False, None, (1,))
     assert judge(served, run_dir, End(state)) == (Status.OK, None)
 
 
 def test_before_rank_0_asks_nobody_is_expendable(start: Start, served: RunSpec, run_dir: Path, golden: object) -> None:
     """It waits for the replicas of all, and would wait without end."""
-    crew, agents = start(served)
+    group, agents = start(served)
     at(run_dir, "setup")
     agents[2].code = 255
-    crew.listen()
-    crew.listen()
-    state = crew.state()
+    group.listen()
+    group.listen()
+    state = group.state()
     assert (state.running, state.status, state.lost) == (False, Status.FAILED, ())
     assert state.reason == golden
 
@@ -124,33 +124,33 @@ def test_before_rank_0_asks_nobody_is_expendable(start: Start, served: RunSpec, 
 def test_a_node_that_failed_just_before_rank_0_asked_is_expendable_after(
     start: Start, served: RunSpec, run_dir: Path, make_outcome: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    crew, agents = start(served)
+    group, agents = start(served)
     monkeypatch.setattr(sessions, "NOTICE_S", 3600.0)
     at(run_dir, "setup")
     agents[1].code = 255
-    crew.listen()
+    group.listen()
     at(run_dir, "timing")
-    crew.listen()
+    group.listen()
     # What the others were given to notice the loss themselves is over.
     monkeypatch.setattr(sessions, "NOTICE_S", -1.0)
-    crew.listen()
+    group.listen()
     assert not any(node_agent.END + b"\n" in agent.sent for agent in agents)
     spoke(run_dir, make_outcome, 0, 1, 4, 5)
-    crew.listen()
-    assert (crew.state().status, crew.state().lost) == (None, (1,))
+    group.listen()
+    assert (group.state().status, group.state().lost) == (None, (1,))
 
 
 def test_a_rank_that_says_what_went_wrong_ends_the_job(
     start: Start, served: RunSpec, run_dir: Path, make_outcome: Any
 ) -> None:
     """Its word fails the run, so nobody shall wait for the end of the load."""
-    crew, agents = start(served)
+    group, agents = start(served)
     at(run_dir, "timing")
     spoke(run_dir, make_outcome, 3, status=Status.OOM)
     agents[1].code = 1
-    crew.listen()
-    crew.listen()
-    state = crew.state()
+    group.listen()
+    group.listen()
+    state = group.state()
     assert (state.running, state.lost) == (False, ())
     assert judge(served, run_dir, End(state))[0] is Status.OOM
 
@@ -158,12 +158,12 @@ def test_a_rank_that_says_what_went_wrong_ends_the_job(
 def test_the_node_of_the_client_is_never_expendable(
     start: Start, served: RunSpec, run_dir: Path, make_outcome: Any, golden: object
 ) -> None:
-    crew, agents = start(served)
+    group, agents = start(served)
     at(run_dir, "timing")
     agents[1].code = agents[0].code = 137
-    crew.listen()
-    crew.listen()
-    state = crew.state()
+    group.listen()
+    group.listen()
+    state = group.state()
     assert (state.lost, state.status) == ((1,), Status.FAILED)
     assert str(state.reason) == golden
     assert judge(served, run_dir, End(state))[0] is Status.FAILED
@@ -171,35 +171,35 @@ def test_the_node_of_the_client_is_never_expendable(
 
 def test_ranks_that_train_need_each_other(start: Start, make_spec: Make, run_dir: Path) -> None:
     spec = make_spec("ddp", processes=2, nodes=3)
-    crew, agents = start(spec)
+    group, agents = start(spec)
     at(run_dir, "forward")
     agents[1].code = 255
-    crew.listen()
-    crew.listen()
-    assert (crew.state().lost, crew.state().status) == ((), Status.FAILED)
+    group.listen()
+    group.listen()
+    assert (group.state().lost, group.state().status) == ((), Status.FAILED)
 
 
 def test_what_a_rank_of_a_lost_node_said_before_still_counts(
     start: Start, served: RunSpec, run_dir: Path, make_outcome: Any, golden: object
 ) -> None:
-    crew, agents = start(served)
+    group, agents = start(served)
     at(run_dir, "timing")
     spoke(run_dir, make_outcome, 3, status=Status.FAILED)
     agents[1].code = 1
     spoke(run_dir, make_outcome, 0, 1, 4, 5)
-    crew.listen()
-    crew.listen()
-    status, error = judge(served, run_dir, End(crew.state()))
+    group.listen()
+    group.listen()
+    status, error = judge(served, run_dir, End(group.state()))
     assert status is Status.FAILED
     assert str(error) == golden
 
 
 def test_a_rank_that_is_left_must_speak(start: Start, served: RunSpec, run_dir: Path, make_outcome: Any) -> None:
-    crew, agents = start(served)
+    group, agents = start(served)
     at(run_dir, "timing")
     agents[1].code = 255
     spoke(run_dir, make_outcome, 0, 1, 4)
-    crew.listen()
+    group.listen()
     agents[0].code = agents[2].code = 0
-    crew.listen()
-    assert judge(served, run_dir, End(crew.state()))[0] is Status.FAILED
+    group.listen()
+    assert judge(served, run_dir, End(group.state()))[0] is Status.FAILED
