@@ -16,7 +16,7 @@ import pytest
 
 from paceline import cli
 from paceline.results import store
-from paceline.results.sample_lines import read_samples
+from paceline.results.samples import read_samples
 
 pytestmark = pytest.mark.slow
 

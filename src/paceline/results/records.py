@@ -1,4 +1,4 @@
-"""Observed: what ranks saw, as raw as it was seen. No rate, mean or percentage is ever stored.
+"""Records of runs: what ranks observed, as raw samples. No rate, mean or percentage is ever stored.
 
 Each sample is one flat JSON line with its `kind`, rank and step. Missing is None, never 0.
 """
@@ -14,7 +14,6 @@ from paceline.errors import Scalar
 from paceline.experiment.spec import RunSpec
 from paceline.models.arithmetic import load as load_shape
 from paceline.models.shape import Shape
-from paceline.results.attempt_samples import AttemptSample, CheckpointSample, StartSample
 from paceline.results.machine_samples import CollectiveSample as CollectiveSample
 from paceline.results.machine_samples import HealthSample, ProductSample, TrajectorySample
 from paceline.results.machine_samples import KernelSample as KernelSample
@@ -33,7 +32,7 @@ SCHEMA = 1
 
 
 class Status(StrEnum):
-    """How a run ended. Only `ok` is ever ranked; `claimed` was never run here but imported as somebody's statement."""
+    """How a run ended. Only `ok` is ranked. `claimed` was not run here but imported from a published table."""
 
     OK = "ok"
     FAILED = "failed"
@@ -51,10 +50,10 @@ class StepSample:
     """One optimizer step on one rank. Phases are sums over its micro batches, in seconds of the rank's own clock.
 
     h2d_s is the gap in the stream around the copy; its rate is taken from the profile (TraceSample), not from here.
-    duration_s runs from this step's start to the next one's, so nothing falls between steps. loss is the mean over this
-    rank's learned tokens. tokens are those that are no padding, positions all places of the batch, label_tokens those
-    that are learned (None: all tokens), attended_keys the sum over tokens of the keys each may see. The data digest is
-    a partition-independent sum over sequences (see `measure.digest_tokens`).
+    duration_s lasts from the start of this step to the start of the next, so no time is lost between steps. loss is the
+    mean over this rank's learned tokens. positions counts all positions of the batch, tokens those without padding,
+    label_tokens those that are learned (None: all tokens), attended_keys the sum over tokens of the keys each attends
+    to. The data digest is a sum over sequences that does not depend on the partition (`training.data.digests`).
     """
 
     kind: ClassVar[str] = "step"
@@ -82,11 +81,11 @@ class StepSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySample:
-    """Memory of one rank. moment: `setup` after wrapping the model, `steps` the peak of the steps past warmup.minimum;
-    of the workload memory also those of `footprint.MOMENTS`, all of its last step.
+    """Memory of one rank. moment: `setup` after wrapping the model, `steps` the peak of the steps after warmup.minimum;
+    the workload memory adds those of `memory_components.MOMENTS`, all of its last step.
 
-    allocated and reserved are the CUDA allocator's (on a CPU the workload memory counts live tensors as allocated);
-    device is the whole GPU as the driver sees it; resident is the process on the host (its high-water mark for
+    allocated and reserved come from the CUDA allocator (on a CPU the workload memory counts live tensors as allocated).
+    device is the whole GPU as the driver reports it. resident is the process on the host (its high-water mark for
     `steps`).
     """
 
@@ -119,11 +118,11 @@ class WireSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSample:
-    """Time line of `steps` profiled steps after the timed window: exposed is communication while nothing computes.
+    """Profile of `steps` steps after the timed window. exposed_s is communication while nothing computes.
 
-    h2d_s and h2d_bytes are the copies of token batches on the device's own time line (None on a CPU). compute_s is
-    divided by what ran: attention, dequantisation, products, copies, and elementwise for all others; where kinds run at
-    once or inside each other the time counts for one of them (see `timeline`). None in records that did not look.
+    h2d_s and h2d_bytes are the copies of token batches on the device's own time line (None on a CPU). compute_s is the
+    sum of attention, dequantisation, products, copies and elementwise (everything else). If kinds overlap, the time
+    counts for one of them (see `training.step_profile`). None in records without this division.
     """
 
     kind: ClassVar[str] = "trace"
@@ -143,16 +142,15 @@ class TraceSample:
 
     @property
     def gap_s(self) -> float:
-        """Time in which neither a kernel nor a collective ran. The profiler makes launching slower: no less than
-        without it."""
+        """Time in which neither a kernel nor a collective ran. The profiler slows launches: an upper bound."""
         return max(0.0, self.wall_s - self.compute_s - self.exposed_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComponentSample:
     """Bytes of one part of a rank's memory. source: `held` was read from the trainer's own tensors (parameters,
-    optimizer, gradients, standing_gradients) or is a limit (capacity; room: what the process had to itself when it ran
-    out of memory); `predicted` was told from the shape alone.
+    optimizer, gradients, standing_gradients) or is a limit (capacity; room: what was available to the process when it
+    ran out of memory); `predicted` was computed from the shape alone.
 
     micro_batch is that of the run, or another one for which a peak was predicted.
     """
@@ -167,11 +165,11 @@ class ComponentSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlternativeSample:
-    """What a run that was out of memory would hold if it were changed: the predicted peak of its busiest moment.
+    """The predicted peak memory of a run that was out of memory, after one change.
 
-    change says it in words, settings as `--set` takes them; both are empty for the run as it was. keeps_work: the
+    change describes the change, settings is its `--set` form; both are empty for the run as it was. keeps_work: the
     change gives the same optimizer steps on the same data. origin is `rehearsed` (the strategy itself, on fake tensors)
-    or `estimated` (arithmetic). bytes is None where there is no prediction, and note says why.
+    or `estimated` (arithmetic). bytes is None if there is no prediction; note says why.
     """
 
     kind: ClassVar[str] = "alternative"
@@ -186,7 +184,7 @@ class AlternativeSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimSample:
-    """One number that its source states about a run that was not observed here."""
+    """One number that a source states about a run that was not observed here."""
 
     kind: ClassVar[str] = "claim"
     rank: int
@@ -197,11 +195,11 @@ class ClaimSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GaugeSample:
-    """One GPU, or one host (device None), at one moment, read beside the run by a thread of `rank`.
+    """One reading of a GPU, or of a host (device None), by a thread of `rank` during the run.
 
-    at_s is `time.time()` of that host; device is CUDA's index there. energy_j is a counter of which only differences
-    mean something: a GPU's since its driver was loaded, a host's of its processors since the first reading.
-    throttle_reasons are the driver's words, () where it says that nothing slows the GPU.
+    at_s is `time.time()` of that host; device is the CUDA index there. energy_j is a counter of which only differences
+    are meaningful: for a GPU since its driver was loaded, for a host's processors since the first reading.
+    throttle_reasons are the driver's names, () if nothing throttles the GPU.
     """
 
     kind: ClassVar[str] = "gauge"
@@ -219,6 +217,48 @@ class GaugeSample:
     throttle_reasons: tuple[str, ...] | None = None
     cpu_ratio: float | None = None
     frequency_hz: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartSample:
+    """The start of training on one rank. step is 0, or the step of the checkpoint from which it continued. setup_s is
+    the time before: rendezvous, building, loading. at_s is `time.time()` of its host. attempt comes from the file name.
+    """
+
+    kind: ClassVar[str] = "start"
+    rank: int
+    step: int
+    setup_s: float
+    at_s: float
+    attempt: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSample:
+    """A checkpoint on one rank after `step` steps: from the end of that step to the start of the next, which is part of
+    no step's duration. bytes counts the files of this rank only."""
+
+    kind: ClassVar[str] = "checkpoint"
+    rank: int
+    step: int
+    duration_s: float
+    bytes: int
+    attempt: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptSample:
+    """One attempt of a run with several, by the controller's clock: when it was submitted, when its first rank was seen
+    (None: never), when it ended and how. `interrupted`: the controller itself ended."""
+
+    kind: ClassVar[str] = "attempt"
+    rank: int
+    attempt: int
+    submitted_at: float
+    began_at: float | None
+    ended_at: float
+    status: str
+    reason: str | None
 
 
 Sample = (
@@ -252,13 +292,13 @@ SAMPLE_TYPES: dict[str, type[Sample]] = {t.kind: t for t in get_args(Sample)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """What a rank observed about the work itself: the raw material of the certificate.
+    """What a rank observed about the work itself, from which the certificate is made.
 
-    init_digest, init_digests and parameters are of the weights that learn. frozen_digest is of those that do not, in
-    the form they are held in (4-bit codes with their scales), before and after the window; None where all learn.
-    unmoved are the adapters' tensors that the window left as they were; None where there are none, or were not read.
-    window_began_at_s is `time.time()` of the rank's host when its first step began: step k lies after the durations of
-    those before it.
+    init_digest, init_digests and parameters describe the weights that learn. frozen_digest is of the frozen weights as
+    they are stored (4-bit codes with their scales), before and after the window; None if all weights learn. unmoved
+    lists adapter tensors that the window did not change; None if there are none or they were not read.
+    window_began_at_s is `time.time()` of the rank's host at the start of its first step; step k starts after the
+    durations of the steps before it.
     """
 
     init_digest: str
@@ -279,7 +319,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How one rank ended; written by the rank itself as its last act."""
+    """How one rank ended; the last file that the rank writes."""
 
     rank: int
     status: Status
@@ -293,9 +333,9 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """One sealed run folder, read back. Of a run that was restarted, steps hold each step's last measurement and
-    redone those that a later attempt did again; attempts is empty where there was one alone. lost_nodes went away
-    before the end, and the run went on without them."""
+    """One sealed run directory, read back. For a restarted run, steps has the last measurement of each step and redone
+    those that a later attempt repeated; attempts is empty if there was only one. lost_nodes were lost before the end,
+    and the run continued without them."""
 
     spec: RunSpec
     status: Status
@@ -334,12 +374,12 @@ class RunRecord:
 
     @property
     def evidence(self) -> Evidence | None:
-        """Rank 0's, which speaks for all: ranks that disagree are refused by the certificate."""
+        """The evidence of rank 0; the certificate rejects ranks that disagree."""
         return next((o.evidence for o in sorted(self.outcomes, key=lambda o: o.rank)), None)
 
     @property
     def shape(self) -> Shape:
-        """The model's dimensions as the run recorded them: a table changed since then must not change its numbers."""
+        """The dimensions of the model as the run recorded them, so that a changed table does not change its numbers."""
         recorded: Mapping[str, Any] = self.evidence.shape if self.evidence else {}
         return Shape(**recorded) if recorded else load_shape(self.spec.model)
 
@@ -349,11 +389,11 @@ class RunRecord:
 
     @property
     def shares_gpu(self) -> bool:
-        """Ranks that share a GPU say nothing about speed."""
+        """Whether ranks shared a GPU; such runs say nothing about speed."""
         return any(o.evidence.settings.get("shared_gpu") for o in self.outcomes if o.evidence)
 
     @property
     def is_answer(self) -> bool:
-        """Whether running it again would tell nothing new: ended ok, or a probe that found no room."""
+        """Whether the run need not be repeated: it ended ok, or it probed a memory limit and ran out of memory."""
         probed = self.status is Status.OOM and self.spec.traits.probes_limit
         return self.status is Status.OK or probed

@@ -1,19 +1,19 @@
-"""Run folders: create, write, seal, read, iterate.
+"""Run directories: create, write, seal, read, iterate.
 
 DIR/<experiment>/<run_id>/
-  spec.json           what was asked (controller, first)
-  job.json            how it was started, so that a later controller finds it
-  progress-<rank>     where the rank is now: step, phase, time (binary, overwritten in place)
+  spec.json           the run spec (controller, first)
+  job.json            how the job was started, so that a later controller finds it
+  progress-<rank>     current position of the rank: step, phase, time (binary, overwritten in place)
   samples-<rank>.jsonl, outcome-<rank>.json, machine-<host>.json    written by ranks
-  samples-gauges-<rank>.jsonl   GPUs and host beside the run (first rank of a host)
-  samples-advice.jsonl    after a run out of memory: what was predicted of other settings (adviser)
-  loadgen-*-<rank>.*  LoadGen's own logs, where it asked too
+  samples-gauges-<rank>.jsonl   readings of GPUs and host during the run (first rank of a host)
+  samples-advice.jsonl    after an out-of-memory error: predictions for other settings (adviser)
+  loadgen-*-<rank>.*  LoadGen's own logs, if it sent requests
   log.txt             everything the processes printed
-  clocks.json         how far the clocks of other hosts are off, where some took part
+  clocks.json         clock offsets of other hosts, if some took part
   status.json         how it ended (controller, last): its existence means complete
-  checkpoints/        of a run that writes them, the last two; gone when it ended ok
-  samples-<rank>.<n>.jsonl, samples-attempts.jsonl, restarts/<n>/    of lost attempts that this launch made up for
-  attempts/<n>/       files of earlier attempts that were interrupted
+  checkpoints/        the last two checkpoints; removed when the run ended ok
+  samples-<rank>.<n>.jsonl, samples-attempts.jsonl, restarts/<n>/    lost attempts of this launch
+  attempts/<n>/       files of earlier, interrupted launches
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from paceline.experiment.spec import RunSpec
 from paceline.host import redaction
 from paceline.host.files import write_atomically
 from paceline.host.processes import end_with_parent
-from paceline.results import joined_attempts, safe_text
+from paceline.results import safe_text, samples
 from paceline.results.records import SCHEMA, Evidence, Outcome, RunRecord, Sample, Status
-from paceline.results.step_columns import StepSeries
+from paceline.results.samples import StepSeries
 
 PHASES = (
     "start",
@@ -60,10 +60,10 @@ PHASES = (
     "done",
 )
 JOB = "job.json"
-# The last part is a note: what a workload says of itself in its own words.
+# The last part is a note: free text of the workload.
 _PROGRESS = struct.Struct("<qqqddd120s")
 CHECKPOINTS = "checkpoints"
-# What ranks leave besides samples and positions: left where it is, it would pass for that of an attempt after theirs.
+# Files of ranks besides samples and progress, moved aside so that they do not pass for those of a later attempt.
 LEFT_BY_RANKS = ("outcome-*.json", "machine-*.json", "stack-*.txt", "loadgen-*")
 
 
@@ -71,31 +71,31 @@ LEFT_BY_RANKS = ("outcome-*.json", "machine-*.json", "stack-*.txt", "loadgen-*")
 
 
 def write_json(path: Path, value: object) -> None:
-    """Whole or not at all, however the process ends."""
+    """Write the file atomically."""
     write_atomically(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
 def create(out: Path, spec: RunSpec) -> Path:
-    """A folder ready for a fresh attempt; files of an interrupted one are kept under attempts/."""
+    """Create the directory of a fresh launch; files of an interrupted one move to attempts/."""
     run_dir = out / spec.experiment / spec.run_id
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RequestError(f"--out: {str(out)!r} was given, where no folder can be made ({error.strerror})") from None
+        raise RequestError(f"--out: cannot create a directory in {str(out)!r} ({error.strerror}).") from None
     _set_aside(run_dir)
     write_json(run_dir / "spec.json", spec.to_dict())
     return run_dir
 
 
 def _set_aside(run_dir: Path) -> None:
-    # Nothing goes on from the checkpoints of a launch that is set aside, and they are large.
+    # Nothing continues from these checkpoints, and they are large.
     shutil.rmtree(run_dir / CHECKPOINTS, ignore_errors=True)
     left = [path for path in run_dir.iterdir() if path.name != "attempts"]
     if not left:
         return
     attempts = run_dir / "attempts"
     attempts.mkdir(exist_ok=True)
-    # Beside them stand what a user left of them, and what an engine set aside under names of its own.
+    # Other names in there belong to users or to a scheduler.
     known = [int(path.name) for path in attempts.iterdir() if path.name.isdecimal()]
     target = attempts / str(max(known, default=0) + 1)
     target.mkdir()
@@ -106,7 +106,7 @@ def _set_aside(run_dir: Path) -> None:
 def seal(
     run_dir: Path, status: Status, error: str | None, started_at: float, ended_at: float, lost: Sequence[int] = ()
 ) -> None:
-    """The last file of a run. lost: nodes that went away and that it went on without."""
+    """Write the last file of a run. lost: nodes that were lost and that the run continued without."""
     error = error and redaction.clean_text(error)
     body = {"schema": SCHEMA, "status": status, "error": error, "started_at": started_at, "ended_at": ended_at}
     write_json(run_dir / "status.json", {**body, **({"lost_nodes": list(lost)} if lost else {})})
@@ -118,20 +118,20 @@ def is_sealed(run_dir: Path) -> bool:
 
 @contextlib.contextmanager
 def exclusive(experiment_dir: Path) -> Iterator[None]:
-    """Only one controller at a time writes into an experiment; the lock ends with the process that holds it."""
+    """Lock an experiment for one controller at a time; the lock ends with the process."""
     try:
         experiment_dir.mkdir(parents=True, exist_ok=True)
         handle = (experiment_dir / ".lock").open("w")
     except OSError as error:
-        raise RequestError(f"--out: no file can be written in {experiment_dir} ({error.strerror})") from None
+        raise RequestError(f"--out: cannot write in {experiment_dir} ({error.strerror}).") from None
     with handle:
         _lock(handle, experiment_dir)
         yield
 
 
 def require_free(experiment_dir: Path) -> None:
-    """RequestError where a controller writes into the experiment now. Nothing is made: where no lock can be opened,
-    there is none yet, or `exclusive` will say what is wrong."""
+    """RequestError if a controller currently writes into the experiment. Creates nothing: if the lock cannot be opened,
+    there is none yet, or `exclusive` reports the problem."""
     with contextlib.suppress(OSError), (experiment_dir / ".lock").open("r+") as handle:
         _lock(handle, experiment_dir)
 
@@ -140,7 +140,9 @@ def _lock(handle: TextIO, experiment_dir: Path) -> None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        raise RequestError(f"{experiment_dir} is in use by another `paceline run`; wait for it or use --out") from None
+        raise RequestError(
+            f"{experiment_dir} is in use by another `paceline run`. Wait for it, or use --out."
+        ) from None
 
 
 # --- progress ------------------------------------------------------------------------------------------------------
@@ -148,8 +150,8 @@ def _lock(handle: TextIO, experiment_dir: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a rank was last seen; `beat` is the wall time of that mark, `loss` the last one recorded, `peak_bytes` the
-    most memory the rank has told of so far, `note` what it says in words of its own."""
+    """The last known position of a rank. beat: wall time of that mark. loss: the last one recorded. peak_bytes: the
+    highest memory reported so far. note: free text of the workload."""
 
     rank: int
     pid: int
@@ -162,26 +164,26 @@ class Progress:
 
 
 class ProgressFile:
-    """One rank's position in a mapped file: a mark costs well under a microsecond."""
+    """One rank's position in a memory-mapped file; a mark takes well under a microsecond."""
 
     def __init__(self, run_dir: Path, rank: int) -> None:
         path = run_dir / f"progress-{rank}"
         self._pid = os.getpid()
-        # Not a number is not known yet: the file has no room for None.
+        # NaN means not known yet: the binary format has no None.
         self.loss = self.peak_bytes = math.nan
         path.write_bytes(_PROGRESS.pack(self._pid, 0, 0, time.time(), self.loss, self.peak_bytes, b""))
         with path.open("r+b") as handle:
             self._map = mmap.mmap(handle.fileno(), _PROGRESS.size)
 
     def mark(self, step: int, phase: str) -> None:
-        """`timing`, or `timing: 412 of 662 needed`: a phase of the list, and words of the workload's own."""
+        """phase: `timing`, or with a note of the workload: `timing: 412 of 662 needed`."""
         name, _, words = (phase, "", "") if phase in PHASES else phase.partition(": ")
         number, note = PHASES.index(name) if name in PHASES else 1, words.encode()
         _PROGRESS.pack_into(self._map, 0, self._pid, step, number, time.time(), self.loss, self.peak_bytes, note)
 
 
 def read_progress(run_dir: Path) -> tuple[Progress, ...]:
-    """Of every rank that has started, in rank order."""
+    """The progress of every rank that has started, in rank order."""
     found = []
     for path in run_dir.glob("progress-*"):
         raw = path.read_bytes()
@@ -197,7 +199,7 @@ def read_progress(run_dir: Path) -> tuple[Progress, ...]:
 
 
 def read_run(run_dir: Path) -> RunRecord:
-    """A sealed run folder as a record; StoreError says in one sentence what is wrong with a folder that is not."""
+    """The record of a sealed run directory; StoreError if the directory is not one."""
     if not is_sealed(run_dir):
         raise StoreError(f"{run_dir}: not sealed (still running, or interrupted)")
     status = read_json(run_dir / "status.json")
@@ -211,12 +213,12 @@ def read_run(run_dir: Path) -> RunRecord:
 
 
 def read_unsealed(run_dir: Path, ended_at: float, started_at: float) -> RunRecord:
-    """What ranks have left so far, as the controller sees it before it decides the status."""
+    """The record of an unsealed run, which the controller reads before it decides the status."""
     return _assemble(run_dir, Status.OK, None, started_at, ended_at)
 
 
 def _assemble(run_dir: Path, status: Status, error: str | None, started_at: float, ended_at: float) -> RunRecord:
-    found = joined_attempts.read(sorted(run_dir.glob("samples-*.jsonl")))
+    found = samples.read(sorted(run_dir.glob("samples-*.jsonl")))
     return RunRecord(
         spec=read_spec(run_dir),
         status=status,
@@ -264,27 +266,27 @@ def read_spec(run_dir: Path) -> RunSpec:
 
 
 def spec_of(text: str) -> RunSpec:
-    """A spec that came without a folder."""
+    """A run spec from its JSON text."""
     return RunSpec.from_dict(_current(json.loads(text), "the spec"))
 
 
 def _current(raw: Mapping[str, Any], run_dir: Path | str) -> Mapping[str, Any]:
-    """Bring an older schema up to date; schema 1 is the first, so nothing has to be moved yet."""
+    """Migrate an older schema. Schema 1 is the first, so there is nothing to migrate yet."""
     schema = raw.get("schema")
     if schema != SCHEMA:
         raise StoreError(
-            f"{run_dir}: schema {schema!r} was written by another Paceline; this one reads schema {SCHEMA}"
+            f"{run_dir}: schema: got {schema!r}, expected {SCHEMA}. Another version of Paceline wrote this run."
         )
     return raw
 
 
 def read_machines(run_dir: Path) -> tuple[dict[str, Any], ...]:
-    """What was recorded of every host, without what today's rules call a secret."""
+    """The recorded facts of every host, redacted by today's rules."""
     return tuple(redaction.clean_facts(read_json(path))[0] for path in sorted(run_dir.glob("machine-*.json")))
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object whose texts are harmless to print."""
+    """A JSON object whose texts are safe to print."""
     try:
         text = path.read_text()
         value = safe_text.document(json.loads(text), text)
@@ -318,7 +320,7 @@ def sample_line(sample: Sample) -> str:
 
 
 def run_dirs(directory: Path) -> list[Path]:
-    """Every run folder at or below `directory`, oldest name first."""
+    """Every run directory at or below `directory`, sorted by path."""
     if (directory / "spec.json").is_file():
         return [directory]
     found = (path.parent for path in directory.rglob("spec.json"))
@@ -326,12 +328,12 @@ def run_dirs(directory: Path) -> list[Path]:
 
 
 def _is_attempt(folder: Path) -> bool:
-    """<run>/attempts/<n>; an experiment may be called so too, but no run is called by a number alone."""
+    """<run>/attempts/<n>. An experiment may be called `attempts`, but a run id is never a plain number."""
     return folder.parent.name == "attempts" and folder.name.isdecimal()
 
 
 def read_launches(directory: Path) -> tuple[list[RunRecord], list[str]]:
-    """All sealed runs below `directory`, one asked for twice as often as it ran; and what had to be skipped."""
+    """All sealed launches below `directory`, repeated launches of a run included; and the reasons for skipped ones."""
     records, skipped = [], []
     for found in _read_each(run_dirs(directory)):
         if isinstance(found, StoreError):
@@ -342,39 +344,41 @@ def read_launches(directory: Path) -> tuple[list[RunRecord], list[str]]:
 
 
 def newest(launches: Iterable[RunRecord]) -> tuple[list[RunRecord], list[RunRecord], list[str]]:
-    """Of each run the launch that stands, the others, and one sentence for each of those.
+    """The launch of each run that counts, the other launches, and one sentence for each of those.
 
-    The last one that ended ok stands: a launch that failed later takes no measurement away. Without any, the last one.
+    The last launch that ended ok counts, so a later failure does not discard a measurement. If none did, the last one.
     """
     latest: dict[str, RunRecord] = {}
     earlier, passed_over = [], []
     for record in launches:
         known = latest.setdefault(record.spec.run_id, record)
         if known is not record:
-            other, standing = sorted((known, record), key=lambda r: (r.status is Status.OK, r.started_at))
-            latest[record.spec.run_id] = standing
+            other, chosen = sorted((known, record), key=lambda r: (r.status is Status.OK, r.started_at))
+            latest[record.spec.run_id] = chosen
             earlier.append(other)
-            why = "is newer" if other.started_at <= standing.started_at else f"ended ok; this one {other.status}"
-            passed_over.append(safe_text.text(f"{other.path}: the same run stands in {standing.path}, which {why}"))
+            why = "is newer" if other.started_at <= chosen.started_at else f"ended ok (this one: {other.status})"
+            passed_over.append(
+                safe_text.text(f"{other.path}: not used, because {chosen.path} is the same run and {why}")
+            )
     return list(latest.values()), earlier, passed_over
 
 
 def read_runs(directory: Path) -> tuple[list[RunRecord], list[str]]:
-    """Of each sealed run below `directory` the launch that stands, and one sentence for each folder passed over."""
+    """The launch that counts of each sealed run below `directory`, and one sentence for each skipped directory."""
     launches, unreadable = read_launches(directory)
     records, _, passed_over = newest(launches)
     return records, [*unreadable, *passed_over]
 
 
-# Below this many runs, starting processes takes longer than they save.
+# With fewer runs, starting processes takes longer than it saves.
 PARALLEL_FROM = 100
 MOST_READERS = 8
 
 
 def _read_each(folders: Sequence[Path]) -> Iterator[RunRecord | StoreError]:
-    """In the order of `folders`; many are read by a few processes, as parsing keeps one busy."""
+    """Read all directories in order; many are read by a few processes, because parsing is CPU-bound."""
     readers = min(MOST_READERS, os.cpu_count() or 1)
-    # Only a forked process leaves the program that called it alone; elsewhere one process reads them all.
+    # Only forked processes do not import the calling program again; elsewhere one process reads all.
     if len(folders) < PARALLEL_FROM or readers < 2 or sys.platform != "linux":
         yield from map(_read_or_reason, folders)
         return
@@ -388,12 +392,12 @@ def _read_or_reason(run_dir: Path) -> RunRecord | StoreError:
         record = read_run(run_dir)
     except StoreError as error:
         return StoreError(safe_text.text(str(error)))
-    # A spec keeps its hashes: asked for here, they are made by the readers and travel with it.
+    # A spec caches its ids: computed here, they are sent back with it.
     _ = record.spec.run_id, record.spec.cell, record.spec.work
     return record
 
 
 def _follow_parent() -> None:
-    """Ctrl-C is the parent's to answer; a reader ends with it."""
+    """The parent handles Ctrl-C; a reader ends with its parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()

@@ -28,7 +28,7 @@ from paceline.contract import Recorder, Seat, Trainer
 from paceline.errors import CheckpointError, InvalidRunError, RequestError, UnsupportedError
 from paceline.experiment.spec import RunSpec
 from paceline.host.files import write_atomically
-from paceline.results.attempt_samples import CheckpointSample, StartSample
+from paceline.results.records import CheckpointSample, StartSample
 from paceline.training.instruments import Weights
 
 KEPT = 2

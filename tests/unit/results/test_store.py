@@ -18,7 +18,7 @@ from paceline.experiment.spec import RunSpec
 from paceline.host import redaction
 from paceline.results import store
 from paceline.results.records import SAMPLE_TYPES, MemorySample, Sample, Status, TraceSample, WireSample
-from paceline.results.sample_lines import read_samples
+from paceline.results.samples import read_samples
 
 Make = Callable[..., Any]
 
@@ -122,12 +122,12 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "unknown kind": ("samples-0.jsonl", lambda p: p.write_text('{"kind": "dream"}\n'), "schema"),
     "no object": ("samples-0.jsonl", lambda p: p.write_text("3\n"), "schema"),
     "bytes": ("samples-0.jsonl", lambda p: p.write_bytes(b"\xff\xfe\n"), ""),
-    "spec missing": ("spec.json", lambda p: p.write_text("{}"), "schema None"),
+    "spec missing": ("spec.json", lambda p: p.write_text("{}"), "schema: got None"),
     "spec cut": ("spec.json", lambda p: p.write_text(p.read_text()[:50]), "cannot be read"),
     "newer schema": (
         "spec.json",
         lambda p: p.write_text(p.read_text().replace('"schema": 1', '"schema": 2')),
-        "schema 2 was written by another Paceline",
+        "schema: got 2, expected 1",
     ),
     "impossible spec": (
         "spec.json",

@@ -19,7 +19,7 @@ import torch.distributed as dist  # noqa: E402
 from paceline.contract import Seat  # noqa: E402
 from paceline.errors import CheckpointError, InvalidRunError, RequestError, UnsupportedError  # noqa: E402
 from paceline.experiment.spec import RunSpec  # noqa: E402
-from paceline.results.attempt_samples import CheckpointSample, StartSample  # noqa: E402
+from paceline.results.records import CheckpointSample, StartSample  # noqa: E402
 from paceline.training.instruments import Weights  # noqa: E402
 from paceline.training.strategies import single  # noqa: E402
 from paceline.workloads import _checkpoints  # noqa: E402

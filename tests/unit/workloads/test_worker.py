@@ -14,7 +14,7 @@ from paceline.experiment.choices import Choice
 from paceline.experiment.spec import RunSpec
 from paceline.results import store
 from paceline.results.records import Status
-from paceline.results.sample_lines import read_samples
+from paceline.results.samples import read_samples
 from paceline.workloads import worker
 
 Make = Callable[..., Any]

@@ -20,7 +20,7 @@ from paceline.experiment.spec import RunSpec, Tuning
 from paceline.models import arithmetic
 from paceline.models.adapters import DTYPE_BYTES, sharded_adapter_parameters, trained_parameters
 from paceline.results.records import Evidence, RunRecord, Status
-from paceline.results.step_columns import StepSeries
+from paceline.results.samples import StepSeries
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from paceline.analysis.statistics.intervals import Array
 from paceline.analysis.training.goodput import kept_starts
 from paceline.host.gauges import SLOWING_REASONS
 from paceline.results.records import GaugeSample, RunRecord
-from paceline.results.step_columns import StepSeries
+from paceline.results.samples import StepSeries
 
 
 class Source(NamedTuple):

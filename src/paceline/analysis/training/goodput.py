@@ -11,10 +11,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from paceline.analysis.findings import Goodput
-from paceline.results.attempt_samples import AttemptSample
 from paceline.results.attempts import INTERRUPTED
-from paceline.results.records import RunRecord, StepSample
-from paceline.results.step_columns import StepSeries
+from paceline.results.records import AttemptSample, RunRecord, StepSample
+from paceline.results.samples import StepSeries
 
 
 def resumed_at(record: RunRecord) -> list[int]:

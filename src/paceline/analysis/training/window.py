@@ -27,7 +27,7 @@ from paceline.analysis.training.goodput import goodput, resumed_at
 from paceline.errors import RequestError
 from paceline.models import arithmetic
 from paceline.results.records import RunRecord
-from paceline.results.step_columns import StepSeries
+from paceline.results.samples import StepSeries
 
 PHASES = ("data_wait_s", "h2d_s", "forward_s", "backward_s", "optimizer_s")
 AMOUNTS = ("tokens", "samples", "positions", "label_tokens", "attended_keys")

@@ -159,7 +159,7 @@ def test_every_form_of_the_report_has_a_line_of_it() -> None:
 def test_a_prediction_survives_the_store() -> None:
     import json
 
-    from paceline.results.sample_lines import _sample
+    from paceline.results.samples import _sample
 
     for sample in TOLD:
         assert _sample(json.loads(store.sample_line(sample))) == sample

@@ -17,8 +17,15 @@ from paceline.analysis.training.window import open_window
 from paceline.experiment.spec import RunSpec, WarmUp
 from paceline.report.tables.one_run import record_lines
 from paceline.results import attempts, store
-from paceline.results.attempt_samples import AttemptSample, CheckpointSample, StartSample
-from paceline.results.records import GaugeSample, RunRecord, Sample, Status
+from paceline.results.records import (
+    AttemptSample,
+    CheckpointSample,
+    GaugeSample,
+    RunRecord,
+    Sample,
+    StartSample,
+    Status,
+)
 
 Make = Callable[..., Any]
 

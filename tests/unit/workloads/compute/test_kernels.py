@@ -24,7 +24,7 @@ from paceline.experiment.spec import RunSpec  # noqa: E402
 from paceline.models import arithmetic  # noqa: E402
 from paceline.results.machine_samples import KernelSample  # noqa: E402
 from paceline.results.records import Evidence, RunRecord, Status  # noqa: E402
-from paceline.results.sample_lines import read_samples  # noqa: E402
+from paceline.results.samples import read_samples  # noqa: E402
 from paceline.training.instruments import HostClock  # noqa: E402
 from paceline.workloads import compute  # noqa: E402
 from paceline.workloads.compute import kernels  # noqa: E402
