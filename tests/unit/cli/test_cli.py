@@ -150,7 +150,7 @@ def test_a_wrong_request_is_one_line_exit_code_2_and_nothing_on_disk(
 def test_an_out_folder_that_cannot_be_is_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "taken").write_text("a file")
     assert cli.main(["run", "mine.yaml", "--out", "taken"]) == 2
-    assert "--out: no file can be written in taken/mine" in capsys.readouterr().err
+    assert "--out: cannot write in taken/mine" in capsys.readouterr().err
 
 
 def test_an_error_cannot_command_the_terminal(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
