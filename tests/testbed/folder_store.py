@@ -56,15 +56,15 @@ class FolderStore:
             time.sleep(POLL_S)
 
 
-class FolderCircle(ranks.Circle):
+class FolderRanks(ranks.Ranks):
     @classmethod
-    def met(cls, seat: Seat, patience_s: float) -> ranks.Circle:
-        return cls(FolderStore(Path(os.environ["LIGHT_MEETING"]), seat.rank), seat, patience_s)
+    def joined(cls, seat: Seat, timeout_s: float) -> ranks.Ranks:
+        return cls(FolderStore(Path(os.environ["LIGHT_MEETING"]), seat.rank), seat, timeout_s)
 
 
 def serve(run_dir: Path, rank: int, size: int, on_node: int) -> int:
     """As torchrun would start it. Who looks often, and waits briefly for those that are gone, ends early."""
-    ranks.Circle, ranks.LOOK_S, ranks.FAREWELL_S = FolderCircle, 0.1, 0.5  # type: ignore[misc]
+    ranks.Ranks, ranks.POLL_S, ranks.ACKNOWLEDGE_S = FolderRanks, 0.1, 0.5  # type: ignore[misc]
     places = {"RANK": rank, "LOCAL_RANK": rank % on_node, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": on_node}
     os.environ |= {name: str(value) for name, value in places.items()}
     os.environ.setdefault("MASTER_ADDR", os.environ.get("PACELINE_MASTER", "127.0.0.1"))
