@@ -1,7 +1,7 @@
 """The arithmetic of fine-tuning: adapter parameters, FLOPs of frozen weights, state bytes and wire bytes.
 
-Letters are those of `models`; N_frozen is every weight a token is multiplied with (N_mm), A the adapters' parameters.
-Adapters are held in fp32 whatever the compute dtype; a frozen weight costs no gradient, no moment and no reduction.
+Letters are those of `arithmetic`; N_frozen is N_mm, the weights each token is multiplied with; A the parameters of the
+adapters. Adapters are fp32 whatever the compute dtype. Frozen weights have no gradient, no moment and no reduction.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ NF4_SCALE_BYTES = (8 / NF4_BLOCK + 32 / (NF4_BLOCK * SCALES_BLOCK)) / 8
 NF4_BYTES = NF4_CODE_BYTES + NF4_SCALE_BYTES
 DTYPE_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 ADAPTER_BYTES = 4
-# Both moments of Adam; of 8-bit ones the scales (one fp32 per 256) are not counted.
+# Both moments of Adam, without the scales of 8-bit ones (one fp32 per 256).
 MOMENT_BYTES: Mapping[str, int] = {"adamw": 8, "adamw_8bit": 2, "paged_adamw_8bit": 2}
 
 
 def adapter_parameters(shape: Shape, rank: int, targets: str) -> int:
-    """A: rank * (inputs + outputs) for each target of every layer; of a mixture, for every expert."""
+    """A: rank * (inputs + outputs) for each target of every layer, and for every expert of a mixture."""
     return shape.layers * sum(adapter_tensors(shape, rank, targets))
 
 
 def sharded_adapter_parameters(shape: Shape, tuning: Tuning, parts: int) -> int:
-    """A as FSDP2 sends it: it pads the rows of each matrix to a multiple of the parts, and one of the two of every
-    adapter has no more rows than its rank."""
+    """A as FSDP2 sends it: the rows of each matrix are padded to a multiple of the parts, which matters because one of
+    the two matrices of an adapter has only `rank` rows."""
     matrices = adapter_matrices(shape, tuning.rank, tuning.targets)
     return shape.layers * sum(-(-rows // parts) * parts * columns for rows, columns in matrices)
 
@@ -53,17 +53,17 @@ def adapter_matrices(shape: Shape, rank: int, targets: str) -> tuple[tuple[int, 
         "down": (shape.ffn, shape.hidden),
         **({"gate": (shape.hidden, shape.ffn)} if shape.gated else {}),
     }
-    found: list[tuple[int, int]] = []
+    matrices: list[tuple[int, int]] = []
     for target in targets.split("+"):
         require_field(target in ends, shape.name, "targets", target, f"one of {', '.join(ends)}")
         experts = shape.experts or 1 if target in ("gate", "up", "down") else 1
         inputs, outputs = ends[target]
-        found += [(rank, inputs), (outputs, rank)] * experts
-    return tuple(found)
+        matrices += [(rank, inputs), (outputs, rank)] * experts
+    return tuple(matrices)
 
 
 def trained_parameters(shape: Shape, tuning: Tuning) -> int:
-    """What learns, and so what is reduced: the adapters, or everything."""
+    """Trained (and reduced) parameters: the adapters, or all."""
     if not tuning.has_adapters:
         return arithmetic.parameters(shape)
     return adapter_parameters(shape, tuning.rank, tuning.targets)
@@ -73,15 +73,15 @@ def trained_parameters(shape: Shape, tuning: Tuning) -> int:
 
 
 def attention_flops_per_token(shape: Shape, mean_keys: float) -> float:
-    """Forward, all layers: 4*H*d per key seen. Of a full causal row the mean is (s+1)/2; of packed documents less."""
+    """Forward FLOPs of all layers: 4*H*d per key. The mean is (s+1)/2 for a full causal row, less for packed rows."""
     return shape.layers * 4 * mean_keys * shape.heads * shape.head_dim
 
 
 def flops_per_token(shape: Shape, tuning: Tuning, mean_keys: float) -> float:
-    """Training, the F of MFU: full 3*(2*N_mm + attention); adapters 4*N_frozen + 6*A + 3*attention.
+    """Training FLOPs, the F of MFU: full 3*(2*N_mm + attention); adapters 4*N_frozen + 6*A + 3*attention.
 
-    A frozen weight takes part in the forward and in the gradient of its input, but has no gradient of its own. That
-    the lowest layer's input needs no gradient either is not counted, as in full training.
+    A frozen weight is used in the forward and for the gradient of its input, and has no gradient itself. As in full
+    training, the input gradient of the lowest layer is counted although it is not needed.
     """
     products, attention = arithmetic.matmul_parameters(shape), attention_flops_per_token(shape, mean_keys)
     if not tuning.has_adapters:
@@ -90,7 +90,7 @@ def flops_per_token(shape: Shape, tuning: Tuning, mean_keys: float) -> float:
 
 
 def recomputed_flops_per_token(shape: Shape, tuning: Tuning, mean_keys: float, checkpointing: str) -> float:
-    """What HFU adds: with full checkpointing one more forward of the blocks, their adapters included."""
+    """FLOPs that HFU adds: with full checkpointing, one more forward of the blocks and their adapters."""
     if checkpointing in ("none", "selective"):
         return 0.0
     require_field(checkpointing == "full", shape.name, "checkpointing", checkpointing, "none, full or selective")
@@ -100,7 +100,7 @@ def recomputed_flops_per_token(shape: Shape, tuning: Tuning, mean_keys: float, c
 
 
 def _adapters_per_token(shape: Shape, tuning: Tuning) -> int:
-    """Of a mixture only the experts a token visits."""
+    """Adapter parameters used per token: of a mixture, only those of the chosen experts."""
     if not shape.experts:
         return adapter_parameters(shape, tuning.rank, tuning.targets)
     return sum(
@@ -115,14 +115,14 @@ def _adapters_per_token(shape: Shape, tuning: Tuning) -> int:
 
 
 def quantised_parameters(shape: Shape) -> int:
-    """What 4-bit training quantises: the products of the blocks. Embeddings, head, norms and biases are not."""
+    """Parameters that 4-bit training quantises: the matrices of the blocks, not embeddings, head, norms and biases."""
     whole_mlp = (shape.experts or 1) * (3 if shape.gated else 2) * shape.hidden * shape.ffn
     attention = 2 * shape.hidden * shape.head_dim * (shape.heads + shape.kv_heads)
     return shape.layers * (attention + whole_mlp)
 
 
 def frozen_bytes(shape: Shape, tuning: Tuning, compute: str) -> float:
-    """Storage of all weights that do not learn: NF4_BYTES each where quantised, else the compute dtype's."""
+    """Bytes of all frozen weights: NF4_BYTES each if quantised, else the compute dtype's size."""
     if not tuning.has_adapters:
         return 0.0
     quantised = quantised_parameters(shape) if tuning.method == "qlora" else 0
@@ -130,10 +130,10 @@ def frozen_bytes(shape: Shape, tuning: Tuning, compute: str) -> float:
 
 
 def trained_bytes(tuning: Tuning, compute: str) -> tuple[float, float, float]:
-    """Per parameter that learns: optimizer state (master weight, moments), gradient, weight. 16 B with AdamW.
+    """Bytes per trained parameter: optimizer state (master weight, moments), gradient, weight. 16 with AdamW.
 
-    Adapters are their own master: 8 + 4 + 4, with 8-bit moments 2 + 4 + 4. Full training in half precision keeps an
-    fp32 master beside 2-byte weights and gradients.
+    Adapters need no master copy: 8 + 4 + 4, with 8-bit moments 2 + 4 + 4. Full training in half precision has an fp32
+    master copy and 2-byte weights and gradients.
     """
     moments = MOMENT_BYTES[tuning.optimizer]
     if tuning.has_adapters or compute == "fp32":
@@ -144,21 +144,17 @@ def trained_bytes(tuning: Tuning, compute: str) -> tuple[float, float, float]:
 def state_bytes(shape: Shape, tuning: Tuning, strategy: Named, group_size: int, compute: str) -> float | None:
     """Weights, gradients and optimizer state per rank, without live units, activations and buffers.
 
-    Only strategies that shard weights (ZeRO-3, FSDP2) shard the frozen ones, and of quantised ones the codes: scales
-    are no parameters and stay whole. None for an unknown strategy.
+    Only strategies that shard weights (ZeRO-3, FSDP2) shard frozen ones, and only the codes of quantised ones: scales
+    are not parameters and stay whole. None for an unknown strategy.
     """
     split = arithmetic.sharded_parts(strategy)
     if split is None:
         return None
     parts = trained_bytes(tuning, compute)
     trained = sum(parts[:split]) / group_size + sum(parts[split:])
-    scales = _scale_bytes(shape, tuning)
+    scales = quantised_parameters(shape) * NF4_SCALE_BYTES if tuning.method == "qlora" else 0.0
     frozen = (frozen_bytes(shape, tuning, compute) - scales) / (group_size if split == len(parts) else 1)
     return scales + frozen + trained * trained_parameters(shape, tuning)
-
-
-def _scale_bytes(shape: Shape, tuning: Tuning) -> float:
-    return quantised_parameters(shape) * NF4_SCALE_BYTES if tuning.method == "qlora" else 0.0
 
 
 # --- wire bytes ---
@@ -169,9 +165,9 @@ def wire_bytes(
 ) -> float | None:
     """Predicted bytes each rank sends per optimizer step; None where the strategy has no formula.
 
-    DDP and ZeRO-1/2 reduce and gather what is trained: P becomes A. FSDP2 and ZeRO-3 also gather the frozen weights as
-    they are stored (quantised ones as codes), but reduce the adapters alone. Padding is counted for the adapters only:
-    a frozen weight has too many rows for it to matter.
+    DDP and ZeRO-1/2 reduce and gather trained parameters: P becomes A. FSDP2 and ZeRO-3 also gather frozen weights as
+    stored (quantised ones as codes), but reduce only the adapters. Padding is counted for adapters only: frozen
+    weights have so many rows that it does not matter.
     """
     trained, size = trained_parameters(shape, tuning), ADAPTER_BYTES if tuning.has_adapters else DTYPE_BYTES[compute]
     padding = sharded_adapter_parameters(shape, tuning, group_size) - trained if tuning.has_adapters else 0
@@ -192,7 +188,7 @@ def wire_bytes(
 
 
 def weight_tensors(shape: Shape, tuning: Tuning, compute: str) -> list[tuple[int, int]]:
-    """Elements and bytes of every weight as transformers holds it: q, k, v, gate and up apart, 4-bit codes in pairs."""
+    """Elements and bytes of every weight in transformers: q, k, v, gate and up separate, 4-bit codes in pairs."""
     h, size = shape.hidden, DTYPE_BYTES[compute]
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     mlp = [h * shape.ffn] * (3 if shape.gated else 2) * (shape.experts or 1)

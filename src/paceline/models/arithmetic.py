@@ -1,6 +1,6 @@
-"""Named model shapes and what follows from a shape by arithmetic alone: parameters, FLOPs, state bytes, wire bytes.
+"""Named model shapes, and their arithmetic: parameters, FLOPs, state bytes and wire bytes.
 
-Every formula is of docs/method.md section 4 and uses its letters: h hidden, H heads, K kv heads, d head dim, f ffn,
+The formulas are those of docs/method.md section 4, with its letters: h hidden, H heads, K kv heads, d head dim, f ffn,
 V vocab, s sequence, g = 3 for a gated MLP else 2; P parameters, G micro batches per step, n ranks.
 """
 
@@ -23,7 +23,7 @@ CONVENTIONS = ("causal", "full")
 
 
 class Named(Protocol):
-    """Anything with a name and options: a `spec.Choice`, which this module may not import."""
+    """Anything with a name and options, such as a `Choice`."""
 
     @property
     def name(self) -> str: ...
@@ -43,14 +43,14 @@ def names() -> tuple[str, ...]:
 
 
 def load(choice: Named) -> Shape:
-    """The named shape with its options laid over it; an altered shape carries no published count.
+    """The named shape, changed by its options; a changed shape has no published count.
 
-    A name with a slash is the directory of a checkpoint, whose shape is what its config.json says.
+    A name with a slash is the directory of a checkpoint, whose config.json describes the shape.
     """
     if _is_directory(choice):
         return read_shape(choice.name)
     if choice.name not in _rows():
-        raise RequestError(_unknown("model", choice.name, names()) + "; `paceline list models` shows all")
+        raise RequestError(_unknown("model", choice.name, names()) + " `paceline list models` shows all.")
     row = dict(_rows()[choice.name])
     for option in choice.options:
         if option not in SETTABLE:
@@ -61,31 +61,31 @@ def load(choice: Named) -> Shape:
 
 
 def vocabulary(choice: Named) -> int:
-    """Its token ids: all that must be known of a model that others serve, whatever its architecture."""
+    """Number of token ids: all that load tests need to know about a served model of any architecture."""
     return read_vocabulary(choice.name) if _is_directory(choice) else load(choice).vocab
 
 
 def known_shape(choice: Named) -> Shape | None:
-    """None for the directory of a checkpoint that no shape describes."""
+    """The shape, or None for a checkpoint directory of an unknown architecture."""
     return None if _is_directory(choice) and unknown_shape(choice.name) else load(choice)
 
 
 def _is_directory(choice: Named) -> bool:
     if "/" in choice.name and choice.options:
-        raise RequestError(f"model: options were given with the directory {choice.name!r}; accepted is none")
+        raise RequestError(f"model: got options with the directory {choice.name!r}, expected none.")
     return "/" in choice.name
 
 
 def beyond_context(shape: Shape, name: str, length: int) -> str | None:
-    """The remark that a sequence is longer than the model was made for: rotary positions compute it all the same,
-    learned ones refuse it."""
+    """A warning if the sequence is longer than the model's context. Rotary positions still compute it; learned ones
+    cannot."""
     if length <= shape.context or shape.positions == "learned":
         return None
-    return f"the sequence length {length} is beyond the {shape.context} positions that {name} was made for"
+    return f"the sequence length {length} exceeds the {shape.context} positions of {name}"
 
 
 def _completed(name: str, row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row with what its family implies; an option on heads or hidden moves what follows from them."""
+    """The row with the defaults of its family, and with fields that follow from heads and hidden."""
     require_field(row["family"] in FAMILIES, name, "family", row["family"], " or ".join(FAMILIES))
     full = {**FAMILIES[row["family"]], **row}
     for field in ("hidden", "heads"):
@@ -106,28 +106,34 @@ def _unknown(what: str, given: str, known: tuple[str, ...], *, whole_list: bool 
 
     close = difflib.get_close_matches(given, known, n=3, cutoff=0.5)
     accepted = known if whole_list or not close else close
-    return f"{what}: {given!r} was given; accepted is {'' if whole_list else 'for example '}{', '.join(accepted)}"
+    example = "" if whole_list else "for example "
+    return f"{what}: got {given!r}, expected {example}{', '.join(accepted)}."
 
 
 # --- parameters ---
 
 
 def parameters(shape: Shape) -> int:
-    """All trainable numbers, a tied head counted once: exactly what the reference decoder holds."""
+    """All trainable numbers of the reference decoder; a tied head counts once."""
     embedding = shape.vocab * shape.hidden * (1 if shape.tied else 2)
     positions = shape.context * shape.hidden if shape.positions == "learned" else 0
     return embedding + positions + shape.layers * block_parameters(shape) + _norm_parameters(shape)
 
 
 def block_parameters(shape: Shape) -> int:
-    """One layer: two norms, attention, MLP (all experts and the router of a mixture)."""
+    """Parameters of one layer: two norms, attention, MLP (of a mixture, all experts and the router)."""
     router = shape.hidden * (shape.experts or 0)
-    mlp = (shape.experts or 1) * (_mlp_weights(shape) + _mlp_biases(shape))
-    return 2 * _norm_parameters(shape) + _attention_weights(shape) + _attention_biases(shape) + router + mlp
+    mlp_biases = (2 if shape.gated else 1) * shape.ffn + shape.hidden if shape.bias else 0
+    mlp = (shape.experts or 1) * (_mlp_weights(shape) + mlp_biases)
+    joined = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    attention_biases = joined + shape.hidden if shape.bias else joined if shape.qkv_bias else 0
+    qk_norms = 2 * shape.head_dim if shape.qk_norm else 0
+    attention = _attention_weights(shape) + attention_biases + qk_norms
+    return 2 * _norm_parameters(shape) + attention + router + mlp
 
 
 def tensor_sizes(shape: Shape) -> tuple[int, ...]:
-    """Elements of every weight tensor of the (dense) reference decoder, which joins q, k, v and gate, up."""
+    """Elements of every weight tensor of the dense reference decoder, which joins q, k, v and gate, up."""
     h, heads_out, wide = shape.hidden, shape.heads * shape.head_dim, shape.ffn * (2 if shape.gated else 1)
     linears = ((heads_out + 2 * shape.kv_heads * shape.head_dim, h), (h, heads_out), (wide, h), (h, shape.ffn))
     norm = (h,) * (2 if shape.norm == "layernorm" else 1)
@@ -138,7 +144,7 @@ def tensor_sizes(shape: Shape) -> tuple[int, ...]:
 
 
 def root_parameters(shape: Shape) -> int:
-    """What stands outside the blocks: embeddings, positions, last norm, an untied head."""
+    """Parameters outside the blocks: embeddings, positions, last norm, an untied head."""
     return parameters(shape) - shape.layers * block_parameters(shape)
 
 
@@ -151,23 +157,12 @@ def _attention_weights(shape: Shape) -> int:
     return 2 * shape.hidden * shape.head_dim * (shape.heads + shape.kv_heads)
 
 
-def _attention_biases(shape: Shape) -> int:
-    """Of a norm on q and k too, which is as small."""
-    joined = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    norms = 2 * shape.head_dim if shape.qk_norm else 0
-    return norms + (joined + shape.hidden if shape.bias else joined if shape.qkv_bias else 0)
-
-
 def _mlp_weights(shape: Shape) -> int:
     return (3 if shape.gated else 2) * shape.hidden * shape.ffn
 
 
-def _mlp_biases(shape: Shape) -> int:
-    return (2 if shape.gated else 1) * shape.ffn + shape.hidden if shape.bias else 0
-
-
 def matmul_parameters(shape: Shape) -> int:
-    """N_mm: the weights each token is multiplied with, the head included once.
+    """N_mm: the weights that each token is multiplied with, including the head once.
 
     sum over layers (h*H*d + 2*h*K*d + H*d*h + g*h*f) + h*V; a mixture has h*E + k*g*h*f in place of g*h*f.
     """
@@ -183,9 +178,9 @@ def _block_matmul_parameters(shape: Shape) -> int:
 
 
 def attention_flops_per_token(shape: Shape, sequence_length: int, convention: str = "causal") -> int:
-    """Forward, all layers. Per layer, with d_qk = d_v = d: full 2*s*H*2d; causal (s+1)*H*2d, the mean of 1..s keys.
+    """Forward FLOPs of all layers. Per layer: full 2*s*H*2d; causal (s+1)*H*2d, the mean of 1..s keys.
 
-    Of rows with padding or several documents, `adapters.attention_flops_per_token` counts the keys that were seen.
+    For rows with padding or several documents, `adapters.attention_flops_per_token` counts the keys that are seen.
     """
     require_field(convention in CONVENTIONS, shape.name, "FLOP convention", convention, " or ".join(CONVENTIONS))
     keys_twice = sequence_length + 1 if convention == "causal" else 2 * sequence_length
@@ -193,15 +188,15 @@ def attention_flops_per_token(shape: Shape, sequence_length: int, convention: st
 
 
 def flops_per_token(shape: Shape, sequence_length: int, convention: str = "causal") -> int:
-    """Training, the F of MFU: 3 * (2*N_mm + attention), a backward costing two forwards."""
+    """Training FLOPs, the F of MFU: 3 * (2*N_mm + attention); a backward costs two forwards."""
     return 3 * (2 * matmul_parameters(shape) + attention_flops_per_token(shape, sequence_length, convention))
 
 
 def recomputed_flops_per_token(
     shape: Shape, sequence_length: int, checkpointing: str, convention: str = "causal"
 ) -> int:
-    """What HFU adds to F. full: one more forward of the blocks; the head is not checkpointed, so not recomputed.
-    selective: 0, because the outputs of matrix products and attention are kept. none: 0."""
+    """FLOPs that HFU adds to F. full: one more forward of the blocks, without the head. selective: 0, because the
+    outputs of matrix products and attention are saved. none: 0."""
     if checkpointing in ("none", "selective"):
         return 0
     require_field(checkpointing == "full", shape.name, "checkpointing", checkpointing, "none, full or selective")
@@ -217,7 +212,7 @@ def state_bytes(strategy: Named, parameters: int, group_size: int, compute: str 
 
     16 B per parameter. Half precision: weights 2, gradients 2, fp32 master and moments 12; fp32: 4, 4 and 8.
     ddp shards nothing, ZeRO-1 the optimizer state, ZeRO-2 gradients too, ZeRO-3 and FSDP2 all three. FSDP2 between
-    unsynchronised micro batches holds whole gradients besides.
+    unsynchronised micro batches also keeps whole gradients.
     """
     split = sharded_parts(strategy)
     if split is None:

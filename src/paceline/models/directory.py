@@ -1,8 +1,8 @@
-"""A named shape as the directory that model servers read: its configuration, and a tokenizer for all of its ids.
+"""A named shape as a directory for model servers: its configuration, and a tokenizer for all token ids.
 
-There are no weights in it: a server that is told to makes random ones of its own, which compute as fast as any. Text is
-read byte by byte, without merges; ids beyond the bytes are words. Every id is shown by a sign or word of its own, also
-where a byte alone would be no character: the answers of random weights mean nothing, but each token must be seen.
+It has no weights: servers create random ones, which compute as fast as real ones. Text is read byte by byte, without
+merges; ids beyond the bytes are words. Every id has its own visible character or word, even bytes that are not
+characters: answers of random weights mean nothing, but each token must be visible.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ _CLASSES = {
 
 
 def unservable(shape: Shape) -> str | None:
-    """Why no known architecture has this shape; None where one has."""
+    """Why servers cannot load this shape; None if they can."""
     llama = (shape.positions, shape.norm, shape.gated) == ("rope", "rmsnorm", True)
     gpt2 = (shape.positions, shape.norm, shape.gated) == ("learned", "layernorm", False)
     if not llama and not gpt2:
-        return f"{shape.name} is built neither as Llama nor as GPT-2, which is what servers know"
+        return f"{shape.name} is neither like Llama nor like GPT-2, which servers support"
     if gpt2 and (shape.experts or not shape.bias or shape.heads != shape.kv_heads):
-        return f"{shape.name} is no GPT-2 as servers know it: with biases, as many kv_heads as heads and no experts"
+        return f"{shape.name} differs from GPT-2, which has biases, as many kv_heads as heads and no experts"
     if gpt2 and shape.head_dim * shape.heads != shape.hidden:
-        return f"{shape.name} is no GPT-2 as servers know it: heads times head_dim is the hidden size there"
+        return f"{shape.name} differs from GPT-2, where heads times head_dim is the hidden size"
     if shape.experts and shape.bias:
-        return f"{shape.name} has experts and biases, which no known architecture has together"
+        return f"{shape.name} has both experts and biases, which no known architecture has"
     if shape.vocab < BYTES:
         return f"{shape.name} has {shape.vocab} token ids; a tokenizer needs {BYTES}, one for each byte"
     return None
 
 
 def write(directory: Path, shape: Shape, dtype: str) -> None:
-    """config.json and a tokenizer; dtype is the one that the configuration names (float32, bfloat16, float16)."""
+    """Write config.json and a tokenizer; dtype is that of the configuration (float32, bfloat16, float16)."""
     files = {"config.json": configuration(shape, dtype), "tokenizer.json": tokenizer(shape.vocab)}
     files["tokenizer_config.json"] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": shape.context}
     files["tokenizer_config.json"]["chat_template"] = "{% for said in messages %}{{ said['content'] }}\n{% endfor %}"
@@ -48,7 +48,7 @@ def write(directory: Path, shape: Shape, dtype: str) -> None:
 
 
 def configuration(shape: Shape, dtype: str) -> dict[str, Any]:
-    """As transformers writes it. Nothing ends an answer: random weights would end one at any place."""
+    """The configuration as transformers writes it, without an end token: random weights could emit it at any time."""
     assert unservable(shape) is None
     kind = "gpt2" if shape.positions == "learned" else "mixtral" if shape.experts else "llama"
     fields = _gpt2(shape) if kind == "gpt2" else _llama(shape)
@@ -96,8 +96,11 @@ def _gpt2(shape: Shape) -> dict[str, Any]:
 
 
 def tokenizer(vocab: int) -> dict[str, Any]:
-    """In the format of the package tokenizers: one id for each byte, the rest are words."""
-    ids = {sign: number for number, sign in enumerate(_byte_signs())}
+    """A tokenizer in the format of the package tokenizers: one id per byte, the rest are words."""
+    # The visible character of each byte, as in GPT-2: itself, or one from 256 on.
+    visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(BYTES, 2 * BYTES))
+    ids = {chr(byte if byte in visible else next(others)): byte for byte in range(BYTES)}
     ids |= {f"Ġw{number}": number for number in range(BYTES, vocab)}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     return {
@@ -109,10 +112,3 @@ def tokenizer(vocab: int) -> dict[str, Any]:
         "decoder": {"type": "Fuse"},
         "model": {"type": "BPE", "vocab": ids, "merges": []},
     }
-
-
-def _byte_signs() -> list[str]:
-    """The visible character that stands for each byte, as GPT-2 has it: itself, or one from 256 on."""
-    visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(BYTES, 2 * BYTES))
-    return [chr(byte if byte in visible else next(others)) for byte in range(BYTES)]

@@ -1,4 +1,4 @@
-"""A decoder's dimensions, and what they must be to be one."""
+"""The dimensions of a decoder, with their validation."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ SETTABLE = (*_WORDS, *_COUNTS, *_OPTIONAL_COUNTS, *_FLAGS, *_NUMBERS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A decoder's dimensions. context is the most positions it knows; ffn the width of one MLP or one expert.
+    """The dimensions of a decoder. context: the number of positions. ffn: the width of one MLP or expert.
 
-    bias puts a bias on every projection of the blocks; the head and the router have none, a LayerNorm always has one.
-    qkv_bias puts one on q, k and v alone, qk_norm a norm of head_dim on each head of q and k: some checkpoints have
-    them, the reference decoder does not. experts is None for a dense MLP. published_parameters is None unless somebody
-    else counted exactly this shape.
+    bias: every projection of the blocks has a bias; the head and the router have none, a LayerNorm always has one.
+    qkv_bias: q, k and v have one. qk_norm: each head of q and k has a norm of head_dim. The reference decoder supports
+    neither. experts: None for a dense MLP. published_parameters: a count published by others for exactly this shape.
     """
 
     name: str
@@ -77,7 +76,7 @@ def require_field(condition: bool, model: str, field: str, given: object, accept
 
 
 def accepted_by(field: str, value: object) -> str | None:
-    """What the field accepts, or None when the value is that."""
+    """What the field accepts, or None if the value is valid."""
     if field in _WORDS:
         return None if value in _WORDS[field] else " or ".join(_WORDS[field])
     if field in _FLAGS:

@@ -1,9 +1,9 @@
-"""The reference decoder: GPT and Llama families, one arithmetic and one set of initial weights for every strategy.
+"""The reference decoder: GPT and Llama families, with the same arithmetic and initial weights for every strategy.
 
-Each weight is cast to the compute dtype where it is used. A strategy that keeps fp32 weights (DDP) and one that hands
-over 16-bit copies (FSDP2, ZeRO) then run the same kernels on the same numbers, and their losses can be compared.
-Initial weights are a function of (seed, parameter name, position), exact on every device and rounded to the compute
-dtype, so a master copy taken from 16-bit weights equals one taken before the rounding.
+Each weight is cast to the compute dtype where it is used. A strategy with fp32 weights (DDP) and one with 16-bit copies
+(FSDP2, ZeRO) then run the same kernels on the same numbers, so that their losses can be compared. Initial weights are a
+function of (seed, parameter name, position). They are exact on every device and rounded to the compute dtype, so a
+master copy of 16-bit weights equals one taken before the rounding.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paceline.models.shape import Shape
 from paceline.training.data.packing import IGNORED_LABEL as IGNORED_LABEL
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Tensor cores want the vocabulary in multiples of 64; the padded rows never reach the loss.
+# Tensor cores prefer a vocabulary that is a multiple of 64; the padded rows never reach the loss.
 VOCAB_MULTIPLE = 64
 INIT_STD = 0.02
 INIT_CHUNK = 1 << 20
@@ -65,7 +65,7 @@ def rotation(shape: Shape, length: int, device: torch.device) -> Tensor:
 
 
 def rotate(x: Tensor, turn: Tensor) -> Tensor:
-    """Apply RoPE to (batch, heads, length, head_dim), halves rotated against each other as Llama does."""
+    """Apply RoPE to (batch, heads, length, head_dim), rotating the two halves as Llama does."""
     first, second = x.float().chunk(2, dim=-1)
     cos, sin = turn[0], turn[1]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
@@ -155,15 +155,15 @@ class Decoder(nn.Module):
 
 
 def _head(weight: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of the last product: padded where there are tensor cores."""
+    """Weight and bias of the output layer, padded on a GPU."""
     return padded_head(weight) if weight.is_cuda else (weight, None)
 
 
 def padded_head(weight: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The head with rows to a multiple that tensor cores like, and a bias that keeps those rows out of the softmax.
+    """The head padded for tensor cores, and a bias that keeps the padding out of the softmax.
 
-    The bias is 0 for words and so low for padding that its exponential is exactly 0, as is its gradient. It rides on
-    the product's epilogue for free, where masking or slicing the logits costs a pass over the largest tensor there is.
+    The bias is 0 for words, and so low for padding that its exponential and its gradient are exactly 0. It is free in
+    the product's epilogue; masking or slicing the logits would cost a pass over the largest tensor.
     """
     words = weight.shape[0]
     rows = -words % VOCAB_MULTIPLE
@@ -175,16 +175,13 @@ def padded_head(weight: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def block_runner(checkpointing: str) -> Callable[..., Tensor]:
-    """How a block is called: plainly, recomputed whole, or recomputed except for matrix products and attention."""
+    """Calls a block: plainly, fully recomputed, or recomputed except for matrix products and attention."""
     if checkpointing == "none":
         return lambda block, *arguments, **named: block(*arguments, **named)
     if checkpointing == "full":
         return partial(checkpoint, use_reentrant=False)
-    return partial(checkpoint, use_reentrant=False, context_fn=_selective_contexts)
-
-
-def _selective_contexts() -> Any:
-    return create_selective_checkpoint_contexts(_keep_expensive)  # type: ignore[no-untyped-call]
+    contexts = partial(create_selective_checkpoint_contexts, _keep_expensive)
+    return partial(checkpoint, use_reentrant=False, context_fn=contexts)
 
 
 def _keep_expensive(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
@@ -194,9 +191,9 @@ def _keep_expensive(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) 
 
 
 def initial_values(name: str, size: torch.Size, layers: int, seed: int, device: torch.device) -> Tensor:
-    """The fp32 initial value of one whole parameter, a function of its name alone: norms 1, biases 0, matrices uniform.
+    """The fp32 initial value of one whole parameter, by its name: norms 1, biases 0, matrices uniform.
 
-    The last projections of attention and MLP are scaled by 1/sqrt(2 * layers), as GPT-2 does.
+    The output projections of attention and MLP are scaled by 1/sqrt(2 * layers), as in GPT-2.
     """
     if name.endswith("bias"):
         return torch.zeros(size, device=device)
@@ -214,7 +211,7 @@ def initial_values(name: str, size: torch.Size, layers: int, seed: int, device: 
 
 
 def _uniform(index: Tensor, stream: int) -> Tensor:
-    """Uniform in [-1, 1) from an integer hash (lowbias32), which is exact on CPU and GPU alike."""
+    """Uniform in [-1, 1) from an integer hash (lowbias32), the same on CPU and GPU."""
     mask = 0xFFFFFFFF
     x = (index * 0x9E3779B1 + stream) & mask
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & mask
@@ -226,10 +223,10 @@ def _uniform(index: Tensor, stream: int) -> Tensor:
 def fill(
     decoder: nn.Module, layers: int, seed: int, compute: str, place: Callable[[Tensor, Tensor], None], reseed: int = 0
 ) -> None:
-    """Give every parameter its initial value; `place(parameter, value)` writes it however the strategy stores it.
+    """Give every parameter its initial value; `place(parameter, value)` stores it as the strategy needs.
 
-    reseed 0 rounds to nearest. Any other rounds up or down by a seeded chance: weights as good as the others, which
-    show how far a trajectory moves when nothing but the rounding changes.
+    reseed 0 rounds to nearest. Other values round up or down at random: equally good weights, which show how much a
+    trajectory changes with the rounding alone.
     """
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
@@ -238,15 +235,12 @@ def fill(
 
 
 def rounded(name: str, value: Tensor, compute: str, reseed: int = 0) -> Tensor:
-    """The fp32 value rounded to the compute dtype: to nearest, or for a `reseed` by a chance of the name's own."""
+    """The fp32 value rounded to the compute dtype: to nearest, or at random with a `reseed`."""
     if reseed:
-        value = value + _rounding_noise(value, DTYPES[compute], zlib.crc32(f"{reseed}/{name}".encode()))
+        # Uniform noise of half a unit in the last place, so that rounding to nearest rounds at random.
+        _, exponent = torch.frexp(value)
+        last_place = torch.ldexp(torch.finfo(DTYPES[compute]).eps * torch.ones_like(value), exponent - 1)
+        stream = zlib.crc32(f"{reseed}/{name}".encode())
+        chance = _uniform(torch.arange(value.numel(), device=value.device), stream).view_as(value)
+        value = value + chance * last_place / 2 * (value != 0)
     return value.to(DTYPES[compute]).to(torch.float32)
-
-
-def _rounding_noise(value: Tensor, dtype: torch.dtype, stream: int) -> Tensor:
-    """Uniform noise of half a unit in the last place of `dtype`, so that rounding to nearest rounds by chance."""
-    _, exponent = torch.frexp(value)
-    last_place = torch.ldexp(torch.finfo(dtype).eps * torch.ones_like(value), exponent - 1)
-    chance = _uniform(torch.arange(value.numel(), device=value.device), stream).view_as(value)
-    return chance * last_place / 2 * (value != 0)

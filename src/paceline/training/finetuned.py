@@ -1,9 +1,9 @@
-"""A causal language model of transformers, made ready for fine-tuning: all of it learns, or LoRA adapters on it do.
+"""A causal language model of transformers prepared for fine-tuning, in full or with LoRA adapters.
 
-Its weights are a function of (seed, parameter name, position) for a named shape, or read from a local directory. They
-are made, rounded and (for qlora) quantised one parameter at a time on the device of the rank, so a model never stands
-there whole in 16 bit. Every strategy wraps the same module, which does its own casts: frozen weights are held in the
-compute dtype or in 4 bit, adapters in fp32, and autocast multiplies both in the compute dtype.
+Weights are a function of (seed, parameter name, position) for a named shape, or read from a local directory. They are
+created, rounded and (for qlora) quantised one parameter at a time on the rank's device, so that a 4-bit model never
+needs memory for all weights in 16 bit. Every strategy wraps the same module, which does its own casts: frozen weights
+are stored in the compute dtype or in 4 bit, adapters in fp32, and autocast multiplies both in the compute dtype.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ PROJECTIONS = {
     "up": "up_proj",
     "down": "down_proj",
 }
-# Values of one parameter by its name: made from the seed, or read from a file.
+# The values of a parameter by its name: generated from the seed, or read from a file.
 Values = Callable[[str, Tensor], Tensor]
 
 
 class Tuned(nn.Module):
     """Maps rows to the sum of their losses over learned labels divided by `normaliser`.
 
-    inputs (b, 2, L) are token ids and positions, which begin at 0 with each document of a packed row.
+    inputs (b, 2, L) are token ids and positions, which restart at 0 with each document of a packed row.
     """
 
     def __init__(self, model: Any, spec: RunSpec, facts: Mapping[str, Any]) -> None:
@@ -54,22 +54,21 @@ class Tuned(nn.Module):
         self.autocasts = spec.tuning.has_adapters and self.dtype != torch.float32
         self.packed = is_packed(spec.training.data)
         self.checkpointing = spec.training.checkpointing
-        # A compiled block keeps its input alone and computes the rest again by itself: see `prepare_compiler`.
+        # A compiled block saves only its input and recomputes the rest itself: see `prepare_compiler`.
         compiled = spec.training.compile and self.checkpointing == "full"
         self.run_block = block_runner("none" if compiled else self.checkpointing)
-        # Read now: a strategy may leave nothing but shards in the place of weights.
-        self.dtypes = self._dtypes()
-
-    def _dtypes(self) -> dict[str, str]:
-        """In what weights are held: those that learn, and the frozen products of the blocks."""
+        # Read now: a strategy may replace weights by shards.
         names = {dtype: name for name, dtype in DTYPES.items()}
-        held = {names[p.dtype] for p in self.parameters() if p.requires_grad}
+        trainable = {names[p.dtype] for p in self.parameters() if p.requires_grad}
         frozen = {names.get(p.dtype, "nf4") for p in self.blocks.parameters() if p.dim() > 1 and not p.requires_grad}
-        return {"parameters": "+".join(sorted(held)), "frozen_weights": "+".join(sorted(frozen)) or "none"}
+        self.dtypes = {
+            "parameters": "+".join(sorted(trainable)),
+            "frozen_weights": "+".join(sorted(frozen)) or "none",
+        }
 
     @property
     def blocks(self) -> Any:
-        """The decoder layers: units of sharding, of checkpointing and of compilation."""
+        """The decoder layers: the units of sharding, checkpointing and compilation."""
         return self.model.model.layers
 
     def forward(self, inputs: Tensor, labels: Tensor, normaliser: Tensor) -> Tensor:
@@ -78,20 +77,20 @@ class Tuned(nn.Module):
         with torch.autocast(tokens.device.type, self.dtype, enabled=self.autocasts):
             x = body.embed_tokens(tokens)
             turn = body.rotary_emb(x, position_ids=positions)
-            # Without a mask the fused kernels are causal by themselves; padding stands on the right, out of sight.
+            # Without a mask the fused kernels are causal; padding is on the right, where no token sees it.
             mask = document_mask(positions) if self.packed else None
             for block in self.blocks:
                 x = self.run_block(block, x, attention_mask=mask, position_ids=positions, position_embeddings=turn)
             return self._loss(body.norm(x), labels, normaliser)
 
     def _loss(self, x: Tensor, labels: Tensor, normaliser: Tensor) -> Tensor:
-        """Logits in the compute dtype, their cross entropy in fp32."""
+        """The cross entropy in fp32 of logits in the compute dtype."""
         logits = self.model.lm_head(x).flatten(0, 1).float()
         losses = F.cross_entropy(logits, labels.flatten(), reduction="sum", ignore_index=IGNORED_LABEL)
         return losses / normaliser
 
     def scales(self) -> Iterator[tuple[str, Tensor]]:
-        """What 4-bit weights need besides their own bits: it is no parameter, and stands whole on every rank."""
+        """Scales of 4-bit weights, which are not parameters and are whole on every rank."""
         for name, module in self.named_modules():
             state = getattr(module, "quant_state", None)
             if state is not None:
@@ -100,28 +99,30 @@ class Tuned(nn.Module):
                 yield from ((f"{name}.weight.{part}", value) for part, value in parts.items())
 
     def hold_codes_as_floats(self) -> frozenset[str]:
-        """Keep 4-bit weights as bf16 numbers of the same bits, and tell their names: FSDP2 of torch 2.11 shards no
-        whole numbers. Copies and gathers within one dtype move bits, whatever number they make."""
-        found = {name: part for name, part in self.named_modules() if getattr(part, "quant_state", None) is not None}
-        for part in found.values():
+        """Store 4-bit weights as bf16 numbers with the same bits, and return their names: FSDP2 of torch 2.11 does not
+        shard integers. Copies and gathers within one dtype preserve the bits."""
+        quantised = {
+            name: part for name, part in self.named_modules() if getattr(part, "quant_state", None) is not None
+        }
+        for part in quantised.values():
             part.weight = nn.Parameter(part.weight.data.flatten().view(torch.bfloat16), requires_grad=False)
-        return frozenset(f"{name}.weight" for name in found)
+        return frozenset(f"{name}.weight" for name in quantised)
 
 
 def document_mask(positions: Tensor) -> Tensor:
-    """(b, 1, L, L), true where a place may look: at itself and before, within its own document."""
+    """(b, 1, L, L), true where attention is allowed: to earlier positions of the same document and itself."""
     document = (positions == 0).cumsum(dim=1)
     same = document[:, None, :, None] == document[:, None, None, :]
     return same & torch.ones_like(same[0, 0]).tril()
 
 
 def prepare_compiler(checkpointing: str) -> None:
-    """Settings of torch's compiler for this process, made before anything is compiled.
+    """Configure torch's compiler for this process, before anything is compiled.
 
-    Compiled code rounds wherever the plain code does. Left alone it keeps fused sums in fp32, and adapters, whose first
-    updates are smaller than the last place of a bf16 sum, then learn measurably faster: better, but other work.
-    Full checkpointing is left to the partitioner, with no room for anything but a block's input. Around compiled blocks
-    it would run each a third time from Python, and inside them bitsandbytes' products escape it.
+    Compiled code must round wherever plain code does. By default it keeps fused sums in fp32, and adapters, whose first
+    updates are smaller than the last digit of a bf16 sum, then learn measurably faster: better, but different work.
+    Full checkpointing is left to the partitioner, with a memory budget for a block's input only. Around compiled blocks
+    it would run each a third time from Python, and inside them it would miss bitsandbytes' products.
     """
     import torch._functorch.config
     import torch._inductor.config
@@ -132,50 +133,40 @@ def prepare_compiler(checkpointing: str) -> None:
 
 
 def is_trainable(name: str, tuning: Tuning) -> bool:
-    """Whether the parameter of this name learns."""
+    """Whether the parameter of this name is trained."""
     return not tuning.has_adapters or ".lora_" in name
 
 
-# --- building ------------------------------------------------------------------------------------------------------
-
-
 def build(spec: RunSpec, device: str, reseed: int = 0) -> Tuned:
-    """The module of a spec, whole, on `device`, ready to train (see `decoder.fill` for `reseed`)."""
+    """The whole module of a spec on `device`, ready to train (see `decoder.fill` for `reseed`)."""
     assert spec.tuning is not None
     tuning, precision = spec.tuning, spec.training.precision
-    model, values, facts = _open_model(spec, device, reseed)
+    # Re-seeding changes the rounding of trainable weights only.
+    rounding = 0 if tuning.has_adapters else reseed
+    open_model = _directory_model if "/" in spec.model.name else _seeded_model
+    model, values, facts = open_model(spec, device, rounding)
     dtype = DTYPES[precision.compute]
     _fill(model, lambda name, parameter: values(name, parameter).to(device, dtype), tuning, dtype)
     model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config).to(device)
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     if tuning.has_adapters:
-        _add_adapters(model, tuning, device)
-        _fill_adapters(model, spec, reseed)
+        _add_adapters(model, spec, device, reseed)
     tuned = Tuned(model, spec, facts)
-    # Before any forward: in eval mode bitsandbytes repacks 4-bit weights for a CPU, and trains on them wrongly.
+    # Before any forward: in eval mode bitsandbytes repacks 4-bit weights for a CPU, and then trains incorrectly.
     return tuned.train()
 
 
 def package(name: str, needed_by: str) -> Any:
-    """An optional package, or the sentence that says how to install it."""
+    """Import an optional package; if it is missing, the error says how to install it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
         raise MissingPackageError(error.name or name, needed_by, "'paceline[finetune]'") from None
 
 
-def _open_model(spec: RunSpec, device: str, reseed: int) -> tuple[Any, Values, dict[str, Any]]:
-    """A model, its values and where they are from. Re-seeding re-rounds what learns and nothing else."""
-    assert spec.tuning is not None
-    rounding = 0 if spec.tuning.has_adapters else reseed
-    if "/" in spec.model.name:
-        return _directory_model(spec, device, rounding)
-    return _seeded_model(spec, device, rounding)
-
-
 def _seeded_model(spec: RunSpec, device: str, rounding: int) -> tuple[Any, Values, dict[str, Any]]:
-    """A model of the named shape without memory, and its values."""
+    """A model of the named shape on the meta device, and its values."""
     shape, compute = load_shape(spec.model), spec.training.precision.compute
 
     def values(name: str, parameter: Tensor) -> Tensor:
@@ -188,7 +179,7 @@ def _seeded_model(spec: RunSpec, device: str, rounding: int) -> tuple[Any, Value
 
 
 def architecture(shape: Shape, needed_by: str) -> Any:
-    """Llama's and Mistral's arithmetic is one; only Llama knows biases."""
+    """A transformers model of this shape. Llama and Mistral compute the same; only Llama has biases."""
     transformers = package("transformers", needed_by)
     fields: dict[str, Any] = {
         "vocab_size": shape.vocab,
@@ -212,10 +203,10 @@ def architecture(shape: Shape, needed_by: str) -> Any:
 
 
 def _directory_model(spec: RunSpec, device: str, rounding: int) -> tuple[Any, Values, dict[str, Any]]:
-    """A model of Hugging Face's layout from a local directory; no code that lies beside its weights is run."""
+    """A Hugging Face model from a local directory; code in the directory is not run."""
     transformers = package("transformers", "fine-tuning")
     dtype = DTYPES[spec.training.precision.compute]
-    model, told = transformers.AutoModelForCausalLM.from_pretrained(
+    model, loading = transformers.AutoModelForCausalLM.from_pretrained(
         spec.model.name,
         local_files_only=True,
         trust_remote_code=False,
@@ -224,13 +215,15 @@ def _directory_model(spec: RunSpec, device: str, rounding: int) -> tuple[Any, Va
         attn_implementation="sdpa",
         output_loading_info=True,
     )
-    # transformers would fill what is missing with chance, another one on every rank.
+    # transformers would fill missing weights with random values that differ between ranks.
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    if missing := sorted({*told["missing_keys"]} - tied):
-        raise UnsupportedError(f"{spec.model.name} lacks {len(missing)} weights, {missing[0]} first")
+    if missing := sorted({*loading["missing_keys"]} - tied):
+        raise UnsupportedError(f"{spec.model.name} lacks {len(missing)} weights, such as {missing[0]}")
     parts = ("embed_tokens", "layers", "norm", "rotary_emb")
     if not all(hasattr(getattr(model, "model", None), part) for part in parts) or not hasattr(model, "lm_head"):
-        raise UnsupportedError(f"{spec.model.name} holds a {type(model).__name__}, which is not built as Llama is")
+        raise UnsupportedError(
+            f"{spec.model.name} contains a {type(model).__name__}, expected an architecture like Llama's"
+        )
     window = getattr(model.config, "sliding_window", None)
     if window is not None and window < spec.training.sequence_length:
         length = spec.training.sequence_length
@@ -244,7 +237,7 @@ def _directory_model(spec: RunSpec, device: str, rounding: int) -> tuple[Any, Va
 
 
 def _fill(model: Any, values: Values, tuning: Tuning, dtype: torch.dtype) -> None:
-    """Give every parameter its value in its final form, one at a time."""
+    """Give every parameter its value in its final dtype, one at a time."""
     for path, module in list(model.named_modules()):
         inside = path.startswith("model.layers.")
         if tuning.method == "qlora" and inside and isinstance(module, nn.Linear):
@@ -255,11 +248,8 @@ def _fill(model: Any, values: Values, tuning: Tuning, dtype: torch.dtype) -> Non
             setattr(module, key, nn.Parameter(value, requires_grad=not tuning.has_adapters))
 
 
-# --- 4 bit ---------------------------------------------------------------------------------------------------------
-
-
 def _quantised(linear: nn.Linear, path: str, values: Values, dtype: torch.dtype) -> nn.Module:
-    """The product with its weight in NF4, blocks of 64, whose scales are quantised to 8 bit in blocks of 256."""
+    """The layer with its weight in NF4 (blocks of 64), its scales quantised to 8 bit (blocks of 256)."""
     module = _product_4bit()(linear.in_features, linear.out_features, linear.bias is not None, dtype)
     weight = values(f"{path}.weight", linear.weight)
     module.hold(weight)
@@ -268,19 +258,19 @@ def _quantised(linear: nn.Linear, path: str, values: Values, dtype: torch.dtype)
     return module  # type: ignore[no-any-return]
 
 
-def codes_of(held: Tensor) -> Tensor:
-    """The column of bytes, two codes each, that bitsandbytes packed, however its bits are held."""
-    return held.view(torch.uint8).view(-1, 1)
+def codes_of(stored: Tensor) -> Tensor:
+    """The 4-bit codes as bitsandbytes packs them: a column of bytes with two codes each."""
+    return stored.view(torch.uint8).view(-1, 1)
 
 
 @functools.cache
 def _product_4bit() -> Any:
-    """The class, once bitsandbytes is known to be there."""
+    """The class of 4-bit layers; needs bitsandbytes."""
     bnb = package("bitsandbytes", "the method qlora")
 
     class Product4bit(bnb.nn.Linear4bit):  # type: ignore[misc, name-defined]
-        """bitsandbytes' layer without its search for lost scales: it keeps them itself, because sharding strategies put
-        a plain tensor in the place of the weight."""
+        """bitsandbytes' layer that stores its scales itself, because sharding strategies replace the weight by a plain
+        tensor without them."""
 
         def __init__(self, inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> None:
             super().__init__(inputs, outputs, bias, dtype, True, "nf4", torch.uint8, "meta")
@@ -300,11 +290,14 @@ def _product_4bit() -> Any:
     return Product4bit
 
 
-# --- adapters ------------------------------------------------------------------------------------------------------
+@torch.no_grad()
+def _add_adapters(model: Any, spec: RunSpec, device: str, reseed: int) -> None:
+    """Add PEFT's LoRA layers to the targets, in fp32; everything else is frozen.
 
-
-def _add_adapters(model: Any, tuning: Tuning, device: str) -> None:
-    """PEFT's LoRA layers around the targets, in fp32; everything else is frozen."""
+    A is uniform within 1/sqrt(inputs), as in PEFT, but drawn by name. B is zero, so the model starts unchanged.
+    """
+    assert spec.tuning is not None
+    tuning = spec.tuning
     peft = package("peft", f"the method {tuning.method}")
     names = [PROJECTIONS[target] for target in tuning.targets.split("+")]
     config = peft.LoraConfig(
@@ -314,13 +307,6 @@ def _add_adapters(model: Any, tuning: Tuning, device: str) -> None:
     for name, parameter in model.named_parameters():
         if is_trainable(name, tuning):
             parameter.data = parameter.data.to(device, torch.float32)
-
-
-@torch.no_grad()
-def _fill_adapters(model: Any, spec: RunSpec, reseed: int) -> None:
-    """A uniform within 1/sqrt(inputs), as PEFT draws it, but by name; B zero, so the model begins as it was."""
-    assert spec.tuning is not None
-    for name, parameter in model.named_parameters():
         if ".lora_A." in name:
             value = initial_values(name, parameter.shape, 1, spec.seed, parameter.device)
             value *= 1 / (INIT_STD * math.sqrt(3) * math.sqrt(parameter.shape[1]))

@@ -1,6 +1,6 @@
-"""Clocks, memory, digests and byte counting: everything a rank observes, with nothing computed from it.
+"""Instruments of a rank: clocks, memory readings, digests of weights and wire byte counts.
 
-torch is imported inside functions, so that the controller may import the names in this module without it.
+torch is imported inside functions, so that the controller can import this module without it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PHASES = ("h2d", "forward", "backward", "optimizer")
 
 
 class Clock(Protocol):
-    """Marks points in a rank's work. On CUDA a mark is an event on the stream, so reading it never stops the device."""
+    """Marks points in a rank's work. On CUDA a mark is an event on the stream, and reading it does not stall it."""
 
     def mark(self) -> Mark: ...
     def elapsed_s(self, begin: Mark, end: Mark) -> float: ...
@@ -35,7 +35,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """perf_counter: on a CPU the work is done when the call returns."""
+    """perf_counter: on a CPU, work is complete when the call returns."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -51,7 +51,7 @@ class HostClock:
 
 
 class CudaClock:
-    """CUDA events on the current stream: what the device did, however far ahead the host has run."""
+    """CUDA events on the current stream: device time, however far ahead the host has run."""
 
     def mark(self) -> Any:
         import torch
@@ -73,11 +73,12 @@ class CudaClock:
 
 
 def clock_for(device: str) -> Clock:
+    """The clock of this kind of device."""
     return CudaClock() if device == "cuda" else HostClock()
 
 
 class Stopwatch:
-    """Collects the marks of one step's phases; durations are read later, when the device has passed them."""
+    """Marks the phases of one step; durations are read later, once the device has passed the marks."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -91,17 +92,17 @@ class Stopwatch:
         self.spans.append((name, begin, self.clock.mark()))
 
     def seconds(self, name: str) -> float | None:
-        """Sum over the phase's spans; None when the step had no such phase."""
+        """Total time of the phase; None if the step did not have it."""
         spans = [self.clock.elapsed_s(begin, end) for phase, begin, end in self.spans if phase == name]
         return sum(spans) if spans else None
 
 
-# --- digests -------------------------------------------------------------------------------------------------------
+# --- digests ---
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Digest of a whole model, of each of its parameters by name, and the number of their elements."""
+    """Digest of a whole model, digests of its parameters by name, and the number of their elements."""
 
     digest: str
     by_name: dict[str, str]
@@ -109,9 +110,9 @@ class Weights:
 
 
 def digest_parameters(parameters: Iterable[tuple[str, Tensor]]) -> Weights:
-    """Digests of full, unsharded weights. Values enter as fp32, so 16-bit copies of equal weights agree.
+    """Digests of whole, unsharded weights. Values are read as fp32, so that 16-bit copies of equal weights agree.
 
-    Each element's bits are weighted by an odd function of its position and summed modulo 2**64 on the device.
+    The bits of each element are multiplied by an odd function of its position and summed modulo 2**64.
     """
     by_name, count = {}, 0
     for name, value in parameters:
@@ -133,11 +134,11 @@ def _digest_values(value: Tensor, chunk: int = 1 << 22) -> int:
     return total & _MASK64
 
 
-# --- memory --------------------------------------------------------------------------------------------------------
+# --- memory ---
 
 
 def release_unused(device: str) -> None:
-    """Give memory that only setting up needed back to the device, so that later peaks hold none of it."""
+    """Free memory that only the setup needed, so that later peaks do not include it."""
     gc.collect()
     if device == "cuda":
         import torch
@@ -147,8 +148,7 @@ def release_unused(device: str) -> None:
 
 @contextlib.contextmanager
 def collection_paused() -> Iterator[None]:
-    """No garbage collection inside. Importing torch makes a million objects that all stay; looking through them over
-    and over takes a sixth of the import."""
+    """No garbage collection inside: scanning the million objects of torch takes a sixth of its import."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -159,7 +159,7 @@ def collection_paused() -> Iterator[None]:
 
 
 def reset_peak(device: str) -> None:
-    """Start a new high-water mark, without stopping the device."""
+    """Reset the peak counters, without stalling the device."""
     if device == "cuda":
         import torch
 
@@ -169,7 +169,7 @@ def reset_peak(device: str) -> None:
 
 
 def read_memory(rank: int, moment: str, device: str, *, peak: bool) -> MemorySample:
-    """Memory now, or its high-water mark since `reset_peak`. What the platform cannot tell is None."""
+    """Memory now, or its peak since `reset_peak`; None where the platform does not report it."""
     allocated = reserved = whole = None
     if device == "cuda":
         import torch
@@ -189,10 +189,10 @@ def read_memory(rank: int, moment: str, device: str, *, peak: bool) -> MemorySam
 
 
 def peak_bytes(device: str) -> int:
-    """The most this process has held: the CUDA allocator's count since it was set back, on a CPU the resident memory.
+    """Peak memory of this process: the CUDA allocator's since its reset, or on a CPU the resident memory.
 
-    For a look beside the run, not for a record: getrusage takes a microsecond where /proc takes two hundred, but its
-    mark is inherited, so it never lies below what the launcher held when it started this process.
+    For monitoring, not for records: getrusage takes 1 us and /proc takes 200, but the peak of getrusage includes that
+    of the launcher at the moment it started this process.
     """
     if device == "cuda":
         import torch
@@ -201,8 +201,8 @@ def peak_bytes(device: str) -> int:
     import resource
     import sys
 
-    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return held if sys.platform == "darwin" else held * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _resident_bytes(field: str) -> int | None:
@@ -212,16 +212,16 @@ def _resident_bytes(field: str) -> int | None:
         import resource
         import sys
 
-        # macOS has no /proc; ru_maxrss is bytes there and always a high-water mark.
+        # macOS has no /proc; its ru_maxrss is in bytes, and always a peak.
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if field == "VmHWM" and sys.platform == "darwin" else None
     values = [line.split()[1] for line in lines if line.startswith(field + ":")]
     return int(values[0]) * 1024 if values else None
 
 
-# --- bytes on the wire ---------------------------------------------------------------------------------------------
+# --- bytes on the wire ---
 
-# c10d's operator -> (our operation, which argument holds the payload nccl-tests calls S)
+# c10d operator -> (operation, the argument with the payload that nccl-tests calls S)
 _OPERATIONS = {
     "allreduce_": ("all_reduce", 0),
     "allreduce_coalesced_": ("all_reduce", 0),
@@ -253,9 +253,10 @@ _OPERATIONS = {
     "send": ("send", 0),
     "isend": ("send", 0),
 }
-# Their argument is what one rank holds; S is that of the whole group, which only the root has in one place.
+# Their argument is one rank's part; S is that of the whole group, which only the root has.
 _PARTS = ("gather_", "scatter_")
-# Operators that send nothing: what is received was counted by whoever sent it.
+_SHORT_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+# Operators that send nothing: the sender counts what is received.
 _SILENT = (
     *("barrier", "monitored_barrier_", "wait_tensor", "_wrap_tensor_autograd", "check_for_nan"),
     *("recv_", "recv_any_source_", "irecv"),
@@ -263,9 +264,9 @@ _SILENT = (
 
 
 class WireCounter:
-    """Counts payload bytes of every collective this process starts, whoever starts it (DDP, DeepSpeed, ...).
+    """Counts payload bytes of every collective in this process, whoever starts it (DDP, DeepSpeed, ...).
 
-    An operator that is not known here is kept under its own name, so that nobody takes the rest for the whole.
+    Unknown operators are counted under their own name, so that the total is not mistaken for complete.
     """
 
     def __init__(self) -> None:
@@ -292,16 +293,17 @@ class WireCounter:
         if operator in _SILENT:
             return
         operation, position = _OPERATIONS.get(operator, (operator, "all"))
-        held = {"result": result, "all": args}[position] if isinstance(position, str) else args[position]
+        payload = {"result": result, "all": args}[position] if isinstance(position, str) else args[position]
         size = _group_size(args)
         parts = size if operator in _PARTS else 1
         moved: Counter[tuple[str, str, int]] = Counter()
-        for tensor in _tensors(held):
-            moved[operation, _dtype_name(tensor), size] += parts * tensor.numel() * tensor.element_size()
+        for tensor in _tensors(payload):
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            moved[operation, _SHORT_NAMES.get(dtype, dtype), size] += parts * tensor.numel() * tensor.element_size()
         if not moved and operator not in _OPERATIONS:
             moved[operation, "unknown", size] = 0
-        for key, payload in moved.items():
-            self.bytes[key] += payload
+        for key, moved_bytes in moved.items():
+            self.bytes[key] += moved_bytes
             self.calls[key] += 1
 
     def samples(self, rank: int, step: int) -> list[WireSample]:
@@ -329,15 +331,8 @@ def _tensors(value: Any) -> Iterator[Any]:
             yield from _tensors(item)
 
 
-def _dtype_name(tensor: Any) -> str:
-    import torch
-
-    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-    return names.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
-
-
 def _group_size(args: Any) -> int:
-    """Size of the group a c10d operator was given, as object (c10d) or by name (_c10d_functional)."""
+    """Size of an operator's process group, passed as an object (c10d) or by name (_c10d_functional)."""
     import torch
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
@@ -353,7 +348,7 @@ def _group_size(args: Any) -> int:
 
 
 def attention_backends(device: str):  # type: ignore[no-untyped-def]
-    """Fused attention only, cuDNN's kernel first: others find it faster on Hopper, our one try did not."""
+    """A context with fused attention, cuDNN first on a GPU."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     if device != "cuda":

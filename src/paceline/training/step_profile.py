@@ -1,9 +1,9 @@
-"""Exposed communication and time by class of kernel, read from a profile of a few steps after the timed window.
+"""Exposed communication and time by kernel class, from a profile of a few steps after the timed window.
 
-Exposed is the time in which a collective is under way and nothing computes. On CUDA both come from kernels on the
-device; on a CPU compute is the operators of torch and bitsandbytes, and a collective lasts from its start to its
-completion in gloo. Operators on a CPU hold others inside them, and kernels may run side by side: every moment of
-compute counts for the first class in PRECEDENCE that runs in it, so that the classes add up to compute.
+Communication is exposed while a collective runs and nothing computes. On CUDA both are kernels on the device. On a CPU,
+compute is the operators of torch and bitsandbytes, and a collective lasts from its start to its completion in gloo.
+Operators may be nested and kernels may overlap: each moment counts for the first class in PRECEDENCE that runs then, so
+that the classes add up to compute.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Span = tuple[float, float]
 
 ATTENTION, DEQUANTISATION, PRODUCTS = "attention", "dequantisation", "products"
 COPIES, ELEMENTWISE = "copies", "elementwise"
-# A copy beside a kernel costs nothing; on a CPU a copy is inside the operator that asked for it.
+# On a GPU, a copy next to a kernel costs nothing. On a CPU, a copy is nested in the operator that needs it.
 PRECEDENCE: Mapping[str, tuple[str, ...]] = {
     "cuda": (ATTENTION, DEQUANTISATION, PRODUCTS, ELEMENTWISE, COPIES),
     "cpu": (ATTENTION, DEQUANTISATION, PRODUCTS, COPIES, ELEMENTWISE),
 }
-# Looked for in this order: Inductor names its fused elementwise kernels after all that they serve
-# (triton_poi_fused_mm_..), and fused attention is built from the same libraries as products (fmha_cutlassF). Kernels:
+# Matched in this order: Inductor names fused elementwise kernels after everything they serve (triton_poi_fused_mm_..),
+# and fused attention uses the same libraries as matrix products (fmha_cutlassF). Kernels:
 # FlashAttention (flash_fwd, flash_bwd), cuDNN (sdpa), memory-efficient (fmha); bitsandbytes (kDequantizeBlockwise);
 # cuBLAS (gemm, gemv, nvjet on Hopper and later, splitKreduce), CUTLASS, Triton's templates.
 _CLASSES: Sequence[tuple[str, re.Pattern[str]]] = (
@@ -37,10 +37,10 @@ _CLASSES: Sequence[tuple[str, re.Pattern[str]]] = (
     (PRODUCTS, re.compile(r"gemm|gemv|cutlass|nvjet|cublas|xmma|splitk|triton_tem|_mm_|::matmul", re.IGNORECASE)),
     (COPIES, re.compile(r"^Memcpy|^Unified Memory")),
 )
-# Operators of a CPU by their whole names.
+# CPU operators by their full names.
 _OPERATORS: Mapping[str, str] = {
     **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "mv", "addmv", "dot"), PRODUCTS),
-    # bitsandbytes' product holds its dequantisation as an operator of its own, unless the kernel is a fused one.
+    # bitsandbytes' product contains its dequantisation as a separate operator, unless the kernel is fused.
     **dict.fromkeys(("mkldnn_linear", "_mkl_linear", "gemm_4bit", "gemv_4bit"), PRODUCTS),
     **dict.fromkeys(("copy_", "_to_copy", "to", "clone", "contiguous"), COPIES),
 }
@@ -48,16 +48,16 @@ _LIBRARIES = ("aten::", "bitsandbytes::", "mkldnn::", "mkl::")
 
 
 def class_of(name: str, device: str) -> str:
-    """Of a kernel on a GPU or of an operator on a CPU; elementwise stands for all that is nothing else."""
+    """The class of a GPU kernel or CPU operator; elementwise if no other matches."""
     operator = name.rpartition("::")[2]
     if device == "cpu" and operator in _OPERATORS:
         return _OPERATORS[operator]
-    told = _CLASSES if device == "cuda" else [c for c in _CLASSES if c[0] in (ATTENTION, DEQUANTISATION)]
-    return next((kind for kind, pattern in told if pattern.search(name)), ELEMENTWISE)
+    classes = _CLASSES if device == "cuda" else [c for c in _CLASSES if c[0] in (ATTENTION, DEQUANTISATION)]
+    return next((kind for kind, pattern in classes if pattern.search(name)), ELEMENTWISE)
 
 
 class Profile:
-    """Profiles the block `recording()` and then tells how its time divides."""
+    """Profiles the block `recording()` and splits its time by class."""
 
     def __init__(self, device: str, clock: Clock) -> None:
         self.device, self.clock = device, clock
@@ -73,7 +73,7 @@ class Profile:
 
         activity = ProfilerActivity.CUDA if self.device == "cuda" else ProfilerActivity.CPU
         with profile(activities=[activity]) as profiler:
-            # Ranks come here at different times; waiting for the last of them is not communication.
+            # Ranks arrive at different times; waiting for the last one is not communication.
             if dist.is_initialized():
                 dist.barrier()
             self.clock.drain()
@@ -84,13 +84,14 @@ class Profile:
         with collection_paused():
             events = profiler.events() or ()
         for event in events:
-            self._sort(event)
+            self.add(event)
         if self.device == "cuda" and self.communication:
             self.communication.remove(min(self.communication))  # the barrier, which NCCL runs as a reduction
 
-    def _sort(self, event: Any) -> None:
+    def add(self, event: Any) -> None:
+        """Sort one profiler event into communication, compute and batch copies."""
         if self.device == "cuda" and "CUDA" not in str(event.device_type):
-            return  # a call on the host (launching, waiting) is not work on the device
+            return  # calls on the host (launching, waiting) are not work of the device
         span = (event.time_range.start / 1e6, event.time_range.end / 1e6)
         if event.name.startswith("Memcpy HtoD"):
             self.batches.append(span)
@@ -102,7 +103,7 @@ class Profile:
             self.computing[class_of(event.name, self.device)].append(span)
 
     def sample(self, rank: int, steps: int, batches: int = 0, batch_bytes: int = 0) -> TraceSample:
-        """batches and batch_bytes: host-to-device copies of token batches, which are the longest of all such copies."""
+        """The profile as a sample. batches: how many host-to-device copies are token batches (the longest ones)."""
         everything = [span for spans in self.computing.values() for span in spans]
         compute = covered_s(everything)
         copies = sorted((end - begin for begin, end in self.batches), reverse=True)[:batches]
@@ -126,13 +127,13 @@ class Profile:
 
 
 def divided_s(classes: Mapping[str, Sequence[Span]]) -> dict[str, float]:
-    """Seconds of each class in which none before it runs: together the length of the union of all."""
-    found, before, reached = {}, list[Span](), 0.0
+    """Seconds of each class in which no earlier class runs; their sum is the length of the union."""
+    seconds, before, reached = {}, list[Span](), 0.0
     for kind, spans in classes.items():
         before += spans
         total = covered_s(before)
-        found[kind], reached = total - reached, total
-    return found
+        seconds[kind], reached = total - reached, total
+    return seconds
 
 
 def covered_s(spans: Iterable[Span]) -> float:

@@ -77,7 +77,7 @@ def test_waiting_on_the_host_is_not_compute_on_the_device() -> None:
         Event("Memcpy HtoD (Pinned -> Device)", "CUDA", 3.0, 3.25),
         Event("Memcpy HtoD (Pinned -> Device)", "CUDA", 3.5, 3.6),
     ):
-        profile._sort(event)
+        profile.add(event)
     sample = profile.sample(0, 1, batches=1, batch_bytes=100)
     assert sample.exposed_s == pytest.approx(2.0)
     assert (sample.h2d_s, sample.h2d_bytes) == (pytest.approx(0.25), 100)
@@ -152,7 +152,7 @@ def test_operators_inside_others_count_once_on_a_cpu() -> None:
         Event("aten::copy_", "CPU", 8.0, 8.5),
         Event("aten::add", "CPU", 9.0, 10.0),
     ):
-        profile._sort(event)
+        profile.add(event)
     sample = profile.sample(0, 1)
     assert (sample.dequantisation_s, sample.products_s) == (pytest.approx(4.0), pytest.approx(5.0))
     assert (sample.copies_s, sample.elementwise_s) == (pytest.approx(0.0), pytest.approx(1.0))

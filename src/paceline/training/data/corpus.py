@@ -1,4 +1,4 @@
-"""Training tokens by global sequence index: every world size and micro batch sees the same global batch at step k."""
+"""Training tokens by global sequence index: step k has the same global batch for every world size and micro batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paceline.training.data.synthetic_instructions import counting_runs, open_in
 
 Indices = np.ndarray[Any, Any]
 TOKEN_BYTES = 8
-# Data made of documents, each with its opener: rows for fine-tuning only.
+# Data made of documents, for fine-tuning only, and how to open it.
 DOCUMENTS: dict[str, Callable[[Choice, int, int, int], RowCorpus]] = {
     "instructions": open_instructions,
     "jsonl": open_dialogues,
@@ -29,7 +29,7 @@ DOCUMENTS: dict[str, Callable[[Choice, int, int, int], RowCorpus]] = {
 
 
 class Corpus(Protocol):
-    """Sequences of sequence_length + 1 tokens; `pad` marks tokens that are neither learned nor counted."""
+    """Sequences of sequence_length + 1 tokens; tokens equal to `pad` are neither learned nor counted."""
 
     @property
     def pad(self) -> int | None: ...
@@ -39,7 +39,7 @@ class Corpus(Protocol):
 
 @dataclass(frozen=True)
 class Synthetic:
-    """Endless `counting_runs`, each sequence a function of the seed and its index."""
+    """Endless `counting_runs`; each sequence depends on the seed and its index only."""
 
     vocab: int
     length: int
@@ -53,7 +53,7 @@ class Synthetic:
 
 @dataclass(frozen=True)
 class TokenFile:
-    """Consecutive windows of a token file the user brings; the file is read again from its start when it ends."""
+    """Consecutive windows of the user's token file, which starts again when it ends."""
 
     tokens: np.ndarray[Any, Any]
     length: int
@@ -67,7 +67,7 @@ class TokenFile:
 
 @dataclass(frozen=True)
 class Plain:
-    """A corpus of plain text as rows of one document each, in which every token is learned."""
+    """A corpus of plain text as rows for fine-tuning: one document each, every token learned."""
 
     corpus: Corpus
 
@@ -87,7 +87,7 @@ ROWS = "instructions[:length=...,packed=true], jsonl:path=FILE[,tokenizer=DIR][,
 
 
 def open_data(spec: RunSpec, vocab: int) -> Corpus | RowCorpus:
-    """What a run reads: rows of documents where it fine-tunes, plain sequences where it trains from scratch."""
+    """The data of a run: rows of documents for fine-tuning, plain sequences for pretraining."""
     training = spec.training
     opener = open_rows if spec.tuning else open_corpus
     return opener(training.data, vocab, training.sequence_length, spec.seed)
@@ -100,11 +100,15 @@ def open_corpus(data: Choice, vocab: int, length: int, seed: int) -> Corpus:
         return Synthetic(vocab, length, seed)
     documents = f"; {data.name} is for fine-tuning" if data.name in DOCUMENTS else ""
     require(data.name == "file", "data", str(data), PLAIN + documents)
-    return _open_file(data, vocab, length)
+    tokens, pad = _file_tokens(data, length)
+    low, top = int(tokens.min()), int(tokens.max())
+    if low < 0 or top >= vocab:
+        raise UnsupportedError(f"{data} has token ids {low} to {top}, but the model's vocabulary has {vocab}")
+    return TokenFile(tokens, length, pad)
 
 
 def open_rows(data: Choice, vocab: int, length: int, seed: int) -> RowCorpus:
-    """`instructions:...`, `jsonl:...`, or what `open_corpus` opens, as rows for fine-tuning."""
+    """`instructions:...`, `jsonl:...`, or the data of `open_corpus`, as rows for fine-tuning."""
     if data.name in DOCUMENTS:
         return DOCUMENTS[data.name](data, vocab, length, seed)
     require(data.name in ("synthetic", "file"), "data", str(data), f"{PLAIN}, {ROWS}")
@@ -112,23 +116,23 @@ def open_rows(data: Choice, vocab: int, length: int, seed: int) -> RowCorpus:
 
 
 def facts_of(corpus: Corpus | RowCorpus) -> dict[str, Scalar]:
-    """What the record should say about the data that the spec does not: of a user's file, how it was read."""
+    """Facts about the data for the record that are not in the spec, such as how a user's file was read."""
     return corpus.facts if isinstance(corpus, RowCorpus) else {}
 
 
 def is_packed(data: Choice) -> bool:
-    """Whether several documents may share a row, so that attention must stop where they meet."""
+    """Whether several documents may share a row, so that attention must not cross their boundaries."""
     return data.name in DOCUMENTS and data.options.get("packed") is True
 
 
 def row_bytes(spec: RunSpec) -> int:
-    """Bytes of one sequence as it is copied to the device."""
+    """Bytes of one sequence when copied to the device."""
     length = spec.training.sequence_length
     return TOKEN_BYTES * (3 * length if spec.tuning else length + 1)
 
 
 def check_data(data: Choice, length: int, *, rows: bool = False) -> None:
-    """Refuse data that cannot be opened, before anything starts and without reading the tokens."""
+    """Reject data that cannot be opened, before anything starts and without reading all tokens."""
     if data.name == "file":
         _file_tokens(data, length)
     elif rows and data.name == "jsonl":
@@ -139,14 +143,6 @@ def check_data(data: Choice, length: int, *, rows: bool = False) -> None:
         open_corpus(data, 2, length, 0)
 
 
-def _open_file(data: Choice, vocab: int, length: int) -> TokenFile:
-    tokens, pad = _file_tokens(data, length)
-    low, top = int(tokens.min()), int(tokens.max())
-    if low < 0 or top >= vocab:
-        raise UnsupportedError(f"{data} holds token ids {low} to {top}, but the model's vocabulary has {vocab}")
-    return TokenFile(tokens, length, pad)
-
-
 def _file_tokens(data: Choice, length: int) -> tuple[np.ndarray[Any, Any], int | None]:
     options = dict(data.options)
     path = Path(str(options.pop("path", "")))
@@ -155,18 +151,20 @@ def _file_tokens(data: Choice, length: int) -> tuple[np.ndarray[Any, Any], int |
     require(dtype in ("uint16", "uint32", "int32"), "data dtype", dtype, "uint16, uint32 or int32")
     require(pad is None or isinstance(pad, int), "data pad", pad, "a token id")
     if not path.is_file():
-        raise RequestError(f"data: the token file {str(path)!r} does not exist; accepted is a .bin or .npy file")
+        raise RequestError(
+            f"data: got the token file {str(path)!r}, which does not exist, expected a .bin or .npy file."
+        )
     tokens = np.load(path, mmap_mode="r", allow_pickle=False) if path.suffix == ".npy" else np.memmap(path, dtype, "r")
     if tokens.ndim != 1 or len(tokens) <= length or not np.issubdtype(tokens.dtype, np.integer):
         given = f"{tokens.dtype} tokens of shape {tokens.shape}"
-        raise RequestError(f"data: {path} holds {given}; accepted is one row of more than {length} integers")
+        raise RequestError(f"data: {path} has {given}, expected one dimension of more than {length} integers.")
     return tokens, pad if isinstance(pad, int) else None
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """One rank's share of one global batch: micro batches of (micro_batch, length + 1) token ids, or of rows
-    (micro_batch, 3, length). label_tokens and attended_keys are None where every token is learned in plain text."""
+    """One rank's share of one global batch: micro batches of shape (micro_batch, length + 1), or (micro_batch, 3,
+    length) for rows. label_tokens and attended_keys are None for plain text, where every token is learned."""
 
     micro_batches: tuple[Tokens, ...]
     tokens: int
@@ -184,7 +182,7 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class Partition:
-    """Which sequences of each global batch a rank takes; `shuffle` re-orders them inside the batch."""
+    """Selects a rank's sequences of each global batch; `shuffle` seeds their order inside the batch."""
 
     rank: int
     world_size: int
@@ -207,49 +205,43 @@ class Partition:
         return (step * len(batch) + mine).reshape(self.accumulation, self.micro_batch)
 
     def step_batch(self, corpus: Corpus | RowCorpus, step: int) -> StepBatch:
+        """This rank's micro batches of one step.
+
+        The normaliser is the number of learned tokens of the global batch per micro batch. Ranks may have different
+        numbers of them, so all ranks divide by the same one.
+        """
         indices = self.indices(step)
-        if isinstance(corpus, RowCorpus):
-            return self._row_batch(corpus, step, indices)
-        micro = tuple(np.stack([corpus.sequence(int(i)) for i in row]) for row in indices)
-        labels = [batch[:, 1:] for batch in micro]
-        counted, places = sum(_count(part, corpus.pad) for part in labels), sum(part.size for part in labels)
-        normaliser = self._normaliser(corpus, step, counted)
-        return StepBatch(micro, counted, indices.size, _digest(indices, micro), normaliser, places)
-
-    def _row_batch(self, corpus: RowCorpus, step: int, indices: Indices) -> StepBatch:
-        rows = [[corpus.row(int(i)) for i in line] for line in indices]
-        micro = tuple(np.stack([row.places for row in line]) for line in rows)
-        held = Amounts.total(row.amounts for line in rows for row in line)
-        return StepBatch(
-            micro_batches=micro,
-            tokens=held.tokens,
-            samples=held.documents,
-            digest=_digest(indices, micro),
-            normaliser=self._learned(corpus, step, held.label_tokens),
-            positions=held.positions,
-            label_tokens=held.label_tokens,
-            attended_keys=held.attended_keys,
-        )
-
-    def _normaliser(self, corpus: Corpus, step: int, counted: int) -> float:
-        """Tokens of the global batch per micro batch: with padding, every rank must divide by the same number."""
-        if corpus.pad is None or self.world_size == 1:
-            return counted / self.accumulation
-        total = sum(_count(corpus.sequence(i)[1:], corpus.pad) for i in self._global(step))
-        return total / (self.accumulation * self.world_size)
-
-    def _learned(self, corpus: RowCorpus, step: int, own: int) -> float:
-        """Learned tokens of the global batch per micro batch; ranks hold different numbers of them."""
-        total = own if self.world_size == 1 else sum(corpus.label_tokens(i) for i in self._global(step))
-        return total / (self.accumulation * self.world_size)
-
-    def _global(self, step: int) -> range:
         share = self.micro_batch * self.accumulation * self.world_size
-        return range(step * share, (step + 1) * share)
+        global_batch = range(step * share, (step + 1) * share)
+        if isinstance(corpus, RowCorpus):
+            rows = [[corpus.row(int(i)) for i in line] for line in indices]
+            micro = tuple(np.stack([row.array for row in line]) for line in rows)
+            amounts = Amounts.total(row.amounts for line in rows for row in line)
+            learned = amounts.label_tokens
+            if self.world_size > 1:
+                learned = sum(corpus.label_tokens(i) for i in global_batch)
+            return StepBatch(
+                micro_batches=micro,
+                tokens=amounts.tokens,
+                samples=amounts.documents,
+                digest=_digest(indices, micro),
+                normaliser=learned / (self.accumulation * self.world_size),
+                positions=amounts.positions,
+                label_tokens=amounts.label_tokens,
+                attended_keys=amounts.attended_keys,
+            )
+        micro = tuple(np.stack([corpus.sequence(int(i)) for i in line]) for line in indices)
+        labels = [batch[:, 1:] for batch in micro]
+        counted, positions = sum(_count(part, corpus.pad) for part in labels), sum(part.size for part in labels)
+        normaliser = counted / self.accumulation
+        if corpus.pad is not None and self.world_size > 1:
+            learned = sum(_count(corpus.sequence(i)[1:], corpus.pad) for i in global_batch)
+            normaliser = learned / (self.accumulation * self.world_size)
+        return StepBatch(micro, counted, indices.size, _digest(indices, micro), normaliser, positions)
 
 
 def _digest(indices: Indices, micro: Sequence[Tokens]) -> int:
-    """Over everything a sequence holds: of rows, positions and labels too."""
+    """Digest of all sequences of a rank's share, including positions and labels of rows."""
     return add_digests(
         digest_tokens(int(i), s)
         for line, batch in zip(indices, micro, strict=True)
@@ -262,14 +254,14 @@ def _count(labels: Tokens, pad: int | None) -> int:
 
 
 def prefetch(corpus: Corpus | RowCorpus, partition: Partition, steps: range, depth: int = 2) -> Iterator[StepBatch]:
-    """Batches made in a thread ahead of their use; whatever wait is left, the caller's clock sees."""
+    """Batches prepared ahead in a thread; the caller times what it still waits for."""
     ready: queue.Queue[StepBatch | BaseException] = queue.Queue(depth)
 
     def fill() -> None:
         try:
             for step in steps:
                 ready.put(partition.step_batch(corpus, step))
-        except Exception as error:  # handed to the consumer, which raises it
+        except Exception as error:  # passed to the consumer, which raises it
             ready.put(error)
 
     threading.Thread(target=fill, daemon=True, name="paceline-data").start()

@@ -1,4 +1,4 @@
-"""Digests of token ids that add up, whatever the order of ranks."""
+"""Digests of token ids whose sum does not depend on how sequences are split over ranks."""
 
 from __future__ import annotations
 
@@ -21,4 +21,5 @@ def digest_tokens(index: int, tokens: np.ndarray[Any, Any]) -> int:
 
 
 def add_digests(digests: Iterable[int]) -> int:
+    """The sum modulo 2**64."""
     return sum(digests) & _MASK64

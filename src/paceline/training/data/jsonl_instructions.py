@@ -1,10 +1,10 @@
-"""Instructions out of a JSONL file the user brings: one document a line, of which only the responses are learned.
+"""Instructions from the user's JSONL file: one document per line, of which only the responses are learned.
 
-`jsonl:path=FILE,tokenizer=DIR,packed=true`. A line holds prompt and response, as they are; or instruction, input and
-output, in Alpaca's layout; or messages with role and content, in the tokenizer's chat template (without one: a line
-`role: content` each), of which the assistant's are learned. Prompt and response are tokenised apart, so that what is
-learned begins with a token. Without a tokenizer every byte of the UTF-8 text is a token, which random weights suffice
-for, and the record says so. Row i is row i modulo the rows of the file: it is read again from its start when it ends.
+`jsonl:path=FILE,tokenizer=DIR,packed=true`. A line has prompt and response, used as they are; or instruction, input and
+output, in Alpaca's layout; or messages with role and content, in the tokenizer's chat template (without one, a line
+`role: content` each), where the assistant's messages are learned. Prompt and response are tokenised separately, so that
+the response begins with a whole token. Without a tokenizer every byte of the UTF-8 text is a token. After the last row
+the file starts again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.experiment.choices import Choice
 from paceline.training.data.packing import Document, Row, lay_out, pack
 
 ACCEPTED = "an object with prompt and response, instruction, input and output, or messages"
-# Lines looked at before anything starts; the rest are read by the run itself.
+# Lines checked before anything starts; the run reads the rest.
 CHECKED_LINES = 100
 BYTES = 256
 END_BYTE = 0
@@ -35,7 +35,7 @@ Encode = Callable[[Pieces], Document]
 
 @dataclass(frozen=True)
 class Dialogues:
-    """The documents of one file, laid out in rows once."""
+    """The documents of one file, and the rows they are packed into."""
 
     rows: tuple[tuple[int, ...], ...]
     documents: Sequence[Document]
@@ -53,15 +53,17 @@ class Dialogues:
 
 
 def open_dialogues(data: Choice, vocab: int, length: int, seed: int) -> Dialogues:
-    """Reads and tokenises the whole file. Documents are cut to a row; one with nothing left to learn is left out."""
+    """Read and tokenise the whole file. Documents are cut to a row; those with nothing left to learn are dropped."""
     path, tokenizer = _options(data)
     encode, render = _encoder(tokenizer)
     read = [encode(pieces) for pieces in _lines(path, render)]
-    _require_vocabulary(data, read, vocab)
+    top = max((int(document.tokens.max()) for document in read if len(document.tokens)), default=0)
+    if top >= vocab:
+        raise UnsupportedError(f"{data} has token ids up to {top}, but the model's vocabulary has {vocab}")
     cut = [document.cut(length) for document in read]
     kept = [document for document in cut if document.label_tokens]
     if not kept:
-        raise RequestError(f"data: {path} holds no document of which a token is learned within {length} tokens")
+        raise RequestError(f"data: {path} has no document with a token to learn within the first {length} tokens")
     sizes = [len(document.tokens) for document in kept]
     rows = tuple(pack(sizes, length)) if data.options.get("packed") else tuple((i,) for i in range(len(kept)))
     facts: dict[str, Scalar] = {
@@ -74,8 +76,8 @@ def open_dialogues(data: Choice, vocab: int, length: int, seed: int) -> Dialogue
 
 
 def check_dialogues(data: Choice) -> None:
-    """Refuse a file or tokenizer that is not there, what the first lines already show, and a file without a response:
-    every document has an end to learn, so that the run would go through and teach that alone."""
+    """Reject a missing file or tokenizer, invalid first lines, and a file whose responses are all empty: its documents
+    still have an end to learn, so a run would succeed and learn nothing else."""
     path, _ = _options(data)
     answered = False
     for number, pieces in enumerate(_lines(path, _plain), start=1):
@@ -83,7 +85,7 @@ def check_dialogues(data: Choice) -> None:
         if answered and number >= CHECKED_LINES:
             return
     if not answered:
-        raise RequestError(f"data: every response in {path} is empty; accepted is a file with something to learn")
+        raise RequestError(f"data: every response in {path} is empty, expected at least one with text.")
 
 
 def _options(data: Choice) -> tuple[Path, Path | None]:
@@ -93,71 +95,65 @@ def _options(data: Choice) -> tuple[Path, Path | None]:
     require(not options, "data", str(data), "the options path, tokenizer and packed")
     require(isinstance(packed, bool), "data packed", packed, "true or false")
     if not path.is_file():
-        raise RequestError(f"data: the file {str(path)!r} does not exist; accepted is a file of one JSON object a line")
+        raise RequestError(
+            f"data: got {str(path)!r}, which does not exist, expected a file with one JSON object per line."
+        )
     if tokenizer is None:
         return path, None
     folder = Path(str(tokenizer))
     if not (folder / "tokenizer_config.json").is_file() and not (folder / "tokenizer.json").is_file():
-        raise RequestError(
-            f"data tokenizer: {str(folder)!r} was given; accepted is a model's directory with its tokenizer"
-        )
+        raise RequestError(f"data tokenizer: got {str(folder)!r}, expected a model directory with a tokenizer.")
     return path, folder
 
 
-# --- lines ---
-
-
 def _lines(path: Path, render: Callable[[Any], Pieces]) -> Iterator[Pieces]:
-    """Pieces of every line that is not blank; a line that is none of the accepted forms is one sentence."""
-    found = False
+    """Pieces of every line that is not blank; an invalid line is an error with its number."""
+    is_empty = True
     with path.open(encoding="utf-8") as lines:
         try:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    found = True
+                    is_empty = False
                     yield _pieces(line, f"data: {path} line {number}", render)
         except UnicodeDecodeError:
-            raise RequestError(f"data: {path} is no UTF-8 text; accepted is one JSON object a line") from None
-    if not found:
-        raise RequestError(f"data: {path} holds no line; accepted is one JSON object a line")
+            raise RequestError(f"data: {path} is not UTF-8 text, expected one JSON object per line.") from None
+    if is_empty:
+        raise RequestError(f"data: {path} is empty, expected one JSON object per line.")
 
 
 def _pieces(line: str, where: str, render: Callable[[Any], Pieces]) -> Pieces:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
-        raise RequestError(f"{where}: it is no JSON; accepted is {ACCEPTED}") from None
+        raise RequestError(f"{where}: not JSON, expected {ACCEPTED}.") from None
     if not isinstance(value, dict):
-        raise RequestError(f"{where}: it is no object; accepted is {ACCEPTED}")
+        raise RequestError(f"{where}: not an object, expected {ACCEPTED}.")
     if "messages" in value:
-        return render(_messages(value["messages"], where))
+        given = value["messages"]
+        is_valid = isinstance(given, list) and all(
+            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in given
+        )
+        if not is_valid or not any(message["role"] == "assistant" for message in given):
+            raise RequestError(
+                f"{where}: messages is invalid, expected a list of role and content with an assistant's message."
+            )
+        return render([{"role": message["role"], "content": message["content"]} for message in given])
     if "instruction" in value:
         instruction, context, output = (_text(value, key, where) for key in ("instruction", "input", "output"))
         context = f"### Input:\n{context}\n\n" if context else ""
         return [(ALPACA.format(instruction=instruction, context=context), False), (output, True)]
     if "prompt" not in value or "response" not in value:
         keys = ", ".join(sorted(value)[:5]) or "nothing"
-        raise RequestError(f"{where}: it has {keys}; accepted is {ACCEPTED}")
+        raise RequestError(f"{where}: got an object with {keys}, expected {ACCEPTED}.")
     return [(_text(value, "prompt", where), False), (_text(value, "response", where), True)]
 
 
 def _text(value: Mapping[str, Any], key: str, where: str) -> str:
-    """Alpaca's input may be absent; everything else must be text."""
+    """The text of a field; only Alpaca's input may be missing."""
     text = value.get(key, "" if key == "input" else None)
     if not isinstance(text, str):
-        raise RequestError(f"{where}: {key} is {json.dumps(text)[:40]}; accepted is text")
+        raise RequestError(f"{where}, {key}: got {json.dumps(text)[:40]}, expected text.")
     return text
-
-
-def _messages(given: object, where: str) -> list[dict[str, str]]:
-    sound = isinstance(given, list) and all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in given
-    )
-    if not sound or not any(m["role"] == "assistant" for m in given):  # type: ignore[attr-defined]
-        raise RequestError(
-            f"{where}: messages is no list of role and content; accepted is one with an assistant's message"
-        )
-    return [{"role": m["role"], "content": m["content"]} for m in given]  # type: ignore[attr-defined]
 
 
 def _plain(messages: Sequence[Mapping[str, str]]) -> Pieces:
@@ -168,13 +164,12 @@ def _plain(messages: Sequence[Mapping[str, str]]) -> Pieces:
     return pieces
 
 
-# --- tokens ---
-
-
 def _encoder(folder: Path | None) -> tuple[Encode, Callable[[Any], Pieces]]:
     """How pieces become a document, and how messages become pieces."""
     if folder is None:
-        return _encode_bytes, _plain
+        return lambda pieces: _joined(
+            [*((list(t.encode()), learned) for t, learned in pieces), ([END_BYTE], True)]
+        ), _plain
     try:
         from transformers import AutoTokenizer
     except ImportError:
@@ -183,19 +178,14 @@ def _encoder(folder: Path | None) -> tuple[Encode, Callable[[Any], Pieces]]:
         tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         reason = str(error).partition("\n")[0]
-        raise RequestError(f"data tokenizer: {str(folder)!r} cannot be read as a tokenizer ({reason})") from None
+        raise RequestError(f"data tokenizer: cannot read a tokenizer from {str(folder)!r} ({reason})") from None
     if not tokenizer.chat_template:
         return lambda pieces: _encode_words(tokenizer, pieces), _plain
     return lambda pieces: _encode_words(tokenizer, pieces), lambda messages: _templated(tokenizer, messages)
 
 
-def _encode_bytes(pieces: Pieces) -> Document:
-    parts = [(list(text.encode()), learned) for text, learned in pieces]
-    return _joined([*parts, ([END_BYTE], True)])
-
-
 def _encode_words(tokenizer: Any, pieces: Pieces) -> Document:
-    """The beginning and end marks of the tokenizer around it, unless the text (a chat template's) brings its own."""
+    """Tokens with the tokenizer's begin and end marks, unless the text of a chat template has its own."""
     parts = [(tokenizer(text, add_special_tokens=False)["input_ids"], learned) for text, learned in pieces]
     ids = [token for part, _ in parts for token in part]
     first, last = tokenizer.bos_token_id, tokenizer.eos_token_id
@@ -213,14 +203,14 @@ def _joined(parts: Sequence[tuple[Sequence[int], bool]]) -> Document:
 
 
 def _templated(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> Pieces:
-    """What the template adds with each message; an assistant's message is learned from where its generation begins."""
+    """The text that the template adds per message. An assistant's message is learned after the generation prompt."""
     pieces: Pieces = []
     before = ""
     for count, message in enumerate(messages, start=1):
         if message["role"] == "assistant":
-            asked = _rendered(tokenizer, messages[: count - 1], generation=True)
-            pieces.append((_continuation(asked, before), False))
-            before = asked
+            prompt = _rendered(tokenizer, messages[: count - 1], generation=True)
+            pieces.append((_continuation(prompt, before), False))
+            before = prompt
         text = _rendered(tokenizer, messages[:count], generation=False)
         pieces.append((_continuation(text, before), message["role"] == "assistant"))
         before = text
@@ -236,11 +226,7 @@ def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, generati
 
 def _continuation(text: str, before: str) -> str:
     if not text.startswith(before):
-        raise UnsupportedError("the tokenizer's chat template rewrites earlier messages, so responses cannot be told")
+        raise UnsupportedError(
+            "the tokenizer's chat template rewrites earlier messages, so responses cannot be separated"
+        )
     return text[len(before) :]
-
-
-def _require_vocabulary(data: Choice, documents: Sequence[Document], vocab: int) -> None:
-    top = max((int(document.tokens.max()) for document in documents if len(document.tokens)), default=0)
-    if top >= vocab:
-        raise UnsupportedError(f"{data} holds token ids up to {top}, but the model's vocabulary has {vocab}")

@@ -1,8 +1,8 @@
-"""Rows of documents: token ids, positions and labels of one fine-tuning sequence, and the rule that packs documents.
+"""Rows for fine-tuning (token ids, positions and labels of one sequence), and packing of documents into rows.
 
-A row is an int64 array (3, length). Positions begin at 0 with each document, so they say where documents meet. Padding
-is on the right, holds the id 0, goes on counting positions and is never learned. Labels are already shifted: the label
-of a place is the next token of the same document, IGNORED_LABEL where that is the prompt's or does not exist.
+A row is an int64 array (3, length). Positions restart at 0 with each document, which marks the boundaries. Padding is
+on the right, has the id 0, continues the positions and is never learned. Labels are already shifted: each label is the
+next token of the same document, or IGNORED_LABEL if that belongs to the prompt or does not exist.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import numpy as np
 Tokens = np.ndarray[Any, np.dtype[np.int64]]
 IGNORED_LABEL = -100
 PADDING_ID = 0
-# How many waiting documents may be looked at to fill a row: more packs tighter and mixes the order further.
+# Waiting documents considered for a row: more packs tighter and changes the order more.
 LOOK_AHEAD = 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Document:
-    """Token ids, and for each whether it is learned (a response) or only read (a prompt)."""
+    """Token ids, and for each whether it is learned (response) or only read (prompt)."""
 
     tokens: Tokens
     learned: np.ndarray[Any, np.dtype[np.bool_]]
@@ -34,13 +34,13 @@ class Document:
 
     @property
     def label_tokens(self) -> int:
-        """A document's first token has no predecessor that could predict it."""
+        """Learned tokens. The first token has no predecessor, so it is never learned."""
         return int(self.learned[1:].sum())
 
 
 @dataclass(frozen=True, slots=True)
 class Amounts:
-    """What a row or a batch holds. attended_keys sums, over tokens that are no padding, the keys each may see."""
+    """Counts of a row or a batch. attended_keys: keys that each token sees, summed over tokens without padding."""
 
     tokens: int
     positions: int
@@ -56,9 +56,9 @@ class Amounts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """The array of one sequence and what it holds."""
+    """The array (3, length) of one sequence, and its counts."""
 
-    places: Tokens
+    array: Tokens
     amounts: Amounts
 
 
@@ -69,32 +69,32 @@ class RowCorpus(Protocol):
     def row(self, index: int) -> Row: ...
 
     def label_tokens(self, index: int) -> int:
-        """Of that row, without making it where that can be avoided: every rank asks for the whole global batch."""
+        """Learned tokens of that row. Must be cheap: every rank calls it for the whole global batch."""
 
     @property
     def facts(self) -> dict[str, str | int | float | bool | None]:
-        """What a reader of the record should know about the data beyond what the spec says."""
+        """Facts about the data for the record that are not in the spec."""
 
 
 def lay_out(documents: Sequence[Document], length: int) -> Row:
-    """One row; the documents must fit it."""
-    places = np.zeros((3, length), dtype=np.int64)
-    places[0], places[2] = PADDING_ID, IGNORED_LABEL
+    """One row with these documents, which must fit."""
+    array = np.zeros((3, length), dtype=np.int64)
+    array[0], array[2] = PADDING_ID, IGNORED_LABEL
     start = attended = 0
     for document in documents:
         size = len(document.tokens)
         end = start + size
-        places[0, start:end] = document.tokens
-        # To the row's end, so that padding goes on counting; the next document writes over it.
-        places[1, start:] = np.arange(length - start)
-        places[2, start : end - 1] = np.where(document.learned[1:], document.tokens[1:], IGNORED_LABEL)
+        array[0, start:end] = document.tokens
+        # Up to the end of the row, for padding; the next document overwrites it.
+        array[1, start:] = np.arange(length - start)
+        array[2, start : end - 1] = np.where(document.learned[1:], document.tokens[1:], IGNORED_LABEL)
         start, attended = end, attended + size * (size + 1) // 2
     learned = sum(document.label_tokens for document in documents)
-    return Row(places, Amounts(start, length, learned, attended, len(documents)))
+    return Row(array, Amounts(start, length, learned, attended, len(documents)))
 
 
 def whole(sequence: Tokens, pad: int | None = None) -> Row:
-    """Plain text of length + 1 tokens as one document in which every token but padding is learned."""
+    """A row of one document from length + 1 tokens of plain text; all tokens but padding are learned."""
     tokens, following = sequence[:-1], sequence[1:]
     length = len(tokens)
     counted = np.ones(length, dtype=bool) if pad is None else tokens != pad
@@ -106,11 +106,13 @@ def whole(sequence: Tokens, pad: int | None = None) -> Row:
 
 
 def pack(sizes: Iterable[int], length: int, look_ahead: int = LOOK_AHEAD) -> Iterator[tuple[int, ...]]:
-    """Which documents share a row, by their place in `sizes`; every size must be at most `length`.
+    """Rows of documents, by their index in `sizes`; every size must be at most `length`.
 
-    A row begins with the document that has waited longest. Then each of the next `look_ahead` waiting ones, in order,
-    joins if it fits; a row is closed when none of them does. So no document waits for ever, and a row depends on those
-    before it only.
+    A row begins with the document that has waited longest. Each of the next `look_ahead` documents joins if it fits.
+    No document waits forever, and a row depends only on the ones before it.
+
+    >>> list(pack([3, 3, 2, 1], length=5))
+    [(0, 2), (1, 3)]
     """
     arriving = enumerate(sizes)
     waiting: deque[tuple[int, int]] = deque()

@@ -1,9 +1,9 @@
-"""Synthetic instructions: documents of a stated length distribution, a prompt that is read and a response to learn.
+"""Synthetic instructions: documents with a given length distribution, each a prompt and a response to learn.
 
 `instructions:length=lognormal,mean=180,spread=0.6,prompt_share=0.4,packed=true`. Document j is a function of the seed
 and j alone. Unpacked, row i holds document i. Packed, rows come in blocks of BLOCK_ROWS: block b is filled by
-`rows.pack` from documents of its own, b * BLOCK_DOCUMENTS onwards, and what is still waiting when the block is full is
-left out. Row i is then a function of i, whatever the world size and micro batch, and no rank packs more than a block.
+`packing.pack` from its own documents, b * BLOCK_DOCUMENTS onwards; documents left over when it is full are dropped. So
+row i depends only on i, not on world size or micro batch, and no rank packs more than a block.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from paceline.experiment.choices import Choice
 from paceline.training.data.packing import Document, Row, Tokens, lay_out, pack
 
 BLOCK_ROWS = 256
-# More than a block can hold: a document has two tokens or more.
+# More than fit into a block: a document has at least two tokens.
 BLOCK_DOCUMENTS = 1 << 24
 SHORTEST = 2
-# Lengths are drawn so many at once: a generator costs more than what is drawn from it.
+# Lengths are drawn in groups, because creating a generator is slow.
 DRAWN_LENGTHS = 256
 # Segments of the synthetic text: mean length, and how many different tokens may start one.
 SEGMENT_TOKENS = 32
@@ -33,9 +33,9 @@ ACCEPTED = "length (lognormal or fixed), mean, spread, prompt_share and packed"
 
 
 def counting_runs(random: np.random.Generator, vocab: int, count: int) -> Tokens:
-    """Counting runs of random start and length over a few hundred tokens: seeded, endless, and learnable.
+    """Counting runs with random starts and lengths over a few hundred tokens.
 
-    A model first learns which tokens occur, then that most tokens are the previous one plus one, so the loss falls.
+    The loss falls: a model learns which tokens occur, then that most tokens are the previous one plus one.
     """
     active = min(vocab, ACTIVE_TOKENS)
     starts = random.integers(0, active, count)
@@ -48,9 +48,9 @@ def counting_runs(random: np.random.Generator, vocab: int, count: int) -> Tokens
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """How long documents are, before a row cuts them: `mean` tokens, of which prompt_share are the prompt.
+    """Document lengths before truncation: `mean` tokens, prompt_share of them in the prompt.
 
-    lognormal has the stated mean, and `spread` is the standard deviation of the logarithm. fixed fills every row.
+    lognormal: `spread` is the standard deviation of the logarithm. fixed: every document fills a row.
     """
 
     length: str = "lognormal"
@@ -77,7 +77,7 @@ class Lengths:
         return cls(**options)
 
     def draw(self, random: np.random.Generator, longest: int, count: int) -> list[int]:
-        """Tokens of so many documents, each at least SHORTEST and at most a row."""
+        """Lengths of `count` documents, from SHORTEST to `longest` tokens."""
         if self.length == "fixed":
             return [longest] * count
         drawn = random.lognormal(math.log(self.mean) - self.spread**2 / 2, self.spread, count)
@@ -85,7 +85,7 @@ class Lengths:
         return sizes
 
     def prompt(self, size: int) -> int:
-        """At least one token, because the first has no predecessor, and never the whole document."""
+        """Prompt tokens: at least one, because the first has no predecessor, and never the whole document."""
         return min(max(round(self.prompt_share * size), 1), size - 1)
 
 
@@ -114,8 +114,8 @@ class Instructions:
         return {}
 
     def size(self, number: int) -> int:
-        draw, place = divmod(number, DRAWN_LENGTHS)
-        return _drawn_lengths(self, draw)[place]
+        draw, index = divmod(number, DRAWN_LENGTHS)
+        return _drawn_lengths(self, draw)[index]
 
     def document(self, number: int) -> Document:
         size = self.size(number)
@@ -123,14 +123,14 @@ class Instructions:
         return Document(counting_runs(self.random(number, stream=0), self.vocab, size), learned)
 
     def random(self, number: int, stream: int) -> np.random.Generator:
-        """Streams are far apart in the generator's period: a length says nothing about the tokens."""
+        """A generator for one document. Streams are independent, so that lengths and tokens are."""
         return np.random.Generator(np.random.Philox(key=[self.seed, number], counter=[0, 0, 0, stream]))
 
     def _numbers(self, index: int) -> tuple[int, ...]:
         if not self.lengths.packed:
             return (index,)
-        block, place = divmod(index, BLOCK_ROWS)
-        return _packed_block(self, block)[place]
+        block, row = divmod(index, BLOCK_ROWS)
+        return _packed_block(self, block)[row]
 
 
 @functools.lru_cache(maxsize=256)

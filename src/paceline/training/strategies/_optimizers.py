@@ -1,4 +1,4 @@
-"""The optimizers of all strategies, what they say about themselves, and what they step on."""
+"""Optimizers of all strategies, their facts for the record, and master weights and shards they update."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ SMALLEST_8BIT = 4096
 def optimizer_of(
     spec: RunSpec, parameters: Iterable[Tensor], whole_sizes: Sequence[int] | None = None
 ) -> torch.optim.Optimizer:
-    """torch's fused AdamW, or bitsandbytes' with 8-bit moments where fine-tuning asks for it.
+    """torch's fused AdamW, or bitsandbytes' with 8-bit moments if fine-tuning requests it.
 
-    whole_sizes has the elements of what each parameter is this rank's part of, where it is one: whether moments have
-    8 bit is decided by the whole, so that sharding does not change the arithmetic.
+    whole_sizes: for shards, the elements of the whole parameters. They decide whether moments have 8 bit, so that
+    sharding does not change the arithmetic.
     """
     training, name = spec.training, spec.tuning.optimizer if spec.tuning else "adamw"
     if name == "adamw":
         return torch.optim.AdamW(
             parameters, lr=training.learning_rate, weight_decay=training.weight_decay, betas=BETAS, fused=True
         )
-    held, bnb = list(parameters), package("bitsandbytes", f"the optimizer {name}")
+    parts, bnb = list(parameters), package("bitsandbytes", f"the optimizer {name}")
     optimizer = bnb.optim.AdamW8bit(
-        held,
+        parts,
         lr=training.learning_rate,
         weight_decay=training.weight_decay,
         betas=BETAS,
@@ -43,13 +43,13 @@ def optimizer_of(
         is_paged=name.startswith("paged"),
     )
     if whole_sizes is not None:
-        optimizer.mng = _bits_by_whole(bnb, held, whole_sizes)
+        optimizer.mng = _bits_by_whole(bnb, parts, whole_sizes)
     return optimizer  # type: ignore[no-any-return]
 
 
 def _bits_by_whole(bnb: Any, parts: Sequence[Tensor], whole_sizes: Sequence[int]) -> Any:
-    """What bitsandbytes asks for exceptions, of this optimizer alone: its global one knows tensors by `id`, which
-    another tensor may have later. Parts differ between ranks in size, so no one limit on parts is right on all."""
+    """bitsandbytes' table of exceptions, for this optimizer only: the global one finds tensors by `id`, which may be
+    reused. Shards differ in size between ranks, so no single limit on shards is right for all ranks."""
     exceptions = bnb.optim.GlobalOptimManager.__new__(bnb.optim.GlobalOptimManager)
     exceptions.initialize()
     for part, size in zip(parts, whole_sizes, strict=True):
@@ -64,7 +64,7 @@ def is_8bit(spec: RunSpec) -> bool:
 
 
 def optimizer_facts(optimizer: torch.optim.Optimizer, clip_norm: float) -> dict[str, Any]:
-    """Implementation and hyper-parameters as the optimizer itself holds them."""
+    """Implementation and hyper-parameters, read from the optimizer itself."""
     group = optimizer.param_groups[0]
     facts: dict[str, Any] = {
         key: group[key] for key in ("lr", "weight_decay", "eps", "fused", "amsgrad") if key in group
@@ -76,15 +76,12 @@ def optimizer_facts(optimizer: torch.optim.Optimizer, clip_norm: float) -> dict[
 
 
 def state_dtypes(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Dtypes of master weights and moments, read from the optimizer's state, which exists once it has stepped."""
+    """Dtypes of master weights and moments, read from the optimizer's state, which exists after the first step."""
     masters = {parameter.dtype for parameter in optimizer.state}
-    moments = {t.dtype for state in optimizer.state.values() for key, t in state.items() if _is_moment(key)}
+    # torch calls moments exp_avg and exp_avg_sq, bitsandbytes state1 and state2.
+    names = ("exp_avg", "exp_avg_sq", "state1", "state2")
+    moments = {state[key].dtype for state in optimizer.state.values() for key in names if key in state}
     return {"master_weights": _one_name(masters), "optimizer_state": _one_name(moments)}
-
-
-def _is_moment(key: str) -> bool:
-    """torch calls them exp_avg and exp_avg_sq, bitsandbytes state1 and state2."""
-    return key.startswith("exp_avg") or key in ("state1", "state2")
 
 
 def _one_name(dtypes: set[torch.dtype]) -> str:
@@ -108,13 +105,13 @@ class Masters:
 
 
 def local(tensor: Any) -> Tensor:
-    """This rank's part of a sharded tensor, in its memory; a plain tensor itself."""
+    """This rank's shard of a tensor, sharing its memory; a plain tensor itself."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[no-any-return]
 
 
 class LocalShards:
-    """This rank's parts of sharded parameters as plain tensors of the same memory, for an optimizer that knows only
-    those. A part without elements is left out."""
+    """This rank's shards as plain tensors with the same memory, for optimizers that do not support DTensor. Empty
+    shards are left out."""
 
     def __init__(self, sharded: Sequence[Any]) -> None:
         pairs = [(whole, local(whole.detach())) for whole in sharded]
@@ -138,8 +135,7 @@ class LocalShards:
 
 
 def with_state(optimizer: torch.optim.Optimizer, stepped: Iterable[Tensor]) -> None:
-    """Have the optimizer make its state, which exists once it has stepped; whatever that did to weights and moments is
-    overwritten by what is loaded."""
+    """Make the optimizer create its state with one step on zero gradients; loading overwrites the result."""
     for tensor in stepped:
         tensor.grad = torch.zeros_like(tensor)
     optimizer.step()
@@ -147,7 +143,7 @@ def with_state(optimizer: torch.optim.Optimizer, stepped: Iterable[Tensor]) -> N
 
 
 def save_tensors(state: Mapping[str, Tensor], folder: Path) -> None:
-    """Every rank writes its part, of what all hold one of them; called on every rank."""
+    """Write a checkpoint: every rank writes its shards, one rank what all share. Called on every rank."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -171,6 +167,6 @@ def load_tensors(state: dict[str, Tensor], folder: Path) -> None:
 
 
 def _first_failure(error: Any) -> str:
-    """torch's own exception is no Exception, and its text a page: the first rank's sentence is enough."""
+    """The message of the first failed rank; torch's own text is a page long."""
     rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
     return f"rank {rank}: {type(cause).__name__}: {str(cause).partition(chr(10))[0]}"

@@ -1,4 +1,4 @@
-"""The training step shared by the strategies that use torch's own wrappers: accumulate, clip, AdamW, clear."""
+"""The training step of the strategies that use torch's own wrappers: accumulate, clip, update, clear."""
 
 from __future__ import annotations
 
@@ -27,38 +27,33 @@ from paceline.training.strategies._optimizers import (
 )
 
 INITIAL_LOSS_SCALE = 2.0**16
-# What a strategy wraps.
+# The module that a strategy wraps.
 Subject: TypeAlias = Decoder | finetuned.Tuned
 
 
 def whole_subject(spec: RunSpec, seat: Seat, dtype: str, reseed: int = 0) -> Subject:
-    """What a spec trains, whole and initialised on this rank's device: the decoder with its weights in `dtype`, or the
-    model that is fine-tuned, which holds each weight in a dtype of its own."""
+    """The whole initialised module on this rank's device: the decoder in `dtype`, or the fine-tuned model, which has
+    its own dtypes (see `decoder.fill` for `reseed`)."""
     if spec.tuning is not None:
         return finetuned.build(spec, seat.torch_device, reseed)
-    return initialised_decoder(spec, seat, reseed).to(DTYPES[dtype])
+    decoder = build_decoder(spec, seat.torch_device)
+
+    def copy(parameter: Tensor, value: Tensor) -> None:
+        parameter.data.copy_(value)
+
+    fill(decoder, decoder.shape.layers, spec.seed, spec.training.precision.compute, copy, reseed)
+    return decoder.to(DTYPES[dtype])
 
 
 def build_decoder(spec: RunSpec, device: str) -> Decoder:
-    """The decoder on `device` ("meta" allocates nothing), without its initial values."""
+    """The decoder on `device` ("meta" allocates nothing), without initial values."""
     training = spec.training
     with torch.device(device):
         return Decoder(load(spec.model), training.precision.compute, training.checkpointing)
 
 
-def initialised_decoder(spec: RunSpec, seat: Seat, reseed: int = 0) -> Decoder:
-    """A whole decoder on this rank's device, with fp32 initial weights (see `decoder.fill` for `reseed`)."""
-    decoder = build_decoder(spec, seat.torch_device)
-    fill(decoder, decoder.shape.layers, spec.seed, spec.training.precision.compute, _copy, reseed)
-    return decoder
-
-
-def _copy(parameter: Tensor, value: Tensor) -> None:
-    parameter.data.copy_(value)
-
-
 def compile_whole(subject: Subject) -> None:
-    """One graph over the decoder. A fine-tuned model is compiled in parts: what joins its layers is not ours."""
+    """Compile the decoder as one graph, and a fine-tuned model in parts, since its outer code is not ours."""
     if isinstance(subject, Decoder):
         subject.compile()
     else:
@@ -66,7 +61,7 @@ def compile_whole(subject: Subject) -> None:
 
 
 def compile_parts(subject: Subject) -> None:
-    """Compile block by block and the loss: for strategies whose hooks sit between the blocks."""
+    """Compile each block and the loss: for strategies with hooks between the blocks."""
     if isinstance(subject, finetuned.Tuned):
         finetuned.prepare_compiler(subject.checkpointing)
     for block in subject.blocks:
@@ -75,12 +70,12 @@ def compile_parts(subject: Subject) -> None:
 
 
 def learning(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters that learn, in order."""
+    """The trainable parameters, in order."""
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 def whole_weights(subject: Subject) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a subject that no strategy has sharded, with the scales of those in 4 bit."""
+    """All weights of an unsharded module, with the scales of 4-bit ones."""
     yield from subject.named_parameters()
     yield from scales_of(subject)
 
@@ -91,14 +86,14 @@ def scales_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def tuning_facts(module: nn.Module) -> tuple[dict[str, str], dict[str, Any]]:
     """dtypes and settings that only a fine-tuned model has, however it is wrapped."""
-    found = next((part for part in module.modules() if isinstance(part, finetuned.Tuned)), None)
-    return (found.dtypes, found.facts) if found else ({}, {})
+    tuned = next((part for part in module.modules() if isinstance(part, finetuned.Tuned)), None)
+    return (tuned.dtypes, tuned.facts) if tuned else ({}, {})
 
 
 class TorchTrainer:
-    """Implements `plugins.Trainer`; what differs between strategies comes in as functions.
+    """Implements `contract.Trainer`; strategies pass their differences as functions.
 
-    sync(last) is called before each micro batch and says whether its gradients shall be reduced.
+    sync(last) is called before each micro batch, to switch the reduction of its gradients on or off.
     """
 
     def __init__(
@@ -127,10 +122,11 @@ class TorchTrainer:
             seat.device, init_scale=INITIAL_LOSS_SCALE, enabled=training.precision.compute == "fp16"
         )
         self.updates = 0
-        self.optimizer.register_step_post_hook(self._count_update)
 
-    def _count_update(self, *_: object) -> None:
-        self.updates += 1
+        def count_update(*_: object) -> None:
+            self.updates += 1
+
+        self.optimizer.register_step_post_hook(count_update)
 
     def forward(self, tokens: Tensor, labels: Tensor, normaliser: Tensor, last: bool) -> Tensor:
         self.sync(last)
@@ -162,28 +158,12 @@ class TorchTrainer:
         with_state(self.optimizer, self.shards.parts if self.shards else self.stepped)
         state = self._state()
         load_tensors(state, folder)
-        self._take(state)
-
-    def _state(self) -> dict[str, Tensor]:
-        """What has learned and what it will learn by: tensors that loading fills in place, numbers as tensors."""
-        state = {f"weights.{i}": tensor.detach() for i, tensor in enumerate(self.stepped)}
-        # Parts of 8-bit moments are plain tensors that differ between ranks, so each rank names its own.
+        # Plain numbers cannot be filled in place.
         own = f"rank.{self.rank}." if self.shards else ""
         for i, parameter in enumerate(self.optimizer.param_groups[0]["params"]):
-            for key, value in self.optimizer.state[parameter].items():
-                held = value if isinstance(value, Tensor) else torch.tensor(value)
-                state[f"{own}optimizer.{i}.{key}"] = held
-        scale = self.scaler.state_dict()
-        numbers = [self.updates, scale.get("scale", 0.0), scale.get("_growth_tracker", 0)]
-        return state | {"numbers": torch.tensor(numbers, dtype=torch.float64)}
-
-    def _take(self, state: Mapping[str, Tensor]) -> None:
-        """What loading could not fill in place."""
-        own = f"rank.{self.rank}." if self.shards else ""
-        for i, parameter in enumerate(self.optimizer.param_groups[0]["params"]):
-            held = self.optimizer.state[parameter]
-            numbers = {key: type(v) for key, v in held.items() if isinstance(v, int | float)}
-            held |= {key: kind(state[f"{own}optimizer.{i}.{key}"].item()) for key, kind in numbers.items()}
+            kept = self.optimizer.state[parameter]
+            numbers = {key: type(v) for key, v in kept.items() if isinstance(v, int | float)}
+            kept |= {key: kind(state[f"{own}optimizer.{i}.{key}"].item()) for key, kind in numbers.items()}
         updates, scale, growth = state["numbers"].tolist()
         self.updates = int(updates)
         if self.scaler.is_enabled():
@@ -191,6 +171,18 @@ class TorchTrainer:
             self.scaler.load_state_dict(known | {"scale": scale, "_growth_tracker": int(growth)})
         if self.masters:
             self.masters.give_weights()
+
+    def _state(self) -> dict[str, Tensor]:
+        """Trained weights and optimizer state, as tensors that loading fills in place; numbers become tensors."""
+        state = {f"weights.{i}": tensor.detach() for i, tensor in enumerate(self.stepped)}
+        # Shards of 8-bit moments are plain tensors that differ between ranks, so each rank uses its own names.
+        own = f"rank.{self.rank}." if self.shards else ""
+        for i, parameter in enumerate(self.optimizer.param_groups[0]["params"]):
+            for key, value in self.optimizer.state[parameter].items():
+                state[f"{own}optimizer.{i}.{key}"] = value if isinstance(value, Tensor) else torch.tensor(value)
+        scale = self.scaler.state_dict()
+        numbers = [self.updates, scale.get("scale", 0.0), scale.get("_growth_tracker", 0)]
+        return state | {"numbers": torch.tensor(numbers, dtype=torch.float64)}
 
     def declare(self) -> tuple[dict[str, str], dict[str, Any], dict[str, Any]]:
         precision = self.training.precision

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: whole model on every rank, gradients all-reduced once per optimizer step."""
+"""DistributedDataParallel: every rank has the whole model; gradients are all-reduced once per step."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def wrap(spec: RunSpec, seat: Seat) -> Trainer:
         device_ids=[seat.local_rank] if seat.device == "cuda" else None,
         bucket_cap_mb=bucket_mb,
         gradient_as_bucket_view=True,
-        # Angles of the rotation are buffers of a fine-tuned model: equal on all ranks, and not gradients.
+        # Buffers (the rotary angles of a fine-tuned model) are equal on all ranks.
         broadcast_buffers=False,
         static_graph=chosen.static_graph,
     )
 
     def sync(last: bool) -> None:
-        # What no_sync() sets, without opening a context around forward and backward.
+        # The flag that no_sync() sets, without a context around forward and backward.
         ddp.require_backward_grad_sync = last
 
     settings: dict[str, Any] = {"bucket_mb": bucket_mb, "static_graph": chosen.static_graph}

@@ -1,4 +1,4 @@
-"""FSDP2 (`fully_shard` per block): weights, gradients and optimizer state sharded over all ranks."""
+"""FSDP2 (`fully_shard` per block): shards weights, gradients and optimizer state over all ranks."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ def check(spec: RunSpec) -> str | None:
     parse_options(Options, spec.strategy)
     tuning = spec.tuning
     if tuning is not None and tuning.optimizer != "adamw" and spec.training.precision.compute == "fp16":
-        return (
-            f"the optimizer {tuning.optimizer} sees one shard, and would not know that another one overflowed in fp16"
-        )
+        return f"the optimizer {tuning.optimizer} sees one shard only, and would miss an fp16 overflow in another shard"
     return None
 
 
@@ -97,16 +95,16 @@ def wrap(spec: RunSpec, seat: Seat) -> Trainer:
 
 
 def empty_decoder(spec: RunSpec) -> Decoder:
-    """Without memory, so that the whole of it never stands on one rank."""
+    """The decoder on the meta device, so that no rank needs memory for all of it."""
     from paceline.training.strategies._torch import build_decoder
 
     return build_decoder(spec, "meta")
 
 
 def mixed_precision(spec: RunSpec) -> Any:
-    """fp32 shards; gathered in the compute dtype, reduced in the reduction dtype. The decoder casts its own inputs.
+    """fp32 shards, gathered in the compute dtype and reduced in the reduction dtype. The decoder casts its inputs.
 
-    A fine-tuned model is gathered as it is held: 4-bit storage must not be cast, and adapters are cast where used.
+    A fine-tuned model is gathered as stored: 4-bit codes must not be cast, and adapters are cast where they are used.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -118,7 +116,7 @@ def mixed_precision(spec: RunSpec) -> Any:
 
 
 def block_units(subject: Subject, bucket_mb: float | None) -> list[Any]:
-    """One unit per block, or consecutive blocks joined until a unit holds at least bucket_mb of weights as sharded."""
+    """One unit per block, or consecutive blocks joined into units of at least bucket_mb."""
     if bucket_mb is None:
         return list(subject.blocks)
     units: list[list[nn.Module]] = [[]]
@@ -133,7 +131,7 @@ def block_units(subject: Subject, bucket_mb: float | None) -> list[Any]:
 
 
 def place_shards(decoder: Decoder, spec: RunSpec, seat: Seat) -> None:
-    """Give each rank its shard of the common initial weights, one whole parameter in memory at a time."""
+    """Give each rank its shard of the initial weights, with one whole parameter in memory at a time."""
     from torch.distributed.tensor import distribute_tensor
 
     from paceline.training.decoder import fill
@@ -148,7 +146,7 @@ def place_shards(decoder: Decoder, spec: RunSpec, seat: Seat) -> None:
 
 
 def full_parameters(subject: Subject, codes: frozenset[str]) -> Iterator[tuple[str, Tensor]]:
-    """`codes` names the 4-bit weights, whose bits are told as bitsandbytes packed them."""
+    """Whole weights by name. `codes` names the 4-bit weights, which are returned as bitsandbytes packs them."""
     from paceline.training.finetuned import codes_of
     from paceline.training.strategies._torch import scales_of
 

@@ -1,4 +1,4 @@
-"""One process, no wrapper: the plain loop that every other strategy is certified against."""
+"""One process without a wrapper: the plain training step that other strategies are compared with."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check(spec: RunSpec) -> str | None:
     assert spec.strategy is not None
     parse_options(Options, spec.strategy)
     if spec.topology.world_size != 1:
-        return f"the strategy single runs on one process, not on {spec.topology.world_size}"
+        return f"the strategy single needs one process, got {spec.topology.world_size}"
     return None
 
 
@@ -34,7 +34,7 @@ def wire_bytes(traffic: Traffic) -> float:
 
 
 def wrap(spec: RunSpec, seat: Seat, reseed: int = 0) -> Trainer:
-    """reseed is the reference's alone: another rounding of the same initial weights."""
+    """reseed: another rounding of the same initial weights, for reference runs only."""
     from paceline.training.strategies._torch import TorchTrainer, compile_whole, whole_subject, whole_weights
 
     subject = whole_subject(spec, seat, spec.training.precision.reduce, reseed)

@@ -1,4 +1,4 @@
-"""ZeRO on DeepSpeed, stage 1, 2 or 3: optimizer state, then gradients, then weights sharded over all ranks."""
+"""ZeRO on DeepSpeed: stage 1 shards optimizer state, stage 2 also gradients, stage 3 also weights."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
     from paceline.training.strategies._torch import Subject
 
-# The folder within a checkpoint; any word will do.
+# The directory within a checkpoint; any name works.
 TAG = "zero"
 
 
 @dataclass(frozen=True)
 class Options:
-    """overlap starts reductions while backward still runs. The others (stage 3) carry DeepSpeed's names and defaults:
-    gathered weights may stay for backward within max_live_parameters and max_reuse_distance (0 and 0: every weight is
+    """overlap: start reductions while backward still runs. The other options (stage 3) have DeepSpeed's defaults:
+    gathered weights are kept for backward within max_live_parameters and max_reuse_distance (0 and 0: every weight is
     gathered twice per micro batch), and weights smaller than persistence_threshold are never sharded."""
 
     stage: int = 1
@@ -47,7 +47,7 @@ def check(spec: RunSpec) -> str | None:
     assert spec.strategy is not None
     parse_options(Options, spec.strategy)
     if has_adapters(spec) and spec.training.precision.compute == "fp16":
-        return "DeepSpeed scales the loss only of models that are fp16 altogether, and adapters are fp32"
+        return "DeepSpeed scales the loss only if the whole model is fp16, and adapters are fp32"
     return None
 
 
@@ -93,7 +93,7 @@ def wrap(spec: RunSpec, seat: Seat) -> Trainer:
 
     assert spec.strategy is not None
     chosen = parse_options(Options, spec.strategy)
-    # DeepSpeed makes this cast itself, but with both copies on the device at once.
+    # DeepSpeed would cast by itself, but with both copies on the device at once.
     subject = whole_subject(spec, seat, spec.training.precision.compute)
     if spec.training.compile:
         # Stage 3 fetches weights in hooks between layers, which one graph over the whole model would not see.
@@ -105,12 +105,12 @@ def wrap(spec: RunSpec, seat: Seat) -> Trainer:
 
 
 def preload(device: str) -> None:
-    """Import what ranks of this strategy import."""
+    """Import DeepSpeed ahead of time, for ranks that are forked later."""
     import_deepspeed(device)
 
 
 def import_deepspeed(device: str) -> Any:
-    # Left alone, DeepSpeed guesses its accelerator, looks for CUDA's compiler and compiles a shared-memory operator.
+    # By default DeepSpeed guesses its accelerator, looks for CUDA's compiler and compiles a shared-memory operator.
     os.environ.setdefault("DS_ACCELERATOR", device)
     os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")
     try:
@@ -118,7 +118,7 @@ def import_deepspeed(device: str) -> Any:
             import deepspeed
     except ImportError as error:
         raise MissingPackageError(error.name or "deepspeed", "the strategy zero", "'paceline[zero]'") from None
-    # Its Muon optimizer, which every stage imports and none here uses, would import torch's compiler when defined.
+    # Its Muon optimizer, which every stage imports and nobody here uses, would import torch's compiler.
     deepspeed.runtime.compiler.compile = lambda: deepspeed.runtime.compiler.dummy_decorator
     deepspeed.utils.logger.setLevel("ERROR")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -127,7 +127,7 @@ def import_deepspeed(device: str) -> Any:
 
 @contextlib.contextmanager
 def _hidden(package: str) -> Iterator[None]:
-    """Not importable inside: DeepSpeed's autotuner, which nobody calls, imports all of MLflow where it is installed."""
+    """Make a package impossible to import: DeepSpeed's unused autotuner would import all of MLflow."""
     known = package in sys.modules
     sys.modules.setdefault(package, cast(ModuleType, None))
     try:
@@ -138,7 +138,7 @@ def _hidden(package: str) -> Iterator[None]:
 
 
 def configuration(spec: RunSpec, chosen: Options) -> dict[str, Any]:
-    """DeepSpeed's configuration with every value that would otherwise be guessed: batch sizes, clipping, dtypes."""
+    """DeepSpeed's configuration, with every value that it would otherwise guess: batch sizes, clipping, dtypes."""
     training = spec.training
     compute, reduce = training.precision.compute, training.precision.reduce
     zero: dict[str, Any] = {"stage": chosen.stage, "overlap_comm": chosen.overlap}
@@ -150,7 +150,7 @@ def configuration(spec: RunSpec, chosen: Options) -> dict[str, Any]:
             "stage3_max_live_parameters": chosen.max_live_parameters,
             "stage3_max_reuse_distance": chosen.max_reuse_distance,
             "stage3_param_persistence_threshold": chosen.persistence_threshold,
-            # Its replacement of torch's linear rounds before adding the bias: other arithmetic than everyone else's.
+            # Its replacement of torch's linear rounds before adding the bias, unlike the other strategies.
             "memory_efficient_linear": False,
         }
     config: dict[str, Any] = {
@@ -165,18 +165,18 @@ def configuration(spec: RunSpec, chosen: Options) -> dict[str, Any]:
         "steps_per_print": 1 << 30,
     }
     if has_adapters(spec):
-        # Adapters are fp32 for DeepSpeed, which leaves frozen weights as they are; the module casts by itself.
+        # The adapters are fp32, DeepSpeed does not touch frozen weights, and the module casts by itself.
         return config
     if compute == "bf16":
         config["bf16"] = {"enabled": True}
     if compute == "fp16":
-        # The schedule of torch.amp.GradScaler, so that all strategies skip and grow alike.
+        # The schedule of torch.amp.GradScaler, so that all strategies scale alike.
         config["fp16"] = {"enabled": True, "initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1}
     return config
 
 
 class ZeroTrainer:
-    """Implements `plugins.Trainer`: the engine divides, reduces, clips and steps at its own boundary."""
+    """Implements `contract.Trainer`; the engine divides, reduces, clips and updates by itself."""
 
     def __init__(self, engine: Any, subject: Subject, optimizer: Any, spec: RunSpec, chosen: Options) -> None:
         self.engine, self.subject, self.optimizer = engine, subject, optimizer
@@ -209,16 +209,16 @@ class ZeroTrainer:
         yield from scales_of(self.subject)
 
     def save(self, folder: Path) -> None:
-        # Frozen weights are what they were, and large: whoever loads has made them again.
+        # Frozen weights are large and unchanged: the next attempt creates them again.
         self.engine.save_checkpoint(
             str(folder), tag=TAG, save_latest=False, exclude_frozen_parameters=has_adapters(self.spec)
         )
 
     def load(self, folder: Path) -> None:
-        found, _ = self.engine.load_checkpoint(
+        path, _ = self.engine.load_checkpoint(
             str(folder), tag=TAG, load_module_strict=not has_adapters(self.spec), load_lr_scheduler_states=False
         )
-        if found is None:
+        if path is None:
             raise CheckpointError(f"DeepSpeed found no checkpoint in {folder}")
 
     def declare(self) -> tuple[dict[str, str], dict[str, Any], dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Collectives, pairs and overlap over sizes and dtypes, timed and verified to nccl-tests' definitions."""
+"""Collectives, pairs of ranks and overlap by size and dtype, timed and verified as in nccl-tests."""
 
 from __future__ import annotations
 
@@ -17,12 +17,8 @@ TRAITS = Traits(measures_network=True)
 
 
 def check(spec: RunSpec) -> str | None:
-    _check_sizes(parse_options(Options, spec.workload), spec.topology.world_size)
-    return None
-
-
-def _check_sizes(chosen: Options, ranks: int) -> None:
-    """Sizes that were given must be usable as they are; those that nobody gave are rounded and left out in silence."""
+    """Requested sizes must be usable unchanged; default sizes are rounded or skipped silently."""
+    chosen, ranks = parse_options(Options, spec.workload), spec.topology.world_size
     element = max(ELEMENT_BYTES[dtype] for dtype in chosen.chosen_dtypes)
     for name, given, size in (
         ("min_bytes", chosen.min_bytes, chosen.least_bytes),
@@ -31,13 +27,14 @@ def _check_sizes(chosen: Options, ranks: int) -> None:
         multiple = f"a multiple of {element} bytes, the largest element of {'+'.join(chosen.chosen_dtypes)}"
         require(given is None or (size or 0) % element == 0, f"collectives.{name}", given, multiple)
     if chosen.most_bytes is None:
-        return
+        return None
     accepted = f"at least min_bytes ({chosen.least_bytes})"
     require(chosen.most_bytes >= chosen.least_bytes, "collectives.max_bytes", chosen.max_bytes, accepted)
     shared = [name for name in chosen.swept_operations if OPERATIONS[name].is_divided]
     accepted = f"at least {element * ranks} bytes: one element for each of {ranks} ranks in {'+'.join(shared)}"
     fits = not shared or chosen.most_bytes >= element * ranks
     require(fits, "collectives.max_bytes", chosen.max_bytes, accepted)
+    return None
 
 
 def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
@@ -61,7 +58,7 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
 
 
 def evidence(seat: Seat, wall_s: float) -> Evidence:
-    """Nothing is trained here: what can make the times untrue is all there is to declare."""
+    """Evidence without training: what could distort the times."""
     from paceline.host.machine import debug_switches, neighbours
 
     shared = placement.shares_gpu(os.environ)

@@ -1,6 +1,6 @@
-"""The table of collectives: what each sends and receives, how torch launches it, and what must have arrived.
+"""The table of collectives: what each sends and receives, how torch launches it, and the expected result.
 
-torch is imported when an operation is bound to its buffers, so that `check` reads the names without it.
+torch is imported when an operation is bound to its buffers, so that `check` works without it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 Launch = Callable[[], Any]
 ROOT = 0
-# Shares of more than this are cut to a multiple of it, as nccl-tests does: an unaligned share is another, slower path.
+# Larger shares are rounded down to a multiple of this, as in nccl-tests: unaligned shares take a slower path.
 ALIGNMENT_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One rank among those that take part."""
+    """One rank of a group."""
 
     rank: int
     ranks: int
@@ -29,7 +29,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """What a rank sends and where it receives; in place, one is the other or a part of it."""
+    """The send and receive buffers of a rank; in place, one is the other or a part of it."""
 
     send: Tensor
     receive: Tensor
@@ -37,7 +37,7 @@ class Buffers:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Elements begin..end of the receive buffer hold `source`'s payload from `offset` on; None is the sum of all."""
+    """Elements begin..end of the receive buffer are the payload of `source` from `offset` on; None means the sum."""
 
     begin: int
     end: int
@@ -51,12 +51,12 @@ Expect = Callable[[Place, int], tuple[Segment, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One collective. `count` is always the elements of nccl-tests' S, of which a `share` is one rank's part.
+    """One collective. `count` is the number of elements of nccl-tests' S; a `share` is one rank's part of it.
 
-    sends_share, receives_share: that buffer holds a share of S instead of all of it.
-    in_place: the ways torch offers, out of place first; torch reduces and broadcasts in place only.
-    expect: what the receive buffer of a place holds afterwards; empty where a rank receives nothing.
-    most_ranks: only the first so many take part; the others record nothing. None: all do.
+    sends_share, receives_share: that buffer has the size of a share instead of S.
+    in_place: the modes that torch offers, out of place first; torch reduces and broadcasts in place only.
+    expect: the expected content of a rank's receive buffer; empty if the rank receives nothing.
+    most_ranks: only this many ranks take part and record; None means all.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Operation:
         return ranks if self.most_ranks is None else min(ranks, self.most_ranks)
 
     def count(self, size_bytes: int, element_bytes: int, ranks: int) -> int:
-        """Elements that fit into `size_bytes`, rounded down to equal shares; 0 when there is not one for each rank."""
+        """Elements that fit into `size_bytes`, rounded down to equal shares; 0 if there is not one per rank."""
         if not self.is_divided:
             return size_bytes // element_bytes
         share, aligned = size_bytes // element_bytes // ranks, ALIGNMENT_BYTES // element_bytes
@@ -91,46 +91,27 @@ class Operation:
         return Buffers(own if self.sends_share else whole, own if self.receives_share else whole)
 
 
-# --- launching -----------------------------------------------------------------------------------------------------
+def _in_place(call: str, *arguments: Any) -> Bind:
+    """Binds a torch collective that works on the receive buffer."""
+
+    def bind(buffers: Buffers, place: Place, group: Any, async_op: bool) -> Launch:
+        import torch.distributed as dist
+
+        return functools.partial(getattr(dist, call), buffers.receive, *arguments, group=group, async_op=async_op)
+
+    return bind
 
 
-def _all_reduce(buffers: Buffers, place: Place, group: Any, async_op: bool) -> Launch:
-    import torch.distributed as dist
+def _out_of_place(*calls: str) -> Bind:
+    """Binds the first of the torch collectives that exists: torch 2.13 renamed some, and warns about the old names."""
 
-    return functools.partial(dist.all_reduce, buffers.receive, group=group, async_op=async_op)
+    def bind(buffers: Buffers, place: Place, group: Any, async_op: bool) -> Launch:
+        import torch.distributed as dist
 
+        call = next(getattr(dist, name) for name in calls if hasattr(dist, name))
+        return functools.partial(call, buffers.receive, buffers.send, group=group, async_op=async_op)
 
-def _all_gather(buffers: Buffers, place: Place, group: Any, async_op: bool) -> Launch:
-    import torch.distributed as dist
-
-    # torch 2.13 renamed it and warns at every call of the older name.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return functools.partial(gather, buffers.receive, buffers.send, group=group, async_op=async_op)
-
-
-def _reduce_scatter(buffers: Buffers, place: Place, group: Any, async_op: bool) -> Launch:
-    import torch.distributed as dist
-
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return functools.partial(scatter, buffers.receive, buffers.send, group=group, async_op=async_op)
-
-
-def _all_to_all(buffers: Buffers, place: Place, group: Any, async_op: bool) -> Launch:
-    import torch.distributed as dist
-
-    return functools.partial(dist.all_to_all_single, buffers.receive, buffers.send, group=group, async_op=async_op)
-
-
-def _broadcast(buffers: Buffers, place: Place, group: Any, async_op: bool) -> Launch:
-    import torch.distributed as dist
-
-    return functools.partial(dist.broadcast, buffers.receive, ROOT, group=group, async_op=async_op)
-
-
-def _reduce(buffers: Buffers, place: Place, group: Any, async_op: bool) -> Launch:
-    import torch.distributed as dist
-
-    return functools.partial(dist.reduce, buffers.receive, ROOT, group=group, async_op=async_op)
+    return bind
 
 
 def _barrier(buffers: Buffers, place: Place, group: Any, async_op: bool) -> Launch:
@@ -140,7 +121,7 @@ def _barrier(buffers: Buffers, place: Place, group: Any, async_op: bool) -> Laun
 
 
 def exchange(buffers: Buffers, to: int | None, source: int | None, group: Any) -> Launch:
-    """Send to one rank while receiving from another, either of them None; nothing at all is a launch of nothing."""
+    """Send to one rank while receiving from another; either may be None."""
     import torch.distributed as dist
 
     parts = [] if to is None else [dist.P2POp(dist.isend, buffers.send, to, group=group)]
@@ -161,76 +142,77 @@ def _ring(buffers: Buffers, place: Place, group: Any, async_op: bool) -> Launch:
     return exchange(buffers, (place.rank + 1) % place.ranks, (place.rank - 1) % place.ranks, group)
 
 
-# --- what must have arrived ----------------------------------------------------------------------------------------
-
-
-def _sum_of_all(place: Place, count: int) -> tuple[Segment, ...]:
-    return (Segment(0, count, None),)
-
-
-def _sum_at_root(place: Place, count: int) -> tuple[Segment, ...]:
-    """Elsewhere the buffer is scratch, whose content no backend promises."""
-    return _sum_of_all(place, count) if place.rank == ROOT else ()
-
-
-def _own_share_of_sum(place: Place, count: int) -> tuple[Segment, ...]:
+def _shares(place: Place, count: int, offset: int) -> tuple[Segment, ...]:
+    """One share from every rank, from `offset` on in its payload."""
     share = count // place.ranks
-    return (Segment(0, share, None, offset=place.rank * share),)
-
-
-def _everyones_share(place: Place, count: int) -> tuple[Segment, ...]:
-    share = count // place.ranks
-    return tuple(Segment(r * share, (r + 1) * share, r) for r in range(place.ranks))
-
-
-def _share_from_everyone(place: Place, count: int) -> tuple[Segment, ...]:
-    share = count // place.ranks
-    return tuple(Segment(r * share, (r + 1) * share, r, offset=place.rank * share) for r in range(place.ranks))
-
-
-def _from_root(place: Place, count: int) -> tuple[Segment, ...]:
-    return (Segment(0, count, ROOT),)
-
-
-def _at_second(place: Place, count: int) -> tuple[Segment, ...]:
-    return (Segment(0, count, 0),) if place.rank == 1 else ()
-
-
-def _from_previous(place: Place, count: int) -> tuple[Segment, ...]:
-    return (Segment(0, count, (place.rank - 1) % place.ranks),)
-
-
-def _nothing(place: Place, count: int) -> tuple[Segment, ...]:
-    return ()
+    return tuple(Segment(r * share, (r + 1) * share, r, offset) for r in range(place.ranks))
 
 
 OPERATIONS = {
     operation.name: operation
     for operation in (
-        Operation(name="all_reduce", bind=_all_reduce, expect=_sum_of_all, in_place=(True,), is_sum=True),
+        Operation(
+            name="all_reduce",
+            bind=_in_place("all_reduce"),
+            expect=lambda place, count: (Segment(0, count, None),),
+            in_place=(True,),
+            is_sum=True,
+        ),
         Operation(
             name="all_gather",
-            bind=_all_gather,
-            expect=_everyones_share,
+            bind=_out_of_place("all_gather_single", "all_gather_into_tensor"),
+            expect=lambda place, count: _shares(place, count, 0),
             in_place=(False, True),
             is_divided=True,
             sends_share=True,
         ),
         Operation(
             name="reduce_scatter",
-            bind=_reduce_scatter,
-            expect=_own_share_of_sum,
+            bind=_out_of_place("reduce_scatter_single", "reduce_scatter_tensor"),
+            expect=lambda place, count: (
+                Segment(0, count // place.ranks, None, offset=place.rank * (count // place.ranks)),
+            ),
             in_place=(False, True),
             is_sum=True,
             is_divided=True,
             receives_share=True,
         ),
-        Operation(name="all_to_all", bind=_all_to_all, expect=_share_from_everyone, is_divided=True),
-        Operation(name="broadcast", bind=_broadcast, expect=_from_root, in_place=(True,)),
-        Operation(name="reduce", bind=_reduce, expect=_sum_at_root, in_place=(True,), is_sum=True),
-        Operation(name="send_recv", bind=_send_recv, expect=_at_second, least_ranks=2, most_ranks=2),
-        Operation(name="ring", bind=_ring, expect=_from_previous, least_ranks=2),
-        # torch's NCCL barrier makes the host wait, which no graph can hold.
-        Operation(name="barrier", bind=_barrier, expect=_nothing, has_payload=False, can_be_captured=False),
+        Operation(
+            name="all_to_all",
+            bind=_out_of_place("all_to_all_single"),
+            expect=lambda place, count: _shares(place, count, place.rank * (count // place.ranks)),
+            is_divided=True,
+        ),
+        Operation(
+            name="broadcast",
+            bind=_in_place("broadcast", ROOT),
+            expect=lambda place, count: (Segment(0, count, ROOT),),
+            in_place=(True,),
+        ),
+        # On other ranks the buffer is scratch with undefined content.
+        Operation(
+            name="reduce",
+            bind=_in_place("reduce", ROOT),
+            expect=lambda place, count: (Segment(0, count, None),) if place.rank == ROOT else (),
+            in_place=(True,),
+            is_sum=True,
+        ),
+        Operation(
+            name="send_recv",
+            bind=_send_recv,
+            expect=lambda place, count: (Segment(0, count, 0),) if place.rank == 1 else (),
+            least_ranks=2,
+            most_ranks=2,
+        ),
+        Operation(
+            name="ring",
+            bind=_ring,
+            expect=lambda place, count: (Segment(0, count, (place.rank - 1) % place.ranks),),
+            least_ranks=2,
+        ),
+        # torch's NCCL barrier blocks the host, which a CUDA graph cannot capture.
+        Operation(
+            name="barrier", bind=_barrier, expect=lambda place, count: (), has_payload=False, can_be_captured=False
+        ),
     )
 }

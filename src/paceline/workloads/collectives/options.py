@@ -1,4 +1,4 @@
-"""Options of the workload collectives."""
+"""Options of the workload collectives, and how sizes are read."""
 
 from __future__ import annotations
 
@@ -14,43 +14,27 @@ if TYPE_CHECKING:
 
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1}
-
-
 PAIRS = "pairs"
-
-
-WORDS = (*OPERATIONS, PAIRS)
-
-
+SELECTABLE = (*OPERATIONS, PAIRS)
 MODES = ("single", "batch", "graph")
-
-
 WAYS: Mapping[str, tuple[bool, ...]] = {"both": (False, True), "out": (False,), "in": (True,)}
-
-
 SMALLEST_BYTES = 8
-
-
 EXCHANGED_BYTES = 4 << 20
-
-
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
-
-
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Options:
-    """operations, dtypes: `all`, or words joined by `+`.
+    """operations, dtypes: `all`, or names joined by `+`.
 
-    min_bytes, max_bytes, factor: the sweep of sizes (8, or 64MiB); without max_bytes a part of the free memory decides.
-    warmup, iters: launches before the timed ones, and timed ones of each row.
-    budget_s: seconds of timed launches a row may take; slow rows are timed less often, never under 5 times.
+    min_bytes, max_bytes, factor: the sweep of sizes (8 or 64MiB); by default max_bytes depends on the free memory.
+    warmup, iters: launches before the timed ones, and timed launches of each row.
+    budget_s: seconds of timed launches per row; slow rows have fewer, but at least 5.
     mode: `single` times each launch, `batch` times `batch` launches back to back, `graph` replays them as a CUDA graph.
-    in_place: `out`, `in` or `both` where torch offers both.
-    tournament: every pair of ranks in two turns (the word `pairs` among the operations asks for it too), exchanging
-    pair_bytes pair_iters times. overlap: an all-reduce beside matrix products.
+    in_place: `out`, `in`, or `both` where torch offers both.
+    tournament: every pair of ranks exchanges pair_bytes pair_iters times, in two turns (also selected by the operation
+    `pairs`). overlap: an all-reduce next to matrix products.
     """
 
     operations: str = "all"
@@ -70,8 +54,8 @@ class Options:
     pair_iters: int = 10
 
     def __post_init__(self) -> None:
-        _words("operations", self.operations, WORDS)
-        _words("dtypes", self.dtypes, tuple(ELEMENT_BYTES))
+        _selected("operations", self.operations, SELECTABLE)
+        _selected("dtypes", self.dtypes, tuple(ELEMENT_BYTES))
         require(self.mode in MODES, "collectives.mode", self.mode, ", ".join(MODES))
         require(self.in_place in WAYS, "collectives.in_place", self.in_place, ", ".join(WAYS))
         require(self.factor >= 2, "collectives.factor", self.factor, "a whole number from 2")
@@ -82,7 +66,7 @@ class Options:
 
     @property
     def swept_operations(self) -> tuple[str, ...]:
-        return tuple(word for word in _words("operations", self.operations, WORDS) if word != PAIRS)
+        return tuple(name for name in _selected("operations", self.operations, SELECTABLE) if name != PAIRS)
 
     @property
     def has_tournament(self) -> bool:
@@ -90,7 +74,7 @@ class Options:
 
     @property
     def chosen_dtypes(self) -> tuple[str, ...]:
-        return _words("dtypes", self.dtypes, tuple(ELEMENT_BYTES))
+        return _selected("dtypes", self.dtypes, tuple(ELEMENT_BYTES))
 
     @property
     def least_bytes(self) -> int:
@@ -98,7 +82,7 @@ class Options:
 
     @property
     def most_bytes(self) -> int | None:
-        """As asked; None lets the free memory decide."""
+        """As requested; None if the free memory decides."""
         return read_bytes("collectives.max_bytes", self.max_bytes)
 
     @property
@@ -113,29 +97,29 @@ class Options:
         return tuple(way for way in operation.in_place if way in WAYS[self.in_place])
 
     def refusal(self, operation: Operation, dtype: str, ranks: int, device: str) -> str | None:
-        """Why this operation cannot be measured as asked, whatever the backend."""
+        """Why this operation cannot be measured as requested, whatever the backend."""
         if ranks < operation.least_ranks:
             return f"{operation.name} needs {operation.least_ranks} ranks, this run has {ranks}"
         if operation.is_sum and dtype == "fp8":
-            return "sums in fp8 are rounded, so that what arrives cannot be verified"
+            return "fp8 sums are rounded, so that results cannot be verified"
         if not self.ways(operation):
             return f"torch has {operation.name} {'in' if operation.in_place[0] else 'out of'} place only"
         if self.mode == "graph" and device != "cuda":
             return "a CUDA graph needs a CUDA device"
         if self.mode == "graph" and not operation.can_be_captured:
-            return f"{operation.name} makes the host wait, which a CUDA graph cannot hold"
+            return f"{operation.name} blocks the host, which a CUDA graph cannot capture"
         return None
 
 
-def _words(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
-    """The words of `a+b`, in the order of `known`."""
+def _selected(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    """The names in `a+b`, in the order of `known`."""
     if text == "all":
         return known
-    asked = text.split("+")
-    for word in asked:
+    requested = text.split("+")
+    for name in requested:
         accepted = f"all, or {', '.join(known)} joined by +"
-        require(word in known, f"collectives.{option}", word, accepted)
-    return tuple(word for word in known if word in asked)
+        require(name in known, f"collectives.{option}", name, accepted)
+    return tuple(name for name in known if name in requested)
 
 
 def read_bytes(where: str, given: int | str | None) -> int | None:

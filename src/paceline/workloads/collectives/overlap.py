@@ -1,7 +1,8 @@
-"""Overlap: a collective alone, matrix products that take about as long alone, then both at once."""
+"""Overlap: times a collective alone, matrix products of about the same time alone, then both at once."""
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,12 +17,12 @@ if TYPE_CHECKING:
 
 OPERATION = OPERATIONS["all_reduce"]
 LARGEST_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}
-# Wide enough to fill a device; halved until a whole number of products comes close to the collective's time.
+# Wide enough to fill a device; halved until a whole number of products is close to the collective's time.
 WIDTH, LEAST_WIDTH = {"cuda": 2048, "cpu": 256}, 32
 
 
 def measure_overlap(ensemble: Ensemble, options: Options, number: int) -> None:
-    """One sample for each chosen dtype that has both sums and matrix products."""
+    """Record one sample per chosen dtype that supports sums and matrix products."""
     for dtype in (d for d in options.chosen_dtypes if d in ("fp32", "bf16", "fp16")):
         ensemble.recorder.progress(number, "timing")
         size_bytes = min(options.most_bytes or ensemble.size_limit_bytes(), LARGEST_BYTES[ensemble.seat.device])
@@ -41,7 +42,7 @@ def _measure_dtype(ensemble: Ensemble, options: Options, dtype: str, size_bytes:
         begin().wait()
 
     (alone_s,) = ensemble.largest([_settled_s(ensemble, communicate)])
-    # Most CPUs emulate 16-bit products, far slower than any network: there the products are fp32 always.
+    # Most CPUs emulate 16-bit products, far slower than any network, so products on a CPU are always fp32.
     product, product_s = _fitting_product(ensemble, alone_s, buffers.receive.dtype if seat.device == "cuda" else None)
     products = max(1, round(alone_s / product_s))
 
@@ -71,25 +72,18 @@ def _measure_dtype(ensemble: Ensemble, options: Options, dtype: str, size_bytes:
 
 
 def _fitting_product(ensemble: Ensemble, alone_s: float, dtype: torch.dtype | None) -> tuple[Launch, float]:
-    """Agreed: the widest product that takes at most half as long as the collective, and its seconds."""
+    """Collective: the widest product that takes at most half as long as the collective, and its seconds."""
     width = WIDTH[ensemble.seat.device]
     while True:
-        product = _product(dtype or torch.float32, ensemble.seat.torch_device, width)
+        device = ensemble.seat.torch_device
+        left, right, out = (torch.ones(width, width, dtype=dtype or torch.float32, device=device) for _ in range(3))
+        product = functools.partial(torch.mm, left, right, out=out)
         (seconds,) = ensemble.largest([_settled_s(ensemble, product)])
         if seconds <= alone_s / 2 or width <= LEAST_WIDTH:
             return product, seconds
         width //= 2
 
 
-def _product(dtype: torch.dtype, device: str, width: int) -> Launch:
-    left, right, out = (torch.ones(width, width, dtype=dtype, device=device) for _ in range(3))
-
-    def product() -> None:
-        torch.mm(left, right, out=out)
-
-    return product
-
-
 def _settled_s(ensemble: Ensemble, launch: Launch) -> float:
-    """The quickest of three: the first one still chooses algorithms and fills caches."""
+    """Seconds of the fastest of three launches: the first still selects algorithms and fills caches."""
     return min(ensemble.wall_s(launch) for _ in range(3))

@@ -1,7 +1,7 @@
-"""Payloads that show what went wrong: small integers that depend on rank and position, whose sums are exact.
+"""Payloads for verification: small integers that depend on rank and position, with exact sums.
 
-A missing or doubled contribution, another rank's, or one that is shifted changes elements. Values repeat after PERIOD
-elements, a prime, so no shift by a power of two or by a share of one goes unseen.
+A missing, doubled, swapped or shifted contribution changes elements. Values repeat after PERIOD elements, a prime, so
+that shifts by a power of two or by a share are detected.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.workloads.collectives.operations import Buffers, Place, Segment
 
 PERIOD = 65_521
-# Compared at once: bounds the memory of a comparison.
+# Rows compared at once, to limit the memory of a comparison.
 ROWS_AT_ONCE = 64
 TORCH_DTYPES = {
     "fp32": torch.float32,
@@ -25,39 +25,35 @@ TORCH_DTYPES = {
     "fp8": torch.float8_e4m3fn,
     "none": torch.int8,
 }
-# Up to here every whole number is exact in the dtype.
+# All integers up to here are exact in the dtype.
 EXACT = {"fp32": 1 << 24, "bf16": 1 << 8, "fp16": 1 << 11, "int8": 127, "fp8": 16}
-# Ranks that may contribute to one element of a sum, so that each has some values to differ in and the sum is exact.
+# Different values per rank in a sum; it limits how many ranks contribute to one element, so that sums are exact.
 VALUES_EACH = 7
-# Fills what must be overwritten; no payload is negative.
+# Initial value of receive buffers; payloads are never negative.
 UNTOUCHED = -1
 
 
 @functools.lru_cache(maxsize=128)
 def pattern(rank: int, ranks: int, dtype: str, is_sum: bool, device: str = "cpu") -> Tensor:
-    """One period of a rank's payload, as whole numbers.
+    """One period of a rank's payload, as integers.
 
-    In a sum of more ranks than the dtype has room for, each contributes to every k-th element and 0 elsewhere; then a
-    buffer of fewer than k elements does not hold every rank's contribution (bf16 beyond 36 ranks, int8 beyond 18).
+    In a sum over more ranks than the dtype can represent, each contributes to every k-th element and 0 elsewhere. A
+    buffer of fewer than k elements then lacks some contributions (bf16 beyond 36 ranks, int8 beyond 18).
     """
     position = torch.arange(PERIOD, dtype=torch.int64, device=device)
     most = max(1, EXACT[dtype] // VALUES_EACH)
     summands = min(ranks, most) if is_sum else 1
-    value = 1 + _scattered(position, rank) % (EXACT[dtype] // summands)
+    # An integer hash of position and rank.
+    mixed = position * 0x9E3779B1 + (rank + 1) * 0x85EBCA6B & 0xFFFFFFFF
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        mixed = (mixed ^ mixed >> shift) * factor & 0xFFFFFFFF
+    value = 1 + (mixed ^ mixed >> 16) % (EXACT[dtype] // summands)
     every = -(-ranks // most) if is_sum else 1
     return torch.where((position + rank) % every == 0, value, 0)
 
 
-def _scattered(position: Tensor, rank: int) -> Tensor:
-    """32 bits that differ from one position or rank to the next as if drawn: an integer hash."""
-    mixed = position * 0x9E3779B1 + (rank + 1) * 0x85EBCA6B & 0xFFFFFFFF
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        mixed = (mixed ^ mixed >> shift) * factor & 0xFFFFFFFF
-    return mixed ^ mixed >> 16
-
-
 class Payload:
-    """Writes and checks the payloads of one kind of operation and dtype on one rank."""
+    """Writes and verifies the payloads of one operation and dtype on one rank."""
 
     def __init__(self, place: Place, dtype: str, is_sum: bool, device: str) -> None:
         self.place, self.dtype, self.is_sum, self.device = place, dtype, is_sum, device
@@ -75,7 +71,7 @@ class Payload:
         return total
 
     def fill(self, buffers: Buffers) -> None:
-        """The rank's own payload to send, and nothing of a payload anywhere else."""
+        """Write the rank's payload into the send buffer, and UNTOUCHED into the receive buffer."""
         buffers.receive.fill_(UNTOUCHED)
         if self.dtype != "none":
             self.write(buffers.send, self.place.rank)
@@ -87,7 +83,7 @@ class Payload:
         buffer[rows * PERIOD :].copy_(tile[:rest])
 
     def count_wrong(self, receive: Tensor, segments: Sequence[Segment]) -> int:
-        """Elements that differ from what the segments say; a NaN differs from everything."""
+        """Number of elements that differ from the segments; NaN always differs."""
         wrong = torch.zeros((), dtype=torch.int64, device=self.device)
         for segment in segments:
             tile = self._tile(segment.source, segment.offset)
@@ -99,12 +95,12 @@ class Payload:
         return int(wrong.item())
 
     def _tile(self, source: int | None, offset: int) -> Tensor:
-        # By way of fp32, which holds them all: not every device turns whole numbers into fp8.
+        # Via fp32, which is exact: not every device converts integers to fp8.
         return self.pattern_of(source).roll(-offset).float().to(TORCH_DTYPES[self.dtype])
 
 
 def differing(actual: Tensor, expected: Tensor) -> Tensor:
     if actual.dtype is torch.float8_e4m3fn:
-        # Not every device compares fp8; equal small integers have equal bits.
+        # Not every device can compare fp8; equal small integers have equal bits.
         actual, expected = actual.view(torch.uint8), expected.view(torch.uint8)
     return (actual != expected).sum()

@@ -1,4 +1,4 @@
-"""The sweep: every operation, dtype, size and way, warmed up together, then timed and verified row by row."""
+"""The sweep: all operations, dtypes and sizes, warmed up together, then timed and verified row by row."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one row measures; refusal says why it cannot be."""
+    """One row of the sweep; refusal says why it cannot be measured."""
 
     operation: Operation
     dtype: str
@@ -42,7 +42,7 @@ class Sweep:
         self.probe_group: Any = None
 
     def run(self) -> int:
-        """Records every row; returns their number."""
+        """Record every row; returns their number."""
         self.ensemble.recorder.progress(0, "setup")
         rows = list(self.rows())
         estimates_s = self.warm_up(rows)
@@ -53,10 +53,8 @@ class Sweep:
                 self.record(row, (), None, "unsupported", row.refusal)
         return len(rows)
 
-    # --- which rows ---
-
     def rows(self) -> Iterator[Row]:
-        # A smallest size beyond the limit is still visited, and ends as a row: asked for, it may not vanish.
+        # A requested smallest size beyond the limit is still tried, and appears as a row that failed.
         limit = max(self.ensemble.size_limit_bytes(), self.options.least_bytes)
         visited = sizes(self.options.least_bytes, self.options.most_bytes or limit, self.options.factor)
         for name in self.options.swept_operations:
@@ -65,7 +63,7 @@ class Sweep:
                 yield from self.rows_of(operation, dtype, visited if operation.has_payload else (0,))
 
     def rows_of(self, operation: Operation, dtype: str, visited: Sequence[int]) -> Iterator[Row]:
-        """Sizes by ways; sizes too small for an element per rank are left out. One row says what is unsupported."""
+        """All sizes in and out of place, without those too small for one element per rank. If unsupported, one row."""
         ranks, element_bytes = self.ensemble.place.ranks, TORCH_DTYPES[dtype].itemsize
         counts = [operation.count(size, element_bytes, ranks) for size in visited]
         counts = [count for count in counts if count or not operation.has_payload]
@@ -79,14 +77,14 @@ class Sweep:
                 yield Row(operation, dtype, count, in_place)
 
     def backend_refusal(self, operation: Operation, dtype: str) -> str | None:
-        """Agreed: what the backend says to a tiny launch, or None when all ranks could.
+        """Collective: the backend's error for a tiny launch, or None if it worked on all ranks.
 
-        Asked of the backend itself, because a table of its types would age; in a group of its own, replaced after
-        every refusal, because a failed collective may leave a group unusable.
+        A launch is tried because a table of supported types would become outdated. It uses a separate group, replaced
+        after every error, because a failed collective may leave a group unusable.
         """
         if self.probe_group is None:
             self.probe_group = dist.new_group()
-            # A first batch of sends among a few ranks only is undefined in NCCL.
+            # In NCCL, a first batch of sends between only some ranks is undefined.
             dist.barrier(group=self.probe_group)
         ensemble, error = self.ensemble, None
         count = operation.count(1 << 10, 1, ensemble.place.ranks) or ensemble.place.ranks
@@ -99,26 +97,24 @@ class Sweep:
         if ensemble.all_true(error is None):
             return None
         self.probe_group = None
-        return error or "another rank's backend refused it"
-
-    # --- one row ---
+        return error or "the backend of another rank rejected it"
 
     def warm_up(self, rows: Sequence[Row]) -> list[float]:
-        """Launch every row before any is timed: connections, channels and algorithm choices then exist for all sizes.
+        """Launch every row before any is timed, so that connections, channels and algorithms exist for all sizes.
 
-        Returns the slowest rank's time of one launch of each, which decides how many iterations are affordable.
+        Returns the slowest rank's time of one launch of each row, which limits the number of iterations.
         """
         estimates_s = []
         for number, row in enumerate(rows):
             self.ensemble.recorder.progress(number, "setup")
-            buffers = launch = None  # the row before must not take this one's room
+            buffers = launch = None  # free the memory of the previous row
             buffers = None if row.refusal else self.prepare(row)[0]
             if buffers is None:
                 estimates_s.append(0.0)
                 continue
             launch = self.bind(row, buffers)
             launch()
-            # The quicker of two: one that was disturbed would cost the row most of its iterations.
+            # The faster of two: a disturbed one would cost the row most of its iterations.
             estimates_s.append(min(self.ensemble.wall_s(launch) for _ in range(2)))
         return self.ensemble.largest(estimates_s) if rows else []
 
@@ -154,14 +150,24 @@ class Sweep:
         return row.operation.bind(buffers, self.ensemble.place, None, False)
 
     def timed(self, launch: Launch) -> Launch:
-        """What one duration covers: a launch, several back to back, or a graph of several."""
+        """What one duration covers: one launch, several back to back, or a CUDA graph of several."""
         if self.options.mode == "single":
             return launch
-        launches = _repeated(launch, self.options.batch)
-        return launches if self.options.mode == "batch" else _captured(launches)
+
+        def launches() -> None:
+            for _ in range(self.options.batch):
+                launch()
+
+        if self.options.mode == "batch":
+            return launches
+        # NCCL's watchdog thread queries events during the capture, which only this error mode allows.
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            launches()
+        return graph.replay
 
     def verify(self, row: Row, buffers: Buffers, launch: Launch) -> int:
-        """Elements that arrived wrong in one more launch, on payloads written afresh."""
+        """Number of wrong elements after one more launch on fresh payloads."""
         payload = self.payload(row)
         payload.fill(buffers)
         launch()
@@ -188,19 +194,3 @@ class Sweep:
             wrong=wrong,
         )
         self.ensemble.recorder.add(replace(sample, status=status, error=error))
-
-
-def _repeated(launch: Launch, times: int) -> Launch:
-    def launches() -> None:
-        for _ in range(times):
-            launch()
-
-    return launches
-
-
-def _captured(launches: Launch) -> Launch:
-    """The launches as one CUDA graph. NCCL's watchdog thread asks for events meanwhile, which only this mode allows."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        launches()
-    return graph.replay

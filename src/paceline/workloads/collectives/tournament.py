@@ -1,4 +1,4 @@
-"""Pair tournament: every two ranks exchange a buffer both ways, disjoint pairs at once: a slow one stands out."""
+"""Pair tournament: all pairs of ranks exchange a buffer, disjoint pairs at the same time, to find slow ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WARMUP = 2
 
 
 class Tournament:
-    """Both turns on one rank. Each pair is a sample of each of its two ranks; a rank that rests only keeps step."""
+    """Both turns on one rank. Each pair is a sample of both its ranks; a resting rank only takes part in fences."""
 
     def __init__(self, ensemble: Ensemble, options: Options, number: int) -> None:
         self.ensemble, self.options, self.number = ensemble, options, number
@@ -28,7 +28,7 @@ class Tournament:
         self.buffers, self.refusal = ensemble.allocate(OPERATIONS["ring"], DTYPE, self.count, False)
 
     def run(self) -> int:
-        """Plays every round; returns the number of progress steps taken."""
+        """Play every round; returns the number of progress steps."""
         for turn in range(TURNS):
             for pairs in rounds(self.ensemble.place.ranks, turn):
                 self.ensemble.recorder.progress(self.number, "timing")
@@ -37,7 +37,7 @@ class Tournament:
         return self.number
 
     def play(self, pairs: tuple[Pair, ...], turn: int) -> None:
-        """One round. Ranks meet before the warm-up and before the clock: none begins while another is still timed."""
+        """Play one round. Ranks synchronise before warm-up and timing, so that none starts while another is timed."""
         ensemble, rank = self.ensemble, self.ensemble.place.rank
         peer = next((b if a == rank else a for a, b in pairs if rank in (a, b)), None)
         if self.buffers is None:
@@ -48,7 +48,7 @@ class Tournament:
         ensemble.fence()
         for _ in range(WARMUP):
             estimate_s = ensemble.wall_s(launch)
-        # Pairs of one round share the slowest one's count, so that none of them ends long before its neighbours.
+        # All pairs of a round use the iterations of the slowest one, so that none ends long before the others.
         iterations = affordable(self.options.pair_iters, ensemble.largest([estimate_s])[0], self.options.budget_s)
         durations_s = ensemble.durations(launch, iterations)
         self.payload.fill(self.buffers)

@@ -1,7 +1,7 @@
-"""The machine's ceilings: matrix products, memory and host-device copies, attention, each device measured alone.
+"""Machine ceilings: matrix products, memory and host-device copies, and attention on each device alone.
 
-Here stands what is measured and how much work that is, by arithmetic alone; `_kernels` does it. Every rank measures its
-own device; ranks wait for each other between rows, so that all of a host are loaded alike, never inside one.
+This module plans the rows and computes their work; `kernels` measures them. Every rank measures its own device. Ranks
+wait for each other between rows, never inside one, so that all devices of a host are loaded alike.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from paceline.results.records import Evidence
 from paceline.workloads.compute.options import DTYPES, KERNELS, Options, Row
 
 TRAITS = Traits()
-# decoder.VOCAB_MULTIPLE, which cannot be imported here without torch; a test holds them equal.
+# Equal to decoder.VOCAB_MULTIPLE, which needs torch to import; a test compares them.
 HEAD_MULTIPLE = 64
 KIB, MIB, GIB = 2**10, 2**20, 2**30
-# A backward costs two forwards, as in F of MFU; what a fused kernel computes again is not counted.
+# A backward costs two forwards, as in F of MFU; recomputation in fused kernels is not counted.
 BACKWARD_OVER_FORWARD = 2
 ELEMENT_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
-    """What `all` and an option left out mean on one kind of device. sides, copies and lengths are first and last."""
+    """Defaults of the options on one kind of device. sides, copies, bus and lengths are (first, last)."""
 
     dtypes: tuple[str, ...]
     sides: tuple[int, int]
@@ -71,7 +71,7 @@ RANGES = {
 def check(spec: RunSpec) -> str | None:
     parse_options(Options, spec.workload)
     if load_shape(spec.model).experts:
-        return f"the products of a mixture of experts, which {spec.model} has, are not of fixed shape"
+        return f"{spec.model} is a mixture of experts, whose matrix products have no fixed shape"
     return None
 
 
@@ -91,7 +91,7 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
 
 
 def evidence(seat: Seat, shape: Shape) -> Evidence:
-    """Nothing is trained: what a reader needs is whether something else may have slowed the device."""
+    """Evidence without training: what could have slowed the device down."""
     import torch
 
     from paceline.host.machine import debug_switches, neighbours
@@ -110,11 +110,8 @@ def evidence(seat: Seat, shape: Shape) -> Evidence:
     )
 
 
-# --- what is measured ---
-
-
 def plan(shape: Shape, chosen: Options, device: str) -> tuple[Row, ...]:
-    """All rows in the order they are measured, small ones first: the same on every rank."""
+    """All rows in the order of measurement, small ones first; the same on every rank."""
     ranges = RANGES[device]
     kernels = KERNELS if chosen.kernels == "all" else tuple(k for k in KERNELS if k in chosen.kernels.split("+"))
     dtypes = ranges.dtypes if chosen.dtypes == "all" else tuple(d for d in DTYPES if d in chosen.dtypes.split("+"))
@@ -122,13 +119,13 @@ def plan(shape: Shape, chosen: Options, device: str) -> tuple[Row, ...]:
     rows: list[Row] = []
     if "matmul" in kernels:
         sides = _ladder(ranges.sides, chosen.largest_matmul, 2)
-        rows += (_square(side, dtype) for dtype in dtypes for side in sides)
+        rows += (_product(dtype, "NT", (side, side, side), size=side) for dtype in dtypes for side in sides)
         rows += (row for dtype in dtypes for row in model_products(shape, tokens, dtype, padded=device == "cuda"))
     if "copy" in kernels:
-        rows += map(_memory_copy, _ladder(ranges.copies, chosen.largest_copy_bytes, 4))
+        rows += (_copy("copy", "", size) for size in _ladder(ranges.copies, chosen.largest_copy_bytes, 4))
     for way in ("h2d", "d2h"):
         sizes = _ladder(ranges.bus, chosen.largest_copy_bytes, 4) if way in kernels else []
-        rows += (_bus_copy(way, variant, size) for variant in ("pinned", "pageable") for size in sizes)
+        rows += (_copy(way, variant, size) for variant in ("pinned", "pageable") for size in sizes)
     if "attention" in kernels:
         dtype = next((d for d in ranges.attention_dtypes if d in dtypes), ranges.attention_dtypes[0])
         lengths = _ladder(ranges.lengths, chosen.longest_sequence, 2)
@@ -139,7 +136,7 @@ def plan(shape: Shape, chosen: Options, device: str) -> tuple[Row, ...]:
 
 
 def _ladder(ends: tuple[int, int], largest: int | None, factor: int) -> list[int]:
-    """From the first to the last by powers; an end asked for is a step of its own where it meets none."""
+    """Powers of `factor` from the first to the last value; the last one is always included."""
     last = largest or ends[1]
     steps = [min(ends[0], last)]
     while steps[-1] * factor <= last:
@@ -147,13 +144,9 @@ def _ladder(ends: tuple[int, int], largest: int | None, factor: int) -> list[int
     return steps if steps[-1] == last else [*steps, last]
 
 
-def _square(side: int, dtype: str) -> Row:
-    return _product(dtype, "NT", (side, side, side), size=side)
-
-
 def model_products(shape: Shape, tokens: int, dtype: str, padded: bool = False) -> Iterator[Row]:
-    """Each linear layer of the decoder as training computes it, on row-major tensors: y = x W' (NT), dx = dy W (NN),
-    dW = dy' x (TN). All three are 2 * tokens * in * out FLOPs."""
+    """The products of each linear layer of the decoder in training, on row-major tensors: y = x W' (NT), dx = dy W
+    (NN), dW = dy' x (TN). All three are 2 * tokens * in * out FLOPs."""
     for name, out, into in linear_layers(shape, padded):
         yield _product(dtype, "NT", (tokens, out, into), f"{name} forward")
         yield _product(dtype, "NN", (tokens, into, out), f"{name} grad input")
@@ -161,8 +154,8 @@ def model_products(shape: Shape, tokens: int, dtype: str, padded: bool = False) 
 
 
 def linear_layers(shape: Shape, padded: bool = False) -> tuple[tuple[str, int, int], ...]:
-    """Name, outputs and inputs; q, k, v and the two halves of a gated MLP are one product each, as in the decoder,
-    which pads the head on a GPU."""
+    """Name, outputs and inputs of each layer. As in the decoder, q, k, v are one product, and so are both halves of a
+    gated MLP; the head is padded on a GPU."""
     heads, wide = shape.heads * shape.head_dim, shape.ffn * (2 if shape.gated else 1)
     return (
         ("qkv", heads + 2 * shape.kv_heads * shape.head_dim, shape.hidden),
@@ -174,7 +167,7 @@ def linear_layers(shape: Shape, padded: bool = False) -> tuple[tuple[str, int, i
 
 
 def _product(dtype: str, layout: str, dims: tuple[int, int, int], name: str = "", size: int | None = None) -> Row:
-    """2mnk FLOPs. fp8 kernels take one layout only, so all its products are stored as NT."""
+    """A matrix product of 2mnk FLOPs. fp8 kernels support one layout only, NT."""
     m, n, k = dims
     wide = ELEMENT_BYTES["bf16"] if dtype == "fp8" else ELEMENT_BYTES[dtype]
     operands = (m * k + n * k) * ELEMENT_BYTES[dtype]
@@ -186,41 +179,28 @@ def _product(dtype: str, layout: str, dims: tuple[int, int, int], name: str = ""
         dims=dims,
         size=size,
         flops=2 * m * n * k,
-        # An fp8 operand is rounded from a wider one, which stands beside it for a moment.
+        # An fp8 operand is rounded from a wider one, which needs memory at the same time.
         needed_bytes=operands + m * n * wide + (max(m, n) * k * wide if dtype == "fp8" else 0),
     )
 
 
-def _memory_copy(size: int) -> Row:
-    """Every byte is read once and written once: 2 x size."""
+def _copy(kernel: str, variant: str, size: int) -> Row:
+    """A copy of `size` bytes. In device memory each byte is read and written; over the bus it moves once."""
+    moved = 2 * size if kernel == "copy" else size
     return Row(
-        kernel="copy",
-        dtype="bytes",
-        label=bytes_text(size),
-        variant="",
-        dims=(size,),
-        size=size,
-        moved_bytes=2 * size,
-        needed_bytes=2 * size,
-    )
-
-
-def _bus_copy(way: str, variant: str, size: int) -> Row:
-    """Between host and device: size bytes cross the bus."""
-    return Row(
-        kernel=way,
+        kernel=kernel,
         dtype="bytes",
         label=bytes_text(size),
         variant=variant,
         dims=(size,),
         size=size,
-        moved_bytes=size,
-        needed_bytes=size,
+        moved_bytes=moved,
+        needed_bytes=moved,
     )
 
 
 def attention(shape: Shape, tokens: int, length: int, dtype: str, backend: str) -> Iterator[Row]:
-    """One layer's causal attention forward and backward over the same tokens at every length, by the FLOPs of MFU."""
+    """Causal attention of one layer, forward and backward, with equal tokens at every length and the FLOPs of MFU."""
     batch = max(1, tokens // length)
     forward = attention_flops_per_token(shape, length) // shape.layers * batch * length
     one = batch * length * shape.head_dim * ELEMENT_BYTES[dtype]
@@ -239,7 +219,7 @@ def attention(shape: Shape, tokens: int, length: int, dtype: str, backend: str) 
 
 
 def bytes_text(size: int) -> str:
-    """64 KiB, 1 GiB; bytes where no such unit divides it."""
+    """`64 KiB` or `1 GiB`; in bytes if no such unit divides it."""
     for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if size % unit == 0:
             return f"{size // unit} {name}"

@@ -1,8 +1,8 @@
 """Kernels and copies of the workload compute: prepared, verified and timed one row at a time.
 
-Data are random: a matrix of zeros draws less power, so a device would keep a clock that no real product sees. On CUDA
-the L2 cache is overwritten before every iteration, outside the clock: operands start in memory ("cold"). On a CPU
-nothing is flushed, so rows that fit its caches show their speed ("warm").
+Data are random: a matrix of zeros draws less power, and the device would keep a higher clock than in real use. On CUDA
+the L2 cache is overwritten before every iteration, outside the timing, so that operands start in memory ("cold"). On a
+CPU nothing is flushed, so rows that fit into its caches show cache speed ("warm").
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ TORCH_DTYPES = {
     "fp16": torch.float16,
     "fp8": torch.float8_e4m3fn,
 }
-# An element is wrong when it is off by more than this times (its own size + the rms of the result). Each is several
-# times what rounding and accumulation of the dtype give; fp32's is far below TF32's error, so TF32 cannot pass for it.
+# An element is wrong if its error exceeds this times (its magnitude + the rms of the result). Each value is several
+# times the rounding error of the dtype; that of fp32 is far below the error of TF32, so TF32 cannot pass as fp32.
 TOLERANCES = {"fp32": 1e-4, "tf32": 5e-3, "bf16": 3e-2, "fp16": 1e-2, "fp8": 8e-2}
-# Output, then gradients, which are sums of rounded differences. Sound bf16 kernels of a CPU reach 1.0e-2, 4.6e-2 (fp16
-# 1.8e-3 and 7.3e-3) on such data; a missing mask or scale is off by several rms nearly everywhere.
+# Output, then gradients, which are sums of rounded differences. Correct bf16 kernels of a CPU reach 1.0e-2 and 4.6e-2
+# (fp16: 1.8e-3 and 7.3e-3) on such data; with a missing mask or scale, nearly all elements are off by several rms.
 ATTENTION_TOLERANCES = {"fp32": (1e-3, 1e-3), "bf16": (2e-2, 1e-1), "fp16": (5e-3, 2e-2)}
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -47,17 +47,17 @@ BACKENDS = {
 }
 SAMPLED = 16
 PROVED_LENGTH = 256
-# A row that would need more than this many budgets for its fewest iterations is not started.
+# A row whose fewest iterations would take more than this many budgets is skipped.
 MOST_BUDGETS = 10
 USABLE_MEMORY_RATIO = 0.8
 _OOM = re.compile(r"out of memory|can't allocate memory|DefaultCPUAllocator", re.IGNORECASE)
-# Errors of a device in trouble; any other refusal of a first call says that the kernel is not there.
+# Errors of a broken device; any other error of a first call means that the kernel is not supported.
 _BROKEN = re.compile(r"CUDA error|(CUBLAS|CUDNN)_STATUS_(EXECUTION|INTERNAL|MAPPING)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """call is what is timed, under context; wrong counts elements of its result that differ from the exact one."""
+    """call is timed, inside context; wrong counts elements of its result that differ from the exact one."""
 
     call: Callable[[], object]
     wrong: Callable[[], int]
@@ -65,7 +65,7 @@ class Kernel:
 
 
 class Refused(Exception):
-    """Why a row was not measured: status and one line."""
+    """A row cannot be measured: its status and the reason."""
 
     def __init__(self, status: str, reason: str) -> None:
         super().__init__(reason)
@@ -73,7 +73,7 @@ class Refused(Exception):
 
 
 class Bench:
-    """Measures rows on one device; whatever a row meets becomes its status, and the next row goes on."""
+    """Measures rows on one device; an error becomes the status of its row, and the next row continues."""
 
     def __init__(self, seat: Seat, shape: Shape, chosen: Options, processes: int, seed: int) -> None:
         self.seat, self.shape, self.chosen, self.processes = seat, shape, chosen, processes
@@ -109,11 +109,11 @@ class Bench:
         )
 
     def _affordable(self, row: Row) -> None:
-        """Memory first: a host that runs out of it kills the process instead of saying so. Then time."""
+        """Reject rows that need too much memory (a full host kills the process without an error) or time."""
         free = _free_bytes(self.device) / (self.processes if self.device.type == "cpu" else 1)
         if row.needed_bytes > USABLE_MEMORY_RATIO * free:
-            raise Refused("oom", f"{row.needed_bytes / 2**30:.2f} GiB are needed, {free / 2**30:.2f} GiB are free")
-        rate = self.flops_per_s.get(_kin(row))
+            raise Refused("oom", f"needs {row.needed_bytes / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free")
+        rate = self.flops_per_s.get(_speed_class(row))
         expected_s = FEWEST_ITERATIONS * row.flops / rate if rate and row.flops else 0.0
         if expected_s > MOST_BUDGETS * self.chosen.budget_s:
             raise Refused("skipped", f"{FEWEST_ITERATIONS} iterations would take about {expected_s:.0f} s")
@@ -121,10 +121,11 @@ class Bench:
     def _remember(self, row: Row, durations: tuple[float, ...]) -> None:
         if row.flops and durations:
             rate = row.flops / sorted(durations)[len(durations) // 2]
-            self.flops_per_s[_kin(row)] = max(rate, self.flops_per_s.get(_kin(row), 0.0))
+            key = _speed_class(row)
+            self.flops_per_s[key] = max(rate, self.flops_per_s.get(key, 0.0))
 
     def _prepared(self, row: Row) -> Kernel:
-        """The row's kernel after its first call: what a device lacks shows there, not in the middle of a window."""
+        """The row's kernel after its first call, where missing support shows."""
         try:
             kernel = prepare(row, self.shape, self.device)
             with kernel.context():
@@ -150,13 +151,13 @@ class Bench:
             raise _refusal(error, "failed") from None
 
 
-def _kin(row: Row) -> tuple[str, str, str]:
-    """Rows that run about equally fast: products of one dtype whatever their layout, attention by its backend."""
+def _speed_class(row: Row) -> tuple[str, str, str]:
+    """Groups rows of about equal speed: products by dtype, attention also by backend."""
     return row.kernel, row.dtype, "" if row.kernel == "matmul" else row.variant
 
 
 def timed(call: Callable[[], object], clock: Clock, flush: Callable[[], object], count: int) -> tuple[float, ...]:
-    """Each call between two marks of its own; nothing waits for the device before the last."""
+    """Seconds of each call, between its own two marks; the host waits for the device only after the last."""
     spans = []
     for _ in range(count):
         flush()
@@ -176,7 +177,7 @@ def _refusal(error: Exception, otherwise: str) -> Refused:
 
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
-        # What the allocator holds without using it is given back before a real shortage.
+        # Memory that the allocator caches is freed before it runs out.
         idle = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         return int(torch.cuda.mem_get_info()[0]) + idle
     import psutil
@@ -185,7 +186,7 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _flush_of(device: torch.device) -> Callable[[], object]:
-    """Overwrites twice the L2 cache, so that no operand of the next iteration is found there; nothing on a CPU."""
+    """A call that overwrites twice the L2 cache, so that the next iteration finds no operand there; none on a CPU."""
     if device.type == "cpu":
         return lambda: None
     cache_bytes = int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)) or 64 * 2**20
@@ -207,14 +208,14 @@ def prepare(row: Row, shape: Shape, device: torch.device) -> Kernel:
 
 
 def count_wrong(found: Tensor, exact: Tensor, tolerance: float) -> int:
-    """Elements further from the exact ones than the tolerance; a NaN is always wrong."""
+    """Number of elements whose error exceeds the tolerance; NaN is always wrong."""
     exact = exact.to(found.device)
     allowed = tolerance * (exact.abs() + exact.square().mean().sqrt())
     return int((~((found.double() - exact).abs() <= allowed)).sum().item())
 
 
 def _matmul(row: Row, device: torch.device) -> Kernel:
-    """Operands as their layout stores them: N row-major as it is used, T the transpose of what is stored."""
+    """A product with operands stored by their layout: N is row-major, T is transposed."""
     _require_dtype(row.dtype, device)
     m, n, k = row.dims
     left, right = row.variant[0], row.variant[1]
@@ -226,7 +227,7 @@ def _matmul(row: Row, device: torch.device) -> Kernel:
     scale = torch.ones((), device=device)
 
     def wrong() -> int:
-        """A grid of at least 16 x 16 elements (or all) of the measured product itself, against float64."""
+        """Compare a grid of at least 16 x 16 elements (or all) of the product with float64."""
         multiply(a, b, out, scale)
         rows, columns = slice(None, None, max(1, m // SAMPLED)), slice(None, None, max(1, n // SAMPLED))
         exact = a[rows].to(torch.float32).double() @ b[:, columns].to(torch.float32).double()
@@ -237,8 +238,8 @@ def _matmul(row: Row, device: torch.device) -> Kernel:
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor, scale: Tensor) -> None:
-    """The timed product. fp8: e4m3 with one scale per tensor, bf16 result, fast accumulation (what peaks are quoted
-    with; a training recipe may ask for the slower, more exact one)."""
+    """The timed product. fp8 is e4m3 with one scale per tensor, bf16 result and fast accumulation, for which peaks are
+    quoted; training may use the slower, more exact accumulation."""
     if a.dtype is torch.float8_e4m3fn:
         torch._scaled_mm(a, b, scale, scale, out_dtype=out.dtype, use_fast_accum=True, out=out)
     else:
@@ -247,7 +248,7 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, scale: Tensor) -> None:
 
 def _require_dtype(dtype: str, device: torch.device) -> None:
     if dtype in ("tf32", "fp8") and device.type != "cuda":
-        raise UnsupportedError(f"{dtype} products exist on CUDA devices only")
+        raise UnsupportedError(f"{dtype} products need a CUDA device")
     least = {"tf32": (8, 0), "fp8": (8, 9)}.get(dtype)
     if least and torch.cuda.get_device_capability(device) < least:
         found = ".".join(map(str, torch.cuda.get_device_capability(device)))
@@ -258,7 +259,7 @@ def _require_dtype(dtype: str, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def _tensor_float_32() -> Any:
-    """For this row only: everything else of Paceline computes fp32 in fp32."""
+    """TF32 for this row only; everything else computes fp32 in fp32."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
@@ -274,7 +275,7 @@ def _random(size: tuple[int, ...], dtype: str, device: torch.device) -> Tensor:
 
 
 def _random_bytes(size: int, device: torch.device, pinned: bool = False) -> Tensor:
-    """Whole 64-bit words are drawn, which is several times faster than bytes."""
+    """Random bytes, drawn as 64-bit words, which is several times faster."""
     words = torch.empty(math.ceil(size / 8), dtype=torch.int64, device=device, pin_memory=pinned)
     return words.random_().view(torch.uint8)[:size]
 
@@ -289,9 +290,9 @@ def _copy(source: Tensor, device: torch.device, pinned: bool = False, asynchrono
 
 
 def _bus_copy(row: Row, device: torch.device) -> Kernel:
-    """Pinned copies are queued like any kernel; pageable ones go through the driver's own buffer and block the host."""
+    """A copy between host and device. Pinned copies are queued like a kernel; pageable ones block the host."""
     if device.type != "cuda":
-        raise UnsupportedError("a CPU has no device memory of its own to copy to")
+        raise UnsupportedError("a CPU has no separate device memory")
     host, pinned = torch.device("cpu"), row.variant == "pinned"
     if row.kernel == "h2d":
         return _copy(_random_bytes(row.dims[0], host, pinned), device, asynchronous=pinned)
@@ -302,9 +303,9 @@ def _bus_copy(row: Row, device: torch.device) -> Kernel:
 
 
 def _attention(row: Row, shape: Shape, device: torch.device) -> Kernel:
-    """q, k and v lie as the decoder's projections leave them (batch, length, heads, head_dim), and record a graph."""
+    """Attention on q, k and v in the memory layout of the decoder (batch, length, heads, head_dim)."""
     if row.variant != "flash" and device.type != "cuda":
-        raise UnsupportedError(f"the {row.variant} backend exists on CUDA devices only")
+        raise UnsupportedError(f"the {row.variant} backend needs a CUDA device")
     batch, length = row.dims
     heads = (shape.heads, shape.kv_heads, shape.kv_heads)
     q, k, v = (
@@ -317,7 +318,7 @@ def _attention(row: Row, shape: Shape, device: torch.device) -> Kernel:
         return sdpa_kernel([BACKENDS[row.variant]])
 
     def wrong() -> int:
-        """The row's own first sequence, cut to 256 tokens: output and all three gradients against float64."""
+        """Compare output and gradients of the first sequence, cut to 256 tokens, with float64."""
         cut = [t.detach()[:1, :, :PROVED_LENGTH].clone() for t in (q, k, v, gradient)]
         found = _with_gradients(attend, cut)
         exact = _with_gradients(_attend_exactly, [t.double() for t in cut])
@@ -336,7 +337,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _attend_exactly(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q k' / sqrt(d), causal) v, written out."""
+    """softmax(q k' / sqrt(d), causal) v in plain operations."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     scores = q @ k.mT / math.sqrt(q.shape[-1])

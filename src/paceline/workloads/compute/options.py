@@ -1,4 +1,4 @@
-"""Options of the workload compute."""
+"""Options of the workload compute, and one row of its sweep."""
 
 from __future__ import annotations
 
@@ -7,20 +7,16 @@ from dataclasses import dataclass
 from paceline.errors import require
 
 KERNELS = ("matmul", "copy", "h2d", "d2h", "attention")
-
-
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
-
-
 FEWEST_ITERATIONS = 5
 
 
 @dataclass(frozen=True)
 class Options:
-    """kernels and dtypes: `all`, or names joined by '+'. None takes the device's own default.
+    """kernels and dtypes: `all`, or names joined by '+'. None means the device's default.
 
-    A row takes budget_s at most, by fewer iterations, but never fewer than 5. tokens is micro batch x sequence length
-    of the model's products. largest_matmul, largest_copy_bytes and longest_sequence end the sweeps.
+    budget_s: the time of a row, kept by fewer iterations, but at least 5. tokens: micro batch x sequence length of the
+    model's products. largest_matmul, largest_copy_bytes and longest_sequence end the sweeps.
     """
 
     kernels: str = "all"
@@ -51,9 +47,9 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One row of the sweep and its work. kernel, dtype, label, variant and size are those of `records.KernelSample`.
+    """One row of the sweep and its work. kernel, dtype, label, variant and size are those of `KernelSample`.
 
-    dims: m, n, k of a product; bytes of a copy; batch and sequence length of attention. needed_bytes is its memory.
+    dims: m, n, k of a product; bytes of a copy; batch and sequence length of attention. needed_bytes: its memory.
     """
 
     kernel: str

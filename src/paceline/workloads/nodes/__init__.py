@@ -1,8 +1,8 @@
-"""Node acceptance: every node measured by itself, k times, its results proved, then all pairs of them.
+"""Node acceptance test: measures every node alone, several times, verifies its results, then tests all pairs.
 
-Each process measures its own device: products, copies, and a training of its own on the same seeded batches. Processes
-meet at a barrier before every window, so that all are loaded alike, and never inside one: a slow node slows nobody
-else's numbers. `_nodes_stages` does the work; here stands what is asked.
+Each process measures its own device: matrix products, copies, and its own training on the same seeded batches. There is
+a barrier before every window, so that all nodes are loaded alike, and none inside: a slow node does not affect the
+numbers of others. `stages` does the work.
 """
 
 from __future__ import annotations
@@ -31,5 +31,5 @@ def run(spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
     from paceline.workloads.nodes.stages import Acceptance
 
     recorder.progress(0, "setup")
-    Acceptance(spec, seat, recorder).hold()
+    Acceptance(spec, seat, recorder).run()
     recorder.conclude(compute.evidence(seat, load_shape(spec.model)))

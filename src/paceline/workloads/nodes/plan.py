@@ -1,4 +1,4 @@
-"""Which nodes are tested alone and in which pairs."""
+"""Options of the node test, and what each process measures."""
 
 from __future__ import annotations
 
@@ -16,28 +16,20 @@ from paceline.workloads.compute.options import FEWEST_ITERATIONS, Row
 from paceline.workloads.compute.options import Options as ComputeOptions
 
 NODES = ("host", "process")
-
-
 TRAININGS = ("pretrain", "finetune", "none")
-
-
 PINNED = ("", "NT", "pinned")
-
-
-# Side of the products and bytes of the copies where none are given: large enough to fill the device.
+# Default sides of products and bytes of copies, large enough to fill the device.
 SIDES = {"cuda": 8192, "cpu": 512}
-
-
 COPIES = {"cuda": 2**30, "cpu": 2**24}
 
 
 @dataclass(frozen=True)
 class Options:
-    """node: what is judged as one, a `host` with all its processes or each `process` (GPU by GPU).
+    """node: what is judged as one node: a `host` with all its processes, or each `process` (GPU by GPU).
 
-    repeats: windows of every measure, interleaved. training: what each process trains by itself. proof_steps: seeded
-    steps that must give the same bits everywhere; side, copy_bytes, iters and budget_s are of products and copies.
-    speed_ratio, memory_ratio and temperature_c: how far a node may lie from its peers' median, or from a baseline.
+    repeats: interleaved windows of every measure. training: what each process trains alone. proof_steps: seeded steps
+    that must give the same bits everywhere. side, copy_bytes, iters and budget_s: for products and copies.
+    speed_ratio, memory_ratio and temperature_c: how far a node may deviate from its peers' median or from a baseline.
     """
 
     node: str = "host"
@@ -70,22 +62,22 @@ class Options:
 
 
 def alone(spec: RunSpec) -> RunSpec:
-    """What one process of the test trains: the same work on every node, with nobody to wait for."""
+    """The training of one process: the same work on every node, without communication."""
     training = parse_options(Options, spec.workload).training
     one = Topology(device=spec.topology.device)
     return replace(spec, workload=Choice(training), strategy=Choice("single"), topology=one)
 
 
 def plan(spec: RunSpec) -> tuple[Row, ...]:
-    """One product in the dtype of the training, and one copy each way that the device has."""
+    """One product in the dtype of the training, and one copy in each direction that the device has."""
     device, chosen = spec.topology.device, parse_options(Options, spec.workload)
     side, size = chosen.side or SIDES[device], chosen.copy_bytes or COPIES[device]
-    asked = ComputeOptions(
+    requested = ComputeOptions(
         kernels="matmul+copy+h2d+d2h" if device == "cuda" else "matmul+copy",
         dtypes=spec.training.precision.compute,
         largest_matmul=side,
         largest_copy_bytes=size,
     )
     largest = {"matmul": side, "copy": size, "h2d": size, "d2h": size}
-    rows = compute.plan(load_shape(spec.model), asked, device)
+    rows = compute.plan(load_shape(spec.model), requested, device)
     return tuple(row for row in rows if row.size == largest[row.kernel] and row.variant in PINNED)

@@ -1,4 +1,4 @@
-"""Results that are known beforehand, to the bit: a device that computes them otherwise is corrupt, however fast."""
+"""Computations with known exact results: a device that gets other bits is corrupt, however fast it is."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from paceline.contract import Seat
 from paceline.results.machine_samples import ProductSample
 from paceline.workloads.compute.kernels import TORCH_DTYPES
 
-# Terms of a sum, and the largest operand: 256 x 15 x 15 is below fp16's largest number, 15 x 15 needs the 8 significant
-# bits that bf16 has, and a power of two adds none. So every result is exact in every dtype.
+# Terms of a sum, and the largest operand: 256 x 15 x 15 is below the maximum of fp16, and 15 x 15 needs the 8
+# significant bits of bf16, to which a power of two adds none. So every result is exact in every dtype.
 TERMS = 256
 LARGEST = 15
 
 
 def known_product(side: int, dtype: str, device: torch.device, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """a, b and what a @ b must be. a[i, k] = u[i] s[k] and b[k, j] = s[k] v[j] with signs s, so every term of the sum
-    at (i, j) is u[i] v[j], and no order of summation rounds."""
+    """a, b and the exact a @ b. With signs s, a[i, k] = u[i] s[k] and b[k, j] = s[k] v[j], so every term of the sum at
+    (i, j) is u[i] v[j], and no order of summation rounds."""
     random = torch.Generator().manual_seed(seed)
     u, v = (_whole_numbers(side, random) for _ in range(2))
     s = torch.randint(0, 2, (TERMS,), generator=random) * 2 - 1
@@ -33,7 +33,7 @@ def known_product(side: int, dtype: str, device: torch.device, seed: int) -> tup
 
 
 def _whole_numbers(count: int, random: torch.Generator) -> Tensor:
-    """Never 0: a product with 0 hides a wrong factor."""
+    """Random integers other than 0, which would hide a wrong factor."""
     size = torch.randint(1, LARGEST + 1, (count,), generator=random)
     return size * (torch.randint(0, 2, (count,), generator=random) * 2 - 1)
 
@@ -43,7 +43,7 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
 
 
 def prove_product(seat: Seat, repeat: int, side: int, dtype: str, seed: int) -> ProductSample:
-    """The values change with every repeat; the first element that is wrong is named."""
+    """Verify one product, with other values in every repeat; records the first wrong element."""
     device = torch.device(seat.torch_device)
     a, b, expected = known_product(side, dtype, device, seed + repeat)
     with whole_sums():
@@ -59,13 +59,13 @@ def prove_product(seat: Seat, repeat: int, side: int, dtype: str, seed: int) -> 
 
 
 def lacks_kernel(error: RuntimeError) -> bool:
-    """Whether torch refused to compute because no kernel has one order of sums."""
+    """Whether torch raised because no deterministic kernel exists."""
     return "deterministic" in str(error)
 
 
 @contextlib.contextmanager
 def whole_sums() -> Iterator[None]:
-    """Partial sums stay in fp32: cuBLAS may otherwise hold those of a split sum in 16 bit, where they would round."""
+    """Keep partial sums in fp32: cuBLAS may otherwise round those of a split sum to 16 bit."""
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
     matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = False
@@ -76,17 +76,17 @@ def whole_sums() -> Iterator[None]:
 
 
 def prepare_products() -> None:
-    """Before the first product of the process: cuBLAS keeps to one order of sums only with a workspace that is told.
-    This one is torch's own size on Hopper."""
+    """Call before the first product: cuBLAS is deterministic only with a configured workspace. This is torch's size on
+    Hopper."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @contextlib.contextmanager
 def deterministic(strict: bool = True) -> Iterator[None]:
-    """Kernels whose sums have one order. Where one has none, torch raises an error; not strict, it goes on, and
-    `analysis.nodes` sees that no node agrees with itself.
+    """Use deterministic kernels. If one is missing, torch raises an error; if not strict, it continues, and
+    `analysis.machine.nodes` sees that no node agrees with itself.
 
-    Strict comes first, because otherwise torch's fused attention takes its usual backward, whose sums have none.
+    Try strict first: otherwise torch's fused attention uses its usual backward, which is not deterministic.
     """
     import warnings
 

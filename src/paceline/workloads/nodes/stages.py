@@ -1,4 +1,4 @@
-"""The stages of a node's acceptance on one process: condition, proofs, k interleaved windows, and the pairs."""
+"""The stages of the node test on one process: health, verification, interleaved windows, and pairs."""
 
 from __future__ import annotations
 
@@ -26,102 +26,91 @@ from paceline.workloads.compute.options import Row
 from paceline.workloads.nodes.plan import SIDES, Options, alone, plan
 from paceline.workloads.nodes.proof import deterministic, lacks_kernel, prepare_products, prove_product
 
-# Products queued while the condition is read: a tenth of a second and more of work for a device they fill.
+# Products queued while the health is read: at least a tenth of a second of work.
 QUEUED = 100
 
 
 class Acceptance:
-    """Everything one rank does, in an order that is the same on all of them."""
+    """The node test of one rank; all ranks do the same in the same order."""
 
     def __init__(self, spec: RunSpec, seat: Seat, recorder: Recorder) -> None:
         prepare_products()
         self.spec, self.seat, self.recorder = spec, seat, recorder
         self.chosen = parse_options(Options, spec.workload)
         self.side = self.chosen.side or SIDES[seat.device]
-        asked = ComputeOptions(iters=self.chosen.iters, warmup=5, budget_s=self.chosen.budget_s)
+        requested = ComputeOptions(iters=self.chosen.iters, warmup=5, budget_s=self.chosen.budget_s)
         processes = spec.topology.processes_per_node
-        self.bench = Bench(seat, load_shape(spec.model), asked, processes, spec.seed)
+        self.bench = Bench(seat, load_shape(spec.model), requested, processes, spec.seed)
         self.trains = self.chosen.training != "none"
         self.number = 0
 
-    def hold(self) -> None:
-        self._read_condition("before")
+    def run(self) -> None:
+        self._read_health("before")
         training = self._proved_training(turn=0)
         for repeat in range(self.chosen.repeats):
             self._window_of_each(repeat, training)
-            self._prove(repeat)
+            self._synchronise("verify")
+            for dtype in dict.fromkeys((self.spec.training.precision.compute, "fp32")):
+                self.recorder.add(prove_product(self.seat, repeat, self.side, dtype, self.spec.seed))
         del training
         self._proved_training(turn=1)
         release_unused(self.seat.device)
-        self._read_loaded_condition()
-        self._meet()
+        self._read_health_under_load()
+        self._synchronise()
         if self.chosen.tournament and self.seat.world_size > 1:
-            asked = CollectivesOptions(pair_bytes=self.chosen.pair_bytes, budget_s=self.chosen.budget_s)
-            Tournament(Ensemble(self.seat, self.recorder), asked, self.number).run()
+            requested = CollectivesOptions(pair_bytes=self.chosen.pair_bytes, budget_s=self.chosen.budget_s)
+            Tournament(Ensemble(self.seat, self.recorder), requested, self.number).run()
 
-    def _meet(self, phase: str = "timing") -> None:
-        """All ranks go on together; nothing is being measured anywhere."""
+    def _synchronise(self, phase: str = "timing") -> None:
+        """Wait for all ranks, while nothing is measured."""
         self.number += 1
         self.recorder.progress(self.number, phase)
         dist.barrier()
 
-    # --- measures ---
-
     def _window_of_each(self, repeat: int, training: OwnTraining | None) -> None:
-        """Forwards and backwards by turns, so that what follows what does not decide a number."""
+        """One window of each measure, in alternating order, so that the order does not affect a number."""
         windows: list[Callable[[], None]] = [_bound(self._measure_row, row, repeat) for row in plan(self.spec)]
         if training is not None:
             windows.append(_bound(training.window, repeat))
         for window in windows[:: -1 if repeat % 2 else 1]:
-            self._meet()
+            self._synchronise()
             window()
 
     def _measure_row(self, row: Row, repeat: int) -> None:
         self.recorder.add(dataclasses.replace(self.bench.measure(row), repeat=repeat))
 
-    # --- proofs ---
-
-    def _prove(self, repeat: int) -> None:
-        self._meet("verify")
-        for dtype in dict.fromkeys((self.spec.training.precision.compute, "fp32")):
-            self.recorder.add(prove_product(self.seat, repeat, self.side, dtype, self.spec.seed))
-
     def _proved_training(self, turn: int) -> OwnTraining | None:
-        """A training whose first steps are the proof; None where none is asked for."""
+        """A training whose first steps are verified; None if none is requested. Uses deterministic kernels if all
+        exist: equal ranks lack the same ones, so that they stay together."""
         if not self.trains:
             return None
-        self._meet("setup")
-        return self._strictly_proved(turn) or self._new_training(turn, strict=False)
-
-    def _strictly_proved(self, turn: int) -> OwnTraining | None:
-        """None where a kernel is lacking. All alike ranks lack it, so that they go on together."""
+        self._synchronise("setup")
         try:
             return self._new_training(turn, strict=True)
         except RuntimeError as error:
             if not lacks_kernel(error):
                 raise
-        return None
+        return self._new_training(turn, strict=False)
 
     def _new_training(self, turn: int, strict: bool) -> OwnTraining:
         training = OwnTraining(self.spec, self.seat, self.recorder, self.chosen)
         training.prove(turn, strict)
         return training
 
-    # --- condition ---
-
-    def _read_condition(self, moment: str) -> None:
+    def _read_health(self, moment: str) -> None:
         facts = health.read(self.seat.local_rank if self.seat.device == "cuda" else None)
         self.recorder.add(HealthSample(rank=self.seat.rank, moment=moment, facts=facts))
 
-    def _read_loaded_condition(self) -> None:
-        """While products are queued: an idle GPU lowers its clocks and its bus, which would look like a defect."""
-        self._meet()
+    def _read_health_under_load(self) -> None:
+        """Read the health while products are queued: an idle GPU lowers its clocks and PCIe speed, which look like
+        defects."""
+        self._synchronise()
         if self.seat.device == "cuda":
             kind = torch.bfloat16 if self.spec.training.precision.compute == "bf16" else torch.float16
             a = torch.ones((self.side, self.side), dtype=kind, device=self.seat.torch_device)
             for _ in range(QUEUED):
                 torch.mm(a, a)
-        self._read_condition("loaded")
+        self._read_health("loaded")
         self.bench.clock.drain()
 
 
@@ -130,7 +119,7 @@ def _bound(call: Callable[..., None], *arguments: object) -> Callable[[], None]:
 
 
 class OwnTraining:
-    """The training of one process, without strategy or peers: first the proof, then warm-up, then timed windows."""
+    """The training of one process without peers: verified steps, then warm-up, then timed windows."""
 
     def __init__(self, spec: RunSpec, seat: Seat, recorder: Recorder, chosen: Options) -> None:
         own = alone(spec)
@@ -153,7 +142,7 @@ class OwnTraining:
         self.recorder.add(TrajectorySample(rank=self.seat.rank, turn=turn, losses=losses, weights=weights.digest))
 
     def window(self, repeat: int) -> None:
-        """Steps carry their repeat as `variant`; the peak is that of this window."""
+        """One timed window. Steps have the repeat as `variant`; the peak is that of this window."""
         with attention_backends(self.seat.device):
             if not self.is_warm:
                 self.loop.unrecorded(range(self.chosen.proof_steps, self.begin))

@@ -123,8 +123,8 @@ def test_wrong_token_files_are_one_sentence(files: dict[str, Path], tmp_path: Pa
     refuse(RequestError, "uint16, uint32 or int32", dtype="float32")
     refuse(RequestError, "the options path, dtype and pad", colour=1)
     refuse(RequestError, "a token id", pad="zero")
-    refuse(RequestError, "one row of more than 100", length=100)
-    refuse(RequestError, "one row", "square.npy")
+    refuse(RequestError, "one dimension of more than 100", length=100)
+    refuse(RequestError, "one dimension", "square.npy")
     with pytest.raises(UnsupportedError) as caught:
         open_corpus(Choice("file", {"path": str(files["short.bin"])}), 50, 10, 0)
     assert str(caught.value) == golden

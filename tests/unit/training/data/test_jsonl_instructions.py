@@ -33,7 +33,7 @@ def opened(path: Path, length: int = 64, **options: Any) -> Dialogues:
 
 
 def learned_text(corpus: Dialogues, index: int = 0) -> bytes:
-    labels = corpus.row(index).places[2]
+    labels = corpus.row(index).array[2]
     return bytes(labels[labels != IGNORED_LABEL].tolist())
 
 
@@ -65,7 +65,7 @@ def test_only_the_response_is_learned(tmp_path: Path, line: Any, learned: bytes)
 
 def test_bytes_are_the_text(tmp_path: Path) -> None:
     row = opened(write(tmp_path / "a.jsonl", {"prompt": "é", "response": "x"}), length=6).row(0)
-    assert row.places[0].tolist() == [0xC3, 0xA9, ord("x"), 0, 0, 0]
+    assert row.array[0].tolist() == [0xC3, 0xA9, ord("x"), 0, 0, 0]
     assert row.amounts.tokens == 4
 
 
@@ -167,9 +167,9 @@ def tokenizer(tmp_path: Path) -> Any:
 
 def read(corpus: Dialogues, tokenizer: Any) -> tuple[list[str], list[str]]:
     row = corpus.row(0)
-    labels = row.places[2][row.places[2] != IGNORED_LABEL]
+    labels = row.array[2][row.array[2] != IGNORED_LABEL]
     return (
-        tokenizer.convert_ids_to_tokens(row.places[0][: row.amounts.tokens].tolist()),
+        tokenizer.convert_ids_to_tokens(row.array[0][: row.amounts.tokens].tolist()),
         tokenizer.convert_ids_to_tokens(labels.tolist()),
     )
 
@@ -204,5 +204,5 @@ def test_a_template_that_rewrites_what_was_said_is_refused(tmp_path: Path, token
 
 def test_rows_are_arrays_of_whole_numbers(tmp_path: Path) -> None:
     row = opened(write(tmp_path / "a.jsonl", {"prompt": "a", "response": "b"})).row(0)
-    assert row.places.dtype == np.int64
-    assert row.places.shape == (3, 64)
+    assert row.array.dtype == np.int64
+    assert row.array.shape == (3, 64)

@@ -39,7 +39,7 @@ def instructions(text: str = "instructions", length: int = 32, seed: int = 42) -
 
 def test_a_row_of_two_documents_by_hand() -> None:
     row = lay_out([document([5, 6, 7, 8], 2), document([9, 10, 11], 1)], 10)
-    assert row.places.tolist() == [
+    assert row.array.tolist() == [
         [5, 6, 7, 8, 9, 10, 11, 0, 0, 0],
         [0, 1, 2, 3, 0, 1, 2, 3, 4, 5],
         [_, 7, 8, _, 10, 11, _, _, _, _],
@@ -49,13 +49,13 @@ def test_a_row_of_two_documents_by_hand() -> None:
 
 def test_a_full_row_has_no_padding_and_no_label_for_its_last_token() -> None:
     row = lay_out([document([1, 2, 3], 1)], 3)
-    assert row.places.tolist() == [[1, 2, 3], [0, 1, 2], [2, 3, _]]
+    assert row.array.tolist() == [[1, 2, 3], [0, 1, 2], [2, 3, _]]
     assert row.amounts == Amounts(3, 3, 2, 6, 1)
 
 
 def test_plain_text_learns_every_token_but_padding() -> None:
     row = whole(np.array([3, 4, 5, 0, 0]), pad=0)
-    assert row.places.tolist() == [[3, 4, 5, 0], [0, 1, 2, 3], [4, 5, _, _]]
+    assert row.array.tolist() == [[3, 4, 5, 0], [0, 1, 2, 3], [4, 5, _, _]]
     assert row.amounts == Amounts(tokens=3, positions=4, label_tokens=2, attended_keys=6, documents=1)
     assert whole(np.array([3, 4, 5])).amounts == Amounts(2, 2, 2, 3, 1)
 
@@ -98,7 +98,7 @@ def test_the_digest_covers_ids_positions_and_labels(part: int) -> None:
     class Changed(Plain):
         def row(self, index: int):  # type: ignore[no-untyped-def]
             row = super().row(index)
-            row.places[part, 1] += 1
+            row.array[part, 1] += 1
             return row
 
     plain = open_corpus(Choice("synthetic"), 256, 32, 1)
@@ -111,22 +111,22 @@ def test_label_tokens_are_told_without_making_the_row(text: str) -> None:
     corpus = instructions(text)
     for index in range(0, 600, 7):
         row = corpus.row(index)
-        assert corpus.label_tokens(index) == row.amounts.label_tokens == (row.places[2] != IGNORED_LABEL).sum() > 0
+        assert corpus.label_tokens(index) == row.amounts.label_tokens == (row.array[2] != IGNORED_LABEL).sum() > 0
 
 
 def test_a_row_is_a_function_of_seed_and_index() -> None:
     far = 3 * BLOCK_ROWS + 5
     first, again = instructions(PACKED), instructions(PACKED)
     again.row(0)
-    assert (first.row(far).places == again.row(far).places).all()
-    assert (first.row(far).places != instructions(PACKED, seed=43).row(far).places).any()
-    assert (first.row(far).places != first.row(far + BLOCK_ROWS).places).any()
+    assert (first.row(far).array == again.row(far).array).all()
+    assert (first.row(far).array != instructions(PACKED, seed=43).row(far).array).any()
+    assert (first.row(far).array != first.row(far + BLOCK_ROWS).array).any()
 
 
 def test_packed_rows_hold_whole_documents() -> None:
     corpus = instructions(PACKED)
     for index in range(20):
-        ids, positions, _labels = corpus.row(index).places
+        ids, positions, _labels = corpus.row(index).array
         numbers = corpus._numbers(index)
         starts = np.flatnonzero(positions == 0)
         assert len(starts) == len(numbers)
@@ -161,7 +161,7 @@ def test_fixed_documents_fill_every_row() -> None:
 
 
 def test_instructions_can_be_learned() -> None:
-    rows = [instructions(length=128).row(i).places for i in range(50)]
+    rows = [instructions(length=128).row(i).array for i in range(50)]
     learned = [(ids[labels != _], labels[labels != _]) for ids, _positions, labels in rows]
     follows = np.concatenate([labels == (ids + 1) % 256 for ids, labels in learned])
     assert 0.9 < follows.mean() < 0.995

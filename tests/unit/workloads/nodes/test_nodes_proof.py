@@ -83,7 +83,7 @@ class Proved:
 @pytest.fixture
 def acceptance(monkeypatch: pytest.MonkeyPatch, make_spec: Callable[..., RunSpec]) -> stages.Acceptance:
     monkeypatch.setattr(stages, "OwnTraining", Proved)
-    monkeypatch.setattr(stages.Acceptance, "_meet", lambda *_: None)
+    monkeypatch.setattr(stages.Acceptance, "_synchronise", lambda *_: None)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     spec = make_spec(None, workload="nodes")
     return stages.Acceptance(spec, SEAT, Mock())
