@@ -226,7 +226,7 @@ def gauged(run_dir: Path, spec: RunSpec, seat: Seat) -> Iterator[None]:
 def gauge_samples(snapshot: Snapshot, rank: int, host: str) -> list[GaugeSample]:
     """One reading as samples: the host first, then each GPU."""
     recorded = {field.name for field in fields(GaugeSample)}
-    readings = [asdict(part) for part in (snapshot.host, *snapshot.devices)]
+    readings = [asdict(snapshot.host), *(asdict(device) for device in snapshot.devices)]
     return [
         GaugeSample(rank=rank, host=host, **{name: value for name, value in reading.items() if name in recorded})
         for reading in readings
