@@ -35,9 +35,9 @@ import numpy as np
 from paceline.serving import selftest
 from paceline.serving.client import audit, schedule, worker_pool
 from paceline.serving.client.requests import ShardResult, Target
-from paceline.serving.mock.server import Law
+from paceline.serving.mock.server import Latencies
 
-LAW = Law(ttft_s=0.1, itl_s=0.02, tokens=32)
+LAW = Latencies(ttft_s=0.1, itl_s=0.02, tokens=32)
 PROMPT_TOKENS = 8
 PEER_S = 900.0
 # The critical value of sqrt(n) D at 1 %.

@@ -67,7 +67,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("engines", "mock"),
         ("client_ceiling",),
         ("client", "replica"),
-        ("early_stopping", "prompts"),
+        ("early_stopping", "http_server", "prompts"),
     ),
 }
 # Imported inside functions, so that verbs that only read start fast and without them.

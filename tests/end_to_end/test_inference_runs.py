@@ -14,7 +14,7 @@ import pytest
 from paceline.results import store
 from paceline.results.served_samples import CeilingSample
 from paceline.serving import client_ceiling
-from paceline.serving.mock.server import Law, serve_until_told
+from paceline.serving.mock.server import Latencies, serve_until_signalled
 
 Start = Callable[..., str]
 FILE = """
@@ -37,8 +37,10 @@ def start() -> Iterator[Start]:
 
     def make(**law: Any) -> str:
         ports = context.Queue()
-        made = Law(**{"ttft_s": 0.02, "itl_s": 0.002, **law})
-        servers.append(context.Process(target=serve_until_told, args=(made, "127.0.0.1", 0, ports.put), daemon=True))
+        made = Latencies(**{"ttft_s": 0.02, "itl_s": 0.002, **law})
+        servers.append(
+            context.Process(target=serve_until_signalled, args=(made, "127.0.0.1", 0, ports.put), daemon=True)
+        )
         servers[-1].start()
         return f"http://127.0.0.1:{ports.get(timeout=60)}"
 
@@ -106,7 +108,7 @@ def test_nobody_there_and_another_model(start: Start, asked: Any, tmp_path: Path
     [
         ("engine.url=ftp://x", "openai.url: 'ftp://x' was given"),
         ("engine.url=http://user:secret@x", "accepted is http://HOST:PORT"),
-        ("scenario=fast", "scenario: 'fast' was given; accepted is offline"),
+        ("scenario=fast", "scenario: got 'fast', expected offline"),
         ("engine=vllm2", "engines: 'vllm2' was given"),
     ],
 )

@@ -17,7 +17,7 @@ from paceline.experiment.fields import Cell, build
 from paceline.results import store
 from paceline.results.records import Status
 from paceline.serving.client import mlcommons
-from paceline.serving.mock.server import Law, serve_until_told
+from paceline.serving.mock.server import Latencies, serve_until_signalled
 
 FIELDS = {
     "workload": "inference",
@@ -39,8 +39,8 @@ FIELDS = {
 def url() -> Iterator[str]:
     context = multiprocessing.get_context("fork")
     ports = context.Queue()
-    law = Law(ttft_s=0.01, itl_s=0.001)
-    server = context.Process(target=serve_until_told, args=(law, "127.0.0.1", 0, ports.put), daemon=True)
+    law = Latencies(ttft_s=0.01, itl_s=0.001)
+    server = context.Process(target=serve_until_signalled, args=(law, "127.0.0.1", 0, ports.put), daemon=True)
     server.start()
     yield f"http://127.0.0.1:{ports.get(timeout=60)}"
     server.terminate()

@@ -190,7 +190,7 @@ def test_a_model_that_is_killed_while_it_is_built_ends_the_waiting(make_spec: An
 
     with ThreadPoolExecutor(1) as pool:
         pool.submit(kill)
-        words = "the replica ended before it was ready; its last words: none"
+        words = "the replica ended before it was ready; its last output: none"
         with pytest.raises(LaunchError, match=words), plain_engine.open(spec, SEAT):
             pass
     assert {child.pid for child in mine.children(recursive=True)} <= before
@@ -199,13 +199,13 @@ def test_a_model_that_is_killed_while_it_is_built_ends_the_waiting(make_spec: An
 @pytest.mark.parametrize(
     ("program", "raised", "words"),
     [
-        ("time.sleep(60)", LaunchError, "not ready within 0.5 s; its last words: none"),
-        ("sys.stderr.write('a\\nno room\\n')", LaunchError, "ended before it was ready; its last words: no room"),
+        ("time.sleep(60)", LaunchError, "not ready within 0.5 s; its last output: none"),
+        ("sys.stderr.write('a\\nno room\\n')", LaunchError, "ended before it was ready; its last output: no room"),
         ("print(json.dumps({'failed': 'no such GPU'}))", UnsupportedError, "no such GPU"),
         (
             "READY; sys.stderr.write('no more'); sys.stderr.flush(); os.kill(os.getpid(), 9)",
             LaunchError,
-            "ended by signal 9 while it was asked; its last words: no more",
+            "ended by signal 9 during the load; its last output: no more",
         ),
     ],
 )

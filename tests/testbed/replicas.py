@@ -22,7 +22,7 @@ from paceline.contract import Endpoint, Seat
 from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.host.processes import end_with_parent
-from paceline.serving.mock.server import Law, MockReplica
+from paceline.serving.mock.server import Latencies, MockReplica
 
 START_S = 60.0
 
@@ -31,7 +31,7 @@ class Queue(MockReplica):
     """Answers one request at a time, in the order they came, each in service_s: latency is the wait for those before.
     What the law forbids cannot happen, however fast the machine is."""
 
-    def __init__(self, law: Law, service_s: float, host: str = "127.0.0.1") -> None:
+    def __init__(self, law: Latencies, service_s: float, host: str = "127.0.0.1") -> None:
         super().__init__(law, host)
         self._service_ns, self._free_ns = round(service_s * 1e9), 0
 
@@ -45,7 +45,12 @@ class Mortal(MockReplica):
     """Killed when a request comes that is one too many, with those before it under way."""
 
     def __init__(
-        self, law: Law, dies_after: int, host: str = "127.0.0.1", takes_parent: bool = False, lives_on: bool = False
+        self,
+        law: Latencies,
+        dies_after: int,
+        host: str = "127.0.0.1",
+        takes_parent: bool = False,
+        lives_on: bool = False,
     ) -> None:
         super().__init__(law, host)
         self._left, self._takes_parent, self._lives_on = dies_after, takes_parent, lives_on
@@ -83,7 +88,7 @@ def start(
     """In a process of its own, which ends with this one."""
     context = multiprocessing.get_context("fork")
     ports = context.Queue()
-    made = Law(**{"ttft_s": 0.01, "itl_s": 0.001, **law})
+    made = Latencies(**{"ttft_s": 0.01, "itl_s": 0.001, **law})
 
     def serve() -> None:
         end_with_parent()

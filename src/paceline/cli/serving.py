@@ -42,7 +42,7 @@ def add_verbs(verbs: Any) -> None:
 
 def mock_replica(arguments: argparse.Namespace) -> int:
     from paceline.errors import require
-    from paceline.serving.mock.server import MODES, Law, serve_until_told
+    from paceline.serving.mock.server import MODES, Latencies, serve_until_signalled
 
     screen = console()
     if arguments.mode == "list":
@@ -54,12 +54,12 @@ def mock_replica(arguments: argparse.Namespace) -> int:
     require(arguments.itl >= 0, "--itl", arguments.itl, "seconds from 0")
     require(0 <= arguments.port <= 65_535, "--port", arguments.port, "0 to 65535, where 0 picks a free port")
     require(arguments.slots >= 0, "--slots", arguments.slots, "a whole number from 0")
-    law = Law(ttft_s=arguments.ttft, itl_s=arguments.itl, mode=arguments.mode, slots=arguments.slots)
+    law = Latencies(ttft_s=arguments.ttft, itl_s=arguments.itl, mode=arguments.mode, slots=arguments.slots)
 
     def announce(port: int) -> None:
         print_hanging(screen, f"http://{arguments.host}:{port} serves the model {law.model!r}; stop it with Ctrl-C", 2)
 
-    serve_until_told(law, arguments.host, arguments.port, announce)
+    serve_until_signalled(law, arguments.host, arguments.port, announce)
     return OK
 
 

@@ -1,4 +1,4 @@
-"""Served models: what is asked of one (part of a run spec), and what a client observed (part of a record)."""
+"""The load test part of a run spec: scenario, load, limits."""
 
 from __future__ import annotations
 
@@ -7,40 +7,40 @@ from dataclasses import dataclass
 
 from paceline.errors import require
 
-# Those of one load, and those that go through several while the replicas stay up.
+# Scenarios with one load, and those with several while the replicas stay up.
 PLAIN_SCENARIOS = ("offline", "server", "interactive", "single_stream", "concurrency", "constant", "trace")
 STAGED_SCENARIOS = ("sweep", "search")
 SCENARIOS = (*PLAIN_SCENARIOS, *STAGED_SCENARIOS)
-# Requests of these are due by a schedule, so that sending one late is the client's own fault.
+# Requests are due on a schedule, so sending one late is the client's own fault.
 OPEN = ("server", "interactive", "constant", "trace")
-# static: the plan says which replica has a sample. dynamic: the one that is free takes it. paired: every replica has
-# every sample, one after the other, there and back again (A B B A), so that replicas can be compared.
+# static: the plan assigns samples to replicas. dynamic: a free replica takes the next sample. paired: every replica
+# gets every sample, one replica after the other and back (A B B A), so that replicas can be compared.
 PARTITIONS = ("static", "dynamic", "paired")
 LOADGENS = ("own", "mlcommons")
 APIS = ("completions", "chat")
-# p99 limits of the scenarios that have them, seconds: first token, each further token. A search is one for `server`.
+# p99 limits by scenario, in seconds: first token, each further token. A search uses those of `server`.
 LIMITS = {"server": (2.0, 0.1), "interactive": (0.5, 0.03), "search": (2.0, 0.1)}
 PERCENTILE = 0.99
-# Of a checkpoint whose architecture is none that numbers can be computed of.
+# For a checkpoint with an architecture that Paceline has no formulas for.
 UNKNOWN_SHAPE = "not known"
-# Bounds of a client that is believed: sending later than planned, reading later than the kernel had it, time to spare.
+# Bounds of a reliable client: sending late, reading late after the kernel had the data, and CPU time.
 MOST_SCHEDULE_LAG_S = 1e-3
 MOST_SCHEDULE_LAG_OF_TTFT = 0.01
 MOST_READ_LAG_S = 5e-3
 MOST_CPU_RATIO = 0.8
-# Of its ceiling, beyond which a reader is warned: bounds above decide whether a client is believed, not this.
+# Share of the ceiling above which a reader is warned; only the bounds above make a client unreliable.
 MOST_CEILING_RATIO = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """How a served model is asked, and what counts as in time.
+    """How a model server is load-tested, and what counts as in time.
 
-    requests: None is all samples of a file. rate_per_s is of all replicas together, for open scenarios; concurrency is
-    of all replicas together, for closed ones and as the cap of `offline`. least_s: a load goes on, with samples used
-    again, until it has lasted so long. loads: those of a sweep ("1+2+4+8"), as concurrency, or as rates where
-    rate_per_s says where to begin a search or a sweep without them. full_set: samples of the whole set, for which the
-    time is told from those that were asked. Limits that are None are those of the scenario, or none.
+    requests: None means all samples of a file. rate_per_s is over all replicas together, for open scenarios;
+    concurrency too, for closed ones and as the cap of `offline`. least_s: minimum duration; samples are repeated if
+    needed. loads: those of a sweep ("1+2+4+8"), as concurrency, or as rates if rate_per_s is given; rate_per_s is also
+    where a search, or a sweep without loads, begins. full_set: samples of the full set, for which the time is
+    extrapolated. Limits that are None are those of the scenario, or none.
     """
 
     scenario: str = "offline"
@@ -81,7 +81,7 @@ class Serving:
 
     @property
     def limits(self) -> dict[str, float | None]:
-        """What a request must keep to be in time: given, else the scenario's own."""
+        """The limits of a request: given ones, else the scenario's own."""
         ttft, tpot = LIMITS.get(self.scenario, (None, None))
         return {
             "ttft_s": self.ttft_limit_s if self.ttft_limit_s is not None else ttft,

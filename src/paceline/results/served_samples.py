@@ -1,4 +1,4 @@
-"""What a served run records: requests, answers, replicas and the client itself."""
+"""Sample types of an inference run: requests, answers, replicas and the client itself."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import ClassVar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSample:
-    """One request as the client saw it. Times are nanoseconds from the common start of the run on the client's
-    monotonic clock: when it was due, when it was sent, and when the kernel had the first byte, the first token (of an
-    answer, of reasoning before it), the last one and the end. token_ns are the times of all events with content, as
-    gaps from the one before; coalesced counts those that shared a read with the one before, so have its time.
+    """One request as the client observed it.
 
-    tokens is the server's own count (None where it gives none), pieces the events with content. prompt_tokens is its
-    count of what it was asked, sent_ids how many token ids that was (None where it was text). error is a class
-    (timeout, reset, http_500, ...), None for an answer that came whole. attempt counts how often the sample was given
-    to a replica before.
+    Times are nanoseconds from the common start of the run on the client's monotonic clock: when it was due and sent,
+    and when the kernel had the first byte, the first token (of the answer, of reasoning before it), the last token and
+    the end. token_ns: the times of all events with content, as gaps from the one before. coalesced counts events that
+    shared a read with the one before, so they have its time.
+
+    tokens is the server's own count (None if it gives none), pieces the number of events with content. prompt_tokens is
+    its count of the prompt, sent_ids how many token ids were sent (None for text). error is a class (timeout, reset,
+    http_500, ...), None for a complete answer. attempt counts earlier sends of the sample to a replica.
     """
 
     kind: ClassVar[str] = "request"
@@ -51,10 +52,9 @@ class RequestSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSample:
-    """One load of a run, in the order they were put on: a run of a plain scenario has one. Times are nanoseconds from
-    the common start of the run, like those of requests; began_at_s is `time.time()` of the client's host. replica is
-    the only one that was asked, None where all were. planned counts its requests; capped says that some waited for
-    others to end."""
+    """One load of a run, in order; a plain scenario has one. Times are nanoseconds from the common start of the run;
+    began_at_s is `time.time()` on the client's host. replica is the only one used, None if all were. planned counts its
+    requests; capped: some waited for others to end."""
 
     kind: ClassVar[str] = "stage"
     rank: int
@@ -72,9 +72,8 @@ class StageSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSample:
-    """One replica as its engine started or found it: where, of which version, over how many devices, and what it was
-    told. died_ns: when the client found it gone, None where it stayed; reassigned counts its samples that others
-    took."""
+    """One replica as its engine started or found it: host, version, devices and settings. died_ns: when the client
+    found it dead, None if it stayed alive. reassigned counts its samples that others took."""
 
     kind: ClassVar[str] = "replica"
     rank: int
@@ -93,8 +92,8 @@ class ReplicaSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerSample:
-    """What a replica answered outside the timed load, to a question that all replicas were asked: replicas of one model
-    that answer greedily must agree."""
+    """A replica's answer outside the timed load, to a prompt that all replicas got: replicas of one model that answer
+    greedily must agree."""
 
     kind: ClassVar[str] = "answer"
     rank: int
@@ -107,10 +106,9 @@ class AnswerSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadgenSample:
-    """What LoadGen concluded of its own test over the same replicas, after the load of this client had ended: its
-    words, its units, its rates. It is a statement of another program, like its logs beside this record, and no number
-    of ours is made from it. errors counts the requests it caused that failed, by class, cpu_ratio is the share of a
-    core that asking took: it knows neither."""
+    """What LoadGen concluded from its own test over the same replicas, after this client's load: its words, units and
+    rates. Like its logs it is a statement of another program; none of our numbers uses it. LoadGen does not know errors
+    (failed requests by class) and cpu_ratio (the share of a core that sending took)."""
 
     kind: ClassVar[str] = "loadgen"
     rank: int
@@ -127,7 +125,7 @@ class LoadgenSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientSample:
-    """One process of the client during one load, about itself: what it was late by, over all its requests and reads."""
+    """The delays of one client process during one load, over all its requests and reads."""
 
     kind: ClassVar[str] = "client"
     rank: int
@@ -150,8 +148,8 @@ class ClientSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CeilingSample:
-    """What the client of so many processes was believed at on this host, before the run: events a second over as many
-    answers at once, against a server of known law beside it. measured_at_s is `time.time()` then."""
+    """The highest accurate load of a client with so many processes on this host, measured before the run against a mock
+    server: events per second over concurrent streams. measured_at_s is `time.time()` then."""
 
     kind: ClassVar[str] = "ceiling"
     rank: int

@@ -1,7 +1,7 @@
-"""The ceiling of this host's client as `paceline selftest` found it, kept for the runs that follow.
+"""The ceiling of this host's load generator as `paceline selftest` measured it, stored for later runs.
 
-One small file for each host and each client: homes are shared between nodes, and another processor, another number of
-usable cores, another Python or another client has another ceiling. Nothing in it is of the user but the numbers.
+One small file for each host and each client: home directories are shared between nodes, and another processor, number
+of usable cores, Python or client has another ceiling. The file holds only these numbers.
 """
 
 from __future__ import annotations
@@ -24,65 +24,62 @@ from paceline.host.machine import cpu_model, usable_cores
 from paceline.results.served_samples import CeilingSample
 
 SCHEMA = 1
-# A file of ours has some hundred bytes for each number of processes.
+# Our file has some hundred bytes for each number of processes.
 LARGEST_FILE = 1 << 16
 _CLIENT = Path(__file__).parent / "client"
 
 
-def keep(found: CeilingSample, environ: Mapping[str, str] = os.environ) -> Path:
-    """Beside those of other numbers of processes; OSError where the folder takes no file."""
-    others = [each for each in known(environ) if each.processes != found.processes]
-    ceilings = sorted((*others, found), key=lambda each: each.processes)
-    whole = {"schema": SCHEMA, "host": host(), "client": client(), "ceilings": list(map(_plain, ceilings))}
+def keep(ceiling: CeilingSample, environ: Mapping[str, str] = os.environ) -> Path:
+    """Store the ceiling beside those of other numbers of processes; OSError if the directory is not writable."""
+    others = [each for each in known(environ) if each.processes != ceiling.processes]
+    ceilings = sorted((*others, ceiling), key=lambda each: each.processes)
+    plain = [{name: value for name, value in asdict(each).items() if name != "rank"} for each in ceilings]
+    whole = {"schema": SCHEMA, "host": host(), "client": client(), "ceilings": plain}
     return write_atomically(path(environ), json.dumps(whole, indent=1) + "\n")
 
 
 def known(environ: Mapping[str, str] = os.environ, rank: int = 0) -> list[CeilingSample]:
-    """What was measured of this client on this host; a file that is missing or damaged tells nothing."""
+    """The ceilings of this client on this host; none if the file is missing or damaged."""
     try:
         with path(environ).open("rb") as file:
             raw = json.loads(file.read(LARGEST_FILE))
         return [_sample(each, rank) for each in raw["ceilings"]] if raw["schema"] == SCHEMA else []
     except (OSError, ValueError, OverflowError, TypeError, KeyError, RecursionError, RuntimeError):
-        # RuntimeError: a user without a home. OverflowError: JSON has Infinity, and whole numbers of any length.
+        # RuntimeError: a user without a home directory. OverflowError: JSON allows Infinity and integers of any length.
         return []
 
 
 def path(environ: Mapping[str, str]) -> Path:
-    """Where the XDG specification wants what a program keeps of itself; a relative folder there is to be ignored."""
-    named = environ.get("XDG_STATE_HOME", "")
-    folder = Path(named) if Path(named).is_absolute() else Path.home() / ".local" / "state"
+    """In the state directory of the XDG specification, which ignores a relative XDG_STATE_HOME."""
+    state = environ.get("XDG_STATE_HOME", "")
+    folder = Path(state) if Path(state).is_absolute() else Path.home() / ".local" / "state"
     return folder / "paceline" / f"client-ceiling-{host()}-{client()}.json"
 
 
 def host() -> str:
-    """A mark of what decides how much a client holds here: which host, processor, usable cores and Python."""
+    """A digest of what decides how much a client can send: host, processor, usable cores and Python."""
     facts = (socket.gethostname(), platform.machine(), cpu_model(), usable_cores(), platform.python_version())
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
 
 
 @functools.cache
 def client() -> str:
-    """The version of the client: of the package, and of its source, which changes between versions too."""
+    """The version of the client: of the package and of its source, which changes between versions too."""
     source = hashlib.sha256()
     for file in sorted(_CLIENT.glob("*.py")):
         source.update(file.name.encode() + b"\0" + file.read_bytes())
     return f"{__version__}-{source.hexdigest()[:12]}"
 
 
-def _plain(ceiling: CeilingSample) -> dict[str, Any]:
-    return {name: value for name, value in asdict(ceiling).items() if name != "rank"}
-
-
 def _sample(raw: Mapping[str, Any], rank: int) -> CeilingSample:
-    """ValueError for numbers that are none."""
-    found = CeilingSample(
+    """ValueError for impossible numbers."""
+    ceiling = CeilingSample(
         rank=rank,
         processes=int(raw["processes"]),
         events_per_s=float(raw["events_per_s"]),
         streams=int(raw["streams"]),
         measured_at_s=float(raw["measured_at_s"]),
     )
-    if not all(0 < value < math.inf for value in (found.processes, found.events_per_s, found.measured_at_s)):
-        raise ValueError("no ceiling")
-    return found
+    if not all(0 < value < math.inf for value in (ceiling.processes, ceiling.events_per_s, ceiling.measured_at_s)):
+        raise ValueError("not a ceiling")
+    return ceiling

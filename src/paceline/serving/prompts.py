@@ -1,4 +1,5 @@
-"""What a served model is asked: prompts of a stated law, or of a file the user brings, each with the tokens allowed.
+"""The prompts of a load test: synthetic, or from a file, each with the tokens allowed for its answer.
+
 
     synthetic:prompt=lognormal,prompt_mean=512,prompt_spread=0.6,answer=fixed,answer_mean=128
     synthetic:shared_prefix=1024,prefixes=4,turns=3       prefixes shared by prompts; dialogues that grow
@@ -7,8 +8,8 @@
     summaries:path=FILE      a list of {"tok_input" | "input", "output"}: the 13,368 articles of CNN/DailyMail
     trace:path=FILE          {"timestamp_s" | "timestamp" (ms), "input_length", "output_length"} a line
 
-Prompt i is a function of the seed and i, or of line i; whoever sends it and in whatever order. What is made here
-(synthetic, trace) is token ids; as text (`form=text`), and in a chat, it is as many common words.
+Prompt i is a function of the seed and i, or of line i, independent of who sends it and in which order. Generated
+prompts (synthetic, trace) are token ids; as text (`form=text`), and in a chat, they are as many common words.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ import numpy as np
 from paceline.errors import RequestError, require
 from paceline.experiment.choices import Choice
 
-LAWS = ("fixed", "uniform", "lognormal")
+DISTRIBUTIONS = ("fixed", "uniform", "lognormal")
 FORMS = ("ids", "text")
-# How many synthetic prompts there are where nobody says.
+# Roles of a person in ShareGPT files.
+SPEAKERS = ("human", "user")
+# The number of synthetic prompts by default.
 SYNTHETIC_COUNT = 256
 # Most tokenizers have one token for each of these after a space.
 _TEXT = (
@@ -41,7 +44,7 @@ LARGEST_FILE = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """Exactly one of token_ids, text and messages. due_s is a trace's time, reference what a good answer says."""
+    """Exactly one of token_ids, text and messages. due_s: the time in a trace. reference: a good answer."""
 
     token_ids: tuple[int, ...] | None = None
     text: str | None = None
@@ -52,8 +55,8 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Law:
-    """Lengths in tokens: all alike, evenly spread over mean +- spread * mean, or lognormal with that mean and the
+class LengthDistribution:
+    """Lengths in tokens: fixed, uniform over mean +- spread * mean, or lognormal with that mean and the spread as the
     standard deviation of the logarithm."""
 
     name: str
@@ -73,7 +76,7 @@ class Law:
 
 @dataclass(frozen=True, slots=True)
 class Synthetic:
-    """Options of `synthetic`. A dialogue of several turns is as many prompts, each with all that was said before."""
+    """Options of `synthetic`. A dialogue of several turns gives as many prompts, each with all turns before it."""
 
     prompt: str = "lognormal"
     prompt_mean: float = 512.0
@@ -89,10 +92,10 @@ class Synthetic:
     def __post_init__(self) -> None:
         require(self.form in FORMS, "data form", self.form, " or ".join(FORMS))
         for part in ("prompt", "answer"):
-            law, mean, spread = (getattr(self, f"{part}{end}") for end in ("", "_mean", "_spread"))
-            require(law in LAWS, f"data {part}", law, ", ".join(LAWS))
+            distribution, mean, spread = (getattr(self, f"{part}{end}") for end in ("", "_mean", "_spread"))
+            require(distribution in DISTRIBUTIONS, f"data {part}", distribution, ", ".join(DISTRIBUTIONS))
             require(_is_number(mean) and mean >= 1, f"data {part}_mean", mean, "a number of tokens from 1")
-            most = 1 if law == "uniform" else 3
+            most = 1 if distribution == "uniform" else 3
             require(_is_number(spread) and 0 <= spread <= most, f"data {part}_spread", spread, f"0 to {most}")
         for name, least in (("shared_prefix", 0), ("prefixes", 1), ("turns", 1)):
             value = getattr(self, name)
@@ -101,8 +104,8 @@ class Synthetic:
 
     def prompts(self, count: int, seed: int, vocab: int, api: str) -> list[Prompt]:
         lengths = np.random.default_rng([seed, 2])
-        sizes = Law(self.prompt, self.prompt_mean, self.prompt_spread).draw(lengths, count)
-        answers = Law(self.answer, self.answer_mean, self.answer_spread).draw(lengths, count)
+        sizes = LengthDistribution(self.prompt, self.prompt_mean, self.prompt_spread).draw(lengths, count)
+        answers = LengthDistribution(self.answer, self.answer_mean, self.answer_spread).draw(lengths, count)
         made: list[Prompt] = []
         said: list[Said] = []
         for number, (size, answer) in enumerate(zip(sizes, answers, strict=True)):
@@ -111,7 +114,7 @@ class Synthetic:
                 said = self._prefix(number // self.turns, seed, vocab)
             said = [*said, ("user", tuple(random.integers(0, vocab, size).tolist()))]
             made.append(_formed(said, answer, self.form, api))
-            # What the model would have said: the next turn needs something in its place, of the same length.
+            # The next turn needs an answer of the model; this one has the same length.
             said = [*said, ("assistant", tuple(random.integers(0, vocab, answer).tolist()))]
         return made
 
@@ -121,12 +124,12 @@ class Synthetic:
         return [("system", tokens)] if tokens else []
 
 
-# Who says which tokens.
+# The role, and its tokens.
 Said = tuple[str, tuple[int, ...]]
 
 
 def _formed(said: Sequence[Said], max_tokens: int, form: str, api: str, due_s: float | None = None) -> Prompt:
-    """What was made of tokens as it is sent: the tokens themselves, words in their place, or the turns of a chat."""
+    """A prompt from tokens: the tokens themselves, words in their place, or the turns of a chat."""
     if api == "chat":
         turns = tuple({"role": role, "content": _words(tokens)} for role, tokens in said)
         return Prompt(messages=turns, max_tokens=max_tokens, due_s=due_s)
@@ -145,7 +148,7 @@ def _is_number(value: object) -> bool:
 
 
 def check(data: Choice, scenario: str | None = None) -> None:
-    """RequestError for data that cannot be, as far as its words tell: files are read where the client runs."""
+    """RequestError for impossible data, as far as the options show: files are read where the client runs."""
     if data.name == "synthetic":
         _synthetic(data)
     require(data.name in ("synthetic", *_READERS), "data", data.name, f"synthetic, {', '.join(_READERS)}")
@@ -167,7 +170,7 @@ def _synthetic(data: Choice) -> Synthetic:
 
 
 def form_of(prompts: Sequence[Prompt]) -> str:
-    """What is sent of all of them: token_ids, text or messages; mixed where they differ."""
+    """What all of them are sent as: token_ids, text or messages; mixed if they differ."""
     forms = {"token_ids" if p.token_ids is not None else "messages" if p.messages else "text" for p in prompts}
     return forms.pop() if len(forms) == 1 else "mixed"
 
@@ -175,23 +178,23 @@ def form_of(prompts: Sequence[Prompt]) -> str:
 def open_prompts(
     data: Choice, *, count: int | None, seed: int, vocab: int, max_tokens: int, api: str = "completions"
 ) -> list[Prompt]:
-    """As many prompts as asked for; of a file at most as many as it holds, and all of them where none are asked for."""
+    """So many prompts, or as many as the file has; all of the file if count is None."""
     check(data)
     if data.name == "synthetic":
         return _synthetic(data).prompts(count or SYNTHETIC_COUNT, seed, vocab, api)
     form = str(data.options.get("form", FORMS[0]))
-    asked = Asked(max_tokens=max_tokens, vocab=vocab, seed=seed, form=form, api=api)
-    found = list(_READERS[data.name](Path(str(data.options["path"])).expanduser(), asked))
-    require(bool(found), "data", str(data), "a file that holds at least one prompt")
-    return found[:count]
+    context = FileContext(max_tokens=max_tokens, vocab=vocab, seed=seed, form=form, api=api)
+    prompts = list(_READERS[data.name](Path(str(data.options["path"])).expanduser(), context))
+    require(bool(prompts), "data", str(data), "a file with at least one prompt")
+    return prompts[:count]
 
 
 # --- files ---
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What a file does not tell: the tokens of an answer, and of a trace what its prompts are made of."""
+class FileContext:
+    """What a file does not contain: the tokens of an answer, and for a trace what its prompts are made of."""
 
     max_tokens: int
     vocab: int
@@ -200,11 +203,11 @@ class Asked:
     api: str
 
 
-Reader = Callable[[Path, Asked], Iterator[Prompt]]
+Reader = Callable[[Path, FileContext], Iterator[Prompt]]
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    # Only line feeds end a line: JSON may hold other signs that Unicode takes for ends.
+    # Only line feeds end a line: JSON may contain other characters that Unicode counts as line ends.
     for number, line in enumerate(_text(path).split("\n"), 1):
         if line.strip():
             where = f"{path}, line {number}"
@@ -212,7 +215,7 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A list of objects; a file that begins with an object has one to a line."""
+    """A list of objects, or one object per line if the file begins with an object."""
     text = _text(path)
     if text.lstrip()[:1] == "{" and "\n" in text.strip():
         yield from _lines(path)
@@ -229,36 +232,36 @@ def _text(path: Path) -> str:
         require(path.stat().st_size <= LARGEST_FILE, "data", str(path), "a file of at most 1 GiB")
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"data: {str(path)!r} cannot be read ({error}); accepted is a text file") from None
+        raise RequestError(f"data: {str(path)!r} cannot be read ({error}). Expected a text file") from None
 
 
 def _parsed(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"data {where}: no JSON was given ({error})") from None
+        raise RequestError(f"data {where}: not valid JSON ({error})") from None
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise RequestError(f"data {where}: a {type(value).__name__} was given; accepted is an object")
+        raise RequestError(f"data {where}: got a {type(value).__name__}, expected an object")
     return value
 
 
-def _read_jsonl(path: Path, asked: Asked) -> Iterator[Prompt]:
+def _read_jsonl(path: Path, context: FileContext) -> Iterator[Prompt]:
     for where, line in _lines(path):
-        most = line.get("max_tokens", asked.max_tokens)
+        most = line.get("max_tokens", context.max_tokens)
         require(type(most) is int and most >= 1, f"data {where}: max_tokens", most, "a whole number from 1")
         reference = line.get("reference")
         require(reference is None or isinstance(reference, str), f"data {where}: reference", reference, "text")
         if isinstance(line.get("prompt"), str) and line["prompt"]:
             yield Prompt(text=line["prompt"], max_tokens=most, reference=reference)
-        elif _are_tokens(line.get("token_ids"), asked.vocab):
+        elif _are_tokens(line.get("token_ids"), context.vocab):
             yield Prompt(token_ids=tuple(line["token_ids"]), max_tokens=most, reference=reference)
         elif _are_messages(line.get("messages")):
             yield Prompt(messages=tuple(line["messages"]), max_tokens=most, reference=reference)
         else:
-            accepted = f"prompt (text), token_ids (below {asked.vocab}) or messages (role and content)"
+            accepted = f"prompt (text), token_ids (below {context.vocab}) or messages (role and content)"
             raise RequestError(f"data {where}: got {', '.join(line) or 'nothing'}, expected {accepted}.")
 
 
@@ -273,59 +276,52 @@ def _are_messages(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(map(is_one, value))
 
 
-def _read_sharegpt(path: Path, asked: Asked) -> Iterator[Prompt]:
-    """The first question of each conversation; what was answered there is no reference. A conversation in which nobody
-    asks is left out."""
+def _read_sharegpt(path: Path, context: FileContext) -> Iterator[Prompt]:
+    """The first question of each conversation; its answer there is not used as a reference. Conversations without a
+    question are skipped."""
     for where, entry in _entries(path):
         said: Any = next((entry[key] for key in ("conversations", "conversation", "messages") if key in entry), None)
         require(isinstance(said, list), f"data {where}: conversations", said, "a list of {from, value}")
-        questions = [_told(each) for each in said if isinstance(each, dict) and _speaker(each) in ("human", "user")]
+        turns = [each for each in said if isinstance(each, dict) and each.get("from", each.get("role")) in SPEAKERS]
+        questions: list[Any] = [each.get("value", each.get("content")) for each in turns]
         first = questions[0] if questions else ""
         require(isinstance(first, str), f"data {where}: value", first, "text")
         if first.strip():
-            yield Prompt(text=first, max_tokens=asked.max_tokens)
+            yield Prompt(text=first, max_tokens=context.max_tokens)
 
 
-def _speaker(said: Mapping[str, Any]) -> object:
-    return said.get("from", said.get("role"))
-
-
-def _told(said: Mapping[str, Any]) -> Any:
-    return said.get("value", said.get("content"))
-
-
-def _read_summaries(path: Path, asked: Asked) -> Iterator[Prompt]:
+def _read_summaries(path: Path, context: FileContext) -> Iterator[Prompt]:
     for where, entry in _entries(path):
         reference = entry.get("output")
         require(isinstance(reference, str), f"data {where}: output", reference, "the summary as text")
-        # Text in the place of ids that the model cannot have would be another question.
+        # Sending text instead of invalid ids would be a different prompt.
         if entry.get("tok_input") is not None:
-            fits = _are_tokens(entry["tok_input"], asked.vocab)
-            accepted = f"token ids below {asked.vocab}, the vocabulary of the model"
-            require(fits, f"data {where}: tok_input", _short(entry["tok_input"], asked.vocab), accepted)
-            yield Prompt(token_ids=tuple(entry["tok_input"]), max_tokens=asked.max_tokens, reference=reference)
+            fits = _are_tokens(entry["tok_input"], context.vocab)
+            accepted = f"token ids below {context.vocab}, the vocabulary of the model"
+            require(fits, f"data {where}: tok_input", _short(entry["tok_input"], context.vocab), accepted)
+            yield Prompt(token_ids=tuple(entry["tok_input"]), max_tokens=context.max_tokens, reference=reference)
         else:
             text = entry.get("input")
             require(isinstance(text, str), f"data {where}: input", text, "tok_input (token ids) or input (text)")
-            yield Prompt(text=text, max_tokens=asked.max_tokens, reference=reference)
+            yield Prompt(text=text, max_tokens=context.max_tokens, reference=reference)
 
 
 def _short(tokens: object, vocab: int) -> object:
-    """Of a long list the one that cannot be."""
+    """For a long list: the first invalid token."""
     if not isinstance(tokens, list) or not tokens:
         return tokens
     return next((token for token in tokens if not _are_tokens([token], vocab)), None)
 
 
-def _read_trace(path: Path, asked: Asked) -> Iterator[Prompt]:
+def _read_trace(path: Path, context: FileContext) -> Iterator[Prompt]:
     for number, (where, line) in enumerate(_lines(path)):
         seconds: Any = line["timestamp_s"] if "timestamp_s" in line else _milliseconds(line.get("timestamp"))
         require(_is_number(seconds) and seconds >= 0, f"data {where}: timestamp", seconds, "timestamp_s or timestamp")
         lengths: list[Any] = [line.get(key) for key in ("input_length", "output_length")]
         whole = all(type(n) is int and n >= 1 for n in lengths)
         require(whole, f"data {where}: lengths", lengths, "input_length and output_length, whole numbers from 1")
-        tokens = np.random.default_rng([asked.seed, 3, number]).integers(0, asked.vocab, lengths[0]).tolist()
-        yield _formed([("user", tuple(tokens))], lengths[1], asked.form, asked.api, float(seconds))
+        tokens = np.random.default_rng([context.seed, 3, number]).integers(0, context.vocab, lengths[0]).tolist()
+        yield _formed([("user", tuple(tokens))], lengths[1], context.form, context.api, float(seconds))
 
 
 def _milliseconds(value: object) -> object:

@@ -1,7 +1,9 @@
-"""How much load this host's client can be believed at: steps up until it cannot, against a server of known law.
+"""Finds the highest load at which this host's load generator stays accurate, against a mock server with known
+latencies.
 
-The server writes into every token when it sent it, on the clock that both share, so that each stamp of the client is
-held against the truth. Client and server share the host here: the ceiling is no higher than with the server elsewhere.
+The server writes the time of sending into every token, on the clock that both share, so each timestamp of the client is
+compared with the truth. Client and server share the host here: with the server elsewhere the ceiling is at least as
+high.
 """
 
 from __future__ import annotations
@@ -21,27 +23,27 @@ from numpy.typing import NDArray
 from paceline.results.served_samples import CeilingSample
 from paceline.serving.client import audit, schedule, worker_pool
 from paceline.serving.client.requests import Assignment, RequestResult, ShardResult, Target
-from paceline.serving.mock.server import Law, serve_until_told
+from paceline.serving.mock.server import Latencies, serve_until_signalled
 
 TTFT_S = 0.1
 FIRST_EVENTS_PER_S = 1000.0
 FACTOR = 1.6
 MOST_EVENTS_PER_S = 200_000.0
 START_S = 60.0
-# How far a believed client may be off: stamps against the server's own times, medians and 99th percentiles against
-# its law.
+# How far an accurate client may be off: timestamps against the server's own, medians and 99th percentiles against the
+# known latencies.
 MOST_STAMP_ERROR_S = 1e-3
 MOST_ERROR_P50, MOST_ERROR_P99 = 0.01, 0.05
-# Longer than the server holds a connection's first token back at worst.
+# Longer than the server delays the first token of a connection at worst.
 TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
 class Rung:
-    """One try. asked is the load that was planned; what was seen is computed from every request."""
+    """One try. asked_events_per_s is the planned load; everything else is computed from every request."""
 
     asked_events_per_s: float
-    law: Law
+    latencies: Latencies
     shards: Sequence[ShardResult]
 
     @cached_property
@@ -62,7 +64,7 @@ class Rung:
 
     @cached_property
     def events_per_s(self) -> float:
-        """Over the second half of the arrivals: an answer lasts as long as the first, so that from then on as many end
+        """Over the second half of the arrivals: an answer lasts as long as the first half, so from then on as many end
         as begin."""
         due = [each.due_ns for each in self.answered]
         if not due or max(due) == min(due):
@@ -73,49 +75,49 @@ class Rung:
 
     @cached_property
     def stamp_errors_s(self) -> NDArray[np.float64]:
-        """The kernel's time of every token after the server's of sending it."""
-        told = [np.array(str(each.text).split(), dtype=np.int64) for each in self.answered]
+        """The kernel's time of every token minus the server's time of sending it."""
+        sent = [np.array(str(each.text).split(), dtype=np.int64) for each in self.answered]
         seen = [np.asarray(each.token_ns, dtype=np.int64) for each in self.answered]
-        pairs = [(s, t) for s, t in zip(seen, told, strict=True) if len(s) == len(t)]
+        pairs = [(s, t) for s, t in zip(seen, sent, strict=True) if len(s) == len(t)]
         return np.concatenate([(s - t) / 1e9 for s, t in pairs]) if pairs else np.zeros(0)
 
     @cached_property
     def off(self) -> dict[str, float | None]:
-        """How far medians and 99th percentiles are from the law, as a share of it."""
+        """How far medians and 99th percentiles are from the known latencies, as a share."""
         first = [(h.first_ns - h.sent_ns) / 1e9 for h in self.answered if h.first_ns and h.sent_ns]
         each = [
             (h.last_ns - h.first_ns) / 1e9 / (h.pieces - 1)
             for h in self.answered
             if h.first_ns and h.last_ns and h.pieces > 1
         ]
-        laws = (("TTFT", first, self.law.ttft_s), ("TPOT", each, self.law.itl_s))
-        return {f"{name} p{p}": _off(seen, p, law) for name, seen, law in laws for p in (50, 99)}
+        expected = (("TTFT", first, self.latencies.ttft_s), ("TPOT", each, self.latencies.itl_s))
+        return {f"{name} p{p}": _off(seen, p, known) for name, seen, known in expected for p in (50, 99)}
 
     @cached_property
     def client_reasons(self) -> tuple[str, ...]:
-        """Why the client's times are not believed: its own word, and the server's times of sending."""
-        found = list(self.verdict.reasons)
+        """Why the client is not accurate: its own audit, and the server's times of sending."""
+        reasons = list(self.verdict.reasons)
         if self.failed:
-            found.append(f"{self.failed} requests failed")
+            reasons.append(f"{self.failed} requests failed")
         if (error := _percentile(self.stamp_errors_s, 99)) is None or error > MOST_STAMP_ERROR_S:
-            found.append(f"stamps are {_ms(error)} off (p99), more than {_ms(MOST_STAMP_ERROR_S)}")
-        return tuple(found)
+            reasons.append(f"timestamps are {_ms(error)} off (p99), more than {_ms(MOST_STAMP_ERROR_S)}")
+        return tuple(reasons)
 
     @cached_property
-    def law_reasons(self) -> tuple[str, ...]:
-        """Where the law was not kept; by the server, on the same processors, where the client is believed."""
-        found = []
+    def server_reasons(self) -> tuple[str, ...]:
+        """Where the known latencies were not met. If the client is accurate, the server on the same processors was
+        late."""
+        reasons = []
         for name, off in self.off.items():
             most = MOST_ERROR_P50 if name.endswith("p50") else MOST_ERROR_P99
             if off is None or off > most:
-                found.append(
-                    f"{name} is {'unknown' if off is None else f'{off:.1%} off the law'}, more than {most:.0%}"
-                )
-        return tuple(found)
+                known = "unknown" if off is None else f"{off:.1%} off the known latency"
+                reasons.append(f"{name} is {known}, more than {most:.0%}")
+        return tuple(reasons)
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        return self.client_reasons + self.law_reasons
+        return self.client_reasons + self.server_reasons
 
     @property
     def is_valid(self) -> bool:
@@ -134,24 +136,25 @@ class Rung:
             "off_the_law": dict(self.off),
             "valid": self.is_valid,
             "client_reasons": list(self.client_reasons),
-            "server_reasons": list(self.law_reasons),
+            "server_reasons": list(self.server_reasons),
         }
 
     @property
     def text(self) -> str:
         late, read = _ms(self.verdict.schedule_lag_p99_s), _ms(self.verdict.read_lag_p99_s)
         off = ", ".join(f"{name} {'unknown' if off is None else f'{off:.2%}'}" for name, off in self.off.items())
-        blamed = "client" if self.client_reasons else "server"
-        said = "VALID" if self.is_valid else f"INVALID({blamed}): {'; '.join(self.reasons)}"
+        culprit = "client" if self.client_reasons else "server"
+        verdict = "VALID" if self.is_valid else f"INVALID({culprit}): {'; '.join(self.reasons)}"
+        stamps = _ms(_percentile(self.stamp_errors_s, 99))
         return (
-            f"{self.asked_events_per_s:>9,.0f} events/s asked, {self.events_per_s:,.0f} seen over {self.streams:,} "
-            f"streams: sent {late} late, read {read} late, stamped {_ms(_percentile(self.stamp_errors_s, 99))} off "
-            f"(p99), {self.verdict.cpu_ratio:.0%} of a core, off the law by {off}: {said}"
+            f"{self.asked_events_per_s:>9,.0f} events/s planned, {self.events_per_s:,.0f} measured over "
+            f"{self.streams:,} streams: sent {late} late, read {read} late, stamps {stamps} off "
+            f"(p99), {self.verdict.cpu_ratio:.0%} of a core, off the known latencies by {off}: {verdict}"
         )
 
 
 def ceiling_of(rungs: Sequence[Rung], shards: int) -> CeilingSample | None:
-    """The highest rung that was believed, as runs on this host are held against; None where none was."""
+    """The highest accurate try, with which runs on this host are compared; None if there was none."""
     best = next((rung for rung in reversed(rungs) if rung.is_valid and rung.events_per_s > 0), None)
     if best is None:
         return None
@@ -161,31 +164,31 @@ def ceiling_of(rungs: Sequence[Rung], shards: int) -> CeilingSample | None:
 
 
 def climb(streams: int, seconds: float, shards: int) -> Iterator[Rung]:
-    """Ever more events per second; the first rung that is not believed is the last."""
-    asked = FIRST_EVENTS_PER_S
-    while asked <= MOST_EVENTS_PER_S:
-        rung = one(asked, min(streams, round(asked / 2)), seconds, shards)
+    """Ever more events per second; the first try that is not accurate is the last."""
+    events_per_s = FIRST_EVENTS_PER_S
+    while events_per_s <= MOST_EVENTS_PER_S:
+        rung = one(events_per_s, min(streams, round(events_per_s / 2)), seconds, shards)
         yield rung
         if not rung.is_valid:
             return
-        asked *= FACTOR
+        events_per_s *= FACTOR
 
 
 def one(events_per_s: float, streams: int, seconds: float, shards: int) -> Rung:
-    """Poisson arrivals that keep so many answers under way, for so long."""
+    """Poisson arrivals that keep so many answers in progress, for so long."""
     itl_s = streams / events_per_s
-    law = Law(ttft_s=TTFT_S, itl_s=itl_s, tokens=max(2, round(seconds / 2 / itl_s)), mode="clock")
+    latencies = Latencies(ttft_s=TTFT_S, itl_s=itl_s, tokens=max(2, round(seconds / 2 / itl_s)), mode="clock")
     worker_pool.require_files(2 * streams)
-    with served(law) as port:
-        return Rung(events_per_s, law, worker_pool.run(poisson_load(law, port, streams, seconds, shards)))
+    with served(latencies) as port:
+        return Rung(events_per_s, latencies, worker_pool.run(poisson_load(latencies, port, streams, seconds, shards)))
 
 
 @contextmanager
-def served(law: Law) -> Iterator[int]:
-    """The port of a replica in a process of its own."""
+def served(latencies: Latencies) -> Iterator[int]:
+    """The port of a mock server in a process of its own."""
     context = multiprocessing.get_context("fork")
     ports = context.Queue()
-    server = context.Process(target=serve_until_told, args=(law, "127.0.0.1", 0, ports.put), daemon=True)
+    server = context.Process(target=serve_until_signalled, args=(latencies, "127.0.0.1", 0, ports.put), daemon=True)
     server.start()
     try:
         yield int(ports.get(timeout=START_S))
@@ -194,8 +197,8 @@ def served(law: Law) -> Iterator[int]:
         server.join()
 
 
-def poisson_load(law: Law, port: int, streams: int, seconds: float, shards: int) -> list[Assignment]:
-    rate = streams / (law.ttft_s + law.itl_s * law.tokens)
+def poisson_load(latencies: Latencies, port: int, streams: int, seconds: float, shards: int) -> list[Assignment]:
+    rate = streams / (latencies.ttft_s + latencies.itl_s * latencies.tokens)
     count = max(1, int(rate * seconds))
     whole = schedule.Plan(
         due_ns=schedule.poisson(rate, count, seed=1),
@@ -203,7 +206,7 @@ def poisson_load(law: Law, port: int, streams: int, seconds: float, shards: int)
         replicas=schedule.spread(count, 1),
     )
     more = {"connections": min(count, round(streams * 1.2 / shards) + 1), "timeout_s": TIMEOUT_S, "keeps_text": True}
-    targets, payload = [Target(host="127.0.0.1", port=port)], completion(law.tokens, port)
+    targets, payload = [Target(host="127.0.0.1", port=port)], completion(latencies.tokens, port)
     return [
         schedule.assignment_of(whole, part, lambda _: payload, targets, **more)
         for part in whole.shares(shards)
@@ -212,15 +215,15 @@ def poisson_load(law: Law, port: int, streams: int, seconds: float, shards: int)
 
 
 def completion(tokens: int, port: int) -> bytes:
-    """A whole HTTP request for so many tokens."""
+    """A complete HTTP request for so many tokens."""
     body = json.dumps({"model": "mock", "prompt": "x", "max_tokens": tokens, "stream": True}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
 
-def _off(seen: Sequence[float], percentile: int, law: float) -> float | None:
-    found = _percentile(seen, percentile)
-    return None if found is None else abs(found / law - 1)
+def _off(seen: Sequence[float], percentile: int, known: float) -> float | None:
+    measured = _percentile(seen, percentile)
+    return None if measured is None else abs(measured / known - 1)
 
 
 def _percentile(values: Sequence[float] | NDArray[np.float64], percentile: int) -> float | None:

@@ -10,10 +10,10 @@ import pytest
 
 from paceline.serving import selftest
 from paceline.serving.client.requests import RequestResult, ShardResult
-from paceline.serving.mock.server import Law
+from paceline.serving.mock.server import Latencies
 
 MS = 1_000_000
-LAW = Law(ttft_s=0.1, itl_s=0.02, tokens=5, mode="clock")
+LAW = Latencies(ttft_s=0.1, itl_s=0.02, tokens=5, mode="clock")
 
 
 def answer(

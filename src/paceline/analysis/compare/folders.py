@@ -253,7 +253,7 @@ def _ratio(first: Quantity, second: Quantity) -> tuple[Ratio | None, str]:
     launches = first.resampled.launches, second.resampled.launches
     if first.bracket and second.bracket:
         between = rate_search.ratio(second.bracket, first.bracket)
-        return between, rate_search.told_by(first.bracket, second.bracket)
+        return between, rate_search.interval_text(first.bracket, second.bracket)
     if first.subject == ROW and not first.tells_alone and min(launches) < 2:
         once = " and ".join(name for name, count in zip("AB", launches, strict=True) if count < 2)
         return (

@@ -1,7 +1,7 @@
-"""Several replicas under one load: what each did, what they gain together, and what is lost to the last one.
+"""Several replicas under one load: what each did, what they gain together, and what the last one costs.
 
-A replica by itself is known from the same run (its tokens over its own time), or, better, from a paired run in which it
-was asked alone. The gain of a dynamic partition over a static one is told between cells that differ in nothing else.
+A replica's own rate comes from the same run (its tokens over its own time) or, better, from a paired run in which it
+was used alone. The gain of a dynamic partition over a static one compares cells that differ in nothing else.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.results.records import RunRecord
 from paceline.results.served_samples import ReplicaSample
 
 NS = 1e9
-# What a speed-up is over. A paired run puts on one replica as many requests as it has beside the others.
+# What a speed-up is relative to. A paired run gives one replica as many requests as it has beside the others.
 PAIRED = "over the best replica alone with its share in flight, from a paired run"
 OWN_TIME = "over the best replica's own rate in this run"
 Alone = Mapping[int, Resampled]
@@ -33,7 +33,7 @@ Alone = Mapping[int, Resampled]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one replica did in one stretch, from its start: seconds to its last answer, or to its end where it died."""
+    """What one replica did in one stretch, from its start. seconds: to its last answer, or to its death."""
 
     requests: int
     failed: int
@@ -47,8 +47,8 @@ class Part:
 def part_of(stretch: Stretch, replica: int) -> Part:
     ours = [request for request in stretch.requests if request.replica == replica]
     answered = [request for request in ours if request.error is None]
-    told = next((r for r in stretch.record.replicas if r.replica == replica), None)
-    died = _died_s(told, stretch)
+    sample = next((r for r in stretch.record.replicas if r.replica == replica), None)
+    died = _died_s(sample, stretch)
     last = max((r.ended_ns for r in answered if r.ended_ns is not None), default=stretch.started_ns)
     prompts = [math.nan if r.prompt_tokens is None else r.prompt_tokens for r in answered]
     return Part(
@@ -62,18 +62,18 @@ def part_of(stretch: Stretch, replica: int) -> Part:
     )
 
 
-def _died_s(told: ReplicaSample | None, stretch: Stretch) -> float | None:
-    """From the start of the stretch; None where it outlived it."""
-    if told is None or told.died_ns is None:
+def _died_s(sample: ReplicaSample | None, stretch: Stretch) -> float | None:
+    """From the start of the stretch; None if it outlived it."""
+    if sample is None or sample.died_ns is None:
         return None
-    after = (told.died_ns - stretch.started_ns) / NS
+    after = (sample.died_ns - stretch.started_ns) / NS
     return max(after, 0.0) if after <= stretch.wall_s else None
 
 
 def replicas_of(served: Served) -> list[int]:
-    """All that there were, those too that answered nothing."""
-    told = {replica.replica for record in served.records for replica in record.replicas}
-    return sorted(told | {request.replica for request in served.requests if request.replica >= 0})
+    """All replicas, including those that answered nothing."""
+    known = {replica.replica for record in served.records for replica in record.replicas}
+    return sorted(known | {request.replica for request in served.requests if request.replica >= 0})
 
 
 def share_of(served: Served, replica: int, alone: Alone) -> ReplicaShare:
@@ -81,6 +81,8 @@ def share_of(served: Served, replica: int, alone: Alone) -> ReplicaShare:
     seconds, wall = sum(part.seconds for part in parts), served.wall_s()
     prompts = sum(part.prompt_tokens for part in parts)
     samples = [r for record in served.records for r in record.replicas if r.replica == replica]
+    # Reassigned samples are counted over a run: with several loads they belong to the one in which the replica died.
+    died_here = served.load is None or any(part.died_s is not None and part.died_s > 0 for part in parts)
     return ReplicaShare(
         replica=replica,
         host=", ".join(dict.fromkeys(sample.host for sample in samples)) or None,
@@ -92,25 +94,19 @@ def share_of(served: Served, replica: int, alone: Alone) -> ReplicaShare:
         finished_s=max(part.seconds for part in parts),
         alone_tokens_per_s=alone[replica].value if replica in alone else None,
         died_s=next((part.died_s for part in parts if part.died_s is not None), None),
-        reassigned=sum(sample.reassigned for sample in samples) if _gave_away(served, parts) else 0,
+        reassigned=sum(sample.reassigned for sample in samples) if died_here else 0,
     )
-
-
-def _gave_away(served: Served, parts: Sequence[Part]) -> bool:
-    """Counted over a run: of one with several loads they are of the load in which the replica was lost,
-    not of those after it."""
-    return served.load is None or any(part.died_s is not None and part.died_s > 0 for part in parts)
 
 
 # --- all of them ---
 
 
 def fleet_of(served: Served, alone: Alone) -> Fleet | None:
-    """None where one replica was asked alone: there is nothing to combine."""
+    """None if only one replica was used: there is nothing to combine."""
     numbers = replicas_of(served)
     if len(numbers) < 2 or served.replica is not None:
         return None
-    # By the same kind of number for all: alone only where all were asked alone.
+    # The same kind of number for all: rates alone only if every replica has one.
     alone = alone if all(number in alone for number in numbers) else {}
     shares = tuple(share_of(served, number, alone) for number in numbers)
     best = _best(shares) if not served.is_open else None
@@ -137,7 +133,7 @@ def fleet_of(served: Served, alone: Alone) -> Fleet | None:
 
 
 def measurements_of(fleet: Fleet, served: Served) -> Iterator[Measurement]:
-    """Of each replica, and of all together beside the best one."""
+    """Measurements of each replica, and of all together relative to the best one."""
     for share in fleet.replicas:
         axes = {"replica": share.replica, "host": share.host}
         rows = [_own_counts(launch, share.replica) for launch in served.launches]
@@ -145,7 +141,7 @@ def measurements_of(fleet: Fleet, served: Served) -> Iterator[Measurement]:
             name = f"replica_{kind}_tokens_per_s"
             rate = over_launches(rows, quotient(column, 2), served.cell, name, str(share.replica))
             yield measured.measurement(served, name, bounded(rate), n=share.requests, axes=axes)
-    yield from (found for found in (fleet.speedup, fleet.efficiency) if found is not None)
+    yield from (each for each in (fleet.speedup, fleet.efficiency) if each is not None)
     numbers = [share.replica for share in fleet.replicas]
     waits = [[_straggling(launch, numbers)[0], launch.wall_s()] for launch in served.launches]
     straggler = None if served.is_open else over_launches(waits, quotient(), served.cell, "straggler")
@@ -153,7 +149,7 @@ def measurements_of(fleet: Fleet, served: Served) -> Iterator[Measurement]:
 
 
 def _own_counts(launch: Served, replica: int) -> list[float]:
-    """Tokens that a replica answered, those it was asked, and the seconds it took."""
+    """Tokens that a replica answered, prompt tokens it got, and the seconds it took."""
     parts = [part_of(stretch, replica) for stretch in launch.stretches]
     columns = zip(*((part.tokens, part.prompt_tokens, part.seconds) for part in parts), strict=True)
     return [float(sum(column)) for column in columns]
@@ -173,16 +169,18 @@ def _rate(served: Served) -> Resampled | None:
 
 
 def _speedup(served: Served, best: ReplicaShare, alone: Alone) -> Measurement | None:
-    """Over the best one alone where a paired run tells it, else over its own time in this run."""
+    """Relative to the best replica alone if a paired run measured it, else to its own time in this run."""
     if best.alone_tokens_per_s is not None:
         together = _rate(served)
-        found = _over(together, alone[best.replica]) if together else (None, None, None)
+        speedup = _over(together, alone[best.replica]) if together else (None, None, None)
         note = PAIRED
     else:
         rows = [_beside(launch, best.replica) for launch in served.launches]
         ratio = over_launches(rows, lambda s: s[..., 0] / s[..., 1] / (s[..., 2] / s[..., 3]), served.cell, "speedup")
-        found, note = bounded(ratio), OWN_TIME
-    return measured.measurement(served, "replicas_speedup_ratio", found, note=note) if found[0] is not None else None
+        speedup, note = bounded(ratio), OWN_TIME
+    if speedup[0] is None:
+        return None
+    return measured.measurement(served, "replicas_speedup_ratio", speedup, note=note)
 
 
 def _over(together: Resampled, single: Resampled) -> Bounded:
@@ -202,8 +200,8 @@ def _efficiency(served: Served, speedup: Measurement, count: int) -> Measurement
 
 
 def _straggling(served: Served, numbers: Sequence[int]) -> tuple[float, float | None]:
-    """Seconds in which the last replica worked alone, summed, and the share of time in which not all had a request. One
-    that died is not waited for."""
+    """Seconds in which the last replica worked alone, summed, and the share of time in which not all had a request. A
+    dead replica is not waited for."""
     alone = together = 0.0
     for stretch in served.stretches:
         parts = [part_of(stretch, number) for number in numbers]
@@ -228,11 +226,11 @@ def _all_busy_s(stretch: Stretch, numbers: Sequence[int]) -> float:
     return float(total) / NS
 
 
-# --- in words ---
+# --- sentences ---
 
 
 def _over_what(served: Served, is_paired: bool) -> str:
-    """A replica asked alone with all that is in flight would be faster than with its share, and the gain smaller."""
+    """A replica alone with all requests in flight would be faster than with its share, and the gain smaller."""
     if not is_paired:
         return "the best one's own rate"
     stage = served.stretches[0].stage
@@ -259,54 +257,52 @@ def _sentences(
     if straggler_s is not None and wall_s > 0 and straggler_s / wall_s >= 0.01:
         last = max(shares, key=lambda share: share.finished_s)
         time = f"{straggler_s / wall_s:.0%} of the time"
-        yield f"Replica {last.replica} worked alone for {time}, when the others had ended."
+        yield f"Replica {last.replica} worked alone for {time}, after the others had ended."
     for share in shares:
         if share.died_s is not None:
-            gone = f"Failed: replica {share.replica} was gone after {share.died_s:.1f} s"
-            yield f"{gone}; others took {share.reassigned} of its samples."
+            died = f"Failed: replica {share.replica} died after {share.died_s:.1f} s"
+            yield f"{died}; others took {share.reassigned} of its samples."
 
 
 def _losses(served: Served) -> Iterator[str]:
-    """Nodes that went away, also where no replica's death tells of it: late, when its requests were answered."""
+    """Lost nodes, even if no replica's death shows it: late, when its requests were answered."""
     runs = [record for record in served.records if record.lost_nodes]
     nodes = sorted({node for record in runs for node in record.lost_nodes})
     if nodes:
         named = f"node{'' if len(nodes) == 1 else 's'} {', '.join(map(str, nodes))}"
         share = f"{len(runs)} of {len(served.records)} runs"
-        yield f"In {share} {named} went away before the end; the rest went on without."
+        yield f"In {share} {named} was lost before the end; the rest continued without it."
 
 
 # --- dynamic over static ---
 
 
 def alone_rates(served: Sequence[Served]) -> dict[str, dict[int, Resampled]]:
-    """By configuration without its partition: what each replica does when it is asked alone, from paired runs."""
-    found: dict[str, dict[int, Resampled]] = {}
+    """The rate of each replica alone, from paired runs, by configuration without its partition."""
+    rates: dict[str, dict[int, Resampled]] = {}
     for each in served:
         if each.replica is not None and not each.is_open and (rate := _rate(each)):
-            found.setdefault(unpartitioned(each.records[0]), {})[each.replica] = rate
-    return found
+            rates.setdefault(unpartitioned(each.records[0]), {})[each.replica] = rate
+    return rates
 
 
 def unpartitioned(record: RunRecord) -> str:
-    """The same for cells that differ in their partition alone."""
+    """The same for cells that differ only in their partition."""
     serving = record.spec.serving
     assert serving is not None
     return dataclasses.replace(record.spec, serving=dataclasses.replace(serving, partition="static")).cell
 
 
 def partition_gains(served: Sequence[Served]) -> Iterator[PartitionGain]:
-    """Of loads that are served as fast as they can be: one that comes by a schedule gains nothing."""
+    """Only for loads whose pace the replicas set: a scheduled load gains nothing."""
     by_key: dict[tuple[object, ...], dict[str, Served]] = {}
     for each in served:
         if not each.is_open and each.replica is None:
             key = unpartitioned(each.records[0]), each.load
             by_key.setdefault(key, {})[each.serving.partition] = each
-    for found in by_key.values():
-        if "dynamic" in found and "static" in found:
-            gain = _gain(found["dynamic"], found["static"])
-            if gain is not None:
-                yield gain
+    for pair in by_key.values():
+        if "dynamic" in pair and "static" in pair and (gain := _gain(pair["dynamic"], pair["static"])) is not None:
+            yield gain
 
 
 def _gain(dynamic: Served, static: Served) -> PartitionGain | None:
@@ -315,11 +311,11 @@ def _gain(dynamic: Served, static: Served) -> PartitionGain | None:
         return None
     ratio = ratio_between([over], [under])
     low, high = (ratio.low, ratio.high) if ratio else (None, None)
-    single = "one of them has a single launch, so that nothing bounds the ratio"
+    single = "one of them has a single launch, so the ratio has no confidence interval"
     verdict, reason = verdict_of(ratio, HIGHER) if ratio else (UNDECIDED_GAIN, single)
     value = over.value / under.value
     interval = f" (95 % interval {ratio.low:.2f} to {ratio.high:.2f})" if ratio else ""
-    said = f"The dynamic partition served {value:.2f} times the tokens/s of the static one{interval}"
+    gain = f"The dynamic partition served {value:.2f} times the tokens/s of the static one{interval}"
     return PartitionGain(
         cell=dynamic.cell,
         other=static.cell,
@@ -329,6 +325,6 @@ def _gain(dynamic: Served, static: Served) -> PartitionGain | None:
         high=high,
         verdict=verdict,
         reason=reason,
-        text=f"{said}: {verdict}, {reason}.",
+        text=f"{gain}: {verdict}, {reason}.",
         runs=(*dynamic.runs, *static.runs),
     )

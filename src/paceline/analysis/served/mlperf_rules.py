@@ -1,7 +1,6 @@
-"""The rules of LoadGen, one by one: what each asks for, what the record shows, and whether it was kept.
+"""The rules of MLPerf LoadGen, one by one: what each requires, what the record shows, and whether it holds.
 
-A rule that the record cannot decide is said to be undecided, never kept: what another's endpoint does inside is not
-ours to say.
+A rule that the record cannot decide is undecided, never met: Paceline cannot see inside an endpoint of others.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ LEAST_S = 600.0
 MOST_TOKENS = 128
 WHOLE_SET = 13_368
 SET_NAME = "summaries"
-# Of true Poisson arrivals so few would be refused.
+# The share of true Poisson arrivals that would be rejected.
 LEAST_PROBABILITY = 1e-3
-# A single stream is told by its 90th percentile, and 64 requests let one be above it.
+# A single stream is judged by its 90th percentile; 64 requests allow one above it.
 STREAM_PERCENTILE, STREAM_LATE = 0.9, 1
 
 
 def label_of(served: Served) -> str | None:
-    """Runs that were asked for by these rules carry it, whatever they kept of them."""
-    asked = served.serving
-    return LOADGEN_LABEL if asked.scenario in SCENARIOS and asked.least_s >= LEAST_S else None
+    """The label of runs that were requested by these rules, whether or not they meet them."""
+    serving = served.serving
+    return LOADGEN_LABEL if serving.scenario in SCENARIOS and serving.least_s >= LEAST_S else None
 
 
 def checklist(served: Served, accuracy: Rule | None = None) -> tuple[Rule, ...]:
@@ -58,7 +57,7 @@ def checklist(served: Served, accuracy: Rule | None = None) -> tuple[Rule, ...]:
         *_requests_asked(served),
         _prefix_caching(served),
         _whole_set(served),
-        accuracy or _accuracy_untold(served),
+        accuracy or _unknown_accuracy(served),
         _client(served),
     )
 
@@ -66,9 +65,6 @@ def checklist(served: Served, accuracy: Rule | None = None) -> tuple[Rule, ...]:
 def _rule(name: str, asked: str, seen: str, kept: bool | None) -> Rule:
     outcome = UNTOLD if kept is None else KEPT if kept else NOT_KEPT
     return Rule(name=name, asked=asked, seen=seen, outcome=outcome)
-
-
-# --- when requests came ---
 
 
 def _arrivals(served: Served) -> Rule:
@@ -86,13 +82,13 @@ def _arrivals(served: Served) -> Rule:
 
 def _poisson(served: Served) -> Rule:
     rate = served.rate_per_s
-    asked = f"{served.scenario}: Poisson arrivals"
+    required = f"{served.scenario}: Poisson arrivals"
     gaps = planned_gaps(served.stretches[0])
     if rate is None or len(gaps) < 2:
-        return _rule("scenario", asked, "too few requests", None)
+        return _rule("scenario", required, "too few requests", None)
     distance, probability = kolmogorov_smirnov(gaps, rate)
     seen = f"{len(gaps):,} gaps at {rate:g}/s: K-S distance {distance:.3f}, p {probability:.2g}"
-    return _rule("scenario", asked, seen, probability >= LEAST_PROBABILITY)
+    return _rule("scenario", required, seen, probability >= LEAST_PROBABILITY)
 
 
 def planned_gaps(stretch: Stretch) -> Array:
@@ -101,18 +97,18 @@ def planned_gaps(stretch: Stretch) -> Array:
 
 
 def kolmogorov_smirnov(gaps: Array, rate_per_s: float) -> tuple[float, float]:
-    """The largest distance between the distribution of the gaps and the exponential one of the rate, and how probable
-    a larger one is if they are of it: Kolmogorov's series with Stephens' correction for few."""
+    """The largest distance between the distribution of the gaps and the exponential one of the rate, and the
+    probability of a larger one: Kolmogorov's series with Stephens' correction for small samples."""
     n = len(gaps)
-    law = 1 - np.exp(-rate_per_s * np.sort(gaps))
+    expected = 1 - np.exp(-rate_per_s * np.sort(gaps))
     steps = np.arange(n + 1) / n
-    distance = float(max((steps[1:] - law).max(), (law - steps[:-1]).max()))
+    distance = float(max((steps[1:] - expected).max(), (expected - steps[:-1]).max()))
     scaled = (math.sqrt(n) + 0.12 + 0.11 / math.sqrt(n)) * distance
     terms = (2 * (-1) ** (k - 1) * math.exp(-2 * (k * scaled) ** 2) for k in range(1, 101))
     return distance, min(1.0, max(0.0, math.fsum(terms))) if scaled > 0.2 else 1.0
 
 
-# --- how much was asked, and how well it was answered ---
+# --- how much was sent, and how well it was answered ---
 
 
 def _duration(served: Served) -> Rule:
@@ -133,15 +129,15 @@ def _counts(served: Served) -> Iterator[Rule]:
 
 
 def _limits(served: Served) -> Iterator[Rule]:
-    """Those of the scenario: looser ones are not its rule, whether or not they were kept."""
+    """The limits of the scenario itself; looser ones do not satisfy its rule."""
     if served.scenario not in LIMITS:
         return
     ttft, tpot = LIMITS[served.scenario]
     late = sum(not measured.in_time(r, {"ttft_s": ttft, "tpot_s": tpot}) for r in served.requests)
     allowed = early_stopping.late_allowed(len(served.requests), PERCENTILE)
-    asked = f"TTFT {ttft * 1e3:g} ms, TPOT {tpot * 1e3:g} ms"
-    seen = f"{late:,} late or failed, " + ("too few to tell" if allowed is None else f"{allowed:,} may be")
-    yield _rule("limits at p99", asked, seen, None if allowed is None else late <= allowed)
+    required = f"TTFT {ttft * 1e3:g} ms, TPOT {tpot * 1e3:g} ms"
+    seen = f"{late:,} late or failed, " + ("too few to decide" if allowed is None else f"{allowed:,} allowed")
+    yield _rule("limits at p99", required, seen, None if allowed is None else late <= allowed)
 
 
 def _answers_once(served: Served) -> Rule:
@@ -167,55 +163,52 @@ def _spoken(form: str | None) -> str:
 
 
 def prompt_form(served: Served) -> str | None:
-    """token_ids, text or messages, as the run recorded it; None where it did not."""
-    told = {str(e.settings["prompts"]) for r in served.records if (e := r.evidence) and e.settings.get("prompts")}
-    return told.pop() if len(told) == 1 else None
+    """token_ids, text or messages, as the run recorded it; None if it did not."""
+    forms = {str(e.settings["prompts"]) for r in served.records if (e := r.evidence) and e.settings.get("prompts")}
+    return forms.pop() if len(forms) == 1 else None
 
 
 def _prefix_caching(served: Served) -> Rule:
-    told = [replica.settings.get("prefix_caching") for record in served.records for replica in record.replicas]
-    known = [bool(value) for value in told if value is not None]
-    kept = False if any(known) else None if not told or len(known) < len(told) else True
-    seen = "on" if kept is False else "off" if kept else "not told by the endpoint"
+    settings = [replica.settings.get("prefix_caching") for record in served.records for replica in record.replicas]
+    known = [bool(value) for value in settings if value is not None]
+    kept = False if any(known) else None if not settings or len(known) < len(settings) else True
+    seen = "on" if kept is False else "off" if kept else "not reported by the endpoint"
     return _rule("prefix caching", "off", seen, kept)
 
 
 def _whole_set(served: Served) -> Rule:
-    """Each launch by itself: samples of two halves are no whole."""
+    """Each launch by itself: two halves are not a full set."""
     name = served.records[0].spec.training.data.name
-    distinct = min(_distinct_samples(stretch) for stretch in served.stretches)
+    answered = ({r.sample for r in stretch.requests if r.error is None} for stretch in served.stretches)
+    distinct = min(map(len, answered))
     seen = f"{distinct:,} samples of {name}"
     return _rule("whole set", f"{WHOLE_SET:,} samples", seen, name == SET_NAME and distinct >= WHOLE_SET)
 
 
-def _distinct_samples(stretch: Stretch) -> int:
-    return len({request.sample for request in stretch.requests if request.error is None})
-
-
-def _accuracy_untold(served: Served) -> Rule:
+def _unknown_accuracy(served: Served) -> Rule:
     if _whole_set(served).outcome != KEPT:
         return _rule("accuracy", "of the whole set", "smoke: a subset can neither pass nor fail", None)
     return _rule("accuracy", "of the whole set", "no scores", None)
 
 
 def accuracy_rules(scored: Sequence[Accuracy]) -> dict[str, Rule]:
-    """By cell, of those that were scored; smoke can be neither kept nor broken."""
+    """By cell, for those that were scored; a smoke test can neither pass nor fail."""
     kept = {PASSED: True, FAILED: False}
     return {
-        found.cell: _rule("accuracy", "of the whole set", _scored(found), kept.get(found.verdict))
-        for found in scored
-        if found.verdict is not None
+        each.cell: _rule("accuracy", "of the whole set", _scored(each), kept.get(each.verdict))
+        for each in scored
+        if each.verdict is not None
     }
 
 
-def _scored(found: Accuracy) -> str:
-    smoke = ": a subset can neither pass nor fail" if found.verdict not in (PASSED, FAILED) else ""
-    return f"{found.verdict}, {found.scored:,} scored{smoke}"
+def _scored(accuracy: Accuracy) -> str:
+    smoke = ": a subset can neither pass nor fail" if accuracy.verdict not in (PASSED, FAILED) else ""
+    return f"{accuracy.verdict}, {accuracy.scored:,} scored{smoke}"
 
 
 def _client(served: Served) -> Rule:
-    found = client_reasons(served)
-    return _rule("client", "never what was measured", "; ".join(found[:2]) or "within its bounds", not found)
+    reasons = client_reasons(served)
+    return _rule("client", "does not limit the result", "; ".join(reasons[:2]) or "within its bounds", not reasons)
 
 
 def client_reasons(served: Served) -> Sequence[str]:

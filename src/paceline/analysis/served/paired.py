@@ -1,7 +1,7 @@
 """Replica against replica: the same samples on both, one replica after the other and back again (A B B A).
 
-Each sample is its own control: what differs between samples cancels in the pair, and a drift that is steady over time
-cancels because both replicas are asked around the same moment on average. Samples are drawn in blocks of neighbours,
+Each sample is its own control: differences between samples cancel in the pair, and steady drift over time cancels
+because both replicas are used around the same moment on average. Samples are resampled in blocks of neighbours, with
 both replicas' values together.
 """
 
@@ -28,9 +28,9 @@ from paceline.results.served_samples import ReplicaSample, RequestSample, StageS
 
 NS = 1e9
 FEWEST_PAIRS = 8
-# Replicas whose mean moments lie further apart than this part of the whole do not cancel a drift.
+# If the mean moments of two replicas are further apart than this part of the whole, drift does not cancel.
 BALANCED_WITHIN = 0.1
-# What two devices may differ by without telling anything: degrees, and a part of the clock.
+# Insignificant differences between two devices: degrees, and a part of the clock.
 TEMPERATURE_APART_C, CLOCK_APART = 5.0, 0.02
 # Columns of a pair: tokens and seconds of the first replica, then of the second.
 TOKENS, SECONDS, OTHER_TOKENS, OTHER_SECONDS = range(4)
@@ -40,8 +40,8 @@ Answers = Mapping[int, Mapping[int, Sequence[RequestSample]]]
 
 
 def analyse(records: Sequence[RunRecord], accuracy: Sequence[Accuracy] = ()) -> tuple[PairedReplicas, ...]:
-    """Every two replicas of every cell that was asked in turn; launches of a cell are drawn as a whole."""
-    flags = {found.cell: found.flags for found in accuracy}
+    """Every two replicas of every cell that used them in turn; launches of a cell are resampled as a whole."""
+    flags = {each.cell: each.flags for each in accuracy}
     by_cell: defaultdict[str, list[RunRecord]] = defaultdict(list)
     for record in records:
         if len({stage.replica for stage in record.stages if stage.replica is not None}) > 1:
@@ -81,18 +81,17 @@ def _compared(records: Sequence[RunRecord], pair: tuple[int, int], flags: Mappin
 
 
 def _pairs(record: RunRecord, pair: tuple[int, int]) -> tuple[Array, int]:
-    """A row for each sample that both answered every time they were asked, in the order it was first due; and how
-    many were not."""
-    asked: defaultdict[int, dict[int, list[RequestSample]]] = defaultdict(dict)
+    """A row for each sample that both answered every time, in the order it was first due; and how many were not."""
+    by_sample: defaultdict[int, dict[int, list[RequestSample]]] = defaultdict(dict)
     for request in sorted(record.requests, key=lambda r: (r.stage, r.due_ns, r.number)):
         if request.replica in pair:
-            asked[request.sample].setdefault(request.replica, []).append(request)
-    rows = [row for answers in asked.values() if (row := _row(answers, pair)) is not None]
-    return np.array(rows).reshape(-1, 4), len(asked) - len(rows)
+            by_sample[request.sample].setdefault(request.replica, []).append(request)
+    rows = [row for answers in by_sample.values() if (row := _row(answers, pair)) is not None]
+    return np.array(rows).reshape(-1, 4), len(by_sample) - len(rows)
 
 
 def _row(answers: Mapping[int, Sequence[RequestSample]], pair: tuple[int, int]) -> list[float] | None:
-    """Means over the passes of each: tokens, and seconds from when it was due to its end."""
+    """Means over the passes of each replica: tokens, and seconds from when it was due to its end."""
     row: list[float] = []
     for replica in pair:
         passes = answers.get(replica, ())
@@ -105,7 +104,7 @@ def _row(answers: Mapping[int, Sequence[RequestSample]], pair: tuple[int, int]) 
 
 
 def _is_balanced(stages: Sequence[StageSample], pair: tuple[int, int]) -> bool:
-    """Whether the mean moments of both lie together, beside how long all of it took."""
+    """Whether the mean moments of both are close together, relative to the whole duration."""
     ours = [stage for stage in stages if stage.replica in pair]
     middles = [np.mean([(s.started_ns + s.ended_ns) / 2 for s in ours if s.replica == one]) for one in pair]
     length = max(s.ended_ns for s in ours) - min(s.started_ns for s in ours)
@@ -140,15 +139,13 @@ def _speed(sums: Array) -> Array:
 
 
 def _different_work(tables: Sequence[Array]) -> str | None:
-    """Answers of other lengths are other work: a replica that stops early is not fast."""
+    """Answers of different lengths are different work: a replica that stops early is not fast."""
     unequal = sum(int((table[:, TOKENS] != table[:, OTHER_TOKENS]).sum()) for table in tables)
     every = sum(map(len, tables))
     ours, theirs = (sum(float(table[:, column].sum()) for table in tables) for column in (TOKENS, OTHER_TOKENS))
     if abs(ours - theirs) <= TOKENS_WITHIN * max(ours, theirs):
         return None
-    return (
-        f"{unequal} of {every} samples were answered with other numbers of tokens ({ours:,.0f} against {theirs:,.0f})"
-    )
+    return f"{unequal} of {every} samples have answers of different lengths ({ours:,.0f} against {theirs:,.0f} tokens)"
 
 
 def _ratio(
@@ -183,7 +180,7 @@ def _interval(of: Callable[[Array], Array], total: Array, draws: Draws, tables: 
 
 def _verdict(found: Ratio | None, better: str, tables: Sequence[Array]) -> tuple[str | None, str]:
     if found is None:
-        return None, f"{sum(map(len, tables))} samples were answered by both, and at least {FEWEST_PAIRS} are needed"
+        return None, f"both answered {sum(map(len, tables))} samples; at least {FEWEST_PAIRS} are needed"
     verdict, reason = verdict_of(found, better)
     return {TIE: TIE, BETTER: FASTER}.get(verdict, SLOWER), reason
 
@@ -192,12 +189,12 @@ def _verdict(found: Ratio | None, better: str, tables: Sequence[Array]) -> tuple
 
 
 def _differences(record: RunRecord, pair: tuple[int, int]) -> Iterator[Differing]:
-    """Settings of the replicas, facts of their hosts, and how warm and how fast their devices were meanwhile."""
+    """Settings of the replicas, facts of their hosts, and temperature and clock of their devices."""
     known = {s.replica: s for s in record.replicas}
     ours, theirs = (known.get(one) for one in pair)
     if ours is None or theirs is None:
         return
-    yield from _told_apart(_facts(ours), _facts(theirs))
+    yield from _differing(_facts(ours), _facts(theirs))
     machines = {str(facts.get("host")): facts for facts in record.machines}
     if ours.host != theirs.host and {ours.host, theirs.host} <= set(machines):
         for path, (a, b) in machine.fingerprint_diff(machines[ours.host], machines[theirs.host]).items():
@@ -212,7 +209,7 @@ def _facts(sample: ReplicaSample) -> dict[str, Scalar]:
     return own | {f"settings.{name}": value for name, value in sample.settings.items()}
 
 
-def _told_apart(a: Mapping[str, Scalar], b: Mapping[str, Scalar]) -> Iterator[Differing]:
+def _differing(a: Mapping[str, Scalar], b: Mapping[str, Scalar]) -> Iterator[Differing]:
     for path in dict.fromkeys((*a, *b)):
         if a.get(path) != b.get(path):
             yield Differing(path=path, first=_text(a.get(path)), second=_text(b.get(path)))
@@ -223,7 +220,7 @@ def _text(value: object) -> str | None:
 
 
 def _conditions(record: RunRecord, hosts: tuple[str, str]) -> Iterator[Differing]:
-    """Medians of what gauges read on each host; told only where they lie apart."""
+    """Medians of the gauges on each host, only if they differ."""
     for name, label, unit, factor in (
         ("temperature_c", "temperature", "C", 1.0),
         ("sm_clock_hz", "SM clock", "MHz", 1e-6),
@@ -235,5 +232,5 @@ def _conditions(record: RunRecord, hosts: tuple[str, str]) -> Iterator[Differing
         if all(values):
             a, b = (float(np.median(found)) for found in values)
             if abs(a - b) > (TEMPERATURE_APART_C if unit == "C" else CLOCK_APART * max(a, b)):
-                told = (f"{factor * value:.0f} {unit}" for value in (a, b))
-                yield Differing(path=label, first=next(told), second=next(told))
+                first, second = (f"{factor * value:.0f} {unit}" for value in (a, b))
+                yield Differing(path=label, first=first, second=second)

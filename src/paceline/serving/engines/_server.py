@@ -23,67 +23,67 @@ from paceline.host.processes import end_all
 from paceline.launchers.node import rendezvous
 
 POLL_S = 0.25
-SAY_EVERY_S = 10.0
-LOOK_S = 5.0
-# A controller takes a run in which nothing moves for stall_s to hang: who waits must speak before.
+REPORT_EVERY_S = 10.0
+REQUEST_S = 5.0
+# The controller ends a run without progress after stall_s as hung: whoever waits must report before.
 SHARE_OF_STALL = 0.8
-# Of what a server printed, as much is kept with the run.
+# How much of a server's output is kept with the run.
 KEPT_BYTES = 256 << 10
 _LONGEST_LINE = 400
-# What stands before the words themselves: the process, and the logger's level, time and place.
+# Prefixes of log lines: the process, and the logger's level, time and file.
 _PREFIX = re.compile(r"^(\([^)]*\)\s*)?((DEBUG|INFO|WARNING|ERROR|CRITICAL)\s+[\d-]+ [\d:.]+ \[[^]]*\]\s*)?")
 _HARMLESS = re.compile(r"^(\([^)]*\)\s*)?(DEBUG|INFO|WARNING)\b")
-# The error itself; not the one that only says that another process had one.
+# The error itself, not one that only reports an error of another process.
 _CAUSE = re.compile(r"\b\w*(Error|Exception)\b: |\berror: ")
 _AFTERMATH = re.compile(r"initialization failed|See root cause|EngineDeadError")
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A process under way and where its output goes. name is what sentences call it; secret is kept out of them."""
+    """A running process and where its output goes. name is used in messages; secret is removed from them."""
 
     name: str
     process: subprocess.Popen[bytes]
     log: Path
     secret: str
 
-    def said(self) -> str:
+    def output(self) -> str:
         """The end of its output, without the key."""
         with self.log.open("rb") as file:
             file.seek(max(0, self.log.stat().st_size - KEPT_BYTES))
             return file.read().decode(errors="replace").replace(self.secret, "***")
 
-    def wait_until_ready(self, url: str, patience_s: float) -> float:
-        """Seconds until it answered at its /health. One that ends before, or is silent for too long, is told with what
-        it said of the reason."""
-        began = said_at = time.monotonic()
+    def wait_until_ready(self, url: str, timeout_s: float) -> float:
+        """Seconds until it answered at /health; LaunchError with the reason if it ends before, or takes too long."""
+        began = reported_at = time.monotonic()
         while not _is_healthy(url):
             now = time.monotonic()
             if self.process.poll() is not None:
-                raise LaunchError(f"{self.name} ended before it answered: {cause(self.said())}")
-            if now - began > patience_s:
-                told = last_line(self.said())
-                raise LaunchError(f"{self.name} did not answer within {patience_s:.0f} s; it said last: {told}")
-            if now - said_at > SAY_EVERY_S:
-                said_at = now
-                _say(f"{self.name}: not ready after {now - began:.0f} s: {last_line(self.said())}")
+                raise LaunchError(f"{self.name} ended before it answered: {cause(self.output())}")
+            if now - began > timeout_s:
+                last = last_line(self.output())
+                raise LaunchError(f"{self.name} did not answer within {timeout_s:.0f} s; its last output: {last}")
+            if now - reported_at > REPORT_EVERY_S:
+                reported_at = now
+                _report(f"{self.name}: not ready after {now - began:.0f} s: {last_line(self.output())}")
             time.sleep(POLL_S)
         return time.monotonic() - began
 
     def require_alive(self, url: str, *, alone: bool) -> None:
-        """Told when the block ends that asked it. Of several replicas the client goes on with the others by itself."""
-        # A guardian is there until it has ended what its server left.
+        """LaunchError if the server died during the load and was the only one; otherwise only a message, because the
+        client continues with the others."""
+        # The process guard stays until it has ended what its server left.
         if self.process.poll() is None and _is_listening(url):
             return
-        sentence = f"{self.name} ended while it was asked; it said last: {cause(self.said())}"
+        sentence = f"{self.name} ended during the load; its last output: {cause(self.output())}"
         if alone:
             raise LaunchError(sentence)
-        _say(sentence)
+        _report(sentence)
 
 
 @contextlib.contextmanager
 def started(name: str, argv: Sequence[str], env: Mapping[str, str], log: Path, secret: str) -> Iterator[Server]:
-    """The server, until the block is left. What it printed is then handed to this rank's own output."""
+    """The server, until the block ends. Its output is then copied to this rank's own output."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             process_guard.command(argv),
@@ -98,11 +98,11 @@ def started(name: str, argv: Sequence[str], env: Mapping[str, str], log: Path, s
         yield server
     finally:
         end_all(process)
-        _say(f"--- what {name} printed ---\n{server.said()}")
+        _report(f"--- output of {name} ---\n{server.output()}")
 
 
 def require_patience(ready_s: float | None, stall_s: float, where: str) -> None:
-    """RequestError where a run would be ended as a hang before its server has had the time that it may take."""
+    """RequestError if the run would be ended as hung before its server may be ready."""
     require(ready_s is None or ready_s < stall_s, where, ready_s, f"less than stall_s ({stall_s:g})")
 
 
@@ -111,25 +111,25 @@ def patience_s(ready_s: float | None, stall_s: float) -> float:
     return SHARE_OF_STALL * stall_s if ready_s is None else ready_s
 
 
-def _say(text: str) -> None:
-    """Into the log of the run, where whoever waits looks."""
+def _report(text: str) -> None:
+    """Print to the log of the run."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
 
 
 def _is_healthy(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=LOOK_S) as answer:
+        with urllib.request.urlopen(f"{url}/health", timeout=REQUEST_S) as answer:
             return bool(answer.status == http.HTTPStatus.OK)
     except (OSError, http.client.HTTPException):
         return False
 
 
 def _is_listening(url: str) -> bool:
-    """Whether somebody has its port. One that is too busy to take a connection in time is there."""
+    """Whether its port is in use. A server too busy to accept in time is alive."""
     parts = urlsplit(url)
     try:
-        socket.create_connection((str(parts.hostname), parts.port or 80), timeout=LOOK_S).close()
+        socket.create_connection((str(parts.hostname), parts.port or 80), timeout=REQUEST_S).close()
     except TimeoutError:
         return True
     except OSError:
@@ -137,26 +137,26 @@ def _is_listening(url: str) -> bool:
     return True
 
 
-def cause(said: str) -> str:
-    """Of a server's output the line that tells why it ended, else its last one."""
-    grave = [line for line in said.splitlines() if _CAUSE.search(line) and not _HARMLESS.match(line)]
-    told = [line for line in grave if not _AFTERMATH.search(line)]
-    return last_line(said) if not grave else last_line("\n".join(told or grave))
+def cause(output: str) -> str:
+    """The line of a server's output that says why it ended, else its last line."""
+    grave = [line for line in output.splitlines() if _CAUSE.search(line) and not _HARMLESS.match(line)]
+    first = [line for line in grave if not _AFTERMATH.search(line)]
+    return last_line(output) if not grave else last_line("\n".join(first or grave))
 
 
-def last_line(said: str) -> str:
-    """In the words alone, without who said it and when."""
-    words = [_PREFIX.sub("", line).strip() for line in said.splitlines()]
-    spoken = [line for line in words if line]
-    return spoken[-1][:_LONGEST_LINE] if spoken else "nothing"
+def last_line(output: str) -> str:
+    """The last line that is not empty, without logger prefixes."""
+    stripped = [_PREFIX.sub("", line).strip() for line in output.splitlines()]
+    lines = [line for line in stripped if line]
+    return lines[-1][:_LONGEST_LINE] if lines else "nothing"
 
 
 # --- where it listens ---
 
 
 def own_address(nodes: int, environ: Mapping[str, str], interfaces: rendezvous.Interfaces | None = None) -> str:
-    """Where this host is reached by the ranks of its run: by itself alone, over the interface of the ranks, or over the
-    one that leads to the first node."""
+    """The address at which the ranks of the run reach this host: loopback, the interface of the ranks, or the one that
+    leads to the first node."""
     if nodes == 1:
         return "127.0.0.1"
     known = rendezvous.all_interfaces() if interfaces is None else interfaces
@@ -167,21 +167,21 @@ def own_address(nodes: int, environ: Mapping[str, str], interfaces: rendezvous.I
 
 
 def _towards(host: str) -> str:
-    """The address from which this host would speak to another; nothing is sent."""
+    """The address from which this host would connect to another; nothing is sent."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(address)
             return rendezvous.plain(str(probe.getsockname()[0]))
     except OSError as error:
-        raise LaunchError(f"this node finds no way to {host}, from where its replica will be asked ({error})") from None
+        raise LaunchError(f"this node has no route to {host}, which sends the load to its replica ({error})") from None
 
 
 def free_port(address: str) -> int:
-    """One that nobody listens at now."""
+    """A port that is free now."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.create_server((address, 0), family=family) as held:
-        return int(held.getsockname()[1])
+    with socket.create_server((address, 0), family=family) as listener:
+        return int(listener.getsockname()[1])
 
 
 def url_of(address: str, port: int) -> str:

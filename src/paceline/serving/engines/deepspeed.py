@@ -1,7 +1,8 @@
-"""A model of transformers under DeepSpeed's inference engine, cut over devices by AutoTP; runs eagerly, no kernels.
+"""A transformers model in DeepSpeed's inference engine, split over devices by AutoTP; eager, without DeepSpeed's
+kernels.
 
-On one device `deepspeed.init_inference` changes no arithmetic: its result is then that of eager transformers, and is to
-be read so. See `replica/injection.py` for what is not used and why.
+On one device `deepspeed.init_inference` changes no arithmetic: the result is that of eager transformers. See
+`replica/deepspeed_model.py` for what is not used and why.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from paceline.experiment.spec import RunSpec
 from paceline.serving.engines import _replica
 
 Options = _replica.ReplicaOptions
-# It starts servers on the devices of its rank: what else runs there is counted before.
+# It starts servers on the devices of its rank: other processes there are counted before.
 STARTS = True
 
 

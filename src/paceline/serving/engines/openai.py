@@ -20,10 +20,10 @@ from paceline.errors import UnsupportedError, require
 from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
 
-LOOK_S = 10.0
-# Of what a server says about itself.
+REQUEST_S = 10.0
+# The most bytes of a server's own description.
 MOST_BYTES = 1 << 20
-# Where most servers listen that were started without a word about it.
+# Where most servers listen by default.
 HERE = "http://127.0.0.1:8000"
 
 
@@ -31,8 +31,8 @@ HERE = "http://127.0.0.1:8000"
 class Options:
     """url: `http://host:port`, with or without /v1 (default: port 8000 here); urls: a list, one for each replica.
 
-    model: the name that is asked for (default: the first one the endpoint lists). key_env: the variable that holds the
-    key the endpoint wants. certificates: a file of authorities to trust instead of the system's.
+    model: the model name to request (default: the first one the endpoint lists). key_env: the environment variable with
+    the API key. certificates: a file of certificate authorities to trust instead of the system's.
     """
 
     url: str = ""
@@ -47,7 +47,7 @@ class Options:
         require(not (self.url and self.urls), "openai.url", [self.url, self.urls], "one url, or urls")
         for each in self.all_urls:
             require(_is_address(each), "openai.url", each, "http://HOST:PORT or https://HOST")
-        # One server under two names would be taken for two replicas, each half as fast.
+        # One server listed twice would count as two replicas, each half as fast.
         twice = [each for each, count in Counter(self.all_urls).items() if count > 1]
         require(not twice, "openai.urls", ", ".join(twice), "each URL once: a replica each")
 
@@ -67,32 +67,32 @@ def check(spec: RunSpec) -> str | None:
     assert spec.engine is not None
     parse_options(Options, spec.engine)
     if spec.topology.world_size != 1:
-        return "the engine openai asks endpoints from one process (nodes: 1, processes: 1); replicas are several urls"
+        return "the engine openai runs in one process (nodes: 1, processes: 1); for several replicas give several urls"
     return None
 
 
 def preflight(spec: RunSpec) -> None:
-    """Endpoints that are away, or serve another model, are told once and not by every run."""
+    """Report endpoints that are unreachable, or serve another model, once and not in every run."""
     assert spec.engine is not None
     chosen = parse_options(Options, spec.engine)
     for url in chosen.all_urls:
-        _found(url, chosen)
+        _endpoint(url, chosen)
 
 
 @contextlib.contextmanager
 def open(spec: RunSpec, seat: Seat) -> Iterator[Sequence[Endpoint]]:
     assert spec.engine is not None
     chosen = parse_options(Options, spec.engine)
-    yield [_found(url, chosen) for url in chosen.all_urls]
+    yield [_endpoint(url, chosen) for url in chosen.all_urls]
 
 
-def _found(url: str, chosen: Options) -> Endpoint:
-    """Asked once before the clock runs: an endpoint that is away, or has another model, is told at once."""
+def _endpoint(url: str, chosen: Options) -> Endpoint:
+    """The endpoint, checked before the clock runs; UnsupportedError if it is unreachable or has another model."""
     secret = _key(chosen.key_env)
     listed = _models(url, secret, chosen.certificates or None)
     model = chosen.model or (listed[0] if listed else "")
     if not model:
-        raise UnsupportedError(f"{url} lists no model: give openai.model")
+        raise UnsupportedError(f"{url} lists no model. Set openai.model")
     if listed and model not in listed:
         raise UnsupportedError(f"{url} has no model {model!r}; it has {', '.join(listed[:5])}")
     facts = {"host": _host(url, chosen.all_urls), "version": _version(url, secret, chosen.certificates or None)}
@@ -100,34 +100,34 @@ def _found(url: str, chosen: Options) -> Endpoint:
 
 
 def _key(name: str) -> str | None:
-    """Refused without a word of what it is where no header may carry it: whoever builds the header would quote it."""
+    """The API key. An invalid key is refused without quoting it; building the header would quote it."""
     key = os.environ.get(name) or None
     if key is not None and not (key.isascii() and key.isprintable()):
         raise UnsupportedError(
-            f"the key in {name} has a character that no header may carry, such as a line end: export it again without"
+            f"the key in {name} has a character that HTTP headers do not allow, such as a line end. Set it again"
         )
     return key
 
 
 def _host(url: str, urls: Sequence[str]) -> str:
-    """Its name; with the port where another replica has the same one."""
+    """The host name, with the port if another replica has the same host."""
     name = str(urlsplit(url).hostname)
     alike = [each for each in urls if urlsplit(each).hostname == name]
     return name if len(alike) == 1 else urlsplit(url).netloc
 
 
 def _version(url: str, secret: str | None, certificates: str | None) -> str | None:
-    """As vLLM and others tell it at /version; most servers do not."""
+    """As vLLM and others report it at /version; most servers do not."""
     try:
-        told = _get(f"{url}/version", secret, certificates)
+        reply = _get(f"{url}/version", secret, certificates)
     except (OSError, ValueError, RecursionError, http.client.HTTPException):
         return None
-    version = told.get("version") if isinstance(told, dict) else None
+    version = reply.get("version") if isinstance(reply, dict) else None
     return version[:80] if isinstance(version, str) else None
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """The key is meant for the host that was named, and would be sent to any other it points to."""
+    """The key is for the named host; a redirect would send it to another."""
 
     def redirect_request(self, *_: Any, **__: Any) -> None:
         return None
@@ -138,13 +138,13 @@ def _get(url: str, secret: str | None, certificates: str | None) -> Any:
     request = urllib.request.Request(url, headers=headers)
     context = ssl.create_default_context(cafile=certificates) if url.startswith("https") else None
     opener = urllib.request.build_opener(_NoRedirects, urllib.request.HTTPSHandler(context=context))
-    with opener.open(request, timeout=LOOK_S) as answer:
+    with opener.open(request, timeout=REQUEST_S) as answer:
         return json.loads(answer.read(MOST_BYTES))
 
 
 def _models(url: str, secret: str | None, certificates: str | None) -> list[str]:
     try:
-        told = _get(f"{url}/v1/models", secret, certificates)
+        reply = _get(f"{url}/v1/models", secret, certificates)
     except urllib.error.HTTPError as error:
         if error.code in (404, 405):
             return []
@@ -154,11 +154,11 @@ def _models(url: str, secret: str | None, certificates: str | None) -> list[str]
     except http.client.HTTPException as error:
         _refuse(url, f"does not speak HTTP ({type(error).__name__})")
     except (ValueError, RecursionError):
-        # Not in its own words: they may quote what was sent, and the key with it.
+        # Without the error text: it may quote what was sent, and the key with it.
         _refuse(url, "does not answer with JSON")
-    entries = told.get("data") if isinstance(told, dict) else None
-    found = entries if isinstance(entries, list) else []
-    return [str(entry["id"]) for entry in found if isinstance(entry, dict) and "id" in entry]
+    entries = reply.get("data") if isinstance(reply, dict) else None
+    models = entries if isinstance(entries, list) else []
+    return [str(entry["id"]) for entry in models if isinstance(entry, dict) and "id" in entry]
 
 
 def _refuse(url: str, why: str) -> NoReturn:

@@ -1,8 +1,7 @@
-"""A model of transformers served here: static key-value cache, compiled decode step, continuous or static batching.
+"""A transformers model served here: static key-value cache, compiled decode step, continuous or static batching.
 
-Requests are batched by places (see `replica/settings.py`), and this is stated with every result. transformers' own
-continuous batching is not wrapped: `transformers serve --continuous-batching` serves it as it is, and `engine: openai`
-asks that.
+Requests are batched in slots (see `replica/settings.py`), which is stated with every result. To measure transformers'
+own continuous batching, run `transformers serve --continuous-batching` and use `engine: openai`.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.serving.engines import _replica
 
-# It starts servers on the devices of its rank: what else runs there is counted before.
+# It starts servers on the devices of its rank: other processes there are counted before.
 STARTS = True
 
 
 @dataclass(frozen=True)
 class Options(_replica.ReplicaOptions):
-    """compile: the layers of a decode step go through torch.compile; graph: a decode step is one CUDA graph. Both are
-    on for GPUs and off for CPUs unless given. Prompts are read eagerly, as their lengths differ."""
+    """compile: the layers of a decode step use torch.compile; graph: a decode step is one CUDA graph. Both default to
+    on for GPUs and off for CPUs. Prompts are read eagerly, as their lengths differ."""
 
     compile: bool | None = None
     graph: bool | None = None
@@ -41,7 +40,7 @@ def check(spec: RunSpec) -> str | None:
     assert spec.engine is not None
     chosen = parse_options(Options, spec.engine)
     if chosen.graph and spec.topology.device == "cpu":
-        return "transformers.graph is for GPUs, and the device is cpu"
+        return "transformers.graph needs a GPU, but the device is cpu"
     return _replica.refusal(spec, chosen)
 
 
@@ -49,5 +48,5 @@ def open(spec: RunSpec, seat: Seat) -> AbstractContextManager[Sequence[Endpoint]
     assert spec.engine is not None
     chosen = parse_options(Options, spec.engine)
     on_gpu = seat.device == "cuda"
-    compiled, graph = (on_gpu if asked is None else asked for asked in (chosen.compile, chosen.graph))
+    compiled, graph = (on_gpu if option is None else option for option in (chosen.compile, chosen.graph))
     return _replica.opened(spec, seat, chosen, compiled=compiled, graph=graph)

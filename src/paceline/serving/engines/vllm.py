@@ -1,4 +1,4 @@
-"""vLLM: starts `vllm serve` for each rank on the devices of its own, and ends it with the run."""
+"""vLLM: starts `vllm serve` for each rank on its own devices, and ends it with the run."""
 
 from __future__ import annotations
 
@@ -29,32 +29,33 @@ from paceline.models.arithmetic import load as load_shape
 from paceline.serving.engines import _server
 from paceline.serving.engines._replica import MEANINGLESS
 
-# It starts servers on the devices of its rank: what else runs there is counted before.
+# It starts servers on the devices of its rank: other processes there are counted before.
 STARTS = True
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 PORTS_TRIED = 3
-# What is decided here, and so may not be said a second time.
+# Options that this engine sets itself, so they may not be given again.
 _OURS = re.compile(
     r"--(host|port|api-key|dtype|served-model-name|load-format|tensor-parallel-size|max-model-len|max-num-seqs|seed"
     r"|gpu-memory-utilization|kv-cache-memory-bytes|(no-)?enable-prefix-caching|enforce-eager|generation-config)(=.*)?"
 )
-# Of the rank, and meant for ranks: a server would take them for its own.
+# Variables of the rank, which a server would take for its own.
 _OF_RANKS = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|PACELINE_SPEC|NCCL_HOSTID"
 )
-# What vLLM tells of its cache.
+# What vLLM reports about its cache.
 _CACHE = ("block_size", "cache_dtype", "gpu_memory_utilization", "kv_cache_memory_bytes", "kv_cache_size_tokens")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """executable: the program, by its path or as PATH finds it. tensor_parallel: devices of each replica.
+    """executable: the program, by path or found in PATH. tensor_parallel: devices of each replica.
 
     max_model_len, max_num_seqs, gpu_memory_utilization, kv_cache_bytes: vLLM's own defaults unless given.
-    prefix_caching is off, as samples that share a beginning would be answered faster the second time. eager: without
-    compiled graphs. ignore_eos: answers go on to the length asked for; by default where lengths are by law, or weights
-    random. ready_s: how long it may take to start (default: 80 % of stall_s). arguments: more of `vllm serve`.
+    prefix_caching is off, because samples that share a beginning would be answered faster the second time. eager:
+    without compiled graphs. ignore_eos: answers continue to the requested length; the default if lengths are synthetic
+    or weights random. ready_s: how long it may take to start (default: 80 % of stall_s). arguments: more of `vllm
+    serve`.
     """
 
     executable: str = "vllm"
@@ -86,9 +87,9 @@ class Options:
         texts = isinstance(given, list | tuple) and all(isinstance(word, str) for word in given)
         require(given is None or texts, "vllm.arguments", given, "a list of texts")
         for word in given or ():
-            # argparse takes a dash for an underscore too in vLLM.
+            # In vLLM, argparse accepts an underscore for a dash.
             ours = _OURS.fullmatch(word.replace("_", "-"))
-            require(not ours, "vllm.arguments", word, "what is no option of the engine itself, and no key")
+            require(not ours, "vllm.arguments", word, "an option that this engine does not set itself")
 
 
 def check(spec: RunSpec) -> str | None:
@@ -97,7 +98,7 @@ def check(spec: RunSpec) -> str | None:
     shape = known_shape(spec.model)
     _server.require_patience(chosen.ready_s, spec.stall_s, "vllm.ready_s")
     if shape is None:
-        return None  # what it can do with an architecture of its own, vLLM says when it starts
+        return None  # vLLM itself reports at its start whether it supports this architecture
     if shape.heads % chosen.tensor_parallel:
         return f"tensor_parallel {chosen.tensor_parallel} does not divide the {shape.heads} heads of {spec.model_text}"
     return None if "/" in spec.model.name else directory.unservable(shape)
@@ -125,7 +126,7 @@ def open(spec: RunSpec, seat: Seat) -> Iterator[Sequence[Endpoint]]:
                 ready_s = server.wait_until_ready(url, patience_s)
                 break
             except LaunchError as error:
-                # Between looking for a free port and listening at it somebody else may have taken it.
+                # Another process may have taken the free port before the server listened.
                 if not left or "ddress already in use" not in str(error):
                     raise
                 running.close()
@@ -145,7 +146,7 @@ def executable(given: str) -> str:
 
 
 def model_folder(spec: RunSpec, folder: Path) -> Path:
-    """The checkpoint's own directory; of a named shape one without weights, in the rank's scratch folder."""
+    """The checkpoint's own directory; for a named shape, a directory without weights in the rank's scratch space."""
     if "/" in spec.model.name:
         return Path(spec.model.name).expanduser().resolve()
     made = folder / served_name(spec)
@@ -159,7 +160,7 @@ def served_name(spec: RunSpec) -> str:
 
 
 def command(spec: RunSpec, chosen: Options, model: Path, address: str, port: int) -> list[str]:
-    """Words of `vllm` after its own name. The key is not among them: every user of a host sees its command lines."""
+    """Arguments of `vllm`. The key is not among them: every user of a host can see its command lines."""
     given: dict[str, object] = {
         "host": address,
         "port": port,
@@ -167,7 +168,7 @@ def command(spec: RunSpec, chosen: Options, model: Path, address: str, port: int
         "dtype": DTYPES[spec.training.precision.compute],
         "tensor-parallel-size": chosen.tensor_parallel,
         "seed": spec.seed,
-        # Defaults of sampling that lie beside the weights would change a greedy answer.
+        # Sampling defaults beside the weights would change a greedy answer.
         "generation-config": "vllm",
         "max-model-len": chosen.max_model_len,
         "max-num-seqs": chosen.max_num_seqs,
@@ -184,7 +185,7 @@ def command(spec: RunSpec, chosen: Options, model: Path, address: str, port: int
 
 
 def devices_of(seat: Seat, tensor_parallel: int, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Names of the GPUs that are this rank's, as CUDA_VISIBLE_DEVICES has them; none on a CPU."""
+    """The GPUs of this rank, as CUDA_VISIBLE_DEVICES names them; none on a CPU."""
     if seat.device != "cuda":
         return ()
     named = environ.get("CUDA_VISIBLE_DEVICES")
@@ -194,13 +195,13 @@ def devices_of(seat: Seat, tensor_parallel: int, environ: Mapping[str, str]) -> 
     if len(own) < tensor_parallel:
         raise UnsupportedError(
             f"local rank {seat.local_rank} with tensor_parallel {tensor_parallel} needs {first + tensor_parallel} GPUs "
-            f"of its host, which shows {len(shown)}"
+            f"of its host, which has {len(shown)}"
         )
     return own
 
 
 def environment(spec: RunSpec, devices: Sequence[str], secret: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """This rank's, without what is meant for ranks alone; nothing is asked of any hub, and nothing told to one."""
+    """The environment of this rank, without variables for ranks; no hub is contacted."""
     kept = {name: value for name, value in environ.items() if not _OF_RANKS.fullmatch(name)}
     quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     ours = {**quiet, "VLLM_API_KEY": secret}
@@ -211,47 +212,43 @@ def environment(spec: RunSpec, devices: Sequence[str], secret: str, environ: Map
     return {**alone, **kept, **ours}
 
 
-# --- what was started ---
-
-
 def facts_of(spec: RunSpec, chosen: Options, url: str, devices: Sequence[str]) -> dict[str, Any]:
-    told = _told(url)
     return {
         "body": {"ignore_eos": True} if ignores_eos(spec, chosen) else {},
         "version": _version(url),
         "devices": len(devices) or None,
         "tensor_parallel": chosen.tensor_parallel,
-        "settings": settings(spec, chosen, told, os.environ),
+        "settings": settings(spec, chosen, _cache_config(url), os.environ),
     }
 
 
 def ignores_eos(spec: RunSpec, chosen: Options) -> bool:
-    by_law = spec.training.data.name in MEANINGLESS or "/" not in spec.model.name
-    return by_law if chosen.ignore_eos is None else chosen.ignore_eos
+    meaningless = spec.training.data.name in MEANINGLESS or "/" not in spec.model.name
+    return meaningless if chosen.ignore_eos is None else chosen.ignore_eos
 
 
 def settings(
-    spec: RunSpec, chosen: Options, told: Mapping[str, str], environ: Mapping[str, str]
+    spec: RunSpec, chosen: Options, cache: Mapping[str, str], environ: Mapping[str, str]
 ) -> dict[str, str | int | float | bool | None]:
-    """What changes speed: as it was asked for, and what vLLM made of the rest by its own word."""
+    """What changes speed: as requested, and what vLLM reports about the rest."""
     switches = {name: value for name, value in environ.items() if name.startswith("VLLM_")}
     return {
         "dtype": DTYPES[spec.training.precision.compute],
         "batching": "continuous",
         "max_batch": chosen.max_num_seqs,
         "max_model_len": chosen.max_model_len,
-        "prefix_caching": told.get("enable_prefix_caching", str(chosen.prefix_caching)) == "True",
+        "prefix_caching": cache.get("enable_prefix_caching", str(chosen.prefix_caching)) == "True",
         "eager": chosen.eager,
         "ignore_eos": ignores_eos(spec, chosen),
         "weights": "checkpoint" if "/" in spec.model.name else "random",
         "arguments": " ".join(chosen.arguments or ()) or None,
-        **{name: told[name] for name in _CACHE if told.get(name, "None") != "None"},
+        **{name: cache[name] for name in _CACHE if cache.get(name, "None") != "None"},
         **{name: value for name, value in sorted(switches.items()) if not is_secret(name, value)},
     }
 
 
-def _told(url: str) -> dict[str, str]:
-    """Labels of vLLM's own metric about its cache; empty where a version has none."""
+def _cache_config(url: str) -> dict[str, str]:
+    """Labels of vLLM's own metric about its cache; empty if a version has none."""
     for line in _read(url, "/metrics").splitlines():
         if line.startswith("vllm:cache_config_info{"):
             return dict(_LABEL.findall(line))
@@ -260,17 +257,17 @@ def _told(url: str) -> dict[str, str]:
 
 def _version(url: str) -> str | None:
     try:
-        told = json.loads(_read(url, "/version"))
+        reply = json.loads(_read(url, "/version"))
     except ValueError:
         return None
-    version = told.get("version") if isinstance(told, dict) else None
+    version = reply.get("version") if isinstance(reply, dict) else None
     return None if version is None else str(version)
 
 
 def _read(url: str, path: str) -> str:
-    """Text of a page of facts; empty where there is none: they are good to know, and no run fails for want of one."""
+    """The text of a page; empty if there is none, because no run fails for missing facts."""
     try:
-        with urllib.request.urlopen(url + path, timeout=_server.LOOK_S) as answer:
+        with urllib.request.urlopen(url + path, timeout=_server.REQUEST_S) as answer:
             return str(answer.read(1 << 20).decode(errors="replace"))
     except (OSError, http.client.HTTPException):
         return ""

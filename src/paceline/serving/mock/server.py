@@ -1,10 +1,10 @@
-"""A server of known law: an OpenAI-compatible endpoint whose times are decided beforehand, for testing clients.
+"""A mock OpenAI server with known latencies, for testing clients.
 
-Token k of a request is due at arrival + ttft + k * itl, whatever was late before it: the law holds over the whole
-answer. Arrival is when the kernel had the request. With slots, a request that comes while all are taken waits in line
-and counts as arrived when the answer ended, by the law, whose slot it takes: such a server can do
-slots / (ttft + (tokens - 1) * itl) requests a second. What the server itself was late by is counted and told at /law.
-Modes are the ways in which real servers surprise clients.
+Token k of a request is due at arrival + ttft + k * itl, however late the tokens before it were. Arrival is when the
+kernel had the request. With slots, a request that finds all slots busy waits in a queue; it counts as arrived when the
+answer whose slot it gets was due to end. Such a server sustains slots / (ttft + (tokens - 1) * itl) requests per
+second. The server records its own delays and reports them at /law. Modes imitate what real servers do to surprise
+clients.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from paceline.errors import RequestError
+from paceline.serving import http_server
 from paceline.serving.client.clocks import ANCILLARY_BYTES, Alarm, Bridge, kernel_time, stamp_in_kernel
-from paceline.serving.mock import wire
+from paceline.serving.mock import events
 
 NS = 1_000_000_000
-# How each mode surprises; `plain` does not.
+# What each mode does; `plain` has no surprise.
 MODES = {
     "plain": "one token per event",
     "clock": "one token per event, its text the server's monotonic clock just before it is sent",
@@ -38,8 +39,8 @@ MODES = {
     "split": "characters and frames cut in the middle",
     "comments": "keep-alive comments between events",
     "reset": "connection reset after half of the tokens",
-    "stall": "no event after half of the tokens, for ever",
-    "endless": "goes on after the asked number of tokens",
+    "stall": "no event after half of the tokens, forever",
+    "endless": "continues after the requested number of tokens",
     "untold": "no usage and no [DONE]",
     "tail": "usage in an event after the last token",
     "refuse": "HTTP 429 with Retry-After for every other request",
@@ -48,17 +49,17 @@ MODES = {
     "error": "an error object in the stream",
     "flood": "a body of 100 MB",
 }
-# Written without a look at anything else: the modes in which how many streams are held is measured.
+# Modes with a fast path, in which the number of streams is measured.
 STRAIGHT = ("plain", "clock")
 RECEIVE_BYTES = 1 << 18
-# Tokens that are sent before requests are looked for again: one that is late must not make others wait for ever.
+# Tokens sent before new requests are read: a late token must not make others wait forever.
 SENDS_AT_ONCE = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Law:
-    """spread: sigma of a lognormal factor on ttft, drawn per request from the seed; 0 for none. slots: answers under
-    way at once, 0 for any number."""
+class Latencies:
+    """spread: sigma of a lognormal factor on ttft, drawn per request from the seed (0: none). slots: answers in
+    progress at once (0: unlimited)."""
 
     ttft_s: float = 0.1
     itl_s: float = 0.02
@@ -72,7 +73,7 @@ class Law:
 
 @dataclass(slots=True)
 class Stream:
-    """One answer under way: how many tokens were sent, and when the first one is due."""
+    """One answer in progress: how many tokens were sent, and when the first one is due."""
 
     connection: Client
     first_due_ns: int
@@ -92,10 +93,10 @@ class Client:
 
 
 class MockReplica:
-    """`serve` runs until `stop` says so; `port` is known before."""
+    """`serve` runs until `stop` returns True; `port` is known before."""
 
-    def __init__(self, law: Law, host: str = "127.0.0.1", port: int = 0) -> None:
-        self.law = law
+    def __init__(self, latencies: Latencies, host: str = "127.0.0.1", port: int = 0) -> None:
+        self.latencies = latencies
         self._listener = socket.create_server((host, port), backlog=4096)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
@@ -105,13 +106,13 @@ class MockReplica:
         self._epoll.register(self._alarm.descriptor, select.EPOLLIN)
         self._clients: dict[int, Client] = {}
         self._due: list[tuple[int, int, Stream]] = []
-        self._line: deque[tuple[Client, dict[str, Any], bool]] = deque()
+        self._queue: deque[tuple[Client, dict[str, Any], bool]] = deque()
         self._taken = 0
         self._order = 0
         self._requests = 0
-        self._draws = random.Random(law.seed)
+        self._draws = random.Random(latencies.seed)
         self._lags = array("q")
-        self._itl_ns = round(law.itl_s * NS)
+        self._itl_ns = round(latencies.itl_s * NS)
         self._offset_ns = Bridge.measured().offset_ns
 
     def serve(self, stop: Callable[[], bool]) -> None:
@@ -166,10 +167,12 @@ class MockReplica:
         stamp = kernel_time(ancillary)
         now = time.monotonic_ns() if stamp is None else stamp - self._offset_ns
         client.received += data
-        while (request := wire.whole_request(client.received)) is not None:
-            path, body, size = request
-            del client.received[:size]
-            self._serve_one(client, path, body, now)
+        try:
+            while client.open and (request := http_server.take_request(client.received)) is not None:
+                self._serve_one(client, request.path, request.body, now)
+        except http_server.Refused as refused:
+            self._put(client, http_server.refusal(refused))
+            self._drop(client)
 
     def _drop(self, client: Client) -> None:
         client.open = False
@@ -215,71 +218,73 @@ class MockReplica:
     def _serve_one(self, client: Client, path: str, body: bytes, now: int) -> None:
         if path == "/v1/models":
             self._put(
-                client, wire.json_answer(200, {"object": "list", "data": [{"id": self.law.model, "object": "model"}]})
+                client,
+                http_server.answer(200, {"object": "list", "data": [{"id": self.latencies.model, "object": "model"}]}),
             )
         elif path == "/health":
-            self._put(client, wire.json_answer(200, {}))
+            self._put(client, http_server.answer(200, {}))
         elif path == "/law":
-            self._put(client, wire.json_answer(200, self.told()))
+            self._put(client, http_server.answer(200, self.report()))
         elif path not in ("/v1/completions", "/v1/chat/completions"):
-            self._put(client, wire.json_answer(404, {"error": {"message": f"no such path: {path}"}}))
+            self._put(client, http_server.answer(404, {"error": {"message": f"unknown path: {path}"}}))
         else:
             self._complete(client, path, body, now)
 
-    def told(self) -> dict[str, Any]:
-        """The law, and what the server was late by itself."""
+    def report(self) -> dict[str, Any]:
+        """The latencies, and the server's own delays."""
         lags = sorted(self._lags)
         late = {f"p{p}": lags[min(len(lags) - 1, len(lags) * p // 100)] / NS for p in (50, 99)} if lags else {}
-        return {"law": asdict(self.law), "requests": self._requests, "events": len(lags), "late_s": late}
+        return {"law": asdict(self.latencies), "requests": self._requests, "events": len(lags), "late_s": late}
 
     def _complete(self, client: Client, path: str, body: bytes, now: int) -> None:
         self._requests += 1
         try:
-            asked = json.loads(body)
+            request = json.loads(body)
         except ValueError:
-            asked = None
-        if not isinstance(asked, dict):
-            self._put(client, wire.json_answer(400, {"error": {"message": "the body is no JSON object"}}))
+            request = None
+        if not isinstance(request, dict):
+            self._put(client, http_server.answer(400, {"error": {"message": "the body is not a JSON object"}}))
             return
-        if asked.get("model", self.law.model) != self.law.model:
+        if request.get("model", self.latencies.model) != self.latencies.model:
             self._put(
-                client, wire.json_answer(404, {"error": {"message": f"the model {asked['model']!r} does not exist"}})
+                client,
+                http_server.answer(404, {"error": {"message": f"the model {request['model']!r} does not exist"}}),
             )
             return
         every_other = self._requests % 2 == 0
-        if self.law.mode == "refuse" and every_other:
-            self._put(client, wire.json_answer(429, {"error": {"message": "busy"}}, "Retry-After: 1\r\n"))
-        elif self.law.mode == "fail" and every_other:
-            self._put(client, wire.json_answer(500, {"error": {"message": "broken"}}))
+        if self.latencies.mode == "refuse" and every_other:
+            self._put(client, http_server.answer(429, {"error": {"message": "busy"}}, "Retry-After: 1\r\n"))
+        elif self.latencies.mode == "fail" and every_other:
+            self._put(client, http_server.answer(500, {"error": {"message": "broken"}}))
         else:
-            self._admit(client, asked, path.endswith("chat/completions"), now)
+            self._admit(client, request, path.endswith("chat/completions"), now)
 
-    def _admit(self, client: Client, asked: dict[str, Any], chat: bool, now: int) -> None:
-        if self.law.slots and self._taken >= self.law.slots:
-            self._line.append((client, asked, chat))
+    def _admit(self, client: Client, request: dict[str, Any], chat: bool, now: int) -> None:
+        if self.latencies.slots and self._taken >= self.latencies.slots:
+            self._queue.append((client, request, chat))
             return
         self._taken += 1
-        self._begin(client, asked, chat, now)
+        self._begin(client, request, chat, now)
 
     def _release(self, at: int) -> None:
-        """The slot of an answer that ended; the next in line whose client is still there takes it."""
+        """Free the slot of an ended answer; the next request in the queue whose client is still there gets it."""
         self._taken -= 1
-        while self._line:
-            client, asked, chat = self._line.popleft()
+        while self._queue:
+            client, request, chat = self._queue.popleft()
             if client.open:
-                self._admit(client, asked, chat, at)
+                self._admit(client, request, chat, at)
                 return
 
-    def _begin(self, client: Client, asked: dict[str, Any], chat: bool, now: int) -> None:
-        factor = self._draws.lognormvariate(0.0, self.law.spread) if self.law.spread else 1.0
-        total = asked.get("max_tokens") or asked.get("max_completion_tokens") or self.law.tokens
-        due = now + round(self.law.ttft_s * factor * NS)
+    def _begin(self, client: Client, request: dict[str, Any], chat: bool, now: int) -> None:
+        factor = self._draws.lognormvariate(0.0, self.latencies.spread) if self.latencies.spread else 1.0
+        total = request.get("max_tokens") or request.get("max_completion_tokens") or self.latencies.tokens
+        due = now + round(self.latencies.ttft_s * factor * NS)
         self._order += 1
-        stream = Stream(client, due, int(total), chat, wire.prompt_tokens(asked))
+        stream = Stream(client, due, int(total), chat, events.prompt_tokens(request))
         heapq.heappush(self._due, (due, self._order, stream))
 
     def _send_due(self) -> None:
-        due, straight, now = self._due, self.law.mode in STRAIGHT, time.monotonic_ns()
+        due, straight, now = self._due, self.latencies.mode in STRAIGHT, time.monotonic_ns()
         for _ in range(SENDS_AT_ONCE):
             if not due or due[0][0] > now:
                 return
@@ -298,25 +303,26 @@ class MockReplica:
             self._lags.append(now - at)
 
     def _send_straight(self, stream: Stream) -> bool:
-        """One token with one write, its head before the first and its farewell after the last; whether more follow."""
-        sent, word = stream.sent, wire.WORDS[stream.sent % len(wire.WORDS)]
-        data = wire.timed_token(stream.chat) if self.law.mode == "clock" else wire.token(stream.chat, word)
+        """Send one token in one write, with the head before the first and the usage after the last; whether more
+        follow."""
+        sent, word = stream.sent, events.WORDS[stream.sent % len(events.WORDS)]
+        data = events.timed_token(stream.chat) if self.latencies.mode == "clock" else events.token(stream.chat, word)
         if sent == 0:
-            data = wire.HEAD + data
+            data = events.HEAD + data
         stream.sent = sent = sent + 1
         if sent >= stream.total:
-            data += self._farewell(stream)
+            data += self._ending(stream)
         self._put(stream.connection, data)
         return sent < stream.total
 
     def _send_event(self, stream: Stream) -> bool:
-        """In the way of the mode; whether more follow."""
-        client, mode = stream.connection, self.law.mode
+        """Send one event in the way of the mode; whether more follow."""
+        client, mode = stream.connection, self.latencies.mode
         first = stream.sent == 0
         if first:
             self._put_head(stream)
         step = 2 if mode == "double" else 1
-        words = "".join(wire.WORDS[(stream.sent + n) % len(wire.WORDS)] for n in range(step))
+        words = "".join(events.WORDS[(stream.sent + n) % len(events.WORDS)] for n in range(step))
         stream.sent += step
         half = stream.sent > stream.total // 2
         if mode == "reset" and half:
@@ -326,54 +332,60 @@ class MockReplica:
         if mode == "stall" and half:
             return False
         if mode == "error" and half:
-            self._put(client, wire.frame(b'data: {"error": {"message": "out of pages", "code": 500}}\n\n') + wire.END)
+            self._put(
+                client,
+                http_server.chunk(b'data: {"error": {"message": "out of pages", "code": 500}}\n\n')
+                + http_server.LAST_CHUNK,
+            )
             return False
         self._put_token(stream, words)
         if stream.sent < stream.total or mode == "endless":
             return True
-        self._put(client, self._farewell(stream))
+        self._put(client, self._ending(stream))
         return False
 
     def _put_head(self, stream: Stream) -> None:
         client = stream.connection
-        if self.law.mode == "slow-head":
-            for place in range(len(wire.HEAD)):
-                self._put(client, wire.HEAD[place : place + 1])
+        if self.latencies.mode == "slow-head":
+            for position in range(len(events.HEAD)):
+                self._put(client, events.HEAD[position : position + 1])
             return
-        if self.law.mode == "role":
-            opening = wire.event(stream.chat, "", role="assistant") + wire.event(stream.chat, "")
-            self._put(client, wire.HEAD + wire.frame(opening))
-        elif self.law.mode == "flood":
+        if self.latencies.mode == "role":
+            opening = events.event(stream.chat, "", role="assistant") + events.event(stream.chat, "")
+            self._put(client, events.HEAD + http_server.chunk(opening))
+        elif self.latencies.mode == "flood":
             filler = b": " + b"x" * 65_534 + b"\n\n"
-            self._put(client, wire.HEAD + wire.frame(filler) * 1600)
+            self._put(client, events.HEAD + http_server.chunk(filler) * 1600)
         else:
-            client.waiting += wire.HEAD
+            client.waiting += events.HEAD
 
     def _put_token(self, stream: Stream, words: str) -> None:
-        event = wire.event(stream.chat, words)
-        if self.law.mode == "comments":
+        event = events.event(stream.chat, words)
+        if self.latencies.mode == "comments":
             event = b": alive\n\n" + event
-        if self.law.mode == "split":
+        if self.latencies.mode == "split":
             middle = event.find("ü".encode()) + 1 or len(event) // 2
-            frame = wire.frame(event[:middle]) + wire.frame(event[middle:])
+            frame = http_server.chunk(event[:middle]) + http_server.chunk(event[middle:])
             self._put(stream.connection, frame[: len(frame) - 9])
             self._put(stream.connection, frame[len(frame) - 9 :])
             return
-        self._put(stream.connection, wire.frame(event))
+        self._put(stream.connection, http_server.chunk(event))
 
-    def _farewell(self, stream: Stream) -> bytes:
-        return wire.END if self.law.mode == "untold" else wire.goodbye(stream.sent, stream.prompt_tokens)
+    def _ending(self, stream: Stream) -> bytes:
+        return (
+            http_server.LAST_CHUNK
+            if self.latencies.mode == "untold"
+            else events.goodbye(stream.sent, stream.prompt_tokens)
+        )
 
 
-def serve_until_told(law: Law, host: str, port: int, ready: Callable[[int], None]) -> None:
-    """In a process of its own: until SIGTERM or Ctrl-C. RequestError where it cannot listen there."""
+def serve_until_signalled(latencies: Latencies, host: str, port: int, ready: Callable[[int], None]) -> None:
+    """Serve until SIGTERM or Ctrl-C; RequestError if the address is not available."""
     try:
-        replica = MockReplica(law, host, port)
+        replica = MockReplica(latencies, host, port)
     except OSError as error:
         why = str(error.strerror or error).partition(" (")[0]
-        raise RequestError(
-            f"{host}:{port} was given, where nobody can listen ({why}); accepted is a free port"
-        ) from None
+        raise RequestError(f"got {host}:{port}, which cannot be used ({why}); expected a free port") from None
     ended: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.append(1))

@@ -1,4 +1,4 @@
-"""Which request has which place of the batch, and what is told of every step."""
+"""Which request has which slot of the batch, and what each step reports."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from paceline.serving.replica.line import Line
+from paceline.serving.replica.channel import Channel
 from paceline.serving.replica.settings import Settings
 
-Said = tuple[int, int, str | None]
+Token = tuple[int, int, str | None]
 
 
 class Decoder(Protocol):
@@ -21,63 +21,63 @@ class Decoder(Protocol):
 
 
 @dataclass(slots=True)
-class Guest:
-    """One request: its prompt, the tokens it may have at most, and those that end it. ended: it keeps its place under
-    static batching, and nothing more is told of it."""
+class BatchedRequest:
+    """One request: its prompt, the most tokens of its answer, and the tokens that end it. ended: with static batching
+    it keeps its slot, and nothing more is reported."""
 
     number: int
     prompt: list[int]
     most: int
     ends: frozenset[int]
-    said: int = 0
+    tokens: int = 0
     ended: bool = False
 
     @property
     def context(self) -> int:
-        return len(self.prompt) + self.said
+        return len(self.prompt) + self.tokens
 
 
 class Batching:
-    """Places given out by one law (see `settings.BATCHING`), first come, first served."""
+    """Slots assigned first come, first served (see `settings.BATCHING`)."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.waiting: deque[Guest] = deque()
-        self.seated: dict[int, Guest] = {}
+        self.waiting: deque[BatchedRequest] = deque()
+        self.running: dict[int, BatchedRequest] = {}
 
     @property
     def is_busy(self) -> bool:
-        return any(not guest.ended for guest in self.seated.values())
+        return any(not request.ended for request in self.running.values())
 
     @property
     def is_idle(self) -> bool:
         return not self.waiting and not self.is_busy
 
-    def arrive(self, guest: Guest) -> None:
-        self.waiting.append(guest)
+    def arrive(self, request: BatchedRequest) -> None:
+        self.waiting.append(request)
 
     def drop(self, number: int) -> None:
-        """Nobody listens to this one any more."""
-        self.waiting = deque(guest for guest in self.waiting if guest.number != number)
-        for guest in self.seated.values():
-            guest.ended |= guest.number == number
+        """Its client is gone."""
+        self.waiting = deque(request for request in self.waiting if request.number != number)
+        for request in self.running.values():
+            request.ended |= request.number == number
 
-    def admit(self) -> list[tuple[int, Guest]]:
-        """Those that get a place now."""
+    def admit(self) -> list[tuple[int, BatchedRequest]]:
+        """The requests that get a slot now."""
         if self.settings.batching == "continuous" or not self.is_busy:
-            self.seated = {place: guest for place, guest in self.seated.items() if not guest.ended}
+            self.running = {slot: request for slot, request in self.running.items() if not request.ended}
         elif self.settings.batching == "static":
             return []
-        free = [place for place in range(self.settings.max_batch) if place not in self.seated]
-        come = [(place, self.waiting.popleft()) for place in free[: len(self.waiting)]]
-        self.seated.update(come)
-        return come
+        free = [slot for slot in range(self.settings.max_batch) if slot not in self.running]
+        admitted = [(slot, self.waiting.popleft()) for slot in free[: len(self.waiting)]]
+        self.running.update(admitted)
+        return admitted
 
-    def groups(self, come: Sequence[tuple[int, Guest]]) -> Iterator[list[tuple[int, Guest]]]:
-        """Those whose prompts are read together: in the order they came, up to `prefill_tokens` with padding."""
-        group: list[tuple[int, Guest]] = []
-        for pair in come:
-            longest = max(len(guest.prompt) for _, guest in [*group, pair])
+    def groups(self, admitted: Sequence[tuple[int, BatchedRequest]]) -> Iterator[list[tuple[int, BatchedRequest]]]:
+        """Requests whose prompts are read together: in order, up to `prefill_tokens` with padding."""
+        group: list[tuple[int, BatchedRequest]] = []
+        for pair in admitted:
+            longest = max(len(request.prompt) for _, request in [*group, pair])
             if group and longest * (len(group) + 1) > self.settings.prefill_tokens:
                 yield group
                 group = []
@@ -86,35 +86,35 @@ class Batching:
             yield group
 
     def reach(self) -> int:
-        """The shortest one that holds every context, the token of this step included."""
-        longest = max(guest.context for guest in self.seated.values() if not guest.ended)
+        """The shortest reach that covers every context, including the token of this step."""
+        longest = max(request.context for request in self.running.values() if not request.ended)
         return next(reach for reach in self.settings.reaches if reach >= longest)
 
-    def hear(self, tokens: dict[int, int]) -> list[Said]:
-        """Token of each place -> what is told: request, token, and how it ended, None while it goes on."""
-        told: list[Said] = []
-        for place, token in tokens.items():
-            guest = self.seated.get(place)
-            if guest is None or guest.ended:
+    def hear(self, tokens: dict[int, int]) -> list[Token]:
+        """From the token of each slot: request, token, and how it ended (None while it continues)."""
+        reported: list[Token] = []
+        for slot, token in tokens.items():
+            request = self.running.get(slot)
+            if request is None or request.ended:
                 continue
-            guest.said += 1
-            finish = "stop" if token in guest.ends else "length" if guest.said == guest.most else None
-            guest.ended = finish is not None
-            told.append((guest.number, token, finish))
-        return told
+            request.tokens += 1
+            finish = "stop" if token in request.ends else "length" if request.tokens == request.most else None
+            request.ended = finish is not None
+            reported.append((request.number, token, finish))
+        return reported
 
 
-def serve(decoder: Decoder, line: Line, settings: Settings) -> None:
-    """Until the front hangs up. What a pass over the model has said is told before the next pass begins."""
+def serve(decoder: Decoder, channel: Channel, settings: Settings) -> None:
+    """Until the front closes the channel. The tokens of one pass are reported before the next pass begins."""
     batching = Batching(settings)
     while True:
-        for message in line.take(wait=batching.is_idle):
+        for message in channel.take(wait=batching.is_idle):
             _take(batching, message)
         for group in batching.groups(batching.admit()):
-            first = decoder.read([place for place, _ in group], [guest.prompt for _, guest in group])
-            _tell(line, batching.hear({place: token for (place, _), token in zip(group, first, strict=True)}))
+            first = decoder.read([slot for slot, _ in group], [request.prompt for _, request in group])
+            _report(channel, batching.hear({slot: token for (slot, _), token in zip(group, first, strict=True)}))
         if batching.is_busy:
-            _tell(line, batching.hear(dict(enumerate(decoder.step(batching.reach())))))
+            _report(channel, batching.hear(dict(enumerate(decoder.step(batching.reach())))))
 
 
 def _take(batching: Batching, message: dict[str, Any]) -> None:
@@ -122,9 +122,9 @@ def _take(batching: Batching, message: dict[str, Any]) -> None:
         batching.drop(message["drop"])
         return
     ends = frozenset(message["ends"])
-    batching.arrive(Guest(number=message["ask"], prompt=message["prompt"], most=message["most"], ends=ends))
+    batching.arrive(BatchedRequest(number=message["ask"], prompt=message["prompt"], most=message["most"], ends=ends))
 
 
-def _tell(line: Line, said: list[Said]) -> None:
-    if said:
-        line.put({"said": said})
+def _report(channel: Channel, tokens: list[Token]) -> None:
+    if tokens:
+        channel.put({"said": tokens})

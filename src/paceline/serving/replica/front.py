@@ -1,4 +1,4 @@
-"""The front of a replica: starts its model processes, answers HTTP, and hands requests and tokens to and fro."""
+"""The front of a replica: starts its model processes, answers HTTP, and passes requests and tokens between them."""
 
 from __future__ import annotations
 
@@ -14,54 +14,56 @@ from asyncio.subprocess import Process
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from paceline.serving.replica import asking, wire
-from paceline.serving.replica.reply import Reply
+from paceline.serving import http_server
+from paceline.serving.replica import completions
+from paceline.serving.replica.completions import Completion
 from paceline.serving.replica.settings import Settings
-from paceline.serving.replica.words import StandIn, Tokenizer, words_of
+from paceline.serving.replica.tokenizer import PlaceholderTokenizer, Tokenizer, tokenizer_of
 
 LONGEST_LINE = 64 << 20
-LAST_WORD_S = 1.0
-ASKED = {"/v1/completions": False, "/v1/chat/completions": True}
+LAST_MESSAGE_S = 1.0
+IS_CHAT = {"/v1/completions": False, "/v1/chat/completions": True}
 
 
 class Front:
-    """Everything happens on one event loop: bytes of requests, messages of the model."""
+    """Everything runs on one event loop: bytes of requests, messages of the model."""
 
     def __init__(
-        self, settings: Settings, secret: str, words: StandIn | Tokenizer, tell: Callable[[Any], None]
+        self, settings: Settings, secret: str, tokenizer: PlaceholderTokenizer | Tokenizer, tell: Callable[[Any], None]
     ) -> None:
-        self.settings, self.words = settings, words
+        self.settings, self.tokenizer = settings, tokenizer
         self._key, self._tell = f"Bearer {secret}".encode(), tell
-        self._replies: dict[int, tuple[Reply, Connection]] = {}
+        self._replies: dict[int, tuple[Completion, Connection]] = {}
         self._last = 0
 
     # --- requests ---
 
-    def answer(self, request: wire.Request, connection: Connection) -> None:
+    def answer(self, request: http_server.Request, connection: Connection) -> None:
         if request.path == "/health":
-            connection.send(wire.answer(200, {"status": "ok"}))
+            connection.send(http_server.answer(200, {"status": "ok"}))
         elif not hmac.compare_digest(request.headers.get("authorization", "").encode(), self._key):
-            raise wire.Refused(401, "this replica wants the key that its engine was given")
+            raise http_server.Refused(401, "this replica needs the API key of its engine")
         elif request.path == "/v1/models":
             models = [{"id": self.settings.served, "object": "model", "max_model_len": self.settings.max_length}]
-            connection.send(wire.answer(200, {"object": "list", "data": models}))
-        elif request.path not in ASKED:
-            raise wire.Refused(404, f"no such path: {request.path}")
+            connection.send(http_server.answer(200, {"object": "list", "data": models}))
+        elif request.path not in IS_CHAT:
+            raise http_server.Refused(404, f"unknown path: {request.path}")
         elif request.method != "POST":
-            raise wire.Refused(405, f"{request.method} was given; accepted is POST")
+            raise http_server.Refused(405, f"method: got {request.method}, expected POST")
         else:
             self._ask(request, connection)
 
-    def _ask(self, request: wire.Request, connection: Connection) -> None:
-        asked = asking.understand(request.body, ASKED[request.path], self.settings, self.words)
+    def _ask(self, request: http_server.Request, connection: Connection) -> None:
+        parsed = completions.parse(request.body, IS_CHAT[request.path], self.settings, self.tokenizer)
         self._last += 1
-        reply = Reply(self._last, asked, self.settings.served, self.words.speech())
+        reply = Completion(self._last, parsed, self.settings.served, self.tokenizer.decoder())
         self._replies[reply.number] = (reply, connection)
         connection.reply = reply
-        self._tell({"ask": reply.number, "prompt": asked.prompt, "most": asked.most, "ends": sorted(asked.ends)})
+        message = {"ask": reply.number, "prompt": parsed.prompt, "most": parsed.max_tokens, "ends": sorted(parsed.ends)}
+        self._tell(message)
 
-    def forget(self, reply: Reply) -> None:
-        """Its client is gone: the model need not go on with it."""
+    def forget(self, reply: Completion) -> None:
+        """The client is gone: tell the model to stop this answer."""
         if self._replies.pop(reply.number, None) is not None:
             self._tell({"drop": reply.number})
 
@@ -69,10 +71,9 @@ class Front:
 
     def hear(self, said: list[tuple[int, int, str | None]]) -> None:
         for number, token, finish in said:
-            found = self._replies.get(number)
-            if found is None:
+            if number not in self._replies:
                 continue
-            reply, connection = found
+            reply, connection = self._replies[number]
             connection.send(reply.add(token, finish))
             if finish is not None:
                 del self._replies[number]
@@ -80,14 +81,14 @@ class Front:
 
 
 class Connection(asyncio.Protocol):
-    """One client's; requests are answered one after the other."""
+    """One client's connection; requests are answered one after the other."""
 
     def __init__(self, front: Front) -> None:
         self._front = front
         self._received = bytearray()
         self._transport: asyncio.Transport | None = None
         self._stays = True
-        self.reply: Reply | None = None
+        self.reply: Completion | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -99,23 +100,23 @@ class Connection(asyncio.Protocol):
     def _next(self) -> None:
         while self.reply is None and self._stays:
             try:
-                request = wire.take_request(self._received)
-            except wire.Refused as refused:
-                # Where one request ends and the next begins is not known any more.
+                request = http_server.take_request(self._received)
+            except http_server.Refused as refused:
+                # It is unknown where the next request begins.
                 self._stays = False
-                self.send(wire.refusal(refused))
+                self.send(http_server.refusal(refused))
                 self._close()
                 return
             if request is None:
                 return
             self._answer(request)
 
-    def _answer(self, request: wire.Request) -> None:
+    def _answer(self, request: http_server.Request) -> None:
         self._stays = request.keeps_alive
         try:
             self._front.answer(request, self)
-        except wire.Refused as refused:
-            self.send(wire.refusal(refused))
+        except http_server.Refused as refused:
+            self.send(http_server.refusal(refused))
         if self.reply is None and not self._stays:
             self._close()
 
@@ -144,7 +145,7 @@ class Connection(asyncio.Protocol):
 
 
 async def run(settings: Settings, secret: str) -> None:
-    """Until a model process ends, or this process is ended: what it started ends with it."""
+    """Serve until a model process ends or this process is ended: what it started ends with it."""
     ours, theirs = socket.socketpair()
     reader, writer = await asyncio.open_connection(sock=ours, limit=LONGEST_LINE)
     models = [await _model(settings, 0, theirs, None)]
@@ -152,20 +153,20 @@ async def run(settings: Settings, secret: str) -> None:
     with contextlib.ExitStack() as ended:
         ended.callback(_kill_all, models)
         # While the model is built: both take seconds.
-        words = words_of(settings.model if settings.is_directory else None)
-        told = await _word_of(models, reader)
-        if "meet" in told:
+        tokenizer = tokenizer_of(settings.model if settings.is_directory else None)
+        message = await _message_of(models, reader)
+        if "meet" in message:
             others = range(1, settings.tensor_parallel)
-            models += [await _model(settings, rank, None, told["meet"]) for rank in others]
-            told = await _word_of(models, reader)
-        if "ready" not in told:
-            _say(told)
+            models += [await _model(settings, rank, None, message["meet"]) for rank in others]
+            message = await _message_of(models, reader)
+        if "ready" not in message:
+            _print_line(message)
             return
 
         def tell(message: Any) -> None:
             writer.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
 
-        await _serve(Front(settings, secret, words, tell), told["ready"], reader, models)
+        await _serve(Front(settings, secret, tokenizer, tell), message["ready"], reader, models)
 
 
 async def _model(settings: Settings, rank: int, line: socket.socket | None, port: int | None) -> Process:
@@ -177,26 +178,26 @@ async def _model(settings: Settings, rank: int, line: socket.socket | None, port
         pass_fds=passed,
     )
     assert started.stdin is not None
-    words = {"settings": settings.to_line(), "rank": rank, "line": passed[0] if passed else None, "port": port}
-    started.stdin.write(json.dumps(words).encode() + b"\n")
+    fields = {"settings": settings.to_line(), "rank": rank, "line": passed[0] if passed else None, "port": port}
+    started.stdin.write(json.dumps(fields).encode() + b"\n")
     started.stdin.close()
     return started
 
 
 async def _message(reader: asyncio.StreamReader) -> dict[str, Any]:
-    """The next one of the model; nothing when it is gone."""
+    """The next message of the model; empty when it is gone."""
     line = await reader.readline()
-    told: dict[str, Any] = json.loads(line) if line else {}
-    return told
+    message: dict[str, Any] = json.loads(line) if line else {}
+    return message
 
 
-async def _word_of(models: list[Process], reader: asyncio.StreamReader) -> dict[str, Any]:
-    """The next message of the first model process; nothing when any of them has ended, for which the others would wait
-    in vain."""
+async def _message_of(models: list[Process], reader: asyncio.StreamReader) -> dict[str, Any]:
+    """The next message of the first model process; empty if any of them has ended, because the others would wait
+    forever."""
     message = asyncio.ensure_future(_message(reader))
     await _first_of([message, *(asyncio.ensure_future(model.wait()) for model in models)])
-    # One that ends by itself may have said why just before.
-    done, _ = await asyncio.wait([message], timeout=LAST_WORD_S)
+    # A process may have sent the reason just before it ended.
+    done, _ = await asyncio.wait([message], timeout=LAST_MESSAGE_S)
     return message.result() if done else {}
 
 
@@ -207,7 +208,7 @@ async def _first_of(awaited: Sequence[asyncio.Future[Any]]) -> None:
 async def _serve(front: Front, facts: dict[str, Any], reader: asyncio.StreamReader, models: list[Process]) -> None:
     loop = asyncio.get_running_loop()
     server = await loop.create_server(lambda: Connection(front), front.settings.host, 0, backlog=4096)
-    _say({"port": server.sockets[0].getsockname()[1], "facts": facts})
+    _print_line({"port": server.sockets[0].getsockname()[1], "facts": facts})
     listening = asyncio.ensure_future(_listen(reader, front))
     await _first_of([listening, *(asyncio.ensure_future(model.wait()) for model in models)])
 
@@ -217,16 +218,16 @@ async def _listen(reader: asyncio.StreamReader, front: Front) -> None:
         front.hear(message["said"])
 
 
-def _say(words: dict[str, Any]) -> None:
-    """To the engine that started this process; whoever has gone need not hear it."""
+def _print_line(fields: dict[str, Any]) -> None:
+    """A line for the engine that started this process, if it still reads."""
     with contextlib.suppress(OSError):
-        sys.stdout.write(json.dumps(words) + "\n")
+        sys.stdout.write(json.dumps(fields) + "\n")
         sys.stdout.flush()
 
 
 def _kill_all(models: list[Process]) -> None:
-    """By number: `Process.kill` first looks whether it has ended, and takes that news from asyncio, whose complaint
-    would then be the last words of the replica."""
+    """Kill by process id: `Process.kill` would consume the exit status that asyncio waits for, and asyncio would then
+    print a warning as the replica's last words."""
     for model in models:
         if model.returncode is None:
             with contextlib.suppress(ProcessLookupError):

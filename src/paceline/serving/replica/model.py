@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.errors import UnsupportedError
 from paceline.launchers.node import placement
 from paceline.serving.replica.batching import serve
-from paceline.serving.replica.line import Line
+from paceline.serving.replica.channel import Channel
 from paceline.serving.replica.settings import Settings
 from paceline.training.instruments import collection_paused
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def run(settings: Settings, rank: int, line: Line | None, port: int | None) -> None:
+def run(settings: Settings, rank: int, channel: Channel | None, port: int | None) -> None:
     """Rank 0 has the line to the front; the others have the port where it waits for them."""
     with collection_paused():
         import torch
@@ -25,22 +25,22 @@ def run(settings: Settings, rank: int, line: Line | None, port: int | None) -> N
     # fp32 means fp32: TF32 would be another precision under the same name.
     torch.set_float32_matmul_precision("highest")
     device = device_of(settings, rank)
-    group = _group(settings, rank, line, port, device)
+    group = _group(settings, rank, channel, port, device)
     # transformers imports a model's code when the model is asked for.
     with collection_paused():
         decoding = _decoding(settings, rank, device)
-    if line is None:
+    if channel is None:
         from paceline.serving.replica.ensemble import follow
 
         follow(decoding, group)
         return
-    line.put({"ready": facts(settings, decoding)})
+    channel.put({"ready": facts(settings, decoding)})
     if group is None:
-        serve(decoding, line, settings)
+        serve(decoding, channel, settings)
     else:
         from paceline.serving.replica.ensemble import Leader
 
-        serve(Leader(decoding, group), line, settings)
+        serve(Leader(decoding, group), channel, settings)
 
 
 def device_of(settings: Settings, rank: int) -> torch.device:
@@ -63,18 +63,18 @@ def device_of(settings: Settings, rank: int) -> torch.device:
     return torch.device("cuda", number)
 
 
-def _group(settings: Settings, rank: int, line: Line | None, port: int | None, device: torch.device) -> Any:
+def _group(settings: Settings, rank: int, channel: Channel | None, port: int | None, device: torch.device) -> Any:
     """The group by which the leader speaks; None for a replica of one process."""
     if settings.tensor_parallel == 1:
         return None
     from paceline.serving.replica import ensemble
 
-    if line is None:
+    if channel is None:
         assert port is not None
         store = ensemble.reach_store(port, settings.tensor_parallel)
     else:
         store = ensemble.open_store(settings.tensor_parallel)
-        line.put({"meet": store.port})
+        channel.put({"meet": store.port})
     return ensemble.join(store, rank, settings, device)
 
 
@@ -84,7 +84,7 @@ def _decoding(settings: Settings, rank: int, device: torch.device) -> Any:
     from paceline.serving.replica.weights import open_model
 
     if settings.engine == "deepspeed":
-        from paceline.serving.replica.injection import open_model as open_injected
+        from paceline.serving.replica.deepspeed_model import open_model as open_injected
 
         model = open_injected(settings, device)
     else:

@@ -1,4 +1,4 @@
-"""What a replica is told before it starts: one line of JSON, handed from process to process."""
+"""The settings of a replica: one line of JSON, passed from process to process."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from paceline.experiment.choices import Choice
 from paceline.models.arithmetic import load as load_shape
 from paceline.models.shape import Shape
 
-# static: all places are given out at once, and again when the last answer has ended. continuous: a place that is free
-# is given to the next request between two steps; reading its prompt holds up the others meanwhile.
+# static: all slots are filled at once, and again when the last answer has ended. continuous: a free slot gets the next
+# request between two steps; reading its prompt delays the others.
 BATCHING = ("continuous", "static")
-# The shortest part of the keys that a step looks at; longer parts are powers of two times this.
+# The shortest part of the keys that a step reads; longer parts are powers of two times this.
 SHORTEST_REACH = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """max_batch: places, which is the width of every step. max_length: tokens of a prompt and its answer together.
-    prefill_tokens: prompts are read together up to so many tokens, padding included. compiled: the layers of a step go
-    through torch.compile. graph: a step is one CUDA graph."""
+    """max_batch: slots, the width of every step. max_length: tokens of a prompt and its answer together.
+    prefill_tokens: prompts are read together up to so many tokens, padding included. compiled: the layers of a step use
+    torch.compile. graph: a step is one CUDA graph."""
 
     engine: str
     model: str
@@ -43,7 +43,7 @@ class Settings:
 
     @property
     def served(self) -> str:
-        """The name that requests ask for: of a directory its last part."""
+        """The model name in requests: for a directory, the last path component."""
         return self.model.rstrip("/").rpartition("/")[2]
 
     @property
@@ -56,11 +56,11 @@ class Settings:
 
     @property
     def reaches(self) -> tuple[int, ...]:
-        """How far back a step can look, shortest first: it takes the shortest that holds its longest context."""
-        found = [min(SHORTEST_REACH, self.max_length)]
-        while found[-1] < self.max_length:
-            found.append(min(2 * found[-1], self.max_length))
-        return tuple(found)
+        """How far back a step can look, shortest first: it uses the shortest that covers its longest context."""
+        lengths = [min(SHORTEST_REACH, self.max_length)]
+        while lengths[-1] < self.max_length:
+            lengths.append(min(2 * lengths[-1], self.max_length))
+        return tuple(lengths)
 
     def to_line(self) -> str:
         return json.dumps(asdict(self))
@@ -72,5 +72,5 @@ class Settings:
 
 @functools.cache
 def _shape(model: str, options: str) -> Shape:
-    """Remembered: every request is held against it, and that of a directory is a file."""
+    """Cached: every request is checked against it, and the shape of a directory is a file."""
     return load_shape(Choice(model, json.loads(options)))

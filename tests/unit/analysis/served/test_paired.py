@@ -19,7 +19,7 @@ from paceline.report.tables import paired as present
 from paceline.results.records import GaugeSample, RunRecord
 
 COUNT = 60
-Law = Callable[[int, int, float], float]
+Latencies = Callable[[int, int, float], float]
 
 
 def noise(number: int, replica: int) -> float:
@@ -28,7 +28,7 @@ def noise(number: int, replica: int) -> float:
     return shared * (1 + 0.01 * random.Random(1000 * replica + number).uniform(-1, 1))
 
 
-def turns(law: Law, order: tuple[int, ...] = (0, 1, 1, 0), **more: Any) -> RunRecord:
+def turns(law: Latencies, order: tuple[int, ...] = (0, 1, 1, 0), **more: Any) -> RunRecord:
     """Each replica of the order asked all samples, one pass after the other, without a gap."""
     at, parts = 0.0, []
     for replica in order:
@@ -119,7 +119,7 @@ def test_what_else_differs_stands_beside_the_gap(golden: object) -> None:
         GaugeSample(rank=0, host=host, at_s=1e6, device=0, temperature_c=warm, sm_clock_hz=1.9e9)
         for host, warm in (("a", 60.0), ("b", 80.0))
     ]
-    law: Law = lambda replica, number, at: (1.0, 1.2)[replica] * noise(number, replica)  # noqa: E731
+    law: Latencies = lambda replica, number, at: (1.0, 1.2)[replica] * noise(number, replica)  # noqa: E731
     record = turns(law, replicas=replicas, machines=machines, gauges=tuple(gauges))
     told = {d.path: (d.first, d.second) for d in only(record).differences}
     assert told == {"version": ("1.0", "1.1"), "driver": ("5", "6"), "temperature": ("60 C", "80 C")}
@@ -132,7 +132,7 @@ def test_what_else_differs_stands_beside_the_gap(golden: object) -> None:
 
 def test_faster_is_never_told_without_the_flag(golden: object) -> None:
     answers = [build_answer(r, n, "right" if r != 0 else "wrong") for r in (0, 1, 2) for n in range(2)]
-    law: Law = lambda replica, number, at: (0.5, 1.0, 1.0)[replica] * noise(number, replica)  # noqa: E731
+    law: Latencies = lambda replica, number, at: (0.5, 1.0, 1.0)[replica] * noise(number, replica)  # noqa: E731
     record = turns(law, (0, 1, 2, 2, 1, 0), answers=tuple(answers))
     report = build([record], "test")
     assert [(p.replica, p.other) for p in report.paired] == [(0, 1), (0, 2), (1, 2)]

@@ -94,8 +94,8 @@ def test_early_stopping_decides_about_limits(golden: object) -> None:
         ({"schedule_lag_p99_ns": 3e6}, "client: sent up to 3.0 ms late (p99; at most 1.0 ms)"),
         (
             {"schedule_lag_p99_ns": 3e6, "waited_for_cap": 5},
-            "client: held back 5 requests that were due, by 3.0 ms (p99), for the cap on those in flight "
-            "(concurrency: null takes it away)",
+            "client: delayed 5 due requests by 3.0 ms (p99) for the cap on requests in flight "
+            "(concurrency: null removes it)",
         ),
         ({"read_lag_p99_ns": 6e6}, "client: read up to 6.0 ms late (p99; at most 5 ms)"),
         ({"cpu_s": 0.95}, "client: used 95% of a core (at most 80%)"),

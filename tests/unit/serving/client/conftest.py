@@ -14,7 +14,7 @@ from testbed.requests import request
 from paceline.serving.client import schedule
 from paceline.serving.client.requests import Assignment, ShardResult, Target
 from paceline.serving.client.shard import Shard
-from paceline.serving.mock.server import Law, MockReplica, serve_until_told
+from paceline.serving.mock.server import Latencies, MockReplica, serve_until_signalled
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def replica() -> Iterator[Callable[..., MockReplica]]:
     threads = []
 
     def make(**law: Any) -> MockReplica:
-        made = MockReplica(Law(**{"ttft_s": 0.01, "itl_s": 0.002, **law}))
+        made = MockReplica(Latencies(**{"ttft_s": 0.01, "itl_s": 0.002, **law}))
         threads.append(threading.Thread(target=made.serve, args=(ended.is_set,)))
         threads[-1].start()
         return made
@@ -63,8 +63,10 @@ def server() -> Iterator[Callable[..., tuple[int, Any]]]:
 
     def make(**law: Any) -> tuple[int, Any]:
         ports = context.Queue()
-        made = Law(**{"ttft_s": 0.01, "itl_s": 0.002, **law})
-        servers.append(context.Process(target=serve_until_told, args=(made, "127.0.0.1", 0, ports.put), daemon=True))
+        made = Latencies(**{"ttft_s": 0.01, "itl_s": 0.002, **law})
+        servers.append(
+            context.Process(target=serve_until_signalled, args=(made, "127.0.0.1", 0, ports.put), daemon=True)
+        )
         servers[-1].start()
         return ports.get(timeout=60), servers[-1]
 

@@ -14,7 +14,7 @@ from testbed.requests import request
 from paceline.errors import UnsupportedError
 from paceline.serving.client import audit, schedule, worker_pool
 from paceline.serving.client.requests import RequestResult, ShardResult, Target
-from paceline.serving.mock.server import Law, serve_until_told
+from paceline.serving.mock.server import Latencies, serve_until_signalled
 
 
 @pytest.fixture
@@ -22,8 +22,10 @@ def ports() -> Iterator[list[int]]:
     context = multiprocessing.get_context("fork")
     found, servers = context.Queue(), []
     for _ in range(2):
-        law = Law(ttft_s=0.02, itl_s=0.005)
-        servers.append(context.Process(target=serve_until_told, args=(law, "127.0.0.1", 0, found.put), daemon=True))
+        law = Latencies(ttft_s=0.02, itl_s=0.005)
+        servers.append(
+            context.Process(target=serve_until_signalled, args=(law, "127.0.0.1", 0, found.put), daemon=True)
+        )
         servers[-1].start()
     yield [found.get(timeout=60) for _ in servers]
     for server in servers:

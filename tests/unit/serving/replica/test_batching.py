@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from paceline.serving.replica.batching import Batching, Guest, serve
-from paceline.serving.replica.line import Hangup, Line
+from paceline.serving.replica.batching import BatchedRequest, Batching, serve
+from paceline.serving.replica.channel import Channel, ChannelClosed
 from paceline.serving.replica.settings import Settings
 
 
@@ -18,8 +18,8 @@ def settings(**more: Any) -> Settings:
     return Settings(**{"engine": "transformers", "model": "tiny-llama", "max_batch": 2, "max_length": 64, **more})
 
 
-def guest(number: int, most: int = 2, prompt: int = 3, ends: frozenset[int] = frozenset()) -> Guest:
-    return Guest(number=number, prompt=[1] * prompt, most=most, ends=ends)
+def guest(number: int, most: int = 2, prompt: int = 3, ends: frozenset[int] = frozenset()) -> BatchedRequest:
+    return BatchedRequest(number=number, prompt=[1] * prompt, most=most, ends=ends)
 
 
 def test_continuous_gives_a_free_place_to_the_next() -> None:
@@ -103,13 +103,13 @@ def test_serving_tells_every_token_of_every_request_in_order_and_ends_with_the_f
 
     def model() -> None:
         try:
-            serve(Counting(), Line(theirs), settings(batching="continuous"))
-        except Hangup as error:
+            serve(Counting(), Channel(theirs), settings(batching="continuous"))
+        except ChannelClosed as error:
             ended.append(type(error))
 
     thread = threading.Thread(target=model)
     thread.start()
-    line = Line(ours)
+    line = Channel(ours)
     for number in (1, 2, 3):
         line.put({"ask": number, "prompt": [100 * number], "most": 3, "ends": []})
     said: dict[int, list[int]] = {1: [], 2: [], 3: []}
@@ -124,4 +124,4 @@ def test_serving_tells_every_token_of_every_request_in_order_and_ends_with_the_f
     theirs.close()
     assert said == {1: [100, 101, 102], 2: [200, 201, 202], 3: [300, 301, 302]}
     assert finishes == ["length"] * 3
-    assert ended == [Hangup]
+    assert ended == [ChannelClosed]

@@ -10,7 +10,7 @@ import pytest
 from paceline.serving.client.http_stream import Response, understand
 from paceline.serving.replica.front import Connection, Front
 from paceline.serving.replica.settings import Settings
-from paceline.serving.replica.words import Speech, StandIn
+from paceline.serving.replica.tokenizer import PlaceholderTokenizer, TextDecoder
 
 KEY = "a-key"
 SETTINGS = Settings(engine="transformers", model="tiny-llama", max_length=32)
@@ -38,7 +38,7 @@ class Talk:
 
     def __init__(self, words: Any = None) -> None:
         self.told: list[dict[str, Any]] = []
-        self.front = Front(SETTINGS, KEY, words or StandIn(), self.told.append)
+        self.front = Front(SETTINGS, KEY, words or PlaceholderTokenizer(), self.told.append)
         self.transport = Transport()
         self.connection = Connection(self.front)
         self.connection.connection_made(self.transport)  # type: ignore[arg-type]
@@ -157,7 +157,7 @@ class Bytes:
 
 
 def test_half_a_character_waits_for_the_token_that_completes_it() -> None:
-    speech = Speech(Bytes())
+    speech = TextDecoder(Bytes())
     assert [speech.add(token) for token in "aé!".encode()] == ["a", "", "é", "!"]
     assert speech.add("é".encode()[0]) == ""
     # An answer may end within a character: what is there is told then.

@@ -1,9 +1,9 @@
-"""DeepSpeed's inference engine around the model of a replica.
+"""The model of a replica inside DeepSpeed's inference engine.
 
-`deepspeed.init_inference` casts the model and, over several devices, cuts it by AutoTP: products are replaced by
-DeepSpeed's own, which sum over ranks. On one device it changes no arithmetic, so its speed is then that of eager
-transformers. Kernel injection is not used: it replaces whole layers by ones that keep the keys of a batch that begins
-and ends together, where requests here come and go by places.
+`deepspeed.init_inference` casts the model and, over several devices, splits it with AutoTP: linear layers are replaced
+by DeepSpeed's, which sum over ranks. On one device it changes no arithmetic, so its speed is that of eager
+transformers. Kernel injection is not used: it needs batches that begin and end together, but requests here come and go
+by slot.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.training.decoder import DTYPES
 
 
 def open_model(settings: Settings, device: torch.device) -> Any:
-    """The whole model, then DeepSpeed's part of it. Every rank makes it whole, on its host where it will be cut."""
+    """The whole model, then DeepSpeed's part of it. Every rank builds it whole, in host memory if it will be split."""
     deepspeed = _package(settings.device)
     size = settings.tensor_parallel
     whole = open_whole(replace(settings, tensor_parallel=1), 0, device if size == 1 else torch.device("cpu"))
@@ -34,7 +34,7 @@ def open_model(settings: Settings, device: torch.device) -> Any:
 
 
 def _package(device: str) -> Any:
-    # Left alone, DeepSpeed guesses its accelerator and compiles operators that nobody calls here.
+    # Otherwise DeepSpeed guesses its accelerator and compiles operators that are not used here.
     os.environ.setdefault("DS_ACCELERATOR", device)
     os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")
     try:

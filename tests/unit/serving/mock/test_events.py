@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.serving.mock import wire
+from paceline.serving.mock import events
 
 
 @pytest.mark.parametrize(
@@ -21,8 +21,8 @@ from paceline.serving.mock import wire
     ],
 )
 def test_prompts_are_counted_by_ids_or_words(asked: dict[str, Any], count: int) -> None:
-    assert wire.prompt_tokens(asked) == count
-    told = wire.goodbye(2, count).split(b"data: ")[1].split(b"\n")[0]
+    assert events.prompt_tokens(asked) == count
+    told = events.goodbye(2, count).split(b"data: ")[1].split(b"\n")[0]
     assert json.loads(told)["usage"] == {
         "prompt_tokens": count,
         "completion_tokens": 2,

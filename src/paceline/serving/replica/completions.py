@@ -1,0 +1,145 @@
+"""One completion request: parsed from its body, and answered as events or as one body."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.serving import http_server
+from paceline.serving.http_server import Refused
+from paceline.serving.replica.settings import Settings
+from paceline.serving.replica.tokenizer import (
+    NoTokenizer,
+    PlaceholderTextDecoder,
+    PlaceholderTokenizer,
+    TextDecoder,
+    Tokenizer,
+)
+
+# OpenAI's default if a request does not limit its answer.
+DEFAULT_MAX_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionRequest:
+    """ends: the tokens that end the answer."""
+
+    prompt: list[int]
+    max_tokens: int
+    ends: frozenset[int]
+    chat: bool
+    streams: bool
+    wants_usage: bool
+
+
+def parse(
+    body: bytes, chat: bool, settings: Settings, tokenizer: PlaceholderTokenizer | Tokenizer
+) -> CompletionRequest:
+    """The request; Refused with the message that its sender gets."""
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict):
+        raise Refused(400, "the body is not a JSON object")
+    if fields.get("model") != settings.served:
+        raise Refused(404, f"model: got {fields.get('model')!r}, expected {settings.served!r}")
+    # Answers are greedy, one per request. A request for anything else must not get such an answer.
+    if fields.get("temperature"):
+        raise Refused(400, f"temperature: got {fields['temperature']!r}, expected 0: this server is greedy")
+    for name, supported in (("n", 1), ("best_of", 1), ("logprobs", 0), ("echo", 0), ("stop", 0), ("tools", 0)):
+        value = fields.get(name)
+        if value and value != supported:
+            raise Refused(400, f"{name}: got {value!r}, which this server does not support")
+    prompt = _prompt(fields, chat, settings.shape.vocab, tokenizer)
+    max_tokens = fields.get("max_completion_tokens", fields.get("max_tokens", DEFAULT_MAX_TOKENS))
+    if type(max_tokens) is not int or max_tokens < 1:
+        raise Refused(400, f"max_tokens: got {max_tokens!r}, expected a whole number from 1")
+    if len(prompt) + max_tokens > settings.max_length:
+        raise Refused(
+            400,
+            f"got a prompt of {len(prompt)} tokens and an answer of {max_tokens}, expected at most "
+            f"{settings.max_length} together (max_length)",
+        )
+    options = fields.get("stream_options")
+    return CompletionRequest(
+        prompt=prompt,
+        max_tokens=max_tokens,
+        ends=frozenset() if fields.get("ignore_eos") else tokenizer.ends,
+        chat=chat,
+        streams=bool(fields.get("stream")),
+        wants_usage=isinstance(options, dict) and bool(options.get("include_usage")),
+    )
+
+
+def _prompt(
+    fields: dict[str, Any], chat: bool, vocabulary: int, tokenizer: PlaceholderTokenizer | Tokenizer
+) -> list[int]:
+    try:
+        if chat:
+            messages = fields.get("messages")
+            if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
+                raise Refused(400, "messages: expected a list of {role, content}, both text")
+            return tokenizer.encode_messages(messages)
+        prompt = fields.get("prompt")
+        if isinstance(prompt, str):
+            prompt = tokenizer.encode(prompt)
+    except NoTokenizer as error:
+        raise Refused(400, str(error)) from None
+    if not isinstance(prompt, list) or not prompt or not all(type(t) is int and 0 <= t < vocabulary for t in prompt):
+        raise Refused(400, f"prompt: expected text, or at least one token id from 0 to {vocabulary - 1}")
+    return prompt
+
+
+def _is_message(each: object) -> bool:
+    return isinstance(each, dict) and all(isinstance(each.get(key), str) for key in ("role", "content"))
+
+
+@dataclass(slots=True)
+class Completion:
+    """The answer to one request. `add` returns the bytes to send for a token; none while a character is incomplete."""
+
+    number: int
+    request: CompletionRequest
+    model: str
+    decoder: TextDecoder | PlaceholderTextDecoder
+    tokens: int = 0
+    text: list[str] = field(default_factory=list)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def add(self, token: int, finish: str | None) -> bytes:
+        self.tokens += 1
+        # The token that ends an answer is counted, but it is not text.
+        piece = self.decoder.add(token) if finish != "stop" else ""
+        if finish is not None:
+            piece += self.decoder.rest()
+        if not self.request.streams:
+            self.text.append(piece)
+            return http_server.answer(200, self._whole(finish)) if finish else b""
+        head = http_server.STREAM_HEAD if self.tokens == 1 else b""
+        if finish is None:
+            return head + (http_server.chunk(self._event(piece, None)) if piece else b"")
+        last = self._event(piece, finish)
+        if self.request.wants_usage:
+            last += http_server.event({**self._head(), "choices": [], "usage": self._usage()})
+        return head + http_server.chunk(last + http_server.DONE) + http_server.LAST_CHUNK
+
+    def _event(self, piece: str, finish: str | None) -> bytes:
+        content: dict[str, Any] = {"delta": {"content": piece}} if self.request.chat else {"text": piece}
+        return http_server.event({**self._head(), "choices": [{"index": 0, **content, "finish_reason": finish}]})
+
+    def _head(self) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self.request.chat else "text_completion"
+        return {"id": f"cmpl-{self.number}", "object": kind, "created": self.created, "model": self.model}
+
+    def _whole(self, finish: str | None) -> dict[str, Any]:
+        text, chat = "".join(self.text), self.request.chat
+        content: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+        head = {**self._head(), "object": "chat.completion" if chat else "text_completion"}
+        return {**head, "choices": [{"index": 0, **content, "finish_reason": finish}], "usage": self._usage()}
+
+    def _usage(self) -> dict[str, int]:
+        prompt = len(self.request.prompt)
+        return {"prompt_tokens": prompt, "completion_tokens": self.tokens, "total_tokens": prompt + self.tokens}
