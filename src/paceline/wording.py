@@ -13,6 +13,7 @@ LEAST_DIGITS = 3
 # Of thousands of requests an interval is tighter than anybody can use, or than another day would give.
 MOST_DIGITS = 5
 DIGITS_OF_RATIO = 3
+EQUAL_WITHIN = 0.05  # a ratio whose interval is this close to 1 is called equal
 
 _SI = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -152,6 +153,58 @@ def ratio_words(ratio: float, low: float, high: float) -> tuple[str, str]:
     digits = min(max(places(ratio, low, high) - 1, 1), DIGITS_OF_RATIO)
     value, start, end = (format_own(x, digits) for x in (ratio, low, high))
     return value, f" (95 % interval {start} to {end})" if start != end else ""
+
+
+def is_equal(low: float | None, high: float | None) -> bool:
+    """Whether a ratio is equal to 1 for practical purposes: its whole interval is within 5 % of 1.
+
+    >>> is_equal(0.98, 1.03), is_equal(0.9, 1.03)
+    (True, False)
+    """
+    return low is not None and high is not None and low >= 1 - EQUAL_WITHIN and high <= 1 + EQUAL_WITHIN
+
+
+def direction(metric: str, ratio: float) -> str:
+    """The word for a change of a metric by this ratio.
+
+    >>> direction("tokens_per_s", 0.79), direction("peak_memory_bytes", 0.79)
+    ('slower', 'lower')
+    """
+    if metric.endswith("_per_s") and metric != "max_rate_per_s":
+        return "faster" if ratio > 1 else "slower"
+    return "higher" if ratio > 1 else "lower"
+
+
+def verdict_text(
+    verdict: str | None,
+    ratio: float,
+    low: float | None,
+    high: float | None,
+    word: str,
+    detectable_ratio: float | None = None,
+) -> tuple[str, str]:
+    """A verdict for people and the interval of its ratio. verdict is the stored one: better, worse, tie or None.
+
+    >>> verdict_text("worse", 0.793, 0.766, 0.821, "slower")
+    ('21 % slower, 0.79x', '[0.77, 0.82]')
+    >>> verdict_text("tie", 1.004, 0.982, 1.026, "faster")
+    ('equal (within 3 %), 1.00x', '[0.98, 1.03]')
+    >>> verdict_text("tie", 0.576, 0.338, 0.977, "slower", 0.45)
+    ('inconclusive: 0.58x', '[0.34, 0.98], smallest detectable difference 45 %')
+    """
+    digits = min(max(places(ratio, low, high) - 1, 1), DIGITS_OF_RATIO)
+    number = f"{format_own(ratio, digits)}x"
+    interval = _interval(low, high, digits)
+    if verdict is None:
+        return f"no verdict, {number}", interval
+    if verdict != "tie":
+        percent = abs(ratio - 1) * 100
+        return f"{format_own(percent, 0 if percent >= 10 else 1)} % {word}, {number}", interval
+    if low is not None and high is not None and is_equal(low, high):
+        within = math.ceil(max(high - 1, 1 - low) * 100 - 1e-6)
+        return (f"equal (within {within} %), {number}" if within else f"equal, {number}"), interval
+    detectable = f"smallest detectable difference {detectable_ratio * 100:.2g} %" if detectable_ratio else ""
+    return f"inconclusive: {number}", ", ".join(filter(None, (interval, detectable)))
 
 
 def short_names(series: Sequence[str]) -> dict[str, str]:

@@ -98,7 +98,7 @@ def test_what_the_rows_send_is_what_the_formulas_say(report: Report) -> None:
 
 def test_no_word_or_number_breaks_on_a_narrow_terminal(report: Report) -> None:
     screen = Console(file=io.StringIO(), width=80)
-    screen.print(terminal.cost_group(report))
+    screen.print(terminal.section_group(report, "cost"))
     text = screen.file.getvalue()  # type: ignore[attr-defined]
     for whole in ("throughput", "zero:stage=3, tinygpt, 4 GPUs", "15,977", "claimed 37.8"):
         assert whole in text

@@ -174,17 +174,9 @@ def conclude(
     title = safe_text.text(directory.resolve().name)
     report = build(records, title, unreadable, costing=costing, earlier=earlier, baseline=baseline)
     # Print before writing: a full disk must not hide the answer.
-    parts = (
-        presentation.ranked_table(report),
-        presentation.scaling_table(report),
-        presentation.verdicts_group(report),
-        presentation.machine_group(report),
-        presentation.cost_group(report),
-        presentation.failures_table(report),
-    )
-    for part in parts:
-        if part is not None:
-            screen.print(part)
+    tables = presentation.section_group(report)
+    if tables is not None:
+        screen.print(tables)
     for line in (*presentation.recommendation_lines(report), *(f"skipped: {text}" for text in report.skipped)):
         screen.print(line, highlight=False, markup=False)
     files = _write(report, exporters, directory)

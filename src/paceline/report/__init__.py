@@ -5,25 +5,7 @@ Reads findings of `analysis` and concludes nothing. `text` names things, `tables
 """
 
 from paceline.report.answer import recommendation_lines
-from paceline.report.terminal import (
-    cost_group,
-    drawn,
-    failures_table,
-    machine_group,
-    ranked_table,
-    scaling_table,
-    verdicts_group,
-)
+from paceline.report.terminal import drawn, section_group
 from paceline.wording import format_quantity
 
-__all__ = [
-    "cost_group",
-    "drawn",
-    "failures_table",
-    "format_quantity",
-    "machine_group",
-    "ranked_table",
-    "recommendation_lines",
-    "scaling_table",
-    "verdicts_group",
-]
+__all__ = ["drawn", "format_quantity", "recommendation_lines", "section_group"]

@@ -13,15 +13,26 @@ from collections.abc import Callable, Iterable, Sequence
 from paceline.analysis.findings import WORSE, Comparison, Recommendation, Report
 from paceline.analysis.findings.cell_axes import axis_text, describe
 from paceline.analysis.findings.training import UNDECIDED
-from paceline.report.tables import beside_speed, ceilings, claims, effects, fabric, finetuning, memory, nodes, served
+from paceline.report.tables import (
+    accuracy,
+    ceilings,
+    claims,
+    effects,
+    fabric,
+    finetuning,
+    memory,
+    nodes,
+    paired,
+    served,
+)
 from paceline.report.tables.table import NO_ANSWER, first_sentence, trains
 from paceline.report.text.cells import THROUGHPUT, axes_of, ranked_cells, turned, unranked, varying_axes
-from paceline.wording import listed, ratio_words
+from paceline.wording import is_equal, listed, ratio_words
 
 # What a report about the machine says; each is empty where the report holds no such runs.
 MACHINE_SENTENCES: tuple[Callable[[Report], str], ...] = (
     served.sentence,
-    beside_speed.sentence,
+    lambda report: " ".join(filter(None, (accuracy.sentence(report), paired.sentence(report)))),
     nodes.sentence,
     fabric.sentence,
     memory.sentence,
@@ -112,13 +123,19 @@ def _rates(report: Report, found: Recommendation) -> str:
 
 
 def _outcome(found: Recommendation, where: str = "") -> str:
-    """Who won and by how much; of several that nobody beats, that they tie."""
+    """The winner and its margin; if several lead, whether they are equal or the data is inconclusive."""
     versus, names = found.decisive, listed(map(spoken, found.choose))
-    if versus is None:
-        return f"Tie between {names}{where}: the data shows no significant difference."
-    if len(found.choose) > 1:
-        return f"Tie between {names}{where}: {_margin(versus)}."
-    return f"{_margin(versus, where)}."
+    if versus is not None and len(found.choose) == 1:
+        return f"{_margin(versus, where)}."
+    ties = [c for c in found.because if c.is_tie]
+    if ties and all(is_equal(c.low, c.high) for c in ties):
+        within = math.ceil(max(max(c.high - 1, 1 - c.low) for c in ties) * 100 - 1e-6)
+        text = f"{names} are equal (within {max(within, 1)} %){where}"
+    else:
+        largest = max((c.detectable_ratio for c in ties), default=None)
+        detectable = f"; smallest detectable difference {largest * 100:.2g} %" if largest else ""
+        text = f"Inconclusive: {names} cannot be ranked{where}{detectable}"
+    return f"{text}." if versus is None else f"{text}; {_margin(versus)}."
 
 
 def _margin(versus: Comparison, where: str = "") -> str:

@@ -172,7 +172,7 @@ def printed(renderable: object, width: int) -> str:
 
 
 def test_the_terminal_shows_the_ranking_with_brackets_and_verdicts(report: Report, golden: object) -> None:
-    text = printed(present.ranked_table(report), 160)
+    text = printed(present.section_group(report, "effects", "ranking"), 160)
     for shown in ("[12,289, 12,401]", "0.893\u00d7 worse", "0.997\u00d7 tie", "(formula 120.3)", "3 runs"):
         assert shown in text
     assert text == golden
@@ -180,7 +180,7 @@ def test_the_terminal_shows_the_ranking_with_brackets_and_verdicts(report: Repor
 
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
 def test_the_terminal_never_overflows_and_names_what_it_left_out(report: Report, width: int) -> None:
-    text = printed(present.ranked_table(report), width)
+    text = printed(present.section_group(report, "effects", "ranking"), width)
     assert max(map(len, text.splitlines())) <= width
     assert "12,345" in text
     assert ("Too narrow to show" in text) == (width < 140)
@@ -199,11 +199,11 @@ def test_the_terminal_breaks_sentences_before_it_leaves_out_a_column(golden: obj
 def test_the_terminal_lists_failures_and_scaling_only_where_there_are_some(
     report: Report, empty_report: Report, golden: object
 ) -> None:
-    assert "tp=3 does not divide 4 heads" in printed(present.failures_table(report), 120)
-    assert printed(present.scaling_table(report), 120) == golden
-    assert present.failures_table(empty_report) is None
-    assert present.scaling_table(empty_report) is None
-    assert printed(present.ranked_table(empty_report), 80) == golden
+    assert "tp=3 does not divide 4 heads" in printed(present.section_group(report, "not-ranked", "advice"), 120)
+    assert printed(present.section_group(report, "scaling", "loss"), 120) == golden
+    assert present.section_group(empty_report, "not-ranked", "advice") is None
+    assert present.section_group(empty_report, "scaling", "loss") is None
+    assert printed(present.section_group(empty_report, "effects", "ranking"), 80) == golden
 
 
 def test_recommendations_read_by_group_with_each_caveat_once(report: Report, golden: object) -> None:

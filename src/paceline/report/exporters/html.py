@@ -16,31 +16,16 @@ from string import Template
 from paceline.analysis.findings import Report
 from paceline.host.files import write_atomically
 from paceline.report.answer import answer, grounds
-from paceline.report.charts import EVERYWHERE, SERVED, Chart, charts
+from paceline.report.charts import Chart, charts
 from paceline.report.exporters import _page_cells, _page_data
 from paceline.report.exporters._page_tables import block, bullets, folded, paragraph, render
-from paceline.report.tables import (
-    advice,
-    claims,
-    cost,
-    effects,
-    finetuning,
-    history,
-    nodes,
-    scaling,
-    served,
-    verdicts,
-)
-from paceline.report.tables import (
-    table as tables,
-)
-from paceline.report.tables.sections import machine_details, machine_tables, served_tables
+from paceline.report.sections import Section, sections
+from paceline.report.tables import table as tables
 from paceline.report.tables.table import Table
-from paceline.report.text.cells import groups
 
 SCRIPTS = ("vendor/d3.min.js", "vendor/plot.umd.min.js", "charts.js", "page.js")
-# More pairs than this make the page heavy before they make anyone wiser; report.json holds all.
-MOST_COMPARISONS = 1000
+# Rows of a folded table; report.json has all.
+MOST_ROWS = 1000
 # Charts with many panels or wide ones, or with long lanes, take the whole width.
 PANELLED = 2
 WIDE_PX = 500
@@ -105,10 +90,18 @@ def _policy(sources: Iterable[str]) -> str:
 
 def _parts(report: Report, found: tuple[Chart, ...]) -> Iterator[str]:
     linked = {run.cell for run in report.runs if not run.is_reference}
-    sections = [(name, title, inner) for name, title, inner in _sections(report, found, linked) if inner]
-    yield _header(report, [(name, title) for name, title, _ in sections])
+    shown = [
+        (section.name, section.title, _section(section, linked))
+        for section in sections(report, found)
+        if section.name != "certificates"  # the badge and the panels of the cells show them
+    ]
+    if panels := "".join(_page_cells.panels(report)):
+        text = "How each cell ended, the command and experiment that repeat it, its measurements and its certificate."
+        method = next((i for i, (name, _, _) in enumerate(shown) if name == "method"), len(shown))
+        shown.insert(method, ("cells", "Every cell", paragraph(text, "quiet") + panels))
+    yield _header(report, [(name, title) for name, title, _ in shown])
     yield '<div id="filters" class="filters" role="group" aria-label="Filters" hidden></div>'
-    for name, title, inner in sections:
+    for name, title, inner in shown:
         yield f'<section id="{name}"><h2>{escape(title)}</h2>{inner}</section>'
     made = f"Paceline {report.paceline_version}, {tables.created(report)}. Brackets are 95 % intervals."
     yield f'<footer>{escape(made)}<p class="printed">What was folded on the screen is not printed.</p></footer>'
@@ -154,60 +147,24 @@ def _chip(words: str) -> str:
     return f'<span class="chip">{escape(words)}</span>'
 
 
-def _sections(report: Report, found: tuple[Chart, ...], linked: set[str]) -> Iterator[tuple[str, str, str]]:
-    """Name, title and inside of each; what is empty is left out."""
-    yield "served", "Served model", _served(report, found, linked)
-    yield "effects", "Effects", _all(effects.tables(report), linked)
-    yield "nodes", "Nodes", _all(nodes.tables(report), linked)
-    yield "ranking", _ranking_title(report), _ranking(report, linked)
-    yield "charts", "Charts", _charts(found, EVERYWHERE)
-    yield "scaling", "Scaling", _rendered(scaling.efficiency(report), linked)
-    yield "loss", "Where the step time goes", _rendered(scaling.explanation(report), linked)
-    yield "tuning", "Fine-tuning", _all(finetuning.tables(report), linked)
-    yield "bottlenecks", "What holds it back", _all(verdicts.tables(report), linked)
-    yield "cost", "Cost", _all((*cost.tables(report), *claims.tables(report)), linked)
-    yield "history", "Over time", _all(history.tables(report.histories), linked)
-    yield "machine", "The machine", _machine(report, linked)
-    yield "winners", "Winners by category", _rendered(tables.winners(report), linked)
-    yield "not-ranked", "Not ranked", _rendered(tables.failures(report), linked)
-    yield "advice", "Out of memory", _all(advice.tables(report), linked)
-    yield "cells", "Every cell", _cells(report)
-    yield "method", "How it was measured", _method(report, linked)
-
-
-def _ranking_title(report: Report) -> str:
-    """Cells of a design stand beside each other, not against each other."""
-    found = groups(report)
-    return "Cells of the design" if found and all(group.is_listed for group in found) else "Ranking"
-
-
-def _ranking(report: Report, linked: set[str]) -> str:
-    if not tables.trains(report):
-        return ""
-    ranking = "".join(block(table.title, table, linked) for table in tables.ranking(report))
-    nothing = paragraph("Nothing to rank: no run is both complete and certified.")
-    return (ranking or nothing) + paragraph(tables.common(report), "quiet")
-
-
-def _rendered(table: Table | None, linked: set[str]) -> str:
-    return render(table, linked) if table else ""
-
-
-def _all(found: Iterable[Table], linked: set[str]) -> str:
-    return "".join(block(table.title, table, linked) for table in found)
-
-
-def _served(report: Report, found: tuple[Chart, ...], linked: set[str]) -> str:
-    """What was found, its first table, the charts, and the evidence behind them."""
-    first, *rest = served_tables(report) or (None,)
-    words = paragraph(served.sentence(report))
-    return words + _rendered(first, linked) + _charts(found, SERVED) + _all(filter(None, rest), linked)
-
-
-def _charts(found: tuple[Chart, ...], section: str) -> str:
-    drawn = "".join(_figure(chart) for chart in found if chart.section == section)
+def _section(section: Section, linked: set[str]) -> str:
+    """The sentence, the first table, the charts, the other tables, then what is folded."""
+    blocks = [
+        render(table, linked) if table.title == section.title else block(table.title, table, linked)
+        for table in section.tables
+    ]
+    figures = "".join(map(_figure, section.charts))
     without = f"<noscript>{paragraph(NO_CHARTS)}</noscript>"
-    return f'{without}<div class="charts scripted">{drawn}</div>' if drawn else ""
+    parts = (
+        paragraph(section.text),
+        *blocks[:1],
+        f'{without}<div class="charts scripted">{figures}</div>' if figures else "",
+        *blocks[1:],
+        paragraph(section.note, "quiet"),
+        *(folded(table.title, _limited(table), linked) for table in section.details),
+        *(folded(title, bullets(lines)) for title, lines in section.bullets),
+    )
+    return "".join(parts)
 
 
 def _figure(chart: Chart) -> str:
@@ -220,33 +177,10 @@ def _figure(chart: Chart) -> str:
     )
 
 
-def _machine(report: Report, linked: set[str]) -> str:
-    shown = (*nodes.tables(report), *served_tables(report))
-    return _all((table for table in machine_tables(report) if table not in shown), linked) + "".join(
-        folded(table.title, table, linked) for table in machine_details(report)
+def _limited(table: Table) -> Table:
+    if len(table.rows) <= MOST_ROWS:
+        return table
+    note = f"The first {MOST_ROWS:,} of {len(table.rows):,}; report.json has all."
+    return dataclasses.replace(
+        table, rows=table.rows[:MOST_ROWS], cells=table.cells[:MOST_ROWS], notes=(note, *table.notes)
     )
-
-
-def _cells(report: Report) -> str:
-    panels = "".join(_page_cells.panels(report))
-    words = "How each ended, the command and experiment that repeat it, what was measured, and its certificate."
-    return paragraph(words, "quiet") + panels if panels else ""
-
-
-def _method(report: Report, linked: set[str]) -> str:
-    pairs = tables.comparisons(report)
-    if pairs and len(pairs.rows) > MOST_COMPARISONS:
-        note = f"The first {MOST_COMPARISONS:,} of {len(pairs.rows):,}; report.json holds all."
-        rows, cells = pairs.rows[:MOST_COMPARISONS], pairs.cells[:MOST_COMPARISONS]
-        pairs = dataclasses.replace(pairs, rows=rows, cells=cells, notes=(note, *pairs.notes))
-    machines = (folded(f"Machine {table.title}", table) for table in tables.machine_facts(report))
-    parts = (
-        "" if tables.trains(report) else paragraph(tables.common(report), "quiet"),
-        bullets(tables.health(report)),
-        *(folded(table.title, table, linked) for table in verdicts.details(report)),
-        folded("Comparisons, with the smallest effect the data could have shown", pairs),
-        folded("Runs: warm-up, outliers and loss", tables.run_details(report), linked),
-        *machines,
-        folded("Folders that could not be read", bullets(report.skipped)),
-    )
-    return "".join(parts)

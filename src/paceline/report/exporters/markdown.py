@@ -12,21 +12,8 @@ from paceline.analysis.findings import Report
 from paceline.host.files import write_atomically
 from paceline.report.answer import answer, grounds
 from paceline.report.charts import charts
-from paceline.report.tables import (
-    advice,
-    claims,
-    cost,
-    effects,
-    finetuning,
-    history,
-    scaling,
-    verdicts,
-)
-from paceline.report.tables import (
-    table as tables,
-)
-from paceline.report.tables.sections import machine_details, machine_tables
-from paceline.report.tables.table import Cell, Table
+from paceline.report.sections import Section, sections
+from paceline.report.tables.table import Cell, Table, created
 
 # GitHub refuses a longer comment or description.
 MOST_CHARACTERS = 65_536
@@ -40,15 +27,12 @@ def export(report: Report, directory: Path) -> list[Path]:
 
 
 def text(report: Report) -> str:
-    """The whole document where a pull request can hold it, else as much of every part, and a sentence on the cut.
-
-    Plots are linked where the report holds data for them.
-    """
-    drawn = [chart.name for chart in charts(report)]
+    """The whole document if a pull request can hold it; otherwise part of every table and a note."""
+    found = sections(report, charts(report))
     whole = ""
     for rows, characters in CUTS:
         page = Page(rows, characters)
-        whole = "\n\n".join(part for part in page.parts(report, drawn) if part) + "\n"
+        whole = "\n\n".join(part for part in page.parts(report, found) if part) + "\n"
         if len(whole) <= MOST_CHARACTERS:
             return whole
     return _hard_cut(whole)
@@ -69,60 +53,42 @@ class Page:
     rows: int | None = None
     characters: int | None = None
 
-    def parts(self, report: Report, drawn: Sequence[str]) -> Iterator[str]:
+    def parts(self, report: Report, found: Sequence[Section]) -> Iterator[str]:
         yield f"# {escape(report.title)}"
         yield " ".join(f"**{escape(sentence)}**" for sentence in answer(report) if sentence)
         yield escape(grounds(report))
         if self.rows is not None:
             most = f"at most {self.rows} rows of a table and {self.characters} characters of a text are shown"
             yield f"Cut to fit a pull request: {most}; {WHERE}."
-        yield from (self.section(table.title, table) for table in effects.tables(report))
-        yield from self._ranking(report)
-        yield escape(tables.common(report))
         yield f"Read all of it with this in mind:\n\n{self.bullets(report.notes)}" if report.notes else ""
-        yield self.section("Winners by category", tables.winners(report))
-        yield self.section("Not ranked", tables.failures(report))
-        yield from (self.section(table.title, table) for table in advice.tables(report))
-        yield self.section("Scaling", scaling.efficiency(report))
-        yield self.section("Where the step time goes", scaling.explanation(report))
-        yield from (self.section(table.title, table) for table in _subjects(report))
-        yield from (self.folded(table.title, table) for table in machine_details(report))
-        yield from _pictures(drawn)
-        yield from self._evidence(report)
-
-    def _ranking(self, report: Report) -> Iterator[str]:
-        ranking = tables.ranking(report)
-        if tables.trains(report):
-            yield "## Ranking"
-            yield "" if ranking else "Nothing to rank: no run is both complete and certified."
-        kept = ranking[: self.rows]
-        yield from (f"### {escape(table.title)}\n\n{self.render(table)}" for table in kept)
-        yield _more(len(ranking) - len(kept), "ranked groups")
-
-    def _evidence(self, report: Report) -> Iterator[str]:
-        if tables.trains(report):
-            yield f"## Certificates\n\n{tables.certified_sentence(report)}"
-        yield self.folded("Certificates by cell", tables.certification(report))
-        yield "## How it was measured"
-        yield from (self.folded(table.title, table) for table in verdicts.details(report))
-        compared = tables.comparisons(report)
-        yield self.folded("Comparisons, with the smallest effect the data could have shown", compared)
-        yield self.folded("Runs: warm-up, outliers and loss", tables.run_details(report))
-        health = tables.health(report)
-        yield f"Health notes:\n\n{self.bullets(health)}" if health else ""
-        machines = tables.machine_facts(report)
-        yield from (self.folded(f"Machine {table.title}", table) for table in machines[: self.rows])
-        yield _more(len(machines[self.rows :]) if self.rows else 0, "machines")
-        yield f"Folders that could not be read:\n\n{self.bullets(report.skipped)}" if report.skipped else ""
-        made = f"Paceline {escape(report.paceline_version)}, {tables.created(report)}"
+        for section in found:
+            yield f"## {escape(section.title)}"
+            yield from self._section(section)
+        made = f"Paceline {escape(report.paceline_version)}, {created(report)}"
         yield f"<sub>{made}; brackets are 95 % intervals.</sub>"
 
-    def section(self, title: str, table: Table | None) -> str:
-        return f"## {escape(title)}\n\n{self.render(table)}" if table else ""
+    def _section(self, section: Section) -> Iterator[str]:
+        """Tables below their titles, unless the section has the same title; then plots, notes and folded details."""
+        yield escape(section.text)
+        kept = section.tables[: self.rows]
+        for table in kept:
+            yield "" if table.title == section.title else f"### {escape(table.title)}"
+            yield self.render(table)
+        yield _more(len(section.tables) - len(kept), "tables")
+        yield escape(section.note)
+        # The first plot is open, the others are folded.
+        links = [f"![{escape(chart.title)}](plots/{chart.name}.png)" for chart in section.charts]
+        yield from links[:1]
+        if links[1:]:
+            others = _html(", ".join(chart.title for chart in section.charts[1:]))
+            yield "\n\n".join((f"<details><summary>More: {others}</summary>", *links[1:], "</details>"))
+        yield from (self.folded(table.title, table) for table in section.details[: self.rows])
+        yield _more(len(section.details[self.rows :]) if self.rows else 0, "tables")
+        yield from (f"{title}:\n\n{self.bullets(lines)}" for title, lines in section.bullets)
 
-    def folded(self, summary: str, table: Table | None) -> str:
+    def folded(self, summary: str, table: Table) -> str:
         """Evidence on demand: GitHub and most renderers fold it. The blank lines let Markdown begin inside."""
-        return f"<details><summary>{_html(summary)}</summary>\n\n{self.render(table)}\n\n</details>" if table else ""
+        return f"<details><summary>{_html(summary)}</summary>\n\n{self.render(table)}\n\n</details>"
 
     def render(self, table: Table) -> str:
         kept = table.rows[: self.rows]
@@ -148,23 +114,6 @@ class Page:
     def _short(self, value: str) -> str:
         limit = self.characters
         return value if limit is None or len(value) <= limit else f"{value[: limit - 1]}\u2026"
-
-
-def _subjects(report: Report) -> Iterator[Table]:
-    """What holds each cell back, what the machine can do, what it costs, and how it went over time."""
-    yield from (*finetuning.tables(report), *verdicts.tables(report), *machine_tables(report))
-    yield from (*cost.tables(report), *claims.tables(report), *history.tables(report.histories))
-
-
-def _pictures(drawn: Sequence[str]) -> Iterator[str]:
-    """The first is seen at once, the others on demand."""
-    links = [f"![{name.replace('_', ' ').capitalize()}](plots/{name}.png)" for name in drawn]
-    if links:
-        yield "## Plots"
-        yield links[0]
-    if links[1:]:
-        others = ", ".join(name.replace("_", " ") for name in drawn[1:])
-        yield "\n\n".join((f"<details><summary>More: {others}</summary>", *links[1:], "</details>"))
 
 
 def _more(count: int, what: str) -> str:

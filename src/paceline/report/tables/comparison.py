@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from paceline.analysis.findings import BETTER, HIGHER, TIE, WORSE, Between, Change, Differing
 from paceline.report.tables.table import Cell, Column, Table
 from paceline.report.text.cells import THROUGHPUT
-from paceline.wording import DIGITS_OF_RATIO, TIMES, format_number, format_parts, places, scale_of
+from paceline.wording import direction, format_number, format_parts, is_equal, places, scale_of, verdict_text
 
 MEMORY, RATE = "peak_memory_bytes", "max_rate_per_s"
 MOST_ROWS = 30
@@ -130,11 +130,14 @@ def _memory_clauses(found: Between) -> list[str]:
 def _clauses(changes: Sequence[Change], noun: str, words: tuple[str, str]) -> list[str]:
     if not changes:
         return []
-    ties = sum(c.verdict == TIE for c in changes)
-    if ties == len(changes):
-        return [f"B and A tie in {'the' if ties == 1 else f'all {ties}'} {_plural(noun, ties)}"]
     parts = [_clause(side, len(changes), noun, word) for side, word in _decided(changes, words)]
-    parts += [f"{ties} {_plural(noun, ties)} {'ties' if ties == 1 else 'tie'}"] if ties else []
+    ties = [c for c in changes if c.verdict == TIE]
+    equal = sum(is_equal(c.low, c.high) or c.ratio == 1 for c in ties)
+    for count, text in ((equal, "B and A are equal in"), (len(ties) - equal, "the difference is inconclusive in")):
+        if count == len(changes):
+            parts.append(f"{text} {'the' if count == 1 else f'all {count}'} {_plural(noun, count)}")
+        elif count:
+            parts.append(f"{text} {count} {_plural(noun, count)}")
     return [*parts, *_undecided(changes, noun, words)]
 
 
@@ -190,7 +193,7 @@ def _changes(title: str, changes: Sequence[Change]) -> Table | None:
         Column("metric"),
         Column("A -> B", numeric=True, priority=2),
         Column("B over A"),
-        Column("detectable effect", numeric=True, priority=3),
+        Column("detectable difference", numeric=True, priority=3),
         *((Column("differs here", prose=True),) if own else ()),
         Column("reason", priority=4, prose=True),
     )
@@ -199,10 +202,10 @@ def _changes(title: str, changes: Sequence[Change]) -> Table | None:
 
 
 def _rest(left: Sequence[Change]) -> str:
-    """What the rows left out are: a tie was decided, the others were not."""
+    """How many of the rows left out were compared without a difference, and how many have no verdict."""
     ties = sum(c.verdict == TIE for c in left)
-    counts = ((ties, "tie" if ties > 1 else "ties"), (len(left) - ties, "without a verdict"))
-    return f"Not shown: {', '.join(f'{n} {word}' for n, word in counts if n)}; --format json holds all."
+    counts = ((ties, "equal or inconclusive"), (len(left) - ties, "without a verdict"))
+    return f"Not shown: {', '.join(f'{n} {word}' for n, word in counts if n)}; --format json has all."
 
 
 def _row(c: Change, own: bool) -> tuple[Cell, ...]:
@@ -221,9 +224,8 @@ def _row(c: Change, own: bool) -> tuple[Cell, ...]:
 
 
 def _ratio_cell(c: Change) -> Cell:
-    digits = min(places(c.ratio, c.low, c.high), DIGITS_OF_RATIO)
-    interval = "" if c.low is None else f"[{format_number(c.low, digits)}, {format_number(c.high, digits)}]"
-    return Cell(f"{format_number(c.ratio, digits)}{TIMES} {c.verdict or 'no verdict'}", interval, _TONES[c.verdict])
+    word = direction(c.metric, c.ratio)
+    return Cell(*verdict_text(c.verdict, c.ratio, c.low, c.high, word, c.detectable_ratio), _TONES[c.verdict])
 
 
 def _shared(found: Between) -> Table | None:

@@ -8,7 +8,7 @@ from paceline.analysis.findings import TIE, Report
 from paceline.analysis.findings.served import FASTER, SLOWER, PairedRatio, PairedReplicas
 from paceline.report.tables.comparison import differences_text
 from paceline.report.tables.table import Cell, Column, Table
-from paceline.wording import DIGITS_OF_RATIO, TIMES, format_number, places, ratio_words
+from paceline.wording import ratio_words, verdict_text
 
 SPEED = "output_tokens_per_s"
 _TONES = {FASTER: "good", SLOWER: "bad", TIE: "quiet", None: "quiet"}
@@ -19,7 +19,7 @@ METHOD = (
 
 
 def sentence(report: Report) -> str:
-    """One sentence for each pair, with what speaks against believing it."""
+    """One sentence for each pair, with the reasons to doubt it."""
     return " ".join(_said(pair) for pair in report.paired if pair.ratios)
 
 
@@ -29,14 +29,15 @@ def _said(pair: PairedReplicas) -> str:
     beside = [f"differs: {differences_text(pair.differences)}"] if pair.differences else []
     beside += [f"flagged: {flag}" for flag in pair.flags]
     text = f"{ours} {_verdict(speed)} {theirs} on {pair.pairs:,} samples"
+    if speed.verdict == TIE:
+        verdict, interval = verdict_text(TIE, speed.ratio, speed.low, speed.high, "", speed.detectable_ratio)
+        text = f"speed of {ours} against {theirs} on {pair.pairs:,} samples: {verdict} {interval}".strip()
     return "; ".join((text[0].upper() + text[1:], *beside)) + "."
 
 
 def _verdict(found: PairedRatio) -> str:
     if found.verdict is None or found.low is None or found.high is None:
         return f"is not ranked ({found.reason}) against"
-    if found.verdict == TIE:
-        return f"ties in speed ({found.reason}) with"
     value, interval = ratio_words(found.ratio, found.low, found.high)
     return f"is {value} times as fast{interval} as"
 
@@ -88,9 +89,7 @@ def _rows(pair: PairedReplicas) -> Iterator[tuple[Cell, ...]]:
 
 
 def _ratio(found: PairedRatio, flagged: bool) -> Cell:
-    digits = min(places(found.ratio, found.low, found.high), DIGITS_OF_RATIO)
-    known = found.low is not None and found.high is not None
-    interval = f"[{format_number(found.low, digits)}, {format_number(found.high, digits)}]" if known else ""
-    verdict = f"{found.verdict or 'no verdict'}{', flagged' if flagged else ''}"
+    word = found.verdict or ""
+    text, interval = verdict_text(found.verdict, found.ratio, found.low, found.high, word, found.detectable_ratio)
     tone = "bad" if flagged else _TONES[found.verdict]
-    return Cell(f"{format_number(found.ratio, digits)}{TIMES} {verdict}", interval, tone)
+    return Cell(f"{text}{', flagged' if flagged else ''}", interval, tone)

@@ -1,4 +1,4 @@
-"""Engines beside each other: only those that did the same work are compared, and why the others are not."""
+"""Engines that did the same work, compared; and the reason why other pairs are not compared."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from paceline.analysis.findings import BETTER, TIE, WORSE, Comparison, Report
 from paceline.analysis.findings.served import ServedPair
 from paceline.report.tables.table import CROSS, TICK, Cell, Column, Table
-from paceline.report.text.measurements import format_ratio
-from paceline.wording import DIGITS_OF_RATIO, TIMES, format_number, places
+from paceline.wording import direction, verdict_text
 
 _TONES = {BETTER: "good", WORSE: "bad", TIE: "quiet"}
 NOTE = (
-    "Compared only where model, data, limits and precision are the same and as much was answered: tokens within 1 %, "
-    "texts, where both kept them, alike in how they begin."
+    "Engines are compared only if model, data, limits and precision are the same, their token counts agree within 1 % "
+    "and their stored answers, if both kept them, begin alike."
 )
 
 
@@ -44,15 +43,13 @@ def _rows(pair: ServedPair) -> Iterator[tuple[Cell, ...]]:
     for c in pair.comparisons:
         yield (*head, proof, Cell(c.metric), _ratio(c, bool(pair.flags)), Cell(c.reason))
     for u in pair.undecided:
-        digits = min(places(u.ratio, None, None), DIGITS_OF_RATIO)
-        told = f"{format_number(u.ratio, digits)}{TIMES} no verdict"
-        yield (*head, proof, Cell(u.metric), Cell(told, "", "quiet"), Cell(u.reason))
+        text, _ = verdict_text(None, u.ratio, None, None, "")
+        yield (*head, proof, Cell(u.metric), Cell(text, "", "quiet"), Cell(u.reason))
     if not pair.comparisons and not pair.undecided:
-        yield (*head, proof, Cell(""), Cell("no interval", "", "quiet"), Cell("too few answers to tell a spread"))
+        yield (*head, proof, Cell(""), Cell("no interval", "", "quiet"), Cell("too few answers for an interval"))
 
 
 def _ratio(c: Comparison, flagged: bool) -> Cell:
-    ratio, interval = format_ratio(c)
-    return Cell(
-        f"{ratio} {c.verdict}{', flagged' if flagged else ''}", interval, "bad" if flagged else _TONES[c.verdict]
-    )
+    word = direction(c.metric, c.ratio)
+    text, interval = verdict_text(c.verdict, c.ratio, c.low, c.high, word, c.detectable_ratio)
+    return Cell(f"{text}{', flagged' if flagged else ''}", interval, "bad" if flagged else _TONES[c.verdict])

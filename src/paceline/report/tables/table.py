@@ -26,8 +26,17 @@ from paceline.report.text.cells import (
     varying_axes,
 )
 from paceline.report.text.machine_facts import flatten
-from paceline.report.text.measurements import format_brief, format_ratio
-from paceline.wording import MISSING, TIMES, format_duration, format_number, format_parts, places, scale_of
+from paceline.report.text.measurements import format_brief
+from paceline.wording import (
+    MISSING,
+    direction,
+    format_duration,
+    format_number,
+    format_parts,
+    places,
+    scale_of,
+    verdict_text,
+)
 
 TICK, CROSS = "\u2713", "\u2717"
 NO_ANSWER = "No recommendation: no certified comparison of these runs decides one."
@@ -129,7 +138,7 @@ def _ranking_columns(group: Group) -> list[Filled]:
         (Column("vs best"), lambda row: _versus(row, group)),
         (
             Column("equal work", priority=1),
-            lambda row: Cell(f"{TICK} {len(row.runs)} run{'' if len(row.runs) == 1 else 's'}", "", "good"),
+            lambda row: Cell(f"certified, {len(row.runs)} run{'' if len(row.runs) == 1 else 's'}", "", "good"),
         ),
         _metric(group, "step_time_s", "step time", 2, interval=True),
         _metric(group, "mfu_ratio", "MFU (causal)", 4),
@@ -181,13 +190,15 @@ def _versus(row: Row, group: Group) -> Cell:
     if len(group.rows) == 1 or group.is_listed:
         return Cell(MISSING)
     if row.cell == group.rows[0].cell:
-        return Cell(f"1{TIMES}", "", "quiet")
+        alone = sum(other.rank == row.rank for other in group.rows) == 1
+        return Cell("fastest" if alone and row.rank == 1 else "1x", "", "quiet")
     return verdict_cell(row.versus_best) if row.versus_best else Cell("not compared", "", "quiet")
 
 
 def verdict_cell(c: Comparison) -> Cell:
-    ratio, interval = format_ratio(c)
-    return Cell(f"{ratio} {c.verdict}", interval, _TONES.get(c.verdict, ""))
+    word = direction(c.metric, c.ratio)
+    text, interval = verdict_text(c.verdict, c.ratio, c.low, c.high, word, c.detectable_ratio)
+    return Cell(text, interval, _TONES.get(c.verdict, ""))
 
 
 def failures(report: Report) -> Table | None:
@@ -234,11 +245,15 @@ def comparisons(report: Report) -> Table | None:
         Column("metric"),
         Column("pair"),
         Column("ratio"),
-        Column("detectable effect", True),
+        Column("detectable difference", True),
         Column("reason", prose=True),
     )
     about = tuple((c.cell, c.other) for c in report.comparisons)
-    return Table("All comparisons", columns, rows, cells=about) if rows else None
+    return (
+        Table("Comparisons and the smallest detectable difference of each", columns, rows, cells=about)
+        if rows
+        else None
+    )
 
 
 def certification(report: Report) -> Table | None:
@@ -263,7 +278,9 @@ def certification(report: Report) -> Table | None:
         Column("outcome", prose=True),
         Column("reference"),
     )
-    return Table("Certificates", columns, tuple(rows), cells=tuple((cell,) for cell in by_cell)) if rows else None
+    return (
+        Table("Certificates by cell", columns, tuple(rows), cells=tuple((cell,) for cell in by_cell)) if rows else None
+    )
 
 
 def certified_sentence(report: Report) -> str:
@@ -293,7 +310,11 @@ def run_details(report: Report) -> Table | None:
         Column("last loss", True),
     )
     about = tuple((r.cell,) for r in stepped)
-    return Table("Runs", columns, tuple(map(_run_row, stepped)), cells=about) if stepped else None
+    return (
+        Table("Runs: warm-up, outliers and loss", columns, tuple(map(_run_row, stepped)), cells=about)
+        if stepped
+        else None
+    )
 
 
 def _run_row(r: RunFinding) -> tuple[Cell, ...]:
@@ -322,6 +343,6 @@ def machine_facts(report: Report) -> tuple[Table, ...]:
     columns = (Column("fact"), Column("value"))
     facts = dict.fromkeys(tuple(flatten("", machine)) for machine in report.machines)
     return tuple(
-        Table(dict(f).get("host", f"machine {i}"), columns, tuple((Cell(k), Cell(v)) for k, v in f))
+        Table(f"Machine {dict(f).get('host', i)}", columns, tuple((Cell(k), Cell(v)) for k, v in f))
         for i, f in enumerate(facts)
     )

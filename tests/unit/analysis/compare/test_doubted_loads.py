@@ -21,7 +21,7 @@ from paceline.report.answer import answer
 from paceline.report.charts import charts
 from paceline.report.charts.chart import JOINED, RING
 from paceline.report.exporters import csv, html, markdown, prometheus
-from paceline.report.tables.sections import machine_tables
+from paceline.report.sections import served_tables
 from paceline.report.tables.table import Table
 from paceline.report.terminal import Fitted
 from paceline.results.records import RunRecord, Status
@@ -51,7 +51,7 @@ def report_of(*records: RunRecord) -> Report:
 
 
 def table(report: Report) -> Table:
-    return next(each for each in machine_tables(report) if each.title == "Served model")
+    return next(each for each in served_tables(report) if each.title == "Served model")
 
 
 def rows(report: Report) -> list[tuple[str, ...]]:

@@ -19,7 +19,7 @@ from paceline.analysis.served.verdicts import verdict_of
 from paceline.report.answer import answer, grounds
 from paceline.report.exporters import html, markdown
 from paceline.report.exporters import json as json_exporter
-from paceline.report.tables.sections import machine_tables
+from paceline.report.sections import served_tables
 from paceline.results.records import RunRecord
 from paceline.results.served_samples import AnswerSample, ClientSample, RequestSample
 
@@ -31,7 +31,7 @@ def build(*records: RunRecord) -> Report:
 
 
 def cells(report: Report, title: str) -> list[list[str]]:
-    table = next(table for table in machine_tables(report) if table.title.startswith(title))
+    table = next(table for table in served_tables(report) if table.title.startswith(title))
     return [[cell.text for cell in row] for row in table.rows]
 
 
@@ -246,7 +246,7 @@ def test_a_rate_of_a_replica_says_over_which_time_it_is() -> None:
     told = [AnswerSample(rank=0, replica=n, sample=0, tokens=1, text="x") for n in (0, 1)]
     report = build(replace(record(asked, replicas=TWO), answers=tuple(told)))
     rates = {}
-    for table in machine_tables(report):
+    for table in served_tables(report):
         for place, column in enumerate(column.heading for column in table.columns):
             if table.title.startswith(("Replicas", "Answers by")) and column.startswith("output"):
                 rates[column] = table.rows[0][place].text
@@ -274,14 +274,14 @@ def test_of_a_sweep_the_replicas_of_the_load_that_served_most_are_shown(golden: 
     stages = [stage(number, concurrency=number + 2) for number in (0, 1)]
     report = build(record([*asked(0, 1.0), *asked(1, 0.5)], stages=stages, replicas=TWO, scenario="sweep"))
     assert len(report.fleets) == 2
-    titles = [table.title for table in machine_tables(report)]
+    titles = [table.title for table in served_tables(report)]
     assert titles == golden
 
 
 def test_tables_of_replicas_are_told_apart_by_what_differs() -> None:
     asked = [*in_turns(0, 6, 1.0), *in_turns(1, 6, 2.0, first=6)]
     report = build(*(record(asked, replicas=TWO, api=api) for api in ("completions", "chat")))
-    titles = [table.title for table in machine_tables(report) if table.title.startswith("Replicas")]
+    titles = [table.title for table in served_tables(report) if table.title.startswith("Replicas")]
     assert titles == [f"Replicas (offline, static partition, api {api})" for api in ("completions", "chat")]
 
 

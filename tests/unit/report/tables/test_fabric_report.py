@@ -174,7 +174,7 @@ def test_nobody_suspected_is_said(golden: object) -> None:
 
 @pytest.mark.parametrize("width", [80, 120, 200])
 def test_the_terminal_never_overflows(swept: Report, width: int) -> None:
-    text = printed(present.machine_group(swept), width)
+    text = printed(present.section_group(swept), width)
     assert max(map(len, text.splitlines())) <= width
     assert "all_reduce" in text
     assert "9.62" in text
@@ -242,7 +242,7 @@ def test_a_fabric_alone_is_neither_ranked_nor_certified_nor_listed_as_a_failure(
     for text in (html.text(swept), markdown.text(swept)):
         for word in ("Ranking", "Equal work", "Certificates", "Not ranked", "not certified"):
             assert word not in text
-    assert present.failures_table(swept) is None
+    assert present.section_group(swept, "not-ranked") is None
 
 
 def test_pages_fold_every_row(swept: Report) -> None:
@@ -389,7 +389,7 @@ def test_scaling_shows_grade_and_parts_that_add_up(report: Report) -> None:
     assert column(parts, "predicted transfer") == ["31.0"]
     assert any("605 ms would be ideal" in note for note in parts.notes)
     assert "gloo does this" in parts.notes
-    assert "605 ms would be ideal" in printed(present.scaling_table(found), 200)
+    assert "605 ms would be ideal" in printed(present.section_group(found, "scaling", "loss"), 200)
 
 
 def test_what_was_not_measured_stays_a_dash(report: Report) -> None:
