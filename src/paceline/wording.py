@@ -1,4 +1,4 @@
-"""How a number reads: the unit people use, rounded by its own uncertainty. Missing is a dash, never 0."""
+"""Numbers and verdicts for people: familiar units, rounded to the uncertainty. Missing is a dash, never 0."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MISSING = "\u2013"
 TIMES = "\u00d7"
 DIGITS_OF_INTERVAL = 2
 LEAST_DIGITS = 3
-# Of thousands of requests an interval is tighter than anybody can use, or than another day would give.
+# With thousands of requests an interval is narrower than day-to-day variation.
 MOST_DIGITS = 5
 DIGITS_OF_RATIO = 3
 EQUAL_WITHIN = 0.05  # a ratio whose interval is this close to 1 is called equal
@@ -20,13 +20,13 @@ _SI = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """A unit to read and the factor that takes the SI value there."""
+    """A displayed unit and the factor from the SI value to it."""
 
     unit: str
     factor: float = 1.0
 
     def apply(self, value: float | None) -> float | None:
-        """None for what is missing; so does a value that is not finite."""
+        """None for a value that is missing or not finite."""
         return value * self.factor if value is not None and math.isfinite(value) else None
 
 
@@ -50,9 +50,12 @@ def _si_scale(unit: str, values: Iterable[float | None]) -> Scale:
 
 
 def places(value: float, low: float | None, high: float | None) -> int:
-    """Decimal places that show two digits of the interval's half width, but of the value at least LEAST_DIGITS, as of
-    one without an interval, and at most MOST_DIGITS: a wide interval says how little is known, and rounding what was
-    seen would hide that as well. A difference that may be none is told as finely as its interval."""
+    """Decimal digits that show two digits of the interval's half width, and between LEAST_DIGITS and MOST_DIGITS
+    significant digits of the value. A difference whose interval includes 0 has the digits of its interval.
+
+    >>> places(12345.0, 12290.0, 12400.0), places(0.793, 0.766, 0.821)
+    (0, 3)
+    """
     if low is None or high is None or high <= low:
         return _places_of(value, LEAST_DIGITS) if value else 0
     told = _places_of((high - low) / 2, DIGITS_OF_INTERVAL)
@@ -63,7 +66,7 @@ def places(value: float, low: float | None, high: float | None) -> int:
 
 
 def _places_of(value: float, digits: int) -> int:
-    """Decimal places that show so many significant digits of the value as it will be rounded.
+    """Decimal digits that show this many significant digits of the rounded value.
 
     >>> _places_of(9.96, 3), _places_of(9.996, 3)  # prints 9.96 and 10.0
     (2, 1)
@@ -72,7 +75,7 @@ def _places_of(value: float, digits: int) -> int:
 
 
 def format_number(value: float | None, decimal_places: int) -> str:
-    """12,345; negative places round before the point."""
+    """`12,345`; negative digits round before the decimal point."""
     if value is None or not math.isfinite(value):
         return MISSING
     rounded = round(value, decimal_places) + 0.0  # a negative zero becomes 0
@@ -80,14 +83,14 @@ def format_number(value: float | None, decimal_places: int) -> str:
 
 
 def format_own(value: float, decimal_places: int) -> str:
-    """As many places, more where they would leave no digit of the value: what is not 0 never reads as 0."""
+    """As format_number, with more digits if needed: a value that is not 0 never reads as 0."""
     return format_number(value, max(decimal_places, _places_of(value, 1)) if value else decimal_places)
 
 
 def format_parts(
     value: float | None, low: float | None, high: float | None, scale: Scale | None = None
 ) -> tuple[str, str]:
-    """The value and its interval as two texts; the interval is empty where none is known or it has no width."""
+    """The value and its interval as two texts; the interval is empty if it is unknown or has no width."""
     scale = scale or Scale("")
     value, low, high = scale.apply(value), scale.apply(low), scale.apply(high)
     if value is None:
@@ -115,7 +118,7 @@ def format_quantity(
 
 
 def format_si(value: float, unit: str) -> str:
-    """A fact of hardware with its prefix: `989 TFLOP/s`."""
+    """A hardware fact with its prefix: `989 TFLOP/s`."""
     return format_quantity(value, None, None, unit, scale=_si_scale(unit, (value,)))
 
 
@@ -133,7 +136,7 @@ _PREFIXES = ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K"))
 
 
 def short_count(count: int) -> str:
-    """`1.5B`; a number that no prefix makes short is written out."""
+    """`1.5B`; a number without a short form is written out."""
     size, prefix = next(((s, p) for s, p in _PREFIXES if count >= s), (1, ""))
     short = f"{count / size:g}{prefix}"
     return short if float(f"{count / size:g}") * size == count else f"{count:,}"
@@ -148,7 +151,7 @@ def listed(names: Iterable[str]) -> str:
 def ratio_words(ratio: float, low: float, high: float) -> tuple[str, str]:
     """`1.34` and ` (95 % interval 1.31 to 1.37)`: as many digits as the interval supports, the same everywhere.
 
-    The interval is empty where both ends print alike: it would say no more than the ratio.
+    The interval is empty if both ends print alike.
     """
     digits = min(max(places(ratio, low, high) - 1, 1), DIGITS_OF_RATIO)
     value, start, end = (format_own(x, digits) for x in (ratio, low, high))
@@ -208,7 +211,7 @@ def verdict_text(
 
 
 def short_names(series: Sequence[str]) -> dict[str, str]:
-    """Each series by the words that the others lack; the first word where it has none of its own."""
+    """Each series by the parts of its name that not all share; its first part if there are none."""
     words = {name: name.split(", ") for name in series}
     shared = set.intersection(*map(set, words.values())) if words else set()
     return {name: ", ".join(w for w in found if w not in shared) or found[0] for name, found in words.items()}
@@ -224,7 +227,7 @@ def format_size(size_bytes: float) -> str:
 
 
 def percent_up(bound: float | None) -> str:
-    """Rounded up to a tenth, so that the sentence stays true."""
+    """A ratio in percent, rounded up to a tenth: an upper bound stays one."""
     if bound is None:
         return MISSING
     return f"{max(math.ceil(bound * 1000 - 1e-6), 1) / 10:g}"

@@ -1,7 +1,7 @@
-"""The answer in two sentences: a recommendation where runs were ranked, else what the machine can do.
+"""The answer in two sentences: a recommendation if runs were ranked, otherwise what the machine can do.
 
-The first says what won and by how much, or that nothing did; the second what was left out and why, else what a reader
-asks next. Both are put together from findings alone: without a comparison behind it nothing is said to be better.
+The first names the winner and its margin, or says that there is none. The second says what was left out and why, or
+the next most useful fact. Both come from findings alone: nothing is called better without a comparison.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from paceline.report.tables.table import NO_ANSWER, first_sentence, trains
 from paceline.report.text.cells import THROUGHPUT, axes_of, ranked_cells, turned, unranked, varying_axes
 from paceline.wording import is_equal, listed, ratio_words
 
-# What a report about the machine says; each is empty where the report holds no such runs.
+# Sentences of a report about the machine; each is empty if the report has no such runs.
 MACHINE_SENTENCES: tuple[Callable[[Report], str], ...] = (
     served.sentence,
     lambda report: " ".join(filter(None, (accuracy.sentence(report), paired.sentence(report)))),
@@ -40,10 +40,10 @@ MACHINE_SENTENCES: tuple[Callable[[Report], str], ...] = (
     claims.sentence,
 )
 # A reader must not miss these, whatever else there is to say.
-_URGENT = ("Data arrived wrong", "Failed", "Suspect", "Undecided")
+_URGENT = ("Data arrived corrupted", "Failed", "Suspect", "Inconclusive, test")
 _MEMORY = "peak_memory_bytes"
 _MARGINS = {THROUGHPUT: "is {ratio} times as fast as", _MEMORY: "needs {ratio} times the peak memory of"}
-# How a cell without a valid run is told: of one, of several.
+# How to name the end of a cell without a valid run: singular and plural.
 _ENDS = {
     "oom": ("does not fit", "do not fit"),
     "invalid": ("is invalid, its work not proved equal", "are invalid, their work not proved equal"),
@@ -64,7 +64,7 @@ def headline(report: Report) -> Recommendation | None:
 
 
 def answer(report: Report) -> tuple[str, str]:
-    """The two sentences; the second is empty where there is no more to say. A design is asked for its own sake."""
+    """The two sentences; the second may be empty. A designed experiment answers with its effects."""
     if designed := effects.sentences(report):
         return designed[:2]
     found = headline(report)
@@ -75,7 +75,7 @@ def answer(report: Report) -> tuple[str, str]:
 
 
 def grounds(report: Report) -> str:
-    """What was measured beside the answer and on which group; of a machine all that the answer did not say."""
+    """The evidence and the group behind the answer; for a machine, the sentences the answer left out."""
     if designed := effects.sentences(report):
         return designed[2]
     found = headline(report)
@@ -139,7 +139,7 @@ def _outcome(found: Recommendation, where: str = "") -> str:
 
 
 def _margin(versus: Comparison, where: str = "") -> str:
-    """`FSDP2 is 1.34 times as fast as ZeRO-3 on 4 GPUs (95 % interval 1.31 to 1.37)`, told from the winner's side."""
+    """`FSDP2 is 1.34 times as fast as ZeRO-3 on 4 GPUs (95 % interval 1.31 to 1.37)`, from the winner's side."""
     c = turned(versus) if versus.verdict == WORSE else versus
     ratio, interval = ratio_words(c.ratio, c.low, c.high)
     words = _MARGINS[c.metric].format(ratio=ratio)
@@ -147,7 +147,7 @@ def _margin(versus: Comparison, where: str = "") -> str:
 
 
 def _where(report: Report, found: Recommendation) -> str:
-    """The world size; the model and the kind of device too where the report holds several."""
+    """The world size; the model and the kind of device too where the report has several."""
     axes = found.because[0].axes if found.because else {}
     runs = [run for run in report.runs if run.is_certified and not run.is_reference]
     model = axes.get("model") if len({run.axes.get("model") for run in runs}) > 1 else None
@@ -162,36 +162,35 @@ def _where(report: Report, found: Recommendation) -> str:
 
 
 def _beside(report: Report, found: Recommendation) -> str:
-    """That one side was throttled more, else what was left out, else who needs least memory, else what holds the winner
-    back, else how far the last is."""
+    """Uneven throttling, else what was left out, else the least memory, else what limits the winner, else the last."""
     cited = (found.decisive,) if found.decisive else found.because
     if uneven := next((c for c in cited if c.throttled), None):
-        return _held_down(uneven)
+        return _throttling(uneven)
     if found.left_out:
         return _endings((cell.status, spoken(cell.name)) for cell in found.left_out)
     ours = [r for r in report.recommendations if (r.group_key, r.group) == (found.group_key, found.group)]
     lean = next((r for r in ours if r.metric == _MEMORY), None)
     if lean is not None and lean is not found and lean.decisive:
         return _outcome(lean)
-    return _held_back(report, found) or _last(found)
+    return _bottleneck(report, found) or _last(found)
 
 
-def _held_down(versus: Comparison) -> str:
-    """A speed that heat or a power cap decided is not the strategy's."""
+def _throttling(versus: Comparison) -> str:
+    """A speed limited by heat or a power cap says little about the strategy."""
     a, b = versus.throttled or (0.0, 0.0)
     share = f"{a:.0%} of the steps of {spoken(versus.label)} and {b:.0%} of those of {spoken(versus.other_label)}"
     return f"GPUs were throttled in {share}: that may {'hide a' if versus.is_tie else 'be part of the'} difference."
 
 
 def _last(found: Recommendation) -> str:
-    """The largest difference that was decided, where the first sentence told a smaller one."""
+    """The largest significant difference, if the first sentence names a smaller one."""
     decided = [c for c in found.because if not c.is_tie and c.metric in _MARGINS]
     widest = max(decided, key=lambda c: abs(math.log(c.ratio)), default=None)
     return f"{_margin(widest)}." if widest is not None and widest is not found.decisive else ""
 
 
-def _held_back(report: Report, found: Recommendation) -> str:
-    """Of the winner, or of the first of a tie of all; nothing where the evidence decides nothing."""
+def _bottleneck(report: Report, found: Recommendation) -> str:
+    """What limits the winner, or the first of several leaders; empty if the evidence is inconclusive."""
     versus = found.decisive or next(iter(found.because), None)
     winner = turned(versus) if versus and versus.verdict == WORSE else versus
     verdict = next((b for b in report.bottlenecks if winner and b.cell == winner.cell), None)
@@ -205,7 +204,7 @@ def _held_back(report: Report, found: Recommendation) -> str:
 
 
 def _endings_of(report: Report, told: str) -> str:
-    """Of a report that decides nothing: what was measured all the same, unless that is told, and how the rest ended."""
+    """For a report without a recommendation: what was measured, unless already said, and how the rest ended."""
     named = varying_axes(report)
     measured = (
         [] if told else [_bracketed(describe(axes_of(report, cell) or {}, named)) for cell in ranked_cells(report)]
@@ -257,7 +256,7 @@ def _without_choice(report: Report) -> list[str]:
 
 
 def _about_the_machine(report: Report) -> list[str]:
-    """One sentence of each subject first, then the others; what is urgent stands second at the latest."""
+    """One sentence of each subject first, then the others; urgent ones come second at the latest."""
     subjects = [re.split(r"(?<=\.) (?=[A-Z0-9])", text) for say in MACHINE_SENTENCES if (text := say(report))]
     said = [*(s[0] for s in subjects), *(sentence for s in subjects for sentence in s[1:])]
     return sorted(said, key=lambda sentence: 0 if sentence is said[0] else 1 if sentence.startswith(_URGENT) else 2)

@@ -46,7 +46,7 @@ def unseen_losses(found: Between, percent: float) -> tuple[Change, ...]:
 
 
 def gated(found: Between) -> list[Change]:
-    """The changes a gate looks at: speed of training by tokens_per_s alone, as the sentence tells it.
+    """The changes a gate looks at: training speed by tokens_per_s alone, as in the sentence.
 
     Step time is its inverse, of which the same slowdown is more percent: 10.5 % fewer tokens/s are 11.7 % more time.
     """

@@ -25,7 +25,7 @@ MOST_DIFFERENCES = 12
 
 
 def reproduction_table(found: Reproduction) -> RenderableType | None:
-    """For a terminal; None where no metric was compared."""
+    """For a terminal; None if no metric was compared."""
     from paceline.report.terminal import Fitted
 
     table = metrics_table(found)

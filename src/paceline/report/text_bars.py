@@ -38,7 +38,7 @@ def strip(values: Sequence[float], top: float, width: int = WIDTH) -> str:
 
 
 def tables(report: Report) -> tuple[Table, ...]:
-    """Requests in flight of each replica; empty where nothing was served."""
+    """Requests in flight of each replica; empty if nothing was served."""
     found = report.served_shapes
     if found is None or not found.traces:
         return ()

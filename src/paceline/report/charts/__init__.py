@@ -1,4 +1,4 @@
-"""Charts as data: what is drawn, in which unit, with which words; whoever draws decides nothing but pixels.
+"""Charts as data: points, units and texts. The renderers (page/charts.js and exporters/_matplotlib.py) place pixels.
 
 chart < training, effects, money, time, memory, nodes, fabric, ceilings, gauges, served < served_time. A new chart is a
 function from the report to charts and a line in BUILDERS.
@@ -59,6 +59,6 @@ BUILDERS: tuple[Callable[[Report], Iterable[Chart]], ...] = (
 
 
 def charts(report: Report) -> tuple[Chart, ...]:
-    """Every chart that holds a point; names are unique."""
+    """Every chart with at least one point; names are unique."""
     found = [chart for build in BUILDERS for chart in build(report) if chart.points]
     return tuple({chart.name: chart for chart in found}.values())

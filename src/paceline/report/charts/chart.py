@@ -1,4 +1,4 @@
-"""What a chart is made of. Numbers are in the unit the reader sees; every word is rounded by its uncertainty."""
+"""The parts of a chart. Numbers are in the displayed unit; texts are rounded to their uncertainty."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from paceline.wording import Scale
 # a rule; curves; a matrix.
 BARS, STACK, DOTS, SPANS, LINES, HEAT = "bars", "stack", "dots", "spans", "lines", "heat"
 # How a point of a curve is drawn: joined dots, a curve without dots (a fit), dots alone, a ring (a prediction), a curve
-# without dots whose points are told on demand, an area between low and high.
+# without dots whose points have details, an area between low and high.
 JOINED, CURVE, LONE, RING, TRAIL, AREA = "joined", "curve", "lone", "ring", "trail", "area"
 # nines: percent on which 90, 99 and 99.9 are equally far apart.
 LINEAR, LOG, LOG2, NINES = "linear", "log", "log2", "nines"
-# Where a chart stands on the page.
+# The section a chart belongs to.
 EVERYWHERE, SERVED = "charts", "served"
 COLOURS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """scale is linear, log, log2 or nines; ticks are the points' own places as number or bytes, or round numbers; zero
-    says whether the axis must begin there, shared whether all panels have its one range."""
+    """scale is linear, log, log2 or nines. ticks are at the points (`number`, `bytes`) or at `round` numbers. zero: the
+    axis must include 0. shared: all panels have the same range."""
 
     label: str
     unit: str = ""
@@ -39,7 +39,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """One colour of the legend: its place in the palette, the same for the same thing in every chart."""
+    """One entry of the legend: colour is an index in the palette, the same for the same thing in every chart."""
 
     name: str
     colour: int
@@ -48,10 +48,11 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One mark. y is the value, low and high its interval; x is where it stands on a curve or a matrix.
+    """One mark. y is the value, low and high its interval, expected a value to compare it with; x is its position on a
+    curve or in a matrix.
 
-    Lanes are named by label under the heading group; on curves and matrices group is the panel. text stands beside the
-    mark, detail is told on demand. A filter keeps the point as long as it keeps one of its cells.
+    A lane is named by label below the heading group; on curves group is the panel, in a matrix the host of the row.
+    text is shown beside the mark, detail on demand. A filter keeps the point as long as it keeps one of its cells.
     """
 
     y: float
@@ -73,7 +74,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """A line across the chart at one value of y: a capacity, an ideal. Upright it stands at that value of x; group is
+    """A line across the chart at one value of y: a capacity, an ideal. If upright, y is a value of x; group is
     the only panel that has it, empty for all."""
 
     y: float
@@ -84,7 +85,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A stretch of x that is shaded in one panel of curves."""
+    """A range of x that is shaded in one panel."""
 
     start: float
     end: float
@@ -93,8 +94,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """x is None where lanes take its place. section is the part of the page it belongs to, panel_px the least width of
-    one of its panels."""
+    """x is None for lanes. panel_px is the minimum width of a panel."""
 
     name: str
     title: str
@@ -111,19 +111,19 @@ class Chart:
 
 
 def numbered(names: Iterable[str]) -> tuple[Series, ...]:
-    """Colours in the order of the names; past the palette all share the last."""
+    """Series in the order of the names; beyond the palette all share the last colour."""
     return tuple(Series(name=n, colour=min(i, COLOURS - 1)) for i, n in enumerate(dict.fromkeys(names)))
 
 
 def strategies(report: Report) -> tuple[Series, ...]:
-    """The same strategy has the same colour in every chart, the plainest name the first."""
+    """Strategies with their colours, the same in every chart; the shortest name is the first."""
     labels = {row.label for group in groups(report) for row in group.rows}
     labels |= {describe(p.efficiency.axes, ()) for p in report.scaling}
     return numbered(sorted(labels, key=lambda label: (len(label), label)))
 
 
 def used(series: Iterable[Series], points: Iterable[Point]) -> tuple[Series, ...]:
-    """Only what the chart shows."""
+    """The series that have points."""
     shown = {point.series for point in points}
     return tuple(one for one in series if one.name in shown)
 

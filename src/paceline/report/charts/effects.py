@@ -11,7 +11,7 @@ from paceline.report.tables.effects import MEMORY, SPEED, change, plan, verdict
 from paceline.wording import percent_up
 
 MARKS = "Dots are effects, lines their 95 % intervals."
-MATTERS, OPEN_WORD = "matters", "undecided or not told apart"
+MATTERS, OPEN_WORD = "matters", "undecided or confounded"
 SERIES = (Series(name=MATTERS, colour=1), Series(name=OPEN_WORD, colour=5), Series(name=NO_EFFECT, colour=0))
 PANELS = {SPEED: "Non-pad tokens per second: right is faster", MEMORY: "Peak memory: left is less"}
 
@@ -33,7 +33,7 @@ def effects(report: Report) -> Iterator[Chart]:
 
 
 def _words(outcome: DesignOutcome, several: bool) -> str:
-    """Which design, where there are several: one stands above the chart already."""
+    """The design if there are several; a single one is named above the chart."""
     return f"{plan(outcome)} {MARKS}" if several else MARKS
 
 

@@ -10,7 +10,7 @@ from paceline.report.tables.gauges import GAUGES, curves, drawn, trace_title
 
 
 def traces(report: Report) -> Iterator[Chart]:
-    """A panel per cell: the device that was held back most, else the one that drew most."""
+    """A panel per cell: the device that was throttled most, else the one with the highest power."""
     found = [(trace_title(report, trace), trace) for trace in drawn(report)]
     points = [
         Point(x=at, y=value, series=curve.name, group=title, drawn=CURVE, cells=(trace.cell,), runs=(trace.run,))
@@ -21,7 +21,7 @@ def traces(report: Report) -> Iterator[Chart]:
     yield Chart(
         name="gauges",
         title="Gauges over the run",
-        subtitle="One device of each cell, its measured steps or loads and what went before; 0 s is the first of them. "
+        subtitle="One device of each cell, before and during the measured steps or loads, which begin at 0 s. "
         "Shaded: throttled (power cap, heat or hardware slowdown).",
         kind=LINES,
         x=Axis(label="s", zero=False, shared=False),

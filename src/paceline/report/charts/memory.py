@@ -12,7 +12,7 @@ from paceline.wording import Scale, format_number, format_parts, short_names
 
 # A device much larger than every bar would leave nothing to see of them.
 FAR = 2.5
-WORDS = {"communication": "standing buffers", "other": "temporaries, gathered weights, workspaces"}
+WORDS = {"communication": "persistent buffers", "other": "temporaries, gathered weights, workspaces"}
 
 
 def components(report: Report) -> Iterator[Chart]:
@@ -25,7 +25,7 @@ def components(report: Report) -> Iterator[Chart]:
     points = [point for row in rows for point in _stacks(row, names[row.cell], unit)]
     capacity, near = _capacity(rows)
     text = f"device: {format_number(capacity * unit.factor, 1)} {unit.unit}" if capacity else ""
-    words = "Solid: measured on the highest process; pale: predicted from the shape alone."
+    words = "Solid: measured on the process with the highest peak; pale: predicted from the model's shape alone."
     yield Chart(
         name="memory_components",
         title="Memory by component",
@@ -95,7 +95,7 @@ def frontier(report: Report) -> Iterator[Chart]:
     yield Chart(
         name="frontier",
         title="Largest micro batch that fits",
-        subtitle="Filled: the largest that ran, proved by a probe. Ring: predicted before any probe.",
+        subtitle="Filled: the largest that ran, proved by a probe. Ring: predicted before the first probe.",
         kind=LINES,
         x=Axis(label="sequence length, tokens", scale=LOG2),
         y=Axis(label="micro batch, sequences", scale=LOG2),
@@ -108,7 +108,7 @@ def _marks(p: FrontierPoint, name: str, cells: Mapping[str, str]) -> list[Point]
     runs = tuple(probe.run for probe in p.probes)
     ours = tuple(dict.fromkeys(cells[run] for run in runs if run in cells))
     tried = ", ".join(f"{probe.micro_batch} {probe.status}" for probe in p.probes)
-    settled = "" if p.settled else "\nnot settled: sizes between are untried"
+    settled = "" if p.settled else "\nnot settled: sizes in between were not tried"
     proved = Point(
         x=p.sequence_length,
         y=float(p.largest_fitting or 0),

@@ -12,7 +12,7 @@ from paceline.report.text.measurements import format_brief
 from paceline.wording import Scale, short_count
 
 SPOT = ", spot"
-LEAST_PER_MILLION = 0.1  # below it digits are mostly zeros, and a billion tokens is said instead
+LEAST_PER_MILLION = 0.1  # below it digits are mostly zeros, so the unit is a billion tokens
 
 
 def cost(report: Report) -> Iterator[Chart]:
@@ -56,7 +56,7 @@ def _bar(found: Cost, label: str, group: str, scale: Scale, *, faint: bool) -> P
 
 
 def budget(report: Report) -> Iterator[Chart]:
-    """Cost against time of the samples that were asked for: one line per series and price, one panel per kind of
+    """Cost against time of the requested samples: one line per series and price, one panel per kind of
     sample. To the left is sooner, below is cheaper."""
     found = sized.offers(report)
     if not found:

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from paceline.analysis.findings import NodeMeasure, NodeVerdict, Report
 from paceline.analysis.findings.machine import FAIL, PASS, SUSPECT, UNDECIDED
 from paceline.report.charts.chart import BARS, Axis, Chart, Point, Rule, Series
-from paceline.report.tables.nodes import band, furthest, measure_names, shown
+from paceline.report.tables.nodes import band, furthest, measure_names, shown, verdict_name
 
-# Places in the palette; what could not be told is grey.
+# Indexes in the palette; inconclusive is grey.
 COLOURS = {PASS: 0, SUSPECT: 1, FAIL: 2, UNDECIDED: 7}
 
 
 def nodes(report: Report) -> Iterator[Chart]:
-    """Lanes by measure; a temperature is no ratio and stands in the table only."""
+    """Lanes by measure; temperatures are not ratios and appear only in the table."""
     points = tuple(
         _point(node, m)
         for name in measure_names(report.nodes)
@@ -26,25 +26,25 @@ def nodes(report: Report) -> Iterator[Chart]:
     yield Chart(
         name="nodes",
         title="Nodes beside their peers",
-        subtitle="Of each measure the furthest rank; whiskers are 95 % intervals over the repeats.",
+        subtitle="For each measure the rank furthest from its peers; whiskers are 95 % intervals over the repeats.",
         kind=BARS,
         y=Axis(label="% of the median", unit="%"),
         points=points,
-        series=tuple(Series(name=verdict, colour=i) for verdict, i in COLOURS.items()),
+        series=tuple(Series(name=verdict_name(verdict), colour=i) for verdict, i in COLOURS.items()),
         rules=(Rule(y=lowest, label=f"accepted from {lowest:.4g} %"),) if lowest is not None else (),
     )
 
 
 def _point(node: NodeVerdict, m: NodeMeasure) -> Point:
     value = shown(m, m.relative) or 0.0
-    odd = "" if m.verdict == PASS else f" ({m.verdict})"
+    odd = "" if m.verdict == PASS else f" ({verdict_name(m.verdict)})"
     return Point(
         y=value,
         low=shown(m, m.low),
         high=shown(m, m.high),
         label=node.node,
         group=m.measure,
-        series=m.verdict,
+        series=verdict_name(m.verdict),
         text=f"{value:.1f}{odd}",
         detail=f"{node.node}, rank {m.rank}: {m.measure}\n{value:.1f} % of the median; accepted {band(m)}",
         cells=(node.cell,),

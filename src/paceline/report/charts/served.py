@@ -38,7 +38,7 @@ from paceline.report.text.load_names import (
 )
 from paceline.wording import MISSING, format_number, format_parts, places
 
-# As many as colours tell apart.
+# As many as there are distinct colours.
 MOST_LOADS = 8
 # Fewer requests have no distribution.
 FEWEST_REQUESTS = 5
@@ -78,8 +78,8 @@ def curve(report: Report) -> Iterator[Chart]:
     yield Chart(
         name="served_curve",
         title="Latency over throughput",
-        subtitle=f"Each point is one load ({_loads_told(loads)}): median (dashed) and 99th percentile, counted from "
-        f"when requests were due; whiskers are 95 % bounds. Latency is logarithmic.{_hollow(doubted)}{_ceiling(found)}",
+        subtitle=f"Each point is one load ({_loads_told(loads)}): median (dashed) and 99th percentile, from the "
+        f"scheduled send time; whiskers are 95 % intervals. Latency is logarithmic.{_hollow(doubted)}{_ceiling(found)}",
         kind=LINES,
         x=Axis(label="output, tokens/s", unit="tokens/s", ticks="round"),
         y=Axis(label="ms", unit="ms", scale=LOG, zero=False, shared=False),
@@ -185,8 +185,8 @@ def distributions(report: Report) -> Iterator[Chart]:
     yield Chart(
         name="served_distributions",
         title="Latency by percentile",
-        subtitle="What each share of the requests took at most: the right end is the slowest, dots are p50, p90 and "
-        f"p99. Counted from when requests were due; logarithmic.{rest}",
+        subtitle="The right end is the slowest request; dots are p50, p90 and p99. Measured from the scheduled send "
+        f"time; logarithmic.{rest}",
         kind=LINES,
         x=Axis(label="percentile", unit="%", scale=NINES),
         y=Axis(label="ms", unit="ms", scale=LOG, zero=False, shared=False),
@@ -208,7 +208,7 @@ def _chosen(loads: Sequence[ServedLoad]) -> list[ServedLoad]:
 def spread_points(
     spread: LatencySpread, group: str, series: str, cell: str, runs: tuple[str, ...], drawn: str = LONE
 ) -> Iterator[Point]:
-    """The curve, and dots at the percentiles that people quote, as far as there are requests to tell them from."""
+    """The curve, and dots at p50, p90 and p99 if there are enough requests for them."""
     if spread.n < FEWEST_REQUESTS:
         return
     for share, seconds in zip(spread.shares, spread.seconds, strict=True):
@@ -242,9 +242,9 @@ def client(report: Report) -> Iterator[Chart]:
     points = [point for audit in found.audits if (point := _audited(audit, cell_words(audit.axes, named)))]
     yield Chart(
         name="served_client",
-        title="The client's own lateness",
-        subtitle="Of sending, reading and its processor the one nearest to its bound, in the worst process. "
-        "Beyond a bound a load is not believed.",
+        title="How late the load generator was",
+        subtitle="Sending, reading or CPU, whichever is nearest to its bound, in the worst process. "
+        "Beyond a bound the load is unreliable.",
         kind=BARS,
         y=Axis(label="% of the bound", unit="%"),
         points=tuple(points),
@@ -272,11 +272,11 @@ class _Used(NamedTuple):
 
 
 def _told_too(audit: ClientAudit) -> Iterator[str]:
-    """What has no bound of its own, and still says how far times can be read."""
+    """Facts without a bound that limit the accuracy of times."""
     if audit.clock_drift_s is not None:
-        yield f"clocks: moved {audit.clock_drift_s * 1e3:,.3g} ms against each other"
+        yield f"clocks: drifted {audit.clock_drift_s * 1e3:,.3g} ms against each other"
     if audit.unstamped_ratio is not None:
-        yield f"answers without the kernel's times: {audit.unstamped_ratio:.1%}"
+        yield f"answers without kernel timestamps: {audit.unstamped_ratio:.1%}"
     if audit.coalesced_ratio is not None:
         yield f"events that shared a read: {audit.coalesced_ratio:.1%}"
 

@@ -67,10 +67,14 @@ def _traces(report: Report) -> dict[str, ServedTrace]:
 def _flight_words(traces: Collection[ServedTrace]) -> str:
     """Only of what there is to see."""
     several = any(len(trace.replicas) > 1 for trace in traces)
-    words = ["Sent and not ended", *(["replicas on top of each other"] if several else []), "one launch of each cell"]
+    words = [
+        "Sent and not yet answered",
+        *(["replicas on top of each other"] if several else []),
+        "one launch of each cell",
+    ]
     wrong = {LATE if trace.limited else FAILED for trace in traces if any(trace.late)}
     ended = "ended late or failed" if LATE in wrong else "failed"
-    return f"{', '.join(words)}." + (f" Dots: moments in which requests {ended}." if wrong else "")
+    return f"{', '.join(words)}." + (f" Dots: times at which requests {ended}." if wrong else "")
 
 
 def _names(trace: ServedTrace) -> dict[int, str]:
@@ -166,7 +170,7 @@ def replicas(report: Report) -> Iterator[Chart]:
     yield Chart(
         name="served_replicas",
         title="Replicas over the run",
-        subtitle="Tokens when they came; TTFT of the requests whose first token came then. One launch of each cell.",
+        subtitle="Output rate and median TTFT at the time of arrival. One launch of each cell.",
         kind=LINES,
         x=TIME,
         y=Axis(label="", shared=False),
@@ -218,7 +222,7 @@ def replica_ttft(report: Report) -> Iterator[Chart]:
     yield Chart(
         name="served_replica_ttft",
         title="Time to first token by replica",
-        subtitle="What each share of a replica's requests took at most; logarithmic. One launch of each cell.",
+        subtitle="Percentiles of the requests of each replica; logarithmic. One launch of each cell.",
         kind=LINES,
         x=Axis(label="percentile", unit="%", scale=NINES),
         y=Axis(label="ms", unit="ms", scale=LOG, zero=False, shared=False),

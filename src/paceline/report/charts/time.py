@@ -18,7 +18,7 @@ MOST_PANELS = 12
 
 
 def history(report: Report) -> Iterator[Chart]:
-    """One chart per metric, a panel per cell. Shares of the first level let cells of any speed stand on one axis.
+    """One chart per metric, a panel per cell. Shares of the first level put cells of any speed on one axis.
 
     What never moved is in the table only.
     """

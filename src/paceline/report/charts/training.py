@@ -60,12 +60,12 @@ def throughput(report: Report) -> Iterator[Chart]:
 
 
 def peak_memory(report: Report) -> Iterator[Chart]:
-    """Peaks against the capacity of the smallest device, or a word on how far away it is."""
+    """Peaks against the capacity of the smallest device, or a note if it is far away."""
     found = list(_measured(report, "peak_memory_bytes"))
     points = [_bar(group, row, m, GIB, format_brief(m, GIB)) for group, row, m in found]
     capacity = GIB.apply(_capacity_bytes(report))
     near = capacity is not None and capacity < FAR * max((p.y for p in points), default=0.0)
-    words = "The highest process of each cell; lower is better."
+    words = "Process with the highest peak of each cell; lower is better."
     if capacity is not None and not near:
         words += f" The device holds {format_number(capacity, 1)} GiB, beyond this axis."
     yield Chart(
@@ -149,7 +149,7 @@ def _measured(report: Report, metric: str) -> Iterator[tuple[Group, Row, Measure
 
 
 def _capacity_bytes(report: Report) -> float | None:
-    """Memory of the smallest device of all machines; None where none is known."""
+    """Memory of the smallest device of all machines; None if none is known."""
     known = [gpu.get("memory_bytes") for machine in report.machines for gpu in machine.get("gpus") or ()]
     return min((float(size) for size in known if size), default=None)
 
@@ -172,7 +172,7 @@ def step_time(report: Report) -> Iterator[Chart]:
 
 
 def _spread(group: Group, row: Row, m: Measurement, seconds: Sequence[float]) -> Point:
-    """y, low and high are the mean and its interval; the samples stand beside them."""
+    """y, low and high are the mean and its interval; samples are the single steps."""
     samples = tuple(float(f"{second * 1e3:.5g}") for second in seconds)
     ordered = sorted(samples)
     median = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
@@ -300,7 +300,7 @@ def scaling_loss(report: Report) -> Iterator[Chart]:
     yield Chart(
         name="scaling_loss",
         title="Where the step time goes",
-        subtitle="Ideal is what the baseline's rate gives at this size.",
+        subtitle="Ideal is the step time at the baseline's rate.",
         kind=STACK,
         y=Axis(label="ms per optimizer step", unit="ms"),
         points=tuple(points),

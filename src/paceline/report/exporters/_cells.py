@@ -43,7 +43,8 @@ def require_package(module: str, extra: str) -> None:
     """RequestError with the command that installs what is missing; imports nothing."""
     if importlib.util.find_spec(module) is None:
         raise RequestError(
-            f"--format {extra}: needs the package {module}, which is not installed; `pip install 'paceline[{extra}]'`"
+            f"--format {extra}: needs the package {module}, which is not installed. "
+            f"Run `pip install 'paceline[{extra}]'`."
         )
 
 

@@ -17,12 +17,12 @@ OWNER = ".written-by-paceline"
 def check_owned(folder: Path) -> None:
     """Refuse a folder of that name that somebody else made: replacing it would destroy their files."""
     if folder.exists() and not (folder / OWNER).is_file():
-        raise RequestError(f"{folder}: was not written by an export; move it, and export again")
+        raise RequestError(f"{folder}: this directory was not written by an export. Move it and export again")
 
 
 @contextlib.contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """A fresh folder to fill, which takes the place of `folder` at the end; after an error the old one stands."""
+    """A fresh folder to fill, which replaces `folder` at the end; after an error the old one is kept."""
     check_owned(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     _sweep(folder)

@@ -17,14 +17,14 @@ from paceline.wording import format_parts, scale_of
 COLUMNS = (Column("metric"), Column("value", True), Column("unit"))
 # A sweep holds thousands of rows of one cell; its own tables show them.
 MOST_MEASUREMENTS = 60
-# Beyond this many runs those that agree in everything are told in a line: 500 tables of ticks are megabytes.
+# Beyond this many runs, valid certificates are one line each: 500 tables are megabytes.
 MOST_CERTIFICATES = 200
 
 Found = TypeVar("Found", RunFinding, Measurement, Certificate)
 
 
 def panels(report: Report) -> Iterator[str]:
-    """Every cell that was asked for, by name: runs are shuffled. References are not asked for."""
+    """Every requested cell by name, because runs are shuffled; references are left out."""
     named = varying_axes(report)
     runs = _by_cell(run for run in report.runs if not run.is_reference)
     measured, certified = _by_cell(report.measurements), _by_cell(report.certificates)
@@ -74,7 +74,7 @@ def _recipe(recipe: Recipe | None) -> str:
 
 
 def _measurements(found: Sequence[Measurement]) -> str:
-    """Those with a value; the others by name, so that nothing missing looks like nothing asked."""
+    """Measurements with a value; the names of the others, so that nothing missing goes unnoticed."""
     if len(found) > MOST_MEASUREMENTS:
         return paragraph(f"{len(found):,} measurements: see the tables above and metrics.csv.", "quiet")
     known = [m for m in found if m.value is not None]
@@ -86,7 +86,7 @@ def _measurements(found: Sequence[Measurement]) -> str:
 
 
 def _doubted(found: Sequence[Measurement]) -> str:
-    return paragraph("Not believed, and part of no comparison:", "bad") + _measurements(found) if found else ""
+    return paragraph("Unreliable, excluded from comparisons:", "bad") + _measurements(found) if found else ""
 
 
 def _measured(m: Measurement) -> tuple[Cell, ...]:
@@ -96,7 +96,7 @@ def _measured(m: Measurement) -> tuple[Cell, ...]:
 
 
 def _certificate(certificate: Certificate, brief: bool) -> str:
-    """Why a run is not certified is always told in full."""
+    """A run that is not certified always shows all its checks."""
     mark = table.TICK if certificate.valid else table.CROSS
     if brief and certificate.valid:
         return paragraph(f"{mark} certificate of {certificate.run}: {len(certificate.checks)} checks agree.", "quiet")

@@ -1,4 +1,4 @@
-"""What the page's script reads: charts, the axes a reader may filter by, and where each cell stands on them."""
+"""The data of the page's script: charts, the axes to filter by, and the value of each cell on them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DIGITS = 6  # far beyond what an axis shows
 
 
 def text(report: Report, charts: Sequence[Chart]) -> str:
-    """JSON that cannot end the element it stands in: no `<` is left."""
+    """JSON without `<`, so that it cannot end its element."""
     words = Words()
     numbers = {run.run: i for i, run in enumerate(report.runs)}
     value = {"charts": [_chart(chart, words, numbers) for chart in charts], "runs": list(numbers), **_filters(report)}
@@ -88,7 +88,7 @@ def _filters(report: Report) -> dict[str, Any]:
 
 
 def _ordered(values: Iterable[Scalar]) -> list[Scalar]:
-    """Numbers by size, then words, what was not given last."""
+    """Numbers by size, then texts, missing values last."""
     found = set(values)
     number = [v for v in found if isinstance(v, int | float) and not isinstance(v, bool)]
     words = [v for v in found if isinstance(v, str | bool)]

@@ -33,7 +33,7 @@ def _notes(lines: Sequence[str]) -> str:
 
 
 def folded(summary: str, content: Table | str | None, linked: Container[str] = ()) -> str:
-    """Evidence on demand; nothing where there is none. A text is HTML already."""
+    """Evidence on demand; nothing if there is none. A text is HTML already."""
     inner = render(content, linked) if isinstance(content, Table) else content
     return f"<details><summary>{escape(summary)}</summary>{inner}</details>" if inner else ""
 
@@ -44,7 +44,7 @@ def block(title: str, table: Table, linked: Container[str]) -> str:
 
 
 def render(table: Table, linked: Container[str] = ()) -> str:
-    """Rows that speak of one linked cell lead there from their first words."""
+    """The first text of a row about one cell links to that cell."""
     kinds = [_kind(column, [row[i] for row in table.rows]) for i, column in enumerate(table.columns)]
     head = "".join(f"<th{kind}>{_heading(column)}</th>" for kind, column in zip(kinds, table.columns, strict=True))
     cells: Sequence[tuple[str, ...]] = table.cells or [()] * len(table.rows)
@@ -66,7 +66,7 @@ def _row(
 
 
 def about(cells: Iterable[str]) -> str:
-    """The attribute by which the page's filter finds what speaks of these cells."""
+    """The attribute that the filter of the page uses to find rows about these cells."""
     names = " ".join(dict.fromkeys(cells))
     return f' data-cells="{escape(names)}"' if names else ""
 

@@ -16,7 +16,7 @@ UNITS = {"s": "seconds", "w": "watts", "c": "celsius", "hz": "hertz", "j": "joul
 
 @dataclass(slots=True)
 class Family:
-    """All samples of one name. kind is gauge or counter; of equal labels the last value stands, as one must."""
+    """All samples of one name. kind is gauge or counter; of equal labels the last value is kept."""
 
     name: str
     help: str

@@ -33,7 +33,7 @@ FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 
 
 def export(report: Report, directory: Path) -> list[Path]:
-    """cells.csv only where something was trained, collectives.csv where there is a sweep, effects.csv with a design."""
+    """cells.csv only if something was trained, collectives.csv where there is a sweep, effects.csv with a design."""
     files = {"metrics.csv": text(report)}
     if any(m.metric == THROUGHPUT for m in report.measurements):
         files["cells.csv"] = cells_text(report)
@@ -45,8 +45,8 @@ def export(report: Report, directory: Path) -> list[Path]:
 
 
 def text(report: Report) -> str:
-    """Axes first, then the measurement in the unit beside it; `certified` says whether the row may be ranked. Of
-    served loads `believed` says whether it may be compared; others have no such word."""
+    """Axes first, then the measurement in the unit beside it; `certified` says whether the row may be ranked.
+    `believed`, for served loads only, says whether the row may be compared."""
     found = [*((m, True) for m in report.measurements), *((m, False) for m in report.doubted)]
     axes = _ordered({name for m, _ in found for name in m.axes} - set(OWN))
     trusted = trusted_runs(report)
@@ -75,7 +75,7 @@ def cells_text(report: Report) -> str:
 
 
 def _variant(m: Measurement, own: Mapping[str, Scalar]) -> str:
-    """What tells measurements of one metric and cell apart: ` (weak)`, ` (aws-h200, spot)`."""
+    """Distinguishes measurements of one metric and cell: ` (weak)`, ` (aws-h200, spot)`."""
     more = [str(value) for name, value in m.axes.items() if name not in own and value is not None]
     return f" ({', '.join(more)})" if more else ""
 

@@ -50,8 +50,8 @@ $scripts
 """)
 
 NO_CHARTS = (
-    "The charts, filters and sorting need JavaScript. Every number is in the tables, and the same charts are files in "
-    "the folder plots/ beside this page."
+    "Charts, filters and sorting need JavaScript. Every number is in the tables, and the same charts are files in "
+    "plots/ next to this page."
 )
 
 
@@ -60,7 +60,7 @@ def export(report: Report, directory: Path) -> list[Path]:
 
 
 def text(report: Report) -> str:
-    """The whole page. Only the scripts that stand in it may run, by their hashes; nothing may be loaded."""
+    """The whole page. Only its own scripts may run, identified by their hashes; nothing may be loaded."""
     found = charts(report)
     sources = [asset(name) for name in SCRIPTS]
     return PAGE.substitute(
@@ -104,7 +104,7 @@ def _parts(report: Report, found: tuple[Chart, ...]) -> Iterator[str]:
     for name, title, inner in shown:
         yield f'<section id="{name}"><h2>{escape(title)}</h2>{inner}</section>'
     made = f"Paceline {report.paceline_version}, {tables.created(report)}. Brackets are 95 % intervals."
-    yield f'<footer>{escape(made)}<p class="printed">What was folded on the screen is not printed.</p></footer>'
+    yield f'<footer>{escape(made)}<p class="printed">Collapsed sections are not printed.</p></footer>'
 
 
 def _header(report: Report, sections: Iterable[tuple[str, str]]) -> str:

@@ -60,7 +60,7 @@ def plain(value: object) -> Any:
 
 
 def flat(m: Measurement) -> dict[str, Any]:
-    """One level: the identifying axes stand beside the numbers; where names meet, the measurement's own wins."""
+    """One level: axes beside the numbers; on a name clash the measurement's own field wins."""
     own = _fields(m)
     axes: dict[str, Any] = own.pop("axes")
     return {"metric": own["metric"]} | axes | own

@@ -19,7 +19,7 @@ from paceline.report.tables.table import Cell, Table, created
 MOST_CHARACTERS = 65_536
 # How many rows of a table, tables of a section or items of a list are kept, and how many characters of a text.
 CUTS = ((None, None), (200, 1000), (60, 400), (25, 250), (10, 160), (5, 100), (2, 60))
-WHERE = "report.html and metrics.csv hold all of it"
+WHERE = "report.html and metrics.csv are complete"
 
 
 def export(report: Report, directory: Path) -> list[Path]:
@@ -60,7 +60,7 @@ class Page:
         if self.rows is not None:
             most = f"at most {self.rows} rows of a table and {self.characters} characters of a text are shown"
             yield f"Cut to fit a pull request: {most}; {WHERE}."
-        yield f"Read all of it with this in mind:\n\n{self.bullets(report.notes)}" if report.notes else ""
+        yield f"Notes on the whole report:\n\n{self.bullets(report.notes)}" if report.notes else ""
         for section in found:
             yield f"## {escape(section.title)}"
             yield from self._section(section)
@@ -137,7 +137,7 @@ def _html(value: str) -> str:
 
 
 def _code(value: str) -> str:
-    """Inside a table a bar ends the cell even in code, unless a backslash stands before it, which GFM removes."""
+    """Inside a table a bar ends the cell even in code, unless a backslash precedes it, which GFM removes."""
     return "`" + _one_line(value).replace("`", "").replace("|", "\\|") + "`"
 
 
@@ -151,7 +151,7 @@ def escape(value: str) -> str:
 
 
 def _uncalled(value: str) -> str:
-    """GitHub calls whoever follows an at sign and links what looks like an address, unless something stands between."""
+    """Keep GitHub from notifying @names and from linking addresses: a comment inside prevents both."""
     unlinked = re.sub(r"(?i)\b(https?:|ftp:|www)(?=//|\.)", r"\1<!-- -->", value)
     return re.sub(r"@(?=\w)", "@<!-- -->", unlinked)
 

@@ -36,7 +36,7 @@ def check(directory: Path) -> None:
     for module in ("mlflow", *(() if asked else ("sqlalchemy", "alembic"))):
         require_package(module, "mlflow")
     if asked:
-        with _named_failures(f"MLFLOW_TRACKING_URI: {asked!r} was given, which MLflow cannot use"):
+        with _named_failures(f"MLFLOW_TRACKING_URI: got {asked!r}, which MLflow cannot use"):
             _client(asked).search_experiments(max_results=1)
     else:
         _check_database(directory / DATABASE)

@@ -72,7 +72,7 @@ def _device_kind(report: Report, world_size: int | None) -> Scalar:
 
 
 def _device_name(report: Report, kind: Scalar) -> str | None:
-    """Names of the GPUs or processors of all machines; None where none was recorded."""
+    """Names of the GPUs or processors of all machines; None if none was recorded."""
     if kind == "cuda":
         names = [gpu.get("name") for machine in report.machines for gpu in machine.get("gpus") or ()]
     else:
@@ -81,7 +81,7 @@ def _device_name(report: Report, kind: Scalar) -> str | None:
 
 
 def _iterations(rows: Sequence[CollectiveRow]) -> dict[str, Scalar]:
-    """As asked of the workload; iterations as they were counted where nothing was asked."""
+    """The requested number of iterations, or the counted one if none was requested."""
     options: Mapping[str, Scalar] = Choice.parse(str(rows[0].axes["workload"])).options if rows else {}
     counted = Counter(r.iterations // r.launches for r in rows if r.iterations)
     usual = counted.most_common(1)[0][0] if counted else None

@@ -1,4 +1,4 @@
-"""wandb/: an offline Weights & Biases run per cell, for `wandb sync`; online only where WANDB_MODE=online says so."""
+"""wandb/: an offline Weights & Biases run per cell, for `wandb sync`; online only if WANDB_MODE=online says so."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check(directory: Path) -> None:
 
 
 def _has_key() -> bool:
-    """Never prompts; where there is a key, the server is asked whether it takes it."""
+    """Never prompts; if there is a key, checks it with the server."""
     import wandb
 
     with _named_failures():

@@ -20,12 +20,12 @@ _HEADINGS |= {"rouge_lsum_score": "ROUGE-Lsum", "answer_characters": "characters
 
 
 def tables(report: Report) -> tuple[Table, ...]:
-    """Scores by cell, then replicas by cell; each only where there is something to show."""
+    """Scores by cell, then replicas by cell; each only if there is something to show."""
     return tuple(table for table in (_scores(report), _replicas(report)) if table)
 
 
 def sentence(report: Report) -> str:
-    """What failed and who is suspect first, then what passed; empty where answers were not looked at or all agree."""
+    """What failed and who is suspect first, then what passed; empty if answers were not looked at or all agree."""
     return " ".join((*_failures(report), *_suspects(report), *_passes(report)))
 
 
@@ -53,7 +53,7 @@ def flag_text(each: ReplicaAnswers) -> str:
     work`."""
     where = f" ({each.host})" if each.host else ""
     speed = format_parts(each.tokens_per_s, None, None)[0]
-    told = "" if each.tokens_per_s is None else f": its {speed} tokens/s may be of other work"
+    told = "" if each.tokens_per_s is None else f": its {speed} tokens/s may be different work"
     return f"replica {each.replica}{where} {each.flag}{told}"
 
 
@@ -122,9 +122,9 @@ def _replicas(report: Report) -> Table | None:
     )
     rows = tuple(_replica_row(report, each, one, metrics, several) for each, one in found)
     note = (
-        "Every replica was asked the same questions outside the timed load. A replica with a flag may be fast because "
-        "it does other work: its speed is not ranked without the flag. Tokens/s are over the whole time of its loads, "
-        "waits for other replicas included."
+        "Every replica got the same prompts outside the timed load. A flagged replica may be fast because it does "
+        "different work, so its speed is always shown with the flag. Tokens/s cover the whole time of its loads, "
+        "including waits for other replicas."
     )
     return Table("Answers by replica", columns, rows, (note,), tuple((each.cell,) for each, _ in found))
 
@@ -133,7 +133,7 @@ def _replica_row(
     report: Report, each: Accuracy, one: ReplicaAnswers, metrics: list[str], several: bool
 ) -> tuple[Cell, ...]:
     scores = {m.metric: m for m in one.scores}
-    how = f"{one.asked - one.odd} of {one.asked} as most" if one.agreement else ""
+    how = f"{one.asked - one.odd} of {one.asked} as the majority" if one.agreement else ""
     return (
         *((Cell(cell_name(report, each.cell, each.axes, varying_axes(report))),) if several else ()),
         Cell(str(one.replica), one.host or ""),

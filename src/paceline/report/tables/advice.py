@@ -1,4 +1,4 @@
-"""What would have fitted where a run was out of memory."""
+"""Changes predicted to fit after an out-of-memory error."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from paceline.wording import format_parts
 ESTIMATED = "estimated"
 OTHER_WORK = "other work"
 NOTE = (
-    "Predicted by rehearsing the strategy itself on fake tensors after the run had failed; nothing of it was measured. "
-    f"A peak fits that leaves {100 * SPARE_RATIO:.0f} % of the room free; where the run itself was predicted to fit "
-    "and did not, it must be that much below its own."
+    "Predicted by running the strategy on fake tensors after the failure; nothing was measured. A peak fits if it "
+    f"leaves {100 * SPARE_RATIO:.0f} % of the memory free. If the failed run itself was predicted to fit, the peak "
+    "must be that much below its own prediction."
 )
-OTHER_WORK_NOTE = f"{OTHER_WORK}: the change trains on other batches or by other arithmetic, so it is another result."
+OTHER_WORK_NOTE = f"{OTHER_WORK}: the change uses different batches or arithmetic, so the result is not comparable."
 
 
 def tables(report: Report) -> tuple[Table, ...]:
-    """One row per run out of memory that was advised; empty where there is none."""
+    """One row per out-of-memory run with advice; empty if there is none."""
     named = varying_axes(report)
     rows = tuple(
         (Cell(describe(found.axes, named), f"at {batch_text(found)}, in {size(found.room_bytes)}"), Cell(remedy(found)))
@@ -65,17 +65,17 @@ def remedy(found: MemoryAdvice) -> str:
     if not predicted:
         return "nothing could be predicted"
     least = min(predicted, key=lambda each: each.peak_bytes or 0)
-    return f"nothing that was tried; the least is {least.change} ({_peak(least)}): use more or larger devices"
+    return f"none of the changes tried; the smallest is {least.change} ({_peak(least)}): use more or larger devices"
 
 
 def _peak(each: Alternative) -> str:
-    """Its size and all that qualifies it. The note of a prediction says how it was made; of none, why there is none."""
+    """Its size and qualifiers. The note says how a prediction was made, or why there is none."""
     words = [size(each.peak_bytes), *([ESTIMATED] if each.origin == ESTIMATED else [])]
     return ", ".join([*words, *([each.note] if each.note else []), *([] if each.keeps_work else [OTHER_WORK])])
 
 
 def lines(found: MemoryAdvice) -> Iterator[str]:
-    """For one run: the sentence, and the words that apply the first remedy."""
+    """For one run: the sentence, and the options that apply the first change."""
     yield sentence(found)
     if found.fitting:
         first = found.fitting[0]

@@ -1,6 +1,6 @@
-"""What a training on so many samples takes and costs, at every number of nodes that was measured.
+"""Time and cost of training on a number of samples, at every measured number of nodes.
 
-Samples are comparable only where they are equally long and of the same data: each such set has a table of its own.
+Samples are comparable only if they have the same length and data: each such set has its own table.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ EFFICIENCY = "scaling_efficiency_ratio"
 # Axes that say on how much a series ran; all others are the same along it.
 SIZES = ("nodes", "world_size", "global_batch", "accumulation")
 MEASURED_ONLY = (
-    "Only numbers of nodes that were measured; nothing is extrapolated. The measured rate is taken to hold to the end: "
-    "no failure, evaluation or checkpoint is in it, and no interruption of spot capacity."
+    "Only measured numbers of nodes; nothing is extrapolated. The estimate assumes the measured rate to the end, "
+    "without failures, evaluations, checkpoints or interruptions of spot capacity."
 )
-PER_NODE_COST = "Cost rises with the nodes by as much as efficiency falls: without a loss it would stay the same."
+PER_NODE_COST = "Cost rises as efficiency falls: at 100 % efficiency it would not depend on the number of nodes."
 
 
 def offers(report: Report) -> list[Offer]:
-    """Cells for which a number of samples was asked, on the fewest devices first."""
+    """Cells with a requested number of samples, fewest devices first."""
     asked = [offer for offer in offers_of(report.costs) if offer.lead.samples_cost_usd]
     return sorted(asked, key=lambda offer: (describe(offer.lead.axes, ()), offer.lead.devices))
 
 
 def tables(report: Report) -> tuple[Table, ...]:
-    """One per length, data and pair of prices; empty where nobody asked for a number of samples."""
+    """One per length, data and pair of prices; empty if no number of samples was requested."""
     sets: dict[tuple[object, ...], list[Offer]] = {}
     for offer in offers(report):
         lead, spot = offer.lead, offer.spot

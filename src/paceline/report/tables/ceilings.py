@@ -23,7 +23,7 @@ Rows = tuple[tuple[Cell, ...], ...]
 
 
 def tables(report: Report) -> tuple[Table, ...]:
-    """Empty where the report holds no such runs. One set per cell that measured kernels."""
+    """Empty if the report has no such runs. One set per cell that measured kernels."""
     found: dict[str, list[Measurement]] = {}
     for m in report.measurements:
         if "kernel" in m.axes:
@@ -180,7 +180,7 @@ def _ran(cells: Mapping[tuple[Scalar, Scalar, Scalar], Measurement], backend: st
 
 
 def devices(title: str, measured: Sequence[Measurement]) -> Table:
-    """Each rank's own ceilings; one that is 5 % under the median of its peers stands out."""
+    """Ceilings of each rank; one that is 5 % below the median of its peers is marked."""
     own = [m for m in measured if m.axes["rank"] is not None]
     kinds = list(dict.fromkeys(map(_ceiling_name, own)))
     by = {(m.axes["rank"], _ceiling_name(m)): m for m in own}
@@ -238,7 +238,7 @@ def _notes(measured: Iterable[Measurement]) -> tuple[str, ...]:
 
 
 def _refusals(measured: Iterable[Measurement]) -> tuple[str, ...]:
-    """Why rows have no number: each reason once with what it stopped; the rest stands in the stored measurements."""
+    """Why rows have no number: each reason once, with the rows it affects."""
     said: dict[str, list[str]] = {}
     for m in measured:
         if m.value is None and m.note:

@@ -1,4 +1,4 @@
-"""Numbers that others state, always beside the words that they were not measured."""
+"""Numbers that others published, always marked as not measured."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SAID = {"tokens_per_step": "by its stated batch"}
 
 
 def tables(report: Report) -> tuple[Table, ...]:
-    """What each source says, and what its bytes alone would say; empty where nothing was imported."""
+    """What each source says, and what its bytes alone would say; empty if nothing was imported."""
     sources = dict.fromkeys(claim.source for claim in report.claims)
     said = (_claims(source, [c for c in report.claims if c.source == source]) for source in sources)
     return (*said, *map(_transfers, report.claimed_transfers))
@@ -45,7 +45,7 @@ def sentence(report: Report) -> str:
     checked = [c for c in report.claims if c.claimed is not None and c.recomputed is not None]
     wrong = sum(c.contradicted for c in checked)
     one = len(runs) == 1
-    parts = [f"{'1 run is' if one else f'{len(runs)} runs are'} claimed by others, not measured: nothing ranks them."]
+    parts = [f"{'1 run is' if one else f'{len(runs)} runs are'} claimed by others: not measured, not ranked."]
     if checked:
         numbers = f"{len(checked)} claimed number{'' if len(checked) == 1 else 's'}"
         verb = "contradicts" if wrong == 1 else "contradict"
@@ -67,7 +67,7 @@ def _claims(source: str, claims: Sequence[Claim]) -> Table:
     example = {c.metric: c for c in claims if c.contradicted and c.how}
     notes = [
         NOT_MEASURED,
-        "Where the source's other numbers give another value, that value stands first and the claimed one after it.",
+        "If the other numbers of the source give a different value, that value is shown first, then the claimed one.",
         *(f"{_COLUMNS[m][0]}, {describe(c.axes)}: {c.how}." for m, c in example.items()),
     ]
     return Table(f"Claimed by {source}", tuple(columns), rows, tuple(notes))

@@ -14,7 +14,7 @@ MOST_ROWS = 30
 MOST_NAMED = 3
 DIGITS_OF_PERCENT = 1
 _TONES = {BETTER: "good", WORSE: "bad", TIE: "quiet", None: "quiet"}
-# What worse and better are called.
+# Words for worse and better.
 _SPEED, _SIZE, _LEVEL = ("slower", "faster"), ("more peak memory", "less peak memory"), ("lower", "higher")
 SERVED = {
     RATE: "highest rate within the limits",
@@ -78,7 +78,7 @@ def change_text(c: Change) -> str:
 
 
 def sentence(found: Between) -> str:
-    """The whole answer: how much, in how many, what differs, what ties and what is gone."""
+    """The whole answer: how much, in how many cells, what else differs, and what was lost."""
     parts = [*_speed_clauses(found), *_served_clauses(found), *_row_clauses(found), *_memory_clauses(found)]
     parts = parts or ["nothing could be compared"]
     if found.changes:
@@ -107,7 +107,7 @@ def _speed_clauses(found: Between) -> list[str]:
 
 
 def _served_clauses(found: Between) -> list[str]:
-    """Of served models each number by itself: one may answer sooner and say less a second."""
+    """Each metric of served models separately: latency and throughput may move in opposite directions."""
     parts: list[str] = []
     for metric, name in SERVED.items():
         ours = [c for c in found.changes if c.metric == metric]
@@ -121,7 +121,7 @@ def _row_clauses(found: Between) -> list[str]:
 
 
 def _memory_clauses(found: Between) -> list[str]:
-    """Only where memory changed: a tie of memory is in the table."""
+    """Only changes of memory; the table has the rest."""
     ours = [c for c in found.changes if c.metric == MEMORY]
     parts = [_clause(side, len(ours), "cell", words) for side, words in _decided(ours, _SIZE)]
     return [*parts, *_undecided(ours, "cell", _SIZE)]
@@ -142,7 +142,7 @@ def _clauses(changes: Sequence[Change], noun: str, words: tuple[str, str]) -> li
 
 
 def _undecided(changes: Sequence[Change], noun: str, words: tuple[str, str]) -> list[str]:
-    """How many have no verdict, and what they would hide at worst."""
+    """How many have no verdict, and the worst change among them."""
     found = [c for c in changes if c.verdict is None]
     if not found:
         return []
@@ -155,7 +155,7 @@ def _undecided(changes: Sequence[Change], noun: str, words: tuple[str, str]) -> 
 
 
 def _decided(changes: Sequence[Change], words: tuple[str, str]) -> Iterator[tuple[list[Change], str]]:
-    """Those for the worse, then those for the better, each with its word."""
+    """Changes for the worse, then for the better, each with its word."""
     for verdict, word in zip((WORSE, BETTER), words, strict=True):
         side = [c for c in changes if c.verdict == verdict]
         if side:
@@ -173,7 +173,7 @@ def _clause(side: Sequence[Change], total: int, noun: str, word: str) -> str:
 
 
 def tables(found: Between) -> tuple[Table, ...]:
-    """Cells, rows of sweeps, what differs, what is lost; each only where there is something to show."""
+    """Cells, rows of sweeps, what differs, what is lost; each only if there is something to show."""
     cells = [c for c in found.changes if c.row is None]
     rows = [c for c in found.changes if c.row is not None]
     wanted = (
@@ -241,7 +241,7 @@ def _lost(found: Between) -> Table | None:
 
 
 def lines(found: Between) -> tuple[str, ...]:
-    """What stands under the tables."""
+    """Lines below the tables."""
     lost = {x.label for x in found.lost}
     return (
         *(f"note: {note}" for note in found.notes),

@@ -13,15 +13,14 @@ from paceline.wording import MISSING, TIMES, Scale, format_number, format_parts,
 
 _USD, _PERCENT, _HOURS, _MILLIONS = Scale("USD"), Scale("%", 100.0), Scale("h", 1 / 3600), Scale("M", 1e-6)
 LIST_PRICES = (
-    "Prices are those that their source listed at that date, before discounts, storage and traffic: check them, or "
-    "give your own with --price."
+    "List prices at the given date, before discounts, storage and traffic. Check them, or set your own with --price."
 )
 PER_PROCESS = "On a CPU every process counts as one device."
-SAMPLES = "Samples are of the length beside them; cost per sample is never compared between lengths or data."
+SAMPLES = "Cost per sample depends on the sample length; it is never compared between lengths or datasets."
 
 
 def tables(report: Report) -> tuple[Table, ...]:
-    """One table for each pair of prices, then all prices; empty where no device has a price."""
+    """One table for each pair of prices, then all prices; empty if no device has a price."""
     offers = offers_of(report.costs)
     pairs = dict.fromkeys((o.lead.price.name, o.spot.price.name if o.spot else None) for o in offers)
     shown = [
@@ -40,7 +39,7 @@ def sentences(report: Report) -> tuple[str, ...]:
 
 def _saving(s: Saving, other: Cost | None) -> str:
     share, interval = format_parts(s.saved_ratio, s.low, s.high, _PERCENT)
-    tied = f", tied with {', '.join(s.tied)}," if s.tied else ""
+    tied = f" (equal or inconclusive: {', '.join(s.tied)})" if s.tied else ""
     said = (
         f"{s.label}{tied} saves {share} % {interval} of the cost per token against {s.other_label}, the next best, "
         f"at any price per GPU-hour ({s.group})"
@@ -117,7 +116,7 @@ def _cell(m: Measurement | None, scale: Scale, detail: str = "") -> Cell:
 
 
 def _prices(report: Report, offers: Sequence[Offer]) -> Table | None:
-    """All prices that hold for these devices: cost is proportional to them, so one factor tells the rest."""
+    """All prices of these devices. Cost is proportional to the price, so one factor per price is enough."""
     leads = {offer.lead.cell: offer.lead.price for offer in offers}
     shown = {cost.price.name for offer in offers for cost in (offer.lead, offer.spot) if cost}
     pairs = {c.price.name: (c.price, leads[c.cell]) for c in report.costs}

@@ -20,7 +20,7 @@ _RATIO_OF_RATIOS = (
 
 
 def tables(report: Report) -> tuple[Table, ...]:
-    """In reading order; empty where nothing was designed."""
+    """In reading order; empty if nothing was designed."""
     several = len(report.effects) > 1
     return tuple(table for outcome in report.effects for table in _tables(outcome, several))
 
@@ -39,7 +39,7 @@ def _tables(outcome: DesignOutcome, several: bool) -> Iterator[Table]:
 
 
 def sentences(report: Report) -> tuple[str, str, str] | None:
-    """What mattered most, what did not, and the plan behind it; None where no design has an effect to tell."""
+    """What mattered most, what did not, and the design; None if no design has an effect."""
     outcome = max(report.effects, key=lambda found: len(found.effects), default=None)
     if outcome is None or not outcome.effects:
         return None
@@ -48,7 +48,7 @@ def sentences(report: Report) -> tuple[str, str, str] | None:
     crossed = [f"{e.name} interact ({_brief(r)})" for e, r in told if r.verdict in _TONES and e.kind == INTERACTION]
     none = [f"{e.name} (under {percent_up(r.bound_ratio)} %)" for e, r in told if _is_null(e, r)]
     mattered = listed((*decided[:MOST_NAMED], *crossed[:1]))
-    first = f"What mattered most: {mattered}." if mattered else "Of the changes tried, none is known to matter."
+    first = f"What mattered most: {mattered}." if mattered else "None of the changes is known to matter."
     return first, f"No effect on speed: {listed(none[:MOST_NAMED])}." if none else "", plan(outcome)
 
 
@@ -79,13 +79,13 @@ def _ranked(title: str, what: str, effects: Iterable[Effect], notes: tuple[str, 
         Column(what, prose=True),
         Column("tokens/s, %", numeric=True),
         Column("speed"),
-        Column("visible from, %", numeric=True, priority=3),
+        Column("smallest detectable, %", numeric=True, priority=3),
         Column("peak memory, %", numeric=True, priority=1),
         Column("memory", priority=1),
         Column("pairs", numeric=True, priority=4),
     ]
     aliased = any(effect.aliases for effect in effects)
-    columns += [Column("not told from", prose=True, priority=2)] if aliased else []
+    columns += [Column("confounded with", prose=True, priority=2)] if aliased else []
     rows = tuple(_row(effect, aliased=aliased) for effect in effects)
     return Table(title, tuple(columns), rows, notes, tuple(effect.cells for effect in effects))
 
@@ -131,7 +131,7 @@ def verdict(response: Response, kind: str) -> str:
         word = "no interaction" if kind == INTERACTION else NO_EFFECT
         return f"{word}, under {percent_up(response.bound_ratio)} %"
     if response.verdict == ALIASED:
-        return "not told apart"
+        return "confounded"
     if kind == INTERACTION and response.verdict != OPEN:
         return "more together" if response.ratio > 1 else "less together"
     return response.verdict

@@ -16,7 +16,7 @@ MOST_ERRORS = 5
 
 
 def tables(report: Report) -> tuple[Table, ...]:
-    """One line per operation and dtype, then what was concluded; all fits and all rows stand in `details`."""
+    """One line per operation and dtype, then the conclusions; `details` has all fits and rows."""
     return (*_summaries(report), *fabric_links.tables(report))
 
 
@@ -74,10 +74,10 @@ def _payload_sentence(report: Report) -> str:
     unchecked = [r for r in rows if r.status == "ok" and r.wrong is None and r.size_bytes]
     missing = [r for r in rows if r.status in ("oom", "unsupported")]
     if wrong:
-        return f"Data arrived wrong in {len(wrong)} of {len(rows)} rows: those runs are invalid."
+        return f"Data arrived corrupted in {len(wrong)} of {len(rows)} rows: those runs are invalid."
     if not rows:
         return ""
-    checked = f"{len(unchecked)} rows were not checked" if unchecked else "Every payload arrived right"
+    checked = f"{len(unchecked)} rows were not checked" if unchecked else "Every payload arrived intact"
     return f"{checked}{f'; {len(missing)} of {len(rows)} rows could not be measured' if missing else ''}."
 
 

@@ -24,7 +24,7 @@ def number(value: float | None, scale: Scale) -> str:
 
 
 def fabric_name(report: Report, axes: Mapping[str, Scalar]) -> str:
-    """`4 GPUs`, and whatever else tells this sweep from the others of the report."""
+    """`4 GPUs`, and whatever else distinguishes this sweep from the others of the report."""
     shown = ["world_size", *(n for n in varying_axes(report) if n not in ("world_size", "model", "workload"))]
     names = [axis_text(n, axes) for n in shown if axes.get(n) is not None]
     workloads = {str(r.axes.get("workload")) for r in report.collectives}
@@ -49,11 +49,11 @@ def _options(workload: str) -> list[str]:
 
 
 def verdict_sentence(report: Report) -> str:
-    """Who is suspect, or that nobody is; empty where nothing was compared."""
+    """Who is suspect, or that nobody is; empty if nothing was compared."""
     if report.suspects:
         return " ".join(f"Suspect: {s.text}." for s in report.suspects)
     ranks = {r for pair in report.pairs for r in pair.ranks}
-    return "No node, rank or link stands out among its peers." if len(ranks) > 2 else ""
+    return "No node, rank or link is an outlier among its peers." if len(ranks) > 2 else ""
 
 
 def fits(report: Report) -> Table | None:

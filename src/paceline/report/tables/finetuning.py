@@ -11,7 +11,7 @@ from paceline.report.text.cells import THROUGHPUT, cell_name, ranked_cells
 from paceline.wording import MISSING, Scale, format_parts, scale_of
 
 SETTINGS = ("method", "rank", "targets", "optimizer")
-# Of these what all rows share is said once under the table.
+# Values that all rows share are listed once below the table.
 SHARED = (*SETTINGS, "model", "world_size")
 # Metric, heading, and how soon the column gives way where room is short.
 NUMBERS = (
@@ -32,7 +32,7 @@ Known = Mapping[str, Measurement]
 
 
 def tables(report: Report) -> tuple[Table, ...]:
-    """One row per cell that fine-tunes, by name; empty where none does."""
+    """One row per cell that fine-tunes, by name; empty if none does."""
     found: dict[str, dict[str, Measurement]] = {}
     for m in report.measurements:
         if m.axes.get("method") is not None:
@@ -68,7 +68,7 @@ def _table(report: Report, tuned: Mapping[str, Known]) -> Table:
     axes = {cell: known[THROUGHPUT].axes for cell, known in tuned.items()}
     same = [name for name in SHARED if len({repr(a.get(name)) for a in axes.values()}) == 1]
     planned = all(any(cell in outcome.names for outcome in report.effects) for cell in tuned)
-    # The name of a cell of a design says already in what it differs from the baseline.
+    # In a design, the name of a cell already says how it differs from the baseline.
     settings = [] if planned else [name for name in SETTINGS if name not in same]
     named = [name for name in telling_axes(list(axes.values())) if name not in {*SETTINGS, *same}]
     labelled = sorted((cell_name(report, cell, a, named), cell) for cell, a in axes.items())

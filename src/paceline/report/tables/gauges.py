@@ -25,16 +25,16 @@ Fill = Callable[[DeviceGauges], Cell]
 
 
 def tables(report: Report) -> tuple[Table, ...]:
-    """Empty where no run recorded a gauge; a column in which nothing was told is left out."""
+    """Empty if no run recorded a gauge; a column without readings is left out."""
     if not any(found.readings for found in report.gauges):
         return ()
     filled = [(column, [fill(found) for found in report.gauges]) for column, fill in _COLUMNS]
     shown = [(column, cells) for column, cells in filled if any(cell.text != MISSING for cell in cells)]
     absent = [column.name for column, cells in filled if all(cell.text == MISSING for cell in cells)]
-    notes = ["Over what was measured of all runs that ended ok: steps, or loads."]
-    notes += [f"Not told here: {', '.join(absent)}."] if absent else []
+    notes = ["Over the measured steps or loads of all runs that ended ok."]
+    notes += [f"Not reported here: {', '.join(absent)}."] if absent else []
     rows = tuple(zip(*(cells for _, cells in shown), strict=True))
-    return (Table("Gauges beside the runs", tuple(column for column, _ in shown), rows, tuple(notes)),)
+    return (Table("Gauges during the runs", tuple(column for column, _ in shown), rows, tuple(notes)),)
 
 
 def _pair(first: str, second: str, factor: float = 1.0) -> Fill:
@@ -78,7 +78,7 @@ _COLUMNS: tuple[tuple[Column, Fill], ...] = (
 
 
 class Curve(NamedTuple):
-    """One gauge of a trace on the common axis of 0 to 100; name says of what."""
+    """One gauge of a trace on the common axis of 0 to 100; name is that of the gauge."""
 
     name: str
     points: tuple[tuple[float, float], ...]

@@ -17,7 +17,7 @@ from paceline.wording import MISSING, format_parts, scale_of
 
 # Less than this no change of level is looked for either.
 RECOVERED_WITHIN = 0.01
-NOTHING_SEPARATES = "nothing recorded separates the levels"
+NOTHING_SEPARATES = "no recorded fact changed with the level"
 
 
 def day(timestamp: float) -> str:
@@ -46,7 +46,7 @@ def sentence(found: Sequence[HistorySeries]) -> str:
 
 
 def _told(series: HistorySeries, change: ChangePoint) -> str:
-    """In the present only where nothing came after it."""
+    """In the present only if nothing came after it."""
     what = f"{series.metric} of {series.label}"
     later = series.changes[series.changes.index(change) + 1 :]
     if not later:
@@ -83,7 +83,7 @@ def differs_text(change: ChangePoint) -> str:
 
 
 def tables(found: Sequence[HistorySeries]) -> tuple[Table, ...]:
-    """Changes first, the newest on top, then every series; none where there is no series."""
+    """Changes first, the newest on top, then every series; none if there is no series."""
     return tuple(table for table in (_changes(found), _series(found)) if table)
 
 
@@ -98,7 +98,7 @@ def _changes(found: Sequence[HistorySeries]) -> Table | None:
         Column("differs", prose=True),
         Column("chance", numeric=True, priority=2),
     )
-    note = "Intervals are Welch's; a change was looked for where it shows best, which makes them a little too narrow."
+    note = "Welch intervals. They are slightly too narrow, because each change is placed where it is largest."
     return Table("Changes of level", columns, rows, (note,)) if rows else None
 
 
@@ -165,7 +165,7 @@ class ChartPoints:
 
 
 def chart_points(report: Report) -> tuple[ChartPoints, ...]:
-    """Every history of the report; none where no cell has enough launches."""
+    """Every history of the report; none if no cell has enough launches."""
     return tuple(map(points_of, report.histories))
 
 

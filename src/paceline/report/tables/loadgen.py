@@ -1,4 +1,4 @@
-"""LoadGen's verdict beside ours: two rows for each run in which it asked too."""
+"""The verdicts of LoadGen and of Paceline: two rows for each run with both loads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.wording import MISSING, Scale, format_parts
 MS, TOKENS = Scale("ms", 1e3), Scale("tokens/s")
 _COLUMNS = (
     Column("scenario"),
-    Column("asked by"),
+    Column("load generator"),
     Column("verdict"),
     Column("output, tokens/s", numeric=True),
     Column("TTFT p99, ms", numeric=True),
@@ -21,13 +21,13 @@ _COLUMNS = (
     Column("failed", numeric=True, priority=1),
 )
 NOTE = (
-    "Two loads of one run over the same replicas: first this client's, then LoadGen's by its own schedule and with its "
-    "own clock; its logs stand in the run folder (loadgen-*). It tells no time of tokens for Offline."
+    "Two loads of one run on the same replicas: first from this client, then from LoadGen with its own schedule and "
+    "clock. Its logs are in the run directory (loadgen-*). It reports no token times for Offline."
 )
 
 
 def tables(report: Report) -> tuple[Table, ...]:
-    """Empty where LoadGen asked nothing."""
+    """Empty if LoadGen sent nothing."""
     if not report.loadgen:
         return ()
     rows = tuple(_row(found, side) for found in report.loadgen for side in (found.theirs, found.ours))

@@ -14,12 +14,12 @@ from paceline.wording import MISSING, Scale, format_number, format_parts
 GIB, MIB = Scale("GiB", 2.0**-30), Scale("MiB", 2.0**-20)
 # Errors above this are marked; it is also the goal for the median.
 GOOD_ERROR = 0.05
-# What stands where the measured and the predicted number of a component differ by more than this.
+# A prediction is shown beside the measurement if the two differ by more than this.
 SAME = 0.005
 
 
 def tables(report: Report) -> tuple[Table, ...]:
-    """Empty where the report holds no such runs."""
+    """Empty if the report has no such runs."""
     found = (components(report.memory), frontier(report.frontier))
     return tuple(table for table in found if table is not None)
 
@@ -88,8 +88,8 @@ def components(rows: Sequence[MemoryRow]) -> Table | None:
 def _notes(rows: Sequence[MemoryRow], names: Mapping[str, str]) -> tuple[str, ...]:
     errors = _errors(rows)
     notes = [
-        "The process with the highest peak of each cell; small print: predicted, where it differs. Components are each "
-        "at their largest: gradients grow while activations go, so they may add up to more than the peak."
+        "The process with the highest peak of each cell; small print: predicted, if it differs. Each component is "
+        "shown at its own maximum: gradients grow while activations are freed, so the sum may exceed the peak."
     ]
     if errors:
         ninth = errors[min(len(errors) - 1, -(-9 * len(errors) // 10) - 1)]
@@ -145,7 +145,7 @@ def frontier(points: Sequence[FrontierPoint]) -> Table | None:
         for point in points
     )
     notes = (
-        "Micro batches, each tried in processes of its own. Where the two are neighbours, nothing between is untried.",
+        "Each micro batch was tried in its own processes. If the two are neighbours, every size in between was tried.",
     )
     return Table("Largest micro batch that fits", columns, rows, notes) if rows else None
 

@@ -1,4 +1,4 @@
-"""Nodes: who may be accepted, where each stands among its peers, why not, and what to try next."""
+"""Nodes: the verdict of each, its measures beside those of its peers, the evidence, and what to try next."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ PER_CENT = 100.0
 
 
 def tables(report: Report) -> tuple[Table, ...]:
-    """One line per node, then what speaks against those that did not pass."""
+    """One line per node, then the evidence against those that did not pass."""
     return tuple(table for table in (standings(report), reasons(report)) if table)
 
 
 def details(report: Report) -> tuple[Table, ...]:
-    """The condition of every node, and in which facts it stands apart."""
+    """The condition of every node, and the facts in which nodes differ."""
     return tuple(table for table in (differences(report), conditions(report)) if table)
 
 
 def sentence(report: Report) -> str:
-    """How many passed, how many could not be told, and who did not pass; empty without a node test."""
+    """How many passed, how many are inconclusive, and which did not pass; empty without a node test."""
     if not report.nodes:
         return ""
     passed, untold = (sum(node.verdict == verdict for node in report.nodes) for verdict in (PASS, UNDECIDED))
-    first = f"{passed} of {len(report.nodes)} nodes pass{f', {untold} undecided' if untold else ''}."
-    words = {FAIL: "Failed", SUSPECT: "Suspect", UNDECIDED: "Undecided, test again with more repeats"}
+    first = f"{passed} of {len(report.nodes)} nodes pass{f', {untold} inconclusive' if untold else ''}."
+    words = {FAIL: "Failed", SUSPECT: "Suspect", UNDECIDED: "Inconclusive, test again with more repeats"}
     return " ".join(filter(None, (first, *(_named(report, verdict, word) for verdict, word in words.items()))))
 
 
@@ -41,6 +41,11 @@ def _named(report: Report, verdict: str, word: str) -> str:
     return f"{word}: {listed(shown)}." if found else ""
 
 
+def verdict_name(verdict: str) -> str:
+    """The verdict for people: the stored `undecided` reads `inconclusive`."""
+    return "inconclusive" if verdict == UNDECIDED else verdict
+
+
 def kinds_of(node: NodeVerdict) -> str:
     return ", ".join(dict.fromkeys(e.kind for e in node.evidence))
 
@@ -49,7 +54,7 @@ def kinds_of(node: NodeVerdict) -> str:
 
 
 def standings(report: Report) -> Table | None:
-    """Of each measure the rank that lies furthest out; numbers are of the median, a temperature's above it."""
+    """For each measure the rank furthest from its peers, in percent of the median; temperatures in C above it."""
     if not report.nodes:
         return None
     measures = measure_names(report.nodes)
@@ -62,7 +67,7 @@ def standings(report: Report) -> Table | None:
     rows = tuple(
         (
             Cell(node.node),
-            Cell(node.verdict, kinds_of(node), TONES[node.verdict]),
+            Cell(verdict_name(node.verdict), kinds_of(node), TONES[node.verdict]),
             *(_standing(furthest(node, name)) for name in measures),
             Cell(", ".join(dict.fromkeys(node.devices))),
         )
@@ -111,12 +116,15 @@ def shown(m: NodeMeasure, value: float | None) -> float | None:
 def _notes(report: Report) -> Iterable[str]:
     against = dict.fromkeys(node.against for node in report.nodes)
     whom = " or ".join("of the ranks of the same kind" if name == "peers" else f"of {name}" for name in against)
-    yield f"Median {whom}; of several ranks the furthest. Brackets: 95 % over the repeats."
+    yield f"Median {whom}; for several ranks, the furthest one. Brackets: 95 % intervals over the repeats."
     bands = {m.measure: band(m) for node in report.nodes for m in node.measures}
     yield f"Accepted: {'; '.join(f'{name} {text}' for name, text in bands.items())}." if bands else "Nothing was timed."
-    yield "Fail: odd among peers (z > 3.5) and outside with its whole interval. Suspect: the interval leaves room."
+    yield (
+        "Fail: an outlier among its peers (z > 3.5) whose whole interval is outside the accepted range. Suspect: the "
+        "interval reaches into the range."
+    )
     if any(node.verdict == UNDECIDED for node in report.nodes):
-        yield "Undecided: its repeats could not have shown a node outside the band. Repeat the test with more repeats."
+        yield "Inconclusive: too few repeats to detect a node outside the accepted range. Test again with more repeats."
 
 
 def band(m: NodeMeasure) -> str:
@@ -130,12 +138,12 @@ def band(m: NodeMeasure) -> str:
 
 
 def reasons(report: Report) -> Table | None:
-    """What accuses first, then what could not be told."""
+    """Evidence against nodes first, then what is inconclusive."""
     columns = (Column("node"), Column("verdict"), Column("evidence", prose=True), Column("try next", prose=True))
     found = [(node, e) for node in worst_first(report.nodes) for e in node.evidence]
     rows = tuple(_reason(node, e) for node, e in found)
     untold = any(e.verdict == UNDECIDED for _, e in found)
-    title = "What speaks against nodes" + (", or leaves them undecided" if untold else "")
+    title = "Evidence against nodes" + (", or why they are inconclusive" if untold else "")
     return Table(title, columns, rows, cells=tuple((n.cell,) for n, _ in found)) if rows else None
 
 

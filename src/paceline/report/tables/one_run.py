@@ -1,4 +1,4 @@
-"""One run as text: what was asked, how it ended, what each rank observed, and its certificate."""
+"""One run as text: what was requested, how it ended, what each rank observed, and its certificate."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def record_lines(record: RunRecord, certificate: Certificate | None) -> Iterator
     spec = record.spec
     yield f"{spec.run_id}: {record.status}" + (f" ({record.error})" if record.error else "")
     started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.started_at))
-    yield f"  started {started}, took {format_duration(record.ended_at - record.started_at)}; folder {record.path}"
-    yield "  asked: " + ", ".join(f"{name} {value}" for name, value in spec.axes().items() if value is not None)
+    yield f"  started {started}, took {format_duration(record.ended_at - record.started_at)}; directory {record.path}"
+    yield "  requested: " + ", ".join(f"{name} {value}" for name, value in spec.axes().items() if value is not None)
     yield from _machines(record)
     yield from _ranks(record)
     yield from _attempts(record)
@@ -38,7 +38,7 @@ def _losses(record: RunRecord) -> Iterator[str]:
         who = f"node {node} of {topology.nodes}"
         if 0 < len(silent) < len(ranks):
             who = f"rank {', '.join(silent)} on {who}"
-        yield f"  {who} went away before the end; the run went on without it"
+        yield f"  {who} was lost before the end; the run continued without it"
 
 
 def _machines(record: RunRecord) -> Iterator[str]:
@@ -57,7 +57,7 @@ def _attempts(record: RunRecord) -> Iterator[str]:
 
 
 def _profile(trace: TraceSample) -> str:
-    """Where the profiled steps went, class by class where the profile told kernels apart."""
+    """Time of the profiled steps, by class if the profile separates kernels."""
     known = [(name, getattr(trace, f"{name}_s")) for name in CLASSES]
     parts = [(name, seconds) for name, seconds in known if seconds is not None] or [("compute", trace.compute_s)]
     parts += [("exposed communication", trace.exposed_s), ("gap", trace.gap_s)]
@@ -66,7 +66,7 @@ def _profile(trace: TraceSample) -> str:
 
 
 def _ranks(record: RunRecord) -> Iterator[str]:
-    """A rank that asked a served model, or kept one up, has no steps: what it saw is told by load."""
+    """Ranks of an inference run have no steps; their results are listed by load."""
     for outcome in record.outcomes:
         if record.spec.serving is not None:
             yield f"  rank {outcome.rank}: {outcome.status}"

@@ -27,7 +27,7 @@ def _load(load: LoadOfRun) -> Iterator[str]:
         yield f"    failed, {_failure(failure)}"
     if load.latencies:
         told = (f"{name} {_ms(median)} and {_ms(tail)}" for name, (median, tail) in load.latencies.items())
-        yield f"    median and p99 of those answered, ms: {', '.join(told)}"
+        yield f"    median and p99 of answered requests, ms: {', '.join(told)}"
 
 
 def _failure(failure: FailureClass) -> str:
@@ -44,5 +44,5 @@ def _replica(each: ReplicaOfRun) -> str:
     if each.died_s is not None:
         facts.append(f"gone after {each.died_s:.1f} s")
     if each.reassigned:
-        facts.append(f"{each.reassigned:,} of its samples taken by others")
+        facts.append(f"{each.reassigned:,} of its samples reassigned to others")
     return f"  replica {each.replica} on {each.host}, model {each.model}: {', '.join(facts)}"

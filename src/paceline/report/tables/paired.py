@@ -13,7 +13,7 @@ from paceline.wording import ratio_words, verdict_text
 SPEED = "output_tokens_per_s"
 _TONES = {FASTER: "good", SLOWER: "bad", TIE: "quiet", None: "quiet"}
 METHOD = (
-    "The same samples on both, in turn and back again, so that a steady drift cancels; intervals are a paired "
+    "The same samples on both, in alternating order, so that a steady drift cancels; intervals are a paired "
     "bootstrap over samples."
 )
 
@@ -68,10 +68,10 @@ def _notes(report: Report) -> Iterator[str]:
     for pair in report.paired:
         names = f"replicas {pair.replica} and {pair.other}"
         if not pair.balanced:
-            yield f"{names} were not asked around the same moment on average: a drift is part of their gap."
+            yield f"{names} were not sent at the same time on average: drift is part of their difference."
         if pair.dropped:
-            yield f"{pair.dropped:,} samples that one of {names} did not answer every time are left out."
-        yield from (f"{flag}: a verdict about it may be of other work." for flag in pair.flags)
+            yield f"{pair.dropped:,} samples that one of {names} did not always answer are left out."
+        yield from (f"{flag}: its verdict may compare different work." for flag in pair.flags)
 
 
 def _rows(pair: PairedReplicas) -> Iterator[tuple[Cell, ...]]:

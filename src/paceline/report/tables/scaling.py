@@ -13,7 +13,7 @@ _MS, _PERCENT = Scale("ms", 1e3), Scale("%", 100.0)
 
 
 def efficiency(report: Report) -> Table | None:
-    """Efficiency of each point beside the measured baseline it stands on; its grade where it is explained."""
+    """Efficiency of each point and its measured baseline; its grade if the loss is explained."""
     known = {(e.kind, e.cell): e for e in report.explanations}
     points = sorted(report.scaling, key=lambda p: (p.kind, p.series, p.world_size))
     columns = [

@@ -33,13 +33,13 @@ _COLUMNS: tuple[tuple[str, str, Scale, int], ...] = (
 _LOAD = ("rate_per_s", "concurrency")
 _BESIDE = ("replica", "engine", "api", "data", "partition")
 MOST_REASONS = 6
-NOT_BELIEVED = "Not believed: {}. What was measured of {} is shown, and is part of no headline, comparison or history."
+NOT_BELIEVED = "Unreliable: {}. The numbers of {} are shown, but excluded from headlines, comparisons and history."
 Key = tuple[str, Scalar]
 Loads = Mapping[Key, Mapping[str, Measurement]]
 
 
 def tables(report: Report) -> tuple[Table, ...]:
-    """Empty where the report holds no such runs. Every load has a row: numbers that are not believed are marked."""
+    """Empty if the report has no such runs. Every load has a row; unreliable ones are marked."""
     loads = shown_loads(report)
     if not loads:
         return ()
@@ -57,7 +57,7 @@ def tables(report: Report) -> tuple[Table, ...]:
 
 
 def sentence(report: Report) -> str:
-    """What was searched for, or the most tokens a second; then what was lost, gained and told ahead."""
+    """The result of a search, or the highest tokens/s; then failures, gains and estimates."""
     found = {key: m for key, m in loads_of(report).items() if m["output_tokens_per_s"].value is not None}
     if not found:
         return next((f"{v.text(1)}." for v in report.served if v.reasons), "")
@@ -87,11 +87,11 @@ def _first(report: Report, found: Loads, best: Key) -> str:
 
 
 def _lost(report: Report) -> Iterator[str]:
-    """Loads that are no part of the sentence before, though they were asked for."""
+    """Requested loads that the previous sentence excludes."""
     lost = [v for v in report.served if v.fails]
     if lost:
         many = f"{len(lost)} of {len(report.served)} loads"
-        yield f"{many} {'is' if len(lost) == 1 else 'are'} not believed ({lost[0].text(1)})."
+        yield f"{many} {'is' if len(lost) == 1 else 'are'} unreliable ({lost[0].told(1)})."
 
 
 def _beside_best(fleet: Fleet | None) -> str:
@@ -114,7 +114,7 @@ def _further(report: Report, best: Key) -> Iterator[str]:
     soonest = min(told, key=lambda each: each.time.value if each.time and each.time.value else 0.0, default=None)
     if soonest is not None and soonest.time is not None:
         how = "" if len(told) == 1 else f" ({soonest.axes.get('partition')} partition)"
-        samples, asked = f"{soonest.samples:,} samples", f"told from {soonest.asked:,}"
+        samples, asked = f"{soonest.samples:,} samples", f"estimated from {soonest.asked:,}"
         yield f"The whole set of {samples} would take {span(soonest.time)}, {asked}{how}."
 
 
@@ -132,7 +132,7 @@ def _searched(m: Measurement) -> str:
 def rules_text(verdict: ServedVerdict) -> str:
     """Of a run by LoadGen's rules: what it is, whether it counts, and how many rules it did not keep."""
     broken, untold = (sum(rule.outcome == outcome for rule in verdict.rules) for outcome in (NOT_KEPT, UNTOLD))
-    count = f"{broken} of {len(verdict.rules)} rules not kept, {untold} cannot be told"
+    count = f"{broken} of {len(verdict.rules)} rules not met, {untold} inconclusive"
     return f"{verdict.label}: {verdict.axes.get('scenario')}, {verdict.verdict}; {count}"
 
 
@@ -158,7 +158,7 @@ def loads_of(report: Report) -> dict[Key, dict[str, Measurement]]:
 
 
 def shown_loads(report: Report) -> dict[Key, dict[str, Measurement]]:
-    """Those that are not believed too."""
+    """All loads, unreliable ones included."""
     return _by_load((*report.measurements, *report.doubted))
 
 
@@ -180,7 +180,7 @@ def _place(axes: Mapping[str, Scalar], order: tuple[str, ...]) -> tuple[int, str
 
 
 def load_text(measured: Mapping[str, Measurement], loads: Loads) -> str:
-    """`sweep, 4 in flight`: the scenario, how much a sweep or a search asked, and what else tells it from others."""
+    """`sweep, 4 in flight`: the scenario, the load of a sweep or search, and what else distinguishes it."""
     axes = measured["output_tokens_per_s"].axes
     everywhere = [each["output_tokens_per_s"].axes for each in loads.values()]
     differing = [name for name in (*_LOAD, *_BESIDE) if len({str(each.get(name)) for each in everywhere}) > 1]

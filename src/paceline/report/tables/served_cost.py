@@ -95,4 +95,4 @@ def _notes(rows: Sequence[ServedCost]) -> Iterator[str]:
     if any(row.price.kind != GIVEN for row in rows):
         yield LIST_PRICES
     if any(row.axes.get("device") == "cpu" for row in rows):
-        yield f"{PER_PROCESS} An endpoint that does not tell its devices counts as one."
+        yield f"{PER_PROCESS} An endpoint that does not report its devices counts as one."

@@ -16,13 +16,15 @@ from paceline.report.text.measurements import format_brief
 from paceline.wording import MISSING, Scale, format_duration, format_number, format_parts, listed, places
 
 # A replica that had ended earlier than another is not slower for it.
-OWN_TIME = "A replica's own time is from the start of the load to its last answer; together is over the whole time."
+OWN_TIME = (
+    "The time of a replica runs from the start of the load to its last answer; the last row covers the whole load."
+)
 _TONES = {KEPT: "good", NOT_KEPT: "bad"}
 _GAIN_TONES = {BETTER: "good", WORSE: "bad"}
 
 
 def tables(report: Report) -> tuple[Table, ...]:
-    """In reading order; empty where the report holds no such runs."""
+    """In reading order; empty if the report has no such runs."""
     shown = _shown(report.fleets)
     found = (
         *(_replicas(fleet, shown) for fleet in shown),
@@ -47,7 +49,7 @@ def _shown(fleets: Sequence[Fleet]) -> list[Fleet]:
 
 
 def _load_words(axes: Mapping[str, Scalar]) -> str:
-    """`sweep, concurrency 4`: what a load is called where no other stands beside it."""
+    """`sweep, concurrency 4`: the name of a load on its own."""
     named = [axis_text(name, axes) for name in ("rate_per_s", "concurrency") if axes.get(name) is not None]
     return ", ".join((str(axes.get("scenario")), *named))
 
@@ -123,7 +125,7 @@ def _notes(fleet: Fleet) -> Iterator[str]:
         share = format_brief(fleet.efficiency, Scale("%", 100.0))
         yield f"That is {share} % of {len(fleet.replicas)} times the best one ({fleet.efficiency.note})."
     if fleet.uneven_ratio is not None:
-        yield f"For {fleet.uneven_ratio:.0%} of the time not every replica had a request."
+        yield f"At least one replica was idle for {fleet.uneven_ratio:.0%} of the time."
 
 
 # --- dynamic over static, and the whole set ---
@@ -151,7 +153,7 @@ def _full_sets(report: Report) -> Table | None:
     columns = (
         Column("load"),
         Column("samples", numeric=True),
-        Column("asked", numeric=True),
+        Column("sent", numeric=True),
         Column("would take"),
         Column("by", prose=True),
     )
@@ -160,10 +162,10 @@ def _full_sets(report: Report) -> Table | None:
     for each in report.full_sets:
         measured = loads.get((each.cell, each.axes.get("stage")))
         load = load_text(measured, loads) if measured else str(each.axes.get("scenario"))
-        time = Cell(span(each.time)) if each.time else Cell("not told", "", "quiet")
+        time = Cell(span(each.time)) if each.time else Cell("not estimated", "", "quiet")
         why = each.law if each.time else f"{each.reason}"
         rows.append((Cell(load), Cell(f"{each.samples:,}"), Cell(f"{each.asked:,}"), time, Cell(why)))
-    notes = ("Told ahead, not measured: the samples that were asked stand for all others.",)
+    notes = ("An estimate, not a measurement: it assumes that the samples sent represent all others.",)
     cells = tuple((each.cell,) for each in report.full_sets)
     return Table("Time for the whole set", columns, tuple(rows), notes, cells) if rows else None
 
@@ -172,17 +174,17 @@ def _full_sets(report: Report) -> Table | None:
 
 
 def _rules(verdict: ServedVerdict) -> Table | None:
-    """Rule by rule, only of runs that were asked for by them."""
+    """Rule by rule, for runs that requested the rules."""
     if verdict.label is None:
         return None
     columns = (
         Column("rule", prose=True),
-        Column("asked for", prose=True),
-        Column("seen", prose=True),
+        Column("required", prose=True),
+        Column("observed", prose=True),
         Column("outcome"),
     )
     rows = tuple(map(_rule, verdict.rules))
-    runs = f"Of {listed(verdict.runs)}."
+    runs = f"Runs: {listed(verdict.runs)}."
     return Table(rules_text(verdict), columns, rows, (runs,), ((verdict.cell,),) * len(rows))
 
 

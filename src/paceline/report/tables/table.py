@@ -1,7 +1,7 @@
-"""Each table and sentence of a report as text, once, for the terminal and every exporter alike.
+"""Tables and sentences of a report as text, shared by the terminal and every exporter.
 
-A `Table` knows nothing of Markdown, HTML or terminals; they render the same cells. Columns in which nothing was
-measured are left out and named under the table, so that a table never suggests a zero.
+A `Table` is independent of Markdown, HTML and terminals, which all render the same cells. Columns without measurements
+are left out and named below the table, so that a table never suggests a zero.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from paceline.wording import (
 )
 
 TICK, CROSS = "\u2713", "\u2717"
-NO_ANSWER = "No recommendation: no certified comparison of these runs decides one."
+NO_ANSWER = "No recommendation: no certified comparison of these runs shows a significant difference."
 _TONES = {BETTER: "good", WORSE: "bad", TIE: "quiet"}
 
 
@@ -55,7 +55,7 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """priority 0 is always shown; where room is short the highest number goes first. prose holds sentences."""
+    """priority 0 is always shown; if space is short, the highest number goes first. prose columns contain sentences."""
 
     heading: str
     numeric: bool = False
@@ -74,7 +74,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """cells names for each row the cells it speaks of, so that a reader may filter; empty where rows speak of none."""
+    """cells has, for each row, the cells it is about, so that the page can filter; empty if rows are about none."""
 
     title: str
     columns: tuple[Column, ...]
@@ -92,7 +92,7 @@ def first_sentence(text: str) -> tuple[str, str]:
 
 
 def _because(text: str) -> str:
-    """The first sentence; of a tie also the next, which says whom those that tie beat."""
+    """The first sentence; if several lead, also the next, which says whom they beat."""
     first, rest = first_sentence(text)
     return f"{first} {first_sentence(rest)[0]}" if first.startswith("Tie") and rest else first
 
@@ -110,13 +110,13 @@ def common(report: Report) -> str:
 
 
 def trains(report: Report) -> bool:
-    """Whether there is something to rank by speed: a report about the machine alone needs no ranking."""
+    """Whether the report is about training; a report about the machine alone has no ranking."""
     ours = [r for r in report.runs if not r.is_reference]
     return not ours or any(run.is_certified for run in ours)
 
 
 def ranking(report: Report) -> tuple[Table, ...]:
-    """One table per comparison group: certified cells only, ties on one rank, each against the first row."""
+    """One table per comparison group: certified cells only, equal ones on one rank, each against the first row."""
     return tuple(_ranking_of(group) for group in groups(report))
 
 
@@ -213,7 +213,7 @@ def failures(report: Report) -> Table | None:
 
 
 def winners(report: Report) -> Table | None:
-    """One line per recommendation, so none where verdicts do not allow one; a tie of all has no winner."""
+    """One line per recommendation; without a significant difference there is no winner."""
     rows = tuple(
         (
             Cell(r.category),
@@ -230,7 +230,7 @@ def winners(report: Report) -> Table | None:
 
 
 def comparisons(report: Report) -> Table | None:
-    """All pairs with the smallest effect the data could have shown."""
+    """All pairs, each with the smallest detectable difference."""
     rows = tuple(
         (
             Cell(c.metric),
@@ -285,7 +285,9 @@ def certification(report: Report) -> Table | None:
 
 def certified_sentence(report: Report) -> str:
     total, passed = len(report.certificates), sum(c.valid for c in report.certificates)
-    return f"{passed} of {total} runs are certified: equal work, proved." if total else "No run carries a certificate."
+    return (
+        f"{passed} of {total} runs are certified to have done equal work." if total else "No run carries a certificate."
+    )
 
 
 def checks(certificate: Certificate) -> Table:
@@ -331,7 +333,7 @@ def _run_row(r: RunFinding) -> tuple[Cell, ...]:
 
 
 def health(report: Report) -> tuple[str, ...]:
-    """Each health note once, with the runs it is true of."""
+    """Each health note once, with the number of runs it applies to."""
     said: dict[str, list[str]] = {}
     for run in report.runs:
         for note in run.health:

@@ -1,4 +1,4 @@
-"""What holds each cell back, on which runs each choice stands, and rules of thumb where nothing was measured."""
+"""What limits each cell, the runs behind each choice, and rules of thumb for what was not measured."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from paceline.analysis.findings import Bottleneck, Recommendation, Report, RuleO
 from paceline.analysis.findings.training import BOTTLENECKS, UNDECIDED
 from paceline.report.tables.table import Cell, Column, Table
 from paceline.report.text.cells import cell_name, varying_axes
-from paceline.wording import MISSING
+from paceline.wording import MISSING, direction, verdict_text
 
 _GIB = 2.0**30
 FLOOR_NOTE = (
-    "Shares of a step: what is certain, to what it may be at most. Compute and memory bandwidth are floors by measured "
-    "ceilings; the rest of the kernels' time may be either."
+    "Share of step time: lower and upper bound. Compute and memory bandwidth are lower bounds from measured ceilings; "
+    "the rest of the kernel time may be either."
 )
 TOLD_APART_NOTE = (
-    "Shares of a step: what is certain, to what it may be at most. Memory bandwidth is the kernels without a product; "
-    "of products and attention what the measured ceiling explains is compute, and the rest may be either."
+    "Share of step time: lower and upper bound. Memory bandwidth is the time of kernels without matrix products. "
+    "Products and attention count as compute up to the measured ceiling; the rest may be either."
 )
-THUMB_NOTE = "Rule of thumb: arithmetic on sizes, nothing was measured, and nothing is said about speed."
+THUMB_NOTE = "Rule of thumb from sizes alone: nothing was measured, and it does not predict speed."
 
 
 def tables(report: Report) -> tuple[Table, ...]:
-    """In reading order; empty where nothing was trained."""
+    """In reading order; empty if nothing was trained."""
     return tuple(table for table in (bottlenecks(report), rules_of_thumb(report.rules_of_thumb)) if table)
 
 
@@ -63,11 +63,11 @@ def reasons(report: Report) -> Table | None:
     rows = tuple((Cell(cell_name(report, b.cell, b.axes, named)), Cell(b.text)) for b in report.bottlenecks)
     columns = (Column("cell", prose=True), Column("because", prose=True))
     cells = tuple((b.cell,) for b in report.bottlenecks)
-    return Table("Why each step waits for what it waits for", columns, rows, cells=cells) if rows else None
+    return Table("Why each step waits", columns, rows, cells=cells) if rows else None
 
 
 def _share(share: ShareOfStep | None) -> str:
-    """Whole percents: the rule tells shares apart by five."""
+    """Whole percents: the rule distinguishes shares by 5 %."""
     if share is None:
         return MISSING
     most = f"{share.high * 100:.0f}"
@@ -81,7 +81,7 @@ def _share(share: ShareOfStep | None) -> str:
 
 
 def citations(report: Report) -> Table | None:
-    """Each choice with every comparison and run it stands on, and what it says nothing about."""
+    """Each choice with its comparisons and runs, and what it does not cover."""
     columns = (
         Column("category"),
         Column("choose"),
@@ -95,7 +95,11 @@ def citations(report: Report) -> Table | None:
 
 
 def _citation(r: Recommendation) -> tuple[Cell, ...]:
-    pairs = "; ".join(f"{c.label} / {c.other_label} {c.verdict}" for c in r.because)
+    pairs = "; ".join(
+        f"{c.label} / {c.other_label}: {verdict_text(c.verdict, c.ratio, c.low, c.high, word)[0]}"
+        for c in r.because
+        for word in (direction(c.metric, c.ratio),)
+    )
     ended = [f"{cell.name} ({cell.status}: {cell.reason})" for cell in r.left_out]
     return (
         Cell(r.category),

@@ -1,4 +1,4 @@
-"""Where each cell stands: ranked among those that did the same work, or left out with its reason.
+"""The rank of each cell among those that did the same work, or the reason why it has none.
 
 Nothing is concluded here that the comparisons do not say: a cell ranks below another only by a certified verdict.
 """
@@ -53,7 +53,7 @@ class Group:
 
     @property
     def is_listed(self) -> bool:
-        """Whether its cells did different work, so that none stands against another."""
+        """Whether its cells did different work, so that they are listed and not ranked."""
         return DESIGNED in self.notes
 
 
@@ -95,13 +95,13 @@ def trusted_runs(report: Report) -> frozenset[str]:
 
 
 def throughput_comparisons(report: Report) -> dict[tuple[str, str], Comparison]:
-    """Certified comparisons of throughput by (cell, other), each told from both sides."""
+    """Certified comparisons of throughput by (cell, other), in both directions."""
     certified = [c for c in report.comparisons if c.metric == THROUGHPUT and c.certified]
     return {(c.cell, c.other): c for c in (*map(turned, certified), *certified)}
 
 
 def turned(c: Comparison) -> Comparison:
-    """The same finding told from the other side: B over A instead of A over B."""
+    """The same finding in the other direction: B over A instead of A over B."""
     return dataclasses.replace(
         c,
         cell=c.other,
@@ -133,7 +133,7 @@ def unranked(report: Report) -> tuple[Unranked, ...]:
 
 
 def varying_axes(report: Report) -> tuple[str, ...]:
-    """Those that tell the runs of the report apart, the kind of device among them."""
+    """Axes that distinguish the runs of the report, including the kind of device."""
     runs = {(run.cell, run.device_name): run for run in report.runs if not run.is_reference}
     return telling_axes([_placed(run.axes, run.device_name) for run in runs.values()])
 
@@ -188,7 +188,7 @@ def _group(context: _Context, cells: Mapping[str, Mapping[str, Measurement]]) ->
 
 
 def _gathered(names: Mapping[str, str], found: Sequence[Group]) -> list[Group]:
-    """Cells of one design that stand alone in their groups, as one group: listed by throughput, never ranked."""
+    """Cells of one design that are alone in their groups, as one group: listed by throughput, never ranked."""
     alone = [g for g in found if len(g.rows) == 1 and g.rows[0].cell in names]
     if len(alone) < 2:
         return list(found)
@@ -208,7 +208,7 @@ def _gathered(names: Mapping[str, str], found: Sequence[Group]) -> list[Group]:
 
 
 def _true_of(who: Sequence[str], everyone: Sequence[str]) -> str:
-    """Of whom a note speaks, by the shorter list; nothing where it is all."""
+    """The cells a note applies to, by the shorter list; empty if it applies to all."""
     rest = [name for name in everyone if name not in who]
     if not rest:
         return ""
@@ -245,7 +245,7 @@ def _warnings(context: _Context, rows: Sequence[Row]) -> tuple[str, ...]:
 
 
 def _notes(context: _Context, rows: Sequence[Row]) -> tuple[str, ...]:
-    """What a reader must know before trusting the table; said once, with names where it is not true of every row."""
+    """Notes on the table, each once, with names if it does not apply to every row."""
     said: dict[str, list[str]] = {}
     for row in rows:
         health = (note for run in row.runs for note in context.health.get(run, ()))
@@ -253,7 +253,7 @@ def _notes(context: _Context, rows: Sequence[Row]) -> tuple[str, ...]:
         for note in dict.fromkeys((*health, *measured)):
             said.setdefault(note, []).append(row.label)
     for note in list(said):
-        # `A; B` where A is a note of its own says A again: only B is left of it.
+        # `A; B` repeats A if A is a separate note: keep only B.
         start = next((other for other in said if note.startswith(f"{other}; ")), None)
         if start is not None:
             labels = said.pop(note)
@@ -279,7 +279,7 @@ def _trouble(run: RunFinding, certificate: Certificate | None) -> tuple[str, str
 def _unmeasured(run: RunFinding, measured: Container[str]) -> tuple[str, str] | None:
     if run.is_reference or run.cell in measured or not run.is_certified:
         return None
-    return "not measured", run.reason or "the run left no step inside the measured window"
+    return "not measured", run.reason or "the run has no step in the measured window"
 
 
 def _has_value(m: Measurement | None) -> bool:

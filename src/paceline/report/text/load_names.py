@@ -1,4 +1,4 @@
-"""Loads of served models in words: what tells one from the others of a report."""
+"""Names of loads that distinguish them from the others of a report."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from paceline.analysis.findings import ReplicaTrace, ServedLoad, ServedShapes, S
 from paceline.analysis.findings.cell_axes import axis_text
 from paceline.errors import Scalar
 
-# Axes that may tell two cells of one load apart, in the order in which they are told.
+# Axes that may distinguish two cells of one load, in the order of naming.
 BESIDE = ("model", "engine", "partition", "nodes", "world_size", "precision", "data", "api", "max_tokens", "requests")
 
 
-NOT_BELIEVED = "not believed"
+NOT_BELIEVED = "unreliable"
 # Axes to name, by scenario.
 Beside = Mapping[Scalar, tuple[str, ...]]
 
 
 def load_words(rate_per_s: float | None, concurrency: int | None) -> str:
-    """`4/s`, `8 in flight`; empty where nothing limits it."""
+    """`4/s`, `8 in flight`; empty if nothing limits it."""
     if rate_per_s is not None:
         return f"{rate_per_s:,.4g}/s"
     return f"{concurrency:,} in flight" if concurrency is not None else ""
@@ -33,7 +33,7 @@ def axes_load(axes: Mapping[str, Scalar]) -> str:
 
 
 def short_load(rate_per_s: float | None, concurrency: int | None) -> str:
-    """`4/s`, `8`: beside a point of a curve that says what it counts."""
+    """`4/s`, `8`: the label of a point on a curve."""
     return load_words(rate_per_s, concurrency).removesuffix(" in flight")
 
 
@@ -60,7 +60,7 @@ def cell_words(axes: Mapping[str, Scalar], named: Beside) -> str:
 
 
 def marked(words: str, is_believed: bool) -> str:
-    """A name with what a reader must know before the numbers beside it."""
+    """A name, marked if its numbers are unreliable."""
     return words if is_believed else f"{words} ({NOT_BELIEVED})"
 
 
@@ -70,7 +70,7 @@ def family_words(load: ServedLoad, named: Beside) -> str:
 
 
 def served_words(load: ServedLoad, named: Beside) -> str:
-    """A load of a cell; of one replica alone where it was asked alone."""
+    """A load of a cell; names the replica if only one got the load."""
     own = load_words(load.rate_per_s, load.concurrency)
     return ", ".join(filter(None, (*_scenario(load.scenario, own), *_named(load.axes, named), _alone(load))))
 
@@ -90,7 +90,7 @@ def _named(axes: Mapping[str, Scalar], named: Beside) -> tuple[str, ...]:
 
 
 def replica_words(replica: ReplicaTrace, trace: ServedTrace) -> str:
-    """By its host where that tells it from the others."""
+    """The host if it identifies the replica, else both."""
     hosts = [other.host for other in trace.replicas]
     if replica.host is None:
         return f"replica {replica.replica}"

@@ -11,7 +11,7 @@ _UNITS = {"flops": "FLOP/s", "bytes_per_s": "B/s", "_hz": "Hz"}
 
 
 def flatten(name: str, value: object) -> Iterator[tuple[str, str]]:
-    """Dotted names and readable values; devices that differ in their index only are told once."""
+    """Dotted names and readable values; devices that differ only in their index are listed once."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from flatten(f"{name}.{key}" if name else str(key), inner)
