@@ -111,7 +111,7 @@ def spoken(name: str) -> str:
 def _decision(report: Report, found: Recommendation) -> str:
     if found.metric not in _MARGINS:
         return first_sentence(found.text)[0]
-    return " ".join(filter(None, (_outcome(found, _where(report, found)), _rates(report, found))))
+    return " ".join(filter(None, (_outcome(report, found, _where(report, found)), _rates(report, found))))
 
 
 def _rates(report: Report, found: Recommendation) -> str:
@@ -122,12 +122,17 @@ def _rates(report: Report, found: Recommendation) -> str:
     return f"{'; '.join(rates)}." if rates else ""
 
 
-def _outcome(found: Recommendation, where: str = "") -> str:
+def _outcome(report: Report, found: Recommendation, where: str = "") -> str:
     """The winner and its margin; if several lead, whether they are equal or the data is inconclusive."""
     versus, names = found.decisive, listed(map(spoken, found.choose))
     if versus is not None and len(found.choose) == 1:
         return f"{_margin(versus, where)}."
-    ties = [c for c in found.because if c.is_tie]
+    axes = found.because[0].axes if found.because else None
+    ties = [
+        c
+        for c in report.comparisons
+        if c.metric == found.metric and {c.label, c.other_label} <= {*found.choose} and axes in (None, c.axes)
+    ]
     if ties and all(is_equal(c.low, c.high) for c in ties):
         within = math.ceil(max(max(c.high - 1, 1 - c.low) for c in ties) * 100 - 1e-6)
         text = f"{names} are equal (within {max(within, 1)} %){where}"
@@ -171,7 +176,7 @@ def _beside(report: Report, found: Recommendation) -> str:
     ours = [r for r in report.recommendations if (r.group_key, r.group) == (found.group_key, found.group)]
     lean = next((r for r in ours if r.metric == _MEMORY), None)
     if lean is not None and lean is not found and lean.decisive:
-        return _outcome(lean)
+        return _outcome(report, lean)
     return _bottleneck(report, found) or _last(found)
 
 

@@ -22,7 +22,12 @@ def regressions(found: Between, percent: float) -> tuple[Regression, ...]:
 
     The limit is of what A had: percent of a rate lost, or percent of time or memory added.
     """
-    beyond = [c for c in gated(found) if c.verdict == WORSE and _least_loss(c) > percent / 100]
+    beyond = [
+        c
+        for c in gated(found)
+        if c.verdict == WORSE
+        and (0.0 if c.low is None or c.high is None else min(_loss(c, c.low), _loss(c, c.high))) > percent / 100
+    ]
     slower = [Regression(cell=c.cell, text=change_text(c)) for c in beyond]
     gone = [Regression(cell=x.cell, text=f"{x.label}: ok in A, {x.status} in B ({x.reason})") for x in found.lost]
     return (*slower, *gone)
@@ -51,11 +56,6 @@ def gated(found: Between) -> list[Change]:
     Step time is its inverse, of which the same slowdown is more percent: 10.5 % fewer tokens/s are 11.7 % more time.
     """
     return [c for c in found.changes if c.metric != "step_time_s"]
-
-
-def _least_loss(c: Change) -> float:
-    """What is lost at the end of the interval that is nearest to no change."""
-    return 0.0 if c.low is None or c.high is None else min(_loss(c, c.low), _loss(c, c.high))
 
 
 def _loss(c: Change, ratio: float) -> float:

@@ -61,17 +61,16 @@ def _rows(trace: ServedTrace, name: str) -> Iterator[tuple[Cell, ...]]:
     for i, replica in enumerate(trace.replicas):
         yield (
             Cell("" if i else name),
-            Cell(replica_words(replica, trace), _gone(replica)),
+            Cell(
+                replica_words(replica, trace),
+                (f"gone after {replica.died_s:,.3g} s" if replica.died_s is not None else ""),
+            ),
             Cell(strip(replica.in_flight, top)),
             Cell(f"{max(replica.in_flight, default=0.0):,.0f}"),
             *_first_token(replica),
             Cell(f"{replica.answered:,}"),
             Cell(f"{replica.failed:,}", tone="bad" if replica.failed else ""),
         )
-
-
-def _gone(replica: ReplicaTrace) -> str:
-    return f"gone after {replica.died_s:,.3g} s" if replica.died_s is not None else ""
 
 
 def _first_token(replica: ReplicaTrace) -> tuple[Cell, Cell]:

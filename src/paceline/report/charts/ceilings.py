@@ -86,15 +86,14 @@ def _chart(
         y=Axis(label=scale.unit, unit=scale.unit, scale=LOG if far_apart else LINEAR, zero=not far_apart),
         points=tuple(_point(m, scale, line(m)) for m in sorted(kept, key=_size)),
         series=tuple(
-            Series(name=line(m), colour=min(families.index(family(m)), COLOURS - 1), dashed=_second(m))
+            Series(
+                name=line(m),
+                colour=min(families.index(family(m)), COLOURS - 1),
+                dashed=(_variant(m) == "pageable" or m.axes["kernel"] == "attention_backward"),
+            )
             for m in {line(m): m for m in kept}.values()
         ),
     )
-
-
-def _second(m: Measurement) -> bool:
-    """The second of a pair: pageable memory, a backward."""
-    return _variant(m) == "pageable" or m.axes["kernel"] == "attention_backward"
 
 
 def _size(m: Measurement) -> float:

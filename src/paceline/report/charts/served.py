@@ -58,7 +58,15 @@ def in_ms(seconds: float | None) -> str:
 def curve(report: Report) -> Iterator[Chart]:
     """A line per scenario through its loads, from the smallest on: where throughput ends and latency begins to grow."""
     found = report.served_shapes
-    loads = [load for load in found.loads if _is_on_curve(load)] if found else []
+    loads = (
+        [
+            load
+            for load in found.loads
+            if (load.scenario != "offline" and bool(load.output_tokens_per_s) and bool(load.spreads))
+        ]
+        if found
+        else []
+    )
     doubted = sum(not load.is_believed for load in loads)
     if found is None or len(loads) < 2:
         return
@@ -89,11 +97,6 @@ def curve(report: Report) -> Iterator[Chart]:
         section=SERVED,
         panel_px=380,
     )
-
-
-def _is_on_curve(load: ServedLoad) -> bool:
-    """Everything at once has a throughput, but its latency is the length of the run."""
-    return load.scenario != "offline" and bool(load.output_tokens_per_s) and bool(load.spreads)
 
 
 def _curve_points(load: ServedLoad, spread: LatencySpread, named: Beside, families: int) -> Iterator[Point]:

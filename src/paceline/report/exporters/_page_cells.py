@@ -34,7 +34,7 @@ def panels(report: Report) -> Iterator[str]:
     names = {cell: cell_name(report, cell, ours[0].axes, named) for cell, ours in runs.items()}
     for cell, ours in sorted(runs.items(), key=lambda item: names[item[0]]):
         inner = (
-            _reasons(ours),
+            "".join(paragraph(reason, "bad") for reason in dict.fromkeys(run.reason or "" for run in ours)),
             _recipe(recipes.get(cell)),
             _measurements(measured.get(cell, ())),
             _doubted(doubted.get(cell, ())),
@@ -56,10 +56,6 @@ def _badge(runs: Sequence[RunFinding]) -> str:
     counts = Counter(run.status for run in runs)
     tone = "quiet" if set(counts) == {"ok"} else "bad"
     return f'<span class="{tone}">{escape(", ".join(f"{n} {status}" for status, n in counts.items()))}</span>'
-
-
-def _reasons(runs: Sequence[RunFinding]) -> str:
-    return "".join(paragraph(reason, "bad") for reason in dict.fromkeys(run.reason or "" for run in runs))
 
 
 def _recipe(recipe: Recipe | None) -> str:

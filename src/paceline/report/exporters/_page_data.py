@@ -63,11 +63,7 @@ def _plain(value: Any) -> Any:
         return _told(value)
     if isinstance(value, tuple):
         return [_plain(inner) for inner in value]
-    return _short(value) if isinstance(value, float) else value
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.{DIGITS}g}")
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
 
 
 def _filters(report: Report) -> dict[str, Any]:

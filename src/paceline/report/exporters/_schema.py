@@ -48,15 +48,15 @@ def _record(kind: type, named: dict[str, Schema]) -> Schema:
         properties.pop("axes")
     if kind is Certificate:
         properties |= {"valid": {"type": "boolean"}, "reasons": {"type": "array", "items": {"type": "string"}}}
-    original = [f.name for f in dataclasses.fields(kind) if _has_no_default(f) and f.name in properties]
+    original = [
+        f.name
+        for f in dataclasses.fields(kind)
+        if (f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING) and f.name in properties
+    ]
     found: Schema = {"type": "object", "properties": properties, "required": original}
     if kind is Measurement:
         found["additionalProperties"] = {"type": ["string", "number", "boolean", "null"]}
     return found
-
-
-def _has_no_default(field: dataclasses.Field[Any]) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _of(kind: Any, named: dict[str, Schema]) -> Schema:

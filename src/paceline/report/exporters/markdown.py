@@ -107,7 +107,9 @@ class Page:
 
     def _cell(self, cell: Cell) -> str:
         short = self._short(cell.text)
-        shown = _code(short) if cell.tone == "code" else escape(short)
+        # In a table a bar ends the cell even in code, unless a backslash precedes it, which GFM removes.
+        code = _one_line(short).replace("`", "").replace("|", "\\|")
+        shown = f"`{code}`" if cell.tone == "code" else escape(short)
         shown = f"[{shown}]({quote(cell.link)})" if cell.link else shown
         return f"{shown} {escape(cell.detail)}" if cell.detail else shown
 
@@ -134,11 +136,6 @@ def _one_line(value: str) -> str:
 def _html(value: str) -> str:
     """For inside a tag, where Markdown is not read."""
     return _uncalled(_one_line(value).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;"))
-
-
-def _code(value: str) -> str:
-    """Inside a table a bar ends the cell even in code, unless a backslash precedes it, which GFM removes."""
-    return "`" + _one_line(value).replace("`", "").replace("|", "\\|") + "`"
 
 
 def escape(value: str) -> str:

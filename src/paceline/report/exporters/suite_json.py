@@ -51,7 +51,7 @@ def world_sizes(report: Report) -> list[int]:
 
 def document(report: Report, world_size: int | None) -> dict[str, Any]:
     rows = [r for r in report.collectives if r.axes.get("world_size") == world_size]
-    device = _device_kind(report, world_size)
+    device = next((r.axes.get("device") for r in report.runs if r.axes.get("world_size") == world_size), None)
     size = "" if world_size is None else f"_{world_size}{'gpu' if device == 'cuda' else 'cpu'}"
     return {
         "name": f"benchmark{size}",
@@ -65,10 +65,6 @@ def document(report: Report, world_size: int | None) -> dict[str, Any]:
             "memory": _memory(report, world_size),
         },
     }
-
-
-def _device_kind(report: Report, world_size: int | None) -> Scalar:
-    return next((r.axes.get("device") for r in report.runs if r.axes.get("world_size") == world_size), None)
 
 
 def _device_name(report: Report, kind: Scalar) -> str | None:

@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paceline.analysis.findings import Report
 from paceline.errors import RequestError
@@ -89,7 +89,7 @@ def _write(report: Report, cell: TrackedCell, folder: Path) -> None:
     )
     for name, value in cell.scalars.items():
         run.summary[name] = value
-    for row in _curve(cell):
+    for row in ({STEP_CURVE: seconds} for seconds in cell.steps_s):
         run.log(row)
     run.finish(exit_code=0 if cell.status == "ok" else 1)
 
@@ -110,7 +110,3 @@ def _settings() -> Settings:
         x_disable_stats=True,
         x_disable_machine_info=True,
     )
-
-
-def _curve(cell: TrackedCell) -> Iterator[dict[str, Any]]:
-    return ({STEP_CURVE: seconds} for seconds in cell.steps_s)

@@ -92,14 +92,14 @@ def _score_row(report: Report, found: Accuracy, metrics: list[str]) -> tuple[Cel
     verdict = found.verdict or "not scored"
     return (
         Cell(cell_name(report, found.cell, found.axes, varying_axes(report))),
-        Cell(verdict, _missed(found), TONES.get(verdict, "quiet")),
+        Cell(
+            verdict,
+            "; ".join(_target_text(t.metric, t.value, t.low, t.high) for t in found.targets if not t.ok),
+            TONES.get(verdict, "quiet"),
+        ),
         Cell(f"{found.scored:,}"),
         *(_score(by_metric.get(metric)) for metric in metrics),
     )
-
-
-def _missed(found: Accuracy) -> str:
-    return "; ".join(_target_text(t.metric, t.value, t.low, t.high) for t in found.targets if not t.ok)
 
 
 def _score(m: Measurement | None) -> Cell:

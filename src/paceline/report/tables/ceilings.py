@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from paceline.analysis.findings import Measurement, Report
 from paceline.analysis.findings.cell_axes import describe
-from paceline.errors import Scalar
 from paceline.report.tables.table import Cell, Column, Table
 from paceline.report.text.measurements import format_brief
 from paceline.wording import MISSING, Scale, format_number, format_parts
@@ -81,7 +80,13 @@ def peaks(title: str, measured: Sequence[Measurement]) -> Table:
         (
             Cell(str(dtype)),
             _cell(best.get(dtype), scale, interval=True),
-            Cell(str(best[dtype].axes["label"]) if dtype in best else _reason(measured, dtype)),
+            Cell(
+                str(best[dtype].axes["label"])
+                if dtype in best
+                else next(
+                    (m.note for m in measured if m.axes["dtype"] == dtype and m.value is None and m.note), MISSING
+                )
+            ),
             _cell(shares.get(dtype), PERCENT),
             _cell(ridges.get(dtype), Scale("FLOP/byte")),
         )
@@ -98,10 +103,6 @@ def peaks(title: str, measured: Sequence[Measurement]) -> Table:
         " fp8: e4m3, bf16 result, fast accumulation." if "fp8" in dtypes else ""
     )
     return _without_empty(Table(title, columns, rows, (said, *_notes(best.values()))))
-
-
-def _reason(measured: Iterable[Measurement], dtype: Scalar) -> str:
-    return next((m.note for m in measured if m.axes["dtype"] == dtype and m.value is None and m.note), MISSING)
 
 
 def products(title: str, measured: Sequence[Measurement]) -> Table:
@@ -160,7 +161,11 @@ def attention(title: str, measured: Sequence[Measurement]) -> Table:
     ours = [m for m in measured if m.metric == "attention_flops_per_s"]
     cells = {(m.axes["variant"], m.axes["kernel"], m.axes["size"]): m for m in ours}
     labels = {m.axes["size"]: str(m.axes["label"]) for m in ours}
-    backends = [b for b in dict.fromkeys(str(m.axes["variant"]) for m in ours) if _ran(cells, b)]
+    backends = [
+        b
+        for b in dict.fromkeys(str(m.axes["variant"]) for m in ours)
+        if any(m.value is not None for (variant, _, _), m in cells.items() if variant == b)
+    ]
     kernels = ("attention_forward", "attention_backward")
     scale = scale_for(ours)
     rows = tuple(
@@ -173,10 +178,6 @@ def attention(title: str, measured: Sequence[Measurement]) -> Table:
     dtypes = ", ".join(dict.fromkeys(str(m.axes["dtype"]) for m in ours))
     said = f"{dtypes}; causal FLOPs: (s+1) keys' worth per two tokens; a backward counts as two forwards."
     return Table(title, columns, rows, (said, *_refusals(ours)))
-
-
-def _ran(cells: Mapping[tuple[Scalar, Scalar, Scalar], Measurement], backend: str) -> bool:
-    return any(m.value is not None for (variant, _, _), m in cells.items() if variant == backend)
 
 
 def devices(title: str, measured: Sequence[Measurement]) -> Table:

@@ -79,7 +79,12 @@ def change_text(c: Change) -> str:
 
 def sentence(found: Between) -> str:
     """The whole answer: how much, in how many cells, what else differs, and what was lost."""
-    parts = [*_speed_clauses(found), *_served_clauses(found), *_row_clauses(found), *_memory_clauses(found)]
+    parts = [
+        *_clauses([c for c in found.changes if c.metric == THROUGHPUT], "cell", _SPEED),
+        *_served_clauses(found),
+        *_clauses([c for c in found.changes if c.row is not None and c.metric not in SERVED], "row", _SPEED),
+        *_memory_clauses(found),
+    ]
     parts = parts or ["nothing could be compared"]
     if found.changes:
         differs = differences_text(found.shared, glue=" and ")
@@ -102,10 +107,6 @@ def _plural(word: str, count: int) -> str:
     return word if count == 1 else f"{word}s"
 
 
-def _speed_clauses(found: Between) -> list[str]:
-    return _clauses([c for c in found.changes if c.metric == THROUGHPUT], "cell", _SPEED)
-
-
 def _served_clauses(found: Between) -> list[str]:
     """Each metric of served models separately: latency and throughput may move in opposite directions."""
     parts: list[str] = []
@@ -114,10 +115,6 @@ def _served_clauses(found: Between) -> list[str]:
         noun = "load" if len(ours) > 1 and metric != RATE else "cell"
         parts += (f"{name}: {text}" for text in _clauses(ours, noun, _LEVEL if metric == RATE else _SPEED))
     return parts
-
-
-def _row_clauses(found: Between) -> list[str]:
-    return _clauses([c for c in found.changes if c.row is not None and c.metric not in SERVED], "row", _SPEED)
 
 
 def _memory_clauses(found: Between) -> list[str]:

@@ -46,14 +46,14 @@ def sentences(report: Report) -> tuple[str, str, str] | None:
     told = [(e, r) for e in outcome.effects if (r := e.response(SPEED) or e.response(MEMORY)) is not None]
     decided = [f"{e.name} ({_brief(r)})" for e, r in told if r.verdict in _TONES and e.kind != INTERACTION]
     crossed = [f"{e.name} interact ({_brief(r)})" for e, r in told if r.verdict in _TONES and e.kind == INTERACTION]
-    none = [f"{e.name} (under {percent_up(r.bound_ratio)} %)" for e, r in told if _is_null(e, r)]
+    none = [
+        f"{e.name} (under {percent_up(r.bound_ratio)} %)"
+        for e, r in told
+        if (e.kind != INTERACTION and r.metric == SPEED and r.verdict == NO_EFFECT)
+    ]
     mattered = listed((*decided[:MOST_NAMED], *crossed[:1]))
     first = f"What mattered most: {mattered}." if mattered else "None of the changes is known to matter."
     return first, f"No effect on speed: {listed(none[:MOST_NAMED])}." if none else "", plan(outcome)
-
-
-def _is_null(effect: Effect, response: Response) -> bool:
-    return effect.kind != INTERACTION and response.metric == SPEED and response.verdict == NO_EFFECT
 
 
 def _brief(response: Response) -> str:

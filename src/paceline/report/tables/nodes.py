@@ -88,11 +88,11 @@ def measure_names(nodes: Iterable[NodeVerdict]) -> list[str]:
 def furthest(node: NodeVerdict, measure: str) -> NodeMeasure | None:
     """The node's rank that lies furthest from the middle, where one lies outside the band that one."""
     ours = [m for m in node.measures if m.measure == measure]
-    return max(ours, key=lambda m: (-WORST_FIRST.index(m.verdict), abs(m.relative - _middle(m))), default=None)
-
-
-def _middle(m: NodeMeasure) -> float:
-    return 0.0 if m.unit == "C" else 1.0
+    return max(
+        ours,
+        key=lambda m: (-WORST_FIRST.index(m.verdict), abs(m.relative - (0.0 if m.unit == "C" else 1.0))),
+        default=None,
+    )
 
 
 def _unit(report: Report, measure: str) -> str:

@@ -13,7 +13,7 @@ from paceline.report.tables.served import load_text, loads_of, rules_text, span
 from paceline.report.tables.table import Cell, Column, Table
 from paceline.report.text.load_names import BESIDE
 from paceline.report.text.measurements import format_brief
-from paceline.wording import MISSING, Scale, format_duration, format_number, format_parts, listed, places
+from paceline.wording import MISSING, Scale, format_duration, format_number, format_parts, listed, places, verdict_text
 
 # A replica that had ended earlier than another is not slower for it.
 OWN_TIME = (
@@ -89,15 +89,14 @@ def _replica(share: ReplicaShare, is_best: bool) -> tuple[Cell, ...]:
     return (
         Cell(f"{share.replica} {share.host or ''}".strip()),
         Cell(f"{share.requests:,}"),
-        *(_plain(x) for x in (share.output_tokens_per_s, share.prompt_tokens_per_s, share.alone_tokens_per_s)),
+        *(
+            (Cell(MISSING, "", "quiet") if x is None else Cell(format_number(x, places(x, None, None))))
+            for x in (share.output_tokens_per_s, share.prompt_tokens_per_s, share.alone_tokens_per_s)
+        ),
         Cell(MISSING if share.busy_ratio is None else f"{share.busy_ratio:.0%}".rstrip("%")),
         Cell(format_duration(share.finished_s)),
         Cell(state if gone or is_best or share.failed else "ok", "", "bad" if gone or share.failed else ""),
     )
-
-
-def _plain(value: float | None) -> Cell:
-    return Cell(MISSING, "", "quiet") if value is None else Cell(format_number(value, places(value, None, None)))
 
 
 def _together(fleet: Fleet) -> tuple[Cell, ...]:
@@ -135,7 +134,6 @@ def _gains(report: Report) -> Table | None:
     columns = (
         Column("load"),
         Column("dynamic / static"),
-        Column("verdict"),
         Column("because", prose=True),
     )
     rows = tuple(map(_gain, report.partition_gains))
@@ -144,9 +142,10 @@ def _gains(report: Report) -> Table | None:
 
 
 def _gain(gain: PartitionGain) -> tuple[Cell, ...]:
-    value, interval = format_parts(gain.ratio, gain.low, gain.high)
+    word = "faster" if gain.ratio > 1 else "slower"
+    text, interval = verdict_text(gain.verdict, gain.ratio, gain.low, gain.high, word)
     tone = _GAIN_TONES.get(gain.verdict, "quiet")
-    return Cell(_load_words(gain.axes)), Cell(value, interval), Cell(gain.verdict, "", tone), Cell(gain.reason)
+    return Cell(_load_words(gain.axes)), Cell(text, interval, tone), Cell(gain.reason)
 
 
 def _full_sets(report: Report) -> Table | None:

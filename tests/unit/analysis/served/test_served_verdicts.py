@@ -262,8 +262,9 @@ def test_tables_of_replicas_gain_and_the_whole_set(golden: object) -> None:
         ["together", "24", "9.995"],
     ]
     assert [row[5] for row in static] == ["50", "100", "\u2013"]
-    ((load, _, verdict, _),) = cells(report, "Gain of the dynamic partition")
-    assert (load, verdict) == ("offline", "better")
+    ((load, verdict, _),) = cells(report, "Gain of the dynamic partition")
+    assert load == "offline"
+    assert "% faster, " in verdict
     assert {row[0] for row in cells(report, "Time for the whole set")} == golden
 
 

@@ -192,7 +192,11 @@ def test_follows_the_theme_and_the_width_of_the_screen(report: Report) -> None:
 
 def test_says_the_answer_the_ranking_and_every_failure(report: Report) -> None:
     text = read(html.text(report)).text
-    assert text.index("Tie between DDP and FSDP2") < text.index("12,345") < text.index("tp=3 does not divide 4 heads")
+    assert (
+        text.index("DDP and FSDP2 are equal (within 2 %)")
+        < text.index("12,345")
+        < text.index("tp=3 does not divide 4 heads")
+    )
     for words in ("micro batches per step: expected 4, observed 1", "out of memory on rank 1 in backward", "0.893"):
         assert words in text
     assert "None" not in text
