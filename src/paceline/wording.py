@@ -186,28 +186,27 @@ def verdict_text(
     word: str,
     detectable_ratio: float | None = None,
 ) -> tuple[str, str]:
-    """A verdict for people and the interval of its ratio. verdict is the stored one: better, worse, tie or None.
+    """A verdict for people, and its ratio with the interval. verdict is the stored one: better, worse, tie or None.
 
     >>> verdict_text("worse", 0.793, 0.766, 0.821, "slower")
-    ('21 % slower, 0.79x', '[0.77, 0.82]')
+    ('21 % slower', '0.79x [0.77, 0.82]')
     >>> verdict_text("tie", 1.004, 0.982, 1.026, "faster")
-    ('equal (within 3 %), 1.00x', '[0.98, 1.03]')
+    ('equal (within 3 %)', '1.00x [0.98, 1.03]')
     >>> verdict_text("tie", 0.576, 0.338, 0.977, "slower", 0.45)
-    ('inconclusive: 0.58x', '[0.34, 0.98], smallest detectable difference 45 %')
+    ('inconclusive', '0.58x [0.34, 0.98], smallest detectable difference 45 %')
     """
     digits = min(max(places(ratio, low, high) - 1, 1), DIGITS_OF_RATIO)
-    number = f"{format_own(ratio, digits)}x"
-    interval = _interval(low, high, digits)
+    number = f"{format_own(ratio, digits)}x {_interval(low, high, digits)}".strip()
     if verdict is None:
-        return f"no verdict, {number}", interval
+        return "no verdict", number
     if verdict != "tie":
         percent = abs(ratio - 1) * 100
-        return f"{format_own(percent, 0 if percent >= 10 else 1)} % {word}, {number}", interval
+        return f"{format_own(percent, 0 if percent >= 10 else 1)} % {word}", number
     if low is not None and high is not None and is_equal(low, high):
         within = math.ceil(max(high - 1, 1 - low) * 100 - 1e-6)
-        return (f"equal (within {within} %), {number}" if within else f"equal, {number}"), interval
-    detectable = f"smallest detectable difference {detectable_ratio * 100:.2g} %" if detectable_ratio else ""
-    return f"inconclusive: {number}", ", ".join(filter(None, (interval, detectable)))
+        return (f"equal (within {within} %)" if within else "equal"), number
+    detectable = f", smallest detectable difference {detectable_ratio * 100:.2g} %" if detectable_ratio else ""
+    return "inconclusive", f"{number}{detectable}"
 
 
 def short_names(series: Sequence[str]) -> dict[str, str]:

@@ -111,7 +111,8 @@ class Page:
         code = _one_line(short).replace("`", "").replace("|", "\\|")
         shown = f"`{code}`" if cell.tone == "code" else escape(short)
         shown = f"[{shown}]({quote(cell.link)})" if cell.link else shown
-        return f"{shown} {escape(cell.detail)}" if cell.detail else shown
+        glue = " " if cell.detail.startswith(("[", "(")) else ", "
+        return f"{shown}{glue}{escape(cell.detail)}" if cell.detail else shown
 
     def _short(self, value: str) -> str:
         limit = self.characters

@@ -31,7 +31,7 @@ def _said(pair: PairedReplicas) -> str:
     text = f"{ours} {_verdict(speed)} {theirs} on {pair.pairs:,} samples"
     if speed.verdict == TIE:
         verdict, interval = verdict_text(TIE, speed.ratio, speed.low, speed.high, "", speed.detectable_ratio)
-        text = f"speed of {ours} against {theirs} on {pair.pairs:,} samples: {verdict} {interval}".strip()
+        text = f"speed of {ours} against {theirs} on {pair.pairs:,} samples: {verdict}, {interval}"
     return "; ".join((text[0].upper() + text[1:], *beside)) + "."
 
 

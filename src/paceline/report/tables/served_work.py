@@ -43,8 +43,8 @@ def _rows(pair: ServedPair) -> Iterator[tuple[Cell, ...]]:
     for c in pair.comparisons:
         yield (*head, proof, Cell(c.metric), _ratio(c, bool(pair.flags)), Cell(c.reason))
     for u in pair.undecided:
-        text, _ = verdict_text(None, u.ratio, None, None, "")
-        yield (*head, proof, Cell(u.metric), Cell(text, "", "quiet"), Cell(u.reason))
+        text, ratio = verdict_text(None, u.ratio, None, None, "")
+        yield (*head, proof, Cell(u.metric), Cell(text, ratio, "quiet"), Cell(u.reason))
     if not pair.comparisons and not pair.undecided:
         yield (*head, proof, Cell(""), Cell("no interval", "", "quiet"), Cell("too few answers for an interval"))
 
