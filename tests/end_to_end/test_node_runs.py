@@ -87,7 +87,7 @@ def test_the_exit_code_and_every_text_say_so(ill: Any) -> None:
     assert ill.code == 1
     assert [r.status for r in ill.records] == ["ok"]
     for text in (ill.stdout, *((ill.directory / name).read_text() for name in ("report.md", "report.html"))):
-        assert "What speaks against nodes" in text
+        assert "Evidence against nodes" in text
         assert "flipped" in text
 
 

@@ -193,7 +193,7 @@ def test_replicas_go_on_without_a_rank_that_was_killed(troubled: dict[str, Any])
     assert record.replicas[1].reassigned >= 1
     assert record.lost_nodes == (1,)
     assert [(outcome.rank, outcome.status) for outcome in record.outcomes] == [(0, Status.OK)]
-    assert any("node 1 of 2 went away before the end" in line for line in record_lines(record, None))
+    assert any("node 1 of 2 was lost before the end" in line for line in record_lines(record, None))
 
 
 def test_an_interrupt_leaves_no_seal(troubled: dict[str, Any]) -> None:

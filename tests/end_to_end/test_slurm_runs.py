@@ -396,7 +396,7 @@ def went_on(bench: Bench, status: Status, error: str | None) -> None:
     assert record.replicas[1].reassigned >= 1
     assert record.lost_nodes == (1,)
     assert [(outcome.rank, outcome.status) for outcome in record.outcomes] == [(0, Status.OK)]
-    assert any("node 1 of 2 went away before the end" in line for line in record_lines(record, None))
+    assert any("node 1 of 2 was lost before the end" in line for line in record_lines(record, None))
     assert bench.cluster.processes() == []
 
 

@@ -116,9 +116,9 @@ def _decision(report: Report, found: Recommendation) -> str:
 
 def _rates(report: Report, found: Recommendation) -> str:
     """`DDP: 880 tokens/s.` of those chosen to fine-tune with: what a fine-tune takes follows from it."""
-    told = finetuning.rates(report)
+    by_cell = finetuning.rates(report)
     cells = {name: cell for c in found.because for name, cell in ((c.label, c.cell), (c.other_label, c.other))}
-    rates = [f"{spoken(name)}: {told[cells[name]]}" for name in found.choose if cells.get(name) in told]
+    rates = [f"{spoken(name)}: {by_cell[cells[name]]}" for name in found.choose if cells.get(name) in by_cell]
     return f"{'; '.join(rates)}." if rates else ""
 
 

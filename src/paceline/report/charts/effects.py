@@ -11,7 +11,7 @@ from paceline.report.tables.effects import MEMORY, SPEED, change, plan, verdict
 from paceline.wording import percent_up
 
 MARKS = "Dots are effects, lines their 95 % intervals."
-MATTERS, OPEN_WORD = "matters", "undecided or confounded"
+MATTERS, OPEN_WORD = "matters", "inconclusive or confounded"
 SERIES = (Series(name=MATTERS, colour=1), Series(name=OPEN_WORD, colour=5), Series(name=NO_EFFECT, colour=0))
 PANELS = {SPEED: "Non-pad tokens per second: right is faster", MEMORY: "Peak memory: left is less"}
 

@@ -86,7 +86,7 @@ def curve(report: Report) -> Iterator[Chart]:
     yield Chart(
         name="served_curve",
         title="Latency over throughput",
-        subtitle=f"Each point is one load ({_loads_told(loads)}): median (dashed) and 99th percentile, from the "
+        subtitle=f"Each point is one load ({_load_units(loads)}): median (dashed) and 99th percentile, from the "
         f"scheduled send time; whiskers are 95 % intervals. Latency is logarithmic.{_hollow(doubted)}{_ceiling(found)}",
         kind=LINES,
         x=Axis(label="output, tokens/s", unit="tokens/s", ticks="round"),
@@ -127,9 +127,9 @@ def _hollow(doubted: int) -> str:
     return f" Hollow: {doubted} load{'' if doubted == 1 else 's'} {NOT_BELIEVED}." if doubted else ""
 
 
-def _loads_told(loads: Sequence[ServedLoad]) -> str:
-    told = {"requests a second" if load.rate_per_s is not None else "requests in flight" for load in loads}
-    return " or ".join(sorted(told, reverse=True))
+def _load_units(loads: Sequence[ServedLoad]) -> str:
+    units = {"requests a second" if load.rate_per_s is not None else "requests in flight" for load in loads}
+    return " or ".join(sorted(units, reverse=True))
 
 
 def _series(family: str, percentile: str, families: int) -> str:
@@ -150,14 +150,14 @@ def _ceiling(found: ServedShapes) -> str:
 
 def _limits(loads: Sequence[ServedLoad], quantities: Sequence[str]) -> Iterator[Rule]:
     """Once for each panel and value; with the scenario where these differ."""
-    told = {
+    limits = {
         (spread.quantity, spread.limit_s): load.scenario
         for load in loads
         for spread in load.spreads
         if spread.limit_s is not None and spread.quantity in quantities
     }
-    several = len({limit for _, limit in told}) > len({quantity for quantity, _ in told})
-    for (quantity, limit), scenario in told.items():
+    several = len({limit for _, limit in limits}) > len({quantity for quantity, _ in limits})
+    for (quantity, limit), scenario in limits.items():
         of = f" of {scenario}" if several else ""
         yield Rule(y=(limit or 0.0) * 1e3, label=f"limit{of} {(limit or 0.0) * 1e3:,.4g} ms", group=WORDS[quantity])
 
@@ -274,7 +274,7 @@ class _Used(NamedTuple):
         return f"{self.what}: {self.value * self.factor:,.3g} {self.unit}, at most {self.bound * self.factor:,.3g}"
 
 
-def _told_too(audit: ClientAudit) -> Iterator[str]:
+def _without_bound(audit: ClientAudit) -> Iterator[str]:
     """Facts without a bound that limit the accuracy of times."""
     if audit.clock_drift_s is not None:
         yield f"clocks: drifted {audit.clock_drift_s * 1e3:,.3g} ms against each other"
@@ -300,7 +300,7 @@ def _audited(audit: ClientAudit, name: str) -> Point | None:
         label=name,
         series=WITHIN if worst.percent <= 100 else BEYOND,
         text=f"{worst.percent:,.0f} %, {worst.what}",
-        detail="\n".join((*map(str, known), *_told_too(audit), processes)),
+        detail="\n".join((*map(str, known), *_without_bound(audit), processes)),
         cells=(audit.cell,),
         runs=audit.runs,
     )

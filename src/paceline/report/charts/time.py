@@ -41,18 +41,18 @@ def history(report: Report) -> Iterator[Chart]:
 
 
 def _panel(series: HistorySeries, drawn: ChartPoints, began: float) -> Iterator[Point]:
-    place = Point(y=100.0, group=series.label, cells=(series.cell,))
+    base = Point(y=100.0, group=series.label, cells=(series.cell,))
     first = drawn.levels[0][2]
     for at, value, run in zip(drawn.times, drawn.values, drawn.runs, strict=True):
         detail = f"{format_number(value, 3 if value < 100 else 0)} {drawn.unit}\n{_when(at)}"
         x, y = (at - began) / DAY_S, 100 * value / first
-        yield replace(place, x=x, y=y, series=LAUNCH.name, drawn=LONE, detail=detail, runs=(run,))
+        yield replace(base, x=x, y=y, series=LAUNCH.name, drawn=LONE, detail=detail, runs=(run,))
     # Both ends of each level, joined to the next: the step between two levels is where the change is.
-    told = ["", *(text for _, text in drawn.marks)]
-    for (start, end, level), detail in zip(drawn.levels, told, strict=True):
+    details = ["", *(text for _, text in drawn.marks)]
+    for (start, end, level), detail in zip(drawn.levels, details, strict=True):
         for at, text in ((start, detail), (end, "")):
             x, y = (at - began) / DAY_S, 100 * level / first
-            yield replace(place, x=x, y=y, series=LEVEL.name, drawn=CURVE, detail=detail, text=text)
+            yield replace(base, x=x, y=y, series=LEVEL.name, drawn=CURVE, detail=detail, text=text)
 
 
 def _when(at: float) -> str:

@@ -37,30 +37,30 @@ class Words:
 
 def _chart(chart: Chart, words: Words, numbers: Mapping[str, int]) -> dict[str, Any]:
     points = [_point(point, words, numbers) for point in chart.points]
-    return _told(chart) | {"points": points, "series": list(map(_told, chart.series))}
+    return _fields(chart) | {"points": points, "series": list(map(_fields, chart.series))}
 
 
 def _point(point: Point, words: Words, numbers: Mapping[str, int]) -> dict[str, Any]:
     """Texts and runs as numbers; detail line by line."""
-    told = _told(point)
-    told |= {name: words.number(told[name]) for name in ("label", "group", "series") if name in told}
-    told["cells"] = [words.number(cell) for cell in point.cells]
+    fields = _fields(point)
+    fields |= {name: words.number(fields[name]) for name in ("label", "group", "series") if name in fields}
+    fields["cells"] = [words.number(cell) for cell in point.cells]
     if point.detail:
-        told["detail"] = [words.number(line) for line in point.detail.split("\n")]
+        fields["detail"] = [words.number(line) for line in point.detail.split("\n")]
     if point.runs:
-        told["runs"] = [numbers[run] for run in point.runs if run in numbers]
-    return told
+        fields["runs"] = [numbers[run] for run in point.runs if run in numbers]
+    return fields
 
 
-def _told(value: Any) -> dict[str, Any]:
-    """Fields that differ from what their defaults, which the script knows."""
+def _fields(value: Any) -> dict[str, Any]:
+    """Fields that differ from their defaults, which the script knows."""
     found = {field.name: (getattr(value, field.name), field.default) for field in dataclasses.fields(value)}
     return {name: _plain(inner) for name, (inner, default) in found.items() if inner != default}
 
 
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
-        return _told(value)
+        return _fields(value)
     if isinstance(value, tuple):
         return [_plain(inner) for inner in value]
     return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value

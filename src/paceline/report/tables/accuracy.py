@@ -53,8 +53,8 @@ def flag_text(each: ReplicaAnswers) -> str:
     work`."""
     where = f" ({each.host})" if each.host else ""
     speed = format_parts(each.tokens_per_s, None, None)[0]
-    told = "" if each.tokens_per_s is None else f": its {speed} tokens/s may be different work"
-    return f"replica {each.replica}{where} {each.flag}{told}"
+    doubt = "" if each.tokens_per_s is None else f": its {speed} tokens/s may be different work"
+    return f"replica {each.replica}{where} {each.flag}{doubt}"
 
 
 def _passes(report: Report) -> Iterator[str]:

@@ -43,12 +43,14 @@ def sentences(report: Report) -> tuple[str, str, str] | None:
     outcome = max(report.effects, key=lambda found: len(found.effects), default=None)
     if outcome is None or not outcome.effects:
         return None
-    told = [(e, r) for e in outcome.effects if (r := e.response(SPEED) or e.response(MEMORY)) is not None]
-    decided = [f"{e.name} ({_brief(r)})" for e, r in told if r.verdict in _TONES and e.kind != INTERACTION]
-    crossed = [f"{e.name} interact ({_brief(r)})" for e, r in told if r.verdict in _TONES and e.kind == INTERACTION]
+    responses = [(e, r) for e in outcome.effects if (r := e.response(SPEED) or e.response(MEMORY)) is not None]
+    decided = [f"{e.name} ({_brief(r)})" for e, r in responses if r.verdict in _TONES and e.kind != INTERACTION]
+    crossed = [
+        f"{e.name} interact ({_brief(r)})" for e, r in responses if r.verdict in _TONES and e.kind == INTERACTION
+    ]
     none = [
         f"{e.name} (under {percent_up(r.bound_ratio)} %)"
-        for e, r in told
+        for e, r in responses
         if (e.kind != INTERACTION and r.metric == SPEED and r.verdict == NO_EFFECT)
     ]
     mattered = listed((*decided[:MOST_NAMED], *crossed[:1]))
@@ -134,4 +136,4 @@ def verdict(response: Response, kind: str) -> str:
         return "confounded"
     if kind == INTERACTION and response.verdict != OPEN:
         return "more together" if response.ratio > 1 else "less together"
-    return response.verdict
+    return "inconclusive" if response.verdict == OPEN else response.verdict

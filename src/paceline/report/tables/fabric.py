@@ -35,7 +35,7 @@ def details(report: Report) -> tuple[Table, ...]:
 
 
 def sentence(report: Report) -> str:
-    """What the fabric can do, whether data arrived right, and who is suspect; empty without a sweep."""
+    """What the fabric can do, whether data arrived intact, and what is suspect; empty without a sweep."""
     parts = [_peak_sentence(report), _payload_sentence(report), verdict_sentence(report)]
     return " ".join(filter(None, parts)) if report.collectives or report.pairs else ""
 

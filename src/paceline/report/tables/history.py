@@ -40,12 +40,12 @@ def sentence(found: Sequence[HistorySeries]) -> str:
     worse = [each for each in changes if each[1].verdict == WORSE]
     lasting = [each for each in worse if each[1] is each[0].changes[-1]]
     series, newest = max(lasting or worse or changes, key=lambda each: each[1].after_at)
-    told = f"{_count(len(changes), 'change', 'changes')} of level in {len(searched)} searched series"
+    counts = f"{_count(len(changes), 'change', 'changes')} of level in {len(searched)} searched series"
     which = "the newest" + " for the worse" * bool(worse) + " that lasts" * bool(lasting)
-    return f"{told}; {which}: {_told(series, newest)}; {differs_text(newest)}."
+    return f"{counts}; {which}: {_change_text(series, newest)}; {differs_text(newest)}."
 
 
-def _told(series: HistorySeries, change: ChangePoint) -> str:
+def _change_text(series: HistorySeries, change: ChangePoint) -> str:
     """In the present only if nothing came after it."""
     what = f"{series.metric} of {series.label}"
     later = series.changes[series.changes.index(change) + 1 :]

@@ -61,8 +61,8 @@ def _profile(trace: TraceSample) -> str:
     known = [(name, getattr(trace, f"{name}_s")) for name in CLASSES]
     parts = [(name, seconds) for name, seconds in known if seconds is not None] or [("compute", trace.compute_s)]
     parts += [("exposed communication", trace.exposed_s), ("gap", trace.gap_s)]
-    told = ", ".join(f"{name} {seconds / trace.wall_s:.0%}" for name, seconds in parts)
-    return f"  rank {trace.rank}, {trace.steps} profiled steps of {trace.wall_s / trace.steps * 1e3:,.4g} ms: {told}"
+    shares = ", ".join(f"{name} {seconds / trace.wall_s:.0%}" for name, seconds in parts)
+    return f"  rank {trace.rank}, {trace.steps} profiled steps of {trace.wall_s / trace.steps * 1e3:,.4g} ms: {shares}"
 
 
 def _ranks(record: RunRecord) -> Iterator[str]:
@@ -74,6 +74,6 @@ def _ranks(record: RunRecord) -> Iterator[str]:
         steps = [s for s in record.steps if s.rank == outcome.rank and s.variant == 0]
         loss = f"loss {steps[0].loss:.4f} to {steps[-1].loss:.4f}" if steps else "no step"
         peaks = [m for m in record.memory if m.rank == outcome.rank and m.moment == "steps"]
-        held = next((m.allocated_bytes or m.resident_bytes for m in peaks), None)
-        memory = MISSING if held is None else f"{held / GIB:.2f} GiB"
+        peak_bytes = next((m.allocated_bytes or m.resident_bytes for m in peaks), None)
+        memory = MISSING if peak_bytes is None else f"{peak_bytes / GIB:.2f} GiB"
         yield f"  rank {outcome.rank}: {outcome.status}, {len(steps)} steps, {loss}, peak memory {memory}"

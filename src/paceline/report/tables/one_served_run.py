@@ -26,8 +26,8 @@ def _load(load: LoadOfRun) -> Iterator[str]:
     for failure in load.failures:
         yield f"    failed, {_failure(failure)}"
     if load.latencies:
-        told = (f"{name} {_ms(median)} and {_ms(tail)}" for name, (median, tail) in load.latencies.items())
-        yield f"    median and p99 of answered requests, ms: {', '.join(told)}"
+        latencies = (f"{name} {_ms(median)} and {_ms(tail)}" for name, (median, tail) in load.latencies.items())
+        yield f"    median and p99 of answered requests, ms: {', '.join(latencies)}"
 
 
 def _failure(failure: FailureClass) -> str:

@@ -55,7 +55,9 @@ def bottlenecks(report: Report) -> Table | None:
 def _verdict(b: Bottleneck, kinds: Sequence[str]) -> tuple[Cell, ...]:
     tone = "quiet" if b.kind == UNDECIDED or b.share_ratio is None else ""
     shares = {share.kind: share for share in b.evidence}
-    return Cell(b.kind, "", tone), *(Cell(_share(shares.get(kind))) for kind in kinds)
+    return Cell("inconclusive" if b.kind == UNDECIDED else b.kind, "", tone), *(
+        Cell(_share(shares.get(kind))) for kind in kinds
+    )
 
 
 def reasons(report: Report) -> Table | None:

@@ -46,8 +46,8 @@ def beside(found: ServedShapes) -> Beside:
     named: dict[Scalar, tuple[str, ...]] = {}
     for (scenario, *_), ours in by_load.items():
         differing = {name for name in BESIDE if len({str(axes.get(name)) for axes in ours}) > 1}
-        told = differing.union(named.get(scenario, ()))
-        named[scenario] = tuple(name for name in BESIDE if name in told)
+        names = differing.union(named.get(scenario, ()))
+        named[scenario] = tuple(name for name in BESIDE if name in names)
     return named
 
 

@@ -85,7 +85,7 @@ def test_the_headline_names_the_load_and_those_it_is_without(golden: object) -> 
     first = answer(report_of(swept(2, 4)))[0]
     assert first == golden
     assert "10.0" in first
-    words = "2 of 3 loads are not believed (INVALID(client): read up to 9.0 ms late (p99; at most 5 ms))."
+    words = "2 of 3 loads are unreliable (INVALID(client): read up to 9.0 ms late (p99; at most 5 ms))."
     assert words in " ".join(answer(report_of(swept(2, 4))))
 
 
