@@ -124,7 +124,7 @@ def _curve_points(load: ServedLoad, spread: LatencySpread, named: Beside, famili
 
 
 def _hollow(doubted: int) -> str:
-    return f" Hollow: {doubted} load{'' if doubted == 1 else 's'} {NOT_BELIEVED}." if doubted else ""
+    return f" Hollow: {doubted} {NOT_BELIEVED} load{'' if doubted == 1 else 's'}." if doubted else ""
 
 
 def _load_units(loads: Sequence[ServedLoad]) -> str:

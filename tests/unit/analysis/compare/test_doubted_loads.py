@@ -102,7 +102,7 @@ def test_a_run_that_is_not_believed_shows_what_was_measured(golden: object) -> N
     assert "9.0" in text
     assert "p99" in text
     assert "client): client:" not in markdown.text(report) + html.text(report)
-    assert "Not believed, and part of no comparison:" in html.text(report)
+    assert "Unreliable, excluded from comparisons:" in html.text(report)
     assert "output_tokens_per_s" not in prometheus.text(report)
 
 

@@ -81,10 +81,10 @@ def test_the_ranked_table_says_what_did_not_matter_and_its_bound(designed: Repor
     texts = [[cell.text for cell in row] for row in ranked.rows]
     assert texts[0][:3] == ["both", "+43.10", "speeds up"]
     assert ranked.rows[0][1].detail == "[+42.40, +43.80]"
-    assert texts[1][2:6] == ["undecided", "30", "-38.0", "needs less memory"]
+    assert texts[1][2:6] == ["inconclusive", "30", "-38.0", "needs less memory"]
     assert texts[2][:3] == ["rank 16 \u2192 8", "+0.21", "no effect, under 0.8 %"], "rounded up: the bound is 0.71"
     assert texts[2][4:6] == ["\u2013", "\u2013"], "memory that was not measured is a dash"
-    assert [cell.text for cell in crossed.rows[0]][2] == "not told apart"
+    assert [cell.text for cell in crossed.rows[0]][2] == "confounded"
     assert crossed.rows[0][-1].text == "a \u00d7 b"
     assert ranked.notes == golden
     assert any("fp16" in note for note in ranked.notes)
@@ -119,7 +119,7 @@ def test_the_chart_has_a_panel_per_metric_around_no_change(designed: Report, gol
     assert (chart.name, chart.kind, [rule.y for rule in chart.rules]) == ("effects", "spans", [0.0])
     first = chart.points[0]
     assert (first.y, first.low, first.high) == tuple(map(pytest.approx, (43.1, 42.4, 43.8)))
-    unknown = "undecided or not told apart"
+    unknown = "inconclusive or confounded"
     assert [point.series for point in chart.points[:4]] == ["matters", unknown, "no effect", unknown]
     assert chart.points[2].text == golden
     assert "0.8 %" in chart.points[2].text
