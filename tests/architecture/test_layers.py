@@ -49,6 +49,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("exporters",),
         ("replay",),
         ("terminal",),
+        ("sections",),
         ("answer", "charts"),
         ("text_bars",),
         ("tables",),

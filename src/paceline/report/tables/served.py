@@ -91,7 +91,7 @@ def _lost(report: Report) -> Iterator[str]:
     lost = [v for v in report.served if v.fails]
     if lost:
         many = f"{len(lost)} of {len(report.served)} loads"
-        yield f"{many} {'is' if len(lost) == 1 else 'are'} unreliable ({lost[0].told(1)})."
+        yield f"{many} {'is' if len(lost) == 1 else 'are'} unreliable ({lost[0].text(1)})."
 
 
 def _beside_best(fleet: Fleet | None) -> str:

@@ -194,12 +194,12 @@ def test_headline_tables_and_charts_say_undecided(golden: object) -> None:
     assert "node-0" in second
     assert "bf16" in second
     standings, reasons = shown.tables(report)
-    assert [row[1].text for row in standings.rows] == [UNDECIDED] * 4
+    assert [row[1].text for row in standings.rows] == ["inconclusive"] * 4
     assert {cell.tone for row in standings.rows for cell in row[1:]} == {""}
-    assert any(note.startswith("Undecided: ") for note in standings.notes)
+    assert any(note.startswith("Inconclusive: ") for note in standings.notes)
     assert reasons.title == golden
     (chart,) = charts.nodes.nodes(report)
-    assert {p.series for p in chart.points if p.group == "training"} == {UNDECIDED}
+    assert {p.series for p in chart.points if p.group == "training"} == {"inconclusive"}
     assert {s.name for s in chart.series} == {shown.verdict_name(verdict) for verdict in WORST_FIRST}
     assert set(WORST_FIRST) == set(shown.TONES)
 

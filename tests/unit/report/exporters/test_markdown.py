@@ -183,4 +183,4 @@ def test_what_no_limit_shortens_is_cut_at_a_line_with_its_folds_closed() -> None
     text = markdown._hard_cut(whole)
     assert len(text) <= markdown.MOST_CHARACTERS
     assert text.count("<details>") == text.count("</details>") == 1
-    assert text.rstrip().endswith("report.html and metrics.csv hold all of it.")
+    assert text.rstrip().endswith("report.html and metrics.csv are complete.")
