@@ -1,7 +1,7 @@
-"""Tables that others published, as run folders: imported as claims, which nothing ranks, compares or recommends.
+"""Published tables imported as run directories: claims, which are never ranked, compared or recommended.
 
-A CSV with one row per run. A claimed run is sealed with the status `claimed`; it holds what its source says and no
-sample, outcome, machine or certificate, because nobody here saw it run.
+The table is a CSV file with one row per run. A claimed run is sealed with the status `claimed`. It has the numbers of
+its source and no sample, outcome, machine or certificate, because it did not run here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COLUMNS = (*TEXTS, *COUNTS, *OPTIONAL_COUNTS, "precision", *NUMBERS)
 def import_table(path: Path, out: Path) -> tuple[Path, int]:
     """Write one sealed folder per row below OUT; returns the experiment's folder and the number of runs.
 
-    The whole table is understood before anything is written: a table at fault leaves nothing behind.
+    The whole table is checked before anything is written.
     """
     rows = _read(path)
     experiment = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-.") or "claimed"
@@ -51,7 +51,7 @@ def import_table(path: Path, out: Path) -> tuple[Path, int]:
 
 
 def _read(path: Path) -> list[tuple[str, Mapping[str, str]]]:
-    """Rows with their place in the file; lines that start with # say something to people only."""
+    """Rows with their position in the file; lines that start with # are comments."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -77,7 +77,7 @@ def _needed() -> str:
 
 
 def _spec(where: str, row: Mapping[str, str], experiment: str) -> RunSpec:
-    """What the row says was run. Fields that no row can state keep their defaults and are shown nowhere."""
+    """The run that the row describes. Fields that a row cannot state keep their defaults and are not shown."""
     for name in TEXTS:
         require(bool(row[name]), f"{where}, {name}", row[name], "text")
     counts = {name: _count(where, name, row[name]) for name in COUNTS}
@@ -113,7 +113,7 @@ def _count(where: str, name: str, text: str) -> int:
 
 
 def _claims(where: str, row: Mapping[str, str]) -> Sequence[ClaimSample]:
-    """Every number of the row; an empty cell states nothing. That accumulation was stated is not in the spec."""
+    """Every number of the row; empty cells are skipped. accumulation is included if the row states it."""
     stated = {name: row[name] for name in (*NUMBERS, "accumulation") if row.get(name)}
     require("tokens_per_s" in stated, f"{where}, tokens_per_s", row["tokens_per_s"], "a positive number")
     found = []

@@ -1,4 +1,4 @@
-"""Observed of the machine itself: collectives, overlap, kernels and copies, every timed iteration."""
+"""Samples of the machine itself: collectives, overlap, kernels, copies and node tests, every timed iteration."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class CollectiveSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlapSample:
-    """A collective beside matrix products on one rank: each alone, then both at once, iteration by iteration."""
+    """A collective and matrix products on one rank: each alone, then both at once, for every iteration."""
 
     kind: ClassVar[str] = "overlap"
     rank: int
@@ -78,14 +78,8 @@ class KernelSample:
     repeat: int = 0
 
 
-# How far a node may lie from its peers' median where nobody says otherwise: 5 % in speed, 2 % in memory, 10 degrees.
-SPEED_RATIO = 0.05
-
-
-MEMORY_RATIO = 0.02
-
-
-TEMPERATURE_C = 10.0
+# Default limits for the deviation of a node from the median of its peers: 5 % in speed, 2 % in memory, 10 degrees.
+SPEED_RATIO, MEMORY_RATIO, TEMPERATURE_C = 0.05, 0.02, 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,8 +116,8 @@ class TrajectorySample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthSample:
-    """What the driver and the kernel say of a rank's device and host (see `health`). moment: `before` the timed work,
-    or `loaded`, read after it while the device computes."""
+    """What the driver and the kernel report about a rank's device and host (see `host.health`). moment: `before` the
+    timed work, or `loaded`, read after it while the device computes."""
 
     kind: ClassVar[str] = "health"
     rank: int

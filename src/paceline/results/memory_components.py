@@ -1,6 +1,6 @@
-"""What one rank's memory consists of, and arithmetic on it: no measuring, no torch.
+"""The components of one rank's memory, as arithmetic: no measuring, no torch.
 
-The same five numbers tell the components apart whoever observed them: a GPU's allocator, the ledger on a CPU, or a
+The same five numbers give the components whoever observed them: the allocator of a GPU, the ledger on a CPU, or a
 rehearsal on fake tensors. They are the live bytes at four moments of one steady step, and its peak.
 """
 
@@ -34,7 +34,7 @@ class Held:
 
 
 def components(moments: Mapping[str, int | None], peak: int | None, held: Held | None) -> dict[str, int | None]:
-    """Each component at its largest, and the peak; None where the data does not tell.
+    """Each component at its largest, and the peak; None if the data is not sufficient.
 
     activations: what the forward of one micro batch leaves for its backward. gradients: what the backwards of a step
     leave, or the standing buffers if these are larger. communication: what else is kept between steps. other: what the
@@ -58,7 +58,7 @@ def components(moments: Mapping[str, int | None], peak: int | None, held: Held |
 
 
 def room_bytes(samples: Iterable[ComponentSample]) -> int | None:
-    """What the process with the least room had to itself; None where nobody recorded it."""
+    """The least memory that was available to any process; None if not recorded."""
     return min((s.bytes for s in samples if s.component in ("capacity", "room")), default=None)
 
 
