@@ -37,7 +37,7 @@ class Queue(MockReplica):
 
     def _begin(self, client: Any, asked: dict[str, Any], chat: bool, now: int) -> None:
         self._free_ns = max(self._free_ns, now) + self._service_ns
-        self.law = replace(self.law, ttft_s=(self._free_ns - now) / 1e9)
+        self.latencies = replace(self.latencies, ttft_s=(self._free_ns - now) / 1e9)
         super()._begin(client, asked, chat, now)
 
 

@@ -43,7 +43,7 @@ def test_a_key_that_no_header_carries_is_refused_unsaid(
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", key)
     with pytest.raises(UnsupportedError) as told:
-        openai._found("http://127.0.0.1:9", openai.Options())
+        openai._endpoint("http://127.0.0.1:9", openai.Options())
     assert str(told.value) == golden
     assert "OPENAI_API_KEY" in str(told.value)
     assert KEY not in str(told.value)
@@ -55,7 +55,7 @@ def test_the_key_follows_no_redirect(answering: Answering, monkeypatch: pytest.M
     moved = b"HTTP/1.1 302 Found\r\nLocation: %s/v1/models\r\nContent-Length: 0\r\n\r\n" % other.encode()
     url, asked = answering(moved)
     with pytest.raises(UnsupportedError) as caught:
-        openai._found(url, openai.Options())
+        openai._endpoint(url, openai.Options())
     assert str(caught.value) == golden
     assert "v1" in str(caught.value)
     assert "302" in str(caught.value)
@@ -74,7 +74,7 @@ def test_the_key_follows_no_redirect(answering: Answering, monkeypatch: pytest.M
 )
 def test_ports_of_another_kind(answer: bytes, answering: Answering, golden: object) -> None:
     with pytest.raises(UnsupportedError) as caught:
-        openai._found(answering(answer)[0], openai.Options())
+        openai._endpoint(answering(answer)[0], openai.Options())
     assert str(caught.value) == golden
 
 

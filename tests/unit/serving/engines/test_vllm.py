@@ -252,7 +252,7 @@ def test_any_architecture_is_left_to_the_server(spec: Any, tmp_path: Path, confi
     (tmp_path / "config.json").write_text(json.dumps(config))
     asked = spec(model=str(tmp_path), tensor_parallel=3)
     assert inference.check(asked) is None
-    assert inference.outline(asked).endswith(f"; the shape of {asked.model_text} is not known")
+    assert inference.outline(asked).endswith(f"; the architecture of {asked.model_text} is not known")
     assert vllm.model_folder(asked, tmp_path) == tmp_path
     assert max(max(p.token_ids or ()) for p in inference.prompts_of(asked)) < 32064
 
