@@ -332,7 +332,7 @@ def _show(form: str, answer: str, names: str, tables: Sequence[Table], lines: It
     if form == "markdown":
         page = markdown.Page()
         parts = [f"**{markdown.escape(answer)}**", markdown.escape(names)]
-        parts += [page.section(table.title, table).replace("## ", "### ", 1) for table in tables]
+        parts += [page.titled(table, level=3) for table in tables]
         print("\n\n".join([*parts, page.bullets(tuple(lines))]).strip())
         return
     screen = console()

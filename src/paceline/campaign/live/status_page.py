@@ -159,7 +159,7 @@ def html_text(now: State) -> str:
 def markdown_text(now: State) -> str:
     page = markdown.Page()
     parts = [f"# {markdown.escape(now.out.absolute().name)}", f"**{markdown.escape(headline(now))}**"]
-    parts += [page.section(table.title, table) for table in tables(now)]
+    parts += [page.titled(table) for table in tables(now)]
     parts += [markdown.escape(text) for text in now.unreadable]
     return "\n\n".join([*parts, f"<sub>{markdown.escape(_made(now))}</sub>"]) + "\n"
 

@@ -86,6 +86,10 @@ class Page:
         yield _more(len(section.details[self.rows :]) if self.rows else 0, "tables")
         yield from (f"{title}:\n\n{self.bullets(lines)}" for title, lines in section.bullets)
 
+    def titled(self, table: Table, level: int = 2) -> str:
+        """The table below its title as a heading of that level."""
+        return f"{'#' * level} {escape(table.title)}\n\n{self.render(table)}"
+
     def folded(self, summary: str, table: Table) -> str:
         """Evidence on demand: GitHub and most renderers fold it. The blank lines let Markdown begin inside."""
         return f"<details><summary>{_html(summary)}</summary>\n\n{self.render(table)}\n\n</details>"

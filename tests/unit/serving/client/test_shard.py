@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from paceline.serving.mock.wire import WORDS
 from testbed.listener import listening
 from testbed.requests import request
 
@@ -20,7 +21,6 @@ from paceline.serving.client import http_stream, replicas, schedule
 from paceline.serving.client.requests import ShardResult, Target
 from paceline.serving.client.shard import STALE_NS
 from paceline.serving.mock.server import MODES, MockReplica
-from paceline.serving.mock.wire import WORDS
 
 Send = Callable[..., ShardResult]
 Make = Callable[..., MockReplica]
