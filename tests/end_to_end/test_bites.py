@@ -14,7 +14,7 @@ CHEATS = [
     ("faulty.skips_accumulation", "pretrain", "optimizer steps", "4 updates at 4 steps"),
     ("faulty.wrong_reduction_dtype", "pretrain", "reduction dtype on the wire", "gradients crossed in bf16"),
     ("faulty.other_init", "pretrain", "initial weights", "on rank 0"),
-    ("faulty.shifted_tokens", "pretrain", "loss trajectory", "the nearest to its limit of 4 steps compared"),
+    ("faulty.shifted_tokens", "pretrain", "loss trajectory", "the closest to its limit of 4 compared steps"),
     ("ddp", "faulty.other_data", "data", "other token ids than the reference at 4 steps"),
 ]
 IDS = [f"{strategy}-{workload}" for strategy, workload, *_ in CHEATS]

@@ -155,7 +155,7 @@ def test_a_sequence_beyond_the_context_is_noted(campaign: list[RunRecord], monke
         return dataclasses.replace(load(choice), context=length - 1, positions="rope")
 
     monkeypatch.setattr(arithmetic, "load", shorter)
-    told = f"the sequence length {length} is beyond the {length - 1} positions that {spec.model} was made for"
+    told = f"the sequence length {length} exceeds the {length - 1} positions of {spec.model}"
     assert build(campaign, "quick").notes == (told,)
 
 

@@ -161,7 +161,7 @@ def test_a_day_on_which_the_cluster_took_nothing_is_told_with_its_reason(
     out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the real campaign, where Slurm's commands are not. It was served, so it does not read as missed."""
-    why = "launcher slurm: sbatch is not installed here: run paceline where Slurm's commands are"
+    why = "launcher slurm: sbatch is not installed here: run paceline on a host with Slurm's commands"
     monkeypatch.setenv("PATH", "/nonexistent")
     added_at = time.time() // 3600 * 3600 - 60  # one due time since then
     asked = {"cron": Cron("0 * * * *", "UTC"), "launcher": "slurm", "settings": ("device=cpu",)}

@@ -54,7 +54,7 @@ WRONG = {
     "unknown group": (["run", "mine.yaml", "--set", "stratgy.stage=3"], "Did you mean 'strategy'?"),
     "a field like no other": (["run", "mine.yaml", "--set", "qqqqq=1"], "expected one of workload, model, strategy"),
     "zero3": (["run", "mine.yaml", "--set", "strategy=zero3"], "Did you mean 'zero:stage=3'?"),
-    "wrong type": (["run", "mine.yaml", "--set", "steps=lots"], "steps = 'lots'"),
+    "wrong type": (["run", "mine.yaml", "--set", "steps=lots"], "steps: got 'lots'"),
     "wrong value": (["run", "mine.yaml", "--set", "steps=0"], "steps: got 0"),
     "slots below 0": (["mock-replica", "--slots", "-1"], "--slots: got -1, expected a whole number from 0"),
     "no equals": (["run", "mine.yaml", "--set", "steps"], "key=value"),
@@ -78,7 +78,7 @@ WRONG = {
     ),
     "list as a launcher file": (["run", "mine.yaml", "--launcher", "list.yaml"], "a list"),
     "binary launcher file": (["run", "mine.yaml", "--launcher", "binary.yaml"], "binary.yaml"),
-    "nameless launcher file": (["run", "mine.yaml", "--launcher", "nameless.yaml"], "no name"),
+    "nameless launcher file": (["run", "mine.yaml", "--launcher", "nameless.yaml"], "name: got none"),
     "empty experiment": (["run", "empty.yaml"], "a mapping with name, base and matrix"),
     "unknown workload": (["run", "mine.yaml", "--set", "workload=pretrian"], "Did you mean 'pretrain'?"),
     "unknown module": (["run", "mine.yaml", "--set", "strategy=no.such"], "cannot be imported"),
@@ -199,7 +199,7 @@ def test_plan_tells_the_size_of_a_load(here: Path, capsys: pytest.CaptureFixture
 
 
 def test_plan_remarks_a_sequence_beyond_the_context(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = "the sequence length 257 is beyond the 256 positions that tiny-llama was made for"
+    told = "the sequence length 257 exceeds the 256 positions of tiny-llama"
     settings = ["--set", "model=tiny-llama", "--set", "strategy=ddp", "--set"]
     for length, said in ((256, 0), (257, 2)):
         assert cli.main(["plan", "mine.yaml", *settings, f"sequence_length={length}"]) == 0

@@ -106,7 +106,7 @@ def test_endpoints_that_are_away_are_one_sentence_for_all_runs(
         if url == "http://dead":
             raise UnsupportedError(f"{url} does not answer")
 
-    monkeypatch.setattr(openai, "_found", found)
+    monkeypatch.setattr(openai, "_endpoint", found)
     with pytest.raises(RequestError) as caught:
         controller.campaign([dead, replace(dead, repeat=1)], tmp_path, Unseen())
     assert str(caught.value) == golden

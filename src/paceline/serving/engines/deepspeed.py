@@ -1,5 +1,4 @@
-"""A transformers model in DeepSpeed's inference engine, split over devices by AutoTP; eager, without DeepSpeed's
-kernels.
+"""A transformers model in DeepSpeed's inference engine, split over devices by AutoTP; runs eagerly.
 
 On one device `deepspeed.init_inference` changes no arithmetic: the result is that of eager transformers. See
 `replica/deepspeed_model.py` for what is not used and why.

@@ -128,7 +128,10 @@ class TestDifferences:
         assert (own.path, own.first, own.second) == ("environment.NCCL_ALGO", None, "Tree")
         assert change(found, label="fsdp2").differences == ()
         sentence = present.sentence(found)
-        assert sentence == "B is 4.8 % slower than A in 1 of 2 cells; 1 cell ties; driver 580 -> 590 differs."
+        assert (
+            sentence
+            == "B is 4.8 % slower than A in 1 of 2 cells; B and A are equal in 1 cell; driver 580 -> 590 differs."
+        )
 
     def test_devices_of_a_host_that_differ_only_in_number_are_one_fact(self, folder: Builder) -> None:
         gpus = [{"index": i, "name": "H200", "power_limit_w": 700.0} for i in range(2)]

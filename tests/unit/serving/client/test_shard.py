@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from paceline.serving.mock.wire import WORDS
 from testbed.listener import listening
 from testbed.requests import request
 

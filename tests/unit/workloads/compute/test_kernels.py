@@ -296,7 +296,7 @@ def test_a_row_that_breaks_later_has_failed_and_makes_the_run_invalid(
 def test_a_row_that_does_not_fit_is_oom_before_it_is_tried() -> None:
     sample = bench().measure(row(needed_bytes=2**60))
     assert sample.status == "oom"
-    assert "GiB are needed" in (sample.error or "")
+    assert "needs 1073741824.00 GiB" in (sample.error or "")
 
 
 def test_a_row_that_would_take_too_long_is_skipped_by_what_smaller_ones_took() -> None:
