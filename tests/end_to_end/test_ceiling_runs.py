@@ -49,7 +49,7 @@ def test_the_report_holds_ceilings_and_the_share_of_achievable(done: Any) -> Non
     assert {m["rank"] for m in found["achievable_flops_per_s"]} == {None, 0, 1}
     (share,) = found["achievable_ratio"]
     assert share["value"] > 0
-    assert "reached here in fp32" in share["note"]
+    assert "measured here in fp32" in share["note"]
     assert "Ceilings: matrix products" in done.stdout
     assert "of achievable" in done.stdout
     assert {p.name for p in (done.directory / "plots").glob("*.png")} >= {"ceilings_copies.png", "throughput.png"}

@@ -45,4 +45,4 @@ def test_a_capsule_of_a_real_run_replays(
 
     refused = paceline("replay", str(tmp_path / "runs.tar.gz"), "--out", str(first.out))
     assert refused.returncode == 2
-    assert "the very runs of this capsule" in refused.stderr
+    assert "the original runs of this capsule" in refused.stderr
