@@ -128,7 +128,7 @@ def bars(browser: Any, chart: str) -> int:
 
 def test_every_chart_is_drawn(opened: Any) -> None:
     names = [figure.get_attribute("data-chart") for figure in all_of(opened, "figure")]
-    assert names == ["throughput", "step_time", "phases", "memory", "cost"]
+    assert names == ["throughput", "step_time", "phases", "memory", "host_to_device", "cost"]
     assert bars(opened, "throughput") == 8
     text = opened.find_element("css selector", 'figure[data-chart="throughput"]').text
     assert "385,800" in text
