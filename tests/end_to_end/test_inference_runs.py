@@ -106,10 +106,10 @@ def test_nobody_there_and_another_model(start: Start, asked: Any, tmp_path: Path
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ("engine.url=ftp://x", "openai.url: 'ftp://x' was given"),
-        ("engine.url=http://user:secret@x", "accepted is http://HOST:PORT"),
+        ("engine.url=ftp://x", "openai.url: got 'ftp://x'"),
+        ("engine.url=http://user:secret@x", "expected http://HOST:PORT"),
         ("scenario=fast", "scenario: got 'fast', expected offline"),
-        ("engine=vllm2", "engines: 'vllm2' was given"),
+        ("engine=vllm2", "engine: got 'vllm2'"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(asked: Any, setting: str, words: str) -> None:
