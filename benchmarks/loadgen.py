@@ -83,7 +83,7 @@ def distance_from_poisson(shards: Sequence[ShardResult], rate_per_s: float) -> f
 
 def hold(asked: argparse.Namespace) -> dict[str, Any]:
     rung = selftest.one(asked.events, asked.streams, asked.seconds, asked.shards)
-    law, verdict = rung.law, rung.verdict
+    law, verdict = rung.latencies, rung.verdict
     distance = distance_from_poisson(rung.shards, asked.streams / (law.ttft_s + law.itl_s * law.tokens))
     errors = np.percentile(rung.stamp_errors_s, (50, 99)) * 1e3 if len(rung.stamp_errors_s) else (None, None)
     events = sum(each.pieces for each in rung.answered)

@@ -58,8 +58,8 @@ def spec_of(asked: argparse.Namespace) -> RunSpec:
         "sequence_length": asked.sequence_length,
         "micro_batch": asked.micro_batch,
     }
-    cell = fields.Cell.model_validate(fields)
-    return fields.build("qlora", cell, machine.device_kind())
+    cell = Cell.model_validate(fields)
+    return build("qlora", cell, machine.device_kind())
 
 
 def paceline_launch(asked: argparse.Namespace) -> dict[str, Any]:
