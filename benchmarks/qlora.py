@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.campaign.run import controller
+from paceline.experiment.fields import Cell, build
 from paceline.experiment.spec import RunSpec
 from paceline.host import machine
 from paceline.results import store
