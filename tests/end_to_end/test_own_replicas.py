@@ -268,9 +268,9 @@ def test_all_of_it_ends_with_the_rank_that_started_it(environment: Any) -> None:
     [
         ("transformers:tensor_parallel=3", "tiny-llama", "tensor_parallel 3 does not divide the 4 heads of tiny-llama"),
         ("transformers:tensor_parallel=2", "tiny", "needs a model of the llama family"),
-        ("transformers:max_length=300", "tiny-llama", "beyond the 256 positions of tiny-llama"),
+        ("transformers:max_length=300", "tiny-llama", "exceeds the 256 positions of tiny-llama"),
         ("transformers", "mixtral-8x7b", "is a mixture of experts"),
-        ("transformers:graph=true", "tiny-llama", "is for GPUs"),
+        ("transformers:graph=true", "tiny-llama", "needs a GPU"),
     ],
 )
 def test_what_cannot_be_served_is_told_beforehand(make_spec: Any, named: str, model: str, words: str) -> None:
