@@ -78,7 +78,7 @@ def test_nothing_is_left_of_checkpoints_and_the_cause_is_kept(killed: Any, livin
     for strategy in STRATEGIES:
         _, broken = pair(killed, strategy)
         assert not (Path(broken.path) / "checkpoints").exists()
-        assert "exit code -9" in (Path(broken.path) / "restarts" / "1" / "log.txt").read_text()
+        assert "exitcode  : -9" in (Path(broken.path) / "restarts" / "1" / "log.txt").read_text()
     assert living(killed.out) == []
 
 

@@ -17,7 +17,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     # Other tests compute in this process, which then holds the GPU until it ends. A run beside it rightly has no
     # energy of its own, so the test of energy comes before them all.
-    items.sort(key=lambda item: item.path != here / "test_gauges.py")
+    items.sort(key=lambda item: item.path != here / "test_gpu_gauges.py")
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.gpu)
