@@ -43,6 +43,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("machine",),
         ("statistics",),
         ("findings",),
+        ("grouping",),
     ),
     "report": (
         ("gate",),

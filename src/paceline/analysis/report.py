@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,15 +16,8 @@ from paceline.analysis.compare import cells as compare
 from paceline.analysis.compare import comparable, effects, history, recommend, scaling
 from paceline.analysis.cost import claims, served, training
 from paceline.analysis.cost.training import Costing
-from paceline.analysis.findings import (
-    SHARED_GPU,
-    Certificate,
-    Measurement,
-    Recipe,
-    Report,
-    RunFinding,
-    ScalingPoint,
-)
+from paceline.analysis.findings import SHARED_GPU, Certificate, Recipe, Report, RunFinding
+from paceline.analysis.grouping import grouped
 from paceline.analysis.machine import ceilings, fabric, nodes
 from paceline.analysis.served import accuracy, curves, equal_work, measurements, mlperf_verdict, paired, verdicts
 from paceline.analysis.training import bottleneck, gauge_summary, memory, metrics, rules_of_thumb
@@ -84,7 +76,9 @@ def build(
         machines=_machines(ordered),
         runs=runs,
         measurements=(
-            *_measured(cells, grown.points, sound),
+            *(m for cell in cells for m in metrics.measure(cell)),
+            *(point.efficiency for point in grown.points),
+            *(m for load in measurements.reliable_loads(sound) for m in measurements.measure(load)),
             *network.measurements,
             *memory_found.measurements,
             *peaks,
@@ -124,17 +118,6 @@ def build(
     return curves.added_to(claims.added_to(report, ordered), ordered)
 
 
-def _measured(
-    cells: Sequence[Cell], points: Sequence[ScalingPoint], sound: Sequence[RunRecord]
-) -> Iterator[Measurement]:
-    """Measurements of training, scaling and inference."""
-    for cell in cells:
-        yield from metrics.measure(cell)
-    yield from (point.efficiency for point in points)
-    for asked in measurements.reliable_loads(sound):
-        yield from measurements.measure(asked)
-
-
 # --- one run ---
 
 
@@ -153,8 +136,8 @@ def _finding(record: RunRecord, certificates: Mapping[str, Certificate], windows
         is_reference=record.is_reference,
         started_at=record.started_at,
         duration_s=record.ended_at - record.started_at,
-        loss_first=_finite(first),
-        loss_last=_finite(last),
+        loss_first=first if np.isfinite(first) else None,
+        loss_last=last if np.isfinite(last) else None,
         outlier_steps=window.outliers if window else 0,
         health=_health(record, window),
         warmup=window.warmup if window else None,
@@ -163,10 +146,6 @@ def _finding(record: RunRecord, certificates: Mapping[str, Certificate], windows
         goodput=window.goodput if window else None,
         traits=record.spec.traits,
     )
-
-
-def _finite(value: float) -> float | None:
-    return value if np.isfinite(value) else None
 
 
 def _health(record: RunRecord, window: Window | None) -> tuple[str, ...]:
@@ -209,17 +188,6 @@ def _distribution(cell: Cell) -> tuple[float, ...]:
     return tuple(seconds[chosen].tolist())
 
 
-def _drift(machines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Facts of a host that changed during the campaign, such as an upgrade between repeats or another power cap."""
-    first: dict[str, Mapping[str, Any]] = {}
-    found: dict[str, str] = {}
-    for facts in machines:
-        before = first.setdefault(str(facts.get("host")), facts)
-        changed = machine.fingerprint_diff(before, facts).items()
-        found |= {path: f"{path} was {a}, then {b}" for path, (a, b) in changed if not path.startswith("environment.")}
-    return list(found.values())
-
-
 def _beyond_context(spec: RunSpec) -> str | None:
     """A note if the sequence exceeds the context; None also if the model directory is not on this machine."""
     with contextlib.suppress(RequestError):
@@ -248,8 +216,14 @@ def _notes(cells: Sequence[Cell], runs: Sequence[RunFinding], machines: Sequence
         notes.append("the runs used several kinds of device; only runs on the same kind are compared")
     if invalid := sum(run.status == Status.INVALID for run in measured):
         notes.append(f"{invalid} of {len(measured)} runs are invalid: they are shown with the reason, but never ranked")
-    if drift := _drift(machines):
-        notes.append(f"a host changed during the campaign, which may affect its runs: {'; '.join(drift)}")
+    # Facts of a host that changed, such as an upgrade between repeats or another power cap.
+    first: dict[str, Mapping[str, Any]] = {}
+    drift: dict[str, str] = {}
+    for facts in machines:
+        changed = machine.fingerprint_diff(first.setdefault(str(facts.get("host")), facts), facts).items()
+        drift |= {path: f"{path} was {a}, then {b}" for path, (a, b) in changed if not path.startswith("environment.")}
+    if drift:
+        notes.append(f"a host changed during the campaign, which may affect its runs: {'; '.join(drift.values())}")
     return notes
 
 
@@ -262,7 +236,7 @@ def _with_served(report: Report, records: Sequence[RunRecord], costing: Costing)
     costs = served.analyse(inference, costing)
     scores = (m for each in answers for m in (*each.scores, *(s for r in each.replicas for s in r.scores)))
     measured = (*scores, *served.measurements(costs), *served.energies(inference))
-    return dataclasses.replace(
+    return replace(
         report,
         accuracy=answers,
         paired=paired.analyse(inference, answers),
@@ -286,21 +260,13 @@ def _served_notes(records: Sequence[RunRecord], costs: Sequence[object], costing
 
 def recipes(records: Iterable[RunRecord]) -> tuple[Recipe, ...]:
     """One per cell in the order of its first run; references follow from the cells that need them."""
-    specs: dict[str, list[RunSpec]] = {}
-    for record in records:
-        if not record.is_reference:
-            specs.setdefault(record.spec.cell, []).append(record.spec)
-    return tuple(_recipe(found[0], repeats=max(spec.repeat for spec in found) + 1) for found in specs.values())
-
-
-def _recipe(spec: RunSpec, repeats: int) -> Recipe:
-    # A unique name: runs of the same name in the same folder are complete, so nothing would run.
-    name = f"{spec.run_id.rpartition(f'-r{spec.repeat}-')[0]}-{spec.cell[:8]}"
-    asked = {field: value for field, value in recipe.fields(spec).items() if value is not None}
-    document = {"name": name, "repeats": repeats, "base": asked}
-    return Recipe(
-        cell=spec.cell,
-        file=f"{name}.yaml",
-        experiment=yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=10_000),
-        command=f"paceline run {name}.yaml",
-    )
+    made = []
+    for specs in grouped((r.spec for r in records if not r.is_reference), lambda spec: spec.cell).values():
+        spec, repeats = specs[0], max(spec.repeat for spec in specs) + 1
+        # A unique name: runs of the same name in the same folder are complete, so nothing would run.
+        name = f"{spec.run_id.rpartition(f'-r{spec.repeat}-')[0]}-{spec.cell[:8]}"
+        requested = {field: value for field, value in recipe.fields(spec).items() if value is not None}
+        document = {"name": name, "repeats": repeats, "base": requested}
+        text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=10_000)
+        made.append(Recipe(cell=spec.cell, file=f"{name}.yaml", experiment=text, command=f"paceline run {name}.yaml"))
+    return tuple(made)

@@ -7,7 +7,6 @@ differs significantly: faster is not a reproduction either.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +21,7 @@ from paceline.analysis.findings.reproduction import (
     Reproduction,
     Trajectory,
 )
+from paceline.analysis.grouping import grouped
 from paceline.analysis.report import build
 from paceline.analysis.statistics.intervals import ratio_between
 from paceline.analysis.statistics.verdict import SMALLEST_EFFECT, verdict_of
@@ -50,19 +50,14 @@ class Side:
 
 def side_of(records: Sequence[RunRecord]) -> Side:
     """Runs by cell, certified and measured."""
-    by_cell: defaultdict[str, list[RunRecord]] = defaultdict(list)
-    for record in records:
-        by_cell[record.spec.cell].append(record)
     certificates = certify_all(records)
     valid = [r for r in records if (found := certificates.get(r.spec.run_id)) and found.valid]
-    measurements: defaultdict[str, list[Measurement]] = defaultdict(list)
-    for measurement in build([r for r in records if not r.spec.is_certified], title="").measurements:
-        measurements[measurement.cell].append(measurement)
+    uncertified = build([r for r in records if not r.spec.is_certified], title="")
     return Side(
-        by_cell,
+        grouped(records, lambda r: r.spec.cell),
         certificates,
         {cell.id: cell for cell in metrics.gather(map(open_window, valid))},
-        measurements,
+        grouped(uncertified.measurements, lambda m: m.cell),
         {r.spec.work: r for r in records if r.is_reference and r.status is Status.OK},
     )
 
@@ -136,9 +131,8 @@ def _trained(old: Side, new: Side, origin: str, cell: str) -> Judgement:
     certificate = next((c for c in certificates if not c.valid), certificates[0])
     trajectory = _trajectory(old.records[origin], new.records[cell])
     if device_kind(a) != device_kind(b):
-        reason = (
-            f"stored on {device_kind(a)}, replayed on {device_kind(b)}: speeds of different devices cannot be compared"
-        )
+        devices = f"stored on {device_kind(a)}, replayed on {device_kind(b)}"
+        reason = f"{devices}: speeds of different devices cannot be compared"
         return Judgement(ReplayVerdict.UNDECIDED, reason, (), trajectory, certificate)
     if not certificate.valid:
         reason = f"different work than stored: {'; '.join(certificate.reasons)}"
@@ -172,31 +166,25 @@ def _remeasured(metric: str, a: Cell, b: Cell) -> Remeasured:
     if under is None or over is None:
         return Remeasured(metric=metric, within=None, reason="not measured on both sides")
     ratio = ratio_between([over.redrawn()], [under])
+    plain = over.value / under.value if under.value else None
     if ratio is None:
-        within, reason = _without_interval(over.value / under.value if under.value else math.inf)
-        return Remeasured(
-            metric=metric,
-            within=within,
-            reason=reason,
-            stored=stored,
-            replayed=replayed,
-            ratio=over.value / under.value if under.value else None,
-        )
-    verdict, reason = verdict_of(ratio, BY_NAME[metric].better)
-    within = verdict == TIE
-    if within and ratio.detectable > MOST_UNSEEN_RATIO:
-        missed = f"a difference under {ratio.detectable:.0%}" if ratio.detectable < 1 else "even a factor of two"
-        within, reason = None, f"too noisy: {missed} would not be detected; use more repeats (--set repeats=5)"
+        within, reason = _without_interval(math.inf if plain is None else plain)
+    else:
+        verdict, reason = verdict_of(ratio, BY_NAME[metric].better)
+        within = verdict == TIE
+        if within and ratio.detectable > MOST_UNSEEN_RATIO:
+            missed = f"a difference under {ratio.detectable:.0%}" if ratio.detectable < 1 else "even a factor of two"
+            within, reason = None, f"too noisy: {missed} would not be detected; use more repeats (--set repeats=5)"
     return Remeasured(
         metric=metric,
         within=within,
         reason=reason,
         stored=stored,
         replayed=replayed,
-        ratio=ratio.value,
-        low=ratio.low,
-        high=ratio.high,
-        detectable_ratio=ratio.detectable,
+        ratio=ratio.value if ratio else plain,
+        low=ratio.low if ratio else None,
+        high=ratio.high if ratio else None,
+        detectable_ratio=ratio.detectable if ratio else None,
     )
 
 

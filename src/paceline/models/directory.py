@@ -14,11 +14,7 @@ from typing import Any
 from paceline.models.shape import Shape
 
 BYTES = 256
-_CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "gpt2": "GPT2LMHeadModel",
-}
+_CLASSES = {"llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM", "gpt2": "GPT2LMHeadModel"}
 
 
 def unservable(shape: Shape) -> str | None:

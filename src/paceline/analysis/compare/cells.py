@@ -8,12 +8,12 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.analysis.findings import Comparison
-from paceline.analysis.findings.cell_axes import DEVICE, telling_axes
+from paceline.analysis.findings.cell_axes import DEVICE, axis_text, telling_axes
+from paceline.analysis.grouping import grouped
 from paceline.analysis.statistics.intervals import Ratio, ratio_between
 from paceline.analysis.statistics.verdict import judged_ratio
 from paceline.analysis.training import metrics
@@ -99,11 +99,11 @@ def comparison(
         raise RequestError(refused)
     ids, runs = (sides[0].id, sides[1].id), sides[0].runs + sides[1].runs
     judged = judged_ratio(metric, better, ids, names, found, axes=axes, runs=runs)
-    throttled = _throttled(sides) if metric not in UNSLOWED_METRICS else None
-    if throttled is None:
+    a, b = (cell.throttled_ratio for cell in sides)
+    if metric in UNSLOWED_METRICS or a is None or b is None or abs(a - b) <= THROTTLED_APART:
         return judged
-    slowed = f"throttled in {throttled[0]:.0%} of the steps of {names[0]}, {throttled[1]:.0%} of {names[1]}"
-    return replace(judged, reason=f"{judged.reason}; {slowed}", throttled=throttled)
+    slowed = f"throttled in {a:.0%} of the steps of {names[0]}, {b:.0%} of {names[1]}"
+    return replace(judged, reason=f"{judged.reason}; {slowed}", throttled=(a, b))
 
 
 def why_not_compared(metric: str, specs: Iterable[RunSpec]) -> str | None:
@@ -119,11 +119,6 @@ def why_not_compared(metric: str, specs: Iterable[RunSpec]) -> str | None:
         return None
     differs = "lengths" if len({length for length, _ in kinds}) > 1 else "data"
     return f"{metric} cannot be compared across different sequence {differs}: use tokens_per_s, which excludes padding"
-
-
-def _throttled(sides: tuple[Cell, Cell]) -> tuple[float, float] | None:
-    a, b = (cell.throttled_ratio for cell in sides)
-    return (a, b) if a is not None and b is not None and abs(a - b) > THROTTLED_APART else None
 
 
 def comparable_metrics(cells: Iterable[Cell]) -> tuple[str, ...]:
@@ -143,13 +138,13 @@ def compare_cells(cells: Sequence[Cell], axes: Iterable[str] = tuple(AXES)) -> l
 
 
 def groups_of(cells: Sequence[Cell], axis: str, named: Sequence[str]) -> list[Group]:
-    by_key: defaultdict[str, list[Cell]] = defaultdict(list)
-    for cell in cells:
-        if axis in TUNED_AXES and cell.spec.tuning is None:
-            continue
+    def key(cell: Cell) -> str:
         same = {"global_batch": cell.spec.global_batch} if axis == "micro_batch" else {}
-        by_key[key_without(cell, AXES[axis], **same)].append(cell)
-    return [_group(axis, digest(axis, key), found, named) for key, found in by_key.items() if len(found) > 1]
+        return key_without(cell, AXES[axis], **same)
+
+    usable = [cell for cell in cells if axis not in TUNED_AXES or cell.spec.tuning is not None]
+    by_key = grouped(usable, key).items()
+    return [_group(axis, digest(axis, same), members, named) for same, members in by_key if len(members) > 1]
 
 
 def digest(*parts: str) -> str:
@@ -201,13 +196,10 @@ def title_of(axes: Mapping[str, Scalar], named: Iterable[str] = ()) -> str:
     >>> title_of({"strategy": "ddp", "model": "gpt2-124m", "device": "cuda", "world_size": 8, "precision": "bf16"})
     'ddp, gpt2-124m, 8 GPUs, bf16'
     """
-    unit = "GPU" if axes.get("device") == "cuda" else "process"
-    size = axes.get("world_size")
-    plural = "" if size == 1 else "s" if unit == "GPU" else "es"
     parts = [
         axes.get("strategy"),
         axes.get("model"),
-        f"{size} {unit}{plural}" if size else None,
+        axis_text("world_size", axes) if axes.get("world_size") else None,
         axes.get("precision"),
         f"sequence {axes['sequence_length']}" if axes.get("sequence_length") else None,
         f"global batch {axes['global_batch']}" if axes.get("global_batch") else None,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.analysis.compare.cells import comparable_metrics, title_of, untitled_axes
 from paceline.analysis.findings import HIGHER, Certificate, Measurement
+from paceline.analysis.grouping import grouped
 from paceline.analysis.machine import ceilings, sweep
 from paceline.analysis.served import equal_work, estimates, measurements, rate_search
 from paceline.analysis.statistics.intervals import Resampled, unbounded
@@ -44,19 +44,20 @@ def problems(record: RunRecord) -> list[str]:
         return []
     if record.spec.serving:
         return measurements.problems(record)
-    wrong = [s for s in record.collectives if s.wrong]
-    reasons = [
+    collectives = [
         f"{s.operation} of {s.size_bytes} bytes in {s.dtype}: {s.wrong} wrong elements on rank {s.rank}"
-        for s in wrong[:3]
+        for s in record.collectives
+        if s.wrong
     ]
-    reasons += [f"and {len(wrong) - 3} more rows"] if len(wrong) > 3 else []
-    bad = [s for s in record.kernels if s.wrong or s.status == "failed"]
-    reasons += [
+    kernels = [
         f"{' '.join(filter(None, (s.kernel, s.dtype, s.variant)))} ({s.label}) on rank {s.rank}: "
         + (f"{s.wrong} wrong elements" if s.wrong else f"failed: {s.error}")
-        for s in bad[:3]
+        for s in record.kernels
+        if s.wrong or s.status == "failed"
     ]
-    reasons += [f"and {len(bad) - 3} more rows"] if len(bad) > 3 else []
+    reasons = []
+    for rows in (collectives, kernels):
+        reasons += [*rows[:3], *([f"and {len(rows) - 3} more rows"] if len(rows) > 3 else [])]
     if not (record.collectives or record.kernels or record.memory):
         reasons.append("nothing was recorded")
     return reasons
@@ -124,13 +125,10 @@ class Judged:
 def judge(records: Sequence[RunRecord]) -> dict[str, list[Judged]]:
     """Runs by cell. References and probes are not compared."""
     certificates = certify_all(records)
-    found: defaultdict[str, list[Judged]] = defaultdict(list)
     ours = [r for r in records if not r.is_reference and not r.spec.traits.probes_limit]
     named = untitled_axes([r.spec.axes() for r in ours])
-    for r in ours:
-        judged = Judged(r, describe(r.spec, named), *status_of(r, certificates.get(r.spec.run_id)))
-        found[r.spec.cell].append(judged)
-    return dict(found)
+    judged = (Judged(r, describe(r.spec, named), *status_of(r, certificates.get(r.spec.run_id))) for r in ours)
+    return grouped(judged, lambda run: run.record.spec.cell)
 
 
 def describe(spec: RunSpec, named: Iterable[str] = ()) -> str:
@@ -154,21 +152,16 @@ def quantities_of(records: Sequence[RunRecord]) -> Iterator[Quantity]:
     if spec.serving:
         yield from _served(records)
     elif spec.is_certified:
-        yield from _training(records)
+        for cell in metrics.gather(map(open_window, records)):
+            for name in comparable_metrics((cell,)):
+                if found := metrics.estimate(cell, name):
+                    yield Quantity(name, BY_NAME[name].unit, BY_NAME[name].better, None, found)
     elif not spec.traits.tests_nodes:
-        yield from _collectives(records)
-        yield from _ceilings(records)
+        yield from _machine(records)
 
 
-def _training(records: Sequence[RunRecord]) -> Iterator[Quantity]:
-    for cell in metrics.gather(map(open_window, records)):
-        for name in comparable_metrics((cell,)):
-            if found := metrics.estimate(cell, name):
-                yield Quantity(name, BY_NAME[name].unit, BY_NAME[name].better, None, found)
-
-
-def _collectives(records: Sequence[RunRecord]) -> Iterator[Quantity]:
-    """Bus bandwidth of every row; the time of one without payload."""
+def _machine(records: Sequence[RunRecord]) -> Iterator[Quantity]:
+    """Bus bandwidth of every row of a sweep, or the time of one without payload; the rate of every kernel."""
     for entry in sweep.entries(records):
         time, s = entry.resampled_time(), entry.first
         if time is None or entry.shared_gpu or not time.logarithmic:
@@ -182,16 +175,11 @@ def _collectives(records: Sequence[RunRecord]) -> Iterator[Quantity]:
             inverse = None if time.deviations is None else -time.deviations
             time = Resampled(s.size_bytes * factor / time.value, inverse, time.freedom, time.launches, True)
         yield Quantity(metric, *sweep.METRICS[metric], row, time)
-
-
-def _ceilings(records: Sequence[RunRecord]) -> Iterator[Quantity]:
-    if any(r.shares_gpu for r in records):
-        return
-    for row in ceilings.rows_of(records):
-        rate = row.rate()
+    for kernel in () if any(r.shares_gpu for r in records) else ceilings.rows_of(records):
+        rate = kernel.rate()
         if rate is not None and rate.value > 0:
-            metric, unit = ceilings.METRICS[row.key.kernel]
-            name = " ".join(filter(None, (row.key.kernel, row.key.dtype, row.key.label, row.key.variant)))
+            metric, unit = ceilings.METRICS[kernel.key.kernel]
+            name = " ".join(filter(None, (kernel.key.kernel, kernel.key.dtype, kernel.key.label, kernel.key.variant)))
             yield Quantity(metric, unit, HIGHER, name, rate)
 
 

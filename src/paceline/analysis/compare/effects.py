@@ -34,6 +34,7 @@ from paceline.analysis.findings.compare import (
     Effect,
     Response,
 )
+from paceline.analysis.grouping import grouped
 from paceline.analysis.statistics import intervals
 from paceline.analysis.statistics.intervals import Ratio
 from paceline.analysis.statistics.verdict import verdict_of
@@ -72,10 +73,10 @@ def questions(design: Design, members: Members) -> list[Question]:
     """All effects that the measured points can estimate."""
     planned = {key_of(point, design) for point in design.points()}
     ours = {key: cell for key, cell in members.items() if key in planned}
-    if design.kind == FRACTIONAL:
-        found = list(_of_a_fraction(design, ours)) if len(ours) == len(planned) else []
+    if design.kind != FRACTIONAL:
+        found = _of_pairs(design, ours)
     else:
-        found = list(_of_pairs(design, ours))
+        found = _of_a_fraction(design, ours) if len(ours) == len(planned) else iter(())
     return [*found, *_of_combined(design, members)]
 
 
@@ -232,10 +233,9 @@ def analyse(
         tried = [r.spec for r in records if not r.is_reference and _rest(r.spec, design) == rest]
         ended = {f.run: f for f in runs}
         lost = [(s, ended[s.run_id]) for s in tried if _key(s, design) in planned and s.run_id in ended]
-        by_device: dict[str, list[Cell]] = {}
-        for cell in ours:
-            place = json.dumps([device_kind(cell), cell.switches, cell.shared_gpu], sort_keys=True)
-            by_device.setdefault(place, []).append(cell)
+        by_device = grouped(
+            ours, lambda cell: json.dumps([device_kind(cell), cell.switches, cell.shared_gpu], sort_keys=True)
+        )
         found += [_outcome(design, members, lost) for members in by_device.values()]
     return tuple(found)
 
@@ -367,9 +367,8 @@ def _text(question: Question, verdict: str, found: Ratio | None) -> str:
         others = ", ".join(question.aliases)
         return f"{words}{_signed(found.value)} ({span}) together with {others}: the design cannot separate them"
     if verdict == NO_EFFECT:
-        words += (
-            f"no {'interaction' if question.kind == INTERACTION else 'effect'}, under {percent_up(_bound(found))} %"
-        )
+        kind = "interaction" if question.kind == INTERACTION else "effect"
+        words += f"no {kind}, under {percent_up(_bound(found))} %"
     elif verdict == OPEN:
         words += f"undecided, {span}"
     elif question.kind == INTERACTION:

@@ -17,6 +17,7 @@ from typing import Any
 from paceline.analysis.compare import fingerprint
 from paceline.analysis.compare.comparable import ROW, Judged, Quantity, Subject, judge, rate_searched, subject_of
 from paceline.analysis.findings import TIE, Between, Change, Differing, Lost
+from paceline.analysis.grouping import grouped
 from paceline.analysis.served import equal_work, rate_search
 from paceline.analysis.statistics.intervals import Ratio, launches_note, ratio_between
 from paceline.analysis.statistics.verdict import verdict_of
@@ -70,7 +71,15 @@ def compare_experiments(
     """
     a, b = judge(records_a), judge(records_b)
     matched = _match(a, b, across_devices)
-    pairs = _pairs(a, b, matched)
+    pairs = {}
+    for cell, other in matched.items():
+        first, second = subject_of(a[cell]), subject_of(b[other])
+        if first and second:
+            differing = fingerprint.differences(first.records, second.records)
+            # Training has its certificates; inference must show that both did the same work.
+            checks = equal_work.checks(first.records, second.records) if first.spec.serving else ()
+            reasons = equal_work.reasons(checks)
+            pairs[cell] = Pair(first, second, differing, f"not equal work: {'; '.join(reasons)}" if reasons else None)
     lost = _lost(a, b, matched)
     met = list(pairs.values())
     for pair in () if across_devices else met:
@@ -80,18 +89,17 @@ def compare_experiments(
                 "expected the same kind of device. Use --across-devices to compare them anyway."
             )
     if not met:
-        _refuse_what_cannot_meet(a, b, matched, lost)
+        _require_pair(a, b, matched, lost)
     shared = tuple(d for d in met[0].differences if all(d in p.differences for p in met)) if met else ()
     found = [f for pair in met for f in _quantities(pair)]
     changes = [_change(f, sum(f.ratio is not None for f in found), shared) for f in found]
-    only_b = [cell for cell in b if cell not in matched.values()]
 
     def order(c: Change) -> tuple[int, float, str, str]:
         group = 2 if c.verdict is None else 1 if c.verdict == TIE else 0
         return group, -abs(math.log(c.ratio)), c.label, c.metric
 
     rest = [
-        f"not compared: {_standing(a[cell], b[other])}"
+        f"not compared: {_how_ended(a[cell], b[other])}"
         for cell, other in matched.items()
         if cell not in pairs
         and cell not in {x.cell for x in lost}
@@ -103,14 +111,10 @@ def compare_experiments(
         changes=tuple(sorted(changes, key=order)),
         shared=shared,
         lost=lost,
-        only_first=tuple(_label(runs) for cell, runs in a.items() if cell not in matched),
-        only_second=tuple(_label(b[cell]) for cell in only_b),
+        only_first=tuple(runs[0].label for cell, runs in a.items() if cell not in matched),
+        only_second=tuple(runs[0].label for cell, runs in b.items() if cell not in matched.values()),
         notes=(*_notes(a, met, changes), *rest),
     )
-
-
-def _label(judged: Sequence[Judged]) -> str:
-    return judged[0].label
 
 
 # --- which cells are compared ---
@@ -121,13 +125,12 @@ Side = Mapping[str, Sequence[Judged]]
 def _match(a: Side, b: Side, across_devices: bool) -> dict[str, str]:
     """Cell of A -> cell of B: the same one, or the only two that differ in nothing but circumstances."""
     found = {cell: cell for cell in a if cell in b}
-    left: dict[str, list[str]] = {}
-    right: dict[str, list[str]] = {}
-    for by_work, side in ((left, a), (right, b)):
-        for cell, runs in side.items():
-            if cell not in found:
-                work = json.dumps(_work_fields(runs[0].record.spec, across_devices), sort_keys=True)
-                by_work.setdefault(work, []).append(cell)
+
+    def by_work(side: Side) -> dict[str, list[str]]:
+        fields = {cell: _work_fields(side[cell][0].record.spec, across_devices) for cell in side if cell not in found}
+        return grouped(fields, lambda cell: json.dumps(fields[cell], sort_keys=True))
+
+    left, right = by_work(a), by_work(b)
     for work, cells in left.items():
         if len(cells) == len(right.get(work, ())) == 1:
             found[cells[0]] = right[work][0]
@@ -144,20 +147,6 @@ def _work_fields(spec: RunSpec, across_devices: bool = False) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in free and name.partition(".")[0] not in free}
 
 
-def _pairs(a: Side, b: Side, matched: Mapping[str, str]) -> dict[str, Pair]:
-    """Comparable pairs by the cell in A."""
-    found = {}
-    for cell, other in matched.items():
-        first, second = subject_of(a[cell]), subject_of(b[other])
-        if first and second:
-            differing = fingerprint.differences(first.records, second.records)
-            # Training has its certificates; inference must show that both did the same work.
-            checks = equal_work.checks(first.records, second.records) if first.spec.serving else ()
-            reasons = equal_work.reasons(checks)
-            found[cell] = Pair(first, second, differing, f"not equal work: {'; '.join(reasons)}" if reasons else None)
-    return found
-
-
 def _lost(a: Side, b: Side, matched: Mapping[str, str]) -> tuple[Lost, ...]:
     """Cells with an ok run in A and none in B, cells with only ok runs in A and a failed one in B, and searches that
     found a rate in A and none in B.
@@ -166,22 +155,23 @@ def _lost(a: Side, b: Side, matched: Mapping[str, str]) -> tuple[Lost, ...]:
     for cell, runs in a.items():
         now = b[matched[cell]] if cell in matched else ()
         bad = [run for run in now if not run.ok]
-        if (failed := _search_failed(runs, now)) is not None:
-            found.append(Lost(cell=cell, label=_label(runs), status=NOTHING_FOUND, reason=failed))
-            continue
         # A cell that was flaky in A may be as flaky in B, but not one without any ok run.
-        if not any(run.ok for run in runs) or (len(bad) < len(now) and not all(run.ok for run in runs)):
+        flaky = not any(run.ok for run in runs) or (len(bad) < len(now) and not all(run.ok for run in runs))
+        if (failed := _search_failed(runs, now)) is not None:
+            status, reason = NOTHING_FOUND, failed
+        elif flaky or (now and not bad):
             continue
-        if not now:
-            found.append(Lost(cell=cell, label=_label(runs), status=MISSING, reason="B has no run of it"))
-        elif bad:
-            why = f"{len(bad)} of {len(now)} runs: {bad[0].reason or 'no reason was recorded'}"
-            found.append(Lost(cell=cell, label=_label(runs), status=str(bad[0].status), reason=why))
+        elif not now:
+            status, reason = MISSING, "B has no run of it"
+        else:
+            status = str(bad[0].status)
+            reason = f"{len(bad)} of {len(now)} runs: {bad[0].reason or 'no reason was recorded'}"
+        found.append(Lost(cell=cell, label=runs[0].label, status=status, reason=reason))
     return tuple(found)
 
 
 def _search_failed(before: Sequence[Judged], after: Sequence[Judged]) -> str | None:
-    """What the loads of a search say that finds a rate no more; None where it finds one, or never did."""
+    """Why a search that found a rate before finds none now, by its loads; None if it finds one, or never did."""
     ours, theirs = ([run.record for run in side if run.ok] for side in (before, after))
     if not ours or not theirs or rate_search.bracket(rate_searched(ours)) is None:
         return None
@@ -191,17 +181,17 @@ def _search_failed(before: Sequence[Judged], after: Sequence[Judged]) -> str | N
     return found.note if found.value is None else None
 
 
-def _standing(before: Sequence[Judged], after: Sequence[Judged]) -> str:
+def _how_ended(before: Sequence[Judged], after: Sequence[Judged]) -> str:
     """`ddp, tiny, 2 processes: ok in A, invalid in B (no reference run)`."""
     ended = []
     for side, runs in zip("AB", (before, after), strict=True):
         first = next((run for run in runs if run.ok), runs[0])
         reason = first.reason or (None if not first.ok or subject_of(runs) else "it has nothing to compare")
         ended.append(f"{first.status} in {side}" + (f" ({reason})" if reason else ""))
-    return f"{_label(before)}: {', '.join(ended)}"
+    return f"{before[0].label}: {', '.join(ended)}"
 
 
-def _refuse_what_cannot_meet(a: Side, b: Side, matched: Mapping[str, str], lost: Sequence[Lost]) -> None:
+def _require_pair(a: Side, b: Side, matched: Mapping[str, str], lost: Sequence[Lost]) -> None:
     """Raise an error that says why there is no pair, unless failures in B are the answer."""
     # A cell that failed in B is a result; one that merely lacks a counterpart or a proof is not.
     if any(one.status not in (MISSING, Status.INVALID) for one in lost):
@@ -211,7 +201,7 @@ def _refuse_what_cannot_meet(a: Side, b: Side, matched: Mapping[str, str], lost:
             reasons = (f" ({j.label}: {j.reason})" for runs in side.values() for j in runs if j.reason)
             raise RequestError(f"compare: the {name} folder has no valid run{next(reasons, '')}, expected {ACCEPTED}.")
     if matched:
-        first = next(_standing(a[cell], b[other]) for cell, other in matched.items())
+        first = next(_how_ended(a[cell], b[other]) for cell, other in matched.items())
         raise RequestError(f"compare: no cell can be compared ({first}), expected {ACCEPTED}.")
     # No cell in common: name what differs in the most similar pair.
     sides = ([_work_fields(runs[0].record.spec) for runs in side.values()][:NEAREST_LOOKED_AT] for side in (a, b))
@@ -256,23 +246,16 @@ def _ratio(first: Quantity, second: Quantity) -> tuple[Ratio | None, str]:
         return between, rate_search.interval_text(first.bracket, second.bracket)
     if first.subject == ROW and not first.tells_alone and min(launches) < 2:
         once = " and ".join(name for name, count in zip("AB", launches, strict=True) if count < 2)
-        return (
-            None,
-            f"launches were not repeated in {once}: iterations of one launch do not show the spread of launches",
-        )
+        reason = f"launches were not repeated in {once}: iterations of one launch do not show the spread of launches"
+        return None, reason
     found = ratio_between([second.resampled.redrawn()], [first.resampled])
-    if found is None:
-        return None, _unbounded(first, second)
-    return found, launches_note(min(launches), "answers" if first.tells_alone else "steps") or ""
-
-
-def _unbounded(first: Quantity, second: Quantity) -> str:
-    """`the data supports no interval in A and B: launches were not repeated`."""
+    if found is not None:
+        return found, launches_note(min(launches), "answers" if first.tells_alone else "steps") or ""
     silent = [(name, q) for name, q in zip("AB", (first, second), strict=True) if q.resampled.deviations is None]
     if not silent:
-        return "the data supports no interval of a ratio: a resampled side reaches 0"
+        return None, "the data supports no interval of a ratio: a resampled side reaches 0"
     reasons = dict.fromkeys(q.unbounded for _, q in silent)
-    return f"the data supports no interval in {' and '.join(name for name, _ in silent)}: {'; '.join(reasons)}"
+    return None, f"the data supports no interval in {' and '.join(name for name, _ in silent)}: {'; '.join(reasons)}"
 
 
 def _change(f: Found, family: int, shared: Sequence[Differing]) -> Change:
@@ -319,10 +302,8 @@ def verdict_among(family: int, found: Ratio, better: str) -> tuple[str, str]:
     effect = max(found.value, 1 / found.value) - 1
     if verdict == TIE or effect >= chance:
         return verdict, reason
-    return (
-        TIE,
-        f"the difference of {effect:.1%} is under the {chance:.1%} that chance alone shows among {family} comparisons",
-    )
+    expected = f"the {chance:.1%} that chance alone shows among {family} comparisons"
+    return TIE, f"the difference of {effect:.1%} is under {expected}"
 
 
 def _notes(a: Side, pairs: Sequence[Pair], changes: Sequence[Change]) -> Iterable[str]:

@@ -19,6 +19,7 @@ from paceline.analysis.compare import fingerprint
 from paceline.analysis.compare.cells import title_of, untitled_axes
 from paceline.analysis.compare.comparable import is_search, rate_searched, status_of
 from paceline.analysis.findings import BETTER, HIGHER, WORSE, ChangePoint, HistoryPoint, HistorySeries
+from paceline.analysis.grouping import grouped
 from paceline.analysis.machine.ceilings import device_of
 from paceline.analysis.served import equal_work, estimates, measurements, rate_search
 from paceline.analysis.statistics import changepoints
@@ -77,12 +78,11 @@ def judge(launches: Sequence[RunRecord], lenders: Sequence[RunRecord] = ()) -> L
     """Every certified kind of launch, judged with the newest ok reference if its campaign has none, and every inference
     launch.
     """
-    references = {r.spec.work: r for r in sorted((*launches, *lenders), key=_start) if _can_prove(r)}
-    campaigns: defaultdict[str, dict[str, RunRecord]] = defaultdict(dict)
-    for record in sorted(launches, key=_start):
-        campaigns[campaign_of(record)][record.spec.run_id] = record
+    by_start = sorted((*launches, *lenders), key=lambda record: record.started_at)
+    references = {r.spec.work: r for r in by_start if _can_prove(r)}
     windows, asked, dropped = [], [], Counter[str]()
-    for members in campaigns.values():
+    for campaign in grouped(sorted(launches, key=lambda record: record.started_at), campaign_of).values():
+        members = {record.spec.run_id: record for record in campaign}
         for record, reason in _judged(list(members.values()), references):
             if reason is not None:
                 dropped[reason] += 1
@@ -105,10 +105,6 @@ def _can_prove(record: RunRecord) -> bool:
 
 def campaign_of(record: RunRecord) -> str:
     return str(PurePath(record.path).parent)
-
-
-def _start(record: RunRecord) -> float:
-    return record.started_at
 
 
 def _judged(
@@ -150,11 +146,9 @@ def _cell(windows: Sequence[Window], fewest: int, named: Sequence[str]) -> Itera
 
 def _served_cell(records: Sequence[RunRecord], fewest: int, named: Sequence[str]) -> Iterator[HistorySeries]:
     """For a search its result; for any other run each load, of which a sweep has several."""
-    found: defaultdict[tuple[str | None, str], list[tuple[RunRecord, Followed]]] = defaultdict(list)
-    for record in sorted(records, key=lambda r: (r.started_at, r.spec.run_id)):
-        for each in _followed(record):
-            found[each.load, each.metric].append((record, each))
-    for (load, metric), points in found.items():
+    ordered = sorted(records, key=lambda r: (r.started_at, r.spec.run_id))
+    pairs = ((record, each) for record in ordered for each in _followed(record))
+    for (load, metric), points in grouped(pairs, lambda pair: (pair[1].load, pair[1].metric)).items():
         if len(points) >= fewest:
             values = np.array([each.value for _, each in points])
             about = measurements.METRICS[metric]
@@ -228,27 +222,23 @@ def _change(
     records: Sequence[RunRecord], values: Array, cut: tuple[int, changepoints.Split, int], better: str
 ) -> ChangePoint:
     start, (index, p_value), end = cut
-    ratio, low, high = _ratio(np.log(values[start:index]), np.log(values[index:end]))
+    # Level after over level before, with Welch's 95 % interval of the logarithms.
+    levels = before, after = np.log(values[start:index]), np.log(values[index:end])
+    errors = [float(x.var(ddof=1)) / len(x) for x in levels]
+    penalty = sum(e * e / (len(x) - 1) for e, x in zip(errors, levels, strict=True))
+    freedom = sum(errors) ** 2 / penalty if penalty > 0 else math.inf
+    middle, half = float(after.mean() - before.mean()), student_t(freedom) * math.sqrt(sum(errors))
     throughout = fingerprint.separating(records[start:index], records[index:end])
     around = fingerprint.differences(records[index - 1 : index], records[index : index + 1])
     return ChangePoint(
         index=index,
         before_at=records[index - 1].started_at,
         after_at=records[index].started_at,
-        ratio=ratio,
-        low=low,
-        high=high,
+        ratio=math.exp(middle),
+        low=math.exp(middle - half),
+        high=math.exp(middle + half),
         p_value=p_value,
-        verdict=BETTER if (ratio > 1) == (better == HIGHER) else WORSE,
+        verdict=BETTER if (math.exp(middle) > 1) == (better == HIGHER) else WORSE,
         differences=throughout or around,
         throughout=bool(throughout),
     )
-
-
-def _ratio(before: Array, after: Array) -> tuple[float, float, float]:
-    """Level after over level before, with Welch's 95 % interval of the logarithms."""
-    errors = [float(x.var(ddof=1)) / len(x) for x in (before, after)]
-    penalty = sum(e * e / (len(x) - 1) for e, x in zip(errors, (before, after), strict=True))
-    freedom = sum(errors) ** 2 / penalty if penalty > 0 else math.inf
-    middle, half = float(after.mean() - before.mean()), student_t(freedom) * math.sqrt(sum(errors))
-    return math.exp(middle), math.exp(middle - half), math.exp(middle + half)

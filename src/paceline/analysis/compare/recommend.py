@@ -25,6 +25,7 @@ from paceline.analysis.findings import (
     RunFinding,
     offers_of,
 )
+from paceline.analysis.grouping import grouped
 from paceline.analysis.statistics.intervals import launches_note
 from paceline.analysis.training import metrics
 from paceline.analysis.training.metrics import Cell, device_kind
@@ -206,20 +207,14 @@ def _caveats(group: Group, metric: str, left_out: Sequence[LeftOut]) -> Iterable
 def _left_out(group: Group, runs: Sequence[RunFinding]) -> tuple[LeftOut, ...]:
     """Cells that belong to the group by axes and device (if known) but have no valid run, and how they ended."""
     ranked, devices = {cell.id for cell in group.cells}, (None, device_kind(group.cells[0]))
-    found: dict[tuple[str, str], list[RunFinding]] = {}
-    for run in runs:
-        alike = all(run.axes.get(name) == value for name, value in group.axes.items() if name != "scaling")
-        if (
-            alike
-            and run.device_name in devices
-            and run.status != "ok"
-            and not run.is_reference
-            and run.cell not in ranked
-        ):
-            found.setdefault((str(run.axes.get(group.axis)), run.status), []).append(run)
+    shared = [(name, value) for name, value in group.axes.items() if name != "scaling"]
+    unranked = [run for run in runs if run.status != "ok" and not run.is_reference and run.cell not in ranked]
+    here = [run for run in unranked if run.device_name in devices]
+    ours = [run for run in here if all(run.axes.get(name) == value for name, value in shared)]
+    by_end = grouped(ours, lambda run: (str(run.axes.get(group.axis)), run.status))
     return tuple(
         LeftOut(name=name, status=status, reason=ended[0].reason, runs=tuple(run.run for run in ended))
-        for (name, status), ended in found.items()
+        for (name, status), ended in by_end.items()
     )
 
 

@@ -9,7 +9,6 @@ device and number of ranks. What was not measured is None.
 from __future__ import annotations
 
 import itertools
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,15 +25,15 @@ from paceline.analysis.findings import (
     Traffic,
 )
 from paceline.analysis.findings.cell_axes import DEVICE
+from paceline.analysis.grouping import grouped
 from paceline.analysis.machine.ceilings import device_names
 from paceline.analysis.machine.sweep import factor_of
-from paceline.analysis.statistics.intervals import Ratio, Resampled, launches_note, ratio_between
+from paceline.analysis.statistics.intervals import Resampled, launches_note, ratio_between
 from paceline.analysis.training import metrics
 from paceline.analysis.training.bottleneck import milliseconds
 from paceline.analysis.training.metrics import Cell, device_kind
-from paceline.errors import Scalar
 from paceline.experiment.choices import Choice
-from paceline.results.records import RunRecord, WireSample
+from paceline.results.records import RunRecord
 
 METRIC = "scaling_efficiency_ratio"
 GLOO = (
@@ -91,13 +90,14 @@ def _members(cells: Sequence[Cell], kind: str) -> list[Member]:
     """Weak scaling keeps the sequences per process, strong the sequences per step; everything else is equal in a
     series.
     """
-    series: defaultdict[str, list[Cell]] = defaultdict(list)
-    for cell in cells:
+
+    def key(cell: Cell) -> str:
         training = cell.spec.training
         sequences = training.micro_batch * training.accumulation if kind == WEAK else cell.spec.global_batch
-        series[key_without(cell, (*_PLACES, *_BATCH), sequences=sequences)].append(cell)
+        return key_without(cell, (*_PLACES, *_BATCH), sequences=sequences)
+
     found = []
-    for members in series.values():
+    for members in grouped(cells, key).values():
         smallest = min(cell.spec.topology.world_size for cell in members)
         bases = [cell for cell in members if cell.spec.topology.world_size == smallest]
         if len(bases) < len(members):
@@ -123,20 +123,17 @@ def _member(kind: str, cell: Cell, bases: Sequence[Cell]) -> Member | None:
     return Member(kind, cell, base, rate, baseline_rate) if rate and baseline_rate else None
 
 
-def _efficiency(member: Member) -> Ratio:
-    """Exactly 1 at N0 by definition; the bounds are NaN if a side has no spread."""
-    if member.is_baseline:
-        return Ratio(1.0, 1.0, 1.0, 0.0)
-    found = ratio_between([member.rate], [member.baseline_rate])
-    if found is None:
-        return Ratio(member.speedup / member.growth, math.nan, math.nan, math.nan)
-    return Ratio(found.value / member.growth, found.low / member.growth, found.high / member.growth, found.error)
-
-
 def _point(member: Member, named: Sequence[str]) -> ScalingPoint:
+    # `ddp, small, fp32, sequence 128, 8 sequences per process`: without what changes along the series.
+    free = {"world_size", "nodes", "micro_batch", "accumulation", *(["global_batch"] if member.kind == WEAK else [])}
+    axes = {**member.baseline.axes, DEVICE: device_kind(member.baseline)}
+    title = title_of({k: v for k, v in axes.items() if k not in free}, named)
+    if member.kind == WEAK:
+        per_process = member.baseline.spec.global_batch // member.baseline.spec.topology.world_size
+        title = f"{title}, {per_process} sequences per process"
     return ScalingPoint(
         kind=member.kind,
-        series=_series_title(member, named),
+        series=title,
         cell=member.cell.id,
         baseline=member.baseline.id,
         world_size=member.world_size,
@@ -146,20 +143,14 @@ def _point(member: Member, named: Sequence[str]) -> ScalingPoint:
     )
 
 
-def _series_title(member: Member, named: Sequence[str]) -> str:
-    """`ddp, small, fp32, sequence 128, 8 sequences per process`: without what changes along the series."""
-    free = {"world_size", "nodes", "micro_batch", "accumulation", *(["global_batch"] if member.kind == WEAK else [])}
-    axes = {**member.baseline.axes, DEVICE: device_kind(member.baseline)}
-    title = title_of({k: v for k, v in axes.items() if k not in free}, named)
-    if member.kind == STRONG:
-        return title
-    per_process = member.baseline.spec.global_batch // member.baseline.spec.topology.world_size
-    return f"{title}, {per_process} sequences per process"
-
-
 def _measurement(member: Member) -> Measurement:
-    found = _efficiency(member)
-    known = not math.isnan(found.low)
+    """The efficiency, exactly 1 at N0 by definition; without bounds if a side has no spread."""
+    growth = member.growth
+    value, bounds = member.speedup / growth, None
+    if member.is_baseline:
+        bounds = 1.0, 1.0
+    elif ratio := ratio_between([member.rate], [member.baseline_rate]):
+        value, bounds = ratio.value / growth, (ratio.low / growth, ratio.high / growth)
     windows = (*member.cell.windows, *(() if member.is_baseline else member.baseline.windows))
     base = member.baseline.spec.topology.world_size
     launches = min(len(member.cell.windows), len(member.baseline.windows))
@@ -169,9 +160,9 @@ def _measurement(member: Member) -> Measurement:
         unit="ratio",
         better=HIGHER,
         cell=member.cell.id,
-        value=found.value,
-        low=found.low if known else None,
-        high=found.high if known else None,
+        value=value,
+        low=bounds[0] if bounds else None,
+        high=bounds[1] if bounds else None,
         n=sum(len(w.steps) for w in member.cell.windows),
         launches=launches,
         axes={**member.cell.axes, "scaling": member.kind},
@@ -182,10 +173,10 @@ def _measurement(member: Member) -> Measurement:
 
 def _compared(members: Sequence[Member], named: Sequence[str]) -> list[Compared]:
     """Strategies that scaled from the same N0 to the same N over the same work, with the same batch split."""
-    groups: defaultdict[tuple[str, ...], list[Member]] = defaultdict(list)
-    for m in members:
-        if not m.is_baseline:
-            groups[m.kind, key_without(m.cell, ("strategy",)), key_without(m.baseline, ("strategy",))].append(m)
+    groups = grouped(
+        (m for m in members if not m.is_baseline),
+        lambda m: (m.kind, key_without(m.cell, ("strategy",)), key_without(m.baseline, ("strategy",))),
+    )
     return [_compared_group(digest(*key), found, named) for key, found in groups.items() if len(found) > 1]
 
 
@@ -275,7 +266,7 @@ def _explanation(point: ScalingPoint, cell: Cell, baseline: Cell, fits: Sequence
     predicted = _predicted_s(traffic)
     before = _predicted_s(_traffic(baseline, fits)[0]) if point.baseline_world_size > 1 else 0.0
     added = None if predicted is None or before is None else max(predicted - before, 0.0)
-    efficiency = point.efficiency
+    efficiency, growth = point.efficiency, point.world_size / point.baseline_world_size
     return ScalingExplanation(
         kind=point.kind,
         series=point.series,
@@ -292,9 +283,7 @@ def _explanation(point: ScalingPoint, cell: Cell, baseline: Cell, fits: Sequence
         predicted_s=predicted,
         exposed_share_ratio=split.share(split.exposed_loss_s),
         network_share_ratio=split.share(split.transfer_s(added)),
-        karp_flatt_ratio=karp_flatt(point.speedup_ratio, point.world_size / point.baseline_world_size)
-        if point.kind == STRONG
-        else None,
+        karp_flatt_ratio=karp_flatt(point.speedup_ratio, growth) if point.kind == STRONG else None,
         grade=grade(efficiency.value or 0.0, efficiency.low, efficiency.high),
         traffic=traffic,
         text=_text(split, predicted, added, cell),
@@ -371,9 +360,7 @@ def _traffic(cell: Cell, fits: Sequence[_Fit]) -> tuple[tuple[Traffic, ...], tup
     busiest = max(sent_by, key=lambda r: sent_by[r], default=None)
     samples = [w for w in wire if w.rank == busiest]
     steps = max(len({w.step for w in samples}), 1)
-    merged: defaultdict[tuple[str, str, int], list[WireSample]] = defaultdict(list)
-    for w in samples:
-        merged[w.operation, w.dtype, w.group_size].append(w)
+    merged = grouped(samples, lambda w: (w.operation, w.dtype, w.group_size))
     found, notes = [], []
     for (operation, dtype, size), ours in merged.items():
         calls, payload = sum(w.calls for w in ours) // steps, sum(w.payload_bytes for w in ours) // steps
@@ -403,22 +390,17 @@ def _fit_for(operation: str, dtype: str, size: int, cell: Cell, fits: Sequence[_
     mode.
     """
     places: Mapping[str, object] = {"device": cell.spec.topology.device, "nodes": cell.spec.topology.nodes}
-    kind = device_kind(cell)
+    kind, back_end = device_kind(cell), BACK_ENDS[cell.spec.topology.device]
     alike = [
         fit
         for fit, fitted_kind in fits
         if (fit.operation, fit.world_size) == (operation, size)
         and fitted_kind == kind
-        and _back_end(fit) == BACK_ENDS[cell.spec.topology.device]
         and all(fit.axes.get(name) == value for name, value in places.items())
+        # The requested back end of the sweep, else the default of the device.
+        and (Choice.parse(str(fit.axes["workload"])).options.get("backend") or back_end) == back_end
     ]
     return min(alike, key=lambda f: (f.dtype != dtype, f.in_place != (operation in _IN_PLACE)), default=None)
-
-
-def _back_end(fit: CollectiveFit) -> Scalar:
-    """The requested back end of the sweep, else the default of the device."""
-    asked = Choice.parse(str(fit.axes["workload"])).options.get("backend")
-    return asked or BACK_ENDS[str(fit.axes["device"])]
 
 
 # --- texts ---

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from paceline.analysis.cost import training
 from paceline.analysis.findings import Claim, ClaimedTransfer, ClaimedTransfers, Report
+from paceline.analysis.grouping import grouped
 from paceline.errors import Scalar
 from paceline.experiment.spec import RunSpec
 from paceline.results.records import RunRecord, Status
@@ -78,9 +78,7 @@ def analyse(records: Sequence[RunRecord]) -> Claims:
         if r.status is Status.CLAIMED and r.claims
     ]
     ordered = sorted(stated, key=lambda s: (s.source, str(s.spec.strategy), s.devices))
-    by_source: defaultdict[str, list[Stated]] = defaultdict(list)
-    for s in ordered:
-        by_source[s.source].append(s)
+    by_source = grouped(ordered, lambda s: s.source)
     axes = {r.spec.run_id: axes_of(r) for r in records if r.claims}
     claims = tuple(c for s in ordered for c in _claims(s, by_source[s.source], axes[s.spec.run_id]))
     transfers = (_transfers(source, members, axes) for source, members in by_source.items())
@@ -177,11 +175,7 @@ def _transfers(
     alpha = sum((t - sent / link) / t**2 for _, sent, t in known) / sum(1 / t**2 for _, _, t in known)
     rows = tuple(
         ClaimedTransfer(
-            run=s.spec.run_id,
-            axes=axes[s.spec.run_id],
-            sent_bytes=sent,
-            claimed_s=t,
-            explained_s=alpha + sent / link,
+            run=s.spec.run_id, axes=axes[s.spec.run_id], sent_bytes=sent, claimed_s=t, explained_s=alpha + sent / link
         )
         for s, sent, t in known
     )

@@ -8,7 +8,6 @@ taken as exact: intervals are those of the throughput.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -16,6 +15,7 @@ import numpy as np
 from paceline.analysis.cost.training import Costing, usd_per_mtok
 from paceline.analysis.findings import LOWER, Measurement
 from paceline.analysis.findings.cost import HOURS_A_DAY, ServedCost
+from paceline.analysis.grouping import grouped
 from paceline.analysis.machine.ceilings import device_names
 from paceline.analysis.served import estimates
 from paceline.analysis.served import measurements as served
@@ -31,18 +31,13 @@ from paceline.results.records import RunRecord
 
 USD = ("USD/Mtoken", LOWER)
 OUTPUT, ALL = "usd_per_output_mtok", "usd_per_mtok"
-METRICS = {
-    **dict.fromkeys((OUTPUT, f"reserved_{OUTPUT}", ALL, f"reserved_{ALL}"), USD),
-    JOULES: ("J/token", LOWER),
-}
+METRICS = {**dict.fromkeys((OUTPUT, f"reserved_{OUTPUT}", ALL, f"reserved_{ALL}"), USD), JOULES: ("J/token", LOWER)}
 
 
 def analyse(records: Sequence[RunRecord], costing: Costing) -> tuple[ServedCost, ...]:
     """Every cell whose devices have a price; none for a paired run, whose replicas took turns."""
-    by_cell: defaultdict[str, list[Served]] = defaultdict(list)
-    for load in served.reliable_loads(records):
-        if load.replica is None:
-            by_cell[load.cell].append(load)
+    whole = (load for load in served.reliable_loads(records) if load.replica is None)
+    by_cell = grouped(whole, lambda load: load.cell)
     return tuple(row for loads in by_cell.values() for row in _costs(loads, costing))
 
 
@@ -60,15 +55,8 @@ def _costs(loads: Sequence[Served], costing: Costing) -> Iterator[ServedCost]:
     gpu = device_names("cuda", load.records[0].machines) if here else None
     offered = prices.table() if costing.prices is None else costing.prices
     usable = [] if any(record.shares_gpu for record in load.records) else [p for p in offered if p.holds_for(gpu)]
+    share = costing.busy_hours / HOURS_A_DAY
     for price in sorted(usable, key=lambda p: (p.usd_per_gpu_hour, p.name)):
-        busy = {name: _usd(load, price, name, each, 1.0) for name, each in ((OUTPUT, rate), (ALL, whole))}
-        share = costing.busy_hours / HOURS_A_DAY
-        reserved = {
-            name: _usd(load, price, f"reserved_{name}", each, share) for name, each in ((OUTPUT, rate), (ALL, whole))
-        }
-        output, reserved_output = busy[OUTPUT], reserved[OUTPUT]
-        assert output is not None
-        assert reserved_output is not None
         yield ServedCost(
             cell=load.cell,
             axes=load.axes(),
@@ -80,10 +68,10 @@ def _costs(loads: Sequence[Served], costing: Costing) -> Iterator[ServedCost]:
             is_kept=limits.ok,
             is_proved=limits.proved,
             busy_hours=costing.busy_hours,
-            usd_per_output_mtok=output,
-            reserved_usd_per_output_mtok=reserved_output,
-            usd_per_mtok=busy[ALL],
-            reserved_usd_per_mtok=reserved[ALL],
+            usd_per_output_mtok=_usd(load, price, OUTPUT, rate, 1.0),
+            reserved_usd_per_output_mtok=_usd(load, price, f"reserved_{OUTPUT}", rate, share),
+            usd_per_mtok=_usd(load, price, ALL, whole, 1.0) if whole else None,
+            reserved_usd_per_mtok=_usd(load, price, f"reserved_{ALL}", whole, share) if whole else None,
         )
 
 
@@ -92,10 +80,8 @@ def devices_of(record: RunRecord) -> int:
     return sum(s.devices or s.tensor_parallel for s in record.replicas) or record.spec.topology.world_size
 
 
-def _usd(load: Served, price: Price, metric: str, rate: Resampled | None, share: float) -> Measurement | None:
+def _usd(load: Served, price: Price, metric: str, rate: Resampled, share: float) -> Measurement:
     """Cost as a measurement; share is the part of the paid hours in which the load runs."""
-    if rate is None:
-        return None
     devices = devices_of(load.records[0])
     value, *bounds = (
         None if each is None else usd_per_mtok(price.usd_per_gpu_hour, devices, each) / share

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.analysis.findings.training import Measurement
+from paceline.analysis.grouping import grouped
 from paceline.errors import Scalar
 from paceline.host.prices import SPOT, Price
 
@@ -51,11 +52,8 @@ class Offer:
 
 def offers_of(costs: Sequence[Cost]) -> list[Offer]:
     """One offer per cell in report order. A cell with spot prices only is led by its lowest."""
-    by_cell: dict[str, list[Cost]] = {}
-    for cost in costs:
-        by_cell.setdefault(cost.cell, []).append(cost)
     offers = []
-    for of_cell in by_cell.values():
+    for of_cell in grouped(costs, lambda cost: cost.cell).values():
         ordered = sorted(of_cell, key=lambda c: (c.price.usd_per_gpu_hour, c.price.name))
         spot = next((c for c in ordered if c.price.kind == SPOT), None)
         lead = next((c for c in ordered if c.price.kind != SPOT), ordered[0])

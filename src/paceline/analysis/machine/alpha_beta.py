@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paceline.analysis.findings import SHARED_GPU, CollectiveFit, CollectiveRow
+from paceline.analysis.grouping import grouped
 from paceline.analysis.machine.sweep import factor_of
 
 FEWEST_SIZES = 4
@@ -65,12 +66,10 @@ def fit_all(
 
     `single` rows are fitted if they cover enough sizes: a batch or a graph of launches hides part of alpha.
     """
-    groups: dict[tuple[object, ...], list[CollectiveRow]] = {}
-    for row in rows:
-        if row.status == "ok" and row.time_s and factor_of(row.operation, row.world_size) and row.size_bytes:
-            groups.setdefault((row.cell, row.operation, row.dtype, row.world_size, row.in_place), []).append(row)
+    timed = [row for row in rows if row.status == "ok" and row.time_s and row.size_bytes]
+    moved = [row for row in timed if factor_of(row.operation, row.world_size)]
     fits, flat, short = [], [], []
-    for group in groups.values():
+    for group in grouped(moved, lambda r: (r.cell, r.operation, r.dtype, r.world_size, r.in_place)).values():
         by_mode: dict[str, dict[int, CollectiveRow]] = {}
         for row in group:
             by_mode.setdefault(row.mode, {}).setdefault(row.size_bytes, row)

@@ -7,7 +7,6 @@ repeated. `achievable` is the best of all products of a dtype: measured, not fro
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -15,11 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paceline.analysis.findings import HIGHER, SHARED_GPU, Measurement
+from paceline.analysis.grouping import grouped
 from paceline.analysis.statistics import intervals
 from paceline.analysis.statistics.intervals import Array, Resampled
 from paceline.errors import Scalar
 from paceline.experiment.spec import RunSpec
-from paceline.results.machine_samples import KernelSample
 from paceline.results.records import RunRecord
 
 FLOPS, BYTES = "FLOP/s", "bytes/s"
@@ -69,9 +68,8 @@ class Row:
         within = self.work / np.mean([_medians(ranks, rng) for ranks in launches], axis=0)
         between = None
         if len(launches) > 1:
-            between = (
-                self.work * len(launches) / intervals.redrawn_sums(np.array(values)[:, None], rng, RESAMPLES)[:, 0]
-            )
+            drawn = intervals.redrawn_sums(np.array(values)[:, None], rng, RESAMPLES)[:, 0]
+            between = self.work * len(launches) / drawn
         blocks = [min(intervals.block_count(len(x)) for x in ranks) for ranks in launches]
         return intervals.from_components(value, intervals.components(within, between, blocks), len(launches))
 
@@ -95,10 +93,8 @@ def analyse(records: Sequence[RunRecord]) -> tuple[Measurement, ...]:
     per dtype, its share of the datasheet peak, the ridge point, and the ceilings of each rank if there are several.
     """
     # Repeats of a cell on another kind of device are a different ceiling, never averaged with the first.
-    by_cell: defaultdict[tuple[str, Device], list[RunRecord]] = defaultdict(list)
-    for record in records:
-        if record.kernels and not record.spec.traits.tests_nodes:
-            by_cell[record.spec.cell, device_of(record)].append(record)
+    ours = [record for record in records if record.kernels and not record.spec.traits.tests_nodes]
+    by_cell = grouped(ours, lambda record: (record.spec.cell, device_of(record)))
     return tuple(m for of_cell in by_cell.values() for m in _cell(of_cell))
 
 
@@ -132,14 +128,10 @@ def _cell(records: Sequence[RunRecord]) -> list[Measurement]:
 
 def rows_of(records: Iterable[RunRecord]) -> list[Row]:
     """Rows in the order they were measured."""
-    samples: dict[Key, list[tuple[str, KernelSample]]] = {}
-    runs = [record.spec.run_id for record in records]
-    for record in records:
-        for s in record.kernels:
-            key = Key(s.kernel, s.dtype, s.label, s.variant)
-            samples.setdefault(key, []).append((record.spec.run_id, s))
-    rows = []
-    for key, of_row in samples.items():
+    runs, rows = [record.spec.run_id for record in records], []
+    samples = ((record.spec.run_id, s) for record in records for s in record.kernels)
+    by_key = grouped(samples, lambda each: Key(each[1].kernel, each[1].dtype, each[1].label, each[1].variant))
+    for key, of_row in by_key.items():
         first = of_row[0][1]
         launches = tuple(
             {s.rank: np.asarray(s.durations_s) for of, s in of_row if of == run and s.status == "ok" and s.durations_s}
@@ -188,35 +180,26 @@ class _Frame:
 
 def _spread(row: Row) -> str | None:
     """The slowest and the fastest of several ranks; None for one."""
-    times: defaultdict[int, list[float]] = defaultdict(list)
-    for by in row.launches:
-        for rank, x in by.items():
-            times[rank].append(float(np.median(x)))
+    times = grouped((each for by in row.launches for each in by.items()), lambda each: each[0])
     if len(times) < 2:
         return None
-    rates = sorted((row.work / float(np.mean(of_rank)), rank) for rank, of_rank in times.items())
+    rates = sorted((row.work / float(np.mean([np.median(x) for _, x in own])), rank) for rank, own in times.items())
     (low, slowest), (high, fastest) = rates[0], rates[-1]
     return f"{len(rates)} ranks: lowest {low:.4g} (rank {slowest}), highest {high:.4g} (rank {fastest})"
 
 
 def achievable(measured: Iterable[Measurement]) -> list[Measurement]:
     """The fastest product of each dtype, with its shape in the axes: the maximum achievable matmul FLOP/s (MAMF)."""
-    best: dict[Scalar, Measurement] = {}
-    for m in measured:
-        if m.metric == METRICS["matmul"][0] and m.value is not None:
-            so_far = best.setdefault(m.axes["dtype"], m)
-            best[m.axes["dtype"]] = max(so_far, m, key=lambda one: one.value or 0.0)
-    return [replace(m, metric=ACHIEVABLE) for m in best.values()]
+    products = [m for m in measured if m.metric == METRICS["matmul"][0] and m.value is not None]
+    by_dtype = grouped(products, lambda m: m.axes["dtype"]).values()
+    return [replace(max(same, key=lambda m: m.value or 0.0), metric=ACHIEVABLE) for same in by_dtype]
 
 
 def _largest(measured: Iterable[Measurement], kernel: str) -> list[Measurement]:
     """The largest size of each variant: smaller ones may show a cache or the latency instead of the memory or bus."""
-    largest: dict[Scalar, Measurement] = {}
-    for m in measured:
-        if m.axes["kernel"] == kernel and m.value is not None:
-            so_far = largest.setdefault(m.axes["variant"], m)
-            largest[m.axes["variant"]] = max(so_far, m, key=lambda one: float(one.axes["size"] or 0))
-    return list(largest.values())
+    ours = [m for m in measured if m.axes["kernel"] == kernel and m.value is not None]
+    by_variant = grouped(ours, lambda m: m.axes["variant"]).values()
+    return [max(same, key=lambda m: float(m.axes["size"] or 0)) for same in by_variant]
 
 
 def _derived(m: Measurement, metric: str, unit: str, factor: float) -> Measurement:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from paceline.analysis.findings import CollectiveFit, CollectiveRow, Measurement, Overlap, Pair, Suspect
+from paceline.analysis.grouping import grouped
 from paceline.analysis.machine import alpha_beta, sweep, tournament
 from paceline.analysis.machine.sweep import Entry
 from paceline.analysis.statistics.intervals import OUTLIER_Z, Array
@@ -19,6 +19,7 @@ from paceline.results.records import RunRecord
 SYNCHRONISING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 LATE_RATIO = 0.9
 FEWEST_ROWS = 4
+_SAME_OVERLAP = ("operation", "dtype", "size_bytes", "group_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +62,10 @@ def analyse(records: Sequence[RunRecord], invalid: Sequence[RunRecord] = ()) -> 
 
 def merged(suspects: Iterable[Suspect]) -> list[Suspect]:
     """What several launches say about the same ranks on the same hosts is one suspicion, with the first text."""
-    groups: dict[tuple[object, ...], list[Suspect]] = {}
-    for s in suspects:
-        groups.setdefault((s.kind, s.ranks, s.hosts), []).append(s)
+    groups = grouped(suspects, lambda s: (s.kind, s.ranks, s.hosts)).values()
     return [
         replace(same[0], runs=tuple(run for s in same for run in s.runs), confirmed=any(s.confirmed for s in same))
-        for same in groups.values()
+        for same in groups
     ]
 
 
@@ -74,17 +73,6 @@ def merged(suspects: Iterable[Suspect]) -> list[Suspect]:
 
 
 def _overlaps(records: Sequence[RunRecord]) -> Iterable[Overlap]:
-    groups: dict[tuple[object, ...], dict[str, list[OverlapSample]]] = {}
-    by_run = {r.spec.run_id: r for r in records}
-    for record in records:
-        for s in record.overlaps:
-            key = (record.spec.cell, s.operation, s.dtype, s.size_bytes, s.group_size)
-            groups.setdefault(key, {}).setdefault(record.spec.run_id, []).append(s)
-    for launches in groups.values():
-        yield _overlap(launches, by_run[next(iter(launches))])
-
-
-def _overlap(launches: dict[str, list[OverlapSample]], record: RunRecord) -> Overlap:
     """hidden = (collective + compute - together) / collective, from means over iterations of the slowest rank in
     each.
     """
@@ -93,23 +81,27 @@ def _overlap(launches: dict[str, list[OverlapSample]], record: RunRecord) -> Ove
         iterations = min(len(getattr(s, name)) for s in samples)
         return np.asarray(np.max([getattr(s, name)[:iterations] for s in samples], axis=0), dtype=np.float64)
 
-    first = next(iter(launches.values()))[0]
-    collective, compute, together = (
-        float(np.concatenate([slowest(samples, name) for samples in launches.values()]).mean())
-        for name in ("collective_s", "compute_s", "together_s")
-    )
-    return Overlap(
-        operation=first.operation,
-        dtype=first.dtype,
-        world_size=first.group_size,
-        size_bytes=first.size_bytes,
-        collective_s=collective,
-        compute_s=compute,
-        together_s=together,
-        hidden_ratio=min(max((collective + compute - together) / collective, 0.0), 1.0),
-        axes=record.spec.axes(),
-        runs=tuple(launches),
-    )
+    pairs = ((record.spec, s) for record in records for s in record.overlaps)
+    groups = grouped(pairs, lambda pair: (pair[0].cell, *(getattr(pair[1], name) for name in _SAME_OVERLAP)))
+    for group in groups.values():
+        launches = grouped(group, lambda pair: pair[0].run_id)
+        spec, first = group[0]
+        collective, compute, together = (
+            float(np.concatenate([slowest([s for _, s in launch], name) for launch in launches.values()]).mean())
+            for name in ("collective_s", "compute_s", "together_s")
+        )
+        yield Overlap(
+            operation=first.operation,
+            dtype=first.dtype,
+            world_size=first.group_size,
+            size_bytes=first.size_bytes,
+            collective_s=collective,
+            compute_s=compute,
+            together_s=together,
+            hidden_ratio=min(max((collective + compute - together) / collective, 0.0), 1.0),
+            axes=spec.axes(),
+            runs=tuple(launches),
+        )
 
 
 # --- stragglers over the whole sweep ---
@@ -117,12 +109,9 @@ def _overlap(launches: dict[str, list[OverlapSample]], record: RunRecord) -> Ove
 
 def _stragglers(entries: Sequence[Entry]) -> Iterable[Suspect]:
     """Ranks that arrived last in most rows of a cell, by enough to matter and by more than the others' spread."""
-    cells: defaultdict[str, list[Entry]] = defaultdict(list)
-    for entry in entries:
-        synchronises = entry.first.operation in SYNCHRONISING and len(entry.rank_means) >= tournament.FEWEST_PEERS
-        if synchronises and not entry.shared_gpu:
-            cells[entry.records[0].spec.cell].append(entry)
-    for of_cell in cells.values():
+    usable = [e for e in entries if len(e.rank_means) >= tournament.FEWEST_PEERS and not e.shared_gpu]
+    synchronising = [e for e in usable if e.first.operation in SYNCHRONISING]
+    for of_cell in grouped(synchronising, lambda e: e.records[0].spec.cell).values():
         ranks = sorted(set.intersection(*(set(e.rank_means) for e in of_cell)))
         if len(of_cell) < FEWEST_ROWS or len(ranks) < tournament.FEWEST_PEERS:
             continue

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from paceline.analysis.findings import Differing
 from paceline.analysis.findings.machine import FAIL, SUSPECT, NodeEvidence
+from paceline.analysis.grouping import grouped
 from paceline.analysis.machine.tournament import Place, places_of
 from paceline.errors import Scalar
 from paceline.host import machine
@@ -33,31 +34,22 @@ def product_evidence(record: RunRecord) -> Iterator[Found]:
     """Every rank with a wrong known product, with its first wrong element; then kernels and copies whose own check
     failed.
     """
-    by_rank: defaultdict[int, list[ProductSample]] = defaultdict(list)
-    for sample in record.products:
-        if sample.wrong:
-            by_rank[sample.rank].append(sample)
-    proved = Counter(sample.rank for sample in record.products)
-    for rank, samples in by_rank.items():
-        yield rank, _evidence("wrong result", FAIL, _product_text(rank, samples, proved[rank]), DIAGNOSE)
+    tests = Counter(sample.rank for sample in record.products)
+    for rank, samples in grouped((s for s in record.products if s.wrong), lambda s: s.rank).items():
+        first, (m, n, k) = samples[0], samples[0].sides
+        count = f"{first.wrong} element{'s' if first.wrong > 1 else ''}"
+        where = f"row {first.place[0]}, column {first.place[1]}" if first.place else "an unknown position"
+        text = (
+            f"a {first.dtype} product of {m} x {n} x {k} with a known result is wrong on rank {rank} in {len(samples)} "
+            f"of {tests[rank]} tests: {count} in repeat {first.repeat}, the first at {where} is {first.found:g} "
+            f"instead of {first.expected:g}{_flipped(first)}"
+        )
+        yield rank, _evidence("wrong result", FAIL, text, DIAGNOSE)
     for s in record.kernels:
         if s.wrong or s.status == "failed":
             how = f"{s.wrong} wrong elements" if s.wrong else f"failed: {s.error}"
             text = f"{s.kernel} {s.dtype} ({s.label}) on rank {s.rank}, repeat {s.repeat}: {how}"
             yield s.rank, _evidence("wrong result", FAIL, text, DIAGNOSE)
-
-
-def _product_text(rank: int, samples: list[ProductSample], proved: int) -> str:
-    first = samples[0]
-    count = f"{first.wrong} element{'s' if first.wrong > 1 else ''}"
-    where = f"row {first.place[0]}, column {first.place[1]}" if first.place else "an unknown position"
-    m, n, k = first.sides
-    bits = _flipped(first)
-    return (
-        f"a {first.dtype} product of {m} x {n} x {k} with a known result is wrong on rank {rank} in {len(samples)} of "
-        f"{proved} tests: {count} in repeat {first.repeat}, the first at "
-        f"{where} is {first.found:g} instead of {first.expected:g}{bits}"
-    )
 
 
 def _flipped(sample: ProductSample) -> str:
@@ -84,11 +76,8 @@ def trajectory_evidence(record: RunRecord, alike: Mapping[int, str]) -> tuple[li
     """
     found: list[Found] = []
     notes: list[str] = []
-    groups: defaultdict[str, defaultdict[int, list[TrajectorySample]]] = defaultdict(lambda: defaultdict(list))
-    for sample in record.trajectories:
-        groups[alike.get(sample.rank, "")][sample.rank].append(sample)
-    for group in groups.values():
-        turns = {rank: sorted(own, key=lambda s: s.turn) for rank, own in sorted(group.items())}
+    for group in grouped(record.trajectories, lambda sample: alike.get(sample.rank, "")).values():
+        turns = grouped(sorted(group, key=lambda s: (s.rank, s.turn)), lambda s: s.rank)
         steady = {rank: _result(own[0]) for rank, own in turns.items() if len(set(map(_result, own))) == 1}
         if not steady and len(turns) == 1:
             found += [(rank, _wavering(own, 0, 1)) for rank, own in turns.items()]
@@ -183,8 +172,7 @@ def condition_evidence(record: RunRecord) -> Iterator[Found]:
     gpus = local_ranks(places_of(record))
     for rank, facts in loaded_facts(record).items():
         for kind, verdict, text, command in _defects(facts):
-            words = f"rank {rank}: {text}"
-            yield rank, _evidence(kind, verdict, words, command.format(gpu=gpus.get(rank, 0)))
+            yield rank, _evidence(kind, verdict, f"rank {rank}: {text}", command.format(gpu=gpus.get(rank, 0)))
 
 
 def loaded_facts(record: RunRecord) -> dict[int, Facts]:

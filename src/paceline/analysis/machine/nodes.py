@@ -26,6 +26,7 @@ from paceline.analysis.findings.machine import (
     NodeVerdict,
     worst,
 )
+from paceline.analysis.grouping import grouped
 from paceline.analysis.machine import node_evidence, peers, tournament
 from paceline.analysis.machine.peers import Band
 from paceline.analysis.machine.tournament import Place, places_of
@@ -33,7 +34,7 @@ from paceline.analysis.statistics.intervals import Array
 from paceline.errors import require
 from paceline.experiment.spec import RunSpec
 from paceline.results.machine_samples import MEMORY_RATIO, SPEED_RATIO, TEMPERATURE_C, KernelSample
-from paceline.results.records import RunRecord, Status, StepSample
+from paceline.results.records import RunRecord, Status
 
 TRAINING, MEMORY, TEMPERATURE, CLOCK = "training", "peak memory", "temperature", "SM clock"
 NAMES = {"matmul": "matmul", "copy": "memory copy", "h2d": "host to device", "d2h": "device to host"}
@@ -73,39 +74,32 @@ def measures_of(record: RunRecord) -> list[Measure]:
     found = [] if record.shares_gpu else [*_kernels(record.kernels, speed), *_training(record, speed)]
     # The allocator's peak. A CPU has none: resident memory includes interpreter and libraries, and says nothing.
     ratio = limit_of(spec, "memory_ratio", MEMORY_RATIO)
-    peaks: defaultdict[int, list[float]] = defaultdict(list)
-    for s in record.memory:
-        if s.moment == "steps" and s.allocated_bytes:
-            peaks[s.rank].append(float(s.allocated_bytes))
-    if peaks:
+    samples = [(s.rank, float(s.allocated_bytes)) for s in record.memory if s.moment == "steps" and s.allocated_bytes]
+    if samples:
         band = Band(math.log(1 - ratio), math.log(1 + ratio))
+        peaks = {rank: [peak for _, peak in own] for rank, own in grouped(samples, lambda s: s[0]).items()}
         found.append(Measure(MEMORY, "bytes", f"{MEMORY} {_work(spec)}", band, peaks))
     return [*found, *_gauges(record, speed)]
 
 
 def _kernels(samples: Iterable[KernelSample], band: Band) -> Iterator[Measure]:
     """Work over the median iteration, as for the machine's ceilings."""
-    rows: defaultdict[tuple[str, str, str], dict[int, list[float]]] = defaultdict(dict)
-    units = {}
-    for s in sorted(samples, key=lambda s: s.repeat):
-        work = s.flops or s.moved_bytes
-        if s.status == "ok" and s.durations_s and work and s.kernel in NAMES:
-            key = (s.kernel, s.dtype, s.label)
-            rows[key].setdefault(s.rank, []).append(work / statistics.median(s.durations_s))
-            units[key] = "FLOP/s" if s.flops else "bytes/s"
-    for key, values in rows.items():
+    timed = [s for s in samples if s.status == "ok" and s.durations_s and s.kernel in NAMES]
+    usable = sorted((s for s in timed if s.flops or s.moved_bytes), key=lambda s: s.repeat)
+    for key, row in grouped(usable, lambda s: (s.kernel, s.dtype, s.label)).items():
         kernel, dtype, _ = key
         name = f"{NAMES[kernel]} {dtype}" if kernel == "matmul" else NAMES[kernel]
-        yield Measure(name, units[key], " ".join(key), band, values)
+        values = {
+            rank: [(s.flops or s.moved_bytes or 0) / statistics.median(s.durations_s) for s in own]
+            for rank, own in grouped(row, lambda s: s.rank).items()
+        }
+        yield Measure(name, "FLOP/s" if row[-1].flops else "bytes/s", " ".join(key), band, values)
 
 
 def _training(record: RunRecord, band: Band) -> Iterator[Measure]:
     """Tokens over time of each window, a ratio of sums, without its first step, which follows other work."""
-    windows: defaultdict[tuple[int, int], list[StepSample]] = defaultdict(list)
-    for step in record.steps:
-        windows[step.rank, step.variant].append(step)
     values: defaultdict[int, list[float]] = defaultdict(list)
-    for (rank, _), steps in sorted(windows.items()):
+    for (rank, _), steps in sorted(grouped(record.steps, lambda step: (step.rank, step.variant)).items()):
         counted = sorted(steps, key=lambda s: s.step)[1 if len(steps) > 1 else 0 :]
         values[rank].append(sum(s.tokens for s in counted) / sum(s.duration_s for s in counted))
     if values:
@@ -123,17 +117,16 @@ def _work(spec: RunSpec) -> str:
 def _gauges(record: RunRecord, speed: Band) -> Iterator[Measure]:
     """One median per rank over the whole run: ranks of all nodes do the same at the same time."""
     degrees = limit_of(record.spec, "temperature_c", TEMPERATURE_C)
-    temperatures: dict[int, list[float]] = {}
-    clocks: dict[int, list[float]] = {}
-    for rank, samples in node_evidence.gauges_by_rank(record).items():
-        if warm := [s.temperature_c for s in samples if s.temperature_c is not None]:
-            temperatures[rank] = [statistics.median(warm)]
-        if ticking := [s.sm_clock_hz for s in samples if s.sm_clock_hz]:
-            clocks[rank] = [statistics.median(ticking)]
-    if temperatures:
-        yield Measure(TEMPERATURE, "C", TEMPERATURE, Band(-degrees, degrees), temperatures, logarithmic=False)
-    if clocks:
-        yield Measure(CLOCK, "Hz", CLOCK, speed, clocks)
+    readings = node_evidence.gauges_by_rank(record)
+    temperatures = {r: [s.temperature_c for s in own if s.temperature_c is not None] for r, own in readings.items()}
+    clocks = {r: [s.sm_clock_hz for s in own if s.sm_clock_hz] for r, own in readings.items()}
+    for name, unit, band, values in (
+        (TEMPERATURE, "C", Band(-degrees, degrees), temperatures),
+        (CLOCK, "Hz", speed, clocks),
+    ):
+        medians = {rank: [statistics.median(own)] for rank, own in values.items() if own}
+        if medians:
+            yield Measure(name, unit, name, band, medians, logarithmic=name == CLOCK)
 
 
 PEERS = "peers"
@@ -224,7 +217,13 @@ def judge(record: RunRecord, baseline: Baseline | None = None) -> Judged:
             _compare(case, measure, kind, baseline)
     case.add(list(node_evidence.product_evidence(record)))
     case.add(list(node_evidence.wrong_pairs(record)))
-    evidence_of_bits, notes = node_evidence.trajectory_evidence(record, _alike(record, case.kinds))
+    # Ranks that agree in device, processor and versions must compute the same bits.
+    hosts, alike = {str(m.get("host")): m for m in record.machines}, {}
+    for outcome in record.outcomes:
+        host = hosts.get(outcome.host, {})
+        versions = sorted((host.get("versions") or {}).items())
+        alike[outcome.rank] = f"{case.kinds.get(outcome.rank)} {host.get('cpu')} {versions}"
+    evidence_of_bits, notes = node_evidence.trajectory_evidence(record, alike)
     case.add(evidence_of_bits)
     case.notes += notes
     case.add(node_evidence.condition_evidence(record))
@@ -239,13 +238,9 @@ def judge(record: RunRecord, baseline: Baseline | None = None) -> Judged:
         case.notes += [f"nodes differ, and there is no majority to say which is right: {text}" for text in texts]
     # A node or rank that is slow with all others fails if both turns agree; a slow link makes two suspects.
     for suspect in tournament.hold(record).suspects:
-        failed = suspect.kind != tournament.LINK and suspect.confirmed
-        evidence = NodeEvidence(
-            kind=f"slow {suspect.kind}",
-            verdict=FAIL if failed else SUSPECT,
-            text=suspect.text,
-            next_command=_NEXT_FOR_PAIRS,
-        )
+        verdict = FAIL if suspect.kind != tournament.LINK and suspect.confirmed else SUSPECT
+        slow = f"slow {suspect.kind}"
+        evidence = NodeEvidence(kind=slow, verdict=verdict, text=suspect.text, next_command=_NEXT_FOR_PAIRS)
         case.add([(rank, evidence) for rank in suspect.ranks])
     if record.shares_gpu:
         case.notes.append(f"nodes: {SHARED_GPU}, so their speed is not judged")
@@ -259,17 +254,6 @@ def judge(record: RunRecord, baseline: Baseline | None = None) -> Judged:
 def _kinds(places: Mapping[int, Place]) -> dict[int, str]:
     """Device name without its number: only equal kinds are peers."""
     return {rank: place.device.partition(" ")[2] or place.device.partition(":")[0] for rank, place in places.items()}
-
-
-def _alike(record: RunRecord, kinds: Mapping[int, str]) -> dict[int, str]:
-    """Device, processor and versions: ranks that agree in all of them must compute the same bits."""
-    hosts = {str(m.get("host")): m for m in record.machines}
-    found = {}
-    for outcome in record.outcomes:
-        facts = hosts.get(outcome.host, {})
-        versions = sorted((facts.get("versions") or {}).items())
-        found[outcome.rank] = f"{kinds.get(outcome.rank)} {facts.get('cpu')} {versions}"
-    return found
 
 
 # --- measures ---
@@ -295,8 +279,24 @@ def _compare(case: _Case, measure: Measure, kind: str, baseline: Baseline | None
             "certain; use more repeats or steps"
         )
     for rank, row, standing in zip(ranks, table, standings, strict=True):
-        value = float(np.median(row))
-        case.measures.append(_measured(measure, rank, measure.relative(value), standing))
+        half, effect = standing.half, standing.effect
+        interval = (None, None) if half is None else (effect - half, effect + half)
+        ends = (*interval, measure.band.low, measure.band.high)
+        low, high, *accepted = (None if end is None else measure.relative(end) for end in ends)
+        case.measures.append(
+            NodeMeasure(
+                measure=measure.name,
+                unit=measure.unit,
+                rank=rank,
+                value=measure.relative(float(np.median(row))),
+                relative=measure.relative(effect),
+                low=low,
+                high=high,
+                accepted=(accepted[0], accepted[1]),
+                z=standing.z,
+                verdict=standing.verdict,
+            )
+        )
         if standing.verdict == UNDECIDED:
             case.add([(rank, _undecided(case, measure, rank, standing, against, len(row)))])
         elif standing.verdict != PASS:
@@ -306,25 +306,6 @@ def _compare(case: _Case, measure: Measure, kind: str, baseline: Baseline | None
 def _certain(measure: Measure, doubt: float) -> str:
     """How much worse than the others a node must be for its whole interval to lie outside the band."""
     return f"{1 - measure.relative(-measure.band.width - doubt):.0%}"
-
-
-def _measured(measure: Measure, rank: int, value: float, standing: peers.Standing) -> NodeMeasure:
-    half, band = standing.half, measure.band
-    low, high = (None, None) if half is None else (standing.effect - half, standing.effect + half)
-    ends = (low, high, band.low, band.high)
-    low, high, *accepted = (None if end is None else measure.relative(end) for end in ends)
-    return NodeMeasure(
-        measure=measure.name,
-        unit=measure.unit,
-        rank=rank,
-        value=value,
-        relative=measure.relative(standing.effect),
-        low=low,
-        high=high,
-        accepted=(accepted[0], accepted[1]),
-        z=standing.z,
-        verdict=standing.verdict,
-    )
 
 
 def _odd(case: _Case, measure: Measure, rank: int, standing: peers.Standing, against: str) -> NodeEvidence:
@@ -354,9 +335,8 @@ def _undecided(
         peers.EDGE: "it is outside the band, but its whole interval is not",
     }[standing.reason]
     enough = peers.repeats_for(standing, repeats, measure.band)
-    advice = (
-        f"it needs about {enough}" if enough else f"even {peers.MOST_REPEATS} are not enough: find what disturbs it"
-    )
+    disturbed = f"even {peers.MOST_REPEATS} are not enough: find what disturbs it"
+    advice = f"it needs about {enough}" if enough else disturbed
     position = f"{measure.name} of rank {rank} ({case.places[rank].device}) is {_distance(measure, standing)} {against}"
     return NodeEvidence(
         kind=f"{measure.name} not told",
@@ -371,17 +351,12 @@ def _distance(measure: Measure, standing: peers.Standing) -> str:
     side, sign = ("under", -1) if standing.effect < 0 else ("over", 1)
     if not measure.logarithmic:
         return f"{abs(standing.effect):.0f} {measure.unit} {side}"
-    ends = (
-        [standing.effect]
-        if standing.half is None
-        else [standing.effect - standing.half, standing.effect + standing.half]
-    )
-    percents = [sign * (measure.relative(end) - 1) * 100 for end in ends]
-    interval = f" [{min(percents):.1f}, {max(percents):.1f}]" if len(ends) > 1 else ""
+    interval = ""
+    if standing.half is not None:
+        ends = (standing.effect - standing.half, standing.effect + standing.half)
+        percents = [sign * (measure.relative(end) - 1) * 100 for end in ends]
+        interval = f" [{min(percents):.1f}, {max(percents):.1f}]"
     return f"{abs(measure.relative(standing.effect) - 1) * 100:.1f} %{interval} {side}"
-
-
-# --- facts and pairs ---
 
 
 # --- nodes ---
@@ -391,11 +366,8 @@ def _verdicts(case: _Case, baseline: Baseline | None) -> Iterator[NodeVerdict]:
     """Ranks of one host as one node, or each rank as its own; the worst evidence decides."""
     spec = case.record.spec
     single = spec.workload.options.get("node", "host") == "process"
-    nodes: defaultdict[int, list[int]] = defaultdict(list)
-    for rank, place in case.places.items():
-        nodes[rank if single else place.node].append(rank)
     facts = node_evidence.loaded_facts(case.record)
-    for ranks in nodes.values():
+    for ranks in grouped(case.places, lambda rank: rank if single else case.places[rank].node).values():
         host = case.places[ranks[0]].host
         evidence = tuple(dict.fromkeys(e for rank in ranks for e in case.evidence[rank]))
         # Every fact once, with the values of all ranks if they differ.

@@ -14,6 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from paceline.analysis.findings import HIGHER, LOWER, SHARED_GPU, CollectiveRow, Measurement
+from paceline.analysis.grouping import grouped
 from paceline.analysis.statistics import intervals
 from paceline.analysis.statistics.intervals import Array, Resampled
 from paceline.errors import RequestError
@@ -30,6 +31,8 @@ METRICS = {
 }
 GLOO_REDUCE_SCATTER = "gloo's reduce_scatter moves as many bytes as its all_reduce, so its busbw is half of the link's"
 _WORST_FIRST = ("oom", "unsupported")
+# What distinguishes the rows of one cell.
+_ROW = ("operation", "dtype", "size_bytes", "in_place", "mode", "group_size")
 
 
 def factor_of(operation: str, group_size: int) -> float | None:
@@ -101,7 +104,8 @@ class Entry:
 
     def resampled_time(self) -> Resampled | None:
         """t with its bootstrap over blocks of iterations, and over launches if there are several."""
-        walls = [np.column_stack([_slowest(x), np.ones(len(x))]) for x in self.seconds]
+        # The iterations of the rank with the longest total time.
+        walls = [np.column_stack([x[:, int(x.sum(axis=0).argmax())], np.ones(len(x))]) for x in self.seconds]
         if not walls:
             return None
         s = self.first
@@ -110,24 +114,15 @@ class Entry:
         return intervals.ratio_of_sums(walls, sums, 0, 1)
 
 
-def _slowest(seconds: Array) -> Array:
-    """The iterations of the rank with the longest total time."""
-    return np.asarray(seconds[:, int(seconds.sum(axis=0).argmax())])
-
-
 def entries(records: Sequence[RunRecord]) -> list[Entry]:
     """Every row of every cell, in measured order; repeats of a cell are launches of the same row."""
-    groups: dict[tuple[object, ...], dict[str, list[CollectiveSample]]] = {}
     by_run = {r.spec.run_id: r for r in records}
-    for record in records:
-        for s in record.collectives:
-            if s.operation != PAIR:
-                key = (record.spec.cell, s.operation, s.dtype, s.size_bytes, s.in_place, s.mode, s.group_size)
-                groups.setdefault(key, {}).setdefault(record.spec.run_id, []).append(s)
-    return [
-        Entry(tuple(by_run[run] for run in runs), tuple(tuple(samples) for samples in runs.values()))
-        for runs in groups.values()
-    ]
+    pairs = [(r.spec, s) for r in records for s in r.collectives if s.operation != PAIR]
+    rows = []
+    for row in grouped(pairs, lambda pair: (pair[0].cell, *(getattr(pair[1], name) for name in _ROW))).values():
+        runs = grouped(row, lambda pair: pair[0].run_id)
+        rows.append(Entry(tuple(by_run[run] for run in runs), tuple(tuple(s for _, s in own) for own in runs.values())))
+    return rows
 
 
 def row_of(entry: Entry, time: Resampled | None) -> CollectiveRow:

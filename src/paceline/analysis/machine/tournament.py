@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from paceline.analysis.findings import SHARED_GPU, Pair, Suspect
+from paceline.analysis.grouping import grouped
 from paceline.analysis.machine.sweep import PAIR
 from paceline.analysis.statistics.intervals import OUTLIER_Z, Array
 from paceline.results.records import RunRecord
@@ -136,11 +137,8 @@ def _slow_groups(
     pairs: Bandwidths, ends: Mapping[tuple[int, int], tuple[int, int]], kind: str, noise_ratio: float
 ) -> list[Verdict]:
     """Members (nodes or ranks) whose median over their own pairs is an outlier on the low side."""
-    own: defaultdict[int, list[float]] = defaultdict(list)
-    for pair, bandwidth in pairs.items():
-        for member in ends[pair]:
-            own[member].append(bandwidth)
-    scores = {member: float(np.median(x)) for member, x in own.items()}
+    by_member = grouped(((m, b) for pair, b in pairs.items() for m in ends[pair]), lambda each: each[0])
+    scores = {member: float(np.median([b for _, b in own])) for member, own in by_member.items()}
     slow = []
     for member, z in _outstanding(scores, noise_ratio):
         without = [b for pair, b in pairs.items() if member not in ends[pair]]
@@ -185,21 +183,15 @@ def hold(record: RunRecord) -> Tournament:
     size = max(s.size_bytes for s in samples)
     places = places_of(record)
     nodes = {rank: place.node for rank, place in places.items()}
-    seconds: defaultdict[tuple[int, int, int], list[float]] = defaultdict(list)
-    for s in samples:
-        if s.size_bytes == size and s.peer is not None:
-            pair = min(s.rank, s.peer), max(s.rank, s.peer)
-            seconds[s.turn or 0, *pair].append(sum(s.durations_s) / len(s.durations_s) / s.batch)
+    largest = [(s, s.peer) for s in samples if s.size_bytes == size and s.peer is not None]
+    by_pair = grouped(largest, lambda each: (each[0].turn or 0, *sorted((each[0].rank, each[1]))))
     # Bandwidth by turn and pair: the size over the longer of the two ranks' means.
     turns: defaultdict[int, dict[tuple[int, int], float]] = defaultdict(dict)
-    for (turn, a, b), means in sorted(seconds.items()):
-        turns[turn][a, b] = size / max(means)
+    for (turn, a, b), both in sorted(by_pair.items()):
+        turns[turn][a, b] = size / max(sum(s.durations_s) / len(s.durations_s) / s.batch for s, _ in both)
     # All turns of a pair as one: bytes of all over seconds of all, which is the harmonic mean.
-    inverse: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
-    for of_turn in turns.values():
-        for pair, bandwidth in of_turn.items():
-            inverse[pair].append(1 / bandwidth)
-    whole = {pair: 1 / float(np.mean(x)) for pair, x in sorted(inverse.items())}
+    everyone = sorted({pair for of_turn in turns.values() for pair in of_turn})
+    whole = {p: 1 / float(np.mean([1 / of_turn[p] for of_turn in turns.values() if p in of_turn])) for p in everyone}
     relative = relative_to_kind(whole, nodes)
     pairs = tuple(
         Pair(

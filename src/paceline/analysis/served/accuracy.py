@@ -27,11 +27,11 @@ from paceline.analysis.findings.served import (
     AccuracyTarget,
     ReplicaAnswers,
 )
+from paceline.analysis.grouping import grouped
 from paceline.analysis.served import measurements, rouge
 from paceline.analysis.served.equal_work import BEGINNING
 from paceline.analysis.served.mlperf_rules import MOST_TOKENS, WHOLE_SET
 from paceline.analysis.statistics import intervals
-from paceline.analysis.statistics.intervals import Array
 from paceline.errors import MissingPackageError, Scalar
 from paceline.results.records import RunRecord
 from paceline.results.served_samples import RequestSample
@@ -44,15 +44,11 @@ FULL_SCORES = dict(zip(METRICS, (38.7792, 15.9075, 24.4957, 35.793), strict=True
 LEAST_OF_SCORE = 0.99
 FULL_CHARACTERS, CHARACTERS_WITHIN = 8_167_644, 0.1
 FEWEST_SCORED = 2
-_KEPT_SCORES = 1 << 16
 
 
 def analyse(records: Sequence[RunRecord]) -> tuple[Accuracy, ...]:
     """The accuracy of every cell with answers to judge: stored beside a reference, or from several replicas."""
-    by_cell: defaultdict[str, list[RunRecord]] = defaultdict(list)
-    for record in records:
-        if record.requests:
-            by_cell[record.spec.cell].append(record)
+    by_cell = grouped((record for record in records if record.requests), lambda record: record.spec.cell)
     return tuple(accuracy for ours in by_cell.values() if (accuracy := _accuracy(ours)))
 
 
@@ -97,56 +93,47 @@ class Scored(NamedTuple):
     characters: int
 
 
+# Cached: a greedy model gives the same answer in every launch, and a report is built more than once.
+_rouge = functools.lru_cache(maxsize=1 << 16)(rouge.score)
+
+
 def _scored(request: RequestSample) -> Scored:
     answer = (request.text or "").strip()
     scores = tuple(100 * score for score in _rouge(answer, (request.reference or "").strip()))
     return Scored(request.sample, request.replica, scores, len(answer))
 
 
-@functools.lru_cache(maxsize=_KEPT_SCORES)
-def _rouge(answer: str, reference: str) -> rouge.Scores:
-    """Cached: a greedy model gives the same answer in every launch, and a report is built more than once."""
-    return rouge.score(answer, reference)
-
-
 def _measured(records: Sequence[RunRecord], scored: Sequence[Scored], replica: int | None = None) -> list[Measurement]:
     """Means over samples; a sample with several answers counts once, by the mean of its answers."""
     if not scored:
         return []
-    by_sample: defaultdict[int, list[tuple[float, ...]]] = defaultdict(list)
-    for one in scored:
-        by_sample[one.sample].append(one.scores)
-    table = np.array([np.mean(rows, axis=0) for _, rows in sorted(by_sample.items())])
-    own = {} if replica is None else {"replica": replica}
-    return [_measurement(records, metric, table[:, column], own) for column, metric in enumerate(METRICS)]
-
-
-def _measurement(records: Sequence[RunRecord], metric: str, values: Array, own: Mapping[str, Scalar]) -> Measurement:
-    spec, (unit, better) = records[0].spec, METRICS[metric]
-    low, high = _interval(values, intervals.seed_of(spec.cell, metric, str(own)))
-    return Measurement(
-        metric=metric,
-        unit=unit,
-        better=better,
-        cell=spec.cell,
-        value=float(values.mean()),
-        low=low,
-        high=high,
-        n=len(values),
-        launches=len(records),
-        axes={**spec.axes(), **own},
-        runs=tuple(record.spec.run_id for record in records),
-    )
-
-
-def _interval(values: Array, seed: int) -> tuple[float | None, float | None]:
-    """Samples are in random order and answered independently, so single samples are resampled."""
-    if len(values) < FEWEST_SCORED:
-        return None, None
-    rng = np.random.default_rng(seed)
-    means = [float(values[rng.integers(0, len(values), len(values))].mean()) for _ in range(intervals.RESAMPLES)]
-    low, high = np.percentile(means, (2.5, 97.5))
-    return float(low), float(high)
+    by_sample = grouped(sorted(scored, key=lambda one: one.sample), lambda one: one.sample)
+    table = np.array([np.mean([one.scores for one in answers], axis=0) for answers in by_sample.values()])
+    own: dict[str, Scalar] = {} if replica is None else {"replica": replica}
+    spec, count, measured = records[0].spec, len(table), []
+    for column, (metric, (unit, better)) in enumerate(METRICS.items()):
+        values, bounds = table[:, column], (None, None)
+        if count >= FEWEST_SCORED:
+            # Samples are in random order and answered independently, so single samples are resampled.
+            rng = np.random.default_rng(intervals.seed_of(spec.cell, metric, str(own)))
+            means = [float(values[rng.integers(0, count, count)].mean()) for _ in range(intervals.RESAMPLES)]
+            bounds = np.percentile(means, (2.5, 97.5)).tolist()
+        measured.append(
+            Measurement(
+                metric=metric,
+                unit=unit,
+                better=better,
+                cell=spec.cell,
+                value=float(values.mean()),
+                low=bounds[0],
+                high=bounds[1],
+                n=count,
+                launches=len(records),
+                axes={**spec.axes(), **own},
+                runs=tuple(record.spec.run_id for record in records),
+            )
+        )
+    return measured
 
 
 # --- targets ---
@@ -206,21 +193,16 @@ def _agreement(replica: int, questions: Sequence[Question]) -> Agreement:
     ours = [texts for texts in questions if replica in texts]
     if not any(texts[replica] for texts in ours):
         return Agreement(SILENT, len(ours), len(ours))
-    judged = [(texts, _majority(texts)) for texts in ours]
-    odd = [texts for texts, most in judged if most is not None and texts[replica] != most]
-    split = [texts for texts, most in judged if most is None]
+    odd, split = [], []
+    for texts in ours:
+        most, count = Counter(texts.values()).most_common(1)[0]
+        if 2 * count <= len(texts) or most is None:
+            split.append(texts)
+        elif texts[replica] != most:
+            odd.append(texts)
     verdict = DIFFERS if odd else UNDECIDED if split else AGREES
-    return Agreement(verdict, len(ours), len(odd or split), all(map(_begin_alike, odd or split)))
-
-
-def _majority(texts: Question) -> str | None:
-    """The answer of more than half of the replicas."""
-    text, count = Counter(texts.values()).most_common(1)[0]
-    return text if 2 * count > len(texts) else None
-
-
-def _begin_alike(texts: Question) -> bool:
-    return len({None if text is None else text[:BEGINNING] for text in texts.values()}) == 1
+    alike = (len({None if text is None else text[:BEGINNING] for text in q.values()}) == 1 for q in odd or split)
+    return Agreement(verdict, len(ours), len(odd or split), all(alike))
 
 
 def _replicas(
@@ -242,7 +224,7 @@ def _replicas(
             odd=agreement.odd,
             tokens_per_s=rates.get(replica),
             scores=tuple(own),
-            flag=_flag(agreement) or _scores_less(own, others),
+            flag=_flag(agreement, own, others),
         )
 
 
@@ -259,7 +241,8 @@ def _rates(records: Sequence[RunRecord]) -> dict[int, float]:
     return {replica: tokens[replica] / time for replica, time in seconds.items() if time > 0}
 
 
-def _flag(agreement: Agreement) -> str | None:
+def _flag(agreement: Agreement, own: Sequence[Measurement], others: Sequence[Measurement]) -> str | None:
+    """It answers differently, or the whole interval of a score is below that of the other replicas together."""
     counts = f"{agreement.odd} of {agreement.asked} questions"
     alike = "; all these answers begin alike, so rounding may be the cause" if agreement.begins_alike else ""
     texts = {
@@ -267,11 +250,8 @@ def _flag(agreement: Agreement) -> str | None:
         UNDECIDED: f"has no majority with the other replicas on {counts}{alike}",
         DIFFERS: f"answered {counts} differently from most replicas{alike}",
     }
-    return texts.get(agreement.verdict or "")
-
-
-def _scores_less(own: Sequence[Measurement], others: Sequence[Measurement]) -> str | None:
-    """If the whole interval of a score is below that of the other replicas together."""
+    if agreement.verdict in texts:
+        return texts[agreement.verdict]
     for ours, theirs in zip(own, others, strict=False):
         if ours.high is not None and theirs.low is not None and ours.high < theirs.low:
             return f"scores {ours.value:.1f} in {ours.metric}, the other replicas {theirs.value:.1f}"

@@ -13,7 +13,6 @@ from paceline.analysis.findings.served import CeilingUse
 from paceline.analysis.served.loads import Served, Stretch
 from paceline.analysis.served.token_times import busiest_second
 from paceline.experiment.serving import MOST_CEILING_RATIO
-from paceline.results.served_samples import CeilingSample
 
 # The end of the year 9999: a record may contain any number.
 LAST_DAY_S = 253_402_300_799.0
@@ -30,30 +29,39 @@ def use_of(served: Served) -> CeilingUse:
 
 
 def _use(stretch: Stretch) -> CeilingUse:
-    events = _events_per_s(stretch)
+    count = busiest_second(stretch.requests)
+    if count is None or stretch.wall_s <= 0:
+        return _unknown(None, "unknown: no event with content has a time")
+    events = count / min(1.0, stretch.wall_s)
     stage = stretch.stage.stage if stretch.stage else 0
     clients = [client for client in stretch.record.clients if client.stage == stage]
-    known = (c for c in stretch.record.client_ceilings if c.processes == len(clients) and c.events_per_s > 0)
-    ceiling = next(known, None)
-    if events is None:
-        return _unknown(None, "unknown: no event with content has a time")
-    if ceiling is None or _is_encrypted(stretch):
-        return _unknown(events, _reason(stretch, len(clients)))
+    ceilings, processes = stretch.record.client_ceilings, len(clients)
+    ceiling = next((c for c in ceilings if c.processes == processes and c.events_per_s > 0), None)
+    if _is_encrypted(stretch):
+        return _unknown(events, "not measured: `paceline selftest` runs without TLS, which costs a client more")
+    if not ceilings or not processes:
+        return _unknown(events, f"not measured: {SELFTEST}")
+    if ceiling is None:
+        shards = f"{SELFTEST[:-1]} --shards {processes}`"
+        return _unknown(events, f"not measured for a client with {processes} processes: {shards}")
     ratio = events / ceiling.events_per_s
+    share = "under 1 %" if ratio < 0.01 else f"{100 * ratio:.0f} %"
+    day = datetime.fromtimestamp(min(max(ceiling.measured_at_s, 0.0), LAST_DAY_S), UTC).strftime("%Y-%m-%d")
+    streams = sum(client.most_in_flight for client in clients)
+    beyond = f", with up to {streams:,} here" if streams > ceiling.streams else ""
+    known = f"{ceiling.events_per_s:,.0f} events/s over {ceiling.streams:,} streams{beyond}, measured {day}"
+    # Events that arrived before a request failed are in no share.
+    failed = sum(request.error is not None for request in stretch.requests)
+    uncounted = f" ({failed:,} failed and are not counted)" if failed else ""
     return CeilingUse(
         events_per_s=events,
         ratio=ratio,
         ceiling_events_per_s=ceiling.events_per_s,
         ceiling_streams=ceiling.streams,
         measured_at_s=ceiling.measured_at_s,
-        text=_text(ratio, ceiling, sum(client.most_in_flight for client in clients)) + _failed(stretch),
+        text=f"{share} of the client ceiling ({known}), counting complete answers{uncounted}",
         is_near=ratio > MOST_CEILING_RATIO,
     )
-
-
-def _events_per_s(stretch: Stretch) -> float | None:
-    count = busiest_second(stretch.requests)
-    return None if count is None or stretch.wall_s <= 0 else count / min(1.0, stretch.wall_s)
 
 
 def _unknown(events_per_s: float | None, text: str) -> CeilingUse:
@@ -67,14 +75,6 @@ def _unknown(events_per_s: float | None, text: str) -> CeilingUse:
     )
 
 
-def _reason(stretch: Stretch, processes: int) -> str:
-    if _is_encrypted(stretch):
-        return "not measured: `paceline selftest` runs without TLS, which costs a client more"
-    if not stretch.record.client_ceilings or not processes:
-        return f"not measured: {SELFTEST}"
-    return f"not measured for a client with {processes} processes: {SELFTEST[:-1]} --shards {processes}`"
-
-
 def _is_encrypted(stretch: Stretch) -> bool:
     engine = stretch.record.spec.engine
     if engine is None:
@@ -82,17 +82,3 @@ def _is_encrypted(stretch: Stretch) -> bool:
     given = (engine.options.get("url"), engine.options.get("urls"))
     urls = (url for each in given for url in (each if isinstance(each, list | tuple) else (each,)))
     return any(str(url).lower().startswith("https:") for url in urls)
-
-
-def _text(ratio: float, ceiling: CeilingSample, streams: int) -> str:
-    share = "under 1 %" if ratio < 0.01 else f"{100 * ratio:.0f} %"
-    day = datetime.fromtimestamp(min(max(ceiling.measured_at_s, 0.0), LAST_DAY_S), UTC).strftime("%Y-%m-%d")
-    beyond = f", with up to {streams:,} here" if streams > ceiling.streams else ""
-    known = f"{ceiling.events_per_s:,.0f} events/s over {ceiling.streams:,} streams{beyond}, measured {day}"
-    return f"{share} of the client ceiling ({known}), counting complete answers"
-
-
-def _failed(stretch: Stretch) -> str:
-    """Events that arrived before a request failed are in no share."""
-    count = sum(request.error is not None for request in stretch.requests)
-    return f" ({count:,} failed and are not counted)" if count else ""

@@ -5,7 +5,6 @@ Every curve has a bounded number of points, so a run with a million requests mak
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -24,6 +23,7 @@ from paceline.analysis.findings.served import (
     ServedShapes,
     ServedTrace,
 )
+from paceline.analysis.grouping import grouped
 from paceline.analysis.served import latency_bounds, measurements
 from paceline.analysis.served.loads import Served
 from paceline.analysis.served.measurements import NS
@@ -56,7 +56,13 @@ def spread(
     if not values:
         return None
     ordered = np.sort(np.asarray(values, dtype=float))
-    shares = _shares(len(ordered))
+    # The shares up to the last single request, including the percentiles that people quote.
+    count = len(ordered)
+    last = 1 - 1 / count
+    bulk = np.linspace(0.0, 0.9, BULK_SHARES)
+    tail = 1 - np.logspace(-1, -np.log10(max(count, 10)), TAIL_SHARES)
+    whole = np.concatenate([bulk, tail, (0.5, 0.95, 0.99, 0.999), (last,)])
+    shares = np.unique(whole[whole <= last].round(9))
     # A microsecond is finer than any chart.
     seconds = np.quantile(ordered, shares).round(6)
     known = [(low, high) for _, low, high in bounds] or [(None, None)] * len(QUOTED)
@@ -74,15 +80,6 @@ def spread(
     )
 
 
-def _shares(count: int) -> NDArray[np.float64]:
-    """The shares up to the last single request, including the percentiles that people quote."""
-    last = 1 - 1 / count
-    bulk = np.linspace(0.0, 0.9, BULK_SHARES)
-    tail = 1 - np.logspace(-1, -np.log10(max(count, 10)), TAIL_SHARES)
-    whole = np.concatenate([bulk, tail, (0.5, 0.95, 0.99, 0.999), (last,)])
-    return np.unique(whole[whole <= last].round(9))
-
-
 # Time bins for requests in flight, and for rates: fewer of these, so that several requests end in each.
 MOMENTS = 120
 FEWEST_PACES, MOST_PACES, REQUESTS_PER_PACE = 8, 60, 6
@@ -90,14 +87,6 @@ FEWEST_PACES, MOST_PACES, REQUESTS_PER_PACE = 8, 60, 6
 MOST_TRACES = 6
 
 Seconds = NDArray[np.float64]
-
-
-def _traces(cells: Sequence[Sequence[RunRecord]], reliable: Container[str]) -> tuple[ServedTrace, ...]:
-    """One launch of each cell over time, in the order of the cells: the launch with the most problems. `reliable`: the
-    cells with valid launches."""
-    worst = [max((_trace(r, r.spec.cell in reliable) for r in cell), key=_trouble) for cell in cells]
-    chosen = sorted(range(len(worst)), key=lambda i: _trouble(worst[i]), reverse=True)[:MOST_TRACES]
-    return tuple(worst[i] for i in sorted(chosen))
 
 
 def _trouble(trace: ServedTrace) -> tuple[int, int, float]:
@@ -146,6 +135,12 @@ def _replica_trace(record: RunRecord, replica: int, edges: Seconds, pace_edges: 
     answered = [request for request in ours if request.error is None]
     facts = next((found for found in record.replicas if found.replica == replica), None)
     first = [value for request in answered if (value := measurements.ttft_s(request)) is not None]
+    by_pace: list[list[float]] = [[] for _ in pace_edges[1:]]
+    for request in answered:
+        at, value = first_token_ns(request), measurements.ttft_s(request)
+        if at is not None and value:
+            number = int(np.searchsorted(pace_edges, at / NS, side="right")) - 1
+            by_pace[min(len(by_pace) - 1, number)].append(value)
     return ReplicaTrace(
         replica=replica,
         host=facts.host if facts else None,
@@ -153,7 +148,7 @@ def _replica_trace(record: RunRecord, replica: int, edges: Seconds, pace_edges: 
         failed=len(ours) - len(answered),
         in_flight=in_flight(ours, edges),
         tokens_per_s=_tokens_per_s(answered, pace_edges),
-        ttft_s=_first_tokens(answered, pace_edges),
+        ttft_s=tuple(round(float(np.median(group)), 6) if group else None for group in by_pace),
         ttft=spread(TTFT, first),
         died_s=facts.died_ns / NS if facts and facts.died_ns is not None else None,
         reassigned=facts.reassigned if facts else 0,
@@ -201,15 +196,6 @@ def _token_times(request: RequestSample) -> Iterator[tuple[Seconds, float]]:
     yield moments, measurements.tokens_of(request) / len(moments)
 
 
-def _first_tokens(answered: Sequence[RequestSample], edges: Seconds) -> tuple[float | None, ...]:
-    known = [(r, first) for r in answered if (first := first_token_ns(r)) is not None]
-    pairs = [(first / NS, value) for r, first in known if (value := measurements.ttft_s(r))]
-    groups: list[list[float]] = [[] for _ in edges[1:]]
-    for at, value in pairs:
-        groups[min(len(groups) - 1, int(np.searchsorted(edges, at, side="right")) - 1)].append(value)
-    return tuple(round(float(np.median(group)), 6) if group else None for group in groups)
-
-
 QUANTITIES: dict[str, Callable[[RequestSample], float | None]] = {
     TTFT: measurements.ttft_s,
     TPOT: measurements.tpot_s,
@@ -233,9 +219,14 @@ def added_to(report: Report, records: Sequence[RunRecord]) -> Report:
     # As in the verdicts: the invalid launches of a cell are shown only if it has no valid one.
     invalid = [r for r in tested if ended.get(r.spec.run_id) == Status.INVALID and r.spec.cell not in reliable]
     cells = _in_order([*sound, *invalid])
+    # One launch of each cell over time: the one with the most problems, and of these the worst.
+    worst = [max((_trace(r, r.spec.cell in reliable) for r in cell), key=_trouble) for cell in cells]
+    chosen = sorted(range(len(worst)), key=lambda i: _trouble(worst[i]), reverse=True)[:MOST_TRACES]
     shapes = ServedShapes(
-        loads=tuple(itertools.chain.from_iterable(_loads(cell, reliable) for cell in cells)),
-        traces=_traces(cells, reliable),
+        loads=tuple(
+            _served_load(load, reliable) for cell in cells for load in sorted(measurements.gather(cell), key=_size)
+        ),
+        traces=tuple(worst[i] for i in sorted(chosen)),
         audits=tuple(map(_audit, _in_order(audited))),
     )
     return replace(report, served_shapes=shapes)
@@ -249,9 +240,7 @@ def _in_order(records: Sequence[RunRecord]) -> list[Launches]:
         load = serving.rate_per_s if serving.rate_per_s is not None else serving.concurrency or 0
         return SCENARIOS.index(serving.scenario), load, cell[0].spec.cell
 
-    by_cell: dict[str, list[RunRecord]] = {}
-    for record in sorted(records, key=lambda record: record.spec.repeat):
-        by_cell.setdefault(record.spec.cell, []).append(record)
+    by_cell = grouped(sorted(records, key=lambda record: record.spec.repeat), lambda record: record.spec.cell)
     return sorted(by_cell.values(), key=order)
 
 
@@ -263,15 +252,15 @@ def _serving(record: RunRecord) -> Serving:
 # --- loads ---
 
 
-def _loads(cell: Launches, reliable: Container[str]) -> list[ServedLoad]:
-    """In the order of their size."""
-    loads = measurements.gather(cell)
-    loads.sort(key=lambda load: (load.rate_per_s or 0.0, load.concurrency or 0, load.replica or 0))
-    return [_served_load(load, load.cell in reliable and not measurements.load_problems(load)) for load in loads]
+def _size(load: Served) -> tuple[float, int, int]:
+    return load.rate_per_s or 0.0, load.concurrency or 0, load.replica or 0
 
 
-def _served_load(load: Served, is_believed: bool) -> ServedLoad:
-    wall, limits = load.wall_s(), load.limits
+def _served_load(load: Served, reliable: Container[str]) -> ServedLoad:
+    wall, limits, spreads = load.wall_s(), load.limits, []
+    for name, quantity in QUANTITIES.items():
+        values = [value for request in load.answered if (value := quantity(request)) is not None]
+        spreads.append(spread(name, values, limits.get(f"{name}_s"), latency_bounds.of_answers(load, quantity, QUOTED)))
     return ServedLoad(
         cell=load.cell,
         axes=load.spec.axes(),
@@ -285,17 +274,9 @@ def _served_load(load: Served, is_believed: bool) -> ServedLoad:
         late=sum(not measurements.in_time(request, limits) for request in load.answered) if load.has_limits else None,
         output_tokens_per_s=load.output_tokens() / wall if wall > 0 else None,
         requests_per_s=len(load.answered) / wall if wall > 0 else None,
-        spreads=tuple(_spreads(load)),
-        is_believed=is_believed,
+        spreads=tuple(each for each in spreads if each is not None),
+        is_believed=load.cell in reliable and not measurements.load_problems(load),
     )
-
-
-def _spreads(load: Served) -> Iterable[LatencySpread]:
-    for name, quantity in QUANTITIES.items():
-        values = [value for request in load.answered if (value := quantity(request)) is not None]
-        bounds = latency_bounds.of_answers(load, quantity, QUOTED)
-        if (found := spread(name, values, load.limits.get(f"{name}_s"), bounds)) is not None:
-            yield found
 
 
 # --- the client ---

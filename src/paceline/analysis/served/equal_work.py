@@ -8,18 +8,17 @@ both sides stored them, must begin alike.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from paceline.analysis.findings import Check, Comparison
 from paceline.analysis.findings.served import Accuracy, ServedPair, Undecided
+from paceline.analysis.grouping import grouped
 from paceline.analysis.served import estimates, measurements
 from paceline.analysis.served.estimates import COMPARED
-from paceline.analysis.served.loads import Load, Served
+from paceline.analysis.served.loads import Served
 from paceline.analysis.statistics.intervals import ratio_between
 from paceline.analysis.statistics.verdict import judged_ratio
 from paceline.analysis.training import metrics
-from paceline.errors import Scalar
 from paceline.experiment.spec import RunSpec
 from paceline.results.records import RunRecord
 from paceline.results.served_samples import RequestSample
@@ -31,6 +30,9 @@ BEGINNING, ALIKE = 16, 0.95
 # Fields of a spec that say how the load was sent and recorded, not what was requested.
 FREE = ("engine", "launcher", "serving.keeps_text", "serving.request_timeout_s", "serving.full_set")
 
+# The spec's names for the data types that engines report.
+DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
 Answered = Mapping[int, RequestSample]
 
 
@@ -40,25 +42,25 @@ Answered = Mapping[int, RequestSample]
 def checks(first: Sequence[RunRecord], second: Sequence[RunRecord]) -> tuple[Check, ...]:
     """Checks with the first side as expected and the second as observed."""
     sides = (first, second)
-    requested = [_requested(records[0].spec) for records in sides]
+    same = [_requested(records) for records in sides]
     # A greedy model gives the same answer to a sample every time.
     ours, theirs = ({q.sample: q for record in side for q in record.requests if q.error is None} for side in sides)
-    texts = _texts(ours, theirs)
     return (
-        *(_same(name, *(side[name] for side in requested)) for name in requested[0]),
-        *_dtypes(*sides),
-        _same_samples(ours, theirs),
-        *_counts(ours, theirs),
-        *((texts,) if texts else ()),
+        *(
+            Check(name=name, ok=a == same[1][name], expected=a, observed=same[1][name])
+            for name, a in same[0].items()
+            if name in same[1]
+        ),
+        *_answered(ours, theirs),
     )
 
 
-def _same(name: str, a: str, b: str) -> Check:
-    return Check(name=name, ok=a == b, expected=a, observed=b)
-
-
-def _requested(spec: RunSpec) -> dict[str, str]:
+def _requested(records: Sequence[RunRecord]) -> dict[str, str]:
+    """What a side requested, and the data type in which its engine computes if it reports one."""
+    spec = records[0].spec
     assert spec.serving is not None
+    reported = {str(s.settings["dtype"]) for r in records for s in r.replicas if s.settings.get("dtype")}
+    dtypes = sorted({DTYPES.get(name.removeprefix("torch."), name.removeprefix("torch.")) for name in reported})
     return {
         "model": spec.model_text,
         "precision": spec.training.precision.compute,
@@ -66,33 +68,15 @@ def _requested(spec: RunSpec) -> dict[str, str]:
         "seed": str(spec.seed),
         "API": spec.serving.api,
         "most tokens": str(spec.serving.max_tokens),
+        **({"computes in": ", ".join(dtypes)} if dtypes else {}),
     }
 
 
-def _dtypes(*sides: Sequence[RunRecord]) -> Iterator[Check]:
-    """The data type that each engine reports; nothing if one does not report it."""
-    dtypes = [
-        {_dtype(s.settings["dtype"]) for r in side for s in r.replicas if s.settings.get("dtype")} for side in sides
-    ]
-    if all(dtypes):
-        yield _same("computes in", *(", ".join(sorted(each)) for each in dtypes))
-
-
-def _dtype(setting: Scalar) -> str:
-    """The spec's name for a data type: `torch.bfloat16` and `bfloat16` are bf16."""
-    name = str(setting).removeprefix("torch.")
-    return {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(name, name)
-
-
-def _same_samples(ours: Answered, theirs: Answered) -> Check:
-    """A sample that one side failed is no problem; too few in common are."""
-    both, every = len({*ours} & {*theirs}), len({*ours} | {*theirs})
-    ok = every > 0 and both >= (1 - TOKENS_WITHIN) * every
-    return Check(name="samples", ok=ok, expected=f"{every} answered by either", observed=f"{both} by both")
-
-
-def _counts(ours: Answered, theirs: Answered) -> Iterator[Check]:
-    shared = sorted({*ours} & {*theirs})
+def _answered(ours: Answered, theirs: Answered) -> Iterator[Check]:
+    """A sample that one side failed is no problem; too few in common are. Texts are compared if both stored them."""
+    shared, every = sorted({*ours} & {*theirs}), len({*ours} | {*theirs})
+    ok = every > 0 and len(shared) >= (1 - TOKENS_WITHIN) * every
+    yield Check(name="samples", ok=ok, expected=f"{every} answered by either", observed=f"{len(shared)} by both")
     prompts = [[side[sample].prompt_tokens for sample in shared] for side in (ours, theirs)]
     if shared and None not in prompts[0] and None not in prompts[1]:
         a, b = (sum(count for count in side if count is not None) for side in prompts)
@@ -100,20 +84,12 @@ def _counts(ours: Answered, theirs: Answered) -> Iterator[Check]:
     a, b = (sum(measurements.tokens_of(side[sample]) for sample in shared) for side in (ours, theirs))
     ok = abs(a - b) <= TOKENS_WITHIN * max(a, b)
     yield Check(name="answered tokens", ok=ok, expected=f"{a:,}", observed=f"{b:,}")
-
-
-def _texts(ours: Answered, theirs: Answered) -> Check | None:
-    """None if a side stored no texts."""
-    pairs = [
-        (ours[sample].text or "", theirs[sample].text or "")
-        for sample in sorted({*ours} & {*theirs})
-        if ours[sample].text is not None and theirs[sample].text is not None
-    ]
-    if not pairs:
-        return None
-    alike = sum(a[:BEGINNING] == b[:BEGINNING] for a, b in pairs)
-    observed = f"{alike} of {len(pairs)} begin alike, {sum(a == b for a, b in pairs)} are equal"
-    return Check(name="texts", ok=alike >= ALIKE * len(pairs), expected=f"{ALIKE:.0%} begin alike", observed=observed)
+    texts = [(ours[sample].text, theirs[sample].text) for sample in shared]
+    pairs = [(a, b) for a, b in texts if a is not None and b is not None]
+    if pairs:
+        alike = sum(a[:BEGINNING] == b[:BEGINNING] for a, b in pairs)
+        seen = f"{alike} of {len(pairs)} begin alike, {sum(a == b for a, b in pairs)} are equal"
+        yield Check(name="texts", ok=alike >= ALIKE * len(pairs), expected=f"{ALIKE:.0%} begin alike", observed=seen)
 
 
 def reasons(results: Sequence[Check]) -> list[str]:
@@ -126,11 +102,10 @@ def reasons(results: Sequence[Check]) -> list[str]:
 def analyse(records: Sequence[RunRecord], accuracy: Sequence[Accuracy] = ()) -> tuple[ServedPair, ...]:
     """Every two cells that differ only in their engine, load by load."""
     flags = {each.cell: each.flags for each in accuracy}
-    groups: defaultdict[tuple[str, Load | None], list[Served]] = defaultdict(list)
-    for load in measurements.reliable_loads(records):
-        if load.replica is None:
-            fields = sorted((name, str(value)) for name, value in metrics.flat(load.spec).items() if name not in FREE)
-            groups[str(fields), load.load].append(load)
+    groups = grouped(
+        (load for load in measurements.reliable_loads(records) if load.replica is None),
+        lambda load: (str(sorted((k, str(v)) for k, v in metrics.flat(load.spec).items() if k not in FREE)), load.load),
+    )
     return tuple(_pair(a, b, flags) for group in groups.values() for a, b in itertools.combinations(group, 2))
 
 

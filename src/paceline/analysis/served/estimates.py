@@ -75,15 +75,13 @@ def _slices_of(stretch: Stretch, count: int) -> Array:
     last = np.array([request.last_ns or request.ended_ns or 0 for request in answered], dtype=np.float64)
     first = np.array([first_token_ns(request) or request.ended_ns or 0 for request in answered], dtype=np.float64)
     edges = np.linspace(stretch.started_ns, stretch.ended_ns, count + 1)
-    made = np.array([_made_until(edge, tokens, first, last) for edge in edges])
+    # Tokens made until each edge: the first when it arrived, the others evenly until the last.
+    shares = (np.clip((edge - first) / np.maximum(last - first, 1.0), 0.0, 1.0) for edge in edges)
+    made = [
+        float(((edge >= first) * np.minimum(tokens, 1.0) + share * np.maximum(tokens - 1.0, 0.0)).sum())
+        for edge, share in zip(edges, shares, strict=True)
+    ]
     return np.column_stack([np.diff(made), np.diff(edges) / NS])
-
-
-def _made_until(moment: float, tokens: Array, first: Array, last: Array) -> float:
-    """Tokens made until this moment: the first when it arrived, the others evenly until the last."""
-    length = np.maximum(last - first, 1.0)
-    share = np.clip((moment - first) / length, 0.0, 1.0)
-    return float(((moment >= first) * np.minimum(tokens, 1.0) + share * np.maximum(tokens - 1.0, 0.0)).sum())
 
 
 # --- the best load within limits ---

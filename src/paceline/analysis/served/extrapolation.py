@@ -22,18 +22,8 @@ from paceline.analysis.served.fleets import replicas_of
 from paceline.analysis.served.loads import Served, Stretch
 from paceline.analysis.served.mlperf_rules import SET_NAME, WHOLE_SET
 from paceline.analysis.served.token_times import Steady, most_in_flight, steady, tokens_of
-from paceline.analysis.statistics.intervals import (
-    Array,
-    Resampled,
-    block_count,
-    bounded,
-    components,
-    from_components,
-    redrawn_sums,
-    resample_sums,
-    seed_of,
-    unbounded,
-)
+from paceline.analysis.statistics import intervals
+from paceline.analysis.statistics.intervals import Array, Resampled, seed_of
 from paceline.results.served_samples import RequestSample
 
 # Every slot in flight must have been used so often, otherwise the load was one burst and not a rate.
@@ -77,7 +67,7 @@ def full_set(served: Served) -> FullSet | None:
     times = [] if reason else [_time(each, samples / sent, served.cell) for each in groups]
     slowest = max(times, key=lambda time: time.value, default=None)
     formula = STATIC_FORMULA if static else FORMULA
-    time = measured.measurement(served, "full_set_s", bounded(slowest), note=formula) if slowest else None
+    time = measured.measurement(served, "full_set_s", intervals.bounded(slowest), note=formula) if slowest else None
     return FullSet(
         cell=served.cell,
         axes=served.axes(),
@@ -103,25 +93,20 @@ def _why_not(served: Served, groups: Sequence[Sequence[Portion]]) -> str | None:
         return f"{failed} requests failed"
     if any(replica.died_ns is not None for record in served.records for replica in record.replicas):
         return "a replica died"
-    reasons = (*map(_one_burst, served.stretches), *map(_unsteady, zip(*groups, strict=True)))
-    return next((reason for reason in reasons if reason), None)
-
-
-def _one_burst(stretch: Stretch) -> str | None:
-    count, most = len(stretch.requests), most_in_flight(stretch.requests)
-    burst = f"{count} requests with {most} in flight are one burst; send at least {LEAST_TURNS} times as many"
-    return burst if count < LEAST_TURNS * most else None
-
-
-def _unsteady(portions: Sequence[Portion]) -> str | None:
-    """For one launch: a static partition is full until the first replica has ended."""
-    reason = next((portion.steady.reason for portion in portions if portion.steady.reason), None)
-    if reason:
-        return f"no steady rate: {reason}"
-    whole = min(portion.seconds for portion in portions)
-    share = portions[0].steady.seconds / whole if whole > 0 else 0.0
-    text = f"the load was full for {share:.0%} of the time; at least {LEAST_STEADY_RATIO:.0%} are needed"
-    return text if share < LEAST_STEADY_RATIO else None
+    for stretch in served.stretches:
+        count, most = len(stretch.requests), most_in_flight(stretch.requests)
+        if count < LEAST_TURNS * most:
+            return f"{count} requests with {most} in flight are one burst; send at least {LEAST_TURNS} times as many"
+    for portions in zip(*groups, strict=True):
+        reason = next((portion.steady.reason for portion in portions if portion.steady.reason), None)
+        if reason:
+            return f"no steady rate: {reason}"
+        # A static partition is full until the first replica has ended.
+        whole = min(portion.seconds for portion in portions)
+        share = portions[0].steady.seconds / whole if whole > 0 else 0.0
+        if share < LEAST_STEADY_RATIO:
+            return f"the load was full for {share:.0%} of the time; at least {LEAST_STEADY_RATIO:.0%} are needed"
+    return None
 
 
 def _time(launches: Sequence[Portion], times: float, cell: str) -> Resampled:
@@ -140,13 +125,15 @@ def _time(launches: Sequence[Portion], times: float, cell: str) -> Resampled:
         return np.asarray((sums[..., 4] + (times - 1) * sums[..., 5] * each / rate) / len(launches))
 
     whole = totals.sum(axis=0)
-    drawn = [resample_sums(rows, seed_of(cell, text)).within for rows, text in ((tokens, "tokens"), (slices, "steady"))]
+    seeds = seed_of(cell, "tokens"), seed_of(cell, "steady")
+    drawn = [intervals.resample_sums(rows, seed).within for rows, seed in zip((tokens, slices), seeds, strict=True)]
     within = np.column_stack((*drawn, np.tile(whole[4:], (len(drawn[0]), 1))))
     # All columns of a launch together: a slow launch was slow in each of them.
-    between = redrawn_sums(totals, np.random.default_rng(seed_of(cell, "launches"))) if len(launches) > 1 else None
+    rng = np.random.default_rng(seed_of(cell, "launches"))
+    between = intervals.redrawn_sums(totals, rng) if len(launches) > 1 else None
     with np.errstate(divide="ignore", invalid="ignore"):
-        value, blocks = float(time(whole)), [block_count(SLICES)] * len(launches)
-        parts = components(time(within), None if between is None else time(between), blocks)
+        value, blocks = float(time(whole)), [intervals.block_count(SLICES)] * len(launches)
+        parts = intervals.components(time(within), None if between is None else time(between), blocks)
     if not all(np.isfinite(component.replicates).all() for component in parts):
-        return unbounded(value, len(launches))
-    return from_components(value, parts, len(launches))
+        return intervals.unbounded(value, len(launches))
+    return intervals.from_components(value, parts, len(launches))

@@ -16,10 +16,9 @@ from paceline.analysis.findings.served import UNDECIDED_GAIN, Fleet, PartitionGa
 from paceline.analysis.served import measurements as measured
 from paceline.analysis.served.loads import Served, Stretch
 from paceline.analysis.served.token_times import spans_of_at_least, tokens_of
-from paceline.analysis.statistics.intervals import Bounded, Resampled, bounded, over_launches, quotient, ratio_between
+from paceline.analysis.statistics.intervals import Resampled, bounded, over_launches, quotient, ratio_between
 from paceline.analysis.statistics.verdict import verdict_of
 from paceline.results.records import RunRecord
-from paceline.results.served_samples import ReplicaSample
 
 NS = 1e9
 # What a speed-up is relative to. A paired run gives one replica as many requests as it has beside the others.
@@ -47,8 +46,10 @@ class Part:
 def part_of(stretch: Stretch, replica: int) -> Part:
     ours = [request for request in stretch.requests if request.replica == replica]
     answered = [request for request in ours if request.error is None]
-    sample = next((r for r in stretch.record.replicas if r.replica == replica), None)
-    died = _died_s(sample, stretch)
+    # Seconds from the start of the stretch; a replica that outlived it did not die in it.
+    deaths = [r.died_ns for r in stretch.record.replicas if r.replica == replica and r.died_ns is not None]
+    after = [(moment - stretch.started_ns) / NS for moment in deaths]
+    died = max(after[0], 0.0) if after and after[0] <= stretch.wall_s else None
     last = max((r.ended_ns for r in answered if r.ended_ns is not None), default=stretch.started_ns)
     prompts = [math.nan if r.prompt_tokens is None else r.prompt_tokens for r in answered]
     return Part(
@@ -60,14 +61,6 @@ def part_of(stretch: Stretch, replica: int) -> Part:
         busy_s=spans_of_at_least(ours, 1).seconds,
         died_s=died,
     )
-
-
-def _died_s(sample: ReplicaSample | None, stretch: Stretch) -> float | None:
-    """From the start of the stretch; None if it outlived it."""
-    if sample is None or sample.died_ns is None:
-        return None
-    after = (sample.died_ns - stretch.started_ns) / NS
-    return max(after, 0.0) if after <= stretch.wall_s else None
 
 
 def replicas_of(served: Served) -> list[int]:
@@ -109,18 +102,27 @@ def fleet_of(served: Served, alone: Alone) -> Fleet | None:
     # The same kind of number for all: rates alone only if every replica has one.
     alone = alone if all(number in alone for number in numbers) else {}
     shares = tuple(share_of(served, number, alone) for number in numbers)
-    best = _best(shares) if not served.is_open else None
+    comparable = [] if served.is_open else [share for share in shares if _by_itself(share)]
+    best = max(comparable, key=lambda s: _by_itself(s) or 0.0, default=None)
     combined = measured.measurement(served, "output_tokens_per_s", bounded(_rate(served)))
-    speedup = _speedup(served, best, alone) if best else None
+    speedup, efficiency = _speedup(served, best, alone) if best else None, None
+    if speedup:
+        value, low, high = (None if x is None else x / len(numbers) for x in (speedup.value, speedup.low, speedup.high))
+        bounds = (value, low, high)
+        efficiency = measured.measurement(served, "replicas_efficiency_ratio", bounds, note=speedup.note)
     straggler_s, uneven = (None, None) if served.is_open else _straggling(served, numbers)
-    wall, over = served.wall_s(), _over_what(served, bool(alone))
+    wall, over, stage = served.wall_s(), "the best one's own rate", served.stretches[0].stage
+    if alone:
+        # A replica alone with all requests in flight would be faster than with its share, and the gain smaller.
+        of_all = f" of the {stage.concurrency}" if stage and stage.concurrency and stage.concurrency > 1 else ""
+        over = f"the best one alone with its share{of_all} in flight"
     return Fleet(
         cell=served.cell,
         axes=served.axes(),
         replicas=shares,
         combined=combined,
         speedup=speedup,
-        efficiency=_efficiency(served, speedup, len(numbers)) if speedup else None,
+        efficiency=efficiency,
         best=best.replica if best else None,
         straggler_s=straggler_s,
         straggler_ratio=straggler_s / wall if straggler_s is not None and wall > 0 else None,
@@ -136,7 +138,7 @@ def measurements_of(fleet: Fleet, served: Served) -> Iterator[Measurement]:
     """Measurements of each replica, and of all together relative to the best one."""
     for share in fleet.replicas:
         axes = {"replica": share.replica, "host": share.host}
-        rows = [_own_counts(launch, share.replica) for launch in served.launches]
+        rows = [_counts(launch, share.replica) for launch in served.launches]
         for column, kind in enumerate(("output", "prompt")):
             name = f"replica_{kind}_tokens_per_s"
             rate = over_launches(rows, quotient(column, 2), served.cell, name, str(share.replica))
@@ -148,7 +150,7 @@ def measurements_of(fleet: Fleet, served: Served) -> Iterator[Measurement]:
     yield measured.measurement(served, "straggler_ratio", bounded(straggler))
 
 
-def _own_counts(launch: Served, replica: int) -> list[float]:
+def _counts(launch: Served, replica: int) -> list[float]:
     """Tokens that a replica answered, prompt tokens it got, and the seconds it took."""
     parts = [part_of(stretch, replica) for stretch in launch.stretches]
     columns = zip(*((part.tokens, part.prompt_tokens, part.seconds) for part in parts), strict=True)
@@ -159,10 +161,6 @@ def _by_itself(share: ReplicaShare) -> float | None:
     return share.output_tokens_per_s if share.alone_tokens_per_s is None else share.alone_tokens_per_s
 
 
-def _best(shares: Sequence[ReplicaShare]) -> ReplicaShare | None:
-    return max((share for share in shares if _by_itself(share)), key=lambda s: _by_itself(s) or 0.0, default=None)
-
-
 def _rate(served: Served) -> Resampled | None:
     rows = [[float(sum(map(tokens_of, each.answered))), each.wall_s()] for each in served.launches]
     return over_launches(rows, quotient(), served.cell, "combined")
@@ -171,32 +169,20 @@ def _rate(served: Served) -> Resampled | None:
 def _speedup(served: Served, best: ReplicaShare, alone: Alone) -> Measurement | None:
     """Relative to the best replica alone if a paired run measured it, else to its own time in this run."""
     if best.alone_tokens_per_s is not None:
-        together = _rate(served)
-        speedup = _over(together, alone[best.replica]) if together else (None, None, None)
-        note = PAIRED
-    else:
-        rows = [_beside(launch, best.replica) for launch in served.launches]
-        ratio = over_launches(rows, lambda s: s[..., 0] / s[..., 1] / (s[..., 2] / s[..., 3]), served.cell, "speedup")
-        speedup, note = bounded(ratio), OWN_TIME
-    if speedup[0] is None:
+        together, single = _rate(served), alone[best.replica]
+        if together is None:
+            return None
+        ratio = ratio_between([together], [single])
+        speedup = (ratio.value, ratio.low, ratio.high) if ratio else (together.value / single.value, None, None)
+        return measured.measurement(served, "replicas_speedup_ratio", speedup, note=PAIRED)
+    rows = []
+    for launch in served.launches:
+        tokens, _, seconds = _counts(launch, best.replica)
+        rows.append([float(sum(map(tokens_of, launch.answered))), launch.wall_s(), tokens, seconds])
+    drawn = over_launches(rows, lambda s: s[..., 0] / s[..., 1] / (s[..., 2] / s[..., 3]), served.cell, "speedup")
+    if drawn is None:
         return None
-    return measured.measurement(served, "replicas_speedup_ratio", speedup, note=note)
-
-
-def _over(together: Resampled, single: Resampled) -> Bounded:
-    ratio = ratio_between([together], [single])
-    return (ratio.value, ratio.low, ratio.high) if ratio else (together.value / single.value, None, None)
-
-
-def _beside(launch: Served, replica: int) -> list[float]:
-    parts = [part_of(stretch, replica) for stretch in launch.stretches]
-    tokens = float(sum(map(tokens_of, launch.answered)))
-    return [tokens, launch.wall_s(), sum(part.tokens for part in parts), sum(part.seconds for part in parts)]
-
-
-def _efficiency(served: Served, speedup: Measurement, count: int) -> Measurement:
-    value, low, high = (None if x is None else x / count for x in (speedup.value, speedup.low, speedup.high))
-    return measured.measurement(served, "replicas_efficiency_ratio", (value, low, high), note=speedup.note)
+    return measured.measurement(served, "replicas_speedup_ratio", bounded(drawn), note=OWN_TIME)
 
 
 def _straggling(served: Served, numbers: Sequence[int]) -> tuple[float, float | None]:
@@ -207,36 +193,22 @@ def _straggling(served: Served, numbers: Sequence[int]) -> tuple[float, float | 
         parts = [part_of(stretch, number) for number in numbers]
         ends = sorted(part.seconds for part in parts if part.died_s is None)
         alone += ends[-1] - ends[-2] if len(ends) > 1 else 0.0
-        together += _all_busy_s(stretch, numbers)
+        # The time in which every replica had at least one request.
+        edges: list[tuple[float, int]] = []
+        for number in numbers:
+            spans = spans_of_at_least([r for r in stretch.requests if r.replica == number], 1)
+            edges += [*((start, 1) for start in spans.starts), *((end, -1) for end in spans.ends)]
+        busy, since, all_busy = 0, 0.0, 0.0
+        for moment, change in sorted(edges):
+            if busy == len(numbers):
+                all_busy += moment - since
+            busy, since = busy + change, moment
+        together += float(all_busy) / NS
     wall = served.wall_s()
     return alone, 1 - together / wall if wall > 0 else None
 
 
-def _all_busy_s(stretch: Stretch, numbers: Sequence[int]) -> float:
-    """The time in which every replica had at least one request."""
-    edges: list[tuple[float, int]] = []
-    for number in numbers:
-        spans = spans_of_at_least([r for r in stretch.requests if r.replica == number], 1)
-        edges += [*((start, 1) for start in spans.starts), *((end, -1) for end in spans.ends)]
-    busy, since, total = 0, 0.0, 0.0
-    for moment, change in sorted(edges):
-        if busy == len(numbers):
-            total += moment - since
-        busy, since = busy + change, moment
-    return float(total) / NS
-
-
 # --- sentences ---
-
-
-def _over_what(served: Served, is_paired: bool) -> str:
-    """A replica alone with all requests in flight would be faster than with its share, and the gain smaller."""
-    if not is_paired:
-        return "the best one's own rate"
-    stage = served.stretches[0].stage
-    several = stage is not None and stage.concurrency is not None and stage.concurrency > 1
-    of_all = f" of the {stage.concurrency}" if stage is not None and several else ""
-    return f"the best one alone with its share{of_all} in flight"
 
 
 def _sentences(

@@ -17,15 +17,7 @@ from numpy.typing import NDArray
 from paceline.analysis.served.loads import Served, first_answer_s, first_reasoning_s, latency_s, ttft_s
 from paceline.analysis.served.token_times import Gaps, most_in_flight
 from paceline.analysis.statistics.clustered_percentiles import FEWEST_BEYOND, clustered_percentiles
-from paceline.analysis.statistics.intervals import (
-    Array,
-    Bounded,
-    Resampled,
-    block_length,
-    bounded,
-    seed_of,
-    unbounded,
-)
+from paceline.analysis.statistics.intervals import Array, Bounded, Resampled, block_length, bounded, seed_of, unbounded
 from paceline.results.served_samples import RequestSample
 
 # Values of one launch, and the number of the answer of each, in the order of time.
@@ -53,9 +45,11 @@ def of_answers(served: Served, quantity: Quantity, percents: Sequence[float]) ->
 
 def estimates(served: Served, quantity: Quantity, percents: Sequence[float]) -> list[Resampled | None]:
     """The same with their bootstrap draws, so that two loads can be compared; None if no answer has the value."""
-    timed = [_known(launch, quantity) for launch in served.launches]
-    if is_queue(served, quantity):
-        timed = [(values, np.zeros_like(answers)) for values, answers in timed]
+    timed = []
+    for launch in served.launches:
+        values = np.array([np.nan if (value := quantity(request)) is None else value for request in launch.answered])
+        known = np.flatnonzero(~np.isnan(values))
+        timed.append((values[known], np.zeros_like(known) if is_queue(served, quantity) else known))
     return _percentiles(served, timed, percents, "latency")
 
 
@@ -81,12 +75,6 @@ def why_unbounded(launches: int) -> str:
             "repeat launches or send more requests"
         )
     return f"fewer than {FEWEST_BEYOND} answers are beyond the percentile, or a launch has none"
-
-
-def _known(launch: Served, quantity: Quantity) -> Timed:
-    values = np.array([np.nan if (value := quantity(request)) is None else value for request in launch.answered])
-    known = np.flatnonzero(~np.isnan(values))
-    return values[known], known
 
 
 def _percentiles(

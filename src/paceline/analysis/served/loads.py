@@ -6,12 +6,12 @@ several loads to a cell; launches of the same load are merged as raw requests.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from paceline.analysis.grouping import grouped
 from paceline.analysis.served.token_times import first_token_ns, tokens_of
 from paceline.errors import Scalar
 from paceline.experiment.serving import OPEN, PLAIN_SCENARIOS, STAGED_SCENARIOS, Serving
@@ -269,40 +269,26 @@ class Served:
 
 def gather(records: Sequence[RunRecord]) -> list[Served]:
     """The loads of all cells, with their launches merged. A search may reach its loads in any order."""
-    by_cell: defaultdict[str, list[RunRecord]] = defaultdict(list)
-    for record in records:
-        if record.requests:
-            by_cell[record.spec.cell].append(record)
-    for launches in by_cell.values():
-        launches.sort(key=lambda record: record.spec.repeat)
-    return [served for launches in by_cell.values() for served in _by_load(launches)]
-
-
-def _by_load(records: Sequence[RunRecord]) -> list[Served]:
-    stretches = [stretch for record in records for stretch in _stretches(record)]
-    by_load: defaultdict[Load, list[Stretch]] = defaultdict(list)
-    for stretch in stretches:
-        if stretch.stage:
-            by_load[Load.of(stretch.stage)].append(stretch)
-    serving = records[0].spec.serving
-    if len(by_load) < 2 and not (by_load and serving and serving.scenario in STAGED_SCENARIOS):
-        return [Served(tuple(stretches))]
-    order = sorted(by_load, key=lambda load: min(stretch.number for stretch in by_load[load]))
-    return [Served(tuple(by_load[load]), load) for load in order]
+    loads: list[Served] = []
+    for launches in grouped((record for record in records if record.requests), lambda r: r.spec.cell).values():
+        ordered = sorted(launches, key=lambda record: record.spec.repeat)
+        stretches = [stretch for record in ordered for stretch in _stretches(record)]
+        by_load: dict[Load, list[Stretch]] = {}
+        for stretch in stretches:
+            if stretch.stage:
+                by_load.setdefault(Load.of(stretch.stage), []).append(stretch)
+        serving = launches[0].spec.serving
+        if len(by_load) < 2 and not (by_load and serving and serving.scenario in STAGED_SCENARIOS):
+            loads.append(Served(tuple(stretches)))
+            continue
+        parts = sorted(by_load.items(), key=lambda part: min(stretch.number for stretch in part[1]))
+        loads += [Served(tuple(found), load) for load, found in parts]
+    return loads
 
 
 def _stretches(record: RunRecord) -> Iterator[Stretch]:
-    by_stage: defaultdict[int, list[RequestSample]] = defaultdict(list)
-    for request in sorted(record.requests, key=lambda request: (request.due_ns, request.number)):
-        by_stage[request.stage].append(request)
+    ordered = sorted(record.requests, key=lambda request: (request.due_ns, request.number))
     stages = {stage.stage: stage for stage in record.stages}
-    clients = clients_by_stage(record)
-    for number in sorted(by_stage):
-        yield Stretch(record, stages.get(number), tuple(by_stage[number]), tuple(clients.get(number, ())))
-
-
-def clients_by_stage(record: RunRecord) -> dict[int, list[ClientSample]]:
-    found: defaultdict[int, list[ClientSample]] = defaultdict(list)
-    for client in record.clients:
-        found[client.stage].append(client)
-    return dict(found)
+    clients = grouped(record.clients, lambda client: client.stage)
+    for number, requests in sorted(grouped(ordered, lambda request: request.stage).items()):
+        yield Stretch(record, stages.get(number), tuple(requests), tuple(clients.get(number, ())))

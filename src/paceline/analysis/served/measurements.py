@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from paceline.analysis.findings import HIGHER, LOWER, Measurement
@@ -30,7 +30,7 @@ from paceline.errors import Scalar
 from paceline.experiment.serving import OPEN, PERCENTILE, PLAIN_SCENARIOS, STAGED_SCENARIOS
 from paceline.results import client_audit
 from paceline.results.records import RunRecord
-from paceline.results.served_samples import ClientSample, RequestSample, StageSample
+from paceline.results.served_samples import ClientSample, RequestSample
 from paceline.serving import early_stopping
 
 NS = 1e9
@@ -41,12 +41,7 @@ PERCENTILES = (50, 90, 95, 99)
 
 
 Quantity = Callable[[RequestSample], float | None]
-LATENCIES: dict[str, Quantity] = {
-    "ttft": ttft_s,
-    "service_ttft": service_ttft_s,
-    "tpot": tpot_s,
-    "latency": latency_s,
-}
+LATENCIES: dict[str, Quantity] = {"ttft": ttft_s, "service_ttft": service_ttft_s, "tpot": tpot_s, "latency": latency_s}
 # Only for a model that reasons before it answers.
 OF_REASONING: dict[str, Quantity] = {"first_reasoning": first_reasoning_s, "first_answer": first_answer_s}
 # Columns of a launch: what is counted, and the time.
@@ -95,8 +90,15 @@ def measure(served: Served) -> Iterator[Measurement]:
         note = latency_bounds.why_by_launches(served, quantity)
         for percent, found in zip(PERCENTILES, latency_bounds.of_answers(served, quantity, PERCENTILES), strict=True):
             yield measurement(served, f"{name}_p{percent}_s", found, n=count, note=note)
-    yield from _gaps(served)
-    yield from _rates(served)
+    gaps = [gaps_between_tokens(launch.answered) for launch in served.launches]
+    count = sum(len(each.seconds) for each in gaps)
+    for percent, found in zip(PERCENTILES, latency_bounds.of_gaps(served, gaps, PERCENTILES), strict=True):
+        yield measurement(served, f"itl_p{percent}_s", found, n=count)
+    split = sum(each.split for each in gaps) / count if count else None
+    yield measurement(served, "itl_split_ratio", (split, None, None), n=count)
+    for name, rate in rates(served, RATES).items():
+        known = served.has_limits or not name.startswith("goodput")
+        yield measurement(served, name, bounded(rate) if known else (None, None, None))
     yield from _steady_rates(served)
     wrong, counted = mismatched(served.answered)
     share = wrong / counted if counted else None
@@ -104,21 +106,6 @@ def measure(served: Served) -> Iterator[Measurement]:
     yield measurement(served, "token_count_mismatch_ratio", (share, None, None), n=counted, note=note)
     used = client_share.use_of(served)
     yield measurement(served, "client_ceiling_ratio", (used.ratio, None, None), note=used.text)
-
-
-def _gaps(served: Served) -> Iterator[Measurement]:
-    gaps = [gaps_between_tokens(launch.answered) for launch in served.launches]
-    count = sum(len(each.seconds) for each in gaps)
-    for percent, found in zip(PERCENTILES, latency_bounds.of_gaps(served, gaps, PERCENTILES), strict=True):
-        yield measurement(served, f"itl_p{percent}_s", found, n=count)
-    split = sum(each.split for each in gaps) / count if count else None
-    yield measurement(served, "itl_split_ratio", (split, None, None), n=count)
-
-
-def _rates(served: Served) -> Iterator[Measurement]:
-    for name, found in rates(served, RATES).items():
-        known = served.has_limits or not name.startswith("goodput")
-        yield measurement(served, name, bounded(found) if known else (None, None, None))
 
 
 def rates(served: Served, names: Iterable[str]) -> dict[str, Resampled | None]:
@@ -148,12 +135,15 @@ def steady_parts(served: Served) -> list[Steady]:
 
 def _steady_rates(served: Served) -> Iterator[Measurement]:
     """Tokens per second while the load was full, and the share of that time; None with the reason if it never was."""
-    if served.is_open:
-        found, reasons = [], [OPEN_LOAD]
-    else:
-        found = [_steady_counts(launch) for launch in served.launches]
-        reasons = [part.reason for part in steady_parts(served) if part.reason]
-    table = [row for row in found if row[1] > 0]
+    table: list[list[float]] = []
+    reasons = [OPEN_LOAD] if served.is_open else []
+    for launch in () if served.is_open else served.launches:
+        parts = list(zip(launch.stretches, steady_parts(launch), strict=True))
+        reasons += [part.reason for _, part in parts if part.reason]
+        # Tokens and seconds of its steady parts, and the whole time of their stretches.
+        sound = [(part.total, part.seconds, stretch.wall_s) for stretch, part in parts if part.reason is None]
+        if sum(seconds for _, seconds, _ in sound) > 0:
+            table.append([sum(column) for column in zip(*sound, strict=True)])
     rate = bounded(over_launches(table, quotient(0, 1), served.cell, "steady"))
     share = bounded(over_launches(table, quotient(1, 2), served.cell, "steady share"))
     note = None if table else next(iter(reasons), None)
@@ -161,25 +151,14 @@ def _steady_rates(served: Served) -> Iterator[Measurement]:
     yield measurement(served, "steady_ratio", share, note=note)
 
 
-def _steady_counts(launch: Served) -> list[float]:
-    """Tokens and seconds of the steady parts of one launch, and the whole time of their stretches."""
-    parts = zip(launch.stretches, steady_parts(launch), strict=True)
-    sound = [(stretch.wall_s, part) for stretch, part in parts if part.reason is None]
-    return [sum(p.total for _, p in sound), sum(p.seconds for _, p in sound), sum(wall for wall, _ in sound)]
-
-
 def mismatched(requests: Sequence[RequestSample]) -> tuple[int, int]:
     """How many answers have an impossible token count, and how many have a count at all. The token that ends an answer
     has no content, so one event fewer than tokens is no mismatch."""
-    counted = [request for request in requests if request.tokens is not None]
-    return sum(not _is_plausible(request) for request in counted), len(counted)
-
-
-def _is_plausible(request: RequestSample) -> bool:
-    assert request.tokens is not None
-    if request.finish == "length":
-        return request.tokens == request.asked_tokens
-    return request.pieces <= request.tokens <= request.asked_tokens
+    counted = [(request, request.tokens) for request in requests if request.tokens is not None]
+    wrong = [
+        not (r.asked_tokens if r.finish == "length" else r.pieces) <= tokens <= r.asked_tokens for r, tokens in counted
+    ]
+    return sum(wrong), len(counted)
 
 
 def measurement(
@@ -320,19 +299,14 @@ def load_problems(served: Served) -> list[str]:
 
 def unreliable_client(served: Served) -> list[str]:
     """Problems of the client in any launch of this load; other loads of these launches do not matter."""
-    each = (_client_doubts(s.record, s.stage, s.clients, s.requests) for s in served.stretches)
-    return list(dict.fromkeys(itertools.chain.from_iterable(each)))
-
-
-def _client_doubts(
-    record: RunRecord, stage: StageSample | None, clients: Sequence[ClientSample], requests: Sequence[RequestSample]
-) -> list[str]:
-    """A load without client samples is only doubted if its requests themselves show what the client lacked."""
-    assert record.spec.serving is not None
-    if not clients and not any(map(is_lacking, requests)):
-        return []
-    scheduled = stage is not None and is_scheduled(stage.scenario, stage.rate_per_s)
-    return client_problems(clients, requests, OPEN[0] if scheduled else record.spec.serving.scenario)
+    problems: dict[str, None] = {}
+    for stretch in served.stretches:
+        # Without client samples, only the requests themselves can show what the client lacked.
+        if stretch.clients or any(map(is_lacking, stretch.requests)):
+            scheduled = stretch.stage is not None and is_scheduled(stretch.stage.scenario, stretch.stage.rate_per_s)
+            scenario = OPEN[0] if scheduled else served.serving.scenario
+            problems |= dict.fromkeys(client_problems(stretch.clients, stretch.requests, scenario))
+    return list(problems)
 
 
 def reliable_loads(records: Sequence[RunRecord]) -> list[Served]:
@@ -366,9 +340,7 @@ def _repeated_samples(record: RunRecord) -> list[str]:
     available = record.evidence.settings.get("samples") if record.evidence else None
     if isinstance(available, int) and any(stage.planned > available for stage in record.stages):
         return []
-    numbers: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
-    for request in record.requests:
-        if request.error is None:
-            numbers[request.stage, request.sample].add(request.number)
-    again = sorted(sample for (_, sample), known in numbers.items() if len(known) > 1)
+    answered = {(r.stage, r.sample, r.number) for r in record.requests if r.error is None}
+    answers = Counter((stage, sample) for stage, sample, _ in answered)
+    again = sorted(sample for (_, sample), count in answers.items() if count > 1)
     return [f"samples {', '.join(map(str, again[:5]))} were answered by several requests"] if again else []

@@ -46,20 +46,36 @@ def label_of(served: Served) -> str | None:
     return LOADGEN_LABEL if serving.scenario in SCENARIOS and serving.least_s >= LEAST_S else None
 
 
-def checklist(served: Served, accuracy: Rule | None = None) -> tuple[Rule, ...]:
+def checklist(served: Served, accuracy: Rule | None = None) -> Iterator[Rule]:
     """All rules of the scenario, in reading order."""
-    return (
-        _arrivals(served),
-        _duration(served),
-        *_counts(served),
-        *_limits(served),
-        _answers_once(served),
-        *_requests_asked(served),
-        _prefix_caching(served),
-        _whole_set(served),
-        accuracy or _unknown_accuracy(served),
-        _client(served),
-    )
+    yield _arrivals(served)
+    shortest = min(stretch.wall_s for stretch in served.stretches)
+    yield _rule("minimum duration", f"{LEAST_S:g} s", f"{shortest:,.1f} s", shortest >= LEAST_S)
+    yield from _counts_and_limits(served)
+    wrong = [problem for record in served.records for problem in measured.exactly_once(record)]
+    failed = len(served.requests) - len(served.answered)
+    seen = "; ".join(wrong[:2]) or (f"{failed:,} failed" if failed else f"{len(served.answered):,} answered")
+    yield _rule("each request answered once", "none twice, none lost", seen, not wrong and not failed)
+    yield _rule("greedy", "temperature 0", "temperature 0 in every request", True)
+    most = max(max(request.asked_tokens, request.tokens or 0) for request in served.requests)
+    yield _rule("tokens of an answer", f"at most {MOST_TOKENS}", f"at most {most}", most <= MOST_TOKENS)
+    form = "chat" if served.serving.api == "chat" else prompt_form(served)
+    seen = form.replace("_", " ") if form else "not recorded"
+    yield _rule("prompts", "token ids, no chat template", seen, form == "token_ids" if form else None)
+    settings = [replica.settings.get("prefix_caching") for record in served.records for replica in record.replicas]
+    known = [bool(value) for value in settings if value is not None]
+    kept = False if any(known) else None if not settings or len(known) < len(settings) else True
+    seen = "on" if kept is False else "off" if kept else "not reported by the endpoint"
+    yield _rule("prefix caching", "off", seen, kept)
+    # Each launch by itself: two halves are not a full set.
+    name = served.records[0].spec.training.data.name
+    distinct = min(len({r.sample for r in s.requests if r.error is None}) for s in served.stretches)
+    is_whole = name == SET_NAME and distinct >= WHOLE_SET
+    yield _rule("whole set", f"{WHOLE_SET:,} samples", f"{distinct:,} samples of {name}", is_whole)
+    unscored = "no scores" if is_whole else "smoke: a subset can neither pass nor fail"
+    yield accuracy or _rule("accuracy", "of the whole set", unscored, None)
+    reasons = client_reasons(served)
+    yield _rule("client", "does not limit the result", "; ".join(reasons[:2]) or "within its bounds", not reasons)
 
 
 def _rule(name: str, asked: str, seen: str, kept: bool | None) -> Rule:
@@ -70,25 +86,19 @@ def _rule(name: str, asked: str, seen: str, kept: bool | None) -> Rule:
 def _arrivals(served: Served) -> Rule:
     scenario = served.scenario
     if scenario in LIMITS:
-        return _poisson(served)
+        rate, gaps = served.rate_per_s, planned_gaps(served.stretches[0])
+        required = f"{scenario}: Poisson arrivals"
+        if rate is None or len(gaps) < 2:
+            return _rule("scenario", required, "too few requests", None)
+        distance, probability = kolmogorov_smirnov(gaps, rate)
+        seen = f"{len(gaps):,} gaps at {rate:g}/s: K-S distance {distance:.3f}, p {probability:.2g}"
+        return _rule("scenario", required, seen, probability >= LEAST_PROBABILITY)
     if scenario == "offline":
         at_once = all(len({request.due_ns for request in stretch.requests}) == 1 for stretch in served.stretches)
-        return _rule(
-            "scenario", "offline: all due at once", "all due at once" if at_once else "due one by one", at_once
-        )
+        seen = "all due at once" if at_once else "due one by one"
+        return _rule("scenario", "offline: all due at once", seen, at_once)
     most = max(most_in_flight(stretch.requests) for stretch in served.stretches)
     return _rule("scenario", "single_stream: one at a time", f"{most} in flight at most", most <= 1)
-
-
-def _poisson(served: Served) -> Rule:
-    rate = served.rate_per_s
-    required = f"{served.scenario}: Poisson arrivals"
-    gaps = planned_gaps(served.stretches[0])
-    if rate is None or len(gaps) < 2:
-        return _rule("scenario", required, "too few requests", None)
-    distance, probability = kolmogorov_smirnov(gaps, rate)
-    seen = f"{len(gaps):,} gaps at {rate:g}/s: K-S distance {distance:.3f}, p {probability:.2g}"
-    return _rule("scenario", required, seen, probability >= LEAST_PROBABILITY)
 
 
 def planned_gaps(stretch: Stretch) -> Array:
@@ -108,16 +118,8 @@ def kolmogorov_smirnov(gaps: Array, rate_per_s: float) -> tuple[float, float]:
     return distance, min(1.0, max(0.0, math.fsum(terms))) if scaled > 0.2 else 1.0
 
 
-# --- how much was sent, and how well it was answered ---
-
-
-def _duration(served: Served) -> Rule:
-    shortest = min(stretch.wall_s for stretch in served.stretches)
-    return _rule("minimum duration", f"{LEAST_S:g} s", f"{shortest:,.1f} s", shortest >= LEAST_S)
-
-
-def _counts(served: Served) -> Iterator[Rule]:
-    """By early stopping; offline states no percentile."""
+def _counts_and_limits(served: Served) -> Iterator[Rule]:
+    """By early stopping; offline has no percentile. Looser limits than the scenario's own do not satisfy its rule."""
     count = len(served.requests)
     if served.scenario == "single_stream":
         least = early_stopping.requests_needed(STREAM_LATE, STREAM_PERCENTILE)
@@ -126,40 +128,13 @@ def _counts(served: Served) -> Iterator[Rule]:
         late = measured.late_of(served)
         needed = early_stopping.requests_needed(late, PERCENTILE)
         yield _rule("requests n(t) for p99", f"{needed:,} with {late:,} late", f"{count:,}", count >= needed)
-
-
-def _limits(served: Served) -> Iterator[Rule]:
-    """The limits of the scenario itself; looser ones do not satisfy its rule."""
-    if served.scenario not in LIMITS:
-        return
-    ttft, tpot = LIMITS[served.scenario]
-    late = sum(not measured.in_time(r, {"ttft_s": ttft, "tpot_s": tpot}) for r in served.requests)
-    allowed = early_stopping.late_allowed(len(served.requests), PERCENTILE)
-    required = f"TTFT {ttft * 1e3:g} ms, TPOT {tpot * 1e3:g} ms"
-    seen = f"{late:,} late or failed, " + ("too few to decide" if allowed is None else f"{allowed:,} allowed")
-    yield _rule("limits at p99", required, seen, None if allowed is None else late <= allowed)
-
-
-def _answers_once(served: Served) -> Rule:
-    wrong = [problem for record in served.records for problem in measured.exactly_once(record)]
-    failed = len(served.requests) - len(served.answered)
-    seen = "; ".join(wrong[:2]) or (f"{failed:,} failed" if failed else f"{len(served.answered):,} answered")
-    return _rule("each request answered once", "none twice, none lost", seen, not wrong and not failed)
-
-
-def _requests_asked(served: Served) -> Iterator[Rule]:
-    yield _rule("greedy", "temperature 0", "temperature 0 in every request", True)
-    most = max(max(request.asked_tokens, request.tokens or 0) for request in served.requests)
-    yield _rule("tokens of an answer", f"at most {MOST_TOKENS}", f"at most {most}", most <= MOST_TOKENS)
-    if served.serving.api == "chat":
-        yield _rule("prompts", "token ids, no chat template", "chat", False)
-        return
-    form = prompt_form(served)
-    yield _rule("prompts", "token ids, no chat template", _spoken(form), form == "token_ids" if form else None)
-
-
-def _spoken(form: str | None) -> str:
-    return form.replace("_", " ") if form else "not recorded"
+    if served.scenario in LIMITS:
+        ttft, tpot = LIMITS[served.scenario]
+        late = sum(not measured.in_time(r, {"ttft_s": ttft, "tpot_s": tpot}) for r in served.requests)
+        allowed = early_stopping.late_allowed(count, PERCENTILE)
+        required = f"TTFT {ttft * 1e3:g} ms, TPOT {tpot * 1e3:g} ms"
+        seen = f"{late:,} late or failed, " + ("too few to decide" if allowed is None else f"{allowed:,} allowed")
+        yield _rule("limits at p99", required, seen, None if allowed is None else late <= allowed)
 
 
 def prompt_form(served: Served) -> str | None:
@@ -168,47 +143,16 @@ def prompt_form(served: Served) -> str | None:
     return forms.pop() if len(forms) == 1 else None
 
 
-def _prefix_caching(served: Served) -> Rule:
-    settings = [replica.settings.get("prefix_caching") for record in served.records for replica in record.replicas]
-    known = [bool(value) for value in settings if value is not None]
-    kept = False if any(known) else None if not settings or len(known) < len(settings) else True
-    seen = "on" if kept is False else "off" if kept else "not reported by the endpoint"
-    return _rule("prefix caching", "off", seen, kept)
-
-
-def _whole_set(served: Served) -> Rule:
-    """Each launch by itself: two halves are not a full set."""
-    name = served.records[0].spec.training.data.name
-    answered = ({r.sample for r in stretch.requests if r.error is None} for stretch in served.stretches)
-    distinct = min(map(len, answered))
-    seen = f"{distinct:,} samples of {name}"
-    return _rule("whole set", f"{WHOLE_SET:,} samples", seen, name == SET_NAME and distinct >= WHOLE_SET)
-
-
-def _unknown_accuracy(served: Served) -> Rule:
-    if _whole_set(served).outcome != KEPT:
-        return _rule("accuracy", "of the whole set", "smoke: a subset can neither pass nor fail", None)
-    return _rule("accuracy", "of the whole set", "no scores", None)
-
-
 def accuracy_rules(scored: Sequence[Accuracy]) -> dict[str, Rule]:
     """By cell, for those that were scored; a smoke test can neither pass nor fail."""
-    kept = {PASSED: True, FAILED: False}
-    return {
-        each.cell: _rule("accuracy", "of the whole set", _scored(each), kept.get(each.verdict))
-        for each in scored
-        if each.verdict is not None
-    }
-
-
-def _scored(accuracy: Accuracy) -> str:
-    smoke = ": a subset can neither pass nor fail" if accuracy.verdict not in (PASSED, FAILED) else ""
-    return f"{accuracy.verdict}, {accuracy.scored:,} scored{smoke}"
-
-
-def _client(served: Served) -> Rule:
-    reasons = client_reasons(served)
-    return _rule("client", "does not limit the result", "; ".join(reasons[:2]) or "within its bounds", not reasons)
+    rules = {}
+    for each in scored:
+        if each.verdict is not None:
+            kept = {PASSED: True, FAILED: False}.get(each.verdict)
+            smoke = ": a subset can neither pass nor fail" if kept is None else ""
+            seen = f"{each.verdict}, {each.scored:,} scored{smoke}"
+            rules[each.cell] = _rule("accuracy", "of the whole set", seen, kept)
+    return rules
 
 
 def client_reasons(served: Served) -> Sequence[str]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from paceline.analysis.findings import LoadgenVerdict, Opinion
 from paceline.analysis.findings.served import INVALID, INVALID_CLIENT, VALID
 from paceline.analysis.served import measurements
+from paceline.analysis.served.loads import Served
 from paceline.analysis.served.mlperf_rules import label_of
 from paceline.analysis.served.verdicts import verdict_of
 from paceline.experiment.serving import MOST_CPU_RATIO
@@ -30,8 +31,11 @@ def verdicts(records: Iterable[RunRecord]) -> tuple[LoadgenVerdict, ...]:
 
 
 def _verdict(record: RunRecord, sample: LoadgenSample) -> LoadgenVerdict:
-    theirs, ours = _theirs(sample), _ours(record)
+    load = measurements.gather([record])[0]
+    theirs, ours = _theirs(sample), _ours(load)
     agrees = (theirs.verdict == VALID) == (ours.verdict == VALID)
+    negative = ours if theirs.verdict == VALID else theirs
+    differ = f"{theirs.source} says {theirs.verdict}, Paceline {ours.verdict}: {'; '.join(negative.reasons)}"
     return LoadgenVerdict(
         run=record.spec.run_id,
         cell=record.spec.cell,
@@ -40,17 +44,23 @@ def _verdict(record: RunRecord, sample: LoadgenSample) -> LoadgenVerdict:
         theirs=theirs,
         ours=ours,
         agrees=agrees,
-        text=_text(theirs, ours, agrees),
+        text=f"both say {ours.verdict}" if agrees else differ,
         axes=record.spec.axes(),
-        label=label_of(measurements.gather([record])[0]),
+        label=label_of(load),
     )
 
 
 def _theirs(sample: LoadgenSample) -> Opinion:
     """LoadGen's own words, unless facts it cannot know contradict them: it takes a failed request for a fast one, and a
     client at its limit for a slow system."""
-    failed = sum(sample.errors.values())
-    unknown = tuple(_unknown_to_loadgen(sample))
+    failed, unknown = sum(sample.errors.values()), []
+    if sample.errors:
+        classes = ", ".join(f"{name} {count} times" for name, count in sorted(sample.errors.items()))
+        counts = f"{failed} of {sample.asked} requests failed ({classes})"
+        unknown.append(f"{counts}, which LoadGen cannot know; it says {sample.verdict}")
+    if sample.cpu_ratio is not None and sample.cpu_ratio > MOST_CPU_RATIO:
+        used = f"used {sample.cpu_ratio:.0%} of a core (at most {MOST_CPU_RATIO:.0%})"
+        unknown.append(f"client: sending for LoadGen {used}, which LoadGen does not check; it says {sample.verdict}")
     verdict = sample.verdict if not unknown else INVALID if failed else INVALID_CLIENT
     tokens = next((sample.numbers[key] for key in _TOKENS if sample.numbers.get(key)), None)
     return Opinion(
@@ -67,25 +77,13 @@ def _theirs(sample: LoadgenSample) -> Opinion:
     )
 
 
-def _unknown_to_loadgen(sample: LoadgenSample) -> Iterator[str]:
-    if sample.errors:
-        failed = sum(sample.errors.values())
-        classes = ", ".join(f"{name} {count} times" for name, count in sorted(sample.errors.items()))
-        counts = f"{failed} of {sample.asked} requests failed ({classes})"
-        yield f"{counts}, which LoadGen cannot know; it says {sample.verdict}"
-    if sample.cpu_ratio is not None and sample.cpu_ratio > MOST_CPU_RATIO:
-        used = f"used {sample.cpu_ratio:.0%} of a core (at most {MOST_CPU_RATIO:.0%})"
-        yield f"client: sending for LoadGen {used}, which LoadGen does not check; it says {sample.verdict}"
-
-
 def _seconds(sample: LoadgenSample, key: str) -> float | None:
     """None if LoadGen gives none or an impossible time: for answers of one token it divides by zero."""
     value = sample.numbers.get(key)
     return value / NS if value is not None and value > 0 else None
 
 
-def _ours(record: RunRecord) -> Opinion:
-    whole = measurements.gather([record])[0]
+def _ours(whole: Served) -> Opinion:
     verdict, answered, wall = verdict_of(whole), whole.answered, whole.wall_s()
     return Opinion(
         source="Paceline",
@@ -103,10 +101,3 @@ def _ours(record: RunRecord) -> Opinion:
 def _p99(requests: Sequence[RequestSample], quantity: Callable[[RequestSample], float | None]) -> float | None:
     values = [value for request in requests if (value := quantity(request)) is not None]
     return float(np.percentile(values, 99)) if values else None
-
-
-def _text(theirs: Opinion, ours: Opinion, agrees: bool) -> str:
-    if agrees:
-        return f"both say {ours.verdict}"
-    negative = ours if theirs.verdict == VALID else theirs
-    return f"{theirs.source} says {theirs.verdict}, Paceline {ours.verdict}: {'; '.join(negative.reasons)}"

@@ -8,17 +8,17 @@ both replicas' values together.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from paceline.analysis.findings import BETTER, HIGHER, LOWER, TIE, Differing
 from paceline.analysis.findings.served import FASTER, SLOWER, Accuracy, PairedRatio, PairedReplicas
+from paceline.analysis.grouping import grouped
 from paceline.analysis.served import measurements
 from paceline.analysis.served.equal_work import TOKENS_WITHIN
 from paceline.analysis.statistics import intervals
-from paceline.analysis.statistics.intervals import Array, Draws, Ratio
+from paceline.analysis.statistics.intervals import Array
 from paceline.analysis.statistics.verdict import verdict_of
 from paceline.analysis.training import gauges
 from paceline.errors import Scalar
@@ -36,25 +36,17 @@ TEMPERATURE_APART_C, CLOCK_APART = 5.0, 0.02
 TOKENS, SECONDS, OTHER_TOKENS, OTHER_SECONDS = range(4)
 _IGNORED = ("host", "environment.")
 
-Answers = Mapping[int, Mapping[int, Sequence[RequestSample]]]
-
 
 def analyse(records: Sequence[RunRecord], accuracy: Sequence[Accuracy] = ()) -> tuple[PairedReplicas, ...]:
     """Every two replicas of every cell that used them in turn; launches of a cell are resampled as a whole."""
     flags = {each.cell: each.flags for each in accuracy}
-    by_cell: defaultdict[str, list[RunRecord]] = defaultdict(list)
-    for record in records:
-        if len({stage.replica for stage in record.stages if stage.replica is not None}) > 1:
-            by_cell[record.spec.cell].append(record)
+    used = [(record, {s.replica for s in record.stages if s.replica is not None}) for record in records]
+    by_cell = grouped((each for each in used if len(each[1]) > 1), lambda each: each[0].spec.cell)
     return tuple(
-        _compared(ours, pair, flags.get(cell, {}))
+        _compared([record for record, _ in ours], pair, flags.get(cell, {}))
         for cell, ours in by_cell.items()
-        for pair in itertools.combinations(_replicas_of(ours), 2)
+        for pair in itertools.combinations(sorted(set().union(*(replicas for _, replicas in ours))), 2)
     )
-
-
-def _replicas_of(records: Sequence[RunRecord]) -> list[int]:
-    return sorted({s.replica for record in records for s in record.stages if s.replica is not None})
 
 
 def _compared(records: Sequence[RunRecord], pair: tuple[int, int], flags: Mapping[int, str]) -> PairedReplicas:
@@ -82,19 +74,17 @@ def _compared(records: Sequence[RunRecord], pair: tuple[int, int], flags: Mappin
 
 def _pairs(record: RunRecord, pair: tuple[int, int]) -> tuple[Array, int]:
     """A row for each sample that both answered every time, in the order it was first due; and how many were not."""
-    by_sample: defaultdict[int, dict[int, list[RequestSample]]] = defaultdict(dict)
-    for request in sorted(record.requests, key=lambda r: (r.stage, r.due_ns, r.number)):
-        if request.replica in pair:
-            by_sample[request.sample].setdefault(request.replica, []).append(request)
+    ours = [request for request in record.requests if request.replica in pair]
+    by_sample = grouped(sorted(ours, key=lambda r: (r.stage, r.due_ns, r.number)), lambda r: r.sample)
     rows = [row for answers in by_sample.values() if (row := _row(answers, pair)) is not None]
     return np.array(rows).reshape(-1, 4), len(by_sample) - len(rows)
 
 
-def _row(answers: Mapping[int, Sequence[RequestSample]], pair: tuple[int, int]) -> list[float] | None:
+def _row(answers: Sequence[RequestSample], pair: tuple[int, int]) -> list[float] | None:
     """Means over the passes of each replica: tokens, and seconds from when it was due to its end."""
     row: list[float] = []
     for replica in pair:
-        passes = answers.get(replica, ())
+        passes = [request for request in answers if request.replica == replica]
         seconds = [measurements.latency_s(request) for request in passes if request.error is None]
         if not seconds or len(seconds) < len(passes) or None in seconds:
             return None
@@ -117,15 +107,40 @@ def _is_balanced(stages: Sequence[StageSample], pair: tuple[int, int]) -> bool:
 def _ratios(tables: Sequence[Array], cell: str, pair: tuple[int, int]) -> Iterator[PairedRatio]:
     if not tables:
         return
-    seed = intervals.seed_of(cell, "paired", *map(str, pair))
-    draws = intervals.resample_sums(tables, seed)
+    draws = intervals.resample_sums(tables, intervals.seed_of(cell, "paired", *map(str, pair)))
+    every, blocks = np.concatenate(tables), [intervals.block_count(len(table)) for table in tables]
     total = np.sum([table.sum(axis=0) for table in tables], axis=0)
-    different = _different_work(tables)
+    # Answers of different lengths are different work: a replica that stops early is not fast.
+    ours, theirs = (sum(float(table[:, column].sum()) for table in tables) for column in (TOKENS, OTHER_TOKENS))
+    is_equal = abs(ours - theirs) <= TOKENS_WITHIN * max(ours, theirs)
     for metric, unit, better, of in (
         ("latency_s", "s", LOWER, _latency),
         ("output_tokens_per_s", "tokens/s", HIGHER, _speed),
     ):
-        yield _ratio(metric, unit, better, float(of(total)), _interval(of, total, draws, tables), tables, different)
+        value, ratio, verdict = float(of(total)), None, None
+        if len(every) >= FEWEST_PAIRS:
+            within, between = (None if sums is None else of(sums) for sums in draws)
+            parts = intervals.components(within, between, blocks)
+            ratio = intervals.contrast([(intervals.from_components(value, parts, len(tables)), 1)])
+        if not is_equal:
+            unequal = f"{int((every[:, TOKENS] != every[:, OTHER_TOKENS]).sum())} of {len(every)} samples"
+            counts = f"{ours:,.0f} against {theirs:,.0f} tokens"
+            reason = f"not equal work: {unequal} have answers of different lengths ({counts})"
+        elif ratio is None:
+            reason = f"both answered {len(every)} samples; at least {FEWEST_PAIRS} are needed"
+        else:
+            verdict, reason = verdict_of(ratio, better)
+            verdict = {TIE: TIE, BETTER: FASTER}.get(verdict, SLOWER)
+        yield PairedRatio(
+            metric=metric,
+            unit=unit,
+            ratio=value,
+            low=ratio.low if ratio else None,
+            high=ratio.high if ratio else None,
+            detectable_ratio=ratio.detectable if ratio else None,
+            verdict=verdict,
+            reason=reason,
+        )
 
 
 def _latency(sums: Array) -> Array:
@@ -138,53 +153,6 @@ def _speed(sums: Array) -> Array:
     return np.asarray(ours / theirs)
 
 
-def _different_work(tables: Sequence[Array]) -> str | None:
-    """Answers of different lengths are different work: a replica that stops early is not fast."""
-    unequal = sum(int((table[:, TOKENS] != table[:, OTHER_TOKENS]).sum()) for table in tables)
-    every = sum(map(len, tables))
-    ours, theirs = (sum(float(table[:, column].sum()) for table in tables) for column in (TOKENS, OTHER_TOKENS))
-    if abs(ours - theirs) <= TOKENS_WITHIN * max(ours, theirs):
-        return None
-    return f"{unequal} of {every} samples have answers of different lengths ({ours:,.0f} against {theirs:,.0f} tokens)"
-
-
-def _ratio(
-    metric: str,
-    unit: str,
-    better: str,
-    value: float,
-    found: Ratio | None,
-    tables: Sequence[Array],
-    different: str | None,
-) -> PairedRatio:
-    verdict, reason = (None, f"not equal work: {different}") if different else _verdict(found, better, tables)
-    return PairedRatio(
-        metric=metric,
-        unit=unit,
-        ratio=value,
-        low=found.low if found else None,
-        high=found.high if found else None,
-        detectable_ratio=found.detectable if found else None,
-        verdict=verdict,
-        reason=reason,
-    )
-
-
-def _interval(of: Callable[[Array], Array], total: Array, draws: Draws, tables: Sequence[Array]) -> Ratio | None:
-    if sum(map(len, tables)) < FEWEST_PAIRS:
-        return None
-    within, between = (None if sums is None else of(sums) for sums in draws)
-    found = intervals.components(within, between, [intervals.block_count(len(table)) for table in tables])
-    return intervals.contrast([(intervals.from_components(float(of(total)), found, len(tables)), 1)])
-
-
-def _verdict(found: Ratio | None, better: str, tables: Sequence[Array]) -> tuple[str | None, str]:
-    if found is None:
-        return None, f"both answered {sum(map(len, tables))} samples; at least {FEWEST_PAIRS} are needed"
-    verdict, reason = verdict_of(found, better)
-    return {TIE: TIE, BETTER: FASTER}.get(verdict, SLOWER), reason
-
-
 # --- what else differs ---
 
 
@@ -194,12 +162,15 @@ def _differences(record: RunRecord, pair: tuple[int, int]) -> Iterator[Differing
     ours, theirs = (known.get(one) for one in pair)
     if ours is None or theirs is None:
         return
-    yield from _differing(_facts(ours), _facts(theirs))
+    a, b = _facts(ours), _facts(theirs)
+    for path in dict.fromkeys((*a, *b)):
+        if a.get(path) != b.get(path):
+            yield Differing(path=path, first=_text(a.get(path)), second=_text(b.get(path)))
     machines = {str(facts.get("host")): facts for facts in record.machines}
     if ours.host != theirs.host and {ours.host, theirs.host} <= set(machines):
-        for path, (a, b) in machine.fingerprint_diff(machines[ours.host], machines[theirs.host]).items():
+        for path, (first, second) in machine.fingerprint_diff(machines[ours.host], machines[theirs.host]).items():
             if not path.startswith(_IGNORED):
-                yield Differing(path=path, first=_text(a), second=_text(b))
+                yield Differing(path=path, first=_text(first), second=_text(second))
         yield from _conditions(record, (ours.host, theirs.host))
 
 
@@ -207,12 +178,6 @@ def _facts(sample: ReplicaSample) -> dict[str, Scalar]:
     own: dict[str, Scalar] = {"engine": sample.engine, "model": sample.model, "version": sample.version}
     own |= {"devices": sample.devices, "tensor_parallel": sample.tensor_parallel}
     return own | {f"settings.{name}": value for name, value in sample.settings.items()}
-
-
-def _differing(a: Mapping[str, Scalar], b: Mapping[str, Scalar]) -> Iterator[Differing]:
-    for path in dict.fromkeys((*a, *b)):
-        if a.get(path) != b.get(path):
-            yield Differing(path=path, first=_text(a.get(path)), second=_text(b.get(path)))
 
 
 def _text(value: object) -> str | None:

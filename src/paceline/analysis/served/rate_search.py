@@ -8,7 +8,7 @@ another is the spread of launches, not a bracket.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -67,21 +67,18 @@ def max_rate(loads: Sequence[Served]) -> Measurement | None:
     rated = [load for load in loads if load.rate_per_s is not None and load.has_limits]
     if not rated or rated[0].serving.scenario not in STAGED_SCENARIOS:
         return None
-    launches = _launches(rated)
+    runs = dict.fromkeys(id(record) for load in rated for record in load.records)
+    launches = [
+        _bracketed([part for load in rated for part in load.launches if id(part.records[0]) == run]) for run in runs
+    ]
+    # A sweep applies the same rates in every launch: if they are inconclusive in each, all together count as one.
+    if rated[0].serving.scenario != "search" and not any(launch.is_conclusive for launch in launches):
+        launches = [_bracketed(rated)]
     note = " | ".join(map(_note, launches))
     # An inconclusive launch is not a repetition of a conclusive one.
     conclusive = [launch for launch in launches if launch.is_conclusive] or launches
     whole = Served(tuple(stretch for launch in conclusive for load in launch.loads for stretch in load.stretches))
     return measured.measurement(whole, METRIC, combined([launch.ends for launch in conclusive]), note=note)
-
-
-def _launches(rated: Sequence[Served]) -> list[_Launch]:
-    """A sweep applies the same rates in every launch: if they are inconclusive in each, all together count as one."""
-    runs = dict.fromkeys(id(record) for load in rated for record in load.records)
-    parts = [[part for load in rated for part in load.launches if id(part.records[0]) == run] for run in runs]
-    launches = list(map(_bracketed, parts))
-    conclusive = any(launch.is_conclusive for launch in launches)
-    return launches if conclusive or rated[0].serving.scenario == "search" else [_bracketed(rated)]
 
 
 def _bracketed(loads: Sequence[Served]) -> _Launch:
@@ -128,15 +125,11 @@ def _note(launch: _Launch) -> str:
     parts.append(f"{_rate(failed):g}/s failed ({_counts(failed)})" if failed else "none failed, so it may be higher")
     parts += [f"{_rates(launch.above)} passed as well"] if launch.above else []
     parts += [f"{_rates(launch.few)}: {Verdict.TOO_FEW}"] if launch.few else []
-    parts += _ended_by(launch)
-    return "; ".join(parts)
-
-
-def _ended_by(launch: _Launch) -> Iterator[str]:
-    """Why a search ended, as recorded."""
+    # Why a search ended, as recorded.
     for record in {id(record): record for load in launch.loads for record in load.records}.values():
         if record.evidence and (why := record.evidence.settings.get("search_ended_by")):
-            yield str(why)
+            parts.append(str(why))
+    return "; ".join(parts)
 
 
 def _rates(loads: Sequence[Served]) -> str:

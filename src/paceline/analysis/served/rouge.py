@@ -50,7 +50,7 @@ def score(answer: str, reference: str) -> Scores:
     return Scores(
         _f_measure(_shared_grams(said, wanted, 1), len(said), len(wanted)),
         _f_measure(_shared_grams(said, wanted, 2), len(said) - 1, len(wanted) - 1),
-        _f_measure(_count(_table(wanted, said)[-1]), len(said), len(wanted)),
+        _f_measure(_table(wanted, said)[-1].bit_count(), len(said), len(wanted)),
         _f_measure(_union_hits(answered, expected), sum(map(len, answered)), sum(map(len, expected))),
     )
 
@@ -75,18 +75,15 @@ def sentences(text: str) -> list[str]:
     for line in text.splitlines():
         start = 0
         for end in _END.finditer(line):
-            if end[1] != "." or not _is_abbreviation(line[start : end.start()]):
+            match = _LAST_WORD.search(line[start : end.start()])
+            word = match[0] if match else ""
+            # A full stop may belong to the word before it.
+            abbreviated = word.lower() in ABBREVIATIONS or (len(word) == 1 and word.isupper())
+            if end[1] != "." or not abbreviated:
                 parts.append(line[start : end.end(1)])
                 start = end.end()
         parts.append(line[start:])
     return [sentence for sentence in map(str.strip, parts) if sentence]
-
-
-def _is_abbreviation(before: str) -> bool:
-    """Whether a full stop after this text may belong to its last word."""
-    match = _LAST_WORD.search(before)
-    word = match[0] if match else ""
-    return word.lower() in ABBREVIATIONS or (len(word) == 1 and word.isupper())
 
 
 # --- what two texts share ---
@@ -119,10 +116,6 @@ def _table(rows: Words, columns: Words) -> list[int]:
     return table
 
 
-def _count(bits: int) -> int:
-    return bits.bit_count()
-
-
 def _subsequence(rows: Words, columns: Words) -> set[int]:
     """Rows of the longest common subsequence that rouge-score picks if several are equally long."""
     table = _table(rows, columns)
@@ -131,7 +124,7 @@ def _subsequence(rows: Words, columns: Words) -> set[int]:
         if rows[i - 1] == columns[j - 1]:
             i, j = i - 1, j - 1
             picked.add(i)
-        elif _count(table[i] & ((1 << (j - 1)) - 1)) > _count(table[i - 1] & ((1 << j) - 1)):
+        elif (table[i] & ((1 << (j - 1)) - 1)).bit_count() > (table[i - 1] & ((1 << j) - 1)).bit_count():
             j -= 1
         else:
             i -= 1

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from paceline.analysis.findings import Measurement, Report
+from paceline.analysis.findings import Report
 from paceline.analysis.findings.served import (
     CLIENT,
     INVALID,
@@ -24,12 +24,12 @@ from paceline.analysis.findings.served import (
     Rule,
     ServedVerdict,
 )
+from paceline.analysis.grouping import grouped
 from paceline.analysis.served import client_share, extrapolation, fleets, mlperf_rules, rate_search
 from paceline.analysis.served import measurements as measured
 from paceline.analysis.served.loads import NS, Served, gather, latency_s, tpot_s, ttft_s
 from paceline.experiment.serving import PERCENTILE, UNKNOWN_SHAPE
 from paceline.results.records import RunRecord, Status
-from paceline.results.served_samples import RequestSample
 from paceline.serving import early_stopping
 
 
@@ -48,30 +48,19 @@ def added_to(report: Report, records: Sequence[RunRecord]) -> Report:
     sets = tuple(full for load in loads if (full := extrapolation.full_set(load)) is not None)
     predicted = (full.time for full in sets if full.time is not None)
     combined = (m for load, fleet in together for m in fleets.measurements_of(fleet, load))
+    by_cell = grouped(loads, lambda load: load.cell).values()
+    max_rates = (rate for cell in by_cell if (rate := rate_search.max_rate(cell)) is not None)
     judged = list(_judged(ours, mlperf_rules.accuracy_rules(report.accuracy)))
     return dataclasses.replace(
         report,
-        measurements=(*report.measurements, *combined, *_max_rates(loads), *predicted),
+        measurements=(*report.measurements, *combined, *max_rates, *predicted),
         served=tuple(verdict for _, verdict in judged),
         doubted=tuple(m for load, verdict in judged if not verdict.is_believed for m in measured.measure(load)),
         fleets=tuple(fleet for _, fleet in together),
         partition_gains=tuple(fleets.partition_gains(loads)),
         full_sets=sets,
-        notes=(*report.notes, *_unknown_shapes(tested), *_prompt_count_notes(tested)),
+        notes=(*report.notes, *_notes(tested)),
     )
-
-
-def _unknown_shapes(records: Sequence[RunRecord]) -> Iterator[str]:
-    unknown = (r.spec.model_text for r in records if r.evidence and r.evidence.settings.get("shape") == UNKNOWN_SHAPE)
-    for model in dict.fromkeys(unknown):
-        yield f"the architecture of {model} is {UNKNOWN_SHAPE}: parameters, FLOPs and memory bounds are missing"
-
-
-def _max_rates(loads: Sequence[Served]) -> Iterator[Measurement]:
-    by_cell: dict[str, list[Served]] = {}
-    for load in loads:
-        by_cell.setdefault(load.cell, []).append(load)
-    yield from (rate for ours in by_cell.values() if (rate := rate_search.max_rate(ours)) is not None)
 
 
 def _judged(
@@ -91,10 +80,7 @@ def _judged(
 
 
 def verdict_of(
-    served: Served,
-    accuracy: Rule | None = None,
-    left_out: tuple[str, ...] = (),
-    problems: Sequence[str] | None = None,
+    served: Served, accuracy: Rule | None = None, left_out: tuple[str, ...] = (), problems: Sequence[str] | None = None
 ) -> ServedVerdict:
     """The verdict on one load. problems: those of its launches as a whole, if they are known already."""
     if problems is None:
@@ -118,7 +104,7 @@ def verdict_of(
         allowed=early_stopping.late_allowed(count, PERCENTILE) if served.has_limits else None,
         runs=served.runs,
         label=label,
-        rules=mlperf_rules.checklist(served, accuracy) if label else (),
+        rules=tuple(mlperf_rules.checklist(served, accuracy)) if label else (),
         accuracy=accuracy,
         left_out=left_out,
         ceiling=client_share.use_of(served),
@@ -127,10 +113,13 @@ def verdict_of(
     )
 
 
-def _prompt_count_notes(records: Sequence[RunRecord]) -> Iterator[str]:
-    """One note for each model whose server counts prompts differently than the token ids it was sent."""
-    for model in dict.fromkeys(record.spec.model_text for record in records):
-        answers = [r for record in records if record.spec.model_text == model for r in record.requests if not r.error]
+def _notes(records: Sequence[RunRecord]) -> Iterator[str]:
+    """One for each model of unknown architecture, or whose server counts other prompt tokens than it was sent."""
+    unknown = (r.spec.model_text for r in records if r.evidence and r.evidence.settings.get("shape") == UNKNOWN_SHAPE)
+    for model in dict.fromkeys(unknown):
+        yield f"the architecture of {model} is {UNKNOWN_SHAPE}: parameters, FLOPs and memory bounds are missing"
+    for model, ours in grouped(records, lambda record: record.spec.model_text).items():
+        answers = [request for record in ours for request in record.requests if not request.error]
         counted = [r for r in answers if r.prompt_tokens is not None and r.sent_ids is not None]
         wrong = [request for request in counted if request.prompt_tokens != request.sent_ids]
         if wrong:
@@ -155,32 +144,26 @@ def loads_of_run(record: RunRecord) -> list[LoadOfRun]:
 
 
 def _load_of_run(served: Served) -> LoadOfRun:
+    """Failure classes are in order of frequency, each with the first known detail."""
     verdict, latencies = verdict_of(served), {}
     for name, quantity in LATENCIES.items():
         if values := [value for request in served.answered if (value := quantity(request)) is not None]:
             median, tail = np.percentile(values, (50, 99))
             latencies[name] = (float(median), float(tail))
+    by_class = grouped((r for r in served.requests if r.error is not None), lambda request: str(request.error))
     return LoadOfRun(
         scenario=served.scenario,
         name=served.name,
         requests=len(served.requests),
-        failures=tuple(_failures(served)),
+        failures=tuple(
+            FailureClass(name=name, count=len(failed), detail=next((r.detail for r in failed if r.detail), None))
+            for name, failed in sorted(by_class.items(), key=lambda each: -len(each[1]))
+        ),
         late=verdict.late,
         verdict=verdict.verdict,
         reasons=verdict.reasons,
         latencies=latencies,
     )
-
-
-def _failures(served: Served) -> Iterator[FailureClass]:
-    """Failure classes, the most frequent first, each with the first known detail."""
-    by_class: dict[str, list[RequestSample]] = {}
-    for request in served.requests:
-        if request.error is not None:
-            by_class.setdefault(request.error, []).append(request)
-    for name, failed in sorted(by_class.items(), key=lambda each: -len(each[1])):
-        detail = next((request.detail for request in failed if request.detail), None)
-        yield FailureClass(name=name, count=len(failed), detail=detail)
 
 
 def replicas_of_run(record: RunRecord) -> list[ReplicaOfRun]:

@@ -26,6 +26,7 @@ from paceline.analysis.findings.training import (
     NETWORK,
     UNDECIDED,
 )
+from paceline.analysis.grouping import grouped
 from paceline.analysis.machine import ceilings
 from paceline.analysis.statistics.intervals import student_t
 from paceline.analysis.training import metrics
@@ -50,12 +51,9 @@ Copies = Mapping[ceilings.Device, Measurement]
 def copies_by_device(records: Sequence[RunRecord], measured: Sequence[Measurement]) -> Copies:
     """The largest device copy of each kind of device: smaller ones may fit in a cache."""
     devices = {r.spec.run_id: ceilings.device_of(r) for r in records if r.kernels and not r.shares_gpu}
-    found: dict[ceilings.Device, Measurement] = {}
-    for m in measured:
-        if m.metric == COPY_RATE and m.axes["rank"] is None and m.value and m.runs[0] in devices:
-            known = found.setdefault(devices[m.runs[0]], m)
-            found[devices[m.runs[0]]] = max(known, m, key=lambda one: float(one.axes["size"] or 0))
-    return found
+    copies = [m for m in measured if m.metric == COPY_RATE and m.axes["rank"] is None and m.value]
+    by_device = grouped((m for m in copies if m.runs[0] in devices), lambda m: devices[m.runs[0]])
+    return {device: max(own, key=lambda m: float(m.axes["size"] or 0)) for device, own in by_device.items()}
 
 
 class Floor(NamedTuple):
@@ -147,11 +145,10 @@ def _bottleneck(cell: Cell, copies: Copies) -> Bottleneck:
         averages.append(max((total / len(kinds) for total, kinds in pools), default=0.0))
     leading = max(*(share.low for share in shares), stdlib_statistics.fmean(averages) - _half_width(averages))
     kind, contenders = _verdict(shares, leading, missing)
-    decided = kind in BOTTLENECKS
     return Bottleneck(
         cell=cell.id,
         kind=kind,
-        share_ratio=contenders[0].share_ratio if decided else None,
+        share_ratio=contenders[0].share_ratio if kind in BOTTLENECKS else None,
         evidence=shares,
         text=_text(kind, contenders, missing),
         missing=tuple(dict.fromkeys(missing.values())),
@@ -348,17 +345,14 @@ def _verdict(
 def _measured_text(kind: str, share: float, cell: Cell) -> str:
     wall = cell.per("wall")
     took = milliseconds(share * (wall.value if wall else 0.0))
-    if kind == NETWORK:
-        if cell.spec.topology.world_size == 1:
-            return "one process does not communicate"
-        return f"{took} of exposed communication, on the rank that waits least"
-    if kind == MEMORY:
-        return f"{took} in kernels without a matrix product: norms, activations, the loss, the optimizer, copies"
-    if kind == DEQUANTISATION:
-        return f"{took} converting quantised weights for the matrix products"
-    if kind == INPUT:
-        return f"{took} waiting for batches and copying them"
-    return f"the device was idle for {took} while the host prepared its work"
+    if kind == NETWORK and cell.spec.topology.world_size == 1:
+        return "one process does not communicate"
+    return {
+        NETWORK: f"{took} of exposed communication, on the rank that waits least",
+        MEMORY: f"{took} in kernels without a matrix product: norms, activations, the loss, the optimizer, copies",
+        DEQUANTISATION: f"{took} converting quantised weights for the matrix products",
+        INPUT: f"{took} waiting for batches and copying them",
+    }.get(kind, f"the device was idle for {took} while the host prepared its work")
 
 
 def _text(kind: str, contenders: Sequence[ShareOfStep], missing: Mapping[str, str]) -> str:

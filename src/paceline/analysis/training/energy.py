@@ -83,43 +83,34 @@ def _of_devices(record: RunRecord, windows_of: Windows, gpus: int | None) -> Win
         windows = windows_of(source)
         if not windows:
             return unknown("when the measured steps ran was not recorded")
-        found.append(_joined([between(samples, *window) for window in windows]))
-    return _sum(found)
-
-
-def _joined(parts: Sequence[WindowEnergy]) -> WindowEnergy:
-    """One device over several intervals; unknown as soon as one of them is."""
-    missing = next((part for part in parts if part.joules is None), None)
-    if missing or len(parts) == 1:
-        return missing or parts[0]
-    joules, seconds = sum(p.joules or 0.0 for p in parts), sum(p.seconds or 0.0 for p in parts)
-    return WindowEnergy(joules, seconds, sum(p.margin_j for p in parts), 1, parts[0].how)
-
-
-def _sum(found: Sequence[WindowEnergy]) -> WindowEnergy:
-    """All devices, or the first that is unknown."""
-    for one in found:
-        if one.joules is None:
-            return one
-    joules, seconds = sum(e.joules or 0.0 for e in found), [e.seconds or 0.0 for e in found]
-    margin = sum(e.margin_j for e in found)
+        found.append([between(samples, *window) for window in windows])
+    # Unknown as soon as one interval of one device is.
+    missing = next((part for device in found for part in device if part.joules is None), None)
+    if missing:
+        return missing
+    joules = sum(sum(part.joules or 0.0 for part in device) for device in found)
+    margin = sum(sum(part.margin_j for part in device) for device in found)
+    seconds = [sum(part.seconds or 0.0 for part in device) for device in found]
     if joules <= 0:
         return unknown("no counter moved during the measured window")
     if margin > LARGEST_MARGIN * joules:
         length = sum(seconds) / len(seconds)
         return unknown(f"the measured window of {length:.2g} s is too short for the rate of gauge readings")
-    how = " and ".join(dict.fromkeys(e.how for e in found))
+    how = " and ".join(dict.fromkeys(device[0].how for device in found))
     return WindowEnergy(joules, sum(seconds) / len(seconds), margin, len(found), how)
 
 
 def between(samples: Sequence[GaugeSample], begin: float, end: float) -> WindowEnergy:
     """Energy of one device. If the counter decreased it was reset, and power is used instead."""
-    counted = _curve([(s.at_s, s.energy_j) for s in samples if s.energy_j is not None])
-    for how, curve in ((COUNTER, counted), (POWER, _integrated(samples))):
-        if curve is None:
+    counted = [(s.at_s, s.energy_j) for s in samples if s.energy_j is not None]
+    powered = [(s.at_s, s.power_w) for s in samples if s.power_w is not None]
+    for how, points in ((COUNTER, counted), (POWER, powered)):
+        if len(points) < 2:
             continue
-        at, joules = curve
-        if _clock_stepped_back(at, begin, end):
+        at, joules = _curve(points, how)
+        # Whether readings around the window are out of order, without a search, which relies on the order.
+        earlier, later = np.minimum(at[:-1], at[1:]), np.maximum(at[:-1], at[1:])
+        if ((np.diff(at) <= 0) & (earlier <= end) & (later >= begin)).any():
             return unknown("the clock of its readings was set back during the measured window")
         around = slice(max(np.searchsorted(at, begin, side="right") - 1, 0), np.searchsorted(at, end) + 1)
         if not at[0] <= begin < end <= at[-1]:
@@ -134,31 +125,12 @@ def between(samples: Sequence[GaugeSample], begin: float, end: float) -> WindowE
     return unknown("its counter was reset during the run" if reset else "neither energy nor power is reported here")
 
 
-def _clock_stepped_back(at: Array, begin: float, end: float) -> bool:
-    """Whether readings around a part of the window are out of order; checked without a search, which relies on the
-    order.
-    """
-    earlier, later = np.minimum(at[:-1], at[1:]), np.maximum(at[:-1], at[1:])
-    return bool(((np.diff(at) <= 0) & (earlier <= end) & (later >= begin)).any())
-
-
-Curve = tuple[Array, Array]
-
-
-def _integrated(samples: Sequence[GaugeSample]) -> Curve | None:
-    """Power by the trapezoidal rule, as a counter that starts with the first reading."""
-    curve = _curve([(s.at_s, s.power_w) for s in samples if s.power_w is not None])
-    if curve is None:
-        return None
-    at, watts = curve
-    return at, np.concatenate([[0.0], np.cumsum(np.diff(at) * (watts[1:] + watts[:-1]) / 2)])
-
-
-def _curve(points: Sequence[tuple[float, float]]) -> Curve | None:
-    if len(points) < 2:
-        return None
+def _curve(points: Sequence[tuple[float, float]], how: str) -> tuple[Array, Array]:
+    """Times and joules; power by the trapezoidal rule, as a counter that starts with the first reading."""
     at, values = (np.array(side) for side in zip(*points, strict=True))
-    return at, values
+    if how == COUNTER:
+        return at, values
+    return at, np.concatenate([[0.0], np.cumsum(np.diff(at) * (values[1:] + values[:-1]) / 2)])
 
 
 def _interpolated(at: Array, joules: Array, moment: float) -> tuple[float, float]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from paceline.analysis.findings import DeviceGauges, GaugeTrace, Report
+from paceline.analysis.grouping import grouped
 from paceline.analysis.statistics import intervals
 from paceline.analysis.training import gauges
 from paceline.analysis.training.gauges import Source, known, slowing
@@ -78,8 +78,7 @@ def states(found: Iterable[Watched]) -> tuple[DeviceGauges, ...]:
     def device(one: Watched) -> tuple[str, int]:
         return one.source.host, -1 if one.source.device is None else one.source.device
 
-    ordered = sorted(found, key=device)
-    return tuple(_state(list(ours)) for _, ours in itertools.groupby(ordered, device))
+    return tuple(_state(ours) for _, ours in sorted(grouped(found, device).items()))
 
 
 def _state(ours: Sequence[Watched]) -> DeviceGauges:
@@ -126,10 +125,8 @@ def traces(found: Sequence[Watched]) -> tuple[GaugeTrace, ...]:
 
     References are not measured and have no trace.
     """
-    by_cell: dict[str, list[Watched]] = {}
-    for one in found:
-        if len(one.around) >= FEWEST_READINGS and not one.record.is_reference:
-            by_cell.setdefault(one.record.spec.cell, []).append(one)
+    usable = [one for one in found if len(one.around) >= FEWEST_READINGS and not one.record.is_reference]
+    by_cell = grouped(usable, lambda one: one.record.spec.cell)
     chosen = sorted((max(ours, key=_interest) for ours in by_cell.values()), key=_interest, reverse=True)
     return tuple(map(_trace, chosen[:MOST_TRACES]))
 
@@ -146,19 +143,16 @@ def _trace(one: Watched) -> GaugeTrace:
     gpus = [g for m in one.record.machines if m.get("host") == one.source.host for g in m.get("gpus") or ()]
     facts: Mapping[str, Any] = next((gpu for gpu in gpus if gpu.get("index") == one.source.device), {})
 
-    def column(read: Callable[[GaugeSample], float | None]) -> tuple[float | None, ...]:
-        return tuple(map(read, samples))
-
     return GaugeTrace(
         run=one.record.spec.run_id,
         cell=one.record.spec.cell,
         host=one.source.host,
         device=one.source.device,
         seconds=tuple(sample.at_s - start for sample in samples),
-        power_w=column(lambda s: s.power_w),
-        temperature_c=column(lambda s: s.temperature_c),
-        clock_hz=column(clock),
-        busy_ratio=column(busy),
+        power_w=tuple(sample.power_w for sample in samples),
+        temperature_c=tuple(sample.temperature_c for sample in samples),
+        clock_hz=tuple(map(clock, samples)),
+        busy_ratio=tuple(map(busy, samples)),
         throttled=tuple((begin - start, end - start) for begin, end in gauges.throttled_spans(one.around)),
         window=(0.0, one.window[1] - start) if one.window else None,
         power_cap_w=facts.get("power_limit_w"),

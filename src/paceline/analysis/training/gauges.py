@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from paceline.analysis.grouping import grouped
 from paceline.analysis.statistics import intervals
 from paceline.analysis.statistics.intervals import Array
 from paceline.analysis.training.goodput import kept_starts
@@ -56,13 +56,11 @@ class Throttling:
 
 def sources(record: RunRecord) -> dict[Source, tuple[GaugeSample, ...]]:
     """Samples of each GPU and host, oldest first. If several ranks read a host, the first of them counts."""
-    found: dict[Source, list[GaugeSample]] = {}
+    ordered = sorted(record.gauges, key=lambda s: (s.rank, s.at_s))
     readers: dict[str, int] = {}
-    for sample in sorted(record.gauges, key=lambda s: (s.rank, s.at_s)):
-        if sample.device is None and readers.setdefault(sample.host, sample.rank) != sample.rank:
-            continue
-        found.setdefault(Source(sample.rank, sample.host, sample.device), []).append(sample)
-    return {source: tuple(samples) for source, samples in found.items()}
+    ours = [s for s in ordered if s.device is not None or readers.setdefault(s.host, s.rank) == s.rank]
+    by_source = grouped(ours, lambda s: Source(s.rank, s.host, s.device))
+    return {source: tuple(samples) for source, samples in by_source.items()}
 
 
 def timeline(record: RunRecord, rank: int) -> Timeline | None:
@@ -149,7 +147,14 @@ def throttling(record: RunRecord, measured: Sequence[int]) -> Throttling | None:
         if when is None:
             continue
         reported = True
-        wanted = _overlapping(when, throttled_spans(known)) & np.isin(when.steps, measured)
+        spans = throttled_spans(known)
+        if not spans:
+            continue
+        # A step overlaps the first span that ends after it begins, if that begins before it ends.
+        begins, ends = (np.array(side) for side in zip(*spans, strict=True))
+        first = np.searchsorted(ends, when.begins, side="right")
+        overlapping = (first < len(spans)) & (begins[np.minimum(first, len(spans) - 1)] < when.ends)
+        wanted = overlapping & np.isin(when.steps, measured)
         if wanted.any():
             tagged |= set(np.asarray(when.steps)[wanted].tolist())
             low, high = when.begins[wanted].min(), when.ends[wanted].max()
@@ -157,16 +162,6 @@ def throttling(record: RunRecord, measured: Sequence[int]) -> Throttling | None:
                 if begin < high and end > low:
                     reasons |= dict.fromkeys(slowing(sample))
     return Throttling(len(tagged), len(measured), tuple(reasons)) if reported and measured else None
-
-
-def _overlapping(when: Timeline, spans: Sequence[tuple[float, float]]) -> NDArray[np.bool_]:
-    """Per step whether it overlaps one of the spans, which are in order and disjoint."""
-    if not spans:
-        return np.zeros(len(when.steps), dtype=np.bool_)
-    begins, ends = (np.array(side) for side in zip(*spans, strict=True))
-    first = np.searchsorted(ends, when.begins, side="right")
-    inside = first < len(spans)
-    return np.asarray(inside & (begins[np.minimum(first, len(spans) - 1)] < when.ends))
 
 
 def known(values: Iterable[float | None]) -> list[float]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from paceline.analysis.findings import Goodput
 from paceline.results.attempts import INTERRUPTED
-from paceline.results.records import AttemptSample, RunRecord, StepSample
+from paceline.results.records import RunRecord, StepSample
 from paceline.results.samples import StepSeries
 
 
@@ -49,7 +49,17 @@ def goodput(record: RunRecord) -> Goodput | None:
     checkpoint_s, start_s = sum(paused.values()), setups.get(1, 0.0)
     first_step = min(start.step for start in record.starts if start.attempt == last)
     at_last_s = setups[last] + paused[last] + _duration([s for s in record.steps if s.step >= first_step])
-    span_s = _between(record.attempts, last) + at_last_s
+    # From the first sight of the first attempt's ranks to that of the last one's; 0 for one attempt. Excludes the time
+    # without a controller, which is as long as the user stays away.
+    span_s, attempts = at_last_s, record.attempts
+    if attempts:
+        began = {a.attempt: a.submitted_at if a.began_at is None else a.began_at for a in attempts}
+        away_s = sum(
+            max(following.submitted_at - attempt.ended_at, 0.0)
+            for attempt, following in itertools.pairwise(attempts)
+            if attempt.status == INTERRUPTED and following.attempt <= last
+        )
+        span_s = began.get(last, attempts[-1].ended_at) - began[min(began)] - away_s + at_last_s
     return Goodput(
         span_s=span_s,
         start_s=start_s,
@@ -61,21 +71,6 @@ def goodput(record: RunRecord) -> Goodput | None:
         restarts=sum(attempt.status != INTERRUPTED for attempt in record.attempts[:-1]),
         checkpoints=len({(c.attempt, c.step) for c in record.checkpoints}),
     )
-
-
-def _between(attempts: Sequence[AttemptSample], last: int) -> float:
-    """Time from the first sight of the first attempt's ranks to that of the last one's; 0 for one attempt. Excludes the
-    time without a controller, which is as long as the user stays away.
-    """
-    if not attempts:
-        return 0.0
-    began = {a.attempt: a.submitted_at if a.began_at is None else a.began_at for a in attempts}
-    away_s = sum(
-        max(following.submitted_at - attempt.ended_at, 0.0)
-        for attempt, following in itertools.pairwise(attempts)
-        if attempt.status == INTERRUPTED and following.attempt <= last
-    )
-    return began.get(last, attempts[-1].ended_at) - began[min(began)] - away_s
 
 
 def _duration(steps: Sequence[StepSample]) -> float:

@@ -14,6 +14,8 @@ from paceline.analysis.findings import (
     Probe,
     RunFinding,
 )
+from paceline.analysis.findings.cell_axes import axis_text
+from paceline.analysis.grouping import grouped
 from paceline.errors import Scalar
 from paceline.experiment.spec import RunSpec
 from paceline.results.memory_components import (
@@ -43,17 +45,14 @@ class Findings:
 def analyse(records: Sequence[RunRecord], runs: Sequence[RunFinding]) -> Findings:
     """records are all runs, because a probe that ran out of memory is a result too; runs say which are valid."""
     sound = {run.run for run in runs if run.status == Status.OK}
-    cells: dict[str, list[RunRecord]] = {}
-    searches: dict[str, list[RunRecord]] = {}
-    for record in records:
-        traits = record.spec.traits
-        if traits.measures_memory and traits.probes_limit:
-            # Probes of one search differ in the micro batch only.
-            search = replace(record.spec, training=replace(record.spec.training, micro_batch=1)).run_id
-            searches.setdefault(search, []).append(record)
-        elif traits.measures_memory and record.spec.run_id in sound:
-            cells.setdefault(record.spec.cell, []).append(record)
-    rows = tuple(_row(cell, launches) for cell, launches in cells.items())
+    ours = [record for record in records if record.spec.traits.measures_memory]
+    launches = [r for r in ours if not r.spec.traits.probes_limit and r.spec.run_id in sound]
+    rows = tuple(_row(cell, own) for cell, own in grouped(launches, lambda r: r.spec.cell).items())
+    # Probes of one search differ in the micro batch only.
+    searches = grouped(
+        (r for r in ours if r.spec.traits.probes_limit),
+        lambda r: replace(r.spec, training=replace(r.spec.training, micro_batch=1)).run_id,
+    )
     points = (_point(probes) for probes in searches.values())
     frontier = sorted((p for p in points if p), key=lambda p: (p.series, p.sequence_length))
     measurements = tuple(
@@ -143,8 +142,10 @@ def _point(records: Sequence[RunRecord]) -> FrontierPoint | None:
     bounded = failing == (fitting or 0) + 1 or (failing is None and fitting == most)
     axes = {name: value for name, value in spec.axes().items() if name not in ("micro_batch", "global_batch")}
     first = min(records, key=lambda r: r.started_at)  # its prediction was made before any other probe ran
-    capacity = _capacity(first)
-    probes = []
+    capacity, predicted, probes = _capacity(first), None, []
+    if capacity is not None:
+        limit = most if isinstance(most, int) else 1024
+        predicted = largest_fitting(predicted_peaks(first.components), capacity, limit)
     for r in sorted(records, key=lambda r: r.started_at):
         peaks = [s.allocated_bytes for s in r.memory if s.moment == PEAK and s.allocated_bytes is not None]
         probes.append(
@@ -160,9 +161,7 @@ def _point(records: Sequence[RunRecord]) -> FrontierPoint | None:
         sequence_length=spec.training.sequence_length,
         largest_fitting=fitting,
         smallest_failing=failing,
-        predicted=None
-        if capacity is None
-        else largest_fitting(predicted_peaks(first.components), capacity, most if isinstance(most, int) else 1024),
+        predicted=predicted,
         settled=bounded,
         probes=tuple(probes),
         axes=axes,
@@ -172,13 +171,11 @@ def _point(records: Sequence[RunRecord]) -> FrontierPoint | None:
 def _series(spec: RunSpec) -> str:
     """What all sequence lengths of one line have in common, in words."""
     t = spec.training
-    unit = "GPU" if spec.topology.device == "cuda" else "process"
-    plural = "" if spec.topology.world_size == 1 else "s" if unit == "GPU" else "es"
     limit: Scalar = spec.workload.options.get("limit_gib")
     words: Mapping[str, bool] = {
         str(spec.strategy): True,
         spec.model_text: True,
-        f"{spec.topology.world_size} {unit}{plural}": True,
+        axis_text("world_size", spec.axes()): True,
         t.precision.compute: True,
         f"checkpointing {t.checkpointing}": t.checkpointing != "none",
         f"accumulation {t.accumulation}": t.accumulation != 1,

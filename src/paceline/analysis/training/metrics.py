@@ -7,7 +7,6 @@ rates. Tokens are non-pad tokens. Missing is None, never 0 (method.md, sections 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,13 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paceline.analysis.findings import HIGHER, LOWER, SHARED_GPU, Measurement
+from paceline.analysis.grouping import grouped
 from paceline.analysis.machine import ceilings
 from paceline.analysis.machine.ceilings import device_names
 from paceline.analysis.statistics import intervals
 from paceline.analysis.statistics.intervals import Array, Draws, Resampled
 from paceline.analysis.training.window import LAUNCH_COLUMNS, PHASES, STEP_COLUMNS, Window
 from paceline.errors import RequestError, Scalar
-from paceline.experiment.choices import Choice
 from paceline.experiment.spec import RunSpec
 from paceline.models import adapters, arithmetic
 from paceline.models.adapters import DTYPE_BYTES as DTYPE_BYTES
@@ -96,10 +95,7 @@ def gather(windows: Iterable[Window], peaks: ceilings.Peaks | None = None) -> li
 
     peaks are the measured matmul peaks by kind of device, if a run of the workload compute measured them.
     """
-    by_cell: defaultdict[str, list[Window]] = defaultdict(list)
-    for window in windows:
-        if len(window.steps):
-            by_cell[window.record.spec.cell].append(window)
+    by_cell = grouped((window for window in windows if len(window.steps)), lambda window: window.record.spec.cell)
     cells = []
     for cell, of_cell in by_cell.items():
         ordered = tuple(sorted(of_cell, key=lambda w: (w.record.spec.repeat, w.run)))
@@ -203,23 +199,21 @@ def _counted_wire(cell: Cell) -> Estimate:
 def _predicted_wire(cell: Cell) -> Estimate:
     """method.md section 4; r by the reduction dtype, p by the dtype in which weights are gathered (compute)."""
     spec, evidence = cell.spec, cell.windows[0].record.evidence
+    precision, ranks, accumulation = spec.training.precision, spec.topology.world_size, spec.training.accumulation
     if spec.strategy is None or evidence is None:
         return Estimate(None)
     try:
-        value = _wire_formula(spec, spec.strategy, evidence.parameters, cell.windows[0].record.shape)
+        shape = cell.windows[0].record.shape
+        if spec.tuning:
+            dtypes = precision.reduce, precision.compute
+            value = adapters.wire_bytes(shape, spec.tuning, spec.strategy, ranks, accumulation, *dtypes)
+        else:
+            sizes = DTYPE_BYTES[precision.reduce], DTYPE_BYTES[precision.compute]
+            parts = arithmetic.root_parameters(shape), arithmetic.tensor_sizes(shape)
+            value = arithmetic.wire_bytes(spec.strategy, evidence.parameters, ranks, accumulation, *sizes, *parts)
     except RequestError as error:
         return Estimate(None, str(error))
     return Estimate(None if value is None else Resampled(float(value), None, math.inf, len(cell.windows), value > 0))
-
-
-def _wire_formula(spec: RunSpec, strategy: Choice, parameters: int, shape: arithmetic.Shape) -> float | None:
-    precision, ranks, accumulation = spec.training.precision, spec.topology.world_size, spec.training.accumulation
-    if spec.tuning:
-        dtypes = precision.reduce, precision.compute
-        return adapters.wire_bytes(shape, spec.tuning, strategy, ranks, accumulation, *dtypes)
-    sizes = DTYPE_BYTES[precision.reduce], DTYPE_BYTES[precision.compute]
-    root, tensors = arithmetic.root_parameters(shape), arithmetic.tensor_sizes(shape)
-    return arithmetic.wire_bytes(strategy, parameters, ranks, accumulation, *sizes, root, tensors)
 
 
 def dense_peak(cell: Cell) -> tuple[float | None, str]:
@@ -268,14 +262,6 @@ def flops_per_token(cell: Cell, convention: str = "causal", *, recomputed: bool 
     return adapters.flops_per_token(shape, tuning, keys) + (again_tuned if recomputed else 0)
 
 
-def _flops_note(cell: Cell, convention: str) -> str:
-    tuning = cell.spec.tuning
-    if tuning is None:
-        return f"{convention} attention FLOPs"
-    weights = "4 per frozen weight and 6 per adapter weight" if tuning.has_adapters else "6 per weight"
-    return f"{weights} and non-pad token, {convention} attention FLOPs"
-
-
 Peak = Callable[[Cell], tuple[float | None, str]]
 
 
@@ -291,8 +277,12 @@ def _utilisation(convention: str, *, recomputed: bool, of: Peak = dense_peak) ->
             flops = flops_per_token(cell, convention, recomputed=recomputed)
         except RequestError as error:
             return Estimate(None, str(error))
+        tuning, counted = cell.spec.tuning, f"{convention} attention FLOPs"
+        if tuning is not None:
+            weights = "4 per frozen weight and 6 per adapter weight" if tuning.has_adapters else "6 per weight"
+            counted = f"{weights} and non-pad token, {counted}"
         share = rate.times(flops / peak / cell.spec.topology.world_size)
-        return Estimate(share, f"{_flops_note(cell, convention)}, {note}")
+        return Estimate(share, f"{counted}, {note}")
 
     return formula
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from paceline.analysis.findings import RuleOfThumb
+from paceline.analysis.grouping import grouped
 from paceline.errors import RequestError, require
 from paceline.experiment.choices import Choice
 from paceline.host import machine
@@ -44,10 +45,9 @@ def rules(records: Sequence[RunRecord]) -> tuple[RuleOfThumb, ...]:
     """
     seen = {str(gpu.get("name")) for r in records for m in r.machines for gpu in m.get("gpus") or ()}
     measured = [machine.gpu_row(name) for name in seen]
-    by_size: dict[float, list[str]] = {}  # names of unmeasured kinds of GPU by memory size
-    for name, row in _table().items():
-        if "memory_bytes" in row and row not in measured:
-            by_size.setdefault(float(row["memory_bytes"]), []).append(name)
+    sizes = {name: float(row["memory_bytes"]) for name, row in _table().items() if "memory_bytes" in row}
+    unmeasured = (name for name in sizes if machine.gpu_row(name) not in measured)
+    by_size = grouped(unmeasured, lambda name: sizes[name])
     found: list[RuleOfThumb] = []
     for shape, sequence_length in _trained(records):
         ours = []

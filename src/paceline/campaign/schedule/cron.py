@@ -130,10 +130,7 @@ class Cron:
         shifts = _shifts(self.zone, host, now)
         wanted = {hour * 60 + minute - shift for hour in hours for minute in minutes for shift in shifts}
         same_day = all(0 <= minute < DAY_MINUTES for minute in wanted)
-        clock = (
-            frozenset(minute % 60 for minute in wanted),
-            frozenset(minute // 60 % 24 for minute in wanted),
-        )
+        clock = (frozenset(minute % 60 for minute in wanted), frozenset(minute // 60 % 24 for minute in wanted))
         texts = [_numbers(values, full) for values, full in zip((*clock, *dates), _FULL, strict=True)]
         return " ".join(texts if same_day else [*texts[:2], "*", "*", "*"])
 

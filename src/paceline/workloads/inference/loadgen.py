@@ -72,11 +72,7 @@ def terms_of(spec: RunSpec, samples: int, pace_per_s: float) -> mlcommons.Terms:
 
 
 def run_test(
-    spec: RunSpec,
-    recorder: Recorder,
-    prompts: Sequence[Prompt],
-    endpoints: Sequence[Endpoint],
-    pace_per_s: float,
+    spec: RunSpec, recorder: Recorder, prompts: Sequence[Prompt], endpoints: Sequence[Endpoint], pace_per_s: float
 ) -> None:
     """Run one LoadGen test with the same prompts and replicas, and record its logs and conclusion. pace_per_s: what
     this client's own load reached, in requests per second."""

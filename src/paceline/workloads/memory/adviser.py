@@ -197,12 +197,7 @@ class Rehearsals:
             for batch, peak in peaks.items():
                 change, settings = alternative.words(batch, self.record.spec)
                 yield AlternativeSample(
-                    rank=0,
-                    change=change,
-                    settings=settings,
-                    keeps_work=alternative.keeps_work,
-                    bytes=peak,
-                    note=note,
+                    rank=0, change=change, settings=settings, keeps_work=alternative.keeps_work, bytes=peak, note=note
                 )
 
 
