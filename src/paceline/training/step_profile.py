@@ -81,26 +81,28 @@ class Profile:
             yield
             self.clock.drain()
             self.wall_s = time.perf_counter() - begin
+        # The raw events: building torch's tree of them takes longer than training a small model.
+        results = profiler.profiler.kineto_results if profiler.profiler else None
         with collection_paused():
-            events = profiler.events() or ()
-        for event in events:
-            self.add(event)
+            for event in results.events() if results else ():
+                self.add(event, results.trace_start_ns())
         if self.device == "cuda" and self.communication:
             self.communication.remove(min(self.communication))  # the barrier, which NCCL runs as a reduction
 
-    def add(self, event: Any) -> None:
-        """Sort one profiler event into communication, compute and batch copies."""
-        if self.device == "cuda" and "CUDA" not in str(event.device_type):
+    def add(self, event: Any, origin_ns: int = 0) -> None:
+        """Sort one raw event of the profiler into communication, compute and batch copies."""
+        if self.device == "cuda" and "CUDA" not in str(event.device_type()):
             return  # calls on the host (launching, waiting) are not work of the device
-        span = (event.time_range.start / 1e6, event.time_range.end / 1e6)
-        if event.name.startswith("Memcpy HtoD"):
+        name, begin_s = event.name(), (event.start_ns() - origin_ns) / 1e9
+        span = (begin_s, begin_s + event.duration_ns() / 1e9)
+        if name.startswith("Memcpy HtoD"):
             self.batches.append(span)
-        if event.name == "gloo:barrier":
+        if name == "gloo:barrier":
             return
-        if event.name.startswith(("nccl", "gloo:")):
+        if name.startswith(("nccl", "gloo:")):
             self.communication.append(span)
-        elif self.device == "cuda" or event.name.startswith(_LIBRARIES):
-            self.computing[class_of(event.name, self.device)].append(span)
+        elif self.device == "cuda" or name.startswith(_LIBRARIES):
+            self.computing[class_of(name, self.device)].append(span)
 
     def sample(self, rank: int, steps: int, batches: int = 0, batch_bytes: int = 0) -> TraceSample:
         """The profile as a sample. batches: how many host-to-device copies are token batches (the longest ones)."""
