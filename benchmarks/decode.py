@@ -28,8 +28,8 @@ import torch
 
 from paceline.host import machine
 from paceline.models import arithmetic
-from paceline.serving.replica import projections, weights
-from paceline.serving.replica.decoding import Decoding
+from paceline.serving.replica import weights
+from paceline.serving.replica.decoding import Decoding, join_projections
 from paceline.serving.replica.settings import Settings
 from paceline.training.decoder import DTYPES
 
@@ -42,7 +42,7 @@ REACH_MULTIPLE = 128
 
 
 class Bench:
-    """One model on one device; every row installs places of its own."""
+    """One model on one device; every row installs slots of its own."""
 
     def __init__(self, asked: argparse.Namespace) -> None:
         self.asked = asked
@@ -53,7 +53,7 @@ class Bench:
         )
         self.shape = self.settings.shape
         torch.set_float32_matmul_precision("highest")
-        self.model = projections.join(weights.open_model(self.settings, 0, self.device))
+        self.model = join_projections(weights.open_model(self.settings, 0, self.device))
         self.dtype = DTYPES[asked.precision]
         self.random = random.Random(0)
 
@@ -75,9 +75,9 @@ class Bench:
     def prompts(self, count: int, length: int) -> list[list[int]]:
         return [[self.random.randrange(self.shape.vocab) for _ in range(length)] for _ in range(count)]
 
-    def decoding(self, places: int, length: int) -> Decoding:
+    def decoding(self, slots: int, length: int) -> Decoding:
         heads, width = self.shape.kv_heads, self.shape.head_dim
-        return Decoding(self.model, places=places, length=length, reaches=(length,), heads=heads, width=width)
+        return Decoding(self.model, slots=slots, length=length, reaches=(length,), heads=heads, width=width)
 
     # --- what the device can do ---
 

@@ -44,10 +44,9 @@ def sharpened_model(precision: str) -> Any:
 
 
 def answers(model: Any, compiled: bool, graph: bool) -> list[list[int]]:
-    from paceline.serving.replica import projections
-    from paceline.serving.replica.decoding import Decoding
+    from paceline.serving.replica.decoding import Decoding, join_projections
 
-    decoding = Decoding(projections.join(model), places=4, length=128, reaches=(64, 128), heads=2, width=32)
+    decoding = Decoding(join_projections(model), slots=4, length=128, reaches=(64, 128), heads=2, width=32)
     if compiled:
         decoding.compile_layers()
     decoding.warm_up(graph)
@@ -111,23 +110,23 @@ def test_a_step_looks_back_at_what_its_place_uses_and_no_further(
     heads are divided among processors; reaches are shorter than the room of a place, too."""
     import torch
 
-    from paceline.serving.replica import attention
+    from paceline.serving.replica import decoding
 
     torch.manual_seed(0)
     positions = torch.linspace(0, length // 2 - 1, places, device="cuda").long()
-    page = attention.Page(positions, torch.arange(places, device="cuda"), length)
-    page.used = (positions + 1).int()
-    assert attention.has_flash(torch.bfloat16, positions.device, width)
-    kept = attention.Kept((places, length, heads, width), torch.bfloat16, positions.device, page)
-    kept.keys.normal_()
-    kept.values.normal_()
+    current = decoding.Pass(positions, torch.arange(places, device="cuda"), length)
+    current.used = (positions + 1).int()
+    assert decoding.has_flash(torch.bfloat16, positions.device, width)
+    cache = decoding.KeyValueCache((places, length, heads, width), torch.bfloat16, positions.device, current)
+    cache.keys.normal_()
+    cache.values.normal_()
     query = torch.randn(places, 8, 1, width, device="cuda", dtype=torch.bfloat16)
     key, value = torch.randn(2, places, heads, 1, width, device="cuda", dtype=torch.bfloat16)
-    for page.reach in (length // 2, length):
-        found = attention._look_back(kept, query, key, value, None)
+    for current.reach in (length // 2, length):
+        found = decoding.step_attention(cache, query, key, value, None)
         for place, last in enumerate(positions.tolist()):
-            assert torch.equal(kept.keys[place, last], key[place, :, 0])
-            used = (part[place, : last + 1].float() for part in (kept.keys, kept.values))
+            assert torch.equal(cache.keys[place, last], key[place, :, 0])
+            used = (part[place, : last + 1].float() for part in (cache.keys, cache.values))
             keys, values = (part.repeat_interleave(8 // heads, dim=1) for part in used)
             scores = torch.einsum("hd,nhd->hn", query[place, :, 0].float(), keys) / width**0.5
             expected = torch.einsum("hn,nhd->hd", scores.softmax(dim=-1), values)

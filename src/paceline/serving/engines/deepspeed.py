@@ -1,7 +1,7 @@
 """A transformers model in DeepSpeed's inference engine, split over devices by AutoTP; runs eagerly.
 
 On one device `deepspeed.init_inference` changes no arithmetic: the result is that of eager transformers. See
-`replica/deepspeed_model.py` for what is not used and why.
+`replica/weights.py` for what is not used and why.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ STARTS = True
 
 
 def check(spec: RunSpec) -> str | None:
-    assert spec.engine is not None
     return _replica.refusal(spec, parse_options(Options, spec.engine))
 
 
 def open(spec: RunSpec, seat: Seat) -> AbstractContextManager[Sequence[Endpoint]]:
-    assert spec.engine is not None
     return _replica.opened(spec, seat, parse_options(Options, spec.engine))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import json
@@ -10,7 +11,7 @@ import sys
 
 from paceline.errors import PacelineError
 from paceline.host.processes import end_with_parent
-from paceline.serving.replica.channel import Channel, ChannelClosed
+from paceline.serving.replica.batching import Channel, ChannelClosed
 from paceline.serving.replica.settings import Settings
 
 
@@ -19,18 +20,19 @@ def main(role: str) -> None:
     message = json.loads(sys.stdin.readline())
     settings = Settings.from_line(message["settings"])
     if role == "front":
-        import asyncio
-
         from paceline.serving.replica.front import run
 
         asyncio.run(run(settings, message["secret"]))
         return
-    from paceline.serving.replica.model import run as compute
+    from paceline.training.instruments import collection_paused
 
+    # Most of the start is the import of torch and transformers.
+    with collection_paused():
+        from paceline.serving.replica import model
     channel = Channel(socket.socket(fileno=message["line"])) if message["line"] is not None else None
     try:
         with contextlib.suppress(ChannelClosed):
-            compute(settings, message["rank"], channel, message["port"])
+            model.run(settings, message["rank"], channel, message["port"])
     except PacelineError as error:
         if channel is None:
             raise

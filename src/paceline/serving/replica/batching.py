@@ -1,16 +1,50 @@
-"""Which request has which slot of the batch, and what each step reports."""
+"""Which request has which slot of the batch, what each step reports, and the channel to the front."""
 
 from __future__ import annotations
 
+import json
+import select
+import socket
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from paceline.serving.replica.channel import Channel
 from paceline.serving.replica.settings import Settings
 
+READ_BYTES = 1 << 20
+# The number of its request, the token, and how the answer ended (None while it continues).
 Token = tuple[int, int, str | None]
+
+
+class ChannelClosed(Exception):
+    """The front is gone: nobody waits for answers."""
+
+
+class Channel:
+    """The model's end of a socket pair with the front. Messages are JSON lines."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._received = bytearray()
+
+    def put(self, message: dict[str, Any]) -> None:
+        try:
+            self._socket.sendall(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+        except OSError:
+            raise ChannelClosed from None
+
+    def take(self, wait: bool) -> list[dict[str, Any]]:
+        """All complete messages that have arrived. wait: until there is at least one."""
+        messages: list[dict[str, Any]] = []
+        while (wait and not messages) or select.select([self._socket], [], [], 0)[0]:
+            piece = self._socket.recv(READ_BYTES)
+            if not piece:
+                raise ChannelClosed
+            *lines, rest = bytes(self._received + piece).split(b"\n")
+            self._received = bytearray(rest)
+            messages += [json.loads(line) for line in lines]
+        return messages
 
 
 class Decoder(Protocol):
@@ -91,7 +125,7 @@ class Batching:
         return next(reach for reach in self.settings.reaches if reach >= longest)
 
     def hear(self, tokens: dict[int, int]) -> list[Token]:
-        """From the token of each slot: request, token, and how it ended (None while it continues)."""
+        """Count the token of each slot, and return those of requests that have not ended."""
         reported: list[Token] = []
         for slot, token in tokens.items():
             request = self.running.get(slot)
@@ -105,26 +139,22 @@ class Batching:
 
 
 def serve(decoder: Decoder, channel: Channel, settings: Settings) -> None:
-    """Until the front closes the channel. The tokens of one pass are reported before the next pass begins."""
+    """Serve until the front closes the channel. The tokens of one pass are reported before the next pass begins."""
     batching = Batching(settings)
+
+    def report(tokens: dict[int, int]) -> None:
+        if heard := batching.hear(tokens):
+            channel.put({"said": heard})
+
     while True:
         for message in channel.take(wait=batching.is_idle):
-            _take(batching, message)
+            if "drop" in message:
+                batching.drop(message["drop"])
+            else:
+                number, prompt, most, ends = (message[key] for key in ("ask", "prompt", "most", "ends"))
+                batching.arrive(BatchedRequest(number, prompt, most, frozenset(ends)))
         for group in batching.groups(batching.admit()):
             first = decoder.read([slot for slot, _ in group], [request.prompt for _, request in group])
-            _report(channel, batching.hear({slot: token for (slot, _), token in zip(group, first, strict=True)}))
+            report({slot: token for (slot, _), token in zip(group, first, strict=True)})
         if batching.is_busy:
-            _report(channel, batching.hear(dict(enumerate(decoder.step(batching.reach())))))
-
-
-def _take(batching: Batching, message: dict[str, Any]) -> None:
-    if "drop" in message:
-        batching.drop(message["drop"])
-        return
-    ends = frozenset(message["ends"])
-    batching.arrive(BatchedRequest(number=message["ask"], prompt=message["prompt"], most=message["most"], ends=ends))
-
-
-def _report(channel: Channel, tokens: list[Token]) -> None:
-    if tokens:
-        channel.put({"said": tokens})
+            report(dict(enumerate(decoder.step(batching.reach()))))

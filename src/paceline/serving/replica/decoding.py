@@ -1,78 +1,106 @@
-"""Greedy decoding over places: prompts are read into them, then all advance together by one token a step.
+"""Greedy decoding over the slots of a batch: prompts are read into slots, then all slots advance by one token a step.
 
-A step always computes every place, taken or not: its tensors never change their size or their address, so that it can
-be compiled once for each reach and replayed as one CUDA graph. What stands in a free place is computed and not told.
+A step always computes every slot, used or not. Its tensors never change size or address, so it is compiled once for
+each reach and replayed as one CUDA graph. Results of free slots are computed and not reported.
+
+Attention stores keys and values itself, in tensors that never move. transformers calls the function that is registered
+for a model's attention; ours stores its arguments before it attends. The model then needs no cache of transformers,
+whose interface changes between versions. All layers have the same code, so one compiled layer serves for all of them.
+
+Projections of the same input (queries, keys and values; gate and up) are computed as one product. A decode step reads
+every weight once and does little with it: a small product ends before it reaches full memory bandwidth.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from paceline.serving.replica import attention, projections
+from paceline.errors import UnsupportedError
 
 WARM_STEPS = 3
+# The name under which transformers knows our attention.
+ATTENTION = "paceline_slots"
+# Prompts come in any length. cuDNN, which torch prefers on some GPUs, plans each new length: 50 ms on an H200, where
+# reading 512 tokens of an 8B model takes 23 ms.
+PROMPT_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+# Projections of the llama family that have the same input, each used once in a pass.
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class Decoding:
-    """Rows are places. `read` and `step` return tokens on this host, in the order of rows."""
+    """Rows are slots. `read` and `step` return tokens on this host, in the order of rows. heads: key heads on this
+    device."""
 
-    def __init__(self, model: Any, *, places: int, length: int, reaches: Sequence[int], heads: int, width: int) -> None:
+    def __init__(self, model: Any, *, slots: int, length: int, reaches: Sequence[int], heads: int, width: int) -> None:
         self.model, self.length, self.reaches = model, length, tuple(reaches)
         first = next(model.parameters())
         self.device, self.dtype = first.device, first.dtype
-        self.positions = torch.zeros(places, dtype=torch.long, device=self.device)
-        self.tokens = torch.zeros((places, 1), dtype=torch.long, device=self.device)
+        self.positions = torch.zeros(slots, dtype=torch.long, device=self.device)
+        self.tokens = torch.zeros((slots, 1), dtype=torch.long, device=self.device)
         self._columns = torch.arange(length, device=self.device)
-        self.page = attention.Page(self.positions, torch.arange(places, device=self.device), length)
-        attention.install(model, heads, width, self.page)
-        self._flash = attention.has_flash(self.dtype, self.device, width)
+        self.current = Pass(self.positions, torch.arange(slots, device=self.device), length)
+        self._flash = has_flash(self.dtype, self.device, width)
         self._graphs: dict[int, Callable[[], None]] = {}
+        self._install_attention(heads, width)
+
+    def _install_attention(self, heads: int, width: int) -> None:
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(ATTENTION, attend)
+        self.model.config._attn_implementation = ATTENTION
+        named = (part for part in self.model.modules() if type(part).__name__.endswith("Attention"))
+        attentions = [part for part in named if hasattr(part, "layer_idx")]
+        if len(attentions) != self.model.config.num_hidden_layers:
+            raise UnsupportedError(
+                f"{type(self.model).__name__} has {len(attentions)} attentions that can keep keys for "
+                f"{self.model.config.num_hidden_layers} layers: this engine needs one in each"
+            )
+        for part in attentions:
+            size = (len(self.positions), self.length, heads, width)
+            part.key_value_cache = KeyValueCache(size, self.dtype, self.device, self.current)
 
     @property
     def attention(self) -> str:
-        """What a step looks back with: FlashAttention's kernel for decoding, or torch's choice among its kernels."""
+        """The attention of a step: FlashAttention's kernel for decoding, or torch's choice among its kernels."""
         return "flash" if self._flash else "sdpa"
 
     @property
-    def joined(self) -> bool:
-        return projections.is_joined(self.model)
-
-    @property
     def layers(self) -> Any:
-        """The decoder layers, by whatever name the architecture has for them."""
+        """The decoder layers, under whatever name the architecture has for them."""
         count = self.model.config.num_hidden_layers
-        lists = (part for part in self.model.modules() if isinstance(part, torch.nn.ModuleList))
-        return next(found for found in lists if len(found) == count)
+        lists = (part for part in self.model.modules() if isinstance(part, nn.ModuleList))
+        return next(layers for layers in lists if len(layers) == count)
 
     @torch.inference_mode()
     def read(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> list[int]:
-        """Read prompts into places; the first token of each answer. Padding stands behind, where nothing looks."""
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
+        """Read prompts into slots and return the first token of each answer. Causal attention never sees the padding at
+        the end of a prompt."""
         longest = max(len(prompt) for prompt in prompts)
         padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
-        places = torch.tensor(rows, device=self.device)
-        with torch.compiler.set_stance("force_eager"), attention.at_any_length():
-            first = self._first_tokens(torch.tensor(padded, device=self.device), lengths, places)
-        self.tokens[places, 0] = first
-        self.positions[places] = lengths
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
+        slots = torch.tensor(rows, device=self.device)
+        positions = torch.arange(longest, device=self.device).expand(len(prompts), -1)
+        with torch.compiler.set_stance("force_eager"), sdpa_kernel(PROMPT_KERNELS):
+            self.current.rows = slots
+            tokens = torch.tensor(padded, device=self.device)
+            hidden = self.model.get_decoder()(input_ids=tokens, position_ids=positions, use_cache=False)[0]
+            self.current.rows = None
+            # Only the last token of each prompt: the logits of all tokens would be the largest tensor of all.
+            last = hidden[torch.arange(len(prompts), device=self.device), lengths - 1]
+            first = self.model.lm_head(last[:, None])[:, 0].argmax(dim=-1)
+        self.tokens[slots, 0] = first
+        self.positions[slots] = lengths
         return [int(token) for token in first.tolist()]
 
-    def _first_tokens(self, tokens: Tensor, lengths: Tensor, places: Tensor) -> Tensor:
-        count, longest = tokens.shape
-        positions = torch.arange(longest, device=self.device).expand(count, -1)
-        self.page.rows = places
-        hidden = self.model.get_decoder()(input_ids=tokens, position_ids=positions, use_cache=False)[0]
-        self.page.rows = None
-        # Of each prompt its last token alone: the head's product over all of them would be the largest tensor there is.
-        last = hidden[torch.arange(count, device=self.device), lengths - 1]
-        return self.model.lm_head(last[:, None])[:, 0].argmax(dim=-1)  # type: ignore[no-any-return]
-
     def step(self, reach: int) -> list[int]:
-        """The next token of every place; reach: one of `reaches`, at least the longest context of those that count."""
+        """The next token of every slot. reach: one of `reaches`, at least the longest context of the used slots."""
         self.advance(reach)
         return [int(token) for token in self.tokens.view(-1).tolist()]
 
@@ -85,27 +113,24 @@ class Decoding:
 
     @torch.inference_mode()
     def _advance(self, reach: int) -> None:
-        self.page.reach = reach
-        # Made once a step, for all layers.
+        current = self.current
+        current.reach = reach
+        # Computed once a step, for all layers.
         if self._flash:
-            self.page.used = (self.positions + 1).int()
+            current.used = (self.positions + 1).int()
         else:
-            # Added to scores: every layer would turn truth values into numbers by itself.
+            # Added to the scores: with a mask of booleans, every layer would convert it to numbers.
             hidden = self._columns[:reach] > self.positions[:, None]
-            self.page.seen = torch.zeros_like(hidden, dtype=self.dtype).masked_fill_(hidden, -torch.inf)[:, None, None]
+            current.mask = torch.zeros_like(hidden, dtype=self.dtype).masked_fill_(hidden, -torch.inf)[:, None, None]
         logits = self.model(input_ids=self.tokens, position_ids=self.positions[:, None], use_cache=False).logits
         self.tokens.copy_(logits[:, -1].argmax(dim=-1, keepdim=True))
-        # A place that nobody has goes on counting; it must stay within its row.
+        # The position of a free slot advances too; it must stay within its row.
         self.positions.add_(1).clamp_(max=self.length - 1)
 
-    def reset(self) -> None:
-        self.positions.zero_()
-        self.tokens.zero_()
-
-    # --- made ready before the first request ---
+    # --- before the first request ---
 
     def compile_layers(self) -> None:
-        """Each layer by itself: all have the same code, so one compilation a reach serves for the whole model."""
+        """Compile each layer by itself: all have the same code, so one compilation per reach serves the whole model."""
         import torch._dynamo
 
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(self.reaches))
@@ -113,21 +138,175 @@ class Decoding:
             layer.compile(fullgraph=True, dynamic=False)
 
     def warm_up(self, graph: bool) -> None:
-        """Every kernel chosen and compiled, and every graph captured, before the clock of any request runs."""
+        """Select and compile every kernel, and capture every graph, before the first request."""
         self.read([0], [[0, 0]])
         for reach in reversed(self.reaches):
             for _ in range(WARM_STEPS):
                 self._advance(reach)
             if graph:
-                self._graphs[reach] = self._captured(reach)
-        self.reset()
+                # Captured here instead of by torch.compile: no tensor of a step moves, so a replay checks nothing.
+                torch.cuda.synchronize()
+                captured = torch.cuda.CUDAGraph()
+                # Only this thread: NCCL's own thread queries its events at any time, which would end a global capture.
+                with torch.inference_mode(), torch.cuda.graph(captured, capture_error_mode="thread_local"):
+                    self._advance(reach)
+                self._graphs[reach] = captured.replay
+        self.positions.zero_()
+        self.tokens.zero_()
 
-    def _captured(self, reach: int) -> Callable[[], None]:
-        """Captured by hand and not by torch.compile's own mode: all tensors of a step are ours and stay where they are,
-        so a replay has nothing to check."""
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # Of this thread alone: NCCL's own thread asks its events at any time, which a capture of all would not stand.
-        with torch.inference_mode(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self._advance(reach)
-        return graph.replay
+
+# --- attention ---
+
+
+@dataclass
+class Pass:
+    """What every layer needs to know about the current pass. slots: the number of each slot. rows: the slots whose
+    prompts are read, None in a step. positions: the next position of each slot. reach: how many columns a step reads.
+
+    A step sets one of two, depending on its kernel. mask: 0 for columns that count, otherwise minus infinity. used: how
+    many columns of each slot count.
+    """
+
+    positions: Tensor
+    slots: Tensor
+    length: int
+    rows: Tensor | None = None
+    reach: int = 0
+    mask: Tensor | None = None
+    used: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        # One token per slot, and where each slot begins among all cached tokens.
+        count = torch.arange(len(self.slots) + 1, dtype=torch.int32, device=self.slots.device)
+        self.each, self.starts = count, count * self.length
+
+
+class KeyValueCache(nn.Module):
+    """Keys and values of one layer, (slots, length, heads, width)."""
+
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, size: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, of: Pass) -> None:
+        super().__init__()
+        self.current = of
+        for name in ("keys", "values"):
+            self.register_buffer(name, torch.zeros(size, dtype=dtype, device=device), persistent=False)
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    _mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    **_more: Any,
+) -> tuple[Tensor, None]:
+    """Called by transformers: (batch, heads, tokens, width) in, (batch, tokens, heads, width) out."""
+    cache: KeyValueCache = module.key_value_cache
+    kernel = step_attention if cache.current.rows is None else prompt_attention
+    return kernel(cache, query, key, value, scaling).transpose(1, 2).contiguous(), None
+
+
+def prompt_attention(cache: KeyValueCache, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    """Attention of whole prompts, which begin at position 0 and are padded at the end."""
+    rows, length = cache.current.rows, key.shape[2]
+    cache.keys[rows, :length] = key.transpose(1, 2)
+    cache.values[rows, :length] = value.transpose(1, 2)
+    grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, is_causal=length > 1, scale=scaling, enable_gqa=grouped)
+
+
+def step_attention(cache: KeyValueCache, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    """Attention of one token per slot to everything that its slot has cached."""
+    current = cache.current
+    cache.keys[current.slots, current.positions] = key[:, :, 0]
+    cache.values[current.slots, current.positions] = value[:, :, 0]
+    if current.used is not None:
+        # torch's own operator: `scaled_dot_product_attention` has no argument for how much of a slot counts.
+        keys, values = (part.flatten(0, 1) for part in (cache.keys, cache.values))
+        more = {"scale": scaling, "seqused_k": current.used}
+        mixed = torch.ops.aten._flash_attention_forward(
+            query[:, :, 0], keys, values, current.each, current.starts, 1, current.reach, 0.0, False, False, **more
+        )[0]
+        return mixed[:, :, None]  # type: ignore[no-any-return]
+    # Query heads that share a key head become rows as if they were tokens: the keys are read once and not copied for
+    # each head. Reading them limits the speed of a step with many slots.
+    slots, heads, _, width = query.shape
+    shared = key.shape[1]
+    folded = query.reshape(slots, shared, heads // shared, width)
+    keys, values = (part[:, : current.reach].transpose(1, 2) for part in (cache.keys, cache.values))
+    mixed = F.scaled_dot_product_attention(folded, keys, values, attn_mask=current.mask, scale=scaling)
+    return mixed.reshape(slots, heads, 1, width)
+
+
+def has_flash(dtype: torch.dtype, device: torch.device, width: int) -> bool:
+    """Whether FlashAttention's kernel for decoding is available. It reads only the used part of a slot. If query heads
+    share key heads, it divides long contexts among processors that few slots would leave idle."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or width % 8 or width > 256:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+# --- joined projections ---
+
+
+class Joined(nn.Module):
+    """One weight for the outputs of all siblings. The first sibling called in a pass computes the product for all."""
+
+    def __init__(self, siblings: Sequence[nn.Linear]) -> None:
+        super().__init__()
+        # From the weights: in a model that was split, out_features is still the width of the whole.
+        self.widths = [int(part.weight.shape[0]) for part in siblings]
+        self.weight = nn.Parameter(torch.cat([part.weight for part in siblings]), requires_grad=False)
+        biases: list[Tensor] = [part.bias for part in siblings if part.bias is not None]
+        self.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
+        self.input: Tensor | None = None
+        self.parts: tuple[Tensor, ...] = ()
+        self.taken = 0
+
+    def part(self, number: int, input: Tensor) -> Tensor:
+        # Recognised by the input, not only by a count: a pass that was interrupted must not affect the next one.
+        if input is not self.input:
+            self.input, self.taken = input, 0
+            self.parts = torch.split(F.linear(input, self.weight, self.bias), self.widths, dim=-1)
+        part = self.parts[number]
+        self.taken += 1
+        if self.taken == len(self.widths):
+            self.input, self.parts = None, ()
+        return part
+
+
+class Part(nn.Module):
+    """Replaces one sibling under its old name."""
+
+    def __init__(self, joined: Joined, number: int) -> None:
+        super().__init__()
+        self.joined, self.number = joined, number
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.joined.part(self.number, input)
+
+
+@torch.no_grad()
+def join_projections(model: Any) -> Any:
+    """Join every group of siblings in place: plain linear layers, all with a bias or all without."""
+    device = next(model.parameters()).device
+    for owner in list(model.modules()):
+        for names in SIBLINGS:
+            siblings: list[Any] = [getattr(owner, name, None) for name in names]
+            is_plain = all(type(part) is nn.Linear for part in siblings)
+            if is_plain and len({part.bias is None for part in siblings}) == 1:
+                joined = Joined(siblings)
+                for number, name in enumerate(names):
+                    setattr(owner, name, Part(joined, number))
+    if device.type == "cuda":
+        # Otherwise torch keeps the memory of the siblings, half of the model, which NCCL and graphs need.
+        torch.cuda.empty_cache()
+    return model
+
+
+def is_joined(model: Any) -> bool:
+    return any(isinstance(part, Joined) for part in model.modules())

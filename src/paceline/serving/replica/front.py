@@ -11,14 +11,13 @@ import signal
 import socket
 import sys
 from asyncio.subprocess import Process
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, cast
 
 from paceline.serving import http_server
 from paceline.serving.replica import completions
-from paceline.serving.replica.completions import Completion
+from paceline.serving.replica.completions import AnyTokenizer, Completion
 from paceline.serving.replica.settings import Settings
-from paceline.serving.replica.tokenizer import PlaceholderTokenizer, Tokenizer, tokenizer_of
 
 LONGEST_LINE = 64 << 20
 LAST_MESSAGE_S = 1.0
@@ -26,17 +25,13 @@ IS_CHAT = {"/v1/completions": False, "/v1/chat/completions": True}
 
 
 class Front:
-    """Everything runs on one event loop: bytes of requests, messages of the model."""
+    """Everything runs on one event loop: bytes of requests, messages of the model. send: sends the model a message."""
 
-    def __init__(
-        self, settings: Settings, secret: str, tokenizer: PlaceholderTokenizer | Tokenizer, tell: Callable[[Any], None]
-    ) -> None:
+    def __init__(self, settings: Settings, secret: str, tokenizer: AnyTokenizer, send: Callable[[Any], None]) -> None:
         self.settings, self.tokenizer = settings, tokenizer
-        self._key, self._tell = f"Bearer {secret}".encode(), tell
+        self._key, self._send = f"Bearer {secret}".encode(), send
         self._replies: dict[int, tuple[Completion, Connection]] = {}
         self._last = 0
-
-    # --- requests ---
 
     def answer(self, request: http_server.Request, connection: Connection) -> None:
         if request.path == "/health":
@@ -51,26 +46,22 @@ class Front:
         elif request.method != "POST":
             raise http_server.Refused(405, f"method: got {request.method}, expected POST")
         else:
-            self._ask(request, connection)
-
-    def _ask(self, request: http_server.Request, connection: Connection) -> None:
-        parsed = completions.parse(request.body, IS_CHAT[request.path], self.settings, self.tokenizer)
-        self._last += 1
-        reply = Completion(self._last, parsed, self.settings.served, self.tokenizer.decoder())
-        self._replies[reply.number] = (reply, connection)
-        connection.reply = reply
-        message = {"ask": reply.number, "prompt": parsed.prompt, "most": parsed.max_tokens, "ends": sorted(parsed.ends)}
-        self._tell(message)
+            parsed = completions.parse(request.body, IS_CHAT[request.path], self.settings, self.tokenizer)
+            self._last += 1
+            reply = Completion(self._last, parsed, self.settings.served, self.tokenizer.decoder())
+            self._replies[reply.number] = (reply, connection)
+            connection.reply = reply
+            limits = {"most": parsed.max_tokens, "ends": sorted(parsed.ends)}
+            self._send({"ask": reply.number, "prompt": parsed.prompt, **limits})
 
     def forget(self, reply: Completion) -> None:
         """The client is gone: tell the model to stop this answer."""
         if self._replies.pop(reply.number, None) is not None:
-            self._tell({"drop": reply.number})
+            self._send({"drop": reply.number})
 
-    # --- tokens ---
-
-    def hear(self, said: list[tuple[int, int, str | None]]) -> None:
-        for number, token, finish in said:
+    def hear(self, tokens: list[tuple[int, int, str | None]]) -> None:
+        """Send the tokens of the model to the clients."""
+        for number, token, finish in tokens:
             if number not in self._replies:
                 continue
             reply, connection = self._replies[number]
@@ -109,16 +100,13 @@ class Connection(asyncio.Protocol):
                 return
             if request is None:
                 return
-            self._answer(request)
-
-    def _answer(self, request: http_server.Request) -> None:
-        self._stays = request.keeps_alive
-        try:
-            self._front.answer(request, self)
-        except http_server.Refused as refused:
-            self.send(http_server.refusal(refused))
-        if self.reply is None and not self._stays:
-            self._close()
+            self._stays = request.keeps_alive
+            try:
+                self._front.answer(request, self)
+            except http_server.Refused as refused:
+                self.send(http_server.refusal(refused))
+            if self.reply is None and not self._stays:
+                self._close()
 
     def send(self, data: bytes) -> None:
         if data and self._transport is not None and not self._transport.is_closing():
@@ -145,31 +133,46 @@ class Connection(asyncio.Protocol):
 
 
 async def run(settings: Settings, secret: str) -> None:
-    """Serve until a model process ends or this process is ended: what it started ends with it."""
+    """Serve until a model process ends or this process is ended. The model processes end with it."""
     ours, theirs = socket.socketpair()
     reader, writer = await asyncio.open_connection(sock=ours, limit=LONGEST_LINE)
-    models = [await _model(settings, 0, theirs, None)]
+    models = [await _start_model(settings, 0, theirs, None)]
     theirs.close()
-    with contextlib.ExitStack() as ended:
-        ended.callback(_kill_all, models)
+
+    def send(message: Any) -> None:
+        writer.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+
+    try:
         # While the model is built: both take seconds.
-        tokenizer = tokenizer_of(settings.model if settings.is_directory else None)
+        tokenizer = completions.tokenizer_of(settings.model if settings.is_directory else None)
         message = await _message_of(models, reader)
         if "meet" in message:
             others = range(1, settings.tensor_parallel)
-            models += [await _model(settings, rank, None, message["meet"]) for rank in others]
+            models += [await _start_model(settings, rank, None, message["meet"]) for rank in others]
             message = await _message_of(models, reader)
         if "ready" not in message:
             _print_line(message)
             return
+        front = Front(settings, secret, tokenizer, send)
 
-        def tell(message: Any) -> None:
-            writer.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+        async def pass_tokens_on() -> None:
+            while message := await _message(reader):
+                front.hear(message["said"])
 
-        await _serve(Front(settings, secret, tokenizer, tell), message["ready"], reader, models)
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: Connection(front), settings.host, 0, backlog=4096)
+        _print_line({"port": server.sockets[0].getsockname()[1], "facts": message["ready"]})
+        await _first_of(asyncio.ensure_future(pass_tokens_on()), models)
+    finally:
+        for model in models:
+            # Kill by process id: `Process.kill` would consume the exit status that asyncio waits for, and asyncio would
+            # then print a warning as the last line of the replica's output.
+            if model.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(model.pid, signal.SIGKILL)
 
 
-async def _model(settings: Settings, rank: int, line: socket.socket | None, port: int | None) -> Process:
+async def _start_model(settings: Settings, rank: int, line: socket.socket | None, port: int | None) -> Process:
     passed = (line.fileno(),) if line is not None else ()
     started = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "paceline.serving.replica", "model"),
@@ -195,27 +198,16 @@ async def _message_of(models: list[Process], reader: asyncio.StreamReader) -> di
     """The next message of the first model process; empty if any of them has ended, because the others would wait
     forever."""
     message = asyncio.ensure_future(_message(reader))
-    await _first_of([message, *(asyncio.ensure_future(model.wait()) for model in models)])
+    await _first_of(message, models)
     # A process may have sent the reason just before it ended.
     done, _ = await asyncio.wait([message], timeout=LAST_MESSAGE_S)
     return message.result() if done else {}
 
 
-async def _first_of(awaited: Sequence[asyncio.Future[Any]]) -> None:
-    await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
-
-
-async def _serve(front: Front, facts: dict[str, Any], reader: asyncio.StreamReader, models: list[Process]) -> None:
-    loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Connection(front), front.settings.host, 0, backlog=4096)
-    _print_line({"port": server.sockets[0].getsockname()[1], "facts": facts})
-    listening = asyncio.ensure_future(_listen(reader, front))
-    await _first_of([listening, *(asyncio.ensure_future(model.wait()) for model in models)])
-
-
-async def _listen(reader: asyncio.StreamReader, front: Front) -> None:
-    while message := await _message(reader):
-        front.hear(message["said"])
+async def _first_of(message: asyncio.Future[Any], models: list[Process]) -> None:
+    """Wait for the future, or until a model process ends."""
+    ends = [asyncio.ensure_future(model.wait()) for model in models]
+    await asyncio.wait([message, *ends], return_when=asyncio.FIRST_COMPLETED)
 
 
 def _print_line(fields: dict[str, Any]) -> None:
@@ -223,12 +215,3 @@ def _print_line(fields: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):
         sys.stdout.write(json.dumps(fields) + "\n")
         sys.stdout.flush()
-
-
-def _kill_all(models: list[Process]) -> None:
-    """Kill by process id: `Process.kill` would consume the exit status that asyncio waits for, and asyncio would then
-    print a warning as the replica's last words."""
-    for model in models:
-        if model.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(model.pid, signal.SIGKILL)

@@ -1,59 +1,74 @@
-"""One model process of a replica: builds its part of the model, says when it is ready, and computes what is asked."""
+"""One model process of a replica: builds its part of the model, reports that it is ready, and computes tokens.
+
+With tensor parallelism a replica has several such processes. Rank 0 leads: it sends every call to the others through a
+process group on the host, so that waiting for the next call never waits for the device. The tensors of a call are
+exchanged inside the model.
+"""
 
 from __future__ import annotations
 
+import datetime
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
 
 from paceline.errors import UnsupportedError
 from paceline.launchers.node import placement
-from paceline.serving.replica.batching import serve
-from paceline.serving.replica.channel import Channel
+from paceline.serving.replica import weights
+from paceline.serving.replica.batching import Channel, serve
+from paceline.serving.replica.decoding import Decoding, is_joined, join_projections
 from paceline.serving.replica.settings import Settings
 from paceline.training.instruments import collection_paused
 
-if TYPE_CHECKING:
-    import torch
+READ, STEP = 0, 1
+# The other ranks wait for the leader until the next request: days, not minutes.
+PATIENCE = datetime.timedelta(days=30)
+HOST = "127.0.0.1"
 
 
 def run(settings: Settings, rank: int, channel: Channel | None, port: int | None) -> None:
-    """Rank 0 has the line to the front; the others have the port where it waits for them."""
-    with collection_paused():
-        import torch
-        import transformers  # noqa: F401  (most of the start is this import)
-
+    """Only rank 0 has a channel to the front. The other ranks have the port of its store."""
     # fp32 means fp32: TF32 would be another precision under the same name.
     torch.set_float32_matmul_precision("highest")
     device = device_of(settings, rank)
-    group = _group(settings, rank, channel, port, device)
-    # transformers imports a model's code when the model is asked for.
+    group = _join_group(settings, rank, channel, port, device) if settings.tensor_parallel > 1 else None
+    # transformers imports the code of an architecture when it builds the model.
     with collection_paused():
-        decoding = _decoding(settings, rank, device)
+        if settings.engine == "deepspeed":
+            model = weights.open_deepspeed_model(settings, device)
+        else:
+            model = join_projections(weights.open_model(settings, rank, device))
+        decoding = Decoding(
+            model,
+            slots=settings.max_batch,
+            length=settings.max_length,
+            reaches=settings.reaches,
+            heads=settings.shape.kv_heads // settings.tensor_parallel,
+            width=settings.shape.head_dim,
+        )
+        if settings.compiled:
+            decoding.compile_layers()
+        decoding.warm_up(settings.graph)
     if channel is None:
-        from paceline.serving.replica.ensemble import follow
-
         follow(decoding, group)
-        return
-    channel.put({"ready": facts(settings, decoding)})
-    if group is None:
-        serve(decoding, channel, settings)
     else:
-        from paceline.serving.replica.ensemble import Leader
-
-        serve(Leader(decoding, group), channel, settings)
+        channel.put({"ready": facts(settings, decoding)})
+        serve(decoding if group is None else Leader(decoding, group), channel, settings)
 
 
 def device_of(settings: Settings, rank: int) -> torch.device:
-    import torch
-
     if settings.device == "cpu":
         if settings.tensor_parallel > 1 and "OMP_NUM_THREADS" not in os.environ:
-            # Processes that each take every core only wait for one another.
+            # Processes that each use every core only wait for one another.
             torch.set_num_threads(max(1, torch.get_num_threads() // settings.tensor_parallel))
         return torch.device("cpu")
     number = settings.first_device + rank
     if placement.shares_gpu(os.environ):
-        # NCCL refuses two processes of one host on one GPU; under host names of their own they talk through sockets.
+        # NCCL refuses two processes of one host on one GPU; with different host names they use sockets.
         os.environ["NCCL_HOSTID"] = f"paceline-replica-{os.getpid()}"
         number = 0
     if not torch.cuda.is_available() or number >= torch.cuda.device_count():
@@ -63,65 +78,21 @@ def device_of(settings: Settings, rank: int) -> torch.device:
     return torch.device("cuda", number)
 
 
-def _group(settings: Settings, rank: int, channel: Channel | None, port: int | None, device: torch.device) -> Any:
-    """The group by which the leader speaks; None for a replica of one process."""
-    if settings.tensor_parallel == 1:
-        return None
-    from paceline.serving.replica import ensemble
-
-    if channel is None:
-        assert port is not None
-        store = ensemble.reach_store(port, settings.tensor_parallel)
-    else:
-        store = ensemble.open_store(settings.tensor_parallel)
-        channel.put({"meet": store.port})
-    return ensemble.join(store, rank, settings, device)
-
-
-def _decoding(settings: Settings, rank: int, device: torch.device) -> Any:
-    from paceline.serving.replica.decoding import Decoding
-    from paceline.serving.replica.projections import join
-    from paceline.serving.replica.weights import open_model
-
-    if settings.engine == "deepspeed":
-        from paceline.serving.replica.deepspeed_model import open_model as open_injected
-
-        model = open_injected(settings, device)
-    else:
-        model = join(open_model(settings, rank, device))
-    shape = settings.shape
-    decoding = Decoding(
-        model,
-        places=settings.max_batch,
-        length=settings.max_length,
-        reaches=settings.reaches,
-        heads=shape.kv_heads // settings.tensor_parallel,
-        width=shape.head_dim,
-    )
-    if settings.compiled:
-        decoding.compile_layers()
-    decoding.warm_up(settings.graph)
-    return decoding
-
-
-def facts(settings: Settings, decoding: Any) -> dict[str, Any]:
-    """What a record says of this replica: versions, devices, and everything that changes its speed."""
-    import torch
-    import transformers
-
+def facts(settings: Settings, decoding: Decoding) -> dict[str, Any]:
+    """What a record says about this replica: versions, devices, and everything that changes its speed."""
     versions = [f"transformers {transformers.__version__}", f"torch {torch.__version__}"]
     if settings.engine == "deepspeed":
         import deepspeed
 
         versions.insert(0, f"deepspeed {deepspeed.__version__}")
-    told = {
+    in_effect = {
         "batching": settings.batching,
         "max_batch": settings.max_batch,
         "max_length": settings.max_length,
         "prefill_tokens": settings.prefill_tokens,
         "dtype": settings.precision,
         "attention": decoding.attention,
-        "projections": "joined" if decoding.joined else "separate",
+        "projections": "joined" if is_joined(decoding.model) else "separate",
         "kv_cache": "static",
         "prefix_caching": False,
         "compiled": "layers" if settings.compiled else "none",
@@ -130,4 +101,56 @@ def facts(settings: Settings, decoding: Any) -> dict[str, Any]:
         "threads": torch.get_num_threads() if settings.device == "cpu" else None,
     }
     size = settings.tensor_parallel
-    return {"version": ", ".join(versions), "devices": size, "tensor_parallel": size, "settings": told}
+    return {"version": ", ".join(versions), "devices": size, "tensor_parallel": size, "settings": in_effect}
+
+
+# --- tensor parallelism ---
+
+
+def _join_group(settings: Settings, rank: int, channel: Channel | None, port: int | None, device: torch.device) -> Any:
+    """Join the process group of the model. Returns the group through which the leader sends its calls."""
+    size = settings.tensor_parallel
+    if channel is None:
+        store = dist.TCPStore(HOST, port, size, is_master=False)  # type: ignore[attr-defined]
+    else:
+        store = dist.TCPStore(HOST, 0, size, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        channel.put({"meet": store.port})
+    # DeepSpeed reads its rank from the environment.
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(device.index or 0), "WORLD_SIZE": str(size)}
+    os.environ |= {"MASTER_ADDR": HOST, "MASTER_PORT": str(store.port)}
+    backend = "nccl" if settings.device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
+    return dist.new_group(backend="gloo", timeout=PATIENCE)
+
+
+class Leader:
+    """A `Decoding` whose calls are made by all processes."""
+
+    def __init__(self, decoding: Decoding, group: Any) -> None:
+        self._decoding, self._group = decoding, group
+
+    def read(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> list[int]:
+        longest = max(len(prompt) for prompt in prompts)
+        dist.broadcast(torch.tensor([READ, len(rows), longest]), src=0, group=self._group)
+        table = [[row, len(p), *p, *[0] * (longest - len(p))] for row, p in zip(rows, prompts, strict=True)]
+        dist.broadcast(torch.tensor(table), src=0, group=self._group)
+        return self._decoding.read(rows, prompts)
+
+    def step(self, reach: int) -> list[int]:
+        dist.broadcast(torch.tensor([STEP, reach, 0]), src=0, group=self._group)
+        return self._decoding.step(reach)
+
+
+def follow(decoding: Decoding, group: Any) -> None:
+    """Make every call that the leader makes, until this process is ended with the replica."""
+    call = torch.zeros(3, dtype=torch.long)
+    while True:
+        dist.broadcast(call, src=0, group=group)
+        kind, count, longest = call.tolist()
+        if kind == STEP:
+            decoding.advance(count)
+            continue
+        table = torch.zeros((count, 2 + longest), dtype=torch.long)
+        dist.broadcast(table, src=0, group=group)
+        rows = table.tolist()
+        decoding.read([row[0] for row in rows], [row[2 : 2 + row[1]] for row in rows])

@@ -1,47 +1,57 @@
-"""The model of a replica: random weights of a named shape or those of a local directory, cut for tensor parallelism.
+"""The model of a replica: random weights of a named shape or those of a local directory, split for tensor parallelism.
 
-Random weights are a function of (seed, parameter name, position), the same on every device and for every cut. They are
-made one parameter at a time, so a model that is cut never stands whole on one device.
+Random weights are a function of (seed, parameter name, position), the same on every device and for every split. They
+are generated one parameter at a time, so a model that is split never needs to fit on one device.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.errors import UnsupportedError
+from paceline.errors import MissingPackageError, UnsupportedError
 from paceline.models.shape import Shape
 from paceline.serving.replica.settings import Settings
 from paceline.training.decoder import DTYPES, initial_values
 from paceline.training.finetuned import architecture, package
 
-# Which side of a weight (outputs, inputs) a device has a part of, by transformers' word for it.
+# transformers' name for a split -> the dimension of the weight that is split (0: outputs, 1: inputs).
 SIDES = {"colwise": 0, "rowwise": 1}
 Values = Callable[[str, nn.Parameter], Tensor]
 
 
 def open_model(settings: Settings, rank: int, device: torch.device) -> Any:
-    """Ready to be asked. Under tensor parallelism the part of this rank, with its sums over ranks built in."""
-    dtype = DTYPES[settings.precision]
-    opened = _directory_model if settings.is_directory else _seeded_model
-    model, values = opened(settings, device, dtype)
+    """The model, ready for use. With tensor parallelism it is the part of this rank, including the sums over ranks."""
+    build = _directory_model if settings.is_directory else _seeded_model
+    model, values = build(settings, device, DTYPES[settings.precision])
     sides = sides_of(model) if settings.tensor_parallel > 1 else {}
-    _fill(model, values, sides, rank, settings.tensor_parallel)
+    with torch.no_grad():
+        for path, module in list(model.named_modules()):
+            for key, parameter in list(module.named_parameters(recurse=False)):
+                # GPT-2 calls its norms ln, which `initial_values` does not know.
+                kind = "norm." if isinstance(module, nn.LayerNorm) else ""
+                value = values(f"{path}.{kind}{key}", parameter)
+                if path in sides:
+                    value = _part(key, value, sides[path], rank, settings.tensor_parallel)
+                setattr(module, key, nn.Parameter(value, requires_grad=False))
     body = model.get_decoder()
     if hasattr(body, "rotary_emb"):
-        # Its frequencies are no parameters, and those of a model made without memory are not there yet.
+        # Its frequencies are not parameters. A model on the meta device does not have them yet.
         body.rotary_emb = type(body.rotary_emb)(config=model.config)
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.get_input_embeddings().weight
     for path, side in sides.items():
-        hook = _gathered if path == "lm_head" else _summed
-        if side == 1 or path == "lm_head":
-            model.get_submodule(path).register_forward_hook(hook)
+        if path == "lm_head":
+            model.lm_head.register_forward_hook(_gather)
+        elif side == 1:
+            model.get_submodule(path).register_forward_hook(_sum)
     return model.to(device).eval().requires_grad_(False)
 
 
@@ -49,12 +59,7 @@ def _seeded_model(settings: Settings, device: torch.device, dtype: torch.dtype) 
     shape = settings.shape
     with torch.device("meta"):
         model = _gpt2(shape) if shape.positions == "learned" else architecture(shape, f"the engine {settings.engine}")
-
-    def values(name: str, parameter: nn.Parameter) -> Tensor:
-        value = initial_values(name, parameter.shape, shape.layers, settings.seed, device)
-        return value.to(dtype)
-
-    return model, values
+    return model, lambda name, value: initial_values(name, value.shape, shape.layers, settings.seed, device).to(dtype)
 
 
 def _gpt2(shape: Shape) -> Any:
@@ -75,9 +80,9 @@ def _gpt2(shape: Shape) -> Any:
 
 
 def _directory_model(settings: Settings, device: torch.device, dtype: torch.dtype) -> tuple[Any, Values]:
-    """Of Hugging Face's layout; no code that lies beside the weights is run, and no other format than safetensors."""
+    """A directory in Hugging Face's layout with safetensors. No code in that directory is run."""
     transformers = package("transformers", f"the engine {settings.engine}")
-    model, told = transformers.AutoModelForCausalLM.from_pretrained(
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
         settings.model,
         local_files_only=True,
         trust_remote_code=False,
@@ -85,9 +90,9 @@ def _directory_model(settings: Settings, device: torch.device, dtype: torch.dtyp
         dtype=dtype,
         output_loading_info=True,
     )
-    # transformers would fill what is missing with chance.
+    # transformers would fill missing weights with random values.
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    if missing := sorted({*told["missing_keys"]} - tied):
+    if missing := sorted({*report["missing_keys"]} - tied):
         raise UnsupportedError(f"{settings.model} lacks {len(missing)} weights, {missing[0]} first")
     window = getattr(model.config, "sliding_window", None)
     if window is not None and window < settings.max_length:
@@ -97,52 +102,67 @@ def _directory_model(settings: Settings, device: torch.device, dtype: torch.dtyp
     return model, lambda _name, parameter: parameter.detach().to(device)
 
 
-@torch.no_grad()
-def _fill(model: Any, values: Values, sides: dict[str, int], rank: int, size: int) -> None:
-    for path, module in list(model.named_modules()):
-        for key, parameter in list(module.named_parameters(recurse=False)):
-            # GPT-2 calls its norms ln, which says nothing to the law of initial values.
-            kind = "norm." if isinstance(module, nn.LayerNorm) else ""
-            value = values(f"{path}.{kind}{key}", parameter)
-            if (side := sides.get(path)) is not None:
-                value = _part(key, value, side, rank, size)
-            setattr(module, key, nn.Parameter(value, requires_grad=False))
+def open_deepspeed_model(settings: Settings, device: torch.device) -> Any:
+    """The model inside DeepSpeed's inference engine. Every rank builds all of it, in host memory if it will be split.
+
+    `deepspeed.init_inference` casts the model and, over several devices, splits it with AutoTP: linear layers are
+    replaced by DeepSpeed's, which sum over ranks. On one device it changes no arithmetic, so its speed is that of eager
+    transformers. Kernel injection is not used: it needs batches that begin and end together, but requests here come and
+    go by slot.
+    """
+    # Otherwise DeepSpeed guesses its accelerator and compiles operators that are not used here.
+    os.environ.setdefault("DS_ACCELERATOR", settings.device)
+    os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise MissingPackageError(error.name or "deepspeed", "the engine deepspeed", "'paceline[zero]'") from None
+    deepspeed.utils.logger.setLevel("ERROR")
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    size = settings.tensor_parallel
+    whole = open_model(replace(settings, tensor_parallel=1), 0, device if size == 1 else torch.device("cpu"))
+    if size > 1:
+        deepspeed.init_distributed(dist_backend="nccl" if settings.device == "cuda" else "gloo", verbose=False)
+    engine = deepspeed.init_inference(
+        whole, dtype=DTYPES[settings.precision], tensor_parallel={"tp_size": size}, replace_with_kernel_inject=False
+    )
+    return engine.module.eval().requires_grad_(False)
 
 
-# --- tensor parallelism --------------------------------------------------------------------------------------------
+# --- tensor parallelism ---
 
 
 def sides_of(model: Any) -> dict[str, int]:
-    """Path of each product that is cut -> the side it is cut along, as transformers' own plan of the architecture says;
-    the head too, along the vocabulary, where it is not the embedding."""
+    """Path of each linear layer that is split -> the dimension, by transformers' plan for the architecture. The head is
+    split along the vocabulary, unless it is the embedding."""
     plan = getattr(model.config, "base_model_tp_plan", None) or {}
-    found = {}
+    sides = {}
     for path, module in model.named_modules():
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", path.removeprefix(f"{model.base_model_prefix}.")))
         if isinstance(module, nn.Linear) and style is not None:
             if style not in SIDES:
-                raise UnsupportedError(f"{type(model).__name__} wants {path} {style}; known is {' and '.join(SIDES)}")
-            found[path] = SIDES[style]
-    if not found:
+                raise UnsupportedError(f"{type(model).__name__} splits {path} {style}; expected {' or '.join(SIDES)}")
+            sides[path] = SIDES[style]
+    if not sides:
         raise UnsupportedError(f"transformers has no tensor-parallel plan for {type(model).__name__}")
     if not model.config.tie_word_embeddings:
-        found["lm_head"] = 0
-    return found
+        sides["lm_head"] = 0
+    return sides
 
 
 def _part(key: str, value: Tensor, side: int, rank: int, size: int) -> Tensor:
-    """What this rank holds. The bias of a product that is summed over ranks is added by one of them."""
+    """The part of this rank. If a product is summed over ranks, only rank 0 adds the bias."""
     if key == "bias" and side == 1:
         return value if rank == 0 else torch.zeros_like(value)
     return value.tensor_split(size, dim=0 if key == "bias" else side)[rank].clone()
 
 
-def _summed(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+def _sum(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
     dist.all_reduce(output)
     return output
 
 
-def _gathered(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+def _gather(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
     parts = [torch.empty_like(output) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, output)
     return torch.cat(parts, dim=-1)

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline.serving.replica.batching import BatchedRequest, Batching, serve
-from paceline.serving.replica.channel import Channel, ChannelClosed
+from paceline.serving.replica.batching import BatchedRequest, Batching, Channel, ChannelClosed, serve
 from paceline.serving.replica.settings import Settings
 
 

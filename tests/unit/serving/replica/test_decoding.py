@@ -1,4 +1,4 @@
-"""Greedy decoding over places against a plain loop of the same weights, token by token."""
+"""Greedy decoding over slots against a plain loop of the same weights, token by token."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ pytest.importorskip("transformers")
 import torch
 
 from paceline.errors import UnsupportedError
-from paceline.serving.replica import attention, projections, weights
-from paceline.serving.replica.decoding import Decoding
+from paceline.serving.replica import decoding as decoding_module
+from paceline.serving.replica import weights
+from paceline.serving.replica.decoding import Decoding, is_joined, join_projections
 from paceline.serving.replica.model import device_of
 from paceline.serving.replica.settings import Settings
 
@@ -42,10 +43,10 @@ def plain(model: Any, prompt: Sequence[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def over_places(settings: Settings, model: Any, rank_count: int = 1) -> Decoding:
+def over_slots(settings: Settings, model: Any, rank_count: int = 1) -> Decoding:
     shape = settings.shape
     heads = shape.kv_heads // rank_count
-    return Decoding(projections.join(model), places=4, length=64, reaches=(32, 64), heads=heads, width=shape.head_dim)
+    return Decoding(join_projections(model), slots=4, length=64, reaches=(32, 64), heads=heads, width=shape.head_dim)
 
 
 def answers(decoding: Decoding, rows: Sequence[int], prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
@@ -63,7 +64,7 @@ def test_padded_batches_answer_as_a_plain_loop_does(name: str) -> None:
     model = sharpened(weights.open_model(settings, 0, CPU))
     expected = [plain(model, prompt, 8) for prompt in PROMPTS]
     assert len({token for answer in expected for token in answer}) > 8
-    decoding = over_places(settings, model)
+    decoding = over_slots(settings, model)
     assert answers(decoding, [0], PROMPTS[:1], 8) == expected[:1]
     assert answers(decoding, [2, 0, 3, 1], PROMPTS, 8) == expected
 
@@ -71,7 +72,7 @@ def test_padded_batches_answer_as_a_plain_loop_does(name: str) -> None:
 def test_a_place_is_taken_while_others_go_on() -> None:
     model = sharpened(weights.open_model(LLAMA, 0, CPU))
     expected = [plain(model, prompt, 8) for prompt in PROMPTS[:2]]
-    decoding = over_places(LLAMA, model)
+    decoding = over_slots(LLAMA, model)
     first = decoding.read([1], PROMPTS[:1])
     first += [decoding.step(64)[1] for _ in range(3)]
     second = decoding.read([3], PROMPTS[1:2])
@@ -94,7 +95,7 @@ def test_one_compilation_a_reach_serves_all_layers(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **more: compile_module(self, backend=backend, **more))
     model = sharpened(weights.open_model(LLAMA, 0, CPU))
     expected = [plain(model, prompt, 8) for prompt in PROMPTS]
-    decoding = over_places(LLAMA, model)
+    decoding = over_slots(LLAMA, model)
     decoding.compile_layers()
     decoding.warm_up(graph=False)
     assert len(graphs) == len(decoding.reaches)
@@ -112,11 +113,11 @@ def test_joined_products_are_those_of_the_siblings_and_leave_nothing_behind() ->
     names = ["v_proj", "q_proj", "k_proj"] * 2
     expected = [getattr(owner, name)(given) for name in names]
     held = sum(parameter.numel() for parameter in model.parameters())
-    projections.join(model)
+    join_projections(model)
     assert sum(parameter.numel() for parameter in model.parameters()) == held
     for name, value in zip(names, expected, strict=True):
         torch.testing.assert_close(getattr(owner, name)(given), value)
-    assert (owner.q_proj.joined.parts, owner.q_proj.joined.given) == ((), None)
+    assert (owner.q_proj.joined.parts, owner.q_proj.joined.input) == ((), None)
 
 
 def test_a_pass_that_broke_off_does_not_answer_the_next_one() -> None:
@@ -124,22 +125,22 @@ def test_a_pass_that_broke_off_does_not_answer_the_next_one() -> None:
     owner = model.model.layers[0].mlp
     given = torch.randn(2, 3, LLAMA.shape.hidden)
     expected = owner(given)
-    projections.join(model)
+    join_projections(model)
     owner.gate_proj(torch.randn(2, 3, LLAMA.shape.hidden))
     torch.testing.assert_close(owner(given), expected)
 
 
 def test_prompts_are_read_without_a_kernel_that_plans_each_length_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     allowed: list[bool] = []
-    read = attention._read
+    read = decoding_module.prompt_attention
 
     def watched(*given: Any) -> torch.Tensor:
         allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
         return read(*given)
 
-    monkeypatch.setattr(attention, "_read", watched)
+    monkeypatch.setattr(decoding_module, "prompt_attention", watched)
     before = torch.backends.cuda.cudnn_sdp_enabled()
-    over_places(LLAMA, weights.open_model(LLAMA, 0, CPU)).read([0], PROMPTS[:1])
+    over_slots(LLAMA, weights.open_model(LLAMA, 0, CPU)).read([0], PROMPTS[:1])
     assert allowed == [False] * LLAMA.shape.layers
     assert torch.backends.cuda.cudnn_sdp_enabled() is before
 
@@ -147,9 +148,9 @@ def test_prompts_are_read_without_a_kernel_that_plans_each_length_anew(monkeypat
 def test_what_has_no_siblings_stays_as_it_is() -> None:
     model = weights.open_model(SETTINGS["gpt"], 0, CPU)
     before = [type(part) for part in model.modules()]
-    assert [type(part) for part in projections.join(model).modules()] == before
-    assert not projections.is_joined(model)
-    assert projections.is_joined(projections.join(weights.open_model(LLAMA, 0, CPU)))
+    assert [type(part) for part in join_projections(model).modules()] == before
+    assert not is_joined(model)
+    assert is_joined(join_projections(weights.open_model(LLAMA, 0, CPU)))
 
 
 def test_weights_are_those_of_the_seed_in_the_dtype_asked_for() -> None:
@@ -195,7 +196,7 @@ class Threads:
 
 def test_two_parts_of_a_model_answer_as_the_whole_does(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = sharpened(weights.open_model(LLAMA, 0, CPU))
-    expected = answers(over_places(LLAMA, whole), [0, 1, 2, 3], PROMPTS, 8)
+    expected = answers(over_slots(LLAMA, whole), [0, 1, 2, 3], PROMPTS, 8)
     ranks = Threads(2)
     monkeypatch.setattr(weights, "dist", ranks)
     cut = replace(LLAMA, tensor_parallel=2)
@@ -206,7 +207,7 @@ def test_two_parts_of_a_model_answer_as_the_whole_does(monkeypatch: pytest.Monke
 
     def work(rank: int) -> None:
         ranks.here.rank = rank
-        found[rank] = answers(over_places(cut, models[rank], 2), [0, 1, 2, 3], PROMPTS, 8)
+        found[rank] = answers(over_slots(cut, models[rank], 2), [0, 1, 2, 3], PROMPTS, 8)
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
     for thread in threads:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from paceline.serving.client.http_stream import Response, understand
+from paceline.serving.replica.completions import PlaceholderTokenizer, TextDecoder
 from paceline.serving.replica.front import Connection, Front
 from paceline.serving.replica.settings import Settings
-from paceline.serving.replica.tokenizer import PlaceholderTokenizer, TextDecoder
 
 KEY = "a-key"
 SETTINGS = Settings(engine="transformers", model="tiny-llama", max_length=32)
