@@ -14,7 +14,7 @@ import pytest
 from paceline.results import store
 from paceline.results.served_samples import CeilingSample
 from paceline.serving import client_ceiling
-from paceline.serving.mock.server import Latencies, serve_until_signalled
+from paceline.serving.mock import Latencies, serve_until_signalled
 
 Start = Callable[..., str]
 FILE = """

@@ -17,7 +17,7 @@ from paceline.experiment.fields import Cell, build
 from paceline.results import store
 from paceline.results.records import Status
 from paceline.serving.client import mlcommons
-from paceline.serving.mock.server import Latencies, serve_until_signalled
+from paceline.serving.mock import Latencies, serve_until_signalled
 
 FIELDS = {
     "workload": "inference",

@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.contract import Endpoint, Seat
 from paceline.experiment.spec import RunSpec
-from paceline.serving.mock.server import MockReplica
+from paceline.serving.mock import MockReplica
 from testbed import replicas
 from testbed.replicas import check
 

@@ -22,7 +22,7 @@ from paceline.contract import Endpoint, Seat
 from paceline.experiment.plugins import parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.host.processes import end_with_parent
-from paceline.serving.mock.server import Latencies, MockReplica
+from paceline.serving.mock import Latencies, MockReplica
 
 START_S = 60.0
 

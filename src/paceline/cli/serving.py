@@ -42,7 +42,7 @@ def add_verbs(verbs: Any) -> None:
 
 def mock_replica(arguments: argparse.Namespace) -> int:
     from paceline.errors import require
-    from paceline.serving.mock.server import MODES, Latencies, serve_until_signalled
+    from paceline.serving.mock import MODES, Latencies, serve_until_signalled
 
     screen = console()
     if arguments.mode == "list":

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from paceline.results.served_samples import CeilingSample
 from paceline.serving.client import audit, schedule, worker_pool
 from paceline.serving.client.requests import Assignment, RequestResult, ShardResult, Target
-from paceline.serving.mock.server import Latencies, serve_until_signalled
+from paceline.serving.mock import Latencies, serve_until_signalled
 
 TTFT_S = 0.1
 FIRST_EVENTS_PER_S = 1000.0
@@ -90,8 +90,12 @@ class Rung:
             for h in self.answered
             if h.first_ns and h.last_ns and h.pieces > 1
         ]
-        expected = (("TTFT", first, self.latencies.ttft_s), ("TPOT", each, self.latencies.itl_s))
-        return {f"{name} p{p}": _off(seen, p, known) for name, seen, known in expected for p in (50, 99)}
+        off: dict[str, float | None] = {}
+        for name, seen, known in (("TTFT", first, self.latencies.ttft_s), ("TPOT", each, self.latencies.itl_s)):
+            for p in (50, 99):
+                measured = _percentile(seen, p)
+                off[f"{name} p{p}"] = None if measured is None else abs(measured / known - 1)
+        return off
 
     @cached_property
     def client_reasons(self) -> tuple[str, ...]:
@@ -219,11 +223,6 @@ def completion(tokens: int, port: int) -> bytes:
     body = json.dumps({"model": "mock", "prompt": "x", "max_tokens": tokens, "stream": True}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
-
-
-def _off(seen: Sequence[float], percentile: int, known: float) -> float | None:
-    measured = _percentile(seen, percentile)
-    return None if measured is None else abs(measured / known - 1)
 
 
 def _percentile(values: Sequence[float] | NDArray[np.float64], percentile: int) -> float | None:

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.serving import selftest
 from paceline.serving.client.requests import RequestResult, ShardResult
-from paceline.serving.mock.server import Latencies
+from paceline.serving.mock import Latencies
 
 MS = 1_000_000
 LAW = Latencies(ttft_s=0.1, itl_s=0.02, tokens=5, mode="clock")

@@ -14,7 +14,7 @@ from testbed.requests import request
 from paceline.serving.client import schedule
 from paceline.serving.client.requests import Assignment, ShardResult, Target
 from paceline.serving.client.shard import Shard
-from paceline.serving.mock.server import Latencies, MockReplica, serve_until_signalled
+from paceline.serving.mock import Latencies, MockReplica, serve_until_signalled
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from paceline.errors import MissingPackageError, UnsupportedError
 from paceline.serving.client import mlcommons
 from paceline.serving.client.mlcommons import Terms, drive, read_back
 from paceline.serving.client.requests import Target
-from paceline.serving.mock.server import MockReplica
+from paceline.serving.mock import MockReplica
 
 Start = Callable[..., MockReplica]
 installed = pytest.mark.skipif(not mlcommons.is_installed(), reason="the package mlcommons-loadgen is not installed")

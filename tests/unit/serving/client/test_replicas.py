@@ -17,7 +17,7 @@ from paceline.serving.client import schedule, worker_pool
 from paceline.serving.client.replicas import REFUSALS, ReplicaStates, RequestQueues
 from paceline.serving.client.requests import Assignment, Limits, ShardResult, Target
 from paceline.serving.client.shard import Progress
-from paceline.serving.mock.server import MockReplica
+from paceline.serving.mock import MockReplica
 
 Send = Callable[..., ShardResult]
 Make = Callable[..., MockReplica]

@@ -19,8 +19,7 @@ from testbed.requests import request
 from paceline.serving.client import http_stream, replicas, schedule
 from paceline.serving.client.requests import ShardResult, Target
 from paceline.serving.client.shard import STALE_NS
-from paceline.serving.mock.events import WORDS
-from paceline.serving.mock.server import MODES, MockReplica
+from paceline.serving.mock import MODES, WORDS, MockReplica
 
 Send = Callable[..., ShardResult]
 Make = Callable[..., MockReplica]

@@ -9,7 +9,7 @@ from testbed.requests import request
 
 from paceline.serving.client import schedule
 from paceline.serving.client.requests import ShardResult
-from paceline.serving.mock.server import MockReplica
+from paceline.serving.mock import MockReplica
 
 Start = Callable[..., MockReplica]
 Send = Callable[..., ShardResult]

@@ -14,7 +14,7 @@ from testbed.requests import request
 from paceline.errors import UnsupportedError
 from paceline.serving.client import audit, schedule, worker_pool
 from paceline.serving.client.requests import RequestResult, ShardResult, Target
-from paceline.serving.mock.server import Latencies, serve_until_signalled
+from paceline.serving.mock import Latencies, serve_until_signalled
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The server of known law counts what it was asked by a stated rule, so that prompt tokens a second can be tried."""
+"""The mock server counts prompt tokens by a known rule, so that prompt tokens per second can be tested."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.serving.mock import events
+from paceline.serving import mock
 
 
 @pytest.mark.parametrize(
@@ -21,9 +21,9 @@ from paceline.serving.mock import events
     ],
 )
 def test_prompts_are_counted_by_ids_or_words(asked: dict[str, Any], count: int) -> None:
-    assert events.prompt_tokens(asked) == count
-    told = events.goodbye(2, count).split(b"data: ")[1].split(b"\n")[0]
-    assert json.loads(told)["usage"] == {
+    assert mock.prompt_tokens(asked) == count
+    last = mock.last_events(2, count).split(b"data: ")[1].split(b"\n")[0]
+    assert json.loads(last)["usage"] == {
         "prompt_tokens": count,
         "completion_tokens": 2,
         "total_tokens": count + 2,

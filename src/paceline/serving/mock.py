@@ -22,12 +22,12 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import cache, lru_cache
 from typing import Any
 
 from paceline.errors import RequestError
 from paceline.serving import http_server
 from paceline.serving.client.clocks import ANCILLARY_BYTES, Alarm, Bridge, kernel_time, stamp_in_kernel
-from paceline.serving.mock import events
 
 NS = 1_000_000_000
 # What each mode does; `plain` has no surprise.
@@ -54,6 +54,8 @@ STRAIGHT = ("plain", "clock")
 RECEIVE_BYTES = 1 << 18
 # Tokens sent before new requests are read: a late token must not make others wait forever.
 SENDS_AT_ONCE = 256
+WORDS = ("pace", "line", "über", "node", "rank", "wire", "clock", "tie ")
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +137,14 @@ class MockReplica:
 
     def _answer(self, descriptor: int, what: int) -> None:
         if descriptor == self._listener.fileno():
-            self._accept()
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    sock, _ = self._listener.accept()
+                    sock.setblocking(False)
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    stamp_in_kernel(sock)
+                    self._clients[sock.fileno()] = Client(sock)
+                    self._epoll.register(sock.fileno(), select.EPOLLIN)
         elif descriptor == self._alarm.descriptor:
             self._alarm.answer()
         elif (client := self._clients.get(descriptor)) is not None:
@@ -143,16 +152,6 @@ class MockReplica:
                 self._flush(client)
             if what & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR):
                 self._receive(client)
-
-    def _accept(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                sock, _ = self._listener.accept()
-                sock.setblocking(False)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                stamp_in_kernel(sock)
-                self._clients[sock.fileno()] = Client(sock)
-                self._epoll.register(sock.fileno(), select.EPOLLIN)
 
     def _receive(self, client: Client) -> None:
         try:
@@ -169,7 +168,8 @@ class MockReplica:
         client.received += data
         try:
             while client.open and (request := http_server.take_request(client.received)) is not None:
-                self._serve_one(client, request.path, request.body, now)
+                if answer := self._respond(client, request, now):
+                    self._put(client, answer)
         except http_server.Refused as refused:
             self._put(client, http_server.refusal(refused))
             self._drop(client)
@@ -215,49 +215,43 @@ class MockReplica:
 
     # --- requests ---
 
-    def _serve_one(self, client: Client, path: str, body: bytes, now: int) -> None:
-        if path == "/v1/models":
-            self._put(
-                client,
-                http_server.answer(200, {"object": "list", "data": [{"id": self.latencies.model, "object": "model"}]}),
-            )
-        elif path == "/health":
-            self._put(client, http_server.answer(200, {}))
-        elif path == "/law":
-            self._put(client, http_server.answer(200, self.report()))
-        elif path not in ("/v1/completions", "/v1/chat/completions"):
-            self._put(client, http_server.answer(404, {"error": {"message": f"unknown path: {path}"}}))
-        else:
-            self._complete(client, path, body, now)
-
     def report(self) -> dict[str, Any]:
         """The latencies, and the server's own delays."""
         lags = sorted(self._lags)
         late = {f"p{p}": lags[min(len(lags) - 1, len(lags) * p // 100)] / NS for p in (50, 99)} if lags else {}
         return {"law": asdict(self.latencies), "requests": self._requests, "events": len(lags), "late_s": late}
 
-    def _complete(self, client: Client, path: str, body: bytes, now: int) -> None:
+    def _respond(self, client: Client, request: http_server.Request, now: int) -> bytes:
+        """The answer, or nothing for a completion, which is sent when it is due."""
+
+        def error(status: int, message: str, headers: str = "") -> bytes:
+            return http_server.answer(status, {"error": {"message": message}}, headers)
+
+        model = self.latencies.model
+        if request.path == "/v1/models":
+            return http_server.answer(200, {"object": "list", "data": [{"id": model, "object": "model"}]})
+        if request.path == "/health":
+            return http_server.answer(200, {})
+        if request.path == "/law":
+            return http_server.answer(200, self.report())
+        if request.path not in ("/v1/completions", "/v1/chat/completions"):
+            return error(404, f"unknown path: {request.path}")
         self._requests += 1
         try:
-            request = json.loads(body)
+            fields = json.loads(request.body)
         except ValueError:
-            request = None
-        if not isinstance(request, dict):
-            self._put(client, http_server.answer(400, {"error": {"message": "the body is not a JSON object"}}))
-            return
-        if request.get("model", self.latencies.model) != self.latencies.model:
-            self._put(
-                client,
-                http_server.answer(404, {"error": {"message": f"the model {request['model']!r} does not exist"}}),
-            )
-            return
+            fields = None
+        if not isinstance(fields, dict):
+            return error(400, "the body is not a JSON object")
+        if fields.get("model", model) != model:
+            return error(404, f"the model {fields['model']!r} does not exist")
         every_other = self._requests % 2 == 0
         if self.latencies.mode == "refuse" and every_other:
-            self._put(client, http_server.answer(429, {"error": {"message": "busy"}}, "Retry-After: 1\r\n"))
-        elif self.latencies.mode == "fail" and every_other:
-            self._put(client, http_server.answer(500, {"error": {"message": "broken"}}))
-        else:
-            self._admit(client, request, path.endswith("chat/completions"), now)
+            return error(429, "busy", "Retry-After: 1\r\n")
+        if self.latencies.mode == "fail" and every_other:
+            return error(500, "broken")
+        self._admit(client, fields, request.path.endswith("chat/completions"), now)
+        return b""
 
     def _admit(self, client: Client, request: dict[str, Any], chat: bool, now: int) -> None:
         if self.latencies.slots and self._taken >= self.latencies.slots:
@@ -280,7 +274,7 @@ class MockReplica:
         total = request.get("max_tokens") or request.get("max_completion_tokens") or self.latencies.tokens
         due = now + round(self.latencies.ttft_s * factor * NS)
         self._order += 1
-        stream = Stream(client, due, int(total), chat, events.prompt_tokens(request))
+        stream = Stream(client, due, int(total), chat, prompt_tokens(request))
         heapq.heappush(self._due, (due, self._order, stream))
 
     def _send_due(self) -> None:
@@ -305,10 +299,10 @@ class MockReplica:
     def _send_straight(self, stream: Stream) -> bool:
         """Send one token in one write, with the head before the first and the usage after the last; whether more
         follow."""
-        sent, word = stream.sent, events.WORDS[stream.sent % len(events.WORDS)]
-        data = events.timed_token(stream.chat) if self.latencies.mode == "clock" else events.token(stream.chat, word)
+        sent, word = stream.sent, WORDS[stream.sent % len(WORDS)]
+        data = timed_token(stream.chat) if self.latencies.mode == "clock" else token_of(stream.chat, word)
         if sent == 0:
-            data = events.HEAD + data
+            data = HEAD + data
         stream.sent = sent = sent + 1
         if sent >= stream.total:
             data += self._ending(stream)
@@ -318,11 +312,19 @@ class MockReplica:
     def _send_event(self, stream: Stream) -> bool:
         """Send one event in the way of the mode; whether more follow."""
         client, mode = stream.connection, self.latencies.mode
-        first = stream.sent == 0
-        if first:
-            self._put_head(stream)
+        if stream.sent == 0:
+            if mode == "slow-head":
+                for position in range(len(HEAD)):
+                    self._put(client, HEAD[position : position + 1])
+            elif mode == "role":
+                opening = event_of(stream.chat, "", role="assistant") + event_of(stream.chat, "")
+                self._put(client, HEAD + http_server.chunk(opening))
+            elif mode == "flood":
+                self._put(client, HEAD + http_server.chunk(b": " + b"x" * 65_534 + b"\n\n") * 1600)
+            else:
+                client.waiting += HEAD
         step = 2 if mode == "double" else 1
-        words = "".join(events.WORDS[(stream.sent + n) % len(events.WORDS)] for n in range(step))
+        words = "".join(WORDS[(stream.sent + n) % len(WORDS)] for n in range(step))
         stream.sent += step
         half = stream.sent > stream.total // 2
         if mode == "reset" and half:
@@ -332,51 +334,25 @@ class MockReplica:
         if mode == "stall" and half:
             return False
         if mode == "error" and half:
-            self._put(
-                client,
-                http_server.chunk(b'data: {"error": {"message": "out of pages", "code": 500}}\n\n')
-                + http_server.LAST_CHUNK,
-            )
+            error = http_server.chunk(b'data: {"error": {"message": "out of pages", "code": 500}}\n\n')
+            self._put(client, error + http_server.LAST_CHUNK)
             return False
-        self._put_token(stream, words)
+        event = (b": alive\n\n" if mode == "comments" else b"") + event_of(stream.chat, words)
+        if mode == "split":
+            middle = event.find("ü".encode()) + 1 or len(event) // 2
+            frame = http_server.chunk(event[:middle]) + http_server.chunk(event[middle:])
+            self._put(client, frame[: len(frame) - 9])
+            self._put(client, frame[len(frame) - 9 :])
+        else:
+            self._put(client, http_server.chunk(event))
         if stream.sent < stream.total or mode == "endless":
             return True
         self._put(client, self._ending(stream))
         return False
 
-    def _put_head(self, stream: Stream) -> None:
-        client = stream.connection
-        if self.latencies.mode == "slow-head":
-            for position in range(len(events.HEAD)):
-                self._put(client, events.HEAD[position : position + 1])
-            return
-        if self.latencies.mode == "role":
-            opening = events.event(stream.chat, "", role="assistant") + events.event(stream.chat, "")
-            self._put(client, events.HEAD + http_server.chunk(opening))
-        elif self.latencies.mode == "flood":
-            filler = b": " + b"x" * 65_534 + b"\n\n"
-            self._put(client, events.HEAD + http_server.chunk(filler) * 1600)
-        else:
-            client.waiting += events.HEAD
-
-    def _put_token(self, stream: Stream, words: str) -> None:
-        event = events.event(stream.chat, words)
-        if self.latencies.mode == "comments":
-            event = b": alive\n\n" + event
-        if self.latencies.mode == "split":
-            middle = event.find("ü".encode()) + 1 or len(event) // 2
-            frame = http_server.chunk(event[:middle]) + http_server.chunk(event[middle:])
-            self._put(stream.connection, frame[: len(frame) - 9])
-            self._put(stream.connection, frame[len(frame) - 9 :])
-            return
-        self._put(stream.connection, http_server.chunk(event))
-
     def _ending(self, stream: Stream) -> bytes:
-        return (
-            http_server.LAST_CHUNK
-            if self.latencies.mode == "untold"
-            else events.goodbye(stream.sent, stream.prompt_tokens)
-        )
+        untold = self.latencies.mode == "untold"
+        return http_server.LAST_CHUNK if untold else last_events(stream.sent, stream.prompt_tokens)
 
 
 def serve_until_signalled(latencies: Latencies, host: str, port: int, ready: Callable[[int], None]) -> None:
@@ -391,3 +367,41 @@ def serve_until_signalled(latencies: Latencies, host: str, port: int, ready: Cal
         signal.signal(number, lambda *_: ended.append(1))
     ready(replica.port)
     replica.serve(lambda: bool(ended))
+
+
+# --- the bytes it sends ---
+
+
+def prompt_tokens(request: dict[str, Any]) -> int:
+    """The number of token ids, or the words of the text, or the words of all messages."""
+    prompt = request.get("prompt")
+    if isinstance(prompt, list):
+        return len(prompt)
+    messages = request.get("messages")
+    texts = [m.get("content") for m in messages if isinstance(m, dict)] if isinstance(messages, list) else [prompt]
+    return sum(len(text.split()) for text in texts if isinstance(text, str))
+
+
+@cache
+def event_of(chat: bool, text: str, role: str | None = None) -> bytes:
+    delta = {"role": role, "content": text} if role else {"content": text}
+    choice: dict[str, Any] = {"index": 0, "delta": delta} if chat else {"index": 0, "text": text}
+    text = json.dumps({"id": "mock", "choices": [choice]}, ensure_ascii=False)
+    return b"data: " + text.encode() + b"\n\n"
+
+
+@cache
+def token_of(chat: bool, text: str) -> bytes:
+    return http_server.chunk(event_of(chat, text))
+
+
+def timed_token(chat: bool) -> bytes:
+    """An event whose text is the monotonic clock, in as many digits as the placeholder has."""
+    return token_of(chat, "#" * 20 + " ").replace(b"#" * 20, b"%020d" % time.monotonic_ns())
+
+
+@lru_cache(maxsize=4096)
+def last_events(tokens: int, prompt: int) -> bytes:
+    usage = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": tokens + prompt}
+    last = json.dumps({"id": "mock", "choices": [], "usage": usage}).encode()
+    return http_server.chunk(b"data: " + last + b"\n\n" + http_server.DONE) + http_server.LAST_CHUNK

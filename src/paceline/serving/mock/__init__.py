@@ -1,1 +1,0 @@
-"""A mock OpenAI server with known latencies, to test load generators. Start with `server`."""
