@@ -284,8 +284,9 @@ def _import_if_possible(kind: str, name: str) -> ModuleType | None:
 Options = TypeVar("Options")
 
 
-def parse_options(cls: type[Options], choice: Choice) -> Options:
+def parse_options(cls: type[Options], choice: Choice | None) -> Options:
     """A plugin's options dataclass filled from a choice; RequestError for unknown names and wrong types."""
+    assert choice is not None
     fields = {f.name: f for f in dataclasses.fields(cast(Any, cls))}
     for key, value in choice.options.items():
         if key not in fields:

@@ -111,17 +111,14 @@ class Synthetic:
         for number, (size, answer) in enumerate(zip(sizes, answers, strict=True)):
             random = np.random.default_rng([seed, 3, number])
             if number % self.turns == 0:
-                said = self._prefix(number // self.turns, seed, vocab)
+                draws = np.random.default_rng([seed, 4, number // self.turns % self.prefixes])
+                prefix = tuple(draws.integers(0, vocab, self.shared_prefix).tolist())
+                said = [("system", prefix)] if prefix else []
             said = [*said, ("user", tuple(random.integers(0, vocab, size).tolist()))]
             made.append(_formed(said, answer, self.form, api))
             # The next turn needs an answer of the model; this one has the same length.
             said = [*said, ("assistant", tuple(random.integers(0, vocab, answer).tolist()))]
         return made
-
-    def _prefix(self, dialogue: int, seed: int, vocab: int) -> list[Said]:
-        random = np.random.default_rng([seed, 4, dialogue % self.prefixes])
-        tokens = tuple(random.integers(0, vocab, self.shared_prefix).tolist())
-        return [("system", tokens)] if tokens else []
 
 
 # The role, and its tokens.
@@ -258,7 +255,7 @@ def _read_jsonl(path: Path, context: FileContext) -> Iterator[Prompt]:
             yield Prompt(text=line["prompt"], max_tokens=most, reference=reference)
         elif _are_tokens(line.get("token_ids"), context.vocab):
             yield Prompt(token_ids=tuple(line["token_ids"]), max_tokens=most, reference=reference)
-        elif _are_messages(line.get("messages")):
+        elif isinstance(said := line.get("messages"), list) and said and all(map(_is_message, said)):
             yield Prompt(messages=tuple(line["messages"]), max_tokens=most, reference=reference)
         else:
             accepted = f"prompt (text), token_ids (below {context.vocab}) or messages (role and content)"
@@ -269,11 +266,8 @@ def _are_tokens(value: object, vocab: int) -> bool:
     return isinstance(value, list) and bool(value) and all(type(token) is int and 0 <= token < vocab for token in value)
 
 
-def _are_messages(value: object) -> bool:
-    def is_one(each: object) -> bool:
-        return isinstance(each, dict) and all(isinstance(each.get(key), str) for key in ("role", "content"))
-
-    return isinstance(value, list) and bool(value) and all(map(is_one, value))
+def _is_message(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
 
 
 def _read_sharegpt(path: Path, context: FileContext) -> Iterator[Prompt]:
@@ -295,37 +289,31 @@ def _read_summaries(path: Path, context: FileContext) -> Iterator[Prompt]:
         reference = entry.get("output")
         require(isinstance(reference, str), f"data {where}: output", reference, "the summary as text")
         # Sending text instead of invalid ids would be a different prompt.
-        if entry.get("tok_input") is not None:
-            fits = _are_tokens(entry["tok_input"], context.vocab)
-            accepted = f"token ids below {context.vocab}, the vocabulary of the model"
-            require(fits, f"data {where}: tok_input", _short(entry["tok_input"], context.vocab), accepted)
-            yield Prompt(token_ids=tuple(entry["tok_input"]), max_tokens=context.max_tokens, reference=reference)
+        tokens = entry.get("tok_input")
+        if tokens is not None:
+            if not _are_tokens(tokens, context.vocab):
+                # For a list, the first invalid token.
+                invalid = [t for t in tokens if not _are_tokens([t], context.vocab)] if isinstance(tokens, list) else []
+                accepted = f"token ids below {context.vocab}, the vocabulary of the model"
+                require(False, f"data {where}: tok_input", invalid[0] if invalid else tokens, accepted)
+            yield Prompt(token_ids=tuple(tokens), max_tokens=context.max_tokens, reference=reference)
         else:
             text = entry.get("input")
             require(isinstance(text, str), f"data {where}: input", text, "tok_input (token ids) or input (text)")
             yield Prompt(text=text, max_tokens=context.max_tokens, reference=reference)
 
 
-def _short(tokens: object, vocab: int) -> object:
-    """For a long list: the first invalid token."""
-    if not isinstance(tokens, list) or not tokens:
-        return tokens
-    return next((token for token in tokens if not _are_tokens([token], vocab)), None)
-
-
 def _read_trace(path: Path, context: FileContext) -> Iterator[Prompt]:
     for number, (where, line) in enumerate(_lines(path)):
-        seconds: Any = line["timestamp_s"] if "timestamp_s" in line else _milliseconds(line.get("timestamp"))
+        seconds: Any = line.get("timestamp_s", line.get("timestamp"))
+        if "timestamp_s" not in line and _is_number(seconds):
+            seconds = seconds / 1e3
         require(_is_number(seconds) and seconds >= 0, f"data {where}: timestamp", seconds, "timestamp_s or timestamp")
         lengths: list[Any] = [line.get(key) for key in ("input_length", "output_length")]
         whole = all(type(n) is int and n >= 1 for n in lengths)
         require(whole, f"data {where}: lengths", lengths, "input_length and output_length, whole numbers from 1")
         tokens = np.random.default_rng([context.seed, 3, number]).integers(0, context.vocab, lengths[0]).tolist()
         yield _formed([("user", tuple(tokens))], lengths[1], context.form, context.api, float(seconds))
-
-
-def _milliseconds(value: object) -> object:
-    return value / 1e3 if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
 _READERS: dict[str, Reader] = {

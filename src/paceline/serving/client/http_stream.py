@@ -16,7 +16,7 @@ import socket
 import ssl
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,6 +28,13 @@ READ_BYTES = 65_536
 SILENT_S, KEEP_ALIVE_S = 60, 15
 # Retries of a connect, at doubling intervals: 15 s in all.
 SYN_TRIES = 3
+_LIVENESS = {
+    (socket.SOL_SOCKET, "SO_KEEPALIVE"): 1,
+    (socket.IPPROTO_TCP, "TCP_KEEPIDLE"): KEEP_ALIVE_S,
+    (socket.IPPROTO_TCP, "TCP_KEEPINTVL"): KEEP_ALIVE_S,
+    (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT"): SILENT_S * 1000,
+    (socket.IPPROTO_TCP, "TCP_SYNCNT"): SYN_TRIES,
+}
 # The client itself ran out of descriptors, ports or memory: these say nothing about a replica.
 OWN_ERRORS = (
     *(errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM),
@@ -35,8 +42,6 @@ OWN_ERRORS = (
     errno.ENOSPC,
 )
 _UNDER_WAY = (errno.EINPROGRESS, errno.EWOULDBLOCK, 0)
-
-
 _ANCILLARY_BYTES, _timespec, _monotonic_ns = clocks.ANCILLARY_BYTES, clocks.TIMESPEC.unpack_from, time.monotonic_ns
 _NS = 1_000_000_000
 
@@ -61,7 +66,11 @@ class Connection:
         self.sock = socket.socket(family, socket.SOCK_STREAM)
         self.sock.setblocking(False)
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _notice_silence(self.sock)
+        # A host that lost power sends no reset: without these options its streams would end as timeouts instead of
+        # resets. The kernel of a living host answers, however busy its server is.
+        for (level, name), value in _LIVENESS.items():
+            with contextlib.suppress(OSError, AttributeError):
+                self.sock.setsockopt(level, getattr(socket, name), value)
         self._stamps = clocks.stamp_in_kernel(self.sock)
         self._unstamped = 0
         self._offset_ns = offset_ns
@@ -178,21 +187,6 @@ class Connection:
             self.sock.close()
 
 
-def _notice_silence(sock: socket.socket) -> None:
-    """Detect a dead host. A host that lost power sends no reset: without these options its streams would end as
-    timeouts instead of resets. The kernel of a living host answers, however busy its server is."""
-    options = {
-        (socket.SOL_SOCKET, "SO_KEEPALIVE"): 1,
-        (socket.IPPROTO_TCP, "TCP_KEEPIDLE"): KEEP_ALIVE_S,
-        (socket.IPPROTO_TCP, "TCP_KEEPINTVL"): KEEP_ALIVE_S,
-        (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT"): SILENT_S * 1000,
-        (socket.IPPROTO_TCP, "TCP_SYNCNT"): SYN_TRIES,
-    }
-    for (level, name), value in options.items():
-        with contextlib.suppress(OSError, AttributeError):
-            sock.setsockopt(level, getattr(socket, name), value)
-
-
 class TlsPipe:
     """TLS over memory buffers, so that this module does the reading and writing and knows the times."""
 
@@ -210,26 +204,20 @@ class TlsPipe:
         self._coming.write(data)
         if not self.agreed:
             self._agree()
-        plain = self._drain(self._object.read) if self.agreed else b""
-        return plain, self._going.read()
+        pieces = []
+        with contextlib.suppress(ssl.SSLWantReadError, ssl.SSLZeroReturnError):
+            while self.agreed and (piece := self._object.read(READ_BYTES)):
+                pieces.append(piece)
+        return b"".join(pieces), self._going.read()
 
     def seal(self, data: bytes) -> bytes:
         self._object.write(data)
         return self._going.read()
 
     def _agree(self) -> None:
-        try:
+        with contextlib.suppress(ssl.SSLWantReadError):
             self._object.do_handshake()
             self.agreed = True
-        except ssl.SSLWantReadError:
-            return
-
-    def _drain(self, read: Callable[[int], bytes]) -> bytes:
-        pieces = []
-        with contextlib.suppress(ssl.SSLWantReadError, ssl.SSLZeroReturnError):
-            while piece := read(READ_BYTES):
-                pieces.append(piece)
-        return b"".join(pieces)
 
 
 END_OF_HEAD = b"\r\n\r\n"
@@ -313,10 +301,6 @@ class Response:
             at = self.chunk_at = end + 2
         return False
 
-    @property
-    def _has_ended(self) -> bool:
-        return bool(self.contents) and self.contents[-1][0] == self.contents[-1][1]
-
     def close(self) -> None:
         """The server closed the connection. That ends a body without a length; any other is incomplete."""
         self.keeps_alive = False
@@ -360,25 +344,8 @@ class Response:
         return _events(self.data, self._contents(), self.ends)
 
     def _contents(self) -> Iterable[tuple[int, int]]:
-        if not self.chunked:
-            return [(self.body_at, len(self.data))]
-        return self.contents if self._has_ended else _chunks(self.data, self.body_at)
-
-
-def _chunks(data: bytearray, at: int) -> Iterator[tuple[int, int]]:
-    """Where the content of each chunk is, as far as it has arrived. Only the last chunk of a body is empty."""
-    find, length = data.find, len(data)
-    while (line_end := find(b"\r\n", at)) >= 0:
-        size = chunk_size(data[at:line_end])
-        begin = line_end + 2
-        if size == 0:
-            if find(b"\r\n", begin) >= 0:
-                yield begin, begin
-            return
-        end = begin + size
-        if begin < length:
-            yield begin, end if end < length else length
-        at = end + 2
+        """Where the content of a complete response is."""
+        return self.contents if self.chunked else [(self.body_at, len(self.data))]
 
 
 def chunk_size(text: bytearray) -> int:
@@ -473,25 +440,21 @@ def understand(events: Iterable[Event], answer: Answer | None = None) -> Answer:
             chunk, end = _decode(text)
             if not isinstance(chunk, dict) or end != len(text):
                 raise ValueError("expected one JSON object")
-            _take(answer, chunk, event.read)
+            if error := chunk.get("error"):
+                answer.error = str(error)
+            choices = chunk.get("choices") or []
+            if not isinstance(choices, list):
+                raise TypeError("choices: expected a list")
+            for choice in choices:
+                if isinstance(choice, dict):
+                    _take_choice(answer, choice, event.read)
+            if isinstance(usage := chunk.get("usage"), dict):
+                answer.prompt_tokens = _count(usage.get("prompt_tokens"), answer.prompt_tokens)
+                answer.reported_tokens = _count(usage.get("completion_tokens"), answer.reported_tokens)
         except (ValueError, TypeError, RecursionError):
             # Whatever a server sends is data. It must not end the process that holds all other answers.
             answer.damaged += 1
     return answer
-
-
-def _take(answer: Answer, chunk: dict[str, Any], read: int) -> None:
-    if error := chunk.get("error"):
-        answer.error = str(error)
-    choices = chunk.get("choices") or []
-    if not isinstance(choices, list):
-        raise TypeError("choices: expected a list")
-    for choice in choices:
-        if isinstance(choice, dict):
-            _take_choice(answer, choice, read)
-    if isinstance(usage := chunk.get("usage"), dict):
-        answer.prompt_tokens = _count(usage.get("prompt_tokens"), answer.prompt_tokens)
-        answer.reported_tokens = _count(usage.get("completion_tokens"), answer.reported_tokens)
 
 
 def _take_choice(answer: Answer, choice: dict[str, Any], read: int) -> None:

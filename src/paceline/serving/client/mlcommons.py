@@ -6,6 +6,7 @@ crash must not end the run. Its logs are kept byte for byte, under names that sa
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import multiprocessing
@@ -135,10 +136,12 @@ def _work(
         system = _System(package, client, payloads, None if terms.shared else len(targets))
         under_test = package.ConstructSUT(system.issue, _nothing)
         library = package.ConstructQSL(terms.samples, terms.samples, _nothing, _nothing)
+        output, logs = package.LogOutputSettings(), package.LogSettings()
+        output.outdir, output.prefix, output.suffix = str(folder), PREFIX, SUFFIX
+        output.copy_summary_to_stdout = False
+        logs.log_output, logs.enable_trace = output, False
         # An audit file in the current directory must not change the test.
-        package.StartTestWithLogSettings(
-            under_test, library, settings_of(package, terms), _logging(package, folder), "no audit file"
-        )
+        package.StartTestWithLogSettings(under_test, library, settings_of(package, terms), logs, "no audit file")
         package.DestroyQSL(library)
         package.DestroySUT(under_test)
     account = client.account
@@ -193,22 +196,18 @@ def settings_of(package: ModuleType, terms: Terms) -> Any:
     return settings
 
 
-def _logging(package: ModuleType, folder: Path) -> Any:
-    output = package.LogOutputSettings()
-    output.outdir, output.prefix, output.suffix = str(folder), PREFIX, SUFFIX
-    output.copy_summary_to_stdout = False
-    settings = package.LogSettings()
-    settings.log_output, settings.enable_trace = output, False
-    return settings
-
-
 def read_back(detail: Path) -> Conclusion:
     """LoadGen's conclusion from its own log; UnsupportedError if the log has no verdict."""
-    entries = dict(_entries(detail.read_text(errors="replace")))
+    entries: dict[str, Any] = {}
+    for line in detail.read_text(errors="replace").splitlines():
+        if line.startswith(_MARK):
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                entry = json.loads(line.removeprefix(_MARK))
+                entries[str(entry["key"])] = entry["value"]
     verdict = entries.get("result_validity")
     if not isinstance(verdict, str):
         raise UnsupportedError(f"LoadGen wrote no verdict; see {detail.name} in the run directory")
-    results = {key: value for key, value in entries.items() if key.startswith("result_") and _is_number(value)}
+    numbers = {key: value for key, value in entries.items() if type(value) in (int, float)}
     settings = {key.removeprefix("effective_"): each for key, each in entries.items() if key.startswith("effective_")}
     for limit in ("ttft_latency", "tpot_latency"):
         if f"requested_{limit}" in entries:
@@ -218,18 +217,8 @@ def read_back(detail: Path) -> Conclusion:
         verdict=verdict,
         reasons=tuple(_reasons(entries)),
         settings={key: value for key, value in settings.items() if isinstance(value, str | int | float)},
-        numbers={key.removeprefix("result_"): float(value) for key, value in results.items()},
+        numbers={k.removeprefix("result_"): float(v) for k, v in numbers.items() if k.startswith("result_")},
     )
-
-
-def _entries(text: str) -> Iterator[tuple[str, Any]]:
-    for line in text.splitlines():
-        if line.startswith(_MARK):
-            try:
-                entry = json.loads(line.removeprefix(_MARK))
-                yield str(entry["key"]), entry["value"]
-            except (ValueError, KeyError, TypeError):
-                continue
 
 
 def _reasons(entries: Mapping[str, Any]) -> Iterator[str]:
@@ -240,7 +229,3 @@ def _reasons(entries: Mapping[str, Any]) -> Iterator[str]:
         parts = [" ".join(part.split()) for part in results.split(" * ")]
         words = " ".join(part for part in parts if part and part not in _EMPTY_PHRASES)
         yield f"early stopping: {words.rstrip('.')}"
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -157,15 +157,15 @@ class OnDemandClient:
         self._loop.close()
 
     def send(self, requests: Sequence[OnDemandRequest]) -> None:
-        self._loop.call_soon_threadsafe(self._begin, requests)
+        def begin() -> None:
+            if self._began_s is None:
+                self._began_s, self._first_cpu_s = time.monotonic(), time.thread_time()
+            for request in requests:
+                task = self._loop.create_task(self._carry_out(request))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
 
-    def _begin(self, requests: Sequence[OnDemandRequest]) -> None:
-        if self._began_s is None:
-            self._began_s, self._first_cpu_s = time.monotonic(), time.thread_time()
-        for request in requests:
-            task = self._loop.create_task(self._carry_out(request))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        self._loop.call_soon_threadsafe(begin)
 
     async def _settle(self) -> None:
         while self._tasks:
@@ -178,27 +178,22 @@ class OnDemandClient:
 
     async def _carry_out(self, request: OnDemandRequest) -> None:
         """The caller waits for `ended` without a timeout, so it is called whatever happens here."""
-        tokens = 0
+        tokens, in_flight = 0, self.account.in_flight
         try:
             async with self._room or contextlib.nullcontext():
-                tokens = await self._answered(request)
+                replica = in_flight.index(min(in_flight)) if request.replica is None else request.replica
+                in_flight[replica] += 1
+                self.account.sent_to[replica] += 1
+                try:
+                    async with asyncio.timeout(self._timeout_s):
+                        answer = await self._exchange(replica, request)
+                finally:
+                    in_flight[replica] -= 1
+                tokens = answer.pieces if answer.reported_tokens is None else answer.reported_tokens
         except Exception as error:
             self.account.errors[_class_of(error)] += 1
         finally:
             request.ended(tokens)
-
-    async def _answered(self, request: OnDemandRequest) -> int:
-        """The tokens of the answer."""
-        in_flight = self.account.in_flight
-        replica = in_flight.index(min(in_flight)) if request.replica is None else request.replica
-        in_flight[replica] += 1
-        self.account.sent_to[replica] += 1
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                answer = await self._exchange(replica, request)
-            return answer.pieces if answer.reported_tokens is None else answer.reported_tokens
-        finally:
-            in_flight[replica] -= 1
 
     async def _exchange(self, replica: int, request: OnDemandRequest) -> Answer:
         """Use an idle connection. If the server had closed it, nothing was sent yet: open a new one."""

@@ -119,15 +119,7 @@ class AnswerParser:
             return True
         if self._answer.events - before == PARSED_AT_ONCE:
             return False
-        self._fill_in(keeps_text)
-        return True
-
-    def _redact(self, text: str, most: int | None = None) -> str:
-        """Removes the key before cutting the text: part of a key would not be recognised."""
-        return (text if self._secret is None else text.replace(self._secret, "***"))[:most]
-
-    def _fill_in(self, keeps_text: bool) -> None:
-        result, answer, times = self.result, self._answer, self.response.kernel_ns
+        answer, times = self._answer, response.kernel_ns
         result.first_ns = None if answer.first_read is None else times[answer.first_read]
         if answer.first_reasoning_read is not None:
             result.first_reasoning_ns = times[answer.first_reasoning_read]
@@ -144,6 +136,11 @@ class AnswerParser:
             result.error = "malformed"
         elif answer.pieces == 0:
             result.error = "empty"
+        return True
+
+    def _redact(self, text: str, most: int | None = None) -> str:
+        """Removes the key before cutting the text: part of a key would not be recognised."""
+        return (text if self._secret is None else text.replace(self._secret, "***"))[:most]
 
 
 class Results:
@@ -272,7 +269,10 @@ class Shard:
             self._next += 1
         if self._next < count:
             self._alarm.set(self._start_ns + due[self._next])
-        if self._queues.waiting and self._is_enough(since):
+        least_ns, least_requests = self.assignment.least_ns, self.assignment.least_requests
+        is_bounded = least_ns > 0 or least_requests > 0
+        is_enough = is_bounded and since >= least_ns and self._sent >= least_requests
+        if self._queues.waiting and (is_enough or self._slot[STOP]):
             self._next = count
             self._queues.keep_only(self._to_resend)
         for _ in range(SENDS_AT_ONCE):
@@ -285,13 +285,6 @@ class Shard:
 
     def _has_room(self) -> bool:
         return self._queues.waiting > 0 and (not self._most or self._busy < self._most)
-
-    def _is_enough(self, since_ns: int) -> bool:
-        least_ns, least_requests = self.assignment.least_ns, self.assignment.least_requests
-        if self._slot[STOP]:
-            return True
-        bounded = least_ns > 0 or least_requests > 0
-        return bounded and since_ns >= least_ns and self._sent >= least_requests
 
     def _send(self, index: int, replica: int | None) -> None:
         result = self._to_resend.pop(index, None)

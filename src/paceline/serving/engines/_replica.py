@@ -48,9 +48,8 @@ class ReplicaOptions:
     def __post_init__(self) -> None:
         for name in ("max_batch", "tensor_parallel", "prefill_tokens"):
             require(getattr(self, name) >= 1, f"engine.{name}", getattr(self, name), "a whole number from 1")
-        require(
-            self.max_length >= 0, "engine.max_length", self.max_length, "a whole number from 2, or 0 for the default"
-        )
+        accepted = "a whole number from 2, or 0 for the default"
+        require(self.max_length >= 0, "engine.max_length", self.max_length, accepted)
         require(self.batching in BATCHING, "engine.batching", self.batching, " or ".join(BATCHING))
         fits = self.ready_s is None or self.ready_s > 0
         require(fits, "engine.ready_s", self.ready_s, "a positive number of seconds")
@@ -93,11 +92,7 @@ def settings_of(spec: RunSpec, chosen: ReplicaOptions, *, first_device: int, hos
         batching=chosen.batching,
         host=host,
     )
-    return with_length(settings, chosen.max_length)
-
-
-def with_length(settings: Settings, requested: int) -> Settings:
-    return replace(settings, max_length=requested or min(USUAL_LENGTH, settings.shape.context))
+    return replace(settings, max_length=chosen.max_length or min(USUAL_LENGTH, settings.shape.context))
 
 
 @contextlib.contextmanager
@@ -130,12 +125,15 @@ def opened(spec: RunSpec, seat: Seat, chosen: ReplicaOptions, **own: Any) -> Ite
 @contextlib.contextmanager
 def _process(settings: Settings, secret: str, log: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
     """Settings and key go over its standard input, which no other user of this host can read."""
+    # Without the variables of a rank: the model's processes form a group of their own.
+    ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+    kept = {key: value for key, value in os.environ.items() if key not in ours and not key.startswith("TORCHELASTIC")}
     child = subprocess.Popen(
         COMMAND,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=log,
-        env=_environment(),
+        env={**kept, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
     )
     try:
         assert child.stdin is not None
@@ -147,13 +145,6 @@ def _process(settings: Settings, secret: str, log: IO[bytes]) -> Iterator[subpro
         end_all(child)
         if child.stdout is not None:
             child.stdout.close()
-
-
-def _environment() -> dict[str, str]:
-    """Without the variables of a rank: the model's processes form a group of their own."""
-    ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
-    kept = {key: value for key, value in os.environ.items() if key not in ours and not key.startswith("TORCHELASTIC")}
-    return {**kept, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def _first_message(child: subprocess.Popen[bytes], log: IO[bytes], ready_s: float) -> dict[str, Any]:

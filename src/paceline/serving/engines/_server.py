@@ -56,7 +56,13 @@ class Server:
     def wait_until_ready(self, url: str, timeout_s: float) -> float:
         """Seconds until it answered at /health; LaunchError with the reason if it ends before, or takes too long."""
         began = reported_at = time.monotonic()
-        while not _is_healthy(url):
+        while True:
+            with (
+                contextlib.suppress(OSError, http.client.HTTPException),
+                urllib.request.urlopen(f"{url}/health", timeout=REQUEST_S) as answer,
+            ):
+                if answer.status == http.HTTPStatus.OK:
+                    return time.monotonic() - began
             now = time.monotonic()
             if self.process.poll() is not None:
                 raise LaunchError(f"{self.name} ended before it answered: {cause(self.output())}")
@@ -67,7 +73,6 @@ class Server:
                 reported_at = now
                 _report(f"{self.name}: not ready after {now - began:.0f} s: {last_line(self.output())}")
             time.sleep(POLL_S)
-        return time.monotonic() - began
 
     def require_alive(self, url: str, *, alone: bool) -> None:
         """LaunchError if the server died during the load and was the only one; otherwise only a message, because the
@@ -117,14 +122,6 @@ def _report(text: str) -> None:
     sys.stderr.flush()
 
 
-def _is_healthy(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=REQUEST_S) as answer:
-            return bool(answer.status == http.HTTPStatus.OK)
-    except (OSError, http.client.HTTPException):
-        return False
-
-
 def _is_listening(url: str) -> bool:
     """Whether its port is in use. A server too busy to accept in time is alive."""
     parts = urlsplit(url)
@@ -163,12 +160,9 @@ def own_address(nodes: int, environ: Mapping[str, str], interfaces: rendezvous.I
     named = environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if usable := [address for address in known.get(named, []) if not ipaddress.ip_address(address).is_link_local]:
         return usable[0]
-    return _towards(environ.get("MASTER_ADDR", "127.0.0.1"))
-
-
-def _towards(host: str) -> str:
-    """The address from which this host would connect to another; nothing is sent."""
+    host = environ.get("MASTER_ADDR", "127.0.0.1")
     try:
+        # The address from which this host would connect to the first node; nothing is sent.
         family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(address)

@@ -46,7 +46,10 @@ class Options:
         require(self.urls is None or len(self.urls) > 0, "openai.urls", [], "at least one URL, or no urls")
         require(not (self.url and self.urls), "openai.url", [self.url, self.urls], "one url, or urls")
         for each in self.all_urls:
-            require(_is_address(each), "openai.url", each, "http://HOST:PORT or https://HOST")
+            parts = urlsplit(each)
+            plain = parts.username is None and not parts.query and not parts.fragment
+            is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and plain
+            require(is_address, "openai.url", each, "http://HOST:PORT or https://HOST")
         # One server listed twice would count as two replicas, each half as fast.
         twice = [each for each, count in Counter(self.all_urls).items() if count > 1]
         require(not twice, "openai.urls", ", ".join(twice), "each URL once: a replica each")
@@ -57,14 +60,7 @@ class Options:
         return tuple(str(each).rstrip("/").removesuffix("/v1") for each in given)
 
 
-def _is_address(url: str) -> bool:
-    parts = urlsplit(url)
-    plain = parts.username is None and not parts.query and not parts.fragment
-    return parts.scheme in ("http", "https") and bool(parts.hostname) and plain
-
-
 def check(spec: RunSpec) -> str | None:
-    assert spec.engine is not None
     parse_options(Options, spec.engine)
     if spec.topology.world_size != 1:
         return "the engine openai runs in one process (nodes: 1, processes: 1); for several replicas give several urls"
@@ -73,7 +69,6 @@ def check(spec: RunSpec) -> str | None:
 
 def preflight(spec: RunSpec) -> None:
     """Report endpoints that are unreachable, or serve another model, once and not in every run."""
-    assert spec.engine is not None
     chosen = parse_options(Options, spec.engine)
     for url in chosen.all_urls:
         _endpoint(url, chosen)
@@ -81,39 +76,29 @@ def preflight(spec: RunSpec) -> None:
 
 @contextlib.contextmanager
 def open(spec: RunSpec, seat: Seat) -> Iterator[Sequence[Endpoint]]:
-    assert spec.engine is not None
     chosen = parse_options(Options, spec.engine)
     yield [_endpoint(url, chosen) for url in chosen.all_urls]
 
 
 def _endpoint(url: str, chosen: Options) -> Endpoint:
     """The endpoint, checked before the clock runs; UnsupportedError if it is unreachable or has another model."""
-    secret = _key(chosen.key_env)
+    secret = os.environ.get(chosen.key_env) or None
+    if secret is not None and not (secret.isascii() and secret.isprintable()):
+        # Refused without quoting it; building the header would quote it.
+        why = "has a character that HTTP headers do not allow, such as a line end"
+        raise UnsupportedError(f"the key in {chosen.key_env} {why}. Set it again")
     listed = _models(url, secret, chosen.certificates or None)
     model = chosen.model or (listed[0] if listed else "")
     if not model:
         raise UnsupportedError(f"{url} lists no model. Set openai.model")
     if listed and model not in listed:
         raise UnsupportedError(f"{url} has no model {model!r}; it has {', '.join(listed[:5])}")
-    facts = {"host": _host(url, chosen.all_urls), "version": _version(url, secret, chosen.certificates or None)}
-    return Endpoint(url=url, model=model, secret=secret, certificates=chosen.certificates or None, facts=facts)
-
-
-def _key(name: str) -> str | None:
-    """The API key. An invalid key is refused without quoting it; building the header would quote it."""
-    key = os.environ.get(name) or None
-    if key is not None and not (key.isascii() and key.isprintable()):
-        raise UnsupportedError(
-            f"the key in {name} has a character that HTTP headers do not allow, such as a line end. Set it again"
-        )
-    return key
-
-
-def _host(url: str, urls: Sequence[str]) -> str:
-    """The host name, with the port if another replica has the same host."""
+    # The host name, with the port if another replica has the same host.
     name = str(urlsplit(url).hostname)
-    alike = [each for each in urls if urlsplit(each).hostname == name]
-    return name if len(alike) == 1 else urlsplit(url).netloc
+    alike = [each for each in chosen.all_urls if urlsplit(each).hostname == name]
+    host = name if len(alike) == 1 else urlsplit(url).netloc
+    facts = {"host": host, "version": _version(url, secret, chosen.certificates or None)}
+    return Endpoint(url=url, model=model, secret=secret, certificates=chosen.certificates or None, facts=facts)
 
 
 def _version(url: str, secret: str | None, certificates: str | None) -> str | None:

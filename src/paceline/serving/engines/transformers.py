@@ -31,13 +31,11 @@ class Options(_replica.ReplicaOptions):
     def __post_init__(self) -> None:
         _replica.ReplicaOptions.__post_init__(self)
         for name in ("compile", "graph"):
-            require(
-                getattr(self, name) in (None, True, False), f"transformers.{name}", getattr(self, name), "true or false"
-            )
+            value = getattr(self, name)
+            require(value in (None, True, False), f"transformers.{name}", value, "true or false")
 
 
 def check(spec: RunSpec) -> str | None:
-    assert spec.engine is not None
     chosen = parse_options(Options, spec.engine)
     if chosen.graph and spec.topology.device == "cpu":
         return "transformers.graph needs a GPU, but the device is cpu"
@@ -45,7 +43,6 @@ def check(spec: RunSpec) -> str | None:
 
 
 def open(spec: RunSpec, seat: Seat) -> AbstractContextManager[Sequence[Endpoint]]:
-    assert spec.engine is not None
     chosen = parse_options(Options, spec.engine)
     on_gpu = seat.device == "cuda"
     compiled, graph = (on_gpu if option is None else option for option in (chosen.compile, chosen.graph))

@@ -80,9 +80,6 @@ class Options:
             number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= most
             require(value is None or number, f"vllm.{name}", value, f"a number above 0, at most {most:g}")
         require(self.ignore_eos in (None, True, False), "vllm.ignore_eos", self.ignore_eos, "true or false")
-        self._check_arguments()
-
-    def _check_arguments(self) -> None:
         given = self.arguments
         texts = isinstance(given, list | tuple) and all(isinstance(word, str) for word in given)
         require(given is None or texts, "vllm.arguments", given, "a list of texts")
@@ -93,7 +90,6 @@ class Options:
 
 
 def check(spec: RunSpec) -> str | None:
-    assert spec.engine is not None
     chosen = parse_options(Options, spec.engine)
     shape = known_shape(spec.model)
     _server.require_patience(chosen.ready_s, spec.stall_s, "vllm.ready_s")
@@ -106,7 +102,6 @@ def check(spec: RunSpec) -> str | None:
 
 @contextlib.contextmanager
 def open(spec: RunSpec, seat: Seat) -> Iterator[Sequence[Endpoint]]:
-    assert spec.engine is not None
     chosen = parse_options(Options, spec.engine)
     program = executable(chosen.executable)
     devices = devices_of(seat, chosen.tensor_parallel, os.environ)
@@ -213,12 +208,20 @@ def environment(spec: RunSpec, devices: Sequence[str], secret: str, environ: Map
 
 
 def facts_of(spec: RunSpec, chosen: Options, url: str, devices: Sequence[str]) -> dict[str, Any]:
+    try:
+        reply = json.loads(_read(url, "/version"))
+    except ValueError:
+        reply = None
+    version = reply.get("version") if isinstance(reply, dict) else None
+    # Labels of vLLM's own metric about its cache; a version may have none.
+    lines = _read(url, "/metrics").splitlines()
+    cache = next((dict(_LABEL.findall(line)) for line in lines if line.startswith("vllm:cache_config_info{")), {})
     return {
         "body": {"ignore_eos": True} if ignores_eos(spec, chosen) else {},
-        "version": _version(url),
+        "version": None if version is None else str(version),
         "devices": len(devices) or None,
         "tensor_parallel": chosen.tensor_parallel,
-        "settings": settings(spec, chosen, _cache_config(url), os.environ),
+        "settings": settings(spec, chosen, cache, os.environ),
     }
 
 
@@ -245,23 +248,6 @@ def settings(
         **{name: cache[name] for name in _CACHE if cache.get(name, "None") != "None"},
         **{name: value for name, value in sorted(switches.items()) if not is_secret(name, value)},
     }
-
-
-def _cache_config(url: str) -> dict[str, str]:
-    """Labels of vLLM's own metric about its cache; empty if a version has none."""
-    for line in _read(url, "/metrics").splitlines():
-        if line.startswith("vllm:cache_config_info{"):
-            return dict(_LABEL.findall(line))
-    return {}
-
-
-def _version(url: str) -> str | None:
-    try:
-        reply = json.loads(_read(url, "/version"))
-    except ValueError:
-        return None
-    version = reply.get("version") if isinstance(reply, dict) else None
-    return None if version is None else str(version)
 
 
 def _read(url: str, path: str) -> str:
