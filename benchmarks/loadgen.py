@@ -34,7 +34,7 @@ import numpy as np
 
 from paceline.serving import selftest
 from paceline.serving.client import audit, schedule, worker_pool
-from paceline.serving.client.requests import ShardResult, Target
+from paceline.serving.client.schedule import ShardResult, Target
 from paceline.serving.mock import Latencies
 
 LAW = Latencies(ttft_s=0.1, itl_s=0.02, tokens=32)

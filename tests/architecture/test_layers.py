@@ -61,7 +61,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
     "launchers": (
         ("kubernetes", "ray", "slurm", "ssh"),
         ("local",),
-        ("image", "_losses", "_retry", "_start", "_warm"),
+        ("image", "_job", "_warm"),
         ("node",),
     ),
     "serving": (

@@ -31,7 +31,7 @@ from testbed.ports import free_port
 from paceline.experiment.choices import Choice
 from paceline.experiment.serving import Serving
 from paceline.experiment.spec import RunSpec, Training
-from paceline.launchers._losses import is_past_setup
+from paceline.launchers._job import is_past_setup
 from paceline.launchers.kubernetes.cluster import CONTROLLER_ACCOUNT
 from paceline.results import store
 

@@ -16,7 +16,7 @@ from testbed.networks import network as built_network
 from paceline.experiment.choices import Choice
 from paceline.experiment.serving import Serving
 from paceline.experiment.spec import RunSpec
-from paceline.launchers._start import spec_text
+from paceline.launchers._job import spec_text
 from paceline.launchers.node import log_transport, placement
 from paceline.results import store
 from paceline.results.records import Status

@@ -23,8 +23,8 @@ from paceline.campaign.run import controller as run
 from paceline.experiment.choices import Choice
 from paceline.experiment.serving import Serving
 from paceline.experiment.spec import RunSpec
-from paceline.launchers import _start
-from paceline.launchers._losses import is_past_setup
+from paceline.launchers import _job
+from paceline.launchers._job import is_past_setup
 from paceline.launchers.slurm import output_files
 from paceline.report.tables.one_run import record_lines
 from paceline.results import store
@@ -38,9 +38,9 @@ HOSTILE = "it's $(touch never) `id` %j"
 LIGHT = """
 import sys
 from paceline import cli
-from paceline.launchers import _start
+from paceline.launchers import _job
 from paceline.workloads import reference
-_start.RUNNER, reference.check = "testbed.light", lambda spec: None
+_job.RUNNER, reference.check = "testbed.light", lambda spec: None
 sys.exit(cli.main(sys.argv[1:]))
 """
 
@@ -111,7 +111,7 @@ def bench(
 ) -> Bench:
     for name, value in environment(**cluster.environment).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(_start, "RUNNER", "testbed.light")
+    monkeypatch.setattr(_job, "RUNNER", "testbed.light")
     # The real one has one process; light ranks only look like it.
     monkeypatch.setattr(reference, "check", lambda spec: None)
     monkeypatch.setenv("LIGHT_S", "0.4")

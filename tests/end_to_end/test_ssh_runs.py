@@ -24,7 +24,7 @@ from paceline.campaign.run import controller as run
 from paceline.experiment.choices import Choice
 from paceline.experiment.serving import Serving
 from paceline.experiment.spec import RunSpec
-from paceline.launchers import _start
+from paceline.launchers import _job
 from paceline.launchers import ssh as launcher
 from paceline.launchers.node import clock_offsets
 from paceline.launchers.ssh import sessions as ssh_sessions
@@ -99,7 +99,7 @@ def field(
     monkeypatch: pytest.MonkeyPatch,
     eventually: Eventually,
 ) -> Iterator[Field]:
-    monkeypatch.setattr(_start, "RUNNER", "testbed.light")
+    monkeypatch.setattr(_job, "RUNNER", "testbed.light")
     # A reference is the run whose verdict needs finite losses only, but it has one process.
     monkeypatch.setattr(run, "unsupported", lambda spec: None)
     monkeypatch.setattr(ssh_sessions, "NOTICE_S", 0.5)
@@ -228,8 +228,8 @@ import sys
 from pathlib import Path
 from paceline.campaign.run import controller as run
 from paceline.results import store
-from paceline.launchers import _start
-_start.RUNNER, run.unsupported = "testbed.light", lambda spec: None
+from paceline.launchers import _job
+_job.RUNNER, run.unsupported = "testbed.light", lambda spec: None
 class Silent:
     def __getattr__(self, name): return lambda *_: None
 out = Path(sys.argv[1])

@@ -11,7 +11,7 @@ import pytest
 from testbed.ports import free_port
 
 from paceline.experiment.spec import RunSpec
-from paceline.launchers._start import rank_environment, spec_text
+from paceline.launchers._job import rank_environment, spec_text
 from paceline.launchers.node import log_transport
 from paceline.results import store
 from paceline.results.records import Status

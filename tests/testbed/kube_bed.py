@@ -16,7 +16,7 @@ from typing import Any
 from paceline.campaign.run import controller as run
 from paceline.experiment.choices import Choice
 from paceline.experiment.spec import RunSpec
-from paceline.launchers import _start
+from paceline.launchers import _job
 from paceline.launchers.kubernetes import run as _kube_run
 from paceline.launchers.kubernetes.cluster import CONTROLLER_ACCOUNT, cluster_manifests
 from paceline.launchers.kubernetes.options import KINDS
@@ -94,7 +94,7 @@ def main(argv: list[str]) -> int:
 def light(replace: Callable[[object, str, object], None] = setattr) -> None:
     """Have ranks without torch started, and polls often. The only workload whose verdict needs no torch is meant for
     one process, which these ranks do not mind."""
-    replace(_start, "RUNNER", "testbed.light")
+    replace(_job, "RUNNER", "testbed.light")
     replace(reference, "check", lambda spec: None)
     replace(_kube_run, "POLL_S", 0.25)
     replace(_kube_run, "EVENTS_S", 0.5)

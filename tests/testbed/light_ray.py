@@ -15,7 +15,7 @@ from pathlib import Path
 
 from paceline.contract import Job
 from paceline.experiment.spec import RunSpec
-from paceline.launchers import _start, ray
+from paceline.launchers import _job, ray
 from paceline.launchers.ray import cancel, check, collect, offer, poll, submit
 from paceline.results import store
 from testbed import light
@@ -26,11 +26,11 @@ _OTHER = "import sys, ray; ray.__version__ = sys.argv[1]; from paceline.launcher
 
 
 def prepare(spec: RunSpec, run_dir: Path) -> Job:
-    _start.RUNNER = "testbed.light_ray"
+    _job.RUNNER = "testbed.light_ray"
     try:
         job = ray.prepare(spec, run_dir)
     finally:
-        _start.RUNNER = None
+        _job.RUNNER = None
     version = (spec.launcher.options.get("env") or {}).get("LIGHT_RAY_VERSION")
     argv = (sys.executable, "-c", _OTHER, version) if version else job.argv
     place = os.environ.get("LIGHT_RAY_NET")

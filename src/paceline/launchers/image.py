@@ -84,25 +84,23 @@ def run_command(chosen: str, reference: str) -> list[str]:
 
 def ask(chosen: str, reference: str) -> dict[str, Any]:
     """Return the facts of an image. Raises LaunchError if it cannot be started or prints none."""
-    done = _buildah_facts(reference) if chosen == "buildah" else _output(run_command(chosen, reference))
+    if chosen == "buildah":
+        # It runs containers instead of images, and ignores entry points.
+        done = _output(["buildah", "from", "--pull=never", checked(reference)])
+        if done.returncode == 0:
+            container, program = done.stdout.strip(), ["python", "-m", "paceline.cli.entry", "image", "facts"]
+            try:
+                done = _output(["buildah", "run", container, "--", *program])
+            finally:
+                _output(["buildah", "rm", container])
+    else:
+        done = _output(run_command(chosen, reference))
     try:
         result: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
         lines = (done.stderr or done.stdout).strip().splitlines() or ["it printed nothing"]
         raise LaunchError(f"the image {reference} does not report its facts: {lines[-1][:300]}") from None
     return result
-
-
-def _buildah_facts(reference: str) -> subprocess.CompletedProcess[str]:
-    """buildah runs containers instead of images, and ignores entry points."""
-    made = _output(["buildah", "from", "--pull=never", checked(reference)])
-    if made.returncode:
-        return made
-    container = made.stdout.strip()
-    try:
-        return _output(["buildah", "run", container, "--", "python", "-m", "paceline.cli.entry", "image", "facts"])
-    finally:
-        _output(["buildah", "rm", container])
 
 
 def _output(command: Sequence[str]) -> subprocess.CompletedProcess[str]:

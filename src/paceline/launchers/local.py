@@ -19,7 +19,7 @@ from paceline.experiment.spec import RunSpec
 from paceline.host import machine
 from paceline.host.processes import end_all, end_with_parent
 from paceline.launchers import _warm
-from paceline.launchers._start import rank_environment
+from paceline.launchers._job import rank_environment
 from paceline.launchers.node import placement
 
 # Ranks are processes of this host.

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from paceline.results.served_samples import CeilingSample
 from paceline.serving.client import audit, schedule, worker_pool
-from paceline.serving.client.requests import Assignment, RequestResult, ShardResult, Target
+from paceline.serving.client.schedule import Assignment, RequestResult, ShardResult, Target
 from paceline.serving.mock import Latencies, serve_until_signalled
 
 TTFT_S = 0.1

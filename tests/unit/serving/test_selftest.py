@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.serving import selftest
-from paceline.serving.client.requests import RequestResult, ShardResult
+from paceline.serving.client.schedule import RequestResult, ShardResult
 from paceline.serving.mock import Latencies
 
 MS = 1_000_000

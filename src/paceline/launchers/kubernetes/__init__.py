@@ -15,7 +15,7 @@ from paceline.errors import require
 from paceline.experiment.choices import Choice
 from paceline.experiment.plugins import Offer, parse_options
 from paceline.experiment.spec import RunSpec
-from paceline.launchers._start import job_name
+from paceline.launchers._job import job_name
 from paceline.launchers.kubernetes import cluster as cluster_checks
 from paceline.launchers.kubernetes import run
 from paceline.launchers.kubernetes.client import Cluster

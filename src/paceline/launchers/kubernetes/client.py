@@ -79,34 +79,28 @@ class Cluster:
         return cls(context, namespace or usual or DEFAULT_NAMESPACE, patience_s, client)
 
     def create(self, resource: Resource, manifest: Mapping[str, Any]) -> Object:
-        body = dict(manifest)
         if resource.api == "v1":
-            return self._request(
-                "create", resource, lambda: self._core.create_namespaced_service(self.namespace, body, **_RAW)
-            )
-        where = (*resource.group_and_version, self.namespace, resource.plural)
-        return self._request(
-            "create", resource, lambda: self._custom.create_namespaced_custom_object(*where, body, **_RAW)
-        )
+            method, where = self._core.create_namespaced_service, (self.namespace,)
+        else:
+            method, where = self._custom.create_namespaced_custom_object, self._path(resource)
+        return self._request("create", resource, method, *where, dict(manifest))
 
     def read(self, resource: Resource, name: str) -> Object | None:
         """Return the object, or None if it does not exist."""
-        where = (*resource.group_and_version, self.namespace, resource.plural, name)
         with contextlib.suppress(NotFound):
-            return self._request("get", resource, lambda: self._custom.get_namespaced_custom_object(*where, **_RAW))
+            return self._request(
+                "get", resource, self._custom.get_namespaced_custom_object, *self._path(resource), name
+            )
         return None
 
     def delete(self, resource: Resource, name: str) -> None:
         """Delete an object and its pods, if it exists."""
-
-        def call() -> Any:
-            if resource.api == "v1":
-                return self._core.delete_namespaced_service(name, self.namespace, **_RAW)
-            where = (*resource.group_and_version, self.namespace, resource.plural, name)
-            return self._custom.delete_namespaced_custom_object(*where, propagation_policy="Background", **_RAW)
-
         with contextlib.suppress(NotFound):
-            self._request("delete", resource, call)
+            if resource.api == "v1":
+                self._request("delete", resource, self._core.delete_namespaced_service, name, self.namespace)
+            else:
+                method, where = self._custom.delete_namespaced_custom_object, (*self._path(resource), name)
+                self._request("delete", resource, method, *where, propagation_policy="Background")
 
     def create_service(self, manifest: Mapping[str, Any]) -> None:
         """Create a Service, unless an earlier controller already did."""
@@ -117,32 +111,24 @@ class Cluster:
         self.delete(_SERVICE, name)
 
     def pods(self, selector: str) -> list[Object]:
-        return self._list("pods", lambda: self._core.list_namespaced_pod, label_selector=selector)
+        return self._list("pods", self._core.list_namespaced_pod, label_selector=selector)
 
     def pod(self, name: str) -> Object | None:
         with contextlib.suppress(NotFound):
-            return self._request(
-                "get", _core("pods"), lambda: self._core.read_namespaced_pod(name, self.namespace, **_RAW)
-            )
+            return self._request("get", _core("pods"), self._core.read_namespaced_pod, name, self.namespace)
         return None
 
     def events(self, uid: str) -> list[Object]:
         """Return the events of one object."""
-        return self._list(
-            "events", lambda: self._core.list_namespaced_event, field_selector=f"involvedObject.uid={uid}"
-        )
+        return self._list("events", self._core.list_namespaced_event, field_selector=f"involvedObject.uid={uid}")
 
     def log(self, pod: str, container: str, follow: bool) -> Iterator[bytes]:
         """Yield the log of a pod from its beginning. Raises Unavailable if the connection breaks before the end."""
         import urllib3
 
-        response = self._attempt(
-            "get",
-            _core("pods/log"),
-            lambda: self._core.read_namespaced_pod_log(
-                pod, self.namespace, container=container, follow=follow, timestamps=False, **_RAW
-            ),
-        )
+        more = {"container": container, "follow": follow, "timestamps": False, **_RAW}
+        read = self._core.read_namespaced_pod_log
+        response = self._attempt("get", _core("pods/log"), lambda: read(pod, self.namespace, **more))
         try:
             yield from response.stream(1 << 16, decode_content=False)
         except urllib3.exceptions.HTTPError as error:
@@ -155,7 +141,7 @@ class Cluster:
         from kubernetes import client
 
         method_of = getattr(getattr(client, api)(self.client), method)
-        return self._request(verb, _core(plural), lambda: method_of(*arguments, **more, **_RAW))
+        return self._request(verb, _core(plural), method_of, *arguments, **more)
 
     def apply(self, manifests: Iterable[dict[str, Any]]) -> list[str]:
         """Create or update objects. Returns one line each, `created Role NAME`; raises at the first refusal."""
@@ -172,16 +158,22 @@ class Cluster:
                 lines.append(f"updated {manifest['kind']} {name}")
         return lines
 
-    def _list(self, plural: str, method: Callable[[], Any], **selector: str) -> list[Object]:
-        answer = self._request("list", _core(plural), lambda: method()(self.namespace, **selector, **_RAW))
-        return list(answer.get("items", ()))
+    def _path(self, resource: Resource) -> tuple[str, ...]:
+        return (*resource.group_and_version, self.namespace, resource.plural)
 
-    def _request(self, verb: str, resource: Resource, call: Callable[[], Any]) -> Object:
+    def _list(self, plural: str, method: Callable[..., Any], **selector: str) -> list[Object]:
+        return list(self._request("list", _core(plural), method, self.namespace, **selector).get("items", ()))
+
+    def _request(
+        self, verb: str, resource: Resource, method: Callable[..., Any], *arguments: Any, **more: Any
+    ) -> Object:
         """Return the answer as data. Retries for `patience_s` while the server is unavailable."""
         deadline = time.monotonic() + self.patience_s
         while True:
             try:
-                answer: Object = self._attempt(verb, resource, lambda: json.loads(call().data))
+                answer: Object = self._attempt(
+                    verb, resource, lambda: json.loads(method(*arguments, **more, **_RAW).data)
+                )
                 return answer
             except Unavailable as trouble:
                 if time.monotonic() > deadline:

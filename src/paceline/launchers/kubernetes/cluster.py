@@ -13,7 +13,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -256,9 +256,16 @@ def _nodes(cluster: Cluster, chosen: Options) -> Iterator[Diagnosis]:
         text = "may not be listed with these permissions (runs do not need it)"
         yield Diagnosis(name="nodes", ok=None, text=text, fix="to see them here, run this as an administrator")
         return
-    ready = [node for node in nodes if _is_ready(node)]
+    able = [node for node in nodes if not node.get("spec", {}).get("unschedulable")]
+    ready = [node for node in able if states.condition(node, "Ready")]
     selected = [node for node in ready if (chosen.node_selector or {}).items() <= _labels(node).items()]
-    shortages = [_shortage(node, chosen) for node in selected]
+    # For each node, the first resource that a pod requests and the whole node does not have.
+    needed = {"cpu": chosen.cpu_request, "memory": quantity(chosen.memory_request), chosen.gpu_resource: chosen.gpus}
+    capacities = [node["status"].get("allocatable", {}) for node in selected]
+    shortages = [
+        next((name for name, amount in needed.items() if amount > quantity(str(capacity.get(name, 0)))), None)
+        for capacity in capacities
+    ]
     fix = None
     if not selected:
         fix = "no ready node has the labels of kubernetes.node_selector; see `kubectl get nodes --show-labels`"
@@ -267,20 +274,17 @@ def _nodes(cluster: Cluster, chosen: Options) -> Iterator[Diagnosis]:
         fix = f"no node has enough {lacking}: request less (kubernetes.cpu_request, memory_request, gpus)"
     text = f"{len(ready)} of {len(nodes)} ready, {shortages.count(None)} of them large enough for a pod"
     yield Diagnosis(name="nodes", ok=fix is None, text=text, fix=fix)
-    if chosen.gpus or any(_gpus(node, chosen) for node in nodes):
-        yield _gpu_diagnosis(selected, chosen)
-
-
-def _gpu_diagnosis(nodes: list[Object], chosen: Options) -> Diagnosis:
-    total = sum(_gpus(node, chosen) for node in nodes)
-    text = f"{total} {chosen.gpu_resource} on {sum(_gpus(node, chosen) > 0 for node in nodes)} nodes"
+    if not chosen.gpus and not any(_gpus(node, chosen) for node in nodes):
+        return
+    total = sum(_gpus(node, chosen) for node in selected)
+    text = f"{total} {chosen.gpu_resource} on {sum(_gpus(node, chosen) > 0 for node in selected)} nodes"
     for prefix, key in (("", _PRODUCT), ("driver ", _DRIVER)):
-        if values := {label for node in nodes if (label := _labels(node).get(key))}:
+        if values := {label for node in selected if (label := _labels(node).get(key))}:
             text += f"; {prefix}{', '.join(sorted(values))}"
     fix = None
     if chosen.gpus and not total:
         fix = f"install the device plugin or the GPU operator: no node offers {chosen.gpu_resource}"
-    return Diagnosis(name="gpus", ok=fix is None, text=text, fix=fix)
+    yield Diagnosis(name="gpus", ok=fix is None, text=text, fix=fix)
 
 
 def named_objects(cluster: Cluster, chosen: Options) -> Iterator[Diagnosis]:
@@ -310,21 +314,8 @@ def _labels(node: Object) -> dict[str, str]:
     return dict(node["metadata"].get("labels") or {})
 
 
-def _is_ready(node: Object) -> bool:
-    conditions = node["status"].get("conditions") or ()
-    ready = any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
-    return ready and not node.get("spec", {}).get("unschedulable")
-
-
 def _gpus(node: Object, chosen: Options) -> int:
     return int(node["status"].get("allocatable", {}).get(chosen.gpu_resource, 0))
-
-
-def _shortage(node: Object, chosen: Options) -> str | None:
-    """Return the first resource that a pod requests and the whole node does not have."""
-    capacity = node["status"].get("allocatable", {})
-    needed = {"cpu": chosen.cpu_request, "memory": quantity(chosen.memory_request), chosen.gpu_resource: chosen.gpus}
-    return next((name for name, amount in needed.items() if amount > quantity(str(capacity.get(name, 0)))), None)
 
 
 # --- two short pods ---
@@ -389,7 +380,14 @@ def probe(cluster: Cluster, chosen: Options, limit_s: float) -> Probe:
         }
         cluster.create_service(service)
         trouble = _await_end(cluster, name, limit_s)
-        return Probe(reports=dict(_reports(cluster, name)), trouble=trouble)
+        reports = {}
+        for pod in filter(states.has_started, cluster.pods(f"{RUN_LABEL}={name}")):
+            text = b"".join(cluster.log(pod["metadata"]["name"], CONTAINER, follow=False)).decode(errors="replace")
+            for line in text.splitlines():
+                if line.startswith(MARK):
+                    report = json.loads(line.removeprefix(MARK))
+                    reports[int(report["index"])] = report
+        return Probe(reports=reports, trouble=trouble)
     except LaunchError as refusal:
         return Probe(trouble=str(refusal))
     finally:
@@ -443,18 +441,6 @@ def _await_end(cluster: Cluster, name: str, limit_s: float) -> str | None:
     return waiting or f"the probe did not end within {limit_s:g} s"
 
 
-def _reports(cluster: Cluster, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the report of each pod that started."""
-    for pod in cluster.pods(f"{RUN_LABEL}={name}"):
-        if not states.has_started(pod):
-            continue
-        text = b"".join(cluster.log(pod["metadata"]["name"], CONTAINER, follow=False)).decode(errors="replace")
-        for line in text.splitlines():
-            if line.startswith(MARK):
-                report = json.loads(line.removeprefix(MARK))
-                yield int(report["index"]), report
-
-
 def probe_diagnoses(result: Probe, chosen: Options) -> Iterator[Diagnosis]:
     """Yield what the pods report about the image, DNS, shared memory and GPUs."""
     reports = [result.reports[index] for index in sorted(result.reports)]
@@ -462,7 +448,15 @@ def probe_diagnoses(result: Probe, chosen: Options) -> Iterator[Diagnosis]:
         fix = "see `kubectl get events`; check the image's name and whether the cluster may pull it"
         yield Diagnosis(name="image", ok=False, text=f"{chosen.image}: {result.trouble}", fix=fix)
         return
-    yield _image_diagnosis(reports, chosen)
+    versions = sorted({str(report.get("version")) for report in reports})
+    if versions == ["None"]:
+        why = next(report.get("import_error", "unknown") for report in reports)
+        text, fix = f"{chosen.image} does not contain Paceline ({why})", "build one with `paceline image build`"
+    else:
+        text = f"{chosen.image} contains Paceline {', '.join(versions)}"
+        fix = f"use an image with Paceline {__version__}: results of two versions are not compared"
+    is_same = versions == [__version__]
+    yield Diagnosis(name="image", ok=is_same, text=text, fix=None if is_same else fix)
     errors = [report.get("name_error", "no answer") for report in reports if "peer" not in report]
     if errors or len(reports) < PODS:
         fix = "check CoreDNS (`kubectl -n kube-system get pods`) and NetworkPolicies that block port 53"
@@ -479,14 +473,3 @@ def probe_diagnoses(result: Probe, chosen: Options) -> Iterator[Diagnosis]:
         seen = min(report.get("gpus", 0) for report in reports)
         gpu_fix = None if seen else "the pod has a GPU assigned but sees none: check driver and container toolkit"
         yield Diagnosis(name="gpus in pods", ok=gpu_fix is None, text=f"{seen} of 1 requested", fix=gpu_fix)
-
-
-def _image_diagnosis(reports: Iterable[Object], chosen: Options) -> Diagnosis:
-    versions = sorted({str(report.get("version")) for report in reports})
-    if versions == ["None"]:
-        why = next(report.get("import_error", "unknown") for report in reports)
-        text = f"{chosen.image} does not contain Paceline ({why})"
-        return Diagnosis(name="image", ok=False, text=text, fix="build one with `paceline image build`")
-    same = versions == [__version__]
-    fix = None if same else f"use an image with Paceline {__version__}: results of two versions are not compared"
-    return Diagnosis(name="image", ok=same, text=f"{chosen.image} contains Paceline {', '.join(versions)}", fix=fix)

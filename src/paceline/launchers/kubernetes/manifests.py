@@ -16,7 +16,7 @@ from typing import Any
 
 from paceline.contract import may_be_lost
 from paceline.experiment.spec import RunSpec
-from paceline.launchers._start import agent_arguments, rank_environment, spec_text
+from paceline.launchers._job import agent_arguments, rank_environment, spec_text
 from paceline.launchers.kubernetes.options import Options
 from paceline.launchers.node import placement
 
@@ -80,7 +80,6 @@ RUNTIME = Resource("trainer.kubeflow.org/v1alpha1", "trainingruntimes", "")
 
 def job_manifests(spec: RunSpec, chosen: Options, name: str, run_dir: Path, attempt: str) -> list[Manifest]:
     """Return the objects of a run in the order in which they are created."""
-    made = {"job": _job_and_service, "jobset": _jobset, "trainjob": _trainjob}[chosen.kind](spec, chosen, name)
     metadata = {
         "name": name,
         **({"namespace": chosen.namespace} if chosen.namespace else {}),
@@ -95,7 +94,7 @@ def job_manifests(spec: RunSpec, chosen: Options, name: str, run_dir: Path, atte
     }
     objects = [
         {key: each[key] for key in ("apiVersion", "kind")} | {"metadata": copy.deepcopy(metadata)} | each
-        for each in made
+        for each in _objects(spec, chosen, name)
     ]
     if chosen.queue:
         # Kueue starts a job by resetting `suspend`.
@@ -121,59 +120,41 @@ def reader_manifest(chosen: Options, name: str) -> Manifest:
     }
 
 
-def _job_and_service(spec: RunSpec, chosen: Options, name: str) -> list[Manifest]:
-    pod = template(spec, chosen, name, f"{name}-0.{name}")
-    pod["spec"]["subdomain"] = name
-    job = {"apiVersion": "batch/v1", "kind": "Job", "spec": _job_spec(spec, chosen, pod) | {_TTL: chosen.keep_s}}
-    service = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "spec": {
+def _objects(spec: RunSpec, chosen: Options, name: str) -> list[Manifest]:
+    """Return the objects of a run without their metadata, in the order in which they are created."""
+    kept = {_TTL: chosen.keep_s}
+    if chosen.kind == "job":
+        pod = template(spec, chosen, name, f"{name}-0.{name}")
+        pod["spec"]["subdomain"] = name
+        service = {
             "clusterIP": "None",
             # The rendezvous happens before any pod is ready.
             "publishNotReadyAddresses": True,
             "selector": {"batch.kubernetes.io/job-name": name},
             "ports": [{"name": "rendezvous", "port": chosen.port, "protocol": "TCP"}],
-        },
-    }
-    return [job, service]
-
-
-def _jobset(spec: RunSpec, chosen: Options, name: str) -> list[Manifest]:
-    jobs = _jobset_spec(spec, chosen, name)
-    return [{"apiVersion": RESOURCES["jobset"].api, "kind": "JobSet", "spec": jobs | {_TTL: chosen.keep_s}}]
-
-
-def _trainjob(spec: RunSpec, chosen: Options, name: str) -> list[Manifest]:
-    """The runtime has no framework: the agent starts torchrun itself, and the framework's variables would conflict."""
-    jobs = _jobset_spec(spec, chosen, name)
-    ancestor = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
-    jobs["replicatedJobs"][0]["template"]["metadata"] = {"labels": ancestor}
-    nodes = spec.topology.nodes
-    runtime = {
-        "apiVersion": RUNTIME.api,
-        "kind": "TrainingRuntime",
-        "spec": {"mlPolicy": {"numNodes": nodes}, "template": {"spec": jobs}},
-    }
-    reference = {"apiGroup": RUNTIME.group_and_version[0], "kind": "TrainingRuntime", "name": name}
-    job = {
-        "apiVersion": RESOURCES["trainjob"].api,
-        "kind": "TrainJob",
-        "spec": {"runtimeRef": reference, "trainer": {"numNodes": nodes}},
-    }
-    return [runtime, job]
-
-
-def _jobset_spec(spec: RunSpec, chosen: Options, name: str) -> Manifest:
+        }
+        job = {"apiVersion": "batch/v1", "kind": "Job", "spec": _job_spec(spec, chosen, pod) | kept}
+        return [job, {"apiVersion": "v1", "kind": "Service", "spec": service}]
     pod = template(spec, chosen, name, f"{name}-{GROUP}-0-0.{name}")
-    return {
+    group: Manifest = {"name": GROUP, "replicas": 1, "template": {"spec": _job_spec(spec, chosen, pod)}}
+    jobs = {
         # The JobSet controller creates the Service. A restart would be another run, so none is allowed.
         "network": {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True},
         "failurePolicy": {"maxRestarts": 0},
-        "replicatedJobs": [
-            {"name": GROUP, "replicas": 1, "template": {"spec": _job_spec(spec, chosen, pod)}},
-        ],
+        "replicatedJobs": [group],
     }
+    if chosen.kind == "jobset":
+        return [{"apiVersion": RESOURCES["jobset"].api, "kind": "JobSet", "spec": jobs | kept}]
+    # The runtime has no framework: the agent starts torchrun itself, and the framework's variables would conflict.
+    group["template"]["metadata"] = {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}
+    count = {"numNodes": spec.topology.nodes}
+    runtime = {"mlPolicy": dict(count), "template": {"spec": jobs}}
+    reference = {"apiGroup": RUNTIME.group_and_version[0], "kind": "TrainingRuntime", "name": name}
+    job = {"runtimeRef": reference, "trainer": dict(count)}
+    return [
+        {"apiVersion": RUNTIME.api, "kind": "TrainingRuntime", "spec": runtime},
+        {"apiVersion": RESOURCES["trainjob"].api, "kind": "TrainJob", "spec": job},
+    ]
 
 
 def _job_spec(spec: RunSpec, chosen: Options, pod: Manifest) -> dict[str, Any]:

@@ -87,21 +87,6 @@ class Options:
         _require(self.kind in KINDS, "kind", self.kind, ", ".join(KINDS))
         policies = ", ".join(PULL_POLICIES)
         _require(self.image_pull_policy in PULL_POLICIES, "image_pull_policy", self.image_pull_policy, policies)
-        self._check_names()
-        self._check_amounts()
-        self._check_structures()
-        for name, value in self.variables().items():
-            _require(bool(_VARIABLE.fullmatch(name)), "env", name, "variable names")
-            _reject_secret("env", name, value)
-        for name, source in (self.secret_env or {}).items():
-            keys = set(source) if isinstance(source, Mapping) else set()
-            is_text = keys and all(isinstance(source[key], str) for key in keys)
-            is_valid = _VARIABLE.fullmatch(name) and keys == {"secret", "key"} and is_text
-            _require(bool(is_valid), f"secret_env.{name}", source, "{secret: NAME, key: KEY}")
-        for name, value in _variables_in(self.pod_patch):
-            _reject_secret("pod_patch", name, value)
-
-    def _check_names(self) -> None:
         words = "a lower-case name of letters, digits and '-'"
         patterns = {"namespace": _LABEL, "queue": _LABEL}
         patterns |= dict.fromkeys(("priority_class", "service_account", "results_claim"), _SUBDOMAIN)
@@ -113,8 +98,6 @@ class Options:
             value = getattr(self, field)
             is_word = value is None or (isinstance(value, str) and value.strip() and not re.search(r"\s", value))
             _require(bool(is_word), field, value, "text without spaces")
-
-    def _check_amounts(self) -> None:
         _require(self.gpus >= 0, "gpus", self.gpus, "a whole number, 0 or more")
         _require(self.threads >= 1, "threads", self.threads, "a whole number, 1 or more")
         _require(0 < self.port < 65536, "port", self.port, "a number below 65536")
@@ -128,8 +111,6 @@ class Options:
             # Pod Security "restricted" rejects pods that run as root.
             _require(getattr(self, field) > 0, field, getattr(self, field), "1 or more (0 is root)")
         _require(self.keep_s >= 60, "keep_s", self.keep_s, "at least 60 seconds")
-
-    def _check_structures(self) -> None:
         for field in ("node_selector", "labels"):
             value = getattr(self, field)
             is_text = isinstance(value, Mapping) and all(isinstance(v, str) for v in value.values())
@@ -141,6 +122,16 @@ class Options:
             value = getattr(self, field)
             is_list = isinstance(value, list | tuple) and all(isinstance(entry, item) for entry in value)
             _require(value is None or is_list, field, value, "a list of names" if item is str else "a list of mappings")
+        for name, value in self.variables().items():
+            _require(bool(_VARIABLE.fullmatch(name)), "env", name, "variable names")
+            _reject_secret("env", name, value)
+        for name, source in (self.secret_env or {}).items():
+            keys = set(source) if isinstance(source, Mapping) else set()
+            is_text = keys and all(isinstance(source[key], str) for key in keys)
+            is_valid = _VARIABLE.fullmatch(name) and keys == {"secret", "key"} and is_text
+            _require(bool(is_valid), f"secret_env.{name}", source, "{secret: NAME, key: KEY}")
+        for name, value in _variables_in(self.pod_patch):
+            _reject_secret("pod_patch", name, value)
 
     def variables(self) -> dict[str, str]:
         """env and nccl together, as text."""

@@ -349,16 +349,28 @@ def submit(cluster: Cluster, manifests: list[Object], name: str, kind: str) -> N
     _make_room(cluster, main, resource)
 
     def undo(kind: type[BaseException] | None, stop: BaseException | None, _: object) -> None:
-        left = None if stop is None else _withdraw(_impatient(cluster), name, resource)
-        if left and isinstance(stop, LaunchError):
-            raise LaunchError(f"{stop}; {left}") from None
+        if stop is None:
+            return
+        quick = _impatient(cluster)
+        try:
+            known = quick.read(resource, name)
+            if known is None or is_ours(known, name):
+                _delete(quick, resource, name)
+        except LaunchError as refusal:
+            if isinstance(stop, LaunchError):
+                command = f"kubectl delete {resource.plural} {name} --namespace {cluster.namespace}"
+                raise LaunchError(f"{stop}; {refusal}; the job may still exist: {command}") from None
 
     with contextlib.ExitStack() as stack:
         stack.push(undo)
-        owner = None
+        owner: Object | None = None
         for manifest in manifests:
             if manifest is main:
-                owner = _create_main(cluster, manifest, resource)
+                while owner is None:
+                    owner = _make_room(cluster, manifest, resource)
+                    # A request that was repeated because its answer got lost finds the object it created.
+                    with contextlib.suppress(AlreadyExists):
+                        owner = owner or cluster.create(resource, manifest)
             elif manifest["kind"] == "Service":
                 assert owner is not None, "a Service comes after the Job that owns it"
                 create_service(cluster, manifest, owner)
@@ -367,33 +379,11 @@ def submit(cluster: Cluster, manifests: list[Object], name: str, kind: str) -> N
                     cluster.create(RUNTIME, manifest)
 
 
-def _withdraw(cluster: Cluster, name: str, resource: Resource) -> str | None:
-    """Remove a partly created job. Returns a sentence if that failed."""
-    try:
-        known = cluster.read(resource, name)
-        if known is not None and not is_ours(known, name):
-            return None
-        _delete(cluster, resource, name)
-    except LaunchError as refusal:
-        command = f"kubectl delete {resource.plural} {name} --namespace {cluster.namespace}"
-        return f"{refusal}; the job may still exist: {command}"
-    return None
-
-
 def create_service(cluster: Cluster, manifest: Object, owner: Object) -> None:
     """Create the Service as a dependent of the Job, so that both are removed together."""
     reference = {"apiVersion": "batch/v1", "kind": "Job", "name": owner["metadata"]["name"]}
     reference["uid"] = owner["metadata"]["uid"]
     cluster.create_service({**manifest, "metadata": {**manifest["metadata"], "ownerReferences": [reference]}})
-
-
-def _create_main(cluster: Cluster, manifest: Object, resource: Resource) -> Object:
-    while True:
-        if known := _make_room(cluster, manifest, resource):
-            return known
-        # A request that was repeated because its answer got lost finds the object it created.
-        with contextlib.suppress(AlreadyExists):
-            return cluster.create(resource, manifest)
 
 
 def _make_room(cluster: Cluster, manifest: Object, resource: Resource) -> Object | None:

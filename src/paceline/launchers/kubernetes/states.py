@@ -15,7 +15,7 @@ from typing import Any
 
 from paceline.contract import JobState
 from paceline.errors import StoreError
-from paceline.launchers._losses import awaited_ranks, have_ended, is_past_setup
+from paceline.launchers._job import awaited_ranks, have_ended, is_past_setup
 from paceline.launchers.kubernetes.manifests import CONTAINER
 from paceline.results.records import Status
 from paceline.results.safe_text import text as safe_text
@@ -25,17 +25,9 @@ Object = Mapping[str, Any]
 # Kubernetes reasons for an end that no rank could report. First those of a DisruptionTarget condition, then of a pod,
 # of its container, of a Job. For any other reason, the outcomes of the ranks decide.
 STATUS_OF_REASON: dict[str, Status] = {
-    "PreemptionByScheduler": Status.PREEMPTED,
-    "DeletionByTaintManager": Status.PREEMPTED,
-    "EvictionByEvictionAPI": Status.PREEMPTED,
-    "DeletionByPodGC": Status.PREEMPTED,
-    "TerminationByKubelet": Status.PREEMPTED,
-    "Evicted": Status.PREEMPTED,
-    "Preempting": Status.PREEMPTED,
-    "NodeLost": Status.PREEMPTED,
-    "NodeShutdown": Status.PREEMPTED,
-    "Shutdown": Status.PREEMPTED,
-    "Terminated": Status.PREEMPTED,
+    **dict.fromkeys(("PreemptionByScheduler", "DeletionByTaintManager", "EvictionByEvictionAPI"), Status.PREEMPTED),
+    **dict.fromkeys(("DeletionByPodGC", "TerminationByKubelet", "Evicted", "Preempting"), Status.PREEMPTED),
+    **dict.fromkeys(("NodeLost", "NodeShutdown", "Shutdown", "Terminated"), Status.PREEMPTED),
     "UnexpectedAdmissionError": Status.FAILED,
     "NodeAffinity": Status.FAILED,
     "OOMKilled": Status.OOM,
@@ -179,20 +171,16 @@ def why_waiting(snapshot: Snapshot) -> str | None:
     started = sum(map(has_started, snapshot.pods)) + len(gone)
     if started >= snapshot.nodes:
         return None
-    reasons = [reason for pod in snapshot.pods if not has_started(pod) and (reason := _why_pod_waits(pod))]
+    reasons = []
+    for pod in snapshot.pods:
+        conditions: Sequence[Object] = pod.get("status", {}).get("conditions") or ()
+        scheduled: Object = next((c for c in conditions if c.get("type") == "PodScheduled"), {})
+        waiting = scheduled if scheduled.get("status") == "False" else _waiting_state(pod)
+        if not has_started(pod) and (waiting is scheduled or waiting.get("reason") in STUCK):
+            reason, message = waiting.get("reason", "Unschedulable"), waiting.get("message", "no reason given")
+            reasons.append(f"{reason}: {message}")
     why = f": {reasons[0]}" if reasons else _newest(snapshot.events)
     return _line(f"{started} of {snapshot.nodes} pods have started{why}")
-
-
-def _why_pod_waits(pod: Object) -> str | None:
-    conditions: Sequence[Object] = pod.get("status", {}).get("conditions") or ()
-    scheduled: Object = next((c for c in conditions if c.get("type") == "PodScheduled"), {})
-    if scheduled.get("status") == "False":
-        return f"{scheduled.get('reason', 'Unschedulable')}: {scheduled.get('message', 'no reason given')}"
-    waiting = _waiting_state(pod)
-    if waiting.get("reason") in STUCK:
-        return f"{waiting['reason']}: {waiting.get('message', 'no reason given')}"
-    return None
 
 
 def _newest(events: Sequence[Object], warnings: bool = True) -> str:
@@ -324,7 +312,14 @@ class Losses:
             if time.monotonic() - self._failed_at < NOTICE_S:
                 return JobState(running=True, waiting=why_waiting(snapshot))
         left = self._without_lost(snapshot)
-        state = _end_by(left, min(fatal)) if fatal else self._state_of_rest(left)
+        if not fatal:
+            return replace(self._state_of_rest(left), lost=tuple(self.lost))
+        # The run cannot continue without this node, though its Job would.
+        state, node = failure(left, {}), min(fatal)
+        if state.status is None and not any(index_of(pod) == node for pod in left.pods):
+            # A pod that failed by itself would still be listed: somebody deleted it.
+            reason = f"the pod of node {node} of {left.name} was evicted"
+            state = replace(state, status=Status.PREEMPTED, reason=reason)
         return replace(state, lost=tuple(self.lost))
 
     def _without_lost(self, snapshot: Snapshot) -> Snapshot:
@@ -350,12 +345,3 @@ class Losses:
             if self.lost and (by_index or have_ended(self.run_dir, awaited)):
                 return JobState(running=False, exit_code=0)
         return state_of(snapshot)
-
-
-def _end_by(snapshot: Snapshot, node: int) -> JobState:
-    """Return the end caused by a node that the run cannot do without, though its Job would continue."""
-    state = failure(snapshot, {})
-    if state.status is None and not any(index_of(pod) == node for pod in snapshot.pods):
-        # A pod that failed by itself would still be listed: somebody deleted it.
-        return replace(state, status=Status.PREEMPTED, reason=f"the pod of node {node} of {snapshot.name} was evicted")
-    return state

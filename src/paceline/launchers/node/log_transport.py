@@ -163,40 +163,35 @@ class Receiver:
                 clock = clock_offsets.observed(node, host, node_time_s, earliest_s, latest_s)
                 clock_offsets.note(self._run_dir, [clock])
         elif kind == "part":
-            self._take_part(*rest.split(" "))
+            name, offset, checksum, data = rest.split(" ")
+            piece, path, begin = _unpacked(data), self._run_dir / name, int(offset)
+            if f"{zlib.crc32(piece):08x}" != checksum:
+                raise ValueError("damaged part")
+            if not CARRIED.fullmatch(name):
+                return
+            if not name.startswith(_GROWING):
+                path.write_bytes(piece)
+            elif begin <= (path.stat().st_size if path.exists() else 0):
+                with path.open("r+b" if path.exists() else "w+b") as file:
+                    file.seek(begin)
+                    file.write(piece)
         elif kind == "whole":
-            self._take_piece(arrival, *rest.split(" "))
+            position, digest, data = rest.split(" ")
+            index, count = map(int, position.split("/"))
+            if index < count - 1 and len(data) != LONGEST_DATA:
+                raise ValueError("damaged piece")
+            arrival.pieces[index] = data
+            if len(arrival.pieces) < count:
+                return
+            text = "".join(arrival.pieces[i] for i in range(count))
+            if hashlib.sha256(text.encode()).hexdigest() != digest:
+                raise ValueError("damaged last piece")
+            for name, content in json.loads(_unpacked(text)).items():
+                if CARRIED.fullmatch(name):
+                    (self._run_dir / name).write_bytes(base64.b64decode(content))
+            arrival.is_whole = True
         elif kind == "end":
             arrival.exit_code = int(rest)
-
-    def _take_part(self, name: str, offset: str, checksum: str, data: str) -> None:
-        piece = _unpacked(data)
-        if f"{zlib.crc32(piece):08x}" != checksum:
-            raise ValueError("damaged part")
-        if not CARRIED.fullmatch(name):
-            return
-        path, begin = self._run_dir / name, int(offset)
-        if not name.startswith(_GROWING):
-            path.write_bytes(piece)
-        elif begin <= (path.stat().st_size if path.exists() else 0):
-            with path.open("r+b" if path.exists() else "w+b") as file:
-                file.seek(begin)
-                file.write(piece)
-
-    def _take_piece(self, arrival: Arrival, position: str, digest: str, data: str) -> None:
-        index, count = map(int, position.split("/"))
-        if index < count - 1 and len(data) != LONGEST_DATA:
-            raise ValueError("damaged piece")
-        arrival.pieces[index] = data
-        if len(arrival.pieces) < count:
-            return
-        text = "".join(arrival.pieces[i] for i in range(count))
-        if hashlib.sha256(text.encode()).hexdigest() != digest:
-            raise ValueError("damaged last piece")
-        for name, content in json.loads(_unpacked(text)).items():
-            if CARRIED.fullmatch(name):
-                (self._run_dir / name).write_bytes(base64.b64decode(content))
-        arrival.is_whole = True
 
     def missing(self, nodes: int, but: Collection[int] = ()) -> str | None:
         """Return None if all files of every node arrived, else a sentence. but: nodes that are not expected."""

@@ -70,7 +70,13 @@ def _lead(member: Member, patience_s: float) -> str:
             try:
                 problem = _admit(member, server.accept()[0], arrived)
             except TimeoutError:
-                problem = _absence(member, arrived, patience_s)
+                missing = [str(node) for node in range(1, member.nodes) if node not in arrived]
+                names = ", ".join(missing[:8]) + (" ..." if len(missing) > 8 else "")
+                problem = (
+                    f"{'node' if len(missing) == 1 else 'nodes'} {names} did not reach node 0 ({member.host}) at "
+                    f"{member.master} port {member.port} within {patience_s:g} s; try on them: nc -zv {member.master} "
+                    f"{member.port}"
+                )
             if problem:
                 for peer in arrived.values():
                     _send(peer, {"failed": problem})
@@ -129,15 +135,6 @@ def _admit(member: Member, peer: socket.socket, arrived: dict[int, socket.socket
             "nft list ruleset"
         )
     return None
-
-
-def _absence(member: Member, arrived: Mapping[int, socket.socket], patience_s: float) -> str:
-    missing = [str(node) for node in range(1, member.nodes) if node not in arrived]
-    names = ", ".join(missing[:8]) + (" ..." if len(missing) > 8 else "")
-    return (
-        f"{'node' if len(missing) == 1 else 'nodes'} {names} did not reach node 0 ({member.host}) at {member.master} "
-        f"port {member.port} within {patience_s:g} s; try on them: nc -zv {member.master} {member.port}"
-    )
 
 
 # --- the other nodes ---
@@ -289,24 +286,23 @@ def interface_of(address: str, interfaces: Callable[[], Interfaces] | None = Non
     return "lo" if wanted.is_loopback else None
 
 
-def check_interfaces(environ: Mapping[str, str], names: tuple[str, ...], interfaces: Interfaces | None = None) -> None:
+def check_interfaces(
+    environ: Mapping[str, str], variables: tuple[str, ...], interfaces: Interfaces | None = None
+) -> None:
     """Raise LaunchError if a variable selects no interface of this host that has an address."""
     known = all_interfaces() if interfaces is None else interfaces
     present = {name for name, addresses in known.items() if addresses}
-    for variable in names:
+    for variable in variables:
         value = environ.get(variable, "")
-        chosen = _nccl_choice(value, present) if variable.startswith("NCCL") else present & set(value.split(","))
+        chosen = present & set(value.split(","))
+        if variable.startswith("NCCL"):
+            # By prefix, after `=` by full name, after `^` all others. gloo accepts full names only.
+            exact, inverted = value.startswith(("=", "^=")), value.startswith("^")
+            names = [name for name in value.lstrip("^=").split(",") if name]
+            chosen = {o for o in present for n in names if o == n or (not exact and o.startswith(n))}
+            chosen = present - chosen if inverted else chosen
         if value and not chosen:
             raise LaunchError(
                 f"{variable}: got {value!r}, expected interfaces of this host that have an address: "
                 f"{', '.join(sorted(present)) or 'it has none'}; try: ip -brief address"
             )
-
-
-def _nccl_choice(value: str, present: set[str]) -> set[str]:
-    """Return the interfaces that NCCL would choose: by prefix, after `=` by full name, after `^` all others. gloo
-    accepts full names only."""
-    exact, inverted = value.startswith(("=", "^=")), value.startswith("^")
-    names = [name for name in value.lstrip("^=").split(",") if name]
-    chosen = {own for own in present for name in names if own == name or (not exact and own.startswith(name))}
-    return present - chosen if inverted else chosen

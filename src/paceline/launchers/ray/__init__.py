@@ -26,8 +26,8 @@ from paceline.experiment.plugins import Offer, parse_options
 from paceline.experiment.spec import RunSpec
 from paceline.host.environment import is_secret
 from paceline.host.processes import end_all, end_with_parent
-from paceline.launchers import _start
-from paceline.launchers._retry import retry_once
+from paceline.launchers import _job
+from paceline.launchers._job import retry_once
 from paceline.launchers.ray.cluster import REFUSED, Request, probe
 from paceline.results.records import Status
 
@@ -141,7 +141,7 @@ def prepare(spec: RunSpec, run_dir: Path) -> Job:
     chosen = parse_options(Options, spec.launcher)
     topology = spec.topology
     request = Request(
-        name=_start.job_name(spec, run_dir),
+        name=_job.job_name(spec, run_dir),
         run_dir=str(run_dir),
         version=__version__,
         address=chosen.address,
@@ -149,8 +149,8 @@ def prepare(spec: RunSpec, run_dir: Path) -> Job:
         nodes=topology.nodes,
         processes_per_node=topology.processes_per_node,
         each={"CPU": chosen.cpus, **({"GPU": 1} if topology.device == "cuda" else {}), **(chosen.resources or {})},
-        env={**_start.rank_environment(chosen.threads), **{k: str(v) for k, v in (chosen.env or {}).items()}},
-        runner=_start.RUNNER or "paceline.launchers.ray.rank",
+        env={**_job.rank_environment(chosen.threads), **{k: str(v) for k, v in (chosen.env or {}).items()}},
+        runner=_job.RUNNER or "paceline.launchers.ray.rank",
         port=chosen.port,
         scratch=chosen.scratch,
         pending_s=chosen.pending_s,

@@ -34,14 +34,27 @@ class RankActor:
 
         context = ray.get_runtime_context()
         address = ray.util.get_node_ip_address()
+        version: str | None = None
+        interface: str | None = None
+        with contextlib.suppress(ImportError):
+            from paceline import __version__ as version
+        with contextlib.suppress(ImportError):
+            import psutil
+
+            # The interface that Ray uses; ranks use the same.
+            owners = (name for name, own in psutil.net_if_addrs().items() if address in [each.address for each in own])
+            interface = next(owners, None)
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = int(probe.getsockname()[1])
         return {
             "node_id": context.get_node_id(),
             "address": address,
-            "interface": _interface_of(address),
-            "port": _free_port(),
+            "interface": interface,
+            "port": port,
             "gpus": [str(gpu) for gpu in context.get_accelerator_ids().get("GPU", [])],
             "python": ".".join(map(str, sys.version_info[:3])),
-            "version": _paceline_version(),
+            "version": version,
             "has_scratch": not scratch or os.access(scratch, os.W_OK | os.X_OK),
         }
 
@@ -56,14 +69,15 @@ class RankActor:
             errors="replace",
             start_new_session=True,
         )
-        self._reader = threading.Thread(target=self._take_lines, daemon=True)
-        self._reader.start()
+        stdout = self._child.stdout
+        assert stdout is not None
 
-    def _take_lines(self) -> None:
-        assert self._child is not None
-        assert self._child.stdout is not None
-        for line in self._child.stdout:
-            self._lines.append(line)
+        def take_lines() -> None:
+            for line in stdout:
+                self._lines.append(line)
+
+        self._reader = threading.Thread(target=take_lines, daemon=True)
+        self._reader.start()
 
     def read(self, taken: int) -> tuple[list[str], int | None]:
         """Return the lines after the first `taken`, and the exit code once no more will come.
@@ -93,29 +107,3 @@ class RankActor:
             os.killpg(self._child.pid, signal.SIGKILL)
         self._child.wait()
         return self.read(taken)[0]
-
-
-def _paceline_version() -> str | None:
-    try:
-        from paceline import __version__
-    except ImportError:
-        return None
-    return __version__
-
-
-def _interface_of(address: str) -> str | None:
-    """Return the interface that Ray uses; ranks use the same."""
-    try:
-        import psutil
-    except ImportError:
-        return None
-    for name, entries in psutil.net_if_addrs().items():
-        if address in [entry.address for entry in entries]:
-            return str(name)
-    return None
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

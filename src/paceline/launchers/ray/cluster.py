@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.errors import LaunchError
-from paceline.launchers._retry import NoAnswerError
+from paceline.launchers._job import NoAnswerError
 
 CONNECT_S = 5.0
 POLL_S = 0.2

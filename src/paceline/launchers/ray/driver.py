@@ -22,8 +22,7 @@ from typing import IO, Any
 
 from paceline.errors import LaunchError
 from paceline.host.processes import end_with_parent
-from paceline.launchers._losses import is_past_setup, reported_failure
-from paceline.launchers._start import agent_arguments
+from paceline.launchers._job import agent_arguments, is_past_setup, reported_failure
 from paceline.launchers.node import log_transport
 from paceline.launchers.ray import actor as _ray_actor
 from paceline.launchers.ray import cluster
@@ -144,6 +143,8 @@ def drive(request: Request, report: Callable[[dict[str, Any]], None]) -> dict[st
 @contextlib.contextmanager
 def ranks(request: Request, group: Any, inbox: Inbox) -> Iterator[list[Member]]:
     """Start all ranks. At the end none runs any more, and their last output is in the run directory."""
+    import ray
+
     members = [
         Member(rank, rank // request.processes_per_node, actor) for rank, actor in enumerate(_actors(request, group))
     ]
@@ -155,7 +156,12 @@ def ranks(request: Request, group: Any, inbox: Inbox) -> Iterator[list[Member]]:
             member.actor.start.remote([*arguments, "--per-rank", f"--runner={request.runner}"], variables)
         yield members
     finally:
-        _end_ranks([member for member in members if not member.is_over], inbox)
+        # End all running ranks at once and keep their last output.
+        calls = [member.actor.end.remote(member.taken, GRACE_S) for member in members if not member.is_over]
+        answered, _ = ray.wait(calls, num_returns=len(calls), timeout=GRACE_S * 1.5) if calls else ([], [])
+        for answer in answered:
+            with contextlib.suppress(ray.exceptions.RayError):
+                inbox.take(ray.get(answer))
 
 
 def _actors(request: Request, group: Any) -> list[Any]:
@@ -323,19 +329,6 @@ def _last_line(error: Exception) -> str:
     return lines[-1][:300] if lines else type(error).__name__
 
 
-def _end_ranks(members: list[Member], inbox: Inbox) -> None:
-    """End all running ranks at once and keep their last output."""
-    import ray
-
-    calls = [member.actor.end.remote(member.taken, GRACE_S) for member in members]
-    if not calls:
-        return
-    answered, _ = ray.wait(calls, num_returns=len(calls), timeout=GRACE_S * 1.5)
-    for answer in answered:
-        with contextlib.suppress(ray.exceptions.RayError):
-            inbox.take(ray.get(answer))
-
-
 def conclusion(members: list[Member], run_dir: Path, missing: str | None) -> dict[str, Any]:
     """Return the final state. A rank that vanished is the cause: those that noticed it have left an outcome."""
     awaited = [member for member in members if not member.is_spared]
@@ -345,19 +338,18 @@ def conclusion(members: list[Member], run_dir: Path, missing: str | None) -> dic
     if lost:
         status, reason = lost[0]
     elif silent:
-        status, reason = Status.FAILED, _explain_end(silent[0], run_dir)
+        who, code = f"rank {silent[0].rank} on {silent[0].name}", silent[0].code or 0
+        status, reason = (
+            Status.FAILED,
+            f"{who} ended with exit code {code} and left no outcome; see {run_dir / 'log.txt'}",
+        )
+        if code == -signal.SIGKILL:
+            reason = f"{who} was killed by signal 9 (by hand, or because the host ran out of memory)"
+        elif code < 0:
+            reason = f"{who} was ended by signal {-code} ({signal.Signals(-code).name})"
     code = next((member.code for member in awaited if member.code), 1 if lost else 0)
     spared = sorted({member.node for member in members if member.is_spared})
     return {"ended": code, "status": status, "reason": reason, "missing": missing, "lost": spared}
-
-
-def _explain_end(member: Member, run_dir: Path) -> str:
-    who, code = f"rank {member.rank} on {member.name}", member.code or 0
-    if code == -signal.SIGKILL:
-        return f"{who} was killed by signal 9 (by hand, or because the host ran out of memory)"
-    if code < 0:
-        return f"{who} was ended by signal {-code} ({signal.Signals(-code).name})"
-    return f"{who} ended with exit code {code} and left no outcome; see {run_dir / 'log.txt'}"
 
 
 if __name__ == "__main__":

@@ -14,8 +14,7 @@ from paceline.errors import LaunchError
 from paceline.experiment.choices import Choice
 from paceline.experiment.plugins import Offer, parse_options
 from paceline.experiment.spec import RunSpec
-from paceline.launchers._losses import awaited_ranks, have_ended
-from paceline.launchers._start import job_name
+from paceline.launchers._job import awaited_ranks, have_ended, job_name
 from paceline.launchers.slurm import script as batch_script
 from paceline.launchers.slurm import states
 from paceline.launchers.slurm.options import Options
@@ -279,23 +278,17 @@ def _state(handle: Mapping[str, Any], seen: Seen | None) -> JobState:
     if meaning.status is not None:
         reason = f"Slurm job {job_id} {meaning.text} ({seen.state})"
         return JobState(running=False, exit_code=seen.exit_code, status=meaning.status, reason=reason)
-    line = _last_line(Path(handle["run_dir"])) if seen.exit_code else None
-    if line is None:
-        return JobState(running=False, exit_code=seen.exit_code)
-    reason = f"Slurm job {job_id} ended with exit code {seen.exit_code} before any rank started: {line}"
-    return JobState(running=False, exit_code=seen.exit_code, status=Status.FAILED, reason=reason)
-
-
-def _last_line(run_dir: Path) -> str | None:
-    """Return the last line of the log if no rank started (no such Python, a missing module), else None.
-
-    Lines of srun are skipped, because they only repeat the exit code.
-    """
+    run_dir = Path(handle["run_dir"])
     log = run_dir / "log.txt"
-    text = log.read_text(errors="replace") if log.is_file() else ""
+    text = log.read_text(errors="replace") if seen.exit_code and log.is_file() else ""
+    # Lines of srun only repeat the exit code.
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(("srun: ", BEGIN))]
     has_started = any(run_dir.glob("outcome-*")) or any(run_dir.glob("progress-*")) or "Root Cause" in text
-    return None if has_started or not lines else lines[-1][:300]
+    if has_started or not lines:
+        return JobState(running=False, exit_code=seen.exit_code)
+    # No such Python, or a missing module.
+    reason = f"Slurm job {job_id} ended with exit code {seen.exit_code} before any rank started: {lines[-1][:300]}"
+    return JobState(running=False, exit_code=seen.exit_code, status=Status.FAILED, reason=reason)
 
 
 def _receive(handle: Mapping[str, Any], watch: Watch) -> None:

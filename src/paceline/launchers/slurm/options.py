@@ -100,10 +100,19 @@ class Options:
             value = getattr(self, name)
             is_list = isinstance(value, list | tuple) and all(isinstance(v, str) and is_one_line(v) for v in value)
             require(value is None or is_list, f"slurm.{name}", value, "a list of texts of one line each")
-        _require_variables(self.env)
         require(
-            not (self.shared and self.output), "slurm.output", self.output, "null, or a directory with shared: false"
+            self.env is None or isinstance(self.env, Mapping), "slurm.env", self.env, "a mapping of names to values"
         )
+        for name, value in (self.env or {}).items():
+            is_name = isinstance(name, str) and bool(_VARIABLE.fullmatch(name))
+            require(is_name, "slurm.env", name, "a name of letters, digits and _")
+            # The value is not repeated, because it may be the secret.
+            accepted = "no secret; export it in the environment that starts paceline"
+            require(not is_secret(name, str(value)), f"slurm.env.{name}", "a value that looks like a secret", accepted)
+            scalar = isinstance(value, str | int | float) and not isinstance(value, bool)
+            require(scalar and "\0" not in str(value), f"slurm.env.{name}", value, "text or a number")
+        accepted = "null, or a directory with shared: false"
+        require(not (self.shared and self.output), "slurm.output", self.output, accepted)
 
     @property
     def gpus_per_node(self) -> int | None:
@@ -130,16 +139,3 @@ def carries_path(path: str) -> bool:
 
 def _is_positive(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
-
-
-def _require_variables(env: object) -> None:
-    require(env is None or isinstance(env, Mapping), "slurm.env", env, "a mapping of names to values")
-    for name, value in (env or {}).items() if isinstance(env, Mapping) else ():
-        is_name = isinstance(name, str) and bool(_VARIABLE.fullmatch(name))
-        require(is_name, "slurm.env", name, "a name of letters, digits and _")
-        where = f"slurm.env.{name}"
-        # The value is not repeated, because it may be the secret.
-        accepted = "no secret; export it in the environment that starts paceline"
-        require(not is_secret(name, str(value)), where, "a value that looks like a secret", accepted)
-        scalar = isinstance(value, str | int | float) and not isinstance(value, bool)
-        require(scalar and "\0" not in str(value), where, value, "text or a number")

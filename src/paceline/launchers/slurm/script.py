@@ -16,7 +16,7 @@ from pathlib import Path
 from paceline.contract import may_be_lost
 from paceline.errors import require
 from paceline.experiment.spec import RunSpec
-from paceline.launchers._start import agent_arguments, rank_environment, spec_text
+from paceline.launchers._job import agent_arguments, rank_environment, spec_text
 from paceline.launchers.slurm.options import PLAIN, Options, carries_path
 from paceline.launchers.slurm.states import BEGIN
 from paceline.results import store

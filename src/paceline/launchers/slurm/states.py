@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import LaunchError
-from paceline.launchers._losses import is_past_setup, ranks_of, reported_failure
+from paceline.launchers._job import is_past_setup, ranks_of, reported_failure
 from paceline.launchers.slurm.options import Options
 from paceline.results import store
 from paceline.results.records import Status
@@ -53,30 +53,15 @@ class Meaning:
     text: str = ""
 
 
+_RAISE_TIME = "raise launcher.time and add --resume"
 _WAITING, _RUNNING = Meaning(Phase.WAITING), Meaning(Phase.RUNNING)
 STATES: dict[str, Meaning] = {
-    "PENDING": _WAITING,
-    "CONFIGURING": _WAITING,
-    "REQUEUED": _WAITING,
-    "REQUEUE_FED": _WAITING,
-    "REQUEUE_HOLD": _WAITING,
-    "RESV_DEL_HOLD": _WAITING,
-    "SPECIAL_EXIT": _WAITING,
-    "SUSPENDED": _WAITING,
-    "STOPPED": _WAITING,
-    "RUNNING": _RUNNING,
-    "COMPLETING": _RUNNING,
-    "RESIZING": _RUNNING,
-    "SIGNALING": _RUNNING,
-    "STAGE_OUT": _RUNNING,
-    "COMPLETED": Meaning(Phase.ENDED),
-    "FAILED": Meaning(Phase.ENDED),
-    "TIMEOUT": Meaning(
-        Phase.ENDED,
-        Status.TIMEOUT,
-        # The time limit is not part of the run id, so without the flag the sealed run is kept.
-        "reached its time limit in Slurm; raise launcher.time and add --resume",
-    ),
+    **dict.fromkeys(("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD"), _WAITING),
+    **dict.fromkeys(("RESV_DEL_HOLD", "SPECIAL_EXIT", "SUSPENDED", "STOPPED"), _WAITING),
+    **dict.fromkeys(("RUNNING", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT"), _RUNNING),
+    **dict.fromkeys(("COMPLETED", "FAILED"), Meaning(Phase.ENDED)),
+    # The time limit is not part of the run id, so without --resume the sealed run is kept.
+    "TIMEOUT": Meaning(Phase.ENDED, Status.TIMEOUT, f"reached its time limit in Slurm; {_RAISE_TIME}"),
     "DEADLINE": Meaning(Phase.ENDED, Status.TIMEOUT, "missed its deadline"),
     "OUT_OF_MEMORY": Meaning(Phase.ENDED, Status.OOM, "exceeded its host memory; raise launcher.mem"),
     "PREEMPTED": Meaning(Phase.ENDED, Status.PREEMPTED, "was preempted by a job of higher priority"),
@@ -283,25 +268,12 @@ def read_losses(handle: Mapping[str, Any], hosts: Callable[[str], Sequence[str]]
     spared. hosts: expands Slurm's node list.
     """
     run_dir, ranks = Path(handle["run_dir"]), int(handle["ranks"])
-    ended, vanished = _failed_nodes(run_dir / "log.txt", hosts)
-    succeeded = {outcome.rank for outcome in store.read_outcomes(run_dir) if outcome.status is Status.OK}
-    failed = [node for node in sorted(ended | vanished) if not succeeded.issuperset(ranks_of(node, ranks))]
-    continues = bool(failed) and is_past_setup(run_dir)
-    expendable = [node for node in failed if continues and node in handle["expendable"]]
-    spared = [node for node in expendable if not reported_failure(run_dir, ranks_of(node, ranks))]
-    fatal = [node for node in failed if node not in spared]
-    return Losses(() if fatal else tuple(spared), tuple(fatal), tuple(node for node in fatal if node in vanished))
-
-
-def _failed_nodes(log: Path, hosts: Callable[[str], Sequence[str]]) -> tuple[set[int], set[int]]:
-    """Return the nodes whose agents failed, and the nodes that Slurm lost.
-
-    Lines before the last start belong to the user's own steps or to an earlier attempt.
-    """
+    log = run_dir / "log.txt"
     text = log.read_text(errors="replace") if log.is_file() else ""
     starts = list(_NODES.finditer(text))
     if not starts:
-        return set(), set()
+        return Losses()
+    # Lines before the last start belong to the user's own steps or to an earlier attempt.
     text = text[starts[-1].end() :]
     ended: set[int] = set()
     for part in filter(None, ",".join(_TASKS.findall(text)).split(",")):
@@ -309,5 +281,11 @@ def _failed_nodes(log: Path, hosts: Callable[[str], Sequence[str]]) -> tuple[set
         first, _, last = part.partition("-")
         ended |= set(range(int(first), int(last or first) + 1))
     names = set(_NODE.findall(text))
-    order = hosts(starts[-1][1]) if names else ()
-    return ended, {node for node, name in enumerate(order) if name in names}
+    vanished = {node for node, name in enumerate(hosts(starts[-1][1]) if names else ()) if name in names}
+    succeeded = {outcome.rank for outcome in store.read_outcomes(run_dir) if outcome.status is Status.OK}
+    failed = [node for node in sorted(ended | vanished) if not succeeded.issuperset(ranks_of(node, ranks))]
+    continues = bool(failed) and is_past_setup(run_dir)
+    expendable = [node for node in failed if continues and node in handle["expendable"]]
+    spared = [node for node in expendable if not reported_failure(run_dir, ranks_of(node, ranks))]
+    fatal = [node for node in failed if node not in spared]
+    return Losses(() if fatal else tuple(spared), tuple(fatal), tuple(node for node in fatal if node in vanished))

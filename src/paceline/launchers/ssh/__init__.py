@@ -21,10 +21,9 @@ from paceline.errors import LaunchError
 from paceline.experiment.choices import Choice
 from paceline.experiment.plugins import Offer, parse_options
 from paceline.experiment.spec import RunSpec
-from paceline.launchers._retry import retry_once
-from paceline.launchers._start import agent_arguments, job_name, rank_environment
+from paceline.launchers._job import agent_arguments, job_name, rank_environment, retry_once
 from paceline.launchers.node import clock_offsets, placement
-from paceline.launchers.ssh import inquiry
+from paceline.launchers.ssh import hosts as ssh_hosts
 from paceline.launchers.ssh.hosts import Options, hint, labels, ssh_command
 from paceline.launchers.ssh.sessions import FAREWELL_S, SILENCE_S, Connection, Sessions
 
@@ -72,11 +71,11 @@ def preflight(specs: Sequence[RunSpec]) -> None:
     chosen = parse_options(Options, specs[0].launcher)
     _forwarded(chosen)
     hosts = chosen.machines[: min(spec.topology.nodes for spec in specs)]
-    answers = retry_once(lambda: inquiry.ask(chosen, hosts))
+    answers = retry_once(lambda: ssh_hosts.ask(chosen, hosts))
     refusals = []
     for topology in dict.fromkeys(spec.topology for spec in specs):
         try:
-            inquiry.compare(hosts, answers, topology)
+            ssh_hosts.compare(hosts, answers, topology)
         except LaunchError as refusal:
             refusals.append(refusal)
         else:
@@ -112,9 +111,9 @@ def submit(job: Job) -> Mapping[str, Any]:
     hosts = chosen.machines[: spec.topology.nodes]
     names, attempt = labels(hosts), uuid.uuid4().hex
     variables = _environments(spec, chosen, names, attempt)
-    answers = inquiry.ask(chosen, hosts)
-    remarks = inquiry.compare(hosts, answers, spec.topology)
-    clock_offsets.note(run_dir, inquiry.read_clocks(names, answers))
+    answers = ssh_hosts.ask(chosen, hosts)
+    remarks = ssh_hosts.compare(hosts, answers, spec.topology)
+    clock_offsets.note(run_dir, ssh_hosts.read_clocks(names, answers))
     (run_dir / "log.txt").write_text("".join(f"paceline: {remark}\n" for remark in remarks))
     connections = [Connection(command) for command in agent_commands(spec, run_dir)]
     for connection, env in zip(connections, variables, strict=True):

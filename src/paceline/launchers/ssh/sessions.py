@@ -18,7 +18,7 @@ from pathlib import Path
 
 from paceline.contract import JobState
 from paceline.host.processes import end_with_parent
-from paceline.launchers._losses import awaited_ranks, have_ended, is_past_setup, ranks_of, reported_failure
+from paceline.launchers._job import awaited_ranks, have_ended, is_past_setup, ranks_of, reported_failure
 from paceline.launchers.node import agent, log_transport
 from paceline.results.records import Status
 
@@ -240,7 +240,18 @@ class Sessions:
             said_farewell = arrival is not None and arrival.exit_code is not None
             is_regular = said_farewell if self._relay else connection.code not in (255, 137)
             if connection.code and node not in self.lost and not is_regular:
-                why = _end_of(connection, self._names[node], has_begun=arrival is not None)
+                code, name = connection.code, self._names[node]
+                last = connection.complaints[-1][:200] if connection.complaints else None
+                # ssh itself exits with 255, a command killed on the host with 128 plus the signal.
+                why = (
+                    f"the agent on {name} was killed (exit code {code}: by hand, or because the host ran out of memory)"
+                )
+                if code < 0:
+                    why = f"the ssh client to {name} was ended by signal {-code}"
+                elif code == 255:
+                    why = f"the connection to {name} was lost" + (f" ({last})" if last else "")
+                elif arrival is None:
+                    why = f"the agent on {name} did not start (exit code {code}: {last or 'it printed nothing'})"
                 return f"{why}; try: {self._hints[node]}"
         return None
 
@@ -263,16 +274,3 @@ class Sessions:
 
     def close(self) -> None:
         self._log.close()
-
-
-def _end_of(connection: Connection, name: str, has_begun: bool) -> str:
-    """Say what ended. ssh itself exits with 255, a command killed on the host with 128 plus the signal."""
-    code = connection.code or 0
-    last = connection.complaints[-1][:200] if connection.complaints else None
-    if code < 0:
-        return f"the ssh client to {name} was ended by signal {-code}"
-    if code == 255:
-        return f"the connection to {name} was lost" + (f" ({last})" if last else "")
-    if not has_begun:
-        return f"the agent on {name} did not start (exit code {code}: {last or 'it printed nothing'})"
-    return f"the agent on {name} was killed (exit code {code}: by hand, or because the host ran out of memory)"

@@ -9,7 +9,7 @@ import numpy as np
 
 from paceline.results import client_audit
 from paceline.results.client_audit import LACKING, ClientFacts
-from paceline.serving.client.requests import ShardResult
+from paceline.serving.client.schedule import ShardResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

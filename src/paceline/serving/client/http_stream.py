@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from paceline.serving.client import clocks
-from paceline.serving.client.requests import LONGEST_BODY, RequestResult, timestamps
+from paceline.serving.client.schedule import LONGEST_BODY, RequestResult, timestamps
 
 READ_BYTES = 65_536
 # A host that acknowledges nothing for this long is gone; keep-alive probes are sent while nothing else is.

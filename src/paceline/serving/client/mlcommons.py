@@ -20,7 +20,7 @@ from paceline.errors import MissingPackageError, UnsupportedError
 from paceline.experiment.serving import PERCENTILE
 from paceline.host.processes import end_with_parent
 from paceline.serving.client.on_demand import OnDemandClient, OnDemandRequest
-from paceline.serving.client.requests import Target
+from paceline.serving.client.schedule import Target
 
 # Our scenarios -> LoadGen's. The others have no counterpart there.
 SCENARIOS = {"offline": "Offline", "server": "Server", "interactive": "Server", "single_stream": "SingleStream"}

@@ -29,7 +29,7 @@ from paceline.serving.client.http_stream import (
     data_lines,
     understand,
 )
-from paceline.serving.client.requests import Target
+from paceline.serving.client.schedule import Target
 
 CRLF = b"\r\n"
 CONNECT_S = 10.0

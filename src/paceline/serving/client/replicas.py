@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 
 from paceline.serving.client.http_stream import Connection, TlsPipe
-from paceline.serving.client.requests import ANY_REPLICA, Target
+from paceline.serving.client.schedule import ANY_REPLICA, Target
 
 READABLE = select.EPOLLIN | select.EPOLLRDHUP
 WRITABLE = select.EPOLLOUT

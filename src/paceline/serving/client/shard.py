@@ -1,7 +1,7 @@
 """One client process: an epoll loop that sends on schedule and records when answers arrive.
 
 There is no queue, no lock, no coroutine per request, and no parsing while an answer streams: a read costs a few
-microseconds. The loop records its own delays (`requests.ShardResult`). Times of events are the kernel's.
+microseconds. The loop records its own delays (`schedule.ShardResult`). Times of events are the kernel's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from itertools import islice
 from paceline.serving.client.clocks import Alarm, Bridge
 from paceline.serving.client.http_stream import OWN_ERRORS, Answer, BrokenResponse, Connection, Response, understand
 from paceline.serving.client.replicas import READABLE, WRITABLE, ConnectionPool, ReplicaStates, RequestQueues
-from paceline.serving.client.requests import (
+from paceline.serving.client.schedule import (
     ANY_REPLICA,
     NS,
     WHEN_FREE,

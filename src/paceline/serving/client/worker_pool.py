@@ -15,7 +15,7 @@ from typing import Any
 
 from paceline.errors import UnsupportedError
 from paceline.host.processes import end_with_parent
-from paceline.serving.client.requests import NS, Assignment, ShardResult
+from paceline.serving.client.schedule import NS, Assignment, ShardResult
 from paceline.serving.client.shard import Progress, ProgressBoard, Shard
 
 # From the start signal to the start: long enough for every process to receive it.

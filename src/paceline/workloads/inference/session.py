@@ -23,7 +23,7 @@ from paceline.host.machine import usable_cores
 from paceline.results.served_samples import AnswerSample, ClientSample, ReplicaSample, RequestSample, StageSample
 from paceline.serving import early_stopping
 from paceline.serving.client import audit, schedule, worker_pool
-from paceline.serving.client.requests import NS, Assignment, Limits, RequestResult, ShardResult, Target, longest_body
+from paceline.serving.client.schedule import NS, Assignment, Limits, RequestResult, ShardResult, Target, longest_body
 from paceline.serving.client.shard import Progress
 from paceline.serving.prompts import Prompt
 from paceline.workloads.inference.loads import BOUNDED, Load, Outcome, is_lost, plan_of

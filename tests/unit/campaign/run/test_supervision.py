@@ -20,7 +20,7 @@ from paceline.experiment import plugins, recipe
 from paceline.experiment.choices import Choice
 from paceline.experiment.serving import Serving
 from paceline.experiment.spec import RunSpec
-from paceline.launchers._start import job_name
+from paceline.launchers._job import job_name
 from paceline.report.tables.one_run import record_lines
 from paceline.results import attempts, store
 from paceline.results.campaign_file import CampaignView, read_view, write_plan

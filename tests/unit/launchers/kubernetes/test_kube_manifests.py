@@ -21,7 +21,7 @@ from paceline.experiment.choices import Choice
 from paceline.experiment.plugins import Offer
 from paceline.experiment.serving import Serving
 from paceline.experiment.spec import RunSpec
-from paceline.launchers import _start, kubernetes
+from paceline.launchers import _job, kubernetes
 from paceline.launchers.kubernetes.manifests import merged, reader_manifest
 from paceline.launchers.kubernetes.options import Options
 from paceline.results import store
@@ -105,7 +105,7 @@ def test_the_text_of_a_job_is_the_golden_one(name: str, spec_with: Callable[...,
     asked, options = GOLDENS[name]
     spec = spec_with(options, **asked)
     job = kubernetes.prepare(spec, Path("/runs/one"))
-    text = job.files["manifests.yaml"].replace(_start.spec_text(spec).replace("'", "''"), "SPEC")
+    text = job.files["manifests.yaml"].replace(_job.spec_text(spec).replace("'", "''"), "SPEC")
     text = text.replace(str(job.name), "JOB")
     path = GOLDEN / f"{name}.yaml"
     if os.environ.get("PACELINE_UPDATE_GOLDEN") == "1":
@@ -190,7 +190,7 @@ def test_every_pod_knows_its_place(kind: str, spec_with: Callable[..., RunSpec])
     index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     assert found["PACELINE_NODE_RANK"] == {"fieldRef": {"fieldPath": index}}
     assert found["PACELINE_NODE"] == {"fieldRef": {"fieldPath": "spec.nodeName"}}
-    assert expanded(found["PACELINE_SPEC"]) == _start.spec_text(spec)
+    assert expanded(found["PACELINE_SPEC"]) == _job.spec_text(spec)
     assert len(first) <= 63, "a host name is a DNS label"
 
 
@@ -199,7 +199,7 @@ def test_names_leave_room_for_what_a_jobset_appends(
     nodes: int, spec_with: Callable[..., RunSpec], golden: object
 ) -> None:
     made = documents(spec_with({"kind": "jobset"}, nodes=nodes, model="gpt2-124m"))[0]
-    assert len(made["metadata"]["name"]) >= _start.LONGEST_NAME - 1, "a name that was cut"
+    assert len(made["metadata"]["name"]) >= _job.LONGEST_NAME - 1, "a name that was cut"
     check_jobset_names(made["metadata"]["name"], made["spec"])
     with pytest.raises(Refusal) as caught:
         check_jobset_names(made["metadata"]["name"] + "-long", made["spec"])

@@ -15,7 +15,7 @@ from paceline.contract import Job
 from paceline.errors import LaunchError
 from paceline.experiment.choices import Choice
 from paceline.experiment.spec import RunSpec
-from paceline.launchers import _start, kubernetes
+from paceline.launchers import _job, kubernetes
 from paceline.launchers.kubernetes import run
 from paceline.launchers.kubernetes.client import Cluster, Unavailable
 from paceline.launchers.kubernetes.manifests import Resource
@@ -165,7 +165,7 @@ def test_a_controller_elsewhere_finds_the_job_by_what_was_written_down(
     cluster: KnownCluster, job: Job, make_spec: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = kubernetes.submit(job)
-    monkeypatch.setattr(_start.socket, "gethostname", lambda: "another-host")
+    monkeypatch.setattr(_job.socket, "gethostname", lambda: "another-host")
     monkeypatch.setattr(kubernetes, "job_name", lambda *_: "paceline-named-otherwise")
     spec = dataclasses.replace(make_spec("ddp", 1, nodes=2), launcher=Choice("kubernetes", {"image": "paceline:1"}))
     elsewhere = kubernetes.prepare(spec, tmp_path / "mounted")

@@ -24,11 +24,11 @@ from paceline.errors import LaunchError
 from paceline.experiment import plugins
 from paceline.experiment.choices import Choice
 from paceline.experiment.spec import RunSpec
-from paceline.launchers import _retry, kubernetes, ray, slurm, ssh
+from paceline.launchers import _job, kubernetes, ray, slurm, ssh
 from paceline.launchers.kubernetes.cluster import CONTROLLER_ACCOUNT, cluster_manifests, essential, rights
 from paceline.launchers.kubernetes.options import KINDS
 from paceline.launchers.slurm import states
-from paceline.launchers.ssh import inquiry
+from paceline.launchers.ssh import hosts as ssh_hosts
 from paceline.launchers.ssh.sessions import Connection
 
 Make = Callable[..., RunSpec]
@@ -36,7 +36,7 @@ Make = Callable[..., RunSpec]
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_retry, "RETRY_S", 0.0)
+    monkeypatch.setattr(_job, "RETRY_S", 0.0)
 
 
 @pytest.fixture
@@ -294,11 +294,11 @@ def test_only_hosts_that_every_run_needs_are_asked(
     asked: list[str] = []
     facts = {"paceline": __version__, "versions": {"torch": "2.9"}, "gpus": [{"name": "H100"}]}
 
-    def ask(chosen: object, hosts: Any) -> list[inquiry.Answer]:
+    def ask(chosen: object, hosts: Any) -> list[ssh_hosts.Answer]:
         asked.extend(host.host for host in hosts)
-        return [inquiry.Answer(facts=facts, clock=None) for _ in hosts]
+        return [ssh_hosts.Answer(facts=facts, clock=None) for _ in hosts]
 
-    monkeypatch.setattr(inquiry, "ask", ask)
+    monkeypatch.setattr(ssh_hosts, "ask", ask)
     large = on_hosts(make_spec, 3, processes=2, device="cuda")
     ssh.preflight([large, on_hosts(make_spec, 2)])
     assert asked == ["a", "b"]
@@ -323,7 +323,7 @@ def test_a_host_that_is_silent_is_asked_a_second_time(
         used.append(command)
         return Connection(["sh", "-c", next(scripts)])
 
-    monkeypatch.setattr(inquiry, "Connection", connect)
+    monkeypatch.setattr(ssh_hosts, "Connection", connect)
     spec = replace(make_spec("ddp", 1), launcher=Choice("ssh", {"hosts": ["a"]}))
     with contextlib.nullcontext() if asked == 2 else pytest.raises(LaunchError, match="a rejects the key"):
         ssh.preflight([spec])
@@ -339,7 +339,7 @@ def test_a_ray_that_does_not_listen_is_asked_a_second_time(make_spec: Make, monk
     def knock(address: str) -> None:
         knocks.append(address)
         if len(knocks) == 1:
-            raise _retry.NoAnswerError("nobody answers there")
+            raise _job.NoAnswerError("nobody answers there")
 
     monkeypatch.setattr(ray, "probe", knock)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess((), 0, "", ""))

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from paceline.experiment.spec import RunSpec
-from paceline.launchers._start import spec_text
+from paceline.launchers._job import spec_text
 from paceline.launchers.node import log_transport
 from paceline.results import store
 from paceline.results.records import Status

@@ -19,7 +19,7 @@ from paceline.experiment.choices import Choice
 from paceline.experiment.plugins import Offer
 from paceline.experiment.serving import Serving
 from paceline.experiment.spec import RunSpec
-from paceline.launchers import _start, slurm
+from paceline.launchers import _job, slurm
 from paceline.launchers.node import log_transport
 from paceline.launchers.slurm import output_files, states
 from paceline.launchers.slurm.states import Phase, Seen, Unavailable
@@ -67,7 +67,7 @@ def test_the_scripts_are_the_golden_ones(specs: dict[str, RunSpec]) -> None:
     jobs = {name: str(slurm.prepare(spec, RUN_DIR)) for name, spec in specs.items()}
     texts = "".join(f"### {name}\n{job}\n" for name, job in jobs.items())
     for spec in specs.values():
-        texts = texts.replace(_start.spec_text(spec), "SPEC")
+        texts = texts.replace(_job.spec_text(spec), "SPEC")
     if os.environ.get("PACELINE_UPDATE_GOLDEN") == "1":
         GOLDEN.write_text(texts)
     assert texts == GOLDEN.read_text(), "set PACELINE_UPDATE_GOLDEN=1 if the change is meant"
@@ -593,5 +593,5 @@ def test_a_cut_first_word_is_still_a_state() -> None:
 
 
 def test_the_runner_of_tests_reaches_the_agent(make_spec: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_start, "RUNNER", "testbed.light")
+    monkeypatch.setattr(_job, "RUNNER", "testbed.light")
     assert "--runner=testbed.light" in script(with_options(make_spec()))

@@ -20,7 +20,6 @@ from paceline.experiment.spec import RunSpec, Topology
 from paceline.launchers import ssh
 from paceline.launchers.node import placement
 from paceline.launchers.ssh import hosts as _ssh_hosts
-from paceline.launchers.ssh import inquiry
 from paceline.launchers.ssh.hosts import Host, Options, read_host
 from paceline.launchers.ssh.sessions import Connection
 
@@ -245,14 +244,14 @@ def test_a_checkpoint_needs_a_place_that_hosts_share(make_spec: Make) -> None:
 def test_a_file_that_is_absent_is_told_by_its_option(options: dict[str, Any], golden: object) -> None:
     chosen = Options(**options)
     with pytest.raises(LaunchError) as caught:
-        inquiry.ask(chosen, chosen.machines)
+        _ssh_hosts.ask(chosen, chosen.machines)
     assert str(caught.value) == golden
 
 
 def answer(torch: str | None = "2.13.0", version: str | None = None, gpus: int = 0, name: str = "H100") -> Any:
     versions = {"torch": torch} if torch else {}
-    facts = {"paceline": version or inquiry.__version__, "versions": versions, "gpus": [{"name": name}] * gpus}
-    return inquiry.Answer(facts=facts, clock=None)
+    facts = {"paceline": version or _ssh_hosts.__version__, "versions": versions, "gpus": [{"name": name}] * gpus}
+    return _ssh_hosts.Answer(facts=facts, clock=None)
 
 
 HOSTS = (Host(host="a"), Host(host="b"))
@@ -271,12 +270,12 @@ ON_GPUS = Topology(device="cuda", nodes=2, processes_per_node=2)
 )
 def test_hosts_that_cannot_run_together(answers: Any, golden: object) -> None:
     with pytest.raises(LaunchError) as caught:
-        inquiry.compare(HOSTS, answers, ON_GPUS)
+        _ssh_hosts.compare(HOSTS, answers, ON_GPUS)
     assert str(caught.value) == golden
 
 
 def test_different_gpus_are_allowed_and_said(golden: object) -> None:
-    found = inquiry.compare(HOSTS, (answer(gpus=2), answer(gpus=4, name="A100")), ON_GPUS)
+    found = _ssh_hosts.compare(HOSTS, (answer(gpus=2), answer(gpus=4, name="A100")), ON_GPUS)
     assert found == golden
 
 
@@ -296,7 +295,7 @@ def test_the_words_of_ssh_and_of_hosts_become_sentences(
     said: str, code: int, monkeypatch: pytest.MonkeyPatch, golden: object
 ) -> None:
     script = f"echo {shlex.quote(said)} >&2; exit {code}"
-    monkeypatch.setattr(inquiry, "Connection", lambda command: Connection(["sh", "-c", script]))
+    monkeypatch.setattr(_ssh_hosts, "Connection", lambda command: Connection(["sh", "-c", script]))
     with pytest.raises(LaunchError) as caught:
-        inquiry.ask(Options(hosts=["a"]), [Host(host="a")])
+        _ssh_hosts.ask(Options(hosts=["a"]), [Host(host="a")])
     assert str(caught.value) == golden

@@ -12,7 +12,7 @@ import pytest
 from testbed.requests import request
 
 from paceline.serving.client import schedule
-from paceline.serving.client.requests import Assignment, ShardResult, Target
+from paceline.serving.client.schedule import Assignment, ShardResult, Target
 from paceline.serving.client.shard import Shard
 from paceline.serving.mock import Latencies, MockReplica, serve_until_signalled
 

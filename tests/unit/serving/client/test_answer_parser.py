@@ -7,7 +7,7 @@ import json
 import pytest
 
 from paceline.serving.client.http_stream import Response
-from paceline.serving.client.requests import Limits, RequestResult, Target
+from paceline.serving.client.schedule import Limits, RequestResult, Target
 from paceline.serving.client.shard import DETAIL_BYTES, AnswerParser
 
 KEY = "sk-verysecret"

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.serving.client import http_stream as module
 from paceline.serving.client.http_stream import BrokenResponse, Response, understand
-from paceline.serving.client.requests import LONGEST_BODY, longest_body
+from paceline.serving.client.schedule import LONGEST_BODY, longest_body
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 

@@ -14,7 +14,7 @@ from testbed.requests import request
 from paceline.errors import MissingPackageError, UnsupportedError
 from paceline.serving.client import mlcommons
 from paceline.serving.client.mlcommons import Terms, drive, read_back
-from paceline.serving.client.requests import Target
+from paceline.serving.client.schedule import Target
 from paceline.serving.mock import MockReplica
 
 Start = Callable[..., MockReplica]

@@ -12,7 +12,7 @@ from testbed.requests import request
 
 from paceline.serving.client import on_demand
 from paceline.serving.client.on_demand import OnDemandClient, OnDemandRequest
-from paceline.serving.client.requests import Target
+from paceline.serving.client.schedule import Target
 from paceline.serving.mock import MockReplica
 
 TOKENS = 4

@@ -15,7 +15,7 @@ from testbed.requests import request
 
 from paceline.serving.client import schedule, worker_pool
 from paceline.serving.client.replicas import REFUSALS, ReplicaStates, RequestQueues
-from paceline.serving.client.requests import Assignment, Limits, ShardResult, Target
+from paceline.serving.client.schedule import Assignment, Limits, ShardResult, Target
 from paceline.serving.client.shard import Progress
 from paceline.serving.mock import MockReplica
 

@@ -17,7 +17,7 @@ from testbed.listener import listening
 from testbed.requests import request
 
 from paceline.serving.client import http_stream, replicas, schedule
-from paceline.serving.client.requests import ShardResult, Target
+from paceline.serving.client.schedule import ShardResult, Target
 from paceline.serving.client.shard import STALE_NS
 from paceline.serving.mock import MODES, WORDS, MockReplica
 

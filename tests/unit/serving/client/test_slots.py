@@ -8,7 +8,7 @@ from typing import Any
 from testbed.requests import request
 
 from paceline.serving.client import schedule
-from paceline.serving.client.requests import ShardResult
+from paceline.serving.client.schedule import ShardResult
 from paceline.serving.mock import MockReplica
 
 Start = Callable[..., MockReplica]

@@ -13,7 +13,7 @@ from testbed.requests import request
 
 from paceline.errors import UnsupportedError
 from paceline.serving.client import audit, schedule, worker_pool
-from paceline.serving.client.requests import RequestResult, ShardResult, Target
+from paceline.serving.client.schedule import RequestResult, ShardResult, Target
 from paceline.serving.mock import Latencies, serve_until_signalled
 
 

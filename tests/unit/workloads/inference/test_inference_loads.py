@@ -12,8 +12,7 @@ import pytest
 
 from paceline.errors import RequestError
 from paceline.experiment.serving import Serving
-from paceline.serving.client.requests import ANY_REPLICA
-from paceline.serving.client.schedule import NS, WHEN_FREE
+from paceline.serving.client.schedule import ANY_REPLICA, NS, WHEN_FREE
 from paceline.serving.early_stopping import Verdict
 from paceline.serving.prompts import Prompt
 from paceline.workloads.inference.loads import (

@@ -22,7 +22,7 @@ from paceline.results.records import Evidence, Sample
 from paceline.results.served_samples import AnswerSample, ClientSample, ReplicaSample, RequestSample, StageSample
 from paceline.serving import early_stopping
 from paceline.serving.client import schedule, worker_pool
-from paceline.serving.client.requests import RequestResult, ShardResult
+from paceline.serving.client.schedule import RequestResult, ShardResult
 from paceline.serving.client.shard import Progress
 from paceline.serving.early_stopping import Verdict
 from paceline.workloads import inference
