@@ -297,16 +297,13 @@ def _wait(ranks: dict[int, int], link: socket.socket) -> int:
             rank = ranks.pop(pid)
             if code:
                 failed[pid] = code
-                sys.stderr.write(failure_text(rank, pid, code))
+                # In the format of torchrun's report, which `ending` parses.
+                sys.stderr.write(
+                    f"Root Cause:\n  rank      : {rank} (local_rank: {rank})\n  exitcode  : {code} (pid: {pid})\n"
+                )
         if failed or (link.fileno() in ready and not link.recv(1)):
             return 1
     return 0
-
-
-def failure_text(rank: int, pid: int, code: int) -> str:
-    """How a rank ended, in the format of torchrun's report, which `ending` parses."""
-    lines = ("Root Cause:", f"  rank      : {rank} (local_rank: {rank})", f"  exitcode  : {code} (pid: {pid})")
-    return "".join(f"{line}\n" for line in lines)
 
 
 if __name__ == "__main__":

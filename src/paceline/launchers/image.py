@@ -75,13 +75,6 @@ def revision(context: Path) -> str:
         return "unknown"
 
 
-def run_command(chosen: str, reference: str) -> list[str]:
-    """Return the command that asks an image for its facts, restricted as in a cluster: no network, only /tmp."""
-    limits = ["--network", "none", "--read-only", "--tmpfs", "/tmp:mode=1777", "--cap-drop", "ALL"]
-    limits += ["--security-opt", "no-new-privileges"]
-    return [chosen, "run", "--rm", *limits, checked(reference), "image", "facts"]
-
-
 def ask(chosen: str, reference: str) -> dict[str, Any]:
     """Return the facts of an image. Raises LaunchError if it cannot be started or prints none."""
     if chosen == "buildah":
@@ -94,7 +87,10 @@ def ask(chosen: str, reference: str) -> dict[str, Any]:
             finally:
                 _output(["buildah", "rm", container])
     else:
-        done = _output(run_command(chosen, reference))
+        # Restricted as in a cluster: no network, only /tmp.
+        limits = ["--network", "none", "--read-only", "--tmpfs", "/tmp:mode=1777", "--cap-drop", "ALL"]
+        limits += ["--security-opt", "no-new-privileges"]
+        done = _output([chosen, "run", "--rm", *limits, checked(reference), "image", "facts"])
     try:
         result: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
@@ -130,10 +126,6 @@ def _can_write(folder: str | None) -> bool:
         return False
 
 
-def pins(constraints: str) -> dict[str, str]:
-    return {name.lower().replace("_", "-"): version for name, version in _PIN.findall(constraints)}
-
-
 def problems(facts: Mapping[str, Any], constraints: str) -> list[str]:
     """Return sentences about what is wrong with an image. Pinned packages that it does not contain are ignored, because
     linters are pinned too."""
@@ -148,7 +140,8 @@ def problems(facts: Mapping[str, Any], constraints: str) -> list[str]:
         wrong.append(f"{', '.join(facts['unwritable'])} cannot be written under a read-only root")
     if "torch" not in facts["versions"]:
         wrong.append("it has no torch")
-    for name, version in pins(constraints).items():
+    for package, version in _PIN.findall(constraints):
+        name = package.lower().replace("_", "-")
         # A build of torch appends its CUDA version.
         has = facts["versions"].get(name, version).partition("+")[0]
         if has != version:

@@ -78,10 +78,36 @@ def cluster_manifests(
     space = _object("v1", "Namespace", namespace, None)
     for mode in ("enforce", "audit", "warn"):
         space["metadata"]["labels"][f"pod-security.kubernetes.io/{mode}"] = "restricted"
+    account = _object("v1", "ServiceAccount", CONTROLLER_ACCOUNT, namespace)
+    allowed = {key: verbs for kind in kinds for key, verbs in rights(kind).items()}
+    rules = [
+        {"apiGroups": [group], "resources": [resource], "verbs": list(verbs)}
+        for (group, resource), verbs in allowed.items()
+    ]
+    role = _object(f"{_RBAC}/v1", "Role", CONTROLLER_ACCOUNT, namespace) | {"rules": rules}
+    binding = _object(f"{_RBAC}/v1", "RoleBinding", CONTROLLER_ACCOUNT, namespace) | {
+        "subjects": [{"kind": "ServiceAccount", "name": CONTROLLER_ACCOUNT, "namespace": namespace}],
+        "roleRef": {"apiGroup": _RBAC, "kind": "Role", "name": CONTROLLER_ACCOUNT},
+    }
+    # Pods never call the API server: their account has no rights and no token.
+    pods = _object("v1", "ServiceAccount", POD_ACCOUNT, namespace) | {"automountServiceAccountToken": False}
+    # Pods of Paceline may reach each other and DNS, nothing else. A policy cannot say "the same job" for future jobs,
+    # so it covers all runs of the namespace. DNS is allowed at any address, because a DNS cache often runs on the node
+    # itself, which no selector can name.
+    peers = [{"podSelector": {"matchLabels": dict(_OURS)}}]
+    dns = {"ports": [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]}
+    network = {
+        "podSelector": {"matchLabels": dict(_OURS)},
+        "policyTypes": ["Ingress", "Egress"],
+        "ingress": [{"from": peers}],
+        "egress": [{"to": peers}, dns],
+    }
     files = {
         "00-namespace.yaml": [space],
-        "10-access.yaml": _access(namespace, kinds),
-        "20-network.yaml": [_network(namespace)],
+        "10-access.yaml": [account, role, binding, pods],
+        "20-network.yaml": [
+            _object("networking.k8s.io/v1", "NetworkPolicy", "paceline", namespace) | {"spec": network}
+        ],
     }
     if quota:
         spec = {"hard": {key: str(value) for key, value in quota.items()}}
@@ -101,41 +127,6 @@ def smoke_job(chosen: Options, namespace: str) -> Manifest:
 def _object(api: str, kind: str, name: str, namespace: str | None) -> Manifest:
     where = {"namespace": namespace} if namespace else {}
     return {"apiVersion": api, "kind": kind, "metadata": {"name": name, **where, "labels": dict(_OURS)}}
-
-
-def _access(namespace: str, kinds: Sequence[str]) -> list[Manifest]:
-    allowed = {key: verbs for kind in kinds for key, verbs in rights(kind).items()}
-    rules = [
-        {"apiGroups": [group], "resources": [resource], "verbs": list(verbs)}
-        for (group, resource), verbs in allowed.items()
-    ]
-    role = _object(f"{_RBAC}/v1", "Role", CONTROLLER_ACCOUNT, namespace) | {"rules": rules}
-    subject = {"kind": "ServiceAccount", "name": CONTROLLER_ACCOUNT, "namespace": namespace}
-    binding = _object(f"{_RBAC}/v1", "RoleBinding", CONTROLLER_ACCOUNT, namespace) | {
-        "subjects": [subject],
-        "roleRef": {"apiGroup": _RBAC, "kind": "Role", "name": CONTROLLER_ACCOUNT},
-    }
-    # Pods never call the API server: their account has no rights and no token.
-    pods = _object("v1", "ServiceAccount", POD_ACCOUNT, namespace) | {"automountServiceAccountToken": False}
-    return [_object("v1", "ServiceAccount", CONTROLLER_ACCOUNT, namespace), role, binding, pods]
-
-
-def _network(namespace: str) -> Manifest:
-    """Pods of Paceline may reach each other and DNS, nothing else.
-
-    A policy cannot say "the same job" for future jobs, so it covers all runs of the namespace. DNS is allowed at any
-    address, because a DNS cache often runs on the node itself, which no selector can name.
-    """
-    peers = [{"podSelector": {"matchLabels": dict(_OURS)}}]
-    dns = {"ports": [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]}
-    return _object("networking.k8s.io/v1", "NetworkPolicy", "paceline", namespace) | {
-        "spec": {
-            "podSelector": {"matchLabels": dict(_OURS)},
-            "policyTypes": ["Ingress", "Egress"],
-            "ingress": [{"from": peers}],
-            "egress": [{"to": peers}, dns],
-        }
-    }
 
 
 # --- questions to the API server ---

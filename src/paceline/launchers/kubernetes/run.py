@@ -206,20 +206,15 @@ class Run:
         )
         if states.why_waiting(snapshot) is None:
             return snapshot
-        return replace(snapshot, events=self._events_of(snapshot))
-
-    def _events_of(self, snapshot: states.Snapshot) -> list[Object]:
-        """Return the events of a waiting run. A missing permission to read them does not end the run."""
-        read_at, known = self._events
-        if time.monotonic() - read_at < EVENTS_S:
-            return known
-        events: list[Object] = []
-        waiting = [snapshot.main, snapshot.job, *(pod for pod in snapshot.pods if not states.has_started(pod))]
-        with contextlib.suppress(LaunchError):
-            for uid in dict.fromkeys(obj["metadata"]["uid"] for obj in waiting if obj is not None):
-                events += self.cluster.events(uid)
-        self._events = (time.monotonic(), events)
-        return events
+        if time.monotonic() - self._events[0] >= EVENTS_S:
+            events: list[Object] = []
+            waiting = [main, job, *(pod for pod in pods if not states.has_started(pod))]
+            # A missing permission to read events does not end the run.
+            with contextlib.suppress(LaunchError):
+                for uid in dict.fromkeys(obj["metadata"]["uid"] for obj in waiting if obj is not None):
+                    events += self.cluster.events(uid)
+            self._events = (time.monotonic(), events)
+        return replace(snapshot, events=self._events[1])
 
     def _judge(self, snapshot: states.Snapshot) -> JobState:
         """Return the state of the run, given the snapshot and how long it has been waiting."""

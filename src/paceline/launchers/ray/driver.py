@@ -144,10 +144,18 @@ def drive(request: Request, report: Callable[[dict[str, Any]], None]) -> dict[st
 def ranks(request: Request, group: Any, inbox: Inbox) -> Iterator[list[Member]]:
     """Start all ranks. At the end none runs any more, and their last output is in the run directory."""
     import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    members = [
-        Member(rank, rank // request.processes_per_node, actor) for rank, actor in enumerate(_actors(request, group))
-    ]
+    ray.cloudpickle.register_pickle_by_value(_ray_actor)
+    each = dict(request.each)
+    kind = ray.remote(
+        num_cpus=each.pop("CPU"), num_gpus=each.pop("GPU", 0), resources=each, max_restarts=0, max_task_retries=0
+    )(_ray_actor.RankActor)
+    members = []
+    for rank in range(request.world_size):
+        node = rank // request.processes_per_node
+        where = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=node)
+        members.append(Member(rank, node, kind.options(scheduling_strategy=where).remote()))
     try:
         _check_nodes(request, members)
         for member, variables in zip(members, seats(request, members), strict=True):
@@ -162,25 +170,6 @@ def ranks(request: Request, group: Any, inbox: Inbox) -> Iterator[list[Member]]:
         for answer in answered:
             with contextlib.suppress(ray.exceptions.RayError):
                 inbox.take(ray.get(answer))
-
-
-def _actors(request: Request, group: Any) -> list[Any]:
-    import ray
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-    ray.cloudpickle.register_pickle_by_value(_ray_actor)
-    each = dict(request.each)
-    kind = ray.remote(
-        num_cpus=each.pop("CPU"), num_gpus=each.pop("GPU", 0), resources=each, max_restarts=0, max_task_retries=0
-    )(_ray_actor.RankActor)
-    return [
-        kind.options(
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
-                placement_group=group, placement_group_bundle_index=rank // request.processes_per_node
-            )
-        ).remote()
-        for rank in range(request.world_size)
-    ]
 
 
 def _check_nodes(request: Request, members: list[Member]) -> None:

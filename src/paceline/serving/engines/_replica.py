@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import IO, Any
 
 from paceline.contract import Endpoint, Seat
@@ -138,7 +138,7 @@ def _process(settings: Settings, secret: str, log: IO[bytes]) -> Iterator[subpro
     try:
         assert child.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            child.stdin.write(json.dumps({"settings": settings.to_line(), "secret": secret}).encode() + b"\n")
+            child.stdin.write(json.dumps({"settings": asdict(settings), "secret": secret}).encode() + b"\n")
             child.stdin.close()
         yield child
     finally:

@@ -18,7 +18,7 @@ from paceline.serving.replica.settings import Settings
 def main(role: str) -> None:
     end_with_parent()
     message = json.loads(sys.stdin.readline())
-    settings = Settings.from_line(message["settings"])
+    settings = Settings(**message["settings"])
     if role == "front":
         from paceline.serving.replica.front import run
 

@@ -172,7 +172,11 @@ class Tokenizer:
         from transformers import AutoTokenizer
 
         self._inner: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-        self.ends = ends_of(Path(directory))
+        # Tokens that end an answer, from the model's generation_config.json or else its config.json.
+        files = [Path(directory, name) for name in ("generation_config.json", "config.json")]
+        known = [json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") for file in files if file.is_file()]
+        ends = next((each for each in known if each is not None), [])
+        self.ends = frozenset(ends if isinstance(ends, list) else [ends])
 
     def encode(self, text: str) -> list[int]:
         return list(self._inner(text)["input_ids"])
@@ -226,13 +230,3 @@ def tokenizer_of(directory: str | None) -> AnyTokenizer:
     if directory is None or not any((Path(directory) / name).is_file() for name in names):
         return PlaceholderTokenizer()
     return Tokenizer(directory)
-
-
-def ends_of(directory: Path) -> frozenset[int]:
-    """Tokens that end an answer, from the model's generation_config.json or else its config.json."""
-    for name in ("generation_config.json", "config.json"):
-        file = directory / name
-        ends = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
-        if ends is not None:
-            return frozenset(ends if isinstance(ends, list) else [ends])
-    return frozenset()

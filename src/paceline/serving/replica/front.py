@@ -12,6 +12,7 @@ import socket
 import sys
 from asyncio.subprocess import Process
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any, cast
 
 from paceline.serving import http_server
@@ -181,7 +182,7 @@ async def _start_model(settings: Settings, rank: int, line: socket.socket | None
         pass_fds=passed,
     )
     assert started.stdin is not None
-    fields = {"settings": settings.to_line(), "rank": rank, "line": passed[0] if passed else None, "port": port}
+    fields = {"settings": asdict(settings), "rank": rank, "line": passed[0] if passed else None, "port": port}
     started.stdin.write(json.dumps(fields).encode() + b"\n")
     started.stdin.close()
     return started

@@ -1,11 +1,10 @@
-"""The settings of a replica: one line of JSON, passed from process to process."""
+"""The settings of a replica, which are passed from process to process as JSON."""
 
 from __future__ import annotations
 
-import functools
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from paceline.experiment.choices import Choice
@@ -19,7 +18,7 @@ BATCHING = ("continuous", "static")
 SHORTEST_REACH = 256
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """max_batch: slots, the width of every step. max_length: tokens of a prompt and its answer together.
     prefill_tokens: prompts are read together up to so many tokens, padding included. compiled: the layers of a step use
@@ -50,9 +49,10 @@ class Settings:
     def is_directory(self) -> bool:
         return "/" in self.model
 
-    @property
+    @cached_property
     def shape(self) -> Shape:
-        return _shape(self.model, json.dumps(dict(self.model_options), sort_keys=True))
+        """Cached: every request is checked against it, and the shape of a directory is a file."""
+        return load_shape(Choice(self.model, dict(self.model_options)))
 
     @property
     def reaches(self) -> tuple[int, ...]:
@@ -61,16 +61,3 @@ class Settings:
         while lengths[-1] < self.max_length:
             lengths.append(min(2 * lengths[-1], self.max_length))
         return tuple(lengths)
-
-    def to_line(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_line(cls, line: str) -> Settings:
-        return cls(**json.loads(line))
-
-
-@functools.cache
-def _shape(model: str, options: str) -> Shape:
-    """Cached: every request is checked against it, and the shape of a directory is a file."""
-    return load_shape(Choice(model, json.loads(options)))
