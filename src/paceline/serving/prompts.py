@@ -107,30 +107,30 @@ class Synthetic:
         sizes = LengthDistribution(self.prompt, self.prompt_mean, self.prompt_spread).draw(lengths, count)
         answers = LengthDistribution(self.answer, self.answer_mean, self.answer_spread).draw(lengths, count)
         made: list[Prompt] = []
-        said: list[Said] = []
+        turns: list[Turn] = []
         for number, (size, answer) in enumerate(zip(sizes, answers, strict=True)):
             random = np.random.default_rng([seed, 3, number])
             if number % self.turns == 0:
                 draws = np.random.default_rng([seed, 4, number // self.turns % self.prefixes])
                 prefix = tuple(draws.integers(0, vocab, self.shared_prefix).tolist())
-                said = [("system", prefix)] if prefix else []
-            said = [*said, ("user", tuple(random.integers(0, vocab, size).tolist()))]
-            made.append(_formed(said, answer, self.form, api))
+                turns = [("system", prefix)] if prefix else []
+            turns = [*turns, ("user", tuple(random.integers(0, vocab, size).tolist()))]
+            made.append(_formed(turns, answer, self.form, api))
             # The next turn needs an answer of the model; this one has the same length.
-            said = [*said, ("assistant", tuple(random.integers(0, vocab, answer).tolist()))]
+            turns = [*turns, ("assistant", tuple(random.integers(0, vocab, answer).tolist()))]
         return made
 
 
 # The role, and its tokens.
-Said = tuple[str, tuple[int, ...]]
+Turn = tuple[str, tuple[int, ...]]
 
 
-def _formed(said: Sequence[Said], max_tokens: int, form: str, api: str, due_s: float | None = None) -> Prompt:
-    """A prompt from tokens: the tokens themselves, words in their place, or the turns of a chat."""
+def _formed(turns: Sequence[Turn], max_tokens: int, form: str, api: str, due_s: float | None = None) -> Prompt:
+    """A prompt from tokens: the tokens themselves, words instead of them, or the turns of a chat."""
     if api == "chat":
-        turns = tuple({"role": role, "content": _words(tokens)} for role, tokens in said)
-        return Prompt(messages=turns, max_tokens=max_tokens, due_s=due_s)
-    tokens = tuple(token for _, each in said for token in each)
+        messages = tuple({"role": role, "content": _words(tokens)} for role, tokens in turns)
+        return Prompt(messages=messages, max_tokens=max_tokens, due_s=due_s)
+    tokens = tuple(token for _, each in turns for token in each)
     if form == "text":
         return Prompt(text=_words(tokens), max_tokens=max_tokens, due_s=due_s)
     return Prompt(token_ids=tokens, max_tokens=max_tokens, due_s=due_s)
@@ -255,7 +255,7 @@ def _read_jsonl(path: Path, context: FileContext) -> Iterator[Prompt]:
             yield Prompt(text=line["prompt"], max_tokens=most, reference=reference)
         elif _are_tokens(line.get("token_ids"), context.vocab):
             yield Prompt(token_ids=tuple(line["token_ids"]), max_tokens=most, reference=reference)
-        elif isinstance(said := line.get("messages"), list) and said and all(map(_is_message, said)):
+        elif isinstance(turns := line.get("messages"), list) and turns and all(map(_is_message, turns)):
             yield Prompt(messages=tuple(line["messages"]), max_tokens=most, reference=reference)
         else:
             accepted = f"prompt (text), token_ids (below {context.vocab}) or messages (role and content)"
@@ -274,9 +274,9 @@ def _read_sharegpt(path: Path, context: FileContext) -> Iterator[Prompt]:
     """The first question of each conversation; its answer there is not used as a reference. Conversations without a
     question are skipped."""
     for where, entry in _entries(path):
-        said: Any = next((entry[key] for key in ("conversations", "conversation", "messages") if key in entry), None)
-        require(isinstance(said, list), f"data {where}: conversations", said, "a list of {from, value}")
-        turns = [each for each in said if isinstance(each, dict) and each.get("from", each.get("role")) in SPEAKERS]
+        chat: Any = next((entry[key] for key in ("conversations", "conversation", "messages") if key in entry), None)
+        require(isinstance(chat, list), f"data {where}: conversations", chat, "a list of {from, value}")
+        turns = [each for each in chat if isinstance(each, dict) and each.get("from", each.get("role")) in SPEAKERS]
         questions: list[Any] = [each.get("value", each.get("content")) for each in turns]
         first = questions[0] if questions else ""
         require(isinstance(first, str), f"data {where}: value", first, "text")

@@ -112,11 +112,11 @@ def read_host(written: object) -> Host:
     if text.count(":") > 1 and "[" not in text:
         user, _, host = text.rpartition("@")
         return Host(host=host, user=user or None)
-    found = _WRITTEN.fullmatch(text)
-    require(found is not None, "ssh.hosts", text, "user@host:port, of which user and port are optional")
-    assert found is not None
-    port = found["port"]
-    return Host(host=found["six"] or found["host"] or "", user=found["user"], port=int(port) if port else None)
+    match = _WRITTEN.fullmatch(text)
+    require(match is not None, "ssh.hosts", text, "user@host:port, of which user and port are optional")
+    assert match is not None
+    port = match["port"]
+    return Host(host=match["six"] or match["host"] or "", user=match["user"], port=int(port) if port else None)
 
 
 @dataclass(frozen=True)

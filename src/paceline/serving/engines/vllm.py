@@ -131,13 +131,13 @@ def open(spec: RunSpec, seat: Seat) -> Iterator[Sequence[Endpoint]]:
 
 
 def executable(given: str) -> str:
-    found = shutil.which(given)
-    if found is None:
+    path = shutil.which(given)
+    if path is None:
         raise UnsupportedError(
             f"the engine vllm needs the program {given!r}, which is not on {placement.node_name(os.environ)}: install "
             "vLLM (pip install vllm, in an environment of its own) and give engine.executable=/ITS/bin/vllm"
         )
-    return found
+    return path
 
 
 def model_folder(spec: RunSpec, folder: Path) -> Path:

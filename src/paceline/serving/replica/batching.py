@@ -124,8 +124,8 @@ class Batching:
         longest = max(request.context for request in self.running.values() if not request.ended)
         return next(reach for reach in self.settings.reaches if reach >= longest)
 
-    def hear(self, tokens: dict[int, int]) -> list[Token]:
-        """Count the token of each slot, and return those of requests that have not ended."""
+    def record(self, tokens: dict[int, int]) -> list[Token]:
+        """Record the token of each slot, and return those of requests that had not ended before."""
         reported: list[Token] = []
         for slot, token in tokens.items():
             request = self.running.get(slot)
@@ -143,8 +143,8 @@ def serve(decoder: Decoder, channel: Channel, settings: Settings) -> None:
     batching = Batching(settings)
 
     def report(tokens: dict[int, int]) -> None:
-        if heard := batching.hear(tokens):
-            channel.put({"said": heard})
+        if recorded := batching.record(tokens):
+            channel.put({"tokens": recorded})
 
     while True:
         for message in channel.take(wait=batching.is_idle):

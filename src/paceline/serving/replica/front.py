@@ -56,11 +56,11 @@ class Front:
             self._send({"ask": reply.number, "prompt": parsed.prompt, **limits})
 
     def forget(self, reply: Completion) -> None:
-        """The client is gone: tell the model to stop this answer."""
+        """The client is gone: let the model stop this answer."""
         if self._replies.pop(reply.number, None) is not None:
             self._send({"drop": reply.number})
 
-    def hear(self, tokens: list[tuple[int, int, str | None]]) -> None:
+    def pass_on(self, tokens: list[tuple[int, int, str | None]]) -> None:
         """Send the tokens of the model to the clients."""
         for number, token, finish in tokens:
             if number not in self._replies:
@@ -147,9 +147,9 @@ async def run(settings: Settings, secret: str) -> None:
         # While the model is built: both take seconds.
         tokenizer = completions.tokenizer_of(settings.model if settings.is_directory else None)
         message = await _message_of(models, reader)
-        if "meet" in message:
+        if "store_port" in message:
             others = range(1, settings.tensor_parallel)
-            models += [await _start_model(settings, rank, None, message["meet"]) for rank in others]
+            models += [await _start_model(settings, rank, None, message["store_port"]) for rank in others]
             message = await _message_of(models, reader)
         if "ready" not in message:
             _print_line(message)
@@ -158,7 +158,7 @@ async def run(settings: Settings, secret: str) -> None:
 
         async def pass_tokens_on() -> None:
             while message := await _message(reader):
-                front.hear(message["said"])
+                front.pass_on(message["tokens"])
 
         loop = asyncio.get_running_loop()
         server = await loop.create_server(lambda: Connection(front), settings.host, 0, backlog=4096)

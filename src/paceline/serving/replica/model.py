@@ -114,7 +114,7 @@ def _join_group(settings: Settings, rank: int, channel: Channel | None, port: in
         store = dist.TCPStore(HOST, port, size, is_master=False)  # type: ignore[attr-defined]
     else:
         store = dist.TCPStore(HOST, 0, size, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-        channel.put({"meet": store.port})
+        channel.put({"store_port": store.port})
     # DeepSpeed reads its rank from the environment.
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(device.index or 0), "WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": HOST, "MASTER_PORT": str(store.port)}

@@ -26,7 +26,7 @@ def test_continuous_gives_a_free_place_to_the_next() -> None:
     for number, most in ((1, 1), (2, 3), (3, 1)):
         batching.arrive(guest(number, most))
     assert [each.number for _, each in batching.admit()] == [1, 2]
-    assert batching.hear({0: 7, 1: 8}) == [(1, 7, "length"), (2, 8, None)]
+    assert batching.record({0: 7, 1: 8}) == [(1, 7, "length"), (2, 8, None)]
     assert [(place, each.number) for place, each in batching.admit()] == [(0, 3)]
 
 
@@ -35,10 +35,10 @@ def test_static_keeps_every_place_until_the_last_answer_has_ended() -> None:
     for number, most in ((1, 1), (2, 2), (3, 1)):
         batching.arrive(guest(number, most))
     batching.admit()
-    batching.hear({0: 7, 1: 8})
+    batching.record({0: 7, 1: 8})
     assert batching.admit() == []
     # The place of the first goes on being computed, and nothing of it is told.
-    assert batching.hear({0: 9, 1: 9}) == [(2, 9, "length")]
+    assert batching.record({0: 9, 1: 9}) == [(2, 9, "length")]
     assert [each.number for _, each in batching.admit()] == [3]
 
 
@@ -46,8 +46,8 @@ def test_an_end_token_ends_and_a_place_nobody_has_says_nothing() -> None:
     batching = Batching(settings())
     batching.arrive(guest(1, 9, ends=frozenset({5})))
     batching.admit()
-    assert batching.hear({0: 4, 1: 5}) == [(1, 4, None)]
-    assert batching.hear({0: 5, 1: 5}) == [(1, 5, "stop")]
+    assert batching.record({0: 4, 1: 5}) == [(1, 4, None)]
+    assert batching.record({0: 5, 1: 5}) == [(1, 5, "stop")]
     assert batching.is_idle
 
 
@@ -59,7 +59,7 @@ def test_one_that_is_dropped_is_not_told_of_again(law: str) -> None:
     batching.admit()
     batching.drop(1)
     batching.drop(3)
-    assert batching.hear({0: 7, 1: 8}) == [(2, 8, None)]
+    assert batching.record({0: 7, 1: 8}) == [(2, 8, None)]
     assert not batching.waiting
 
 
@@ -68,9 +68,9 @@ def test_a_step_reaches_as_far_as_the_longest_context() -> None:
     assert batching.settings.reaches == (256, 512, 1000)
     batching.arrive(guest(1, 9, prompt=255))
     batching.admit()
-    batching.hear({0: 7})
+    batching.record({0: 7})
     assert batching.reach() == 256
-    batching.hear({0: 7})
+    batching.record({0: 7})
     assert batching.reach() == 512
 
 
@@ -115,7 +115,7 @@ def test_serving_tells_every_token_of_every_request_in_order_and_ends_with_the_f
     finishes: list[str] = []
     while len(finishes) < 3:
         for message in line.take(wait=True):
-            for number, token, finish in message["said"]:
+            for number, token, finish in message["tokens"]:
                 said[number].append(token)
                 finishes += [finish] if finish else []
     ours.close()

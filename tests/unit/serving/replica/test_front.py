@@ -64,7 +64,7 @@ def test_a_stream_has_one_event_a_token_then_usage_then_the_end() -> None:
     talk.send(stream=True, stream_options={"include_usage": True})
     assert talk.told == [{"ask": 1, "prompt": [1, 2], "most": 3, "ends": []}]
     for token, finish in ((7, None), (8, None), (9, "length")):
-        talk.front.hear([(1, token, finish)])
+        talk.front.pass_on([(1, token, finish)])
     response = Response()
     assert response.feed(bytes(talk.transport.written), 0, 0)
     events = list(response.events())
@@ -81,8 +81,8 @@ def test_a_whole_answer_and_the_next_request_on_the_same_connection() -> None:
     # Sent before the first one has ended: it waits its turn.
     talk.send(max_tokens=1)
     assert len(talk.told) == 1
-    talk.front.hear([(1, 7, None), (1, 8, None), (1, 9, "length")])
-    talk.front.hear([(2, 5, "length")])
+    talk.front.pass_on([(1, 7, None), (1, 8, None), (1, 9, "length")])
+    talk.front.pass_on([(2, 5, "length")])
     (first, second) = [json.loads(body) for _, body in talk.answers()]
     assert first["choices"][0] == {"index": 0, "text": " t7 t8 t9", "finish_reason": "length"}
     assert first["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
@@ -93,11 +93,11 @@ def test_a_whole_answer_and_the_next_request_on_the_same_connection() -> None:
 def test_a_client_that_goes_away_is_told_to_the_model_and_its_tokens_go_nowhere() -> None:
     talk = Talk()
     talk.send(stream=True)
-    talk.front.hear([(1, 7, None)])
+    talk.front.pass_on([(1, 7, None)])
     size = len(talk.transport.written)
     talk.connection.connection_lost(None)
     assert talk.told[-1] == {"drop": 1}
-    talk.front.hear([(1, 8, None)])
+    talk.front.pass_on([(1, 8, None)])
     assert len(talk.transport.written) == size
 
 
