@@ -7,6 +7,7 @@ so few late requests would be rarer than 1 - confidence at exactly that share: P
 
 from __future__ import annotations
 
+import bisect
 import math
 from enum import StrEnum
 from functools import cache
@@ -25,7 +26,6 @@ class Verdict(StrEnum):
 def verdict_of(requests: int, late: int, percentile: float) -> Verdict:
     """Passed if the limits are met with confidence, failed if they are exceeded with the same confidence.
 
-
     >>> str(verdict_of(459, 0, 0.99)), str(verdict_of(459, 11, 0.99)), str(verdict_of(458, 0, 0.99))
     ('passed', 'failed', 'too few requests to decide')
     """
@@ -39,26 +39,22 @@ def verdict_of(requests: int, late: int, percentile: float) -> Verdict:
 def requests_needed(late: int, percentile: float, confidence: float = CONFIDENCE) -> int:
     """The fewest requests of which `late` may be late.
 
-
     >>> [requests_needed(late, 0.99) for late in (0, 1, 2)]
     [459, 662, 838]
     """
-    low, high = late + 1, 2 * (late + 1)
-    while not _is_met(late, high, percentile, confidence):
-        low, high = high, 2 * high
-    while low < high:
-        middle = (low + high) // 2
-        if _is_met(late, middle, percentile, confidence):
-            high = middle
-        else:
-            low = middle + 1
-    return low
+
+    def is_met(requests: int) -> bool:
+        return _at_most(late, requests, 1 - percentile) < 1 - confidence
+
+    high = 2 * (late + 1)
+    while not is_met(high):
+        high *= 2
+    return bisect.bisect_left(range(high), True, lo=late + 1, key=is_met)
 
 
 @cache
 def late_allowed(requests: int, percentile: float, confidence: float = CONFIDENCE) -> int | None:
     """How many of so many requests may be late; None if there are too few even with none late.
-
 
     >>> late_allowed(13368, 0.99), late_allowed(458, 0.99)
     (107, None)
@@ -66,24 +62,14 @@ def late_allowed(requests: int, percentile: float, confidence: float = CONFIDENC
     if requests_needed(0, percentile, confidence) > requests:
         return None
     # More late requests than expected are never allowed; trying them all would take seconds.
-    low, high = 0, requests if confidence < 0.5 else min(requests, math.ceil(requests * (1 - percentile)) + 1)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if requests_needed(middle, percentile, confidence) <= requests:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    most = requests if confidence < 0.5 else min(requests, math.ceil(requests * (1 - percentile)) + 1)
+    return bisect.bisect_right(range(most + 1), requests, key=lambda n: requests_needed(n, percentile, confidence)) - 1
 
 
 def too_many_late(requests: int, late: int, percentile: float, confidence: float = CONFIDENCE) -> bool:
     """Whether so many late requests would be rarer than 1 - confidence if the limit were met. Between this and
     `requests_needed` the load is inconclusive."""
     return late > 0 and 1 - _at_most(late - 1, requests, 1 - percentile) < 1 - confidence
-
-
-def _is_met(late: int, requests: int, percentile: float, confidence: float) -> bool:
-    return _at_most(late, requests, 1 - percentile) < 1 - confidence
 
 
 def _at_most(count: int, trials: int, share: float) -> float:

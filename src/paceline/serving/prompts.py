@@ -1,6 +1,5 @@
 """The prompts of a load test: synthetic, or from a file, each with the tokens allowed for its answer.
 
-
     synthetic:prompt=lognormal,prompt_mean=512,prompt_spread=0.6,answer=fixed,answer_mean=128
     synthetic:shared_prefix=1024,prefixes=4,turns=3       prefixes shared by prompts; dialogues that grow
     jsonl:path=FILE          {"prompt" | "token_ids" | "messages", "max_tokens"?, "reference"?} a line
@@ -54,24 +53,17 @@ class Prompt:
     due_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class LengthDistribution:
+def _lengths(name: str, mean: float, spread: float, random: np.random.Generator, count: int) -> list[int]:
     """Lengths in tokens: fixed, uniform over mean +- spread * mean, or lognormal with that mean and the spread as the
     standard deviation of the logarithm."""
-
-    name: str
-    mean: float
-    spread: float
-
-    def draw(self, random: np.random.Generator, count: int) -> list[int]:
-        if self.name == "fixed":
-            drawn = np.full(count, self.mean)
-        elif self.name == "uniform":
-            drawn = random.uniform(self.mean * (1 - self.spread), self.mean * (1 + self.spread), count)
-        else:
-            drawn = random.lognormal(math.log(self.mean) - self.spread**2 / 2, self.spread, count)
-        sizes: list[int] = np.maximum(np.rint(drawn), 1).astype(int).tolist()
-        return sizes
+    if name == "fixed":
+        drawn = np.full(count, mean)
+    elif name == "uniform":
+        drawn = random.uniform(mean * (1 - spread), mean * (1 + spread), count)
+    else:
+        drawn = random.lognormal(math.log(mean) - spread**2 / 2, spread, count)
+    sizes: list[int] = np.maximum(np.rint(drawn), 1).astype(int).tolist()
+    return sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +95,16 @@ class Synthetic:
             require(whole and value >= least, f"data {name}", value, f"a whole number from {least}")
 
     def prompts(self, count: int, seed: int, vocab: int, api: str) -> list[Prompt]:
-        lengths = np.random.default_rng([seed, 2])
-        sizes = LengthDistribution(self.prompt, self.prompt_mean, self.prompt_spread).draw(lengths, count)
-        answers = LengthDistribution(self.answer, self.answer_mean, self.answer_spread).draw(lengths, count)
+        draws = np.random.default_rng([seed, 2])
+        sizes = _lengths(self.prompt, self.prompt_mean, self.prompt_spread, draws, count)
+        answers = _lengths(self.answer, self.answer_mean, self.answer_spread, draws, count)
         made: list[Prompt] = []
         turns: list[Turn] = []
         for number, (size, answer) in enumerate(zip(sizes, answers, strict=True)):
             random = np.random.default_rng([seed, 3, number])
             if number % self.turns == 0:
-                draws = np.random.default_rng([seed, 4, number // self.turns % self.prefixes])
-                prefix = tuple(draws.integers(0, vocab, self.shared_prefix).tolist())
+                shared = np.random.default_rng([seed, 4, number // self.turns % self.prefixes])
+                prefix = tuple(shared.integers(0, vocab, self.shared_prefix).tolist())
                 turns = [("system", prefix)] if prefix else []
             turns = [*turns, ("user", tuple(random.integers(0, vocab, size).tolist()))]
             made.append(_formed(turns, answer, self.form, api))

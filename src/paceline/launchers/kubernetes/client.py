@@ -79,18 +79,16 @@ class Cluster:
         return cls(context, namespace or usual or DEFAULT_NAMESPACE, patience_s, client)
 
     def create(self, resource: Resource, manifest: Mapping[str, Any]) -> Object:
-        if resource.api == "v1":
-            method, where = self._core.create_namespaced_service, (self.namespace,)
-        else:
-            method, where = self._custom.create_namespaced_custom_object, self._path(resource)
+        is_core = resource.api == "v1"
+        where = (self.namespace,) if is_core else self._path(resource)
+        method = self._core.create_namespaced_service if is_core else self._custom.create_namespaced_custom_object
         return self._request("create", resource, method, *where, dict(manifest))
 
     def read(self, resource: Resource, name: str) -> Object | None:
         """Return the object, or None if it does not exist."""
         with contextlib.suppress(NotFound):
-            return self._request(
-                "get", resource, self._custom.get_namespaced_custom_object, *self._path(resource), name
-            )
+            method = self._custom.get_namespaced_custom_object
+            return self._request("get", resource, method, *self._path(resource), name)
         return None
 
     def delete(self, resource: Resource, name: str) -> None:

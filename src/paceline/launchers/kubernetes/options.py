@@ -127,9 +127,9 @@ class Options:
             _reject_secret("env", name, value)
         for name, source in (self.secret_env or {}).items():
             keys = set(source) if isinstance(source, Mapping) else set()
-            is_text = keys and all(isinstance(source[key], str) for key in keys)
-            is_valid = _VARIABLE.fullmatch(name) and keys == {"secret", "key"} and is_text
-            _require(bool(is_valid), f"secret_env.{name}", source, "{secret: NAME, key: KEY}")
+            is_source = keys == {"secret", "key"} and all(isinstance(source[key], str) for key in keys)
+            is_valid = is_source and _VARIABLE.fullmatch(name) is not None
+            _require(is_valid, f"secret_env.{name}", source, "{secret: NAME, key: KEY}")
         for name, value in _variables_in(self.pod_patch):
             _reject_secret("pod_patch", name, value)
 

@@ -202,16 +202,24 @@ def _remembered(handle: Mapping[str, Any]) -> Seen | None:
     return Seen(state="FAILED" if int(words[1]) else "COMPLETED", exit_code=int(words[1]))
 
 
+def _watch_of(handle: Mapping[str, Any]) -> Watch:
+    """Return what this process knows of the job. Without a shared disk, it receives the output of the nodes."""
+    job_id = str(handle["job_id"])
+    if job_id not in _watches:
+        _watches[job_id] = Watch(output=None if handle["folder"] is None else OutputFiles(handle))
+    return _watches[job_id]
+
+
 def poll(handle: Mapping[str, Any]) -> JobState:
-    watch = _watches.setdefault(str(handle["job_id"]), Watch())
-    _receive(handle, watch)
+    watch = _watch_of(handle)
+    _receive(watch)
     ended = watch.seen is not None and watch.seen.meaning.phase is Phase.RUNNING and _remembered(handle) is not None
     if ended or time.monotonic() - watch.asked_at >= handle["poll_s"]:
         _ask(handle, watch)
         _note_losses(handle, watch)
     state = _state(handle, watch.seen)
     if not state.running:
-        _receive(handle, watch)
+        _receive(watch)
         # The last lines may report a loss.
         _note_losses(handle, watch)
         if watch.losses.vanished and state.status is None:
@@ -291,23 +299,17 @@ def _state(handle: Mapping[str, Any], seen: Seen | None) -> JobState:
     return JobState(running=False, exit_code=seen.exit_code, status=Status.FAILED, reason=reason)
 
 
-def _receive(handle: Mapping[str, Any], watch: Watch) -> None:
-    """Take the new output of the nodes, without a shared disk."""
-    if handle["folder"] is None:
-        return
-    if watch.output is None:
-        watch.output = OutputFiles(handle)
-    if watch.seen is not None and watch.seen.meaning.phase is not Phase.WAITING:
+def _receive(watch: Watch) -> None:
+    """Take the new output of the nodes."""
+    if watch.output is not None and watch.seen is not None and watch.seen.meaning.phase is not Phase.WAITING:
         watch.output.take(is_running=watch.seen.meaning.phase is Phase.RUNNING)
 
 
 def collect(handle: Mapping[str, Any], run_dir: Path) -> str | None:
     """Return a sentence about missing files. With a shared disk, none can be missing."""
-    if handle["folder"] is None:
-        return None
-    watch = _watches.setdefault(str(handle["job_id"]), Watch())
+    watch = _watch_of(handle)
     if watch.output is None:
-        watch.output = OutputFiles(handle)
+        return None
     return watch.output.take_last(watch.seen.nodes if watch.seen else "", but=watch.losses.spared)
 
 

@@ -175,7 +175,7 @@ class Tokenizer:
         # Tokens that end an answer, from the model's generation_config.json or else its config.json.
         files = [Path(directory, name) for name in ("generation_config.json", "config.json")]
         known = [json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") for file in files if file.is_file()]
-        ends = next((each for each in known if each is not None), [])
+        ends: Any = next((each for each in known if each is not None), [])
         self.ends = frozenset(ends if isinstance(ends, list) else [ends])
 
     def encode(self, text: str) -> list[int]:

@@ -111,6 +111,7 @@ def _join_group(settings: Settings, rank: int, channel: Channel | None, port: in
     """Join the process group of the model. Returns the group through which the leader sends its calls."""
     size = settings.tensor_parallel
     if channel is None:
+        assert port is not None
         store = dist.TCPStore(HOST, port, size, is_master=False)  # type: ignore[attr-defined]
     else:
         store = dist.TCPStore(HOST, 0, size, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
